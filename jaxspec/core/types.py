@@ -1,0 +1,281 @@
+"""The records and protocols that everything else is written in.
+
+Every array here belongs to ONE row (one sequence). The step maps rows; nothing below knows of a batch.
+"""
+
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+PyTree = Any
+
+
+class Stop(IntEnum):
+    """Why a row ended; `RUNNING` while it has not."""
+
+    RUNNING = 0
+    TOKEN = 1  # a stop id was emitted
+    STRING = 2  # a stop string was completed
+    LENGTH = 3  # `max_new_tokens` or the context was used up
+    NOT_FINITE = 4  # the target gave NaN, or no token with finite logits
+
+
+class LayerKV(NamedTuple):
+    """Keys and values of one layer. Keys lie with slots last, which is how the score product reads them."""
+
+    keys: Float[Array, "kv_heads head_dim slots"]
+    values: Float[Array, "kv_heads slots head_dim"]
+
+
+class KVCache(NamedTuple):
+    """One row's cache. Slots at or past `length` mean nothing: they are masked, then overwritten."""
+
+    layers: tuple[LayerKV, ...]
+    length: Int[Array, ""]
+
+
+class Tree(NamedTuple):
+    """A draft tree as arrays. Node 0 is the root, the pending token; parents precede children.
+
+    parents: index of each node's parent, -1 at the root.
+    depths: number of edges between the root and each node.
+    ranks: 0 for a parent's first choice, 1 for its second, ...; 0 at the root.
+    ancestors: `ancestors[i, j]` is True when j is on the path root..i, i included;
+        used as it stands for the attention mask between draft nodes.
+    paths: `paths[i, d]` is the node at depth d on the path root..i; -1 past i. Its width is the
+        static bound on depth that `commit` and the loops over levels rely on.
+    children: `children[i, r]` is the child of rank r of node i, or -1.
+    """
+
+    parents: Int[Array, " nodes"]
+    depths: Int[Array, " nodes"]
+    ranks: Int[Array, " nodes"]
+    ancestors: Bool[Array, "nodes nodes"]
+    paths: Int[Array, "nodes depth+1"]
+    children: Int[Array, "nodes branch"]
+
+
+class Proposal(NamedTuple):
+    """What a drafter offers for verification.
+
+    tokens: one per node; node 0 repeats the pending token.
+    valid: False where the budget was not used. It may depend on anything known BEFORE a node's own
+        token was drawn, never on that token: dropping a node for the token it drew is a bias.
+    draft_logprobs: row by row, the laws that tokens were really drawn from; `None` says that every
+        token was chosen deterministically given the text.
+    law_row: the row of `draft_logprobs` a node was drawn from (0 and unused at the root).
+        Siblings share a row and were drawn from it in order, without replacement.
+    """
+
+    tokens: Int[Array, " nodes"]
+    tree: Tree
+    valid: Bool[Array, " nodes"]
+    draft_logprobs: Float[Array, "laws vocab"] | None
+    law_row: Int[Array, " nodes"]
+
+
+class Verdict(NamedTuple):
+    """What verification decided.
+
+    path: accepted nodes, root first; -1 past the last one.
+    num_emitted: accepted draft tokens plus one: the bonus (or corrected) token is counted.
+    next_token: that last token, sampled from the target's law or its residual; the next root.
+    """
+
+    path: Int[Array, " depth+1"]
+    num_emitted: Int[Array, ""]
+    next_token: Int[Array, ""]
+
+
+class Hidden(NamedTuple):
+    """What a forward pass computes for n tokens. Unembedding is a separate call.
+
+    features: the last hidden state AFTER the final norm: what the output head multiplies.
+    taps: inputs (pre-norm residual stream) of the layers asked for, side by side.
+    new_kv: keys and values of these n tokens, for `commit` to write: slots are nodes.
+    """
+
+    features: Float[Array, "nodes embed"]
+    taps: Float[Array, "nodes tapped"]
+    new_kv: tuple[LayerKV, ...]
+
+
+class Recent(NamedTuple):
+    """The last committed path: what drafters learn from. Rows at or past `count` mean nothing.
+
+    tokens: `tokens[i]` is the token emitted AFTER the position that `features[i]` describes, so
+        that `(features[i], tokens[i])` are EAGLE's shifted pairs and `tokens[count - 1]` is the
+        pending token.
+    """
+
+    tokens: Int[Array, " depth+1"]
+    features: Float[Array, "depth+1 embed"]
+    taps: Float[Array, "depth+1 tapped"]
+    count: Int[Array, ""]
+
+
+class Context(NamedTuple):
+    """Read-only view of a row for drafters.
+
+    tokens: the text so far, prompt included; slots at or past `length` mean nothing.
+    length: tokens in the text. The last of them is pending: `cache.length == length - 1`.
+    room: tokens that may still be emitted.
+    """
+
+    tokens: Int[Array, " slots"]
+    length: Int[Array, ""]
+    room: Int[Array, ""]
+    cache: KVCache
+    recent: Recent
+
+
+class Emitted(NamedTuple):
+    """Facts about each slot of the text; zero-width where they were not asked for.
+
+    logprobs: the target's log-probability of the token, before any warping.
+    warped_logprobs: the same after temperature and filters.
+    from_draft: True where a draft token was accepted, False for the target's own tokens.
+    """
+
+    logprobs: Float[Array, " slots_or_none"]
+    warped_logprobs: Float[Array, " slots_or_none"]
+    from_draft: Bool[Array, " slots"]
+
+
+class Stats(NamedTuple):
+    """Counters of one row.
+
+    num_steps: target passes this row took part in while running.
+    accepted: `accepted[i]` counts steps that accepted exactly i draft tokens (bonus excluded).
+    drafted: `drafted[i]` counts steps whose deepest valid node had depth i.
+    num_nodes: draft nodes verified, roots excluded.
+    """
+
+    num_steps: Int[Array, ""]
+    accepted: Int[Array, " depth+1"]
+    drafted: Int[Array, " depth+1"]
+    num_nodes: Int[Array, ""]
+
+
+class DecodeState(NamedTuple):
+    """Everything one row carries from step to step.
+
+    draft: the drafter's own state, `()` if it has none.
+    automaton: where the row stands in the stop-string automaton; 0 without one.
+    """
+
+    context: Context
+    draft: PyTree
+    key: PRNGKeyArray
+    stop: Int[Array, ""]
+    automaton: Int[Array, ""]
+    emitted: Emitted
+    stats: Stats
+
+
+class Info(NamedTuple):
+    """What is worth seeing of one step of one row, and not worth carrying.
+
+    emitted: the tokens this step added, in order; entries at or past `count` mean nothing.
+    """
+
+    proposal: Proposal
+    verdict: Verdict
+    emitted: Int[Array, " depth+1"]
+    count: Int[Array, ""]
+    width: Int[Array, ""]
+
+
+class Params(NamedTuple):
+    """Both models of a step. `draft` is `()` for drafters without weights of their own."""
+
+    target: Any
+    draft: Any
+
+
+class LanguageModel(Protocol):
+    """Weights and the functions that read them, as one pytree whose settings are static.
+
+    A causal or a masked-diffusion model alike: the attention mask is an argument.
+    """
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def embed_dim(self) -> int: ...
+
+    def forward(
+        self,
+        tokens: Int[Array, " nodes"],
+        positions: Int[Array, " nodes"],
+        mask: Bool[Array, "nodes scratch+nodes"],
+        cache: KVCache | None,
+        *,
+        scratch: tuple[LayerKV, ...] | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> Hidden:
+        """One pass. `mask` says which scratch slots and which of the n tokens each token sees.
+
+        The cached prefix is always seen up to `cache.length`. Nothing is written.
+        """
+        ...
+
+    def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]: ...
+
+    def empty_cache(self, slots: int) -> KVCache: ...
+
+
+class Drafter(Protocol):
+    """A drafting method: settings in, two pure functions out. Implemented by frozen dataclasses.
+
+    Equal settings must be equal and hash alike: they are static under `jit`, and a fresh but equal
+    drafter must not compile again.
+    """
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers whose inputs it reads; `()` for none."""
+        ...
+
+    @property
+    def tree_shape(self) -> tuple[int, int]:
+        """Nodes (root included) and depth of every proposal."""
+        ...
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Pass widths worth compiling, in tokens, ascending; the last one holds every node."""
+        ...
+
+    def init(self, params: Params, prompt: Hidden, context: Context) -> PyTree:
+        """State before the first step. `prompt` has the features of every prompt token but the last."""
+        ...
+
+    def propose(
+        self, params: Params, key: PRNGKeyArray, state: PyTree, context: Context
+    ) -> tuple[Proposal, PyTree]:
+        """Drafts from the text in `context`. Begins by absorbing `context.recent`."""
+        ...
+
+
+StateT = TypeVar("StateT")
+InfoT = TypeVar("InfoT", covariant=True)
+
+
+class StepFn(Protocol[StateT, InfoT]):
+    """One step of any decoder, over a batch of rows."""
+
+    def __call__(self, params: Params, state: StateT) -> tuple[StateT, InfoT]: ...
+
+
+class VerifyFn(Protocol):
+    """Decides from given uniforms in [0, 1), one per node; entry 0 draws the emitted token."""
+
+    def __call__(
+        self,
+        uniforms: Float[Array, " nodes"],
+        proposal: Proposal,
+        target_logits: Float[Array, "nodes vocab"],
+    ) -> Verdict: ...
