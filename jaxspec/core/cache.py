@@ -1,0 +1,98 @@
+"""The KV cache. Forward passes return new keys and values; `commit` is the only writer."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jaxspec.core.types import KVCache, LayerKV, PyTree
+
+KEY_SLOTS_AXIS = 2  # LayerKV.keys: [kv_heads, head_dim, slots]
+VALUE_SLOTS_AXIS = 1  # LayerKV.values: [kv_heads, slots, head_dim]
+
+
+def empty_layer(kv_heads: int, head_dim: int, slots: int, dtype: jnp.dtype) -> LayerKV:
+    """A layer's cache of zeros."""
+    return LayerKV(
+        jnp.zeros((kv_heads, head_dim, slots), dtype), jnp.zeros((kv_heads, slots, head_dim), dtype)
+    )
+
+
+def num_slots(cache: KVCache) -> int:
+    return cache.layers[0].values.shape[VALUE_SLOTS_AXIS]
+
+
+def select_path(new_kv: tuple[LayerKV, ...], path: Int[Array, " length"]) -> tuple[LayerKV, ...]:
+    """Gathers the path's nodes, in order, by a one-hot product: exact, and no gather on any device.
+
+    Entries of -1 give zeros.
+    """
+
+    def select(layer: LayerKV) -> LayerKV:
+        nodes = layer.values.shape[VALUE_SLOTS_AXIS]
+        pick = jax.nn.one_hot(path, nodes, dtype=layer.values.dtype)
+        exact = jax.lax.Precision.HIGHEST
+        return LayerKV(
+            jnp.einsum("hdn,pn->hdp", layer.keys, pick, precision=exact),
+            jnp.einsum("pn,hnd->hpd", pick, layer.values, precision=exact),
+        )
+
+    return tuple(select(layer) for layer in new_kv)
+
+
+def write(layer: LayerKV, new: LayerKV, start: Int[Array, ""] | int) -> LayerKV:
+    """Writes consecutive slots from `start`. The caller owes the room: a start past it is clamped."""
+    return LayerKV(
+        jax.lax.dynamic_update_slice_in_dim(layer.keys, new.keys, start, KEY_SLOTS_AXIS),
+        jax.lax.dynamic_update_slice_in_dim(layer.values, new.values, start, VALUE_SLOTS_AXIS),
+    )
+
+
+def append(
+    cache: KVCache, new_kv: tuple[LayerKV, ...], count: Int[Array, ""] | int
+) -> KVCache:
+    """Writes all of `new_kv` at `length`, then counts the first `count` of them in.
+
+    What lies past the new length means nothing, so rejected rows, stopped rows (`count` 0) and
+    padding need no select and no clean-up.
+    """
+    layers = tuple(
+        write(layer, new, cache.length) for layer, new in zip(cache.layers, new_kv, strict=True)
+    )
+    return KVCache(layers, cache.length + count)
+
+
+def commit(
+    cache: KVCache,
+    new_kv: tuple[LayerKV, ...],
+    path: Int[Array, " length"],
+    count: Int[Array, ""],
+) -> KVCache:
+    """Keeps the first `count` nodes of `path` and forgets the rest of the pass.
+
+    The whole padded path is written, so `len(path)` free slots are needed past `length`.
+    """
+    return append(cache, select_path(new_kv, path), count)
+
+
+def pad_slots(state: PyTree, slots: int) -> PyTree:
+    """Widens every `KVCache` in `state`, batched or not, to `slots` slots."""
+
+    def widen(array: Array, axis: int) -> Array:
+        padding = [(0, 0)] * array.ndim
+        padding[axis] = (0, slots - array.shape[axis])
+        return jnp.pad(array, padding)
+
+    def grow(node: PyTree) -> PyTree:
+        if not isinstance(node, KVCache):
+            return node
+        # Counted from the end, so that a leading batch axis does not matter.
+        layers = tuple(
+            LayerKV(
+                widen(layer.keys, KEY_SLOTS_AXIS - 3 + layer.keys.ndim),
+                widen(layer.values, VALUE_SLOTS_AXIS - 3 + layer.values.ndim),
+            )
+            for layer in node.layers
+        )
+        return KVCache(layers, node.length)
+
+    return jax.tree.map(grow, state, is_leaf=lambda node: isinstance(node, KVCache))

@@ -1,0 +1,169 @@
+"""Draft trees: built and checked once on the host, plain arrays from then on.
+
+Budgets: `nodes` in a name, file or message EXCLUDES the root (EAGLE's tree has 25 nodes); `tokens`
+in a target pass includes it (26).
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.core.types import Tree
+
+Path = tuple[int, ...]
+
+# The static tree of EAGLE-1 (Li et al. 2024, upstream name `mc_sim_7b_63`): 25 nodes, depth 5.
+EAGLE_PATHS: tuple[Path, ...] = (
+    *((0,), (1,), (2,), (3,)),
+    *((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)),
+    *((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0)),
+    *((0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2)),
+    *((0, 0, 0, 0, 0), (0, 0, 0, 0, 1)),
+)
+
+
+def normalize_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
+    """Checks rank paths and sorts them by (length, ranks): node i + 1 of the tree is entry i.
+
+    A path lists, from the root down, which of its parent's choices each node takes. The set must
+    hold every prefix of each path, and child r requires children 0..r-1: sampled siblings are
+    verified in the order they were drawn, so a gap would make the law dishonest.
+
+    Raises:
+        ValueError: for a negative rank, a duplicate, a missing parent or a missing sibling.
+    """
+    tuples = [tuple(int(rank) for rank in path) for path in paths]
+    known = set(tuples)
+    if len(known) != len(tuples):
+        repeated = next(path for path in tuples if tuples.count(path) > 1)
+        raise ValueError(f"paths: {list(repeated)} is listed twice; list each node once.")
+    for path in sorted(known, key=lambda path: (len(path), path)):
+        if not path:
+            raise ValueError("paths: [] is the root, which every tree has; leave it out.")
+        if min(path) < 0:
+            raise ValueError(f"paths: {list(path)} has a negative rank; ranks count from 0.")
+        *parent, rank = path
+        if parent and tuple(parent) not in known:
+            raise ValueError(f"paths: {list(path)} needs its parent {parent}; add it.")
+        if rank and (*parent, rank - 1) not in known:
+            raise ValueError(
+                f"paths: {list(path)} takes rank {rank} of {parent or 'the root'}, "
+                f"but rank {rank - 1} is not in the tree; ranks must have no gap."
+            )
+    return tuple(sorted(known, key=lambda path: (len(path), path)))
+
+
+def tree_from_parents(parents: Sequence[int]) -> Tree:
+    """Builds a `Tree` on the host; inside `jit` its arrays are constants.
+
+    Siblings take ranks in the order they are listed.
+
+    Example:
+        >>> tree_from_parents([-1, 0, 0, 1]).paths.tolist()
+        [[0, -1, -1], [0, 1, -1], [0, 2, -1], [0, 1, 3]]
+
+    Raises:
+        ValueError: unless node 0 is the root and every parent comes before its children.
+    """
+    parents = [int(parent) for parent in parents]
+    if not parents or parents[0] != -1:
+        raise ValueError(f"parents[0] must be -1, the root; got {parents[:1]}.")
+    for node, parent in enumerate(parents[1:], start=1):
+        if not 0 <= parent < node:
+            raise ValueError(
+                f"parents: node {node} has parent {parent}, but a parent must come earlier; "
+                "sort the nodes by depth."
+            )
+    paths = [[0]]
+    children: list[list[int]] = [[] for _ in parents]
+    ranks = [0]
+    for node, parent in enumerate(parents[1:], start=1):
+        paths.append([*paths[parent], node])
+        ranks.append(len(children[parent]))
+        children[parent].append(node)
+    depths = [len(path) - 1 for path in paths]
+    ancestors = np.zeros((len(parents), len(parents)), bool)
+    for node, path in enumerate(paths):
+        ancestors[node, path] = True
+    return Tree(
+        parents=np.asarray(parents, np.int32),
+        depths=np.asarray(depths, np.int32),
+        ranks=np.asarray(ranks, np.int32),
+        ancestors=ancestors,
+        paths=_padded(paths, max(depths) + 1),
+        children=_padded(children, max(1, *map(len, children))),
+    )
+
+
+def tree_from_paths(paths: Sequence[Sequence[int]]) -> Tree:
+    """Builds a `Tree` from rank paths, EAGLE's and Medusa's way of writing one.
+
+    Raises:
+        ValueError: see `normalize_paths`.
+    """
+    ordered = ((), *normalize_paths(paths))
+    index = {path: node for node, path in enumerate(ordered)}
+    return tree_from_parents([-1, *(index[path[:-1]] for path in ordered[1:])])
+
+
+def chain(num_nodes: int) -> Tree:
+    """A tree without branches: `num_nodes` draft tokens, each the child of the one before.
+
+    Raises:
+        ValueError: if `num_nodes` is negative. 0 is plain decoding: a root alone.
+    """
+    if num_nodes < 0:
+        raise ValueError(f"num_nodes must be at least 0, got {num_nodes}.")
+    return tree_from_parents(range(-1, num_nodes))
+
+
+def eagle_tree() -> Tree:
+    """EAGLE-1's static tree: 25 nodes, depth 5, widths 4-8-8-3-2."""
+    return tree_from_paths(EAGLE_PATHS)
+
+
+def level_starts(tree: Tree) -> tuple[int, ...]:
+    """First node of each level, then the node count, of a static tree sorted by depth.
+
+    Level d of the tree is `range(level_starts(tree)[d], level_starts(tree)[d + 1])`.
+    """
+    depths = np.asarray(tree.depths)
+    return tuple(int(np.sum(depths < depth)) for depth in range(depths.max() + 2))
+
+
+def traced_tree(
+    parents: Int[Array, " nodes"], valid: Bool[Array, " nodes"], max_depth: int, branch: int
+) -> Tree:
+    """Builds the same record from a traced parent list: one row's dynamic tree.
+
+    Args:
+        parents: -1 at node 0; elsewhere an earlier node.
+        valid: unused nodes are False; they get no rank and nobody's child slot.
+        max_depth: static bound on depth.
+        branch: static bound on children per node.
+    """
+    nodes = parents.shape[0]
+    index = jnp.arange(nodes)
+    climb = [index]
+    for _ in range(max_depth):
+        last = climb[-1]
+        climb.append(jnp.where(last >= 0, parents[jnp.maximum(last, 0)], -1))
+    upward = jnp.stack(climb, axis=1)  # node, parent, grandparent, ..., -1 above the root
+    depths = jnp.sum(upward >= 0, axis=1).astype(jnp.int32) - 1
+    ancestors = jnp.any(upward[:, :, None] == index[None, None, :], axis=1)
+    levels = jnp.arange(max_depth + 1)
+    paths = jnp.take_along_axis(upward, depths[:, None] - levels[None, :], axis=1, mode="clip")
+    paths = jnp.where(levels[None, :] <= depths[:, None], paths, -1)
+    sibling = (parents[:, None] == parents[None, :]) & valid[None, :]
+    earlier = index[None, :] < index[:, None]
+    ranks = jnp.sum(sibling & earlier, axis=1).astype(jnp.int32)
+    is_child = (parents[None, :] == index[:, None]) & valid[None, :]
+    slot = is_child[:, None, :] & (ranks[None, None, :] == jnp.arange(branch)[None, :, None])
+    children = jnp.max(jnp.where(slot, index[None, None, :], -1), axis=2)
+    return Tree(parents, depths, ranks, ancestors, paths, children)
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int) -> np.ndarray:
+    return np.asarray([[*row, *[-1] * (width - len(row))] for row in rows], np.int32)
