@@ -1,0 +1,283 @@
+"""What one decoder of the Llama family is, in numbers. Families differ only in these fields.
+
+Everything here is frozen, hashable and compared by value: a config is static under `jit`, and an
+equal one never compiles again.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+LAYER_TYPES = ("full", "sliding")
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """The base grows with the position past `original_max_positions` (NTK-aware interpolation).
+
+    Position p is rotated with the base of a text that ends at p. So a cached key never changes, and
+    a pass of many tokens equals many passes of one. `transformers` agrees up to
+    `original_max_positions`, and past it as long as it decodes token by token; when it reads a
+    longer prompt in one pass it gives every token the base of the last one.
+    """
+
+    factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long wavelengths divided by `factor`, short ones kept, a smooth ramp between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Slow dimensions divided by `factor`, fast ones kept, a linear ramp over dimensions between.
+
+    attention_factor: multiplies cosines and sines; None: derived from `factor`, `mscale` and
+        `mscale_all_dim`.
+    truncate: round the ends of the ramp outwards to whole dimensions.
+    """
+
+    factor: float
+    original_max_positions: int
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """A divisor per frequency, from one of two tables, and a larger scale of cosines and sines.
+
+    The table is chosen once, for every position: `long_factors` when `ModelConfig.max_positions`
+    exceeds `original_max_positions`, else `short_factors`. `transformers` chooses by the current
+    length and throws its cache away at the crossing. To decode short texts as it does, set
+    `max_positions` to `original_max_positions`; to decode longer ones, set it to their length.
+
+    factor: ratio of the long context to the original one; gives `attention_factor` when that is
+        None.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    factor: float
+    original_max_positions: int
+    attention_factor: float | None = None
+
+
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding, in the halves form: dimension i turns with i + rotated / 2.
+
+    fraction: share of each head that is rotated, its first dimensions; the rest passes.
+    """
+
+    theta: float = 10_000.0
+    fraction: float = 1.0
+    scaling: Scaling | None = None
+
+    def __post_init__(self):
+        if self.theta <= 0:
+            raise ValueError(f"theta must be positive, got {self.theta}.")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction must be in (0, 1], got {self.fraction}.")
+        if self.scaling is not None and self.scaling.factor < 1:
+            raise ValueError(f"scaling.factor must be at least 1, got {self.scaling.factor}.")
+
+    def rotated_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.fraction)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A sparse MLP: each token goes through `per_token` of `num` gated MLPs of width `mlp_dim`.
+
+    normalize: divide the chosen experts' probabilities by their sum.
+    layers: which layers are sparse; the others have the dense MLP.
+    """
+
+    num: int
+    per_token: int
+    mlp_dim: int
+    normalize: bool
+    layers: tuple[bool, ...]
+
+    def __post_init__(self):
+        if not 1 <= self.per_token <= self.num:
+            raise ValueError(
+                f"experts.per_token must be in 1..{self.num} (experts.num), got {self.per_token}."
+            )
+        if self.mlp_dim < 1:
+            raise ValueError(f"experts.mlp_dim must be at least 1, got {self.mlp_dim}.")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer: pre-norm, RMSNorm, rotary positions, gated MLPs.
+
+    max_positions: longest text the network is meant for.
+    norm_plus_one: norms multiply by 1 + scale (Gemma).
+    post_norms: further norms after attention and after the MLP, before each residual sum (Gemma).
+    qk_norm: queries and keys are normalised per head before rotation.
+    qkv_bias, out_bias, mlp_bias: which projections add a bias.
+    tied_head: the output head is the embedding table.
+    rope: rotation in full layers, and in sliding ones unless `sliding_rope` is given.
+    layer_types: "full" or "sliding" for each layer; `()` stands for all full.
+    sliding_window: a sliding layer's token at position i sees positions i - window + 1 .. i.
+    query_scale: multiplies scores; None: head_dim ** -0.5.
+    attention_softcap, final_softcap: c * tanh(x / c) of scores and of logits; None: left alone.
+    embed_scale: multiplies embeddings; None: left alone.
+    experts: the sparse layers; None: all dense.
+    """
+
+    vocab_size: int
+    embed_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    max_positions: int
+    norm_eps: float = 1e-6
+    norm_plus_one: bool = False
+    post_norms: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    activation: str = "silu"
+    tied_head: bool = False
+    rope: Rope = Rope()
+    sliding_rope: Rope | None = None
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    embed_scale: float | None = None
+    experts: Experts | None = None
+
+    def __post_init__(self):
+        if not self.layer_types:
+            object.__setattr__(self, "layer_types", ("full",) * self.num_layers)
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads ({self.num_kv_heads}), "
+                f"got {self.num_heads}."
+            )
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {self.activation!r}.")
+        self._check_layers()
+        for name in ("rope", "sliding_rope"):
+            self._check_rope(name)
+        for name in _POSITIVE_OR_NONE:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be positive, or None for none, got {value}.")
+        if self.norm_eps <= 0:
+            raise ValueError(f"norm_eps must be positive, got {self.norm_eps}.")
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads that share one key head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    def layer_rope(self, layer: int) -> Rope:
+        """The rotation used in one layer."""
+        if self.layer_types[layer] == "sliding" and self.sliding_rope is not None:
+            return self.sliding_rope
+        return self.rope
+
+    def layer_window(self, layer: int) -> int | None:
+        """How far back one layer sees; None: to the beginning."""
+        return self.sliding_window if self.layer_types[layer] == "sliding" else None
+
+    def sparse_layer(self, layer: int) -> bool:
+        """Whether one layer's MLP is a mixture of experts."""
+        return self.experts is not None and self.experts.layers[layer]
+
+    def replace(self, **changes) -> "ModelConfig":
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def _check_layers(self):
+        if len(self.layer_types) != self.num_layers:
+            raise ValueError(
+                f"layer_types must name {self.num_layers} layers (num_layers), "
+                f"got {len(self.layer_types)}."
+            )
+        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
+        if unknown:
+            raise ValueError(f"layer_types must be of {LAYER_TYPES}, got {unknown}.")
+        if "sliding" in self.layer_types and self.sliding_window is None:
+            raise ValueError("layer_types has sliding layers, so sliding_window must be given.")
+        if self.experts is not None and len(self.experts.layers) != self.num_layers:
+            raise ValueError(
+                f"experts.layers must have {self.num_layers} entries (num_layers), "
+                f"got {len(self.experts.layers)}."
+            )
+
+    def _check_rope(self, name: str):
+        rope = getattr(self, name)
+        if rope is None:
+            return
+        rotated = rope.rotated_dim(self.head_dim)
+        if rotated < 2 or rotated % 2:
+            raise ValueError(
+                f"{name}.fraction must rotate an even number of a head's {self.head_dim} "
+                f"dimensions, at least 2; {rope.fraction} rotates {rotated}."
+            )
+        if isinstance(rope.scaling, LongRopeScaling):
+            for table in ("short_factors", "long_factors"):
+                given = len(getattr(rope.scaling, table))
+                if given != rotated // 2:
+                    raise ValueError(
+                        f"{name}.scaling.{table} must have {rotated // 2} entries, one per "
+                        f"frequency, got {given}."
+                    )
+
+
+_SIZES = (
+    "vocab_size",
+    "embed_dim",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "mlp_dim",
+    "max_positions",
+)
+_POSITIVE_OR_NONE = (
+    "sliding_window",
+    "query_scale",
+    "attention_softcap",
+    "final_softcap",
+    "embed_scale",
+)
