@@ -47,9 +47,7 @@ def write(layer: LayerKV, new: LayerKV, start: Int[Array, ""] | int) -> LayerKV:
     )
 
 
-def append(
-    cache: KVCache, new_kv: tuple[LayerKV, ...], count: Int[Array, ""] | int
-) -> KVCache:
+def append(cache: KVCache, new_kv: tuple[LayerKV, ...], count: Int[Array, ""] | int) -> KVCache:
     """Writes all of `new_kv` at `length`, then counts the first `count` of them in.
 
     What lies past the new length means nothing, so rejected rows, stopped rows (`count` 0) and

@@ -124,15 +124,6 @@ def eagle_tree() -> Tree:
     return tree_from_paths(EAGLE_PATHS)
 
 
-def level_starts(tree: Tree) -> tuple[int, ...]:
-    """First node of each level, then the node count, of a static tree sorted by depth.
-
-    Level d of the tree is `range(level_starts(tree)[d], level_starts(tree)[d + 1])`.
-    """
-    depths = np.asarray(tree.depths)
-    return tuple(int(np.sum(depths < depth)) for depth in range(depths.max() + 2))
-
-
 def traced_tree(
     parents: Int[Array, " nodes"], valid: Bool[Array, " nodes"], max_depth: int, branch: int
 ) -> Tree:

@@ -115,32 +115,52 @@ class Recent(NamedTuple):
     count: Int[Array, ""]
 
 
+class Warp(NamedTuple):
+    """A row's sampling parameters. A filter that is `None` is absent from the program.
+
+    The same record warps the target's logits and a drafter's.
+
+    temperature: `None` decodes greedily (the filters after it are then `None` too); 0 makes this
+        row greedy among rows that sample.
+    bias: added to the logits first: logit bias, -inf for banned ids and for ids past the tokenizer.
+    """
+
+    temperature: Float[Array, ""] | None = None
+    top_k: Int[Array, ""] | None = None
+    top_p: Float[Array, ""] | None = None
+    min_p: Float[Array, ""] | None = None
+    bias: Float[Array, " vocab"] | None = None
+
+
 class Context(NamedTuple):
     """Read-only view of a row for drafters.
 
     tokens: the text so far, prompt included; slots at or past `length` mean nothing.
     length: tokens in the text. The last of them is pending: `cache.length == length - 1`.
     room: tokens that may still be emitted.
+    stop_ids: ids that end the row; -1 where unused.
     """
 
     tokens: Int[Array, " slots"]
     length: Int[Array, ""]
     room: Int[Array, ""]
+    stop_ids: Int[Array, " stop_ids"]
+    warp: Warp
     cache: KVCache
     recent: Recent
 
 
 class Emitted(NamedTuple):
-    """Facts about each slot of the text; zero-width where they were not asked for.
+    """Facts about each slot of the text.
 
-    logprobs: the target's log-probability of the token, before any warping.
-    warped_logprobs: the same after temperature and filters.
     from_draft: True where a draft token was accepted, False for the target's own tokens.
+    logprobs: the target's log-probability of the token before any warping; `None` if not asked for.
+    warped_logprobs: the same after temperature and filters; `None` if not asked for.
     """
 
-    logprobs: Float[Array, " slots_or_none"]
-    warped_logprobs: Float[Array, " slots_or_none"]
     from_draft: Bool[Array, " slots"]
+    logprobs: Float[Array, " slots"] | None
+    warped_logprobs: Float[Array, " slots"] | None
 
 
 class Stats(NamedTuple):
@@ -178,6 +198,7 @@ class Info(NamedTuple):
     """What is worth seeing of one step of one row, and not worth carrying.
 
     emitted: the tokens this step added, in order; entries at or past `count` mean nothing.
+    width: tokens in the target pass, root included; the same for every row of a batch.
     """
 
     proposal: Proposal

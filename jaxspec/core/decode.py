@@ -1,0 +1,332 @@
+"""Prefill and the speculative step, for a batch of rows at their own pace.
+
+Everything is written for one row and mapped here. The step itself sees the batch in one place
+only: it picks the width of the target pass, the smallest of the drafter's widths that holds every
+row's valid nodes. That choice is a `switch` outside any map, so that narrow passes really are
+cheap, and its branches only READ the cache: each returns the few accepted rows, which are then
+committed in place.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxspec.core import masks
+from jaxspec.core.cache import append, select_path
+from jaxspec.core.sampling import at_least_float32, warp_logits
+from jaxspec.core.stopping import StopAutomaton, cut_emitted
+from jaxspec.core.types import (
+    Context,
+    DecodeState,
+    Drafter,
+    Emitted,
+    Hidden,
+    Info,
+    KVCache,
+    LanguageModel,
+    LayerKV,
+    Params,
+    Proposal,
+    Recent,
+    Stats,
+    Stop,
+    Verdict,
+    Warp,
+)
+from jaxspec.core.verify import verify, verify_greedy
+
+
+class Prompt(NamedTuple):
+    """One row's request.
+
+    tokens: right-padded to a bucket; `length` >= 1 of them are real.
+    room: `max_new_tokens`, or less where the context ends.
+    """
+
+    tokens: Int[Array, " bucket"]
+    length: Int[Array, ""]
+    room: Int[Array, ""]
+    key: PRNGKeyArray
+    stop_ids: Int[Array, " stop_ids"]
+    warp: Warp
+
+
+def prefill(
+    model: LanguageModel,
+    tokens: Int[Array, " bucket"],
+    length: Int[Array, ""],
+    *,
+    chunk: int,
+    taps: tuple[int, ...] = (),
+) -> tuple[Hidden, KVCache]:
+    """Runs a prompt through a model, `chunk` tokens at a time; the last token stays pending.
+
+    Returns:
+        Features (and taps) of every slot of the bucket, and a cache of `length - 1` tokens with
+        as many slots as the bucket. Slots from `length - 1` on mean nothing. `new_kv` is empty.
+    """
+    bucket = tokens.shape[0]
+    if bucket <= chunk:
+        hidden = model.forward(tokens, jnp.arange(bucket), masks.causal(bucket), None, taps=taps)
+        cache = KVCache(hidden.new_kv, length - 1)
+        return hidden._replace(new_kv=()), cache
+    if bucket % chunk:
+        raise ValueError(f"chunk: {chunk} does not divide the bucket of {bucket} tokens.")
+
+    def run_chunk(cache: KVCache, start: Int[Array, ""]):
+        part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk)
+        positions = start + jnp.arange(chunk)
+        hidden = model.forward(part, positions, masks.causal(chunk), cache, taps=taps)
+        return append(cache, hidden.new_kv, chunk), (hidden.features, hidden.taps)
+
+    starts = jnp.arange(0, bucket, chunk)
+    cache, (features, tapped) = jax.lax.scan(run_chunk, model.empty_cache(bucket), starts)
+    hidden = Hidden(features.reshape(bucket, -1), tapped.reshape(bucket, -1), ())
+    return hidden, KVCache(cache.layers, length - 1)
+
+
+def begin(
+    params: Params,
+    prompt: Prompt,
+    *,
+    drafter: Drafter,
+    text_slots: int,
+    chunk: int,
+    logprobs: bool = False,
+    warped_logprobs: bool = False,
+) -> DecodeState:
+    """Prefills one row and the drafter's state.
+
+    `text_slots` must hold the prompt, all that may be emitted, and one step's overhang.
+    """
+    hidden, cache = prefill(
+        params.target, prompt.tokens, prompt.length, chunk=chunk, taps=drafter.taps
+    )
+    depth = drafter.tree_shape[1]
+    assert text_slots >= prompt.tokens.shape[0] + depth + 1, "no headroom for one step"
+    tokens = jnp.pad(prompt.tokens, (0, text_slots - prompt.tokens.shape[0]))
+    recent = Recent(
+        tokens=jnp.zeros(depth + 1, jnp.int32),
+        features=jnp.zeros((depth + 1, hidden.features.shape[-1]), hidden.features.dtype),
+        taps=jnp.zeros((depth + 1, hidden.taps.shape[-1]), hidden.taps.dtype),
+        count=jnp.int32(0),
+    )
+    context = Context(
+        tokens, prompt.length, prompt.room, prompt.stop_ids, prompt.warp, cache, recent
+    )
+    none = jnp.zeros(text_slots, jnp.float32)
+    return DecodeState(
+        context=context,
+        draft=drafter.init(params, hidden, context),
+        key=prompt.key,
+        stop=jnp.where(prompt.room > 0, Stop.RUNNING, Stop.LENGTH).astype(jnp.int32),
+        automaton=jnp.int32(0),
+        emitted=Emitted(
+            from_draft=jnp.zeros(text_slots, bool),
+            logprobs=none if logprobs else None,
+            warped_logprobs=none if warped_logprobs else None,
+        ),
+        stats=Stats(
+            num_steps=jnp.int32(0),
+            accepted=jnp.zeros(depth + 1, jnp.int32),
+            drafted=jnp.zeros(depth + 1, jnp.int32),
+            num_nodes=jnp.int32(0),
+        ),
+    )
+
+
+class _Outcome(NamedTuple):
+    """What a target pass of any width leaves behind: as wide as a path, not as the pass."""
+
+    verdict: Verdict
+    path_kv: tuple[LayerKV, ...]
+    features: Float[Array, "depth+1 embed"]
+    taps: Float[Array, "depth+1 tapped"]
+    finite: Bool[Array, " depth+1"]
+    logprobs: Float[Array, " depth+1"] | None
+    warped_logprobs: Float[Array, " depth+1"] | None
+
+
+def speculative_step(
+    params: Params,
+    states: DecodeState,
+    *,
+    drafter: Drafter,
+    automaton: StopAutomaton | None = None,
+) -> tuple[DecodeState, Info]:
+    """One draft, one target pass, one verification, one commit, for every row of a batch.
+
+    Greedy if the rows' `warp.temperature` is `None`. Rows that have stopped emit nothing.
+    """
+    keys = jax.vmap(jax.random.fold_in)(states.key, states.stats.num_steps)
+    keys = jax.vmap(partial(jax.random.split, num=2))(keys)
+    proposals, drafts = jax.vmap(partial(drafter.propose, params))(
+        keys[:, 0], states.draft, states.context
+    )
+    proposals = jax.vmap(_fit_room)(proposals, states)
+    states = states._replace(draft=drafts)
+
+    widths = drafter.widths
+    order = jnp.arange(1, proposals.tokens.shape[1] + 1)
+    needed = jnp.max(jnp.where(proposals.valid, order, 0))
+    branches = [
+        jax.vmap(partial(_target_pass, params.target, width, drafter.taps)) for width in widths
+    ]
+    if len(branches) == 1:
+        outcome = branches[0](keys[:, 1], proposals, states)
+        width = jnp.int32(widths[0])
+    else:
+        index = jnp.sum(needed > jnp.asarray(widths[:-1]))
+        outcome = jax.lax.switch(index, branches, keys[:, 1], proposals, states)
+        width = jnp.asarray(widths, jnp.int32)[index]
+    return jax.vmap(partial(_advance, automaton=automaton), in_axes=(0, 0, 0, None))(
+        states, proposals, outcome, width
+    )
+
+
+def _fit_room(proposal: Proposal, state: DecodeState) -> Proposal:
+    """Drops nodes too deep to be emitted, and all nodes of stopped rows: only their root is left."""
+    room = jnp.where(state.stop == Stop.RUNNING, state.context.room, 1)
+    depths = proposal.tree.depths
+    return proposal._replace(valid=(proposal.valid & (depths < room)) | (depths == 0))
+
+
+def narrow(proposal: Proposal, width: int) -> Proposal:
+    """The first `width` nodes of a proposal whose other nodes are all invalid."""
+    tree = proposal.tree
+    kept = jax.tree.map(lambda array: array[:width], tree)
+    kept = kept._replace(
+        ancestors=tree.ancestors[:width, :width],
+        children=jnp.where(kept.children < width, kept.children, -1),
+    )
+    return Proposal(
+        tokens=proposal.tokens[:width],
+        tree=kept,
+        valid=proposal.valid[:width],
+        draft_logprobs=proposal.draft_logprobs,
+        law_row=proposal.law_row[:width],
+    )
+
+
+def _target_pass(
+    target: LanguageModel,
+    width: int,
+    taps: tuple[int, ...],
+    key: PRNGKeyArray,
+    proposal: Proposal,
+    state: DecodeState,
+) -> _Outcome:
+    """Scores the first `width` nodes, verifies them, and keeps what lies on the accepted path."""
+    proposal = narrow(proposal, width)
+    tree, context = proposal.tree, state.context
+    hidden = target.forward(
+        proposal.tokens,
+        context.length - 1 + tree.depths,
+        tree.ancestors & proposal.valid[None, :],
+        context.cache,
+        taps=taps,
+    )
+    logits = at_least_float32(target.unembed(hidden.features))
+    warped = warp_logits(logits, context.warp)
+    if context.warp.temperature is None:
+        verdict = verify_greedy(proposal, warped)
+    else:
+        uniforms = jax.random.uniform(key, (width,), warped.dtype)
+        verdict = verify(uniforms, proposal, warped)
+
+    path = jnp.maximum(verdict.path, 0)
+    emitted = _emitted_tokens(proposal, verdict)
+
+    def logprobs_along_path(scores: Float[Array, "nodes vocab"]) -> Float[Array, " depth+1"]:
+        rows = scores[path]
+        chosen = jnp.take_along_axis(rows, emitted[:, None], axis=1)[:, 0]
+        return chosen - jax.nn.logsumexp(rows, axis=-1)
+
+    best = jnp.max(warped, axis=-1)
+    return _Outcome(
+        verdict=verdict,
+        path_kv=select_path(hidden.new_kv, verdict.path),
+        features=hidden.features[path],
+        taps=hidden.taps[path],
+        finite=jnp.isfinite(best)[path],
+        logprobs=None if state.emitted.logprobs is None else logprobs_along_path(logits),
+        warped_logprobs=(
+            None if state.emitted.warped_logprobs is None else logprobs_along_path(warped)
+        ),
+    )
+
+
+def _emitted_tokens(proposal: Proposal, verdict: Verdict) -> Int[Array, " depth+1"]:
+    """The accepted tokens, then the target's own; what follows means nothing."""
+    accepted = proposal.tokens[jnp.maximum(jnp.roll(verdict.path, -1), 0)]
+    order = jnp.arange(verdict.path.shape[0])
+    return jnp.where(order == verdict.num_emitted - 1, verdict.next_token, accepted)
+
+
+def _advance(
+    state: DecodeState,
+    proposal: Proposal,
+    outcome: _Outcome,
+    width: Int[Array, ""],
+    *,
+    automaton: StopAutomaton | None,
+) -> tuple[DecodeState, Info]:
+    """Writes one row's verdict into its text, cache and counters."""
+    context, verdict = state.context, outcome.verdict
+    running = state.stop == Stop.RUNNING
+    tokens = _emitted_tokens(proposal, verdict)
+    ending = cut_emitted(
+        tokens,
+        outcome.finite,
+        verdict.num_emitted,
+        context.room,
+        context.stop_ids,
+        automaton,
+        state.automaton,
+    )
+    count = jnp.where(running, ending.count, 0)
+    num_accepted = verdict.num_emitted - 1
+
+    def write_text(text: Array, new: Array | None) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(
+            text, new.astype(text.dtype), context.length, axis=0
+        )
+
+    def write_fact(fact: Array | None, new: Array | None) -> Array | None:
+        return None if fact is None else write_text(fact, new)
+
+    from_draft = jnp.arange(tokens.shape[0]) < num_accepted
+    drafted = jnp.max(jnp.where(proposal.valid, proposal.tree.depths, 0))
+    levels = jnp.arange(tokens.shape[0])
+    stats = Stats(
+        num_steps=state.stats.num_steps + running,
+        accepted=state.stats.accepted + (running & (levels == num_accepted)),
+        drafted=state.stats.drafted + (running & (levels == drafted)),
+        num_nodes=state.stats.num_nodes
+        + jnp.where(running, jnp.sum(proposal.valid, dtype=jnp.int32) - 1, 0),
+    )
+    state = DecodeState(
+        context=Context(
+            tokens=write_text(context.tokens, tokens),
+            length=context.length + count,
+            room=context.room - count,
+            stop_ids=context.stop_ids,
+            warp=context.warp,
+            cache=append(context.cache, outcome.path_kv, count),
+            recent=Recent(tokens, outcome.features, outcome.taps, count),
+        ),
+        draft=state.draft,
+        key=state.key,
+        stop=jnp.where(running, ending.stop, state.stop),
+        automaton=jnp.where(running, ending.automaton, state.automaton),
+        emitted=Emitted(
+            from_draft=write_text(state.emitted.from_draft, from_draft),
+            logprobs=write_fact(state.emitted.logprobs, outcome.logprobs),
+            warped_logprobs=write_fact(state.emitted.warped_logprobs, outcome.warped_logprobs),
+        ),
+        stats=stats,
+    )
+    return state, Info(proposal, verdict, tokens, count, width)

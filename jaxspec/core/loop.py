@@ -1,0 +1,176 @@
+"""Loops over a step: `run` on the device, `stream` from the host. Any decoder's step will do.
+
+`decode` and `decode_stream` put prefill before them. The whole of `decode` is one program: one
+compilation and one dispatch per shape of request, however many rows, whatever they accept.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jaxspec.core.cache import pad_slots
+from jaxspec.core.decode import Prompt, begin, speculative_step
+from jaxspec.core.stopping import StopAutomaton
+from jaxspec.core.types import DecodeState, Drafter, Info, Params, StepFn, Stop
+
+SLOTS_MULTIPLE = 64
+
+
+def run(
+    step: StepFn,
+    params: Params,
+    states: DecodeState,
+    goes_on: Callable[[DecodeState], Bool[Array, ""]],
+) -> DecodeState:
+    """Repeats `step` on a batch of rows while `goes_on(states)`.
+
+    The loop stays outside every map: a map over it would select whole caches at each step.
+    """
+
+    def advance(states: DecodeState) -> DecodeState:
+        states, _ = step(params, states)
+        return states
+
+    return jax.lax.while_loop(goes_on, advance, states)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodePlan:
+    """What is static about a decoding program, besides the drafter and the models' settings.
+
+    capacities: cache slots, ascending. Rows are decoded in the smallest cache that holds them,
+        which grows between loops, so that attention pays for little more than the slots in use.
+    """
+
+    capacities: tuple[int, ...]
+    chunk: int
+    logprobs: bool = False
+    warped_logprobs: bool = False
+
+
+def plan_decoding(
+    bucket: int,
+    max_new_tokens: int,
+    drafter: Drafter,
+    *,
+    chunk: int = 256,
+    logprobs: bool = False,
+    warped_logprobs: bool = False,
+) -> DecodePlan:
+    """Chooses cache capacities for prompts of up to `bucket` tokens.
+
+    The last capacity holds everything with one step's overhang; before it come its halves, for as
+    long as they leave room to decode a while in.
+    """
+    overhang = drafter.tree_shape[1] + 1
+    capacities = [_round_up(bucket + max_new_tokens + overhang)]
+    while (half := _round_up(capacities[0] // 2)) >= bucket + overhang + SLOTS_MULTIPLE and (
+        half < capacities[0]
+    ):
+        capacities.insert(0, half)
+    return DecodePlan(tuple(capacities), min(chunk, bucket), logprobs, warped_logprobs)
+
+
+def _round_up(slots: int) -> int:
+    return -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+
+
+def unfinished(states: DecodeState) -> Bool[Array, ""]:
+    """True while any row is running."""
+    return jnp.any(states.stop == Stop.RUNNING)
+
+
+def _fits(slots: int, drafter: Drafter, states: DecodeState) -> Bool[Array, ""]:
+    """True while the next step of every running row fits into `slots`."""
+    lengths = jnp.where(states.stop == Stop.RUNNING, states.context.length, 0)
+    # A stopped row still writes its overhang, past what it holds: where, no longer matters.
+    return jnp.max(lengths) + drafter.tree_shape[1] <= slots
+
+
+@partial(jax.jit, static_argnames=("drafter", "plan"))
+def decode(
+    params: Params,
+    prompts: Prompt,
+    automaton: StopAutomaton | None = None,
+    *,
+    drafter: Drafter,
+    plan: DecodePlan,
+) -> DecodeState:
+    """Prefills and decodes a batch of rows to the end.
+
+    Args:
+        params: target and draft model.
+        prompts: a `Prompt` whose arrays have a leading batch axis.
+        automaton: stop strings, shared by the batch.
+        drafter: the method; static, so equal settings share one program.
+        plan: see `plan_decoding`.
+
+    Returns:
+        The final states: text, lengths, reasons, log-probabilities, counters.
+    """
+    step = partial(speculative_step, drafter=drafter, automaton=automaton)
+    states = _begin_batch(params, prompts, drafter, plan)
+    for slots in plan.capacities:
+
+        def goes_on(states: DecodeState, slots: int = slots) -> Bool[Array, ""]:
+            return unfinished(states) & _fits(slots, drafter, states)
+
+        states = run(step, params, pad_slots(states, slots), goes_on)
+    return states
+
+
+def decode_stream(
+    params: Params,
+    prompts: Prompt,
+    automaton: StopAutomaton | None = None,
+    *,
+    drafter: Drafter,
+    plan: DecodePlan,
+) -> Iterator[tuple[DecodeState, Info]]:
+    """The same decoding from a host loop: yields each step's state and `Info` as it happens.
+
+    A yielded state is donated to the next step: read what you need before asking for more.
+    """
+    slots, *larger = plan.capacities
+    states = _begin_stream(params, prompts, drafter=drafter, plan=plan)
+    while unfinished(states):
+        if larger and not _fits(slots, drafter, states):
+            slots = larger.pop(0)
+            states = _grow_stream(states, slots=slots)
+        states, info = _step_stream(params, states, automaton, drafter=drafter)
+        yield states, info
+
+
+def _begin_batch(
+    params: Params, prompts: Prompt, drafter: Drafter, plan: DecodePlan
+) -> DecodeState:
+    row = partial(
+        begin,
+        drafter=drafter,
+        text_slots=plan.capacities[-1],
+        chunk=plan.chunk,
+        logprobs=plan.logprobs,
+        warped_logprobs=plan.warped_logprobs,
+    )
+    return jax.vmap(row, in_axes=(None, 0))(params, prompts)
+
+
+@partial(jax.jit, static_argnames=("drafter", "plan"))
+def _begin_stream(
+    params: Params, prompts: Prompt, *, drafter: Drafter, plan: DecodePlan
+) -> DecodeState:
+    return pad_slots(_begin_batch(params, prompts, drafter, plan), plan.capacities[0])
+
+
+@partial(jax.jit, static_argnames=("drafter",), donate_argnames=("states",))
+def _step_stream(
+    params: Params, states: DecodeState, automaton: StopAutomaton | None, *, drafter: Drafter
+) -> tuple[DecodeState, Info]:
+    return speculative_step(params, states, drafter=drafter, automaton=automaton)
+
+
+_grow_stream = jax.jit(pad_slots, static_argnames=("slots",))

@@ -1,0 +1,48 @@
+"""Proposals of the common shapes, and the pass widths that fit them."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core.tree import chain
+from jaxspec.core.types import Proposal, Tree
+
+
+def tree_proposal(
+    tree: Tree,
+    tokens: Int[Array, " nodes"],
+    valid: Bool[Array, " nodes"],
+    draft_logprobs: Float[Array, "laws vocab"] | None = None,
+) -> Proposal:
+    """A proposal over a static tree, with one law per expanded parent in node order.
+
+    Args:
+        tree: from a constructor of `core.tree`; its arrays become constants.
+        tokens: the pending token, then one token per node.
+        valid: see `Proposal`.
+        draft_logprobs: one row per parent that has children, in node order; `None` if tokens were
+            chosen deterministically.
+    """
+    parents = np.asarray(tree.parents)
+    expanded = np.unique(parents[1:])
+    law_row = np.concatenate([[0], np.searchsorted(expanded, parents[1:])]).astype(np.int32)
+    return Proposal(tokens, tree, valid, draft_logprobs, jnp.asarray(law_row))
+
+
+def chain_proposal(
+    tokens: Int[Array, " nodes"],
+    valid: Bool[Array, " nodes"],
+    draft_logprobs: Float[Array, "nodes-1 vocab"] | None = None,
+) -> Proposal:
+    """A proposal without branches: the pending token, then each draft after the one before."""
+    return tree_proposal(chain(tokens.shape[0] - 1), tokens, valid, draft_logprobs)
+
+
+def bank(num_tokens: int) -> tuple[int, ...]:
+    """Pass widths for drafts whose length varies: powers of two, then `num_tokens` itself.
+
+    Each width is one more copy of the model in the program, so one that would save less than a
+    quarter of the pass is left out.
+    """
+    powers = (1 << exponent for exponent in range(num_tokens.bit_length()))
+    return (*(width for width in powers if 4 * width <= 3 * num_tokens), num_tokens)

@@ -1,0 +1,130 @@
+"""Warpers and draws. One definition serves the target and every drafter.
+
+Nothing here sorts: on a CPU a sort of one row of logits costs more than a small model's pass. A
+filter is a threshold, found exactly by bisection over the bits of the logits.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
+
+from jaxspec.core.types import Warp
+
+Logits = Float[Array, "nodes vocab"]
+
+
+def at_least_float32(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Promotes half precisions; float64 stays, so that tests can enumerate laws exactly."""
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def warp_logits(logits: Logits, warp: Warp) -> Logits:
+    """Applies bias, temperature, top-k, top-p and min-p, in that order, to each row.
+
+    The order is the one of Hugging Face `generate`. Tokens tied with the last one that a filter
+    keeps are kept as well.
+
+    Returns:
+        Logits with -inf for what was filtered out; not normalised.
+    """
+    logits = at_least_float32(logits)
+    if warp.bias is not None:
+        logits = logits + warp.bias.astype(logits.dtype)[None, :]
+    if warp.temperature is not None:
+        only_best = jnp.where(_is_argmax(logits), jnp.zeros_like(logits), -jnp.inf)
+        heated = logits / jnp.where(warp.temperature > 0, warp.temperature, 1.0)
+        logits = jnp.where(warp.temperature > 0, heated, only_best)
+    if warp.top_k is not None:
+        logits = keep_top_k(logits, warp.top_k)
+    if warp.top_p is not None:
+        logits = keep_top_p(logits, warp.top_p)
+    if warp.min_p is not None:
+        best = jnp.max(logits, axis=-1, keepdims=True)
+        logits = jnp.where(logits >= best + jnp.log(warp.min_p), logits, -jnp.inf)
+    return logits
+
+
+def keep_top_k(logits: Logits, top_k: Int[Array, ""]) -> Logits:
+    """Keeps the `top_k` largest logits of each row; 0 keeps all of them."""
+
+    def enough(kept: Bool[Array, "nodes vocab"]) -> Bool[Array, "nodes 1"]:
+        return jnp.sum(kept, axis=-1, keepdims=True) >= top_k
+
+    return jnp.where(_smallest_set(logits, enough) | (top_k == 0), logits, -jnp.inf)
+
+
+def keep_top_p(logits: Logits, top_p: Float[Array, ""]) -> Logits:
+    """Keeps the fewest likeliest tokens whose probabilities add up to `top_p` or more.
+
+    1 keeps all of them.
+    """
+    probs = jax.nn.softmax(logits, axis=-1)
+
+    def enough(kept: Bool[Array, "nodes vocab"]) -> Bool[Array, "nodes 1"]:
+        return jnp.sum(jnp.where(kept, probs, 0.0), axis=-1, keepdims=True) >= top_p
+
+    return jnp.where(_smallest_set(logits, enough) | (top_p >= 1), logits, -jnp.inf)
+
+
+def _smallest_set(
+    logits: Logits, enough: Callable[[Bool[Array, "nodes vocab"]], Bool[Array, "nodes 1"]]
+) -> Bool[Array, "nodes vocab"]:
+    """Marks each row's largest logits, as few as satisfy `enough`, ties with the last included.
+
+    Sets its threshold bit by bit from the top: 32 passes over the row, whatever the vocabulary.
+    """
+    keys = _ordered_bits(logits)
+
+    def try_bit(index: Int[Array, ""], threshold: UInt[Array, "nodes 1"]):
+        raised = threshold | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
+        return jnp.where(enough(keys >= raised), raised, threshold)
+
+    start = jnp.zeros((logits.shape[0], 1), jnp.uint32)
+    return keys >= jax.lax.fori_loop(0, 32, try_bit, start)
+
+
+def _ordered_bits(logits: Logits) -> UInt[Array, "nodes vocab"]:
+    """Unsigned integers that sort as the logits do, at float32 resolution."""
+    # Adding 0.0 turns -0.0 into 0.0: equal numbers need equal bits.
+    bits = jax.lax.bitcast_convert_type(logits.astype(jnp.float32) + 0.0, jnp.uint32)
+    negative = (bits >> 31).astype(bool)
+    return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def argmax_rows(logits: Logits) -> Int[Array, " nodes"]:
+    """Each row's largest entry, the lowest index on ties.
+
+    Two vector reductions: XLA's own argmax is a scalar loop on CPU.
+    """
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    first = jnp.min(jnp.where(logits == best, index, logits.shape[-1]), axis=-1)
+    return jnp.minimum(first, logits.shape[-1] - 1)  # a row of NaN equals nothing
+
+
+def _is_argmax(logits: Logits) -> Bool[Array, "nodes vocab"]:
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    return index == argmax_rows(logits)[:, None]
+
+
+def inverse_cdf(weights: Float[Array, " vocab"], uniform: Float[Array, ""]) -> Int[Array, ""]:
+    """Draws an index with probability proportional to `weights` from a uniform in [0, 1)."""
+    cumulative = jnp.cumsum(weights)
+    index = jnp.sum(cumulative <= uniform * cumulative[-1])
+    # The product may round up to the total; the last token with weight is what was meant.
+    positions = jnp.arange(weights.shape[0])
+    return jnp.minimum(index, jnp.max(jnp.where(weights > 0, positions, 0))).astype(jnp.int32)
+
+
+def draw_without_replacement(
+    key: PRNGKeyArray, logprobs: Float[Array, "nodes vocab"], count: int
+) -> Int[Array, "nodes count"]:
+    """Draws `count` distinct tokens from each row's law, in the order of a one-by-one draw.
+
+    Gumbel top-k (Kool et al. 2019). Where fewer tokens have probability, the rest of the row is
+    filled with impossible ones, which verification skips.
+    """
+    noise = jax.random.gumbel(key, logprobs.shape, logprobs.dtype)
+    return jax.lax.top_k(logprobs + noise, count)[1]

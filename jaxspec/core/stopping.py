@@ -1,0 +1,123 @@
+"""What ends a row: a stop id, a stop string, the token budget, or logits that are not finite."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from jaxspec.core.types import Stop
+
+
+class StopAutomaton(NamedTuple):
+    """Stop strings as a machine over tokens (Aho-Corasick over the bytes that tokens spell).
+
+    table: `table[state, token]` is the state after the token; the last state means "a stop string
+        has been completed" and is never left.
+    """
+
+    table: Int[Array, "states vocab"]
+
+
+def stop_automaton(strings: Sequence[bytes], token_bytes: Sequence[bytes]) -> StopAutomaton:
+    """Builds the automaton on the host.
+
+    Args:
+        strings: non-empty byte strings, any of which ends a row.
+        token_bytes: the bytes each token id spells; empty for special tokens, which spell nothing.
+
+    Raises:
+        ValueError: for an empty stop string.
+    """
+    if any(not string for string in strings):
+        raise ValueError("stop: an empty stop string would end every row at once; remove it.")
+    by_byte = _byte_automaton(strings)
+    done = by_byte.shape[0] - 1
+    longest = max(1, max(map(len, token_bytes)))
+    spelled = np.zeros((len(token_bytes), longest), np.uint8)
+    lengths = np.asarray([len(token) for token in token_bytes])
+    for token, text in enumerate(token_bytes):
+        spelled[token, : len(text)] = np.frombuffer(text, np.uint8)
+    state = np.repeat(np.arange(done + 1)[:, None], len(token_bytes), axis=1)
+    for position in range(longest):
+        moved = by_byte[state, spelled[None, :, position]]
+        state = np.where(position < lengths[None, :], moved, state)
+    return StopAutomaton(state.astype(np.int32))
+
+
+def _byte_automaton(strings: Sequence[bytes]) -> np.ndarray:
+    """Aho-Corasick transitions `[states, 256]`; the last state absorbs every completed string."""
+    prefixes = sorted({string[:end] for string in strings for end in range(len(string))})
+    prefixes.sort(key=len)
+    index = {prefix: state for state, prefix in enumerate(prefixes)}
+    done = len(prefixes)
+    table = np.zeros((done + 1, 256), np.int32)
+    for prefix, state in index.items():
+        for byte in range(256):
+            text = prefix + bytes([byte])
+            suffixes = [text[start:] for start in range(len(text) + 1)]
+            if any(suffix in strings for suffix in suffixes if suffix):
+                table[state, byte] = done
+            else:
+                table[state, byte] = next(index[suffix] for suffix in suffixes if suffix in index)
+    table[done] = done
+    return table
+
+
+class Ending(NamedTuple):
+    """How much of one step's tokens a row keeps, and why it ended, if it did."""
+
+    count: Int[Array, ""]
+    stop: Int[Array, ""]
+    automaton: Int[Array, ""]
+
+
+def cut_emitted(
+    emitted: Int[Array, " length"],
+    finite: Bool[Array, " length"],
+    count: Int[Array, ""],
+    room: Int[Array, ""],
+    stop_ids: Int[Array, " stop_ids"],
+    automaton: StopAutomaton | None,
+    automaton_state: Int[Array, ""],
+) -> Ending:
+    """Cuts a step's tokens at the first reason to stop; a stop id or string is kept whole.
+
+    Args:
+        emitted: tokens of this step, in order.
+        finite: False where the logits that gave a token were not finite: it is not emitted.
+        count: how many of `emitted` verification granted.
+        room: how many may still be emitted.
+        stop_ids: ids that end the row, padded with -1.
+        automaton: the stop strings, `None` without any.
+        automaton_state: where the row stands in the automaton.
+    """
+    order = jnp.arange(emitted.shape[0])
+    is_stop = jnp.any(emitted[:, None] == stop_ids[None, :], axis=1)
+    if automaton is None:
+        completes = jnp.zeros_like(is_stop)
+        visited = jnp.broadcast_to(automaton_state, (emitted.shape[0] + 1,))
+    else:
+        done = automaton.table.shape[0] - 1
+
+        def advance(state, token):
+            state = automaton.table[state, token]
+            return state, state
+
+        _, reached = jax.lax.scan(advance, automaton_state, emitted)
+        completes = reached == done
+        visited = jnp.concatenate([automaton_state[None], reached])
+
+    reasons = jnp.where(is_stop, Stop.TOKEN, jnp.where(completes, Stop.STRING, Stop.RUNNING))
+    never = emitted.shape[0] + 1  # past any number of tokens a step can give
+    ends = (reasons != Stop.RUNNING) & (order < count)
+    end = jnp.min(jnp.where(ends, order + 1, never))
+    bad = jnp.min(jnp.where(finite | (order >= count), never, order))
+    kept = jnp.minimum(jnp.minimum(count, room), jnp.minimum(end, bad))
+
+    stop = jnp.where(kept == bad, Stop.NOT_FINITE, Stop.RUNNING)
+    stop = jnp.where(kept == room, Stop.LENGTH, stop)
+    stop = jnp.where(kept == end, reasons[jnp.maximum(kept - 1, 0)], stop)
+    return Ending(kept.astype(jnp.int32), stop.astype(jnp.int32), visited[kept].astype(jnp.int32))

@@ -1,0 +1,7 @@
+"""Drafting methods, one file each."""
+
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.lookup import PromptLookup
+from jaxspec.drafters.plain import NoDraft
+
+__all__ = ["DraftModel", "NoDraft", "PromptLookup"]

@@ -1,0 +1,173 @@
+"""A small language model drafts for a large one.
+
+Leviathan et al. 2023 and Chen et al. 2023 for a chain; with `paths`, a small static tree whose
+siblings are the draft model's likeliest tokens (greedy) or draws without replacement (sampling).
+"""
+
+import dataclasses
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from jaxspec.core import masks
+from jaxspec.core.cache import KEY_SLOTS_AXIS, VALUE_SLOTS_AXIS, append
+from jaxspec.core.decode import prefill
+from jaxspec.core.proposal import tree_proposal
+from jaxspec.core.sampling import (
+    argmax_rows,
+    draw_without_replacement,
+    inverse_cdf,
+    warp_logits,
+)
+from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
+from jaxspec.core.types import (
+    Context,
+    Hidden,
+    KVCache,
+    LanguageModel,
+    LayerKV,
+    Params,
+    Proposal,
+    Tree,
+    Warp,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """Drafts with a model of its own, over the same vocabulary; its weights are `params.draft`.
+
+    The draft model re-reads what the last step emitted (at most depth + 1 tokens, in one pass),
+    then runs one pass per further level of the tree, over cached prefix and a small scratch.
+
+    Attributes:
+        num_speculative_tokens: length of the chain; ignored when `paths` is given.
+        paths: rank paths of a static tree, see `tree_from_paths`.
+        chunk: tokens per pass over the prompt.
+
+    Raises:
+        ValueError: if `num_speculative_tokens` is below 1, or for an invalid tree.
+    """
+
+    num_speculative_tokens: int = 4
+    paths: tuple[Path, ...] | None = None
+    chunk: int = 256
+
+    def __post_init__(self):
+        if self.num_speculative_tokens < 1:
+            raise ValueError(
+                f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}."
+            )
+        if self.paths is not None:
+            object.__setattr__(self, "paths", normalize_paths(self.paths))
+
+    @cached_property
+    def tree(self) -> Tree:
+        if self.paths is None:
+            return chain(self.num_speculative_tokens)
+        return tree_from_paths(self.paths)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def tree_shape(self) -> tuple[int, int]:
+        nodes, levels = self.tree.paths.shape
+        return nodes, levels - 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.tree_shape[0],)
+
+    def init(self, params: Params, prompt: Hidden, context: Context) -> KVCache:
+        """The draft model's own cache of the prompt, the pending token left out."""
+        slots = prompt.features.shape[0]
+        chunk = min(self.chunk, slots)
+        _, cache = prefill(params.draft, context.tokens[:slots], context.length, chunk=chunk)
+        return cache
+
+    def propose(
+        self, params: Params, key: PRNGKeyArray, state: KVCache, context: Context
+    ) -> tuple[Proposal, KVCache]:
+        tree = self.tree
+        parents_of, ranks, has_child = tree.parents, tree.ranks, tree.children[:, 0] >= 0
+        cache, features = self._absorb(params.draft, state, context)
+        tokens = context.tokens[context.length - 1][None]
+        laws = []
+        scratch, scratch_nodes = None, np.zeros(0, np.int32)
+        depth = self.tree_shape[1]
+        for level, level_key in enumerate(jax.random.split(key, depth)):
+            expanded = np.flatnonzero((tree.depths == level) & has_child)
+            if level > 0:
+                seen = np.concatenate([scratch_nodes, expanded])
+                hidden = params.draft.forward(
+                    tokens[expanded],
+                    jnp.full(len(expanded), context.length - 1 + level, jnp.int32),
+                    jnp.asarray(tree.ancestors[np.ix_(expanded, seen)]),
+                    cache,
+                    scratch=scratch,
+                )
+                features = hidden.features
+                scratch, scratch_nodes = _extend(scratch, hidden.new_kv), seen
+            logits = params.draft.unembed(features)
+            choices, logprobs = choose_children(
+                level_key, logits, context.warp, tree.children.shape[1]
+            )
+            below = np.flatnonzero(tree.depths == level + 1)
+            rows = np.searchsorted(expanded, parents_of[below])
+            tokens = jnp.concatenate([tokens, choices[rows, ranks[below]]])
+            laws.append(logprobs)
+        sampled = context.warp.temperature is not None
+        every_node = jnp.ones(self.tree_shape[0], bool)
+        draft_logprobs = jnp.concatenate(laws) if sampled else None
+        return tree_proposal(tree, tokens, every_node, draft_logprobs), cache
+
+    def _absorb(
+        self, draft: LanguageModel, cache: KVCache, context: Context
+    ) -> tuple[KVCache, Float[Array, "1 embed"]]:
+        """Caches the text up to the pending token, that one included; returns its feature."""
+        window = self.tree_shape[1] + 1
+        count = context.length - cache.length
+        recent = jax.lax.dynamic_slice_in_dim(context.tokens, cache.length, window)
+        positions = cache.length + jnp.arange(window)
+        hidden = draft.forward(recent, positions, masks.causal(window), cache)
+        return append(cache, hidden.new_kv, count), hidden.features[count - 1][None]
+
+
+def choose_children(
+    key: PRNGKeyArray, logits: Float[Array, "parents vocab"], warp: Warp, branch: int
+) -> tuple[Int[Array, "parents branch"], Float[Array, "parents vocab"]]:
+    """Picks `branch` tokens under each parent, and says from which laws.
+
+    Greedy: the likeliest, in order. Sampling: draws without replacement from the warped law.
+
+    Returns:
+        Tokens, and the normalised log-probabilities they were drawn from.
+    """
+    logprobs = jax.nn.log_softmax(warp_logits(logits, warp), axis=-1)
+    if warp.temperature is None:
+        if branch == 1:
+            return argmax_rows(logprobs)[:, None], logprobs
+        return jax.lax.top_k(logprobs, branch)[1], logprobs
+    if branch == 1:
+        uniforms = jax.random.uniform(key, logprobs.shape[:1], logprobs.dtype)
+        return jax.vmap(inverse_cdf)(jnp.exp(logprobs), uniforms)[:, None], logprobs
+    return draw_without_replacement(key, logprobs, branch), logprobs
+
+
+def _extend(
+    scratch: tuple[LayerKV, ...] | None, new_kv: tuple[LayerKV, ...]
+) -> tuple[LayerKV, ...]:
+    if scratch is None:
+        return new_kv
+    return tuple(
+        LayerKV(
+            jnp.concatenate([old.keys, new.keys], KEY_SLOTS_AXIS),
+            jnp.concatenate([old.values, new.values], VALUE_SLOTS_AXIS),
+        )
+        for old, new in zip(scratch, new_kv, strict=True)
+    )
