@@ -1,0 +1,72 @@
+"""Attention of a few new tokens over segments of keys: prefix, scratch, the tokens themselves.
+
+The segments' SCORES are laid side by side and share one softmax; keys and values are never
+concatenated, so no cache is copied. Heads lead throughout and the query heads that share a key
+head lie along the query axis: plain batched products, no repeat of keys, no rank above 4.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxspec.core.types import LayerKV
+
+
+class Segment(NamedTuple):
+    """Some keys and values, and which of them each token sees.
+
+    mask: one row per token, or a single row that holds for all of them.
+    """
+
+    kv: LayerKV
+    mask: Bool[Array, "nodes_or_one slots"]
+
+
+def attend(
+    queries: Float[Array, "kv_heads group nodes head_dim"],
+    segments: Sequence[Segment],
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "kv_heads group nodes head_dim"]:
+    """Softmax attention over all segments at once, in float32, returned in the queries' dtype.
+
+    A token that sees nothing gets the mean of everything: finite, and meaningless.
+
+    Args:
+        queries: rotated, not scaled. `group` are the query heads of one key head.
+        segments: at least one.
+        scale: multiplies scores.
+        softcap: c * tanh(score / c) before masking; None: left alone.
+    """
+    kv_heads, group, nodes, head_dim = queries.shape
+    folded = (queries * scale).reshape(kv_heads, group * nodes, head_dim)
+
+    def scores(segment: Segment) -> Float[Array, "kv_heads group nodes slots"]:
+        columns = jnp.einsum(
+            "kqd,kds->kqs", folded, segment.kv.keys, preferred_element_type=jnp.float32
+        )
+        if softcap is not None:
+            columns = softcap * jnp.tanh(columns / softcap)
+        columns = columns.reshape(kv_heads, group, nodes, -1)
+        return jnp.where(segment.mask[None, None], columns, jnp.finfo(jnp.float32).min)
+
+    columns = jnp.concatenate([scores(segment) for segment in segments], axis=-1)
+    weights = jnp.exp(columns - jnp.max(columns, axis=-1, keepdims=True))
+    # Dividing after the value product touches head_dim numbers a query instead of one per slot.
+    totals = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights.astype(queries.dtype).reshape(kv_heads, group * nodes, -1)
+
+    attended, start = 0.0, 0
+    for segment in segments:
+        slots = segment.mask.shape[-1]
+        attended += jnp.einsum(
+            "kqs,ksd->kqd",
+            weights[:, :, start : start + slots],
+            segment.kv.values,
+            preferred_element_type=jnp.float32,
+        )
+        start += slots
+    attended = attended.reshape(queries.shape) / totals
+    return attended.astype(queries.dtype)

@@ -1,0 +1,517 @@
+"""One decoder-only transformer for every family; what differs is in `ModelConfig`.
+
+Linen is confined to this folder: outside it a network is a `Network`, a pytree of plain nested
+dicts with static settings. Weights lie as [in, out], queries, keys and values fused and gate and up
+fused, so that a dense layer is four products with weights: on every backend their number, and the
+order weights lie in, decide what a pass of a few tokens costs.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxspec.core.cache import empty_layer, num_slots
+from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
+from jaxspec.models.attention import Segment, attend
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.rope import rotate, rotations
+
+
+class Skips(NamedTuple):
+    """Which sub-layers to leave out, norm included; their input passes unchanged.
+
+    A tuple of bools is static: the work is absent from the program. An array holds 1 for skipped
+    and 0 for kept, and may be traced: the work is done and multiplied away.
+    """
+
+    attention: tuple[bool, ...] | Float[Array, " layers"]
+    mlp: tuple[bool, ...] | Float[Array, " layers"]
+
+
+def lookup_rows(
+    table: Float[Array, "rows width"], ids: Int[Array, " nodes"]
+) -> Float[Array, "nodes width"]:
+    """Rows of a table. Every table read of the models goes through here.
+
+    Ids outside the table are clamped: callers check what users give.
+    """
+    return table.at[ids].get(mode="clip")
+
+
+class Visible(NamedTuple):
+    """What each token sees of every segment, for one kind of layer."""
+
+    prefix: Bool[Array, "nodes_or_one slots"] | None
+    scratch: Bool[Array, "nodes scratch"] | None
+    own: Bool[Array, "nodes nodes"]
+
+
+class Rotation(NamedTuple):
+    """Every token's rotation, for one kind of layer."""
+
+    cosines: Float[Array, "nodes pairs"]
+    sines: Float[Array, "nodes pairs"]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x), times scale; statistics in float32."""
+
+    eps: float
+    plus_one: bool
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+        init = nn.initializers.zeros if self.plus_one else nn.initializers.ones
+        scale = self.param("scale", init, inputs.shape[-1:])
+        wide = inputs.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
+        shape = (1,) * (inputs.ndim - 1) + scale.shape
+        if self.plus_one:
+            # Gemma scales before it rounds, the others after.
+            return (normed * (1.0 + scale.astype(jnp.float32)).reshape(shape)).astype(inputs.dtype)
+        return normed.astype(inputs.dtype) * scale.reshape(shape)
+
+
+class Linear(nn.Module):
+    """A product that contracts all axes of `in_shape` and yields those of `out_shape`."""
+
+    in_shape: tuple[int, ...]
+    out_shape: tuple[int, ...]
+    bias: bool = False
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "nodes *ins"]) -> Float[Array, "nodes *outs"]:
+        width = math.prod(self.in_shape)
+        kernel = self.param("kernel", _scaled_normal(width), (*self.in_shape, *self.out_shape))
+        outputs = inputs.reshape(-1, width) @ kernel.reshape(width, -1)
+        outputs = outputs.reshape(-1, *self.out_shape)
+        if self.bias:
+            outputs = outputs + self.param("bias", nn.initializers.zeros, self.out_shape)[None]
+        return outputs
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one layer. Returns the tokens' own keys and values as well."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: Float[Array, "nodes embed"],
+        rotation: Rotation,
+        visible: Visible,
+        prefix: LayerKV | None,
+        scratch: LayerKV | None,
+    ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
+        config, group = self.config, self.config.num_groups
+        heads = Linear(
+            (config.embed_dim,),
+            (config.num_kv_heads, group + 2, config.head_dim),
+            config.qkv_bias,
+            name="qkv",
+        )(inputs)
+        rotated = rotate(self._normed(heads[:, :, : group + 1]), *rotation)
+        queries = rotated[:, :, :group].transpose(1, 2, 0, 3)
+        own = LayerKV(
+            rotated[:, :, group].transpose(1, 2, 0), heads[:, :, group + 1].transpose(1, 0, 2)
+        )
+        segments = [
+            Segment(kv, mask)
+            for kv, mask in zip((prefix, scratch, own), visible, strict=True)
+            if kv is not None
+        ]
+        attended = attend(queries, segments, config.score_scale, config.attention_softcap)
+        outputs = Linear(
+            (config.num_kv_heads, group, config.head_dim),
+            (config.embed_dim,),
+            config.out_bias,
+            name="out",
+        )(attended.transpose(2, 0, 1, 3))
+        return outputs, own
+
+    def _normed(self, heads: Float[Array, "nodes kv_heads group head_dim"]) -> Array:
+        """Normalises queries and keys, each with its own scale. A group ends with its key."""
+        if not self.config.qk_norm:
+            return heads
+        norm = partial(RMSNorm, self.config.norm_eps, self.config.norm_plus_one)
+        queries = norm(name="q_norm")(heads[:, :, :-1])
+        keys = norm(name="k_norm")(heads[:, :, -1:])
+        return jnp.concatenate([queries, keys], axis=2)
+
+
+class MLP(nn.Module):
+    """down(activation(gate x) * up x)."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "nodes embed"]) -> Float[Array, "nodes embed"]:
+        width, bias = self.config.mlp_dim, self.config.mlp_bias
+        gate_up = Linear((self.config.embed_dim,), (2, width), bias, name="gate_up")(inputs)
+        hidden = _activate(self.config, gate_up[:, 0]) * gate_up[:, 1]
+        return Linear((width,), (self.config.embed_dim,), bias, name="down")(hidden)
+
+
+class ExpertKernel(nn.Module):
+    """One kernel per expert, stacked."""
+
+    shape: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self) -> Float[Array, "experts *shape"]:
+        return self.param("kernel", _scaled_normal(self.shape[1]), self.shape)
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token's sum over its best `per_token` gated MLPs, weighted by the router.
+
+    With few tokens the chosen experts' weights are gathered, so that only they are read; with many,
+    nearly all experts are read anyway and a scan over experts applies each to all tokens, weighted
+    by 0 where it was not chosen. The static number of tokens decides.
+    """
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "nodes embed"]) -> Float[Array, "nodes embed"]:
+        experts, embed = self.config.experts, self.config.embed_dim
+        logits = Linear((embed,), (experts.num,), name="router")(inputs)
+        probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+        weights, chosen = jax.lax.top_k(probs, experts.per_token)
+        if experts.normalize:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights.astype(inputs.dtype)
+        gate_up = ExpertKernel((experts.num, embed, 2, experts.mlp_dim), name="gate_up")()
+        down = ExpertKernel((experts.num, experts.mlp_dim, embed), name="down")()
+        if inputs.shape[0] * experts.per_token < experts.num:
+            return self._gathered(inputs, weights, chosen, gate_up, down)
+        return self._scanned(inputs, weights, chosen, gate_up, down)
+
+    def _gathered(self, inputs, weights, chosen, gate_up, down):
+        nodes, embed = inputs.shape
+        picked = lookup_rows(gate_up.reshape(gate_up.shape[0], -1), chosen.reshape(-1))
+        picked = picked.reshape(nodes, -1, embed, 2 * self.config.experts.mlp_dim)
+        hidden = jnp.einsum("nd,nkdf->nkf", inputs, picked)
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        picked = lookup_rows(down.reshape(down.shape[0], -1), chosen.reshape(-1))
+        picked = picked.reshape(nodes, -1, self.config.experts.mlp_dim, embed)
+        hidden = _activate(self.config, gate) * up * weights[:, :, None]
+        return jnp.einsum("nkf,nkfd->nd", hidden, picked)
+
+    def _scanned(self, inputs, weights, chosen, gate_up, down):
+        one_hot = jax.nn.one_hot(chosen, self.config.experts.num, dtype=inputs.dtype)
+        shares = jnp.einsum("nk,nke->en", weights, one_hot)
+
+        def add_expert(total, expert):
+            gate_up, down, share = expert
+            hidden = inputs @ gate_up.reshape(inputs.shape[1], -1)
+            gate, up = jnp.split(hidden, 2, axis=-1)
+            output = (_activate(self.config, gate) * up) @ down
+            return total + share[:, None] * output, None
+
+        return jax.lax.scan(add_expert, jnp.zeros_like(inputs), (gate_up, down, shares))[0]
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each normed before, maybe after, and added to the residual stream.
+
+    keep_attention, keep_mlp: False leaves the work out of the program; an array multiplies.
+    """
+
+    config: ModelConfig
+    sparse: bool
+
+    @nn.compact
+    def __call__(
+        self,
+        residual: Float[Array, "nodes embed"],
+        rotation: Rotation,
+        visible: Visible,
+        prefix: LayerKV | None,
+        scratch: LayerKV | None,
+        keep_attention: bool | Float[Array, ""] = True,
+        keep_mlp: bool | Float[Array, ""] = True,
+    ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
+        config = self.config
+        norm = partial(RMSNorm, config.norm_eps, config.norm_plus_one)
+
+        def add(residual, output, keep, name):
+            if config.post_norms:
+                output = norm(name=name)(output)
+            return residual + (output if keep is True else output * keep.astype(output.dtype))
+
+        if keep_attention is False:
+            nodes = residual.shape[0]
+            own = empty_layer(config.num_kv_heads, config.head_dim, nodes, residual.dtype)
+        else:
+            normed = norm(name="attention_norm")(residual)
+            output, own = Attention(config, name="attention")(
+                normed, rotation, visible, prefix, scratch
+            )
+            residual = add(residual, output, keep_attention, "attention_post_norm")
+        if keep_mlp is not False:
+            normed = norm(name="mlp_norm")(residual)
+            if self.sparse:
+                output = MixtureOfExperts(config, name="experts")(normed)
+            else:
+                output = MLP(config, name="mlp")(normed)
+            residual = add(residual, output, keep_mlp, "mlp_post_norm")
+        return residual, own
+
+
+class Embedding(nn.Module):
+    """The table of token embeddings."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> Float[Array, "vocab embed"]:
+        shape = (self.config.vocab_size, self.config.embed_dim)
+        return self.param("embedding", _scaled_normal(self.config.embed_dim), shape)
+
+
+class Head(nn.Module):
+    """The output head, when it is not the embedding table."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self) -> Float[Array, "embed vocab"]:
+        shape = (self.config.embed_dim, self.config.vocab_size)
+        return self.param("kernel", _scaled_normal(self.config.embed_dim), shape)
+
+
+class Transformer(nn.Module):
+    """Embedding, layers, final norm; the head is a method of its own."""
+
+    config: ModelConfig
+
+    def setup(self):
+        config = self.config
+        self.embedding = Embedding(config, name="embed")
+        self.layers = [
+            Layer(config, config.sparse_layer(i), name=f"layer_{i}")
+            for i in range(config.num_layers)
+        ]
+        self.norm = RMSNorm(config.norm_eps, config.norm_plus_one)
+        if not config.tied_head:
+            self.head = Head(config)
+
+    def __call__(
+        self,
+        tokens: Int[Array, " nodes"],
+        positions: Int[Array, " nodes"],
+        mask: Bool[Array, "nodes scratch+nodes"],
+        cache: KVCache | None,
+        scratch: tuple[LayerKV, ...] | None,
+        taps: tuple[int, ...],
+        skips: Skips | None,
+    ) -> Hidden:
+        config = self.config
+        rotation, visible = {}, {}
+        for kind, rope, window in _layer_kinds(config):
+            rotation[kind] = Rotation(
+                *rotations(rope, config.head_dim, config.max_positions, positions)
+            )
+            visible[kind] = _visible(positions, mask, cache, window)
+        residual, inputs, new_kv = self.embed(tokens), [], []
+        for i, (layer, kind) in enumerate(zip(self.layers, config.layer_types, strict=True)):
+            inputs.append(residual)
+            residual, own = layer(
+                residual,
+                rotation[kind],
+                visible[kind],
+                cache.layers[i] if cache is not None else None,
+                scratch[i] if scratch is not None else None,
+                _keep(skips.attention, i) if skips is not None else True,
+                _keep(skips.mlp, i) if skips is not None else True,
+            )
+            new_kv.append(own)
+        tapped = [inputs[i] for i in taps] or [residual[:, :0]]
+        return Hidden(self.norm(residual), jnp.concatenate(tapped, axis=-1), tuple(new_kv))
+
+    def embed(self, tokens: Int[Array, " nodes"]) -> Float[Array, "nodes embed"]:
+        embedded = lookup_rows(self.embedding(), tokens)
+        scale = self.config.embed_scale
+        return embedded if scale is None else embedded * scale
+
+    def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]:
+        table = self.embedding().T if self.config.tied_head else self.head()
+        logits = jnp.matmul(features, table, preferred_element_type=jnp.float32)
+        cap = self.config.final_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def everything(self, tokens, positions, mask) -> Float[Array, "nodes vocab"]:
+        """Reads every weight: what `init` traces."""
+        return self.unembed(self(tokens, positions, mask, None, None, (), None).features)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["params"], meta_fields=["config"])
+@dataclass(frozen=True)
+class Network:
+    """A `core.types.LanguageModel`: weights as a pytree, settings static.
+
+    params: nested dicts as `param_shapes` describes them.
+    """
+
+    params: PyTree
+    config: ModelConfig
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def embed_dim(self) -> int:
+        return self.config.embed_dim
+
+    @property
+    def num_layers(self) -> int:
+        return self.config.num_layers
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of weights, activations and caches. Softmax, norms and logits are float32 at least."""
+        return self.params["norm"]["scale"].dtype
+
+    def forward(
+        self,
+        tokens: Int[Array, " nodes"],
+        positions: Int[Array, " nodes"],
+        mask: Bool[Array, "nodes scratch+nodes"],
+        cache: KVCache | None,
+        *,
+        scratch: tuple[LayerKV, ...] | None = None,
+        taps: tuple[int, ...] = (),
+        skip: Skips | None = None,
+    ) -> Hidden:
+        """One pass over the tokens of one row. Nothing is written: `commit` does that.
+
+        Args:
+            tokens: ids.
+            positions: of each token in the text; a cached token's position is its slot.
+            mask: which scratch slots, then which of these tokens, each token sees. The cached
+                prefix is seen up to `cache.length`. Sliding layers see less of the prefix and of
+                these tokens; scratch is taken to lie within their window.
+            cache: the prefix; None for none.
+            scratch: keys and values of uncommitted tokens of earlier passes.
+            taps: layers whose inputs are wanted, side by side, in this order.
+            skip: sub-layers to leave out. The keys and values of an attention that is absent from
+                the program are zeros.
+
+        Raises:
+            ValueError: a tapped layer does not exist, or `skip` is not one entry per layer.
+        """
+        for layer in taps:
+            if not 0 <= layer < self.num_layers:
+                raise ValueError(f"taps must be layers in 0..{self.num_layers - 1}, got {layer}.")
+        if skip is not None:
+            for name, entries in zip(Skips._fields, skip, strict=True):
+                if len(entries) != self.num_layers:
+                    raise ValueError(
+                        f"skip.{name} must have {self.num_layers} entries, one per layer, "
+                        f"got {len(entries)}."
+                    )
+        return self._apply(tokens, positions, mask, cache, scratch, taps, skip)
+
+    def embed(self, tokens: Int[Array, " nodes"]) -> Float[Array, "nodes embed"]:
+        """Token embeddings as the first layer reads them."""
+        return self._apply(tokens, method=Transformer.embed)
+
+    def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]:
+        """Logits of the next token, float32, from features after the final norm."""
+        return self._apply(features, method=Transformer.unembed)
+
+    def empty_cache(self, slots: int) -> KVCache:
+        """A cache of nothing, for up to `slots` tokens of one row."""
+        config = self.config
+        layers = tuple(
+            empty_layer(config.num_kv_heads, config.head_dim, slots, self.dtype)
+            for _ in range(config.num_layers)
+        )
+        return KVCache(layers, jnp.zeros((), jnp.int32))
+
+    def _apply(self, *args, method=None):
+        return Transformer(self.config).apply({"params": self.params}, *args, method=method)
+
+
+def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> PyTree:
+    """Random weights: normal, scaled by the square root of the inputs; norms are identities.
+
+    Example:
+        >>> config = ModelConfig(
+        ...     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,
+        ...     head_dim=8, mlp_dim=64, max_positions=128,
+        ... )
+        >>> network = Network(init_params(config, jax.random.key(0)), config)
+        >>> network.params["layer_1"]["attention"]["qkv"]["kernel"].shape
+        (32, 2, 4, 8)
+    """
+
+    # Compiled, so that the pass that `init` traces is thrown away and only the draws remain.
+    @jax.jit
+    def draw(key):
+        one = jnp.zeros(1, jnp.int32)
+        variables = Transformer(config).init(
+            key, one, one, jnp.ones((1, 1), bool), method=Transformer.everything
+        )
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), variables["params"])
+
+    return draw(key)
+
+
+def param_shapes(config: ModelConfig, dtype: jnp.dtype = jnp.float32) -> PyTree:
+    """The tree of `init_params` as `jax.ShapeDtypeStruct`s; takes no memory."""
+    return jax.eval_shape(partial(init_params, config, dtype=dtype), jax.random.key(0))
+
+
+def _scaled_normal(width: int):
+    def init(key: PRNGKeyArray, shape: tuple[int, ...]) -> Array:
+        return jax.random.normal(key, shape) * width**-0.5
+
+    return init
+
+
+def _activate(config: ModelConfig, gate: Array) -> Array:
+    if config.activation == "silu":
+        return jax.nn.silu(gate)
+    return jax.nn.gelu(gate, approximate=True)
+
+
+def _keep(skips: tuple[bool, ...] | Float[Array, " layers"], layer: int) -> bool | Float[Array, ""]:
+    if isinstance(skips, tuple):
+        return not skips[layer]
+    return 1.0 - skips[layer].astype(jnp.float32)
+
+
+def _layer_kinds(config: ModelConfig):
+    """(kind, rotation, window) of each kind of layer that occurs."""
+    layers = {kind: i for i, kind in enumerate(config.layer_types)}
+    return [(kind, config.layer_rope(i), config.layer_window(i)) for kind, i in layers.items()]
+
+
+def _visible(
+    positions: Int[Array, " nodes"],
+    mask: Bool[Array, "nodes scratch+nodes"],
+    cache: KVCache | None,
+    window: int | None,
+) -> Visible:
+    nodes = positions.shape[0]
+    scratch, own = jnp.split(mask, (mask.shape[1] - nodes,), axis=1)
+    prefix = None
+    if cache is not None:
+        slots = jnp.arange(num_slots(cache))[None]
+        prefix = slots < cache.length
+    if window is not None:
+        oldest = positions[:, None] - window + 1
+        own = own & (positions[None] >= oldest)
+        if cache is not None:
+            prefix = prefix & (slots >= oldest)
+    return Visible(prefix, scratch, own)
