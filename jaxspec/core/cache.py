@@ -40,7 +40,7 @@ def select_path(new_kv: tuple[LayerKV, ...], path: Int[Array, " length"]) -> tup
 
 
 def write(layer: LayerKV, new: LayerKV, start: Int[Array, ""] | int) -> LayerKV:
-    """Writes consecutive slots from `start`. The caller owes the room: a start past it is clamped."""
+    """Writes consecutive slots from `start`. The caller owes the room: XLA clamps the start."""
     return LayerKV(
         jax.lax.dynamic_update_slice_in_dim(layer.keys, new.keys, start, KEY_SLOTS_AXIS),
         jax.lax.dynamic_update_slice_in_dim(layer.values, new.values, start, VALUE_SLOTS_AXIS),

@@ -44,12 +44,14 @@ class Prompt(NamedTuple):
 
     tokens: right-padded to a bucket; `length` >= 1 of them are real.
     room: `max_new_tokens`, or less where the context ends.
+    seed: numbers that name the row's randomness: a seed, then what tells the row from others of
+        that seed (its prompt, its sample). Rows depend on these alone, not on their neighbours.
     """
 
     tokens: Int[Array, " bucket"]
     length: Int[Array, ""]
     room: Int[Array, ""]
-    key: PRNGKeyArray
+    seed: Int[Array, " numbers"]
     stop_ids: Int[Array, " stop_ids"]
     warp: Warp
 
@@ -121,7 +123,7 @@ def begin(
     return DecodeState(
         context=context,
         draft=drafter.init(params, hidden, context),
-        key=prompt.key,
+        key=_row_key(prompt.seed),
         stop=jnp.where(prompt.room > 0, Stop.RUNNING, Stop.LENGTH).astype(jnp.int32),
         automaton=jnp.int32(0),
         emitted=Emitted(
@@ -136,6 +138,13 @@ def begin(
             num_nodes=jnp.int32(0),
         ),
     )
+
+
+def _row_key(seed: Int[Array, " numbers"]) -> PRNGKeyArray:
+    key = jax.random.key(seed[0])
+    for number in seed[1:]:
+        key = jax.random.fold_in(key, number)
+    return key
 
 
 class _Outcome(NamedTuple):
@@ -188,7 +197,7 @@ def speculative_step(
 
 
 def _fit_room(proposal: Proposal, state: DecodeState) -> Proposal:
-    """Drops nodes too deep to be emitted, and all nodes of stopped rows: only their root is left."""
+    """Drops nodes too deep to be emitted; of stopped rows, all nodes but the root."""
     room = jnp.where(state.stop == Stop.RUNNING, state.context.room, 1)
     depths = proposal.tree.depths
     return proposal._replace(valid=(proposal.valid & (depths < room)) | (depths == 0))

@@ -1,6 +1,7 @@
 """The records and protocols that everything else is written in.
 
-Every array here belongs to ONE row (one sequence). The step maps rows; nothing below knows of a batch.
+Every array here belongs to ONE row (one sequence). The step maps rows; nothing below knows of a
+batch.
 """
 
 from enum import IntEnum
@@ -22,14 +23,14 @@ class Stop(IntEnum):
 
 
 class LayerKV(NamedTuple):
-    """Keys and values of one layer. Keys lie with slots last, which is how the score product reads them."""
+    """Keys and values of one layer. Keys keep slots last, as the score product reads them."""
 
     keys: Float[Array, "kv_heads head_dim slots"]
     values: Float[Array, "kv_heads slots head_dim"]
 
 
 class KVCache(NamedTuple):
-    """One row's cache. Slots at or past `length` mean nothing: they are masked, then overwritten."""
+    """One row's cache. Slots at or past `length` mean nothing: masked, later overwritten."""
 
     layers: tuple[LayerKV, ...]
     length: Int[Array, ""]
@@ -271,7 +272,7 @@ class Drafter(Protocol):
         ...
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> PyTree:
-        """State before the first step. `prompt` has the features of every prompt token but the last."""
+        """State before the first step. `prompt` describes every prompt token but the last."""
         ...
 
     def propose(
