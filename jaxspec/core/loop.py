@@ -130,13 +130,15 @@ def decode_stream(
     *,
     drafter: Drafter,
     plan: DecodePlan,
-) -> Iterator[tuple[DecodeState, Info]]:
+) -> Iterator[tuple[DecodeState, Info | None]]:
     """The same decoding from a host loop: yields each step's state and `Info` as it happens.
 
-    A yielded state is donated to the next step: read what you need before asking for more.
+    First comes the state after prefill, with `None`. A yielded state is donated to the next step:
+    read what you need before asking for more.
     """
     slots, *larger = plan.capacities
     states = _begin_stream(params, prompts, drafter=drafter, plan=plan)
+    yield states, None
     while unfinished(states):
         if larger and not _fits(slots, drafter, states):
             slots = larger.pop(0)

@@ -1,7 +1,8 @@
 """Drafting methods, one file each."""
 
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.loaded import LoadedDrafter
 from jaxspec.drafters.lookup import PromptLookup
 from jaxspec.drafters.plain import NoDraft
 
-__all__ = ["DraftModel", "NoDraft", "PromptLookup"]
+__all__ = ["DraftModel", "LoadedDrafter", "NoDraft", "PromptLookup"]

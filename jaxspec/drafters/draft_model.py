@@ -5,7 +5,9 @@ siblings are the draft model's likeliest tokens (greedy) or draws without replac
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,10 @@ from jaxspec.core.types import (
     Tree,
     Warp,
 )
+from jaxspec.drafters.loaded import LoadedDrafter
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +69,14 @@ class DraftModel:
             )
         if self.paths is not None:
             object.__setattr__(self, "paths", normalize_paths(self.paths))
+
+    @classmethod
+    def of(
+        cls, model: "Model", num_speculative_tokens: int = 4, paths: Sequence[Path] | None = None
+    ) -> LoadedDrafter:
+        """Drafts with a model from `load`: what `generate(drafter=...)` takes."""
+        drafter = cls(num_speculative_tokens, None if paths is None else tuple(paths))
+        return LoadedDrafter(drafter, model.network, model.tokenizer)
 
     @cached_property
     def tree(self) -> Tree:
@@ -113,7 +127,7 @@ class DraftModel:
                 )
                 features = hidden.features
                 scratch, scratch_nodes = _extend(scratch, hidden.new_kv), seen
-            logits = params.draft.unembed(features)
+            logits = _fit_vocab(params.draft.unembed(features), params.target.vocab_size)
             choices, logprobs = choose_children(
                 level_key, logits, context.warp, tree.children.shape[1]
             )
@@ -157,6 +171,14 @@ def choose_children(
         uniforms = jax.random.uniform(key, logprobs.shape[:1], logprobs.dtype)
         return jax.vmap(inverse_cdf)(jnp.exp(logprobs), uniforms)[:, None], logprobs
     return draw_without_replacement(key, logprobs, branch), logprobs
+
+
+def _fit_vocab(
+    logits: Float[Array, "parents draft_vocab"], size: int
+) -> Float[Array, "parents vocab"]:
+    """Cuts or fills up the padding at a vocabulary's end; families pad it to different sizes."""
+    missing = max(0, size - logits.shape[-1])
+    return jnp.pad(logits[:, :size], ((0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
 def _extend(

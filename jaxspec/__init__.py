@@ -1,0 +1,40 @@
+"""Speculative decoding in JAX: drafters, trees and lossless verification in one XLA program."""
+
+from jaxspec.checkpoint import Model, Tokenizer, load, save
+from jaxspec.compilation import use_persistent_cache
+from jaxspec.core.tree import chain, eagle_tree, tree_from_parents, tree_from_paths
+from jaxspec.core.types import Tree
+from jaxspec.drafters import DraftModel, LoadedDrafter, NoDraft, PromptLookup
+from jaxspec.generation import GenerationConfig, Score, StreamStep, generate, score, stream
+from jaxspec.metrics import Metrics
+from jaxspec.result import Generation, GenerationResult, TraceStep
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DraftModel",
+    "Generation",
+    "GenerationConfig",
+    "GenerationResult",
+    "LoadedDrafter",
+    "Metrics",
+    "Model",
+    "NoDraft",
+    "PromptLookup",
+    "Score",
+    "StreamStep",
+    "Tokenizer",
+    "TraceStep",
+    "Tree",
+    "chain",
+    "eagle_tree",
+    "generate",
+    "load",
+    "save",
+    "score",
+    "stream",
+    "tree_from_parents",
+    "tree_from_paths",
+]
+
+use_persistent_cache()

@@ -1,0 +1,510 @@
+"""`generate`, `stream` and `score`: prompts in, text out, plain or speculative.
+
+Passing `drafter=` is the only difference between the two: plain decoding is the same program with
+a one-node tree.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.compilation import CompileClock
+from jaxspec.core.decode import Prompt
+from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
+from jaxspec.core.masks import causal
+from jaxspec.core.stopping import StopAutomaton, stop_automaton
+from jaxspec.core.types import DecodeState, Drafter, Params, Warp
+from jaxspec.drafters import LoadedDrafter, NoDraft
+from jaxspec.result import (
+    FINISH_REASONS,
+    Generation,
+    GenerationResult,
+    TraceStep,
+    combine_metrics,
+    host_rows,
+    trace_steps,
+)
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model, Tokenizer
+
+MIN_BUCKET = 16
+
+Message = Mapping[str, Any]
+PromptLike = str | Sequence[int] | np.ndarray | Sequence[Message]
+PerPrompt = float | Sequence[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """How to decode. Numbers may be given once, or as a sequence with one entry per prompt.
+
+    Attributes:
+        max_new_tokens: tokens to emit at most; never exceeded. 0 gives empty results.
+        temperature: 0 (the default) is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the fewest likeliest tokens that hold this much probability; in (0, 1].
+        min_p: keep tokens at least this likely relative to the likeliest; in [0, 1).
+        logit_bias: added to the logits of these token ids.
+        allowed_token_ids: if given, no other id is ever emitted.
+        banned_token_ids: ids never emitted.
+        stop_token_ids: end a row after any of these; `None` takes the model's own, `()` none.
+        stop: strings that end a row; the text is cut before them.
+        num_samples: continuations per prompt, each with randomness of its own.
+        logprobs: record the target's log-probability of each token, before any warping.
+        warped_logprobs: the same after temperature and filters.
+        repetition_penalty: only 1 is supported: a checkpoint whose `generation_config.json` asks
+            for another is refused unless you set 1 here.
+
+    Raises:
+        ValueError: naming the argument that is out of range.
+    """
+
+    max_new_tokens: int | Sequence[int] = 128
+    temperature: PerPrompt = 0.0
+    top_k: int | Sequence[int] = 0
+    top_p: PerPrompt = 1.0
+    min_p: PerPrompt = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] = ()
+    num_samples: int = 1
+    logprobs: bool = False
+    warped_logprobs: bool = False
+    repetition_penalty: float | None = None
+
+    def __post_init__(self):
+        _check("max_new_tokens", self.max_new_tokens, "at least 0", lambda value: value >= 0)
+        _check("temperature", self.temperature, "at least 0", lambda value: value >= 0)
+        _check("top_k", self.top_k, "at least 0", lambda value: value >= 0)
+        _check("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
+        _check("min_p", self.min_p, "in [0, 1)", lambda value: 0 <= value < 1)
+        _check("num_samples", self.num_samples, "at least 1", lambda value: value >= 1)
+        if self.repetition_penalty not in (None, 1, 1.0):
+            raise ValueError(
+                f"repetition_penalty: only 1 is supported, got {self.repetition_penalty}."
+            )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _check(name, values, requirement, holds) -> None:
+    for value in np.atleast_1d(np.asarray(values)):
+        if not holds(value):
+            raise ValueError(f"{name} must be {requirement}, got {values}.")
+
+
+def generate(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: GenerationConfig | None = None,
+    drafter: Drafter | LoadedDrafter | None = None,
+    seed: int = 0,
+    return_trace: bool = False,
+) -> GenerationResult:
+    """Continues prompts, each row at its own pace, in one compiled program.
+
+    Args:
+        model: the target, from `load`.
+        prompts: one prompt or several: a string, token ids, or chat messages
+            (`[{"role": "user", "content": ...}, ...]`).
+        config: how to decode; greedy, 128 tokens by default.
+        drafter: a drafter, or one with its weights (`DraftModel.of(...)`); `None` decodes plainly.
+        seed: of the randomness. A row depends on `seed`, its place among the prompts and its
+            sample number, never on its neighbours.
+        return_trace: record every step's tree and verdict; decodes by a host loop to do so.
+
+    Returns:
+        One `Generation` per prompt and sample, and `Metrics` of the whole.
+
+    Raises:
+        ValueError: for an empty or too long prompt, ids out of range, chat messages without a
+            template, or a draft model with another vocabulary.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> prompt = "Question: What is 2 + 3?"
+        >>> plain = jaxspec.generate(model, prompt)
+        >>> fast = jaxspec.generate(model, prompt, drafter=jaxspec.PromptLookup())
+        >>> plain[0].tokens.tolist() == fast[0].tokens.tolist()
+        True
+    """
+    request = _prepare(model, prompts, config or GenerationConfig(), drafter, seed)
+    traces = [[] for _ in request.prompt_lengths] if return_trace else None
+    with CompileClock() as clock:
+        start = time.perf_counter()
+        if traces is None:
+            states = request.decode()
+        else:
+            for states, info in request.decode_stream():  # noqa: B007, the last state is the result
+                steps = [] if info is None else trace_steps(jax.device_get(info))
+                for row, step in enumerate(steps):
+                    traces[row].extend([] if step is None else [step])
+        states = jax.device_get(_without_caches(states))
+        seconds = time.perf_counter() - start - clock.seconds
+    hosts = host_rows(states, request.prompt_lengths)
+    rows = tuple(
+        Generation(
+            prompt_tokens=request.prompts.tokens[row, : request.prompt_lengths[row]],
+            tokens=host.tokens,
+            text=request.text(host.tokens, host.finish_reason),
+            finish_reason=host.finish_reason,
+            from_draft=host.from_draft,
+            logprobs=host.logprobs,
+            warped_logprobs=host.warped_logprobs,
+            metrics=combine_metrics([host]),
+            prompt_index=row // request.num_samples,
+            sample_index=row % request.num_samples,
+            trace=None if traces is None else tuple(traces[row]),
+        )
+        for row, host in enumerate(hosts)
+    )
+    return GenerationResult(rows, combine_metrics(hosts, seconds, clock.seconds))
+
+
+class StreamStep(NamedTuple):
+    """What one step of a streamed row added.
+
+    tokens: ids emitted by this step.
+    from_draft: for each of them, True if it was drafted and accepted.
+    text: the text that is now certain; characters still incomplete, or that may turn out to begin
+        a stop string, come with a later step. All pieces joined are `Generation.text`.
+    finish_reason: `None` while the row is running; see `Generation`.
+    trace: the step's tree and verdict.
+    """
+
+    tokens: np.ndarray
+    from_draft: np.ndarray
+    text: str
+    finish_reason: str | None
+    trace: TraceStep
+
+
+def stream(
+    model: "Model",
+    prompt: PromptLike,
+    config: GenerationConfig | None = None,
+    drafter: Drafter | LoadedDrafter | None = None,
+    seed: int = 0,
+) -> Iterator[StreamStep]:
+    """The same decoding of ONE prompt, step by step as it happens.
+
+    Args and errors: as for `generate`. `num_samples` must be 1.
+    """
+    config = config or GenerationConfig()
+    request = _prepare(model, prompt, config, drafter, seed)
+    if len(request.prompt_lengths) != 1:
+        raise ValueError(
+            f"stream shows one row, got {len(request.prompt_lengths)}; use generate for several."
+        )
+    shown = _TextStream(request)
+    for states, info in request.decode_stream():
+        if info is None:
+            continue
+        stop, info = jax.device_get((states.stop, info))
+        (step,) = trace_steps(info)
+        reason = FINISH_REASONS[stop[0]] if stop[0] else None
+        if step is None:  # the row ended without a token: its logits were not finite
+            empty = np.zeros(0, np.int32)
+            step = TraceStep(empty, empty, empty.astype(bool), None, empty, empty, empty, 0)
+        from_draft = np.arange(len(step.emitted)) < len(step.path) - 1
+        yield StreamStep(step.emitted, from_draft, shown.push(step.emitted, reason), reason, step)
+
+
+class Score(NamedTuple):
+    """What a model says of a given text.
+
+    logits: `[tokens, vocab]`; row i scores the token that follows token i.
+    logprobs: `[tokens - 1]`; entry i is the log-probability of token i + 1 given those before.
+    """
+
+    logits: np.ndarray
+    logprobs: np.ndarray
+
+
+def score(model: "Model", tokens: str | Sequence[int]) -> Score:
+    """Scores every token of a text in one pass; unwarped, at least float32.
+
+    Raises:
+        ValueError: for an empty or too long text, or ids out of range.
+    """
+    ids = _encode(model, tokens)
+    _check_ids(model, ids, "tokens")
+    logits, logprobs = _score(model.network, np.asarray(ids, np.int32))
+    return Score(np.asarray(logits), np.asarray(logprobs))
+
+
+@jax.jit
+def _score(network, tokens):
+    count = tokens.shape[0]
+    hidden = network.forward(tokens, jnp.arange(count), causal(count), None)
+    logits = network.unembed(hidden.features)
+    logprobs = jax.nn.log_softmax(logits[:-1], axis=-1)
+    return logits, jnp.take_along_axis(logprobs, tokens[1:, None], axis=1)[:, 0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A call of `generate`, checked and turned into arrays."""
+
+    params: Params
+    prompts: Prompt
+    automaton: StopAutomaton | None
+    drafter: Drafter
+    plan: DecodePlan
+    prompt_lengths: tuple[int, ...]
+    num_samples: int
+    stop_strings: tuple[str, ...]
+    tokenizer: "Tokenizer | None"
+
+    def decode(self) -> DecodeState:
+        return decode(
+            self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
+        )
+
+    def decode_stream(self):
+        return decode_stream(
+            self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
+        )
+
+    def text(self, tokens: np.ndarray, finish_reason: str) -> str | None:
+        if self.tokenizer is None:
+            return None
+        text = self.tokenizer.decode(tokens.tolist())
+        return self.cut(text) if finish_reason == "stop_string" else text
+
+    def cut(self, text: str) -> str:
+        """The text before the stop string that came first."""
+        starts = [text.find(string) for string in self.stop_strings if string in text]
+        return text[: min(starts)] if starts else text
+
+
+class _TextStream:
+    """Text of a growing row, withheld while it may turn out to begin a stop string."""
+
+    def __init__(self, request: _Request):
+        self._request = request
+        self._detokenizer = request.tokenizer.detokenizer() if request.tokenizer else None
+        self._held = ""
+
+    def push(self, tokens: np.ndarray, finish_reason: str | None) -> str:
+        if self._detokenizer is None:
+            return ""
+        self._held += self._detokenizer.push(tokens.tolist())
+        if finish_reason is not None:
+            self._held += self._detokenizer.finish()
+            cut = finish_reason == "stop_string"
+            piece, self._held = self._request.cut(self._held) if cut else self._held, ""
+            return piece
+        certain = len(self._held) - max(map(self._overlap, self._request.stop_strings), default=0)
+        piece, self._held = self._held[:certain], self._held[certain:]
+        return piece
+
+    def _overlap(self, string: str) -> int:
+        """Longest end of the held text that begins `string`."""
+        longest = min(len(string) - 1, len(self._held))
+        sizes = range(longest, 0, -1)
+        return next((size for size in sizes if self._held.endswith(string[:size])), 0)
+
+
+def _without_caches(states: DecodeState) -> DecodeState:
+    """What a result is made of, so that nothing larger is fetched from the device."""
+    context = states.context._replace(cache=(), recent=(), warp=())
+    return states._replace(context=context, draft=(), key=())
+
+
+def _prepare(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: GenerationConfig,
+    drafter: Drafter | LoadedDrafter | None,
+    seed: int,
+) -> _Request:
+    """Checks a call's arguments and builds the arrays of its rows."""
+    loaded = (
+        drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or NoDraft(), ())
+    )
+    _check_vocabulary(model, loaded)
+    _check_penalties(model, config)
+    encoded = [_encode(model, prompt) for prompt in _as_list(prompts)]
+    for index, ids in enumerate(encoded):
+        _check_ids(model, ids, f"prompts[{index}]")
+    lengths = np.repeat([len(ids) for ids in encoded], config.num_samples).astype(np.int32)
+    bucket = max(MIN_BUCKET, 1 << (int(lengths.max()) - 1).bit_length())
+    tokens = np.zeros((len(lengths), bucket), np.int32)
+    for row in range(len(lengths)):
+        tokens[row, : lengths[row]] = encoded[row // config.num_samples]
+
+    def per_row(name: str, dtype: type) -> np.ndarray:
+        values = np.asarray(getattr(config, name), dtype)
+        if values.ndim and len(values) != len(encoded):
+            raise ValueError(
+                f"{name}: got {len(values)} values for {len(encoded)} prompts; "
+                "give one, or one for each."
+            )
+        values = np.broadcast_to(values, len(encoded))
+        return np.repeat(values, config.num_samples)
+
+    budget = per_row("max_new_tokens", np.int32)
+    index = np.arange(len(lengths), dtype=np.int32)
+    stop_ids = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+    rows = Prompt(
+        tokens=tokens,
+        length=lengths,
+        room=np.minimum(budget, model.config.max_positions - lengths),
+        seed=np.stack(
+            [np.full_like(index, seed), index // config.num_samples, index % config.num_samples], 1
+        ),
+        stop_ids=np.tile(np.asarray([*stop_ids] or [-1], np.int32), (len(lengths), 1)),
+        warp=_warp(model, config, per_row, len(lengths)),
+    )
+    return _Request(
+        params=Params(model.network, loaded.params),
+        prompts=rows,
+        automaton=_automaton(model, config),
+        drafter=loaded.drafter,
+        plan=plan_decoding(
+            bucket,
+            int(budget.max()),
+            loaded.drafter,
+            logprobs=config.logprobs,
+            warped_logprobs=config.warped_logprobs,
+        ),
+        prompt_lengths=tuple(lengths.tolist()),
+        num_samples=config.num_samples,
+        stop_strings=config.stop_strings,
+        tokenizer=model.tokenizer,
+    )
+
+
+def _as_list(prompts) -> list[PromptLike]:
+    """One prompt as a list of one: text, ids, or messages."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) == 0:
+        raise ValueError("prompts: got none; give at least one, of one token or more.")
+    first = prompts[0]
+    single = isinstance(first, Mapping | int | np.integer)
+    return [prompts] if single else list(prompts)
+
+
+def _encode(model: "Model", prompt: PromptLike) -> list[int]:
+    is_text = isinstance(prompt, str)
+    is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if not (is_text or is_chat):
+        return [int(token) for token in prompt]
+    if model.tokenizer is None:
+        raise ValueError(
+            f"prompts: {model.name} has no tokenizer, so it takes token ids; "
+            f"got {'text' if is_text else 'chat messages'}."
+        )
+    return model.tokenizer.encode_chat(prompt) if is_chat else model.tokenizer.encode(prompt)
+
+
+def _check_ids(model: "Model", ids: Sequence[int], name: str) -> None:
+    vocab, context = model.vocab_size, model.config.max_positions
+    if not ids:
+        raise ValueError(f"{name} is empty; give at least one token.")
+    if len(ids) >= context:
+        raise ValueError(
+            f"{name} has {len(ids)} tokens; the context of {model.name} holds {context}, "
+            "and one place must be left to decode into. Shorten it."
+        )
+    wrong = [token for token in ids if not 0 <= token < vocab]
+    if wrong:
+        raise ValueError(f"{name} has ids outside 0..{vocab - 1}: {wrong[:5]}.")
+
+
+def _check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
+    theirs, ours = loaded.tokenizer, model.tokenizer
+    if theirs is not None and ours is not None:
+        # Equal tokenizers suffice: families pad their vocabularies to different sizes.
+        if theirs.backend.get_vocab() != ours.backend.get_vocab():
+            raise ValueError(
+                "drafter: its tokenizer differs from the target's, so its tokens would mean "
+                "something else; use a draft model of the same family."
+            )
+        return
+    size = getattr(loaded.params, "vocab_size", model.vocab_size)
+    if size != model.vocab_size:
+        raise ValueError(
+            f"drafter: its vocabulary has {size} ids, the target's {model.vocab_size}; "
+            "they must be the same."
+        )
+
+
+def _check_penalties(model: "Model", config: GenerationConfig) -> None:
+    asked = model.generation_defaults.get("repetition_penalty", 1.0)
+    if config.repetition_penalty is None and asked not in (None, 1, 1.0):
+        raise ValueError(
+            f"{model.name}: generation_config.json asks for repetition_penalty {asked}, which is "
+            "not supported. Pass GenerationConfig(repetition_penalty=1) to decode without it."
+        )
+
+
+def _warp(model: "Model", config: GenerationConfig, per_row, num_rows: int) -> Warp:
+    """Per-row parameters; filters that no row uses are left out of the program."""
+    temperature, top_k = per_row("temperature", np.float32), per_row("top_k", np.int32)
+    top_p, min_p = per_row("top_p", np.float32), per_row("min_p", np.float32)
+    if top_k.max() > model.vocab_size:
+        raise ValueError(
+            f"top_k must be at most the vocabulary, {model.vocab_size}, got {top_k.max()}."
+        )
+    bias = _bias(model, config)
+    bias = None if bias is None else np.tile(bias, (num_rows, 1))
+    if not temperature.any():
+        return Warp(bias=bias)
+    return Warp(
+        temperature=temperature,
+        top_k=top_k if top_k.any() else None,
+        top_p=top_p if (top_p < 1).any() else None,
+        min_p=min_p if min_p.any() else None,
+        bias=bias,
+    )
+
+
+def _bias(model: "Model", config: GenerationConfig) -> np.ndarray | None:
+    """What to add to the logits; ids that the tokenizer does not know are never emitted."""
+    vocab = model.vocab_size
+    bias = np.zeros(vocab, np.float32)
+    if model.tokenizer is not None:
+        bias[model.tokenizer.vocab_size :] = -np.inf
+    named = {
+        "logit_bias": tuple(config.logit_bias or ()),
+        "allowed_token_ids": tuple(config.allowed_token_ids or ()),
+        "banned_token_ids": tuple(config.banned_token_ids),
+    }
+    for name, ids in named.items():
+        wrong = [token for token in ids if not 0 <= token < vocab]
+        if wrong:
+            raise ValueError(f"{name} has ids outside 0..{vocab - 1}: {wrong[:5]}.")
+    if config.allowed_token_ids is not None:
+        if not named["allowed_token_ids"]:
+            raise ValueError("allowed_token_ids is empty: nothing could be emitted; use None.")
+        refused = np.ones(vocab, bool)
+        refused[list(named["allowed_token_ids"])] = False
+        bias[refused] = -np.inf
+    bias[list(named["banned_token_ids"])] = -np.inf
+    for token, value in (config.logit_bias or {}).items():
+        bias[token] += value
+    return bias if bias.any() else None
+
+
+def _automaton(model: "Model", config: GenerationConfig) -> StopAutomaton | None:
+    if not config.stop_strings:
+        return None
+    if model.tokenizer is None:
+        raise ValueError(f"stop: {model.name} has no tokenizer; use stop_token_ids instead.")
+    spelled = model.tokenizer.token_bytes()
+    spelled += [b""] * (model.vocab_size - len(spelled))
+    return stop_automaton([string.encode() for string in config.stop_strings], spelled)

@@ -1,0 +1,177 @@
+"""What decoding returns: rows, metrics, and, where asked for, a trace of every step."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxspec.core.types import DecodeState, Info, Stop
+from jaxspec.metrics import Metrics, metrics_of
+
+FINISH_REASONS = {
+    Stop.RUNNING: "running",
+    Stop.TOKEN: "stop_token",
+    Stop.STRING: "stop_string",
+    Stop.LENGTH: "length",
+    Stop.NOT_FINITE: "not_finite",
+}
+
+
+class TraceStep(NamedTuple):
+    """One step of one row, on the host.
+
+    tokens: one per node of the draft tree; node 0 is the pending token.
+    parents: each node's parent, -1 at the root.
+    valid: nodes that were offered; the others are unused budget.
+    draft_logprobs: one law per expanded parent; `None` for deterministic drafts.
+    law_row: the law each node was drawn from.
+    path: accepted nodes, root first.
+    emitted: tokens this step added: the accepted ones, then the bonus (or corrected) token.
+    width: tokens in the target pass, root included.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    valid: np.ndarray
+    draft_logprobs: np.ndarray | None
+    law_row: np.ndarray
+    path: np.ndarray
+    emitted: np.ndarray
+    width: int
+
+
+def trace_steps(info: Info) -> list[TraceStep | None]:
+    """Splits one batched step into rows; `None` for rows that emitted nothing."""
+    proposal, verdict = info.proposal, info.verdict
+    laws = proposal.draft_logprobs
+    return [
+        TraceStep(
+            tokens=proposal.tokens[row],
+            parents=proposal.tree.parents[row],
+            valid=proposal.valid[row],
+            draft_logprobs=None if laws is None else laws[row],
+            law_row=proposal.law_row[row],
+            path=verdict.path[row][: verdict.num_emitted[row]],
+            emitted=info.emitted[row][:count],
+            width=int(info.width[row]),
+        )
+        if count
+        else None
+        for row, count in enumerate(info.count)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One continuation of one prompt.
+
+    Attributes:
+        prompt_tokens: ids of the prompt.
+        tokens: ids emitted, the stop id or the token that completed a stop string included.
+        text: their text, special tokens left out, cut before a stop string; `None` without a
+            tokenizer.
+        finish_reason: "stop_token", "stop_string", "length" (budget or context used up) or
+            "not_finite" (the target gave no usable logits).
+        from_draft: for each token, True if it was drafted and accepted, False if it is the
+            target's own.
+        logprobs: the target's log-probability of each token before warping; `None` if not asked.
+        warped_logprobs: the same after temperature and filters; `None` if not asked.
+        metrics: of this row alone.
+        prompt_index: place of the prompt in the call.
+        sample_index: which of the prompt's samples this is.
+        trace: every step, if asked for.
+    """
+
+    prompt_tokens: np.ndarray
+    tokens: np.ndarray
+    text: str | None
+    finish_reason: str
+    from_draft: np.ndarray
+    logprobs: np.ndarray | None
+    warped_logprobs: np.ndarray | None
+    metrics: Metrics
+    prompt_index: int = 0
+    sample_index: int = 0
+    trace: tuple[TraceStep, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult(Sequence[Generation]):
+    """Rows in order of prompts, samples of one prompt side by side, and the metrics of the call."""
+
+    rows: tuple[Generation, ...]
+    metrics: Metrics
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(self.rows)
+
+    @property
+    def texts(self) -> list[str | None]:
+        return [row.text for row in self.rows]
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        return [row.tokens for row in self.rows]
+
+
+class HostRow(NamedTuple):
+    """One row of final states, on the host."""
+
+    tokens: np.ndarray
+    finish_reason: str
+    from_draft: np.ndarray
+    logprobs: np.ndarray | None
+    warped_logprobs: np.ndarray | None
+    num_steps: int
+    num_nodes: int
+    accepted: np.ndarray
+    drafted: np.ndarray
+
+    def metrics(self) -> Metrics:
+        return combine_metrics([self])
+
+
+def host_rows(states: DecodeState, prompt_lengths: Sequence[int]) -> list[HostRow]:
+    """Splits final states, fetched from the device, into rows without their prompts."""
+    context, emitted, stats = states.context, states.emitted, states.stats
+
+    def part(facts: np.ndarray | None, row: int) -> np.ndarray | None:
+        return None if facts is None else facts[row, prompt_lengths[row] : context.length[row]]
+
+    return [
+        HostRow(
+            tokens=part(context.tokens, row),
+            finish_reason=FINISH_REASONS[Stop(int(states.stop[row]))],
+            from_draft=part(emitted.from_draft, row),
+            logprobs=part(emitted.logprobs, row),
+            warped_logprobs=part(emitted.warped_logprobs, row),
+            num_steps=int(stats.num_steps[row]),
+            num_nodes=int(stats.num_nodes[row]),
+            accepted=stats.accepted[row],
+            drafted=stats.drafted[row],
+        )
+        for row in range(len(prompt_lengths))
+    ]
+
+
+def combine_metrics(
+    rows: Sequence[HostRow], seconds: float | None = None, compile_seconds: float | None = None
+) -> Metrics:
+    """Metrics of several rows decoded together."""
+    return metrics_of(
+        rows=[row.tokens.tolist() for row in rows],
+        num_steps=[row.num_steps for row in rows],
+        num_nodes=[row.num_nodes for row in rows],
+        accepted=np.stack([row.accepted for row in rows]),
+        drafted=np.stack([row.drafted for row in rows]),
+        num_from_draft=int(sum(row.from_draft.sum() for row in rows)),
+        seconds=seconds,
+        compile_seconds=compile_seconds,
+    )
