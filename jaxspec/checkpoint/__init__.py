@@ -1,0 +1,24 @@
+"""Models from and to files: Hugging Face and Orbax folders, tokenizers, the Hub."""
+
+from jaxspec.checkpoint.config import config_from_json, config_to_json
+from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.checkpoint.hub import Model, load, save, save_orbax, shipped_models
+from jaxspec.checkpoint.memory import MemoryEstimate, check_memory, estimate_memory
+from jaxspec.checkpoint.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "CheckpointError",
+    "Detokenizer",
+    "MemoryEstimate",
+    "Model",
+    "Tokenizer",
+    "check_memory",
+    "config_from_json",
+    "config_to_json",
+    "estimate_memory",
+    "load",
+    "load_tokenizer",
+    "save",
+    "save_orbax",
+    "shipped_models",
+]

@@ -1,0 +1,581 @@
+"""`config.json` of Hugging Face checkpoints to `ModelConfig`, and back.
+
+Two layouts are in use: the one that checkpoints on the Hub carry (`rope_theta`, `rope_scaling` at
+the top level, layer patterns by rule), and the one written by transformers 5 (`rope_parameters`,
+`layer_types`). Both are read; the first is written, since every reader knows it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.models.config import (
+    DynamicScaling,
+    Experts,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelConfig,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
+
+Json = Mapping[str, Any]
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATION_NAMES = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+_LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
+_LAYER_TYPE_NAMES = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
+
+
+class Family(NamedTuple):
+    """What sets one `model_type` apart.
+
+    architecture: the class that other libraries build for it.
+    defaults: what its readers assume where config.json is silent.
+    fields: from config.json, the `ModelConfig` fields in which it differs from a bare decoder.
+    entries: from a `ModelConfig`, the config.json entries that say so.
+    """
+
+    architecture: str
+    defaults: Json
+    fields: Callable[[Json], dict[str, Any]]
+    entries: Callable[[ModelConfig], dict[str, Any]]
+
+
+def config_from_json(raw: Json, max_positions: int | None = None) -> ModelConfig:
+    """Reads a parsed config.json.
+
+    Args:
+        raw: the JSON object, in either layout. Of a multimodal Gemma-3, the text part is read.
+        max_positions: longest text to prepare for. None: what the file says, but for models with
+            two LongRoPE tables the length they were first trained with, which selects the short
+            table; a longer one selects the long table, for all texts.
+
+    Raises:
+        CheckpointError: unknown `model_type`, RoPE type or activation; a missing or impossible
+            value; quantised weights.
+    """
+    name = model_type(raw)
+    family = FAMILIES[name]
+    # An explicit null is an answer (no window, no cap), so it also replaces a default.
+    text = {**family.defaults, **_text_part(raw), "model_type": name}
+    if raw.get("quantization_config") or text.get("quantization_config"):
+        raise CheckpointError(
+            "config.json has a quantization_config, and quantised weights cannot be read: use the "
+            "original checkpoint, or dequantise this one first."
+        )
+    if text.get("use_bidirectional_attention"):
+        raise CheckpointError(
+            "config.json sets use_bidirectional_attention: this is an encoder, not a decoder."
+        )
+    num_heads = _integer(text, "num_attention_heads")
+    embed_dim = _integer(text, "hidden_size")
+    sizes = {
+        "vocab_size": _integer(text, "vocab_size"),
+        "embed_dim": embed_dim,
+        "num_layers": _integer(text, "num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": _integer(text, "num_key_value_heads", num_heads),
+        "head_dim": _integer(text, "head_dim", embed_dim // num_heads),
+        "mlp_dim": _integer(text, "intermediate_size"),
+        "max_positions": _integer(text, "max_position_embeddings"),
+        "norm_eps": _number(text, "rms_norm_eps", 1e-6),
+        "activation": _activation(text),
+        "tied_head": bool(text.get("tie_word_embeddings")),
+        "rope": _rope(text, "full_attention"),
+    }
+    try:
+        config = ModelConfig(**{**sizes, **family.fields(text)})
+        if max_positions is None:
+            max_positions = _usable_positions(config)
+        return config.replace(max_positions=max_positions)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"config.json describes no network that can be: {error}") from error
+
+
+def model_type(raw: Json) -> str:
+    """The `model_type` of a parsed config.json, or of its text part where it has several.
+
+    Raises:
+        CheckpointError: it is not one of `FAMILIES`.
+    """
+    default = "gemma3_text" if raw.get("model_type") == "gemma3" else None
+    name = _text_part(raw).get("model_type", default)
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise CheckpointError(
+            f"model_type must be one of {', '.join(sorted(FAMILIES))}; config.json has {name!r}."
+        )
+    return name
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of a network, under a `model_type` whose readers build exactly that.
+
+    Where several families would do, it is the plainest of them: a Mistral without a window becomes
+    a Llama.
+
+    Raises:
+        CheckpointError: no family describes it; the fields that cannot be expressed are named.
+    """
+    name = _plainest_family(config)
+    family = FAMILIES[name]
+    scaling = config.rope.scaling
+    raw = {
+        "architectures": [family.architecture],
+        "model_type": name,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": _stored_positions(config),
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": _ACTIVATION_NAMES[config.activation],
+        "tie_word_embeddings": config.tied_head,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": None if scaling is None else _scaling_entries(scaling, config),
+        **family.entries(config),
+    }
+    understood = config_from_json(raw, config.max_positions)
+    different = [
+        f"{field.name}={getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != getattr(understood, field.name)
+    ]
+    if different:
+        raise CheckpointError(
+            f"No Hugging Face family describes this network (nearest: {name}); what cannot be "
+            f"expressed: {', '.join(different)}. Save it as an Orbax folder instead."
+        )
+    return raw
+
+
+def _text_part(raw: Json) -> Json:
+    nested = raw.get("text_config")
+    if not isinstance(nested, Mapping):
+        return raw
+    shared = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
+    return {**shared, **nested}
+
+
+# One pair of functions per family: what its config.json means, and how to say it again.
+
+
+def _llama_fields(text: Json) -> dict[str, Any]:
+    bias = bool(text.get("attention_bias"))
+    return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(text.get("mlp_bias"))}
+
+
+def _llama_entries(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.out_bias, "mlp_bias": config.mlp_bias}
+
+
+def _mistral_fields(text: Json) -> dict[str, Any]:
+    return _sliding(text, ("sliding",) * _integer(text, "num_hidden_layers"))
+
+
+def _mistral_entries(config: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": config.sliding_window}
+
+
+def _qwen2_fields(text: Json) -> dict[str, Any]:
+    first = _integer(text, "max_window_layers", 28)
+    windowed = bool(text.get("use_sliding_window"))
+    rule = [
+        "sliding" if windowed and layer >= first else "full"
+        for layer in range(_integer(text, "num_hidden_layers"))
+    ]
+    return {"qkv_bias": True, **_sliding(text, _layer_types(text, rule))}
+
+
+def _qwen2_entries(config: ModelConfig) -> dict[str, Any]:
+    types = config.layer_types
+    # Readers without `layer_types` know only "full up to here".
+    first = types.index("sliding") if "sliding" in types else config.num_layers
+    return {
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": first,
+        "layer_types": [_LAYER_TYPE_NAMES[kind] for kind in types],
+    }
+
+
+def _qwen3_fields(text: Json) -> dict[str, Any]:
+    bias = bool(text.get("attention_bias"))
+    return {**_qwen2_fields(text), "qkv_bias": bias, "out_bias": bias, "qk_norm": True}
+
+
+def _qwen3_entries(config: ModelConfig) -> dict[str, Any]:
+    return {**_qwen2_entries(config), "attention_bias": config.out_bias}
+
+
+def _qwen3_moe_fields(text: Json) -> dict[str, Any]:
+    num_layers = _integer(text, "num_hidden_layers")
+    step = _integer(text, "decoder_sparse_step", 1)
+    dense = text.get("mlp_only_layers") or ()
+    experts = Experts(
+        num=_integer(text, "num_experts", text.get("num_local_experts")),
+        per_token=_integer(text, "num_experts_per_tok"),
+        mlp_dim=_integer(text, "moe_intermediate_size"),
+        normalize=bool(text.get("norm_topk_prob")),
+        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+    )
+    # Unlike the dense ones, its readers slide all layers or none.
+    kind = "sliding" if text.get("use_sliding_window") else "full"
+    return {**_qwen3_fields(text), **_sliding(text, (kind,) * num_layers), "experts": experts}
+
+
+def _qwen3_moe_entries(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None  # what makes a network of this family
+    return {
+        "attention_bias": config.out_bias,
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "num_experts": experts.num,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.mlp_dim,
+        "norm_topk_prob": experts.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, sparse in enumerate(experts.layers) if not sparse],
+    }
+
+
+def _gemma2_fields(text: Json) -> dict[str, Any]:
+    scalar = _number(text, "query_pre_attn_scalar")
+    num_layers = _integer(text, "num_hidden_layers")
+    rule = ["full" if layer % 2 else "sliding" for layer in range(num_layers)]
+    return {
+        **_llama_fields(text),
+        **_sliding(text, _layer_types(text, rule)),
+        "norm_plus_one": True,
+        "post_norms": True,
+        "query_scale": None if scalar == text.get("head_dim") else scalar**-0.5,
+        "attention_softcap": _number_or_none(text, "attn_logit_softcapping"),
+        "final_softcap": _number_or_none(text, "final_logit_softcapping"),
+        "embed_scale": math.sqrt(_integer(text, "hidden_size")),
+    }
+
+
+def _gemma2_entries(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": config.out_bias,
+        "hidden_activation": _ACTIVATION_NAMES[config.activation],
+        "query_pre_attn_scalar": round(config.score_scale**-2),
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+        "sliding_window": config.sliding_window,
+        "layer_types": [_LAYER_TYPE_NAMES[kind] for kind in config.layer_types],
+    }
+
+
+def _gemma3_fields(text: Json) -> dict[str, Any]:
+    period = _integer(text, "sliding_window_pattern", 6)
+    num_layers = _integer(text, "num_hidden_layers")
+    rule = ["sliding" if (layer + 1) % period else "full" for layer in range(num_layers)]
+    return {
+        **_gemma2_fields(text),
+        **_sliding(text, _layer_types(text, rule)),
+        "qk_norm": True,
+        "sliding_rope": _rope(text, "sliding_attention"),
+    }
+
+
+def _gemma3_entries(config: ModelConfig) -> dict[str, Any]:
+    rope = config.sliding_rope or config.rope
+    return {**_gemma2_entries(config), "rope_local_base_freq": rope.theta}
+
+
+def _phi3_entries(config: ModelConfig) -> dict[str, Any]:
+    entries = {
+        "sliding_window": config.sliding_window,
+        "partial_rotary_factor": config.rope.fraction,
+        "original_max_position_embeddings": config.max_positions,
+    }
+    if isinstance(config.rope.scaling, LongRopeScaling):
+        entries["original_max_position_embeddings"] = config.rope.scaling.original_max_positions
+    return entries
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", {}, _llama_fields, _llama_entries),
+    "mistral": Family(
+        "MistralForCausalLM",
+        {"num_key_value_heads": 8, "sliding_window": 4096},
+        _mistral_fields,
+        _mistral_entries,
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", {}, _qwen2_fields, _qwen2_entries),
+    "qwen3": Family("Qwen3ForCausalLM", {"head_dim": 128}, _qwen3_fields, _qwen3_entries),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", {}, _qwen3_moe_fields, _qwen3_moe_entries),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        {
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "tie_word_embeddings": True,
+        },
+        _gemma2_fields,
+        _gemma2_entries,
+    ),
+    # The published multimodal files leave out nearly everything that has a default.
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131_072,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        _gemma3_fields,
+        _gemma3_entries,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        _mistral_fields,
+        _phi3_entries,
+    ),
+}
+
+
+def _plainest_family(config: ModelConfig) -> str:
+    if config.experts is not None:
+        return "qwen3_moe"
+    if config.norm_plus_one:
+        return "gemma3_text" if config.qk_norm else "gemma2"
+    if config.qk_norm:
+        return "qwen3"
+    if config.rope.fraction < 1 or isinstance(config.rope.scaling, LongRopeScaling):
+        return "phi3"
+    if config.qkv_bias and not config.out_bias:
+        return "qwen2"
+    return "mistral" if config.sliding_window is not None else "llama"
+
+
+def _layer_types(text: Json, rule: list[str]) -> tuple[str, ...]:
+    """The pattern of layers: as listed, or by the family's rule."""
+    listed = text.get("layer_types")
+    if listed is None:
+        return tuple(rule)
+    unknown = sorted({str(kind) for kind in listed} - _LAYER_TYPES.keys())
+    if unknown:
+        raise CheckpointError(
+            f"layer_types must be of {', '.join(_LAYER_TYPES)}; config.json has {unknown}."
+        )
+    return tuple(_LAYER_TYPES[kind] for kind in listed)
+
+
+def _sliding(text: Json, types: tuple[str, ...]) -> dict[str, Any]:
+    """The fields about windows. Both a window and a layer that slides are needed to have one."""
+    if "sliding" not in types or text.get("sliding_window") is None:
+        return {"layer_types": ("full",) * len(types), "sliding_window": None}
+    return {"layer_types": types, "sliding_window": _integer(text, "sliding_window")}
+
+
+def _activation(text: Json) -> str:
+    name = text.get("hidden_activation") or text.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"hidden_act must be one of {', '.join(_ACTIVATIONS)}; config.json has {name!r}."
+        )
+    return _ACTIVATIONS[name]
+
+
+def _rope(text: Json, layer_type: str) -> Rope:
+    """How one kind of layer rotates.
+
+    Values are looked for in the rope section first, then at the top level.
+    """
+    section = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    if not isinstance(section, Mapping):
+        raise CheckpointError(f"The RoPE settings must be a JSON object, got {section!r}.")
+    theta_key = "rope_theta"
+    if layer_type == "sliding_attention":
+        # Only Gemma-3 asks; its short-range layers are neither scaled nor of the same base.
+        theta_key = "rope_local_base_freq"
+        section = section.get(layer_type) or {}
+    elif "full_attention" in section:
+        section = section["full_attention"] or {}
+    theta = _number(section, "rope_theta", _number(text, theta_key, 10_000.0))
+    fraction = _number(
+        section, "partial_rotary_factor", _number(text, "partial_rotary_factor", 1.0)
+    )
+    if fraction != 1 and text["model_type"] != "phi3":
+        raise CheckpointError(
+            f"partial_rotary_factor is known for phi3 only; config.json has {fraction} with "
+            f"model_type {text['model_type']!r}."
+        )
+    try:
+        return Rope(theta, fraction, _scaling(section, text))
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"The RoPE settings of config.json are wrong: {error}") from error
+
+
+def _scaling(section: Json, text: Json) -> Scaling | None:
+    kind = section.get("rope_type", section.get("type", "default"))
+    if text["model_type"] == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # its first releases used other names
+    longest = _integer(text, "max_position_embeddings")
+    original = _integer(
+        text,
+        "original_max_position_embeddings",
+        _integer(section, "original_max_position_embeddings", longest),
+    )
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(_number(section, "factor"))
+        case "dynamic":
+            return DynamicScaling(_number(section, "factor"), longest)
+        case "llama3":
+            return Llama3Scaling(
+                factor=_number(section, "factor"),
+                low_freq_factor=_number(section, "low_freq_factor"),
+                high_freq_factor=_number(section, "high_freq_factor"),
+                original_max_positions=original,
+            )
+        case "yarn":
+            return YarnScaling(
+                factor=_number(section, "factor", longest / original),
+                original_max_positions=original,
+                attention_factor=_number_or_none(section, "attention_factor"),
+                beta_fast=_number(section, "beta_fast", 32.0),
+                beta_slow=_number(section, "beta_slow", 1.0),
+                mscale=_number_or_none(section, "mscale"),
+                mscale_all_dim=_number_or_none(section, "mscale_all_dim"),
+                truncate=bool(section.get("truncate", True)),
+            )
+        case "longrope":
+            return LongRopeScaling(
+                short_factors=_numbers(section, "short_factor"),
+                long_factors=_numbers(section, "long_factor"),
+                factor=_number(section, "factor", max(longest / original, 1.0)),
+                original_max_positions=original,
+                attention_factor=_number_or_none(section, "attention_factor"),
+            )
+    raise CheckpointError(
+        "The RoPE type must be one of default, linear, dynamic, llama3, yarn, longrope; "
+        f"config.json has {kind!r}."
+    )
+
+
+def _scaling_entries(scaling: Scaling, config: ModelConfig) -> dict[str, Any]:
+    match scaling:
+        case LinearScaling(factor):
+            return {"rope_type": "linear", "factor": factor}
+        case DynamicScaling(factor, _):
+            return {"rope_type": "dynamic", "factor": factor}
+        case Llama3Scaling():
+            return {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+            }
+        case YarnScaling():
+            entries = {
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+                "attention_factor": scaling.attention_factor,
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "mscale": scaling.mscale,
+                "mscale_all_dim": scaling.mscale_all_dim,
+                "truncate": scaling.truncate,
+            }
+            return {key: value for key, value in entries.items() if value is not None}
+        case LongRopeScaling():
+            # Phi-3's first readers want "type" and exactly three entries, so the rest is only
+            # written where it says something new.
+            entries = {
+                "type": "longrope",
+                "short_factor": list(scaling.short_factors),
+                "long_factor": list(scaling.long_factors),
+            }
+            if _stored_positions(config) / scaling.original_max_positions != scaling.factor:
+                entries["factor"] = scaling.factor
+            if scaling.attention_factor is not None:
+                entries["attention_factor"] = scaling.attention_factor
+            return entries
+
+
+def _usable_positions(config: ModelConfig) -> int:
+    scaling = config.rope.scaling
+    if isinstance(scaling, LongRopeScaling):
+        return min(config.max_positions, scaling.original_max_positions)
+    return config.max_positions
+
+
+def _stored_positions(config: ModelConfig) -> int:
+    """`max_position_embeddings`: how far the weights can go, whatever this network is used for."""
+    match config.rope.scaling:
+        case LongRopeScaling(factor=factor, original_max_positions=original):
+            return max(config.max_positions, round(factor * original))
+        case DynamicScaling(original_max_positions=original):
+            return original
+    return config.max_positions
+
+
+_REQUIRED = object()
+
+
+def _integer(values: Json, key: str, default: Any = _REQUIRED) -> int:
+    value = _value(values, key, default)
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"{key} must be a positive whole number; config.json has {value!r}.")
+    return value
+
+
+def _number(values: Json, key: str, default: Any = _REQUIRED) -> float:
+    value = _value(values, key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CheckpointError(f"{key} must be a number; config.json has {value!r}.")
+    return float(value)
+
+
+def _number_or_none(values: Json, key: str) -> float | None:
+    return None if values.get(key) is None else _number(values, key)
+
+
+def _numbers(values: Json, key: str) -> tuple[float, ...]:
+    listed = _value(values, key, _REQUIRED)
+    if not isinstance(listed, list):
+        raise CheckpointError(f"{key} must be a list of numbers; config.json has {listed!r}.")
+    return tuple(_number({key: value}, key) for value in listed)
+
+
+def _value(values: Json, key: str, default: Any) -> Any:
+    value = values.get(key)
+    if value is not None:
+        return value
+    if default is _REQUIRED:
+        raise CheckpointError(f"config.json lacks {key!r}.")
+    return default

@@ -1,0 +1,256 @@
+"""From a name to a model that can be run: a folder, a shipped model or a Hub id, and back."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.files import CheckpointError, read_json, replacing_files, write_json
+from jaxspec.checkpoint.huggingface import DTYPES, as_dtype, load_network, write_network
+from jaxspec.checkpoint.orbax import CONFIG, PARAMS, holds_orbax, load_orbax, write_orbax
+from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from jaxspec.core.types import PyTree
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.transformer import Network
+
+# What is fetched from the Hub. Other weight formats, often a second copy, are left alone.
+_HUB_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A network with what is needed to talk to it.
+
+    network: weights and the functions that read them.
+    tokenizer: None if the folder has no tokenizer.json; then only token ids go in and out.
+    name: what it was loaded as.
+    stop_token_ids: ids that end a text.
+    generation_defaults: generation_config.json as published; nothing in here applies it.
+    """
+
+    network: Network
+    tokenizer: Tokenizer | None = None
+    name: str = "model"
+    stop_token_ids: tuple[int, ...] = ()
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.network.config
+
+    @property
+    def params(self) -> PyTree:
+        return self.network.params
+
+    @property
+    def forward(self):
+        """One pass over the tokens of one row; see `Network.forward`."""
+        return self.network.forward
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the network; it may be padded beyond the tokenizer's."""
+        return self.network.vocab_size
+
+
+def load(path_or_hub_id: str | Path, dtype: Any = None, max_positions: int | None = None) -> Model:
+    """Loads a model.
+
+    Args:
+        path_or_hub_id: a folder in the Hugging Face layout or written by `save_orbax`; the name of
+            a model shipped with this package, such as "demo"; or the "owner/name" of a model on
+            the Hugging Face Hub, which is downloaded once if it is not on this machine yet.
+        dtype: of the weights: "float32", "bfloat16" or "float16"; None: float32 on CPUs, where 16
+            bits only store, and as stored on accelerators.
+        max_positions: longest text, in tokens, to prepare for; None: what the model says of itself,
+            but for models with two LongRoPE tables the length up to which the short one is used.
+
+    Raises:
+        CheckpointError: nothing is there under this name, or it cannot be read, or it is too large
+            for the memory. The message says what was found and what to do.
+
+    Example:
+        >>> model = load("demo")
+        >>> model.network.num_layers
+        6
+    """
+    folder = _find(path_or_hub_id)
+    if holds_orbax(folder):
+        network = load_orbax(folder, _orbax_dtype(dtype), max_positions)
+    else:
+        network = load_network(folder, dtype, max_positions)
+    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    defaults = _generation_defaults(folder)
+    return Model(
+        network,
+        tokenizer,
+        name=str(path_or_hub_id),
+        stop_token_ids=_stop_token_ids(folder, defaults, tokenizer),
+        generation_defaults=defaults,
+    )
+
+
+def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
+    """Writes a model in the Hugging Face layout, for this and other libraries to load.
+
+    Everything is written under a temporary name first: if it is interrupted, what the folder held
+    before is still there. Other files of the folder stay.
+
+    Args:
+        model: what to write.
+        folder: where; made if it does not exist.
+        dtype: to store the weights in; None: the one they have.
+
+    Raises:
+        CheckpointError: no Hugging Face family describes the network.
+    """
+    obsolete = ("model-*.safetensors", "model.safetensors.index.json")
+    with replacing_files(Path(folder), obsolete) as staging:
+        write_network(model.network, staging, dtype, _token_ids(model))
+        _write_companions(model, staging)
+
+
+def save_orbax(model: Model, folder: str | Path) -> None:
+    """Writes a model as an Orbax folder: any network, its dtype as it is. As safe as `save`."""
+    with replacing_files(Path(folder)) as staging:
+        write_orbax(model.network, staging)
+        _write_companions(model, staging)
+
+
+def shipped_models() -> dict[str, Path]:
+    """Folders of the models that come with the package, by name."""
+    # Beside the package in the repository, inside it when installed.
+    found = {}
+    for root in (_PACKAGE.parent / "checkpoints", _PACKAGE / "checkpoints"):
+        if root.is_dir():
+            found |= {path.name: path for path in sorted(root.iterdir()) if _holds_model(path)}
+    return found
+
+
+def _holds_model(folder: Path) -> bool:
+    return holds_orbax(folder) or (folder / "config.json").is_file()
+
+
+def _find(source: str | Path) -> Path:
+    folder, name = Path(source).expanduser(), str(source)
+    if _holds_model(folder):
+        return folder
+    shipped = shipped_models()
+    if name in shipped:
+        return shipped[name]
+    if folder.is_dir():
+        entries = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
+        raise CheckpointError(
+            f"{folder} holds no model: expected config.json with safetensors, or {CONFIG} with "
+            f"{PARAMS}; found {entries}."
+        )
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file; give the folder that it lies in.")
+    if isinstance(source, str) and _HUB_ID.fullmatch(name):
+        return _download(name)
+    raise CheckpointError(
+        f"There is no folder {name!r}, nor a shipped model of that name (shipped: "
+        f"{', '.join(shipped) or 'none'}). Models on the Hugging Face Hub are called owner/name."
+    )
+
+
+def _download(hub_id: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{hub_id} asks for consent: accept its terms on huggingface.co/{hub_id} and log in "
+            "with `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"There is no folder {hub_id!r} here, and no model of that name on the Hugging Face "
+            "Hub, or it is private: check the spelling, or log in with `hf auth login`."
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise CheckpointError(
+            f"There is no folder {hub_id!r} here, it was not downloaded before, and the Hugging "
+            f"Face Hub cannot be reached ({type(error).__name__}): connect to the network once, or "
+            "give the path of a folder."
+        ) from error
+
+
+def _orbax_dtype(dtype: Any) -> np.dtype | None:
+    if dtype is not None:
+        return as_dtype(dtype)
+    return DTYPES["float32"] if jax.default_backend() == "cpu" else None
+
+
+def _generation_defaults(folder: Path) -> dict[str, Any]:
+    path = folder / "generation_config.json"
+    entries = read_json(path) if path.is_file() else {}
+    bookkeeping = ("_from_model_config", "transformers_version")
+    return {name: value for name, value in entries.items() if name not in bookkeeping}
+
+
+def _stop_token_ids(
+    folder: Path, defaults: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> tuple[int, ...]:
+    """From generation_config.json, else config.json, else the tokenizer.
+
+    The first may list more ids than the others, such as the end of a turn.
+    """
+    found = defaults.get("eos_token_id")
+    if found is None and (folder / "config.json").is_file():
+        raw = read_json(folder / "config.json")
+        found = raw.get("eos_token_id")
+        if found is None:
+            found = (raw.get("text_config") or {}).get("eos_token_id")
+    if found is None and tokenizer is not None:
+        found = tokenizer.eos_id
+    listed = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in listed):
+        raise CheckpointError(
+            f"eos_token_id of {folder} must be an id or a list of ids, got {found!r}."
+        )
+    return tuple(dict.fromkeys(listed))
+
+
+def _token_ids(model: Model) -> dict[str, Any]:
+    tokenizer, stops = model.tokenizer, list(model.stop_token_ids)
+    ids = {
+        "bos_token_id": None if tokenizer is None else tokenizer.bos_id,
+        "eos_token_id": None if not stops else stops[0] if len(stops) == 1 else stops,
+        "pad_token_id": None if tokenizer is None else tokenizer.pad_id,
+    }
+    published = {
+        name: model.generation_defaults.get(name) for name in ids if name != "eos_token_id"
+    }
+    return ids | {name: value for name, value in published.items() if value is not None}
+
+
+def _write_companions(model: Model, folder: Path) -> None:
+    write_json(
+        folder / "generation_config.json", {**model.generation_defaults, **_token_ids(model)}
+    )
+    if model.tokenizer is not None:
+        model.tokenizer.write(folder)

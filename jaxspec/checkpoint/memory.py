@@ -1,0 +1,120 @@
+"""Whether a network fits, in figures, before anything large is allocated."""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.transformer import param_shapes
+
+
+class MemoryEstimate(NamedTuple):
+    """Bytes that a network needs.
+
+    weights: all leaves in the dtype asked for.
+    cache: keys and values of `rows` texts of `slots` tokens.
+    transient: while loading: the largest leaf's worth twice over, an upper bound on the tensors
+        that are read and cast.
+    """
+
+    weights: int
+    cache: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        """Loading and decoding do not overlap, so only the larger of the two extras counts."""
+        return self.weights + max(self.cache, self.transient)
+
+
+def estimate_memory(
+    config: ModelConfig, dtype: np.dtype, slots: int = 0, rows: int = 1
+) -> MemoryEstimate:
+    """What the weights and the cache of a network take.
+
+    Args:
+        config: the network.
+        dtype: of weights and cache.
+        slots: tokens that each row's cache holds.
+        rows: texts decoded at once.
+
+    Example:
+        >>> config = ModelConfig(
+        ...     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,
+        ...     head_dim=8, mlp_dim=64, max_positions=128,
+        ... )
+        >>> estimate_memory(config, np.dtype("float32"), slots=128).cache
+        32768
+    """
+    itemsize = np.dtype(dtype).itemsize
+    sizes = [leaf.size * itemsize for leaf in jax.tree.leaves(param_shapes(config))]
+    entries = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return MemoryEstimate(sum(sizes), rows * slots * entries * itemsize, 2 * max(sizes))
+
+
+def available_memory() -> int | None:
+    """Bytes that can still be allocated where arrays go by default; None if nobody knows."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        return _available_host_memory()
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def check_memory(config: ModelConfig, dtype: np.dtype, slots: int = 0, rows: int = 1) -> None:
+    """Refuses what cannot fit.
+
+    Raises:
+        CheckpointError: the estimate is larger than the memory that is available; with figures.
+    """
+    available = available_memory()
+    needed = estimate_memory(config, dtype, slots, rows)
+    if available is None or needed.total <= available:
+        return
+    per_token = estimate_memory(config, dtype, slots=1).cache
+    smaller = " Try dtype='bfloat16', or" if np.dtype(dtype).itemsize > 2 else " Use"
+    raise CheckpointError(
+        f"This network needs {_gigabytes(needed.total)} and {_gigabytes(available)} are available: "
+        f"weights {_gigabytes(needed.weights)} in {np.dtype(dtype).name}, cache "
+        f"{_gigabytes(needed.cache)} for {rows} x {slots} tokens ({per_token:,} bytes a token), "
+        f"{_gigabytes(needed.transient)} while loading.{smaller} a smaller network, fewer rows or "
+        "shorter texts."
+    )
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.3g} GB"
+
+
+def _available_host_memory() -> int | None:
+    figures = [figure for figure in (_system_memory(), _container_memory()) if figure is not None]
+    return min(figures, default=None)
+
+
+def _system_memory() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _container_memory(group: Path = Path("/sys/fs/cgroup")) -> int | None:
+    # A container's own limit. What it holds of files can be dropped, so only the rest counts.
+    try:
+        limit = int((group / "memory.max").read_text())
+        entries = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return limit - int(entries["anon"])
+    except (OSError, ValueError, KeyError):
+        return None

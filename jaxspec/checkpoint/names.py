@@ -1,0 +1,326 @@
+"""Which tensor of a Hugging Face checkpoint is which part of the parameter tree.
+
+One table per family, read in both directions: a rule says where a tensor's numbers lie in a leaf,
+as NumPy views of the leaf. Loading copies the tensor into the views, saving copies the views out.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.checkpoint.safetensors import StoredTensor
+from jaxspec.models.config import ModelConfig
+
+
+class Region(NamedTuple):
+    """A part of a leaf that is a run of rows of a stored tensor.
+
+    view: the part, its axes in the order of the stored tensor.
+    num_row_axes: how many leading axes of `view` make up the tensor's first axis; the others, if
+        any, make up its second.
+    """
+
+    view: np.ndarray
+    num_row_axes: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the rows have in the file."""
+        rows, columns = self.view.shape[: self.num_row_axes], self.view.shape[self.num_row_axes :]
+        return (math.prod(rows), math.prod(columns)) if columns else (math.prod(rows),)
+
+
+Regions = Callable[[np.ndarray], tuple[Region, ...]]
+
+
+class Rule(NamedTuple):
+    """One line of a table.
+
+    name: of the stored tensor, with `{layer}` and `{expert}` to fill in. Experts are the leading
+        axis of their leaf.
+    path: of the leaf. The rule holds for the networks that have such a leaf.
+    regions: where the tensor's rows lie in the leaf, from its first row to its last.
+    """
+
+    name: str
+    path: str
+    regions: Regions
+
+
+class Placement(NamedTuple):
+    """A rule filled in: one tensor of one network.
+
+    expert: which entry of the leaf's leading axis it belongs to; None: the whole leaf.
+    """
+
+    name: str
+    path: str
+    expert: int | None
+    regions: Regions
+
+    def regions_in(self, leaf: np.ndarray) -> tuple[Region, ...]:
+        return self.regions(leaf if self.expert is None else leaf[self.expert])
+
+    def stored_shape(self, leaf_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that the tensor has in a file. Takes no memory."""
+        stand_in = np.broadcast_to(np.zeros((), np.int8), leaf_shape)
+        shapes = [region.shape for region in self.regions_in(stand_in)]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def _same(leaf):
+    """Vectors, and tables whose rows are looked up."""
+    return (Region(leaf, 1),)
+
+
+def _linear(leaf):
+    """[in, out] here, [out, in] there."""
+    return (Region(leaf.T, 1),)
+
+
+def _heads(leaf, which):
+    """Some of the vectors of each kv head, whose group is its queries, then its key and value."""
+    part = leaf[..., which, :]
+    part = part.reshape(*part.shape[:-2], -1)
+    kernel = leaf.ndim == 4
+    return Region(np.moveaxis(part, 0, -1) if kernel else part, 2)
+
+
+def _query(leaf):
+    return (_heads(leaf, slice(None, -2)),)
+
+
+def _key(leaf):
+    return (_heads(leaf, slice(-2, -1)),)
+
+
+def _value(leaf):
+    return (_heads(leaf, slice(-1, None)),)
+
+
+def _query_key_value(leaf):
+    return _query(leaf) + _key(leaf) + _value(leaf)
+
+
+def _attention_out(leaf):
+    """[kv heads, group, head_dim, embed] here, [embed, all heads] there."""
+    return (Region(leaf.reshape(-1, leaf.shape[-1]).T, 1),)
+
+
+def _half(leaf, index):
+    half = leaf[..., index, :]
+    return Region(half.T, 1)
+
+
+def _gate(leaf):
+    return (_half(leaf, 0),)
+
+
+def _up(leaf):
+    return (_half(leaf, 1),)
+
+
+def _gate_up(leaf):
+    return _gate(leaf) + _up(leaf)
+
+
+_LAYER = "model.layers.{layer}"
+_ENDS = (
+    Rule("model.embed_tokens.weight", "embed/embedding", _same),
+    Rule("model.embed_tokens.weight", "embed/kernel", _linear),
+    Rule("model.norm.weight", "norm/scale", _same),
+    Rule("lm_head.weight", "head/kernel", _linear),
+)
+_ATTENTION = (
+    Rule(f"{_LAYER}.self_attn.q_proj.weight", "layer_{layer}/attention/qkv/kernel", _query),
+    Rule(f"{_LAYER}.self_attn.k_proj.weight", "layer_{layer}/attention/qkv/kernel", _key),
+    Rule(f"{_LAYER}.self_attn.v_proj.weight", "layer_{layer}/attention/qkv/kernel", _value),
+    Rule(f"{_LAYER}.self_attn.q_proj.bias", "layer_{layer}/attention/qkv/bias", _query),
+    Rule(f"{_LAYER}.self_attn.k_proj.bias", "layer_{layer}/attention/qkv/bias", _key),
+    Rule(f"{_LAYER}.self_attn.v_proj.bias", "layer_{layer}/attention/qkv/bias", _value),
+    Rule(f"{_LAYER}.self_attn.q_norm.weight", "layer_{layer}/attention/q_norm/scale", _same),
+    Rule(f"{_LAYER}.self_attn.k_norm.weight", "layer_{layer}/attention/k_norm/scale", _same),
+)
+_ATTENTION_OUT = (
+    Rule(f"{_LAYER}.self_attn.o_proj.weight", "layer_{layer}/attention/out/kernel", _attention_out),
+    Rule(f"{_LAYER}.self_attn.o_proj.bias", "layer_{layer}/attention/out/bias", _same),
+)
+_MLP = (
+    Rule(f"{_LAYER}.mlp.gate_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _gate),
+    Rule(f"{_LAYER}.mlp.up_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _up),
+    Rule(f"{_LAYER}.mlp.gate_proj.bias", "layer_{layer}/mlp/gate_up/bias", _gate),
+    Rule(f"{_LAYER}.mlp.up_proj.bias", "layer_{layer}/mlp/gate_up/bias", _up),
+)
+_MLP_OUT = (
+    Rule(f"{_LAYER}.mlp.down_proj.weight", "layer_{layer}/mlp/down/kernel", _linear),
+    Rule(f"{_LAYER}.mlp.down_proj.bias", "layer_{layer}/mlp/down/bias", _same),
+)
+_EXPERT = f"{_LAYER}.mlp.experts.{{expert}}"
+_EXPERTS = (
+    Rule(f"{_LAYER}.mlp.gate.weight", "layer_{layer}/experts/router/kernel", _linear),
+    Rule(f"{_EXPERT}.gate_proj.weight", "layer_{layer}/experts/gate_up/kernel", _gate),
+    Rule(f"{_EXPERT}.up_proj.weight", "layer_{layer}/experts/gate_up/kernel", _up),
+    Rule(f"{_EXPERT}.down_proj.weight", "layer_{layer}/experts/down/kernel", _linear),
+)
+_PRE_NORMS = (
+    Rule(f"{_LAYER}.input_layernorm.weight", "layer_{layer}/attention_norm/scale", _same),
+    Rule(f"{_LAYER}.post_attention_layernorm.weight", "layer_{layer}/mlp_norm/scale", _same),
+)
+_FOUR_NORMS = (
+    Rule(f"{_LAYER}.input_layernorm.weight", "layer_{layer}/attention_norm/scale", _same),
+    Rule(
+        f"{_LAYER}.post_attention_layernorm.weight",
+        "layer_{layer}/attention_post_norm/scale",
+        _same,
+    ),
+    Rule(f"{_LAYER}.pre_feedforward_layernorm.weight", "layer_{layer}/mlp_norm/scale", _same),
+    Rule(f"{_LAYER}.post_feedforward_layernorm.weight", "layer_{layer}/mlp_post_norm/scale", _same),
+)
+_PHI3 = (
+    Rule(
+        f"{_LAYER}.self_attn.qkv_proj.weight",
+        "layer_{layer}/attention/qkv/kernel",
+        _query_key_value,
+    ),
+    Rule(f"{_LAYER}.mlp.gate_up_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _gate_up),
+)
+_LLAMA = _ENDS + _PRE_NORMS + _ATTENTION + _ATTENTION_OUT + _MLP + _MLP_OUT
+_GEMMA = _ENDS + _FOUR_NORMS + _ATTENTION + _ATTENTION_OUT + _MLP + _MLP_OUT
+
+TABLES: dict[str, tuple[Rule, ...]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _LLAMA,
+    "qwen3_moe": _LLAMA + _EXPERTS,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "phi3": _ENDS + _PRE_NORMS + _PHI3 + _ATTENTION_OUT + _MLP_OUT,
+}
+
+# Multimodal Gemma-3 keeps its text model under one of these, beside parts that are not needed here.
+_TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+_OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+
+
+def placements(
+    model_type: str, config: ModelConfig, leaves: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[Placement]]:
+    """The tensors that make up each leaf of a network, by the table of its family.
+
+    Args:
+        model_type: a key of `TABLES`.
+        config: how many layers and experts there are.
+        leaves: shape of each leaf by its path.
+    """
+    placed: dict[str, list[Placement]] = {path: [] for path in leaves}
+    for rule in TABLES[model_type]:
+        layers = range(config.num_layers) if "{layer}" in rule.name else (0,)
+        for layer in layers:
+            path = rule.path.format(layer=layer)
+            if path not in leaves:
+                continue
+            experts = range(leaves[path][0]) if "{expert}" in rule.name else (None,)
+            for expert in experts:
+                name = rule.name.format(layer=layer, expert=expert)
+                placed[path].append(Placement(name, path, expert, rule.regions))
+    without = [path for path, tensors in placed.items() if not tensors]
+    assert not without, f"no rule of {model_type} fills {without}"
+    return placed
+
+
+def match_tensors(
+    placed: Mapping[str, list[Placement]],
+    leaves: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, StoredTensor],
+    tied_head: bool,
+) -> dict[str, StoredTensor]:
+    """The stored tensor of each placement, by the placement's name.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
+    """
+    stored = _text_tensors(stored)
+    wanted = {
+        placement.name: placement.stored_shape(leaves[path])
+        for path, tensors in placed.items()
+        for placement in tensors
+    }
+    problems = []
+    for name, shape in wanted.items():
+        if name not in stored:
+            problems.append(f"missing: {name}, of shape {list(shape)}")
+        elif stored[name].shape != shape:
+            problems.append(
+                f"of another shape: {name} is {list(stored[name].shape)}, "
+                f"config.json makes it {list(shape)}"
+            )
+    for name in stored:
+        if name not in wanted and not _ignorable(name, tied_head):
+            problems.append(f"unknown: {name}, of shape {list(stored[name].shape)}")
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise CheckpointError(
+            f"The weights do not fit config.json; {len(problems)} tensors are wrong. Check that "
+            f"both are of the same checkpoint, and complete:{lines}"
+        )
+    return {name: stored[name] for name in wanted}
+
+
+def copy_into(placement: Placement, leaf: np.ndarray, tensor: np.ndarray) -> None:
+    """Puts a stored tensor into its leaf, cast to the leaf's dtype."""
+    row = 0
+    for region in placement.regions_in(leaf):
+        num_rows = region.shape[0]
+        _copy(region.view, tensor[row : row + num_rows].reshape(region.view.shape))
+        row += num_rows
+
+
+def copy_out(placement: Placement, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A leaf's numbers as the tensor to store, cast to `dtype`."""
+    tensor = np.empty(placement.stored_shape(leaf.shape), dtype)
+    row = 0
+    for region in placement.regions_in(leaf):
+        num_rows = region.shape[0]
+        _copy(tensor[row : row + num_rows].reshape(region.view.shape), region.view)
+        row += num_rows
+    return tensor
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    """Casts and copies. One side is usually transposed, so rows go in blocks of a cache line."""
+    if target.ndim < 2:
+        target[...] = source
+        return
+    for index in np.ndindex(target.shape[:-2]):
+        to, of = target[index], source[index]
+        for row in range(0, to.shape[0], 16):
+            to[row : row + 16] = of[row : row + 16].astype(target.dtype, copy=False)
+
+
+def _text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of the text model under the names that a model of text alone gives them."""
+    if not any(name.startswith(tuple(_TEXT_PREFIXES)) for name in stored):
+        return dict(stored)
+    found = {}
+    for name, tensor in stored.items():
+        if name.removeprefix("model.").startswith(_OTHER_PARTS):
+            continue
+        for prefix, plain in _TEXT_PREFIXES.items():
+            if name.startswith(prefix):
+                name = plain + name.removeprefix(prefix)
+                break
+        found[name] = tensor
+    return found
+
+
+def _ignorable(name: str, tied_head: bool) -> bool:
+    # Some files carry the tied head all the same; old ones, a table that follows from config.json.
+    return (tied_head and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")

@@ -1,0 +1,419 @@
+"""`tokenizer.json` and chat templates: from text and chats to ids, and from ids to text."""
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
+
+if TYPE_CHECKING:
+    import tokenizers
+
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a whole character
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A tokenizer and what its folder says about special tokens and chats.
+
+    backend: does the splitting; complete in itself (normaliser, merges, added tokens, bos).
+    settings: the contents of `tokenizer_config.json`, chat templates excepted.
+    templates: chat templates by name; the usual one is "default".
+
+    Example:
+        >>> tokenizer = load_tokenizer("checkpoints/demo")
+        >>> tokenizer.decode(tokenizer.encode("Two and two"))
+        'Two and two'
+    """
+
+    backend: "tokenizers.Tokenizer"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    templates: Mapping[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id. A network's own vocabulary may be padded beyond it."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Text of the named special tokens, by name: `bos_token`, `eos_token`, ..."""
+        return {
+            name: _token_text(value)
+            for name, value in self.settings.items()
+            if name.endswith("_token") and isinstance(value, str | dict)
+        }
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        return self._named_id("pad_token")
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` leaves out unless asked for: all tokens marked special in the file."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token given as it stands in the vocabulary, or None."""
+        return self.backend.token_to_id(token)
+
+    def encode(self, text: str, special_tokens: bool = True) -> list[int]:
+        """Ids of a text.
+
+        Args:
+            text: any string.
+            special_tokens: add what the tokenizer puts around a text, usually bos. Turn it off for
+                a rendered chat, which carries its own.
+        """
+        return self.backend.encode(text, add_special_tokens=special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of some ids. Ids outside the vocabulary have no text."""
+        ids = [int(token_id) for token_id in ids]
+        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> "Detokenizer":
+        """Decodes one text whose ids arrive piece by piece."""
+        return Detokenizer(self, skip_special_tokens)
+
+    def token_bytes(self, skip_special_tokens: bool = True) -> list[bytes]:
+        """What each id adds to a text, as UTF-8 bytes; empty for ids that add nothing.
+
+        The bytes of a text are those of its tokens in order, except that tokenizers of the
+        SentencePiece kind drop one space at the very beginning.
+
+        Raises:
+            CheckpointError: the decoder is neither byte-level nor of the SentencePiece kind.
+        """
+        to_bytes = _decoder_of(json.loads(self.backend.to_str()))
+        table = [b""] * self.vocab_size
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        for token, token_id in self.backend.get_vocab(with_added_tokens=True).items():
+            if token_id not in skipped:
+                table[token_id] = to_bytes(token)
+        return table
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        template: str = "default",
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **extra: Any,
+    ) -> str:
+        """A conversation as the text its model was trained on.
+
+        Args:
+            messages: `{"role": "user", "content": "..."}` and so on, oldest first.
+            add_generation_prompt: end with the opening of the assistant's turn.
+            template: which of `templates`.
+            tools: JSON schemas of functions that the model may call.
+            documents: texts to answer from, for templates that know them.
+            extra: further variables of the template, such as `enable_thinking` for Qwen3.
+
+        Raises:
+            CheckpointError: there is no such template, or it fails on or refuses the messages.
+            ValueError: `messages` is not a list of dictionaries of plain JSON values with a role.
+        """
+        import jinja2
+
+        source = self._template(template)
+        _check_messages(messages)
+        variables = _plain_json(
+            {
+                **self.special_tokens,
+                "messages": messages,
+                "tools": tools,
+                "documents": documents,
+                "add_generation_prompt": add_generation_prompt,
+                **extra,
+            }
+        )
+        try:
+            return _compile_template(source).render(variables)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(
+                f"The chat template {template!r} refused these messages: {error}"
+            ) from error
+        except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
+            raise CheckpointError(
+                f"The chat template {template!r} failed on these messages ({error!r}): "
+                "see whether it needs other keys or further variables."
+            ) from error
+
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Ids of a rendered conversation; options as for `render_chat`."""
+        return self.encode(self.render_chat(messages, **options), special_tokens=False)
+
+    def write(self, folder: Path) -> None:
+        """Writes `tokenizer.json`, `tokenizer_config.json` and the templates."""
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        # Readers of the original layout look for a class here; this one means "use tokenizer.json".
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
+        write_json(folder / "tokenizer_config.json", settings)
+        for name, source in self.templates.items():
+            path = folder / "chat_template.jinja"
+            if name != "default":
+                path = folder / "additional_chat_templates" / f"{name}.jinja"
+                path.parent.mkdir(exist_ok=True)
+            path.write_text(source, encoding="utf-8")
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.token_id(token)
+
+    def _template(self, name: str) -> str:
+        if not self.templates:
+            raise CheckpointError(
+                "This tokenizer has no chat template, so chat messages cannot be rendered: pass "
+                "plain text, or put a chat_template.jinja into the model's folder."
+            )
+        if name not in self.templates:
+            raise CheckpointError(
+                f"template must be one of {sorted(self.templates)}, got {name!r}."
+            )
+        return self.templates[name]
+
+
+class Detokenizer:
+    """Text from ids that arrive piece by piece; what was given out is never taken back.
+
+    Characters made of several tokens are held back until they are whole. For valid text the pieces
+    joined are exactly what `decode` gives for all the ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        # Only a window is decoded again: `_context` ids that were whole text before the last piece
+        # (some decoders treat the first token of a text differently), then the later ones.
+        self._window: list[int] = []
+        self._context = 0
+        self._num_shown = 0
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Adds ids; returns the text that they complete."""
+        self._window.extend(int(token_id) for token_id in ids)
+        text = self._decode(self._window)
+        whole = text.rstrip(REPLACEMENT)
+        piece = whole[self._num_shown :]
+        self._num_shown = max(self._num_shown, len(whole))
+        if piece and whole == text:
+            self._window = self._window[self._context :]
+            self._context = len(self._window)
+            self._num_shown = len(self._decode(self._window))
+        return piece
+
+    def finish(self) -> str:
+        """The text still held back, incomplete characters as U+FFFD."""
+        piece = self._decode(self._window)[self._num_shown :]
+        self._window, self._context, self._num_shown = [], 0, 0
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special_tokens)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """Reads `tokenizer.json`, and the settings and chat templates beside it if there are any.
+
+    Raises:
+        CheckpointError: there is no `tokenizer.json`, or a file cannot be understood.
+    """
+    import tokenizers
+
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, so text cannot be encoded: pass token ids, or put "
+            "the model's tokenizer.json there. A tokenizer.model is converted by transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises bare `Exception` for every kind of damage.
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}.") from error
+    # Both are left over from training in some files, and would silently change prompts.
+    backend.no_truncation()
+    backend.no_padding()
+    settings = _read_settings(folder)
+    templates = _read_templates(folder, settings.pop("chat_template", None))
+    return Tokenizer(backend, settings, templates)
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            return read_json(folder / name)
+    return {}
+
+
+def _read_templates(folder: Path, in_settings: Any) -> dict[str, str]:
+    templates = {}
+    if isinstance(in_settings, str):
+        templates["default"] = in_settings
+    elif isinstance(in_settings, list):
+        try:
+            templates = {str(entry["name"]): str(entry["template"]) for entry in in_settings}
+        except (TypeError, KeyError):
+            raise CheckpointError(
+                f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list "
+                'of {"name": ..., "template": ...}.'
+            ) from None
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
+
+
+def _token_text(value: str | dict) -> str:
+    return value if isinstance(value, str) else str(value.get("content", ""))
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise ValueError(
+            'messages must be a list such as [{"role": "user", "content": "..."}], '
+            f"got {type(messages).__name__}."
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(
+                f'messages[{index}] must be a dictionary with a "role", got {message!r}.'
+            )
+
+
+def _plain_json(variables: dict[str, Any]) -> dict[str, Any]:
+    # A template comes from the outside. It is handed nothing that has methods worth calling.
+    try:
+        return json.loads(json.dumps(variables))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Chat messages must be made of plain JSON values: {error}.") from error
+
+
+@functools.lru_cache(maxsize=32)
+def _compile_template(source: str):
+    import datetime
+
+    import jinja2
+    import jinja2.exceptions
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+    import jinja2.utils
+
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks what the assistant said, for training; it prints its body."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    class PublicNamespace(jinja2.utils.Namespace):
+        """Jinja's own stores attributes of any name, also those that Python gives a meaning."""
+
+        def __init__(self, **values):
+            super().__init__()
+            for name, value in values.items():
+                self[name] = value
+
+        def __setitem__(self, name, value):
+            if name.startswith("_"):
+                raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} is refused.")
+            super().__setitem__(name, value)
+
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form):
+        return datetime.datetime.now().strftime(form)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    environment.filters["tojson"] = to_json
+    environment.globals.update(
+        raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace
+    )
+    return environment.from_string(source)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters by which byte-level vocabularies spell the 256 bytes.
+
+    Printable Latin-1 bytes stand for themselves; the others take the code points from 256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+def _decoder_of(description: dict[str, Any]):
+    """The function from a token, as spelled in the vocabulary, to its bytes."""
+    root: dict[str, Any] = description.get("decoder") or {"type": "none"}
+    steps: list[dict[str, Any]] = root.get("decoders", [root])
+    kinds = {step["type"] for step in steps}
+    if kinds == {"ByteLevel"}:
+        alphabet = _byte_alphabet()
+
+        def byte_level(token: str) -> bytes:
+            if all(character in alphabet for character in token):
+                return bytes(alphabet[character] for character in token)
+            return token.encode()
+
+        return byte_level
+
+    if not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+        raise CheckpointError(
+            f"The bytes of single tokens are known for byte-level and SentencePiece tokenizers; "
+            f"this one decodes with {sorted(kinds)}. Stop strings cannot be used with it."
+        )
+    swaps = [
+        (step["replacement"], " ")
+        if step["type"] == "Metaspace"
+        else (step["pattern"].get("String", ""), step["content"])
+        for step in steps
+        if step["type"] in ("Metaspace", "Replace")
+    ]
+    spelled_byte = re.compile(r"<0x([0-9A-Fa-f]{2})>") if "ByteFallback" in kinds else None
+
+    def sentence_piece(token: str) -> bytes:
+        spelled = spelled_byte.fullmatch(token) if spelled_byte else None
+        if spelled:
+            return bytes([int(spelled[1], 16)])
+        for pattern, content in swaps:
+            token = token.replace(pattern, content) if pattern else token
+        return token.encode()
+
+    return sentence_piece
