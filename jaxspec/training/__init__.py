@@ -1,0 +1,1 @@
+"""Training: text to packed batches, one loop, objectives, states that survive a kill."""

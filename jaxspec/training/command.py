@@ -1,0 +1,172 @@
+"""`jaxspec train lm` on the command line: flags and a JSON file into settings."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxspec.checkpoint.files import read_json
+from jaxspec.training.data import KNOWN_SOURCES, Source, default_mixture
+from jaxspec.training.optimizer import OPTIMIZERS
+from jaxspec.training.report import as_command
+from jaxspec.training.settings import (
+    LMTrainingSettings,
+    default_state_folder,
+    settings_from_json,
+    settings_to_json,
+)
+
+# Flags by the section and field of the settings that they set.
+_TOP = {
+    "steps": "num_steps",
+    "minutes": "minutes",
+    "sequence_length": "sequence_length",
+    "rows": "rows_per_batch",
+    "layer_drop": "layer_drop",
+    "dtype": "dtype",
+    "seed": "seed",
+    "tokenizer": "tokenizer",
+    "start_from": "start_from",
+    "teacher": "teacher",
+    "soft_share": "soft_share",
+}
+_MODEL = {
+    "vocab_size": "vocab_size",
+    "embed_dim": "embed_dim",
+    "layers": "num_layers",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "mlp_dim": "mlp_dim",
+    "max_positions": "max_positions",
+}
+_OPTIMIZER = {
+    "optimizer": "name",
+    "learning_rate": "learning_rate",
+    "adam_learning_rate": "adam_learning_rate",
+    "weight_decay": "weight_decay",
+    "warmup": "warmup_steps",
+    "clip": "clip",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec train lm`. Those left out keep the settings' defaults."""
+    parser.description = (
+        "Trains a small Llama-format model, or a draft model that learns a teacher's "
+        "distributions. Running the same command again resumes an interrupted run."
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--state", type=Path, help="folder to resume from (default: user cache)")
+    parser.add_argument("--config", type=Path, help="JSON file of settings; flags go before it")
+
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data-folder",
+        type=Path,
+        help="holds gsm8k/train.jsonl.gz and mbpp/train.jsonl.gz; with Python's own standard "
+        "library they make the default mixture",
+    )
+    data.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help=f"a source; repeatable. {', '.join(KNOWN_SOURCES)} have their template and split; "
+        "other names read .txt, .jsonl (field 'text', or --template) and folders of .py",
+    )
+    data.add_argument("--weight", action="append", default=[], metavar="NAME=NUMBER")
+    data.add_argument("--template", action="append", default=[], metavar="NAME=TEXT")
+    data.add_argument("--sequence-length", type=int)
+    data.add_argument("--rows", type=int, help="sequences of one update")
+    data.add_argument("--tokenizer", help="folder with a tokenizer to share")
+
+    run = parser.add_argument_group("run")
+    length = run.add_mutually_exclusive_group()
+    length.add_argument("--minutes", type=float, help="of updates, timed at the beginning")
+    length.add_argument("--steps", type=int, help="updates")
+    run.add_argument("--seed", type=int)
+    run.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the pass")
+    run.add_argument("--layer-drop", type=float)
+    run.add_argument("--start-from", help="folder with weights to begin with")
+    run.add_argument("--teacher", help="folder with the network to learn from")
+    run.add_argument("--soft-share", type=float, help="weight of the teacher's distributions")
+
+    model = parser.add_argument_group("model")
+    for flag in _MODEL:
+        model.add_argument(_spelled(flag), type=int)
+    optimizer = parser.add_argument_group("optimizer")
+    optimizer.add_argument("--optimizer", choices=OPTIMIZERS)
+    optimizer.add_argument("--warmup", type=int, help="steps")
+    for flag in ("learning_rate", "adam_learning_rate", "weight_decay", "clip"):
+        optimizer.add_argument(_spelled(flag), type=float)
+
+
+def settings_from_arguments(args: argparse.Namespace) -> LMTrainingSettings:
+    """The settings a command line asks for.
+
+    Raises:
+        ValueError: naming the flag or the field that is wrong.
+    """
+    plain: dict[str, Any] = {} if args.config is None else dict(read_json(args.config))
+    sources = _sources(args)
+    if sources:
+        plain["sources"] = settings_to_json(LMTrainingSettings(sources))["sources"]
+    if not plain.get("sources"):
+        raise ValueError("No text to train on: give --data-folder FOLDER or --data NAME=PATH.")
+    given = {flag: value for flag, value in vars(args).items() if value is not None}
+    if "steps" in given:
+        plain["minutes"] = None
+    if "minutes" in given:
+        plain["num_steps"] = None
+    plain |= {field: given[flag] for flag, field in _TOP.items() if flag in given}
+    for section, fields in (("model", _MODEL), ("optimizer", _OPTIMIZER)):
+        changes = {field: given[flag] for flag, field in fields.items() if flag in given}
+        plain[section] = {**plain.get(section, {}), **changes}
+    return settings_from_json(plain)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains as the arguments say and writes the checkpoint; 0 when it is there."""
+    # Imported here, so that `--help` does not wait for JAX.
+    from jaxspec.training.train import train_lm
+
+    console = Console(stderr=True)
+    settings = settings_from_arguments(args)
+    console.print_json(json.dumps(settings_to_json(settings)))
+    state = args.state or default_state_folder(settings, args.out.name)
+    train_lm(settings, state, args.out, command=as_command(sys.argv[1:]), console=console)
+    return 0
+
+
+def _sources(args: argparse.Namespace) -> tuple[Source, ...]:
+    named = (
+        {} if args.data_folder is None else {s.name: s for s in default_mixture(args.data_folder)}
+    )
+    for name, path in _pairs("--data", args.data):
+        named[name] = dataclasses.replace(KNOWN_SOURCES.get(name, Source(name, path)), path=path)
+    for flag, field, kind in (("--weight", "weight", float), ("--template", "template", str)):
+        for name, text in _pairs(flag, getattr(args, field)):
+            if name not in named:
+                raise ValueError(f"{flag} {name}: there is no such source; got {sorted(named)}.")
+            named[name] = dataclasses.replace(named[name], **{field: kind(text)})
+    return tuple(named.values())
+
+
+def _pairs(flag: str, entries: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = []
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not (name and equals and text):
+            raise ValueError(f"{flag} must be NAME=..., got {entry!r}.")
+        pairs.append((name, text))
+    return pairs
+
+
+def _spelled(flag: str) -> str:
+    return "--" + flag.replace("_", "-")

@@ -1,0 +1,541 @@
+"""Text files in, packed sequences out. Every choice follows from the settings and a seed."""
+
+import bisect
+import dataclasses
+import functools
+import gzip
+import hashlib
+import json
+import re
+import string
+import sys
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Array, Int
+from tokenizers import Tokenizer
+
+from jaxspec.training.tokenizer import BOS, EOS, RESERVED, without_reserved
+
+STANDARD_LIBRARY = "stdlib"
+"""As a source's path: the standard library of the running interpreter."""
+
+_RESERVED_TOKEN = re.compile("(" + "|".join(re.escape(token) for token in RESERVED) + ")")
+
+
+class DataError(ValueError):
+    """A data file that cannot be used; the message names the file and the line."""
+
+
+class Document(NamedTuple):
+    """One text.
+
+    pieces: plain text and names of reserved tokens in turn, text first and last (it may be empty).
+    row: the fields it was made from; empty for plain files.
+    place: `file:line`, for messages.
+    """
+
+    pieces: tuple[str, ...]
+    row: Mapping[str, object]
+    place: str
+
+
+class Divided(NamedTuple):
+    """The two parts of a source; documents in neither part are not used at all."""
+
+    train: list[Document]
+    validation: list[Document]
+
+
+class Split(Protocol):
+    """Decides which documents are held out."""
+
+    def divide(self, documents: Sequence[Document]) -> Divided: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class EveryNth:
+    """Holds out the n-th, the 2n-th, ... document."""
+
+    n: int = 20
+
+    def __post_init__(self):
+        if self.n < 2:
+            raise ValueError(f"n must be at least 2, got {self.n}: 1 would hold out everything.")
+
+    def divide(self, documents: Sequence[Document]) -> Divided:
+        held_out = list(documents[self.n - 1 :: self.n])
+        train = [document for i, document in enumerate(documents, 1) if i % self.n]
+        return Divided(train, held_out)
+
+
+@dataclasses.dataclass(frozen=True)
+class LastRows:
+    """Holds out the last `count` documents."""
+
+    count: int
+
+    def __post_init__(self):
+        if self.count < 0:
+            raise ValueError(f"count must be 0 or more, got {self.count}.")
+
+    def divide(self, documents: Sequence[Document]) -> Divided:
+        border = max(len(documents) - self.count, 0)
+        return Divided(list(documents[:border]), list(documents[border:]))
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldRanges:
+    """Tells the parts apart by a whole number in each row; both ends of a range are included."""
+
+    field: str
+    train: tuple[int, int]
+    validation: tuple[int, int]
+
+    def divide(self, documents: Sequence[Document]) -> Divided:
+        numbers = [self._number(document) for document in documents]
+
+        def within(ends: tuple[int, int]) -> list[Document]:
+            pairs = zip(documents, numbers, strict=True)
+            return [document for document, number in pairs if ends[0] <= number <= ends[1]]
+
+        return Divided(within(self.train), within(self.validation))
+
+    def _number(self, document: Document) -> int:
+        number = document.row.get(self.field)
+        if not isinstance(number, int):
+            raise DataError(
+                f"{document.place}: the split goes by a whole number in {self.field!r}, "
+                f"got {number!r}."
+            )
+        return number
+
+
+@dataclasses.dataclass(frozen=True)
+class LastCharacters:
+    """Holds out the last part of running text, cutting a document where the border falls."""
+
+    fraction: float = 0.1
+
+    def __post_init__(self):
+        if not 0 <= self.fraction < 1:
+            raise ValueError(f"fraction must be in [0, 1), got {self.fraction}.")
+
+    def divide(self, documents: Sequence[Document]) -> Divided:
+        sizes = [sum(map(len, document.pieces)) for document in documents]
+        left = round(sum(sizes) * (1 - self.fraction))
+        parts = Divided([], [])
+        for document, size in zip(documents, sizes, strict=True):
+            if size <= left:
+                parts.train.append(document)
+            elif left <= 0:
+                parts.validation.append(document)
+            else:
+                text = "".join(document.pieces)
+                parts.train.append(document._replace(pieces=(text[:left],)))
+                parts.validation.append(document._replace(pieces=(text[left:],)))
+            left -= size
+        return parts
+
+
+SPLITS = {kind.__name__: kind for kind in (EveryNth, LastRows, FieldRanges, LastCharacters)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where text comes from, how much of it is used, and what is held out.
+
+    name: how reports call it.
+    path: a `.jsonl`, `.txt` (both also `.gz`) or `.py` file, a folder of `.py` files, or `stdlib`.
+    template: the text made from one row of a `.jsonl` file, in `str.format` style. A list in a
+        field is written one entry a line. Reserved tokens in the template become their ids;
+        in the fields they stay ordinary characters.
+    weight: passes over this source while a source of weight 1 is passed once.
+    exclude: names of folders to leave out of a folder of `.py` files, at any depth.
+    origin, licence: for the recipe that goes with the weights.
+    """
+
+    name: str
+    path: str
+    template: str = "{text}"
+    weight: float = 1.0
+    split: Split = EveryNth()
+    exclude: tuple[str, ...] = ("site-packages", "__pycache__")
+    origin: str = ""
+    licence: str = ""
+
+    def __post_init__(self):
+        if not self.weight > 0:
+            raise ValueError(f"The weight of {self.name!r} must be above 0, got {self.weight}.")
+
+
+GSM8K = Source(
+    name="gsm8k",
+    path="gsm8k/train.jsonl.gz",
+    template="{question}\n{answer}",
+    split=LastRows(300),
+    weight=2.0,
+    origin="openai/grade-school-math@3101c7d5072418e28b9008a6636bde82a006892c, train split",
+    licence="MIT",
+)
+MBPP = Source(
+    name="mbpp",
+    path="mbpp/train.jsonl.gz",
+    template='"""\n{text}\n{test_list}\n"""\n{code}\n',
+    split=FieldRanges("task_id", train=(601, 974), validation=(511, 600)),
+    weight=2.0,
+    origin="google-research/google-research mbpp/mbpp.jsonl, rows 1-10 and 511-974",
+    licence="CC BY 4.0",
+)
+SHAKESPEARE = Source(
+    name="shakespeare",
+    path="tiny_shakespeare/input.txt.gz",
+    split=LastCharacters(0.1),
+    origin="karpathy/char-rnn@6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e",
+    licence="public domain",
+)
+PYTHON = Source(
+    name="stdlib",
+    path=STANDARD_LIBRARY,
+    exclude=("test", "tests", "encodings", "idlelib", "lib2to3", "site-packages", "__pycache__"),
+    origin="the standard library of the Python interpreter that ran the training",
+    licence="PSF-2.0",
+)
+# The same rows as turns of a conversation, so that `--chat` has been seen in training.
+GSM8K_CHAT = dataclasses.replace(
+    GSM8K,
+    name="gsm8k-chat",
+    template="<|user|>{question}<|end|><|assistant|>{answer}<|end|>",
+    weight=1.0,
+)
+MBPP_CHAT = dataclasses.replace(
+    MBPP,
+    name="mbpp-chat",
+    template="<|user|>{text}\n{test_list}<|end|><|assistant|>{code}<|end|>",
+    weight=1.0,
+)
+
+KNOWN_SOURCES = {
+    source.name: source for source in (GSM8K, GSM8K_CHAT, MBPP, MBPP_CHAT, PYTHON, SHAKESPEARE)
+}
+
+
+def default_mixture(data_folder: Path) -> tuple[Source, ...]:
+    """GSM8K, MBPP and the running Python's standard library, the first two also as chats.
+
+    Args:
+        data_folder: holds `gsm8k/train.jsonl.gz` and `mbpp/train.jsonl.gz`.
+
+    Raises:
+        ValueError: naming the files that are not there.
+    """
+    files = [
+        dataclasses.replace(source, path=(data_folder / source.path).as_posix())
+        for source in (GSM8K, GSM8K_CHAT, MBPP, MBPP_CHAT)
+    ]
+    missing = sorted({source.path for source in files if not Path(source.path).exists()})
+    if missing:
+        raise ValueError(
+            f"The data folder {data_folder} must hold gsm8k/train.jsonl.gz and "
+            f"mbpp/train.jsonl.gz; missing: {', '.join(missing)}. Name other files by --data."
+        )
+    return (*files, PYTHON)
+
+
+def source_files(source: Source) -> list[Path]:
+    """The files a source reads, in the order it reads them."""
+    root = _source_root(source)
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise DataError(f"Source {source.name!r}: {source.path} is not there.")
+    files = [
+        path
+        for path in root.rglob("*.py")
+        if not set(source.exclude) & set(path.relative_to(root).parts[:-1])
+    ]
+    if not files:
+        raise DataError(f"Source {source.name!r}: no .py files in {source.path}.")
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def read_source(source: Source) -> Divided:
+    """Reads a source and holds out its validation part. Line ends become single line feeds.
+
+    Raises:
+        DataError: naming the file and line that cannot be read, or a source left empty.
+    """
+    documents: list[Document] = []
+    for path in source_files(source):
+        documents.extend(_read_file(path, source))
+    parts = source.split.divide(documents)
+    if not parts.train:
+        raise DataError(
+            f"Source {source.name!r}: none of the {len(documents)} documents in {source.path} "
+            f"is left for training by {source.split}."
+        )
+    return parts
+
+
+def fingerprint(source: Source) -> str:
+    """SHA-256 of the file, or, for a folder, of the sorted lines `sha256  relative/path`."""
+    files = source_files(source)
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    if _source_root(source).is_file():
+        return digests[0]
+    root = _source_root(source)
+    lines = [
+        f"{digest}  {path.relative_to(root).as_posix()}\n"
+        for digest, path in zip(digests, files, strict=True)
+    ]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def document_texts(documents: Sequence[Document]) -> Iterator[str]:
+    """Their plain text, reserved tokens left out: what a tokenizer is trained on."""
+    for document in documents:
+        yield from document.pieces[::2]
+
+
+def encode_documents(
+    tokenizer: Tokenizer, documents: Sequence[Document]
+) -> list[Int[np.ndarray, " tokens"]]:
+    """Every document as bos, its tokens, eos."""
+    plain = without_reserved(tokenizer)
+    texts = [piece for document in documents for piece in document.pieces[::2]]
+    encoded = iter(plain.encode_batch(texts, add_special_tokens=False))
+    bos, eos = RESERVED.index(BOS), RESERVED.index(EOS)
+    ids = []
+    for document in documents:
+        tokens = [bos]
+        for index, piece in enumerate(document.pieces):
+            tokens += [tokenizer.token_to_id(piece)] if index % 2 else next(encoded).ids
+        ids.append(np.asarray([*tokens, eos], np.int32))
+    return ids
+
+
+class Sequences(NamedTuple):
+    """Rows of packed documents.
+
+    tokens: 0 where there is padding.
+    segments: 1, 2, ... for the documents of a row in order; 0 is padding.
+    positions: count from 0 in every segment.
+    """
+
+    tokens: Int[Array | np.ndarray, "rows length"]
+    segments: Int[Array | np.ndarray, "rows length"]
+    positions: Int[Array | np.ndarray, "rows length"]
+
+
+def pack(documents: Sequence[Int[np.ndarray, " tokens"]], length: int) -> Sequences:
+    """Lays documents into rows of `length`; every token lands in exactly one slot.
+
+    A document longer than a row is cut into whole rows and a rest. Nothing else is cut: pieces go,
+    longest first, to the fullest row that still holds them.
+    """
+    if length < 2:
+        raise ValueError(f"length must be at least 2, to predict one token; got {length}.")
+    pieces = [
+        document[start : start + length]
+        for document in documents
+        for start in range(0, len(document), length)
+    ]
+    rows: list[list[int]] = []
+    roomy: list[tuple[int, int]] = []  # (free slots, row), ascending
+    for index in sorted(range(len(pieces)), key=lambda index: (-len(pieces[index]), index)):
+        size = len(pieces[index])
+        best = bisect.bisect_left(roomy, (size, 0))
+        if best < len(roomy):
+            room, row = roomy.pop(best)
+        else:
+            room, row = length, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        if room > size:
+            bisect.insort(roomy, (room - size, row))
+
+    tokens, segments, positions = np.zeros((3, len(rows), length), np.int32)
+    for row, members in enumerate(rows):
+        start = 0
+        for segment, index in enumerate(members, start=1):
+            slots = slice(start, start + len(pieces[index]))
+            tokens[row, slots] = pieces[index]
+            segments[row, slots] = segment
+            positions[row, slots] = np.arange(len(pieces[index]))
+            start = slots.stop
+    return Sequences(tokens, segments, positions)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batches:
+    """An endless, seekable series of batches: `batches(step)` needs no history.
+
+    An epoch holds `weight` passes over each source, all rows shuffled together; a fractional
+    weight is exact over epochs. A source is passed once before any row of it comes again.
+    """
+
+    sources: tuple[Sequences, ...]
+    weights: tuple[float, ...]
+    rows_per_batch: int
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.rows_per_batch < 1:
+            raise ValueError(f"rows_per_batch must be at least 1, got {self.rows_per_batch}.")
+        if len(self.sources) != len(self.weights):
+            raise ValueError(
+                f"weights must be one per source: {len(self.sources)}, got {len(self.weights)}."
+            )
+
+    def __call__(self, step: int) -> Sequences:
+        sizes = tuple(len(source.tokens) for source in self.sources)
+        rows = [
+            _place(sizes, self.weights, self.seed, index)
+            for index in range(step * self.rows_per_batch, (step + 1) * self.rows_per_batch)
+        ]
+        return Sequences(
+            *(
+                np.stack([self.sources[source][field][row] for source, row in rows])
+                for field in range(len(Sequences._fields))
+            )
+        )
+
+
+def in_order(sequences: Sequences, rows_per_batch: int, most: int | None = None) -> list[Sequences]:
+    """The first `most` rows as batches of one size, the last filled up with padding."""
+    batches = []
+    for start in range(0, len(sequences.tokens[:most]), rows_per_batch):
+        part = Sequences(*(field[:most][start : start + rows_per_batch] for field in sequences))
+        missing = rows_per_batch - len(part.tokens)
+        batches.append(Sequences(*(np.pad(field, ((0, missing), (0, 0))) for field in part)))
+    return batches
+
+
+def _place(
+    sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, index: int
+) -> tuple[int, int]:
+    """(source, row) of the index-th row ever drawn."""
+    # Rounding starts an epoch a few rows before the exact ratio says, never after.
+    epoch = int(index / sum(map(_rows_drawn, sizes, weights)))
+    while index >= _epoch_start(sizes, weights, epoch + 1):
+        epoch += 1
+    order = _epoch_order(sizes, weights, seed, epoch)
+    source, row = order[index - _epoch_start(sizes, weights, epoch)]
+    return int(source), int(row)
+
+
+def _rows_drawn(size: int, weight: float, epochs: int = 1) -> Fraction:
+    return Fraction(weight).limit_denominator(10**6) * size * epochs
+
+
+def _epoch_start(sizes: tuple[int, ...], weights: tuple[float, ...], epoch: int) -> int:
+    pairs = zip(sizes, weights, strict=True)
+    return sum(int(_rows_drawn(size, weight, epoch)) for size, weight in pairs)
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(
+    sizes: tuple[int, ...], weights: tuple[float, ...], seed: int, epoch: int
+) -> Int[np.ndarray, "rows 2"]:
+    """(source, row) of every place in an epoch."""
+    entries = []
+    for source, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+        ends = (int(_rows_drawn(size, weight, end)) for end in (epoch, epoch + 1))
+        drawn = np.arange(*ends)
+        for lap in np.unique(drawn // size):
+            order = np.random.default_rng((seed, 1, source, int(lap))).permutation(size)
+            rows = order[drawn[drawn // size == lap] % size]
+            entries.append(np.stack([np.full_like(rows, source), rows], axis=1))
+    together = np.concatenate(entries)
+    return np.random.default_rng((seed, 0, epoch)).permutation(together)
+
+
+def _source_root(source: Source) -> Path:
+    if source.path == STANDARD_LIBRARY:
+        return Path(sysconfig.get_paths()["stdlib"])
+    return Path(source.path)
+
+
+def _read_file(path: Path, source: Source) -> list[Document]:
+    kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+    if kind in (".jsonl", ".jsonl.gz"):
+        make = _row_reader(source)
+        return [make(line, f"{path}:{n}") for n, line in _lines(path) if line.strip()]
+    if kind in (".txt", ".txt.gz"):
+        return [Document(("".join(line for _, line in _lines(path)),), {}, f"{path}:1")]
+    if kind == ".py":
+        return [Document((_python_text(path),), {}, f"{path}:1")]
+    raise DataError(
+        f"Source {source.name!r}: {path} must end in .jsonl, .txt (or either with .gz) or .py."
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines, line ends as single line feeds."""
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line.decode().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}:{number}: not UTF-8 ({error.reason}).") from None
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}:{number + 1}: the gzip stream is broken ({error}).") from None
+
+
+def _python_text(path: Path) -> str:
+    """Source text, in the encoding that the file declares."""
+    try:
+        with path.open("rb") as file:
+            encoding, _ = tokenize.detect_encoding(file.readline)
+        return path.read_bytes().decode(encoding).replace("\r\n", "\n")
+    except SyntaxError as error:
+        raise DataError(f"{path}:1: {error.msg}.") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}:{line}: not {error.encoding} ({error.reason}).") from None
+
+
+def _row_reader(source: Source) -> Callable[[str, str], Document]:
+    """Turns a line of a `.jsonl` file into a document by the source's template."""
+    # Splitting by the reserved tokens first is what keeps those inside the fields harmless.
+    templates = _RESERVED_TOKEN.split(source.template)
+    fields = {
+        name
+        for template in templates
+        for _, name, _, _ in string.Formatter().parse(template)
+        if name is not None
+    }
+
+    def read(line: str, place: str) -> Document:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno}).") from None
+        if not isinstance(row, dict):
+            raise DataError(f"{place}: a row must be a JSON object, got {type(row).__name__}.")
+        missing = sorted(fields - row.keys())
+        if missing:
+            raise DataError(
+                f"{place}: the template of source {source.name!r} needs {missing}, "
+                f"but the row has {sorted(row)}."
+            )
+        texts = {name: _field_text(row[name]) for name in fields}
+        return Document(tuple(piece.format(**texts) for piece in templates), row, place)
+
+    return read
+
+
+def _field_text(value: object) -> str:
+    text = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text.replace("\r\n", "\n")
+
+
+def interpreter() -> str:
+    """Name and version of the running Python, whose standard library a recipe may name."""
+    return f"{sys.implementation.name} {sys.version.split()[0]}"

@@ -1,0 +1,259 @@
+"""The one training loop: any objective, any state, batches by step number."""
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxspec.core.types import PyTree
+from jaxspec.training.optimizer import OptimizerSettings, make_optimizer
+from jaxspec.training.state import StateKeeper, TrainState
+
+Metrics = dict[str, Float[Array, ""]]
+TrainStep = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+Validation = dict[str, dict[str, float]]
+"""Figures by source, then by metric."""
+
+
+class DivergedError(RuntimeError):
+    """A loss, gradient or weight is no longer finite."""
+
+
+class Objective(Protocol):
+    """What a model is trained for.
+
+    A batch is any pytree: what is read but not trained, such as a teacher, travels in it. The
+    metrics must hold "tokens", the number learned from.
+    """
+
+    def __call__(
+        self, params: PyTree, batch: Any, key: PRNGKeyArray
+    ) -> tuple[Float[Array, ""], Metrics]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How often `fit` does something besides training."""
+
+    save_seconds: float = 120.0
+    validate_steps: int = 200
+    record_steps: int = 10
+    report_seconds: float = 30.0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if not getattr(self, field.name) > 0:
+                raise ValueError(f"{field.name} must be above 0, got {getattr(self, field.name)}.")
+
+
+class History:
+    """A run's figures, one line of JSON each, in a file that outlives the run."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        # A killed run may leave half a line at the end.
+        self.records: list[dict[str, Any]] = [
+            json.loads(line) for line in lines if line.endswith("}")
+        ]
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on updates so far; compiling, saving and validating excluded."""
+        return max((record["seconds"] for record in self.records), default=0.0)
+
+    def add(self, **record: Any) -> None:
+        self.records.append(record)
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def rewind(self, step: int) -> None:
+        """Forgets the steps past `step`, which a resumed run does again."""
+        self.records = [record for record in self.records if record["step"] <= step]
+        self.path.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+
+
+def make_train_step(
+    objective: Objective, settings: OptimizerSettings, num_steps: int, seed: int = 0
+) -> TrainStep:
+    """One compiled update of a run of `num_steps` steps. It donates the state it is given."""
+
+    def update(
+        state: TrainState, batch: Any, num_steps: Int[Array, ""]
+    ) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        differentiate = jax.value_and_grad(objective, has_aux=True)
+        (loss, metrics), gradient = differentiate(state.params, batch, key)
+        optimizer = make_optimizer(settings, num_steps)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        figures = {"loss": loss, "gradient_norm": optax.global_norm(gradient)}
+        return TrainState(state.step + 1, params, opt_state), metrics | figures
+
+    # Traced, so that runs of different lengths share a compilation.
+    length = np.int32(num_steps)
+    compiled = jax.jit(update, donate_argnums=0)
+    return lambda state, batch: compiled(state, batch, length)
+
+
+def fit(
+    train_step: TrainStep,
+    state: TrainState,
+    batches: Callable[[int], Any],
+    num_steps: int,
+    *,
+    keeper: StateKeeper | None = None,
+    history: History | None = None,
+    validate: Callable[[PyTree], Validation] | None = None,
+    pace: Pace | None = None,
+    console: Console | None = None,
+) -> TrainState:
+    """Trains up to step `num_steps`, from the newest state kept or else from `state`.
+
+    A run that was killed and goes on by calling this again ends with the same bits as a run left
+    alone, on the same machine and versions.
+
+    Args:
+        train_step: such as `make_train_step` gives; may donate the state.
+        state: where to begin when nothing was saved.
+        batches: what `train_step` learns from, for each step from 0 on.
+        num_steps: updates in all, those before a resume included.
+        keeper: saves the state now and then and at the end; None keeps nothing.
+        history: takes the figures; a resume drops those of steps that were lost.
+        validate: measures weights, now and then and at the end.
+        pace: how often.
+        console: where progress goes; standard error unless given.
+
+    Raises:
+        DivergedError: when a figure or a weight is not finite. The states kept are from before.
+    """
+    pace = pace or Pace()
+    if keeper is not None:
+        state = keeper.restore(state) or state
+    first = int(state.step)
+    if history is not None:
+        history.rewind(first)
+    watch = _Watch(num_steps, pace, history, console or Console(stderr=True))
+    saved_at = time.monotonic()
+    unread = None
+    with watch.bar:
+        for step in range(first + 1, num_steps + 1):
+            state, metrics = train_step(state, batches(step - 1))
+            # The figures of a step are read while the next one is computed.
+            if unread is not None:
+                watch.read(*unread)
+            unread = (step, metrics)
+
+            last = step == num_steps
+            to_save = last or time.monotonic() - saved_at > pace.save_seconds
+            to_validate = last or step % pace.validate_steps == 0
+            if not (to_save or to_validate):
+                continue
+            watch.read(*unread)
+            unread = None
+            if to_save and keeper is not None:
+                _check_weights(state)
+                keeper.save(state)
+                saved_at = time.monotonic()
+            if to_validate and validate is not None:
+                watch.validated(step, validate(state.params))
+            watch.restart_clock()
+    return state
+
+
+def _check_weights(state: TrainState) -> None:
+    weights = jax.tree_util.tree_leaves_with_path(state.params)
+    broken = [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, weight in weights
+        if not bool(jnp.all(jnp.isfinite(weight)))
+    ]
+    if broken:
+        raise DivergedError(
+            f"Step {int(state.step)}: weights are not finite in {', '.join(broken)}. "
+            "Lower learning_rate or clip; the last state saved is from before."
+        )
+
+
+class _Watch:
+    """What a person sees of a run: a bar on a terminal, lines elsewhere, records in a file."""
+
+    def __init__(self, num_steps: int, pace: Pace, history: History | None, console: Console):
+        self.num_steps, self.pace, self.history, self.console = num_steps, pace, history, console
+        self.bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.bar.add_task("training", total=num_steps, figures="compiling")
+        self.seconds = 0.0 if history is None else history.seconds
+        self.clock: float | None = None
+        self.losses: list[float] = []
+        self.tokens = 0.0
+        self.span = 0.0
+        self.reported_at = time.monotonic()
+
+    def read(self, step: int, metrics: Metrics) -> None:
+        """Waits for the figures of a step and takes them in."""
+        figures = {name: float(value) for name, value in metrics.items()}
+        for name in ("loss", "gradient_norm"):
+            if not math.isfinite(figures[name]):
+                raise DivergedError(
+                    f"Step {step}: {name} is {figures[name]}. Lower learning_rate or clip; the "
+                    "last state saved is from before."
+                )
+        self.losses.append(figures["loss"])
+        now = time.monotonic()
+        if self.clock is not None:
+            self.span += now - self.clock
+            self.seconds += now - self.clock
+            self.tokens += figures["tokens"]
+        self.clock = now
+        rate = self.tokens / self.span if self.span else 0.0
+        loss = sum(self.losses) / len(self.losses)
+        self.bar.update(self.task, completed=step, figures=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
+        if step % self.pace.record_steps and step != self.num_steps:
+            return
+        if self.history is not None:
+            rounded = {name: round(value, 5) for name, value in figures.items()}
+            self.history.add(
+                step=step,
+                seconds=round(self.seconds, 2),
+                **rounded | {"loss": round(loss, 5), "tokens_per_second": round(rate, 1)},
+            )
+        late = now - self.reported_at > self.pace.report_seconds
+        if not self.console.is_terminal and (late or step == self.num_steps):
+            self.console.print(
+                f"step {step}/{self.num_steps}  loss {loss:.3f}  {rate:,.0f} tokens/s",
+                highlight=False,
+            )
+            self.reported_at = now
+        self.losses, self.tokens, self.span = [], 0.0, 0.0
+
+    def validated(self, step: int, validation: Validation) -> None:
+        if self.history is not None:
+            self.history.add(step=step, seconds=round(self.seconds, 2), validation=validation)
+        parts = [
+            name + " " + " ".join(f"{metric} {value:.3f}" for metric, value in figures.items())
+            for name, figures in validation.items()
+        ]
+        self.console.print(f"step {step}  validation: " + "; ".join(parts), highlight=False)
+
+    def restart_clock(self) -> None:
+        """Leaves the time since the last figures out of every rate."""
+        self.clock = time.monotonic()

@@ -1,0 +1,147 @@
+"""What a run of `jaxspec train lm` depends on, and how it is written down."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxspec.models import ModelConfig, Rope
+from jaxspec.training.data import SPLITS, Source
+from jaxspec.training.loop import Pace
+from jaxspec.training.optimizer import OptimizerSettings
+
+DEMO = ModelConfig(
+    vocab_size=4096,
+    embed_dim=192,
+    num_layers=6,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=64,
+    mlp_dim=512,
+    max_positions=1024,
+    tied_head=True,
+    rope=Rope(theta=10_000.0),
+)
+"""About 3 M parameters, Llama format."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LMTrainingSettings:
+    """Everything a run depends on, but for the files' contents and the machine.
+
+    model: what to train. Its `vocab_size` is the most the tokenizer may have.
+    sources: what to read.
+    num_steps: updates; None: as many as fit into `minutes`, timed once at the beginning.
+    minutes: of updates; compiling, saving and validation come on top.
+    sequence_length, rows_per_batch: tokens of a sequence, sequences of an update.
+    layer_drop: see `NextToken`.
+    dtype: see `NextToken`. Weights and optimizer stay float32.
+    validation_rows: sequences per source for validation during the run; the end takes all.
+    tokenizer: folder with a tokenizer of an earlier run; None: the teacher's, or a new one.
+    start_from: folder with weights to begin with; None: random ones.
+    teacher: folder with a network whose distributions to learn; None: the text alone.
+    soft_share: see `SoftLabels`.
+    """
+
+    sources: tuple[Source, ...]
+    model: ModelConfig = DEMO
+    num_steps: int | None = None
+    minutes: float | None = 15.0
+    sequence_length: int = 512
+    rows_per_batch: int = 4
+    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
+    layer_drop: float = 0.0
+    dtype: str = "float32"
+    seed: int = 0
+    validation_rows: int = 24
+    tokenizer: str | None = None
+    start_from: str | None = None
+    teacher: str | None = None
+    soft_share: float = 0.9
+    pace: Pace = dataclasses.field(default_factory=Pace)
+
+    def __post_init__(self):
+        if not self.sources:
+            raise ValueError("sources must name at least one source of text; got none.")
+        names = [source.name for source in self.sources]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"sources must have different names; given twice: {repeated}.")
+        if (self.num_steps is None) == (self.minutes is None):
+            raise ValueError(
+                "Give either num_steps or minutes, and None for the other; got "
+                f"num_steps={self.num_steps}, minutes={self.minutes}."
+            )
+        for name in ("num_steps", "minutes", "sequence_length", "rows_per_batch"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}.")
+        if self.sequence_length > self.model.max_positions:
+            raise ValueError(
+                f"sequence_length must be at most max_positions ({self.model.max_positions}), "
+                f"got {self.sequence_length}."
+            )
+        if not 0 <= self.layer_drop < 1:
+            raise ValueError(f"layer_drop must be in [0, 1), got {self.layer_drop}.")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}.")
+
+
+def settings_to_json(settings: LMTrainingSettings) -> dict[str, Any]:
+    """Plain values, as `settings_from_json` reads them."""
+    plain = dataclasses.asdict(settings)
+    for source, entry in zip(settings.sources, plain["sources"], strict=True):
+        entry["split"] = {type(source.split).__name__: entry["split"]}
+    return json.loads(json.dumps(plain))
+
+
+def settings_from_json(plain: Mapping[str, Any]) -> LMTrainingSettings:
+    """Settings from plain values; what is left out keeps its default.
+
+    Raises:
+        ValueError: a field that does not exist, or a value that is out of range.
+    """
+    readers: dict[str, Callable[[Any], Any]] = {
+        "sources": lambda entries: tuple(_source_from_json(entry) for entry in entries),
+        "model": _model_from_json,
+        "optimizer": lambda entry: _build(OptimizerSettings, entry),
+        "pace": lambda entry: _build(Pace, entry),
+    }
+    values = {name: readers.get(name, lambda value: value)(value) for name, value in plain.items()}
+    return _build(LMTrainingSettings, values)
+
+
+def default_state_folder(settings: LMTrainingSettings, name: str) -> Path:
+    """Where a run of these settings keeps its state: in the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    identity = json.dumps(settings_to_json(settings), sort_keys=True).encode()
+    return Path(cache) / "jaxspec" / "train" / f"{name}-{hashlib.sha256(identity).hexdigest()[:12]}"
+
+
+def _source_from_json(entry: Mapping[str, Any]) -> Source:
+    values = dict(entry)
+    if "split" in values:
+        [(kind, fields)] = values["split"].items()
+        if kind not in SPLITS:
+            raise ValueError(f"split must be one of {sorted(SPLITS)}, got {kind!r}.")
+        values["split"] = _build(SPLITS[kind], fields)
+    return _build(Source, values)
+
+
+def _model_from_json(entry: Mapping[str, Any]) -> ModelConfig:
+    values = dict(entry)
+    if "rope" in values:
+        values["rope"] = _build(Rope, values["rope"])
+    return _build(ModelConfig, dataclasses.asdict(DEMO) | {"rope": DEMO.rope} | values)
+
+
+def _build(kind: type, values: Mapping[str, Any]) -> Any:
+    """A settings object from plain values; lists become tuples."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no settings {unknown}; it has {sorted(known)}.")
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

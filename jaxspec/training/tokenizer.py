@@ -1,0 +1,118 @@
+"""The tokenizer of models trained here: byte-level BPE, single digits, reserved ids in front."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+BOS = "<|bos|>"
+EOS = "<|eos|>"
+PAD = "<|pad|>"
+MASK = "[MASK]"
+SEPARATOR = "[SEP]"
+END_OF_TURN = "<|end|>"
+ROLES = ("system", "user", "assistant")
+
+# Ids are positions in this tuple. Models that come later (masked diffusion, chat) find their
+# tokens here, so that they can share one tokenizer with the models before them.
+RESERVED = (
+    BOS,
+    EOS,
+    PAD,
+    MASK,
+    SEPARATOR,
+    *(f"<|{role}|>" for role in ROLES),
+    END_OF_TURN,
+    *(f"<|reserved_{index}|>" for index in range(7)),
+)
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('A role must be system, user or assistant, got ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+BYTE_ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
+    """Learns merges from `texts`; the same texts in the same order give the same tokenizer.
+
+    Args:
+        texts: training text; reserved tokens inside it are ordinary characters.
+        vocab_size: entries, reserved ids and the 256 bytes included. Fewer come out when the
+            texts hold no further pair worth merging.
+
+    Raises:
+        ValueError: if there is no room for the reserved ids and the bytes.
+    """
+    smallest = len(RESERVED) + len(BYTE_ALPHABET)
+    if vocab_size < smallest:
+        raise ValueError(
+            f"vocab_size must be at least {smallest} ({len(RESERVED)} reserved ids and "
+            f"{len(BYTE_ALPHABET)} bytes), got {vocab_size}."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(RESERVED),
+        initial_alphabet=BYTE_ALPHABET,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, RESERVED.index(BOS))]
+    )
+    return tokenizer
+
+
+def stop_ids() -> list[int]:
+    """Ids that end a text or a turn, for `generation_config.json`."""
+    return [RESERVED.index(EOS), RESERVED.index(END_OF_TURN)]
+
+
+def without_reserved(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy that reads reserved tokens in a text as ordinary characters.
+
+    Data must not be able to forge a turn or an end of text.
+    """
+    copy = Tokenizer.from_str(tokenizer.to_str())
+    copy.encode_special_tokens = True
+    return copy
+
+
+def check_tokenizer(tokenizer: Tokenizer, origin: str) -> None:
+    """Raises a ValueError unless the reserved ids are where `RESERVED` says."""
+    found = tuple(tokenizer.id_to_token(index) for index in range(len(RESERVED)))
+    if found != RESERVED:
+        raise ValueError(
+            f"The tokenizer of {origin} must begin with the reserved tokens {list(RESERVED)}, "
+            f"got {list(found)}: use a tokenizer made by `jaxspec train lm`."
+        )
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json` (chat template included)."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_positions,
+        "clean_up_tokenization_spaces": False,
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "mask_token": MASK,
+        "sep_token": SEPARATOR,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -1,0 +1,322 @@
+"""Training a language model, or a draft model after it: files in, a checkpoint folder out."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from jaxspec.checkpoint.files import read_json, replacing_files, write_json
+from jaxspec.checkpoint.huggingface import load_network, write_network
+from jaxspec.checkpoint.tokenizer import load_tokenizer
+from jaxspec.core.types import PyTree
+from jaxspec.models import ModelConfig, Network, init_params, param_shapes
+from jaxspec.training.data import (
+    Batches,
+    Sequences,
+    document_texts,
+    encode_documents,
+    fingerprint,
+    in_order,
+    pack,
+    read_source,
+)
+from jaxspec.training.lm import NextToken, SoftLabels, Taught, make_evaluation
+from jaxspec.training.loop import History, TrainStep, Validation, fit, make_train_step
+from jaxspec.training.optimizer import make_optimizer
+from jaxspec.training.report import draw_losses, write_recipe
+from jaxspec.training.settings import LMTrainingSettings, settings_to_json
+from jaxspec.training.state import StateKeeper, TrainState, initial_state
+from jaxspec.training.tokenizer import (
+    BOS,
+    PAD,
+    RESERVED,
+    check_tokenizer,
+    save_tokenizer,
+    stop_ids,
+    train_tokenizer,
+)
+
+
+class Corpus(NamedTuple):
+    """The packed text of a run, one entry per source."""
+
+    train: tuple[Sequences, ...]
+    validation: tuple[Sequences, ...]
+
+
+class Trained(NamedTuple):
+    """What a run gave.
+
+    metrics: figures of the run and, under "validation", by source.
+    """
+
+    network: Network
+    tokenizer: Tokenizer
+    metrics: dict[str, Any]
+
+
+def train_lm(
+    settings: LMTrainingSettings,
+    state_folder: Path,
+    out: Path | None = None,
+    *,
+    command: str = "",
+    console: Console | None = None,
+) -> Trained:
+    """Trains a model, or goes on with a run that was interrupted.
+
+    Args:
+        settings: what to train, on what.
+        state_folder: holds all that a run needs to go on; a call with the same settings and folder
+            resumes. One folder, one run.
+        out: folder for the finished checkpoint, in the Hugging Face layout; None: nothing written.
+        command: how a person would repeat the run, for `recipe.md`.
+        console: where progress goes; standard error unless given.
+
+    Raises:
+        ValueError: for data that cannot be read, or a state folder of another run.
+        DivergedError: when the loss is no longer finite.
+    """
+    console = console or Console(stderr=True)
+    state_folder.mkdir(parents=True, exist_ok=True)
+    fingerprints = {source.name: fingerprint(source) for source in settings.sources}
+    _claim(state_folder, settings, fingerprints)
+
+    with console.status("reading and packing text"):
+        tokenizer, corpus = _prepare(settings, state_folder)
+    config = settings.model.replace(vocab_size=tokenizer.get_vocab_size())
+    teacher = None if settings.teacher is None else load_network(Path(settings.teacher))
+    if teacher is not None and teacher.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"The teacher in {settings.teacher} has a vocabulary of {teacher.vocab_size}, the "
+            f"tokenizer one of {config.vocab_size}: they must be the same."
+        )
+    student = NextToken(config, settings.layer_drop, settings.dtype)
+    measured = dataclasses.replace(student, layer_drop=0.0)
+    if teacher is None:
+        objective, evaluation = student, make_evaluation(measured)
+    else:
+        objective = SoftLabels(student, settings.soft_share)
+        evaluation = make_evaluation(SoftLabels(measured, settings.soft_share))
+
+    def taught(batch: Sequences) -> Sequences | Taught:
+        return batch if teacher is None else Taught(batch, teacher)
+
+    def validate(params: PyTree, rows: int | None = settings.validation_rows) -> Validation:
+        return {
+            source.name: evaluation(
+                params,
+                [taught(batch) for batch in in_order(held_out, settings.rows_per_batch, rows)],
+            )
+            for source, held_out in zip(settings.sources, corpus.validation, strict=True)
+            if len(held_out.tokens)
+        }
+
+    weights = tuple(source.weight for source in settings.sources)
+    rows = Batches(corpus.train, weights, settings.rows_per_batch, settings.seed)
+
+    def batches(step: int) -> Sequences | Taught:
+        return taught(rows(step))
+
+    def begin() -> TrainState:
+        return initial_state(_first_params(settings, config), make_optimizer(settings.optimizer, 1))
+
+    num_steps = _plan(settings, state_folder, objective, begin, batches, console)
+    history = History(state_folder / "history.jsonl")
+    keeper = StateKeeper(state_folder / "states")
+    console.print(
+        f"{_size(config):,} parameters, {num_steps} steps of "
+        f"{settings.rows_per_batch * settings.sequence_length} tokens; state in {state_folder}",
+        highlight=False,
+    )
+    try:
+        state = fit(
+            make_train_step(objective, settings.optimizer, num_steps, settings.seed),
+            begin(),
+            batches,
+            num_steps,
+            keeper=keeper,
+            history=history,
+            validate=validate,
+            pace=settings.pace,
+            console=console,
+        )
+    finally:
+        keeper.close()
+    with console.status("validating on everything held out"):
+        validation = validate(state.params, None)
+    metrics = _figures(settings, config, corpus, history, num_steps, validation)
+    trained = Trained(Network(state.params, config), tokenizer, metrics)
+    if out is not None:
+        _write(trained, settings, fingerprints, history, out, command)
+        console.print(f"saved {out}", highlight=False)
+    return trained
+
+
+def _claim(state_folder: Path, settings: LMTrainingSettings, fingerprints: dict[str, str]) -> None:
+    """Writes down whose folder this is, or checks that it is this run's."""
+    path = state_folder / "run.json"
+    run = {"settings": settings_to_json(settings), "sha256": fingerprints}
+    if not path.exists():
+        with replacing_files(state_folder) as staging:
+            write_json(staging / path.name, run)
+        return
+    before = read_json(path)
+    changed = [
+        f"{name}: {before['settings'].get(name)!r} before, {value!r} now"
+        for name, value in run["settings"].items()
+        if before["settings"].get(name) != value
+    ]
+    changed += [
+        f"the files of source {name!r}"
+        for name, digest in fingerprints.items()
+        if before["sha256"].get(name, digest) != digest
+    ]
+    if changed:
+        raise ValueError(
+            f"The state folder {state_folder} holds a run that differs in {'; '.join(changed)}. "
+            "Choose another state folder, or delete this one."
+        )
+
+
+def _prepare(settings: LMTrainingSettings, state_folder: Path) -> tuple[Tokenizer, Corpus]:
+    parts = [read_source(source) for source in settings.sources]
+    tokenizer = _tokenizer(settings, state_folder, parts)
+    packed = [
+        [
+            pack(encode_documents(tokenizer, documents), settings.sequence_length)
+            for documents in (part.train, part.validation)
+        ]
+        for part in parts
+    ]
+    train, validation = zip(*packed, strict=True)
+    return tokenizer, Corpus(train, validation)
+
+
+def _tokenizer(settings: LMTrainingSettings, state_folder: Path, parts) -> Tokenizer:
+    given = settings.tokenizer or settings.teacher or settings.start_from
+    if given is not None:
+        tokenizer = load_tokenizer(given).backend
+        check_tokenizer(tokenizer, given)
+        return tokenizer
+    path = state_folder / "tokenizer.json"
+    if not path.exists():
+        texts = (
+            text
+            for source, part in zip(settings.sources, parts, strict=True)
+            for _ in range(max(1, round(source.weight)))
+            for text in document_texts(part.train)
+        )
+        tokenizer = train_tokenizer(texts, settings.model.vocab_size)
+        with replacing_files(state_folder) as staging:
+            tokenizer.save(str(staging / path.name))
+    return Tokenizer.from_file(str(path))
+
+
+def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> PyTree:
+    if settings.start_from is None:
+        return init_params(config, jax.random.key(settings.seed))
+    network = load_network(Path(settings.start_from), "float32")
+    if network.config != config:
+        raise ValueError(
+            f"The weights of start_from ({settings.start_from}) are of {network.config}, but the "
+            f"model to train is {config}: make them equal."
+        )
+    return network.params
+
+
+def _plan(
+    settings: LMTrainingSettings,
+    state_folder: Path,
+    objective: NextToken | SoftLabels,
+    begin: Callable[[], TrainState],
+    batches: Callable[[int], Any],
+    console: Console,
+) -> int:
+    """How many steps the run has; once timed, the number stays."""
+    if settings.num_steps is not None:
+        return settings.num_steps
+    assert settings.minutes is not None
+    path = state_folder / "plan.json"
+    if not path.exists():
+        with console.status("timing a few steps"):
+            train_step = make_train_step(objective, settings.optimizer, 1000, settings.seed)
+            seconds = _seconds_per_step(train_step, begin(), batches)
+        num_steps = max(1, round(settings.minutes * 60 / seconds))
+        with replacing_files(state_folder) as staging:
+            write_json(staging / path.name, {"num_steps": num_steps, "seconds_per_step": seconds})
+    return int(read_json(path)["num_steps"])
+
+
+def _seconds_per_step(
+    train_step: TrainStep, state: TrainState, batches: Callable[[int], Any]
+) -> float:
+    state, _ = jax.block_until_ready(train_step(state, batches(0)))
+    times = []
+    for step in range(1, 9):
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(train_step(state, batches(step)))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _figures(
+    settings: LMTrainingSettings,
+    config: ModelConfig,
+    corpus: Corpus,
+    history: History,
+    num_steps: int,
+    validation: Validation,
+) -> dict[str, Any]:
+    rates = [r["tokens_per_second"] for r in history.records if r.get("tokens_per_second")]
+    return {
+        "parameters": _size(config),
+        "steps": num_steps,
+        "tokens_trained": num_steps * settings.rows_per_batch * settings.sequence_length,
+        "minutes": round(history.seconds / 60, 1),
+        "tokens_per_second": round(statistics.median(rates)) if rates else None,
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "tokens_of_one_pass": {
+            source.name: int(np.count_nonzero(packed.segments))
+            for source, packed in zip(settings.sources, corpus.train, strict=True)
+        },
+        "validation": {
+            source: {name: round(value, 4) for name, value in figures.items()}
+            for source, figures in validation.items()
+        },
+    }
+
+
+def _size(config: ModelConfig) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
+
+
+def _write(
+    trained: Trained,
+    settings: LMTrainingSettings,
+    fingerprints: dict[str, str],
+    history: History,
+    out: Path,
+    command: str,
+) -> None:
+    config = trained.network.config
+    ids = {
+        "bos_token_id": RESERVED.index(BOS),
+        "eos_token_id": stop_ids(),
+        "pad_token_id": RESERVED.index(PAD),
+    }
+    with replacing_files(out) as staging:
+        write_network(trained.network, staging, "bfloat16", ids)
+        save_tokenizer(trained.tokenizer, staging, config.max_positions)
+        write_json(staging / "generation_config.json", ids)
+        write_json(staging / "training.json", settings_to_json(settings))
+        write_json(staging / "metrics.json", trained.metrics)
+        write_recipe(staging / "recipe.md", settings, fingerprints, trained.metrics, command)
+        draw_losses(staging / "losses.png", history.records)
