@@ -1,5 +1,6 @@
 """Speculative decoding in JAX: drafters, trees and lossless verification in one XLA program."""
 
+from jaxspec.check import DrafterReport, check_drafter
 from jaxspec.checkpoint import Model, Tokenizer, load, save
 from jaxspec.compilation import use_persistent_cache
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents, tree_from_paths
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DraftModel",
+    "DrafterReport",
     "Generation",
     "GenerationConfig",
     "GenerationResult",
@@ -27,6 +29,7 @@ __all__ = [
     "TraceStep",
     "Tree",
     "chain",
+    "check_drafter",
     "eagle_tree",
     "generate",
     "load",
