@@ -24,6 +24,7 @@ from jaxspec.result import (
     FINISH_REASONS,
     Generation,
     GenerationResult,
+    Trace,
     TraceStep,
     combine_metrics,
     host_rows,
@@ -147,7 +148,7 @@ def generate(
             states = request.decode()
         else:
             for states, info in request.decode_stream():  # noqa: B007, the last state is the result
-                steps = [] if info is None else trace_steps(jax.device_get(info))
+                steps = [] if info is None else trace_steps(jax.device_get(info), request.tokenizer)
                 for row, step in enumerate(steps):
                     traces[row].extend([] if step is None else [step])
         states = jax.device_get(_without_caches(states))
@@ -165,7 +166,8 @@ def generate(
             metrics=combine_metrics([host]),
             prompt_index=row // request.num_samples,
             sample_index=row % request.num_samples,
-            trace=None if traces is None else tuple(traces[row]),
+            trace=None if traces is None else Trace(traces[row]),
+            tokenizer=request.tokenizer,
         )
         for row, host in enumerate(hosts)
     )
@@ -212,7 +214,7 @@ def stream(
         if info is None:
             continue
         stop, info = jax.device_get((states.stop, info))
-        (step,) = trace_steps(info)
+        (step,) = trace_steps(info, request.tokenizer)
         reason = FINISH_REASONS[stop[0]] if stop[0] else None
         if step is None:  # the row ended without a token: its logits were not finite
             empty = np.zeros(0, np.int32)

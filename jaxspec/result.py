@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from jaxspec.core.types import DecodeState, Info, Stop
 from jaxspec.metrics import Metrics, metrics_of
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Tokenizer
 
 FINISH_REASONS = {
     Stop.RUNNING: "running",
@@ -18,8 +21,9 @@ FINISH_REASONS = {
 }
 
 
-class TraceStep(NamedTuple):
-    """One step of one row, on the host.
+@dataclasses.dataclass(frozen=True)
+class TraceStep:
+    """One step of one row, on the host; notebooks show it as a tree.
 
     tokens: one per node of the draft tree; node 0 is the pending token.
     parents: each node's parent, -1 at the root.
@@ -29,6 +33,7 @@ class TraceStep(NamedTuple):
     path: accepted nodes, root first.
     emitted: tokens this step added: the accepted ones, then the bonus (or corrected) token.
     width: tokens in the target pass, root included.
+    tokenizer: spells the tokens when the step is shown; `None` shows ids.
     """
 
     tokens: np.ndarray
@@ -39,9 +44,30 @@ class TraceStep(NamedTuple):
     path: np.ndarray
     emitted: np.ndarray
     width: int
+    tokenizer: "Tokenizer | None" = dataclasses.field(default=None, repr=False, compare=False)
+
+    def _repr_html_(self) -> str:
+        from jaxspec.render import step_svg
+
+        return step_svg(self)
 
 
-def trace_steps(info: Info) -> list[TraceStep | None]:
+class Trace(tuple[TraceStep, ...]):
+    """Every step of one row, in order; notebooks show it as a table."""
+
+    def table(self) -> list[dict]:
+        """One plain dictionary per step, see `render.trace_table`; `pandas.DataFrame` takes it."""
+        from jaxspec.render import trace_table
+
+        return trace_table(self)
+
+    def _repr_html_(self) -> str:
+        from jaxspec.render import trace_html
+
+        return trace_html(self)
+
+
+def trace_steps(info: Info, tokenizer: "Tokenizer | None" = None) -> list[TraceStep | None]:
     """Splits one batched step into rows; `None` for rows that emitted nothing."""
     proposal, verdict = info.proposal, info.verdict
     laws = proposal.draft_logprobs
@@ -55,6 +81,7 @@ def trace_steps(info: Info) -> list[TraceStep | None]:
             path=verdict.path[row][: verdict.num_emitted[row]],
             emitted=info.emitted[row][:count],
             width=int(info.width[row]),
+            tokenizer=tokenizer,
         )
         if count
         else None
@@ -81,6 +108,7 @@ class Generation:
         prompt_index: place of the prompt in the call.
         sample_index: which of the prompt's samples this is.
         trace: every step, if asked for.
+        tokenizer: spells the tokens; `None` if the model has none.
     """
 
     prompt_tokens: np.ndarray
@@ -93,7 +121,26 @@ class Generation:
     metrics: Metrics
     prompt_index: int = 0
     sample_index: int = 0
-    trace: tuple[TraceStep, ...] | None = None
+    trace: Trace | None = None
+    tokenizer: "Tokenizer | None" = dataclasses.field(default=None, repr=False, compare=False)
+
+    def token_texts(self) -> list[str]:
+        """What each token adds to the text; special tokens by name, ids without a tokenizer.
+
+        A character made of several tokens belongs to the one that completes it.
+        """
+        if self.tokenizer is None:
+            return [f"{token} " for token in self.tokens.tolist()]
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=False)
+        texts = [detokenizer.push([token]) for token in self.tokens.tolist()]
+        if texts:
+            texts[-1] += detokenizer.finish()
+        return texts
+
+    def _repr_html_(self) -> str:
+        from jaxspec.render import generation_html
+
+        return generation_html(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +158,11 @@ class GenerationResult(Sequence[Generation]):
 
     def __iter__(self) -> Iterator[Generation]:
         return iter(self.rows)
+
+    def _repr_html_(self) -> str:
+        from jaxspec.render import result_html
+
+        return result_html(self)
 
     @property
     def texts(self) -> list[str | None]:
