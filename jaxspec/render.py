@@ -21,10 +21,10 @@ MAX_PROMPT = 240  # characters of a prompt shown before its continuation
 MAX_LABEL = 18  # characters of a token shown in a tree
 
 _FINISH = {
-    "stop_token": "a stop token",
-    "stop_string": "a stop string",
-    "length": "the token budget or the context was used up",
-    "not_finite": "the target's logits were not finite",
+    "stop_token": "ended by a stop token",
+    "stop_string": "ended by a stop string",
+    "length": "token budget or context used up",
+    "not_finite": "ended by logits that were not finite",
     "running": "still running",
 }
 
@@ -49,8 +49,8 @@ class _Look(NamedTuple):
     tint: str
 
 
-_ACCEPTED = _Look("#cfe6f8", "#0072b2", "#06283d", "", 2.5, "rgba(0,114,178,.20)")
-_OWN = _Look("#fdebc8", "#d98200", "#3d2600", "2 3", 2.0, "rgba(230,159,0,.20)")
+_ACCEPTED = _Look("#cfe6f8", "#0072b2", "#06283d", "", 2.5, "rgba(0,114,178,.27)")
+_OWN = _Look("#fdebc8", "#d98200", "#3d2600", "2 3", 2.0, "rgba(230,159,0,.27)")
 _REJECTED = _Look("#f4f4f4", "#8a8a8a", "#333333", "", 1.0, "")
 _UNUSED = _Look("#e4e4e4", "#b5b5b5", "#8a8a8a", "5 4", 1.0, "")
 _ROOT = _Look("#dcdcdc", "#555555", "#111111", "", 1.5, "")
@@ -71,7 +71,7 @@ def generation_html(generation: "Generation") -> str:
         f"{_swatch(True)} {num_drafted} drafted and accepted &ensp; "
         f"{_swatch(False)} {len(texts) - num_drafted} the target's own &ensp; "
         f"tau {metrics.mean_acceptance_length:.2f} tokens per target pass, bonus included &ensp; "
-        f"ended by {_FINISH[generation.finish_reason]}"
+        f"{_FINISH[generation.finish_reason]}"
     )
     return (
         '<div style="margin:.4em 0 .9em">'
@@ -172,27 +172,27 @@ def step_svg(step: "TraceStep") -> Svg:
     """
     parents, nodes = step.parents.tolist(), []
     kept = _kept_path(step)
-    texts, probs = _node_texts(step), _draft_probs(step)
-    for node, (token, text, prob) in enumerate(
-        zip(step.tokens.tolist(), texts, probs, strict=True)
+    labels = [_label(text) for text in _node_texts(step)]
+    for node, (token, label, prob) in enumerate(
+        zip(step.tokens.tolist(), labels, _draft_probs(step), strict=True)
     ):
         detail = "" if prob is None else f"{prob:.0%}"
         what = "" if prob is None else f", draft probability {prob:.3g}"
         if node == 0:
-            nodes.append(_Node(text, "", f"the pending token, id {token}", _ROOT))
+            nodes.append(_Node(label, "", f"the pending token, id {token}", _ROOT))
         elif not step.valid[node]:
             nodes.append(_Node("-", "", "not offered", _UNUSED))
         elif node in kept:
             title = f"id {token}{what}: accepted"
-            nodes.append(_Node(f"✓ {text}", detail, title, _ACCEPTED))
+            nodes.append(_Node(f"✓ {label}", detail, title, _ACCEPTED))
         else:
-            nodes.append(_Node(text, detail, f"id {token}{what}: rejected", _REJECTED))
+            nodes.append(_Node(label, detail, f"id {token}{what}: rejected", _REJECTED))
     if len(step.emitted) == len(step.path):
         token = int(step.emitted[-1])
-        text = _spell(step, int(step.tokens[kept[-1]]), token)
+        label = _label(_spell(step, int(step.tokens[kept[-1]]), token))
         title = f"id {token}: the target's own token, after the last accepted one"
         parents.append(kept[-1])
-        nodes.append(_Node(text, "", title, _OWN))
+        nodes.append(_Node(label, "", title, _OWN))
     legend = {
         "✓ accepted": _ACCEPTED,
         "rejected": _REJECTED,
@@ -221,10 +221,9 @@ def _draw(parents: Sequence[int], nodes: Sequence[_Node], legend: dict[str, _Loo
         depths[node] = depths[parent] + 1
         children[parent].append(node)
     rows = _leaf_rows(children)
-    labels = [_shortened(visible(node.label)) for node in nodes]
     sizes = [
-        _CHARACTER * (len(label) + (len(node.detail) + 1 if node.detail else 0)) + 14
-        for label, node in zip(labels, nodes, strict=True)
+        _CHARACTER * (len(node.label) + (len(node.detail) + 1 if node.detail else 0)) + 14
+        for node in nodes
     ]
     columns = [
         max(size for size, depth in zip(sizes, depths, strict=True) if depth == column)
@@ -235,27 +234,29 @@ def _draw(parents: Sequence[int], nodes: Sequence[_Node], legend: dict[str, _Loo
     y = [_MARGIN + row * _ROW + _BOX / 2 for row in rows]
 
     parts = []
-    for node, parent in enumerate(parents[1:], start=1):
+    # Heavier lines last: edges of siblings share a stretch.
+    for node in sorted(range(1, len(nodes)), key=lambda node: nodes[node].look.width):
+        parent = parents[node]
         start, middle = x[parent] + sizes[parent], x[node] - _GAP / 2
         look = nodes[node].look
         parts.append(
             f'<path d="M{start:.1f} {y[parent]:.1f}H{middle:.1f}V{y[node]:.1f}H{x[node]:.1f}" '
             f'fill="none" stroke="{look.line}" stroke-width="{look.width}"{_dashed(look)}/>'
         )
-    for node, label, size, left, centre in zip(nodes, labels, sizes, x, y, strict=True):
-        parts.append(_box(node, label, left, centre, size))
+    for node, size, left, centre in zip(nodes, sizes, x, y, strict=True):
+        parts.append(_box(node, left, centre, size))
     width = lefts[-1] + columns[-1] + _MARGIN
     height = _MARGIN * 2 + (max(rows) + 1) * _ROW
     if legend:
         left, centre = float(_MARGIN), height + _BOX / 2 + 4
         for name, look in legend.items():
             size = _CHARACTER * len(name) + 14
-            parts.append(_box(_Node(name, "", name, look), name, left, centre, size))
+            parts.append(_box(_Node(name, "", name, look), left, centre, size))
             left += size + 8
         width, height = max(width, left), centre + _BOX / 2 + _MARGIN
     return Svg(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
-        f'width="{width:.0f}" height="{height:.0f}" style="max-width:100%" role="img" '
+        f'width="{width:.0f}" height="{height:.0f}" style="max-width:100%;height:auto" role="img" '
         f'font-family="DejaVu Sans Mono,Menlo,Consolas,monospace" font-size="12">'
         f"<title>A draft tree of {len(parents)} nodes</title>{''.join(parts)}</svg>"
     )
@@ -279,7 +280,7 @@ def _leaf_rows(children: Sequence[Sequence[int]]) -> list[float]:
     return rows
 
 
-def _box(node: _Node, label: str, left: float, centre: float, size: float) -> str:
+def _box(node: _Node, left: float, centre: float, size: float) -> str:
     look = node.look
     detail = ""
     if node.detail:
@@ -293,7 +294,7 @@ def _box(node: _Node, label: str, left: float, centre: float, size: float) -> st
         f'rx="4" fill="{look.fill}" stroke="{look.line}" stroke-width="{look.width}"'
         f"{_dashed(look)}/>"
         f'<text x="{left + 7:.1f}" y="{centre + 4:.1f}" fill="{look.text}" '
-        f'xml:space="preserve">{_escape(label)}</text>{detail}</g>'
+        f'xml:space="preserve">{_escape(node.label)}</text>{detail}</g>'
     )
 
 
@@ -386,7 +387,9 @@ def _visible_character(character: str) -> str:
     return character if character.isprintable() else ascii(character)[1:-1]
 
 
-def _shortened(label: str) -> str:
+def _label(text: str) -> str:
+    """A token as a box shows it; an empty one still needs something to see."""
+    label = visible(text) or "∅"
     return label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…"
 
 
@@ -439,7 +442,7 @@ def _prompt_html(generation: "Generation") -> str:
 def _boxed(text: str) -> str:
     return (
         '<code style="border:1px solid rgba(128,128,128,.5);border-radius:3px;padding:0 .2em">'
-        f"{_escape(_shortened(visible(text)))}</code>"
+        f"{_escape(_label(text))}</code>"
     )
 
 
