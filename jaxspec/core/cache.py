@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxspec.core.types import KVCache, LayerKV, PyTree
+from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 
 KEY_SLOTS_AXIS = 2  # LayerKV.keys: [kv_heads, head_dim, slots]
 VALUE_SLOTS_AXIS = 1  # LayerKV.values: [kv_heads, slots, head_dim]
@@ -37,6 +37,23 @@ def select_path(new_kv: tuple[LayerKV, ...], path: Int[Array, " length"]) -> tup
         )
 
     return tuple(select(layer) for layer in new_kv)
+
+
+def settled(hidden: Hidden) -> tuple[LayerKV, ...]:
+    """The pass's keys and values, zero where its features are not finite.
+
+    This ties what will be written to the pass's last result. XLA orders by data alone: a write that
+    needed only a layer's own keys could come before the layer has read the cache, and XLA would
+    copy whole caches to keep the two apart.
+    """
+    finite = jnp.all(jnp.isfinite(hidden.features), axis=-1)
+    return tuple(
+        LayerKV(
+            jnp.where(finite[None, None, :], layer.keys, 0),
+            jnp.where(finite[None, :, None], layer.values, 0),
+        )
+        for layer in hidden.new_kv
+    )
 
 
 def write(layer: LayerKV, new: LayerKV, start: Int[Array, ""] | int) -> LayerKV:

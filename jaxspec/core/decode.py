@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core import masks
-from jaxspec.core.cache import append, select_path
+from jaxspec.core.cache import append, select_path, settled
 from jaxspec.core.sampling import at_least_float32, warp_logits
 from jaxspec.core.stopping import StopAutomaton, cut_emitted
 from jaxspec.core.types import (
@@ -82,7 +82,7 @@ def prefill(
         part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk)
         positions = start + jnp.arange(chunk)
         hidden = model.forward(part, positions, masks.causal(chunk), cache, taps=taps)
-        return append(cache, hidden.new_kv, chunk), (hidden.features, hidden.taps)
+        return append(cache, settled(hidden), chunk), (hidden.features, hidden.taps)
 
     starts = jnp.arange(0, bucket, chunk)
     cache, (features, tapped) = jax.lax.scan(run_chunk, model.empty_cache(bucket), starts)
@@ -257,7 +257,7 @@ def _target_pass(
     best = jnp.max(warped, axis=-1)
     return _Outcome(
         verdict=verdict,
-        path_kv=select_path(hidden.new_kv, verdict.path),
+        path_kv=select_path(settled(hidden), verdict.path),
         features=hidden.features[path],
         taps=hidden.taps[path],
         finite=jnp.isfinite(best)[path],

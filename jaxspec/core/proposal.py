@@ -1,5 +1,6 @@
 """Proposals of the common shapes, and the pass widths that fit them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -26,6 +27,8 @@ def tree_proposal(
     parents = np.asarray(tree.parents)
     expanded = np.unique(parents[1:])
     law_row = np.concatenate([[0], np.searchsorted(expanded, parents[1:])]).astype(np.int32)
+    # Arrays from here on: verification indexes them with traced nodes, under a map or not.
+    tree = jax.tree.map(jnp.asarray, tree)
     return Proposal(tokens, tree, valid, draft_logprobs, jnp.asarray(law_row))
 
 

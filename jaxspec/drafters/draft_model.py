@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxspec.core import masks
-from jaxspec.core.cache import KEY_SLOTS_AXIS, VALUE_SLOTS_AXIS, append
+from jaxspec.core.cache import KEY_SLOTS_AXIS, VALUE_SLOTS_AXIS, append, settled
 from jaxspec.core.decode import prefill
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.sampling import (
@@ -149,7 +149,7 @@ class DraftModel:
         recent = jax.lax.dynamic_slice_in_dim(context.tokens, cache.length, window)
         positions = cache.length + jnp.arange(window)
         hidden = draft.forward(recent, positions, masks.causal(window), cache)
-        return append(cache, hidden.new_kv, count), hidden.features[count - 1][None]
+        return append(cache, settled(hidden), count), hidden.features[count - 1][None]
 
 
 def choose_children(
