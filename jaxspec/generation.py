@@ -140,7 +140,7 @@ def generate(
         >>> plain[0].tokens.tolist() == fast[0].tokens.tolist()
         True
     """
-    request = _prepare(model, prompts, config or GenerationConfig(), drafter, seed)
+    request = prepare(model, prompts, config or GenerationConfig(), drafter, seed)
     traces = [[] for _ in request.prompt_lengths] if return_trace else None
     with CompileClock() as clock:
         start = time.perf_counter()
@@ -204,7 +204,7 @@ def stream(
     Args and errors: as for `generate`. `num_samples` must be 1.
     """
     config = config or GenerationConfig()
-    request = _prepare(model, prompt, config, drafter, seed)
+    request = prepare(model, prompt, config, drafter, seed)
     if len(request.prompt_lengths) != 1:
         raise ValueError(
             f"stream shows one row, got {len(request.prompt_lengths)}; use generate for several."
@@ -242,8 +242,11 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
     """
     ids = _encode(model, tokens)
     _check_ids(model, ids, "tokens")
-    logits, logprobs = _score(model.network, np.asarray(ids, np.int32))
-    return Score(np.asarray(logits), np.asarray(logprobs))
+    # Texts of similar lengths share a program; what follows a text does not reach back into it.
+    padded = np.zeros(_bucket(len(ids)), np.int32)
+    padded[: len(ids)] = ids
+    logits, logprobs = _score(model.network, padded)
+    return Score(np.asarray(logits)[: len(ids)], np.asarray(logprobs)[: len(ids) - 1])
 
 
 @jax.jit
@@ -256,7 +259,7 @@ def _score(network, tokens):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Request:
+class Request:
     """A call of `generate`, checked and turned into arrays."""
 
     params: Params
@@ -279,6 +282,22 @@ class _Request:
             self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
         )
 
+    def peak_bytes(self) -> int:
+        """What the program of `decode` holds at once, by its compiler: weights, rows, scratch.
+
+        Costs nothing after `decode`, which has compiled that program.
+        """
+        lowered = decode.lower(
+            self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
+        )
+        memory = lowered.compile().memory_analysis()
+        return (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            + memory.temp_size_in_bytes
+            - memory.alias_size_in_bytes
+        )
+
     def text(self, tokens: np.ndarray, finish_reason: str) -> str | None:
         if self.tokenizer is None:
             return None
@@ -294,7 +313,7 @@ class _Request:
 class _TextStream:
     """Text of a growing row, withheld while it may turn out to begin a stop string."""
 
-    def __init__(self, request: _Request):
+    def __init__(self, request: Request):
         self._request = request
         self._detokenizer = request.tokenizer.detokenizer() if request.tokenizer else None
         self._held = ""
@@ -325,14 +344,18 @@ def _without_caches(states: DecodeState) -> DecodeState:
     return states._replace(context=context, draft=(), key=())
 
 
-def _prepare(
+def prepare(
     model: "Model",
     prompts: PromptLike | Sequence[PromptLike],
     config: GenerationConfig,
     drafter: Drafter | LoadedDrafter | None,
     seed: int,
-) -> _Request:
-    """Checks a call's arguments and builds the arrays of its rows."""
+) -> Request:
+    """Checks a call's arguments and builds the arrays of its rows: how `generate` begins.
+
+    Raises:
+        ValueError: as `generate` does.
+    """
     loaded = (
         drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or NoDraft(), ())
     )
@@ -342,7 +365,7 @@ def _prepare(
     for index, ids in enumerate(encoded):
         _check_ids(model, ids, f"prompts[{index}]")
     lengths = np.repeat([len(ids) for ids in encoded], config.num_samples).astype(np.int32)
-    bucket = max(MIN_BUCKET, 1 << (int(lengths.max()) - 1).bit_length())
+    bucket = _bucket(int(lengths.max()))
     tokens = np.zeros((len(lengths), bucket), np.int32)
     for row in range(len(lengths)):
         tokens[row, : lengths[row]] = encoded[row // config.num_samples]
@@ -370,7 +393,7 @@ def _prepare(
         stop_ids=np.tile(np.asarray([*stop_ids] or [-1], np.int32), (len(lengths), 1)),
         warp=_warp(model, config, per_row, len(lengths)),
     )
-    return _Request(
+    return Request(
         params=Params(model.network, loaded.params),
         prompts=rows,
         automaton=_automaton(model, config),
@@ -387,6 +410,11 @@ def _prepare(
         stop_strings=config.stop_strings,
         tokenizer=model.tokenizer,
     )
+
+
+def _bucket(num_tokens: int) -> int:
+    """Slots for a text of so many tokens: a power of two, so that programs are few."""
+    return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())
 
 
 def _as_list(prompts) -> list[PromptLike]:

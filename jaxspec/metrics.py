@@ -24,6 +24,7 @@ class Metrics:
         acceptance_per_position: entry i: of the steps that drafted to depth i + 1, the share that
             accepted a token there.
         acceptance_histogram: entry i: steps that accepted i draft tokens, bonus excluded.
+        drafted_histogram: entry i: steps whose draft was i tokens deep.
         idle_fraction: share of row-steps spent on rows that had already finished.
         repeated_ngrams: share of 4-grams of the output that occurred in it before; a small model
             that loops is easy to draft for.
@@ -40,6 +41,7 @@ class Metrics:
     acceptance_rate: float
     acceptance_per_position: tuple[float, ...]
     acceptance_histogram: tuple[int, ...]
+    drafted_histogram: tuple[int, ...]
     idle_fraction: float
     repeated_ngrams: float
     seconds: float | None = None
@@ -108,6 +110,7 @@ def metrics_of(
         acceptance_rate=_ratio(accepted @ depths, drafted @ depths),
         acceptance_per_position=tuple(map(_ratio, reached, offered)),
         acceptance_histogram=tuple(map(int, accepted)),
+        drafted_histogram=tuple(map(int, drafted)),
         idle_fraction=_ratio(slots - steps, slots),
         repeated_ngrams=repeated_ngrams(rows),
         seconds=seconds,
