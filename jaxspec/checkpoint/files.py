@@ -54,6 +54,8 @@ def replacing_files(folder: Path, obsolete: Sequence[str] = ()) -> Iterator[Path
     if folder.exists() and not existed:
         raise CheckpointError(f"{folder} must be a folder to save into, but it is a file.")
     folder.mkdir(parents=True, exist_ok=True)
+    for left_by_killed_process in folder.glob(".saving-*"):
+        shutil.rmtree(left_by_killed_process, ignore_errors=True)
     # Inside the folder: renames are only atomic within one file system.
     staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
     try:
@@ -65,7 +67,7 @@ def replacing_files(folder: Path, obsolete: Sequence[str] = ()) -> Iterator[Path
         for path in fresh:
             _replace(path, folder / path.name, staging)
         for path in stale - {folder / path.name for path in fresh}:
-            path.unlink()
+            path.rename(staging / f".replaced-{path.name}")
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         if not existed:

@@ -29,6 +29,13 @@ _HUB_FILES = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
+# What a saved model replaces in its folder, whether or not it writes a file of that name itself.
+_REPLACED = (
+    *("config.json", "generation_config.json", "model.safetensors", "model-*.safetensors"),
+    *("model.safetensors.index.json", CONFIG, PARAMS),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "additional_chat_templates"),
+)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -87,8 +94,8 @@ def load(path_or_hub_id: str | Path, dtype: Any = None, max_positions: int | Non
 
     Example:
         >>> model = load("demo")
-        >>> model.network.num_layers
-        6
+        >>> model.tokenizer.decode(model.tokenizer.encode("Two and two"))
+        'Two and two'
     """
     folder = _find(path_or_hub_id)
     if holds_orbax(folder):
@@ -110,7 +117,7 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
     """Writes a model in the Hugging Face layout, for this and other libraries to load.
 
     Everything is written under a temporary name first: if it is interrupted, what the folder held
-    before is still there. Other files of the folder stay.
+    before is still there. Files of the folder that belong to no model stay.
 
     Args:
         model: what to write.
@@ -120,15 +127,14 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
     Raises:
         CheckpointError: no Hugging Face family describes the network.
     """
-    obsolete = ("model-*.safetensors", "model.safetensors.index.json")
-    with replacing_files(Path(folder), obsolete) as staging:
+    with replacing_files(Path(folder), _REPLACED) as staging:
         write_network(model.network, staging, dtype, _token_ids(model))
         _write_companions(model, staging)
 
 
 def save_orbax(model: Model, folder: str | Path) -> None:
     """Writes a model as an Orbax folder: any network, its dtype as it is. As safe as `save`."""
-    with replacing_files(Path(folder)) as staging:
+    with replacing_files(Path(folder), _REPLACED) as staging:
         write_orbax(model.network, staging)
         _write_companions(model, staging)
 

@@ -146,7 +146,7 @@ def write_safetensors(path: Path, tensors: Iterable[TensorToWrite], dtype: np.dt
     with path.open("wb") as stream:
         stream.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
-            array = np.ascontiguousarray(tensor.make(), dtype)
+            array = np.asarray(tensor.make(), dtype, order="C")
             assert array.shape == tensor.shape, (tensor.name, array.shape, tensor.shape)
             stream.write(array.reshape(-1).view(np.uint8).data)
 
@@ -206,7 +206,10 @@ def _parse_header(path: Path, stream: BinaryIO) -> dict[str, StoredTensor]:
         except ValueError as error:
             raise damaged(f"tensor {name!r}: {error}") from error
     end = 8 + length
-    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].start):
+    # Empty tensors share their start with the one after them, and come first.
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)
+    ):
         if tensor.start != end:
             raise damaged(f"tensor {name!r} overlaps another, or leaves a hole before it")
         end += tensor.num_bytes

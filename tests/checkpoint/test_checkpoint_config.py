@@ -1,0 +1,272 @@
+import json
+
+import pytest
+
+from jaxspec.checkpoint import CheckpointError, config_from_json, config_to_json
+from jaxspec.models import (
+    DynamicScaling,
+    Experts,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelConfig,
+    Rope,
+    YarnScaling,
+)
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+OURS = ModelConfig(
+    vocab_size=100,
+    embed_dim=32,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=48,
+    max_positions=256,
+    norm_eps=1e-5,
+)
+FACTORS = tuple(1.0 + i for i in range(4))
+SLIDING = ("sliding",) * 4
+MIXED = ("full", "sliding", "sliding", "sliding")
+EVEN = ("sliding", "full") * 2
+GEMMA = OURS.replace(
+    norm_plus_one=True,
+    post_norms=True,
+    tied_head=True,
+    activation="gelu_tanh",
+    embed_scale=32**0.5,
+    query_scale=16**-0.5,
+    layer_types=EVEN,
+    sliding_window=8,
+)
+GEMMA3 = GEMMA.replace(
+    qk_norm=True,
+    rope=Rope(1_000_000.0, scaling=LinearScaling(8.0)),
+    sliding_rope=Rope(10_000.0),
+)
+MOE = OURS.replace(
+    qk_norm=True,
+    experts=Experts(
+        num=6, per_token=2, mlp_dim=16, normalize=True, layers=(True, False, True, True)
+    ),
+)
+
+
+def rope(scaling):
+    return OURS.replace(rope=Rope(5e5, scaling=scaling))
+
+
+# Every network a family can describe, for the round trip; the names say what is special.
+NETWORKS = {
+    "llama": OURS,
+    "llama, biases": OURS.replace(qkv_bias=True, out_bias=True, mlp_bias=True),
+    "llama, wide heads": OURS.replace(head_dim=16),
+    "llama, tied": OURS.replace(tied_head=True),
+    "linear": rope(LinearScaling(2.0)),
+    "dynamic": rope(DynamicScaling(2.0, 256)),
+    "llama3": rope(Llama3Scaling(8.0, 1.0, 4.0, 64)),
+    "yarn": rope(YarnScaling(4.0, 64, beta_fast=16.0, mscale=0.7, mscale_all_dim=0.9)),
+    "yarn, fixed": rope(YarnScaling(4.0, 64, attention_factor=1.1, truncate=False)),
+    "mistral": OURS.replace(layer_types=SLIDING, sliding_window=8),
+    "qwen2": OURS.replace(qkv_bias=True, tied_head=True),
+    "qwen2, windows": OURS.replace(qkv_bias=True, layer_types=MIXED, sliding_window=8),
+    "qwen3": OURS.replace(qk_norm=True, head_dim=16),
+    "qwen3, windows": OURS.replace(qk_norm=True, layer_types=MIXED, sliding_window=8),
+    "qwen3_moe": MOE,
+    "gemma2": GEMMA.replace(attention_softcap=50.0, final_softcap=30.0),
+    "gemma3_text": GEMMA3,
+    "phi3, partial": OURS.replace(rope=Rope(1e4, fraction=0.5)),
+    "phi3, short": OURS.replace(
+        max_positions=64, rope=Rope(1e4, scaling=LongRopeScaling(FACTORS, FACTORS, 4.0, 64))
+    ),
+    "phi3, long": OURS.replace(
+        rope=Rope(1e4, scaling=LongRopeScaling(FACTORS, FACTORS, 8.0, 64, attention_factor=1.2))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(NETWORKS))
+def test_a_config_written_and_read_is_the_same(name):
+    config = NETWORKS[name]
+    raw = json.loads(json.dumps(config_to_json(config)))
+    assert raw["model_type"] == name.split(",")[0] or name.split(",")[0] in str(raw["rope_scaling"])
+    # With two LongRoPE tables, how far to go is the reader's choice.
+    assert config_from_json(raw, config.max_positions) == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes"),
+    [
+        ({"model_type": "llama"}, {}),
+        ({"model_type": "llama", "rope_scaling": None, "num_key_value_heads": None}, {"kv": 4}),
+        ({"model_type": "llama", "head_dim": 16}, {"head_dim": 16}),
+        ({"model_type": "mistral"}, {"layer_types": SLIDING, "sliding_window": 4096}),
+        ({"model_type": "mistral", "sliding_window": None}, {}),
+        ({"model_type": "qwen2", "sliding_window": 8}, {"qkv_bias": True}),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 1,
+            },
+            {"qkv_bias": True, "layer_types": MIXED, "sliding_window": 8},
+        ),
+        ({"model_type": "qwen3", "head_dim": None}, {"qk_norm": True}),
+        ({"model_type": "qwen3"}, {"qk_norm": True, "head_dim": 128}),
+    ],
+)
+def test_what_config_json_leaves_out(raw, changes):
+    if "kv" in changes:
+        changes = {"num_kv_heads": changes["kv"]}
+    assert config_from_json({**SIZES, **raw}) == OURS.replace(**changes)
+
+
+def test_a_gemma3_that_says_almost_nothing_gets_the_published_sizes():
+    text = {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    raw = {
+        "model_type": "gemma3",
+        "text_config": {**text, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        "vision_config": {"hidden_size": 1152},
+        "eos_token_id": [1, 106],
+    }
+    config = config_from_json(raw)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.max_positions) == (262_208, 131_072)
+    assert config.tied_head
+    assert config.query_scale is None
+    assert config.rope == Rope(1e6, scaling=LinearScaling(8.0))
+    assert config.sliding_rope == Rope(1e4)
+    assert [i for i, kind in enumerate(config.layer_types) if kind == "full"] == [5, 11, 17, 23, 29]
+
+
+def test_a_null_cap_is_no_cap():
+    raw = {**SIZES, "model_type": "gemma2", "final_logit_softcapping": None}
+    config = config_from_json(raw)
+    assert config.final_softcap is None
+    assert config.attention_softcap == 50.0
+    assert config.layer_types == EVEN
+
+
+ROPES = {
+    "linear": ({"factor": 2.0}, LinearScaling(2.0)),
+    "dynamic": ({"factor": 2.0}, DynamicScaling(2.0, 256)),
+    "llama3": (
+        {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+        Llama3Scaling(8.0, 1.0, 4.0, 64),
+    ),
+    "yarn": (
+        {"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": None},
+        YarnScaling(4.0, 64),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ROPES))
+def test_both_layouts_and_the_old_key_say_the_same_rope(kind):
+    entries, scaling = ROPES[kind]
+    llama = {**SIZES, "model_type": "llama"}
+    layouts = [
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": kind, **entries}},
+        {"rope_theta": 5e5, "rope_scaling": {"type": kind, **entries}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": kind, **entries}},
+    ]
+    for layout in layouts:
+        assert config_from_json({**llama, **layout}).rope == Rope(5e5, scaling=scaling)
+
+
+def test_the_original_length_at_the_top_level_wins():
+    section = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    raw = {**SIZES, "model_type": "llama", "rope_scaling": section}
+    raw["original_max_position_embeddings"] = 32
+    assert config_from_json(raw).rope.scaling == YarnScaling(4.0, 32)
+
+
+def test_the_length_asked_for_chooses_the_longrope_table():
+    tables = {"short_factor": list(FACTORS), "long_factor": list(FACTORS)}
+    raw = {
+        **SIZES,
+        "model_type": "phi3",
+        "rope_scaling": {"type": "su", **tables},
+        "original_max_position_embeddings": 64,
+    }
+    assert config_from_json(raw).max_positions == 64
+    assert config_from_json(raw, max_positions=128).max_positions == 128
+    assert config_from_json(raw).rope.scaling == LongRopeScaling(FACTORS, FACTORS, 4.0, 64)
+
+
+BAD = [
+    ({"model_type": "mamba"}, "model_type must be one of gemma2, .*, qwen3_moe; .* 'mamba'"),
+    ({"model_type": None}, "model_type must be one of"),
+    ({"model_type": ["llama"]}, "model_type must be one of"),
+    ({"hidden_size": None}, "lacks 'hidden_size'"),
+    ({"hidden_size": "32"}, "hidden_size must be a positive whole number; .* '32'"),
+    ({"num_attention_heads": 0}, "num_attention_heads must be a positive"),
+    ({"num_hidden_layers": True}, "num_hidden_layers must be a positive"),
+    ({"num_key_value_heads": 3}, "num_kv_heads"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
+    ({"rope_theta": float("nan")}, "rope_theta must be a number"),
+    ({"rope_theta": -1.0}, "theta must be positive"),
+    ({"rope_scaling": {"rope_type": "mrope"}}, "RoPE type .* longrope; .* 'mrope'"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor must be at least 1"),
+    ({"rope_scaling": [1]}, "must be a JSON object"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": 1}}, "short_factor must be a list"),
+    ({"partial_rotary_factor": 0.5}, "known for phi3 only"),
+    ({"hidden_act": "relu"}, "hidden_act must be one of silu, .* 'relu'"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"use_bidirectional_attention": True}, "encoder"),
+    ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 4}, "layer_types must be of"),
+    ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types must name 4"),
+    ({"model_type": "qwen3_moe"}, "num_experts"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_what_cannot_be_understood_is_named(changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        config_from_json({**SIZES, "model_type": "llama", **changes})
+
+
+@pytest.mark.parametrize("max_positions", [0, -5])
+def test_a_length_must_be_positive(max_positions):
+    with pytest.raises(CheckpointError, match="max_positions must be at least 1"):
+        config_from_json({**SIZES, "model_type": "llama"}, max_positions)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"final_softcap": 30.0}, "final_softcap"),
+        ({"qk_norm": True, "mlp_bias": True}, "mlp_bias"),
+        ({"out_bias": True}, "qkv_bias"),
+        ({"embed_scale": 2.0}, "embed_scale"),
+        ({"query_scale": 0.3}, "query_scale"),
+        ({"attention_softcap": 9.0}, "attention_softcap"),
+        ({"sliding_rope": Rope(), "layer_types": EVEN, "sliding_window": 4}, "layer_types"),
+    ],
+)
+def test_a_network_that_no_family_describes_is_not_written(changes, field):
+    with pytest.raises(CheckpointError, match=f"cannot be expressed: .*{field}.*Orbax"):
+        config_to_json(OURS.replace(**changes))
+
+
+@pytest.mark.parametrize(("field", "value"), [("norm_eps", 1e-4), ("activation", "gelu_tanh")])
+def test_a_field_that_every_family_has_is_written(field, value):
+    raw = config_to_json(OURS.replace(**{field: value}))
+    assert getattr(config_from_json(raw), field) == value

@@ -1,0 +1,101 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.checkpoint import CheckpointError, check_memory, estimate_memory, load, memory
+from jaxspec.models import ModelConfig, Network, param_shapes
+
+SIZES = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "max_positions": 64}
+CONFIG = ModelConfig(**SIZES, vocab_size=64, embed_dim=512, num_layers=24, mlp_dim=1536)
+
+# Prints the peak before and after loading, in bytes. `VmHWM` rather than `ru_maxrss`, which a child
+# inherits from the process that started it.
+PROGRAM = """
+import sys
+import jax
+from pathlib import Path
+from jaxspec.checkpoint import load
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+load(sys.argv[1])
+before = peak()
+load(sys.argv[2], dtype=sys.argv[3])
+print(before, peak())
+"""
+
+
+def write_zeros(folder: Path, config: ModelConfig, dtype: str) -> None:
+    from jaxspec.checkpoint.huggingface import write_network
+
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), param_shapes(config, jnp.dtype(dtype))
+    )
+    folder.mkdir()
+    write_network(Network(zeros, config), folder)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's peak figures")
+@pytest.mark.parametrize(("stored", "target"), [("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+def test_the_peak_is_the_weights_and_little_more(stored, target, tmp_path):
+    """150 MB of weights: a copy of them, or a mapped file, would nearly double the peak."""
+    write_zeros(tmp_path / "small", CONFIG.replace(num_layers=1, layer_types=()), stored)
+    write_zeros(tmp_path / "large", CONFIG, stored)
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM, tmp_path / "small", tmp_path / "large", target],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    before, after = map(int, finished.stdout.split())
+    needed = estimate_memory(CONFIG, np.dtype(jnp.dtype(target)))
+    assert needed.weights > 150e6
+    assert 0.9 * needed.weights < after - before < needed.weights + needed.transient + 16e6
+
+
+def test_an_estimate_counts_what_is_allocated():
+    config = CONFIG.replace(num_layers=2, layer_types=(), tied_head=True)
+    estimate = estimate_memory(config, np.dtype(np.float16), slots=100, rows=3)
+    leaves = jax.tree.leaves(param_shapes(config, jnp.float16))
+    cache = Network({"norm": {"scale": jnp.zeros(1, jnp.float16)}}, config).empty_cache(100)
+    assert estimate.weights == sum(leaf.size * 2 for leaf in leaves)
+    assert estimate.cache == 3 * sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers))
+    assert estimate.transient == 2 * max(leaf.size * 2 for leaf in leaves)
+
+
+def test_what_cannot_fit_is_refused_with_figures(monkeypatch, saved_folder):
+    monkeypatch.setattr(memory, "available_memory", lambda: 100_000_000)
+    check_memory(CONFIG.replace(num_layers=1, layer_types=()), np.dtype(np.float32))
+    with pytest.raises(CheckpointError, match=r"0\.1 GB are available: weights 0\.30.* GB"):
+        check_memory(CONFIG, np.dtype(np.float32))
+    one_layer = CONFIG.replace(num_layers=1, layer_types=())
+    with pytest.raises(CheckpointError, match=r"for 50 x 4000 tokens \(2,048 bytes a token\)"):
+        check_memory(one_layer, np.dtype(np.float32), slots=4000, rows=50)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    with pytest.raises(CheckpointError, match="GB are available"):
+        load(saved_folder)
+    monkeypatch.setattr(memory, "available_memory", lambda: None)
+    check_memory(CONFIG, np.dtype(np.float32), slots=10**9)
+
+
+def test_memory_is_asked_for_where_arrays_go():
+    available = memory.available_memory()
+    assert available is None or available > 1e6
+
+
+def test_a_container_has_what_its_limit_leaves(tmp_path):
+    assert memory._container_memory(tmp_path) is None
+    (tmp_path / "memory.stat").write_text("file 900\nanon 300\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._container_memory(tmp_path) is None
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory._container_memory(tmp_path) == 700

@@ -1,0 +1,346 @@
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxspec.checkpoint import (
+    CheckpointError,
+    Model,
+    Tokenizer,
+    hub,
+    load,
+    save,
+    save_orbax,
+    shipped_models,
+)
+from jaxspec.checkpoint.safetensors import find_tensors
+from jaxspec.models import ModelConfig, Rope
+from tests.checkpoint.networks import assert_same_network, random_network
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+SAVERS = {"huggingface": save, "orbax": save_orbax}
+
+
+@pytest.mark.parametrize("layout", sorted(SAVERS))
+def test_a_saved_model_is_loaded_as_it_was(layout, tiny_network, byte_level_tokenizer, tmp_path):
+    tokenizer = Tokenizer(
+        byte_level_tokenizer.backend, byte_level_tokenizer.settings, {"default": "chat"}
+    )
+    defaults = {"temperature": 0.6, "repetition_penalty": 1.1}
+    model = Model(tiny_network, tokenizer, stop_token_ids=(7, 5), generation_defaults=defaults)
+    SAVERS[layout](model, tmp_path / "model")
+    again = load(tmp_path / "model")
+    assert_same_network(again.network, tiny_network)
+    assert again.stop_token_ids == (7, 5)
+    assert again.generation_defaults["temperature"] == 0.6
+    assert again.generation_defaults["repetition_penalty"] == 1.1
+    assert again.tokenizer.render_chat([]) == "chat"
+    assert again.tokenizer.encode("the cat") == tokenizer.encode("the cat")
+    assert again.vocab_size == again.config.vocab_size == 48
+    assert again.params is again.network.params
+
+
+@pytest.mark.parametrize("layout", sorted(SAVERS))
+def test_a_dtype_is_applied_when_loading(layout, tiny_network, tmp_path):
+    SAVERS[layout](Model(tiny_network), tmp_path / "model")
+    network = load(tmp_path / "model", dtype="bfloat16").network
+    expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_network.params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(network.params)} == {jnp.dtype("bfloat16")}
+    jax.tree.map(np.testing.assert_array_equal, network.params, expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [("bfloat16", "BF16"), (jnp.float16, "F16"), (None, "F32")]
+)
+def test_a_dtype_is_applied_when_saving(dtype, stored, tiny_network, tmp_path):
+    save(Model(tiny_network), tmp_path, dtype)
+    assert {tensor.dtype for tensor in find_tensors(tmp_path).values()} == {stored}
+    # 16 bits only store on CPUs: they are widened again, and hold what the cast left of them.
+    network = load(tmp_path).network
+    assert network.dtype == jnp.float32
+    cast = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype or np.float32
+    kept = jax.tree.map(
+        lambda leaf: np.asarray(leaf).astype(cast).astype(np.float32), tiny_network.params
+    )
+    jax.tree.map(np.testing.assert_array_equal, network.params, kept)
+
+
+@pytest.mark.parametrize("dtype", ["float8", "int32", float, "nonsense"])
+def test_a_dtype_that_weights_cannot_have_is_refused(dtype, saved_folder):
+    with pytest.raises(ValueError, match="dtype must be one of float32, float16, bfloat16"):
+        load(saved_folder, dtype)
+
+
+def test_weights_are_read_into_the_arrays_that_are_used(saved_folder, monkeypatch):
+    """On CPUs the buffer that a leaf was read into is the array's own: nothing is held twice."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("elsewhere weights leave the host")
+    from jaxspec.checkpoint import huggingface
+
+    buffers, aligned_empty = [], huggingface._aligned_empty
+
+    def recorded(*args):
+        buffers.append(aligned_empty(*args))
+        return buffers[-1]
+
+    monkeypatch.setattr(huggingface, "_aligned_empty", recorded)
+    leaves = jax.tree.leaves(load(saved_folder).params)
+    assert [leaf.unsafe_buffer_pointer() for leaf in leaves] == [
+        buffer.ctypes.data for buffer in buffers
+    ]
+
+
+def test_no_tokenizer_is_none(saved_folder):
+    assert load(saved_folder).tokenizer is None
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [5, 6, 5]}, {"eos_token_id": 4}, (5, 6)),
+        ({"eos_token_id": 0}, {"eos_token_id": 4}, (0,)),
+        ({}, {"eos_token_id": [4, 3]}, (4, 3)),
+        (None, {"eos_token_id": 4}, (4,)),
+        ({}, {}, ()),
+    ],
+)
+def test_stops_come_from_the_generation_config_first(saved_folder, generation, config, expected):
+    raw = json.loads((saved_folder / "config.json").read_text())
+    raw.pop("eos_token_id")
+    (saved_folder / "config.json").write_text(json.dumps(raw | config))
+    (saved_folder / "generation_config.json").unlink()
+    if generation is not None:
+        (saved_folder / "generation_config.json").write_text(json.dumps(generation))
+    assert load(saved_folder).stop_token_ids == expected
+
+
+def test_without_configured_stops_the_tokenizer_names_one(saved_folder, byte_level_tokenizer):
+    save(Model(load(saved_folder).network, byte_level_tokenizer), saved_folder)
+    assert load(saved_folder).stop_token_ids == (byte_level_tokenizer.eos_id,)
+
+
+def test_a_stop_that_is_no_id_is_an_error(saved_folder):
+    (saved_folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match="eos_token_id"):
+        load(saved_folder)
+
+
+@pytest.mark.parametrize("layout", sorted(SAVERS))
+@pytest.mark.parametrize("before", sorted(SAVERS))
+def test_an_interrupted_save_leaves_the_old_checkpoint_whole(
+    layout, before, tiny_network, tmp_path, monkeypatch
+):
+    SAVERS[before](Model(tiny_network), tmp_path)
+    (tmp_path / "recipe.md").write_text("how it was made")
+    old = contents(tmp_path)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    other = jax.tree.map(lambda leaf: leaf + 1, tiny_network)
+    monkeypatch.setattr(hub, "_write_companions", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        SAVERS[layout](Model(other), tmp_path)
+    assert contents(tmp_path) == old
+    assert_same_network(load(tmp_path).network, tiny_network)
+    monkeypatch.undo()
+
+    SAVERS[layout](Model(other), tmp_path)
+    assert_same_network(load(tmp_path).network, other)
+    assert (tmp_path / "recipe.md").exists()
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+def test_a_writer_that_fails_between_two_tensors_leaves_the_old_checkpoint(
+    tiny_network, tmp_path, monkeypatch
+):
+    from jaxspec.checkpoint import huggingface
+
+    save(Model(tiny_network), tmp_path)
+    old, copy_out, calls = contents(tmp_path), huggingface.copy_out, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 5:
+            raise OSError("disk full")
+        return copy_out(*args)
+
+    monkeypatch.setattr(huggingface, "copy_out", failing)
+    with pytest.raises(OSError, match="disk full"):
+        save(Model(tiny_network), tmp_path)
+    assert contents(tmp_path) == old
+    calls.clear()
+    with pytest.raises(OSError, match="disk full"):
+        save(Model(tiny_network), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_a_killed_save_left_is_cleared(saved_folder):
+    (saved_folder / ".saving-abc").mkdir()
+    (saved_folder / ".saving-abc" / "model.safetensors").write_bytes(b"half")
+    save(load(saved_folder), saved_folder)
+    assert not list(saved_folder.glob(".saving-*"))
+
+
+def test_shards_are_replaced_by_the_one_file(saved_folder):
+    model = load(saved_folder)
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (saved_folder / name).write_text("old")
+    save(model, saved_folder)
+    assert not list(saved_folder.glob("model-*"))
+    assert not list(saved_folder.glob("*.index.json"))
+
+
+def test_saving_into_a_file_is_an_error(tiny_network, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="must be a folder"):
+        save(Model(tiny_network), tmp_path / "file")
+
+
+def test_what_no_family_describes_goes_to_orbax_only(tmp_path):
+    config = ModelConfig(
+        vocab_size=8,
+        embed_dim=8,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        mlp_dim=8,
+        max_positions=16,
+        embed_scale=3.0,
+        layer_types=("full", "sliding"),
+        sliding_window=4,
+        sliding_rope=Rope(5.0, fraction=0.5),
+    )
+    network = random_network(config, "bfloat16")
+    with pytest.raises(CheckpointError, match="Orbax"):
+        save(Model(network), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    save_orbax(Model(network), tmp_path / "b")
+    assert_same_network(load(tmp_path / "b", dtype="bfloat16").network, network)
+    assert load(tmp_path / "b", max_positions=99).config.max_positions == 99
+
+
+def test_orbax_weights_of_another_shape_are_listed(tiny_network, tmp_path):
+    save_orbax(Model(tiny_network), tmp_path)
+    raw = json.loads((tmp_path / "network.json").read_text())
+    (tmp_path / "network.json").write_text(json.dumps(raw | {"vocab_size": 50}))
+    with pytest.raises(CheckpointError, match=r"(?s)embed.*\(48, 16\), not \(50, 16\).*head"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": "x"}, {"type": "Other"}, {"unheard_of": 1}])
+def test_an_orbax_config_that_makes_no_sense_is_an_error(change, tiny_network, tmp_path):
+    save_orbax(Model(tiny_network), tmp_path)
+    raw = json.loads((tmp_path / "network.json").read_text())
+    (tmp_path / "network.json").write_text(json.dumps(raw | change))
+    with pytest.raises(CheckpointError, match=r"network\.json does not describe a network"):
+        load(tmp_path)
+
+
+def test_a_damaged_orbax_folder_is_an_error(tiny_network, tmp_path):
+    save_orbax(Model(tiny_network), tmp_path)
+    for path in (tmp_path / "params").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:7])
+    with pytest.raises(CheckpointError, match="cannot be read as an Orbax folder"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "\ufeff", ""])
+def test_damaged_settings_are_an_error_that_names_the_file(name, text, saved_folder):
+    (saved_folder / name).write_text(text)
+    with pytest.raises(CheckpointError, match=name):
+        load(saved_folder)
+
+
+def test_weights_that_do_not_fit_the_config_are_an_error(saved_folder):
+    raw = json.loads((saved_folder / "config.json").read_text())
+    (saved_folder / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 1}))
+    with pytest.raises(CheckpointError, match=r"unknown: model\.layers\.1\.mlp"):
+        load(saved_folder)
+
+
+def test_a_folder_without_a_model_says_what_it_has(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(CheckpointError, match=r"holds no model.*found notes\.txt"):
+        load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is a file; give the folder"):
+        load(tmp_path / "notes.txt")
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "jaxspec/checkpoints"])
+def test_shipped_models_are_found_by_name(place, tmp_path, monkeypatch, tiny_network):
+    """In the repository they lie beside the package, in an installed one inside it."""
+    monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
+    save(Model(tiny_network), tmp_path / place / "tiny")
+    (tmp_path / place / "notes").mkdir()
+    assert shipped_models().keys() == {"tiny"}
+    assert load("tiny").name == "tiny"
+    with pytest.raises(CheckpointError, match=r"nor a shipped model.*shipped: tiny"):
+        load("tinny")
+
+
+def test_a_hub_id_is_fetched_without_what_is_not_needed(saved_folder, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    calls = []
+
+    def snapshot_download(hub_id, allow_patterns):
+        calls.append((hub_id, allow_patterns))
+        return str(saved_folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert load("someone/something").name == "someone/something"
+    ((hub_id, patterns),) = calls
+    assert hub_id == "someone/something"
+    wanted = huggingface_hub.utils.filter_repo_objects(
+        [
+            "config.json",
+            "model-00001-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "chat_template.jinja",
+            "consolidated.safetensors",
+            "original/model.safetensors",
+            "pytorch_model.bin",
+            "run_me.py",
+        ],
+        allow_patterns=patterns,
+    )
+    assert list(wanted) == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "chat_template.jinja",
+    ]
+
+
+def test_the_hub_out_of_reach_is_an_error_that_says_so(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    program = (
+        "from jaxspec.checkpoint import CheckpointError, load\n"
+        "try:\n"
+        "    load('someone/something')\n"
+        "except CheckpointError as error:\n"
+        "    print(error)\n"
+    )
+    # A port that nothing listens on: what a machine without a network sees, but at once.
+    away = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    finished = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **away, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Hub cannot be reached" in finished.stdout, finished.stderr

@@ -1,0 +1,198 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxspec.checkpoint import CheckpointError, Tokenizer, load_tokenizer
+
+KINDS = ("byte_level_tokenizer", "sentence_piece_tokenizer")
+CHAT = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "Hello"}]
+
+
+@pytest.fixture(params=KINDS)
+def tokenizer(request) -> Tokenizer:
+    return request.getfixturevalue(request.param)
+
+
+def with_template(tokenizer: Tokenizer, template: str, name: str = "default") -> Tokenizer:
+    return Tokenizer(tokenizer.backend, tokenizer.settings, {name: template})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_and_bytes_make_up_the_decoded_text(kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    table = tokenizer.token_bytes()
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.text(max_size=20).filter(lambda text: "\ufffd" not in text), st.booleans())
+    def check(text, start):
+        ids = [tokenizer.bos_id] * start + tokenizer.encode(text)
+        whole = tokenizer.decode(ids)
+        stream = tokenizer.detokenizer()
+        assert "".join([stream.push([token_id]) for token_id in ids]) + stream.finish() == whole
+        spelled = b"".join(table[token_id] for token_id in ids).decode()
+        assert spelled.removeprefix(" " if kind == KINDS[1] else "") == whole
+
+    check()
+
+
+def test_text_given_out_is_never_taken_back(byte_level_tokenizer):
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.integers(0, byte_level_tokenizer.vocab_size - 1), max_size=24))
+    def check(ids):
+        stream = byte_level_tokenizer.detokenizer()
+        pieces = [stream.push([token_id]) for token_id in ids]
+        assert not any(piece.endswith("\ufffd") for piece in pieces)
+        assert "".join(pieces) + stream.finish() == byte_level_tokenizer.decode(ids)
+
+    check()
+
+
+def test_half_a_character_is_held_back(byte_level_tokenizer):
+    first, second, third = byte_level_tokenizer.encode("€")
+    stream = byte_level_tokenizer.detokenizer()
+    assert [stream.push([first]), stream.push([second]), stream.push([third])] == ["", "", "€"]
+    assert stream.push([first]) == ""
+    assert stream.finish() == "\ufffd"
+
+
+def test_leading_spaces_of_later_words_are_streamed(sentence_piece_tokenizer):
+    eos, a = sentence_piece_tokenizer.eos_id, sentence_piece_tokenizer.token_id("▁a")
+    stream = sentence_piece_tokenizer.detokenizer()
+    assert [stream.push([token_id]) for token_id in (a, eos, a, a)] == ["a", "", " a", " a"]
+
+
+def test_special_tokens_have_bytes_only_when_asked_for(tokenizer):
+    assert tokenizer.token_bytes()[tokenizer.eos_id] == b""
+    assert tokenizer.token_bytes(skip_special_tokens=False)[tokenizer.eos_id] == b"</s>"
+
+
+def test_an_added_token_that_is_not_special_is_text(byte_level_tokenizer):
+    think = byte_level_tokenizer.token_id("<think>")
+    assert byte_level_tokenizer.token_bytes()[think] == b"<think>"
+    assert byte_level_tokenizer.decode([think]) == "<think>"
+    assert think not in byte_level_tokenizer.special_ids
+
+
+def test_bytes_of_other_tokenizers_are_refused(byte_level_tokenizer):
+    tokenizers = pytest.importorskip("tokenizers")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}))
+    backend.decoder = tokenizers.decoders.WordPiece()
+    with pytest.raises(CheckpointError, match="WordPiece"):
+        Tokenizer(backend).token_bytes()
+
+
+def test_ids_by_name(tokenizer):
+    assert tokenizer.bos_id == tokenizer.token_id("<s>")
+    assert tokenizer.eos_id == tokenizer.token_id("</s>")
+    assert tokenizer.pad_id is None
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_a_written_tokenizer_is_read_back(tokenizer, tmp_path):
+    templates = {"default": "{{ messages|length }}", "rag": "{{ documents|length }}"}
+    Tokenizer(tokenizer.backend, tokenizer.settings, templates).write(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again.encode("a cat") == tokenizer.encode("a cat")
+    assert again.special_tokens == tokenizer.special_tokens
+    assert again.templates == templates
+    assert again.render_chat(CHAT, template="rag", documents=[{}, {}]) == "2"
+
+
+def test_truncation_and_padding_in_the_file_are_not_applied(byte_level_tokenizer, tmp_path):
+    byte_level_tokenizer.write(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    length = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "truncation": length}))
+    text = "the cat sat on the mat"
+    assert load_tokenizer(tmp_path).encode(text) == byte_level_tokenizer.encode(text)
+
+
+def test_a_template_sees_messages_tokens_and_further_variables(tokenizer):
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+        "{% generation %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endgeneration %}"
+        "{% endfor %}{% if add_generation_prompt and thinking %}go{% endif %}"
+    )
+    chat = with_template(tokenizer, template)
+    assert chat.render_chat(CHAT, thinking=True) == "<s>[assistant] Hello</s>go"
+    assert chat.render_chat(CHAT, add_generation_prompt=False) == "<s>[assistant] Hello</s>"
+    # The template wrote the special tokens: encoding must not add them a second time.
+    assert chat.encode_chat(CHAT)[0] == tokenizer.bos_id
+    assert chat.encode_chat(CHAT).count(tokenizer.bos_id) == 1
+
+
+def test_json_in_templates_is_not_escaped_for_html(tokenizer):
+    rendered = with_template(tokenizer, "{{ messages[0]|tojson }}").render_chat(CHAT)
+    assert rendered == '{"role": "user", "content": "Hi <b>"}'
+
+
+def test_the_date_is_there(tokenizer):
+    assert with_template(tokenizer, "{{ strftime_now('%Y') }}").render_chat(CHAT).isdigit()
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% set ns = namespace(__class__=1) %}",
+        "{{ messages[0].missing.deeper }}",
+        "{{ 1 // 0 }}",
+        "{% if %}",
+    ],
+)
+def test_a_template_that_refuses_fails_or_reaches_out_is_an_error(tokenizer, template):
+    with pytest.raises(CheckpointError, match="chat template"):
+        with_template(tokenizer, template).render_chat(CHAT)
+
+
+def test_a_refusal_is_passed_on(tokenizer):
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(CheckpointError, match="roles must alternate"):
+        with_template(tokenizer, template).render_chat(CHAT)
+
+
+def test_chat_without_a_template_is_an_error(tokenizer):
+    with pytest.raises(CheckpointError, match="no chat template"):
+        tokenizer.render_chat(CHAT)
+    with pytest.raises(CheckpointError, match=r"\['rag'\], got 'default'"):
+        with_template(tokenizer, "x", name="rag").render_chat(CHAT)
+
+
+@pytest.mark.parametrize("messages", ["hi", {"role": "user"}, ["hi"], [{"content": "hi"}]])
+def test_messages_of_the_wrong_form_are_an_error(tokenizer, messages):
+    with pytest.raises(ValueError, match="messages"):
+        with_template(tokenizer, "x").render_chat(messages)
+
+
+def test_messages_that_are_not_plain_json_are_an_error(tokenizer):
+    with pytest.raises(ValueError, match="plain JSON"):
+        with_template(tokenizer, "x").render_chat([{"role": "user", "content": object()}])
+
+
+def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {"type": "Nonsense"}}'])
+def test_a_damaged_tokenizer_is_an_error(tmp_path, text):
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_templates_listed_in_the_settings_are_named(byte_level_tokenizer, tmp_path):
+    byte_level_tokenizer.write(tmp_path)
+    listed = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    assert load_tokenizer(tmp_path).templates == {"default": "a", "tool_use": "b"}
+    # A file of its own wins over the settings.
+    (tmp_path / "chat_template.jinja").write_text("c")
+    assert load_tokenizer(tmp_path).templates == {"default": "c", "tool_use": "b"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [1]}))
+    with pytest.raises(CheckpointError, match="chat_template"):
+        load_tokenizer(tmp_path)
