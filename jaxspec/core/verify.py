@@ -121,12 +121,13 @@ def verify_tree(
             child = tree.children[node, rank]
             slot = jnp.maximum(child, 0)
             token = proposal.tokens[slot]
-            tried = (child >= 0) & proposal.valid[slot] & arrived & (accepted < 0)
-            tried &= draft[token] > 0
+            drawn = (child >= 0) & arrived & (accepted < 0) & (draft[token] > 0)
+            tried = drawn & proposal.valid[slot]
             keep = tried & (uniforms[slot] * draft[token] < law[token])
             accepted = jnp.where(keep, child, accepted)
             law = jnp.where(tried & ~keep, _residual(law, draft), law)
-            draft = jnp.where(tried, _normalized(draft.at[token].set(0.0)), draft)
+            # Later siblings were drawn without this token, whether it is of use or not.
+            draft = jnp.where(drawn, _without(draft, token), draft)
         arrived = accepted >= 0
         node = jnp.where(arrived, accepted, node)
         return node, arrived, jnp.where(arrived, jax.nn.softmax(logits[node]), law)
@@ -162,6 +163,8 @@ def _draw_residual(
     return inverse_cdf(_residual(target, draft), uniform)
 
 
-def _normalized(weights: Float[Array, " vocab"]) -> Float[Array, " vocab"]:
-    total = jnp.sum(weights)
-    return weights / jnp.where(total > 0, total, 1.0)
+def _without(law: Float[Array, " vocab"], token: Int[Array, ""]) -> Float[Array, " vocab"]:
+    """The law of a draw that leaves one token out; zeros if that was the only one."""
+    rest = law.at[token].set(0.0)
+    total = jnp.sum(rest)
+    return rest / jnp.where(total > 0, total, 1.0)
