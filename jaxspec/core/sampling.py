@@ -33,7 +33,9 @@ def warp_logits(logits: Logits, warp: Warp) -> Logits:
     if warp.bias is not None:
         logits = logits + warp.bias.astype(logits.dtype)[None, :]
     if warp.temperature is not None:
-        only_best = jnp.where(_is_argmax(logits), jnp.zeros_like(logits), -jnp.inf)
+        # The best logit keeps its value, so that a row of NaN or -inf does not turn into a law.
+        best = jnp.max(logits, axis=-1, keepdims=True)
+        only_best = jnp.where(_is_argmax(logits), best, -jnp.inf)
         heated = logits / jnp.where(warp.temperature > 0, warp.temperature, 1.0)
         logits = jnp.where(warp.temperature > 0, heated, only_best)
     if warp.top_k is not None:
@@ -112,10 +114,12 @@ def _is_argmax(logits: Logits) -> Bool[Array, "nodes vocab"]:
 def inverse_cdf(weights: Float[Array, " vocab"], uniform: Float[Array, ""]) -> Int[Array, ""]:
     """Draws an index with probability proportional to `weights` from a uniform in [0, 1)."""
     cumulative = jnp.cumsum(weights)
-    index = jnp.sum(cumulative <= uniform * cumulative[-1])
-    # The product may round up to the total; the last token with weight is what was meant.
-    positions = jnp.arange(weights.shape[0])
-    return jnp.minimum(index, jnp.max(jnp.where(weights > 0, positions, 0))).astype(jnp.int32)
+    index = jnp.arange(weights.shape[0])
+    # XLA sums in blocks, so the sums may rise or dip where a weight is 0: such an index is never
+    # meant. Nor is one past the last weight, where the product has rounded up to the total.
+    reached = (cumulative > uniform * cumulative[-1]) & (weights > 0)
+    first = jnp.min(jnp.where(reached, index, weights.shape[0]))
+    return jnp.minimum(first, jnp.max(jnp.where(weights > 0, index, 0))).astype(jnp.int32)
 
 
 def draw_without_replacement(
