@@ -1,0 +1,54 @@
+"""What the tests of several folders share."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+from tests.shapes import checked
+
+# Before anything of `jaxspec` is imported.
+install_import_hook(
+    ("jaxspec.core", "jaxspec.drafters"), f"{checked.__module__}.{checked.__name__}"
+)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def shared_folder() -> Callable[..., Path]:
+    """The path of a folder of recorded reference data beside the repository; skips without it."""
+
+    def find(*parts: str) -> Path:
+        path = Path(__file__).resolve().parents[2].joinpath("shared", *parts)
+        if not path.exists():
+            pytest.skip(f"needs {path}, which is not here")
+        return path
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """A Llama of a few thousand weights."""
+    from jaxspec.models import ModelConfig
+
+    return ModelConfig(
+        vocab_size=97,
+        embed_dim=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_dim=64,
+        max_positions=256,
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_network(tiny_config):
+    """That config with random weights, float32."""
+    from jaxspec.models import Network, init_params
+
+    return Network(init_params(tiny_config, jax.random.key(0)), tiny_config)

@@ -1,0 +1,343 @@
+"""Verification is lossless: proven by enumeration, in float64, on `core.verify` itself.
+
+Every draft, every decision, every emitted token of a tiny vocabulary is summed with its exact
+probability (see `enumeration.py`); the joint law of the text must be the target's own to 1e-12.
+The same checker must catch the classical mistakes, planted one by one.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.core import verify as rules
+from jaxspec.core.proposal import tree_proposal
+from jaxspec.core.sampling import inverse_cdf, warp_logits
+from jaxspec.core.tree import chain, tree_from_paths
+from jaxspec.core.types import Tree, Warp
+from tests.laws import enumeration
+
+VOCAB = 4
+EXACT = 1e-12
+# Compiling takes longer than running here.
+QUICK = {"xla_llvm_disable_expensive_passes": True, "xla_backend_optimization_level": 0}
+
+CHAIN = chain(3)
+# Three siblings, and two below the one in the middle.
+SIBLINGS = tree_from_paths([(0,), (1,), (2,), (1, 0), (1, 1)])
+TREES = {"chain": CHAIN, "siblings": SIBLINGS}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def random_laws(seed: int, warp: Warp, depth: int = 3, vocab: int = VOCAB) -> list[np.ndarray]:
+    """A random autoregressive law: one table for each length of prefix, warped."""
+    rng = np.random.default_rng(seed)
+    shapes = [(vocab,) * (length + 1) for length in range(depth + 1)]
+    return [warped(1.5 * rng.standard_normal(shape), warp) for shape in shapes]
+
+
+def warped(logits: np.ndarray, warp: Warp) -> np.ndarray:
+    rows = warp_logits(jnp.asarray(logits.reshape(-1, logits.shape[-1])), warp)
+    return np.asarray(jax.nn.softmax(rows, axis=-1)).reshape(logits.shape)
+
+
+WARPS = {
+    "plain": Warp(temperature=jnp.float32(1.0)),
+    "hot": Warp(temperature=jnp.float32(1.7)),
+    "cold": Warp(temperature=jnp.float32(0.5)),
+    "greedy row": Warp(temperature=jnp.float32(0.0)),
+    "top-k": Warp(temperature=jnp.float32(1.0), top_k=jnp.int32(2)),
+    "top-p": Warp(temperature=jnp.float32(0.8), top_p=jnp.float32(0.7)),
+    "banned": Warp(temperature=jnp.float32(1.0), bias=jnp.array([0, -jnp.inf, 0.5, 0])),
+}
+
+
+class Outcome(NamedTuple):
+    """How far the law of the text is from the target's, and whether decisions were in order.
+
+    deviation: the largest difference of any probability of the joint law.
+    consistent: every verdict was what its cell of the uniforms asks for.
+    """
+
+    deviation: float
+    consistent: bool
+
+
+def compiled(verify, tree: Tree):
+    """Measures every draft at once. One program for each kind of proposal."""
+
+    def one(tokens, valid, draft_logprobs, target_logits, key):
+        proposal = tree_proposal(tree, tokens, valid, draft_logprobs)
+        return enumeration.measure(verify, tree, proposal, target_logits, key)
+
+    return jax.jit(jax.vmap(one), compiler_options=QUICK)
+
+
+@lru_cache
+def honest(shape: str):
+    return compiled(rules.verify, TREES[shape])
+
+
+def judge(
+    measure: Callable,
+    tree: Tree,
+    target: enumeration.Laws,
+    drafts: enumeration.Drafts,
+    stated: enumeration.Laws | None,
+) -> Outcome:
+    """Compares the law of the text with the target's own.
+
+    Args:
+        measure: from `compiled`.
+        tree: its tree.
+        target: the target's laws.
+        drafts: every draft that may happen.
+        stated: the laws that the drafter says it draws from; `None`: its drafts are deterministic,
+            and each of them alone must keep the law.
+    """
+    nodes = range(len(tree.parents))
+    with np.errstate(divide="ignore"):
+        logits = np.log(enumeration.laws_at(tree, target, drafts.tokens, nodes))
+        logprobs = None
+        if stated is not None:
+            expanded = np.unique(tree.parents[1:])
+            logprobs = np.log(enumeration.laws_at(tree, stated, drafts.tokens, expanded))
+    keys = jax.random.split(jax.random.key(0), len(drafts.tokens))
+    measured = measure(drafts.tokens, drafts.valid, logprobs, logits, keys)
+    measured = jax.tree.map(np.asarray, measured)
+    expected = enumeration.autoregressive_law(target[: tree.paths.shape[1]])
+    groups = [slice(None)] if stated is not None else [[row] for row in range(len(drafts.tokens))]
+    laws = [
+        enumeration.emitted_law(
+            tree,
+            enumeration.Drafts(*(field[group] for field in drafts)),
+            enumeration.Measured(*(field[group] for field in measured)),
+            target,
+        )
+        for group in groups
+    ]
+    possible = drafts.probability > 0
+    return Outcome(
+        max(np.abs(law - expected).max() for law in laws), measured.consistent[possible].all()
+    )
+
+
+def assert_lossless(outcome: Outcome):
+    assert outcome.consistent
+    assert outcome.deviation < EXACT
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_sampled_drafts_keep_the_law(shape, warp):
+    tree = TREES[shape]
+    target, draft = random_laws(0, WARPS[warp]), random_laws(1, WARPS[warp])
+    drafts = enumeration.sampled_drafts(tree, draft)
+    assert_lossless(judge(honest(shape), tree, target, drafts, draft))
+
+
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_target_and_draft_may_be_warped_differently(shape):
+    tree = TREES[shape]
+    target, draft = random_laws(2, WARPS["hot"]), random_laws(3, WARPS["top-k"])
+    drafts = enumeration.sampled_drafts(tree, draft)
+    assert_lossless(judge(honest(shape), tree, target, drafts, draft))
+
+
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_a_draft_equal_to_the_target_keeps_the_law(shape):
+    tree, laws = TREES[shape], random_laws(4, WARPS["plain"])
+    drafts = enumeration.sampled_drafts(tree, laws)
+    assert_lossless(judge(honest(shape), tree, laws, drafts, laws))
+
+
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_laws_that_exclude_each_other_keep_the_law(shape):
+    """The draft never proposes what the target may say: everything is rejected."""
+    tree = TREES[shape]
+    target = random_laws(5, Warp(bias=jnp.array([0, 0, -jnp.inf, -jnp.inf])))
+    draft = random_laws(6, Warp(bias=jnp.array([-jnp.inf, -jnp.inf, 0, 0])))
+    drafts = enumeration.sampled_drafts(tree, draft)
+    assert_lossless(judge(honest(shape), tree, target, drafts, draft))
+
+
+def test_a_single_possible_token_leaves_fillers_among_its_siblings():
+    """A law with one token cannot give two siblings: the second is a filler and is skipped."""
+    target = random_laws(7, WARPS["plain"])
+    draft = random_laws(8, WARPS["greedy row"])
+    drafts = enumeration.sampled_drafts(SIBLINGS, draft)
+    assert_lossless(judge(honest("siblings"), SIBLINGS, target, drafts, draft))
+
+
+# What a node's validity may depend on: whatever was known before its own token was drawn.
+EARLY_EXITS = {
+    "the text alone": lambda tokens: np.arange(tokens.shape[1])[None, :] < 3,
+    "the token before": lambda tokens: np.roll(tokens, 1, axis=1) != 2,
+    "an earlier sibling": lambda tokens: (tokens[:, 1] != 2)[:, None] | (np.arange(6) != 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "exit_rule"),
+    [
+        ("chain", "the text alone"),
+        ("chain", "the token before"),
+        ("siblings", "the text alone"),
+        ("siblings", "an earlier sibling"),
+    ],
+)
+def test_a_draft_that_stops_early_keeps_the_law(shape, exit_rule):
+    tree = TREES[shape]
+    target, draft = random_laws(9, WARPS["plain"]), random_laws(10, WARPS["plain"])
+    drafts = enumeration.sampled_drafts(tree, draft, EARLY_EXITS[exit_rule])
+    assert not drafts.valid.all()
+    assert_lossless(judge(honest(shape), tree, target, drafts, draft))
+
+
+@pytest.mark.parametrize("gap", [1, 2, 4])
+def test_an_unused_sibling_between_used_ones_keeps_the_law(gap):
+    """The siblings after it were drawn knowing its token, used or not."""
+    target, draft = random_laws(11, WARPS["plain"]), random_laws(12, WARPS["plain"])
+    drafts = enumeration.sampled_drafts(SIBLINGS, draft, lambda tokens: np.arange(6) != gap)
+    assert_lossless(judge(honest("siblings"), SIBLINGS, target, drafts, draft))
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_each_deterministic_draft_keeps_the_law(shape, warp):
+    tree, target = TREES[shape], random_laws(13, WARPS[warp])
+    drafts = deterministic_drafts(tree)
+    assert_lossless(judge(honest(shape), tree, target, drafts, None))
+
+
+def deterministic_drafts(tree: Tree) -> enumeration.Drafts:
+    """Some drafts, duplicates among siblings included, some of them with unused nodes."""
+    rng = np.random.default_rng(0)
+    shape = (24, len(tree.parents))
+    tokens, valid = rng.integers(0, VOCAB, shape), rng.random(shape) < 0.8
+    tokens[0] = 1  # all siblings alike
+    valid[:12] = True
+    valid[:, 0] = True
+    return enumeration.Drafts(tokens, valid, np.ones(len(tokens)))
+
+
+class Fault(NamedTuple):
+    """A planted mistake, and where it is looked for.
+
+    change: given pytest's `monkeypatch`, breaks a piece of `core.verify` and returns the verifier
+        to judge.
+    """
+
+    shape: str
+    change: Callable
+    deterministic: bool = False
+
+
+def patched(name: str, piece: Callable) -> Callable:
+    def change(monkeypatch):
+        monkeypatch.setattr(rules, name, piece)
+        return rules.verify
+
+    return change
+
+
+def target_instead_of_residual(uniform, target, draft):
+    return inverse_cdf(target, uniform)
+
+
+def bonus_ignores_temperature(uniform, target, draft):
+    bonus = jnp.sum(draft) == 0
+    unheated = target**1.7  # what the "hot" target was before warping
+    return inverse_cdf(jnp.where(bonus, unheated, jnp.maximum(target - draft, 0)), uniform)
+
+
+def bonus_from_the_draft(monkeypatch):
+    def verify(uniforms, proposal, target_logits):
+        verdict = rules.verify(uniforms, proposal, target_logits)
+        drafted = inverse_cdf(jnp.exp(proposal.draft_logprobs[-1]), uniforms[0])
+        kept_all = verdict.num_emitted == verdict.path.shape[0]
+        return verdict._replace(next_token=jnp.where(kept_all, drafted, verdict.next_token))
+
+    return verify
+
+
+def bonus_dropped(monkeypatch):
+    def verify(uniforms, proposal, target_logits):
+        verdict = rules.verify(uniforms, proposal, target_logits)
+        kept_all = verdict.num_emitted == verdict.path.shape[0]
+        return verdict._replace(num_emitted=verdict.num_emitted - kept_all)
+
+    return verify
+
+
+def one_uniform_decides_twice(monkeypatch):
+    def verify(uniforms, proposal, target_logits):
+        return rules.verify(uniforms.at[2].set(uniforms[1]), proposal, target_logits)
+
+    return verify
+
+
+FAULTS = {
+    "chain: residual forgotten": Fault(
+        "chain", patched("_draw_residual", target_instead_of_residual)
+    ),
+    "chain: bonus ignores temperature": Fault(
+        "chain", patched("_draw_residual", bonus_ignores_temperature)
+    ),
+    "chain: bonus drawn from the draft": Fault("chain", bonus_from_the_draft),
+    "chain: bonus dropped": Fault("chain", bonus_dropped),
+    "chain: one uniform decides twice": Fault("chain", one_uniform_decides_twice),
+    "tree: residual not renormalised": Fault(
+        "siblings", patched("_residual", lambda target, draft: jnp.maximum(target - draft, 0.0))
+    ),
+    "tree: sibling not removed": Fault("siblings", patched("_without", lambda law, token: law)),
+    "tree: sibling removed, law not renormalised": Fault(
+        "siblings", patched("_without", lambda law, token: law.at[token].set(0.0))
+    ),
+    "deterministic: rejected children not struck": Fault(
+        "siblings", patched("_draw_residual", target_instead_of_residual), deterministic=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught(name, monkeypatch):
+    fault = FAULTS[name]
+    tree = TREES[fault.shape]
+    target, draft = random_laws(14, WARPS["hot"]), random_laws(15, WARPS["hot"])
+    if fault.deterministic:
+        drafts, stated = deterministic_drafts(tree), None
+    else:
+        drafts, stated = enumeration.sampled_drafts(tree, draft), draft
+    measure = compiled(fault.change(monkeypatch), tree)
+    assert_caught(judge(measure, tree, target, drafts, stated))
+
+
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_a_dishonest_draft_law_is_caught(shape):
+    tree = TREES[shape]
+    target, stated = random_laws(16, WARPS["plain"]), random_laws(17, WARPS["plain"])
+    really = random_laws(17, WARPS["hot"])
+    drafts = enumeration.sampled_drafts(tree, really)
+    assert_caught(judge(honest(shape), tree, target, drafts, stated))
+
+
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_dropping_nodes_for_their_own_tokens_is_caught(shape):
+    tree = TREES[shape]
+    target, draft = random_laws(18, WARPS["plain"]), random_laws(19, WARPS["plain"])
+    drafts = enumeration.sampled_drafts(tree, draft, lambda tokens: tokens != 2)
+    assert_caught(judge(honest(shape), tree, target, drafts, draft))
+
+
+def assert_caught(outcome: Outcome):
+    assert outcome.deviation > 1e-3 or not outcome.consistent
