@@ -1,0 +1,225 @@
+"""The package as a whole: its public face, its layers, its documents, its wheel."""
+
+import ast
+import contextlib
+import doctest
+import importlib
+import inspect
+import io
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import jaxspec
+from jaxspec.checkpoint import shipped_models
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "jaxspec"
+# A folder may import from folders before it, never from one after it. Modules that lie directly
+# in the package are one group, "face"; `jaxspec` itself is the table of contents.
+LAYERS = (
+    ("core",),
+    ("models",),
+    ("checkpoint",),
+    ("drafters", "diffusion", "trees"),
+    ("face",),
+    ("training", "mobile", "batch", "bench", "sharding"),
+    ("jaxspec",),
+    ("cli", "__main__"),
+)
+RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages([str(PACKAGE)], "jaxspec.")
+    if not module.name.endswith("__main__")
+)
+SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def run_python(source: str) -> str:
+    """What a fresh interpreter prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def needs_demo() -> None:
+    if "demo" not in shipped_models():
+        pytest.skip("needs checkpoints/demo, which is not here")
+
+
+def test_importing_is_quick():
+    # Processor time, so that what else the machine does is not counted; best of three.
+    source = "import time; start = time.process_time(); import jaxspec; "
+    source += "print(time.process_time() - start)"
+    assert min(float(run_python(source)) for _ in range(3)) < 1.5
+
+
+def test_importing_loads_nothing_optional():
+    source = "import sys, jaxspec; print(*sys.modules)"
+    loaded = set(run_python(source).split())
+    optional = {"torch", "transformers", "matplotlib", "IPython", "huggingface_hub"}
+    assert not loaded & optional
+
+
+def test_core_imports_without_flax():
+    print_core = """
+import importlib, pathlib, sys, types
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "flax":
+            raise ImportError("flax is blocked")
+
+sys.meta_path.insert(0, Blocker())
+# The package's own table of contents imports the models; an empty stand-in does not.
+package = types.ModuleType("jaxspec")
+package.__path__ = [PATH]
+sys.modules["jaxspec"] = package
+for path in sorted(pathlib.Path(PATH, "core").glob("*.py")):
+    importlib.import_module("jaxspec.core" + "." * (path.stem != "__init__")
+                            + path.stem.replace("__init__", ""))
+print(*(name for name in sys.modules if name.startswith("jaxspec.core.")))
+"""
+    loaded = run_python(print_core.replace("PATH", repr(str(PACKAGE)))).split()
+    assert "jaxspec.core.decode" in loaded
+
+
+def layer_of(module: str) -> str:
+    """The layer of a dotted name; names that are no module of ours are attributes."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return "jaxspec"
+    if parts[1] in RANKS:
+        return parts[1]
+    return "face" if (PACKAGE / f"{parts[1]}.py").is_file() else "jaxspec"
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules of ours that a file imports when it runs, wherever in it; not for types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are written in full"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "jaxspec"}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_imports_go_one_way(source):
+    module = source.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    layer = layer_of(module)
+    for imported in imported_modules(ROOT / source):
+        other = layer_of(imported)
+        assert other == layer or RANKS[other] < RANKS[layer], f"{module} imports {imported}"
+
+
+def test_only_models_import_flax():
+    for source in SOURCES:
+        if source.startswith("jaxspec/models/"):
+            continue
+        text = (ROOT / source).read_text(encoding="utf-8")
+        assert not re.search(r"^\s*(import|from) flax\b", text, re.MULTILINE), source
+
+
+def test_public_names_are_few_sorted_and_there():
+    assert jaxspec.__all__ == sorted(jaxspec.__all__)
+    assert len(jaxspec.__all__) <= 30
+    for name in jaxspec.__all__:
+        assert getattr(jaxspec, name) is not None
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_classes_say_what_they_are(name):
+    module = importlib.import_module(name)
+    assert module.__doc__ or not module.__file__ or not Path(module.__file__).read_text()
+    for thing_name, thing in vars(module).items():
+        is_ours = getattr(thing, "__module__", None) == name
+        if is_ours and inspect.isclass(thing) and not thing_name.startswith("_"):
+            # Records without a docstring of their own get one from the standard library.
+            generated = f"{thing_name}("
+            assert thing.__doc__, f"{name}.{thing_name} has no docstring"
+            assert not thing.__doc__.startswith(generated), f"{name}.{thing_name} has no docstring"
+
+
+@pytest.mark.parametrize("name", jaxspec.__all__)
+def test_the_public_face_is_documented(name):
+    thing = getattr(jaxspec, name)
+    assert inspect.getdoc(thing)
+    methods = [] if not inspect.isclass(thing) else vars(thing).items()
+    for method_name, method in methods:
+        if inspect.isfunction(method) and not method_name.startswith("_"):
+            assert inspect.getdoc(method) or method_name in PROTOCOL_METHODS, method_name
+
+
+# Documented once, in the protocols of `core.types`.
+PROTOCOL_METHODS = {"init", "propose"}
+
+
+def documented_examples() -> dict[str, doctest.DocTest]:
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = (test for name in MODULES for test in finder.find(importlib.import_module(name), name))
+    return {test.name: test for test in found if test.examples}
+
+
+EXAMPLES = documented_examples()
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_documented_examples_run(name, monkeypatch):
+    test = EXAMPLES[name]
+    if "demo" in "".join(example.source for example in test.examples):
+        needs_demo()
+    monkeypatch.chdir(ROOT)
+    said = io.StringIO()
+    outcome = doctest.DocTestRunner(verbose=False).run(test, out=said.write)
+    assert outcome.failed == 0, said.getvalue()
+    assert outcome.attempted > 0
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/write_a_drafter.md"])
+def test_python_in_documents_runs(document, monkeypatch, tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
+    assert blocks
+    needs_demo()
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": "document"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for block in blocks:
+            exec(compile(block, document, "exec"), namespace)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs"])
+def test_links_between_documents_lead_somewhere(document):
+    path = ROOT / document
+    for page in [path] if path.is_file() else sorted(path.glob("*.md")):
+        for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_the_wheel_carries_the_shipped_models(tmp_path):
+    pytest.importorskip("hatchling", reason="needs hatchling: pip install '.[test]'")
+    needs_demo()
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for file in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert f"jaxspec/checkpoints/demo/{file}" in names
+    assert set(SOURCES) <= names
+    assert not any(name.startswith(("tests/", "notebooks/")) for name in names)
