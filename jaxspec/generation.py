@@ -359,9 +359,11 @@ def prepare(
     loaded = (
         drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or NoDraft(), ())
     )
+    if not 0 <= seed < 1 << 31:
+        raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
     _check_vocabulary(model, loaded)
     _check_penalties(model, config)
-    encoded = [_encode(model, prompt) for prompt in _as_list(prompts)]
+    encoded = [_encode(model, prompt) for prompt in prompt_list(prompts)]
     for index, ids in enumerate(encoded):
         _check_ids(model, ids, f"prompts[{index}]")
     lengths = np.repeat([len(ids) for ids in encoded], config.num_samples).astype(np.int32)
@@ -417,7 +419,7 @@ def _bucket(num_tokens: int) -> int:
     return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())
 
 
-def _as_list(prompts) -> list[PromptLike]:
+def prompt_list(prompts) -> list[PromptLike]:
     """One prompt as a list of one: text, ids, or messages."""
     if isinstance(prompts, str):
         return [prompts]

@@ -152,11 +152,11 @@ class _Outcome(NamedTuple):
 
     verdict: Verdict
     path_kv: tuple[LayerKV, ...]
-    features: Float[Array, "depth+1 embed"]
-    taps: Float[Array, "depth+1 tapped"]
-    finite: Bool[Array, " depth+1"]
-    logprobs: Float[Array, " depth+1"] | None
-    warped_logprobs: Float[Array, " depth+1"] | None
+    features: Float[Array, "levels embed"]
+    taps: Float[Array, "levels tapped"]
+    finite: Bool[Array, " levels"]
+    logprobs: Float[Array, " levels"] | None
+    warped_logprobs: Float[Array, " levels"] | None
 
 
 def speculative_step(
@@ -249,7 +249,7 @@ def _target_pass(
     path = jnp.maximum(verdict.path, 0)
     emitted = _emitted_tokens(proposal, verdict)
 
-    def logprobs_along_path(scores: Float[Array, "nodes vocab"]) -> Float[Array, " depth+1"]:
+    def logprobs_along_path(scores: Float[Array, "nodes vocab"]) -> Float[Array, " levels"]:
         rows = scores[path]
         chosen = jnp.take_along_axis(rows, emitted[:, None], axis=1)[:, 0]
         return chosen - jax.nn.logsumexp(rows, axis=-1)
@@ -268,7 +268,7 @@ def _target_pass(
     )
 
 
-def _emitted_tokens(proposal: Proposal, verdict: Verdict) -> Int[Array, " depth+1"]:
+def _emitted_tokens(proposal: Proposal, verdict: Verdict) -> Int[Array, " levels"]:
     """The accepted tokens, then the target's own; what follows means nothing."""
     accepted = proposal.tokens[jnp.maximum(jnp.roll(verdict.path, -1), 0)]
     order = jnp.arange(verdict.path.shape[0])

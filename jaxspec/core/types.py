@@ -1,7 +1,8 @@
 """The records and protocols that everything else is written in.
 
 Every array here belongs to ONE row (one sequence). The step maps rows; nothing below knows of a
-batch.
+batch. Axis names: `nodes` of a tree, root included; `levels` = its depth + 1; `slots` of a text or
+cache; `laws`, one for each parent whose children were sampled.
 """
 
 from enum import IntEnum
@@ -53,7 +54,7 @@ class Tree(NamedTuple):
     depths: Int[Array, " nodes"]
     ranks: Int[Array, " nodes"]
     ancestors: Bool[Array, "nodes nodes"]
-    paths: Int[Array, "nodes depth+1"]
+    paths: Int[Array, "nodes levels"]
     children: Int[Array, "nodes branch"]
 
 
@@ -84,7 +85,7 @@ class Verdict(NamedTuple):
     next_token: that last token, sampled from the target's law or its residual; the next root.
     """
 
-    path: Int[Array, " depth+1"]
+    path: Int[Array, " levels"]
     num_emitted: Int[Array, ""]
     next_token: Int[Array, ""]
 
@@ -110,9 +111,9 @@ class Recent(NamedTuple):
         pending token.
     """
 
-    tokens: Int[Array, " depth+1"]
-    features: Float[Array, "depth+1 embed"]
-    taps: Float[Array, "depth+1 tapped"]
+    tokens: Int[Array, " levels"]
+    features: Float[Array, "levels embed"]
+    taps: Float[Array, "levels tapped"]
     count: Int[Array, ""]
 
 
@@ -174,8 +175,8 @@ class Stats(NamedTuple):
     """
 
     num_steps: Int[Array, ""]
-    accepted: Int[Array, " depth+1"]
-    drafted: Int[Array, " depth+1"]
+    accepted: Int[Array, " levels"]
+    drafted: Int[Array, " levels"]
     num_nodes: Int[Array, ""]
 
 
@@ -204,7 +205,7 @@ class Info(NamedTuple):
 
     proposal: Proposal
     verdict: Verdict
-    emitted: Int[Array, " depth+1"]
+    emitted: Int[Array, " levels"]
     count: Int[Array, ""]
     width: Int[Array, ""]
 
