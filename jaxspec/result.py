@@ -2,8 +2,9 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxspec.core.types import DecodeState, Info, Stop
@@ -68,8 +69,9 @@ class Trace(tuple[TraceStep, ...]):
 
 
 def trace_steps(info: Info, tokenizer: "Tokenizer | None" = None) -> list[TraceStep | None]:
-    """Splits one batched step into rows; `None` for rows that emitted nothing."""
-    proposal, verdict = info.proposal, info.verdict
+    """Fetches one batched step, split into rows; `None` for rows that emitted nothing."""
+    host: Any = jax.device_get(info)
+    proposal, verdict = host.proposal, host.verdict
     laws = proposal.draft_logprobs
     return [
         TraceStep(
@@ -79,13 +81,13 @@ def trace_steps(info: Info, tokenizer: "Tokenizer | None" = None) -> list[TraceS
             draft_logprobs=None if laws is None else laws[row],
             law_row=proposal.law_row[row],
             path=verdict.path[row][: verdict.num_emitted[row]],
-            emitted=info.emitted[row][:count],
-            width=int(info.width[row]),
+            emitted=host.emitted[row][:count],
+            width=int(host.width[row]),
             tokenizer=tokenizer,
         )
         if count
         else None
-        for row, count in enumerate(info.count)
+        for row, count in enumerate(host.count)
     ]
 
 
@@ -191,16 +193,17 @@ class HostRow(NamedTuple):
 
 
 def host_rows(states: DecodeState, prompt_lengths: Sequence[int]) -> list[HostRow]:
-    """Splits final states, fetched from the device, into rows without their prompts."""
-    context, emitted, stats = states.context, states.emitted, states.stats
+    """Fetches final states, split into rows without their prompts."""
+    host: Any = jax.device_get(states)
+    context, emitted, stats = host.context, host.emitted, host.stats
 
-    def part(facts: np.ndarray | None, row: int) -> np.ndarray | None:
+    def part(facts: np.ndarray | None, row: int) -> Any:
         return None if facts is None else facts[row, prompt_lengths[row] : context.length[row]]
 
     return [
         HostRow(
             tokens=part(context.tokens, row),
-            finish_reason=FINISH_REASONS[Stop(int(states.stop[row]))],
+            finish_reason=FINISH_REASONS[Stop(int(host.stop[row]))],
             from_draft=part(emitted.from_draft, row),
             logprobs=part(emitted.logprobs, row),
             warped_logprobs=part(emitted.warped_logprobs, row),
