@@ -1,5 +1,6 @@
 """Speculative decoding in JAX: drafters, trees and lossless verification in one XLA program."""
 
+from jaxspec.bench import Comparison, compare
 from jaxspec.check import DrafterReport, check_drafter
 from jaxspec.checkpoint import Model, Tokenizer, load, save
 from jaxspec.compilation import use_persistent_cache
@@ -13,6 +14,7 @@ from jaxspec.result import Generation, GenerationResult, TraceStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "Comparison",
     "DraftModel",
     "DrafterReport",
     "Generation",
@@ -30,6 +32,7 @@ __all__ = [
     "Tree",
     "chain",
     "check_drafter",
+    "compare",
     "eagle_tree",
     "generate",
     "load",

@@ -1,0 +1,357 @@
+"""Drafters against plain decoding: same process, same prompts, in turns, one token counter."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxspec.bench.comparison import (
+    LOW_REPETITION,
+    Comparison,
+    ComparisonRow,
+    Divergence,
+    Failure,
+)
+from jaxspec.bench.figures import Figures, Trial, figures_of
+from jaxspec.bench.machine import num_bytes, read_bandwidth, this_machine
+from jaxspec.checkpoint import Model
+from jaxspec.core.masks import causal
+from jaxspec.core.types import Drafter, LanguageModel
+from jaxspec.drafters import LoadedDrafter
+from jaxspec.generation import (
+    GenerationConfig,
+    PromptLike,
+    Request,
+    generate,
+    prepare,
+    prompt_list,
+    score,
+    stream,
+)
+from jaxspec.result import Generation, GenerationResult
+
+PLAIN = "plain"
+FIRST_TOKEN_REPEATS = 5
+
+
+def compare(
+    model: Model,
+    prompts: Sequence[PromptLike],
+    drafters: Mapping[str, Drafter | LoadedDrafter],
+    config: GenerationConfig | None = None,
+    *,
+    repeats: int = 3,
+    seed: int = 0,
+    categories: Sequence[str | None] | None = None,
+    progress: bool = True,
+) -> Comparison:
+    """Decodes prompts one at a time, plainly and with every drafter, and sets them side by side.
+
+    Plain decoding is always measured, in the same process, and methods take turns on each prompt.
+    Each prompt's time is the median of its repeats. What a first call compiles is timed apart.
+
+    Args:
+        model: the target.
+        prompts: strings, token ids or chats.
+        drafters: what to compare, by the names to show.
+        config: how to decode, `num_samples` 1 and one value of everything for all prompts. Greedy
+            outputs are checked against plain decoding's; see `Comparison.outputs_agree`.
+        repeats: timed runs of each prompt and method.
+        seed: of sampling.
+        categories: of the prompts, for figures by category.
+        progress: show a bar where standard error is a terminal.
+
+    Raises:
+        ValueError: for settings that do not fit, or if no prompt at all can be decoded.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> lookup = jaxspec.PromptLookup()
+        >>> comparison = jaxspec.compare(
+        ...     model, ["1, 2, 3, 1, 2, 3,"], {"lookup": lookup}, repeats=1, progress=False
+        ... )
+        >>> comparison.outputs_agree
+        True
+    """
+    from jaxspec.bench.progress import progress_bar  # here: `import jaxspec` does without it
+
+    config = config or GenerationConfig()
+    prompts = prompt_list(prompts)
+    categories = _check_arguments(prompts, drafters, config, repeats, categories)
+    methods = {PLAIN: None, **drafters}
+    machine = this_machine()
+    runs = {
+        name: partial(generate, model, config=config, drafter=drafter, seed=seed)
+        for name, drafter in methods.items()
+    }
+    requests, failures = _requests(model, prompts, config, methods, seed)
+    by_length = sorted(requests, key=lambda index: requests[index].prompt_lengths[0])
+    longest, middle = prompts[by_length[-1]], prompts[by_length[len(by_length) // 2]]
+    # Prompts that share a bucket share the programs of all methods.
+    one_of_each_shape = {requests[index].prompts.tokens.shape: index for index in requests}
+
+    parts = len(runs) * (len(one_of_each_shape) + repeats * len(requests) + 1) + 2
+    with progress_bar(parts, progress) as advance:
+        compile_seconds = dict.fromkeys(runs, 0.0)
+        for index in one_of_each_shape.values():
+            for name, run in runs.items():
+                advance(f"compiling {name}")
+                compile_seconds[name] += run(prompts[index]).metrics.compile_seconds or 0.0
+        generations, seconds = _decode_in_turns(runs, prompts, list(requests), repeats, advance)
+        failures += _not_finite(generations)
+        kept = sorted(set(requests) - {failure.prompt_index for failure in failures})
+        if not kept:
+            raise _nothing_left(prompts, failures)
+        advance("scoring outputs")
+        trials = {
+            name: [_trial(model, rows[index], seconds[name][index]) for index in kept]
+            for name, rows in generations.items()
+        }
+        first_token = {}
+        for name, drafter in methods.items():
+            advance(f"first token of {name}")
+            first_token[name] = _first_token_seconds(model, middle, config, drafter, seed)
+        advance("reading memory")
+        weight_bytes = num_bytes(model.params)
+        bandwidth = read_bandwidth(weight_bytes)
+
+    greedy = not np.any(config.temperature)
+    plain = trials[PLAIN]
+    low = [place for place, trial in enumerate(plain) if _repetition(trial) < LOW_REPETITION]
+    groups = _groups([categories[index] for index in kept])
+
+    def figures(name: str, places: Sequence[int]) -> Figures:
+        return figures_of([trials[name][i] for i in places], [plain[i] for i in places])
+
+    def row(name: str, drafter: Drafter | LoadedDrafter | None) -> ComparisonRow:
+        divergences = (
+            _divergences(model, [requests[index] for index in kept], kept, plain, trials[name])
+            if greedy
+            else ()
+        )
+        return ComparisonRow(
+            name=name,
+            settings=_settings(drafter),
+            overall=figures(name, range(len(kept))),
+            low_repetition=figures(name, low) if low else None,
+            by_category={category: figures(name, places) for category, places in groups.items()},
+            num_identical=len(kept) - len(divergences) if greedy else None,
+            divergences=divergences,
+            first_token_seconds=first_token[name],
+            peak_bytes=prepare(model, longest, config, drafter, seed).peak_bytes(),
+            compile_seconds=compile_seconds[name],
+            trials=tuple(trials[name]),
+        )
+
+    return Comparison(
+        rows=tuple(row(name, drafter) for name, drafter in methods.items()),
+        config=config,
+        seed=seed,
+        repeats=repeats,
+        failures=tuple(failures),
+        prompt_indices=tuple(kept),
+        model=model.name,
+        dtype=str(model.network.dtype),
+        weight_bytes=weight_bytes,
+        read_bandwidth=bandwidth,
+        machine=machine,
+    )
+
+
+def _check_arguments(
+    prompts: Sequence[PromptLike],
+    drafters: Mapping[str, Drafter | LoadedDrafter],
+    config: GenerationConfig,
+    repeats: int,
+    categories: Sequence[str | None] | None,
+) -> Sequence[str | None]:
+    if PLAIN in drafters:
+        raise ValueError(
+            f"drafters: {PLAIN!r} names plain decoding, which is always measured; rename yours."
+        )
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}.")
+    if config.num_samples != 1:
+        raise ValueError(
+            f"config: num_samples must be 1 to compare, got {config.num_samples}; "
+            "repeat the prompts instead."
+        )
+    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p"):
+        if np.ndim(getattr(config, name)):
+            raise ValueError(f"config: {name} must be one value for all prompts to compare.")
+    if not config.max_new_tokens:
+        raise ValueError("config: max_new_tokens must be at least 1 to compare, got 0.")
+    if categories is None:
+        return [None] * len(prompts)
+    if len(categories) != len(prompts):
+        raise ValueError(
+            f"categories: got {len(categories)} for {len(prompts)} prompts; give one for each."
+        )
+    return categories
+
+
+def _requests(
+    model: Model,
+    prompts: Sequence[PromptLike],
+    config: GenerationConfig,
+    methods: Mapping[str, Drafter | LoadedDrafter | None],
+    seed: int,
+) -> tuple[dict[int, Request], list[Failure]]:
+    """What can be decoded, by index, and what cannot."""
+    requests, failures = {}, []
+    for index, prompt in enumerate(prompts):
+        try:
+            requests[index] = prepare(model, prompt, config, None, seed)
+        except ValueError as error:
+            # `prepare` sees one prompt at a time, so to it each is the first.
+            failures.append(Failure(index, str(error).replace("prompts[0]", "it")))
+    if not requests:
+        raise _nothing_left(prompts, failures)
+    for drafter in methods.values():
+        prepare(model, prompts[min(requests)], config, drafter, seed)
+    return requests, failures
+
+
+def _nothing_left(prompts: Sequence[PromptLike], failures: Sequence[Failure]) -> ValueError:
+    return ValueError(
+        f"prompts: none of {len(prompts)} can be decoded; the first because {failures[0].reason}"
+    )
+
+
+def _decode_in_turns(
+    runs: Mapping[str, Callable[[PromptLike], GenerationResult]],
+    prompts: Sequence[PromptLike],
+    indices: Sequence[int],
+    repeats: int,
+    advance: Callable[[str], None],
+) -> tuple[dict[str, dict[int, Generation]], dict[str, dict[int, list[float]]]]:
+    """Outputs and times, by method and prompt.
+
+    A machine's speed drifts, so methods follow each other on every prompt, in rotating order.
+    """
+    names = list(runs)
+    generations = {name: {} for name in names}
+    seconds = {name: {index: [] for index in indices} for name in names}
+    for repeat in range(repeats):
+        for turn, index in enumerate(indices):
+            for place in range(len(names)):
+                name = names[(turn + repeat + place) % len(names)]
+                advance("decoding")
+                result = runs[name](prompts[index])
+                generations[name][index] = result[0]
+                seconds[name][index].append(result.metrics.seconds)
+    return generations, seconds
+
+
+def _not_finite(generations: Mapping[str, Mapping[int, Generation]]) -> list[Failure]:
+    return [
+        Failure(index, f"the target's logits were not finite ({name})")
+        for name, rows in generations.items()
+        for index, row in rows.items()
+        if row.finish_reason == "not_finite"
+    ]
+
+
+def _divergences(
+    model: Model,
+    requests: Sequence[Request],
+    indices: Sequence[int],
+    plain: Sequence[Trial],
+    trials: Sequence[Trial],
+) -> tuple[Divergence, ...]:
+    return tuple(
+        divergence
+        for request, index, expected, trial in zip(requests, indices, plain, trials, strict=True)
+        if (divergence := _diverges(model, request, index, expected, trial)) is not None
+    )
+
+
+def _diverges(
+    model: Model, request: Request, index: int, plain: Trial, trial: Trial
+) -> Divergence | None:
+    """Where a trial's output leaves the plain one; `None` if they are the same."""
+    expected, got = plain.generation.tokens, trial.generation.tokens
+    common = min(len(expected), len(got))
+    differs = expected[:common] != got[:common]
+    if not differs.any():
+        same_end = plain.generation.finish_reason == trial.generation.finish_reason
+        if len(expected) == len(got) and same_end:
+            return None
+        ends = [int(tokens[common]) if common < len(tokens) else None for tokens in (expected, got)]
+        return Divergence(index, common, *ends, gap=None)
+    position = int(np.argmax(differs))
+    prefix = [*plain.generation.prompt_tokens, *expected[:position]]
+    logits = score(model, prefix).logits[-1]
+    if request.prompts.warp.bias is not None:
+        logits = logits + request.prompts.warp.bias[0]
+    pair = int(expected[position]), int(got[position])
+    gap = float(np.max(logits) - np.min(logits[list(pair)]))
+    return Divergence(index, position, *pair, gap)
+
+
+def _trial(model: Model, row: Generation, seconds: Sequence[float]) -> Trial:
+    ids = np.concatenate([row.prompt_tokens, row.tokens])
+    padded = np.zeros(1 << (len(ids) - 1).bit_length(), np.int32)
+    padded[: len(ids)] = ids
+    logprob = _output_logprob(model.network, padded, len(row.prompt_tokens), len(ids))
+    return Trial(row, float(np.median(seconds)), float(logprob))
+
+
+@jax.jit
+def _output_logprob(
+    network: LanguageModel,
+    tokens: Int[Array, " bucket"],
+    start: Int[Array, ""],
+    end: Int[Array, ""],
+) -> Float[Array, ""]:
+    """Sum over tokens `start` up to `end`; 32 rows of logits exist at a time."""
+    positions = jnp.arange(tokens.shape[0])
+    hidden = network.forward(tokens, positions, causal(tokens.shape[0]), None)
+
+    def logprob(feature_and_next):
+        feature, following = feature_and_next
+        return jax.nn.log_softmax(network.unembed(feature[None])[0])[following]
+
+    logprobs = jax.lax.map(logprob, (hidden.features[:-1], tokens[1:]), batch_size=32)
+    emitted = (positions[1:] >= start) & (positions[1:] < end)
+    return jnp.sum(jnp.where(emitted, logprobs, 0.0))
+
+
+def _first_token_seconds(
+    model: Model,
+    prompt: PromptLike,
+    config: GenerationConfig,
+    drafter: Drafter | LoadedDrafter | None,
+    seed: int,
+) -> float:
+    """Median time until `stream` gives something, the first call (which compiles) left out."""
+    seconds = []
+    for _ in range(1 + FIRST_TOKEN_REPEATS):
+        start = time.perf_counter()
+        next(stream(model, prompt, config, drafter, seed))
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds[1:]))
+
+
+def _repetition(trial: Trial) -> float:
+    return trial.generation.metrics.repeated_ngrams
+
+
+def _groups(categories: Sequence[str | None]) -> dict[str, list[int]]:
+    """Places of each category, in order of appearance."""
+    groups = {}
+    for place, category in enumerate(categories):
+        if category is not None:
+            groups.setdefault(category, []).append(place)
+    return groups
+
+
+def _settings(drafter: Drafter | LoadedDrafter | None) -> str:
+    if drafter is None:
+        return "plain decoding"
+    return repr(drafter.drafter if isinstance(drafter, LoadedDrafter) else drafter)

@@ -1,0 +1,89 @@
+"""What a measurement was taken on: no figure without it."""
+
+import os
+import platform
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.bench.timing import time_in_turns
+from jaxspec.core.types import PyTree
+
+
+class Machine(NamedTuple):
+    """Device and versions.
+
+    device: kind of the default device; for a CPU its model name.
+    cores: host cores that this process may use.
+    load: how many processes wanted to run, over the last minute before the measurement; `None`
+        where the system does not say.
+    """
+
+    platform: str
+    device: str
+    cores: int
+    load: float | None
+    jax: str
+    python: str
+
+    @property
+    def busy(self) -> bool:
+        """True if others were using the machine, so that times are inflated."""
+        return self.load is not None and self.load > self.cores
+
+    def __str__(self) -> str:
+        load = "" if self.load is None else f", load {self.load:.1f}"
+        return (
+            f"{self.device} ({self.platform}, {self.cores} cores{load}), "
+            f"jax {self.jax}, Python {self.python}"
+        )
+
+
+def this_machine() -> Machine:
+    """Describes the machine and the device that arrays go to by default."""
+    device = jax.local_devices()[0]
+    on_cpu = device.platform == "cpu"
+    return Machine(
+        platform=device.platform,
+        device=_cpu_name() if on_cpu else device.device_kind,
+        cores=_num_cores(),
+        load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        jax=jax.__version__,
+        python=platform.python_version(),
+    )
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def num_bytes(tree: PyTree) -> int:
+    """Bytes of all arrays in a pytree."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def read_bandwidth(size: int, repeats: int = 5) -> float:
+    """Bytes per second at which the device reads an array of `size` bytes again and again."""
+    values = jnp.ones(max(1, size // 4), jnp.float32)
+
+    @jax.jit
+    def read(values):
+        return jax.lax.fori_loop(0, 20, lambda _, total: jnp.sum(values * (1 + total)), 0.0)
+
+    seconds = time_in_turns({"read": lambda: read(values)}, repeats)["read"]
+    return 20 * values.nbytes / float(np.min(seconds))
