@@ -3,7 +3,12 @@
 from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.checkpoint.hub import Model, load, save, save_orbax, shipped_models
-from jaxspec.checkpoint.memory import MemoryEstimate, check_memory, estimate_memory
+from jaxspec.checkpoint.memory import (
+    MemoryEstimate,
+    check_cache_fits,
+    check_network_fits,
+    estimate_memory,
+)
 from jaxspec.checkpoint.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
@@ -12,7 +17,8 @@ __all__ = [
     "MemoryEstimate",
     "Model",
     "Tokenizer",
-    "check_memory",
+    "check_cache_fits",
+    "check_network_fits",
     "config_from_json",
     "config_to_json",
     "estimate_memory",

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json, model_type
 from jaxspec.checkpoint.files import read_json, write_json
-from jaxspec.checkpoint.memory import check_memory
+from jaxspec.checkpoint.memory import check_network_fits
 from jaxspec.checkpoint.names import Placement, copy_into, copy_out, match_tensors, placements
 from jaxspec.checkpoint.safetensors import (
     SINGLE,
@@ -69,7 +69,7 @@ def load_network(folder: Path, dtype: Any = None, max_positions: int | None = No
     placed = placements(model_type(raw), config, leaves)
     matched = match_tensors(placed, leaves, stored, config.tied_head)
     target = _default_dtype(matched) if dtype is None else as_dtype(dtype)
-    check_memory(config, target)
+    check_network_fits(config, target)
 
     arrays = {}
     for path, shape in leaves.items():

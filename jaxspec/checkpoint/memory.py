@@ -11,6 +11,8 @@ from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import param_shapes
 
+_SHORT_TEXT = 1024  # tokens: with less room than this, loading is of no use
+
 
 class MemoryEstimate(NamedTuple):
     """Bytes that a network needs.
@@ -67,25 +69,49 @@ def available_memory() -> int | None:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def check_memory(config: ModelConfig, dtype: np.dtype, slots: int = 0, rows: int = 1) -> None:
-    """Refuses what cannot fit.
+def check_network_fits(config: ModelConfig, dtype: np.dtype) -> None:
+    """Refuses, before loading, a network that leaves no room for itself and one short text.
 
     Raises:
         CheckpointError: the estimate is larger than the memory that is available; with figures.
     """
-    available = available_memory()
-    needed = estimate_memory(config, dtype, slots, rows)
-    if available is None or needed.total <= available:
-        return
-    per_token = estimate_memory(config, dtype, slots=1).cache
-    smaller = " Try dtype='bfloat16', or" if np.dtype(dtype).itemsize > 2 else " Use"
-    raise CheckpointError(
-        f"This network needs {_gigabytes(needed.total)} and {_gigabytes(available)} are available: "
-        f"weights {_gigabytes(needed.weights)} in {np.dtype(dtype).name}, cache "
-        f"{_gigabytes(needed.cache)} for {rows} x {slots} tokens ({per_token:,} bytes a token), "
-        f"{_gigabytes(needed.transient)} while loading.{smaller} a smaller network, fewer rows or "
-        "shorter texts."
+    slots = min(config.max_positions, _SHORT_TEXT)
+    needed = estimate_memory(config, dtype, slots)
+    _refuse_if_more(
+        needed.total,
+        f"This network needs {_gigabytes(needed.total)}: weights {_gigabytes(needed.weights)} in "
+        f"{np.dtype(dtype).name}, and more by {_gigabytes(needed.transient)} while loading, or by "
+        f"{_gigabytes(needed.cache)} for the cache of one text of {slots} tokens",
+        "Use a smaller network"
+        + (", or dtype='bfloat16'." if np.dtype(dtype).itemsize > 2 else "."),
     )
+
+
+def check_cache_fits(config: ModelConfig, dtype: np.dtype, slots: int, rows: int) -> None:
+    """Refuses, before decoding with a network that is already loaded, caches that cannot fit.
+
+    Args:
+        config: the network.
+        dtype: of the cache.
+        slots: tokens that each row's cache holds.
+        rows: texts decoded at once.
+
+    Raises:
+        CheckpointError: the caches are larger than the memory that is available; with figures.
+    """
+    needed = estimate_memory(config, dtype, slots, rows).cache
+    _refuse_if_more(
+        needed,
+        f"The caches of {rows} texts of {slots} tokens need {_gigabytes(needed)}, "
+        f"{needed // (rows * slots):,} bytes a token",
+        "Decode fewer texts at once, or shorter ones.",
+    )
+
+
+def _refuse_if_more(needed: int, what: str, remedy: str) -> None:
+    available = available_memory()
+    if available is not None and needed > available:
+        raise CheckpointError(f"{what}; {_gigabytes(available)} are available. {remedy}")
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -295,14 +295,21 @@ def copy_out(placement: Placement, leaf: np.ndarray, dtype: np.dtype) -> np.ndar
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Casts and copies. One side is usually transposed, so rows go in blocks of a cache line."""
-    if target.ndim < 2:
-        target[...] = source
+    """Casts and copies arrays of one shape, of which one may be transposed in memory."""
+    adjacent = [array.strides[-1:] == (array.itemsize,) for array in (target, source)]
+    if target.ndim < 2 or all(adjacent):
+        np.copyto(target, source, casting="unsafe")
         return
+    # A block of rows is transposed at a time. It goes through a buffer whose rows are a little
+    # longer than the block's: rows a power of two apart would evict each other from the cache.
+    num_rows, num_columns = target.shape[-2:]
+    buffer = np.empty((min(num_rows, 128), num_columns + 32), target.dtype)
     for index in np.ndindex(target.shape[:-2]):
         to, of = target[index], source[index]
-        for row in range(0, to.shape[0], 16):
-            to[row : row + 16] = of[row : row + 16].astype(target.dtype, copy=False)
+        for row in range(0, num_rows, 128):
+            block = buffer[: min(num_rows - row, 128), :num_columns]
+            np.copyto(block, of[row : row + 128], casting="unsafe")
+            to[row : row + 128] = block
 
 
 def _text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

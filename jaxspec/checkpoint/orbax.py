@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
-from jaxspec.checkpoint.memory import check_memory
+from jaxspec.checkpoint.memory import check_network_fits
 from jaxspec.models.config import (
     DynamicScaling,
     Experts,
@@ -82,7 +82,7 @@ def load_orbax(
             target = dtype or np.dtype(stored["norm"]["scale"].dtype)
             wanted = param_shapes(config)
             _check_shapes(path, wanted, stored)
-            check_memory(config, target)
+            check_network_fits(config, target)
             place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             params = checkpointer.restore(
                 path,

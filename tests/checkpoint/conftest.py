@@ -42,7 +42,8 @@ def byte_level_tokenizer() -> Tokenizer:
     )
     backend.train_from_iterator(["the cat sat on the mat, the cat sat"] * 3, trainer)
     backend.add_tokens(["<think>"])
-    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    as_in_old_files = {"__type": "AddedToken", "content": "</s>"}
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": as_in_old_files})
 
 
 @pytest.fixture(scope="session")

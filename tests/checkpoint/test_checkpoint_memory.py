@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint import CheckpointError, check_memory, estimate_memory, load, memory
+from jaxspec.checkpoint import (
+    CheckpointError,
+    check_cache_fits,
+    check_network_fits,
+    estimate_memory,
+    load,
+    memory,
+)
 from jaxspec.models import ModelConfig, Network, param_shapes
 
 SIZES = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "max_positions": 64}
@@ -73,18 +80,19 @@ def test_an_estimate_counts_what_is_allocated():
 
 
 def test_what_cannot_fit_is_refused_with_figures(monkeypatch, saved_folder):
+    wide, one_layer = np.dtype(np.float32), CONFIG.replace(num_layers=1, layer_types=())
     monkeypatch.setattr(memory, "available_memory", lambda: 100_000_000)
-    check_memory(CONFIG.replace(num_layers=1, layer_types=()), np.dtype(np.float32))
-    with pytest.raises(CheckpointError, match=r"0\.1 GB are available: weights 0\.30.* GB"):
-        check_memory(CONFIG, np.dtype(np.float32))
-    one_layer = CONFIG.replace(num_layers=1, layer_types=())
-    with pytest.raises(CheckpointError, match=r"for 50 x 4000 tokens \(2,048 bytes a token\)"):
-        check_memory(one_layer, np.dtype(np.float32), slots=4000, rows=50)
+    check_network_fits(one_layer, wide)
+    check_cache_fits(one_layer, wide, slots=4000, rows=5)
+    with pytest.raises(CheckpointError, match=r"weights 0\.30.* GB in float32.* 0\.1 GB are avail"):
+        check_network_fits(CONFIG, wide)
+    with pytest.raises(CheckpointError, match=r"50 texts of 4000 tokens need 0\.41 GB, 2,048 byte"):
+        check_cache_fits(one_layer, wide, slots=4000, rows=50)
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     with pytest.raises(CheckpointError, match="GB are available"):
         load(saved_folder)
     monkeypatch.setattr(memory, "available_memory", lambda: None)
-    check_memory(CONFIG, np.dtype(np.float32), slots=10**9)
+    check_cache_fits(CONFIG, wide, slots=10**9, rows=1)
 
 
 def test_memory_is_asked_for_where_arrays_go():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint import Model, config_from_json, load, save
+from jaxspec.checkpoint import Model, Tokenizer, config_from_json, load, save
 from tests.checkpoint.networks import assert_same_network
 
 SIZES = {
@@ -87,16 +87,19 @@ CASES = {
     ),
     "llama, yarn with mscale": Case(
         "Llama",
-        rope(
-            "yarn",
-            500.0,
-            factor=4.0,
-            original_max_position_embeddings=16,
-            mscale=0.7,
-            mscale_all_dim=0.3,
-            beta_fast=4.0,
-            truncate=False,
-        ),
+        {
+            "head_dim": 16,
+            "max_position_embeddings": 256,
+            **rope(
+                "yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                mscale=0.7,
+                mscale_all_dim=0.3,
+                beta_fast=4.0,
+                truncate=False,
+            ),
+        },
     ),
     "mistral": Case("Mistral", {"sliding_window": WINDOW, "head_dim": 16}),
     "mistral without window": Case("Mistral", {"sliding_window": None}),
@@ -298,6 +301,21 @@ def test_a_multimodal_gemma3_is_read_as_its_text_model(torch, tmp_path):
     tokens = np.arange(3, 3 + NUM_TOKENS)
     expected = reference_logits(network, tokens)
     np.testing.assert_allclose(our_logits(load(tmp_path).network, tokens), expected, atol=2e-4)
+
+
+def test_the_reference_loads_the_tokenizer_we_save(torch, byte_level_tokenizer, tmp_path):
+    import transformers
+
+    template = "{% for m in messages %}{{ bos_token }}{{ m.content }}{% endfor %}"
+    Tokenizer(
+        byte_level_tokenizer.backend, byte_level_tokenizer.settings, {"default": template}
+    ).write(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "the cat sat€ <think>"
+    assert again.encode(text) == byte_level_tokenizer.encode(text)
+    assert again.eos_token_id == byte_level_tokenizer.eos_id
+    chat = [{"role": "user", "content": "the mat"}]
+    assert again.apply_chat_template(chat, tokenize=False) == "<s>the mat"
 
 
 def test_sharded_half_precision_checkpoints_are_widened(torch, tmp_path):
