@@ -151,6 +151,21 @@ def measure(
     return Measured(weights, jnp.diff(steps, axis=1, prepend=0.0), jnp.all(fits, axis=1) | narrow)
 
 
+def law_of_emitted(
+    verify: VerifyFn, uniforms: jax.Array, proposal: Proposal, target_logits: jax.Array
+) -> jax.Array:
+    """Law of the emitted token, entry 0 of the uniforms left open and the others given."""
+
+    def at_most(token: jax.Array) -> jax.Array:
+        def holds(uniform):
+            return verify(uniforms.at[0].set(uniform), proposal, target_logits).next_token <= token
+
+        return _bisect(holds)
+
+    steps = jax.vmap(at_most)(jnp.arange(target_logits.shape[-1] - 1))
+    return jnp.diff(steps, prepend=0.0, append=1.0)
+
+
 class _Question(NamedTuple):
     """Where does a predicate of one uniform turn, the others being given?"""
 
