@@ -24,13 +24,18 @@ class Segment(NamedTuple):
     mask: Bool[Array, "nodes_or_one slots"]
 
 
+def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
+    """What sums, norms and softmaxes run in: float32, or wider if the network is."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def attend(
     queries: Float[Array, "kv_heads group nodes head_dim"],
     segments: Sequence[Segment],
     scale: float,
     softcap: float | None = None,
 ) -> Float[Array, "kv_heads group nodes head_dim"]:
-    """Softmax attention over all segments at once, in float32, returned in the queries' dtype.
+    """Softmax attention over all segments at once, returned in the queries' dtype.
 
     A token that sees nothing gets the mean of everything: finite, and meaningless.
 
@@ -41,16 +46,15 @@ def attend(
         softcap: c * tanh(score / c) before masking; None: left alone.
     """
     kv_heads, group, nodes, head_dim = queries.shape
+    wide = at_least_float32(queries.dtype)
     folded = (queries * scale).reshape(kv_heads, group * nodes, head_dim)
 
     def scores(segment: Segment) -> Float[Array, "kv_heads group nodes slots"]:
-        columns = jnp.einsum(
-            "kqd,kds->kqs", folded, segment.kv.keys, preferred_element_type=jnp.float32
-        )
+        columns = jnp.einsum("kqd,kds->kqs", folded, segment.kv.keys, preferred_element_type=wide)
         if softcap is not None:
             columns = softcap * jnp.tanh(columns / softcap)
         columns = columns.reshape(kv_heads, group, nodes, -1)
-        return jnp.where(segment.mask[None, None], columns, jnp.finfo(jnp.float32).min)
+        return jnp.where(segment.mask[None, None], columns, jnp.finfo(wide).min)
 
     columns = jnp.concatenate([scores(segment) for segment in segments], axis=-1)
     weights = jnp.exp(columns - jnp.max(columns, axis=-1, keepdims=True))
@@ -65,7 +69,7 @@ def attend(
             "kqs,ksd->kqd",
             weights[:, :, start : start + slots],
             segment.kv.values,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=wide,
         )
         start += slots
     attended = attended.reshape(queries.shape) / totals

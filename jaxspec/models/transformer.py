@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.cache import empty_layer, num_slots
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
-from jaxspec.models.attention import Segment, attend
+from jaxspec.models.attention import Segment, at_least_float32, attend
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.rope import rotate, rotations
 
@@ -69,12 +69,12 @@ class RMSNorm(nn.Module):
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         init = nn.initializers.zeros if self.plus_one else nn.initializers.ones
         scale = self.param("scale", init, inputs.shape[-1:])
-        wide = inputs.astype(jnp.float32)
+        wide = inputs.astype(at_least_float32(inputs.dtype))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
         shape = (1,) * (inputs.ndim - 1) + scale.shape
         if self.plus_one:
             # Gemma scales before it rounds, the others after.
-            return (normed * (1.0 + scale.astype(jnp.float32)).reshape(shape)).astype(inputs.dtype)
+            return (normed * (1.0 + scale.astype(wide.dtype)).reshape(shape)).astype(inputs.dtype)
         return normed.astype(inputs.dtype) * scale.reshape(shape)
 
 
@@ -344,7 +344,9 @@ class Transformer(nn.Module):
 
     def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]:
         table = self.embedding().T if self.config.tied_head else self.head()
-        logits = jnp.matmul(features, table, preferred_element_type=jnp.float32)
+        logits = jnp.matmul(
+            features, table, preferred_element_type=at_least_float32(features.dtype)
+        )
         cap = self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -454,17 +456,12 @@ def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.f
         >>> network.params["layer_1"]["attention"]["qkv"]["kernel"].shape
         (32, 2, 4, 8)
     """
-
-    # Compiled, so that the pass that `init` traces is thrown away and only the draws remain.
-    @jax.jit
-    def draw(key):
-        one = jnp.zeros(1, jnp.int32)
-        variables = Transformer(config).init(
-            key, one, one, jnp.ones((1, 1), bool), method=Transformer.everything
-        )
-        return jax.tree.map(lambda leaf: leaf.astype(dtype), variables["params"])
-
-    return draw(key)
+    # Lazy: draws each weight by itself and computes nothing of the pass that it traces. One program
+    # for all of them would take many times longer to compile.
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    mask = jax.ShapeDtypeStruct((1, 1), bool)
+    variables = Transformer(config).lazy_init(key, one, one, mask, method=Transformer.everything)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), variables["params"])
 
 
 def param_shapes(config: ModelConfig, dtype: jnp.dtype = jnp.float32) -> PyTree:
