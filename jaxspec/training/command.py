@@ -51,6 +51,7 @@ _OPTIMIZER = {
     "adam_learning_rate": "adam_learning_rate",
     "weight_decay": "weight_decay",
     "warmup": "warmup_steps",
+    "decay_fraction": "decay_fraction",
     "clip": "clip",
 }
 
@@ -103,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     optimizer = parser.add_argument_group("optimizer")
     optimizer.add_argument("--optimizer", choices=OPTIMIZERS)
     optimizer.add_argument("--warmup", type=int, help="steps")
-    for flag in ("learning_rate", "adam_learning_rate", "weight_decay", "clip"):
+    for flag in ("learning_rate", "adam_learning_rate", "decay_fraction", "weight_decay", "clip"):
         optimizer.add_argument(_spelled(flag), type=float)
 
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import string
-import sys
 import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -481,7 +480,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                yield number, line.decode().replace("\r\n", "\n")
+                yield number, _with_line_feeds(line.decode())
     except UnicodeDecodeError as error:
         raise DataError(f"{path}:{number}: not UTF-8 ({error.reason}).") from None
     except (EOFError, gzip.BadGzipFile) as error:
@@ -493,7 +492,7 @@ def _python_text(path: Path) -> str:
     try:
         with path.open("rb") as file:
             encoding, _ = tokenize.detect_encoding(file.readline)
-        return path.read_bytes().decode(encoding).replace("\r\n", "\n")
+        return _with_line_feeds(path.read_bytes().decode(encoding))
     except SyntaxError as error:
         raise DataError(f"{path}:1: {error.msg}.") from None
     except UnicodeDecodeError as error:
@@ -533,9 +532,8 @@ def _row_reader(source: Source) -> Callable[[str, str], Document]:
 
 def _field_text(value: object) -> str:
     text = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-    return text.replace("\r\n", "\n")
+    return _with_line_feeds(text)
 
 
-def interpreter() -> str:
-    """Name and version of the running Python, whose standard library a recipe may name."""
-    return f"{sys.implementation.name} {sys.version.split()[0]}"
+def _with_line_feeds(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")

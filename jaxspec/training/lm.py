@@ -111,7 +111,7 @@ def _logits(
 
 def _draw_skips(key: PRNGKeyArray, num_layers: int, layer_drop: float) -> Skips:
     chances = layer_drop * jnp.arange(num_layers) / max(num_layers - 1, 1)
-    drawn = jax.random.bernoulli(key, chances, (2, num_layers)).astype(jnp.float32)
+    drawn = jax.random.bernoulli(key, chances[None], (2, num_layers)).astype(jnp.float32)
     return Skips(*drawn)
 
 

@@ -98,7 +98,7 @@ def make_train_step(
         optimizer = make_optimizer(settings, num_steps)
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        figures = {"loss": loss, "gradient_norm": optax.global_norm(gradient)}
+        figures = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
         return TrainState(state.step + 1, params, opt_state), metrics | figures
 
     # Traced, so that runs of different lengths share a compilation.
@@ -203,9 +203,8 @@ class _Watch:
         self.task = self.bar.add_task("training", total=num_steps, figures="compiling")
         self.seconds = 0.0 if history is None else history.seconds
         self.clock: float | None = None
-        self.losses: list[float] = []
-        self.tokens = 0.0
-        self.span = 0.0
+        self.unrecorded: list[dict[str, float]] = []
+        self.span, self.tokens = 0.0, 0.0
         self.reported_at = time.monotonic()
 
     def read(self, step: int, metrics: Metrics) -> None:
@@ -217,42 +216,46 @@ class _Watch:
                     f"Step {step}: {name} is {figures[name]}. Lower learning_rate or clip; the "
                     "last state saved is from before."
                 )
-        self.losses.append(figures["loss"])
+        self.unrecorded.append(figures)
         now = time.monotonic()
         if self.clock is not None:
             self.span += now - self.clock
             self.seconds += now - self.clock
             self.tokens += figures["tokens"]
         self.clock = now
+        if step % self.pace.record_steps == 0 or step == self.num_steps:
+            self._record(step)
+
+    def _record(self, step: int) -> None:
+        """Averages over the steps since the last record, for the file and for the eye."""
+        count = len(self.unrecorded)
+        means = {
+            name: sum(figures[name] for figures in self.unrecorded) / count
+            for name in self.unrecorded[0]
+        }
         rate = self.tokens / self.span if self.span else 0.0
-        loss = sum(self.losses) / len(self.losses)
-        self.bar.update(self.task, completed=step, figures=f"loss {loss:.3f}  {rate:,.0f} tokens/s")
-        if step % self.pace.record_steps and step != self.num_steps:
-            return
+        figures = f"loss {means['loss']:.3f}  {rate:,.0f} tokens/s"
+        self.bar.update(self.task, completed=step, figures=figures)
         if self.history is not None:
-            rounded = {name: round(value, 5) for name, value in figures.items()}
-            self.history.add(
-                step=step,
-                seconds=round(self.seconds, 2),
-                **rounded | {"loss": round(loss, 5), "tokens_per_second": round(rate, 1)},
-            )
-        late = now - self.reported_at > self.pace.report_seconds
+            record = means | {"seconds": self.seconds, "tokens_per_second": rate}
+            self.history.add(step=step, **{name: round(value, 5) for name, value in record.items()})
+        late = time.monotonic() - self.reported_at > self.pace.report_seconds
         if not self.console.is_terminal and (late or step == self.num_steps):
-            self.console.print(
-                f"step {step}/{self.num_steps}  loss {loss:.3f}  {rate:,.0f} tokens/s",
-                highlight=False,
-            )
-            self.reported_at = now
-        self.losses, self.tokens, self.span = [], 0.0, 0.0
+            self._say(f"step {step}/{self.num_steps}  {figures}")
+            self.reported_at = time.monotonic()
+        self.unrecorded, self.span, self.tokens = [], 0.0, 0.0
 
     def validated(self, step: int, validation: Validation) -> None:
         if self.history is not None:
-            self.history.add(step=step, seconds=round(self.seconds, 2), validation=validation)
+            self.history.add(step=step, seconds=round(self.seconds, 5), validation=validation)
         parts = [
             name + " " + " ".join(f"{metric} {value:.3f}" for metric, value in figures.items())
             for name, figures in validation.items()
         ]
-        self.console.print(f"step {step}  validation: " + "; ".join(parts), highlight=False)
+        self._say(f"step {step}  held out: " + "; ".join(parts))
+
+    def _say(self, line: str) -> None:
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def restart_clock(self) -> None:
         """Leaves the time since the last figures out of every rate."""

@@ -18,20 +18,23 @@ class OptimizerSettings:
     """How weights move.
 
     name: "adamw", or "muon": orthogonalised momentum for the layers' matrices, Adam for the rest.
-    learning_rate: the highest, reached after `warmup_steps`; a cosine takes it down to
-        `final_fraction` of itself at the last step.
+    learning_rate: the highest, reached after `warmup_steps`.
+    decay_fraction: the last part of the run, in which half a cosine takes the learning rate down
+        to `final_fraction` of itself. With less than 1 it is constant before, so that a run may
+        be made longer or shorter until then.
     adam_learning_rate: the same for what Muon leaves to Adam; unused by "adamw".
     weight_decay: times the learning rate, each step; norms, biases and embeddings do not decay.
     clip: the largest norm of a whole gradient; larger ones are scaled down to it.
     """
 
     name: str = "muon"
-    learning_rate: float = 0.01
-    adam_learning_rate: float = 0.002
+    learning_rate: float = 0.02
+    adam_learning_rate: float = 0.004
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
     warmup_steps: int = 50
+    decay_fraction: float = 1.0
     final_fraction: float = 0.02
     clip: float = 1.0
 
@@ -44,6 +47,8 @@ class OptimizerSettings:
         for name in ("weight_decay", "warmup_steps", "final_fraction"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}.")
+        if not 0 < self.decay_fraction <= 1:
+            raise ValueError(f"decay_fraction must be in (0, 1], got {self.decay_fraction}.")
 
 
 def make_optimizer(
@@ -73,13 +78,14 @@ def make_optimizer(
 def cosine(
     peak: float, settings: OptimizerSettings, num_steps: int | Int[Array, ""]
 ) -> optax.Schedule:
-    """Learning rate by step: a straight line up to `peak`, then half a cosine down."""
+    """Learning rate by step: a straight line up to `peak`, at the end half a cosine down."""
     warmup = jnp.minimum(settings.warmup_steps, num_steps // 2)
+    start = jnp.maximum(warmup, num_steps * (1.0 - settings.decay_fraction))
 
     def learning_rate(count: ArrayLike) -> Float[Array, ""]:
         count = jnp.asarray(count)
         rising = (count + 1) / (warmup + 1)
-        progress = jnp.clip((count - warmup) / jnp.maximum(num_steps - warmup, 1), 0.0, 1.0)
+        progress = jnp.clip((count - start) / jnp.maximum(num_steps - start, 1), 0.0, 1.0)
         falling = 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
         floor = settings.final_fraction
         return peak * jnp.minimum(rising, floor + (1.0 - floor) * falling)

@@ -31,7 +31,7 @@ def write_recipe(
     sources = [
         f"| {source.name} | {source.origin or source.path} | {source.licence or 'unknown'} "
         f"| {source.weight:g} | {metrics['tokens_of_one_pass'][source.name]:,} "
-        f"| `{json.dumps(source.template)[1:-1]}` | {source.split} "
+        f"| `{_in_table(json.dumps(source.template)[1:-1])}` | {source.split} "
         f"| `{fingerprints[source.name]}` |"
         for source in settings.sources
     ]
@@ -81,6 +81,10 @@ def write_recipe(
         "",
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _in_table(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def as_command(arguments: Sequence[str]) -> str:

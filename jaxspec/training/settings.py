@@ -50,8 +50,8 @@ class LMTrainingSettings:
     model: ModelConfig = DEMO
     num_steps: int | None = None
     minutes: float | None = 15.0
-    sequence_length: int = 512
-    rows_per_batch: int = 4
+    sequence_length: int = 384
+    rows_per_batch: int = 6
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     layer_drop: float = 0.0
     dtype: str = "float32"
@@ -135,7 +135,9 @@ def _model_from_json(entry: Mapping[str, Any]) -> ModelConfig:
     values = dict(entry)
     if "rope" in values:
         values["rope"] = _build(Rope, values["rope"])
-    return _build(ModelConfig, dataclasses.asdict(DEMO) | {"rope": DEMO.rope} | values)
+    # The kinds of layers go by the number of layers unless they are listed.
+    base = {field.name: getattr(DEMO, field.name) for field in dataclasses.fields(DEMO)}
+    return _build(ModelConfig, base | {"layer_types": ()} | values)
 
 
 def _build(kind: type, values: Mapping[str, Any]) -> Any:

@@ -43,6 +43,9 @@ from jaxspec.training.tokenizer import (
     train_tokenizer,
 )
 
+# What a run that goes on may do otherwise than before: how long it takes, and what it shows.
+_MAY_CHANGE = ("num_steps", "minutes", "pace", "validation_rows")
+
 
 class Corpus(NamedTuple):
     """The packed text of a run, one entry per source."""
@@ -75,7 +78,8 @@ def train_lm(
     Args:
         settings: what to train, on what.
         state_folder: holds all that a run needs to go on; a call with the same settings and folder
-            resumes. One folder, one run.
+            resumes. One folder, one run, though its length may change: see
+            `OptimizerSettings.decay_fraction`.
         out: folder for the finished checkpoint, in the Hugging Face layout; None: nothing written.
         command: how a person would repeat the run, for `recipe.md`.
         console: where progress goes; standard error unless given.
@@ -135,6 +139,7 @@ def train_lm(
         f"{_size(config):,} parameters, {num_steps} steps of "
         f"{settings.rows_per_batch * settings.sequence_length} tokens; state in {state_folder}",
         highlight=False,
+        soft_wrap=True,
     )
     try:
         state = fit(
@@ -156,7 +161,7 @@ def train_lm(
     trained = Trained(Network(state.params, config), tokenizer, metrics)
     if out is not None:
         _write(trained, settings, fingerprints, history, out, command)
-        console.print(f"saved {out}", highlight=False)
+        console.print(f"saved {out}", highlight=False, soft_wrap=True)
     return trained
 
 
@@ -164,15 +169,11 @@ def _claim(state_folder: Path, settings: LMTrainingSettings, fingerprints: dict[
     """Writes down whose folder this is, or checks that it is this run's."""
     path = state_folder / "run.json"
     run = {"settings": settings_to_json(settings), "sha256": fingerprints}
-    if not path.exists():
-        with replacing_files(state_folder) as staging:
-            write_json(staging / path.name, run)
-        return
-    before = read_json(path)
+    before = read_json(path) if path.exists() else run
     changed = [
         f"{name}: {before['settings'].get(name)!r} before, {value!r} now"
         for name, value in run["settings"].items()
-        if before["settings"].get(name) != value
+        if before["settings"].get(name) != value and name not in _MAY_CHANGE
     ]
     changed += [
         f"the files of source {name!r}"
@@ -184,6 +185,8 @@ def _claim(state_folder: Path, settings: LMTrainingSettings, fingerprints: dict[
             f"The state folder {state_folder} holds a run that differs in {'; '.join(changed)}. "
             "Choose another state folder, or delete this one."
         )
+    with replacing_files(state_folder) as staging:
+        write_json(staging / path.name, run)
 
 
 def _prepare(settings: LMTrainingSettings, state_folder: Path) -> tuple[Tokenizer, Corpus]:
@@ -240,7 +243,7 @@ def _plan(
     batches: Callable[[int], Any],
     console: Console,
 ) -> int:
-    """How many steps the run has; once timed, the number stays."""
+    """How many steps the run has. A step is timed once per state folder."""
     if settings.num_steps is not None:
         return settings.num_steps
     assert settings.minutes is not None
@@ -249,10 +252,9 @@ def _plan(
         with console.status("timing a few steps"):
             train_step = make_train_step(objective, settings.optimizer, 1000, settings.seed)
             seconds = _seconds_per_step(train_step, begin(), batches)
-        num_steps = max(1, round(settings.minutes * 60 / seconds))
         with replacing_files(state_folder) as staging:
-            write_json(staging / path.name, {"num_steps": num_steps, "seconds_per_step": seconds})
-    return int(read_json(path)["num_steps"])
+            write_json(staging / path.name, {"seconds_per_step": seconds})
+    return max(1, round(settings.minutes * 60 / read_json(path)["seconds_per_step"]))
 
 
 def _seconds_per_step(
@@ -275,7 +277,7 @@ def _figures(
     num_steps: int,
     validation: Validation,
 ) -> dict[str, Any]:
-    rates = [r["tokens_per_second"] for r in history.records if r.get("tokens_per_second")]
+    rates = [record["tokens_per_second"] for record in history.records if "loss" in record]
     return {
         "parameters": _size(config),
         "steps": num_steps,

@@ -1,0 +1,273 @@
+"""The loop: it learns, it resumes to the bit, it stops when figures are not finite."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from optax.contrib import MuonDimensionNumbers
+from rich.console import Console
+
+from jaxspec.models import ModelConfig, Network, init_params
+from jaxspec.training.data import Sequences, pack
+from jaxspec.training.lm import NextToken, SoftLabels, Taught, make_evaluation
+from jaxspec.training.loop import DivergedError, History, Pace, fit, make_train_step
+from jaxspec.training.optimizer import (
+    OPTIMIZERS,
+    OptimizerSettings,
+    cosine,
+    decays,
+    make_optimizer,
+    matrix_axes,
+)
+from jaxspec.training.state import StateKeeper, initial_state
+
+CONFIG = ModelConfig(
+    vocab_size=24,
+    embed_dim=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=32,
+    max_positions=32,
+    tied_head=True,
+)
+QUIET = Console(file=io.StringIO())
+
+
+def batches(step: int) -> Sequences:
+    """Texts that count up from a random start."""
+    rng = np.random.default_rng(step)
+    texts = [(rng.integers(24) + np.arange(8)) % 24 for _ in range(8)]
+    return pack([text.astype(np.int32) for text in texts], 16)
+
+
+def begin(optimizer: OptimizerSettings):
+    params = init_params(CONFIG, jax.random.key(0))
+    return initial_state(params, make_optimizer(optimizer, 1))
+
+
+ADAMW = OptimizerSettings("adamw", learning_rate=0.01)
+
+
+@pytest.fixture(scope="module")
+def adamw_step():
+    """Compiled once for all tests that only need some training step."""
+    return make_train_step(NextToken(CONFIG), ADAMW, 20)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_loss_falls(name, tmp_path):
+    optimizer = OptimizerSettings(name, learning_rate=0.01, adam_learning_rate=0.01)
+    history = History(tmp_path / "history.jsonl")
+    fit(
+        make_train_step(NextToken(CONFIG), optimizer, 80),
+        begin(optimizer),
+        batches,
+        80,
+        history=history,
+        console=QUIET,
+    )
+    losses = [record["loss"] for record in history.records]
+    assert losses[0] > 2.5
+    # Eight tokens counting up: only the first step of a document is left to chance.
+    assert losses[-1] < 0.5
+
+
+def test_learning_rate_rises_then_falls():
+    settings = OptimizerSettings(warmup_steps=4, final_fraction=0.1)
+    rates = np.array([cosine(1.0, settings, 20)(step) for step in range(21)])
+    np.testing.assert_allclose(rates[:5], [0.2, 0.4, 0.6, 0.8, 1.0], rtol=1e-6)
+    assert np.all(np.diff(rates[4:]) < 0)
+    np.testing.assert_allclose(rates[[12, 20]], [0.55, 0.1], rtol=1e-6)
+
+
+def test_a_late_decay_leaves_the_length_of_a_run_open():
+    settings = OptimizerSettings(warmup_steps=4, decay_fraction=0.25)
+    short, long = (
+        np.array([cosine(1.0, settings, length)(step) for step in range(20)])
+        for length in (20, 400)
+    )
+    np.testing.assert_array_equal(short[:16], long[:16])
+    assert np.all(short[3:16] == 1.0)
+    assert np.all(np.diff(short[15:]) < 0)
+
+
+def test_only_matrices_of_layers_decay_and_are_orthogonalised():
+    params = init_params(CONFIG, jax.random.key(0))
+    layer = ("attention/qkv", "attention/out", "mlp/gate_up", "mlp/down")
+    expected = {f"layer_{i}/{part}/kernel" for i in range(2) for part in layer}
+
+    def names(tree, is_leaf=None):
+        flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+        paths = [path for path, leaf in flat if leaf]
+        return {jax.tree_util.keystr(path, simple=True, separator="/") for path in paths}
+
+    assert names(decays(params)) == expected
+    axes = matrix_axes(params)
+    assert names(axes, lambda leaf: isinstance(leaf, MuonDimensionNumbers)) == expected
+    # Heads are orthogonalised apart on the way in and together on the way out.
+    attention = axes["layer_0"]["attention"]
+    assert attention["qkv"]["kernel"] == MuonDimensionNumbers(0, 3)
+    assert attention["out"]["kernel"] == MuonDimensionNumbers((0, 1, 2), 3)
+
+
+def test_documents_in_one_row_do_not_see_each_other():
+    params = init_params(CONFIG, jax.random.key(1))
+    alone = pack([np.arange(6, dtype=np.int32)], 16)
+    together = pack([np.arange(6, dtype=np.int32), np.full(5, 7, np.int32)], 16)
+    evaluate = make_evaluation(NextToken(CONFIG))
+    other = pack([np.full(5, 7, np.int32)], 16)
+    parts = [evaluate(params, [batch])["nats"] for batch in (alone, other)]
+    # Five predictions in the one document, four in the other.
+    assert evaluate(params, [together])["nats"] == pytest.approx(
+        (5 * parts[0] + 4 * parts[1]) / 9, rel=1e-5
+    )
+
+
+def test_every_token_but_the_first_of_a_document_is_learned():
+    packed = pack([np.arange(n, dtype=np.int32) for n in (9, 4, 2)], 16)
+    params = init_params(CONFIG, jax.random.key(0))
+    _, metrics = jax.jit(NextToken(CONFIG))(params, packed, jax.random.key(0))
+    assert metrics["tokens"] == 8 + 3 + 1
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn():
+    params = init_params(CONFIG, jax.random.key(0))
+    objective = SoftLabels(NextToken(CONFIG), soft_share=1.0)
+    batch = Taught(batches(0), Network(params, CONFIG))
+    differentiate = jax.jit(jax.grad(objective, has_aux=True))
+    gradient, metrics = differentiate(params, batch, jax.random.key(0))
+    assert metrics["agreement"] == 1
+    assert max(float(jnp.max(jnp.abs(leaf))) for leaf in jax.tree.leaves(gradient)) < 1e-6
+
+
+def test_layer_drop_leaves_out_later_layers_only():
+    objective = jax.jit(NextToken(CONFIG, layer_drop=0.9))
+    params = init_params(CONFIG, jax.random.key(0))
+
+    def losses(params):
+        return {float(objective(params, batches(0), jax.random.key(i))[0]) for i in range(4)}
+
+    silent = jax.tree.map(jnp.zeros_like, params["layer_0"])
+    assert len(losses({**params, "layer_0": silent})) > 1
+    assert len(losses({**params, "layer_1": silent})) == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_state(tmp_path, adamw_step):
+    def poisoned(state, batch):
+        if int(state.step) == 12:
+            broken = state.params["norm"]["scale"].at[0].set(jnp.nan)
+            params = {**state.params, "norm": {"scale": broken}}
+            state = state._replace(params=params)
+        return adamw_step(state, batch)
+
+    keeper = StateKeeper(tmp_path / "states")
+    with pytest.raises(DivergedError, match=r"Step 13: .* is nan"):
+        fit(
+            poisoned,
+            begin(ADAMW),
+            batches,
+            20,
+            keeper=keeper,
+            pace=Pace(save_seconds=1e-9),
+            console=QUIET,
+        )
+    kept = keeper.restore(begin(ADAMW))
+    assert int(kept.step) == 12
+    assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(kept.params))
+    keeper.close()
+
+
+def test_weights_that_are_not_finite_are_not_kept(tmp_path, adamw_step):
+    def poisoned(state, batch):
+        state, metrics = adamw_step(state, batch)
+        params = {**state.params, "norm": {"scale": state.params["norm"]["scale"] * jnp.inf}}
+        return state._replace(params=params), metrics
+
+    keeper = StateKeeper(tmp_path / "states")
+    with pytest.raises(DivergedError, match=r"not finite in norm\.scale"):
+        fit(poisoned, begin(ADAMW), batches, 1, keeper=keeper, console=QUIET)
+    assert keeper.latest_step is None
+    keeper.close()
+
+
+def test_a_keeper_has_the_last_two_states(tmp_path):
+    state = begin(ADAMW)
+    keeper = StateKeeper(tmp_path / "states")
+    assert keeper.restore(state) is None
+    for step in range(1, 5):
+        keeper.save(state._replace(step=jnp.asarray(step, jnp.int32)))
+    assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["3", "4"]
+    assert int(keeper.restore(state).step) == 4
+    keeper.close()
+
+
+def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
+    """The run below, once left alone and once killed while it works, ends with equal bits."""
+    steps = 60
+    killed, alone = tmp_path / "killed", tmp_path / "alone"
+    process, other = run_slowly(killed, steps, pause=0.05), run_slowly(alone, steps, pause=0.0)
+    deadline = time.monotonic() + 120
+    while len(saved_steps(killed)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert 0 < max(saved_steps(killed)) < steps
+
+    assert run_slowly(killed, steps, pause=0.0).wait(timeout=120) == 0
+    assert other.wait(timeout=120) == 0
+    resumed, whole = np.load(killed / "final.npz"), np.load(alone / "final.npz")
+    assert resumed.files == whole.files
+    assert all(resumed[name].tobytes() == whole[name].tobytes() for name in whole.files)
+    # The figures continue without a gap or a repeat.
+    records = [json.loads(line) for line in (killed / "history.jsonl").open()]
+    assert [record["step"] for record in records] == list(range(10, steps + 1, 10))
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [int(path.name) for path in (folder / "states").glob("*") if path.name.isdigit()]
+
+
+def run_slowly(folder: Path, steps: int, pause: float) -> subprocess.Popen:
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.training.test_loop", str(folder), str(steps), str(pause)],
+        cwd=Path(__file__).resolve().parents[2],
+    )
+
+
+def main(folder: Path, steps: int, pause: float) -> None:
+    """Trains as a process of its own, saving every few steps; what the test above kills."""
+    train_step = make_train_step(NextToken(CONFIG, layer_drop=0.2), ADAMW, steps)
+
+    def slowly(state, batch):
+        time.sleep(pause)
+        return train_step(state, batch)
+
+    keeper = StateKeeper(folder / "states")
+    state = fit(
+        slowly,
+        begin(ADAMW),
+        batches,
+        steps,
+        keeper=keeper,
+        history=History(folder / "history.jsonl"),
+        pace=Pace(save_seconds=0.1),
+        console=QUIET,
+    )
+    keeper.close()
+    np.savez(folder / "final.npz", *jax.tree.leaves(state))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

@@ -1,0 +1,256 @@
+"""From text files to a checkpoint folder, and the command line before it."""
+
+import argparse
+import dataclasses
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxspec.checkpoint.huggingface import load_network
+from jaxspec.checkpoint.tokenizer import load_tokenizer
+from jaxspec.core.masks import causal
+from jaxspec.models import ModelConfig, Rope
+from jaxspec.training import command
+from jaxspec.training.data import FieldRanges, LastRows, Source
+from jaxspec.training.optimizer import OptimizerSettings
+from jaxspec.training.settings import (
+    DEMO,
+    LMTrainingSettings,
+    default_state_folder,
+    settings_from_json,
+    settings_to_json,
+)
+from jaxspec.training.tokenizer import RESERVED
+from jaxspec.training.train import train_lm
+
+QUIET = Console(file=io.StringIO())
+TINY = ModelConfig(
+    vocab_size=300,
+    embed_dim=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=32,
+    max_positions=64,
+    tied_head=True,
+)
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    rows = [{"question": f"{a} and {b}?", "answer": f"{a + b}"} for a in range(9) for b in range(9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tiny_settings(sums):
+    source = Source("sums", str(sums), template="{question} {answer}", split=LastRows(8))
+    return LMTrainingSettings(
+        (source,),
+        TINY,
+        num_steps=30,
+        minutes=None,
+        sequence_length=32,
+        rows_per_batch=4,
+        optimizer=OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=5),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_settings, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    out = folder / "out"
+    result = train_lm(tiny_settings, folder / "state", out, command="jaxspec ...", console=QUIET)
+    return result, out
+
+
+def logits(network, ids):
+    ids = np.asarray(ids, np.int32)
+    hidden = network.forward(ids, np.arange(len(ids), dtype=np.int32), causal(len(ids)), None)
+    return np.asarray(network.unembed(hidden.features))
+
+
+def test_the_folder_holds_all_that_a_reader_needs(trained):
+    result, out = trained
+    assert {path.name for path in out.iterdir()} >= {
+        "config.json",
+        "generation_config.json",
+        "metrics.json",
+        "model.safetensors",
+        "recipe.md",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "training.json",
+    }
+    recipe = (out / "recipe.md").read_text()
+    assert "jaxspec ..." in recipe
+    assert "sums" in recipe
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["validation"]["sums"]["nats"] < np.log(300)
+    assert settings_from_json(json.loads((out / "training.json").read_text())).model == TINY
+    assert result.metrics == metrics
+
+
+def test_saved_weights_are_the_trained_ones_in_bfloat16(trained):
+    result, out = trained
+    network = load_network(out, "float32")
+    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), result.network)
+    assert network.config == result.network.config
+    np.testing.assert_array_equal(logits(network, range(20, 30)), logits(rounded, range(20, 30)))
+
+
+def test_the_saved_tokenizer_renders_chats_and_stops_at_their_turns(trained):
+    _, out = trained
+    tokenizer = load_tokenizer(out)
+    messages = [{"role": "user", "content": "1 and 2?"}]
+    ids = tokenizer.encode_chat(messages, add_generation_prompt=True)
+    reserved = [RESERVED[i] for i in ids if i < len(RESERVED)]
+    assert reserved == ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
+    generation = json.loads((out / "generation_config.json").read_text())
+    assert [RESERVED[i] for i in generation["eos_token_id"]] == ["<|eos|>", "<|end|>"]
+
+
+def test_the_same_call_again_changes_nothing(trained, tiny_settings, tmp_path):
+    result, out = trained
+    again = train_lm(tiny_settings, out.parent / "state", tmp_path / "again", console=QUIET)
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        out / "model.safetensors"
+    ).read_bytes()
+    assert again.metrics == result.metrics
+
+
+def test_a_state_folder_belongs_to_one_run(trained, tiny_settings):
+    _, out = trained
+    other = dataclasses.replace(tiny_settings, seed=1)
+    with pytest.raises(ValueError, match=r"seed: 0 before, 1 now"):
+        train_lm(other, out.parent / "state", console=QUIET)
+    assert default_state_folder(other, "x") != default_state_folder(tiny_settings, "x")
+
+
+def test_a_draft_model_learns_from_its_teacher(trained, tiny_settings, tmp_path):
+    _, out = trained
+    settings = dataclasses.replace(
+        tiny_settings, model=TINY.replace(embed_dim=8, mlp_dim=16), teacher=str(out)
+    )
+    draft = train_lm(settings, tmp_path / "state", tmp_path / "draft", console=QUIET)
+    assert 0 < draft.metrics["validation"]["sums"]["agreement"] <= 1
+    assert (tmp_path / "draft" / "tokenizer.json").read_bytes() == (
+        out / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_a_run_can_begin_with_saved_weights(trained, tiny_settings, tmp_path):
+    result, out = trained
+    settings = dataclasses.replace(
+        tiny_settings,
+        start_from=str(out),
+        num_steps=1,
+        optimizer=OptimizerSettings("adamw", learning_rate=1e-9),
+    )
+    warm = train_lm(settings, tmp_path / "state", console=QUIET)
+    assert warm.metrics["validation"]["sums"]["nats"] == pytest.approx(
+        result.metrics["validation"]["sums"]["nats"], abs=0.05
+    )
+    wider = dataclasses.replace(settings, model=TINY.replace(mlp_dim=64))
+    with pytest.raises(ValueError, match="start_from"):
+        train_lm(wider, tmp_path / "wider", console=QUIET)
+
+
+def test_minutes_become_steps_once(tiny_settings, tmp_path):
+    settings = dataclasses.replace(tiny_settings, num_steps=None, minutes=0.002)
+    first = train_lm(settings, tmp_path, console=QUIET)
+    again = train_lm(settings, tmp_path, console=QUIET)
+    assert first.metrics["steps"] == again.metrics["steps"] >= 1
+
+
+# Settings and the command line
+
+
+def test_settings_survive_json(tiny_settings):
+    source = Source("b", "b.jsonl", split=FieldRanges("id", (1, 5), (6, 7)))
+    settings = dataclasses.replace(
+        tiny_settings,
+        sources=(*tiny_settings.sources, source),
+        model=TINY.replace(rope=Rope(theta=500.0)),
+    )
+    plain = json.loads(json.dumps(settings_to_json(settings)))
+    assert settings_from_json(plain) == settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sources": ()}, "at least one source"),
+        ({"minutes": 1.0}, "either num_steps or minutes"),
+        ({"num_steps": 0}, "num_steps must be above 0"),
+        ({"sequence_length": 65}, "at most max_positions"),
+        ({"layer_drop": 1.0}, r"layer_drop must be in \[0, 1\)"),
+        ({"dtype": "float8"}, "dtype must be"),
+    ],
+)
+def test_settings_out_of_range_are_named(tiny_settings, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(tiny_settings, **changes)
+
+
+def test_unknown_settings_are_named(tiny_settings):
+    plain = settings_to_json(tiny_settings)
+    with pytest.raises(ValueError, match=r"no settings \['learning_rat'\]"):
+        settings_from_json({**plain, "optimizer": {"learning_rat": 1.0}})
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.settings_from_arguments(parser.parse_args(["--out", "x", *arguments]))
+
+
+def test_flags_go_before_the_file_and_the_file_before_defaults(tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text(
+        json.dumps(
+            {
+                "sources": [{"name": "notes", "path": "notes.txt"}],
+                "num_steps": 7,
+                "minutes": None,
+                "model": {"num_layers": 3},
+                "optimizer": {"clip": 2.0},
+            }
+        )
+    )
+    settings = parsed("--config", str(path), "--minutes", "2", "--learning-rate", "0.5")
+    assert (settings.num_steps, settings.minutes) == (None, 2.0)
+    assert (settings.optimizer.clip, settings.optimizer.learning_rate) == (2.0, 0.5)
+    assert settings.model == DEMO.replace(num_layers=3, layer_types=())
+    assert settings.sources == (Source("notes", "notes.txt"),)
+
+
+def test_sources_by_flags(tmp_path):
+    settings = parsed(
+        "--data", "gsm8k=a.jsonl", "--data", "own=b.jsonl", "--weight", "own=0.5",
+        "--template", "own={prompt}", "--steps", "3",
+    )  # fmt: skip
+    known, own = settings.sources
+    assert (known.path, known.split) == ("a.jsonl", LastRows(300))
+    assert (own.path, own.weight, own.template) == ("b.jsonl", 0.5, "{prompt}")
+    assert (settings.num_steps, settings.minutes) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--data-folder"),
+        (("--data", "gsm8k"), "--data must be NAME="),
+        (("--data", "a=a.txt", "--weight", "b=1"), "there is no such source"),
+    ],
+)
+def test_wrong_flags_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parsed(*arguments)
