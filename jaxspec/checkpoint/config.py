@@ -220,7 +220,9 @@ def _qwen3_entries(config: ModelConfig) -> dict[str, Any]:
 def _qwen3_moe_fields(text: Json) -> dict[str, Any]:
     num_layers = _integer(text, "num_hidden_layers")
     step = _integer(text, "decoder_sparse_step", 1)
-    dense = text.get("mlp_only_layers") or ()
+    dense = text.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise CheckpointError(f"mlp_only_layers must be a list; config.json has {dense!r}.")
     experts = Experts(
         num=_integer(text, "num_experts", text.get("num_local_experts")),
         per_token=_integer(text, "num_experts_per_tok"),
@@ -380,10 +382,10 @@ def _layer_types(text: Json, rule: list[str]) -> tuple[str, ...]:
     listed = text.get("layer_types")
     if listed is None:
         return tuple(rule)
-    unknown = sorted({str(kind) for kind in listed} - _LAYER_TYPES.keys())
-    if unknown:
+    known = isinstance(listed, list) and {str(kind) for kind in listed} <= _LAYER_TYPES.keys()
+    if not known:
         raise CheckpointError(
-            f"layer_types must be of {', '.join(_LAYER_TYPES)}; config.json has {unknown}."
+            f"layer_types must be a list of {', '.join(_LAYER_TYPES)}; config.json has {listed!r}."
         )
     return tuple(_LAYER_TYPES[kind] for kind in listed)
 
@@ -397,7 +399,7 @@ def _sliding(text: Json, types: tuple[str, ...]) -> dict[str, Any]:
 
 def _activation(text: Json) -> str:
     name = text.get("hidden_activation") or text.get("hidden_act") or "silu"
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise CheckpointError(
             f"hidden_act must be one of {', '.join(_ACTIVATIONS)}; config.json has {name!r}."
         )
@@ -409,16 +411,14 @@ def _rope(text: Json, layer_type: str) -> Rope:
 
     Values are looked for in the rope section first, then at the top level.
     """
-    section = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    if not isinstance(section, Mapping):
-        raise CheckpointError(f"The RoPE settings must be a JSON object, got {section!r}.")
+    section = _object(text.get("rope_scaling") or text.get("rope_parameters"))
     theta_key = "rope_theta"
     if layer_type == "sliding_attention":
         # Only Gemma-3 asks; its short-range layers are neither scaled nor of the same base.
         theta_key = "rope_local_base_freq"
-        section = section.get(layer_type) or {}
+        section = _object(section.get(layer_type))
     elif "full_attention" in section:
-        section = section["full_attention"] or {}
+        section = _object(section["full_attention"])
     theta = _number(section, "rope_theta", _number(text, theta_key, 10_000.0))
     fraction = _number(
         section, "partial_rotary_factor", _number(text, "partial_rotary_factor", 1.0)
@@ -544,19 +544,26 @@ def _stored_positions(config: ModelConfig) -> int:
     return config.max_positions
 
 
+def _object(value: Any) -> Json:
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"The RoPE settings must be JSON objects; config.json has {value!r}.")
+    return value or {}
+
+
 _REQUIRED = object()
+_LARGEST = 2**31 - 1  # of sizes: beyond it no array can be indexed
 
 
 def _integer(values: Json, key: str, default: Any = _REQUIRED) -> int:
     value = _value(values, key, default)
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value <= _LARGEST:
         raise CheckpointError(f"{key} must be a positive whole number; config.json has {value!r}.")
     return value
 
 
 def _number(values: Json, key: str, default: Any = _REQUIRED) -> float:
     value = _value(values, key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         raise CheckpointError(f"{key} must be a number; config.json has {value!r}.")
     return float(value)
 

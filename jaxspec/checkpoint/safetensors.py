@@ -20,6 +20,7 @@ from jaxspec.checkpoint.files import CheckpointError, read_json
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_AXES, _MAX_SIZE = 32, 2**48  # what NumPy can describe, with room to spare
 
 # What weights may be stored as. `<` because files are little-endian whatever the machine is.
 FLOATS = {
@@ -86,14 +87,15 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / INDEX).is_file():
         return _find_sharded(folder)
     pickles = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
-    if pickles:
-        raise CheckpointError(
-            f"{folder} has only {pickles[0]}, a pickle, and loading a pickle runs whatever program "
-            'it holds. Convert it once, where you trust it: python -c "from transformers import '
-            "AutoModelForCausalLM as M; M.from_pretrained('FOLDER').save_pretrained('NEW_FOLDER')\""
-        )
+    found = (
+        f"only {pickles[0]}, a pickle, and loading a pickle runs whatever program it holds"
+        if pickles
+        else f"no weights: expected {SINGLE}, or {INDEX} and the shards it names"
+    )
     raise CheckpointError(
-        f"{folder} has no weights: expected {SINGLE}, or {INDEX} and the shards it names."
+        f"{folder} has {found}. A model that is published only as pytorch_model.bin is converted "
+        'once, where it is trusted: python -c "from transformers import AutoModelForCausalLM as M; '
+        "M.from_pretrained('FOLDER_OR_HUB_ID').save_pretrained('NEW_FOLDER')\""
     )
 
 
@@ -231,7 +233,7 @@ def _parse_entry(path: Path, entry: Any, data_start: int) -> StoredTensor:
     bits = _OTHER_BITS | {name: 8 * known.itemsize for name, known in FLOATS.items()}
     if not isinstance(dtype, str) or dtype not in bits:
         raise ValueError(f"unknown dtype {dtype!r}")
-    if not _natural_numbers(shape):
+    if not _natural_numbers(shape) or len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_SIZE:
         raise ValueError(f"shape must be a list of sizes, got {shape!r}")
     if not _natural_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(f"data_offsets must be [begin, end], got {offsets!r}")

@@ -112,7 +112,7 @@ class Tokenizer:
         messages: Sequence[Message],
         *,
         add_generation_prompt: bool = True,
-        template: str = "default",
+        template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
@@ -122,7 +122,8 @@ class Tokenizer:
         Args:
             messages: `{"role": "user", "content": "..."}` and so on, oldest first.
             add_generation_prompt: end with the opening of the assistant's turn.
-            template: which of `templates`.
+            template: which of `templates`; None: "tool_use" where there is one and tools are given,
+                else "default".
             tools: JSON schemas of functions that the model may call.
             documents: texts to answer from, for templates that know them.
             extra: further variables of the template, such as `enable_thinking` for Qwen3.
@@ -133,6 +134,8 @@ class Tokenizer:
         """
         import jinja2
 
+        if template is None:
+            template = "tool_use" if tools and "tool_use" in self.templates else "default"
         source = self._template(template)
         _check_messages(messages)
         variables = _plain_json(

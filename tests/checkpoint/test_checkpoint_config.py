@@ -1,6 +1,9 @@
+import contextlib
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxspec.checkpoint import CheckpointError, config_from_json, config_to_json
 from jaxspec.models import (
@@ -217,6 +220,8 @@ BAD = [
     ({"hidden_size": None}, "lacks 'hidden_size'"),
     ({"hidden_size": "32"}, "hidden_size must be a positive whole number; .* '32'"),
     ({"num_attention_heads": 0}, "num_attention_heads must be a positive"),
+    ({"hidden_size": 10**30}, "hidden_size must be a positive"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
     ({"num_hidden_layers": True}, "num_hidden_layers must be a positive"),
     ({"num_key_value_heads": 3}, "num_kv_heads"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
@@ -225,13 +230,16 @@ BAD = [
     ({"rope_scaling": {"rope_type": "mrope"}}, "RoPE type .* longrope; .* 'mrope'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor must be at least 1"),
-    ({"rope_scaling": [1]}, "must be a JSON object"),
+    ({"rope_scaling": [1]}, "must be JSON objects"),
     ({"rope_scaling": {"rope_type": "longrope", "short_factor": 1}}, "short_factor must be a list"),
     ({"partial_rotary_factor": 0.5}, "known for phi3 only"),
     ({"hidden_act": "relu"}, "hidden_act must be one of silu, .* 'relu'"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"use_bidirectional_attention": True}, "encoder"),
-    ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 4}, "layer_types must be of"),
+    (
+        {"model_type": "qwen3", "layer_types": ["linear_attention"] * 4},
+        "layer_types must be a list of",
+    ),
     ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types must name 4"),
     ({"model_type": "qwen3_moe"}, "num_experts"),
 ]
@@ -241,6 +249,34 @@ BAD = [
 def test_what_cannot_be_understood_is_named(changes, message):
     with pytest.raises(CheckpointError, match=message):
         config_from_json({**SIZES, "model_type": "llama", **changes})
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3", "yarn, fixed", "qwen3_moe", "gemma3_text", "phi3, long"]
+)
+def test_junk_for_any_value_is_our_error_or_another_network(name):
+    raw = config_to_json(NETWORKS[name])
+    scaling = raw["rope_scaling"] or {}
+    further = ["text_config", "layer_types", "mlp_only_layers", "rope_parameters", "num_experts"]
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.sampled_from([*raw, *further]), st.sampled_from([*scaling, "rope_type"]), JUNK)
+    def check(key, scaling_key, junk):
+        for changed in (
+            {**raw, key: junk},
+            {**raw, "rope_scaling": {**scaling, scaling_key: junk}},
+        ):
+            with contextlib.suppress(CheckpointError):
+                assert isinstance(config_from_json(changed), ModelConfig)
+
+    check()
 
 
 @pytest.mark.parametrize("max_positions", [0, -5])

@@ -123,6 +123,14 @@ def test_a_template_sees_messages_tokens_and_further_variables(tokenizer):
     assert chat.encode_chat(CHAT).count(tokenizer.bos_id) == 1
 
 
+def test_tools_choose_their_own_template(tokenizer):
+    templates = {"default": "plain", "tool_use": "{{ tools[0].name }}"}
+    chat = Tokenizer(tokenizer.backend, tokenizer.settings, templates)
+    assert chat.render_chat(CHAT) == "plain"
+    assert chat.render_chat(CHAT, tools=[{"name": "clock"}]) == "clock"
+    assert chat.render_chat(CHAT, tools=[{"name": "clock"}], template="default") == "plain"
+
+
 def test_json_in_templates_is_not_escaped_for_html(tokenizer):
     rendered = with_template(tokenizer, "{{ messages[0]|tojson }}").render_chat(CHAT)
     assert rendered == '{"role": "user", "content": "Hi <b>"}'
