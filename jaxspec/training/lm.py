@@ -39,10 +39,13 @@ class NextToken:
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
-        network = Network(jax.tree.map(lambda leaf: leaf.astype(self.dtype), params), self.config)
-        logits = _logits(network, batch, key, self.layer_drop)
+        logits = _logits(self.network(params), batch, key, self.layer_drop)
         metrics = _metrics(logits, batch)
         return metrics["nats"], metrics
+
+    def network(self, params: PyTree) -> Network:
+        """The network that computes in `dtype`."""
+        return Network(jax.tree.map(lambda leaf: leaf.astype(self.dtype), params), self.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +67,7 @@ class SoftLabels:
         self, params: PyTree, batch: Taught, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
         student, sequences = self.student, batch.sequences
-        network = Network(
-            jax.tree.map(lambda leaf: leaf.astype(student.dtype), params), student.config
-        )
-        logits = _logits(network, sequences, key, student.layer_drop)
+        logits = _logits(student.network(params), sequences, key, student.layer_drop)
         expert = jax.lax.stop_gradient(_logits(batch.teacher, sequences, key, 0.0))
         _, learned = _targets(sequences)
         soft = -jnp.sum(jax.nn.softmax(expert) * jax.nn.log_softmax(logits), axis=-1)
@@ -78,7 +78,10 @@ class SoftLabels:
         return self.soft_share * _mean(soft, learned) + hard_share * metrics["nats"], metrics
 
 
-def make_evaluation(objective: Objective) -> Callable[[PyTree, Sequence[Any]], dict[str, float]]:
+Evaluation = Callable[[PyTree, Sequence[Any]], dict[str, float]]
+
+
+def make_evaluation(objective: Objective) -> Evaluation:
     """A function of weights and batches: the objective's metrics, averaged over tokens."""
     measure = jax.jit(lambda params, batch: objective(params, batch, jax.random.key(0))[1])
 

@@ -27,7 +27,7 @@ from jaxspec.training.data import (
     pack,
     read_source,
 )
-from jaxspec.training.lm import NextToken, SoftLabels, Taught, make_evaluation
+from jaxspec.training.lm import Evaluation, NextToken, SoftLabels, Taught, make_evaluation
 from jaxspec.training.loop import History, TrainStep, Validation, fit, make_train_step
 from jaxspec.training.optimizer import make_optimizer
 from jaxspec.training.report import draw_losses, write_recipe
@@ -89,58 +89,49 @@ def train_lm(
         DivergedError: when the loss is no longer finite.
     """
     console = console or Console(stderr=True)
-    state_folder.mkdir(parents=True, exist_ok=True)
+    if out is not None and out.is_file():
+        raise ValueError(f"out must be a folder, but {out} is a file: name another.")
+    teacher = None if settings.teacher is None else load_network(Path(settings.teacher))
     fingerprints = {source.name: fingerprint(source) for source in settings.sources}
+    state_folder.mkdir(parents=True, exist_ok=True)
     _claim(state_folder, settings, fingerprints)
-
     with console.status("reading and packing text"):
         tokenizer, corpus = _prepare(settings, state_folder)
     config = settings.model.replace(vocab_size=tokenizer.get_vocab_size())
-    teacher = None if settings.teacher is None else load_network(Path(settings.teacher))
-    if teacher is not None and teacher.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"The teacher in {settings.teacher} has a vocabulary of {teacher.vocab_size}, the "
-            f"tokenizer one of {config.vocab_size}: they must be the same."
-        )
-    student = NextToken(config, settings.layer_drop, settings.dtype)
-    measured = dataclasses.replace(student, layer_drop=0.0)
-    if teacher is None:
-        objective, evaluation = student, make_evaluation(measured)
-    else:
-        objective = SoftLabels(student, settings.soft_share)
-        evaluation = make_evaluation(SoftLabels(measured, settings.soft_share))
+    objective, evaluate = _objective(settings, config, teacher)
 
-    def taught(batch: Sequences) -> Sequences | Taught:
-        return batch if teacher is None else Taught(batch, teacher)
+    def taught(sequences: Sequences) -> Sequences | Taught:
+        return sequences if teacher is None else Taught(sequences, teacher)
 
     def validate(params: PyTree, rows: int | None = settings.validation_rows) -> Validation:
+        held_out = {
+            source.name: in_order(sequences, settings.rows_per_batch, rows)
+            for source, sequences in zip(settings.sources, corpus.validation, strict=True)
+        }
         return {
-            source.name: evaluation(
-                params,
-                [taught(batch) for batch in in_order(held_out, settings.rows_per_batch, rows)],
-            )
-            for source, held_out in zip(settings.sources, corpus.validation, strict=True)
-            if len(held_out.tokens)
+            name: evaluate(params, [taught(sequences) for sequences in batches])
+            for name, batches in held_out.items()
+            if batches
         }
 
     weights = tuple(source.weight for source in settings.sources)
-    rows = Batches(corpus.train, weights, settings.rows_per_batch, settings.seed)
+    drawn = Batches(corpus.train, weights, settings.rows_per_batch, settings.seed)
 
     def batches(step: int) -> Sequences | Taught:
-        return taught(rows(step))
+        return taught(drawn(step))
 
     def begin() -> TrainState:
         return initial_state(_first_params(settings, config), make_optimizer(settings.optimizer, 1))
 
-    num_steps = _plan(settings, state_folder, objective, begin, batches, console)
-    history = History(state_folder / "history.jsonl")
-    keeper = StateKeeper(state_folder / "states")
+    num_steps = _num_steps(settings, state_folder, objective, begin, batches, console)
     console.print(
         f"{_size(config):,} parameters, {num_steps} steps of "
         f"{settings.rows_per_batch * settings.sequence_length} tokens; state in {state_folder}",
         highlight=False,
         soft_wrap=True,
     )
+    history = History(state_folder / "history.jsonl")
+    keeper = StateKeeper(state_folder / "states")
     try:
         state = fit(
             make_train_step(objective, settings.optimizer, num_steps, settings.seed),
@@ -223,6 +214,23 @@ def _tokenizer(settings: LMTrainingSettings, state_folder: Path, parts) -> Token
     return Tokenizer.from_file(str(path))
 
 
+def _objective(
+    settings: LMTrainingSettings, config: ModelConfig, teacher: Network | None
+) -> tuple[NextToken | SoftLabels, Evaluation]:
+    """What is trained for, and what is measured: the same without layers left out."""
+    student = NextToken(config, settings.layer_drop, settings.dtype)
+    whole = dataclasses.replace(student, layer_drop=0.0)
+    if teacher is None:
+        return student, make_evaluation(whole)
+    if teacher.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"The teacher in {settings.teacher} has a vocabulary of {teacher.vocab_size}, the "
+            f"tokenizer one of {config.vocab_size}: they must be the same."
+        )
+    share = settings.soft_share
+    return SoftLabels(student, share), make_evaluation(SoftLabels(whole, share))
+
+
 def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> PyTree:
     if settings.start_from is None:
         return init_params(config, jax.random.key(settings.seed))
@@ -235,7 +243,7 @@ def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> PyTree:
     return network.params
 
 
-def _plan(
+def _num_steps(
     settings: LMTrainingSettings,
     state_folder: Path,
     objective: NextToken | SoftLabels,
@@ -243,7 +251,7 @@ def _plan(
     batches: Callable[[int], Any],
     console: Console,
 ) -> int:
-    """How many steps the run has. A step is timed once per state folder."""
+    """How long the run is. Where minutes are given, a step is timed once per state folder."""
     if settings.num_steps is not None:
         return settings.num_steps
     assert settings.minutes is not None

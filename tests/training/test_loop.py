@@ -98,7 +98,7 @@ def test_a_late_decay_leaves_the_length_of_a_run_open():
         for length in (20, 400)
     )
     np.testing.assert_array_equal(short[:16], long[:16])
-    assert np.all(short[3:16] == 1.0)
+    assert np.all(short[4:16] == 1.0)
     assert np.all(np.diff(short[15:]) < 0)
 
 
