@@ -12,9 +12,9 @@ from rich.console import Console
 
 from jaxspec.checkpoint.files import read_json
 from jaxspec.training.data import KNOWN_SOURCES, Source, default_mixture
-from jaxspec.training.optimizer import OPTIMIZERS
 from jaxspec.training.report import as_command
 from jaxspec.training.settings import (
+    OPTIMIZERS,
     LMTrainingSettings,
     default_state_folder,
     settings_from_json,
@@ -134,7 +134,7 @@ def settings_from_arguments(args: argparse.Namespace) -> LMTrainingSettings:
 
 def run(args: argparse.Namespace) -> int:
     """Trains as the arguments say and writes the checkpoint; 0 when it is there."""
-    # Imported here, so that `--help` does not wait for JAX.
+    # Imported here, so that other commands do not wait for optax and Orbax.
     from jaxspec.training.train import train_lm
 
     console = Console(stderr=True)

@@ -1,6 +1,5 @@
 """The one training loop: any objective, any state, batches by step number."""
 
-import dataclasses
 import json
 import math
 import time
@@ -17,7 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxspec.core.types import PyTree
-from jaxspec.training.optimizer import OptimizerSettings, make_optimizer
+from jaxspec.training.optimizer import make_optimizer
+from jaxspec.training.settings import OptimizerSettings, Pace
 from jaxspec.training.state import StateKeeper, TrainState
 
 Metrics = dict[str, Float[Array, ""]]
@@ -40,21 +40,6 @@ class Objective(Protocol):
     def __call__(
         self, params: PyTree, batch: Any, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]: ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Pace:
-    """How often `fit` does something besides training."""
-
-    save_seconds: float = 120.0
-    validate_steps: int = 200
-    record_steps: int = 10
-    report_seconds: float = 30.0
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(f"{field.name} must be above 0, got {getattr(self, field.name)}.")
 
 
 class History:

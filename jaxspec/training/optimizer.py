@@ -1,7 +1,5 @@
 """Optimizers of the trainers: warm-up, cosine, clipping, and what decays."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,46 +7,7 @@ from jaxtyping import Array, ArrayLike, Float, Int
 from optax.contrib import MuonDimensionNumbers, muon
 
 from jaxspec.core.types import PyTree
-
-OPTIMIZERS = ("adamw", "muon")
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerSettings:
-    """How weights move.
-
-    name: "adamw", or "muon": orthogonalised momentum for the layers' matrices, Adam for the rest.
-    learning_rate: the highest, reached after `warmup_steps`.
-    decay_fraction: the last part of the run, in which half a cosine takes the learning rate down
-        to `final_fraction` of itself. With less than 1 it is constant before, so that a run may
-        be made longer or shorter until then.
-    adam_learning_rate: the same for what Muon leaves to Adam; unused by "adamw".
-    weight_decay: times the learning rate, each step; norms, biases and embeddings do not decay.
-    clip: the largest norm of a whole gradient; larger ones are scaled down to it.
-    """
-
-    name: str = "muon"
-    learning_rate: float = 0.02
-    adam_learning_rate: float = 0.004
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    warmup_steps: int = 50
-    decay_fraction: float = 1.0
-    final_fraction: float = 0.02
-    clip: float = 1.0
-
-    def __post_init__(self):
-        if self.name not in OPTIMIZERS:
-            raise ValueError(f"optimizer name must be one of {OPTIMIZERS}, got {self.name!r}.")
-        for name in ("learning_rate", "adam_learning_rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}.")
-        for name in ("weight_decay", "warmup_steps", "final_fraction"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}.")
-        if not 0 < self.decay_fraction <= 1:
-            raise ValueError(f"decay_fraction must be in (0, 1], got {self.decay_fraction}.")
+from jaxspec.training.settings import OptimizerSettings
 
 
 def make_optimizer(

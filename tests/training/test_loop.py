@@ -19,15 +19,14 @@ from rich.console import Console
 from jaxspec.models import ModelConfig, Network, init_params
 from jaxspec.training.data import Sequences, pack
 from jaxspec.training.lm import NextToken, SoftLabels, Taught, make_evaluation
-from jaxspec.training.loop import DivergedError, History, Pace, fit, make_train_step
+from jaxspec.training.loop import DivergedError, History, fit, make_train_step
 from jaxspec.training.optimizer import (
-    OPTIMIZERS,
-    OptimizerSettings,
     cosine,
     decays,
     make_optimizer,
     matrix_axes,
 )
+from jaxspec.training.settings import OPTIMIZERS, OptimizerSettings, Pace
 from jaxspec.training.state import StateKeeper, initial_state
 
 CONFIG = ModelConfig(

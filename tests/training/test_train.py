@@ -16,10 +16,10 @@ from jaxspec.core.masks import causal
 from jaxspec.models import ModelConfig, Rope
 from jaxspec.training import command
 from jaxspec.training.data import FieldRanges, LastRows, Source
-from jaxspec.training.optimizer import OptimizerSettings
 from jaxspec.training.settings import (
     DEMO,
     LMTrainingSettings,
+    OptimizerSettings,
     default_state_folder,
     settings_from_json,
     settings_to_json,
