@@ -75,6 +75,15 @@ def test_a_dtype_is_applied_when_saving(dtype, stored, tiny_network, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, network.params, kept)
 
 
+@pytest.mark.parametrize("layout", sorted(SAVERS))
+def test_accelerators_keep_the_stored_dtype(layout, tiny_network, tmp_path, monkeypatch):
+    half = random_network(tiny_network.config, "bfloat16")
+    SAVERS[layout](Model(half), tmp_path)
+    assert load(tmp_path).network.dtype == jnp.float32
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert_same_network(load(tmp_path).network, half)
+
+
 @pytest.mark.parametrize("dtype", ["float8", "int32", float, "nonsense"])
 def test_a_dtype_that_weights_cannot_have_is_refused(dtype, saved_folder):
     with pytest.raises(ValueError, match="dtype must be one of float32, float16, bfloat16"):

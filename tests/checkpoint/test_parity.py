@@ -153,7 +153,12 @@ CASES = {
 @pytest.fixture(scope="module")
 def torch():
     pytest.importorskip("transformers", reason="needs the parity extra")
-    return pytest.importorskip("torch", reason="needs the parity extra")
+    torch = pytest.importorskip("torch", reason="needs the parity extra")
+    # Networks this small lose more by handing work to threads, on a busy machine far more.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
