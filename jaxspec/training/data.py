@@ -179,7 +179,8 @@ GSM8K = Source(
     template="{question}\n{answer}",
     split=LastRows(300),
     weight=2.0,
-    origin="openai/grade-school-math@3101c7d5072418e28b9008a6636bde82a006892c, train split",
+    origin="openai/grade-school-math@3101c7d5072418e28b9008a6636bde82a006892c, train split, "
+    "calculator marks such as <<48/2=24>> kept",
     licence="MIT",
 )
 MBPP = Source(
@@ -188,7 +189,8 @@ MBPP = Source(
     template='"""\n{text}\n{test_list}\n"""\n{code}\n',
     split=FieldRanges("task_id", train=(601, 974), validation=(511, 600)),
     weight=2.0,
-    origin="google-research/google-research mbpp/mbpp.jsonl, rows 1-10 and 511-974",
+    origin="google-research/google-research mbpp/mbpp.jsonl (Austin et al. 2021), rows 1-10 and "
+    "511-974; changed: line ends",
     licence="CC BY 4.0",
 )
 SHAKESPEARE = Source(

@@ -117,6 +117,24 @@ def test_the_saved_tokenizer_renders_chats_and_stops_at_their_turns(trained):
     assert [RESERVED[i] for i in generation["eos_token_id"]] == ["<|eos|>", "<|end|>"]
 
 
+def test_transformers_reads_the_folder_alike(trained):
+    torch = pytest.importorskip("torch", reason="needs the extra `parity`")
+    transformers = pytest.importorskip("transformers", reason="needs the extra `parity`")
+    _, out = trained
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    ids = load_tokenizer(out).encode("3 and 4? 7")
+    assert tokenizer("3 and 4? 7").input_ids == ids
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0].numpy()
+    np.testing.assert_allclose(logits(load_network(out, "float32"), ids), theirs, atol=2e-4)
+    messages = [{"role": "user", "content": "3 and 4?"}]
+    assert tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    ) == load_tokenizer(out).render_chat(messages, add_generation_prompt=True)
+    assert model.generation_config.eos_token_id == [1, 8]
+
+
 def test_the_same_call_again_changes_nothing(trained, tiny_settings, tmp_path):
     result, out = trained
     again = train_lm(tiny_settings, out.parent / "state", tmp_path / "again", console=QUIET)
