@@ -31,7 +31,9 @@ LAYERS = (
     ("face",),
     ("training", "mobile", "batch", "bench", "sharding"),
     ("jaxspec",),
-    ("cli", "__main__"),
+    ("commands",),
+    ("cli",),
+    ("__main__",),
 )
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(

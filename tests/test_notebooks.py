@@ -1,0 +1,46 @@
+"""Notebooks run from top to bottom, are stored without outputs, and assert what they say."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxspec.checkpoint import shipped_models
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+SHIPPED = ("demo", "demo-draft")
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_stored_without_outputs(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    for cell in notebook["cells"]:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path, monkeypatch):
+    needs = "needs the notebooks extra: pip install '.[notebooks]'"
+    nbformat = pytest.importorskip("nbformat", reason=needs)
+    nbclient = pytest.importorskip("nbclient", reason=needs)
+    pytest.importorskip("ipykernel", reason=needs)
+    pytest.importorskip("matplotlib", reason=needs)
+    missing = sorted(set(SHIPPED) - set(shipped_models()))
+    if missing:
+        pytest.skip(f"needs checkpoints/{', checkpoints/'.join(missing)}, which is not here")
+    search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
+    # Nothing here is timed, and a third of the run would be spent on optimising programs.
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    notebook = nbformat.read(path, as_version=4)
+    where = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(notebook, timeout=300, resources=where).execute()
+    shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert any("text/html" in output.get("data", ()) for output in shown)
