@@ -122,14 +122,20 @@ def fit(
 
     Raises:
         DivergedError: when a figure or a weight is not finite. The states kept are from before.
+        ValueError: when the state is past `num_steps` already.
     """
     pace = pace or Pace()
     if keeper is not None:
         state = keeper.restore(state) or state
     first = int(state.step)
+    if first > num_steps:
+        raise ValueError(
+            f"num_steps is {num_steps}, but the state to go on from is of step {first}: train "
+            "longer, or begin with another state folder."
+        )
     if history is not None:
         history.rewind(first)
-    watch = _Watch(num_steps, pace, history, console or Console(stderr=True))
+    watch = _Watch(first, num_steps, pace, history, console or Console(stderr=True))
     saved_at = time.monotonic()
     unread = None
     with watch.bar:
@@ -174,7 +180,9 @@ def _check_weights(state: TrainState) -> None:
 class _Watch:
     """What a person sees of a run: a bar on a terminal, lines elsewhere, records in a file."""
 
-    def __init__(self, num_steps: int, pace: Pace, history: History | None, console: Console):
+    def __init__(
+        self, first: int, num_steps: int, pace: Pace, history: History | None, console: Console
+    ):
         self.num_steps, self.pace, self.history, self.console = num_steps, pace, history, console
         self.bar = Progress(
             TextColumn("training"),
@@ -185,7 +193,9 @@ class _Watch:
             console=console,
             disable=not console.is_terminal,
         )
-        self.task = self.bar.add_task("training", total=num_steps, figures="compiling")
+        self.task = self.bar.add_task(
+            "training", completed=first, total=num_steps, figures="compiling"
+        )
         self.seconds = 0.0 if history is None else history.seconds
         self.clock: float | None = None
         self.unrecorded: list[dict[str, float]] = []

@@ -200,6 +200,12 @@ def test_weights_that_are_not_finite_are_not_kept(tmp_path, adamw_step):
     keeper.close()
 
 
+def test_a_state_past_the_end_is_refused(adamw_step):
+    state = begin(ADAMW)._replace(step=jnp.asarray(9, jnp.int32))
+    with pytest.raises(ValueError, match=r"num_steps is 8, but .* step 9"):
+        fit(adamw_step, state, batches, 8, console=QUIET)
+
+
 def test_a_keeper_has_the_last_two_states(tmp_path):
     state = begin(ADAMW)
     keeper = StateKeeper(tmp_path / "states")
