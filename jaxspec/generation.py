@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoint.memory import check_cache_fits
 from jaxspec.compilation import CompileClock
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
@@ -147,16 +148,18 @@ def generate(
         if traces is None:
             states = request.decode()
         else:
-            for states, info in request.decode_stream():  # noqa: B007, the last state is the result
-                steps = [] if info is None else trace_steps(jax.device_get(info), request.tokenizer)
-                for row, step in enumerate(steps):
+            steps = request.decode_stream()
+            states, _ = next(steps)
+            for states, info in steps:  # noqa: B007, the last state is the result
+                assert info is not None, "only the first state comes without a step"
+                for row, step in enumerate(trace_steps(info, request.tokenizer)):
                     traces[row].extend([] if step is None else [step])
         states = jax.device_get(_without_caches(states))
         seconds = time.perf_counter() - start - clock.seconds
     hosts = host_rows(states, request.prompt_lengths)
     rows = tuple(
         Generation(
-            prompt_tokens=request.prompts.tokens[row, : request.prompt_lengths[row]],
+            prompt_tokens=np.asarray(request.prompts.tokens[row, : request.prompt_lengths[row]]),
             tokens=host.tokens,
             text=request.text(host.tokens, host.finish_reason),
             finish_reason=host.finish_reason,
@@ -210,9 +213,9 @@ def stream(
             f"stream shows one row, got {len(request.prompt_lengths)}; use generate for several."
         )
     shown = _TextStream(request)
-    for states, info in request.decode_stream():
-        if info is None:
-            continue
+    steps = request.decode_stream()
+    next(steps)
+    for states, info in steps:
         stop, info = jax.device_get((states.stop, info))
         (step,) = trace_steps(info, request.tokenizer)
         reason = FINISH_REASONS[stop[0]] if stop[0] else None
@@ -290,7 +293,7 @@ class Request:
         lowered = decode.lower(
             self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
         )
-        memory = lowered.compile().memory_analysis()
+        memory: Any = lowered.compile().memory_analysis()
         return (
             memory.argument_size_in_bytes
             + memory.output_size_in_bytes
@@ -385,28 +388,30 @@ def prepare(
     budget = per_row("max_new_tokens", np.int32)
     index = np.arange(len(lengths), dtype=np.int32)
     stop_ids = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
-    rows = Prompt(
-        tokens=tokens,
-        length=lengths,
-        room=np.minimum(budget, model.config.max_positions - lengths),
-        seed=np.stack(
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "length": lengths,
+        "room": np.minimum(budget, model.config.max_positions - lengths),
+        "seed": np.stack(
             [np.full_like(index, seed), index // config.num_samples, index % config.num_samples], 1
         ),
-        stop_ids=np.tile(np.asarray([*stop_ids] or [-1], np.int32), (len(lengths), 1)),
-        warp=_warp(model, config, per_row, len(lengths)),
+        "stop_ids": np.tile(np.asarray([*stop_ids] or [-1], np.int32), (len(lengths), 1)),
+    }
+    rows = Prompt(**arrays, warp=_warp(model, config, per_row, len(lengths)))
+    plan = plan_decoding(
+        bucket,
+        int(rows.room.max()),
+        loaded.drafter,
+        logprobs=config.logprobs,
+        warped_logprobs=config.warped_logprobs,
     )
+    check_cache_fits(model.config, model.network.dtype, plan.capacities[-1], len(lengths))
     return Request(
         params=Params(model.network, loaded.params),
         prompts=rows,
         automaton=_automaton(model, config),
         drafter=loaded.drafter,
-        plan=plan_decoding(
-            bucket,
-            int(budget.max()),
-            loaded.drafter,
-            logprobs=config.logprobs,
-            warped_logprobs=config.warped_logprobs,
-        ),
+        plan=plan,
         prompt_lengths=tuple(lengths.tolist()),
         num_samples=config.num_samples,
         stop_strings=config.stop_strings,
@@ -430,7 +435,7 @@ def prompt_list(prompts) -> list[PromptLike]:
     return [prompts] if single else list(prompts)
 
 
-def _encode(model: "Model", prompt: PromptLike) -> list[int]:
+def _encode(model: "Model", prompt: Any) -> list[int]:
     is_text = isinstance(prompt, str)
     is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if not (is_text or is_chat):
@@ -440,7 +445,8 @@ def _encode(model: "Model", prompt: PromptLike) -> list[int]:
             f"prompts: {model.name} has no tokenizer, so it takes token ids; "
             f"got {'text' if is_text else 'chat messages'}."
         )
-    return model.tokenizer.encode_chat(prompt) if is_chat else model.tokenizer.encode(prompt)
+    encode = model.tokenizer.encode_chat if is_chat else model.tokenizer.encode
+    return encode(prompt)
 
 
 def _check_ids(model: "Model", ids: Sequence[int], name: str) -> None:
@@ -492,7 +498,7 @@ def _warp(model: "Model", config: GenerationConfig, per_row, num_rows: int) -> W
         raise ValueError(
             f"top_k must be at most the vocabulary, {model.vocab_size}, got {top_k.max()}."
         )
-    bias = _bias(model, config)
+    bias: Any = _bias(model, config)
     bias = None if bias is None else np.tile(bias, (num_rows, 1))
     if not temperature.any():
         return Warp(bias=bias)

@@ -299,13 +299,13 @@ def _advance(
     count = jnp.where(running, ending.count, 0)
     num_accepted = verdict.num_emitted - 1
 
-    def write_text(text: Array, new: Array | None) -> Array:
+    def write_text(text: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(
             text, new.astype(text.dtype), context.length, axis=0
         )
 
     def write_fact(fact: Array | None, new: Array | None) -> Array | None:
-        return None if fact is None else write_text(fact, new)
+        return None if fact is None or new is None else write_text(fact, new)
 
     from_draft = jnp.arange(tokens.shape[0]) < num_accepted
     drafted = jnp.max(jnp.where(proposal.valid, proposal.tree.depths, 0))

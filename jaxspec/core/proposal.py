@@ -3,10 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxspec.core.sampling import (
+    argmax_rows,
+    draw_without_replacement,
+    inverse_cdf,
+    warp_logits,
+)
 from jaxspec.core.tree import chain
-from jaxspec.core.types import Proposal, Tree
+from jaxspec.core.types import Proposal, Tree, Warp
 
 
 def tree_proposal(
@@ -49,3 +55,24 @@ def bank(num_tokens: int) -> tuple[int, ...]:
     """
     powers = (1 << exponent for exponent in range(num_tokens.bit_length()))
     return (*(width for width in powers if 4 * width <= 3 * num_tokens), num_tokens)
+
+
+def choose_children(
+    key: PRNGKeyArray, logits: Float[Array, "parents vocab"], warp: Warp, branch: int
+) -> tuple[Int[Array, "parents branch"], Float[Array, "parents vocab"]]:
+    """Picks `branch` tokens under each parent, and says from which laws.
+
+    Greedy: the likeliest, in order. Sampling: draws without replacement from the warped law.
+
+    Returns:
+        Tokens, and the normalised log-probabilities they were drawn from.
+    """
+    logprobs = jax.nn.log_softmax(warp_logits(logits, warp), axis=-1)
+    if warp.temperature is None:
+        if branch == 1:
+            return argmax_rows(logprobs)[:, None], logprobs
+        return jax.lax.top_k(logprobs, branch)[1], logprobs
+    if branch == 1:
+        uniforms = jax.random.uniform(key, logprobs.shape[:1], logprobs.dtype)
+        return jax.vmap(inverse_cdf)(jnp.exp(logprobs), uniforms)[:, None], logprobs
+    return draw_without_replacement(key, logprobs, branch), logprobs

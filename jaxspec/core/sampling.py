@@ -88,10 +88,13 @@ def _smallest_set(
 
 
 def _ordered_bits(logits: Logits) -> UInt[Array, "nodes vocab"]:
-    """Unsigned integers that sort as the logits do, at float32 resolution."""
+    """Unsigned integers that sort as the logits do, at float32 resolution.
+
+    NaN of either sign comes out on top, so that no filter hides it.
+    """
     # Adding 0.0 turns -0.0 into 0.0: equal numbers need equal bits.
     bits = jax.lax.bitcast_convert_type(logits.astype(jnp.float32) + 0.0, jnp.uint32)
-    negative = (bits >> 31).astype(bool)
+    negative = (bits >> 31).astype(bool) & ~jnp.isnan(logits)
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 

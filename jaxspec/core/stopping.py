@@ -44,7 +44,7 @@ def stop_automaton(strings: Sequence[bytes], token_bytes: Sequence[bytes]) -> St
     for position in range(longest):
         moved = by_byte[state, spelled[None, :, position]]
         state = np.where(position < lengths[None, :], moved, state)
-    return StopAutomaton(state.astype(np.int32))
+    return StopAutomaton(jnp.asarray(state, jnp.int32))
 
 
 def _byte_automaton(strings: Sequence[bytes]) -> np.ndarray:

@@ -5,6 +5,7 @@ in a target pass includes it (26).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -87,14 +88,15 @@ def tree_from_parents(parents: Sequence[int]) -> Tree:
     ancestors = np.zeros((len(parents), len(parents)), bool)
     for node, path in enumerate(paths):
         ancestors[node, path] = True
-    return Tree(
-        parents=np.asarray(parents, np.int32),
-        depths=np.asarray(depths, np.int32),
-        ranks=np.asarray(ranks, np.int32),
-        ancestors=ancestors,
-        paths=_padded(paths, max(depths) + 1),
-        children=_padded(children, max(1, *map(len, children))),
-    )
+    arrays: dict[str, Any] = {
+        "parents": np.asarray(parents, np.int32),
+        "depths": np.asarray(depths, np.int32),
+        "ranks": np.asarray(ranks, np.int32),
+        "ancestors": ancestors,
+        "paths": _padded(paths, max(depths) + 1),
+        "children": _padded(children, max(1, *map(len, children))),
+    }
+    return Tree(**arrays)
 
 
 def tree_from_paths(paths: Sequence[Sequence[int]]) -> Tree:

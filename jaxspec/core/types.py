@@ -290,7 +290,7 @@ InfoT = TypeVar("InfoT", covariant=True)
 class StepFn(Protocol[StateT, InfoT]):
     """One step of any decoder, over a batch of rows."""
 
-    def __call__(self, params: Params, state: StateT) -> tuple[StateT, InfoT]: ...
+    def __call__(self, params: Params, state: StateT, /) -> tuple[StateT, InfoT]: ...
 
 
 class VerifyFn(Protocol):

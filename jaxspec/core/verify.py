@@ -47,7 +47,9 @@ def verify_chain(
 ) -> Verdict:
     """Rejection sampling over a chain of sampled tokens (Leviathan et al. 2023, algorithm 1)."""
     target_logprobs = jax.nn.log_softmax(at_least_float32(target_logits), axis=-1)
-    draft_logprobs = proposal.draft_logprobs[proposal.law_row[1:]].astype(target_logprobs.dtype)
+    laws = proposal.draft_logprobs
+    assert laws is not None, "a chain without laws is verified as deterministic"
+    draft_logprobs = laws[proposal.law_row[1:]].astype(target_logprobs.dtype)
 
     drafted = proposal.tokens[1:, None]
     log_ratio = jnp.take_along_axis(target_logprobs[:-1] - draft_logprobs, drafted, axis=1)
@@ -108,14 +110,15 @@ def verify_tree(
     min(1, target / draft); after a rejection the target's law becomes its normalised residual,
     and the draft's law loses the token and is renormalised (EAGLE section 1.8; SpecInfer).
     """
-    tree = proposal.tree
+    tree, laws = proposal.tree, proposal.draft_logprobs
+    assert laws is not None, "a tree without laws is verified as deterministic"
     logits = at_least_float32(target_logits)
     depth = tree.paths.shape[-1] - 1
 
     def try_children(_, walk):
         node, arrived, law = walk
         first = jnp.maximum(tree.children[node, 0], 0)
-        draft = jnp.exp(proposal.draft_logprobs[proposal.law_row[first]]).astype(law.dtype)
+        draft = jnp.exp(laws[proposal.law_row[first]]).astype(law.dtype)
         accepted = jnp.int32(-1)
         for rank in range(tree.children.shape[-1]):
             child = tree.children[node, rank]

@@ -12,18 +12,12 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import KEY_SLOTS_AXIS, VALUE_SLOTS_AXIS, append, settled
 from jaxspec.core.decode import prefill
-from jaxspec.core.proposal import tree_proposal
-from jaxspec.core.sampling import (
-    argmax_rows,
-    draw_without_replacement,
-    inverse_cdf,
-    warp_logits,
-)
+from jaxspec.core.proposal import choose_children, tree_proposal
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
 from jaxspec.core.types import (
     Context,
@@ -34,7 +28,6 @@ from jaxspec.core.types import (
     Params,
     Proposal,
     Tree,
-    Warp,
 )
 from jaxspec.drafters.loaded import LoadedDrafter
 
@@ -150,27 +143,6 @@ class DraftModel:
         positions = cache.length + jnp.arange(window)
         hidden = draft.forward(recent, positions, masks.causal(window), cache)
         return append(cache, settled(hidden), count), hidden.features[count - 1][None]
-
-
-def choose_children(
-    key: PRNGKeyArray, logits: Float[Array, "parents vocab"], warp: Warp, branch: int
-) -> tuple[Int[Array, "parents branch"], Float[Array, "parents vocab"]]:
-    """Picks `branch` tokens under each parent, and says from which laws.
-
-    Greedy: the likeliest, in order. Sampling: draws without replacement from the warped law.
-
-    Returns:
-        Tokens, and the normalised log-probabilities they were drawn from.
-    """
-    logprobs = jax.nn.log_softmax(warp_logits(logits, warp), axis=-1)
-    if warp.temperature is None:
-        if branch == 1:
-            return argmax_rows(logprobs)[:, None], logprobs
-        return jax.lax.top_k(logprobs, branch)[1], logprobs
-    if branch == 1:
-        uniforms = jax.random.uniform(key, logprobs.shape[:1], logprobs.dtype)
-        return jax.vmap(inverse_cdf)(jnp.exp(logprobs), uniforms)[:, None], logprobs
-    return draw_without_replacement(key, logprobs, branch), logprobs
 
 
 def _fit_vocab(
