@@ -136,7 +136,7 @@ def compare(
         )
         return ComparisonRow(
             name=name,
-            settings=_settings(drafter),
+            settings=describe(drafter),
             overall=figures(name, range(len(kept))),
             low_repetition=figures(name, low) if low else None,
             by_category={category: figures(name, places) for category, places in groups.items()},
@@ -351,7 +351,8 @@ def _groups(categories: Sequence[str | None]) -> dict[str, list[int]]:
     return groups
 
 
-def _settings(drafter: Drafter | LoadedDrafter | None) -> str:
+def describe(drafter: Drafter | LoadedDrafter | None) -> str:
+    """A drafter's settings in full, without its weights."""
     if drafter is None:
         return "plain decoding"
     return repr(drafter.drafter if isinstance(drafter, LoadedDrafter) else drafter)

@@ -1,0 +1,5 @@
+"""The verbs of the command line, one module each, and what they share."""
+
+EXIT_DIFFERENT = 1
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130

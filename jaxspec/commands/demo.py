@@ -1,0 +1,151 @@
+"""`jaxspec demo`: the shipped models at work, plain and speculative, side by side."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+from jaxspec.bench.compare import PLAIN, compare
+from jaxspec.bench.comparison import Comparison
+from jaxspec.checkpoint import Model, load
+from jaxspec.commands import EXIT_DIFFERENT
+from jaxspec.commands.live import DRAFTED_STYLE, LiveText, Pace, Sources
+from jaxspec.core.types import Drafter
+from jaxspec.drafters import DraftModel, LoadedDrafter, PromptLookup
+from jaxspec.generation import GenerationConfig, stream
+
+# Written for this demo. Their lengths share a bucket, so that one program serves them all.
+PROMPTS = (
+    "Question: A baker makes 12 trays of rolls with 8 rolls on each tray. She sells 70 rolls in "
+    "the morning and half of the rest in the afternoon. How many rolls are left?\nAnswer:",
+    "def count_words(text):\n    counts = {}\n    for word in text.split():\n"
+    "        counts[word] = counts.get(word, 0) + 1\n    return counts\n\n\n"
+    "def count_letters(text):\n",
+    "Question: Tom has 5 boxes with 9 pens in each box. He gives 3 pens to each of his 7 friends. "
+    "How many pens does Tom have now?\nAnswer: Tom has 5 * 9 =",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec demo`."""
+    parser.description = (
+        "Decodes built-in prompts with the shipped models: plainly, with prompt lookup and with a "
+        "draft model. Accepted draft tokens are coloured. Needs no network."
+    )
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="per prompt")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each")
+    parser.add_argument("--model", default="demo", help="another target")
+    parser.add_argument("--draft-model", default="demo-draft", help="another draft model")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Shows the demo; 1 if the outputs differ."""
+    config = GenerationConfig(max_new_tokens=args.tokens)
+    model = load(args.model)
+    drafters = {
+        "lookup": PromptLookup(),
+        "draft model": DraftModel.of(load(args.draft_model)),
+    }
+    console = Console(highlight=False, stderr=args.json)
+    outputs = show(console, model, config, {PLAIN: None, **drafters})
+    _heading(console, "timing: every method on every prompt, in turns")
+    comparison = compare(model, PROMPTS, drafters, config, repeats=args.repeats)
+    if args.json:
+        print(json.dumps(_as_json(model, outputs, comparison)))
+    else:
+        console.print(comparison)
+    _say_whether_identical(console, comparison)
+    return 0 if comparison.outputs_agree else EXIT_DIFFERENT
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What one method wrote after one prompt."""
+
+    text: str
+    tokens: list[int]
+    from_draft: list[bool]
+
+
+def show(
+    console: Console,
+    model: Model,
+    config: GenerationConfig,
+    methods: Mapping[str, Drafter | LoadedDrafter | None],
+) -> list[dict[str, Output]]:
+    """Streams every prompt with every method onto the console."""
+    legend = Text("Accepted draft tokens are ")
+    legend.append("coloured", DRAFTED_STYLE)
+    console.print(legend.append("; all other tokens are the target's own."))
+    outputs = []
+    for number, prompt in enumerate(PROMPTS, start=1):
+        _heading(console, f"prompt {number} of {len(PROMPTS)}")
+        console.print(Text(prompt))
+        outputs.append({})
+        for name, drafter in methods.items():
+            _heading(console, name)
+            outputs[-1][name] = _show_one(console, model, prompt, config, drafter)
+    return outputs
+
+
+def _show_one(
+    console: Console,
+    model: Model,
+    prompt: str,
+    config: GenerationConfig,
+    drafter: Drafter | LoadedDrafter | None,
+) -> Output:
+    sources, steps = Sources(model.tokenizer), []
+    with Pace() as pace:
+        with LiveText(console) as live:
+            live.push([], "compiling; kept for the next time")
+            for step in stream(model, prompt, config, drafter):
+                pace.push(step)
+                steps.append(step)
+                live.push(sources.push(step), pace)
+        console.print(Text(f"({pace})", style="dim"))
+    return Output(
+        text="".join(step.text for step in steps),
+        tokens=np.concatenate([step.tokens for step in steps]).tolist(),
+        from_draft=np.concatenate([step.from_draft for step in steps]).tolist(),
+    )
+
+
+def _heading(console: Console, title: str) -> None:
+    if console.is_terminal:
+        console.print(Rule(Text(title, style="bold"), align="left", style="dim"))
+    else:
+        console.print(Text(f"# {title}"))
+
+
+def _say_whether_identical(console: Console, comparison: Comparison) -> None:
+    if comparison.outputs_agree:
+        num_ties = sum(map(len, comparison.ties.values()))
+        exactly = "identical to" if not num_ties else "the same, ties aside, as"
+        console.print(Text(f"All outputs are {exactly} plain decoding's.", style="bold green"))
+    else:
+        console.print(Text("OUTPUTS DIFFER from plain decoding's: see above.", style="bold red"))
+
+
+def _as_json(
+    model: Model, outputs: list[dict[str, Output]], comparison: Comparison
+) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "outputs_agree": comparison.outputs_agree,
+        "prompts": [
+            {
+                "prompt": prompt,
+                "outputs": {name: dataclasses.asdict(output) for name, output in by_name.items()},
+            }
+            for prompt, by_name in zip(PROMPTS, outputs, strict=True)
+        ],
+        "comparison": comparison.as_dict(),
+    }

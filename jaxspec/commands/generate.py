@@ -1,0 +1,192 @@
+"""`jaxspec generate`: one prompt, or a chat."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxspec.bench.compare import describe
+from jaxspec.checkpoint import Model
+from jaxspec.commands import EXIT_INTERRUPTED
+from jaxspec.commands.live import LiveText, Pace, Sources
+from jaxspec.commands.options import (
+    add_drafter_arguments,
+    add_generation_arguments,
+    add_model_arguments,
+    announce,
+    generation_config,
+    load_model,
+    make_drafter,
+)
+from jaxspec.core.types import Drafter
+from jaxspec.drafters import LoadedDrafter
+from jaxspec.generation import GenerationConfig, PromptLike, generate, stream
+from jaxspec.result import Generation
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec generate`."""
+    parser.description = (
+        "Continues a prompt and shows the text as it is decoded: on a terminal, accepted draft "
+        "tokens are coloured. Ctrl-C keeps what is there."
+    )
+    add_model_arguments(parser)
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text, or - for standard input")
+    parser.add_argument("--file", type=Path, help="read the prompt from a file")
+    parser.add_argument(
+        "--chat", action="store_true", help="talk in turns, with the model's chat template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="what to tell the model before a chat")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object when done, instead of the text"
+    )
+    add_generation_arguments(parser)
+    add_drafter_arguments(parser, repeatable=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates as the arguments say."""
+    config = generation_config(args)
+    if args.chat and (args.json or config.num_samples != 1):
+        raise ValueError("--chat: cannot be combined with --json or --num-samples.")
+    if args.system is not None and not args.chat:
+        raise ValueError("--system: needs --chat.")
+    prompt = _prompt(args)
+    if prompt is None and not args.chat:
+        raise ValueError("Give a PROMPT, - to read standard input, --file FILE, or --chat.")
+    drafter = None if args.drafter is None else make_drafter(args.drafter, args)
+    model = load_model(args)
+    announce(model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
+    session = Session(model, config, drafter, args.seed)
+    if args.chat or prompt is None:
+        return chat(session, args.system, prompt)
+    if args.json:
+        print(json.dumps(session.as_json(prompt), ensure_ascii=False))
+    elif config.num_samples > 1:
+        session.print_samples(prompt)
+    elif session.show(prompt).interrupted:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> str | None:
+    if args.file is not None and args.prompt is not None:
+        raise ValueError("Give either PROMPT or --file, not both.")
+    if args.file is not None:
+        return args.file.read_text(encoding="utf-8")
+    return sys.stdin.read() if args.prompt == "-" else args.prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What a stream put on the screen."""
+
+    text: str
+    interrupted: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A model with everything that stays the same from prompt to prompt."""
+
+    model: Model
+    config: GenerationConfig
+    drafter: Drafter | LoadedDrafter | None
+    seed: int
+
+    def show(self, prompt: PromptLike) -> Shown:
+        """Streams a continuation onto standard output, and its figures onto standard error."""
+        console = Console(highlight=False)
+        sources, text, interrupted = Sources(self.model.tokenizer), "", False
+        with Pace() as pace, LiveText(console) as live:
+            try:
+                for step in stream(self.model, prompt, self.config, self.drafter, self.seed):
+                    pace.push(step)
+                    text += step.text
+                    live.push(sources.push(step), pace)
+            except KeyboardInterrupt:
+                interrupted = True
+        ended = "interrupted" if interrupted else "done"
+        print(f"{ended}: {pace}", file=sys.stderr)
+        return Shown(text, interrupted)
+
+    def print_samples(self, prompt: PromptLike) -> None:
+        """Prints several continuations one after the other."""
+        result = generate(self.model, prompt, self.config, self.drafter, self.seed)
+        for row in result:
+            print(f"--- sample {row.sample_index} ({row.finish_reason})")
+            print(row.text)
+        print(
+            f"done: {result.metrics.num_tokens} tokens, "
+            f"{result.metrics.tokens_per_second:.0f} tokens/s",
+            file=sys.stderr,
+        )
+
+    def as_json(self, prompt: PromptLike) -> dict[str, Any]:
+        """One object: the resolved settings, then the continuation, or a list of `samples`."""
+        result = generate(self.model, prompt, self.config, self.drafter, self.seed)
+        settings = {
+            "model": self.model.name,
+            "drafter": describe(self.drafter),
+            "config": dataclasses.asdict(self.config),
+            "seed": self.seed,
+            "prompt": prompt,
+        }
+        samples = [_sample_as_json(row) for row in result]
+        if self.config.num_samples == 1:
+            return {**settings, **samples[0], "metrics": result.metrics.as_dict()}
+        return {**settings, "samples": samples, "metrics": result.metrics.as_dict()}
+
+
+def _sample_as_json(row: Generation) -> dict[str, Any]:
+    values = {
+        "text": row.text,
+        "tokens": row.tokens,
+        "from_draft": row.from_draft,
+        "finish_reason": row.finish_reason,
+        "logprobs": row.logprobs,
+        "warped_logprobs": row.warped_logprobs,
+    }
+    return {
+        name: value.tolist() if hasattr(value, "tolist") else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def chat(session: Session, system: str | None, first: str | None) -> int:
+    """Reads turns from standard input and answers them until it ends.
+
+    Ctrl-C while an answer appears ends that answer; at the prompt it ends the chat.
+
+    Raises:
+        ValueError: if the model has no chat template.
+    """
+    tokenizer = session.model.tokenizer
+    if tokenizer is None or not tokenizer.templates:
+        raise ValueError(
+            f"--chat: {session.model.name} has no chat template; leave --chat out and give plain "
+            "text, or put a chat_template.jinja into the model's folder."
+        )
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    turn = first if first is not None else _read_turn()
+    while turn is not None:
+        messages.append({"role": "user", "content": turn})
+        messages.append({"role": "assistant", "content": session.show(messages).text})
+        turn = _read_turn()
+    return 0
+
+
+def _read_turn() -> str | None:
+    """The next non-empty line, `None` at the end of the input."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        if line.strip():
+            return line

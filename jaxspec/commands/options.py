@@ -1,0 +1,192 @@
+"""Flags that several verbs share, and what they stand for."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxspec.checkpoint import Model, load
+from jaxspec.core.types import Drafter
+from jaxspec.drafters import DraftModel, LoadedDrafter, PromptLookup
+from jaxspec.generation import GenerationConfig
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares which target to load and how."""
+    parser.add_argument("model", metavar="MODEL", help="folder, shipped name or Hub id")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights")
+    parser.add_argument("--max-positions", type=int, metavar="N", help="longest text, in tokens")
+
+
+def load_model(args: argparse.Namespace) -> Model:
+    return load(args.model, dtype=args.dtype, max_positions=args.max_positions)
+
+
+def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares every field of `GenerationConfig`, and the seed."""
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="default: 128")
+    group.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default)")
+    group.add_argument("--top-k", type=int, metavar="K", help="0: off")
+    group.add_argument("--top-p", type=float, metavar="P", help="1: off")
+    group.add_argument("--min-p", type=float, metavar="P", help="0: off")
+    group.add_argument(
+        "--logit-bias", type=_bias, action="append", metavar="ID=VALUE", help="repeatable"
+    )
+    for flag, meaning in (
+        ("--allowed-token-ids", "emit nothing else"),
+        ("--banned-token-ids", "never emit these"),
+        ("--stop-token-ids", "end after any of these; '' for none (default: the model's own)"),
+    ):
+        group.add_argument(flag, type=_token_ids, metavar="ID,...", help=meaning)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before it; repeatable")
+    group.add_argument("--num-samples", type=int, metavar="N", help="continuations per prompt")
+    for flag, meaning in (
+        ("--logprobs", "record the target's log-probabilities (see --json)"),
+        ("--warped-logprobs", "the same after temperature and filters"),
+    ):
+        group.add_argument(flag, action="store_true", default=None, help=meaning)
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="X", help="1 overrides the model's own"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N")
+
+
+def generation_config(args: argparse.Namespace) -> GenerationConfig:
+    """The settings asked for; flags left out keep the defaults.
+
+    Raises:
+        ValueError: naming the setting that is out of range.
+    """
+    names = [field.name for field in dataclasses.fields(GenerationConfig)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    if "stop" in given:
+        given["stop"] = tuple(given["stop"])
+    return GenerationConfig(**given)
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    return int(token), float(value)
+
+
+NO_DRAFTER = "none"
+
+
+class DrafterSpec(NamedTuple):
+    """A drafter as a command line names it: "lookup" or "lookup:max_ngram=3,match=recent"."""
+
+    text: str
+    name: str
+    settings: Mapping[str, str]
+
+
+def drafter_spec(text: str) -> DrafterSpec | None:
+    """Reads NAME or NAME:SETTING=VALUE,...; "none" is `None`.
+
+    Raises:
+        argparse.ArgumentTypeError: for an unknown name or something else than SETTING=VALUE.
+    """
+    if text == NO_DRAFTER:
+        return None
+    name, _, rest = text.partition(":")
+    if name not in DRAFTERS:
+        names = ", ".join((NO_DRAFTER, *DRAFTERS))
+        raise argparse.ArgumentTypeError(f"must be one of {names}, got {name!r}.")
+    settings = {}
+    for part in filter(None, rest.split(",")):
+        setting, equals, value = part.partition("=")
+        if not equals:
+            raise argparse.ArgumentTypeError(f"{name}: expected SETTING=VALUE, got {part!r}.")
+        settings[setting.strip()] = value.strip()
+    return DrafterSpec(text, name, settings)
+
+
+def add_drafter_arguments(parser: argparse.ArgumentParser, repeatable: bool) -> None:
+    """Declares `--drafter` and the settings of drafters."""
+    group = parser.add_argument_group("drafting")
+    names = f"{', '.join((NO_DRAFTER, *DRAFTERS))}; settings given here precede the flags below"
+    group.add_argument(
+        "--drafter",
+        type=drafter_spec,
+        action="append" if repeatable else "store",
+        metavar="NAME[:SETTING=VALUE,...]",
+        help=f"{names}; repeatable" if repeatable else names,
+    )
+    group.add_argument("--draft-model", metavar="MODEL", help="folder, shipped name or Hub id")
+    group.add_argument("--num-speculative-tokens", type=int, metavar="N", help="longest draft")
+    group.add_argument("--max-ngram", type=int, metavar="N", help="longest match of lookup")
+
+
+def make_drafter(spec: DrafterSpec, args: argparse.Namespace) -> Drafter | LoadedDrafter:
+    """Builds what a spec asks for; flags fill in what it leaves open.
+
+    Raises:
+        ValueError: for an unknown setting, or one that is out of range.
+    """
+    flags = {name: getattr(args, name) for name in ("num_speculative_tokens", "max_ngram")}
+    kinds, build = DRAFTERS[spec.name]
+    unknown = sorted(set(spec.settings) - set(kinds))
+    if unknown:
+        raise ValueError(
+            f"--drafter {spec.text}: {spec.name} has no setting {unknown[0]!r}; "
+            f"it has {', '.join(kinds)}."
+        )
+    settings: dict[str, Any] = {
+        name: value for name, value in flags.items() if name in kinds and value is not None
+    }
+    for name, text in spec.settings.items():
+        try:
+            settings[name] = kinds[name](text)
+        except ValueError:
+            raise ValueError(f"--drafter {spec.text}: {name} must be a number.") from None
+    return build(args, settings)
+
+
+def _lookup(args: argparse.Namespace, settings: Mapping[str, Any]) -> PromptLookup:
+    del args
+    return PromptLookup(**settings)
+
+
+def _draft_model(args: argparse.Namespace, settings: Mapping[str, Any]) -> LoadedDrafter:
+    settings = dict(settings)
+    source = settings.pop("model", args.draft_model)
+    if source is None:
+        raise ValueError(
+            "--drafter draft-model needs --draft-model MODEL: a smaller model with the same "
+            "tokenizer (for the shipped demo: --draft-model demo-draft)."
+        )
+    return DraftModel.of(load(source, dtype=args.dtype), **settings)
+
+
+# The only place where drafters have names: the kinds of their settings, and how they are built.
+DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
+    "lookup": ({"num_speculative_tokens": int, "max_ngram": int, "match": str}, _lookup),
+    "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
+}
+
+
+def announce(**facts: Any) -> None:
+    """Prints the resolved settings of a run on standard error."""
+    for name, value in facts.items():
+        print(f"{name}: {value}", file=sys.stderr)
+
+
+def check_writable(path: str | None) -> None:
+    """Notices a wrong `--json FILE` before the work, not after it.
+
+    Raises:
+        ValueError: if the folder does not exist, or the path is a folder.
+    """
+    if path is None or path == "-":
+        return
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise ValueError(f"--json {path}: must be a file in a folder that exists, or -.")
