@@ -3,6 +3,7 @@
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax import monitoring
@@ -20,7 +21,8 @@ def use_persistent_cache() -> None:
     In `$JAXSPEC_CACHE`, or else `jaxspec/xla` in the user's cache folder; `off` keeps none.
     """
     chosen = os.environ.get("JAXSPEC_CACHE", "")
-    if chosen == "off" or jax.config.jax_compilation_cache_dir is not None:
+    config: Any = jax.config  # options are added to it when jax is imported
+    if chosen == "off" or config.jax_compilation_cache_dir is not None:
         return
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     jax.config.update("jax_compilation_cache_dir", str(chosen or home / "jaxspec" / "xla"))
@@ -45,6 +47,6 @@ class CompileClock:
     def __exit__(self, *_) -> None:
         monitoring.unregister_event_duration_listener(self._add)
 
-    def _add(self, event: str, duration: float, **_) -> None:
+    def _add(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event in _DURATIONS and threading.get_ident() == self._thread:
-            self.seconds += duration
+            self.seconds += duration_secs

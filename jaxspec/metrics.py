@@ -107,7 +107,7 @@ def metrics_of(
         mean_acceptance_length=_ratio(tokens, steps),
         mean_accepted_tokens=_ratio(num_from_draft, steps),
         max_accepted_tokens=int(np.max(depths[accepted > 0], initial=0)),
-        acceptance_rate=_ratio(accepted @ depths, drafted @ depths),
+        acceptance_rate=_ratio(float(accepted @ depths), float(drafted @ depths)),
         acceptance_per_position=tuple(map(_ratio, reached, offered)),
         acceptance_histogram=tuple(map(int, accepted)),
         drafted_histogram=tuple(map(int, drafted)),

@@ -6,6 +6,7 @@ head lie along the query axis: plain batched products, no repeat of keys, no ran
 """
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -62,15 +63,17 @@ def attend(
     totals = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights.astype(queries.dtype).reshape(kv_heads, group * nodes, -1)
 
-    attended, start = 0.0, 0
+    products, start = [], 0
     for segment in segments:
         slots = segment.mask.shape[-1]
-        attended += jnp.einsum(
-            "kqs,ksd->kqd",
-            weights[:, :, start : start + slots],
-            segment.kv.values,
-            preferred_element_type=wide,
+        products.append(
+            jnp.einsum(
+                "kqs,ksd->kqd",
+                weights[:, :, start : start + slots],
+                segment.kv.values,
+                preferred_element_type=wide,
+            )
         )
         start += slots
-    attended = attended.reshape(queries.shape) / totals
+    attended = reduce(jnp.add, products).reshape(queries.shape) / totals
     return attended.astype(queries.dtype)

@@ -9,7 +9,7 @@ order weights lie in, decide what a pass of a few tokens costs.
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         segments = [
             Segment(kv, mask)
             for kv, mask in zip((prefix, scratch, own), visible, strict=True)
-            if kv is not None
+            if kv is not None and mask is not None
         ]
         attended = attend(queries, segments, config.score_scale, config.attention_softcap)
         outputs = Linear(
@@ -182,6 +182,7 @@ class MixtureOfExperts(nn.Module):
     @nn.compact
     def __call__(self, inputs: Float[Array, "nodes embed"]) -> Float[Array, "nodes embed"]:
         experts, embed = self.config.experts, self.config.embed_dim
+        assert experts is not None, "a sparse layer of a model without experts"
         logits = Linear((embed,), (experts.num,), name="router")(inputs)
         probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(probs, experts.per_token)
@@ -197,16 +198,16 @@ class MixtureOfExperts(nn.Module):
     def _gathered(self, inputs, weights, chosen, gate_up, down):
         nodes, embed = inputs.shape
         picked = lookup_rows(gate_up.reshape(gate_up.shape[0], -1), chosen.reshape(-1))
-        picked = picked.reshape(nodes, -1, embed, 2 * self.config.experts.mlp_dim)
+        picked = picked.reshape(nodes, -1, embed, 2 * gate_up.shape[3])
         hidden = jnp.einsum("nd,nkdf->nkf", inputs, picked)
         gate, up = jnp.split(hidden, 2, axis=-1)
         picked = lookup_rows(down.reshape(down.shape[0], -1), chosen.reshape(-1))
-        picked = picked.reshape(nodes, -1, self.config.experts.mlp_dim, embed)
+        picked = picked.reshape(nodes, -1, down.shape[1], embed)
         hidden = _activate(self.config, gate) * up * weights[:, :, None]
         return jnp.einsum("nkf,nkfd->nd", hidden, picked)
 
     def _scanned(self, inputs, weights, chosen, gate_up, down):
-        one_hot = jax.nn.one_hot(chosen, self.config.experts.num, dtype=inputs.dtype)
+        one_hot = jax.nn.one_hot(chosen, gate_up.shape[0], dtype=inputs.dtype)
         shares = jnp.einsum("nk,nke->en", weights, one_hot)
 
         def add_expert(total, expert):
@@ -440,7 +441,7 @@ class Network:
         )
         return KVCache(layers, jnp.zeros((), jnp.int32))
 
-    def _apply(self, *args, method=None):
+    def _apply(self, *args, method=None) -> Any:
         return Transformer(self.config).apply({"params": self.params}, *args, method=method)
 
 
@@ -502,13 +503,13 @@ def _visible(
 ) -> Visible:
     nodes = positions.shape[0]
     scratch, own = jnp.split(mask, (mask.shape[1] - nodes,), axis=1)
+    oldest = None if window is None else positions[:, None] - window + 1
+    if oldest is not None:
+        own = own & (positions[None] >= oldest)
     prefix = None
     if cache is not None:
         slots = jnp.arange(num_slots(cache))[None]
         prefix = slots < cache.length
-    if window is not None:
-        oldest = positions[:, None] - window + 1
-        own = own & (positions[None] >= oldest)
-        if cache is not None:
+        if oldest is not None:
             prefix = prefix & (slots >= oldest)
     return Visible(prefix, scratch, own)
