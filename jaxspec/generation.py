@@ -436,17 +436,19 @@ def prompt_list(prompts) -> list[PromptLike]:
 
 
 def _encode(model: "Model", prompt: Any) -> list[int]:
-    is_text = isinstance(prompt, str)
-    is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-    if not (is_text or is_chat):
-        return [int(token) for token in prompt]
+    if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        return _tokenizer_of(model, "chat messages").encode_chat(prompt)
+    if isinstance(prompt, str):
+        return _tokenizer_of(model, "text").encode(prompt)
+    return [int(token) for token in prompt]
+
+
+def _tokenizer_of(model: "Model", given: str) -> "Tokenizer":
     if model.tokenizer is None:
         raise ValueError(
-            f"prompts: {model.name} has no tokenizer, so it takes token ids; "
-            f"got {'text' if is_text else 'chat messages'}."
+            f"prompts: {model.name} has no tokenizer, so it takes token ids; got {given}."
         )
-    encode = model.tokenizer.encode_chat if is_chat else model.tokenizer.encode
-    return encode(prompt)
+    return model.tokenizer
 
 
 def _check_ids(model: "Model", ids: Sequence[int], name: str) -> None:
