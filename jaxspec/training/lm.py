@@ -70,7 +70,8 @@ class SoftLabels:
         logits = _logits(student.network(params), sequences, key, student.layer_drop)
         expert = jax.lax.stop_gradient(_logits(batch.teacher, sequences, key, 0.0))
         _, learned = _targets(sequences)
-        soft = -jnp.sum(jax.nn.softmax(expert) * jax.nn.log_softmax(logits), axis=-1)
+        expected = jnp.sum(jax.nn.softmax(expert) * logits, axis=-1)
+        soft = jax.nn.logsumexp(logits, axis=-1) - expected
         metrics = _metrics(logits, sequences) | {
             "agreement": _mean(jnp.any(_is_largest(logits) & _is_largest(expert), -1), learned)
         }
