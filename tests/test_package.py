@@ -54,9 +54,10 @@ def run_python(source: str) -> str:
     return done.stdout
 
 
-def needs_demo() -> None:
-    if "demo" not in shipped_models():
-        pytest.skip("needs checkpoints/demo, which is not here")
+def needs_shipped_models() -> None:
+    missing = sorted({"demo", "demo-draft"} - set(shipped_models()))
+    if missing:
+        pytest.skip(f"needs checkpoints/{', checkpoints/'.join(missing)}, which is not here")
 
 
 def test_importing_is_quick():
@@ -186,7 +187,7 @@ EXAMPLES = documented_examples()
 def test_documented_examples_run(name, monkeypatch):
     test = EXAMPLES[name]
     if "demo" in "".join(example.source for example in test.examples):
-        needs_demo()
+        needs_shipped_models()
     monkeypatch.chdir(ROOT)
     said = io.StringIO()
     outcome = doctest.DocTestRunner(verbose=False).run(test, out=said.write)
@@ -198,7 +199,7 @@ def test_documented_examples_run(name, monkeypatch):
 def test_python_in_documents_runs(document, monkeypatch, tmp_path):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
     assert blocks
-    needs_demo()
+    needs_shipped_models()
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "document"}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -216,12 +217,13 @@ def test_links_between_documents_lead_somewhere(document):
 
 def test_the_wheel_carries_the_shipped_models(tmp_path):
     pytest.importorskip("hatchling", reason="needs hatchling: pip install '.[test]'")
-    needs_demo()
+    needs_shipped_models()
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    for file in ("config.json", "model.safetensors", "tokenizer.json"):
-        assert f"jaxspec/checkpoints/demo/{file}" in names
+    for model in ("demo", "demo-draft"):
+        for file in ("config.json", "model.safetensors", "tokenizer.json"):
+            assert f"jaxspec/checkpoints/{model}/{file}" in names
     assert set(SOURCES) <= names
     assert not any(name.startswith(("tests/", "notebooks/")) for name in names)
