@@ -54,8 +54,12 @@ def estimate_memory(
     """
     itemsize = np.dtype(dtype).itemsize
     sizes = [leaf.size * itemsize for leaf in jax.tree.leaves(param_shapes(config))]
+    return MemoryEstimate(sum(sizes), _cache_bytes(config, dtype, slots, rows), 2 * max(sizes))
+
+
+def _cache_bytes(config: ModelConfig, dtype: np.dtype, slots: int, rows: int) -> int:
     entries = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return MemoryEstimate(sum(sizes), rows * slots * entries * itemsize, 2 * max(sizes))
+    return rows * slots * entries * np.dtype(dtype).itemsize
 
 
 def available_memory() -> int | None:
@@ -99,7 +103,7 @@ def check_cache_fits(config: ModelConfig, dtype: np.dtype, slots: int, rows: int
     Raises:
         CheckpointError: the caches are larger than the memory that is available; with figures.
     """
-    needed = estimate_memory(config, dtype, slots, rows).cache
+    needed = _cache_bytes(config, dtype, slots, rows)
     _refuse_if_more(
         needed,
         f"The caches of {rows} texts of {slots} tokens need {_gigabytes(needed)}, "
