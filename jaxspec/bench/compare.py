@@ -264,34 +264,36 @@ def _divergences(
     plain: Sequence[Trial],
     trials: Sequence[Trial],
 ) -> tuple[Divergence, ...]:
-    return tuple(
-        divergence
+    found = (
+        find_divergence(model, request, index, expected.generation, trial.generation)
         for request, index, expected, trial in zip(requests, indices, plain, trials, strict=True)
-        if (divergence := _diverges(model, request, index, expected, trial)) is not None
     )
+    return tuple(divergence for divergence in found if divergence is not None)
 
 
-def _diverges(
-    model: Model, request: Request, index: int, plain: Trial, trial: Trial
+def find_divergence(
+    model: Model, request: Request, prompt_index: int, plain: Generation, other: Generation
 ) -> Divergence | None:
-    """Where a trial's output leaves the plain one; `None` if they are the same."""
-    expected, got = plain.generation.tokens, trial.generation.tokens
-    common = min(len(expected), len(got))
-    differs = expected[:common] != got[:common]
+    """Where an output leaves the plain one of the same prompt; `None` if they are the same.
+
+    An end for another reason, or in another place, is a divergence that nothing ties.
+    """
+    common = min(len(plain.tokens), len(other.tokens))
+    differs = plain.tokens[:common] != other.tokens[:common]
     if not differs.any():
-        same_end = plain.generation.finish_reason == trial.generation.finish_reason
-        if len(expected) == len(got) and same_end:
+        if len(plain.tokens) == len(other.tokens) and plain.finish_reason == other.finish_reason:
             return None
-        ends = [int(tokens[common]) if common < len(tokens) else None for tokens in (expected, got)]
-        return Divergence(index, common, *ends, gap=None)
+        following = [
+            int(row.tokens[common]) if common < len(row.tokens) else None for row in (plain, other)
+        ]
+        return Divergence(prompt_index, common, *following, gap=None)
     position = int(np.argmax(differs))
-    prefix = [*plain.generation.prompt_tokens, *expected[:position]]
-    logits = score(model, prefix).logits[-1]
+    logits = score(model, [*plain.prompt_tokens, *plain.tokens[:position]]).logits[-1]
     if request.prompts.warp.bias is not None:
         logits = logits + request.prompts.warp.bias[0]
-    pair = int(expected[position]), int(got[position])
+    pair = int(plain.tokens[position]), int(other.tokens[position])
     gap = float(np.max(logits) - np.min(logits[list(pair)]))
-    return Divergence(index, position, *pair, gap)
+    return Divergence(prompt_index, position, *pair, gap)
 
 
 def _trial(model: Model, row: Generation, seconds: Sequence[float]) -> Trial:

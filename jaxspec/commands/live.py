@@ -86,6 +86,7 @@ class LiveText:
         self._console = console
         self._row = Text()
         self._live: Live | None = None
+        self._any = False
         self._refreshed = 0.0
 
     def __enter__(self) -> "LiveText":
@@ -96,6 +97,7 @@ class LiveText:
 
     def push(self, pieces: Iterable[tuple[str, bool]], status: object) -> None:
         """Adds text, each piece with True if it was drafted, and renews the status line."""
+        self._any = True
         if self._live is None:
             for text, _ in pieces:
                 self._console.file.write(text)
@@ -114,10 +116,11 @@ class LiveText:
             self._refreshed = now
 
     def __exit__(self, *error) -> None:
-        if self._live is None:
+        if self._live is not None:
+            self._live.update(Text(), refresh=False)
+            self._live.stop()
+            if self._any:
+                self._console.print(self._row)
+        elif self._any:
             self._console.file.write("\n")
             self._console.file.flush()
-            return
-        self._live.update(Text(), refresh=False)
-        self._live.stop()
-        self._console.print(self._row)

@@ -1,0 +1,265 @@
+"""What a speculative step costs beside the passes it is made of.
+
+`python -m jaxspec.bench.step [--json]`: the time of a whole step over the time of its draft and
+its target pass alone. The rest, which this measures, is verification, commit and bookkeeping.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.bench.machine import this_machine
+from jaxspec.bench.progress import progress_bar
+from jaxspec.bench.timing import time_in_turns
+from jaxspec.checkpoint import Model, load
+from jaxspec.core.cache import pad_slots
+from jaxspec.core.decode import Prompt, begin, narrow, speculative_step
+from jaxspec.core.types import DecodeState, Drafter, Params, Proposal, PyTree, Warp
+from jaxspec.drafters import DraftModel, NoDraft, PromptLookup
+
+SLOTS = 256
+NUM_PROMPT_TOKENS = 64
+PERIOD = 8
+SMALL_TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+WARPS = {
+    "greedy": Warp(),
+    "temperature 1": Warp(temperature=jnp.ones(1)),
+    "top-p 0.95": Warp(temperature=jnp.ones(1), top_p=jnp.full(1, 0.95)),
+}
+AIMS = {"greedy": 1.12, "temperature 1": 1.2, "top-p 0.95": 1.2}
+
+
+class StepCost(NamedTuple):
+    """One drafter and one way of sampling; all times in seconds per step.
+
+    target: passes of the widths that the steps really had, weighted by how often.
+    width: mean tokens in a target pass.
+    aim: the largest ratio to be content with.
+    """
+
+    drafter: str
+    sampling: str
+    step: float
+    draft: float
+    target: float
+    width: float
+    aim: float
+
+    @property
+    def ratio(self) -> float:
+        return self.step / (self.draft + self.target)
+
+
+def measure_steps(
+    model: Model, draft: Model, num_steps: int = 24, repeats: int = 15
+) -> list[StepCost]:
+    """Measures one row of every drafter with every way of sampling.
+
+    Every program is a jitted loop of `num_steps` over public functions of `core`, run in turns.
+    """
+    drafters = {
+        "plain": (NoDraft(), ()),
+        "lookup": (PromptLookup(), ()),
+        "draft model, chain": (DraftModel(), draft.network),
+        "draft model, tree": (DraftModel(paths=SMALL_TREE), draft.network),
+    }
+    costs = []
+    with progress_bar(len(drafters) * len(WARPS)) as advance:
+        for name, (drafter, draft_params) in drafters.items():
+            params = Params(model.network, draft_params)
+            for sampling, warp in WARPS.items():
+                advance(f"{name}, {sampling}")
+                times = _measure(params, drafter, warp, num_steps, repeats)
+                costs.append(StepCost(name, sampling, *times, aim=AIMS[sampling]))
+    return costs
+
+
+class _Times(NamedTuple):
+    step: float
+    draft: float
+    target: float
+    width: float
+
+
+def _measure(params: Params, drafter: Drafter, warp: Warp, num_steps: int, repeats: int) -> _Times:
+    states = _begin(params, _repetitive_prompt(params.target.vocab_size, warp), drafter=drafter)
+    proposals, _ = _propose(params, states, drafter=drafter)
+    loops = {"num_steps": num_steps, "drafter": drafter}
+    last = step_loop(params, states, **loops)
+    used = _widths_used(np.asarray(last.stats.drafted[0]), drafter)
+    programs = {
+        "step": partial(step_loop, params, states, **loops),
+        "draft": partial(draft_loop, params, states, **loops),
+    }
+    for width in used:
+        programs[f"target {width}"] = partial(
+            target_loop, params, states, proposals, width=width, **loops
+        )
+    medians = {
+        name: float(np.median(seconds)) / num_steps
+        for name, seconds in time_in_turns(programs, repeats).items()
+    }
+    return _Times(
+        step=medians["step"],
+        draft=medians["draft"],
+        target=sum(share * medians[f"target {width}"] for width, share in used.items()),
+        width=sum(share * width for width, share in used.items()),
+    )
+
+
+def _repetitive_prompt(vocab_size: int, warp: Warp) -> Prompt:
+    """One row of a few tokens again and again, so that lookup has something to find."""
+    period = np.random.default_rng(0).integers(min(300, vocab_size), size=PERIOD)
+    tokens = np.tile(period, NUM_PROMPT_TOKENS // PERIOD).astype(np.int32)
+    return Prompt(
+        tokens=jnp.asarray(tokens[None]),
+        length=jnp.full(1, NUM_PROMPT_TOKENS, jnp.int32),
+        room=jnp.full(1, SLOTS, jnp.int32),
+        seed=jnp.zeros((1, 1), jnp.int32),
+        stop_ids=jnp.full((1, 1), -1, jnp.int32),
+        warp=warp,
+    )
+
+
+@partial(jax.jit, static_argnames="drafter")
+def _begin(params: Params, prompts: Prompt, *, drafter: Drafter) -> DecodeState:
+    row = partial(begin, drafter=drafter, text_slots=SLOTS, chunk=NUM_PROMPT_TOKENS)
+    return pad_slots(jax.vmap(row, in_axes=(None, 0))(params, prompts), SLOTS)
+
+
+@partial(jax.jit, static_argnames="drafter")
+def _propose(params: Params, states: DecodeState, *, drafter: Drafter) -> tuple[Proposal, PyTree]:
+    return jax.vmap(partial(drafter.propose, params))(states.key, states.draft, states.context)
+
+
+def _widths_used(drafted: np.ndarray, drafter: Drafter) -> Mapping[int, float]:
+    """Share of steps by width of their target pass, from how deep each step drafted."""
+    if len(drafter.widths) == 1:
+        return {drafter.widths[0]: 1.0}
+    widths = [min(w for w in drafter.widths if w > depth) for depth in range(len(drafted))]
+    total = drafted.sum()
+    return {
+        width: float(sum(n for n, w in zip(drafted, widths, strict=True) if w == width) / total)
+        for width in sorted({w for n, w in zip(drafted, widths, strict=True) if n})
+    }
+
+
+@partial(jax.jit, static_argnames=("drafter", "num_steps"))
+def step_loop(
+    params: Params, states: DecodeState, *, drafter: Drafter, num_steps: int
+) -> DecodeState:
+    """Whole steps, one after the other."""
+
+    def advance(_, states: DecodeState) -> DecodeState:
+        return speculative_step(params, states, drafter=drafter)[0]
+
+    return jax.lax.fori_loop(0, num_steps, advance, states)
+
+
+@partial(jax.jit, static_argnames=("drafter", "num_steps"))
+def draft_loop(params: Params, states: DecodeState, *, drafter: Drafter, num_steps: int) -> PyTree:
+    """Proposals alone. Each continues the last token of the one before, so none can be skipped."""
+    context = states.context
+
+    def advance(index, carry):
+        draft, pending, _ = carry
+        numbers = jax.random.key_data(states.key) + index.astype(jnp.uint32)
+        keys = jax.random.wrap_key_data(numbers)
+        tokens = context.tokens.at[:, context.length[0] - 1].set(pending)
+        proposals, draft = jax.vmap(partial(drafter.propose, params))(
+            keys, draft, context._replace(tokens=tokens)
+        )
+        kept = proposals.tokens, proposals.valid, proposals.draft_logprobs
+        return draft, proposals.tokens[:, -1], kept
+
+    first, draft = _propose(params, states, drafter=drafter)
+    start = draft, first.tokens[:, -1], (first.tokens, first.valid, first.draft_logprobs)
+    return jax.lax.fori_loop(1, num_steps, advance, start)
+
+
+@partial(jax.jit, static_argnames=("drafter", "width", "num_steps"))
+def target_loop(
+    params: Params,
+    states: DecodeState,
+    proposals: Proposal,
+    *,
+    drafter: Drafter,
+    width: int,
+    num_steps: int,
+) -> PyTree:
+    """Target passes alone, logits and new keys and values included. Each waits for the last."""
+    target = params.target
+
+    def one_row(tokens, proposal: Proposal, context):
+        proposal = narrow(proposal, width)
+        hidden = target.forward(
+            tokens,
+            context.length - 1 + proposal.tree.depths,
+            proposal.tree.ancestors & proposal.valid[None],
+            context.cache,
+            taps=drafter.taps,
+        )
+        return target.unembed(hidden.features), hidden.new_kv
+
+    def advance(_, carry):
+        logits, _ = carry
+        # Nothing is NaN, so the tokens stay what they are; the compiler cannot know.
+        tokens = proposals.tokens[:, :width] + jnp.isnan(logits[:, :, 0])
+        return jax.vmap(one_row)(tokens, proposals, states.context)
+
+    start = jax.vmap(one_row)(proposals.tokens[:, :width], proposals, states.context)
+    return jax.lax.fori_loop(1, num_steps, advance, start)
+
+
+def as_table(costs: list[StepCost]) -> Table:
+    """Times in milliseconds; a ratio above its aim is marked."""
+    table = Table(title="A step over its draft and target pass alone", title_justify="left")
+    for column in ("drafter", "sampling"):
+        table.add_column(column)
+    for column in ("step ms", "draft ms", "target ms", "width", "ratio", "aim"):
+        table.add_column(column, justify="right")
+    for cost in costs:
+        table.add_row(
+            cost.drafter,
+            cost.sampling,
+            *(f"{seconds * 1e3:.3f}" for seconds in (cost.step, cost.draft, cost.target)),
+            f"{cost.width:.1f}",
+            f"{cost.ratio:.3f}" + (" !" if cost.ratio > cost.aim else ""),
+            f"{cost.aim:.2f}",
+        )
+    return table
+
+
+def as_dict(costs: list[StepCost]) -> list[dict[str, Any]]:
+    return [{**cost._asdict(), "ratio": cost.ratio} for cost in costs]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser("python -m jaxspec.bench.step", description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--draft-model", default="demo-draft")
+    parser.add_argument("--steps", type=int, default=24, help="per timed loop")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    machine = this_machine()
+    costs = measure_steps(load(args.model), load(args.draft_model), args.steps, args.repeats)
+    if args.json:
+        print(json.dumps({"machine": machine._asdict(), "steps": as_dict(costs)}, indent=2))
+    else:
+        console = Console(highlight=False)
+        console.print(f"{args.model} on {machine}")
+        console.print(as_table(costs))
+
+
+if __name__ == "__main__":
+    main()

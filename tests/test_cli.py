@@ -1,0 +1,360 @@
+"""The command line: exit codes, what goes where, and that a mistake is one clear line."""
+
+import argparse
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import jaxspec
+from jaxspec import GenerationConfig, generate
+from jaxspec.cli import COMMANDS, main
+from jaxspec.commands import demo, options
+from jaxspec.commands.generate import add_arguments
+from jaxspec.commands.options import drafter_spec, generation_config
+from tests.bench.models import WrongRoot, tiny_model
+
+
+@pytest.fixture(scope="session")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    jaxspec.save(model, folder)
+    return str(folder)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"question": "abc", "category": "x"}, {"question": "one, two, one"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def fails(capsys, *argv) -> str:
+    """Runs a command that must fail politely; returns its one line."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if line.startswith("jaxspec: error:")]
+    assert "Traceback" not in err
+    assert out == ""
+    return line
+
+
+@pytest.mark.parametrize("words", [(), ("train",), *(command.words for command in COMMANDS)])
+def test_every_verb_explains_itself(capsys, words):
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "--help"])
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: {' '.join(('jaxspec', *words))}" in shown
+    if words in [command.words for command in COMMANDS]:
+        assert "--debug" in shown
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"jaxspec {jaxspec.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["generate"],
+        ["generate", "m", "p", "--temperature", "hot"],
+        ["generate", "m", "p", "--drafter", "guess"],
+        ["generate", "m", "p", "--drafter", "lookup:max_ngram"],
+        ["bench", "m"],
+        ["train"],
+    ],
+)
+def test_a_command_line_that_makes_no_sense_exits_with_2(capsys, argv):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    assert "usage: jaxspec" in capsys.readouterr().err
+
+
+def test_every_generation_setting_has_a_flag():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = {
+        "max_new_tokens": ("7", 7),
+        "temperature": ("0.5", 0.5),
+        "top_k": ("3", 3),
+        "top_p": ("0.9", 0.9),
+        "min_p": ("0.1", 0.1),
+        "logit_bias": ("5=-1.5", {5: -1.5}),
+        "allowed_token_ids": ("1,2", (1, 2)),
+        "banned_token_ids": ("3", (3,)),
+        "stop_token_ids": ("", ()),
+        "stop": ("end", ("end",)),
+        "num_samples": ("2", 2),
+        "logprobs": (None, True),
+        "warped_logprobs": (None, True),
+        "repetition_penalty": ("1", 1.0),
+    }
+    assert set(flags) == {field.name for field in dataclasses.fields(GenerationConfig)}
+    argv = ["model", "prompt"]
+    for name, (text, _) in flags.items():
+        argv += [f"--{name.replace('_', '-')}", *([] if text is None else [text])]
+    expected = GenerationConfig(**{name: value for name, (_, value) in flags.items()})
+    assert generation_config(parser.parse_args(argv)) == expected
+    assert generation_config(parser.parse_args(["model", "prompt"])) == GenerationConfig()
+
+
+class TestDrafters:
+    """Names and settings of drafters become drafters."""
+
+    def make(self, text, **flags):
+        given = {"num_speculative_tokens": None, "max_ngram": None, "draft_model": None}
+        args = argparse.Namespace(**{**given, "dtype": None, **flags})
+        return options.make_drafter(drafter_spec(text), args)
+
+    def test_flags_fill_in_what_the_name_leaves_open(self):
+        lookup = self.make("lookup:max_ngram=3,match=recent", max_ngram=9, num_speculative_tokens=2)
+        assert lookup == jaxspec.PromptLookup(2, 3, "recent")
+        assert drafter_spec("none") is None
+
+    def test_draft_models_are_loaded(self, folder):
+        drafter = self.make("draft-model:num_speculative_tokens=2", draft_model=folder).drafter
+        assert drafter == jaxspec.DraftModel(2)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("lookup:size=3", "lookup has no setting 'size'; it has num_speculative_tokens,"),
+            ("lookup:max_ngram=x", "max_ngram must be a number"),
+            ("lookup:max_ngram=0", "max_ngram must be at least 1, got 0"),
+            ("draft-model", "needs --draft-model MODEL"),
+        ],
+    )
+    def test_bad_settings_are_named(self, text, message):
+        with pytest.raises(ValueError, match=message):
+            self.make(text)
+
+
+class TestGenerate:
+    """`jaxspec generate`."""
+
+    def test_text_goes_out_and_all_else_to_standard_error(self, capsys, folder, model):
+        argv = [
+            "generate",
+            folder,
+            "one, two, one",
+            "--max-new-tokens",
+            "12",
+            "--drafter",
+            "lookup",
+        ]
+        assert main(argv) == 0
+        out, err = capsys.readouterr()
+        config = GenerationConfig(max_new_tokens=12)
+        assert out == generate(model, "one, two, one", config)[0].text + "\n"
+        assert "GenerationConfig(max_new_tokens=12" in err
+        assert "drafter: PromptLookup(num_speculative_tokens=4" in err
+        assert "done: 12 tokens" in err
+        assert "tau" in err
+        assert "bonus included" in err
+
+    def test_json_is_one_object_with_everything_asked_for(self, capsys, folder, model):
+        argv = ["generate", folder, "abc", "--max-new-tokens", "4", "--json", "--logprobs"]
+        assert main([*argv, "--temperature", "1", "--seed", "3"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        config = GenerationConfig(max_new_tokens=4, temperature=1.0, logprobs=True)
+        expected = generate(model, "abc", config, seed=3)[0]
+        assert shown["tokens"] == expected.tokens.tolist()
+        assert shown["logprobs"] == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
+        assert shown["text"] == expected.text
+        assert shown["finish_reason"] == "length"
+        assert shown["metrics"]["num_tokens"] == 4
+        assert shown["config"]["temperature"] == 1.0
+        assert shown["prompt"] == "abc"
+        assert "warped_logprobs" not in shown
+
+    def test_samples(self, capsys, folder):
+        argv = ["generate", folder, "abc", "--max-new-tokens", "3", "--temperature", "1"]
+        assert main([*argv, "--num-samples", "2", "--json"]) == 0
+        samples = json.loads(capsys.readouterr().out)["samples"]
+        assert [len(sample["tokens"]) for sample in samples] == [3, 3]
+        assert main([*argv, "--num-samples", "2"]) == 0
+        assert "--- sample 1 (length)" in capsys.readouterr().out
+
+    def test_prompts_from_a_file_and_from_standard_input(
+        self, capsys, monkeypatch, folder, tmp_path
+    ):
+        (tmp_path / "prompt.txt").write_text("abc")
+        monkeypatch.setattr(sys, "stdin", io.StringIO("abc"))
+        outputs = []
+        for source in (["abc"], ["-"], ["--file", str(tmp_path / "prompt.txt")]):
+            assert main(["generate", folder, *source, "--max-new-tokens", "4"]) == 0
+            outputs.append(capsys.readouterr().out)
+        assert len(set(outputs)) == 1
+
+    def test_a_chat_remembers_its_turns(self, capsys, monkeypatch, folder, model):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n\ndef\n"))
+        argv = ["generate", folder, "--chat", "--system", "be brief", "--max-new-tokens", "4"]
+        assert main(argv) == 0
+        messages, config = [{"role": "system", "content": "be brief"}], GenerationConfig(4)
+        for turn in ("abc", "def"):
+            messages.append({"role": "user", "content": turn})
+            answer = generate(model, messages, config)[0].text
+            messages.append({"role": "assistant", "content": answer})
+        assert capsys.readouterr().out == "".join(m["content"] + "\n" for m in messages[2::2])
+
+    def test_a_chat_needs_a_template(self, capsys, tmp_path):
+        jaxspec.save(tiny_model(templates={}), tmp_path / "mute")
+        line = fails(capsys, "generate", str(tmp_path / "mute"), "--chat")
+        assert "has no chat template" in line
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["nowhere", "abc"], "There is no folder 'nowhere'"),
+            (["MODEL"], "Give a PROMPT"),
+            (["MODEL", ""], "prompts[0] is empty"),
+            (["MODEL", "x" * 3000], "has 3000 tokens; the context"),
+            (["MODEL", "abc", "--file", "also"], "either PROMPT or --file"),
+            (["MODEL", "--file", "missing.txt"], "missing.txt"),
+            (["MODEL", "abc", "--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+            (["MODEL", "abc", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
+            (["MODEL", "abc", "--max-new-tokens", "-3"], "max_new_tokens must be at least 0"),
+            (["MODEL", "abc", "--top-k", "999"], "top_k must be at most the vocabulary, 256"),
+            (["MODEL", "abc", "--drafter", "draft-model"], "needs --draft-model MODEL"),
+            (["MODEL", "abc", "--drafter", "lookup", "--max-ngram", "0"], "max_ngram must be"),
+            (["MODEL", "--chat", "--json"], "--chat: cannot be combined"),
+            (["MODEL", "abc", "--system", "hi"], "--system: needs --chat"),
+        ],
+    )
+    def test_mistakes_are_one_line(self, capsys, folder, argv, message):
+        argv = [folder if part == "MODEL" else part for part in argv]
+        assert message in fails(capsys, "generate", *argv)
+
+    def test_debug_shows_the_traceback(self, folder):
+        with pytest.raises(ValueError, match="Give a PROMPT"):
+            main(["generate", folder, "--debug"])
+
+    def test_ctrl_c_keeps_what_is_there(self, folder):
+        command = [sys.executable, "-m", "jaxspec", "generate", folder, "abc"]
+        with subprocess.Popen(
+            [*command, "--max-new-tokens", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            first = os.read(process.stdout.fileno(), 1)
+            process.send_signal(signal.SIGINT)
+            rest, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert first + rest  # what was shown stays, and ends the line
+        assert rest.endswith(b"\n")
+        assert b"interrupted: " in err
+        assert b"Traceback" not in err
+
+    def test_a_reader_that_leaves_early_is_no_error(self, folder):
+        command = f"'{sys.executable}' -m jaxspec generate '{folder}' abc --max-new-tokens 400"
+        done = subprocess.run(
+            ["bash", "-c", f"{command} | head -c 1; echo ${{PIPESTATUS[0]}}"], capture_output=True
+        )
+        assert done.stdout.endswith(b"0\n")
+        assert b"Traceback" not in done.stderr
+        assert b"BrokenPipe" not in done.stderr
+
+
+class TestBench:
+    """`jaxspec bench`."""
+
+    def test_it_writes_a_table_and_json(self, capsys, folder, prompts, tmp_path):
+        argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
+        written = tmp_path / "figures.json"
+        assert main([*argv, "--drafter", "lookup", "--json", str(written)]) == 0
+        out, err = capsys.readouterr()
+        assert "2 prompts one at a time, greedy" in out
+        assert "2 of 2 same" in out
+        assert "By category" in out
+        assert "prompts: 2 of" in err
+        figures = json.loads(written.read_text())
+        assert [row["name"] for row in figures["rows"]] == ["plain", "lookup"]
+        assert figures["outputs_agree"] is True
+
+    def test_json_to_standard_output_is_alone_there(self, capsys, folder, prompts):
+        argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
+        assert main([*argv, "--limit", "1", "--drafter", "none", "--json", "-"]) == 0
+        out, err = capsys.readouterr()
+        assert [row["name"] for row in json.loads(out)["rows"]] == ["plain"]
+        assert "1 prompts one at a time" in err
+
+    def test_a_drafter_that_lies_makes_it_fail(self, capsys, monkeypatch, folder, prompts):
+        planted = ({}, lambda args, settings: WrongRoot())
+        monkeypatch.setitem(options.DRAFTERS, "liar", planted)
+        argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
+        assert main([*argv, "--drafter", "liar"]) == 1
+        assert "DIFFERENT: liar, prompt 0" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["MODEL", "missing.jsonl"], "missing.jsonl"),
+            (["MODEL", "PROMPTS", "--field", "answer"], "prompts.jsonl:1: has no field 'answer'"),
+            (["MODEL", "PROMPTS", "--limit", "0"], "limit must be at least 1"),
+            (["MODEL", "PROMPTS", "--json", "no/such/folder.json"], "--json no/such/folder.json"),
+            (["MODEL", "PROMPTS", "--repeats", "0"], "repeats must be at least 1"),
+            (["MODEL", "PROMPTS", "--num-samples", "2"], "num_samples must be 1"),
+        ],
+    )
+    def test_mistakes_are_one_line(self, capsys, folder, prompts, argv, message):
+        named = {"MODEL": folder, "PROMPTS": str(prompts)}
+        assert message in fails(capsys, "bench", *(named.get(part, part) for part in argv))
+
+    def test_an_unreadable_line_is_named(self, capsys, folder, prompts):
+        prompts.write_text(prompts.read_text() + "{oops\n")
+        assert f"{prompts}:3: not valid JSON" in fails(capsys, "bench", folder, str(prompts))
+
+
+class TestDemo:
+    """`jaxspec demo`, on a model that is not shipped."""
+
+    @pytest.fixture(autouse=True)
+    def one_short_prompt(self, monkeypatch):
+        monkeypatch.setattr(demo, "PROMPTS", ("one, two, one",))
+
+    def test_it_shows_every_method_without_a_terminal(self, capsys, folder):
+        argv = ["demo", "--model", folder, "--draft-model", folder]
+        assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
+        out = capsys.readouterr().out
+        for part in ("# plain", "# lookup", "# draft model", "All outputs are identical"):
+            assert part in out
+        assert "\x1b" not in out
+
+    def test_json(self, capsys, folder):
+        argv = ["demo", "--model", folder, "--draft-model", folder, "--json"]
+        assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["outputs_agree"] is True
+        outputs = shown["prompts"][0]["outputs"]
+        assert set(outputs) == {"plain", "lookup", "draft model"}
+        assert len({tuple(output["tokens"]) for output in outputs.values()}) == 1
+        assert not any(outputs["plain"]["from_draft"])
+        assert shown["comparison"]["rows"][2]["overall"]["mean_acceptance_length"] > 1
+
+
+class TestShippedPrompts:
+    """The demo's own prompts."""
+
+    def test_they_share_one_bucket(self):
+        shipped = jaxspec.checkpoint.shipped_models()
+        if "demo" not in shipped:
+            pytest.skip("needs the shipped model 'demo', which is not here")
+        tokenizer = jaxspec.checkpoint.load_tokenizer(shipped["demo"])
+        lengths = [len(tokenizer.encode(prompt)) for prompt in demo.PROMPTS]
+        assert all(32 < length <= 64 for length in lengths), lengths
