@@ -1,0 +1,175 @@
+"""What the compiled loop may not do: copy, select or transpose a cache, and sort.
+
+The optimised HLO of `decode` is read as text. Counted is every instruction that runs inside a
+`while` loop (its body and condition and whatever these call, fusions and branches included), whose
+opcode is one of `MOVES` and whose result holds at least as many numbers as one buffer of the cache,
+the keys or the values of one layer for the whole batch. In-place updates are
+`dynamic-update-slice` or `scatter`, which are not moves; the copies that XLA adds where it cannot
+update in place are.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec.core.decode import Prompt
+from jaxspec.core.loop import DecodePlan, decode
+from jaxspec.core.types import Params, Warp
+from jaxspec.models import ModelConfig, Network, param_shapes
+from tests.laws.drafters import DRAFTERS, PLAIN
+
+MOVES = {"copy", "copy-start", "select", "transpose", "pad", "concatenate", "reverse"}
+
+SLOTS, BUCKET = 512, 64
+# Heads are wide, so that nothing else of a pass is as large as one buffer of the cache.
+CONFIG = ModelConfig(
+    vocab_size=96,
+    embed_dim=128,
+    num_layers=4,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    mlp_dim=192,
+    max_positions=SLOTS,
+)
+
+
+class Instruction(NamedTuple):
+    """One line of HLO. `calls` are the computations it runs; `sizes` the numbers in each result."""
+
+    name: str
+    opcode: str
+    sizes: tuple[int, ...]
+    calls: tuple[str, ...]
+
+
+HEADER = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
+LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (.*)$")
+SHAPE = re.compile(r"\b(?:pred|[suf]\d+|bf16)\[([\d,]*)\]")
+OPCODE = re.compile(r"(?:^|[\s)}])([a-z][\w-]*)\(")
+CALLED = re.compile(
+    r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
+)
+BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+def read_hlo(text: str) -> dict[str, list[Instruction]]:
+    """The computations of a module."""
+    computations: dict[str, list[Instruction]] = {}
+    for line in text.splitlines():
+        if header := HEADER.match(line):
+            current = computations.setdefault(header[1], [])
+        elif instruction := LINE.match(line):
+            name, rest = instruction.groups()
+            opcode = OPCODE.search(rest)
+            result = rest[: opcode.start(1)]
+            sizes = [
+                math.prod(int(size) for size in shape.split(",") if size)
+                for shape in SHAPE.findall(result)
+            ]
+            calls = CALLED.findall(rest)
+            for group in BRANCHES.findall(rest):
+                calls += [branch.strip().lstrip("%") for branch in group.split(",")]
+            current.append(Instruction(name, opcode[1], tuple(sizes), tuple(calls)))
+    return computations
+
+
+def inside_loops(computations: dict[str, list[Instruction]]) -> Iterator[Instruction]:
+    """Every instruction that some `while` loop runs, once."""
+    found: set[str] = set()
+    waiting = [
+        call
+        for instructions in computations.values()
+        for instruction in instructions
+        if instruction.opcode == "while"
+        for call in instruction.calls
+    ]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            yield from computations[name]
+            waiting += [call for one in computations[name] for call in one.calls]
+
+
+def moved_buffers(text: str, buffer_size: int) -> list[str]:
+    """Moves of at least `buffer_size` numbers inside the loops of a module, in words."""
+    return [
+        f"{one.name}: {one.opcode} of {max(one.sizes)} numbers"
+        for one in inside_loops(read_hlo(text))
+        if one.opcode in MOVES and max(one.sizes, default=0) >= buffer_size
+    ]
+
+
+def opcodes_in_loops(text: str) -> set[str]:
+    return {one.opcode for one in inside_loops(read_hlo(text))}
+
+
+def compiled_decode(name: str, mode: str, rows: int) -> str:
+    """The optimised program. Weights are never made: shapes suffice."""
+    case = {"plain": PLAIN, **DRAFTERS}[name]
+    drafter = case.make()
+    network = Network(param_shapes(CONFIG), CONFIG)
+    draft = jax.eval_shape(case.draft, network)
+
+    def row(dtype, *shape):
+        return jax.ShapeDtypeStruct((rows, *shape), dtype)
+
+    warp = Warp()
+    if mode == "sampled":
+        warp = Warp(row(jnp.float32), row(jnp.int32), row(jnp.float32))
+    prompts = Prompt(
+        tokens=row(jnp.int32, BUCKET),
+        length=row(jnp.int32),
+        room=row(jnp.int32),
+        seed=row(jnp.int32, 2),
+        stop_ids=row(jnp.int32, 1),
+        warp=warp,
+    )
+    plan = DecodePlan(capacities=(SLOTS,), chunk=BUCKET)
+    lowered = decode.lower(Params(network, draft), prompts, drafter=drafter, plan=plan)
+    return lowered.compile().as_text()
+
+
+@pytest.mark.parametrize(("mode", "rows"), [("greedy", 1), ("sampled", 4)])
+@pytest.mark.parametrize("name", ["plain", *DRAFTERS])
+def test_the_loop_moves_no_cache_and_sorts_nothing(name, mode, rows):
+    text = compiled_decode(name, mode, rows)
+    buffer_size = rows * CONFIG.num_kv_heads * CONFIG.head_dim * SLOTS
+    assert "dynamic-update-slice" in opcodes_in_loops(text) or "scatter" in opcodes_in_loops(text)
+    assert moved_buffers(text, buffer_size) == []
+    assert "sort" not in opcodes_in_loops(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "opcode"),
+    [
+        (lambda cache, step: jnp.where(step % 2 == 0, cache, 0.0), "select"),
+        (lambda cache, step: cache.T + 1.0, "transpose"),
+        (lambda cache, step: jnp.sort(cache, axis=0), "sort"),
+    ],
+)
+def test_the_reader_sees_what_is_planted(change, opcode):
+    """Loops that do what the decoder may not."""
+    size = 64
+
+    def loop(cache):
+        def body(carry):
+            step, cache = carry
+            cache = change(cache, step)
+            return step + 1, cache.at[0, step % size].add(jnp.sum(cache @ cache))
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 9, body, (0, cache))
+
+    text = jax.jit(loop).lower(jnp.zeros((size, size))).compile().as_text()
+    assert opcode in opcodes_in_loops(text)
+    if opcode != "sort":
+        assert any(
+            f": {opcode} of {size * size}" in found for found in moved_buffers(text, size * size)
+        )
+    assert moved_buffers(text, size * size + 1) == []

@@ -1,0 +1,105 @@
+"""Generation from recorded checkpoints: the tokens, round by round, that `transformers` gave."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import DraftModel, GenerationConfig, Model, PromptLookup, generate, load
+
+NEW_TOKENS = 24
+
+
+class Recorded(NamedTuple):
+    """A checkpoint and what was recorded with it."""
+
+    folder: Path
+    model: Model
+    arrays: dict[str, np.ndarray]
+    outcomes: dict
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.arrays["greedy_prompt"][0].tolist()
+
+
+@pytest.fixture(scope="module", params=["llama_gqa_dev", "qwen3_dev"])
+def recorded(request, shared_folder) -> Recorded:
+    folder = shared_folder("oracle_hf", request.param)
+    return Recorded(
+        folder,
+        load(folder, dtype=jnp.float32),
+        dict(np.load(folder / "oracle.npz")),
+        json.loads((folder / "oracle.json").read_text()),
+    )
+
+
+def drafted(recorded: Recorded, method: str):
+    """The drafter that a recording was made with."""
+    if method == "prompt_lookup":
+        return PromptLookup(num_speculative_tokens=4, max_ngram=2)
+    return DraftModel.of(load(recorded.folder / "assistant", dtype=jnp.float32), 4)
+
+
+def test_greedy_tokens_and_their_logprobs(recorded):
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, logprobs=True)
+    (row,) = generate(recorded.model, recorded.prompt, config)
+    assert row.tokens.tolist() == recorded.arrays["greedy_tokens"].tolist()
+    np.testing.assert_allclose(row.logprobs, recorded.arrays["greedy_logprobs"], atol=2e-4)
+    assert row.finish_reason == "length"
+
+
+@pytest.mark.parametrize("method", ["prompt_lookup", "assisted"])
+def test_rounds_of_speculative_decoding(recorded, method):
+    """The same drafts offered, as many accepted, as many target passes."""
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS)
+    (row,) = generate(
+        recorded.model, recorded.prompt, config, drafted(recorded, method), return_trace=True
+    )
+    assert row.tokens.tolist() == recorded.arrays["greedy_tokens"].tolist()
+    outcome = recorded.outcomes[method]
+    length = len(recorded.prompt)
+    rounds = []
+    for step in row.trace:
+        candidates = step.tokens[step.valid][1:].tolist()
+        rounds.append((length, candidates, len(step.path) - 1))
+        length += len(step.emitted)
+    end = len(recorded.prompt) + NEW_TOKENS
+    # What could not be emitted is recorded as a candidate; it is never offered here.
+    assert rounds == [
+        (one["prefix_len"], one["candidates"][: end - one["prefix_len"] - 1], one["accepted"])
+        for one in outcome["rounds"]
+    ]
+    assert row.metrics.num_verify_steps == outcome["target_calls"]
+
+
+@pytest.mark.parametrize("method", [None, "prompt_lookup", "assisted"])
+def test_generation_ends_with_the_recorded_stop(recorded, method):
+    case = recorded.outcomes["stop_case"]
+    config = GenerationConfig(max_new_tokens=NEW_TOKENS, stop_token_ids=(case["eos_token_id"],))
+    drafter = None if method is None else drafted(recorded, method)
+    (row,) = generate(recorded.model, recorded.prompt, config, drafter)
+    assert row.tokens.tolist() == case["tokens"]
+    assert row.finish_reason == "stop_token"
+
+
+def test_prompts_of_different_lengths_share_a_batch(recorded):
+    """The recording pads the second prompt on the left; its first token is the unpadded one's."""
+    mask = recorded.arrays["batch_attention_mask"].astype(bool)
+    prompts = [
+        row[seen].tolist()
+        for row, seen in zip(recorded.arrays["batch_input_ids"], mask, strict=True)
+    ]
+    assert len(prompts[0]) != len(prompts[1])
+    config = GenerationConfig(max_new_tokens=8, logprobs=True)
+    together = generate(recorded.model, prompts, config)
+    logits = recorded.arrays["batch_last_logits"].astype(np.float64)
+    for row, prompt, scores in zip(together, prompts, logits, strict=True):
+        assert row.tokens[0] == np.argmax(scores)
+        expected = -np.log(np.exp(scores - scores.max()).sum())
+        np.testing.assert_allclose(row.logprobs[0], expected, atol=2e-4)
+        (alone,) = generate(recorded.model, prompt, config)
+        assert alone.tokens.tolist() == row.tokens.tolist()
