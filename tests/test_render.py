@@ -6,13 +6,26 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxspec import Generation, GenerationResult, Tokenizer, TraceStep, chain, eagle_tree
+from jaxspec import (
+    DraftModel,
+    Generation,
+    GenerationConfig,
+    GenerationResult,
+    Model,
+    Tokenizer,
+    TraceStep,
+    chain,
+    eagle_tree,
+    generate,
+)
 from jaxspec.metrics import metrics_of
+from jaxspec.models import ModelConfig, Network, init_params
 from jaxspec.render import generation_html, result_html, step_svg, trace_html, tree_svg, visible
 from jaxspec.result import Trace
 
@@ -89,6 +102,40 @@ class Reader(HTMLParser):
 
     def handle_data(self, data):
         self.shown += data
+
+
+@pytest.fixture(scope="module")
+def decoded(tokenizer):
+    """Two samples of a random network that drafts for itself, traced."""
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        embed_dim=16,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+        mlp_dim=16,
+        max_positions=64,
+    )
+    model = Model(Network(init_params(config, jax.random.key(0)), config), tokenizer)
+    drafter = DraftModel.of(model, paths=[(0,), (1,), (0, 0)])
+    sampling = GenerationConfig(max_new_tokens=12, temperature=1.0, num_samples=2, logprobs=True)
+    return generate(model, "go", sampling, drafter, return_trace=True)
+
+
+def test_pictures_of_real_results_tell_what_happened(decoded):
+    assert not Reader(decoded._repr_html_()).open
+    for row in decoded:
+        spans = token_spans(row._repr_html_())
+        assert [("solid" in span["style"]) for span in spans] == row.from_draft.tolist()
+        assert all("log-probability" in span["title"] for span in spans)
+        table = row.trace.table()
+        assert sum(len(step["accepted"]) for step in table) == row.from_draft.sum()
+        assert sum(len(step["emitted"]) for step in table) == len(row.tokens)
+        assert np.concatenate([step.emitted for step in row.trace]).tolist() == row.tokens.tolist()
+        for step in row.trace:
+            assert len(ElementTree.fromstring(step._repr_html_()))
+        assert Reader(row.trace._repr_html_()).shown.count("tree of step")
 
 
 def token_spans(source):
