@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint import Model
+from jaxspec.checkpoint import CheckpointError, Model
 from jaxspec.core.loop import decode
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.generation import GenerationConfig, generate, score
+from jaxspec.generation import GenerationConfig, generate, prepare, score
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import Network, init_params
 
@@ -94,6 +94,8 @@ def check_drafter(
 def _run(law: str, check: Callable[[], tuple[bool, str]]) -> LawCheck:
     try:
         return LawCheck(law, *check())
+    except CheckpointError:
+        raise  # the model cannot be used here; that says nothing of the drafter
     except Exception as error:
         # Whatever someone else's drafter raises is a finding, not a crash of the report.
         return LawCheck(law, False, f"{type(error).__name__}: {error}")
@@ -118,7 +120,8 @@ def _tiny_model() -> Model:
 
 def _prompts(model: Model, seed: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, model.vocab_size, length).tolist() for length in (9, 3, 14)]
+    known = model.vocab_size if model.tokenizer is None else model.tokenizer.vocab_size
+    return [rng.integers(0, known, length).tolist() for length in (9, 3, 14)]
 
 
 def _settings_are_values(drafter: Any) -> tuple[bool, str]:
@@ -196,9 +199,14 @@ def _two_token_law(model: Model, prompt: list[int], num_likely: int = 7) -> dict
 
     Keys: (first, second); (first, None) for another second token; None for another first token.
     """
+    # Ids past the tokenizer are never emitted, so they are no part of the law either.
+    bias = prepare(model, prompt, GenerationConfig(), None, 0).prompts.warp.bias
+    bias = 0.0 if bias is None else bias[0]
 
     def next_law(tokens: list[int]) -> np.ndarray:
-        return np.asarray(jax.nn.softmax(score(model, tokens).logits[-1].astype(np.float64)))
+        logits = score(model, tokens).logits[-1].astype(np.float64) + bias
+        weights = np.exp(logits - logits.max())
+        return weights / weights.sum()
 
     law, lumped = {}, 1.0
     firsts = next_law(prompt)

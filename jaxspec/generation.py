@@ -5,6 +5,7 @@ a one-node tree.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,6 +84,8 @@ class GenerationConfig:
     repetition_penalty: float | None = None
 
     def __post_init__(self):
+        for name in ("max_new_tokens", "top_k", "num_samples"):
+            _check(name, getattr(self, name), "a whole number", lambda value: value % 1 == 0)
         _check("max_new_tokens", self.max_new_tokens, "at least 0", lambda value: value >= 0)
         _check("temperature", self.temperature, "at least 0", lambda value: value >= 0)
         _check("top_k", self.top_k, "at least 0", lambda value: value >= 0)
@@ -216,7 +219,10 @@ def stream(
     steps = request.decode_stream()
     next(steps)
     for states, info in steps:
-        stop, info = jax.device_get((states.stop, info))
+        assert info is not None
+        # The laws are a vocabulary wide, and nobody may look: `return_trace` fetches them.
+        lawless = info._replace(proposal=info.proposal._replace(draft_logprobs=None))
+        stop, info = jax.device_get((states.stop, lawless))
         (step,) = trace_steps(info, request.tokenizer)
         reason = FINISH_REASONS[stop[0]] if stop[0] else None
         if step is None:  # the row ended without a token: its logits were not finite
@@ -244,7 +250,7 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
         ValueError: for an empty or too long text, or ids out of range.
     """
     ids = _encode(model, tokens)
-    _check_ids(model, ids, "tokens")
+    _check_ids(model, ids, "tokens", spare=0)
     # Texts of similar lengths share a program; what follows a text does not reach back into it.
     padded = np.zeros(_bucket(len(ids)), np.int32)
     padded[: len(ids)] = ids
@@ -428,6 +434,8 @@ def prompt_list(prompts) -> list[PromptLike]:
     """One prompt as a list of one: text, ids, or messages."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)
     if len(prompts) == 0:
         raise ValueError("prompts: got none; give at least one, of one token or more.")
     first = prompts[0]
@@ -451,14 +459,16 @@ def _tokenizer_of(model: "Model", given: str) -> "Tokenizer":
     return model.tokenizer
 
 
-def _check_ids(model: "Model", ids: Sequence[int], name: str) -> None:
+def _check_ids(model: "Model", ids: Sequence[int], name: str, spare: int = 1) -> None:
+    """Refuses ids that do not fit; `spare` places of the context must be left."""
     vocab, context = model.vocab_size, model.config.max_positions
     if not ids:
         raise ValueError(f"{name} is empty; give at least one token.")
-    if len(ids) >= context:
+    if len(ids) + spare > context:
+        left = ", and one place must be left to decode into" if spare else ""
         raise ValueError(
-            f"{name} has {len(ids)} tokens; the context of {model.name} holds {context}, "
-            "and one place must be left to decode into. Shorten it."
+            f"{name} has {len(ids)} tokens; the context of {model.name} holds {context}{left}. "
+            "Shorten it."
         )
     wrong = [token for token in ids if not 0 <= token < vocab]
     if wrong:
@@ -469,7 +479,7 @@ def _check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
     theirs, ours = loaded.tokenizer, model.tokenizer
     if theirs is not None and ours is not None:
         # Equal tokenizers suffice: families pad their vocabularies to different sizes.
-        if theirs.backend.get_vocab() != ours.backend.get_vocab():
+        if not _same_vocabulary(theirs, ours):
             raise ValueError(
                 "drafter: its tokenizer differs from the target's, so its tokens would mean "
                 "something else; use a draft model of the same family."
@@ -483,12 +493,39 @@ def _check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
         )
 
 
+@functools.lru_cache(maxsize=16)
+def _same_vocabulary(one: "Tokenizer", other: "Tokenizer") -> bool:
+    return one is other or one.backend.get_vocab() == other.backend.get_vocab()
+
+
+# Rules of `generation_config.json` that would change the output and are not applied, with the
+# values that ask for nothing.
+_UNSUPPORTED_RULES = {
+    "repetition_penalty": (None, 1),
+    "encoder_repetition_penalty": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "bad_words_ids": (None, []),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None, {}, []),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+}
+
+
 def _check_penalties(model: "Model", config: GenerationConfig) -> None:
-    asked = model.generation_defaults.get("repetition_penalty", 1.0)
-    if config.repetition_penalty is None and asked not in (None, 1, 1.0):
+    for rule, neutral in _UNSUPPORTED_RULES.items():
+        asked = model.generation_defaults.get(rule)
+        if asked in neutral or (rule == "repetition_penalty" and config.repetition_penalty):
+            continue
         raise ValueError(
-            f"{model.name}: generation_config.json asks for repetition_penalty {asked}, which is "
-            "not supported. Pass GenerationConfig(repetition_penalty=1) to decode without it."
+            f"{model.name}: generation_config.json asks for {rule} {asked}, which is not "
+            "supported and would be ignored. Pass GenerationConfig(repetition_penalty=1) to decode "
+            "without a repetition penalty, or take the rule out of `model.generation_defaults`."
         )
 
 
@@ -523,6 +560,7 @@ def _bias(model: "Model", config: GenerationConfig) -> np.ndarray | None:
         "logit_bias": tuple(config.logit_bias or ()),
         "allowed_token_ids": tuple(config.allowed_token_ids or ()),
         "banned_token_ids": tuple(config.banned_token_ids),
+        "stop_token_ids": tuple(config.stop_token_ids or ()),
     }
     for name, ids in named.items():
         wrong = [token for token in ids if not 0 <= token < vocab]
@@ -545,6 +583,13 @@ def _automaton(model: "Model", config: GenerationConfig) -> StopAutomaton | None
         return None
     if model.tokenizer is None:
         raise ValueError(f"stop: {model.name} has no tokenizer; use stop_token_ids instead.")
-    spelled = model.tokenizer.token_bytes()
-    spelled += [b""] * (model.vocab_size - len(spelled))
-    return stop_automaton([string.encode() for string in config.stop_strings], spelled)
+    return _automaton_of(model.tokenizer, config.stop_strings, model.vocab_size)
+
+
+@functools.lru_cache(maxsize=16)  # a large vocabulary takes a second, and calls repeat their stops
+def _automaton_of(
+    tokenizer: "Tokenizer", strings: tuple[str, ...], vocab_size: int
+) -> StopAutomaton:
+    spelled = tokenizer.token_bytes()
+    spelled += [b""] * (vocab_size - len(spelled))
+    return stop_automaton([string.encode() for string in strings], spelled)

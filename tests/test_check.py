@@ -2,11 +2,33 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxspec import PromptLookup, check_drafter
+from jaxspec import Model, PromptLookup, Tokenizer, check_drafter
 from jaxspec.core.proposal import chain_proposal
+from jaxspec.models import ModelConfig, Network, init_params
+
+
+@pytest.fixture(scope="module")
+def padded_model() -> Model:
+    """Knows 8 ids, of which its tokenizer has 5."""
+    import tokenizers
+
+    vocab = {letter: index for index, letter in enumerate("abcde")}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="a"))
+    config = ModelConfig(
+        vocab_size=8,
+        embed_dim=16,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=16,
+        mlp_dim=16,
+        max_positions=64,
+    )
+    return Model(Network(init_params(config, jax.random.key(0)), config), Tokenizer(backend))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +88,11 @@ def test_a_broken_law_is_named(drafter, law):
     assert law in {check.law for check in report.checks if not check.holds}, str(report)
     with pytest.raises(AssertionError, match="BROKEN"):
         report.raise_if_broken()
+
+
+def test_ids_past_a_tokenizer_are_no_part_of_the_law(padded_model):
+    report = check_drafter(AlwaysZero(), padded_model, num_samples=1024)
+    assert report.holds, str(report)
 
 
 def test_a_drafter_that_raises_is_a_finding():

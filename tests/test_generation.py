@@ -75,7 +75,7 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
     ids = tokenizer.encode("hello")
     chat = [{"role": "user", "content": "hi"}]
     expected = generate(model, "hello", config)[0].tokens
-    for prompt in (ids, np.asarray(ids), ["hello"], [ids]):
+    for prompt in (ids, np.asarray(ids), jax.numpy.asarray(ids), ["hello"], [ids]):
         np.testing.assert_array_equal(generate(model, prompt, config)[0].tokens, expected)
     rows = generate(model, ["hello", chat], config)
     np.testing.assert_array_equal(rows[0].tokens, expected)
@@ -106,6 +106,8 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
         ([1], {"banned_token_ids": [999]}, "banned_token_ids has ids outside"),
         ([1], {"allowed_token_ids": []}, "allowed_token_ids is empty"),
         ([1], {"stop": ["x", ""]}, "empty stop string"),
+        ([1], {"stop_token_ids": [-7]}, "stop_token_ids has ids outside"),
+        ([1], {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
     ],
 )
 def test_bad_arguments_are_named(model, prompts, options, message):
@@ -131,6 +133,10 @@ def test_text_needs_a_tokenizer_and_a_chat_a_template(model):
 
 
 def test_a_penalty_of_the_checkpoint_is_refused_not_ignored(model):
+    for rule, value in (("no_repeat_ngram_size", 3), ("suppress_tokens", [1])):
+        asks = dataclasses.replace(model, generation_defaults={rule: value})
+        with pytest.raises(ValueError, match=rule):
+            generate(asks, [1])
     asks = dataclasses.replace(model, generation_defaults={"repetition_penalty": 1.1})
     with pytest.raises(ValueError, match=r"repetition_penalty 1\.1"):
         generate(asks, [1])
@@ -213,6 +219,14 @@ def test_a_stop_string_cuts_the_text_and_streams_the_same(model, letters):
         steps = list(stream(model, "hello", stops, own_draft(model)))
         assert "".join(step.text for step in steps) == row.text
         assert [step.finish_reason for step in steps][-1] == "stop_string"
+
+
+def test_a_token_that_is_stop_id_and_stop_string_cuts_the_text(model, letters):
+    config = GenerationConfig(max_new_tokens=12, allowed_token_ids=letters)
+    plain = generate(model, "hello", config)[0]
+    stops = dataclasses.replace(config, stop=plain.text[3], stop_token_ids=[int(plain.tokens[3])])
+    row = generate(model, "hello", stops)[0]
+    assert row.text == plain.text[: plain.text.index(plain.text[3])]
 
 
 def test_logprobs_are_the_targets_own(model):
@@ -333,5 +347,6 @@ def test_score_agrees_with_its_own_logits(model):
     ids = model.tokenizer.encode("hello")
     expected = jax.nn.log_softmax(scored.logits[:-1])[np.arange(4), ids[1:]]
     np.testing.assert_allclose(scored.logprobs, expected, atol=1e-5)
+    assert score(model, [7] * CONTEXT).logits.shape == (CONTEXT, 272)  # nothing is decoded
     with pytest.raises(ValueError, match="tokens is empty"):
         score(model, "")

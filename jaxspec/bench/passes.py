@@ -138,7 +138,7 @@ def _table(costs: Sequence[PassCosts]) -> Table:
 
 def main() -> None:
     """Runs the measurement and prints it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dim", type=int, action="append", help="embedding width; repeatable")
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each width")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -1,4 +1,4 @@
-"""The KV cache. Forward passes return new keys and values; `commit` is the only writer."""
+"""The KV cache. Forward passes return new keys and values; `append` is the only writer."""
 
 import jax
 import jax.numpy as jnp
@@ -74,19 +74,6 @@ def append(cache: KVCache, new_kv: tuple[LayerKV, ...], count: Int[Array, ""] | 
         write(layer, new, cache.length) for layer, new in zip(cache.layers, new_kv, strict=True)
     )
     return KVCache(layers, cache.length + count)
-
-
-def commit(
-    cache: KVCache,
-    new_kv: tuple[LayerKV, ...],
-    path: Int[Array, " length"],
-    count: Int[Array, ""],
-) -> KVCache:
-    """Keeps the first `count` nodes of `path` and forgets the rest of the pass.
-
-    The whole padded path is written, so `len(path)` free slots are needed past `length`.
-    """
-    return append(cache, select_path(new_kv, path), count)
 
 
 def pad_slots(state: PyTree, slots: int) -> PyTree:

@@ -10,7 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from jaxspec.core.cache import pad_slots
 from jaxspec.core.decode import Prompt, begin, speculative_step
@@ -18,6 +18,9 @@ from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import DecodeState, Drafter, Info, Params, StepFn, Stop
 
 SLOTS_MULTIPLE = 64
+
+# What a host loop asks after each step, in one fetch: is any row running, how long is the longest.
+Progress = tuple[Bool[Array, ""], Int[Array, ""]]
 
 
 def run(
@@ -84,11 +87,12 @@ def unfinished(states: DecodeState) -> Bool[Array, ""]:
     return jnp.any(states.stop == Stop.RUNNING)
 
 
-def _fits(slots: int, drafter: Drafter, states: DecodeState) -> Bool[Array, ""]:
-    """True while the next step of every running row fits into `slots`."""
-    lengths = jnp.where(states.stop == Stop.RUNNING, states.context.length, 0)
-    # A stopped row still writes its overhang, past what it holds: where, no longer matters.
-    return jnp.max(lengths) + drafter.tree_shape[1] <= slots
+def _longest(states: DecodeState) -> Int[Array, ""]:
+    """Length of the longest running row: the next step needs that many slots and the depth.
+
+    A stopped row still writes its overhang, past what it holds: where, no longer matters.
+    """
+    return jnp.max(jnp.where(states.stop == Stop.RUNNING, states.context.length, 0))
 
 
 @partial(jax.jit, static_argnames=("drafter", "plan"))
@@ -117,7 +121,7 @@ def decode(
     for slots in plan.capacities:
 
         def goes_on(states: DecodeState, slots: int = slots) -> Bool[Array, ""]:
-            return unfinished(states) & _fits(slots, drafter, states)
+            return unfinished(states) & (_longest(states) + drafter.tree_shape[1] <= slots)
 
         states = run(step, params, pad_slots(states, slots), goes_on)
     return states
@@ -137,13 +141,15 @@ def decode_stream(
     read what you need before asking for more.
     """
     slots, *larger = plan.capacities
-    states = _begin_stream(params, prompts, drafter=drafter, plan=plan)
+    states, progress = _begin_stream(params, prompts, drafter=drafter, plan=plan)
+    running, length = jax.device_get(progress)
     yield states, None
-    while unfinished(states):
-        if larger and not _fits(slots, drafter, states):
+    while running:
+        if larger and length + drafter.tree_shape[1] > slots:
             slots = larger.pop(0)
             states = _grow_stream(states, slots=slots)
-        states, info = _step_stream(params, states, automaton, drafter=drafter)
+        states, info, progress = _step_stream(params, states, automaton, drafter=drafter)
+        running, length = jax.device_get(progress)
         yield states, info
 
 
@@ -164,15 +170,17 @@ def _begin_batch(
 @partial(jax.jit, static_argnames=("drafter", "plan"))
 def _begin_stream(
     params: Params, prompts: Prompt, *, drafter: Drafter, plan: DecodePlan
-) -> DecodeState:
-    return pad_slots(_begin_batch(params, prompts, drafter, plan), plan.capacities[0])
+) -> tuple[DecodeState, Progress]:
+    states = pad_slots(_begin_batch(params, prompts, drafter, plan), plan.capacities[0])
+    return states, (unfinished(states), _longest(states))
 
 
 @partial(jax.jit, static_argnames=("drafter",), donate_argnames=("states",))
 def _step_stream(
     params: Params, states: DecodeState, automaton: StopAutomaton | None, *, drafter: Drafter
-) -> tuple[DecodeState, Info]:
-    return speculative_step(params, states, drafter=drafter, automaton=automaton)
+) -> tuple[DecodeState, Info, Progress]:
+    states, info = speculative_step(params, states, drafter=drafter, automaton=automaton)
+    return states, info, (unfinished(states), _longest(states))
 
 
 _grow_stream = jax.jit(pad_slots, static_argnames=("slots",))

@@ -42,8 +42,8 @@ def stop_automaton(strings: Sequence[bytes], token_bytes: Sequence[bytes]) -> St
         spelled[token, : len(text)] = np.frombuffer(text, np.uint8)
     state = np.repeat(np.arange(done + 1)[:, None], len(token_bytes), axis=1)
     for position in range(longest):
-        moved = by_byte[state, spelled[None, :, position]]
-        state = np.where(position < lengths[None, :], moved, state)
+        (longer,) = np.nonzero(lengths > position)
+        state[:, longer] = by_byte[state[:, longer], spelled[None, longer, position]]
     return StopAutomaton(jnp.asarray(state, jnp.int32))
 
 
@@ -110,7 +110,8 @@ def cut_emitted(
         completes = reached == done
         visited = jnp.concatenate([automaton_state[None], reached])
 
-    reasons = jnp.where(is_stop, Stop.TOKEN, jnp.where(completes, Stop.STRING, Stop.RUNNING))
+    # Where one token is both, the string counts: its text is to be cut.
+    reasons = jnp.where(completes, Stop.STRING, jnp.where(is_stop, Stop.TOKEN, Stop.RUNNING))
     never = emitted.shape[0] + 1  # past any number of tokens a step can give
     ends = (reasons != Stop.RUNNING) & (order < count)
     end = jnp.min(jnp.where(ends, order + 1, never))

@@ -46,7 +46,7 @@ class Tree(NamedTuple):
     ancestors: `ancestors[i, j]` is True when j is on the path root..i, i included;
         used as it stands for the attention mask between draft nodes.
     paths: `paths[i, d]` is the node at depth d on the path root..i; -1 past i. Its width is the
-        static bound on depth that `commit` and the loops over levels rely on.
+        static bound on depth that commits and loops over levels rely on.
     children: `children[i, r]` is the child of rank r of node i, or -1.
     """
 
@@ -95,7 +95,7 @@ class Hidden(NamedTuple):
 
     features: the last hidden state AFTER the final norm: what the output head multiplies.
     taps: inputs (pre-norm residual stream) of the layers asked for, side by side.
-    new_kv: keys and values of these n tokens, for `commit` to write: slots are nodes.
+    new_kv: keys and values of these n tokens, to be committed: slots are nodes.
     """
 
     features: Float[Array, "nodes embed"]

@@ -395,7 +395,7 @@ class Network:
         taps: tuple[int, ...] = (),
         skip: Skips | None = None,
     ) -> Hidden:
-        """One pass over the tokens of one row. Nothing is written: `commit` does that.
+        """One pass over the tokens of one row. Nothing is written: `core.cache` does that.
 
         Args:
             tokens: ids.

@@ -1,4 +1,4 @@
-"""The cache: `commit` writes exactly the path, and nothing before it changes."""
+"""The cache: a commit writes exactly the path, and nothing before it changes."""
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +59,16 @@ def test_padding_of_a_path_selects_zeros():
     assert all((array == 0).all() for array in slot(chosen, 2))
 
 
+def commit(cache, new_kv, path, count):
+    """What a decoding step does: select the accepted path, then append it."""
+    return caches.append(cache, caches.select_path(new_kv, path), count)
+
+
 @pytest.mark.parametrize("length", [0, 4])
 def test_commit_keeps_the_path_and_all_that_came_before(length):
     before = KVCache(random_layers(1, SLOTS), jnp.int32(length))
     new, path, count = random_layers(2, NODES), [0, 2, 4], 2
-    after = jax.jit(caches.commit)(before, new, jnp.array([*path, -1]), jnp.int32(count))
+    after = jax.jit(commit)(before, new, jnp.array([*path, -1]), jnp.int32(count))
     assert after.length == length + count
     for index in range(length):
         assert_same_slot(after.layers, index, before.layers, index)
@@ -75,7 +80,7 @@ def test_commit_keeps_the_path_and_all_that_came_before(length):
 
 def test_a_commit_of_nothing_changes_nothing_that_counts():
     before = KVCache(random_layers(1, SLOTS), jnp.int32(6))
-    after = caches.commit(before, random_layers(2, NODES), jnp.array([0, 1]), jnp.int32(0))
+    after = commit(before, random_layers(2, NODES), jnp.array([0, 1]), jnp.int32(0))
     assert after.length == 6
     for index in range(6):
         assert_same_slot(after.layers, index, before.layers, index)
