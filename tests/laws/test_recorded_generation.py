@@ -1,5 +1,6 @@
 """Generation from recorded checkpoints: the tokens, round by round, that `transformers` gave."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +11,8 @@ import pytest
 
 from jaxspec import DraftModel, GenerationConfig, Model, PromptLookup, generate, load
 
-NEW_TOKENS = 24
+PLAIN = GenerationConfig(max_new_tokens=24, logprobs=True)
+DRAFTED = GenerationConfig(max_new_tokens=24)
 
 
 class Recorded(NamedTuple):
@@ -45,8 +47,7 @@ def drafted(recorded: Recorded, method: str):
 
 
 def test_greedy_tokens_and_their_logprobs(recorded):
-    config = GenerationConfig(max_new_tokens=NEW_TOKENS, logprobs=True)
-    (row,) = generate(recorded.model, recorded.prompt, config)
+    (row,) = generate(recorded.model, recorded.prompt, PLAIN)
     assert row.tokens.tolist() == recorded.arrays["greedy_tokens"].tolist()
     np.testing.assert_allclose(row.logprobs, recorded.arrays["greedy_logprobs"], atol=2e-4)
     assert row.finish_reason == "length"
@@ -55,9 +56,8 @@ def test_greedy_tokens_and_their_logprobs(recorded):
 @pytest.mark.parametrize("method", ["prompt_lookup", "assisted"])
 def test_rounds_of_speculative_decoding(recorded, method):
     """The same drafts offered, as many accepted, as many target passes."""
-    config = GenerationConfig(max_new_tokens=NEW_TOKENS)
     (row,) = generate(
-        recorded.model, recorded.prompt, config, drafted(recorded, method), return_trace=True
+        recorded.model, recorded.prompt, DRAFTED, drafted(recorded, method), return_trace=True
     )
     assert row.tokens.tolist() == recorded.arrays["greedy_tokens"].tolist()
     outcome = recorded.outcomes[method]
@@ -67,10 +67,9 @@ def test_rounds_of_speculative_decoding(recorded, method):
         candidates = step.tokens[step.valid][1:].tolist()
         rounds.append((length, candidates, len(step.path) - 1))
         length += len(step.emitted)
-    end = len(recorded.prompt) + NEW_TOKENS
     # What could not be emitted is recorded as a candidate; it is never offered here.
     assert rounds == [
-        (one["prefix_len"], one["candidates"][: end - one["prefix_len"] - 1], one["accepted"])
+        (one["prefix_len"], one["candidates"][: length - one["prefix_len"] - 1], one["accepted"])
         for one in outcome["rounds"]
     ]
     assert row.metrics.num_verify_steps == outcome["target_calls"]
@@ -79,9 +78,15 @@ def test_rounds_of_speculative_decoding(recorded, method):
 @pytest.mark.parametrize("method", [None, "prompt_lookup", "assisted"])
 def test_generation_ends_with_the_recorded_stop(recorded, method):
     case = recorded.outcomes["stop_case"]
-    config = GenerationConfig(max_new_tokens=NEW_TOKENS, stop_token_ids=(case["eos_token_id"],))
-    drafter = None if method is None else drafted(recorded, method)
-    (row,) = generate(recorded.model, recorded.prompt, config, drafter)
+    # As many ids as the model has of its own: the programs of the other tests serve here too.
+    stop_ids = (case["eos_token_id"],) * len(recorded.model.stop_token_ids)
+    if method is None:
+        config = dataclasses.replace(PLAIN, stop_token_ids=stop_ids)
+        (row,) = generate(recorded.model, recorded.prompt, config)
+    else:
+        config = dataclasses.replace(DRAFTED, stop_token_ids=stop_ids)
+        drafter = drafted(recorded, method)
+        (row,) = generate(recorded.model, recorded.prompt, config, drafter, return_trace=True)
     assert row.tokens.tolist() == case["tokens"]
     assert row.finish_reason == "stop_token"
 
@@ -94,12 +99,11 @@ def test_prompts_of_different_lengths_share_a_batch(recorded):
         for row, seen in zip(recorded.arrays["batch_input_ids"], mask, strict=True)
     ]
     assert len(prompts[0]) != len(prompts[1])
-    config = GenerationConfig(max_new_tokens=8, logprobs=True)
-    together = generate(recorded.model, prompts, config)
+    together = generate(recorded.model, prompts, PLAIN)
     logits = recorded.arrays["batch_last_logits"].astype(np.float64)
     for row, prompt, scores in zip(together, prompts, logits, strict=True):
         assert row.tokens[0] == np.argmax(scores)
         expected = -np.log(np.exp(scores - scores.max()).sum())
         np.testing.assert_allclose(row.logprobs[0], expected, atol=2e-4)
-        (alone,) = generate(recorded.model, prompt, config)
+        (alone,) = generate(recorded.model, prompt, PLAIN)
         assert alone.tokens.tolist() == row.tokens.tolist()
