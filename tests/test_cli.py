@@ -8,14 +8,16 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import GenerationConfig, generate
+from jaxspec import GenerationConfig, commands, generate
 from jaxspec.cli import COMMANDS, main
 from jaxspec.commands import demo, options
-from jaxspec.commands.generate import add_arguments
+from jaxspec.commands.generate import Session, Shown, add_arguments
 from jaxspec.commands.options import drafter_spec, generation_config
 from tests.bench.models import WrongRoot, tiny_model
 
@@ -260,6 +262,30 @@ class TestGenerate:
         assert rest.endswith(b"\n")
         assert b"interrupted: " in err
         assert b"Traceback" not in err
+
+    def test_ctrl_c_shows_what_was_held_back(self, capsys, monkeypatch, model):
+        def interrupted(*_):
+            tokens = np.asarray(model.tokenizer.encode("abc"))
+            yield SimpleNamespace(
+                tokens=tokens, from_draft=np.zeros(3, bool), text="a", finish_reason=None
+            )
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(commands.generate, "stream", interrupted)
+        shown = Session(model, GenerationConfig(stop="bcd"), None, 0).show("x")
+        assert shown == Shown("abc", interrupted=True)
+        assert capsys.readouterr().out == "abc\n"
+
+    @pytest.mark.parametrize("way", [[], ["--json"], ["--num-samples", "2"]])
+    def test_a_terminal_is_told_of_compiling(self, capsys, monkeypatch, folder, way):
+        argv = ["generate", folder, "abc", "--max-new-tokens", "3", *way]
+        assert main(argv) == 0
+        assert "compiling, once" not in capsys.readouterr().err
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+        assert main(argv) == 0
+        out, err = capsys.readouterr()
+        assert "compiling, once for this kind of request" in err
+        assert "compiling, once" not in out
 
     def test_a_reader_that_leaves_early_is_no_error(self, folder):
         command = f"'{sys.executable}' -m jaxspec generate '{folder}' abc --max-new-tokens 400"

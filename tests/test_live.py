@@ -1,13 +1,15 @@
 """Text on a terminal and off it."""
 
 import io
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
+from rich.text import Text
 
-from jaxspec.commands.live import LiveText, Sources
+from jaxspec.commands.live import LiveText, Sources, waiting_for_first
 from tests.bench.models import tiny_model
 
 
@@ -33,6 +35,70 @@ def test_on_a_terminal_no_word_is_lost_and_drafts_are_coloured():
     assert "status" in shown
 
 
+def screen(output):
+    """What a terminal without a right edge shows after the output, row by row."""
+    rows, y, x = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", output):
+        if part == "\x1b[2K":
+            rows[y] = ""
+        elif part == "\x1b[1A":
+            y -= 1
+        elif part == "\r":
+            x = 0
+        elif part == "\n":
+            x, y = 0, y + 1
+            rows += [""] * (y == len(rows))
+        elif not part.startswith("\x1b"):
+            rows[y] = rows[y][:x].ljust(x) + part + rows[y][x + len(part) :]
+            x += len(part)
+    return "\n".join(row.rstrip() for row in rows).rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "width", "shown"),
+    [
+        (["aaaa bbbbb", " ", "ccc"], 10, "aaaa bbbbb\nccc"),
+        (["aaaa bbbbb", " ", "ccc"], 9, "aaaa\nbbbbb ccc"),
+        (["aaaa bbbbb", " ", "ccc"], 11, "aaaa bbbbb\nccc"),
+        (["aaaa bbbbb", " ", "ccc"], 14, "aaaa bbbbb ccc"),
+        (["aaaa bbbbb", " ", " ", "ccc", "d"], 10, "aaaa bbbbb\ncccd"),
+        (["aaaa bbbbb", " ", "\n", " ", "ccc"], 10, "aaaa bbbbb\n ccc"),
+        (["aaaabbbbbccc", " ", "ddddddd", " ", "e"], 10, "aaaabbbbbc\ncc ddddddd\ne"),
+        (["aaaa bb", "bbb", "b c", "\n", "\n", "d"], 10, "aaaa\nbbbbbb c\n\nd"),
+        (["a\tb", "\t", "c"], 12, "a       b\nc"),
+        (["日本", " ", "日本", " ", "a"], 9, "日本 日本\na"),
+    ],
+)
+def test_rows_break_where_the_words_do(monkeypatch, pieces, width, shown):
+    monkeypatch.setattr("jaxspec.commands.live.REFRESH_SECONDS", 0)
+    assert screen(show([(piece, False) for piece in pieces], True, width)) == shown
+
+
+@pytest.mark.parametrize("width", [7, 10, 13, 20])
+def test_the_pieces_do_not_change_the_rows(width):
+    rng = np.random.default_rng(width)
+    words = ["x" * size for size in rng.integers(1, 2 * width, 60)]
+    text = "".join(word + end for word, end in zip(words, rng.choice([" ", "\n"], 60), strict=True))
+    rows = Text(text.rstrip()).wrap(Console(width=width), width)
+    expected = "\n".join(row.plain.rstrip() for row in rows)
+    assert screen(show([(text, True)], True, width)) == expected
+    assert screen(show([(character, True) for character in text], True, width)) == expected
+
+
+def test_a_status_is_for_terminals_and_goes_when_the_first_step_is_there(monkeypatch, capsys):
+    assert list(waiting_for_first(iter([1, 2]), "wait")) == [1, 2]
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    steps = waiting_for_first(iter([1, 2]), "wait")
+    assert next(steps) == 1
+    shown = capsys.readouterr()
+    assert "wait" in shown.err
+    assert screen(shown.err) == ""
+    assert shown.out == ""
+    assert list(steps) == [2]
+    assert capsys.readouterr().err == ""
+
+
 def test_an_exception_keeps_the_text():
     out = io.StringIO()
 
@@ -52,14 +118,20 @@ def test_what_a_model_writes_is_no_command_to_the_terminal():
     assert "\u241b]0;title" in shown
 
 
+def step(tokens, drafted, text, finish_reason=None):
+    return SimpleNamespace(
+        tokens=tokens, from_draft=np.asarray(drafted), text=text, finish_reason=finish_reason
+    )
+
+
 def test_sources_follow_tokens_through_characters_of_several():
     tokenizer = tiny_model().tokenizer
     tokens = np.asarray(tokenizer.encode("aé b"))  # é takes two tokens
     sources = Sources(tokenizer)
     steps = [
-        SimpleNamespace(tokens=tokens[:2], from_draft=np.asarray([True, False]), text="a"),
-        SimpleNamespace(tokens=tokens[2:4], from_draft=np.asarray([True, False]), text="é "),
-        SimpleNamespace(tokens=tokens[4:], from_draft=np.asarray([True]), text="b"),
+        step(tokens[:2], [True, False], "a"),
+        step(tokens[2:4], [True, False], "é "),
+        step(tokens[4:], [True], "b", "length"),
     ]
     assert [sources.push(step) for step in steps] == [
         [("a", True)],
@@ -71,7 +143,15 @@ def test_sources_follow_tokens_through_characters_of_several():
 def test_text_that_was_held_back_keeps_its_sources():
     tokens = np.asarray(tiny_model().tokenizer.encode("ab"))
     sources = Sources(tiny_model().tokenizer)
-    held = SimpleNamespace(tokens=tokens[:1], from_draft=np.asarray([True]), text="")
-    assert sources.push(held) == []
-    ending = SimpleNamespace(tokens=tokens[1:], from_draft=np.asarray([False]), text="ab")
-    assert sources.push(ending) == [("a", True), ("b", False)]
+    assert sources.push(step(tokens[:1], [True], "")) == []
+    assert sources.push(step(tokens[1:], [False], "ab", "length")) == [("a", True), ("b", False)]
+
+
+def test_the_rest_is_what_was_held_back_and_no_stop_string():
+    tokens = np.asarray(tiny_model().tokenizer.encode("abcé"))
+    sources = Sources(tiny_model().tokenizer)
+    sources.push(step(tokens[:4], [False, True, True, False], "a"))
+    assert sources.rest() == [("bc", True), ("\ufffd", False)]
+    assert sources.rest() == []
+    sources.push(step(tokens[:3], [False] * 3, "a", "stop_string"))
+    assert sources.rest() == []

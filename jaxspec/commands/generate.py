@@ -12,7 +12,7 @@ from rich.console import Console
 from jaxspec.bench.compare import describe
 from jaxspec.checkpoint import Model
 from jaxspec.commands import EXIT_INTERRUPTED
-from jaxspec.commands.live import LiveText, Pace, Sources
+from jaxspec.commands.live import LiveText, Pace, Sources, waiting, waiting_for_first
 from jaxspec.commands.options import (
     add_drafter_arguments,
     add_generation_arguments,
@@ -25,7 +25,11 @@ from jaxspec.commands.options import (
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.generation import GenerationConfig, PromptLike, generate, stream
-from jaxspec.result import Generation
+from jaxspec.result import Generation, GenerationResult
+
+COMPILING = "compiling, once for this kind of request ..."
+# `generate` returns when all is decoded.
+COMPILING_AND_DECODING = "compiling, once for this kind of request, then decoding ..."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,19 +108,27 @@ class Session:
         sources, text, interrupted = Sources(self.model.tokenizer), "", False
         with Pace() as pace, LiveText(console) as live:
             try:
-                for step in stream(self.model, prompt, self.config, self.drafter, self.seed):
+                steps = stream(self.model, prompt, self.config, self.drafter, self.seed)
+                for step in waiting_for_first(steps, COMPILING):
                     pace.push(step)
                     text += step.text
                     live.push(sources.push(step), pace)
             except KeyboardInterrupt:
                 interrupted = True
+                held = sources.rest()
+                text += "".join(piece for piece, _ in held)
+                live.push(held, pace)
         ended = "interrupted" if interrupted else "done"
         print(f"{ended}: {pace}", file=sys.stderr)
         return Shown(text, interrupted)
 
+    def _generate(self, prompt: PromptLike) -> GenerationResult:
+        with waiting(COMPILING_AND_DECODING):
+            return generate(self.model, prompt, self.config, self.drafter, self.seed)
+
     def print_samples(self, prompt: PromptLike) -> None:
         """Prints several continuations one after the other."""
-        result = generate(self.model, prompt, self.config, self.drafter, self.seed)
+        result = self._generate(prompt)
         for row in result:
             print(f"--- sample {row.sample_index} ({row.finish_reason})")
             print(row.text)
@@ -128,7 +140,7 @@ class Session:
 
     def as_json(self, prompt: PromptLike) -> dict[str, Any]:
         """One object: the resolved settings, then the continuation, or a list of `samples`."""
-        result = generate(self.model, prompt, self.config, self.drafter, self.seed)
+        result = self._generate(prompt)
         settings = {
             "model": self.model.name,
             "drafter": describe(self.drafter),

@@ -2,11 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.status import Status
 from rich.text import Text
 
 from jaxspec.checkpoint import Tokenizer
@@ -17,6 +18,21 @@ DRAFTED_STYLE = "green"
 REFRESH_SECONDS = 0.05
 # A model may write what a terminal would obey.
 _VISIBLE_ESCAPE = {0x1B: "\u241b"}
+_TAB_SIZE = 8
+
+
+def waiting_for_first(steps: Iterator[StreamStep], message: str) -> Iterator[StreamStep]:
+    """The same steps, with a message on standard error until the first is there."""
+    with waiting(message):
+        first = next(steps, None)
+    if first is not None:
+        yield first
+        yield from steps
+
+
+def waiting(message: str) -> Status:
+    """Shows a message, if standard error is a terminal, for as long as its `with` block runs."""
+    return Console(stderr=True).status(Text(message, style="dim"))
 
 
 class Sources:
@@ -24,18 +40,37 @@ class Sources:
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._detokenizer = tokenizer.detokenizer() if tokenizer else None
-        self._drafted: deque[bool] = deque()  # of characters not streamed yet
+        self._held: deque[tuple[str, bool]] = deque()  # characters not streamed yet
 
     def push(self, step: StreamStep) -> list[tuple[str, bool]]:
         """The step's text in pieces, each with True if it was drafted and accepted."""
         if self._detokenizer is None:
             return []
         for token, drafted in zip(step.tokens, step.from_draft, strict=True):
-            self._drafted.extend([bool(drafted)] * len(self._detokenizer.push([token])))
+            text = self._detokenizer.push([token])
+            self._held.extend((character, bool(drafted)) for character in text)
         # What is left at the end are incomplete characters, of whichever token came last.
-        flags = [self._drafted.popleft() if self._drafted else False for _ in step.text]
-        runs = groupby(zip(step.text, flags, strict=True), key=lambda pair: pair[1])
-        return [("".join(character for character, _ in run), drafted) for drafted, run in runs]
+        flags = [self._held.popleft()[1] if self._held else False for _ in step.text]
+        if (
+            step.finish_reason is not None
+        ):  # what is still held is a stop string: no part of the text
+            self._detokenizer.finish()
+            self._held.clear()
+        return _runs(zip(step.text, flags, strict=True))
+
+    def rest(self) -> list[tuple[str, bool]]:
+        """What a stream that was interrupted still held back, in pieces like those of `push`."""
+        if self._detokenizer is None:
+            return []
+        incomplete = [(character, False) for character in self._detokenizer.finish()]
+        pieces = _runs([*self._held, *incomplete])
+        self._held.clear()
+        return pieces
+
+
+def _runs(characters: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
+    runs = groupby(characters, key=lambda pair: pair[1])
+    return [("".join(character for character, _ in run), drafted) for drafted, run in runs]
 
 
 class Pace:
@@ -84,29 +119,30 @@ class LiveText:
 
     def __init__(self, console: Console):
         self._console = console
-        self._row = Text()
+        self._line = Text()  # from the start of the last row, with the spaces that no row shows
+        self._row = Text()  # the last row, as it is shown
         self._live: Live | None = None
         self._any = False
         self._refreshed = 0.0
 
     def __enter__(self) -> "LiveText":
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
         return self
 
     def push(self, pieces: Iterable[tuple[str, bool]], status: object) -> None:
         """Adds text, each piece with True if it was drafted, and renews the status line."""
         self._any = True
-        if self._live is None:
+        if not self._console.is_terminal:
             for text, _ in pieces:
                 self._console.file.write(text)
             self._console.file.flush()
             return
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False, transient=True)
+            self._live.start()
         for text, drafted in pieces:
-            self._row.append(text.translate(_VISIBLE_ESCAPE), DRAFTED_STYLE if drafted else None)
+            self._line.append(text.translate(_VISIBLE_ESCAPE), DRAFTED_STYLE if drafted else None)
         # Only the last row stays under the status line's control; the others scroll away.
-        *finished, self._row = self._row.wrap(self._console, self._console.width)
+        finished = self._finished_rows()
         for row in finished:
             self._console.print(row)
         now = time.perf_counter()
@@ -115,12 +151,23 @@ class LiveText:
             self._live.update(Group(self._row, status_line), refresh=True)
             self._refreshed = now
 
+    def _finished_rows(self) -> list[Text]:
+        """Takes the rows that no later text can change out of the line."""
+        *ended, self._line = self._line.split(allow_blank=True)
+        finished = [row for line in ended for row in line.wrap(self._console, self._console.width)]
+        self._line.expand_tabs(_TAB_SIZE)
+        # Wrapping trims spaces at the right edge; those at the end must wait for the next word.
+        shown = self._line.copy()
+        shown.rstrip()
+        *full, self._row = shown.wrap(self._console, self._console.width)
+        self._line = self._line[len(shown) - len(self._row) :]
+        return finished + full
+
     def __exit__(self, *error) -> None:
         if self._live is not None:
             self._live.update(Text(), refresh=False)
             self._live.stop()
-            if self._any:
-                self._console.print(self._row)
+            self._console.print(self._row)
         elif self._any:
             self._console.file.write("\n")
             self._console.file.flush()
