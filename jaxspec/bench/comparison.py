@@ -88,7 +88,7 @@ class Comparison:
         failures: prompts that could not be decoded; they are in no figure.
         prompt_indices: the prompts that are, in the order of every row's `trials`.
         weight_bytes: of the target.
-        read_bandwidth: measured bytes per second; see `jaxspec.bench.passes`.
+        read_bandwidth: bytes per second at which an array as large as the weights was read.
     """
 
     rows: tuple[ComparisonRow, ...]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +23,7 @@ from jaxspec.bench.timing import time_in_turns
 from jaxspec.checkpoint import Model, load
 from jaxspec.core.cache import pad_slots
 from jaxspec.core.decode import Prompt, begin, narrow, speculative_step
-from jaxspec.core.types import DecodeState, Drafter, Params, Proposal, PyTree, Warp
+from jaxspec.core.types import DecodeState, Drafter, KVCache, Params, Proposal, PyTree, Warp
 from jaxspec.drafters import DraftModel, NoDraft, PromptLookup
 
 SLOTS = 256
@@ -68,46 +69,59 @@ def measure_steps(
     drafters = {
         "plain": (NoDraft(), ()),
         "lookup": (PromptLookup(), ()),
-        "draft model, chain": (DraftModel(), draft.network),
-        "draft model, tree": (DraftModel(paths=SMALL_TREE), draft.network),
+        "draft chain": (DraftModel(), draft.network),
+        "draft tree": (DraftModel(paths=SMALL_TREE), draft.network),
     }
     costs = []
     with progress_bar(len(drafters) * len(WARPS)) as advance:
         for name, (drafter, draft_params) in drafters.items():
             params = Params(model.network, draft_params)
+            prompts = repetitive_prompt(model.vocab_size)
+            states, proposals = begin_and_propose(params, prompts, drafter=drafter)
             for sampling, warp in WARPS.items():
                 advance(f"{name}, {sampling}")
-                times = _measure(params, drafter, warp, num_steps, repeats)
+                context = states.context._replace(warp=warp)
+                times = measure_step(
+                    params, states._replace(context=context), proposals, drafter, num_steps, repeats
+                )
                 costs.append(StepCost(name, sampling, *times, aim=AIMS[sampling]))
     return costs
 
 
-class _Times(NamedTuple):
+class StepTimes(NamedTuple):
+    """The measured part of a `StepCost`."""
+
     step: float
     draft: float
     target: float
     width: float
 
 
-def _measure(params: Params, drafter: Drafter, warp: Warp, num_steps: int, repeats: int) -> _Times:
-    states = _begin(params, _repetitive_prompt(params.target.vocab_size, warp), drafter=drafter)
-    proposals, _ = _propose(params, states, drafter=drafter)
+def measure_step(
+    params: Params,
+    states: DecodeState,
+    proposals: Proposal,
+    drafter: Drafter,
+    num_steps: int,
+    repeats: int,
+) -> StepTimes:
+    """Times a step, its draft alone, and target passes alone, from the same states."""
     loops = {"num_steps": num_steps, "drafter": drafter}
     last = step_loop(params, states, **loops)
-    used = _widths_used(np.asarray(last.stats.drafted[0]), drafter)
+    used = widths_used(np.asarray(last.stats.drafted[0]), drafter)
     programs = {
         "step": partial(step_loop, params, states, **loops),
         "draft": partial(draft_loop, params, states, **loops),
     }
     for width in used:
         programs[f"target {width}"] = partial(
-            target_loop, params, states, proposals, width=width, **loops
+            target_loop, params, states.context.cache, proposals, width=width, **loops
         )
     medians = {
         name: float(np.median(seconds)) / num_steps
         for name, seconds in time_in_turns(programs, repeats).items()
     }
-    return _Times(
+    return StepTimes(
         step=medians["step"],
         draft=medians["draft"],
         target=sum(share * medians[f"target {width}"] for width, share in used.items()),
@@ -115,7 +129,7 @@ def _measure(params: Params, drafter: Drafter, warp: Warp, num_steps: int, repea
     )
 
 
-def _repetitive_prompt(vocab_size: int, warp: Warp) -> Prompt:
+def repetitive_prompt(vocab_size: int) -> Prompt:
     """One row of a few tokens again and again, so that lookup has something to find."""
     period = np.random.default_rng(0).integers(min(300, vocab_size), size=PERIOD)
     tokens = np.tile(period, NUM_PROMPT_TOKENS // PERIOD).astype(np.int32)
@@ -125,22 +139,25 @@ def _repetitive_prompt(vocab_size: int, warp: Warp) -> Prompt:
         room=jnp.full(1, SLOTS, jnp.int32),
         seed=jnp.zeros((1, 1), jnp.int32),
         stop_ids=jnp.full((1, 1), -1, jnp.int32),
-        warp=warp,
+        warp=Warp(),
     )
 
 
 @partial(jax.jit, static_argnames="drafter")
-def _begin(params: Params, prompts: Prompt, *, drafter: Drafter) -> DecodeState:
+def begin_and_propose(
+    params: Params, prompts: Prompt, *, drafter: Drafter
+) -> tuple[DecodeState, Proposal]:
+    """States after prefill, and what the drafter would propose there when decoding greedily."""
     row = partial(begin, drafter=drafter, text_slots=SLOTS, chunk=NUM_PROMPT_TOKENS)
-    return pad_slots(jax.vmap(row, in_axes=(None, 0))(params, prompts), SLOTS)
+    states = pad_slots(jax.vmap(row, in_axes=(None, 0))(params, prompts), SLOTS)
+    return states, _propose(params, states, drafter)[0]
 
 
-@partial(jax.jit, static_argnames="drafter")
-def _propose(params: Params, states: DecodeState, *, drafter: Drafter) -> tuple[Proposal, PyTree]:
+def _propose(params: Params, states: DecodeState, drafter: Drafter) -> tuple[Proposal, PyTree]:
     return jax.vmap(partial(drafter.propose, params))(states.key, states.draft, states.context)
 
 
-def _widths_used(drafted: np.ndarray, drafter: Drafter) -> Mapping[int, float]:
+def widths_used(drafted: np.ndarray, drafter: Drafter) -> Mapping[int, float]:
     """Share of steps by width of their target pass, from how deep each step drafted."""
     if len(drafter.widths) == 1:
         return {drafter.widths[0]: 1.0}
@@ -180,7 +197,7 @@ def draft_loop(params: Params, states: DecodeState, *, drafter: Drafter, num_ste
         kept = proposals.tokens, proposals.valid, proposals.draft_logprobs
         return draft, proposals.tokens[:, -1], kept
 
-    first, draft = _propose(params, states, drafter=drafter)
+    first, draft = _propose(params, states, drafter)
     start = draft, first.tokens[:, -1], (first.tokens, first.valid, first.draft_logprobs)
     return jax.lax.fori_loop(1, num_steps, advance, start)
 
@@ -188,7 +205,7 @@ def draft_loop(params: Params, states: DecodeState, *, drafter: Drafter, num_ste
 @partial(jax.jit, static_argnames=("drafter", "width", "num_steps"))
 def target_loop(
     params: Params,
-    states: DecodeState,
+    caches: KVCache,
     proposals: Proposal,
     *,
     drafter: Drafter,
@@ -198,13 +215,13 @@ def target_loop(
     """Target passes alone, logits and new keys and values included. Each waits for the last."""
     target = params.target
 
-    def one_row(tokens, proposal: Proposal, context):
+    def one_row(tokens, proposal: Proposal, cache: KVCache):
         proposal = narrow(proposal, width)
         hidden = target.forward(
             tokens,
-            context.length - 1 + proposal.tree.depths,
+            cache.length + proposal.tree.depths,
             proposal.tree.ancestors & proposal.valid[None],
-            context.cache,
+            cache,
             taps=drafter.taps,
         )
         return target.unembed(hidden.features), hidden.new_kv
@@ -213,15 +230,19 @@ def target_loop(
         logits, _ = carry
         # Nothing is NaN, so the tokens stay what they are; the compiler cannot know.
         tokens = proposals.tokens[:, :width] + jnp.isnan(logits[:, :, 0])
-        return jax.vmap(one_row)(tokens, proposals, states.context)
+        return jax.vmap(one_row)(tokens, proposals, caches)
 
-    start = jax.vmap(one_row)(proposals.tokens[:, :width], proposals, states.context)
+    start = jax.vmap(one_row)(proposals.tokens[:, :width], proposals, caches)
     return jax.lax.fori_loop(1, num_steps, advance, start)
 
 
 def as_table(costs: list[StepCost]) -> Table:
     """Times in milliseconds; a ratio above its aim is marked."""
-    table = Table(title="A step over its draft and target pass alone", title_justify="left")
+    table = Table(
+        title="A step over its draft and target pass alone",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
     for column in ("drafter", "sampling"):
         table.add_column(column)
     for column in ("step ms", "draft ms", "target ms", "width", "ratio", "aim"):

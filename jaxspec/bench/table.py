@@ -4,6 +4,7 @@ import dataclasses
 from io import StringIO
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +19,13 @@ from jaxspec.bench.comparison import (
 from jaxspec.bench.figures import Figures
 
 _SPEED_COLUMNS = ("tau", "accepted", "rate", "tokens/s", "speed-up [95 %]")
+_SPEED_NOTES = (
+    "tau: tokens per target pass, bonus token INCLUDED.",
+    "accepted: draft tokens accepted per target pass, bonus token EXCLUDED.",
+    "rate: accepted / drafted, along the path.",
+    "speed-up: plain decoding's time per token over the method's, over the same prompts [95 % "
+    "bootstrap interval over prompts]. Prefill counts, compiling does not.",
+)
 
 
 def as_text(comparison: Comparison, width: int = 100) -> str:
@@ -35,8 +43,14 @@ def as_tables(comparison: Comparison) -> Group:
     parts.append(_detail_table(comparison))
     if comparison.plain.by_category:
         parts.append(_category_table(comparison))
-    parts.extend(Text(line) for line in _notes(comparison))
-    return Group(*parts)
+    notes = (*_SPEED_NOTES, *_detail_notes(comparison), *_findings(comparison))
+    return Group(*parts, *map(Text, notes))
+
+
+def as_summary(comparison: Comparison) -> Group:
+    """The table of speed alone, and what its figures mean."""
+    notes = (*_SPEED_NOTES, *_findings(comparison))
+    return Group(Text(_header(comparison)), _speed_table(comparison), *map(Text, notes))
 
 
 def as_dict(comparison: Comparison) -> dict[str, Any]:
@@ -93,7 +107,7 @@ def _header(comparison: Comparison) -> str:
 
 def _table(title: str, *columns: str) -> Table:
     first, *others = columns
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first, overflow="fold")
     for column in others:
         table.add_column(column, justify="right", overflow="fold")
@@ -181,23 +195,24 @@ def _category_table(comparison: Comparison) -> Table:
     return table
 
 
-def _notes(comparison: Comparison) -> list[str]:
-    plain, bound = comparison.plain.overall, comparison.bound_tokens_per_second
+def _detail_notes(comparison: Comparison) -> list[str]:
     low = comparison.plain.low_repetition
-    lines = [
-        "tau: tokens per target pass, bonus token INCLUDED.",
-        "accepted: draft tokens accepted per target pass, bonus token EXCLUDED.",
-        "rate: accepted / drafted, along the path.",
-        "speed-up: plain decoding's time per token over the method's, over the same prompts "
-        "[95 % bootstrap interval over prompts]. Prefill counts, compiling does not.",
+    return [
         "repeated: share of 4-grams that the output already held. Low repetition: the "
-        f"{low.num_prompts if low else 0} of {plain.num_prompts} prompts whose plain output "
-        f"repeats less than {LOW_REPETITION:.0%}.",
+        f"{low.num_prompts if low else 0} of {comparison.plain.overall.num_prompts} prompts whose "
+        f"plain output repeats less than {LOW_REPETITION:.0%}.",
         "log-prob: the target's mean for an output token. peak: XLA's memory analysis of the "
         "program for the longest prompt, weights included.",
+    ]
+
+
+def _findings(comparison: Comparison) -> list[str]:
+    """What this measurement says of its own worth, and everything that went wrong in it."""
+    plain, bound = comparison.plain.overall, comparison.bound_tokens_per_second
+    lines = [
         f"Plain decoding reaches {plain.tokens_per_second / bound:.0%} of its memory bound of "
         f"{bound:.0f} tokens/s: {comparison.weight_bytes / 1e6:.1f} MB of weights read at "
-        f"{comparison.read_bandwidth / 1e9:.1f} GB/s, as measured here.",
+        f"{comparison.read_bandwidth / 1e9:.1f} GB/s, as measured here."
     ]
     if comparison.machine.busy:
         lines.append(

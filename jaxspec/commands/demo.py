@@ -13,6 +13,7 @@ from rich.text import Text
 
 from jaxspec.bench.compare import PLAIN, compare
 from jaxspec.bench.comparison import Comparison
+from jaxspec.bench.table import as_summary
 from jaxspec.checkpoint import Model, load
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.live import DRAFTED_STYLE, LiveText, Pace, Sources
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(model, outputs, comparison)))
     else:
-        console.print(comparison)
+        console.print(as_summary(comparison))
     _say_whether_identical(console, comparison)
     return 0 if comparison.outputs_agree else EXIT_DIFFERENT
 

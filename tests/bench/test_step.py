@@ -1,0 +1,70 @@
+"""The step's bench: what it leaves out, and that it repeats what it says it times."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import NoDraft, PromptLookup
+from jaxspec.bench.batch import measure_batch
+from jaxspec.bench.step import (
+    begin_and_propose,
+    measure_step,
+    repetitive_prompt,
+    step_loop,
+    target_loop,
+    widths_used,
+)
+from jaxspec.core.types import Params, Stop
+
+NUM_STEPS = 3
+
+
+def test_widths_are_those_that_the_drafts_needed():
+    drafter = PromptLookup(4)
+    assert drafter.widths == (1, 2, 5)
+    drafted = np.asarray([6, 1, 0, 2, 1])  # steps by depth
+    assert widths_used(drafted, drafter) == {1: 0.6, 2: 0.1, 5: 0.3}
+    assert widths_used(np.asarray([10]), NoDraft()) == {1: 1.0}
+
+
+@pytest.fixture(scope="module")
+def begun(model):
+    params = Params(model.network, ())
+    prompts = repetitive_prompt(model.vocab_size)
+    return params, *begin_and_propose(params, prompts, drafter=PromptLookup())
+
+
+def test_every_step_of_a_loop_counts_and_none_stops(begun):
+    params, states, _ = begun
+    last = step_loop(params, states, drafter=PromptLookup(), num_steps=NUM_STEPS)
+    assert last.stats.num_steps.tolist() == [NUM_STEPS]
+    assert last.stop.tolist() == [Stop.RUNNING]
+
+
+def test_a_target_pass_alone_is_the_pass_of_the_first_step(begun):
+    params, states, proposals = begun
+    logits, _ = target_loop(
+        params,
+        states.context.cache,
+        proposals,
+        drafter=PromptLookup(),
+        width=1,
+        num_steps=NUM_STEPS,
+    )
+    last = step_loop(params, states, drafter=PromptLookup(), num_steps=NUM_STEPS)
+    assert last.context.tokens[0, states.context.length[0]] == jnp.argmax(logits[0, 0])
+
+
+def test_all_parts_take_time(begun):
+    params, states, proposals = begun
+    times = measure_step(params, states, proposals, PromptLookup(), NUM_STEPS, repeats=1)
+    assert min(times.step, times.draft, times.target) > 0
+    assert 1 <= times.width <= 5
+
+
+def test_a_batch_is_set_beside_one_row(model):
+    found = measure_batch(model, num_rows=2, repeats=1)
+    assert found["ratio"] == pytest.approx(
+        found["tokens_per_second_of_batch"] / found["tokens_per_second_of_one"]
+    )
+    assert found["num_rows"] == 2
