@@ -1,7 +1,7 @@
 """Models from and to files: Hugging Face and Orbax folders, tokenizers, the Hub."""
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json
-from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.checkpoint.files import CheckpointError, recover_files
 from jaxspec.checkpoint.hub import Model, load, save, save_orbax, shipped_models
 from jaxspec.checkpoint.memory import (
     MemoryEstimate,
@@ -24,6 +24,7 @@ __all__ = [
     "estimate_memory",
     "load",
     "load_tokenizer",
+    "recover_files",
     "save",
     "save_orbax",
     "shipped_models",

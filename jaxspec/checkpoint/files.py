@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+_STAGING = ".saving-"
+_ORIGINALS = ".originals"
+_JOURNAL = ".journal.json"
+
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or written, as asked."""
@@ -44,36 +48,100 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 def replacing_files(folder: Path, obsolete: Sequence[str] = ()) -> Iterator[Path]:
     """Collects files in a temporary place, then moves them into `folder` when the block succeeds.
 
-    If the block raises, or the process dies in it, `folder` is left as it was. Files of `folder`
-    that are not replaced stay, except those that match a pattern of `obsolete`.
+    Files of `folder` that are not replaced stay, except those that match a pattern of `obsolete`.
+
+    Guaranteed: if the block or the moving raises, whatever it is, `folder` is left as it was. If
+    the process is killed, or undoing the moves fails as well, the old files are still there, if
+    need be in the temporary folder: the next `replacing_files` or `recover_files` puts them back,
+    and until then `check_whole` raises. One process at a time may write into a folder.
 
     Yields:
         The temporary folder to write into. Whole sub-folders may be written as well.
+
+    Raises:
+        CheckpointError: `folder` is a file.
     """
     existed = folder.is_dir()
     if folder.exists() and not existed:
         raise CheckpointError(f"{folder} must be a folder to save into, but it is a file.")
     folder.mkdir(parents=True, exist_ok=True)
-    for left_by_killed_process in folder.glob(".saving-*"):
-        shutil.rmtree(left_by_killed_process, ignore_errors=True)
+    recover_files(folder)
     # Inside the folder: renames are only atomic within one file system.
-    staging = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder))
+    staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
     try:
         yield staging
-        fresh = sorted(staging.iterdir())
-        for path in fresh:
-            _flush(path)
-        stale = {path for pattern in obsolete for path in folder.glob(pattern)}
-        for path in fresh:
-            _replace(path, folder / path.name, staging)
-        for path in stale - {folder / path.name for path in fresh}:
-            path.rename(staging / f".replaced-{path.name}")
+        _swap(staging, obsolete)
     except BaseException:
+        # If this raises too, the originals in the temporary folder stay for `recover_files`.
+        _undo(staging)
         shutil.rmtree(staging, ignore_errors=True)
         if not existed:
             shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(staging, ignore_errors=True)
+
+
+def recover_files(folder: str | Path) -> None:
+    """Puts back what a killed `replacing_files` had moved away, and clears what it left."""
+    for staging in Path(folder).glob(f"{_STAGING}*"):
+        _undo(staging)
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_whole(folder: Path) -> None:
+    """Refuses a folder in which files are being replaced, or were when the process was killed.
+
+    Raises:
+        CheckpointError: it may hold new files beside old ones.
+    """
+    if any(folder.glob(f"{_STAGING}*/{_JOURNAL}")):
+        raise CheckpointError(
+            f"{folder} holds a save that is not complete. If no process is saving there, it was "
+            "killed: save into the folder again, or get back what it held before with "
+            f"jaxspec.checkpoint.recover_files({str(folder)!r})."
+        )
+
+
+def _swap(staging: Path, obsolete: Sequence[str]) -> None:
+    folder, originals, journal = staging.parent, staging / _ORIGINALS, staging / _JOURNAL
+    fresh = sorted(staging.iterdir())
+    for path in fresh:
+        _flush(path)
+    stale = {path.name for pattern in obsolete for path in folder.glob(pattern)}
+    names = {path.name for path in fresh}
+    old = sorted(name for name in names | stale if os.path.lexists(folder / name))
+    originals.mkdir()
+    # The journal lasts from before the first move to after the last: while it is there, the
+    # originals count; when it is gone, the new files do.
+    draft = journal.with_suffix(".draft")
+    write_json(draft, {"added": sorted(names - set(old))})
+    _flush(draft)
+    os.replace(draft, journal)
+    for name in old:
+        os.replace(folder / name, originals / name)
+    for path in fresh:
+        os.replace(path, folder / path.name)
+    journal.unlink()
+
+
+def _undo(staging: Path) -> None:
+    """Does nothing unless a swap began and did not end. May itself be interrupted and repeated."""
+    folder, journal = staging.parent, staging / _JOURNAL
+    if not journal.exists():
+        return
+    for name in read_json(journal)["added"]:
+        _remove(folder / name)
+    for original in sorted((staging / _ORIGINALS).iterdir()):
+        _remove(folder / original.name)
+        os.replace(original, folder / original.name)
+    journal.unlink()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _flush(path: Path) -> None:
@@ -82,9 +150,3 @@ def _flush(path: Path) -> None:
         if file.is_file():
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
-
-
-def _replace(source: Path, target: Path, staging: Path) -> None:
-    if target.is_dir():
-        target.rename(staging / f".replaced-{target.name}")
-    os.replace(source, target)

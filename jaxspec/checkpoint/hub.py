@@ -9,7 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.files import CheckpointError, read_json, replacing_files, write_json
+from jaxspec.checkpoint.files import (
+    CheckpointError,
+    check_whole,
+    read_json,
+    replacing_files,
+    write_json,
+)
 from jaxspec.checkpoint.huggingface import DTYPES, as_dtype, load_network, write_network
 from jaxspec.checkpoint.orbax import CONFIG, PARAMS, holds_orbax, load_orbax, write_orbax
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
@@ -97,6 +103,8 @@ def load(path_or_hub_id: str | Path, dtype: Any = None, max_positions: int | Non
         >>> model.tokenizer.decode(model.tokenizer.encode("Two and two"))
         'Two and two'
     """
+    if max_positions is not None and max_positions < 1:
+        raise CheckpointError(f"max_positions must be at least 1, got {max_positions}.")
     folder = _find(path_or_hub_id)
     if holds_orbax(folder):
         network = load_orbax(folder, _orbax_dtype(dtype), max_positions)
@@ -116,8 +124,9 @@ def load(path_or_hub_id: str | Path, dtype: Any = None, max_positions: int | Non
 def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
     """Writes a model in the Hugging Face layout, for this and other libraries to load.
 
-    Everything is written under a temporary name first: if it is interrupted, what the folder held
-    before is still there. Files of the folder that belong to no model stay.
+    If it fails or is interrupted, the folder is left as it was. If the process is killed, what the
+    folder held is still there: where files had been moved already, `load` says so, and the next
+    save or `recover_files` puts them back. Files of the folder that belong to no model stay.
 
     Args:
         model: what to write.
@@ -155,6 +164,7 @@ def _holds_model(folder: Path) -> bool:
 
 def _find(source: str | Path) -> Path:
     folder, name = Path(source).expanduser(), str(source)
+    check_whole(folder)
     if _holds_model(folder):
         return folder
     shipped = shipped_models()

@@ -1,5 +1,6 @@
 """The one training loop: any objective, any state, batches by step number."""
 
+import contextlib
 import json
 import math
 import time
@@ -47,11 +48,11 @@ class History:
 
     def __init__(self, path: Path):
         self.path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        # A killed run may leave half a line at the end.
-        self.records: list[dict[str, Any]] = [
-            json.loads(line) for line in lines if line.endswith("}")
-        ]
+        *lines, last = path.read_text().split("\n") if path.exists() else [""]
+        self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        # A killed run may leave half a line at the end; no half of an object is valid JSON.
+        with contextlib.suppress(json.JSONDecodeError):
+            self.records.append(json.loads(last))
 
     @property
     def seconds(self) -> float:
@@ -66,7 +67,10 @@ class History:
     def rewind(self, step: int) -> None:
         """Forgets the steps past `step`, which a resumed run does again."""
         self.records = [record for record in self.records if record["step"] <= step]
-        self.path.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        # Under another name first: the figures outlive a run that is killed here.
+        draft = self.path.with_name(self.path.name + ".draft")
+        draft.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+        draft.replace(self.path)
 
 
 def make_train_step(

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from jaxspec.checkpoint.files import read_json, replacing_files, write_json
+from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
 from jaxspec.checkpoint.huggingface import load_network, write_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.types import PyTree
@@ -158,6 +158,7 @@ def train_lm(
 
 def _claim(state_folder: Path, settings: LMTrainingSettings, fingerprints: dict[str, str]) -> None:
     """Writes down whose folder this is, or checks that it is this run's."""
+    recover_files(state_folder)
     path = state_folder / "run.json"
     run = {"settings": settings_to_json(settings), "sha256": fingerprints}
     before = read_json(path) if path.exists() else run

@@ -82,6 +82,27 @@ def test_the_loss_falls(name, tmp_path):
     assert losses[-1] < 0.5
 
 
+@pytest.mark.parametrize("kept", ["", "{", '{"step": 3, "validation": {"web": {"loss": 1.0}'])
+def test_a_history_survives_being_killed_while_it_is_written(kept, tmp_path, monkeypatch):
+    path = tmp_path / "history.jsonl"
+    whole = [{"step": step, "seconds": 0.5 * step} for step in (1, 2)]
+    text = "".join(json.dumps(record) + "\n" for record in whole) + kept
+    path.write_text(text)
+    history = History(path)
+    assert history.records == whole
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            history.rewind(1)
+    assert path.read_text() == text
+    History(path).rewind(1)
+    assert History(path).records == whole[:1]
+
+
 def test_learning_rate_rises_then_falls():
     settings = OptimizerSettings(warmup_steps=4, final_fraction=0.1)
     rates = np.array([cosine(1.0, settings, 20)(step) for step in range(21)])
