@@ -6,6 +6,7 @@ place. It is decoded once per drafter, greedily and sampling.
 """
 
 import dataclasses
+import itertools
 import logging
 from functools import lru_cache, partial
 from operator import itemgetter
@@ -20,6 +21,7 @@ from scipy.stats import chi2
 from jaxspec.core.decode import Prompt, prefill
 from jaxspec.core.loop import DecodePlan, decode, decode_stream
 from jaxspec.core.masks import causal
+from jaxspec.core.sampling import warp_logits
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
 from jaxspec.core.types import DecodeState, Drafter, Params, Stop, Warp
 from jaxspec.drafters import NoDraft
@@ -304,6 +306,49 @@ def test_the_host_loop_decodes_as_the_device_loop_does(name, mode):
     final = jax.device_get(states._replace(key=()))
     assert texts(final) == seen
     assert_same_rows(final, decoded(name, mode))
+
+
+@pytest.mark.parametrize("name", ["draft model, chain", "draft model, tree"])
+def test_a_draft_model_states_the_laws_it_has(name):
+    """Cache, scratch and tree masks aside: one pass over the text and a path gives the same law."""
+    drafter, asked = DRAFTERS[name].make(), request("sampled")
+    draft = draft_params(name)
+    params = Params(target(), draft)
+    stream = decode_stream(
+        params, asked.prompts, asked.automaton, drafter=drafter, plan=growing_plan(drafter)
+    )
+    states, _ = next(stream)
+    for _ in range(3):  # deep enough for caches to have been written to
+        before = texts(jax.device_get(states._replace(key=())))
+        states, info = next(stream)
+    proposal = jax.device_get(info.proposal)
+    tree = drafter.tree
+    expanded = np.unique(tree.parents[1:])
+    running = [row for row in range(len(LENGTHS)) if ROOMS[row] > 3]
+    sequences, rows, ends = [], [], []
+    for row, node in itertools.product(running, expanded):
+        path = tree.paths[node, 1 : tree.depths[node] + 1]
+        sequence = [*before[row], *proposal.tokens[row, path].tolist()]
+        sequences.append(sequence + [0] * (BUCKET + BUDGET - len(sequence)))
+        rows.append(row)
+        ends.append(len(sequence) - 1)
+    warps = jax.tree.map(itemgetter(np.array(rows)), asked.prompts.warp)
+    expected = laws_after(draft, jnp.array(sequences), jnp.array(ends), warps)
+    stated = proposal.draft_logprobs[running].reshape(-1, VOCAB)
+    np.testing.assert_allclose(np.exp(stated), expected, atol=1e-5)
+
+
+@jax.jit
+def laws_after(network, sequences, ends, warps):
+    """Each sequence's warped law of the token after position `ends`."""
+
+    def one(tokens, end, warp):
+        count = tokens.shape[0]
+        hidden = network.forward(tokens, jnp.arange(count), causal(count), None)
+        logits = network.unembed(hidden.features[end][None])
+        return jax.nn.softmax(warp_logits(logits, warp)[0])
+
+    return jax.vmap(one)(sequences, ends, warps)
 
 
 @every_drafter
