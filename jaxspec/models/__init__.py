@@ -10,9 +10,11 @@ from jaxspec.models.config import (
     Rope,
     YarnScaling,
 )
+from jaxspec.models.linear import NARROW
 from jaxspec.models.transformer import Network, Skips, init_params, lookup_rows, param_shapes
 
 __all__ = [
+    "NARROW",
     "DynamicScaling",
     "Experts",
     "LinearScaling",

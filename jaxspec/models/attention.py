@@ -1,8 +1,8 @@
 """Attention of a few new tokens over segments of keys: prefix, scratch, the tokens themselves.
 
-The segments' SCORES are laid side by side and share one softmax; keys and values are never
-concatenated, so no cache is copied. Heads lead throughout and the query heads that share a key
-head lie along the query axis: plain batched products, no repeat of keys, no rank above 4.
+The segments share one softmax but are never concatenated, neither keys nor scores: no cache is
+copied. Heads lead throughout and the query heads that share a key head lie along the query axis:
+plain batched products, no repeat of keys, no rank above 4.
 """
 
 from collections.abc import Sequence
@@ -57,23 +57,19 @@ def attend(
         columns = columns.reshape(kv_heads, group, nodes, -1)
         return jnp.where(segment.mask[None, None], columns, jnp.finfo(wide).min)
 
-    columns = jnp.concatenate([scores(segment) for segment in segments], axis=-1)
-    weights = jnp.exp(columns - jnp.max(columns, axis=-1, keepdims=True))
-    # Dividing after the value product touches head_dim numbers a query instead of one per slot.
-    totals = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights.astype(queries.dtype).reshape(kv_heads, group * nodes, -1)
-
-    products, start = [], 0
-    for segment in segments:
-        slots = segment.mask.shape[-1]
-        products.append(
-            jnp.einsum(
-                "kqs,ksd->kqd",
-                weights[:, :, start : start + slots],
-                segment.kv.values,
-                preferred_element_type=wide,
-            )
+    columns = [scores(segment) for segment in segments]
+    highest = reduce(jnp.maximum, [jnp.max(part, axis=-1, keepdims=True) for part in columns])
+    weights = [jnp.exp(part - highest) for part in columns]
+    products = [
+        jnp.einsum(
+            "kqs,ksd->kqd",
+            part.astype(queries.dtype).reshape(kv_heads, group * nodes, -1),
+            segment.kv.values,
+            preferred_element_type=wide,
         )
-        start += slots
+        for part, segment in zip(weights, segments, strict=True)
+    ]
+    # Dividing after the value product touches head_dim numbers a query instead of one per slot.
+    totals = reduce(jnp.add, [jnp.sum(part, axis=-1, keepdims=True) for part in weights])
     attended = reduce(jnp.add, products).reshape(queries.shape) / totals
     return attended.astype(queries.dtype)

@@ -20,6 +20,7 @@ from jaxspec.core.cache import empty_layer, num_slots
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.attention import Segment, at_least_float32, attend
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.linear import multiply
 from jaxspec.models.rope import rotate, rotations
 
 
@@ -89,7 +90,7 @@ class Linear(nn.Module):
     def __call__(self, inputs: Float[Array, "nodes *ins"]) -> Float[Array, "nodes *outs"]:
         width = math.prod(self.in_shape)
         kernel = self.param("kernel", _scaled_normal(width), (*self.in_shape, *self.out_shape))
-        outputs = inputs.reshape(-1, width) @ kernel.reshape(width, -1)
+        outputs = multiply(inputs.reshape(-1, width), kernel.reshape(width, -1))
         outputs = outputs.reshape(-1, *self.out_shape)
         if self.bias:
             outputs = outputs + self.param("bias", nn.initializers.zeros, self.out_shape)[None]

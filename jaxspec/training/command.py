@@ -28,6 +28,7 @@ _TOP = {
     "sequence_length": "sequence_length",
     "rows": "rows_per_batch",
     "layer_drop": "layer_drop",
+    "early_exit": "early_exit",
     "dtype": "dtype",
     "seed": "seed",
     "tokenizer": "tokenizer",
@@ -92,8 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--minutes", type=float, help="of updates, timed at the beginning")
     length.add_argument("--steps", type=int, help="updates")
     run.add_argument("--seed", type=int)
-    run.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the pass")
-    run.add_argument("--layer-drop", type=float)
+    run.add_argument("--dtype", choices=("float32", "bfloat16"), help="of products")
+    run.add_argument("--layer-drop", type=float, help="chance to leave out the last sub-layers")
+    run.add_argument("--early-exit", type=float, help="share of sequences that exit early")
     run.add_argument("--start-from", help="folder with weights to begin with")
     run.add_argument("--teacher", help="folder with the network to learn from")
     run.add_argument("--soft-share", type=float, help="weight of the teacher's distributions")

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gzip
 import hashlib
+import importlib.metadata
 import json
 import re
 import string
@@ -23,6 +24,8 @@ from jaxspec.training.tokenizer import BOS, EOS, RESERVED, without_reserved
 
 STANDARD_LIBRARY = "stdlib"
 """As a source's path: the standard library of the running interpreter."""
+PACKAGES = "packages:"
+"""How the path of a source begins that reads installed packages: `packages:rich,click`."""
 
 _RESERVED_TOKEN = re.compile("(" + "|".join(re.escape(token) for token in RESERVED) + ")")
 
@@ -150,7 +153,8 @@ class Source:
     """Where text comes from, how much of it is used, and what is held out.
 
     name: how reports call it.
-    path: a `.jsonl`, `.txt` (both also `.gz`) or `.py` file, a folder of `.py` files, or `stdlib`.
+    path: a `.jsonl`, `.txt` (both also `.gz`) or `.py` file, a folder of `.py` files, `stdlib`, or
+        `packages:` and the names of installed packages with commas between them.
     template: the text made from one row of a `.jsonl` file, in `str.format` style. A list in a
         field is written one entry a line. Reserved tokens in the template become their ids;
         in the fields they stay ordinary characters.
@@ -207,6 +211,13 @@ PYTHON = Source(
     origin="the standard library of the Python interpreter that ran the training",
     licence="PSF-2.0",
 )
+LIBRARIES = Source(
+    name="libraries",
+    path=PACKAGES + "beartype,click,flax,fsspec,httpcore2,httpx2,jinja2,jsonschema,networkx,optax,"
+    "prompt_toolkit,pytest,rich,tornado,traitlets",
+    exclude=("test", "tests", "testing", "_vendor", "__pycache__"),
+    licence="MIT, BSD-3-Clause or Apache-2.0",
+)
 # The same rows as turns of a conversation, so that `--chat` has been seen in training.
 GSM8K_CHAT = dataclasses.replace(
     GSM8K,
@@ -222,7 +233,8 @@ MBPP_CHAT = dataclasses.replace(
 )
 
 KNOWN_SOURCES = {
-    source.name: source for source in (GSM8K, GSM8K_CHAT, MBPP, MBPP_CHAT, PYTHON, SHAKESPEARE)
+    source.name: source
+    for source in (GSM8K, GSM8K_CHAT, MBPP, MBPP_CHAT, PYTHON, LIBRARIES, SHAKESPEARE)
 }
 
 
@@ -255,10 +267,12 @@ def source_files(source: Source) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise DataError(f"Source {source.name!r}: {source.path} is not there.")
+    if source.path.startswith(PACKAGES):
+        found = (path for package in _packages(source) for path in _python_files(package))
+    else:
+        found = root.rglob("*.py")
     files = [
-        path
-        for path in root.rglob("*.py")
-        if not set(source.exclude) & set(path.relative_to(root).parts[:-1])
+        path for path in found if not set(source.exclude) & set(path.relative_to(root).parts[:-1])
     ]
     if not files:
         raise DataError(f"Source {source.name!r}: no .py files in {source.path}.")
@@ -456,10 +470,37 @@ def _epoch_order(
     return np.random.default_rng((seed, 0, epoch)).permutation(together)
 
 
+def described(source: Source) -> Source:
+    """The source with its origin filled in where that is a matter of what is installed."""
+    if source.origin or not source.path.startswith(PACKAGES):
+        return source
+    releases = [f"{package.name} {package.version}" for package in _packages(source)]
+    return dataclasses.replace(source, origin="installed packages: " + ", ".join(releases))
+
+
 def _source_root(source: Source) -> Path:
     if source.path == STANDARD_LIBRARY:
         return Path(sysconfig.get_paths()["stdlib"])
+    if source.path.startswith(PACKAGES):
+        return Path(sysconfig.get_paths()["purelib"])
     return Path(source.path)
+
+
+def _packages(source: Source) -> list[importlib.metadata.Distribution]:
+    names = source.path.removeprefix(PACKAGES).split(",")
+    found = {package.name.lower(): package for package in importlib.metadata.distributions()}
+    missing = [name for name in names if name.lower() not in found]
+    if missing:
+        raise DataError(
+            f"Source {source.name!r}: these packages are not installed: {', '.join(missing)}."
+        )
+    return [found[name.lower()] for name in names]
+
+
+def _python_files(package: importlib.metadata.Distribution) -> list[Path]:
+    root = Path(sysconfig.get_paths()["purelib"])
+    paths = [Path(str(package.locate_file(file))) for file in package.files or ()]
+    return [path for path in paths if path.suffix == ".py" and root in path.parents]
 
 
 def _read_file(path: Path, source: Source) -> list[Document]:

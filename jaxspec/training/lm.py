@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.masks import causal, same_document
 from jaxspec.core.types import PyTree
-from jaxspec.models import ModelConfig, Network, Skips
+from jaxspec.models import NARROW, ModelConfig, Network, Skips
 from jaxspec.training.data import Sequences
 from jaxspec.training.loop import Metrics, Objective
 
@@ -28,24 +29,45 @@ class NextToken:
 
     config: of the network being trained.
     layer_drop: chance of leaving out a sub-layer of the last layer, per sequence; it rises from 0
-        at the first layer in a straight line.
-    dtype: of weights and activations in the pass; softmax and loss stay float32.
+        at the first layer in a straight line (stochastic depth, Huang et al. 2016).
+    early_exit: share of the sequences that leave out all layers from a drawn one on, at the
+        earliest after a quarter of them: the head learns to read them (LayerSkip, Elhoushi et
+        al. 2024, section 3, without its rising weights).
+    dtype: of the operands of products; "bfloat16" still sums in float32. Weights, activations,
+        softmax and loss stay float32.
     """
 
     config: ModelConfig
     layer_drop: float = 0.0
+    early_exit: float = 0.0
     dtype: str = "float32"
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
-        logits = _logits(self.network(params), batch, key, self.layer_drop)
-        metrics = _metrics(logits, batch)
+        metrics = _metrics(self.logits(params, batch, key), batch)
         return metrics["nats"], metrics
 
-    def network(self, params: PyTree) -> Network:
-        """The network that computes in `dtype`."""
-        return Network(jax.tree.map(lambda leaf: leaf.astype(self.dtype), params), self.config)
+    def logits(
+        self, params: PyTree, batch: Sequences, key: PRNGKeyArray
+    ) -> Float[Array, "rows length-1 vocab"]:
+        """What the network says of each next token, with layers left out as in training."""
+        draw = partial(
+            _draw_skips,
+            num_layers=self.config.num_layers,
+            layer_drop=self.layer_drop,
+            early_exit=self.early_exit,
+        )
+        skips = jax.vmap(draw)(jax.random.split(key, len(batch.tokens)))
+        precision = NARROW if self.dtype == "bfloat16" else "highest"
+        with jax.default_matmul_precision(precision):
+            whole = not (self.layer_drop or self.early_exit)
+            return _logits(Network(params, self.config), batch, None if whole else skips)
+
+    @property
+    def whole(self) -> "NextToken":
+        """The same with no layer left out: what is measured."""
+        return dataclasses.replace(self, layer_drop=0.0, early_exit=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +88,9 @@ class SoftLabels:
     def __call__(
         self, params: PyTree, batch: Taught, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
-        student, sequences = self.student, batch.sequences
-        logits = _logits(student.network(params), sequences, key, student.layer_drop)
-        expert = jax.lax.stop_gradient(_logits(batch.teacher, sequences, key, 0.0))
+        sequences = batch.sequences
+        logits = self.student.logits(params, sequences, key)
+        expert = jax.lax.stop_gradient(_logits(batch.teacher, sequences))
         _, learned = _targets(sequences)
         expected = jnp.sum(jax.nn.softmax(expert) * logits, axis=-1)
         soft = jax.nn.logsumexp(logits, axis=-1) - expected
@@ -100,23 +122,28 @@ def make_evaluation(objective: Objective) -> Evaluation:
 
 
 def _logits(
-    network: Network, batch: Sequences, key: PRNGKeyArray, layer_drop: float
+    network: Network, batch: Sequences, skips: Skips | None = None
 ) -> Float[Array, "rows length-1 vocab"]:
-    def row_logits(tokens, segments, positions, key) -> Float[Array, "length-1 vocab"]:
+    def row_logits(tokens, segments, positions, skip) -> Float[Array, "length-1 vocab"]:
         mask = causal(len(tokens)) & same_document(segments)
-        skip = _draw_skips(key, network.num_layers, layer_drop) if layer_drop else None
         hidden = network.forward(tokens, positions, mask, None, skip=skip)
         return network.unembed(hidden.features[:-1])
 
-    keys = jax.random.split(key, len(batch.tokens))
     arrays = (jnp.asarray(batch.tokens), jnp.asarray(batch.segments), jnp.asarray(batch.positions))
-    return jax.vmap(row_logits)(*arrays, keys)
+    return jax.vmap(row_logits)(*arrays, skips)
 
 
-def _draw_skips(key: PRNGKeyArray, num_layers: int, layer_drop: float) -> Skips:
-    chances = layer_drop * jnp.arange(num_layers) / max(num_layers - 1, 1)
-    drawn = jax.random.bernoulli(key, chances[None], (2, num_layers)).astype(jnp.float32)
-    return Skips(*drawn)
+def _draw_skips(
+    key: PRNGKeyArray, *, num_layers: int, layer_drop: float, early_exit: float
+) -> Skips:
+    drop_key, share_key, depth_key = jax.random.split(key, 3)
+    layers = jnp.arange(num_layers)
+    chances = layer_drop * layers / max(num_layers - 1, 1)
+    dropped = jax.random.bernoulli(drop_key, chances[None], (2, num_layers))
+    exits = jax.random.bernoulli(share_key, early_exit)
+    depth = jax.random.randint(depth_key, (), max(num_layers // 4, 1), max(num_layers, 2))
+    left_out = dropped | (exits & (layers >= depth))[None]
+    return Skips(*left_out.astype(jnp.float32))
 
 
 def _targets(

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxspec.training.data import described
 from jaxspec.training.settings import LMTrainingSettings
 
 
@@ -33,7 +34,7 @@ def write_recipe(
         f"| {source.weight:g} | {metrics['tokens_of_one_pass'][source.name]:,} "
         f"| `{_in_table(json.dumps(source.template)[1:-1])}` | {source.split} "
         f"| `{fingerprints[source.name]}` |"
-        for source in settings.sources
+        for source in map(described, settings.sources)
     ]
     names = sorted({name for figures in metrics["validation"].values() for name in figures})
     figures = [

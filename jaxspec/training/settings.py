@@ -91,8 +91,7 @@ class LMTrainingSettings:
     num_steps: updates; None: as many as fit into `minutes`, timed once at the beginning.
     minutes: of updates; compiling, saving and validation come on top.
     sequence_length, rows_per_batch: tokens of a sequence, sequences of an update.
-    layer_drop: see `NextToken`.
-    dtype: see `NextToken`. Weights and optimizer stay float32.
+    layer_drop, early_exit, dtype: see `NextToken`.
     validation_rows: sequences per source for validation during the run; the end takes all.
     tokenizer: folder with a tokenizer of an earlier run; None: the teacher's, or a new one.
     start_from: folder with weights to begin with; None: random ones.
@@ -108,6 +107,7 @@ class LMTrainingSettings:
     rows_per_batch: int = 6
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
     layer_drop: float = 0.0
+    early_exit: float = 0.0
     dtype: str = "float32"
     seed: int = 0
     validation_rows: int = 24
@@ -138,8 +138,9 @@ class LMTrainingSettings:
                 f"sequence_length must be at most max_positions ({self.model.max_positions}), "
                 f"got {self.sequence_length}."
             )
-        if not 0 <= self.layer_drop < 1:
-            raise ValueError(f"layer_drop must be in [0, 1), got {self.layer_drop}.")
+        for name in ("layer_drop", "early_exit"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}.")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}.")
 

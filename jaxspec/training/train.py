@@ -1,6 +1,5 @@
 """Training a language model, or a draft model after it: files in, a checkpoint folder out."""
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable
@@ -219,17 +218,16 @@ def _objective(
     settings: LMTrainingSettings, config: ModelConfig, teacher: Network | None
 ) -> tuple[NextToken | SoftLabels, Evaluation]:
     """What is trained for, and what is measured: the same without layers left out."""
-    student = NextToken(config, settings.layer_drop, settings.dtype)
-    whole = dataclasses.replace(student, layer_drop=0.0)
+    student = NextToken(config, settings.layer_drop, settings.early_exit, settings.dtype)
     if teacher is None:
-        return student, make_evaluation(whole)
+        return student, make_evaluation(student.whole)
     if teacher.vocab_size != config.vocab_size:
         raise ValueError(
             f"The teacher in {settings.teacher} has a vocabulary of {teacher.vocab_size}, the "
             f"tokenizer one of {config.vocab_size}: they must be the same."
         )
     share = settings.soft_share
-    return SoftLabels(student, share), make_evaluation(SoftLabels(whole, share))
+    return SoftLabels(student, share), make_evaluation(SoftLabels(student.whole, share))
 
 
 def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> PyTree:

@@ -183,6 +183,18 @@ def test_layer_drop_leaves_out_later_layers_only():
     assert len(losses({**params, "layer_1": silent})) == 1
 
 
+def test_an_early_exit_leaves_out_all_layers_from_one_on():
+    objective = jax.jit(NextToken(CONFIG, early_exit=0.5))
+    params = init_params(CONFIG, jax.random.key(0))
+
+    def losses(params):
+        return {float(objective(params, batches(0), jax.random.key(i))[0]) for i in range(4)}
+
+    # Both layers are there or the second one is missing; the first is never left out.
+    assert len(losses(params)) > 1
+    assert len(losses({**params, "layer_1": jax.tree.map(jnp.zeros_like, params["layer_1"])})) == 1
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_state(tmp_path, adamw_step):
     def poisoned(state, batch):
         if int(state.step) == 12:

@@ -210,6 +210,7 @@ def test_settings_survive_json(tiny_settings):
         ({"num_steps": 0}, "num_steps must be above 0"),
         ({"sequence_length": 65}, "at most max_positions"),
         ({"layer_drop": 1.0}, r"layer_drop must be in \[0, 1\)"),
+        ({"early_exit": -0.1}, r"early_exit must be in \[0, 1\)"),
         ({"dtype": "float8"}, "dtype must be"),
     ],
 )

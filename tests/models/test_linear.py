@@ -1,0 +1,73 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.models import NARROW
+from jaxspec.models.linear import multiply
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+@pytest.mark.parametrize("width", [7, 96, 256])
+def test_it_is_the_product_for_any_number_of_rows(num_rows, width):
+    rows, kernel = draw(num_rows, width), draw(width, 5, seed=1)
+    exact = np.asarray(rows, np.float64) @ np.asarray(kernel, np.float64)
+    np.testing.assert_allclose(jax.jit(multiply)(rows, kernel), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (1, None), (None, 0), (0, 0)])
+def test_it_maps_over_either_side(axes):
+    rows = draw(4, 4, 128) if axes[0] is not None else draw(4, 128)
+    kernel = draw(4, 128, 6, seed=1) if axes[1] == 0 else draw(128, 6, seed=1)
+    np.testing.assert_allclose(
+        jax.vmap(multiply, axes)(rows, kernel),
+        jax.vmap(jnp.matmul, axes)(rows, kernel),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_a_mapped_row_is_one_product_with_all_rows():
+    """A product per row would read the weights once per row."""
+    text = jax.jit(jax.vmap(multiply, (0, None))).lower(draw(4, 1, 128), draw(128, 6)).as_text()
+    assert text.count("stablehlo.dot_general") == 1
+    assert "tensor<4x128xf32>, tensor<128x6xf32>" in text
+
+
+def test_the_gradients_of_a_batch_are_one_product_each():
+    mapped = jax.vmap(multiply, (0, None))
+    gradient = jax.grad(lambda rows, kernel: jnp.sum(mapped(rows, kernel) ** 2), (0, 1))
+    text = jax.jit(gradient).lower(draw(4, 3, 128), draw(128, 6)).as_text()
+    assert "tensor<12x6xf32>, tensor<128x6xf32>" in text
+    assert "tensor<12x128xf32>, tensor<12x6xf32>" in text
+
+
+@pytest.mark.parametrize("order", ["grad of vmap", "vmap of grad"])
+def test_derivatives_are_those_of_the_product(order):
+    rows, kernel = draw(3, 1, 128), draw(128, 6, seed=1)
+
+    def gradients(product):
+        if order == "grad of vmap":
+            mapped = jax.vmap(product, (0, None))
+            return jax.grad(lambda rows, kernel: jnp.sum(mapped(rows, kernel) ** 2), (0, 1))
+        single = jax.grad(lambda rows, kernel: jnp.sum(product(rows, kernel) ** 2), (0, 1))
+        return jax.vmap(single, (0, None))
+
+    for ours, plain in zip(
+        gradients(multiply)(rows, kernel), gradients(jnp.matmul)(rows, kernel), strict=True
+    ):
+        np.testing.assert_allclose(ours, plain, rtol=1e-3, atol=1e-3)
+
+
+def test_narrow_products_round_the_operands_and_sum_in_float32():
+    rows, kernel = draw(5, 512), draw(512, 6, seed=1)
+    with jax.default_matmul_precision(NARROW):
+        outputs = jax.jit(multiply)(rows, kernel)
+    rounded = [np.asarray(side.astype(jnp.bfloat16), np.float64) for side in (rows, kernel)]
+    assert outputs.dtype == jnp.float32
+    np.testing.assert_allclose(outputs, rounded[0] @ rounded[1], rtol=1e-5, atol=1e-4)
+    assert np.max(np.abs(outputs - rows @ kernel)) > 1e-3
