@@ -44,11 +44,11 @@ MODULES = sorted(
 SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py"))
 
 
-def run_python(source: str) -> str:
-    """What a fresh interpreter prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def run_python(source: str, root: Path = ROOT, folder: Path = ROOT) -> str:
+    """What a fresh interpreter prints, started in `folder`, with the package of `root`."""
+    environment = {**os.environ, "PYTHONPATH": str(root)}
     done = subprocess.run(
-        [sys.executable, "-c", source], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", source], env=environment, cwd=folder, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -215,15 +215,36 @@ def test_links_between_documents_lead_somewhere(document):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
-def test_the_wheel_carries_the_shipped_models(tmp_path):
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
     pytest.importorskip("hatchling", reason="needs hatchling: pip install '.[test]'")
     needs_shipped_models()
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_carries_the_shipped_models_and_no_more(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    for model in ("demo", "demo-draft"):
-        for file in ("config.json", "model.safetensors", "tokenizer.json"):
-            assert f"jaxspec/checkpoints/{model}/{file}" in names
+    needed = ("config.json", "generation_config.json", "model.safetensors", "recipe.md")
+    needed += ("tokenizer.json", "tokenizer_config.json")
+    models = shipped_models()
+    carried = {name for name in names if name.startswith("jaxspec/checkpoints/")}
+    assert carried == {f"jaxspec/checkpoints/{model}/{file}" for model in models for file in needed}
     assert set(SOURCES) <= names
-    assert not any(name.startswith(("tests/", "notebooks/")) for name in names)
+    facts = f"jaxspec-{jaxspec.__version__}.dist-info"
+    assert {name.partition("/")[0] for name in names} == {"jaxspec", facts}
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["repository", "wheel"])
+def test_the_demo_loads(installed, request, tmp_path):
+    needs_shipped_models()
+    root = ROOT
+    if installed:  # a wheel of Python alone is installed by unpacking it
+        root = tmp_path / "site"
+        zipfile.ZipFile(request.getfixturevalue("wheel")).extractall(root)
+    source = "import jaxspec; print(jaxspec.__file__, jaxspec.load('demo').tokenizer.bos_id)"
+    place = str(root / "jaxspec" / "__init__.py")
+    assert run_python(source, root, tmp_path).split() == [place, "0"]
