@@ -9,14 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.bench.comparison import (
-    LOW_REPETITION,
-    Comparison,
-    ComparisonRow,
-    Divergence,
-    Failure,
-)
-from jaxspec.bench.figures import Figures, Trial, figures_of
+from jaxspec.bench.comparison import Comparison, ComparisonRow, Divergence, Failure
+from jaxspec.bench.figures import Trial, figures_of_subsets, subsets_of
 from jaxspec.bench.machine import num_bytes, read_bandwidth, this_machine
 from jaxspec.checkpoint import Model
 from jaxspec.core.masks import causal
@@ -109,7 +103,7 @@ def compare(
             raise _nothing_left(prompts, failures)
         advance("scoring outputs")
         trials = {
-            name: [_trial(model, rows[index], seconds[name][index]) for index in kept]
+            name: [trial_of(model, rows[index], seconds[name][index]) for index in kept]
             for name, rows in generations.items()
         }
         first_token = {}
@@ -122,24 +116,18 @@ def compare(
 
     greedy = not np.any(config.temperature)
     plain = trials[PLAIN]
-    low = [place for place, trial in enumerate(plain) if _repetition(trial) < LOW_REPETITION]
-    groups = _groups([categories[index] for index in kept])
-
-    def figures(name: str, places: Sequence[int]) -> Figures:
-        return figures_of([trials[name][i] for i in places], [plain[i] for i in places])
+    subsets = subsets_of(plain, [categories[index] for index in kept])
 
     def row(name: str, drafter: Drafter | LoadedDrafter | None) -> ComparisonRow:
         divergences = (
-            _divergences(model, [requests[index] for index in kept], kept, plain, trials[name])
+            find_divergences(model, [requests[index] for index in kept], kept, plain, trials[name])
             if greedy
             else ()
         )
         return ComparisonRow(
             name=name,
             settings=describe(drafter),
-            overall=figures(name, range(len(kept))),
-            low_repetition=figures(name, low) if low else None,
-            by_category={category: figures(name, places) for category, places in groups.items()},
+            **figures_of_subsets(trials[name], plain, subsets)._asdict(),
             num_identical=len(kept) - len(divergences) if greedy else None,
             divergences=divergences,
             first_token_seconds=first_token[name],
@@ -257,13 +245,14 @@ def _not_finite(generations: Mapping[str, Mapping[int, Generation]]) -> list[Fai
     ]
 
 
-def _divergences(
+def find_divergences(
     model: Model,
     requests: Sequence[Request],
     indices: Sequence[int],
     plain: Sequence[Trial],
     trials: Sequence[Trial],
 ) -> tuple[Divergence, ...]:
+    """Where greedy outputs leave the plain ones of the same prompts, all in the same order."""
     found = (
         find_divergence(model, request, index, expected.generation, trial.generation)
         for request, index, expected, trial in zip(requests, indices, plain, trials, strict=True)
@@ -296,7 +285,8 @@ def find_divergence(
     return Divergence(prompt_index, position, *pair, gap)
 
 
-def _trial(model: Model, row: Generation, seconds: Sequence[float]) -> Trial:
+def trial_of(model: Model, row: Generation, seconds: Sequence[float]) -> Trial:
+    """One prompt's output, the median of its times, and what the target says of it."""
     ids = np.concatenate([row.prompt_tokens, row.tokens])
     padded = np.zeros(1 << (len(ids) - 1).bit_length(), np.int32)
     padded[: len(ids)] = ids
@@ -338,19 +328,6 @@ def _first_token_seconds(
         next(stream(model, prompt, config, drafter, seed))
         seconds.append(time.perf_counter() - start)
     return float(np.median(seconds[1:]))
-
-
-def _repetition(trial: Trial) -> float:
-    return trial.generation.metrics.repeated_ngrams
-
-
-def _groups(categories: Sequence[str | None]) -> dict[str, list[int]]:
-    """Places of each category, in order of appearance."""
-    groups = {}
-    for place, category in enumerate(categories):
-        if category is not None:
-            groups.setdefault(category, []).append(place)
-    return groups
 
 
 def describe(drafter: Drafter | LoadedDrafter | None) -> str:

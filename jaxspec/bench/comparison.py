@@ -9,7 +9,6 @@ from jaxspec.bench.machine import Machine
 from jaxspec.generation import GenerationConfig
 
 TIE_GAP = 1e-4
-LOW_REPETITION = 0.2
 
 
 class Divergence(NamedTuple):

@@ -11,6 +11,7 @@ from jaxspec.metrics import metrics_of
 from jaxspec.result import Generation
 
 NUM_RESAMPLES = 2000
+LOW_REPETITION = 0.2
 
 
 class Trial(NamedTuple):
@@ -92,6 +93,52 @@ def figures_of(trials: Sequence[Trial], plain: Sequence[Trial]) -> Figures:
         acceptance_per_position=pooled.acceptance_per_position,
         repeated_ngrams=pooled.repeated_ngrams,
         mean_logprob=sum(trial.logprob for trial in trials) / max(1, pooled.num_tokens),
+    )
+
+
+class Subsets(NamedTuple):
+    """Places in a list of prompts.
+
+    low_repetition: of the prompts whose PLAIN output repeats less than `LOW_REPETITION` of its
+        4-grams.
+    by_category: of each category's prompts, in order of appearance.
+    """
+
+    low_repetition: list[int]
+    by_category: dict[str, list[int]]
+
+
+def subsets_of(plain: Sequence[Trial], categories: Sequence[str | None]) -> Subsets:
+    """The subsets of prompts that were decoded plainly."""
+    by_category = {}
+    for place, category in enumerate(categories):
+        if category is not None:
+            by_category.setdefault(category, []).append(place)
+    repetitions = [trial.generation.metrics.repeated_ngrams for trial in plain]
+    low = [place for place, share in enumerate(repetitions) if share < LOW_REPETITION]
+    return Subsets(low, by_category)
+
+
+class SubsetFigures(NamedTuple):
+    """A method's figures over all prompts and over `Subsets`; `None` for an empty one."""
+
+    overall: Figures
+    low_repetition: Figures | None
+    by_category: dict[str, Figures]
+
+
+def figures_of_subsets(
+    trials: Sequence[Trial], baseline: Sequence[Trial], subsets: Subsets
+) -> SubsetFigures:
+    """Pools a method's trials over each subset, beside its baseline's of the same prompts."""
+
+    def figures(places: Sequence[int]) -> Figures:
+        return figures_of([trials[i] for i in places], [baseline[i] for i in places])
+
+    return SubsetFigures(
+        overall=figures(range(len(trials))),
+        low_repetition=figures(subsets.low_repetition) if subsets.low_repetition else None,
+        by_category={name: figures(places) for name, places in subsets.by_category.items()},
     )
 
 

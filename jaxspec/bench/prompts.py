@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,16 +44,7 @@ def read_prompts(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}.")
-    path = Path(path)
-    open_file = gzip.open if path.suffix == ".gz" else open
-    rows = []
-    with open_file(path, "rb") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    rows.append(_read_row(line, field, f"{path}:{number}"))
-        except EOFError as error:
-            raise ValueError(f"{path} is cut off: fetch it again.") from error
+    rows = [_as_row(entry, field, where) for where, entry in read_entries(path)]
     if not rows:
         raise ValueError(f"{path} holds no prompts.")
     if shuffle_seed is not None:
@@ -60,13 +52,36 @@ def read_prompts(
     return rows[:limit]
 
 
-def _read_row(line: bytes, field: str | None, where: str) -> PromptRow:
+def read_entries(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line of a `.jsonl` or `.jsonl.gz` file: where it is (for messages) and its object.
+
+    Raises:
+        ValueError: for a line that is not a JSON object, or a file that is cut off.
+        OSError: if the file cannot be opened.
+    """
+    path = Path(path)
+    open_file = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rb") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    where = f"{path}:{number}"
+                    yield where, _as_entry(line, where)
+        except EOFError as error:
+            raise ValueError(f"{path} is cut off: fetch it again.") from error
+
+
+def _as_entry(line: bytes, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{where}: not valid JSON ({error}).") from error
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: must be a JSON object, got {type(entry).__name__}.")
+    return entry
+
+
+def _as_row(entry: dict[str, Any], field: str | None, where: str) -> PromptRow:
     fields = FIELDS if field is None else (field,)
     found = next((name for name in fields if name in entry), None)
     if found is None:

@@ -1,6 +1,7 @@
 """A comparison as tables for people and as plain values for JSON."""
 
 import dataclasses
+from collections.abc import Sequence
 from io import StringIO
 from typing import Any
 
@@ -9,14 +10,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from jaxspec.bench.comparison import (
-    LOW_REPETITION,
-    TIE_GAP,
-    Comparison,
-    ComparisonRow,
-    Divergence,
-)
-from jaxspec.bench.figures import Figures
+from jaxspec.bench.comparison import TIE_GAP, Comparison, ComparisonRow, Divergence
+from jaxspec.bench.figures import LOW_REPETITION, Figures
 
 _SPEED_COLUMNS = ("tau", "accepted", "rate", "tokens/s", "speed-up [95 %]")
 _SPEED_NOTES = (
@@ -43,13 +38,13 @@ def as_tables(comparison: Comparison) -> Group:
     parts.append(_detail_table(comparison))
     if comparison.plain.by_category:
         parts.append(_category_table(comparison))
-    notes = (*_SPEED_NOTES, *_detail_notes(comparison), *_findings(comparison))
+    notes = (*_SPEED_NOTES, *_detail_notes(comparison), *findings(comparison))
     return Group(*parts, *map(Text, notes))
 
 
 def as_summary(comparison: Comparison) -> Group:
     """The table of speed alone, and what its figures mean."""
-    notes = (*_SPEED_NOTES, *_findings(comparison))
+    notes = (*_SPEED_NOTES, *findings(comparison))
     return Group(Text(_header(comparison)), _speed_table(comparison), *map(Text, notes))
 
 
@@ -151,7 +146,7 @@ def _speed_cells(figures: Figures) -> tuple[str, ...]:
         f"{figures.mean_accepted_tokens:.2f}",
         f"{figures.acceptance_rate:.0%}",
         f"{figures.tokens_per_second:.0f}",
-        _speedup(figures),
+        speedup_text(figures),
     )
 
 
@@ -159,7 +154,8 @@ def _text_cells(figures: Figures) -> tuple[str, ...]:
     return f"{figures.repeated_ngrams:.0%}", f"{figures.mean_logprob:.2f}"
 
 
-def _speedup(figures: Figures) -> str:
+def speedup_text(figures: Figures) -> str:
+    """A speed-up and its interval, in the width of a cell."""
     if figures.speedup_interval is None:
         return f"{figures.speedup:.2f}"
     low, high = figures.speedup_interval
@@ -169,17 +165,17 @@ def _speedup(figures: Figures) -> str:
 def _outputs(comparison: Comparison, row: ComparisonRow) -> str:
     if row.num_identical is None:
         return "sampled"
-    if row is comparison.plain:
-        return "baseline"
-    num_ties, num_differences = _counts(comparison, row)
-    parts = [f"{row.num_identical} of {len(row.trials)} same"]
+    return "baseline" if row is comparison.plain else outputs_text(row.divergences, len(row.trials))
+
+
+def outputs_text(divergences: Sequence[Divergence], num_prompts: int) -> str:
+    """How many greedy outputs are plain decoding's, in the width of a cell."""
+    num_ties = sum(divergence.is_tie for divergence in divergences)
+    num_differences = len(divergences) - num_ties
+    parts = [f"{num_prompts - len(divergences)} of {num_prompts} same"]
     parts += [f"{num_ties} tied"] if num_ties else []
     parts += [f"{num_differences} DIFFER"] if num_differences else []
     return ", ".join(parts)
-
-
-def _counts(comparison: Comparison, row: ComparisonRow) -> tuple[int, int]:
-    return len(comparison.ties[row.name]), len(comparison.differences[row.name])
 
 
 def _category_table(comparison: Comparison) -> Table:
@@ -188,7 +184,7 @@ def _category_table(comparison: Comparison) -> Table:
     for category, figures in comparison.plain.by_category.items():
         cells = [
             f"{row.by_category[category].mean_acceptance_length:.2f}, "
-            f"{_speedup(row.by_category[category])}"
+            f"{speedup_text(row.by_category[category])}"
             for row in comparison.rows[1:]
         ]
         table.add_row(category, str(figures.num_prompts), *cells)
@@ -206,7 +202,7 @@ def _detail_notes(comparison: Comparison) -> list[str]:
     ]
 
 
-def _findings(comparison: Comparison) -> list[str]:
+def findings(comparison: Comparison) -> list[str]:
     """What this measurement says of its own worth, and everything that went wrong in it."""
     plain, bound = comparison.plain.overall, comparison.bound_tokens_per_second
     lines = [
@@ -219,14 +215,18 @@ def _findings(comparison: Comparison) -> list[str]:
             f"NOTE: the load was {comparison.machine.load:.1f} on {comparison.machine.cores} "
             "cores: something else was running, so do not trust these times."
         )
-    for kind, found in (("TIE", comparison.ties), ("DIFFERENT", comparison.differences)):
-        lines.extend(
-            f"{kind}: {name}, {_divergence(divergence)}"
-            for name, divergences in found.items()
-            for divergence in divergences
-        )
+    for row in comparison.rows:
+        lines.extend(divergence_lines(row.name, row.divergences))
     lines.extend(f"FAILED: prompt {index}: {reason}" for index, reason in comparison.failures)
     return lines
+
+
+def divergence_lines(name: str, divergences: Sequence[Divergence]) -> list[str]:
+    """One line for each output of a method that left the plain one; those that matter come last."""
+    return [
+        f"{'TIE' if divergence.is_tie else 'DIFFERENT'}: {name}, {_divergence(divergence)}"
+        for divergence in sorted(divergences, key=lambda divergence: not divergence.is_tie)
+    ]
 
 
 def _divergence(divergence: Divergence) -> str:

@@ -10,7 +10,8 @@ import pytest
 
 import jaxspec
 from jaxspec.bench.compare import find_divergence
-from jaxspec.bench.comparison import LOW_REPETITION, TIE_GAP
+from jaxspec.bench.comparison import TIE_GAP
+from jaxspec.bench.figures import LOW_REPETITION
 from jaxspec.checkpoint import Model
 from jaxspec.generation import GenerationConfig, generate, prepare
 from tests.bench.models import WrongRoot
