@@ -14,6 +14,7 @@ from jaxspec.checkpoint.files import read_json
 from jaxspec.training.data import KNOWN_SOURCES, Source, default_mixture
 from jaxspec.training.report import as_command
 from jaxspec.training.settings import (
+    DTYPES,
     OPTIMIZERS,
     LMTrainingSettings,
     default_state_folder,
@@ -93,7 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--minutes", type=float, help="of updates, timed at the beginning")
     length.add_argument("--steps", type=int, help="updates")
     run.add_argument("--seed", type=int)
-    run.add_argument("--dtype", choices=("float32", "bfloat16"), help="of products")
+    run.add_argument(
+        "--dtype", choices=("auto", *DTYPES), help="of products; auto, the default: the faster one"
+    )
     run.add_argument("--layer-drop", type=float, help="chance to leave out the last sub-layers")
     run.add_argument("--early-exit", type=float, help="share of sequences that exit early")
     run.add_argument("--start-from", help="folder with weights to begin with")

@@ -14,6 +14,7 @@ from jaxspec.core.types import PyTree
 from jaxspec.models import NARROW, ModelConfig, Network, Skips
 from jaxspec.training.data import Sequences
 from jaxspec.training.loop import Metrics, Objective
+from jaxspec.training.settings import DTYPES
 
 
 class Taught(NamedTuple):
@@ -41,6 +42,10 @@ class NextToken:
     layer_drop: float = 0.0
     early_exit: float = 0.0
     dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}.")
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
@@ -84,6 +89,11 @@ class SoftLabels:
     def __post_init__(self):
         if not 0 <= self.soft_share <= 1:
             raise ValueError(f"soft_share must be in [0, 1], got {self.soft_share}.")
+
+    @property
+    def whole(self) -> "SoftLabels":
+        """The same with no layer left out: what is measured."""
+        return dataclasses.replace(self, student=self.student.whole)
 
     def __call__(
         self, params: PyTree, batch: Taught, key: PRNGKeyArray

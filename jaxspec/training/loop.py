@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,8 +35,9 @@ class DivergedError(RuntimeError):
 class Objective(Protocol):
     """What a model is trained for.
 
-    A batch is any pytree: what is read but not trained, such as a teacher, travels in it. The
-    metrics must hold "tokens", the number learned from.
+    Hashable and compared by value, as a frozen dataclass is. A batch is any pytree: what is read
+    but not trained, such as a teacher, travels in it. The metrics must hold "tokens", the number
+    learned from.
     """
 
     def __call__(
@@ -76,24 +78,33 @@ class History:
 def make_train_step(
     objective: Objective, settings: OptimizerSettings, num_steps: int, seed: int = 0
 ) -> TrainStep:
-    """One compiled update of a run of `num_steps` steps. It donates the state it is given."""
+    """One compiled update of a run of `num_steps` steps. It donates the state it is given.
 
-    def update(
-        state: TrainState, batch: Any, num_steps: Int[Array, ""]
-    ) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
-        differentiate = jax.value_and_grad(objective, has_aux=True)
-        (loss, metrics), gradient = differentiate(state.params, batch, key)
-        optimizer = make_optimizer(settings, num_steps)
-        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        figures = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
-        return TrainState(state.step + 1, params, opt_state), metrics | figures
+    Equal objectives, settings and seeds share a compilation, whatever the number of steps.
+    """
+    return partial(
+        _update, num_steps=np.int32(num_steps), objective=objective, settings=settings, seed=seed
+    )
 
-    # Traced, so that runs of different lengths share a compilation.
-    length = np.int32(num_steps)
-    compiled = jax.jit(update, donate_argnums=0)
-    return lambda state, batch: compiled(state, batch, length)
+
+@partial(jax.jit, static_argnames=("objective", "settings", "seed"), donate_argnames="state")
+def _update(
+    state: TrainState,
+    batch: Any,
+    *,
+    num_steps: Int[Array, ""],
+    objective: Objective,
+    settings: OptimizerSettings,
+    seed: int,
+) -> tuple[TrainState, Metrics]:
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    differentiate = jax.value_and_grad(objective, has_aux=True)
+    (loss, metrics), gradient = differentiate(state.params, batch, key)
+    optimizer = make_optimizer(settings, num_steps)
+    updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    figures = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
+    return TrainState(state.step + 1, params, opt_state), metrics | figures
 
 
 def fit(

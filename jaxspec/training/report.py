@@ -53,7 +53,8 @@ def write_recipe(
         f"{settings.rows_per_batch} sequences of {settings.sequence_length} tokens "
         f"({metrics['tokens_trained']:,} tokens, padding included) in {metrics['minutes']} minutes"
         + (f", {rate:,} tokens/s" if rate else "")
-        + f", on {metrics['device']}. jax {jax.__version__}, Python {sys.version.split()[0]}. "
+        + f", on {metrics['device']}, products in {metrics['dtype']}. jax {jax.__version__}, "
+        f"Python {sys.version.split()[0]}. "
         "Weights are stored in bfloat16; every setting is in `training.json`.",
         "",
         "## Data",

@@ -1,8 +1,7 @@
 """Training a language model, or a draft model after it: files in, a checkpoint folder out."""
 
+import dataclasses
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,11 +25,12 @@ from jaxspec.training.data import (
     pack,
     read_source,
 )
-from jaxspec.training.lm import Evaluation, NextToken, SoftLabels, Taught, make_evaluation
-from jaxspec.training.loop import History, TrainStep, Validation, fit, make_train_step
+from jaxspec.training.lm import NextToken, SoftLabels, Taught, make_evaluation
+from jaxspec.training.loop import History, Validation, fit, make_train_step
 from jaxspec.training.optimizer import make_optimizer
+from jaxspec.training.plan import Plan, make_plan, seconds_per_step
 from jaxspec.training.report import draw_losses, write_recipe
-from jaxspec.training.settings import LMTrainingSettings, settings_to_json
+from jaxspec.training.settings import LMTrainingSettings, settings_from_json, settings_to_json
 from jaxspec.training.state import StateKeeper, TrainState, initial_state
 from jaxspec.training.tokenizer import (
     BOS,
@@ -97,10 +97,31 @@ def train_lm(
     with console.status("reading and packing text"):
         tokenizer, corpus = _prepare(settings, state_folder)
     config = settings.model.replace(vocab_size=tokenizer.get_vocab_size())
-    objective, evaluate = _objective(settings, config, teacher)
 
     def taught(sequences: Sequences) -> Sequences | Taught:
         return sequences if teacher is None else Taught(sequences, teacher)
+
+    def batches(step: int) -> Sequences | Taught:
+        return taught(drawn(step))
+
+    def begin() -> TrainState:
+        return initial_state(_first_params(settings, config), make_optimizer(settings.optimizer, 1))
+
+    def time_step(dtypes: tuple[str, ...]) -> dict[str, float]:
+        objectives = {dtype: _objective(settings, config, teacher, dtype) for dtype in dtypes}
+        train_steps = {
+            dtype: make_train_step(objective, settings.optimizer, 1000, settings.seed)
+            for dtype, objective in objectives.items()
+        }
+        with console.status(f"timing a few steps in {' and '.join(dtypes)}"):
+            return seconds_per_step(train_steps, begin(), batches)
+
+    weights = tuple(source.weight for source in settings.sources)
+    drawn = Batches(corpus.train, weights, settings.rows_per_batch, settings.seed)
+    plan = make_plan(settings, state_folder, time_step)
+    settings = dataclasses.replace(settings, dtype=plan.dtype)
+    objective = _objective(settings, config, teacher, plan.dtype)
+    evaluate = make_evaluation(objective.whole)
 
     def validate(params: PyTree, rows: int | None = settings.validation_rows) -> Validation:
         held_out = {
@@ -113,19 +134,10 @@ def train_lm(
             if batches
         }
 
-    weights = tuple(source.weight for source in settings.sources)
-    drawn = Batches(corpus.train, weights, settings.rows_per_batch, settings.seed)
-
-    def batches(step: int) -> Sequences | Taught:
-        return taught(drawn(step))
-
-    def begin() -> TrainState:
-        return initial_state(_first_params(settings, config), make_optimizer(settings.optimizer, 1))
-
-    num_steps = _num_steps(settings, state_folder, objective, begin, batches, console)
     console.print(
-        f"{_size(config):,} parameters, {num_steps} steps of "
-        f"{settings.rows_per_batch * settings.sequence_length} tokens; state in {state_folder}",
+        f"{_size(config):,} parameters, {plan.num_steps} steps of "
+        f"{settings.rows_per_batch * settings.sequence_length} tokens, products in {plan.dtype}; "
+        f"state in {state_folder}",
         highlight=False,
         soft_wrap=True,
     )
@@ -133,10 +145,10 @@ def train_lm(
     keeper = StateKeeper(state_folder / "states")
     try:
         state = fit(
-            make_train_step(objective, settings.optimizer, num_steps, settings.seed),
+            make_train_step(objective, settings.optimizer, plan.num_steps, settings.seed),
             begin(),
             batches,
-            num_steps,
+            plan.num_steps,
             keeper=keeper,
             history=history,
             validate=validate,
@@ -147,7 +159,7 @@ def train_lm(
         keeper.close()
     with console.status("validating on everything held out"):
         validation = validate(state.params, None)
-    metrics = _figures(settings, config, corpus, history, num_steps, validation)
+    metrics = _figures(settings, config, corpus, history, plan, validation)
     trained = Trained(Network(state.params, config), tokenizer, metrics)
     if out is not None:
         _write(trained, settings, fingerprints, history, out, command)
@@ -161,10 +173,12 @@ def _claim(state_folder: Path, settings: LMTrainingSettings, fingerprints: dict[
     path = state_folder / "run.json"
     run = {"settings": settings_to_json(settings), "sha256": fingerprints}
     before = read_json(path) if path.exists() else run
+    # Read and written again, so that settings which came later have their defaults.
+    earlier = settings_to_json(settings_from_json(before["settings"]))
     changed = [
-        f"{name}: {before['settings'].get(name)!r} before, {value!r} now"
+        f"{name}: {earlier[name]!r} before, {value!r} now"
         for name, value in run["settings"].items()
-        if before["settings"].get(name) != value and name not in _MAY_CHANGE
+        if earlier[name] != value and name not in _MAY_CHANGE
     ]
     changed += [
         f"the files of source {name!r}"
@@ -215,19 +229,18 @@ def _tokenizer(settings: LMTrainingSettings, state_folder: Path, parts) -> Token
 
 
 def _objective(
-    settings: LMTrainingSettings, config: ModelConfig, teacher: Network | None
-) -> tuple[NextToken | SoftLabels, Evaluation]:
-    """What is trained for, and what is measured: the same without layers left out."""
-    student = NextToken(config, settings.layer_drop, settings.early_exit, settings.dtype)
+    settings: LMTrainingSettings, config: ModelConfig, teacher: Network | None, dtype: str
+) -> NextToken | SoftLabels:
+    """What is trained for."""
+    student = NextToken(config, settings.layer_drop, settings.early_exit, dtype)
     if teacher is None:
-        return student, make_evaluation(student.whole)
+        return student
     if teacher.vocab_size != config.vocab_size:
         raise ValueError(
             f"The teacher in {settings.teacher} has a vocabulary of {teacher.vocab_size}, the "
             f"tokenizer one of {config.vocab_size}: they must be the same."
         )
-    share = settings.soft_share
-    return SoftLabels(student, share), make_evaluation(SoftLabels(student.whole, share))
+    return SoftLabels(student, settings.soft_share)
 
 
 def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> PyTree:
@@ -242,53 +255,20 @@ def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> PyTree:
     return network.params
 
 
-def _num_steps(
-    settings: LMTrainingSettings,
-    state_folder: Path,
-    objective: NextToken | SoftLabels,
-    begin: Callable[[], TrainState],
-    batches: Callable[[int], Any],
-    console: Console,
-) -> int:
-    """How long the run is. Where minutes are given, a step is timed once per state folder."""
-    if settings.num_steps is not None:
-        return settings.num_steps
-    assert settings.minutes is not None
-    path = state_folder / "plan.json"
-    if not path.exists():
-        with console.status("timing a few steps"):
-            train_step = make_train_step(objective, settings.optimizer, 1000, settings.seed)
-            seconds = _seconds_per_step(train_step, begin(), batches)
-        with replacing_files(state_folder) as staging:
-            write_json(staging / path.name, {"seconds_per_step": seconds})
-    return max(1, round(settings.minutes * 60 / read_json(path)["seconds_per_step"]))
-
-
-def _seconds_per_step(
-    train_step: TrainStep, state: TrainState, batches: Callable[[int], Any]
-) -> float:
-    state, _ = jax.block_until_ready(train_step(state, batches(0)))
-    times = []
-    for step in range(1, 9):
-        start = time.perf_counter()
-        state, _ = jax.block_until_ready(train_step(state, batches(step)))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 def _figures(
     settings: LMTrainingSettings,
     config: ModelConfig,
     corpus: Corpus,
     history: History,
-    num_steps: int,
+    plan: Plan,
     validation: Validation,
 ) -> dict[str, Any]:
     rates = [record["tokens_per_second"] for record in history.records if "loss" in record]
     return {
         "parameters": _size(config),
-        "steps": num_steps,
-        "tokens_trained": num_steps * settings.rows_per_batch * settings.sequence_length,
+        "steps": plan.num_steps,
+        "dtype": plan.dtype,
+        "tokens_trained": plan.num_steps * settings.rows_per_batch * settings.sequence_length,
         "minutes": round(history.seconds / 60, 1),
         "tokens_per_second": round(statistics.median(rates)) if rates else None,
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",

@@ -4,6 +4,8 @@ import argparse
 import dataclasses
 import io
 import json
+import shutil
+import time
 
 import jax
 import numpy as np
@@ -13,9 +15,10 @@ from rich.console import Console
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.masks import causal
-from jaxspec.models import ModelConfig, Rope
+from jaxspec.models import Experts, LinearScaling, ModelConfig, Rope
 from jaxspec.training import command
 from jaxspec.training.data import FieldRanges, LastRows, Source
+from jaxspec.training.plan import Plan, make_plan, seconds_per_step
 from jaxspec.training.settings import (
     DEMO,
     LMTrainingSettings,
@@ -59,6 +62,7 @@ def tiny_settings(sums):
         minutes=None,
         sequence_length=32,
         rows_per_batch=4,
+        dtype="float32",
         optimizer=OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=5),
     )
 
@@ -152,6 +156,22 @@ def test_a_state_folder_belongs_to_one_run(trained, tiny_settings):
     assert default_state_folder(other, "x") != default_state_folder(tiny_settings, "x")
 
 
+def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(
+    trained, tiny_settings, tmp_path
+):
+    result, out = trained
+    state = tmp_path / "state"
+    shutil.copytree(out.parent / "state", state)
+    run = json.loads((state / "run.json").read_text())
+    del run["settings"]["early_exit"], run["settings"]["model"]["qk_norm"]
+    del run["settings"]["optimizer"]["clip"], run["settings"]["sources"][0]["licence"]
+    (state / "run.json").write_text(json.dumps(run))
+    other = dataclasses.replace(tiny_settings, early_exit=0.5)
+    with pytest.raises(ValueError, match=r"early_exit: 0\.0 before, 0\.5 now"):
+        train_lm(other, state, console=QUIET)
+    assert train_lm(tiny_settings, state, console=QUIET).metrics == result.metrics
+
+
 def test_a_draft_model_learns_from_its_teacher(trained, tiny_settings, tmp_path):
     _, out = trained
     settings = dataclasses.replace(
@@ -188,6 +208,68 @@ def test_minutes_become_steps_once(tiny_settings, tmp_path):
     assert first.metrics["steps"] == again.metrics["steps"] >= 1
 
 
+def test_the_faster_dtype_is_taken_and_written_down(tiny_settings, tmp_path, monkeypatch):
+    timed = []
+
+    def seconds_per_step(train_steps, state, batches):
+        timed.append(tuple(train_steps))
+        return {"float32": 0.2, "bfloat16": 0.1}
+
+    monkeypatch.setattr("jaxspec.training.train.seconds_per_step", seconds_per_step)
+    settings = dataclasses.replace(tiny_settings, dtype="auto", num_steps=2)
+    console = Console(file=io.StringIO(), width=200)
+    out = tmp_path / "out"
+    trained = train_lm(settings, tmp_path / "state", out, console=console)
+    assert trained.metrics["dtype"] == "bfloat16"
+    assert json.loads((out / "training.json").read_text())["dtype"] == "bfloat16"
+    assert "products in bfloat16" in (out / "recipe.md").read_text()
+    assert "products in bfloat16" in console.file.getvalue()
+    # The choice is made once: going on asks no more.
+    assert train_lm(settings, tmp_path / "state", console=QUIET).metrics == trained.metrics
+    assert timed == [("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(("float32", "bfloat16"), [(0.5, 0.25), (0.25, 0.5)])
+def test_a_plan_is_timed_once_and_its_minutes_are_of_the_dtype_chosen(
+    tiny_settings, tmp_path, float32, bfloat16
+):
+    settings = dataclasses.replace(tiny_settings, dtype="auto", num_steps=None, minutes=1.0)
+    plan = make_plan(
+        settings, tmp_path, lambda dtypes: dict(zip(dtypes, (float32, bfloat16), strict=True))
+    )
+    assert plan == Plan(240, "float32" if float32 < bfloat16 else "bfloat16")
+
+    def never(dtypes):
+        raise AssertionError
+
+    longer = dataclasses.replace(settings, minutes=2.0)
+    assert make_plan(longer, tmp_path, never) == plan._replace(num_steps=480)
+
+
+def test_a_plan_from_before_dtypes_were_timed_is_read(tiny_settings, tmp_path):
+    (tmp_path / "plan.json").write_text('{"seconds_per_step": 2.0}')
+    settings = dataclasses.replace(tiny_settings, num_steps=None, minutes=1.0)
+    assert make_plan(settings, tmp_path, lambda dtypes: {}) == Plan(30, "float32")
+
+
+def test_steps_are_timed_in_turns_on_one_state():
+    calls = []
+
+    def train_step(name, seconds):
+        def step(state, batch):
+            calls.append((name, state, batch))
+            time.sleep(seconds)
+            return state + 1, {}
+
+        return step
+
+    steps = {"slow": train_step("slow", 0.02), "fast": train_step("fast", 0.0)}
+    seconds = seconds_per_step(steps, 0, lambda step: 10 * step)
+    assert seconds["fast"] < 0.02 <= seconds["slow"]
+    assert [state for _, state, _ in calls] == list(range(len(calls)))
+    assert calls[:4] == [("slow", 0, 0), ("fast", 1, 0), ("slow", 2, 10), ("fast", 3, 10)]
+
+
 # Settings and the command line
 
 
@@ -196,7 +278,10 @@ def test_settings_survive_json(tiny_settings):
     settings = dataclasses.replace(
         tiny_settings,
         sources=(*tiny_settings.sources, source),
-        model=TINY.replace(rope=Rope(theta=500.0)),
+        model=TINY.replace(
+            rope=Rope(theta=500.0, scaling=LinearScaling(2.0)),
+            experts=Experts(4, 2, 16, True, (False, True)),
+        ),
     )
     plain = json.loads(json.dumps(settings_to_json(settings)))
     assert settings_from_json(plain) == settings

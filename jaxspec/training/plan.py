@@ -1,0 +1,75 @@
+"""What a run finds out before its first step, and keeps: which dtype is faster, how long it is."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxspec.checkpoint.files import read_json, replacing_files, write_json
+from jaxspec.training.loop import TrainStep
+from jaxspec.training.settings import DTYPES, LMTrainingSettings
+from jaxspec.training.state import TrainState
+
+_FILE = "plan.json"
+_ROUNDS = 5
+
+
+class Plan(NamedTuple):
+    """How a run goes on this machine.
+
+    num_steps: updates in all.
+    dtype: of products.
+    """
+
+    num_steps: int
+    dtype: str
+
+
+def make_plan(
+    settings: LMTrainingSettings,
+    state_folder: Path,
+    time_step: Callable[[tuple[str, ...]], Mapping[str, float]],
+) -> Plan:
+    """Times what the settings leave open, once per state folder: the answers lie in `plan.json`.
+
+    Args:
+        settings: of the run.
+        state_folder: of the run.
+        time_step: seconds that an update takes, by dtype.
+    """
+    path = state_folder / _FILE
+    known: dict[str, Any] = read_json(path) if path.exists() else {}
+    if settings.dtype == "auto" and "dtype" not in known:
+        seconds = dict(time_step(DTYPES))
+        dtype = min(seconds, key=lambda name: seconds[name])
+        known = {"seconds_per_step": seconds[dtype], "dtype": dtype, "seconds_by_dtype": seconds}
+    elif settings.minutes is not None and "seconds_per_step" not in known:
+        known = {"seconds_per_step": time_step((settings.dtype,))[settings.dtype]}
+    with replacing_files(state_folder) as staging:
+        write_json(staging / _FILE, known)
+    dtype = known["dtype"] if settings.dtype == "auto" else settings.dtype
+    if settings.num_steps is not None:
+        return Plan(settings.num_steps, dtype)
+    assert settings.minutes is not None
+    return Plan(max(1, round(settings.minutes * 60 / known["seconds_per_step"])), dtype)
+
+
+def seconds_per_step(
+    train_steps: Mapping[str, TrainStep], state: TrainState, batches: Callable[[int], Any]
+) -> dict[str, float]:
+    """Median time of an update by each of several programs, compilation excluded.
+
+    They train the same state in turns: a machine's speed drifts, and so the drift falls on all.
+    """
+    for train_step in train_steps.values():
+        state, _ = jax.block_until_ready(train_step(state, batches(0)))
+    seconds = {name: [] for name in train_steps}
+    for turn in range(1, _ROUNDS + 1):
+        for name, train_step in train_steps.items():
+            start = time.perf_counter()
+            state, _ = jax.block_until_ready(train_step(state, batches(turn)))
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
