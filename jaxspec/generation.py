@@ -162,7 +162,7 @@ def generate(
     hosts = host_rows(states, request.prompt_lengths)
     rows = tuple(
         Generation(
-            prompt_tokens=np.asarray(request.prompts.tokens[row, : request.prompt_lengths[row]]),
+            prompt_tokens=request.prompt_tokens(row),
             tokens=host.tokens,
             text=request.text(host.tokens, host.finish_reason),
             finish_reason=host.finish_reason,
@@ -170,8 +170,8 @@ def generate(
             logprobs=host.logprobs,
             warped_logprobs=host.warped_logprobs,
             metrics=combine_metrics([host]),
-            prompt_index=row // request.num_samples,
-            sample_index=row % request.num_samples,
+            prompt_index=row // request.plan.num_samples,
+            sample_index=row % request.plan.num_samples,
             trace=None if traces is None else Trace(traces[row]),
             tokenizer=request.tokenizer,
         )
@@ -269,7 +269,11 @@ def _score(network, tokens):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A call of `generate`, checked and turned into arrays."""
+    """A call of `generate`, checked and turned into arrays.
+
+    prompts: one entry per prompt, for `plan.num_samples` rows each.
+    prompt_lengths: one per row.
+    """
 
     params: Params
     prompts: Prompt
@@ -277,7 +281,6 @@ class Request:
     drafter: Drafter
     plan: DecodePlan
     prompt_lengths: tuple[int, ...]
-    num_samples: int
     stop_strings: tuple[str, ...]
     tokenizer: "Tokenizer | None"
 
@@ -306,6 +309,10 @@ class Request:
             + memory.temp_size_in_bytes
             - memory.alias_size_in_bytes
         )
+
+    def prompt_tokens(self, row: int) -> np.ndarray:
+        tokens = self.prompts.tokens[row // self.plan.num_samples]
+        return np.asarray(tokens[: self.prompt_lengths[row]])
 
     def text(self, tokens: np.ndarray, finish_reason: str) -> str | None:
         if self.tokenizer is None:
@@ -375,51 +382,49 @@ def prepare(
     encoded = [_encode(model, prompt) for prompt in prompt_list(prompts)]
     for index, ids in enumerate(encoded):
         _check_ids(model, ids, f"prompts[{index}]")
-    lengths = np.repeat([len(ids) for ids in encoded], config.num_samples).astype(np.int32)
+    lengths = np.asarray([len(ids) for ids in encoded], np.int32)
     bucket = _bucket(int(lengths.max()))
-    tokens = np.zeros((len(lengths), bucket), np.int32)
-    for row in range(len(lengths)):
-        tokens[row, : lengths[row]] = encoded[row // config.num_samples]
+    tokens = np.zeros((len(encoded), bucket), np.int32)
+    for prompt, ids in enumerate(encoded):
+        tokens[prompt, : len(ids)] = ids
 
-    def per_row(name: str, dtype: type) -> np.ndarray:
+    def per_prompt(name: str, dtype: type) -> np.ndarray:
         values = np.asarray(getattr(config, name), dtype)
         if values.ndim and len(values) != len(encoded):
             raise ValueError(
                 f"{name}: got {len(values)} values for {len(encoded)} prompts; "
                 "give one, or one for each."
             )
-        values = np.broadcast_to(values, len(encoded))
-        return np.repeat(values, config.num_samples)
+        return np.broadcast_to(values, len(encoded))
 
-    budget = per_row("max_new_tokens", np.int32)
-    index = np.arange(len(lengths), dtype=np.int32)
+    budget = per_prompt("max_new_tokens", np.int32)
+    index = np.arange(len(encoded), dtype=np.int32)
     stop_ids = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
     arrays: dict[str, Any] = {
         "tokens": tokens,
         "length": lengths,
         "room": np.minimum(budget, model.config.max_positions - lengths),
-        "seed": np.stack(
-            [np.full_like(index, seed), index // config.num_samples, index % config.num_samples], 1
-        ),
-        "stop_ids": np.tile(np.asarray([*stop_ids] or [-1], np.int32), (len(lengths), 1)),
+        "seed": np.stack([np.full_like(index, seed), index], axis=1),
+        "stop_ids": np.tile(np.asarray([*stop_ids] or [-1], np.int32), (len(encoded), 1)),
     }
-    rows = Prompt(**arrays, warp=_warp(model, config, per_row, len(lengths)))
+    requested = Prompt(**arrays, warp=_warp(model, config, per_prompt, len(encoded)))
     plan = plan_decoding(
         bucket,
-        int(rows.room.max()),
+        int(requested.room.max()),
         loaded.drafter,
+        num_samples=config.num_samples,
         logprobs=config.logprobs,
         warped_logprobs=config.warped_logprobs,
     )
-    check_cache_fits(model.config, model.network.dtype, plan.capacities[-1], len(lengths))
+    row_lengths = np.repeat(lengths, config.num_samples)
+    check_cache_fits(model.config, model.network.dtype, plan.capacities[-1], len(row_lengths))
     return Request(
         params=Params(model.network, loaded.params),
-        prompts=rows,
+        prompts=requested,
         automaton=_automaton(model, config),
         drafter=loaded.drafter,
         plan=plan,
-        prompt_lengths=tuple(lengths.tolist()),
-        num_samples=config.num_samples,
+        prompt_lengths=tuple(row_lengths.tolist()),
         stop_strings=config.stop_strings,
         tokenizer=model.tokenizer,
     )
@@ -529,16 +534,16 @@ def _check_penalties(model: "Model", config: GenerationConfig) -> None:
         )
 
 
-def _warp(model: "Model", config: GenerationConfig, per_row, num_rows: int) -> Warp:
-    """Per-row parameters; filters that no row uses are left out of the program."""
-    temperature, top_k = per_row("temperature", np.float32), per_row("top_k", np.int32)
-    top_p, min_p = per_row("top_p", np.float32), per_row("min_p", np.float32)
+def _warp(model: "Model", config: GenerationConfig, per_prompt, num_prompts: int) -> Warp:
+    """Parameters of each prompt; filters that none uses are left out of the program."""
+    temperature, top_k = per_prompt("temperature", np.float32), per_prompt("top_k", np.int32)
+    top_p, min_p = per_prompt("top_p", np.float32), per_prompt("min_p", np.float32)
     if top_k.max() > model.vocab_size:
         raise ValueError(
             f"top_k must be at most the vocabulary, {model.vocab_size}, got {top_k.max()}."
         )
     bias: Any = _bias(model, config)
-    bias = None if bias is None else np.tile(bias, (num_rows, 1))
+    bias = None if bias is None else np.tile(bias, (num_prompts, 1))
     if not temperature.any():
         return Warp(bias=bias)
     return Warp(

@@ -1,6 +1,7 @@
 """The public face: what prompts may look like, what ends a row, what comes back."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -18,7 +19,10 @@ from jaxspec import (
     score,
     stream,
 )
-from jaxspec.core.loop import decode
+from jaxspec.core.cache import pad_slots
+from jaxspec.core.decode import begin, speculative_step
+from jaxspec.core.loop import decode, run, unfinished
+from jaxspec.generation import prepare
 from jaxspec.models import ModelConfig, Network, init_params
 
 CONTEXT = 96
@@ -265,6 +269,41 @@ def test_rows_depend_on_seed_place_and_sample_alone(model):
     assert [row.sample_index for row in rows] == [0, 1, 0, 1]
     different = [rows[0], rows[1], generate(model, "hello", config, seed=4)[0]]
     assert len({tuple(row.tokens) for row in different}) == 3
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_samples_equal_rows_that_were_prefilled_by_themselves(model, own):
+    """The key of a row is named by the seed, the prompt's place and the sample's number."""
+    texts, num_samples, seed = ["hello", "a longer one"], 3, 11
+    drafter = own_draft(model) if own else None
+    config = GenerationConfig(
+        max_new_tokens=[9, 12], temperature=[1.0, 1.5], num_samples=num_samples
+    )
+    rows = generate(model, texts, config, drafter, seed)
+
+    places = [(place, number) for place in range(2) for number in range(num_samples)]
+    apart = GenerationConfig(
+        max_new_tokens=[config.max_new_tokens[place] for place, _ in places],
+        temperature=[config.temperature[place] for place, _ in places],
+    )
+    request = prepare(model, [texts[place] for place, _ in places], apart, drafter, seed)
+    numbers = np.asarray([(seed, *place) for place in places], np.int32)
+    (slots,) = request.plan.capacities
+
+    @jax.jit
+    def decode_apart(params, prompts):
+        start = partial(begin, drafter=request.drafter, text_slots=slots, chunk=request.plan.chunk)
+        states = pad_slots(jax.vmap(start, (None, 0))(params, prompts), slots)
+        return run(partial(speculative_step, drafter=request.drafter), params, states, unfinished)
+
+    states = decode_apart(request.params, request.prompts._replace(seed=numbers))
+    for row, (text, length) in enumerate(
+        zip(np.asarray(states.context.tokens), states.context.length.tolist(), strict=True)
+    ):
+        assert rows[row].tokens.tolist() == text[request.prompt_lengths[row] : length].tolist()
+        assert (rows[row].prompt_index, rows[row].sample_index) == places[row]
+        assert rows[row].prompt_tokens.tolist() == model.tokenizer.encode(texts[places[row][0]])
+    assert len({tuple(row.tokens) for row in rows}) == len(rows)
 
 
 def test_temperatures_may_differ_by_row(model):

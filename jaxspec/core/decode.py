@@ -40,12 +40,12 @@ from jaxspec.core.verify import verify, verify_greedy
 
 
 class Prompt(NamedTuple):
-    """One row's request.
+    """What one row is asked for, or several that differ in their randomness only: see `samples_of`.
 
     tokens: right-padded to a bucket; `length` >= 1 of them are real.
     room: `max_new_tokens`, or less where the context ends.
-    seed: numbers that name the row's randomness: a seed, then what tells the row from others of
-        that seed (its prompt, its sample). Rows depend on these alone, not on their neighbours.
+    seed: numbers that name the randomness: a seed, then what tells the prompt from others of that
+        seed. A row depends on these and its sample's number alone, not on its neighbours.
     """
 
     tokens: Int[Array, " bucket"]
@@ -123,7 +123,7 @@ def begin(
     return DecodeState(
         context=context,
         draft=drafter.init(params, hidden, context),
-        key=_row_key(prompt.seed),
+        key=_named_key(prompt.seed),
         stop=jnp.where(prompt.room > 0, Stop.RUNNING, Stop.LENGTH).astype(jnp.int32),
         automaton=jnp.int32(0),
         emitted=Emitted(
@@ -140,11 +140,20 @@ def begin(
     )
 
 
-def _row_key(seed: Int[Array, " numbers"]) -> PRNGKeyArray:
+def _named_key(seed: Int[Array, " numbers"]) -> PRNGKeyArray:
     key = jax.random.key(seed[0])
     for number in seed[1:]:
         key = jax.random.fold_in(key, number)
     return key
+
+
+def samples_of(state: DecodeState, num_samples: int) -> DecodeState:
+    """The rows, stacked, that continue one prompt: its state, each with randomness of its own."""
+
+    def sample(number: Int[Array, ""]) -> DecodeState:
+        return state._replace(key=jax.random.fold_in(state.key, number))
+
+    return jax.vmap(sample)(jnp.arange(num_samples))
 
 
 class _Outcome(NamedTuple):

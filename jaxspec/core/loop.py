@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxspec.core.cache import pad_slots
-from jaxspec.core.decode import Prompt, begin, speculative_step
+from jaxspec.core.decode import Prompt, begin, samples_of, speculative_step
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import DecodeState, Drafter, Info, Params, StepFn, Stop
 
@@ -47,10 +47,13 @@ class DecodePlan:
 
     capacities: cache slots, ascending. Rows are decoded in the smallest cache that holds them,
         which grows between loops, so that attention pays for little more than the slots in use.
+    chunk: tokens per pass over a prompt.
+    num_samples: rows per prompt; they lie side by side and share one prefill.
     """
 
     capacities: tuple[int, ...]
     chunk: int
+    num_samples: int = 1
     logprobs: bool = False
     warped_logprobs: bool = False
 
@@ -61,6 +64,7 @@ def plan_decoding(
     drafter: Drafter,
     *,
     chunk: int = 256,
+    num_samples: int = 1,
     logprobs: bool = False,
     warped_logprobs: bool = False,
 ) -> DecodePlan:
@@ -75,7 +79,7 @@ def plan_decoding(
         half < capacities[0]
     ):
         capacities.insert(0, half)
-    return DecodePlan(tuple(capacities), min(chunk, bucket), logprobs, warped_logprobs)
+    return DecodePlan(tuple(capacities), min(chunk, bucket), num_samples, logprobs, warped_logprobs)
 
 
 def _round_up(slots: int) -> int:
@@ -108,7 +112,8 @@ def decode(
 
     Args:
         params: target and draft model.
-        prompts: a `Prompt` whose arrays have a leading batch axis.
+        prompts: a `Prompt` whose arrays have a leading batch axis; each makes `plan.num_samples`
+            rows.
         automaton: stop strings, shared by the batch.
         drafter: the method; static, so equal settings share one program.
         plan: see `plan_decoding`.
@@ -164,7 +169,9 @@ def _begin_batch(
         logprobs=plan.logprobs,
         warped_logprobs=plan.warped_logprobs,
     )
-    return jax.vmap(row, in_axes=(None, 0))(params, prompts)
+    states = jax.vmap(row, in_axes=(None, 0))(params, prompts)
+    samples = jax.vmap(partial(samples_of, num_samples=plan.num_samples))(states)
+    return jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), samples)
 
 
 @partial(jax.jit, static_argnames=("drafter", "plan"))

@@ -1,7 +1,9 @@
 """The driver on models whose output is known by heart: budgets, stops, logits that are broken."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,8 +43,9 @@ def count_on(
     room: int | Sequence[int] = BUDGET,
     warp: Warp | None = None,
     stop_id: int = -1,
+    num_samples: int = 1,
 ) -> DecodeState:
-    """Decodes one row from each start."""
+    """Decodes rows from each start."""
     method, draft = DRAFTERS[drafter]
     rows = len(starts)
     prompts = Prompt(
@@ -53,7 +56,7 @@ def count_on(
         stop_ids=jnp.full((rows, 1), stop_id, jnp.int32),
         warp=warp or Warp(),
     )
-    plan = plan_decoding(BUCKET, BUDGET, method)
+    plan = plan_decoding(BUCKET, BUDGET, method, num_samples=num_samples)
     return decode(Params(model, draft), prompts, drafter=method, plan=plan)
 
 
@@ -134,3 +137,27 @@ def test_a_perfect_draft_takes_as_few_passes_as_there_are_blocks():
     assert states.stats.num_nodes.tolist() == [3 + 3 + 1]
     from_draft = states.emitted.from_draft[0, 1 : BUDGET + 1].tolist()
     assert from_draft == [True, True, True, False, True, True, True, False, True, False]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WatchedModel(TableModel):
+    """Tells `watch` of the tokens of every pass, row by row."""
+
+    watch: Callable[[jax.Array], None] = dataclasses.field(metadata={"static": True})
+
+    def forward(self, tokens, *args, **kwargs):
+        jax.debug.callback(self.watch, tokens)
+        return super().forward(tokens, *args, **kwargs)
+
+
+def test_samples_of_a_prompt_share_its_prefill():
+    passes = []
+    model = WatchedModel(counting().table, lambda tokens: passes.append(tokens.tolist()))
+    states = count_on(model, "plain", [2, 5], room=3, num_samples=4)
+    jax.block_until_ready(states)
+    jax.effects_barrier()
+    assert emitted(states) == [[3, 4, 5]] * 4 + [[6, 7, 8]] * 4
+    prefills = [tokens for tokens in passes if len(tokens) == BUCKET]
+    assert sorted(prefills) == [[2, 0, 0, 0], [5, 0, 0, 0]]
+    assert len(passes) - len(prefills) == 8 * 3  # every row decodes by itself
