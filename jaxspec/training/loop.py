@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxspec.core.types import PyTree
+from jaxspec.training.efficiency import Efficiency
 from jaxspec.training.optimizer import make_optimizer
 from jaxspec.training.settings import OptimizerSettings, Pace
 from jaxspec.training.state import StateKeeper, TrainState
@@ -117,6 +118,7 @@ def fit(
     history: History | None = None,
     validate: Callable[[PyTree], Validation] | None = None,
     pace: Pace | None = None,
+    efficiency: Efficiency | None = None,
     console: Console | None = None,
 ) -> TrainState:
     """Trains up to step `num_steps`, from the newest state kept or else from `state`.
@@ -133,6 +135,7 @@ def fit(
         history: takes the figures; a resume drops those of steps that were lost.
         validate: measures weights, now and then and at the end.
         pace: how often.
+        efficiency: what a rate of tokens is of the devices' peak; None: not shown.
         console: where progress goes; standard error unless given.
 
     Raises:
@@ -150,7 +153,7 @@ def fit(
         )
     if history is not None:
         history.rewind(first)
-    watch = _Watch(first, num_steps, pace, history, console or Console(stderr=True))
+    watch = _Watch(first, num_steps, pace, history, efficiency, console or Console(stderr=True))
     saved_at = time.monotonic()
     unread = None
     with watch.bar:
@@ -196,9 +199,16 @@ class _Watch:
     """What a person sees of a run: a bar on a terminal, lines elsewhere, records in a file."""
 
     def __init__(
-        self, first: int, num_steps: int, pace: Pace, history: History | None, console: Console
+        self,
+        first: int,
+        num_steps: int,
+        pace: Pace,
+        history: History | None,
+        efficiency: Efficiency | None,
+        console: Console,
     ):
         self.num_steps, self.pace, self.history, self.console = num_steps, pace, history, console
+        self.efficiency = efficiency
         self.bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -244,10 +254,13 @@ class _Watch:
             for name in self.unrecorded[0]
         }
         rate = self.tokens / self.span if self.span else 0.0
+        record = means | {"seconds": self.seconds, "tokens_per_second": rate}
         figures = f"loss {means['loss']:.3f}  {rate:,.0f} tokens/s"
+        if self.efficiency is not None:
+            record["utilisation"] = self.efficiency.utilisation(rate)
+            figures += f"  {record['utilisation']:.0%} of peak"
         self.bar.update(self.task, completed=step, figures=figures)
         if self.history is not None:
-            record = means | {"seconds": self.seconds, "tokens_per_second": rate}
             self.history.add(step=step, **{name: round(value, 5) for name, value in record.items()})
         late = time.monotonic() - self.reported_at > self.pace.report_seconds
         if not self.console.is_terminal and (late or step == self.num_steps):

@@ -1,4 +1,4 @@
-"""What a run finds out before its first step, and keeps: which dtype is faster, how long it is."""
+"""What a run finds out before its first step, and keeps: dtype, length, the devices' peak."""
 
 import statistics
 import time
@@ -22,23 +22,29 @@ class Plan(NamedTuple):
 
     num_steps: updates in all.
     dtype: of products.
+    peak: FLOP/s that the devices reach in that dtype.
     """
 
     num_steps: int
     dtype: str
+    peak: float
 
 
 def make_plan(
     settings: LMTrainingSettings,
     state_folder: Path,
+    device: str,
     time_step: Callable[[tuple[str, ...]], Mapping[str, float]],
+    measure_peak: Callable[[str], float],
 ) -> Plan:
-    """Times what the settings leave open, once per state folder: the answers lie in `plan.json`.
+    """Measures what the settings leave open, once per state folder: answers lie in `plan.json`.
 
     Args:
         settings: of the run.
         state_folder: of the run.
+        device: what the run is on; on another, the peak is measured again.
         time_step: seconds that an update takes, by dtype.
+        measure_peak: FLOP/s in a dtype.
     """
     path = state_folder / _FILE
     known: dict[str, Any] = read_json(path) if path.exists() else {}
@@ -48,13 +54,16 @@ def make_plan(
         known = {"seconds_per_step": seconds[dtype], "dtype": dtype, "seconds_by_dtype": seconds}
     elif settings.minutes is not None and "seconds_per_step" not in known:
         known = {"seconds_per_step": time_step((settings.dtype,))[settings.dtype]}
+    dtype = known["dtype"] if settings.dtype == "auto" else settings.dtype
+    if known.get("peak_device") != device:
+        known |= {"peak_device": device, "peak": measure_peak(dtype)}
     with replacing_files(state_folder) as staging:
         write_json(staging / _FILE, known)
-    dtype = known["dtype"] if settings.dtype == "auto" else settings.dtype
-    if settings.num_steps is not None:
-        return Plan(settings.num_steps, dtype)
-    assert settings.minutes is not None
-    return Plan(max(1, round(settings.minutes * 60 / known["seconds_per_step"])), dtype)
+    num_steps = settings.num_steps
+    if num_steps is None:
+        assert settings.minutes is not None
+        num_steps = max(1, round(settings.minutes * 60 / known["seconds_per_step"]))
+    return Plan(num_steps, dtype, known["peak"])
 
 
 def seconds_per_step(

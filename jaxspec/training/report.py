@@ -53,6 +53,16 @@ def write_recipe(
         f"{settings.rows_per_batch} sequences of {settings.sequence_length} tokens "
         f"({metrics['tokens_trained']:,} tokens, padding included) in {metrics['minutes']} minutes"
         + (f", {rate:,} tokens/s" if rate else "")
+        + (
+            f", {metrics['utilisation']:.1%} of a measured peak of "
+            f"{metrics['peak_gflops_per_second']:,} GFLOP/s (at {metrics['flops_per_token']:,} "
+            "FLOPs a token: 6 x weights in products + 12 x layers x heads x head dim x sequence "
+            "length, PaLM, appendix B"
+            + (", and the teacher's forward pass" if settings.teacher else "")
+            + ")"
+            if rate
+            else ""
+        )
         + f", on {metrics['device']}, products in {metrics['dtype']}. jax {jax.__version__}, "
         f"Python {sys.version.split()[0]}. "
         "Weights are stored in bfloat16; every setting is in `training.json`.",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from jaxspec.training.data import (
     pack,
     read_source,
 )
+from jaxspec.training.devices import data_mesh, device_name, matmul_peak
+from jaxspec.training.efficiency import Efficiency, flops_per_token
 from jaxspec.training.lm import NextToken, SoftLabels, Taught, make_evaluation
 from jaxspec.training.loop import History, Validation, fit, make_train_step
 from jaxspec.training.optimizer import make_optimizer
@@ -118,7 +121,11 @@ def train_lm(
 
     weights = tuple(source.weight for source in settings.sources)
     drawn = Batches(corpus.train, weights, settings.rows_per_batch, settings.seed)
-    plan = make_plan(settings, state_folder, time_step)
+    mesh = data_mesh(1)
+    plan = make_plan(
+        settings, state_folder, device_name(mesh), time_step, partial(matmul_peak, mesh)
+    )
+    efficiency = Efficiency(_flops_per_token(settings, config, teacher), plan.peak)
     settings = dataclasses.replace(settings, dtype=plan.dtype)
     objective = _objective(settings, config, teacher, plan.dtype)
     evaluate = make_evaluation(objective.whole)
@@ -136,8 +143,8 @@ def train_lm(
 
     console.print(
         f"{_size(config):,} parameters, {plan.num_steps} steps of "
-        f"{settings.rows_per_batch * settings.sequence_length} tokens, products in {plan.dtype}; "
-        f"state in {state_folder}",
+        f"{settings.rows_per_batch * settings.sequence_length} tokens, products in {plan.dtype}, "
+        f"measured peak {plan.peak / 1e9:,.0f} GFLOP/s; state in {state_folder}",
         highlight=False,
         soft_wrap=True,
     )
@@ -153,13 +160,14 @@ def train_lm(
             history=history,
             validate=validate,
             pace=settings.pace,
+            efficiency=efficiency,
             console=console,
         )
     finally:
         keeper.close()
     with console.status("validating on everything held out"):
         validation = validate(state.params, None)
-    metrics = _figures(settings, config, corpus, history, plan, validation)
+    metrics = _figures(settings, config, corpus, history, plan, efficiency, validation)
     trained = Trained(Network(state.params, config), tokenizer, metrics)
     if out is not None:
         _write(trained, settings, fingerprints, history, out, command)
@@ -261,16 +269,21 @@ def _figures(
     corpus: Corpus,
     history: History,
     plan: Plan,
+    efficiency: Efficiency,
     validation: Validation,
 ) -> dict[str, Any]:
     rates = [record["tokens_per_second"] for record in history.records if "loss" in record]
+    rate = statistics.median(rates) if rates else None
     return {
         "parameters": _size(config),
         "steps": plan.num_steps,
         "dtype": plan.dtype,
         "tokens_trained": plan.num_steps * settings.rows_per_batch * settings.sequence_length,
         "minutes": round(history.seconds / 60, 1),
-        "tokens_per_second": round(statistics.median(rates)) if rates else None,
+        "tokens_per_second": None if rate is None else round(rate),
+        "flops_per_token": round(efficiency.flops_per_token),
+        "peak_gflops_per_second": round(efficiency.peak / 1e9, 1),
+        "utilisation": None if rate is None else round(efficiency.utilisation(rate), 4),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "tokens_of_one_pass": {
             source.name: int(np.count_nonzero(packed.segments))
@@ -281,6 +294,15 @@ def _figures(
             for source, figures in validation.items()
         },
     }
+
+
+def _flops_per_token(
+    settings: LMTrainingSettings, config: ModelConfig, teacher: Network | None
+) -> float:
+    flops = flops_per_token(config, settings.sequence_length)
+    if teacher is not None:  # which only looks: the forward third
+        flops += flops_per_token(teacher.config, settings.sequence_length) / 3
+    return flops
 
 
 def _size(config: ModelConfig) -> int:

@@ -97,6 +97,10 @@ def test_the_folder_holds_all_that_a_reader_needs(trained):
     assert "jaxspec ..." in recipe
     assert "sums" in recipe
     metrics = json.loads((out / "metrics.json").read_text())
+    expected = metrics["tokens_per_second"] * metrics["flops_per_token"]
+    expected /= metrics["peak_gflops_per_second"] * 1e9
+    assert metrics["utilisation"] == pytest.approx(expected, rel=0.05, abs=1e-4)
+    assert f"of a measured peak of {metrics['peak_gflops_per_second']:,} GFLOP/s" in recipe
     assert metrics["validation"]["sums"]["nats"] < np.log(300)
     assert settings_from_json(json.loads((out / "training.json").read_text())).model == TINY
     assert result.metrics == metrics
@@ -234,22 +238,26 @@ def test_a_plan_is_timed_once_and_its_minutes_are_of_the_dtype_chosen(
     tiny_settings, tmp_path, float32, bfloat16
 ):
     settings = dataclasses.replace(tiny_settings, dtype="auto", num_steps=None, minutes=1.0)
-    plan = make_plan(
-        settings, tmp_path, lambda dtypes: dict(zip(dtypes, (float32, bfloat16), strict=True))
-    )
-    assert plan == Plan(240, "float32" if float32 < bfloat16 else "bfloat16")
+    times, peaks = {"float32": float32, "bfloat16": bfloat16}, {"float32": 1e9, "bfloat16": 3e9}
+    plan = make_plan(settings, tmp_path, "one", lambda dtypes: times, peaks.__getitem__)
+    dtype = "float32" if float32 < bfloat16 else "bfloat16"
+    assert plan == Plan(240, dtype, peaks[dtype])
 
-    def never(dtypes):
+    def never(asked):
         raise AssertionError
 
     longer = dataclasses.replace(settings, minutes=2.0)
-    assert make_plan(longer, tmp_path, never) == plan._replace(num_steps=480)
+    assert make_plan(longer, tmp_path, "one", never, never) == plan._replace(num_steps=480)
+    # Going on elsewhere: the run is as long as planned, its peak is that of the new device.
+    elsewhere = make_plan(settings, tmp_path, "other", never, lambda dtype: 5e9)
+    assert elsewhere == plan._replace(peak=5e9)
 
 
 def test_a_plan_from_before_dtypes_were_timed_is_read(tiny_settings, tmp_path):
     (tmp_path / "plan.json").write_text('{"seconds_per_step": 2.0}')
     settings = dataclasses.replace(tiny_settings, num_steps=None, minutes=1.0)
-    assert make_plan(settings, tmp_path, lambda dtypes: {}) == Plan(30, "float32")
+    plan = make_plan(settings, tmp_path, "one", lambda dtypes: {}, lambda dtype: 1e9)
+    assert plan == Plan(30, "float32", 1e9)
 
 
 def test_steps_are_timed_in_turns_on_one_state():

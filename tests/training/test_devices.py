@@ -1,0 +1,100 @@
+"""What the devices of a run can do and what a run asks of them."""
+
+import io
+import json
+import timeit
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from jaxspec.core.masks import causal
+from jaxspec.models import Experts, ModelConfig, Network, param_shapes
+from jaxspec.training.devices import data_mesh, device_name, matmul_peak
+from jaxspec.training.efficiency import Efficiency, flops_per_token
+from jaxspec.training.loop import History, fit
+from jaxspec.training.settings import DTYPES, Pace
+from jaxspec.training.state import TrainState
+
+CONFIG = ModelConfig(
+    vocab_size=48,
+    embed_dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    max_positions=64,
+)
+
+
+def counted_flops(config, length):
+    """Of a forward pass over `length` tokens, as XLA counts them."""
+
+    def logits(params, tokens):
+        network = Network(params, config)
+        hidden = network.forward(tokens, jnp.arange(length), causal(length), None)
+        return network.unembed(hidden.features)
+
+    tokens = jax.ShapeDtypeStruct((length,), jnp.int32)
+    return jax.jit(logits).lower(param_shapes(config), tokens).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("tied_head", [False, True])
+def test_flops_of_a_token_are_what_the_compiler_counts(tied_head):
+    config, length = CONFIG.replace(tied_head=tied_head), 64
+    forward = length * flops_per_token(config, length) / 3
+    # Norms, softmax and rotation come on top; no product is missing and none counts twice.
+    assert forward < counted_flops(config, length) < 1.25 * forward
+
+
+def test_only_experts_that_a_token_visits_count():
+    def sparse(num):
+        return CONFIG.replace(experts=Experts(num, 2, 16, True, (True, True)))
+
+    router = 6 * 2 * CONFIG.embed_dim
+    difference = flops_per_token(sparse(8), 16) - flops_per_token(sparse(4), 16)
+    assert difference == router * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_peak_is_near_what_a_product_timed_here_reaches(dtype):
+    square = jnp.ones((768, 768), dtype)
+    multiply = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+    seconds = min(
+        timeit.repeat(lambda: multiply(square, square).block_until_ready(), repeat=5, number=1)
+    )
+    rate = 2 * 768**3 / seconds
+    # Others may be using the machine, now or then.
+    assert rate / 4 < matmul_peak(data_mesh(1), dtype) < 16 * rate
+
+
+def test_more_devices_than_there_are_is_refused():
+    assert (
+        device_name(data_mesh()) == f"{jax.local_device_count()} x {jax.devices()[0].device_kind}"
+    )
+    with pytest.raises(ValueError, match=r"num_devices must be in 1\.\."):
+        data_mesh(jax.local_device_count() + 1)
+
+
+def test_the_share_of_the_peak_goes_into_the_history_and_before_the_eye(tmp_path):
+    def train_step(state, batch):
+        metrics = {"loss": 1.0, "gradient_norm": 1.0, "tokens": 100.0}
+        return state._replace(step=state.step + 1), metrics
+
+    history, console = History(tmp_path / "history.jsonl"), Console(file=io.StringIO(), width=200)
+    efficiency = Efficiency(flops_per_token=7.0, peak=7000.0)
+    fit(
+        train_step,
+        TrainState(0, {}, ()),
+        lambda step: (),
+        20,
+        history=history,
+        pace=Pace(record_steps=5),
+        efficiency=efficiency,
+        console=console,
+    )
+    for record in map(json.loads, history.path.open()):
+        assert record["utilisation"] == pytest.approx(record["tokens_per_second"] / 1000, rel=1e-4)
+    assert f"{history.records[-1]['utilisation']:.0%} of peak" in console.file.getvalue()
