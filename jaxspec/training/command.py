@@ -97,6 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--dtype", choices=("auto", *DTYPES), help="of products; auto, the default: the faster one"
     )
+    run.add_argument("--devices", type=int, help="that share every batch (default: all)")
     run.add_argument("--layer-drop", type=float, help="chance to leave out the last sub-layers")
     run.add_argument("--early-exit", type=float, help="share of sequences that exit early")
     run.add_argument("--start-from", help="folder with weights to begin with")
@@ -146,7 +147,14 @@ def run(args: argparse.Namespace) -> int:
     settings = settings_from_arguments(args)
     console.print_json(json.dumps(settings_to_json(settings)))
     state = args.state or default_state_folder(settings, args.out.name)
-    train_lm(settings, state, args.out, command=as_command(sys.argv[1:]), console=console)
+    train_lm(
+        settings,
+        state,
+        args.out,
+        num_devices=args.devices,
+        command=as_command(sys.argv[1:]),
+        console=console,
+    )
     return 0
 
 

@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxspec.core.types import PyTree
+from jaxspec.training.devices import on_every_device
 from jaxspec.training.efficiency import Efficiency
 from jaxspec.training.optimizer import make_optimizer
 from jaxspec.training.settings import OptimizerSettings, Pace
@@ -77,18 +79,37 @@ class History:
 
 
 def make_train_step(
-    objective: Objective, settings: OptimizerSettings, num_steps: int, seed: int = 0
+    objective: Objective,
+    settings: OptimizerSettings,
+    num_steps: int,
+    seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> TrainStep:
     """One compiled update of a run of `num_steps` steps. It donates the state it is given.
 
-    Equal objectives, settings and seeds share a compilation, whatever the number of steps.
+    Equal objectives, settings, seeds and meshes share a compilation, whatever the number of steps.
+
+    Args:
+        objective: what to train for.
+        settings: how weights move.
+        num_steps: of the whole run.
+        seed: of what the objective draws.
+        mesh: keeps the whole state on each of its devices, as it was given; batches lie where
+            they were put. None: all on one device.
     """
     return partial(
-        _update, num_steps=np.int32(num_steps), objective=objective, settings=settings, seed=seed
+        _update,
+        num_steps=np.int32(num_steps),
+        objective=objective,
+        settings=settings,
+        seed=seed,
+        mesh=mesh,
     )
 
 
-@partial(jax.jit, static_argnames=("objective", "settings", "seed"), donate_argnames="state")
+@partial(
+    jax.jit, static_argnames=("objective", "settings", "seed", "mesh"), donate_argnames="state"
+)
 def _update(
     state: TrainState,
     batch: Any,
@@ -97,6 +118,7 @@ def _update(
     objective: Objective,
     settings: OptimizerSettings,
     seed: int,
+    mesh: Mesh | None,
 ) -> tuple[TrainState, Metrics]:
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     differentiate = jax.value_and_grad(objective, has_aux=True)
@@ -105,7 +127,10 @@ def _update(
     updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     figures = {"loss": loss, "gradient_norm": optax.tree.norm(gradient)}
-    return TrainState(state.step + 1, params, opt_state), metrics | figures
+    state = TrainState(state.step + 1, params, opt_state)
+    if mesh is not None:
+        state = jax.lax.with_sharding_constraint(state, on_every_device(mesh))
+    return state, metrics | figures
 
 
 def fit(

@@ -26,10 +26,16 @@ from jaxspec.training.data import (
     pack,
     read_source,
 )
-from jaxspec.training.devices import data_mesh, device_name, matmul_peak
+from jaxspec.training.devices import (
+    data_mesh,
+    device_name,
+    matmul_peak,
+    on_every_device,
+    spread_rows,
+)
 from jaxspec.training.efficiency import Efficiency, flops_per_token
 from jaxspec.training.lm import NextToken, SoftLabels, Taught, make_evaluation
-from jaxspec.training.loop import History, Validation, fit, make_train_step
+from jaxspec.training.loop import History, TrainStep, Validation, fit, make_train_step
 from jaxspec.training.optimizer import make_optimizer
 from jaxspec.training.plan import Plan, make_plan, seconds_per_step
 from jaxspec.training.report import draw_losses, write_recipe
@@ -72,6 +78,7 @@ def train_lm(
     state_folder: Path,
     out: Path | None = None,
     *,
+    num_devices: int | None = None,
     command: str = "",
     console: Console | None = None,
 ) -> Trained:
@@ -83,17 +90,27 @@ def train_lm(
             resumes. One folder, one run, though its length may change: see
             `OptimizerSettings.decay_fraction`.
         out: folder for the finished checkpoint, in the Hugging Face layout; None: nothing written.
+        num_devices: how many of this process's devices share every batch; None: all. Figures and
+            weights do not depend on it but for rounding, and it may change when a run goes on.
         command: how a person would repeat the run, for `recipe.md`.
         console: where progress goes; standard error unless given.
 
     Raises:
-        ValueError: for data that cannot be read, or a state folder of another run.
+        ValueError: for data that cannot be read, a state folder of another run, or batches that
+            cannot be divided among the devices.
         DivergedError: when the loss is no longer finite.
     """
     console = console or Console(stderr=True)
     if out is not None and out.is_file():
         raise ValueError(f"out must be a folder, but {out} is a file: name another.")
+    mesh = data_mesh(num_devices)
+    if settings.rows_per_batch % mesh.size:
+        raise ValueError(
+            f"rows_per_batch must be a multiple of the number of devices ({mesh.size}), got "
+            f"{settings.rows_per_batch}: choose other --rows, or fewer --devices (num_devices)."
+        )
     teacher = None if settings.teacher is None else load_network(Path(settings.teacher))
+    teacher = jax.device_put(teacher, on_every_device(mesh))
     fingerprints = {source.name: fingerprint(source) for source in settings.sources}
     state_folder.mkdir(parents=True, exist_ok=True)
     _claim(state_folder, settings, fingerprints)
@@ -102,33 +119,34 @@ def train_lm(
     config = settings.model.replace(vocab_size=tokenizer.get_vocab_size())
 
     def taught(sequences: Sequences) -> Sequences | Taught:
-        return sequences if teacher is None else Taught(sequences, teacher)
+        spread = spread_rows(mesh, sequences)
+        return spread if teacher is None else Taught(spread, teacher)
 
     def batches(step: int) -> Sequences | Taught:
         return taught(drawn(step))
 
     def begin() -> TrainState:
-        return initial_state(_first_params(settings, config), make_optimizer(settings.optimizer, 1))
+        params = jax.device_put(_first_params(settings, config), on_every_device(mesh))
+        state = initial_state(params, make_optimizer(settings.optimizer, 1))
+        return jax.device_put(state, on_every_device(mesh))
+
+    def train_step(dtype: str, num_steps: int) -> TrainStep:
+        objective = _objective(settings, config, teacher, dtype)
+        return make_train_step(objective, settings.optimizer, num_steps, settings.seed, mesh)
 
     def time_step(dtypes: tuple[str, ...]) -> dict[str, float]:
-        objectives = {dtype: _objective(settings, config, teacher, dtype) for dtype in dtypes}
-        train_steps = {
-            dtype: make_train_step(objective, settings.optimizer, 1000, settings.seed)
-            for dtype, objective in objectives.items()
-        }
+        train_steps = {dtype: train_step(dtype, 1000) for dtype in dtypes}
         with console.status(f"timing a few steps in {' and '.join(dtypes)}"):
             return seconds_per_step(train_steps, begin(), batches)
 
     weights = tuple(source.weight for source in settings.sources)
     drawn = Batches(corpus.train, weights, settings.rows_per_batch, settings.seed)
-    mesh = data_mesh(1)
     plan = make_plan(
         settings, state_folder, device_name(mesh), time_step, partial(matmul_peak, mesh)
     )
     efficiency = Efficiency(_flops_per_token(settings, config, teacher), plan.peak)
     settings = dataclasses.replace(settings, dtype=plan.dtype)
-    objective = _objective(settings, config, teacher, plan.dtype)
-    evaluate = make_evaluation(objective.whole)
+    evaluate = make_evaluation(_objective(settings, config, teacher, plan.dtype).whole)
 
     def validate(params: PyTree, rows: int | None = settings.validation_rows) -> Validation:
         held_out = {
@@ -152,7 +170,7 @@ def train_lm(
     keeper = StateKeeper(state_folder / "states")
     try:
         state = fit(
-            make_train_step(objective, settings.optimizer, plan.num_steps, settings.seed),
+            train_step(plan.dtype, plan.num_steps),
             begin(),
             batches,
             plan.num_steps,
@@ -167,7 +185,9 @@ def train_lm(
         keeper.close()
     with console.status("validating on everything held out"):
         validation = validate(state.params, None)
-    metrics = _figures(settings, config, corpus, history, plan, efficiency, validation)
+    metrics = _figures(
+        settings, config, corpus, history, plan, efficiency, device_name(mesh), validation
+    )
     trained = Trained(Network(state.params, config), tokenizer, metrics)
     if out is not None:
         _write(trained, settings, fingerprints, history, out, command)
@@ -270,6 +290,7 @@ def _figures(
     history: History,
     plan: Plan,
     efficiency: Efficiency,
+    device: str,
     validation: Validation,
 ) -> dict[str, Any]:
     rates = [record["tokens_per_second"] for record in history.records if "loss" in record]
@@ -284,7 +305,7 @@ def _figures(
         "flops_per_token": round(efficiency.flops_per_token),
         "peak_gflops_per_second": round(efficiency.peak / 1e9, 1),
         "utilisation": None if rate is None else round(efficiency.utilisation(rate), 4),
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "device": device,
         "tokens_of_one_pass": {
             source.name: int(np.count_nonzero(packed.segments))
             for source, packed in zip(settings.sources, corpus.train, strict=True)
