@@ -20,7 +20,7 @@ from jaxspec.core.cache import empty_layer, num_slots
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.attention import Segment, at_least_float32, attend
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.linear import multiply
+from jaxspec.models.linear import exact_products, multiply
 from jaxspec.models.rope import rotate, rotations
 
 
@@ -443,7 +443,8 @@ class Network:
         return KVCache(layers, jnp.zeros((), jnp.int32))
 
     def _apply(self, *args, method=None) -> Any:
-        return Transformer(self.config).apply({"params": self.params}, *args, method=method)
+        with exact_products(self.dtype):
+            return Transformer(self.config).apply({"params": self.params}, *args, method=method)
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> PyTree:

@@ -6,6 +6,8 @@ opcode is one of `MOVES` and whose result holds at least as many numbers as one 
 the keys or the values of one layer for the whole batch. In-place updates are
 `dynamic-update-slice` or `scatter`, which are not moves; the copies that XLA adds where it cannot
 update in place are.
+
+What it must do: multiply float32 in float32, on devices that would round operands if left alone.
 """
 
 import math
@@ -19,8 +21,9 @@ import pytest
 
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode
+from jaxspec.core.masks import causal
 from jaxspec.core.types import Params, Warp
-from jaxspec.models import ModelConfig, Network, param_shapes
+from jaxspec.models import NARROW, ModelConfig, Network, param_shapes
 from tests.laws.drafters import DRAFTERS, PLAIN
 
 MOVES = {"copy", "copy-start", "select", "transpose", "pad", "concatenate", "reverse"}
@@ -110,8 +113,8 @@ def opcodes_in_loops(text: str) -> set[str]:
     return {one.opcode for one in inside_loops(read_hlo(text))}
 
 
-def compiled_decode(name: str, mode: str, rows: int) -> str:
-    """The optimised program. Weights are never made: shapes suffice."""
+def traced_decode(name: str, mode: str, rows: int) -> jax.stages.Traced:
+    """The program before any backend sees it. Weights are never made: shapes suffice."""
     case = {"plain": PLAIN, **DRAFTERS}[name]
     drafter = case.make()
     network = Network(param_shapes(CONFIG), CONFIG)
@@ -132,14 +135,13 @@ def compiled_decode(name: str, mode: str, rows: int) -> str:
         warp=warp,
     )
     plan = DecodePlan(capacities=(SLOTS,), chunk=BUCKET)
-    lowered = decode.lower(Params(network, draft), prompts, drafter=drafter, plan=plan)
-    return lowered.compile().as_text()
+    return decode.trace(Params(network, draft), prompts, drafter=drafter, plan=plan)
 
 
 @pytest.mark.parametrize(("mode", "rows"), [("greedy", 1), ("sampled", 4)])
 @pytest.mark.parametrize("name", ["plain", *DRAFTERS])
 def test_the_loop_moves_no_cache_and_sorts_nothing(name, mode, rows):
-    text = compiled_decode(name, mode, rows)
+    text = traced_decode(name, mode, rows).lower().compile().as_text()
     buffer_size = rows * CONFIG.num_kv_heads * CONFIG.head_dim * SLOTS
     assert "dynamic-update-slice" in opcodes_in_loops(text) or "scatter" in opcodes_in_loops(text)
     assert moved_buffers(text, buffer_size) == []
@@ -173,3 +175,45 @@ def test_the_reader_sees_what_is_planted(change, opcode):
             f": {opcode} of {size * size}" in found for found in moved_buffers(text, size * size)
         )
     assert moved_buffers(text, size * size + 1) == []
+
+
+PRODUCT = re.compile(r"dot_general .*?precision = \[(\w+), (\w+)\].*: \(tensor<[^>]*x(\w+)>")
+
+
+def precisions(traced: jax.stages.Traced, platform: str) -> set[tuple[str, str, str]]:
+    """Of all products: either operand's precision, and dtype. The platform need not be here."""
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    found = PRODUCT.findall(text)
+    assert len(found) == text.count("stablehlo.dot_general") > 0
+    return set(found)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("name", ["plain", "draft model, tree"])
+def test_float32_networks_multiply_in_float32(name, platform):
+    assert precisions(traced_decode(name, "sampled", 1), platform) == {
+        ("HIGHEST", "HIGHEST", "f32")
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "dtype", "expected"),
+    [
+        (None, jnp.bfloat16, {("DEFAULT", "DEFAULT", "bf16")}),
+        ("tensorfloat32", jnp.float32, {("HIGH", "HIGH", "f32")}),
+        ("default", jnp.float32, {("DEFAULT", "DEFAULT", "f32")}),
+        # With weights and without: attention and head leave the rounding to the device.
+        (NARROW, jnp.float32, {("DEFAULT", "DEFAULT", "bf16"), ("DEFAULT", "DEFAULT", "f32")}),
+    ],
+)
+def test_a_precision_that_was_asked_for_stays(asked, dtype, expected):
+    @jax.jit
+    def logits(network, tokens):
+        positions = jnp.arange(tokens.shape[0])
+        hidden = network.forward(tokens, positions, causal(tokens.shape[0]), None)
+        return network.unembed(hidden.features)
+
+    network = Network(param_shapes(CONFIG, dtype), CONFIG)
+    with jax.default_matmul_precision(asked):
+        traced = logits.trace(network, jax.ShapeDtypeStruct((5,), jnp.int32))
+    assert precisions(traced, "cuda") == expected

@@ -71,3 +71,17 @@ def test_narrow_products_round_the_operands_and_sum_in_float32():
     assert outputs.dtype == jnp.float32
     np.testing.assert_allclose(outputs, rounded[0] @ rounded[1], rtol=1e-5, atol=1e-4)
     assert np.max(np.abs(outputs - rows @ kernel)) > 1e-3
+
+
+@pytest.mark.parametrize("asked", ["highest", "tensorfloat32", None])
+def test_the_precision_asked_for_reaches_the_product_and_its_gradients(asked):
+    """Though lowering and transposing come after the context has been left."""
+
+    def loss(rows, kernel):
+        with jax.default_matmul_precision(asked):
+            return jnp.sum(jax.vmap(multiply, (0, None))(rows, kernel) ** 2)
+
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(draw(4, 1, 128), draw(128, 6)).as_text()
+    name = {"highest": "HIGHEST", "tensorfloat32": "HIGH", None: "DEFAULT"}[asked]
+    assert text.count("stablehlo.dot_general") == 3
+    assert text.count(f"precision = [{name}, {name}]") == 3
