@@ -72,9 +72,7 @@ def as_dict(comparison: Comparison) -> dict[str, Any]:
 def _row_as_dict(comparison: Comparison, row: ComparisonRow) -> dict[str, Any]:
     plain = dataclasses.asdict(dataclasses.replace(row, trials=()))
     del plain["trials"]
-    plain["divergences"] = [
-        {**divergence._asdict(), "is_tie": divergence.is_tie} for divergence in row.divergences
-    ]
+    plain["divergences"] = divergences_as_dicts(row.divergences)
     plain["prompts"] = [
         {
             "prompt_index": index,
@@ -87,6 +85,11 @@ def _row_as_dict(comparison: Comparison, row: ComparisonRow) -> dict[str, Any]:
         for index, trial in zip(comparison.prompt_indices, row.trials, strict=True)
     ]
     return plain
+
+
+def divergences_as_dicts(divergences: Sequence[Divergence]) -> list[dict[str, Any]]:
+    """Every field of each, and whether it is a tie."""
+    return [{**divergence._asdict(), "is_tie": divergence.is_tie} for divergence in divergences]
 
 
 def _header(comparison: Comparison) -> str:

@@ -1,14 +1,17 @@
-"""`jaxspec bench`: drafters against plain decoding, over a file of prompts."""
+"""`jaxspec bench`: drafters against plain decoding, over a file of prompts or a fixed suite."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from jaxspec.bench.compare import compare, describe
 from jaxspec.bench.prompts import FIELDS, read_prompts
+from jaxspec.bench.results import as_dict, as_markdown, write_markdown
+from jaxspec.bench.shipped import SUITES, measure
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import (
     add_drafter_arguments,
@@ -27,10 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec bench`."""
     parser.description = (
         "Decodes every prompt plainly and with each drafter, in turns, and prints a table. "
-        "Exits with 1 if a greedy output differs from plain decoding's by more than a tie."
+        "Exits with 1 if a greedy output differs from plain decoding's by more than a tie. "
+        "With --suite, what is decoded and how is fixed, and the tables go to a file."
     )
-    add_model_arguments(parser)
-    parser.add_argument("prompts", type=Path, metavar="PROMPTS.jsonl[.gz]")
+    add_model_arguments(parser, required=False)
+    parser.add_argument("prompts", type=Path, nargs="?", metavar="PROMPTS.jsonl[.gz]")
+    add_suite_arguments(parser)
     parser.add_argument(
         "--field", help=f"where the prompt is (default: the first of {', '.join(FIELDS)})"
     )
@@ -40,22 +45,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="wrap each text in the model's chat template"
     )
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each")
-    parser.add_argument("--json", metavar="FILE", help="write all figures; - for standard output")
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write all figures; - or nothing for standard output",
+    )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=True)
+    parser.set_defaults(parser=parser)
+
+
+def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `--suite` and its settings."""
+    group = parser.add_argument_group("suite, in place of MODEL and PROMPTS")
+    group.add_argument("--suite", choices=tuple(SUITES), help="measure the models shipped here")
+    group.add_argument(
+        "--data-folder",
+        type=Path,
+        default=Path("../shared/data/eval"),
+        metavar="FOLDER",
+        help="of the suite's prompts (default: %(default)s)",
+    )
+    group.add_argument(
+        "--out",
+        type=Path,
+        default=Path("checkpoints/RESULTS.md"),
+        metavar="FILE.md",
+        help="where the tables go (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prompts-per-set", type=int, default=20, metavar="N", help="default: %(default)s"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures as the arguments say; 1 if greedy outputs differ."""
+    return run_prompts(args) if args.suite is None else run_suite(args)
+
+
+def run_suite(args: argparse.Namespace) -> int:
+    """Measures a suite and writes its page."""
+    settings = ("suite", "data_folder", "out", "prompts_per_set", "repeats", "json", "debug")
+    given = (name for name, value in vars(args).items() if value != args.parser.get_default(name))
+    foreign = sorted(set(given) - set(settings))
+    if foreign:
+        args.parser.error(f"--suite {args.suite} fixes {', '.join(foreign)}; leave that out.")
+    check_writable(args.json)
+    check_writable(args.out, "--out")
+    result = measure(args.suite, args.data_folder, args.prompts_per_set, args.repeats)
+    write_markdown(result, args.out)
+    print(f"wrote {args.out}", file=sys.stderr)
+    print(as_markdown(result), end="", file=sys.stderr if args.json == "-" else sys.stdout)
+    write_figures(as_dict(result), args.json)
+    return 0 if result.outputs_agree else EXIT_DIFFERENT
+
+
+def run_prompts(args: argparse.Namespace) -> int:
+    """Measures the drafters asked for over a file of prompts."""
+    path: Path | None = args.prompts
+    if path is None:
+        return args.parser.error("give MODEL and PROMPTS.jsonl, or --suite.")
     config = generation_config(args)
     check_writable(args.json)
-    rows = read_prompts(args.prompts, args.field, args.limit, args.shuffle_seed)
+    rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)
     specs = filter(None, args.drafter or [drafter_spec("lookup")])
     drafters = {spec.text: make_drafter(spec, args) for spec in specs}
     model = load_model(args)
     announce(
         model=args.model,
-        prompts=f"{len(rows)} of {args.prompts}",
+        prompts=f"{len(rows)} of {path}",
         drafters={name: describe(drafter) for name, drafter in drafters.items()},
         config=config,
         seed=args.seed,
@@ -77,11 +137,17 @@ def run(args: argparse.Namespace) -> int:
         categories=categories if any(categories) else None,
     )
     Console(stderr=args.json == "-", highlight=False).print(comparison)
-    if args.json is not None:
-        text = json.dumps(comparison.as_dict(), indent=2)
-        if args.json == "-":
-            print(text)
-        else:
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
-            print(f"wrote {args.json}", file=sys.stderr)
+    write_figures(comparison.as_dict(), args.json)
     return 0 if comparison.outputs_agree else EXIT_DIFFERENT
+
+
+def write_figures(figures: dict[str, Any], path: str | None) -> None:
+    """Writes all figures to where `--json` says, if it does."""
+    if path is None:
+        return
+    text = json.dumps(figures, indent=2)
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+        print(f"wrote {path}", file=sys.stderr)

@@ -13,9 +13,12 @@ from jaxspec.drafters import DraftModel, LoadedDrafter, PromptLookup
 from jaxspec.generation import GenerationConfig
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Declares which target to load and how."""
-    parser.add_argument("model", metavar="MODEL", help="folder, shipped name or Hub id")
+    count = None if required else "?"
+    parser.add_argument(
+        "model", nargs=count, metavar="MODEL", help="folder, shipped name or Hub id"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights")
     parser.add_argument("--max-positions", type=int, metavar="N", help="longest text, in tokens")
 
@@ -180,8 +183,8 @@ def announce(**facts: Any) -> None:
         print(f"{name}: {value}", file=sys.stderr)
 
 
-def check_writable(path: str | None) -> None:
-    """Notices a wrong `--json FILE` before the work, not after it.
+def check_writable(path: str | Path | None, flag: str = "--json") -> None:
+    """Notices a wrong file to write, given by `flag`, before the work, not after it.
 
     Raises:
         ValueError: if the folder does not exist, or the path is a folder.
@@ -189,4 +192,4 @@ def check_writable(path: str | None) -> None:
     if path is None or path == "-":
         return
     if Path(path).is_dir() or not Path(path).parent.is_dir():
-        raise ValueError(f"--json {path}: must be a file in a folder that exists, or -.")
+        raise ValueError(f"{flag} {path}: must be a file in a folder that exists.")

@@ -1,0 +1,217 @@
+"""A measured suite as a page of Markdown, `checkpoints/RESULTS.md`, and as plain values."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jaxspec
+from jaxspec.bench.assisted import ASSISTED
+from jaxspec.bench.assisted import PLAIN as TRANSFORMERS
+from jaxspec.bench.compare import PLAIN
+from jaxspec.bench.comparison import TIE_GAP, ComparisonRow
+from jaxspec.bench.figures import LOW_REPETITION, Figures
+from jaxspec.bench.shipped import Assisted, AssistedRow, Setting, SuiteResult, TargetResult
+from jaxspec.bench.table import (
+    divergence_lines,
+    divergences_as_dicts,
+    findings,
+    outputs_text,
+    speedup_text,
+)
+from jaxspec.checkpoint.files import replacing_files
+
+HEAD = "# Figures of the shipped models\n\nMade by this command, never by hand:\n"
+_COLUMNS = {
+    "outputs": "greedy outputs that equal our plain decoding's, token by token. A tie, listed with "
+    f"its gap, leaves it where the target's two best logits lie within {TIE_GAP:g}. Sampled "
+    "outputs differ by their nature, so at a temperature they are not compared.",
+    "tau": "mean acceptance length: tokens per target pass, bonus token INCLUDED, so that plain "
+    "decoding has 1. Also by category.",
+    "tokens/s": "tokens emitted per second, one prompt at a time, the median of each prompt's "
+    "runs. Reading the prompt counts, compiling does not.",
+    "baseline": "plain decoding by the same library, measured in turns with the method.",
+    "speed-up": "the baseline's time per token over the method's, over the same prompts [95 % "
+    "bootstrap interval over prompts].",
+    "repeated": "share of an output's 4-grams that it already held. A model that loops is easy to "
+    "draft for.",
+    "low repetition": "the figures above over those prompts whose plain output (ours) repeats less "
+    f"than {LOW_REPETITION:.0%} of its 4-grams.",
+}
+_SPEED_COLUMNS = ("tokens/s", "baseline", "speed-up [95 %]", "repeated")
+# Methods, each with the name of its baseline.
+_Rows = list[tuple[ComparisonRow | AssistedRow, str]]
+_HOW_PASSES_ARE_COUNTED = (
+    "For tau, a hook counts every call of the target's forward. The first reads the prompt and "
+    "scores the first draft at once, so it is a step; ours reads the prompt up to its last token "
+    "in a pass that is not counted, and then begins with a step as well."
+)
+
+
+def command_of(result: SuiteResult) -> str:
+    """What to type to measure this again."""
+    return (
+        f"jaxspec bench --suite {result.name} --prompts-per-set {result.prompts_per_set} "
+        f"--repeats {result.repeats}"
+    )
+
+
+def write_markdown(result: SuiteResult, path: Path) -> None:
+    """Writes `as_markdown`; a file that is there is replaced whole or not at all."""
+    with replacing_files(path.parent) as staging:
+        (staging / path.name).write_text(as_markdown(result), encoding="utf-8")
+
+
+def as_markdown(result: SuiteResult) -> str:
+    """The whole page. Nothing in it depends on the day or the commit, or on where files lie."""
+    parts = [
+        f"{HEAD}\n    {command_of(result)}",
+        _prompts_part(result),
+        "## What the columns say",
+        _bullets(*(f"**{name}**: {meaning}" for name, meaning in _COLUMNS.items())),
+        *(_target_part(name, target) for name, target in result.targets.items()),
+    ]
+    if result.missing:
+        parts.append(f"Not here, so not measured: {', '.join(result.missing)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def as_dict(result: SuiteResult) -> dict[str, Any]:
+    """Every figure, ready for JSON."""
+    return {
+        "suite": result.name,
+        "command": command_of(result),
+        "outputs_agree": result.outputs_agree,
+        "missing": list(result.missing),
+        "targets": {name: _target_as_dict(target) for name, target in result.targets.items()},
+    }
+
+
+def _target_as_dict(target: TargetResult) -> dict[str, Any]:
+    return {
+        "num_params": target.num_params,
+        "draft_params": dict(target.draft_params),
+        "settings": {
+            label: {
+                "comparison": setting.comparison.as_dict(),
+                "transformers": _assisted_as_dict(setting.assisted),
+            }
+            for label, setting in target.settings.items()
+        },
+    }
+
+
+def _assisted_as_dict(assisted: Assisted | str) -> dict[str, Any]:
+    if isinstance(assisted, str):
+        return {"left_out": assisted}
+    rows = [
+        {**dataclasses.asdict(row), "divergences": divergences_as_dicts(row.divergences)}
+        for row in assisted.rows
+    ]
+    return {"versions": assisted.versions, "rows": rows}
+
+
+def _prompts_part(result: SuiteResult) -> str:
+    groups = result.suite.prompt_sets
+    rows = [[g.category, f"`{g.file}`", f"`{json.dumps(g.template)}`"] for g in groups]
+    return (
+        f"Of each file the first {result.prompts_per_set} prompts that leave room in the context "
+        "for all new tokens, in the shape of the training text up to where the answer begins; "
+        "none of them was trained on. Braces hold fields of a row.\n\n"
+    ) + _table(["category", "file", "prompt"], rows)
+
+
+def _target_part(name: str, target: TargetResult) -> str:
+    sizes = [f"{target.num_params:,} parameters"]
+    sizes += [f"{method}: {count:,}" for method, count in target.draft_params.items()]
+    parts = (_setting_part(name, label, setting) for label, setting in target.settings.items())
+    return "\n\n".join([f"## {name}", f"{'; '.join(sizes)}.", *parts])
+
+
+def _setting_part(target: str, label: str, setting: Setting) -> str:
+    comparison, assisted = setting.comparison, setting.assisted
+    config = comparison.config
+    sampling = f"temperature {config.temperature:g}, seed {comparison.seed}"
+    facts = [
+        f"{len(comparison.prompt_indices)} prompts, {sampling if config.temperature else 'greedy'},"
+        f" up to {config.max_new_tokens} new tokens, ended by the model's own end tokens; "
+        f"{comparison.dtype}, runs of each timed: {comparison.repeats}.",
+        f"{comparison.machine}, jaxspec {jaxspec.__version__}.",
+        *(f"{row.name}: `{row.settings}`." for row in comparison.rows[1:]),
+    ]
+    rows: _Rows = [(row, PLAIN) for row in comparison.rows]
+    lines = findings(comparison)
+    if isinstance(assisted, str):
+        facts.append(f"Rows of `transformers` are left out: {assisted}.")
+    else:
+        rows += [(row, TRANSFORMERS) for row in assisted.rows]
+        facts.append(
+            f"{TRANSFORMERS} and {ASSISTED}: {assisted.versions}; the same weights, prompt ids and "
+            "end tokens; the assistant is the draft model, as `transformers` sets it by default. "
+            f"{_HOW_PASSES_ARE_COUNTED}"
+        )
+        for row in assisted.rows:
+            lines += divergence_lines(row.name, row.divergences)
+    parts = [f"### {target}, {label}", _bullets(*facts), _all_prompts_table(rows, setting)]
+    low = comparison.plain.low_repetition
+    if low is not None:
+        share = f"{low.num_prompts} of {len(comparison.prompt_indices)} prompts"
+        parts += [f"Low repetition: {share}.", _low_repetition_table(rows)]
+    else:
+        parts.append("Low repetition: no prompt.")
+    return "\n\n".join([*parts, _bullets(*lines)])
+
+
+def _all_prompts_table(rows: _Rows, setting: Setting) -> str:
+    categories = list(setting.comparison.plain.by_category)
+    headings = [f"{category} tau" for category in categories]
+    return _table(
+        ["method", "outputs", "tau", *headings, *_SPEED_COLUMNS],
+        [
+            [
+                row.name,
+                _outputs(row, setting),
+                f"{row.overall.mean_acceptance_length:.2f}",
+                *(f"{row.by_category[name].mean_acceptance_length:.2f}" for name in categories),
+                *_speed_cells(row.overall, baseline),
+            ]
+            for row, baseline in rows
+        ],
+    )
+
+
+def _low_repetition_table(rows: _Rows) -> str:
+    return _table(
+        ["method", "tau", *_SPEED_COLUMNS],
+        [
+            [row.name, f"{low.mean_acceptance_length:.2f}", *_speed_cells(low, baseline)]
+            for row, baseline in rows
+            if (low := row.low_repetition) is not None
+        ],
+    )
+
+
+def _speed_cells(figures: Figures, baseline: str) -> tuple[str, ...]:
+    return (
+        f"{figures.tokens_per_second:.0f}",
+        baseline,
+        speedup_text(figures),
+        f"{figures.repeated_ngrams:.0%}",
+    )
+
+
+def _outputs(row: ComparisonRow | AssistedRow, setting: Setting) -> str:
+    if row is setting.comparison.plain:
+        return "reference"
+    if setting.comparison.plain.num_identical is None:
+        return "not compared"
+    return outputs_text(row.divergences, row.overall.num_prompts)
+
+
+def _bullets(*lines: str) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    cells = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

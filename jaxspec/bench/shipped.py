@@ -1,0 +1,321 @@
+"""The suites of `jaxspec bench --suite NAME`: what is measured on the models shipped here.
+
+To measure a further method, add one entry to `methods`; a further model, one to `targets`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxspec.bench.assisted import PLAIN, decode_with_transformers, why_not_here
+from jaxspec.bench.compare import compare, find_divergences
+from jaxspec.bench.comparison import Comparison, Divergence
+from jaxspec.bench.figures import Figures, figures_of_subsets, subsets_of
+from jaxspec.bench.prompts import read_entries
+from jaxspec.checkpoint import Model, load, shipped_models
+from jaxspec.core.types import Drafter, PyTree
+from jaxspec.drafters import DraftModel, LoadedDrafter, PromptLookup
+from jaxspec.generation import GenerationConfig, prepare
+
+
+class PromptSet(NamedTuple):
+    """Prompts of one category.
+
+    category: how figures call it.
+    file: where in the folder of evaluation data, one JSON object a line.
+    template: the prompt made from one row, in `str.format` style, in the shape that the models saw
+        in training up to where the answer begins. A list in a field is written one entry a line.
+    """
+
+    category: str
+    file: str
+    template: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """What is measured together.
+
+    Attributes:
+        prompt_sets: the prompts.
+        targets: shipped models; those that are not here are left out.
+        methods: drafters by name, each made for a target.
+        temperatures: by name; 0 is greedy. Every method is measured at each.
+        assistant: the shipped model that `transformers` drafts with, greedily.
+        max_new_tokens: of every prompt, at most.
+        seed: of sampling.
+    """
+
+    prompt_sets: tuple[PromptSet, ...]
+    targets: tuple[str, ...]
+    methods: Mapping[str, Callable[[Model], Drafter | LoadedDrafter]]
+    temperatures: Mapping[str, float]
+    assistant: str
+    max_new_tokens: int
+    seed: int = 0
+
+
+SUITES = {
+    "shipped": Suite(
+        prompt_sets=(
+            PromptSet("GSM8K", "gsm8k/test.jsonl.gz", "{question}\n"),
+            PromptSet("HumanEval", "humaneval/HumanEval.jsonl.gz", "{prompt}"),
+            PromptSet("MBPP", "mbpp/test.jsonl.gz", '"""\n{text}\n{test_list}\n"""\n'),
+        ),
+        targets=("demo", "demo-small"),
+        methods={
+            # Both with the lengths that they draft by default.
+            "prompt lookup": lambda target: PromptLookup(),
+            "draft model": lambda target: DraftModel.of(load("demo-draft")),
+        },
+        temperatures={"greedy": 0.0, "temperature 1": 1.0},
+        assistant="demo-draft",
+        max_new_tokens=128,
+    ),
+}
+
+
+class SuitePrompt(NamedTuple):
+    """A prompt and its `PromptSet.category`."""
+
+    category: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class AssistedRow:
+    """A method of `transformers`, with fields as in `ComparisonRow`.
+
+    Speed-ups are over `transformers` decoding plainly, divergences from OUR plain decoding.
+    """
+
+    name: str
+    overall: Figures
+    low_repetition: Figures | None
+    by_category: Mapping[str, Figures]
+    divergences: tuple[Divergence, ...]
+
+
+class Assisted(NamedTuple):
+    """Both methods of `transformers` on the prompts of one greedy comparison."""
+
+    rows: tuple[AssistedRow, ...]
+    versions: str
+
+
+class Setting(NamedTuple):
+    """What was measured at one of a suite's `temperatures`.
+
+    assisted: what `transformers` makes of it, or why that is left out.
+    """
+
+    comparison: Comparison
+    assisted: Assisted | str
+
+    @property
+    def outputs_agree(self) -> bool:
+        """True if every greedy output equals our plain decoding's, ties aside."""
+        rows = () if isinstance(self.assisted, str) else self.assisted.rows
+        others = (divergence for row in rows for divergence in row.divergences)
+        return self.comparison.outputs_agree and all(divergence.is_tie for divergence in others)
+
+
+class TargetResult(NamedTuple):
+    """One target, measured.
+
+    num_params: of the target.
+    draft_params: of each method that has weights, by its name.
+    prompts: those that were decoded.
+    settings: by the names of the suite's `temperatures`.
+    """
+
+    num_params: int
+    draft_params: Mapping[str, int]
+    prompts: Sequence[SuitePrompt]
+    settings: Mapping[str, Setting]
+
+
+class SuiteResult(NamedTuple):
+    """A suite, measured.
+
+    targets: by name.
+    missing: targets that are not here.
+    """
+
+    name: str
+    suite: Suite
+    prompts_per_set: int
+    repeats: int
+    targets: Mapping[str, TargetResult]
+    missing: tuple[str, ...]
+
+    @property
+    def outputs_agree(self) -> bool:
+        """True if every greedy output equals our plain decoding's, ties aside."""
+        return all(
+            setting.outputs_agree
+            for target in self.targets.values()
+            for setting in target.settings.values()
+        )
+
+
+def measure(
+    name: str, data_folder: Path, prompts_per_set: int, repeats: int, progress: bool = True
+) -> SuiteResult:
+    """Measures a suite of `SUITES`.
+
+    Args:
+        name: of the suite.
+        data_folder: where the files of its prompt sets are; they are read in place.
+        prompts_per_set: prompts of each set at most.
+        repeats: timed runs of each prompt and method.
+        progress: show a bar where standard error is a terminal.
+
+    Raises:
+        ValueError: a number is below 1, the data or all targets are missing, or a row of the data
+            lacks a field.
+    """
+    suite = SUITES[name]
+    if prompts_per_set < 1:
+        raise ValueError(f"prompts_per_set must be at least 1, got {prompts_per_set}.")
+    rows = {group: read_prompt_set(group, data_folder) for group in suite.prompt_sets}
+    folders = shipped_models()
+    here = [target for target in suite.targets if target in folders]
+    if not here:
+        raise ValueError(
+            f"None of the models of suite {name!r} is here: {', '.join(suite.targets)}. "
+            "They are in checkpoints/ of the repository."
+        )
+
+    def measure_target(target: str) -> TargetResult:
+        model = load(target)
+        prompts = [
+            prompt
+            for prompts in rows.values()
+            for prompt in first_that_fit(prompts, model, suite.max_new_tokens, prompts_per_set)
+        ]
+        drafters = {method: make(model) for method, make in suite.methods.items()}
+        loaded = {n: d for n, d in drafters.items() if isinstance(d, LoadedDrafter)}
+        settings = {}
+        for label, temperature in suite.temperatures.items():
+            comparison = compare(
+                model,
+                [prompt.text for prompt in prompts],
+                drafters,
+                GenerationConfig(max_new_tokens=suite.max_new_tokens, temperature=temperature),
+                repeats=repeats,
+                seed=suite.seed,
+                categories=[prompt.category for prompt in prompts],
+                progress=progress,
+            )
+            assisted = (
+                "they are measured greedily only"
+                if temperature
+                else _assisted(suite, model, folders[target], prompts, comparison)
+            )
+            settings[label] = Setting(comparison, assisted)
+        return TargetResult(
+            num_params=num_params(model.params),
+            draft_params={n: num_params(drafter.params) for n, drafter in loaded.items()},
+            prompts=prompts,
+            settings=settings,
+        )
+
+    return SuiteResult(
+        name=name,
+        suite=suite,
+        prompts_per_set=prompts_per_set,
+        repeats=repeats,
+        targets={target: measure_target(target) for target in here},
+        missing=tuple(target for target in suite.targets if target not in folders),
+    )
+
+
+def read_prompt_set(group: PromptSet, data_folder: Path) -> list[SuitePrompt]:
+    """All prompts of a set, in the order of its file.
+
+    Raises:
+        ValueError: the file is not there, or a row lacks a field of the template.
+    """
+    path = data_folder / group.file
+    if not path.is_file():
+        raise ValueError(
+            f"--data-folder {data_folder}: {group.file} is not there; give the folder of the "
+            f"evaluation data, in which {group.category} is."
+        )
+    return [
+        SuitePrompt(group.category, _fill(group.template, row, where))
+        for where, row in read_entries(path)
+    ]
+
+
+def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
+    texts = {
+        name: "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+        for name, value in row.items()
+    }
+    try:
+        text = template.format(**texts)
+    except KeyError as error:
+        raise ValueError(
+            f"{where}: has no field {error}, which the prompt is made of, only "
+            f"{', '.join(map(repr, row))}."
+        ) from error
+    # Lines end here as they did in training.
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def first_that_fit(
+    prompts: Sequence[SuitePrompt], model: Model, room: int, count: int
+) -> list[SuitePrompt]:
+    """The first `count` prompts that leave `room` tokens of the context, or all there are."""
+    assert model.tokenizer is not None, f"{model.name} ships without a tokenizer"
+    fitting = []
+    for prompt in prompts:
+        if len(fitting) == count:
+            break
+        if len(model.tokenizer.encode(prompt.text)) <= model.config.max_positions - room:
+            fitting.append(prompt)
+    return fitting
+
+
+def num_params(params: PyTree) -> int:
+    """Weights in a pytree."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _assisted(
+    suite: Suite,
+    model: Model,
+    folder: Path,
+    prompts: Sequence[SuitePrompt],
+    comparison: Comparison,
+) -> Assisted | str:
+    """`transformers` on the prompts of a greedy comparison, or why it is left out."""
+    reason = why_not_here()
+    if reason is not None:
+        return reason
+    plain, indices = comparison.plain.trials, comparison.prompt_indices
+    ids = [trial.generation.prompt_tokens.tolist() for trial in plain]
+    found = decode_with_transformers(
+        model,
+        folder,
+        shipped_models()[suite.assistant],
+        ids,
+        suite.max_new_tokens,
+        comparison.repeats,
+    )
+    subsets = subsets_of(plain, [prompts[index].category for index in indices])
+    requests = [prepare(model, prompt, comparison.config, None, suite.seed) for prompt in ids]
+    rows = tuple(
+        AssistedRow(
+            name=name,
+            **figures_of_subsets(trials, found.trials[PLAIN], subsets)._asdict(),
+            divergences=find_divergences(model, requests, indices, plain, trials),
+        )
+        for name, trials in found.trials.items()
+    )
+    return Assisted(rows, found.versions)

@@ -1,0 +1,279 @@
+"""`jaxspec bench --suite shipped`: which prompts, which rows, and the page that is written."""
+
+import dataclasses
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+import jaxspec
+from jaxspec.bench import assisted, shipped
+from jaxspec.bench.assisted import Pass, generation_of
+from jaxspec.bench.comparison import Divergence
+from jaxspec.bench.results import HEAD, as_dict, as_markdown
+from jaxspec.bench.shipped import (
+    SUITES,
+    Assisted,
+    AssistedRow,
+    SuitePrompt,
+    first_that_fit,
+    measure,
+    read_prompt_set,
+)
+from jaxspec.checkpoint import hub
+from jaxspec.cli import main
+from jaxspec.commands import bench as command
+from tests.bench.models import WrongRoot
+
+ROOT = Path(__file__).resolve().parents[2]
+GSM8K, HUMANEVAL, MBPP = SUITES["shipped"].prompt_sets
+ONE, TWO = "How many are 1 + 1?", "How many are 2 + 3?"
+# All but the first have 17 to 32 bytes, so that their programs are the same.
+ROWS = {
+    GSM8K.file: [{"question": "x" * 3000}, {"question": ONE}, {"question": TWO}],
+    HUMANEVAL.file: [{"prompt": "def add_one(number):\n"}],
+    MBPP.file: [
+        {"text": "Add.\r\n", "test_list": ["f(1)", "f(2)"]},
+        {"text": "Subtract.", "test_list": []},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def data_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("eval")
+    for file, rows in ROWS.items():
+        path = folder / file
+        path.parent.mkdir()
+        path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(model, tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("root")
+    for name in ("demo", "demo-draft"):
+        jaxspec.save(model, root / "checkpoints" / name)
+    return root / "checkpoints"
+
+
+def small_suite(monkeypatch, checkpoints: Path, **changes) -> None:
+    """Makes the suite short, of tiny models, without `transformers`."""
+    suite = dataclasses.replace(SUITES["shipped"], max_new_tokens=8, **changes)
+    monkeypatch.setitem(SUITES, "shipped", suite)
+    monkeypatch.setattr(hub, "_PACKAGE", checkpoints.parent / "jaxspec")
+    monkeypatch.setattr(shipped, "why_not_here", lambda: "torch is at home")
+
+
+@pytest.fixture(scope="module")
+def result(checkpoints, data_folder):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        small_suite(monkeypatch, checkpoints)
+        return measure("shipped", data_folder, prompts_per_set=2, repeats=1, progress=False)
+
+
+class TestPrompts:
+    """Which prompts of the files are decoded, and in what shape."""
+
+    def test_a_prompt_is_the_training_text_up_to_the_answer(self, data_folder):
+        (only,) = read_prompt_set(HUMANEVAL, data_folder)
+        assert only == SuitePrompt("HumanEval", "def add_one(number):\n")
+        first, _ = read_prompt_set(MBPP, data_folder)
+        assert first == SuitePrompt("MBPP", '"""\nAdd.\n\nf(1)\nf(2)\n"""\n')
+        _, second, _ = read_prompt_set(GSM8K, data_folder)
+        assert second == SuitePrompt("GSM8K", f"{ONE}\n")
+
+    def test_the_shapes_are_those_of_training(self):
+        if not (ROOT / "checkpoints" / "demo" / "training.json").is_file():
+            pytest.skip("needs checkpoints/demo/training.json, which is not here")
+        settings = json.loads((ROOT / "checkpoints" / "demo" / "training.json").read_text())
+        templates = {source["name"]: source["template"] for source in settings["sources"]}
+        assert templates["gsm8k"] == GSM8K.template + "{answer}"
+        assert templates["mbpp"] == MBPP.template + "{code}\n"
+
+    def test_the_first_that_leave_room_are_taken(self, model, data_folder):
+        prompts = read_prompt_set(GSM8K, data_folder)
+        assert first_that_fit(prompts, model, room=8, count=1) == prompts[1:2]
+        assert first_that_fit(prompts, model, room=8, count=9) == prompts[1:]
+        exactly = model.config.max_positions - len(f"{ONE}\n")
+        assert first_that_fit(prompts, model, room=exactly, count=9) == prompts[1:]
+        assert first_that_fit(prompts, model, room=exactly + 1, count=9) == []
+
+    def test_a_row_without_a_field_is_named(self, tmp_path):
+        (tmp_path / "humaneval").mkdir()
+        (tmp_path / HUMANEVAL.file).write_bytes(gzip.compress(b'{"text": "t"}'))
+        with pytest.raises(ValueError, match=r"gz:1: has no field 'prompt', .* only 'text'"):
+            read_prompt_set(HUMANEVAL, tmp_path)
+
+
+class TestPage:
+    """What `as_markdown` says of a measured suite."""
+
+    def tables(self, page: str) -> list[list[list[str]]]:
+        blocks = (block.splitlines() for block in page.split("\n\n") if block.startswith("|"))
+        return [[line.strip("|").split("|") for line in block] for block in blocks]
+
+    def test_it_begins_with_its_command(self, result):
+        typed = "jaxspec bench --suite shipped --prompts-per-set 2 --repeats 1"
+        assert as_markdown(result).startswith(f"{HEAD}\n    {typed}\n")
+
+    def test_tables_hold_the_figures(self, result):
+        sets, greedy, *_ = tables = self.tables(as_markdown(result))
+        assert all(len(line) == len(table[0]) for table in tables for line in table)
+        assert len(sets) == 2 + 3
+        heading, _, *rows = ([cell.strip() for cell in line] for line in greedy)
+        assert [row[0] for row in rows] == ["plain", "prompt lookup", "draft model"]
+        comparison = result.targets["demo"].settings["greedy"].comparison
+        for row, measured in zip(rows, comparison.rows, strict=True):
+            cells = dict(zip(heading, row, strict=True))
+            assert cells["tau"] == f"{measured.overall.mean_acceptance_length:.2f}"
+            assert cells["tokens/s"] == f"{measured.overall.tokens_per_second:.0f}"
+            by_category = measured.by_category
+            assert cells["MBPP tau"] == f"{by_category['MBPP'].mean_acceptance_length:.2f}"
+        assert [row[1] for row in rows] == ["reference", "5 of 5 same", "5 of 5 same"]
+
+    def test_every_column_is_explained(self, result):
+        page = as_markdown(result)
+        for table in self.tables(page)[1:]:
+            for heading in table[0]:
+                name = heading.split("[")[0].split()[-1]
+                assert name == "method" or f"- **{name}**: " in page
+        assert "bonus token INCLUDED" in page
+
+    def test_it_says_what_is_not_there(self, result):
+        page = as_markdown(result)
+        assert "Rows of `transformers` are left out: torch is at home." in page
+        assert "Rows of `transformers` are left out: they are measured greedily only." in page
+        assert "Not here, so not measured: demo-small." in page
+        assert "not compared" in page
+
+    def test_it_says_what_was_measured_and_where(self, result, model, checkpoints, data_folder):
+        page = as_markdown(result)
+        assert f"\n\n{shipped.num_params(model.params):,} parameters; draft model: " in page
+        assert str(result.targets["demo"].settings["greedy"].comparison.machine) in page
+        assert str(checkpoints) not in page
+        assert str(data_folder) not in page
+
+    def test_the_page_of_the_repository_was_made_by_the_command(self):
+        path = ROOT / "checkpoints" / "RESULTS.md"
+        if not path.is_file():
+            pytest.skip("needs checkpoints/RESULTS.md, which is not here")
+        assert path.read_text(encoding="utf-8").startswith(HEAD)
+
+
+class TestCommand:
+    """`jaxspec bench --suite shipped`, from the command line."""
+
+    def run(self, *argv) -> int:
+        return main(["bench", "--suite", "shipped", *map(str, argv)])
+
+    def test_it_writes_the_page_and_the_figures(self, capsys, monkeypatch, result, tmp_path):
+        monkeypatch.setattr(command, "measure", lambda *_: result)
+        page, figures = tmp_path / "RESULTS.md", tmp_path / "figures.json"
+        page.write_text("old")
+        assert self.run("--out", page, "--json", figures) == 0
+        assert page.read_text(encoding="utf-8") == as_markdown(result) == capsys.readouterr().out
+        assert json.loads(figures.read_text()) == json.loads(json.dumps(as_dict(result)))
+        assert {path.name for path in tmp_path.iterdir()} == {"RESULTS.md", "figures.json"}
+        assert self.run("--out", page, "--json") == 0
+        shown = json.loads(capsys.readouterr().out)
+        greedy = shown["targets"]["demo"]["settings"]["greedy"]
+        assert greedy["comparison"]["config"]["max_new_tokens"] == 8
+        assert greedy["transformers"] == {"left_out": "torch is at home"}
+
+    def test_a_method_that_lies_makes_it_fail(
+        self, monkeypatch, checkpoints, data_folder, tmp_path
+    ):
+        small_suite(
+            monkeypatch,
+            checkpoints,
+            methods={"liar": lambda target: WrongRoot()},
+            temperatures={"greedy": 0.0},
+        )
+        page = tmp_path / "page.md"
+        arguments = ["--prompts-per-set", 1, "--repeats", 1]
+        assert self.run("--data-folder", data_folder, "--out", page, *arguments) == 1
+        assert "- DIFFERENT: liar, prompt 0, token " in page.read_text(encoding="utf-8")
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["--data-folder", "no/such"], f"--data-folder no/such: {GSM8K.file} is not there"),
+            (["--prompts-per-set", "0"], "prompts_per_set must be at least 1, got 0"),
+            (["--out", "no/such/page.md"], "--out no/such/page.md: must be a file in a folder"),
+        ],
+    )
+    def test_mistakes_are_one_line(self, capsys, monkeypatch, tmp_path, argv, message):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "checkpoints").mkdir()
+        assert self.run(*argv) == 2
+        out, err = capsys.readouterr()
+        assert message in err
+        assert err.count("\n") == 1
+        assert out == ""
+
+    def test_without_a_model_it_says_so(self, capsys, monkeypatch, data_folder, tmp_path):
+        monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
+        out = tmp_path / "page.md"
+        assert self.run("--data-folder", data_folder, "--out", out) == 2
+        assert "None of the models of suite 'shipped' is here: demo" in capsys.readouterr().err
+
+    def test_what_the_suite_fixes_is_refused(self, capsys):
+        with pytest.raises(SystemExit) as exit_:
+            self.run("--temperature", 1, "--field", "text")
+        assert exit_.value.code == 2
+        assert "--suite shipped fixes field, temperature; leave that" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def with_transformers(checkpoints, data_folder):
+    pytest.importorskip("torch", reason="needs the extra `parity`")
+    pytest.importorskip("transformers", reason="needs the extra `parity`")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        why_not_here = shipped.why_not_here
+        small_suite(monkeypatch, checkpoints, methods={}, temperatures={"greedy": 0.0})
+        monkeypatch.setattr(shipped, "why_not_here", why_not_here)
+        return measure("shipped", data_folder, prompts_per_set=1, repeats=1, progress=False)
+
+
+class TestTransformers:
+    """The same weights in `transformers`."""
+
+    def test_passes_tell_what_was_drafted_and_kept(self):
+        prompt, tokens = [5, 6, 7], [1, 2, 3, 4, 9]
+        # Two drafted and one of them kept; then four drafted and two kept.
+        found = generation_of(prompt, tokens, [Pass(0, 5), Pass(4, 5)], [9], depth=4)
+        assert found.from_draft.tolist() == [True, False, True, True, False]
+        assert found.metrics.drafted_histogram == (0, 0, 1, 0, 1)
+        assert found.metrics.acceptance_histogram == (0, 1, 1, 0, 0)
+        assert found.metrics.mean_acceptance_length == 2.5
+        assert found.finish_reason == "stop_token"
+
+    def test_outputs_are_ours_and_every_pass_is_counted(self, with_transformers):
+        rows = with_transformers.targets["demo"].settings["greedy"].assisted.rows
+        assert [row.divergences for row in rows] == [(), ()]
+        for figures in (row.overall for row in rows):
+            kept = round(figures.mean_accepted_tokens * figures.num_verify_steps)
+            assert figures.num_verify_steps + kept == figures.num_tokens == 3 * 8
+        plain, own = rows
+        assert plain.overall.mean_acceptance_length == plain.overall.speedup == 1.0
+        # The assistant has the target's own weights.
+        assert own.overall.mean_acceptance_length > 1.0
+
+    def test_they_are_rows_of_the_table(self, with_transformers):
+        page = as_markdown(with_transformers)
+        assert "\n| transformers, plain | 3 of 3 same | 1.00 | 1.00 | 1.00 | 1.00 | " in page
+        assert "\n| transformers, assisted | 3 of 3 same | " in page
+        shown = json.loads(json.dumps(as_dict(with_transformers), allow_nan=False))
+        rows = shown["targets"]["demo"]["settings"]["greedy"]["transformers"]["rows"]
+        assert [row["name"] for row in rows] == [assisted.PLAIN, assisted.ASSISTED]
+        assert rows[1]["overall"]["num_tokens"] == 24
+
+    @pytest.mark.parametrize(("gap", "agree"), [(1e-6, True), (0.5, False), (None, False)])
+    def test_only_a_tie_may_leave_our_output(self, result, gap, agree):
+        setting = result.targets["demo"].settings["greedy"]
+        figures = setting.comparison.plain.overall
+        row = AssistedRow("other", figures, None, {}, (Divergence(0, 3, 1, 2, gap),))
+        assert setting.outputs_agree
+        assert setting._replace(assisted=Assisted((row,), "v")).outputs_agree is agree
