@@ -31,6 +31,8 @@ def same_document(documents: Int[Array, " tokens"]) -> Bool[Array, "tokens token
 def sliding_window(
     query_positions: Int[Array, " queries"], key_positions: Int[Array, " keys"], window: int
 ) -> Bool[Array, "queries keys"]:
-    """Each query sees keys less than `window` positions behind it, and none ahead."""
-    behind = query_positions[:, None] - key_positions[None, :]
-    return (behind >= 0) & (behind < window)
+    """Each query sees keys less than `window` positions behind it.
+
+    It bounds another mask, which also says what is seen of the keys ahead.
+    """
+    return query_positions[:, None] - key_positions[None, :] < window

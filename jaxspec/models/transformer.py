@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.cache import empty_layer, num_slots
+from jaxspec.core.masks import sliding_window
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.attention import Segment, at_least_float32, attend
 from jaxspec.models.config import ModelConfig
@@ -505,13 +506,12 @@ def _visible(
 ) -> Visible:
     nodes = positions.shape[0]
     scratch, own = jnp.split(mask, (mask.shape[1] - nodes,), axis=1)
-    oldest = None if window is None else positions[:, None] - window + 1
-    if oldest is not None:
-        own = own & (positions[None] >= oldest)
+    if window is not None:
+        own = own & sliding_window(positions, positions, window)
     prefix = None
     if cache is not None:
-        slots = jnp.arange(num_slots(cache))[None]
-        prefix = slots < cache.length
-        if oldest is not None:
-            prefix = prefix & (slots >= oldest)
+        slots = jnp.arange(num_slots(cache))
+        prefix = slots[None] < cache.length
+        if window is not None:
+            prefix = prefix & sliding_window(positions, slots, window)
     return Visible(prefix, scratch, own)
