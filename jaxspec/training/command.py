@@ -36,6 +36,8 @@ _TOP = {
     "start_from": "start_from",
     "teacher": "teacher",
     "soft_share": "soft_share",
+    "own_text": "own_text",
+    "own_text_weight": "own_text_weight",
 }
 _MODEL = {
     "vocab_size": "vocab_size",
@@ -103,6 +105,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--start-from", help="folder with weights to begin with")
     run.add_argument("--teacher", help="folder with the network to learn from")
     run.add_argument("--soft-share", type=float, help="weight of the teacher's distributions")
+    run.add_argument(
+        "--own-text",
+        type=int,
+        metavar="N",
+        help="the teacher first writes N texts, which are read beside the sources",
+    )
+    run.add_argument("--own-text-weight", type=float, help="passes over them (default: 1)")
 
     model = parser.add_argument_group("model")
     for flag in _MODEL:

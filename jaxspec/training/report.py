@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxspec.training.data import described
-from jaxspec.training.settings import LMTrainingSettings
+from jaxspec.training.settings import OWN_TEXT, LMTrainingSettings
 
 
 def write_recipe(
@@ -74,6 +74,7 @@ def write_recipe(
         "|---|---|---|---|---|---|---|---|",
         *sources,
         "",
+        *_own_text(settings, metrics),
         "A text is `<|bos|>`, the text, `<|eos|>`. To ask for an answer, give a prompt in the "
         "shape of the text column, up to where the answer begins. The weight says how many passes "
         "are made over a source while one of weight 1 is passed once.",
@@ -93,6 +94,19 @@ def write_recipe(
         "",
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _own_text(settings: LMTrainingSettings, metrics: Mapping[str, Any]) -> list[str]:
+    if not settings.own_text:
+        return []
+    tokens = metrics["tokens_of_one_pass"][OWN_TEXT]
+    return [
+        f"{OWN_TEXT}: {settings.own_text:,} texts ({tokens:,} tokens for training, weight "
+        f"{settings.own_text_weight:g}) that the teacher wrote itself, half greedily and half at "
+        "temperature 1, each from the beginning of a training document. One in twenty is held "
+        "out.",
+        "",
+    ]
 
 
 def _in_table(text: str) -> str:

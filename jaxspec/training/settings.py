@@ -21,6 +21,8 @@ from jaxspec.models import (
 from jaxspec.training.data import SPLITS, Source
 
 OPTIMIZERS = ("adamw", "muon")
+OWN_TEXT = "own-text"
+"""How figures name the source that the teacher writes."""
 DTYPES = ("float32", "bfloat16")
 _SCALINGS = {
     kind.__name__: kind
@@ -112,6 +114,9 @@ class LMTrainingSettings:
     start_from: folder with weights to begin with; None: random ones.
     teacher: folder with a network whose distributions to learn; None: the text alone.
     soft_share: see `SoftLabels`.
+    own_text: how many texts the teacher writes before training, as one more source; see
+        `write_own_text`.
+    own_text_weight: passes over them while a source of weight 1 is passed once.
     """
 
     sources: tuple[Source, ...]
@@ -130,6 +135,8 @@ class LMTrainingSettings:
     start_from: str | None = None
     teacher: str | None = None
     soft_share: float = 0.9
+    own_text: int = 0
+    own_text_weight: float = 1.0
     pace: Pace = dataclasses.field(default_factory=Pace)
 
     def __post_init__(self):
@@ -139,12 +146,24 @@ class LMTrainingSettings:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"sources must have different names; given twice: {repeated}.")
+        if self.own_text < 0:
+            raise ValueError(f"own_text must be 0 or more, got {self.own_text}.")
+        if self.own_text and self.teacher is None:
+            raise ValueError("own_text is written by a teacher: name one (--teacher FOLDER).")
+        if self.own_text and OWN_TEXT in names:
+            raise ValueError(f"The name {OWN_TEXT!r} is taken by own_text: rename that source.")
         if (self.num_steps is None) == (self.minutes is None):
             raise ValueError(
                 "Give either num_steps or minutes, and None for the other; got "
                 f"num_steps={self.num_steps}, minutes={self.minutes}."
             )
-        for name in ("num_steps", "minutes", "sequence_length", "rows_per_batch"):
+        for name in (
+            "num_steps",
+            "minutes",
+            "sequence_length",
+            "rows_per_batch",
+            "own_text_weight",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be above 0, got {value}.")

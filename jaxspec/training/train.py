@@ -11,6 +11,7 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from jaxspec.checkpoint import load
 from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
 from jaxspec.checkpoint.huggingface import load_network, write_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
@@ -37,9 +38,15 @@ from jaxspec.training.efficiency import Efficiency, flops_per_token
 from jaxspec.training.lm import NextToken, SoftLabels, Taught, make_evaluation
 from jaxspec.training.loop import History, TrainStep, Validation, fit, make_train_step
 from jaxspec.training.optimizer import make_optimizer
+from jaxspec.training.own_text import PROMPTS_PER_PART, read_own_text, write_own_text
 from jaxspec.training.plan import Plan, make_plan, seconds_per_step
 from jaxspec.training.report import draw_losses, write_recipe
-from jaxspec.training.settings import LMTrainingSettings, settings_from_json, settings_to_json
+from jaxspec.training.settings import (
+    OWN_TEXT,
+    LMTrainingSettings,
+    settings_from_json,
+    settings_to_json,
+)
 from jaxspec.training.state import StateKeeper, TrainState, initial_state
 from jaxspec.training.tokenizer import (
     BOS,
@@ -56,10 +63,15 @@ _MAY_CHANGE = ("num_steps", "minutes", "pace", "validation_rows")
 
 
 class Corpus(NamedTuple):
-    """The packed text of a run, one entry per source."""
+    """The packed text of a run by source, and how many passes are made over each."""
 
-    train: tuple[Sequences, ...]
-    validation: tuple[Sequences, ...]
+    train: dict[str, Sequences]
+    validation: dict[str, Sequences]
+    weights: dict[str, float]
+
+    def batches(self, rows_per_batch: int, seed: int) -> Batches:
+        sources, weights = tuple(self.train.values()), tuple(self.weights.values())
+        return Batches(sources, weights, rows_per_batch, seed)
 
 
 class Trained(NamedTuple):
@@ -117,6 +129,13 @@ def train_lm(
     with console.status("reading and packing text"):
         tokenizer, corpus = _prepare(settings, state_folder)
     config = settings.model.replace(vocab_size=tokenizer.get_vocab_size())
+    if teacher is not None and teacher.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"The teacher in {settings.teacher} has a vocabulary of {teacher.vocab_size}, the "
+            f"tokenizer one of {config.vocab_size}: they must be the same."
+        )
+    if settings.own_text:
+        corpus = _with_own_text(corpus, settings, state_folder, console)
 
     def taught(sequences: Sequences) -> Sequences | Taught:
         spread = spread_rows(mesh, sequences)
@@ -139,8 +158,7 @@ def train_lm(
         with console.status(f"timing a few steps in {' and '.join(dtypes)}"):
             return seconds_per_step(train_steps, begin(), batches)
 
-    weights = tuple(source.weight for source in settings.sources)
-    drawn = Batches(corpus.train, weights, settings.rows_per_batch, settings.seed)
+    drawn = corpus.batches(settings.rows_per_batch, settings.seed)
     plan = make_plan(
         settings, state_folder, device_name(mesh), time_step, partial(matmul_peak, mesh)
     )
@@ -150,8 +168,8 @@ def train_lm(
 
     def validate(params: PyTree, rows: int | None = settings.validation_rows) -> Validation:
         held_out = {
-            source.name: in_order(sequences, settings.rows_per_batch, rows)
-            for source, sequences in zip(settings.sources, corpus.validation, strict=True)
+            name: in_order(sequences, settings.rows_per_batch, rows)
+            for name, sequences in corpus.validation.items()
         }
         return {
             name: evaluate(params, [taught(sequences) for sequences in batches])
@@ -225,15 +243,32 @@ def _claim(state_folder: Path, settings: LMTrainingSettings, fingerprints: dict[
 def _prepare(settings: LMTrainingSettings, state_folder: Path) -> tuple[Tokenizer, Corpus]:
     parts = [read_source(source) for source in settings.sources]
     tokenizer = _tokenizer(settings, state_folder, parts)
-    packed = [
-        [
+    corpus = Corpus({}, {}, {})
+    for source, part in zip(settings.sources, parts, strict=True):
+        train, validation = (
             pack(encode_documents(tokenizer, documents), settings.sequence_length)
-            for documents in (part.train, part.validation)
-        ]
-        for part in parts
-    ]
-    train, validation = zip(*packed, strict=True)
-    return tokenizer, Corpus(train, validation)
+            for documents in part
+        )
+        corpus.train[source.name], corpus.validation[source.name] = train, validation
+        corpus.weights[source.name] = source.weight
+    return tokenizer, corpus
+
+
+def _with_own_text(
+    corpus: Corpus, settings: LMTrainingSettings, state_folder: Path, console: Console
+) -> Corpus:
+    """The corpus with one more source: what the teacher writes when it reads the others."""
+    assert settings.teacher is not None
+    folder = state_folder / "own_text"
+    rows = corpus.batches(PROMPTS_PER_PART, settings.seed)
+    write_own_text(load(settings.teacher), rows, settings.own_text, folder, console)
+    texts = read_own_text(folder, settings.own_text)
+    train, validation = (pack(part, settings.sequence_length) for part in texts)
+    return Corpus(
+        corpus.train | {OWN_TEXT: train},
+        corpus.validation | {OWN_TEXT: validation},
+        corpus.weights | {OWN_TEXT: settings.own_text_weight},
+    )
 
 
 def _tokenizer(settings: LMTrainingSettings, state_folder: Path, parts) -> Tokenizer:
@@ -263,11 +298,6 @@ def _objective(
     student = NextToken(config, settings.layer_drop, settings.early_exit, dtype)
     if teacher is None:
         return student
-    if teacher.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"The teacher in {settings.teacher} has a vocabulary of {teacher.vocab_size}, the "
-            f"tokenizer one of {config.vocab_size}: they must be the same."
-        )
     return SoftLabels(student, settings.soft_share)
 
 
@@ -307,8 +337,7 @@ def _figures(
         "utilisation": None if rate is None else round(efficiency.utilisation(rate), 4),
         "device": device,
         "tokens_of_one_pass": {
-            source.name: int(np.count_nonzero(packed.segments))
-            for source, packed in zip(settings.sources, corpus.train, strict=True)
+            name: int(np.count_nonzero(packed.segments)) for name, packed in corpus.train.items()
         },
         "validation": {
             source: {name: round(value, 4) for name, value in figures.items()}

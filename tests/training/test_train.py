@@ -12,12 +12,22 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxspec.checkpoint import load
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.masks import causal
+from jaxspec.generation import GenerationConfig, generate
 from jaxspec.models import Experts, LinearScaling, ModelConfig, Rope
-from jaxspec.training import command
-from jaxspec.training.data import FieldRanges, LastRows, Source
+from jaxspec.training import command, own_text
+from jaxspec.training.data import (
+    Batches,
+    FieldRanges,
+    LastRows,
+    Source,
+    encode_documents,
+    pack,
+    read_source,
+)
 from jaxspec.training.plan import Plan, make_plan, seconds_per_step
 from jaxspec.training.settings import (
     DEMO,
@@ -188,6 +198,96 @@ def test_a_draft_model_learns_from_its_teacher(trained, tiny_settings, tmp_path)
     ).read_bytes()
 
 
+@pytest.fixture(scope="module")
+def prompts(trained, sums):
+    """Rows of documents, as prompts are cut from."""
+    source = Source("sums", str(sums), template="{question} {answer}", split=LastRows(8))
+    documents = encode_documents(trained[0].tokenizer, read_source(source).train)
+    return Batches((pack(documents, 32),), (1.0,), own_text.PROMPTS_PER_PART, seed=3)
+
+
+def texts_in(folder):
+    return [json.loads(line) for path in sorted(folder.iterdir()) for line in path.open()]
+
+
+def test_own_text_is_what_the_teacher_says_after_a_beginning_of_a_document(
+    trained, prompts, tmp_path
+):
+    teacher = load(trained[1])
+    own_text.write_own_text(teacher, prompts, 40, tmp_path, QUIET)
+    texts = texts_in(tmp_path)
+    assert [text["temperature"] for text in texts] == [0.0, 1.0] * 20
+    (packed,) = prompts.sources
+    documents = {
+        tuple(row[segment == i].tolist())
+        for row, segment in zip(packed.tokens, packed.segments, strict=True)
+        for i in range(1, segment.max() + 1)
+    }
+    for text in texts:
+        prompt = tuple(text["tokens"][: text["prompt_tokens"]])
+        assert any(document[: len(prompt)] == prompt for document in documents)
+        assert len(prompt) < len(text["tokens"]) <= 32
+    greedy = [text for text in texts if text["temperature"] == 0][:6]
+    again = generate(
+        teacher,
+        [text["tokens"][: text["prompt_tokens"]] for text in greedy],
+        GenerationConfig(max_new_tokens=16),
+    )
+    for text, row in zip(greedy, again, strict=True):
+        assert text["tokens"][text["prompt_tokens"] :] == row.tokens.tolist()
+        assert text["text"] == row.text
+    read = own_text.read_own_text(tmp_path, 40)
+    assert [len(part) for part in read] == [38, 2]
+    assert [list(text) for text in (*read.train, *read.validation)] == [t["tokens"] for t in texts]
+
+
+def test_a_row_of_single_tokens_gives_a_prompt_too(trained, tmp_path):
+    singles = pack([np.full(1, token, np.int32) for token in range(20, 25)], 32)
+    rows = Batches((singles,), (1.0,), own_text.PROMPTS_PER_PART)
+    own_text.write_own_text(load(trained[1]), rows, 3, tmp_path, QUIET)
+    assert [text["prompt_tokens"] for text in texts_in(tmp_path)] == [1, 1, 1]
+
+
+def test_own_text_goes_on_where_it_was_interrupted(trained, prompts, tmp_path, monkeypatch):
+    teacher = load(trained[1])
+    own_text.write_own_text(teacher, prompts, 70, tmp_path / "whole", QUIET)
+    parts = []
+
+    def interrupted(*args, **kwargs):
+        parts.append(len(parts))
+        if len(parts) == 2:
+            raise KeyboardInterrupt
+        return generate(*args, **kwargs)
+
+    monkeypatch.setattr(own_text, "generate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        own_text.write_own_text(teacher, prompts, 70, tmp_path / "parts", QUIET)
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["00000.jsonl"]
+    own_text.write_own_text(teacher, prompts, 70, tmp_path / "parts", QUIET)
+    assert len(parts) == 4  # one, the interrupted one, and the two that were missing
+    own_text.write_own_text(teacher, prompts, 70, tmp_path / "parts", QUIET)
+    assert len(parts) == 4
+    assert texts_in(tmp_path / "parts") == texts_in(tmp_path / "whole")
+    assert len(texts_in(tmp_path / "parts")) == 70
+
+
+def test_a_draft_model_learns_from_what_its_teacher_wrote(trained, tiny_settings, tmp_path):
+    _, out = trained
+    settings = dataclasses.replace(
+        tiny_settings,
+        model=TINY.replace(embed_dim=8, mlp_dim=16),
+        teacher=str(out),
+        own_text=64,
+        own_text_weight=2.0,
+    )
+    draft = train_lm(settings, tmp_path / "state", tmp_path / "draft", console=QUIET)
+    assert 0 < draft.metrics["validation"]["own-text"]["agreement"] <= 1
+    texts = texts_in(tmp_path / "state" / "own_text")
+    learned = [len(text["tokens"]) for i, text in enumerate(texts) if i // 2 % 20 != 19]
+    assert draft.metrics["tokens_of_one_pass"]["own-text"] == sum(learned)
+    assert "own-text: 64 texts" in (tmp_path / "draft" / "recipe.md").read_text()
+
+
 def test_a_run_can_begin_with_saved_weights(trained, tiny_settings, tmp_path):
     result, out = trained
     settings = dataclasses.replace(
@@ -305,6 +405,9 @@ def test_settings_survive_json(tiny_settings):
         ({"layer_drop": 1.0}, r"layer_drop must be in \[0, 1\)"),
         ({"early_exit": -0.1}, r"early_exit must be in \[0, 1\)"),
         ({"dtype": "float8"}, "dtype must be"),
+        ({"own_text": 5}, "name one .--teacher"),
+        ({"own_text": -1}, "own_text must be 0 or more"),
+        ({"own_text_weight": 0.0}, "own_text_weight must be above 0"),
     ],
 )
 def test_settings_out_of_range_are_named(tiny_settings, changes, message):

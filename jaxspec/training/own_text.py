@@ -1,0 +1,131 @@
+"""Text that a teacher writes itself: what a draft model meets when it drafts for that teacher.
+
+A target decodes its own text, not that of a corpus. Learning from what a teacher wrote is
+sequence-level distillation (Kim and Rush 2016); DistillSpec (Zhou et al. 2024) compares it with
+other texts for draft models.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxspec.checkpoint import Model
+from jaxspec.checkpoint.files import recover_files, replacing_files
+from jaxspec.generation import GenerationConfig, generate
+from jaxspec.training.data import Batches, Sequences
+
+MAX_NEW_TOKENS = 128
+PROMPTS_PER_PART = 32
+_FEWEST_PROMPT_TOKENS = 8
+_TEMPERATURES = (0.0, 1.0)
+
+
+class OwnText(NamedTuple):
+    """Texts by a teacher, each the tokens of a prompt and of what the teacher went on with."""
+
+    train: list[Int[np.ndarray, " tokens"]]
+    validation: list[Int[np.ndarray, " tokens"]]
+
+
+def write_own_text(
+    teacher: Model, rows: Batches, count: int, folder: Path, console: Console
+) -> None:
+    """Lets a teacher continue the beginnings of documents, half greedily, half at temperature 1.
+
+    The texts lie in `folder`, some in each `.jsonl` file, with the tokens as they were generated:
+    decoding and encoding again may give others. Files that are there are kept, so a call that was
+    interrupted goes on, and ends with the same texts.
+
+    Args:
+        teacher: who writes.
+        rows: draws packed documents, in batches of `PROMPTS_PER_PART`.
+        count: how many texts.
+        folder: where.
+        console: where progress goes.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    recover_files(folder)
+    paths = _paths(folder, count)
+    missing = [part for part, path in enumerate(paths) if not path.exists()]
+    if not missing:
+        return
+    bar = Progress(
+        TextColumn("the teacher's own text"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=len(paths), completed=len(paths) - len(missing))
+        for part in missing:
+            texts = _texts(teacher, rows, part)[: count - part * PROMPTS_PER_PART]
+            with replacing_files(folder) as staging:
+                (staging / paths[part].name).write_text("".join(texts), encoding="utf-8")
+            bar.advance(task)
+    console.print(f"the teacher wrote {count} texts: {folder}", highlight=False, soft_wrap=True)
+
+
+def read_own_text(folder: Path, count: int) -> OwnText:
+    """The texts that `write_own_text` wrote; the last pair of every twenty is held out."""
+    texts = [
+        np.asarray(json.loads(line)["tokens"], np.int32)
+        for path in _paths(folder, count)
+        for line in path.open(encoding="utf-8")
+    ]
+    # In pairs, since greedy and sampled texts alternate.
+    held_out = [index // 2 % 20 == 19 for index in range(len(texts))]
+    return OwnText(
+        [text for text, out in zip(texts, held_out, strict=True) if not out],
+        [text for text, out in zip(texts, held_out, strict=True) if out],
+    )
+
+
+def _paths(folder: Path, count: int) -> list[Path]:
+    parts = -(-count // PROMPTS_PER_PART)
+    return [folder / f"{part:05d}.jsonl" for part in range(parts)]
+
+
+def _texts(teacher: Model, rows: Batches, part: int) -> list[str]:
+    """The lines of one file; a matter of the seed and the part alone."""
+    rng = np.random.default_rng((rows.seed, 2, part))
+    packed = rows(part)
+    context = min(packed.tokens.shape[1], teacher.config.max_positions)
+    new_tokens = min(MAX_NEW_TOKENS, context // 2)
+    prompts = list(_prompts(packed, context - new_tokens, rng))
+    temperatures = [_TEMPERATURES[index % 2] for index in range(len(prompts))]
+    config = GenerationConfig(max_new_tokens=new_tokens, temperature=temperatures)
+    result = generate(teacher, prompts, config, seed=int(rng.integers(1 << 31)))
+    return [
+        json.dumps(
+            {
+                "prompt_tokens": len(prompt),
+                "temperature": temperature,
+                "tokens": [*prompt.tolist(), *row.tokens.tolist()],
+                "text": row.text,
+            },
+            ensure_ascii=False,
+        )
+        + "\n"
+        for prompt, temperature, row in zip(prompts, temperatures, result, strict=True)
+    ]
+
+
+def _prompts(
+    packed: Sequences, longest: int, rng: np.random.Generator
+) -> Iterator[Int[np.ndarray, " tokens"]]:
+    """Of every row, the beginning of one document, its last token left off if it has others."""
+    for tokens, segments in zip(packed.tokens, packed.segments, strict=True):
+        sizes = np.bincount(segments)[1:]  # 0 is padding
+        # Single tokens, what is left of documents that were cut, say too little.
+        segment = 1 + rng.choice(np.flatnonzero(sizes > min(1, sizes.max() - 1)))
+        most = max(1, min(sizes[segment - 1] - 1, longest))
+        size = rng.integers(min(_FEWEST_PROMPT_TOKENS, most), most, endpoint=True)
+        yield tokens[segments == segment][:size]
