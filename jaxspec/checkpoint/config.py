@@ -57,7 +57,7 @@ def config_from_json(raw: Json, max_positions: int | None = None) -> ModelConfig
 
     Raises:
         CheckpointError: unknown `model_type`, RoPE type or activation; a missing or impossible
-            value; quantised weights.
+            value; quantised weights; `max_positions` beyond what `prepared_for` allows.
     """
     name = model_type(raw)
     family = FAMILIES[name]
@@ -92,11 +92,31 @@ def config_from_json(raw: Json, max_positions: int | None = None) -> ModelConfig
         config = ModelConfig(**{**sizes, **family.fields(text)})
         if max_positions is None:
             max_positions = _usable_positions(config)
-        return config.replace(max_positions=max_positions)
+        return prepared_for(config, max_positions)
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"config.json describes no network that can be: {error}") from error
+
+
+def prepared_for(config: ModelConfig, max_positions: int) -> ModelConfig:
+    """The config of the same weights for texts of another length.
+
+    Weights know the positions of their training, `config.max_positions` of them. RoPE scaling
+    stretches that: by its factor, from the length it names as the original one or, where it names
+    none, from `config.max_positions`; dynamic scaling without end.
+
+    Raises:
+        CheckpointError: the length is beyond that.
+    """
+    longest = _reach(config)
+    if longest is not None and max_positions > longest:
+        raise CheckpointError(
+            f"max_positions must be at most {longest}, which is as far as this model's positions "
+            f"were trained or scaled; got {max_positions}. Longer texts need a model for them, or "
+            "a RoPE scaling in its config."
+        )
+    return config.replace(max_positions=max_positions)
 
 
 def model_type(raw: Json) -> str:
@@ -531,6 +551,21 @@ def _usable_positions(config: ModelConfig) -> int:
     scaling = config.rope.scaling
     if isinstance(scaling, LongRopeScaling):
         return min(config.max_positions, scaling.original_max_positions)
+    return config.max_positions
+
+
+def _reach(config: ModelConfig) -> int | None:
+    match config.rope.scaling:
+        case DynamicScaling():
+            return None
+        case LinearScaling(factor=factor):
+            return round(factor * config.max_positions)
+        case (
+            Llama3Scaling(factor=factor, original_max_positions=original)
+            | YarnScaling(factor=factor, original_max_positions=original)
+            | LongRopeScaling(factor=factor, original_max_positions=original)
+        ):
+            return max(config.max_positions, round(factor * original))
     return config.max_positions
 
 

@@ -93,10 +93,12 @@ def load(path_or_hub_id: str | Path, dtype: Any = None, max_positions: int | Non
             bits only store, and as stored on accelerators.
         max_positions: longest text, in tokens, to prepare for; None: what the model says of itself,
             but for models with two LongRoPE tables the length up to which the short one is used.
+            More than it was trained for only as far as a RoPE scaling in its config stretches that.
 
     Raises:
         CheckpointError: nothing is there under this name, or it cannot be read, or it is too large
-            for the memory. The message says what was found and what to do.
+            for the memory, or `max_positions` is out of range. The message says what was found and
+            what to do.
 
     Example:
         >>> model = load("demo")

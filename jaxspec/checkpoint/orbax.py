@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.config import prepared_for
 from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
 from jaxspec.checkpoint.memory import check_network_fits
 from jaxspec.models.config import (
@@ -68,13 +69,13 @@ def load_orbax(
 
     Raises:
         CheckpointError: a part is missing or damaged, or the weights do not fit the config or the
-            memory.
+            memory, or their positions do not reach as far as `max_positions`.
     """
     import orbax.checkpoint
 
     config = _from_record(read_json(folder / CONFIG), folder / CONFIG)
     if max_positions is not None:
-        config = config.replace(max_positions=max_positions)
+        config = prepared_for(config, max_positions)
     path = (folder / PARAMS).absolute()
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         try:

@@ -213,6 +213,38 @@ def test_the_length_asked_for_chooses_the_longrope_table():
     assert config_from_json(raw).rope.scaling == LongRopeScaling(FACTORS, FACTORS, 4.0, 64)
 
 
+TABLES = {"short_factor": list(FACTORS), "long_factor": list(FACTORS)}
+ORIGINAL = {"original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "longest"),
+    [
+        (None, 256),
+        ({"rope_type": "linear", "factor": 2.0}, 512),
+        ({"rope_type": "yarn", "factor": 8.0, **ORIGINAL}, 512),
+        ({"rope_type": "yarn", "factor": 2.0, **ORIGINAL}, 256),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, **ORIGINAL}
+            | {"high_freq_factor": 4.0},
+            512,
+        ),
+        ({"rope_type": "longrope", "factor": 8.0, **TABLES, **ORIGINAL}, 512),
+    ],
+)
+def test_texts_may_be_as_long_as_training_or_scaling_reaches(scaling, longest):
+    raw = {**SIZES, "model_type": "llama", "rope_scaling": scaling}
+    assert config_from_json(raw, max_positions=longest).max_positions == longest
+    with pytest.raises(CheckpointError, match=f"at most {longest}, .* got {longest + 1}"):
+        config_from_json(raw, max_positions=longest + 1)
+
+
+def test_dynamic_scaling_reaches_any_length():
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    raw = {**SIZES, "model_type": "llama", "rope_scaling": scaling}
+    assert config_from_json(raw, max_positions=10**6).max_positions == 10**6
+
+
 BAD = [
     ({"model_type": "mamba"}, "model_type must be one of gemma2, .*, qwen3_moe; .* 'mamba'"),
     ({"model_type": None}, "model_type must be one of"),

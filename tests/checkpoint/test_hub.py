@@ -237,7 +237,7 @@ def test_what_no_family_describes_goes_to_orbax_only(tmp_path):
     assert not (tmp_path / "a").exists()
     save_orbax(Model(network), tmp_path / "b")
     assert_same_network(load(tmp_path / "b", dtype="bfloat16").network, network)
-    assert load(tmp_path / "b", max_positions=99).config.max_positions == 99
+    assert load(tmp_path / "b", max_positions=9).config.max_positions == 9
 
 
 def test_orbax_weights_of_another_shape_are_listed(tiny_network, tmp_path):

@@ -170,9 +170,19 @@ def test_no_move_can_begin_without_a_journal(folder, monkeypatch):
     assert contents(folder) == old
 
 
-@pytest.mark.parametrize("length", [0, -3])
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (0, "^max_positions must be at least 1, got 0"),
+        (-3, "^max_positions must be at least 1, got -3"),
+        (65, "^max_positions must be at most 64, .*; got 65"),
+        (10**6, "^max_positions must be at most 64, .*; got 1000000"),
+    ],
+)
 @layouts
-def test_a_length_to_load_for_is_named_when_refused(layout, length, tiny_network, tmp_path):
+def test_a_length_to_load_for_is_named_when_refused(
+    layout, length, message, tiny_network, tmp_path
+):
     SAVERS[layout](Model(tiny_network), tmp_path)
-    with pytest.raises(CheckpointError, match=f"^max_positions must be at least 1, got {length}"):
+    with pytest.raises(CheckpointError, match=message):
         load(tmp_path, max_positions=length)
