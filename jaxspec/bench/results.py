@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jaxspec
 from jaxspec.bench.assisted import ASSISTED
 from jaxspec.bench.assisted import PLAIN as TRANSFORMERS
 from jaxspec.bench.compare import PLAIN
@@ -136,7 +135,7 @@ def _setting_part(target: str, label: str, setting: Setting) -> str:
         f"{len(comparison.prompt_indices)} prompts, {sampling if config.temperature else 'greedy'},"
         f" up to {config.max_new_tokens} new tokens, ended by the model's own end tokens; "
         f"{comparison.dtype}, runs of each timed: {comparison.repeats}.",
-        f"{comparison.machine}, jaxspec {jaxspec.__version__}.",
+        f"{comparison.machine}.",
         *(f"{row.name}: `{row.settings}`." for row in comparison.rows[1:]),
     ]
     rows: _Rows = [(row, PLAIN) for row in comparison.rows]
