@@ -11,7 +11,13 @@ from typing import Any
 from rich.console import Console
 
 from jaxspec.checkpoint.files import read_json
-from jaxspec.training.data import KNOWN_SOURCES, Source, default_mixture
+from jaxspec.training.data import (
+    KNOWN_SOURCES,
+    EveryNth,
+    LastCharacters,
+    Source,
+    default_mixture,
+)
 from jaxspec.training.report import as_command
 from jaxspec.training.settings import (
     DTYPES,
@@ -172,7 +178,10 @@ def _sources(args: argparse.Namespace) -> tuple[Source, ...]:
         {} if args.data_folder is None else {s.name: s for s in default_mixture(args.data_folder)}
     )
     for name, path in _pairs("--data", args.data):
-        named[name] = dataclasses.replace(KNOWN_SOURCES.get(name, Source(name, path)), path=path)
+        # A text file is one document: held out by documents, it would be read to the end.
+        split = LastCharacters() if path.endswith((".txt", ".txt.gz")) else EveryNth()
+        unknown = Source(name, path, split=split)
+        named[name] = dataclasses.replace(KNOWN_SOURCES.get(name, unknown), path=path)
     for flag, field, kind in (("--weight", "weight", float), ("--template", "template", str)):
         for name, text in _pairs(flag, getattr(args, field)):
             if name not in named:

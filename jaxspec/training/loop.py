@@ -283,7 +283,7 @@ class _Watch:
         figures = f"loss {means['loss']:.3f}  {rate:,.0f} tokens/s"
         if self.efficiency is not None:
             record["utilisation"] = self.efficiency.utilisation(rate)
-            figures += f"  {record['utilisation']:.0%} of peak"
+            figures += f"  {100 * record['utilisation']:.1f} % of peak"
         self.bar.update(self.task, completed=step, figures=figures)
         if self.history is not None:
             self.history.add(step=step, **{name: round(value, 5) for name, value in record.items()})

@@ -54,7 +54,7 @@ def write_recipe(
         f"({metrics['tokens_trained']:,} tokens, padding included) in {metrics['minutes']} minutes"
         + (f", {rate:,} tokens/s" if rate else "")
         + (
-            f", {metrics['utilisation']:.1%} of a measured peak of "
+            f", {100 * metrics['utilisation']:.1f} % of a measured peak of "
             f"{metrics['peak_gflops_per_second']:,} GFLOP/s (at {metrics['flops_per_token']:,} "
             "FLOPs a token: 6 x weights in products + 12 x layers x heads x head dim x sequence "
             "length, PaLM, appendix B"

@@ -97,4 +97,4 @@ def test_the_share_of_the_peak_goes_into_the_history_and_before_the_eye(tmp_path
     )
     for record in map(json.loads, history.path.open()):
         assert record["utilisation"] == pytest.approx(record["tokens_per_second"] / 1000, rel=1e-4)
-    assert f"{history.records[-1]['utilisation']:.0%} of peak" in console.file.getvalue()
+    assert f"{100 * history.records[-1]['utilisation']:.1f} % of peak" in console.file.getvalue()
