@@ -10,6 +10,7 @@ committed in place.
 from functools import partial
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -178,12 +179,16 @@ def speculative_step(
     """One draft, one target pass, one verification, one commit, for every row of a batch.
 
     Greedy if the rows' `warp.temperature` is `None`. Rows that have stopped emit nothing.
+
+    Raises:
+        ValueError: the drafter's proposals are not of the shape that it says.
     """
     keys = jax.vmap(jax.random.fold_in)(states.key, states.stats.num_steps)
     keys = jax.vmap(partial(jax.random.split, num=2))(keys)
     proposals, drafts = jax.vmap(partial(drafter.propose, params))(
         keys[:, 0], states.draft, states.context
     )
+    _check_shapes(proposals, drafter.tree_shape)
     proposals = jax.vmap(_fit_room)(proposals, states)
     states = states._replace(draft=drafts)
 
@@ -203,6 +208,26 @@ def speculative_step(
     return jax.vmap(partial(_advance, automaton=automaton), in_axes=(0, 0, 0, None))(
         states, proposals, outcome, width
     )
+
+
+def _check_shapes(proposals: Proposal, tree_shape: tuple[int, int]) -> None:
+    """Refuses, while tracing, what would be cut, broadcast or clamped without a word."""
+    nodes, depth = tree_shape
+    for name, array, width in (
+        ("tokens", proposals.tokens, nodes),
+        ("valid", proposals.valid, nodes),
+        ("law_row", proposals.law_row, nodes),
+        ("tree.parents", proposals.tree.parents, nodes),
+        ("tree.paths", proposals.tree.paths, depth + 1),
+    ):
+        chex.assert_axis_dimension(
+            array,
+            -1,
+            width,
+            custom_message=f"The drafter's tree_shape is {tree_shape}; its proposal's {name} must "
+            "fit that.",
+            exception_type=ValueError,
+        )
 
 
 def _fit_room(proposal: Proposal, state: DecodeState) -> Proposal:

@@ -161,3 +161,17 @@ def test_samples_of_a_prompt_share_its_prefill():
     prefills = [tokens for tokens in passes if len(tokens) == BUCKET]
     assert sorted(prefills) == [[2, 0, 0, 0], [5, 0, 0, 0]]
     assert len(passes) - len(prefills) == 8 * 3  # every row decodes by itself
+
+
+@dataclasses.dataclass(frozen=True)
+class MisjudgesItself(NoDraft):
+    """Proposes one node, whatever shape it says."""
+
+    tree_shape: tuple[int, int] = (1, 0)
+
+
+@pytest.mark.parametrize(("shape", "named"), [((2, 0), "tokens"), ((1, 1), r"tree\.paths")])
+def test_a_drafter_that_misjudges_its_tree_is_told_so(shape, named, monkeypatch):
+    monkeypatch.setitem(DRAFTERS, "wrong", (MisjudgesItself(shape), ()))
+    with pytest.raises(ValueError, match=rf"tree_shape is \(.*\); its proposal's {named} must"):
+        count_on(counting(), "wrong", [0])
