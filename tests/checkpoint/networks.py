@@ -1,5 +1,6 @@
 """Networks with random weights, made without compiling anything."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,4 +18,4 @@ def random_network(config: ModelConfig, dtype: str = "float32") -> Network:
 
 def assert_same_network(one: Network, other: Network) -> None:
     assert one.config == other.config
-    jax.tree.map(np.testing.assert_array_equal, one.params, other.params)
+    chex.assert_trees_all_equal(one.params, other.params, strict=True)

@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -56,7 +57,7 @@ def test_a_dtype_is_applied_when_loading(layout, tiny_network, tmp_path):
     network = load(tmp_path / "model", dtype="bfloat16").network
     expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny_network.params)
     assert {leaf.dtype for leaf in jax.tree.leaves(network.params)} == {jnp.dtype("bfloat16")}
-    jax.tree.map(np.testing.assert_array_equal, network.params, expected)
+    chex.assert_trees_all_equal(network.params, expected)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_a_dtype_is_applied_when_saving(dtype, stored, tiny_network, tmp_path):
     kept = jax.tree.map(
         lambda leaf: np.asarray(leaf).astype(cast).astype(np.float32), tiny_network.params
     )
-    jax.tree.map(np.testing.assert_array_equal, network.params, kept)
+    chex.assert_trees_all_equal(network.params, kept)
 
 
 @pytest.mark.parametrize("layout", sorted(SAVERS))

@@ -2,6 +2,7 @@
 
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +55,7 @@ def test_the_draft_model_beside_it_is_its_first_layers(folder, model):
     num_layers = draft.config.num_layers
     assert num_layers == model.config.num_layers - 1
     for name, part in draft.params.items():
-        jax.tree.map(np.testing.assert_array_equal, part, model.params[name])
+        chex.assert_trees_all_equal(part, model.params[name])
 
 
 def test_stops(recorded, model):

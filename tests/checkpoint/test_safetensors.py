@@ -1,9 +1,11 @@
 import json
 import struct
 
+import chex
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,12 +44,28 @@ def test_what_is_written_is_read_here_and_by_the_reference_library(tmp_path, dty
     path = tmp_path / "model.safetensors"
     write(path, dtype)
     ours = {name: read_tensor(tensor) for name, tensor in find_tensors(tmp_path).items()}
-    reference = pytest.importorskip("safetensors.numpy").load_file(path)
+    reference = safetensors.numpy.load_file(path)
     assert ours.keys() == reference.keys() == ARRAYS.keys()
     for name, array in ARRAYS.items():
         assert ours[name].dtype == reference[name].dtype == dtype
         np.testing.assert_array_equal(ours[name], np.asarray(array, dtype))
         np.testing.assert_array_equal(ours[name], reference[name])
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_what_the_reference_library_writes_is_read_here(tmp_path, dtype):
+    arrays = {name: np.asarray(array, dtype) for name, array in ARRAYS.items()}
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors", {"format": "pt"})
+    ours = {name: read_tensor(tensor) for name, tensor in find_tensors(tmp_path).items()}
+    chex.assert_trees_all_equal(ours, arrays, strict=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_files_are_those_of_the_reference_library_to_the_byte(tmp_path, dtype):
+    """Where names come in the order that it sorts them into."""
+    arrays = {name: np.asarray(ARRAYS[name], dtype) for name in ("a", "b", "empty", "scalar")}
+    write(tmp_path / "ours", dtype, arrays)
+    assert (tmp_path / "ours").read_bytes() == safetensors.numpy.save(arrays, {"format": "pt"})
 
 
 @pytest.mark.parametrize("missing", [1, 4, 40])
