@@ -2,11 +2,19 @@
 
 from jaxspec.bench import Comparison, compare
 from jaxspec.check import DrafterReport, check_drafter
-from jaxspec.checkpoint import Model, Tokenizer, load, save
+from jaxspec.checkpoint import Model, Tokenizer, load, load_eagle, save
 from jaxspec.compilation import use_persistent_cache
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents, tree_from_paths
 from jaxspec.core.types import Tree
-from jaxspec.drafters import DraftModel, LoadedDrafter, NoDraft, PromptLookup
+from jaxspec.drafters import (
+    AdaptiveExit,
+    DraftModel,
+    Eagle,
+    LayerSkip,
+    LoadedDrafter,
+    NoDraft,
+    PromptLookup,
+)
 from jaxspec.generation import GenerationConfig, Score, StreamStep, generate, score, stream
 from jaxspec.metrics import Metrics
 from jaxspec.result import Generation, GenerationResult, TraceStep
@@ -14,12 +22,15 @@ from jaxspec.result import Generation, GenerationResult, TraceStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveExit",
     "Comparison",
     "DraftModel",
     "DrafterReport",
+    "Eagle",
     "Generation",
     "GenerationConfig",
     "GenerationResult",
+    "LayerSkip",
     "LoadedDrafter",
     "Metrics",
     "Model",
@@ -36,6 +47,7 @@ __all__ = [
     "eagle_tree",
     "generate",
     "load",
+    "load_eagle",
     "save",
     "score",
     "stream",

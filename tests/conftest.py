@@ -1,5 +1,6 @@
 """What the tests of several folders share."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from jaxtyping import install_import_hook
 
 from tests.shapes import checked
 
+# Compiled afresh: a program that another worker left on disk is not what a test is about.
+os.environ.setdefault("JAXSPEC_CACHE", "off")
 # Before anything of `jaxspec` is imported.
 install_import_hook(
     ("jaxspec.core", "jaxspec.drafters"), f"{checked.__module__}.{checked.__name__}"

@@ -1,6 +1,7 @@
 """Models from and to files: Hugging Face and Orbax folders, tokenizers, the Hub."""
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json
+from jaxspec.checkpoint.eagle import eagle3_taps, load_eagle, save_eagle
 from jaxspec.checkpoint.files import CheckpointError, recover_files
 from jaxspec.checkpoint.hub import Model, load, save, save_orbax, shipped_models
 from jaxspec.checkpoint.memory import (
@@ -21,11 +22,14 @@ __all__ = [
     "check_network_fits",
     "config_from_json",
     "config_to_json",
+    "eagle3_taps",
     "estimate_memory",
     "load",
+    "load_eagle",
     "load_tokenizer",
     "recover_files",
     "save",
+    "save_eagle",
     "save_orbax",
     "shipped_models",
 ]

@@ -201,6 +201,31 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "phi3": _ENDS + _PRE_NORMS + _PHI3 + _ATTENTION_OUT + _MLP_OUT,
 }
 
+# EAGLE heads are one layer without the surroundings of a model, and have files of their own.
+_HEAD_LAYER = (
+    Rule("{layer}.self_attn.q_proj.weight", "attention/qkv/kernel", _query),
+    Rule("{layer}.self_attn.k_proj.weight", "attention/qkv/kernel", _key),
+    Rule("{layer}.self_attn.v_proj.weight", "attention/qkv/kernel", _value),
+    Rule("{layer}.self_attn.q_proj.bias", "attention/qkv/bias", _query),
+    Rule("{layer}.self_attn.k_proj.bias", "attention/qkv/bias", _key),
+    Rule("{layer}.self_attn.v_proj.bias", "attention/qkv/bias", _value),
+    Rule("{layer}.self_attn.o_proj.weight", "attention/out/kernel", _attention_out),
+    Rule("{layer}.mlp.gate_proj.weight", "mlp/gate_up/kernel", _gate),
+    Rule("{layer}.mlp.up_proj.weight", "mlp/gate_up/kernel", _up),
+    Rule("{layer}.mlp.down_proj.weight", "mlp/down/kernel", _linear),
+    Rule("{layer}.post_attention_layernorm.weight", "mlp_norm/scale", _same),
+    Rule("fc.weight", "fc/kernel", _linear),
+    Rule("fc.bias", "fc/bias", _same),
+)
+EAGLE = _HEAD_LAYER
+EAGLE3 = (
+    *_HEAD_LAYER,
+    Rule("{layer}.input_layernorm.weight", "embed_norm/scale", _same),
+    Rule("{layer}.hidden_norm.weight", "state_norm/scale", _same),
+    Rule("norm.weight", "norm/scale", _same),
+    Rule("lm_head.weight", "head/kernel", _linear),
+)
+
 # Multimodal Gemma-3 keeps its text model under one of these, beside parts that are not needed here.
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",

@@ -1,8 +1,18 @@
 """Drafting methods, one file each."""
 
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.eagle import Eagle
+from jaxspec.drafters.layer_skip import AdaptiveExit, LayerSkip
 from jaxspec.drafters.loaded import LoadedDrafter
 from jaxspec.drafters.lookup import PromptLookup
 from jaxspec.drafters.plain import NoDraft
 
-__all__ = ["DraftModel", "LoadedDrafter", "NoDraft", "PromptLookup"]
+__all__ = [
+    "AdaptiveExit",
+    "DraftModel",
+    "Eagle",
+    "LayerSkip",
+    "LoadedDrafter",
+    "NoDraft",
+    "PromptLookup",
+]

@@ -11,24 +11,22 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxspec.core import masks
-from jaxspec.core.cache import KEY_SLOTS_AXIS, VALUE_SLOTS_AXIS, append, settled
+from jaxspec.core.cache import append, settled
 from jaxspec.core.decode import prefill
-from jaxspec.core.proposal import choose_children, tree_proposal
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
 from jaxspec.core.types import (
     Context,
     Hidden,
     KVCache,
     LanguageModel,
-    LayerKV,
     Params,
     Proposal,
     Tree,
 )
+from jaxspec.drafters.growth import grow_tree
 from jaxspec.drafters.loaded import LoadedDrafter
 
 if TYPE_CHECKING:
@@ -100,38 +98,17 @@ class DraftModel:
     def propose(
         self, params: Params, key: PRNGKeyArray, state: KVCache, context: Context
     ) -> tuple[Proposal, KVCache]:
-        tree = self.tree
-        parents_of, ranks, has_child = tree.parents, tree.ranks, tree.children[:, 0] >= 0
-        cache, features = self._absorb(params.draft, state, context)
-        tokens = context.tokens[context.length - 1][None]
-        laws = []
-        scratch, scratch_nodes = None, np.zeros(0, np.int32)
-        depth = self.tree_shape[1]
-        for level, level_key in enumerate(jax.random.split(key, depth)):
-            expanded = np.flatnonzero((tree.depths == level) & has_child)
-            if level > 0:
-                seen = np.concatenate([scratch_nodes, expanded])
-                hidden = params.draft.forward(
-                    tokens[expanded],
-                    jnp.full(len(expanded), context.length - 1 + level, jnp.int32),
-                    jnp.asarray(tree.ancestors[np.ix_(expanded, seen)]),
-                    cache,
-                    scratch=scratch,
-                )
-                features = hidden.features
-                scratch, scratch_nodes = _extend(scratch, hidden.new_kv), seen
-            logits = _fit_vocab(params.draft.unembed(features), params.target.vocab_size)
-            choices, logprobs = choose_children(
-                level_key, logits, context.warp, tree.children.shape[1]
-            )
-            below = np.flatnonzero(tree.depths == level + 1)
-            rows = np.searchsorted(expanded, parents_of[below])
-            tokens = jnp.concatenate([tokens, choices[rows, ranks[below]]])
-            laws.append(logprobs)
-        sampled = context.warp.temperature is not None
-        every_node = jnp.ones(self.tree_shape[0], bool)
-        draft_logprobs = jnp.concatenate(laws) if sampled else None
-        return tree_proposal(tree, tokens, every_node, draft_logprobs), cache
+        cache, feature = self._absorb(params.draft, state, context)
+
+        def forward(level, tokens, _, mask, scratch) -> Hidden:
+            positions = jnp.full(len(tokens), context.length - 1 + level, jnp.int32)
+            return params.draft.forward(tokens, positions, mask, cache, scratch=scratch)
+
+        vocab_size = params.target.vocab_size
+        proposal = grow_tree(
+            self.tree, key, context, feature, params.draft.unembed, forward, vocab_size
+        )
+        return proposal, cache
 
     def _absorb(
         self, draft: LanguageModel, cache: KVCache, context: Context
@@ -143,25 +120,3 @@ class DraftModel:
         positions = cache.length + jnp.arange(window)
         hidden = draft.forward(recent, positions, masks.causal(window), cache)
         return append(cache, settled(hidden), count), hidden.features[count - 1][None]
-
-
-def _fit_vocab(
-    logits: Float[Array, "parents draft_vocab"], size: int
-) -> Float[Array, "parents vocab"]:
-    """Cuts or fills up the padding at a vocabulary's end; families pad it to different sizes."""
-    missing = max(0, size - logits.shape[-1])
-    return jnp.pad(logits[:, :size], ((0, 0), (0, missing)), constant_values=-jnp.inf)
-
-
-def _extend(
-    scratch: tuple[LayerKV, ...] | None, new_kv: tuple[LayerKV, ...]
-) -> tuple[LayerKV, ...]:
-    if scratch is None:
-        return new_kv
-    return tuple(
-        LayerKV(
-            jnp.concatenate([old.keys, new.keys], KEY_SLOTS_AXIS),
-            jnp.concatenate([old.values, new.values], VALUE_SLOTS_AXIS),
-        )
-        for old, new in zip(scratch, new_kv, strict=True)
-    )

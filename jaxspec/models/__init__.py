@@ -10,12 +10,22 @@ from jaxspec.models.config import (
     Rope,
     YarnScaling,
 )
+from jaxspec.models.eagle import (
+    DraftVocabulary,
+    Eagle3Head,
+    EagleHead,
+    init_eagle3_params,
+    init_eagle_params,
+)
 from jaxspec.models.linear import NARROW
 from jaxspec.models.transformer import Network, Skips, init_params, lookup_rows, param_shapes
 
 __all__ = [
     "NARROW",
+    "DraftVocabulary",
     "DynamicScaling",
+    "Eagle3Head",
+    "EagleHead",
     "Experts",
     "LinearScaling",
     "Llama3Scaling",
@@ -25,6 +35,8 @@ __all__ = [
     "Rope",
     "Skips",
     "YarnScaling",
+    "init_eagle3_params",
+    "init_eagle_params",
     "init_params",
     "lookup_rows",
     "param_shapes",

@@ -106,7 +106,7 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(
         self,
-        inputs: Float[Array, "nodes embed"],
+        inputs: Float[Array, "nodes width"],
         rotation: Rotation,
         visible: Visible,
         prefix: LayerKV | None,
@@ -114,7 +114,7 @@ class Attention(nn.Module):
     ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
         config, group = self.config, self.config.num_groups
         heads = Linear(
-            (config.embed_dim,),
+            (inputs.shape[-1],),
             (config.num_kv_heads, group + 2, config.head_dim),
             config.qkv_bias,
             name="qkv",
@@ -323,7 +323,7 @@ class Transformer(nn.Module):
             rotation[kind] = Rotation(
                 *rotations(rope, config.head_dim, config.max_positions, positions)
             )
-            visible[kind] = _visible(positions, mask, cache, window)
+            visible[kind] = visible_to(positions, mask, cache, window)
         residual, inputs, new_kv = self.embed(tokens), [], []
         for i, (layer, kind) in enumerate(zip(self.layers, config.layer_types, strict=True)):
             inputs.append(residual)
@@ -498,12 +498,13 @@ def _layer_kinds(config: ModelConfig):
     return [(kind, config.layer_rope(i), config.layer_window(i)) for kind, i in layers.items()]
 
 
-def _visible(
+def visible_to(
     positions: Int[Array, " nodes"],
     mask: Bool[Array, "nodes scratch+nodes"],
     cache: KVCache | None,
     window: int | None,
 ) -> Visible:
+    """What the tokens of a pass see; `window` is how far back, themselves included, if bounded."""
     nodes = positions.shape[0]
     scratch, own = jnp.split(mask, (mask.shape[1] - nodes,), axis=1)
     if window is not None:

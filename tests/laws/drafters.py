@@ -7,8 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.core.types import Drafter, PyTree
-from jaxspec.drafters import DraftModel, NoDraft, PromptLookup
-from jaxspec.models import ModelConfig, Network, init_params
+from jaxspec.drafters import DraftModel, Eagle, LayerSkip, NoDraft, PromptLookup
+from jaxspec.models import (
+    DraftVocabulary,
+    Eagle3Head,
+    EagleHead,
+    ModelConfig,
+    Network,
+    Skips,
+    init_eagle3_params,
+    init_eagle_params,
+    init_params,
+)
 
 
 class Case(NamedTuple):
@@ -22,12 +32,12 @@ class Case(NamedTuple):
     draft: Callable[[Network], PyTree] = lambda target: ()
 
 
-def network(vocab_size: int, num_layers: int = 2, seed: int = 0, **settings) -> Network:
+def network(vocab_size: int, seed: int = 0, **settings) -> Network:
     """A small random network, confident enough to repeat itself now and then."""
     config = ModelConfig(
         vocab_size=vocab_size,
         embed_dim=16,
-        num_layers=num_layers,
+        num_layers=2,
         num_heads=4,
         num_kv_heads=2,
         head_dim=8,
@@ -49,12 +59,40 @@ def blurred(target: Network, size: float = 0.05) -> Network:
     return Network(jax.tree.unflatten(structure, noisy), target.config)
 
 
+def eagle_head(target: Network) -> EagleHead:
+    """A random head over half of the vocabulary: its drafts are accepted by chance."""
+    config = target.config.replace(
+        num_layers=1, layer_types=("full",), sliding_window=None, qk_norm=False
+    )
+    ids = jnp.arange(0, target.vocab_size, 2)
+    params = init_eagle_params(config, True, jax.random.key(3))
+    return EagleHead(params, config, True, DraftVocabulary.of(target, ids))
+
+
+def eagle3_head(target: Network) -> Eagle3Head:
+    """A random head that reads two of the target's layers."""
+    config = target.config.replace(
+        num_layers=1, layer_types=("full",), sliding_window=None, qk_norm=False
+    )
+    params = init_eagle3_params(config, 2 * target.embed_dim, jax.random.key(4))
+    return Eagle3Head(params, config, (0, 1), target.vocab_size)
+
+
+PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+# Its second node has children and its first has none: rows of a level's pass are not its nodes.
+FORKED = ((0,), (1,), (1, 0), (1, 1), (1, 1, 0))
+
 PLAIN = Case(NoDraft)
 
 DRAFTERS: dict[str, Case] = {
     "lookup": Case(lambda: PromptLookup(num_speculative_tokens=3)),
     "draft model, chain": Case(lambda: DraftModel(num_speculative_tokens=3), blurred),
-    "draft model, tree": Case(
-        lambda: DraftModel(paths=((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))), blurred
+    "draft model, tree": Case(lambda: DraftModel(paths=PATHS), blurred),
+    "eagle, part of the vocabulary": Case(lambda: Eagle(FORKED), eagle_head),
+    "layer skip": Case(lambda: LayerSkip(Skips((False, True), (False, False)), 3, threshold=0.2)),
+    "layer skip, any set": Case(
+        lambda: LayerSkip(None, 3, threshold=0.2),
+        lambda target: Skips(jnp.array([0.0, 0.0]), jnp.array([0.0, 1.0])),
     ),
+    "eagle 3": Case(lambda: Eagle(FORKED, taps=(0, 1)), eagle3_head),
 }

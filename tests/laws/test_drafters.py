@@ -426,7 +426,7 @@ FALSE_ALARMS = 1e-3  # how often a correct sampler fails; the seeds are fixed
 
 @lru_cache
 def small_target():
-    return network(SMALL_VOCAB, num_layers=1, seed=3)
+    return network(SMALL_VOCAB, seed=3)
 
 
 class Draws(NamedTuple):

@@ -1,0 +1,131 @@
+"""EAGLE: a one-layer head drafts from the target's hidden states, over a static tree.
+
+Li et al. 2024 (EAGLE-1) and 2025 (EAGLE-3). What tells the two apart is in their heads, see
+`jaxspec.models.eagle`; drafting is the same. Keys and values that came from predicted states live
+in scratch for one draft; the head's cache holds those of the target's true states only.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from jaxspec.core import masks
+from jaxspec.core.cache import append, settled
+from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths, tree_from_paths
+from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal, Tree
+from jaxspec.drafters.growth import grow_tree
+from jaxspec.drafters.loaded import LoadedDrafter
+
+if TYPE_CHECKING:
+    from jaxspec.models.eagle import Eagle3Head, EagleHead
+
+
+class EagleState(NamedTuple):
+    """cache: of pairs (state at t, token t + 1), one fewer than there are tokens of text.
+
+    state: predicted from the last pair; what the law after the pending token is read from.
+    """
+
+    cache: KVCache
+    state: Float[Array, " embed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle:
+    """Drafts with an EAGLE head, `params.draft`, for the target it was trained for.
+
+    A step costs one pass of the head over the tokens just emitted, and one per further level of
+    the tree that has nodes with children.
+
+    Attributes:
+        paths: rank paths of the static tree, see `tree_from_paths`. The default is EAGLE's own of
+            25 nodes, the root not counted; a tree searched for the device is usually faster.
+        taps: target layers that the head reads, its `taps`; `()` for EAGLE-1.
+
+    Raises:
+        ValueError: for an invalid tree.
+    """
+
+    paths: tuple[Path, ...] = EAGLE_PATHS
+    taps: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "paths", normalize_paths(self.paths))
+
+    @classmethod
+    def of(
+        cls, head: "EagleHead | Eagle3Head", paths: Sequence[Path] = EAGLE_PATHS
+    ) -> LoadedDrafter:
+        """Drafts with a head from `load_eagle`: what `generate(drafter=...)` takes."""
+        return LoadedDrafter(cls(tuple(paths), head.taps), head)
+
+    @cached_property
+    def tree(self) -> Tree:
+        return tree_from_paths(self.paths)
+
+    @property
+    def tree_shape(self) -> tuple[int, int]:
+        nodes, levels = self.tree.paths.shape
+        return nodes, levels - 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.tree_shape[0],)
+
+    def init(self, params: Params, prompt: Hidden, context: Context) -> EagleState:
+        head, slots = params.draft, prompt.features.shape[0]
+        # Pair t joins the state at t with the token after it; the last slot has none and is cut.
+        states = head.states_of(prompt.features, prompt.taps)
+        embedded = params.target.embed(jnp.roll(context.tokens[:slots], -1))
+        mask = masks.causal(slots)
+        hidden = head.forward(embedded, states, jnp.arange(slots), mask, None)
+        num_pairs = context.length - 1
+        # A prompt of one token has no pair; what its first draft is read from is arbitrary.
+        return EagleState(
+            KVCache(hidden.new_kv, num_pairs), hidden.features[jnp.maximum(num_pairs - 1, 0)]
+        )
+
+    def propose(
+        self, params: Params, key: PRNGKeyArray, state: EagleState, context: Context
+    ) -> tuple[Proposal, EagleState]:
+        target, head = params.target, params.draft
+        state = self._absorb(params, state, context)
+
+        def forward(level, tokens, states, mask, scratch) -> Hidden:
+            positions = jnp.full(len(tokens), context.length - 2 + level, jnp.int32)
+            return head.forward(
+                target.embed(tokens), states, positions, mask, state.cache, scratch=scratch
+            )
+
+        proposal = grow_tree(
+            self.tree,
+            key,
+            context,
+            state.state[None],
+            lambda states: head.unembed(target, states),
+            forward,
+            target.vocab_size,
+            head.draft_ids,
+        )
+        return proposal, state
+
+    def _absorb(self, params: Params, state: EagleState, context: Context) -> EagleState:
+        """Caches the pairs that the last step made known."""
+        head, recent, cache = params.draft, context.recent, state.cache
+        window = recent.tokens.shape[0]
+        hidden = head.forward(
+            params.target.embed(recent.tokens),
+            head.states_of(recent.features, recent.taps),
+            cache.length + jnp.arange(window),
+            masks.causal(window),
+            cache,
+        )
+        newest = hidden.features[jnp.maximum(recent.count - 1, 0)]
+        return EagleState(
+            append(cache, settled(hidden), recent.count),
+            jnp.where(recent.count > 0, newest, state.state),
+        )

@@ -1,0 +1,124 @@
+"""A static tree grown level by level: what drafters with a model of their own have in common."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxspec.core.cache import KEY_SLOTS_AXIS, VALUE_SLOTS_AXIS
+from jaxspec.core.proposal import choose_children, tree_proposal
+from jaxspec.core.types import Context, Hidden, LayerKV, Proposal, Tree
+
+Scratch = tuple[LayerKV, ...]
+LevelPass = Callable[
+    [
+        int,
+        Int[Array, " expanded"],
+        Float[Array, "expanded embed"],
+        Bool[Array, "expanded seen"],
+        Scratch | None,
+    ],
+    Hidden,
+]
+"""A draft pass over the nodes of one level that have children.
+
+Gets their depth, tokens, their parents' features, which scratch slots and which of the nodes each
+sees, and the keys and values of the levels above.
+"""
+
+
+def grow_tree(
+    tree: Tree,
+    key: PRNGKeyArray,
+    context: Context,
+    feature: Float[Array, "1 embed"],
+    unembed: Callable[[Float[Array, "nodes embed"]], Float[Array, "nodes draft_vocab"]],
+    forward: LevelPass,
+    vocab_size: int,
+    draft_ids: Int[Array, " draft_vocab"] | None = None,
+) -> Proposal:
+    """Chooses every node's children from the draft model's law at it.
+
+    Each level that has nodes with children costs one pass over those nodes, the root's level none.
+
+    Args:
+        tree: static.
+        key: for sampled children.
+        context: of the row; gives the pending token and the warping.
+        feature: what the law at the root is read from.
+        unembed: features to draft logits.
+        forward: the pass of one level.
+        vocab_size: of the target.
+        draft_ids: the target's id of each draft logit; `None`: the same, but for padding.
+
+    Raises:
+        ValueError: a node has more children than there are tokens to draft.
+    """
+    branch, num_drafted = (
+        tree.children.shape[1],
+        vocab_size if draft_ids is None else len(draft_ids),
+    )
+    if branch > num_drafted:
+        raise ValueError(
+            f"paths: a node has {branch} children, but only {num_drafted} tokens can be drafted."
+        )
+    has_child = tree.children[:, 0] >= 0
+    warp = context.warp
+    if draft_ids is not None and warp.bias is not None:
+        warp = warp._replace(bias=warp.bias[draft_ids])
+    tokens = context.tokens[context.length - 1][None]
+    features, above = feature, np.zeros(1, np.int32)  # of the nodes `above`
+    scratch, scratch_nodes, laws = None, np.zeros(0, np.int32), []
+    depth = tree.paths.shape[1] - 1
+    for level, level_key in enumerate(jax.random.split(key, depth)):
+        expanded = np.flatnonzero((tree.depths == level) & has_child)
+        if level > 0:
+            seen = np.concatenate([scratch_nodes, expanded])
+            hidden = forward(
+                level,
+                tokens[expanded],
+                features[np.searchsorted(above, tree.parents[expanded])],
+                jnp.asarray(tree.ancestors[np.ix_(expanded, seen)]),
+                scratch,
+            )
+            scratch, scratch_nodes = _extend(scratch, hidden.new_kv), seen
+            features, above = hidden.features, expanded
+        logits = unembed(features)
+        if draft_ids is None:
+            logits = _fit_vocab(logits, vocab_size)
+        choices, logprobs = choose_children(level_key, logits, warp, branch)
+        below = np.flatnonzero(tree.depths == level + 1)
+        rows = np.searchsorted(expanded, tree.parents[below])
+        chosen = choices[rows, tree.ranks[below]]
+        tokens = jnp.concatenate([tokens, chosen if draft_ids is None else draft_ids[chosen]])
+        laws.append(logprobs)
+    draft_logprobs = None
+    if warp.temperature is not None:
+        draft_logprobs = jnp.concatenate(laws)
+        if draft_ids is not None:
+            nowhere = jnp.full((draft_logprobs.shape[0], vocab_size), -jnp.inf)
+            draft_logprobs = nowhere.at[:, draft_ids].set(draft_logprobs)
+    every_node = jnp.ones(tree.parents.shape[0], bool)
+    return tree_proposal(tree, tokens, every_node, draft_logprobs)
+
+
+def _fit_vocab(
+    logits: Float[Array, "parents draft_vocab"], size: int
+) -> Float[Array, "parents vocab"]:
+    """Cuts or fills up the padding at a vocabulary's end; families pad it to different sizes."""
+    missing = max(0, size - logits.shape[-1])
+    return jnp.pad(logits[:, :size], ((0, 0), (0, missing)), constant_values=-jnp.inf)
+
+
+def _extend(scratch: Scratch | None, new_kv: Scratch) -> Scratch:
+    if scratch is None:
+        return new_kv
+    return tuple(
+        LayerKV(
+            jnp.concatenate([old.keys, new.keys], KEY_SLOTS_AXIS),
+            jnp.concatenate([old.values, new.values], VALUE_SLOTS_AXIS),
+        )
+        for old, new in zip(scratch, new_kv, strict=True)
+    )

@@ -1,0 +1,303 @@
+"""Heads that draft from the target's hidden states: EAGLE-1 (also used by EAGLE-2) and EAGLE-3.
+
+EAGLE: Li et al. 2024, section 4.1; EAGLE-2: Li et al. 2024b, the same weights; EAGLE-3: Li et al.
+2025, section 3. Position t of a head holds the pair (state at t, token t + 1) and predicts the
+state at t + 1, whose logits are those of token t + 2. States are the target's own where they are
+known, and the head's predictions where they are not.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxspec.core.cache import empty_layer
+from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
+from jaxspec.models.attention import at_least_float32
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.linear import exact_products
+from jaxspec.models.rope import rotations
+from jaxspec.models.transformer import (
+    MLP,
+    Attention,
+    Linear,
+    Network,
+    RMSNorm,
+    Rotation,
+    Visible,
+    visible_to,
+)
+
+
+class Seen(NamedTuple):
+    """What attention needs besides its inputs, in the order that `Attention` takes it."""
+
+    rotation: Rotation
+    visible: Visible
+    prefix: LayerKV | None
+    scratch: LayerKV | None
+
+
+class EagleLayer(nn.Module):
+    """One decoder layer over embedding and state joined by a product; no norm before attention.
+
+    bias: whether that product has one.
+    """
+
+    config: ModelConfig
+    bias: bool
+
+    def setup(self):
+        embed = self.config.embed_dim
+        self.fc = Linear((2 * embed,), (embed,), self.bias)
+        self.attention = Attention(self.config)
+        self.mlp_norm = RMSNorm(self.config.norm_eps, self.config.norm_plus_one)
+        self.mlp = MLP(self.config)
+
+    def __call__(
+        self,
+        embedded: Float[Array, "nodes embed"],
+        states: Float[Array, "nodes embed"],
+        seen: Seen,
+    ) -> Hidden:
+        residual = self.fc(jnp.concatenate([embedded, states], axis=-1))
+        output, own = self.attention(residual, *seen)
+        residual = residual + output
+        return _hidden(residual + self.mlp(self.mlp_norm(residual)), own)
+
+
+class Eagle3Layer(nn.Module):
+    """One decoder layer whose attention reads embedding and state side by side, each normed.
+
+    tapped: width of the target's tapped layers side by side.
+    """
+
+    config: ModelConfig
+    tapped: int
+
+    def setup(self):
+        config = self.config
+        norm = partial(RMSNorm, config.norm_eps, config.norm_plus_one)
+        self.fc = Linear((self.tapped,), (config.embed_dim,))
+        self.embed_norm, self.state_norm, self.mlp_norm, self.norm = (norm() for _ in range(4))
+        self.attention = Attention(config)
+        self.mlp = MLP(config)
+        self.head = Linear((config.embed_dim,), (config.vocab_size,))
+
+    def __call__(
+        self,
+        embedded: Float[Array, "nodes embed"],
+        states: Float[Array, "nodes embed"],
+        seen: Seen,
+    ) -> Hidden:
+        pair = jnp.concatenate([self.embed_norm(embedded), self.state_norm(states)], axis=-1)
+        output, own = self.attention(pair, *seen)
+        residual = states + output
+        return _hidden(residual + self.mlp(self.mlp_norm(residual)), own)
+
+    def fuse(self, taps: Float[Array, "nodes tapped"]) -> Float[Array, "nodes embed"]:
+        return self.fc(taps)
+
+    def unembed(self, states: Float[Array, "nodes embed"]) -> Float[Array, "nodes draft_vocab"]:
+        return self.head(self.norm(states)).astype(at_least_float32(states.dtype))
+
+    def everything(self, embedded, taps, seen) -> Float[Array, "nodes draft_vocab"]:
+        """Reads every weight: what `init` traces."""
+        return self.unembed(self(embedded, self.fuse(taps), seen).features)
+
+
+class DraftVocabulary(NamedTuple):
+    """The part of the target's vocabulary that a head drafts from.
+
+    ids: the target's ids, ascending.
+    table: the target's output head, cut to them.
+    """
+
+    ids: Int[Array, " draft_vocab"]
+    table: Float[Array, "embed draft_vocab"]
+
+    @classmethod
+    def of(cls, target: Network, ids: Int[Array, " draft_vocab"]) -> "DraftVocabulary":
+        """The rows of a target's output head for some of its tokens."""
+        if target.config.tied_head:
+            return cls(ids, target.params["embed"]["embedding"][ids].T)
+        return cls(ids, target.params["head"]["kernel"][:, ids])
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "vocabulary"],
+    meta_fields=["config", "bias"],
+)
+@dataclass(frozen=True)
+class EagleHead:
+    """EAGLE-1's head: its states are the target's features, read by the target's output head.
+
+    config: of its one layer; `vocab_size` is the target's.
+    vocabulary: `None` to draft from all tokens.
+    """
+
+    params: PyTree
+    config: ModelConfig
+    bias: bool = True
+    vocabulary: DraftVocabulary | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.params["mlp_norm"]["scale"].dtype
+
+    @property
+    def target_vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def draft_ids(self) -> Int[Array, " draft_vocab"] | None:
+        return None if self.vocabulary is None else self.vocabulary.ids
+
+    def states_of(
+        self, features: Float[Array, "nodes embed"], taps: Float[Array, "nodes tapped"]
+    ) -> Float[Array, "nodes embed"]:
+        """The states that a pass of the target gave."""
+        return features
+
+    def forward(
+        self,
+        embedded: Float[Array, "nodes embed"],
+        states: Float[Array, "nodes embed"],
+        positions: Int[Array, " nodes"],
+        mask: Bool[Array, "nodes scratch+nodes"],
+        cache: KVCache | None,
+        *,
+        scratch: tuple[LayerKV, ...] | None = None,
+    ) -> Hidden:
+        """One pass over pairs of a token's embedding and the state before it.
+
+        Returns:
+            The next states in `features`. The other arguments are those of `Network.forward`.
+        """
+        return self._apply(embedded, states, _seen(self.config, positions, mask, cache, scratch))
+
+    def unembed(
+        self, target: Network, states: Float[Array, "nodes embed"]
+    ) -> Float[Array, "nodes draft_vocab"]:
+        """Logits of the token after each state, over `draft_ids`."""
+        if self.vocabulary is None:
+            return target.unembed(states)
+        with exact_products(self.dtype):
+            return jnp.matmul(
+                states, self.vocabulary.table, preferred_element_type=at_least_float32(self.dtype)
+            )
+
+    def empty_cache(self, slots: int) -> KVCache:
+        return _empty_cache(self.config, slots, self.dtype)
+
+    def _apply(self, *args) -> Any:
+        with exact_products(self.dtype):
+            return EagleLayer(self.config, self.bias).apply({"params": self.params}, *args)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "draft_ids"],
+    meta_fields=["config", "taps", "target_vocab_size"],
+)
+@dataclass(frozen=True)
+class Eagle3Head:
+    """EAGLE-3's head: its states begin as a fusion of the target's tapped layers' inputs.
+
+    config: of its one layer; `vocab_size` counts the tokens it drafts from.
+    taps: target layers whose inputs it reads; three, by the paper: low, middle, high.
+    target_vocab_size: of the target.
+    draft_ids: the target's ids of those tokens; `None` if they are all tokens.
+    """
+
+    params: PyTree
+    config: ModelConfig
+    taps: tuple[int, ...]
+    target_vocab_size: int
+    draft_ids: Int[Array, " draft_vocab"] | None = None
+
+    def states_of(
+        self, features: Float[Array, "nodes embed"], taps: Float[Array, "nodes tapped"]
+    ) -> Float[Array, "nodes embed"]:
+        """The states that a pass of the target gave."""
+        return self._apply(taps, method=Eagle3Layer.fuse)
+
+    def forward(
+        self,
+        embedded: Float[Array, "nodes embed"],
+        states: Float[Array, "nodes embed"],
+        positions: Int[Array, " nodes"],
+        mask: Bool[Array, "nodes scratch+nodes"],
+        cache: KVCache | None,
+        *,
+        scratch: tuple[LayerKV, ...] | None = None,
+    ) -> Hidden:
+        """See `EagleHead.forward`."""
+        return self._apply(embedded, states, _seen(self.config, positions, mask, cache, scratch))
+
+    def unembed(
+        self, target: Network, states: Float[Array, "nodes embed"]
+    ) -> Float[Array, "nodes draft_vocab"]:
+        """Logits of the token after each state, over `draft_ids`, by the head's own output head."""
+        return self._apply(states, method=Eagle3Layer.unembed)
+
+    def empty_cache(self, slots: int) -> KVCache:
+        return _empty_cache(self.config, slots, self.dtype)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.params["mlp_norm"]["scale"].dtype
+
+    def _apply(self, *args, method=None) -> Any:
+        layer = Eagle3Layer(self.config, self.params["fc"]["kernel"].shape[0])
+        with exact_products(self.dtype):
+            return layer.apply({"params": self.params}, *args, method=method)
+
+
+def init_eagle_params(config: ModelConfig, bias: bool, key: PRNGKeyArray) -> PyTree:
+    """Random weights of an `EagleHead`, as `jaxspec.models.init_params` draws them."""
+    row = jax.ShapeDtypeStruct((1, config.embed_dim), jnp.float32)
+    variables = EagleLayer(config, bias).lazy_init(key, row, row, _nothing_seen(config))
+    return variables["params"]
+
+
+def init_eagle3_params(config: ModelConfig, tapped: int, key: PRNGKeyArray) -> PyTree:
+    """Random weights of an `Eagle3Head` over tapped layers of `tapped` numbers in all."""
+    row = jax.ShapeDtypeStruct((1, config.embed_dim), jnp.float32)
+    taps = jax.ShapeDtypeStruct((1, tapped), jnp.float32)
+    layer = Eagle3Layer(config, tapped)
+    seen = _nothing_seen(config)
+    return layer.lazy_init(key, row, taps, seen, method=Eagle3Layer.everything)["params"]
+
+
+def _seen(config, positions, mask, cache, scratch) -> Seen:
+    return Seen(
+        rotation=Rotation(
+            *rotations(config.rope, config.head_dim, config.max_positions, positions)
+        ),
+        visible=visible_to(positions, mask, cache, None),
+        prefix=None if cache is None else cache.layers[0],
+        scratch=None if scratch is None else scratch[0],
+    )
+
+
+def _nothing_seen(config: ModelConfig) -> Seen:
+    return _seen(config, jnp.zeros(1, jnp.int32), jnp.ones((1, 1), bool), None, None)
+
+
+def _hidden(states: Float[Array, "nodes embed"], own: LayerKV) -> Hidden:
+    return Hidden(states, states[:, :0], (own,))
+
+
+def _empty_cache(config: ModelConfig, slots: int, dtype: jnp.dtype) -> KVCache:
+    layer = empty_layer(config.num_kv_heads, config.head_dim, slots, dtype)
+    return KVCache((layer,), jnp.zeros((), jnp.int32))

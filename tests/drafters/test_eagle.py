@@ -1,0 +1,71 @@
+"""EAGLE drafting against recorded generations, draft by draft."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import GenerationConfig, generate
+from jaxspec.checkpoint import Model, load_eagle
+from jaxspec.core.decode import prefill
+from jaxspec.core.loop import DecodePlan, decode
+from jaxspec.core.masks import causal
+from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.core.types import Params
+from jaxspec.drafters import Eagle
+from tests.laws.test_drafters import free_request
+from tests.models.test_eagle import first, golden  # noqa: F401  (fixtures)
+
+CHAIN5 = tuple((0,) * length for length in range(1, 6))
+
+
+@pytest.mark.parametrize("case", ["eagle1_mc_sim_7b_63/2", "chain5/2"])
+def test_recorded_drafts_of_eagle1(golden, first, case):  # noqa: F811
+    """The same tokens at every node, as many accepted, from the first step to the last."""
+    recorded = json.loads((golden / "eagle1_generate_greedy.json").read_text())[case]
+    target, folder = first
+    paths = CHAIN5 if case.startswith("chain") else EAGLE_PATHS
+    drafter = Eagle.of(load_eagle(folder, target), paths)
+    # The reference lets the target choose a token before it drafts for the first time.
+    start = len(recorded["prompt"]) + 1
+    (row,) = generate(
+        Model(target, None),
+        recorded["output"][:start],
+        GenerationConfig(max_new_tokens=len(recorded["output"]) - start + 8),
+        drafter,
+        return_trace=True,
+    )
+    assert row.tokens.tolist()[: len(recorded["output"]) - start] == recorded["output"][start:]
+    for ours, theirs in zip(row.trace, recorded["steps"], strict=False):
+        within = ours.valid  # the last step may be cut short by the budget
+        assert ours.tokens[within].tolist() == np.array(theirs["tree_candidates"])[within].tolist()
+        assert len(ours.path) - 1 == theirs["accept_length"]
+    assert len(row.trace) >= len(recorded["steps"])
+
+
+def test_true_states_replace_predicted_ones(first):  # noqa: F811
+    """After any number of steps the head's cache is that of a fresh pass over the whole text."""
+    target, folder = first
+    head = load_eagle(folder, target)
+    drafter = Eagle(CHAIN5)
+    request = free_request("greedy")
+    plan = DecodePlan((64,), chunk=16)
+    states = decode(
+        Params(target, head), request.prompts, request.automaton, drafter=drafter, plan=plan
+    )
+    for row in range(3):
+        length = int(states.context.length[row])
+        tokens = states.context.tokens[row, :length]
+        hidden, _ = prefill(target, tokens, jnp.int32(length), chunk=length)
+        fresh = head.forward(
+            target.embed(tokens[1:]),
+            hidden.features[:-1],
+            jnp.arange(length - 1),
+            causal(length - 1),
+            None,
+        )
+        known = int(states.draft.cache.length[row])
+        assert length - 1 - drafter.tree_shape[1] - 1 <= known < length
+        kept = states.draft.cache.layers[0].values[row][:, :known]
+        np.testing.assert_allclose(kept, fresh.new_kv[0].values[:, :known], atol=1e-4)

@@ -1,0 +1,213 @@
+"""Draft & Verify against the recorded runs of the published program, and what it promises."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import GenerationConfig, generate
+from jaxspec.checkpoint import Model
+from jaxspec.checkpoint.huggingface import load_network
+from jaxspec.core.masks import causal
+from jaxspec.drafters import AdaptiveExit, LayerSkip
+from jaxspec.models import Network, Skips
+from tests.models.test_eagle import write_folder
+
+NUM_LAYERS = 8
+SETS = {
+    "none": ([], []),
+    "mid": ([2, 3, 5], [3, 6]),
+    "layer0_attn": ([0, 4], [1]),
+    "both_same_layer": ([3, 4, 5], [3, 4, 5]),
+    "mlp_only": ([], [1, 2, 4, 6]),
+    "all_mid": ([1, 2, 3, 4, 5, 6], [2, 3, 4, 5]),
+}
+RELEASED = AdaptiveExit(rule="released")
+
+
+def skips(attention, mlp) -> Skips:
+    layers = range(NUM_LAYERS)
+    return Skips(*(tuple(layer in part for layer in layers) for part in (attention, mlp)))
+
+
+def as_arrays(skip: Skips) -> Skips:
+    return Skips(*(jnp.asarray(part, jnp.float32) for part in skip))
+
+
+@pytest.fixture(scope="module")
+def golden(shared_folder) -> Path:
+    return shared_folder("golden", "draft_verify")
+
+
+@pytest.fixture(scope="module")
+def target(golden, tmp_path_factory) -> Network:
+    config = json.loads((golden / "dv_tiny_config.json").read_text())
+    weights = np.load(golden / "dv_tiny_weights.npz")
+    folder = tmp_path_factory.mktemp("draft_verify")
+    return load_network(write_folder(folder / "target", config, weights, ""))
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("form", [lambda skip: skip, as_arrays], ids=["static", "traced"])
+def test_recorded_passes_with_skipped_sublayers(golden, target, name, form):
+    recorded = np.load(golden / "dv_skip_forward.npz")
+    for tokens, logits in zip(recorded["input_ids"], recorded[f"draft_logits/{name}"], strict=True):
+        hidden = target.forward(
+            jnp.asarray(tokens), jnp.arange(12), causal(12), None, skip=form(skips(*SETS[name]))
+        )
+        np.testing.assert_allclose(target.unembed(hidden.features), logits, atol=1e-4)
+
+
+def test_a_static_set_is_absent_from_the_program(target):
+    """An attention has four products (two are its scores and values), an MLP has two."""
+
+    def dots(skip: Skips | None) -> int:
+        def run(network):
+            return network.forward(
+                jnp.arange(3), jnp.arange(3), causal(3), None, skip=skip
+            ).features
+
+        return jax.jit(run).lower(target).as_text().count("stablehlo.dot_general")
+
+    whole = dots(None)
+    assert dots(skips([2, 3], [])) == whole - 2 * 4
+    assert dots(skips([], [1, 5, 6])) == whole - 3 * 2
+    assert dots(as_arrays(skips([2, 3], [1]))) == whole
+
+
+@pytest.mark.parametrize(
+    "case", ["mid/K8_th0.8_autoTrue", "mid/K12_th0.2_autoTrue", "none/K12_th0.2_autoTrue"]
+)
+@pytest.mark.parametrize("form", ["static", "traced"])
+def test_recorded_generations(golden, target, case, form):
+    """The same text, and in every step as much drafted and accepted."""
+    recorded = json.loads((golden / "dv_generate_greedy.json").read_text())[case]
+    skip = skips(recorded["attn_skip"], recorded["mlp_skip"])
+    settings = {
+        "num_speculative_tokens": recorded["max_step_draft"],
+        "threshold": recorded["th_init"],
+        "adaptive": RELEASED,
+    }
+    drafter = (
+        LayerSkip(skip, **settings)
+        if form == "static"
+        else LayerSkip.of(as_arrays(skip), **settings)
+    )
+    # The reference lets the whole model choose a token before it drafts for the first time.
+    (row,) = generate(
+        Model(target),
+        [*recorded["prompt"], recorded["output"][0]],
+        GenerationConfig(max_new_tokens=recorded["max_new_tokens"] - 1),
+        drafter,
+        return_trace=True,
+    )
+    assert row.tokens.tolist() == recorded["output"][1:]
+    ours = [(int(np.sum(step.valid)) - 1, len(step.path) - 1) for step in row.trace]
+    theirs = [(step["drafted"], step["accepted"]) for step in recorded["trace"]]
+    # A last step with room for one token only drafts nothing here.
+    assert ours[: len(theirs)] == theirs
+    assert all(step == (0, 0) for step in ours[len(theirs) :])
+
+
+@pytest.mark.parametrize("script", [0, 1])
+def test_recorded_thresholds(golden, script):
+    recorded = json.loads((golden / "dv_adaptive_threshold.json").read_text())[script]
+    settings = recorded["auto_parameters"]
+    exit_rule = AdaptiveExit(
+        target_rate=settings["alpha"],
+        step=settings["epsilon"],
+        rate_memory=settings["beta1"],
+        threshold_memory=settings["beta2"],
+        rule="released",
+    )
+    threshold, rate = jnp.float32(recorded["th_init"]), jnp.float32(0)
+    for step in recorded["trace"]:
+        threshold, rate = exit_rule.update(
+            threshold,
+            rate,
+            jnp.int32(step["accepted"]),
+            jnp.int32(step["drafted"]),
+            recorded["max_step_draft"],
+        )
+        np.testing.assert_allclose(rate, step["ar_ema"], atol=1e-6)
+        np.testing.assert_allclose(threshold, step["th_after"], atol=1e-5)
+
+
+def test_the_rules_differ_where_they_should():
+    def moved(rule: str, rate: float, accepted: int, drafted: int) -> float:
+        exit_rule = AdaptiveExit(0.5, rule=rule, rate_memory=1.0, threshold_memory=0.0)
+        arguments = jnp.float32(0.3), jnp.float32(rate), jnp.int32(accepted), jnp.int32(drafted)
+        return round(float(exit_rule.update(*arguments, longest=4)[0]), 4)
+
+    assert moved("paper", 0.5, 1, 2) == 0.31
+    assert moved("released", 0.5, 1, 2) == 0.29
+    assert moved("paper", 0.9, 4, 4) == 0.29
+    assert moved("released", 0.9, 4, 4) == 0.3
+    assert moved("paper", 0.5, 0, 0) == 0.3  # nothing was drafted, nothing was learned
+
+
+def test_the_threshold_holds_the_acceptance_rate_near_its_target():
+    """A synthetic drafter whose tokens are right as often as it is sure of them.
+
+    The threshold stands still when the running rate is below its target half of the time: with a
+    long memory that is where the mean is at the target too.
+    """
+    rng = np.random.default_rng(0)
+    rule = AdaptiveExit(target_rate=0.8, step=0.05, rate_memory=0.98)
+    update = jax.jit(rule.update, static_argnames="longest")
+    threshold, rate, rates = jnp.float32(0.2), jnp.float32(0), []
+    for _ in range(3000):
+        sure = rng.beta(4, 1, size=8)
+        unsure = np.flatnonzero(sure < float(threshold))
+        drafted = unsure[0] + 1 if unsure.size else 8
+        wrong = np.flatnonzero(rng.uniform(size=drafted) >= sure[:drafted])
+        accepted = wrong[0] if wrong.size else drafted
+        threshold, rate = update(threshold, rate, accepted, drafted, longest=8)
+        rates.append(accepted / drafted)
+    assert abs(np.mean(rates[1000:]) - 0.8) < 0.03
+    assert abs(np.mean(rates[:100]) - 0.8) > 0.03  # it began elsewhere
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1, got 0"),
+        ({"threshold": 1.2}, r"threshold must be in \[0, 1\], got 1.2"),
+        ({"skip": Skips((0.5,), (1,))}, "skip must hold True or False"),
+        (
+            {"skip": Skips((True,), (True, False))},
+            "as many attention as MLP sub-layers, got 1 and 2",
+        ),
+        ({"adaptive": {"target_rate": 2.0}}, r"target_rate must be in \[0, 1\], got 2.0"),
+        ({"adaptive": {"rule": "other"}}, "rule must be 'paper' or 'released', got 'other'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**settings)
+
+
+def make(adaptive=None, **settings):
+    return LayerSkip(**settings, adaptive=AdaptiveExit(**(adaptive or {})))
+
+
+def test_a_set_for_another_depth_is_refused(target):
+    drafter = LayerSkip(Skips((True,) * 3, (False,) * 3))
+    with pytest.raises(ValueError, match="must have 8 entries, one per layer, got 3"):
+        generate(Model(target), [1, 2], GenerationConfig(max_new_tokens=4), drafter)
+
+
+def test_rows_have_thresholds_of_their_own(target):
+    """In one batch, and the same as alone."""
+    drafter = LayerSkip(skips(*SETS["mid"]), threshold=0.3)
+    config = GenerationConfig(max_new_tokens=24)
+    prompts = [[5, 17, 40, 8, 22, 53], [3, 3, 9], [60, 1, 2, 7, 7]]
+    together = generate(Model(target), prompts, config, drafter, return_trace=True)
+    for prompt, row in zip(prompts, together, strict=True):
+        (alone,) = generate(Model(target), prompt, config, drafter, return_trace=True)
+        assert [step.tokens.tolist() for step in row.trace] == [
+            step.tokens.tolist() for step in alone.trace
+        ]
