@@ -7,6 +7,7 @@ cheap, and its branches only READ the cache: each returns the few accepted rows,
 committed in place.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from jaxspec.core.types import (
     LayerKV,
     Params,
     Proposal,
+    PyTree,
     Recent,
     Stats,
     Stop,
@@ -71,24 +73,48 @@ def prefill(
         Features (and taps) of every slot of the bucket, and a cache of `length - 1` tokens with
         as many slots as the bucket. Slots from `length - 1` on mean nothing. `new_kv` is empty.
     """
-    bucket = tokens.shape[0]
+
+    def forward(tokens, positions, mask, cache) -> Hidden:
+        return model.forward(tokens, positions, mask, cache, taps=taps)
+
+    hidden, layers = in_chunks(forward, tokens, model.empty_cache, chunk)
+    return hidden, KVCache(layers, length - 1)
+
+
+def in_chunks(
+    forward: Callable[..., Hidden],
+    inputs: PyTree,
+    empty_cache: Callable[[int], KVCache],
+    chunk: int,
+) -> tuple[Hidden, tuple[LayerKV, ...]]:
+    """Reads a whole sequence causally, `chunk` places at a time.
+
+    Args:
+        forward: gets a part of `inputs`, its positions, a mask and the cache so far.
+        inputs: arrays with one entry per place of the sequence.
+        empty_cache: makes one of so many slots.
+        chunk: must divide the length of a sequence that is longer.
+
+    Returns:
+        Features and taps of every place, and their keys and values, which `new_kv` leaves out.
+    """
+    bucket = jax.tree.leaves(inputs)[0].shape[0]
     if bucket <= chunk:
-        hidden = model.forward(tokens, jnp.arange(bucket), masks.causal(bucket), None, taps=taps)
-        cache = KVCache(hidden.new_kv, length - 1)
-        return hidden._replace(new_kv=()), cache
+        hidden = forward(inputs, jnp.arange(bucket), masks.causal(bucket), None)
+        return hidden._replace(new_kv=()), hidden.new_kv
     if bucket % chunk:
         raise ValueError(f"chunk: {chunk} does not divide the bucket of {bucket} tokens.")
 
     def run_chunk(cache: KVCache, start: Int[Array, ""]):
-        part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk)
+        part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, chunk), inputs)
         positions = start + jnp.arange(chunk)
-        hidden = model.forward(part, positions, masks.causal(chunk), cache, taps=taps)
+        hidden = forward(part, positions, masks.causal(chunk), cache)
         return append(cache, settled(hidden), chunk), (hidden.features, hidden.taps)
 
     starts = jnp.arange(0, bucket, chunk)
-    cache, (features, tapped) = jax.lax.scan(run_chunk, model.empty_cache(bucket), starts)
+    cache, (features, tapped) = jax.lax.scan(run_chunk, empty_cache(bucket), starts)
     hidden = Hidden(features.reshape(bucket, -1), tapped.reshape(bucket, -1), ())
-    return hidden, KVCache(cache.layers, length - 1)
+    return hidden, cache.layers
 
 
 def begin(

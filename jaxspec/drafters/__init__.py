@@ -2,6 +2,7 @@
 
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.eagle import Eagle
+from jaxspec.drafters.eagle2 import Eagle2
 from jaxspec.drafters.layer_skip import AdaptiveExit, LayerSkip
 from jaxspec.drafters.loaded import LoadedDrafter
 from jaxspec.drafters.lookup import PromptLookup
@@ -11,6 +12,7 @@ __all__ = [
     "AdaptiveExit",
     "DraftModel",
     "Eagle",
+    "Eagle2",
     "LayerSkip",
     "LoadedDrafter",
     "NoDraft",

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
+from jaxspec.core.decode import in_chunks
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal, Tree
 from jaxspec.drafters.growth import grow_tree
@@ -45,6 +46,7 @@ class Eagle:
         paths: rank paths of the static tree, see `tree_from_paths`. The default is EAGLE's own of
             25 nodes, the root not counted; a tree searched for the device is usually faster.
         taps: target layers that the head reads, its `taps`; `()` for EAGLE-1.
+        chunk: tokens per pass over the prompt.
 
     Raises:
         ValueError: for an invalid tree.
@@ -52,6 +54,7 @@ class Eagle:
 
     paths: tuple[Path, ...] = EAGLE_PATHS
     taps: tuple[int, ...] = ()
+    chunk: int = 256
 
     def __post_init__(self):
         object.__setattr__(self, "paths", normalize_paths(self.paths))
@@ -77,23 +80,13 @@ class Eagle:
         return (self.tree_shape[0],)
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> EagleState:
-        head, slots = params.draft, prompt.features.shape[0]
-        # Pair t joins the state at t with the token after it; the last slot has none and is cut.
-        states = head.states_of(prompt.features, prompt.taps)
-        embedded = params.target.embed(jnp.roll(context.tokens[:slots], -1))
-        mask = masks.causal(slots)
-        hidden = head.forward(embedded, states, jnp.arange(slots), mask, None)
-        num_pairs = context.length - 1
-        # A prompt of one token has no pair; what its first draft is read from is arbitrary.
-        return EagleState(
-            KVCache(hidden.new_kv, num_pairs), hidden.features[jnp.maximum(num_pairs - 1, 0)]
-        )
+        return read_prompt(params, prompt, context, self.chunk)
 
     def propose(
         self, params: Params, key: PRNGKeyArray, state: EagleState, context: Context
     ) -> tuple[Proposal, EagleState]:
         target, head = params.target, params.draft
-        state = self._absorb(params, state, context)
+        state = absorb(params, state, context)
 
         def forward(level, tokens, states, mask, scratch) -> Hidden:
             positions = jnp.full(len(tokens), context.length - 2 + level, jnp.int32)
@@ -113,19 +106,39 @@ class Eagle:
         )
         return proposal, state
 
-    def _absorb(self, params: Params, state: EagleState, context: Context) -> EagleState:
-        """Caches the pairs that the last step made known."""
-        head, recent, cache = params.draft, context.recent, state.cache
-        window = recent.tokens.shape[0]
-        hidden = head.forward(
-            params.target.embed(recent.tokens),
-            head.states_of(recent.features, recent.taps),
-            cache.length + jnp.arange(window),
-            masks.causal(window),
-            cache,
-        )
-        newest = hidden.features[jnp.maximum(recent.count - 1, 0)]
-        return EagleState(
-            append(cache, settled(hidden), recent.count),
-            jnp.where(recent.count > 0, newest, state.state),
-        )
+
+def read_prompt(params: Params, prompt: Hidden, context: Context, chunk: int) -> EagleState:
+    """The state of a head that has read all the prompt's pairs."""
+    head, slots = params.draft, prompt.features.shape[0]
+    # Pair t joins the state at t with the token after it; the last slot's means nothing.
+    pairs = (
+        params.target.embed(jnp.roll(context.tokens[:slots], -1)),
+        head.states_of(prompt.features, prompt.taps),
+    )
+
+    def forward(pairs, positions, mask, cache) -> Hidden:
+        return head.forward(*pairs, positions, mask, cache)
+
+    hidden, layers = in_chunks(forward, pairs, head.empty_cache, min(chunk, slots))
+    num_pairs = context.length - 1
+    # A prompt of one token has no pair; what its first draft is read from is arbitrary.
+    newest = hidden.features[jnp.maximum(num_pairs - 1, 0)]
+    return EagleState(KVCache(layers, num_pairs), newest)
+
+
+def absorb(params: Params, state: EagleState, context: Context) -> EagleState:
+    """Caches the pairs that the last step made known, from the target's true states."""
+    head, recent, cache = params.draft, context.recent, state.cache
+    window = recent.tokens.shape[0]
+    hidden = head.forward(
+        params.target.embed(recent.tokens),
+        head.states_of(recent.features, recent.taps),
+        cache.length + jnp.arange(window),
+        masks.causal(window),
+        cache,
+    )
+    newest = hidden.features[jnp.maximum(recent.count - 1, 0)]
+    return EagleState(
+        append(cache, settled(hidden), recent.count),
+        jnp.where(recent.count > 0, newest, state.state),
+    )

@@ -83,7 +83,7 @@ def grow_tree(
                 jnp.asarray(tree.ancestors[np.ix_(expanded, seen)]),
                 scratch,
             )
-            scratch, scratch_nodes = _extend(scratch, hidden.new_kv), seen
+            scratch, scratch_nodes = extend(scratch, hidden.new_kv), seen
             features, above = hidden.features, expanded
         logits = unembed(features)
         if draft_ids is None:
@@ -112,7 +112,8 @@ def _fit_vocab(
     return jnp.pad(logits[:, :size], ((0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
-def _extend(scratch: Scratch | None, new_kv: Scratch) -> Scratch:
+def extend(scratch: Scratch | None, new_kv: Scratch) -> Scratch:
+    """Scratch with the keys and values of another pass behind it."""
     if scratch is None:
         return new_kv
     return tuple(

@@ -11,11 +11,11 @@ from jaxspec.checkpoint import Model, load_eagle
 from jaxspec.core.decode import prefill
 from jaxspec.core.loop import DecodePlan, decode
 from jaxspec.core.masks import causal
-from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.core.tree import EAGLE_PATHS, tree_from_parents
 from jaxspec.core.types import Params
-from jaxspec.drafters import Eagle
+from jaxspec.drafters import Eagle, Eagle2
 from tests.laws.test_drafters import free_request
-from tests.models.test_eagle import first, golden  # noqa: F401  (fixtures)
+from tests.models.test_eagle import first, golden, third  # noqa: F401  (fixtures)
 
 CHAIN5 = tuple((0,) * length for length in range(1, 6))
 
@@ -40,6 +40,35 @@ def test_recorded_drafts_of_eagle1(golden, first, case):  # noqa: F811
     for ours, theirs in zip(row.trace, recorded["steps"], strict=False):
         within = ours.valid  # the last step may be cut short by the budget
         assert ours.tokens[within].tolist() == np.array(theirs["tree_candidates"])[within].tolist()
+        assert len(ours.path) - 1 == theirs["accept_length"]
+    assert len(row.trace) >= len(recorded["steps"])
+
+
+@pytest.mark.parametrize(
+    ("file", "heads"), [("eagle2_generate_greedy", "first"), ("eagle3_generate_greedy", "third")]
+)
+def test_recorded_dynamic_trees(golden, request, file, heads):  # noqa: F811
+    """The same tokens, in the same tree, as many accepted, in every step."""
+    ((_, recorded),) = json.loads((golden / f"{file}.json").read_text()).items()
+    target, folder = request.getfixturevalue(heads)
+    drafter = Eagle2.of(
+        load_eagle(folder, target),
+        num_nodes=recorded["total_token"] - 1,
+        depth=recorded["depth"],
+        beam=recorded["top_k"],
+    )
+    start = len(recorded["prompt"]) + 1
+    rest = recorded["output"][start:]
+    # Room for a whole tree after the last recorded token, so that no step is cut short.
+    config = GenerationConfig(max_new_tokens=len(rest) + recorded["depth"] + 2)
+    (row,) = generate(
+        Model(target, None), recorded["output"][:start], config, drafter, return_trace=True
+    )
+    assert row.tokens.tolist()[: len(rest)] == rest
+    for ours, theirs in zip(row.trace, recorded["steps"], strict=False):
+        assert ours.tokens.tolist() == theirs["draft_tokens"]
+        ancestors = tree_from_parents(ours.parents.tolist()).ancestors
+        assert ancestors.tolist() == np.array(theirs["tree_mask"], bool).tolist()
         assert len(ours.path) - 1 == theirs["accept_length"]
     assert len(row.trace) >= len(recorded["steps"])
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.core.types import Drafter, PyTree
-from jaxspec.drafters import DraftModel, Eagle, LayerSkip, NoDraft, PromptLookup
+from jaxspec.drafters import DraftModel, Eagle, Eagle2, LayerSkip, NoDraft, PromptLookup
 from jaxspec.models import (
     DraftVocabulary,
     Eagle3Head,
@@ -88,11 +88,12 @@ DRAFTERS: dict[str, Case] = {
     "lookup": Case(lambda: PromptLookup(num_speculative_tokens=3)),
     "draft model, chain": Case(lambda: DraftModel(num_speculative_tokens=3), blurred),
     "draft model, tree": Case(lambda: DraftModel(paths=PATHS), blurred),
-    "eagle, part of the vocabulary": Case(lambda: Eagle(FORKED), eagle_head),
+    "eagle, part of the vocabulary": Case(lambda: Eagle(FORKED, chunk=8), eagle_head),
     "layer skip": Case(lambda: LayerSkip(Skips((False, True), (False, False)), 3, threshold=0.2)),
     "layer skip, any set": Case(
         lambda: LayerSkip(None, 3, threshold=0.2),
         lambda target: Skips(jnp.array([0.0, 0.0]), jnp.array([0.0, 1.0])),
     ),
+    "eagle 2": Case(lambda: Eagle2(num_nodes=6, depth=2, beam=2), eagle_head),
     "eagle 3": Case(lambda: Eagle(FORKED, taps=(0, 1)), eagle3_head),
 }

@@ -1,0 +1,153 @@
+"""EAGLE-2: the head's own confidence decides the shape of each tree.
+
+Li et al. 2024b, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", section 4.
+A beam of nodes is expanded level by level; of all nodes seen, those of the highest joint
+probability make up the tree. Any head of `jaxspec.models.eagle` will do, EAGLE-3's too.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from jaxspec.core.tree import traced_tree
+from jaxspec.core.types import Context, Hidden, Params, Proposal
+from jaxspec.drafters.eagle import EagleState, absorb, read_prompt
+from jaxspec.drafters.growth import Scratch, extend
+from jaxspec.drafters.loaded import LoadedDrafter
+
+if TYPE_CHECKING:
+    from jaxspec.models.eagle import Eagle3Head, EagleHead
+
+
+class _Pool(NamedTuple):
+    """Candidates for the tree in the order of their creation, so that parents come first.
+
+    parents: places in the pool; -1 is the root.
+    scores: log-probability of the path from the root, by the head.
+    """
+
+    tokens: Int[Array, " candidates"]
+    parents: Int[Array, " candidates"]
+    scores: Float[Array, " candidates"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle2:
+    """Drafts with an EAGLE head over a tree that is built anew for every row and step.
+
+    The tree is chosen by the head's probabilities alone, never by a drawn token, so verification
+    treats its nodes as deterministic, at any temperature.
+
+    Attributes:
+        num_nodes: of the tree, the root not counted (the paper's "60 draft tokens" count it).
+        depth: passes of the head after the first level; the tree is up to `depth + 1` deep.
+        beam: nodes expanded on each level, and children considered of each.
+        taps: target layers that the head reads, its `taps`; `()` for EAGLE-1 heads.
+        chunk: tokens per pass over the prompt.
+
+    Raises:
+        ValueError: for a number below 1, or more nodes than are ever considered.
+    """
+
+    num_nodes: int = 59
+    depth: int = 5
+    beam: int = 10
+    taps: tuple[int, ...] = ()
+    chunk: int = 256
+
+    def __post_init__(self):
+        for name in ("num_nodes", "depth", "beam"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.num_nodes > self._num_candidates:
+            raise ValueError(
+                f"num_nodes must be at most beam + depth * beam^2 = {self._num_candidates}, "
+                f"got {self.num_nodes}."
+            )
+
+    @classmethod
+    def of(cls, head: "EagleHead | Eagle3Head", **settings: int) -> LoadedDrafter:
+        """Drafts with a head from `load_eagle`: what `generate(drafter=...)` takes."""
+        return LoadedDrafter(cls(**settings, taps=head.taps), head)
+
+    @property
+    def _num_candidates(self) -> int:
+        return self.beam + self.depth * self.beam**2
+
+    @property
+    def tree_shape(self) -> tuple[int, int]:
+        return self.num_nodes + 1, self.depth + 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.num_nodes + 1,)
+
+    def init(self, params: Params, prompt: Hidden, context: Context) -> EagleState:
+        return read_prompt(params, prompt, context, self.chunk)
+
+    def propose(
+        self, params: Params, key: PRNGKeyArray, state: EagleState, context: Context
+    ) -> tuple[Proposal, EagleState]:
+        del key  # Deterministic.
+        state = absorb(params, state, context)
+        pool = self._expand(params, state, context)
+        # The best of the pool are closed under parents: no child scores above its parent, and on
+        # ties top_k takes the one created first.
+        kept = jnp.sort(jax.lax.top_k(pool.scores, self.num_nodes)[1])
+        parents = jnp.searchsorted(kept, pool.parents[kept]) + 1
+        parents = jnp.where(pool.parents[kept] < 0, 0, parents).astype(jnp.int32)
+        parents = jnp.concatenate([jnp.full(1, -1, jnp.int32), parents])
+        every_node = jnp.ones(self.num_nodes + 1, bool)
+        tree = traced_tree(parents, every_node, self.depth + 1, min(self.beam, self.num_nodes))
+        root = context.tokens[context.length - 1]
+        tokens = jnp.concatenate([root[None], pool.tokens[kept]])
+        no_law = jnp.zeros(self.num_nodes + 1, jnp.int32)
+        return Proposal(tokens, tree, every_node, None, no_law), state
+
+    def _expand(self, params: Params, state: EagleState, context: Context) -> _Pool:
+        """Beam search with the head: every child that was considered."""
+        target, head, beam = params.target, params.draft, self.beam
+
+        def best_children(states: Float[Array, "nodes embed"]):
+            logits = head.unembed(target, states)
+            if context.warp.bias is not None:
+                bias = context.warp.bias
+                logits = logits + (bias if head.draft_ids is None else bias[head.draft_ids])[None]
+            logprobs, choices = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), beam)
+            tokens = choices if head.draft_ids is None else head.draft_ids[choices]
+            return tokens.astype(jnp.int32), logprobs
+
+        choices, logprobs = best_children(state.state[None])
+        tokens, scores = choices[0], logprobs[0]
+        pools = [_Pool(tokens, jnp.full(beam, -1, jnp.int32), scores)]
+        places = jnp.arange(beam, dtype=jnp.int32)  # of the beam's nodes in the pool
+        states = jnp.broadcast_to(state.state[None], (beam, state.state.shape[0]))
+        scratch: Scratch | None = None
+        above = jnp.zeros((beam, 0), bool)  # which nodes of earlier beams each descends from
+        for level in range(1, self.depth + 1):
+            hidden = head.forward(
+                target.embed(tokens),
+                states,
+                jnp.full(beam, context.length - 2 + level, jnp.int32),
+                jnp.concatenate([above, jnp.eye(beam, dtype=bool)], axis=1),
+                state.cache,
+                scratch=scratch,
+            )
+            scratch = extend(scratch, hidden.new_kv)
+            choices, logprobs = best_children(hidden.features)
+            created = _Pool(
+                choices.reshape(-1),
+                jnp.repeat(places, beam),
+                (scores[:, None] + logprobs).reshape(-1),
+            )
+            first = beam + (level - 1) * beam**2
+            pools.append(created)
+            scores, best = jax.lax.top_k(created.scores, beam)
+            parents = best // beam  # within the beam just expanded
+            tokens, places = created.tokens[best], (first + best).astype(jnp.int32)
+            states = hidden.features[parents]
+            above = jnp.concatenate([above, jnp.eye(beam, dtype=bool)], axis=1)[parents]
+        return _Pool(*(jnp.concatenate(parts) for parts in zip(*pools, strict=True)))
