@@ -7,7 +7,6 @@ from jaxspec.compilation import use_persistent_cache
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents, tree_from_paths
 from jaxspec.core.types import Tree
 from jaxspec.drafters import (
-    AdaptiveExit,
     DraftModel,
     Eagle,
     Eagle2,
@@ -23,7 +22,6 @@ from jaxspec.result import Generation, GenerationResult, TraceStep
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdaptiveExit",
     "Comparison",
     "DraftModel",
     "DrafterReport",

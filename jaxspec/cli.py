@@ -44,7 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A terminal that cannot show a character is no reason to stop.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    args = build_parser(argv).parse_args(argv)
+    parser = build_parser(argv)
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes positional arguments in one run: `generate MODEL --json PROMPT` splits them.
+    late = getattr(args, "late_argument", None)
+    if late and len(rest) == 1 and not rest[0].startswith("-") and getattr(args, late) is None:
+        setattr(args, late, rest[0])
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return args.run(args)
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ a one-node tree.
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,7 @@ from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
 from jaxspec.core.masks import causal
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
-from jaxspec.core.types import DecodeState, Drafter, Params, Warp
+from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Params, Warp
 from jaxspec.drafters import LoadedDrafter, NoDraft
 from jaxspec.result import (
     FINISH_REASONS,
@@ -87,7 +88,7 @@ class GenerationConfig:
         for name in ("max_new_tokens", "top_k", "num_samples"):
             _check(name, getattr(self, name), "a whole number", lambda value: value % 1 == 0)
         _check("max_new_tokens", self.max_new_tokens, "at least 0", lambda value: value >= 0)
-        _check("temperature", self.temperature, "at least 0", lambda value: value >= 0)
+        _check("temperature", self.temperature, "at least 0", lambda value: 0 <= value < np.inf)
         _check("top_k", self.top_k, "at least 0", lambda value: value >= 0)
         _check("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
         _check("min_p", self.min_p, "in [0, 1)", lambda value: 0 <= value < 1)
@@ -103,7 +104,10 @@ class GenerationConfig:
 
 
 def _check(name, values, requirement, holds) -> None:
-    for value in np.atleast_1d(np.asarray(values)):
+    numbers = np.atleast_1d(np.asarray(values))
+    if numbers.dtype.kind not in "biuf":
+        raise ValueError(f"{name} must be {requirement}, got {values!r}.")
+    for value in numbers:
         if not holds(value):
             raise ValueError(f"{name} must be {requirement}, got {values}.")
 
@@ -372,12 +376,14 @@ def prepare(
     Raises:
         ValueError: as `generate` does.
     """
-    loaded = (
-        drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or NoDraft(), ())
-    )
-    if not 0 <= seed < 1 << 31:
+    loaded = _loaded(drafter)
+    if not isinstance(config, GenerationConfig):
+        raise ValueError(f"config must be a GenerationConfig, got {type(config).__name__}.")
+    if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
         raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
     _check_vocabulary(model, loaded)
+    if isinstance(loaded.drafter, ChecksFit):
+        loaded.drafter.check_fit(Params(model.network, loaded.params))
     _check_penalties(model, config)
     encoded = [_encode(model, prompt) for prompt in prompt_list(prompts)]
     for index, ids in enumerate(encoded):
@@ -430,6 +436,20 @@ def prepare(
     )
 
 
+def _loaded(drafter: Any) -> LoadedDrafter:
+    """The drafter with its weights, `()` if it has none."""
+    if isinstance(drafter, LoadedDrafter):
+        return drafter
+    if drafter is None:
+        return LoadedDrafter(NoDraft(), ())
+    if not hasattr(drafter, "propose"):
+        raise ValueError(
+            "drafter must be one such as PromptLookup(), DraftModel.of(model) or Eagle.of(head), "
+            f"got {drafter!r:.80}."
+        )
+    return LoadedDrafter(drafter, ())
+
+
 def _bucket(num_tokens: int) -> int:
     """Slots for a text of so many tokens: a power of two, so that programs are few."""
     return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())
@@ -441,19 +461,27 @@ def prompt_list(prompts) -> list[PromptLike]:
         return [prompts]
     if isinstance(prompts, jax.Array):
         prompts = np.asarray(prompts)
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}.")
     if len(prompts) == 0:
         raise ValueError("prompts: got none; give at least one, of one token or more.")
     first = prompts[0]
-    single = isinstance(first, Mapping | int | np.integer)
+    single = isinstance(first, Mapping | int | float | np.number)
     return [prompts] if single else list(prompts)
 
 
 def _encode(model: "Model", prompt: Any) -> list[int]:
-    if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         return _tokenizer_of(model, "chat messages").encode_chat(prompt)
     if isinstance(prompt, str):
         return _tokenizer_of(model, "text").encode(prompt)
-    return [int(token) for token in prompt]
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            "prompts: one must be text, chat messages or a list of whole token ids, got "
+            f"{prompt!r:.80}."
+        )
+    return ids.tolist()
 
 
 def _tokenizer_of(model: "Model", given: str) -> "Tokenizer":
@@ -579,6 +607,8 @@ def _bias(model: "Model", config: GenerationConfig) -> np.ndarray | None:
         bias[refused] = -np.inf
     bias[list(named["banned_token_ids"])] = -np.inf
     for token, value in (config.logit_bias or {}).items():
+        if math.isnan(value):
+            raise ValueError(f"logit_bias of token {token} must be a number, got {value}.")
         bias[token] += value
     return bias if bias.any() else None
 

@@ -249,10 +249,14 @@ class TestGenerate:
         with pytest.raises(ValueError, match="Give a PROMPT"):
             main(["generate", folder, "--debug"])
 
-    def test_ctrl_c_keeps_what_is_there(self, folder):
-        command = [sys.executable, "-m", "jaxspec", "generate", folder, "abc"]
+    def test_ctrl_c_keeps_what_is_there(self, model, tmp_path):
+        # So long a text that it is surely not over when the signal comes.
+        patient = model.config.replace(max_positions=50_000)
+        network = dataclasses.replace(model.network, config=patient)
+        jaxspec.save(dataclasses.replace(model, network=network), tmp_path / "patient")
+        command = [sys.executable, "-m", "jaxspec", "generate", tmp_path / "patient", "abc"]
         with subprocess.Popen(
-            [*command, "--max-new-tokens", "2000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*command, "--max-new-tokens", "40000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
             first = os.read(process.stdout.fileno(), 1)
             process.send_signal(signal.SIGINT)
@@ -275,6 +279,15 @@ class TestGenerate:
         shown = Session(model, GenerationConfig(stop="bcd"), None, 0).show("x")
         assert shown == Shown("abc", interrupted=True)
         assert capsys.readouterr().out == "abc\n"
+
+    def test_the_prompt_may_come_after_the_flags(self, capsys, folder):
+        assert main(["generate", folder, "--max-new-tokens", "3", "abc"]) == 0
+        late = capsys.readouterr().out
+        assert main(["generate", folder, "abc", "--max-new-tokens", "3"]) == 0
+        assert capsys.readouterr().out == late
+        with pytest.raises(SystemExit):
+            main(["generate", folder, "abc", "--max-new-tokens", "3", "more"])
+        assert "unrecognized arguments: more" in capsys.readouterr().err
 
     @pytest.mark.parametrize("way", [[], ["--json"], ["--num-samples", "2"]])
     def test_a_terminal_is_told_of_compiling(self, capsys, monkeypatch, folder, way):

@@ -10,7 +10,10 @@ from jax import monitoring
 
 from jaxspec import (
     DraftModel,
+    Eagle,
+    Eagle2,
     GenerationConfig,
+    LayerSkip,
     Model,
     NoDraft,
     PromptLookup,
@@ -23,7 +26,7 @@ from jaxspec.core.cache import pad_slots
 from jaxspec.core.decode import begin, speculative_step
 from jaxspec.core.loop import decode, run, unfinished
 from jaxspec.generation import prepare
-from jaxspec.models import ModelConfig, Network, init_params
+from jaxspec.models import EagleHead, ModelConfig, Network, Skips, init_params
 
 CONTEXT = 96
 
@@ -347,6 +350,59 @@ def test_logits_that_are_not_finite_end_a_row(model, drafter):
         assert (row.finish_reason, len(row.tokens)) == ("not_finite", 0)
     (step,) = stream(sick, "hello", GenerationConfig(max_new_tokens=4), drafter)
     assert (step.finish_reason, len(step.tokens), step.text) == ("not_finite", 0, "")
+
+
+@pytest.mark.parametrize("token", [5, 4095])
+def test_one_logit_that_is_no_number_is_seen_in_a_large_vocabulary(token):
+    """XLA's maximum of a long row drops NaN on CPUs."""
+    config = ModelConfig(
+        vocab_size=4096,
+        embed_dim=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        mlp_dim=8,
+        max_positions=64,
+        tied_head=True,
+    )
+    params = init_params(config, jax.random.key(0))
+    table = params["embed"]["embedding"].at[token].set(np.nan)
+    sick = Model(Network({**params, "embed": {"embedding": table}}, config))
+    for temperature in (0.0, 1.0):
+        options = GenerationConfig(max_new_tokens=4, temperature=temperature)
+        row = generate(sick, [1, 2, 3], options)[0]
+        assert (row.finish_reason, len(row.tokens)) == ("not_finite", 0)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("lookup", "drafter must be one such as PromptLookup"),
+        (DraftModel(), "DraftModel needs a model's weights"),
+        (Eagle(), "an EAGLE drafter needs a head"),
+        (Eagle2(), "an EAGLE drafter needs a head"),
+        (LayerSkip(), "LayerSkip needs a set"),
+        (LayerSkip(Skips((True,), (True,))), "skip.attention must have 2 entries, one per layer"),
+    ],
+)
+def test_drafters_that_lack_something_are_refused(model, drafter, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, "hello", GenerationConfig(max_new_tokens=4), drafter)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 99}, "its vocabulary is 99, the target's 272"),
+        ({"embed_dim": 16}, "its width is 16, the target's 32"),
+    ],
+)
+def test_a_head_for_another_target_is_refused(model, change, message):
+    settings = {"num_layers": 1, "layer_types": ("full",)} | change
+    head = EagleHead({}, model.config.replace(**settings))
+    with pytest.raises(ValueError, match=message):
+        generate(model, "hello", GenerationConfig(max_new_tokens=4), Eagle.of(head))
 
 
 def test_nothing_allowed_is_a_reason_to_stop_too(model):

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from jaxspec.bench.timing import time_in_turns
 from jaxspec.core.types import PyTree
+from jaxspec.models.linear import multiply
 
 
 class Machine(NamedTuple):
@@ -72,18 +74,36 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+# A kernel of a layer of a small model: what a pass reads at a time.
+_ROWS_READ, _COLUMNS_READ = 320, 1280
+
+
 def num_bytes(tree: PyTree) -> int:
     """Bytes of all arrays in a pytree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def read_bandwidth(size: int, repeats: int = 5) -> float:
-    """Bytes per second at which the device reads an array of `size` bytes again and again."""
-    values = jnp.ones(max(1, size // 4), jnp.float32)
+    """Bytes per second at which the device reads an array of `size` bytes again and again.
 
-    @jax.jit
-    def read(values):
-        return jax.lax.fori_loop(0, 20, lambda _, total: jnp.sum(values * (1 + total)), 0.0)
+    Read by a sum and by products with one row, a layer's worth at a time; the fastest counts.
+    """
+    shape = (_ROWS_READ, _COLUMNS_READ)
+    num_parts = max(1, size // (4 * _ROWS_READ * _COLUMNS_READ))
+    parts = tuple(jnp.ones(shape, jnp.float32) for _ in range(num_parts))
 
-    seconds = time_in_turns({"read": lambda: read(values)}, repeats)["read"]
-    return 20 * values.nbytes / float(np.min(seconds))
+    def again(read_all: Callable[..., jax.Array]) -> Callable[[], jax.Array]:
+        # Every reading depends on the one before, or XLA would read once.
+        loop = jax.jit(lambda parts: jax.lax.fori_loop(0, 20, lambda _, x: read_all(parts, x), 0.0))
+        return lambda: loop(parts)
+
+    def by_sum(parts, total):
+        return jnp.sum(jnp.stack([jnp.sum(part * (1 + 1e-30 * total)) for part in parts]))
+
+    def by_product(parts, total):
+        row = jnp.ones((1, _ROWS_READ)) + 1e-30 * total
+        return jnp.sum(jnp.stack([jnp.sum(multiply(row, part)) for part in parts]))
+
+    seconds = time_in_turns({"sum": again(by_sum), "product": again(by_product)}, repeats)
+    fastest = min(float(np.min(times)) for times in seconds.values())
+    return 20 * sum(part.nbytes for part in parts) / fastest

@@ -136,13 +136,13 @@ def _table(costs: Sequence[PassCosts]) -> Table:
     return table
 
 
-def main() -> None:
-    """Runs the measurement and prints it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def main(argv: list[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser("python -m jaxspec.bench.passes", description=__doc__)
     parser.add_argument("--dim", type=int, action="append", help="embedding width; repeatable")
     parser.add_argument("--repeats", type=int, default=15, help="timed runs of each width")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     machine = this_machine()
     costs = []
     dims = args.dim or list(AIMS)
@@ -151,7 +151,8 @@ def main() -> None:
             advance(f"width {dim}")
             costs.append(measure_passes(llama(dim), repeats=args.repeats))
     if args.json:
-        print(json.dumps({"machine": machine._asdict(), "passes": [c.as_dict() for c in costs]}))
+        figures = {"machine": machine._asdict(), "passes": [c.as_dict() for c in costs]}
+        print(json.dumps({**figures, "aims": AIMS}, indent=2))
         return
     console = Console()
     console.print(str(machine))

@@ -105,7 +105,7 @@ def _query_key_value(leaf):
     return _query(leaf) + _key(leaf) + _value(leaf)
 
 
-def _attention_out(leaf):
+def _out(leaf):
     """[kv heads, group, head_dim, embed] here, [embed, all heads] there."""
     return (Region(leaf.reshape(-1, leaf.shape[-1]).T, 1),)
 
@@ -134,29 +134,46 @@ _ENDS = (
     Rule("model.norm.weight", "norm/scale", _same),
     Rule("lm_head.weight", "head/kernel", _linear),
 )
-_ATTENTION = (
-    Rule(f"{_LAYER}.self_attn.q_proj.weight", "layer_{layer}/attention/qkv/kernel", _query),
-    Rule(f"{_LAYER}.self_attn.k_proj.weight", "layer_{layer}/attention/qkv/kernel", _key),
-    Rule(f"{_LAYER}.self_attn.v_proj.weight", "layer_{layer}/attention/qkv/kernel", _value),
-    Rule(f"{_LAYER}.self_attn.q_proj.bias", "layer_{layer}/attention/qkv/bias", _query),
-    Rule(f"{_LAYER}.self_attn.k_proj.bias", "layer_{layer}/attention/qkv/bias", _key),
-    Rule(f"{_LAYER}.self_attn.v_proj.bias", "layer_{layer}/attention/qkv/bias", _value),
+
+
+def _attention(layer: str, leaf: str) -> tuple[Rule, ...]:
+    """Queries, keys and values of a layer of that name, in leaves whose paths begin like that."""
+    kinds = {"weight": "kernel", "bias": "bias"}
+    parts = {"q": _query, "k": _key, "v": _value}
+    return tuple(
+        Rule(f"{layer}.self_attn.{part}_proj.{kind}", f"{leaf}attention/qkv/{ours}", regions)
+        for kind, ours in kinds.items()
+        for part, regions in parts.items()
+    )
+
+
+def _attention_out(layer: str, leaf: str) -> tuple[Rule, ...]:
+    return (
+        Rule(f"{layer}.self_attn.o_proj.weight", f"{leaf}attention/out/kernel", _out),
+        Rule(f"{layer}.self_attn.o_proj.bias", f"{leaf}attention/out/bias", _same),
+    )
+
+
+def _mlp(layer: str, leaf: str) -> tuple[Rule, ...]:
+    return (
+        Rule(f"{layer}.mlp.gate_proj.weight", f"{leaf}mlp/gate_up/kernel", _gate),
+        Rule(f"{layer}.mlp.up_proj.weight", f"{leaf}mlp/gate_up/kernel", _up),
+        Rule(f"{layer}.mlp.gate_proj.bias", f"{leaf}mlp/gate_up/bias", _gate),
+        Rule(f"{layer}.mlp.up_proj.bias", f"{leaf}mlp/gate_up/bias", _up),
+    )
+
+
+def _mlp_out(layer: str, leaf: str) -> tuple[Rule, ...]:
+    return (
+        Rule(f"{layer}.mlp.down_proj.weight", f"{leaf}mlp/down/kernel", _linear),
+        Rule(f"{layer}.mlp.down_proj.bias", f"{leaf}mlp/down/bias", _same),
+    )
+
+
+_IN_MODEL = (_LAYER, "layer_{layer}/")
+_QK_NORMS = (
     Rule(f"{_LAYER}.self_attn.q_norm.weight", "layer_{layer}/attention/q_norm/scale", _same),
     Rule(f"{_LAYER}.self_attn.k_norm.weight", "layer_{layer}/attention/k_norm/scale", _same),
-)
-_ATTENTION_OUT = (
-    Rule(f"{_LAYER}.self_attn.o_proj.weight", "layer_{layer}/attention/out/kernel", _attention_out),
-    Rule(f"{_LAYER}.self_attn.o_proj.bias", "layer_{layer}/attention/out/bias", _same),
-)
-_MLP = (
-    Rule(f"{_LAYER}.mlp.gate_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _gate),
-    Rule(f"{_LAYER}.mlp.up_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _up),
-    Rule(f"{_LAYER}.mlp.gate_proj.bias", "layer_{layer}/mlp/gate_up/bias", _gate),
-    Rule(f"{_LAYER}.mlp.up_proj.bias", "layer_{layer}/mlp/gate_up/bias", _up),
-)
-_MLP_OUT = (
-    Rule(f"{_LAYER}.mlp.down_proj.weight", "layer_{layer}/mlp/down/kernel", _linear),
-    Rule(f"{_LAYER}.mlp.down_proj.bias", "layer_{layer}/mlp/down/bias", _same),
 )
 _EXPERT = f"{_LAYER}.mlp.experts.{{expert}}"
 _EXPERTS = (
@@ -187,8 +204,10 @@ _PHI3 = (
     ),
     Rule(f"{_LAYER}.mlp.gate_up_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _gate_up),
 )
-_LLAMA = _ENDS + _PRE_NORMS + _ATTENTION + _ATTENTION_OUT + _MLP + _MLP_OUT
-_GEMMA = _ENDS + _FOUR_NORMS + _ATTENTION + _ATTENTION_OUT + _MLP + _MLP_OUT
+_LAYER_OUTS = _attention_out(*_IN_MODEL) + _mlp_out(*_IN_MODEL)
+_SUBLAYERS = _attention(*_IN_MODEL) + _QK_NORMS + _mlp(*_IN_MODEL) + _LAYER_OUTS
+_LLAMA = _ENDS + _PRE_NORMS + _SUBLAYERS
+_GEMMA = _ENDS + _FOUR_NORMS + _SUBLAYERS
 
 TABLES: dict[str, tuple[Rule, ...]] = {
     "llama": _LLAMA,
@@ -198,28 +217,22 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "qwen3_moe": _LLAMA + _EXPERTS,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
-    "phi3": _ENDS + _PRE_NORMS + _PHI3 + _ATTENTION_OUT + _MLP_OUT,
+    "phi3": _ENDS + _PRE_NORMS + _PHI3 + _LAYER_OUTS,
 }
 
 # EAGLE heads are one layer without the surroundings of a model, and have files of their own.
-_HEAD_LAYER = (
-    Rule("{layer}.self_attn.q_proj.weight", "attention/qkv/kernel", _query),
-    Rule("{layer}.self_attn.k_proj.weight", "attention/qkv/kernel", _key),
-    Rule("{layer}.self_attn.v_proj.weight", "attention/qkv/kernel", _value),
-    Rule("{layer}.self_attn.q_proj.bias", "attention/qkv/bias", _query),
-    Rule("{layer}.self_attn.k_proj.bias", "attention/qkv/bias", _key),
-    Rule("{layer}.self_attn.v_proj.bias", "attention/qkv/bias", _value),
-    Rule("{layer}.self_attn.o_proj.weight", "attention/out/kernel", _attention_out),
-    Rule("{layer}.mlp.gate_proj.weight", "mlp/gate_up/kernel", _gate),
-    Rule("{layer}.mlp.up_proj.weight", "mlp/gate_up/kernel", _up),
-    Rule("{layer}.mlp.down_proj.weight", "mlp/down/kernel", _linear),
+_ALONE = ("{layer}", "")
+EAGLE = (
+    *_attention(*_ALONE),
+    *_attention_out(*_ALONE),
+    *_mlp(*_ALONE),
+    *_mlp_out(*_ALONE),
     Rule("{layer}.post_attention_layernorm.weight", "mlp_norm/scale", _same),
     Rule("fc.weight", "fc/kernel", _linear),
     Rule("fc.bias", "fc/bias", _same),
 )
-EAGLE = _HEAD_LAYER
 EAGLE3 = (
-    *_HEAD_LAYER,
+    *EAGLE,
     Rule("{layer}.input_layernorm.weight", "embed_norm/scale", _same),
     Rule("{layer}.hidden_norm.weight", "state_norm/scale", _same),
     Rule("norm.weight", "norm/scale", _same),

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=True)
-    parser.set_defaults(parser=parser)
+    parser.set_defaults(parser=parser, late_argument="prompts")
 
 
 def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +104,7 @@ def run_suite(args: argparse.Namespace) -> int:
 
 def run_prompts(args: argparse.Namespace) -> int:
     """Measures the drafters asked for over a file of prompts."""
-    path: Path | None = args.prompts
+    path = None if args.prompts is None else Path(args.prompts)
     if path is None:
         return args.parser.error("give MODEL and PROMPTS.jsonl, or --suite.")
     config = generation_config(args)

@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=False)
+    parser.set_defaults(late_argument="prompt")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -314,13 +314,15 @@ def _target_pass(
         chosen = jnp.take_along_axis(rows, emitted[:, None], axis=1)[:, 0]
         return chosen - jax.nn.logsumexp(rows, axis=-1)
 
-    best = jnp.max(warped, axis=-1)
+    # A maximum does not show every NaN: XLA drops them from long rows on CPUs.
+    some_token = jnp.isfinite(jnp.max(warped, axis=-1))
+    finite = some_token & ~jnp.any(jnp.isnan(logits), axis=-1)
     return _Outcome(
         verdict=verdict,
         path_kv=select_path(settled(hidden), verdict.path),
         features=hidden.features[path],
         taps=hidden.taps[path],
-        finite=jnp.isfinite(best)[path],
+        finite=finite[path],
         logprobs=None if state.emitted.logprobs is None else logprobs_along_path(logits),
         warped_logprobs=(
             None if state.emitted.warped_logprobs is None else logprobs_along_path(warped)
@@ -381,7 +383,8 @@ def _advance(
         context=Context(
             tokens=write_text(context.tokens, tokens),
             length=context.length + count,
-            room=context.room - count,
+            # Nobody drafts for a row that has stopped.
+            room=jnp.where(running & (ending.stop == Stop.RUNNING), context.room - count, 0),
             stop_ids=context.stop_ids,
             warp=context.warp,
             cache=append(context.cache, outcome.path_kv, count),

@@ -6,7 +6,7 @@ cache; `laws`, one for each parent whose children were sampled.
 """
 
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -280,6 +280,15 @@ class Drafter(Protocol):
         self, params: Params, key: PRNGKeyArray, state: PyTree, context: Context
     ) -> tuple[Proposal, PyTree]:
         """Drafts from the text in `context`. Begins by absorbing `context.recent`."""
+        ...
+
+
+@runtime_checkable
+class ChecksFit(Protocol):
+    """What a drafter may have besides: a check made before anything is compiled."""
+
+    def check_fit(self, params: Params) -> None:
+        """Raises ValueError, naming `drafter`, where its weights are not for this target."""
         ...
 
 

@@ -69,6 +69,13 @@ class DraftModel:
         drafter = cls(num_speculative_tokens, None if paths is None else tuple(paths))
         return LoadedDrafter(drafter, model.network, model.tokenizer)
 
+    def check_fit(self, params: Params) -> None:
+        if not hasattr(params.draft, "forward"):
+            raise ValueError(
+                "drafter: DraftModel needs a model's weights: DraftModel.of(load(...)); got "
+                f"{type(params.draft).__name__}."
+            )
+
     @cached_property
     def tree(self) -> Tree:
         if self.paths is None:

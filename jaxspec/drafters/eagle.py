@@ -66,6 +66,9 @@ class Eagle:
         """Drafts with a head from `load_eagle`: what `generate(drafter=...)` takes."""
         return LoadedDrafter(cls(tuple(paths), head.taps), head)
 
+    def check_fit(self, params: Params) -> None:
+        check_head(params, self.taps)
+
     @cached_property
     def tree(self) -> Tree:
         return tree_from_paths(self.paths)
@@ -105,6 +108,34 @@ class Eagle:
             head.draft_ids,
         )
         return proposal, state
+
+
+def check_head(params: Params, taps: tuple[int, ...]) -> None:
+    """Refuses a head for another target, or for a drafter that reads other layers.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    target, head = params.target, params.draft
+    if not hasattr(head, "states_of"):
+        raise ValueError(
+            "drafter: an EAGLE drafter needs a head: load_eagle(folder, model.network), then "
+            f"Eagle.of(head) or Eagle2.of(head); got {type(head).__name__}."
+        )
+    different = [
+        f"{name} is {theirs}, the target's {ours}"
+        for name, theirs, ours in (
+            ("width", head.config.embed_dim, target.embed_dim),
+            ("vocabulary", head.target_vocab_size, target.vocab_size),
+        )
+        if theirs != ours
+    ]
+    if different:
+        raise ValueError(
+            f"drafter: the head is for another target: its {'; its '.join(different)}."
+        )
+    if head.taps != taps:
+        raise ValueError(f"drafter: taps must be the head's, {head.taps}, got {taps}.")
 
 
 def read_prompt(params: Params, prompt: Hidden, context: Context, chunk: int) -> EagleState:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import Context, Hidden, Params, Proposal
-from jaxspec.drafters.eagle import EagleState, absorb, read_prompt
+from jaxspec.drafters.eagle import EagleState, absorb, check_head, read_prompt
 from jaxspec.drafters.growth import Scratch, extend
 from jaxspec.drafters.loaded import LoadedDrafter
 
@@ -73,6 +73,9 @@ class Eagle2:
         """Drafts with a head from `load_eagle`: what `generate(drafter=...)` takes."""
         return LoadedDrafter(cls(**settings, taps=head.taps), head)
 
+    def check_fit(self, params: Params) -> None:
+        check_head(params, self.taps)
+
     @property
     def _num_candidates(self) -> int:
         return self.beam + self.depth * self.beam**2
@@ -96,7 +99,9 @@ class Eagle2:
         pool = self._expand(params, state, context)
         # The best of the pool are closed under parents: no child scores above its parent, and on
         # ties top_k takes the one created first.
-        kept = jnp.sort(jax.lax.top_k(pool.scores, self.num_nodes)[1])
+        best = jnp.zeros(self._num_candidates, bool)
+        best = best.at[jax.lax.top_k(pool.scores, self.num_nodes)[1]].set(True)
+        kept = jnp.nonzero(best, size=self.num_nodes)[0]  # ascending, without a sort
         parents = jnp.searchsorted(kept, pool.parents[kept]) + 1
         parents = jnp.where(pool.parents[kept] < 0, 0, parents).astype(jnp.int32)
         parents = jnp.concatenate([jnp.full(1, -1, jnp.int32), parents])

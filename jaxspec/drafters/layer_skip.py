@@ -136,6 +136,20 @@ class LayerSkip:
             plain = Skips(*(tuple(bool(entry) for entry in part) for part in self.skip))
             object.__setattr__(self, "skip", plain)
 
+    def check_fit(self, params: Params) -> None:
+        skip = params.draft if self.skip is None else self.skip
+        if not isinstance(skip, Skips):
+            raise ValueError(
+                "drafter: LayerSkip needs a set: LayerSkip(skip), or LayerSkip.of(skip) with 0/1 "
+                f"arrays; got {type(skip).__name__}."
+            )
+        for name, entries in zip(Skips._fields, skip, strict=True):
+            if len(entries) != params.target.num_layers:
+                raise ValueError(
+                    f"drafter: skip.{name} must have {params.target.num_layers} entries, one per "
+                    f"layer of the target, got {len(entries)}."
+                )
+
     @classmethod
     def of(cls, skip: Skips, **settings: Any) -> LoadedDrafter:
         """Drafts with a set given as 0/1 arrays: what `generate(drafter=...)` takes.

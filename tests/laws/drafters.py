@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxspec.core.types import Drafter, PyTree
 from jaxspec.drafters import DraftModel, Eagle, Eagle2, LayerSkip, NoDraft, PromptLookup
@@ -26,10 +27,12 @@ class Case(NamedTuple):
 
     make: builds the drafter afresh: equal settings, another object.
     draft: its weights, made to fit a target well enough that some drafts are accepted.
+    slow: its laws are marked so: a method much like another row's.
     """
 
     make: Callable[[], Drafter]
     draft: Callable[[Network], PyTree] = lambda target: ()
+    slow: bool = False
 
 
 def network(vocab_size: int, seed: int = 0, **settings) -> Network:
@@ -93,7 +96,16 @@ DRAFTERS: dict[str, Case] = {
     "layer skip, any set": Case(
         lambda: LayerSkip(None, 3, threshold=0.2),
         lambda target: Skips(jnp.array([0.0, 0.0]), jnp.array([0.0, 1.0])),
+        slow=True,
     ),
-    "eagle 2": Case(lambda: Eagle2(num_nodes=6, depth=2, beam=2), eagle_head),
-    "eagle 3": Case(lambda: Eagle(FORKED, taps=(0, 1)), eagle3_head),
+    "eagle 2": Case(lambda: Eagle2(num_nodes=6, depth=2, beam=2), eagle_head, slow=True),
+    "eagle 3": Case(lambda: Eagle(FORKED, taps=(0, 1)), eagle3_head, slow=True),
 }
+
+
+def marked(cases: dict[str, Case]) -> list:
+    """Their names, to parametrize by."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if case.slow else name
+        for name, case in cases.items()
+    ]

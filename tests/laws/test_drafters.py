@@ -25,7 +25,7 @@ from jaxspec.core.sampling import warp_logits
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
 from jaxspec.core.types import DecodeState, Drafter, Params, Stop, Warp
 from jaxspec.drafters import NoDraft
-from tests.laws.drafters import DRAFTERS, PLAIN, Case, network
+from tests.laws.drafters import DRAFTERS, PLAIN, Case, marked, network
 
 VOCAB, BUCKET, BUDGET = 24, 16, 24
 LENGTHS = [5, 12, 9, 1, BUCKET, 8, 8, 14]
@@ -36,7 +36,7 @@ TOKEN_BYTES = [bytes([97 + token]) * 2 for token in range(VOCAB)]  # aa, bb, cc,
 EVERY = {"plain": PLAIN, **DRAFTERS}
 
 greedy_and_sampled = pytest.mark.parametrize("mode", ["greedy", "sampled"])
-every_drafter = pytest.mark.parametrize("name", DRAFTERS)
+every_drafter = pytest.mark.parametrize("name", marked(DRAFTERS))
 
 
 @lru_cache
@@ -258,7 +258,7 @@ def fresh(tokens, length, taps=()):
     return prefill(target(), tokens, length, chunk=tokens.shape[0], taps=taps)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", marked(EVERY))
 def test_the_cache_equals_a_fresh_prefill(name):
     states = in_one_capacity(name)
     for row, length in enumerate(states.context.length):
@@ -273,7 +273,7 @@ def test_the_cache_equals_a_fresh_prefill(name):
             np.testing.assert_allclose(ours.values[row][:, held], theirs.values[:, held], atol=1e-5)
 
 
-@greedy_and_sampled
+@pytest.mark.parametrize("mode", [pytest.param("greedy", marks=pytest.mark.slow), "sampled"])
 @every_drafter
 def test_the_host_loop_decodes_as_the_device_loop_does(name, mode):
     """Step by step: proposals are sound, accepted nodes valid, and emitted tokens appended."""
@@ -488,7 +488,7 @@ def fit(drawn: np.ndarray, first: int) -> float:
     return chi2.sf(statistic, possible.sum() - 1)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", marked(EVERY))
 def test_sampled_tokens_have_the_law_of_the_target(name):
     """Pairs of tokens inside the first step and across steps; 131 072 draws see 1 % of bias."""
     case: Case = EVERY[name]

@@ -24,7 +24,7 @@ from jaxspec.core.loop import DecodePlan, decode
 from jaxspec.core.masks import causal
 from jaxspec.core.types import Params, Warp
 from jaxspec.models import NARROW, ModelConfig, Network, param_shapes
-from tests.laws.drafters import DRAFTERS, PLAIN
+from tests.laws.drafters import DRAFTERS, PLAIN, marked
 
 MOVES = {"copy", "copy-start", "select", "transpose", "pad", "concatenate", "reverse"}
 
@@ -139,7 +139,7 @@ def traced_decode(name: str, mode: str, rows: int) -> jax.stages.Traced:
 
 
 @pytest.mark.parametrize(("mode", "rows"), [("greedy", 1), ("sampled", 4)])
-@pytest.mark.parametrize("name", ["plain", *DRAFTERS])
+@pytest.mark.parametrize("name", ["plain", *marked(DRAFTERS)])
 def test_the_loop_moves_no_cache_and_sorts_nothing(name, mode, rows):
     text = traced_decode(name, mode, rows).lower().compile().as_text()
     buffer_size = rows * CONFIG.num_kv_heads * CONFIG.head_dim * SLOTS
