@@ -115,6 +115,13 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
         ([1], {"stop": ["x", ""]}, "empty stop string"),
         ([1], {"stop_token_ids": [-7]}, "stop_token_ids has ids outside"),
         ([1], {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
+        ([1], {"max_new_tokens": "5"}, "max_new_tokens must be a whole number, got '5'"),
+        ([1], {"temperature": np.inf}, "temperature must be at least 0, got inf"),
+        ([1], {"logit_bias": {5: np.nan}}, "logit_bias of token 5 must be a number, got nan"),
+        ([1.5, 2.5], {}, "prompts: one must be text, chat messages or a list of whole"),
+        ([[1.7, 2.2]], {}, "prompts: one must be text, chat messages or a list of whole"),
+        (None, {}, "prompts must be a prompt or a list of them, got None"),
+        ([None], {}, "prompts: one must be text, chat messages or a list of whole"),
     ],
 )
 def test_bad_arguments_are_named(model, prompts, options, message):
