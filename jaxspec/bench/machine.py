@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.bench.timing import time_in_turns
 from jaxspec.core.types import PyTree
-from jaxspec.models.linear import multiply
+from jaxspec.models.linear import multiply, num_cores
 
 
 class Machine(NamedTuple):
@@ -51,17 +51,11 @@ def this_machine() -> Machine:
     return Machine(
         platform=device.platform,
         device=_cpu_name() if on_cpu else device.device_kind,
-        cores=_num_cores(),
+        cores=num_cores(),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         jax=jax.__version__,
         python=platform.python_version(),
     )
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

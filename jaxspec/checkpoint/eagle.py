@@ -155,7 +155,7 @@ def _torch_tensors(path: Path) -> dict[str, HeadTensor]:
         import torch
     except ImportError:
         raise CheckpointError(
-            f"{path} is a pickle; reading one safely takes torch (`pip install torch`), or convert "
+            f"{path} is a pickle; reading one safely takes torch (extra `parity`), or convert "
             f"it to {SINGLE} where it is trusted."
         ) from None
     loaded = torch.load(path, map_location="cpu", weights_only=True)

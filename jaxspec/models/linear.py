@@ -76,11 +76,18 @@ def _on_cpu(rows: Array, kernel: Array, precision: str | None) -> Array:
     return jnp.sum(pieces, axis=0, keepdims=True)
 
 
+def num_cores() -> int:
+    """Host cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _num_parts(width: int) -> int:
     """A power of two that divides `width`: as many as there are cores, of at least 64 terms."""
     parts = 1
     while (
-        2 * parts <= min(os.cpu_count() or 1, _MAX_PARTS)
+        2 * parts <= min(num_cores(), _MAX_PARTS)
         and width % (2 * parts) == 0
         and width // (2 * parts) >= _MIN_PART
     ):
