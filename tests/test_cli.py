@@ -256,7 +256,11 @@ class TestGenerate:
         jaxspec.save(dataclasses.replace(model, network=network), tmp_path / "patient")
         command = [sys.executable, "-m", "jaxspec", "generate", tmp_path / "patient", "abc"]
         with subprocess.Popen(
-            [*command, "--max-new-tokens", "40000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*command, "--max-new-tokens", "40000"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # A test run in the background of a shell ignores the signal, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as process:
             first = os.read(process.stdout.fileno(), 1)
             process.send_signal(signal.SIGINT)

@@ -70,6 +70,7 @@ class DraftModel:
         return LoadedDrafter(drafter, model.network, model.tokenizer)
 
     def check_fit(self, params: Params) -> None:
+        """See `core.types.ChecksFit`."""
         if not hasattr(params.draft, "forward"):
             raise ValueError(
                 "drafter: DraftModel needs a model's weights: DraftModel.of(load(...)); got "

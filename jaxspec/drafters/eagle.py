@@ -67,6 +67,7 @@ class Eagle:
         return LoadedDrafter(cls(tuple(paths), head.taps), head)
 
     def check_fit(self, params: Params) -> None:
+        """See `core.types.ChecksFit`."""
         check_head(params, self.taps)
 
     @cached_property

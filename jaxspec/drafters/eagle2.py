@@ -74,6 +74,7 @@ class Eagle2:
         return LoadedDrafter(cls(**settings, taps=head.taps), head)
 
     def check_fit(self, params: Params) -> None:
+        """See `core.types.ChecksFit`."""
         check_head(params, self.taps)
 
     @property

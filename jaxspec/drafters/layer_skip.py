@@ -137,6 +137,7 @@ class LayerSkip:
             object.__setattr__(self, "skip", plain)
 
     def check_fit(self, params: Params) -> None:
+        """See `core.types.ChecksFit`."""
         skip = params.draft if self.skip is None else self.skip
         if not isinstance(skip, Skips):
             raise ValueError(

@@ -196,7 +196,7 @@ def make(adaptive=None, **settings):
 
 def test_a_set_for_another_depth_is_refused(target):
     drafter = LayerSkip(Skips((True,) * 3, (False,) * 3))
-    with pytest.raises(ValueError, match="must have 8 entries, one per layer, got 3"):
+    with pytest.raises(ValueError, match="must have 8 entries, one per layer of the target, got 3"):
         generate(Model(target), [1, 2], GenerationConfig(max_new_tokens=4), drafter)
 
 
