@@ -254,13 +254,14 @@ class TestGenerate:
         patient = model.config.replace(max_positions=50_000)
         network = dataclasses.replace(model.network, config=patient)
         jaxspec.save(dataclasses.replace(model, network=network), tmp_path / "patient")
-        command = [sys.executable, "-m", "jaxspec", "generate", tmp_path / "patient", "abc"]
+        # A test run in the background of a shell ignores the signal, and so would its children.
+        listening = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from jaxspec.cli import main; sys.exit(main(sys.argv[1:]))"
+        )
+        command = [sys.executable, "-c", listening, "generate", tmp_path / "patient", "abc"]
         with subprocess.Popen(
-            [*command, "--max-new-tokens", "40000"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # A test run in the background of a shell ignores the signal, and so would its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            [*command, "--max-new-tokens", "40000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
             first = os.read(process.stdout.fileno(), 1)
             process.send_signal(signal.SIGINT)
