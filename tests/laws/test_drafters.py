@@ -35,6 +35,15 @@ STOP_ID_ROW, COLD_ROW, FULL_ROW, STOP_STRING_ROW = 1, 2, 4, 7
 TOKEN_BYTES = [bytes([97 + token]) * 2 for token in range(VOCAB)]  # aa, bb, cc, ...
 EVERY = {"plain": PLAIN, **DRAFTERS}
 
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_quickly():
+    """Compiling takes longer than running here, and no law depends on how well it is done."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 greedy_and_sampled = pytest.mark.parametrize("mode", ["greedy", "sampled"])
 every_drafter = pytest.mark.parametrize("name", marked(DRAFTERS))
 
