@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from jaxspec.checkpoint.config import config_from_json
 from jaxspec.checkpoint.files import CheckpointError, read_json, replacing_files, write_json
+from jaxspec.checkpoint.huggingface import leaves_by_path
 from jaxspec.checkpoint.names import EAGLE, EAGLE3, Placement, Rule, copy_into, copy_out
 from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors, read_tensor
 from jaxspec.core.types import PyTree
@@ -97,7 +98,7 @@ def save_eagle(head: EagleHead | Eagle3Head, folder: str | Path, dtype: Any = No
         dtype: to store the weights in; None: the one they have.
     """
     third = isinstance(head, Eagle3Head)
-    leaves = _by_path(head.params)
+    leaves = leaves_by_path(head.params)
     placed = _placements(EAGLE3 if third else EAGLE, "midlayer" if third else "layers.0", leaves)
     tensors = {
         placement.name: copy_out(placement, leaf, np.dtype(dtype or leaf.dtype))
@@ -217,7 +218,7 @@ def _fill(
     stored: Mapping[str, HeadTensor],
     dtype: np.dtype,
 ) -> PyTree:
-    leaves = _by_path(shapes)
+    leaves = leaves_by_path(shapes)
     placed = _placements(rules, layer, {path: leaf.shape for path, leaf in leaves.items()})
     wanted = {
         placement.name: placement.stored_shape(leaves[path].shape)
@@ -291,8 +292,3 @@ def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"{key} in config.json must be true or false, got {value!r}.")
     return value
-
-
-def _by_path(tree: PyTree) -> dict[str, Any]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {"/".join(entry.key for entry in path): leaf for path, leaf in flat}

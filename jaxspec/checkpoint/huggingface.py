@@ -65,7 +65,7 @@ def load_network(folder: Path, dtype: Any = None, max_positions: int | None = No
     config = config_from_json(raw, max_positions)
     stored = find_tensors(folder)
     shapes = param_shapes(config)
-    leaves = {path: leaf.shape for path, leaf in _by_path(shapes).items()}
+    leaves = {path: leaf.shape for path, leaf in leaves_by_path(shapes).items()}
     placed = placements(model_type(raw), config, leaves)
     matched = match_tensors(placed, leaves, stored, config.tied_head)
     target = _default_dtype(matched) if dtype is None else as_dtype(dtype)
@@ -98,7 +98,7 @@ def write_network(
     """
     raw = config_to_json(network.config)
     target = np.dtype(network.dtype) if dtype is None else as_dtype(dtype)
-    params = _by_path(network.params)
+    params = leaves_by_path(network.params)
     leaves = {path: leaf.shape for path, leaf in params.items()}
     placed = placements(raw["model_type"], network.config, leaves)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | (token_ids or {})
@@ -122,7 +122,7 @@ def write_network(
     write_safetensors(folder / SINGLE, tensors, target)
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
+def leaves_by_path(tree: Any) -> dict[str, Any]:
     """The leaves of nested dictionaries by path, in the order of `jax.tree.leaves`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {"/".join(entry.key for entry in path): leaf for path, leaf in flat}
