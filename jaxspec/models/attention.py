@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxspec.core.types import LayerKV
+from jaxspec.models.linear import multiply_pairs
 
 
 class Segment(NamedTuple):
@@ -51,21 +53,23 @@ def attend(
     folded = (queries * scale).reshape(kv_heads, group * nodes, head_dim)
 
     def scores(segment: Segment) -> Float[Array, "kv_heads group nodes slots"]:
-        columns = jnp.einsum("kqd,kds->kqs", folded, segment.kv.keys, preferred_element_type=wide)
+        columns = multiply_pairs(folded, segment.kv.keys, wide)
         if softcap is not None:
             columns = softcap * jnp.tanh(columns / softcap)
         columns = columns.reshape(kv_heads, group, nodes, -1)
         return jnp.where(segment.mask[None, None], columns, jnp.finfo(wide).min)
 
     columns = [scores(segment) for segment in segments]
-    highest = reduce(jnp.maximum, [jnp.max(part, axis=-1, keepdims=True) for part in columns])
+    # What is subtracted cancels: it has no gradient.
+    highest = jax.lax.stop_gradient(
+        reduce(jnp.maximum, [jnp.max(part, axis=-1, keepdims=True) for part in columns])
+    )
     weights = [jnp.exp(part - highest) for part in columns]
     products = [
-        jnp.einsum(
-            "kqs,ksd->kqd",
+        multiply_pairs(
             part.astype(queries.dtype).reshape(kv_heads, group * nodes, -1),
             segment.kv.values,
-            preferred_element_type=wide,
+            wide,
         )
         for part, segment in zip(weights, segments, strict=True)
     ]

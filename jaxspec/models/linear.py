@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
@@ -37,17 +38,35 @@ def exact_products(dtype: jnp.dtype) -> AbstractContextManager[None]:
 
 
 def multiply(
-    rows: Float[Array, "rows in"], kernel: Float[Array, "in out"]
+    rows: Float[Array, "rows in"],
+    kernel: Float[Array, "in out"],
+    dtype: jnp.dtype | None = None,
 ) -> Float[Array, "rows out"]:
     """`rows @ kernel`, in the form that is fastest for so many rows on this backend.
+
+    The result has `dtype`, the operands' own unless given.
 
     Under `jax.default_matmul_precision("BF16_BF16_F32")` both are rounded to bfloat16 and summed in
     float32, also on CPUs, where XLA would ignore the request.
     """
-    dtype = jnp.promote_types(rows.dtype, kernel.dtype)
+    common = jnp.promote_types(rows.dtype, kernel.dtype)
     # Kept with the product, which is spelled out when it is lowered: outside of any context.
     precision = _asked_precision()
-    return _multiply_p.bind(rows.astype(dtype), kernel.astype(dtype), precision=precision)
+    return _multiply_p.bind(
+        rows.astype(common), kernel.astype(common), precision=precision, dtype=dtype or common
+    )
+
+
+def multiply_pairs(
+    left: Float[Array, "pairs rows in"], right: Float[Array, "pairs in out"], dtype: jnp.dtype
+) -> Float[Array, "pairs rows out"]:
+    """`left @ right` for every pair of activations, such as queries and keys.
+
+    The result has `dtype`. What `multiply` says of precisions holds here.
+    """
+    if _asked_precision() == NARROW:
+        return _narrow_pairs(left, right).astype(dtype)
+    return jnp.einsum("pnd,pdf->pnf", left, right, preferred_element_type=dtype)
 
 
 def _asked_precision() -> str | None:
@@ -55,23 +74,69 @@ def _asked_precision() -> str | None:
     return config.jax_default_matmul_precision
 
 
-def _product(rows: Array, kernel: Array, precision: str | None, spec: str = "nd,df->nf") -> Array:
-    if precision != NARROW:
-        return jnp.einsum(spec, rows, kernel, precision=precision)
-    operands = rows.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
-    return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32).astype(rows.dtype)
+def _product(
+    rows: Array, kernel: Array, precision: str | None, dtype: jnp.dtype, spec: str = "nd,df->nf"
+) -> Array:
+    if precision == NARROW:
+        return _narrow(spec, rows, kernel).astype(dtype)
+    return jnp.einsum(spec, rows, kernel, precision=precision, preferred_element_type=dtype)
 
 
-def _on_cpu(rows: Array, kernel: Array, precision: str | None) -> Array:
+def _narrow(spec: str, left: Array, right: Array) -> Array:
+    operands = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
+    return jnp.einsum(spec, *operands, preferred_element_type=jnp.float32)
+
+
+def _narrow_outer(left: Array, right: Array) -> Array:
+    """The sum over n of left[..., n, :] times right[..., n, :], for each pair of columns.
+
+    XLA on CPUs has a fast bfloat16 product only when the left operand's sum runs along its rows, as
+    it lies in memory: the narrower one is turned, and XLA must be kept from turning it back, and
+    from turning the product when that is turned.
+    """
+    if left.shape[-1] > right.shape[-1]:
+        return jnp.swapaxes(_narrow_outer(right, left), -1, -2)
+    turned = _as_it_lies(jnp.swapaxes(left.astype(jnp.bfloat16), -1, -2))
+    return _as_it_lies(_narrow("...dn,...nf->...df", turned, right))
+
+
+def _as_it_lies(array: Array) -> Array:
+    """The same, with its last axis contiguous in a CPU's memory."""
+    layout = Layout(major_to_minor=tuple(range(array.ndim)))
+    return jax.lax.platform_dependent(
+        array, cpu=lambda same: with_layout_constraint(same, layout), default=lambda same: same
+    )
+
+
+@jax.custom_vjp
+def _narrow_pairs(left: Array, right: Array) -> Array:
+    return _narrow("pnd,pdf->pnf", left, right)
+
+
+def _narrow_pairs_forward(left: Array, right: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _narrow_pairs(left, right), (left, right)
+
+
+def _narrow_pairs_backward(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    left, right = operands
+    of_left = _narrow("pnf,pdf->pnd", gradient, right)
+    return of_left.astype(left.dtype), _narrow_outer(left, gradient).astype(right.dtype)
+
+
+_narrow_pairs.defvjp(_narrow_pairs_forward, _narrow_pairs_backward)
+
+
+def _on_cpu(rows: Array, kernel: Array, precision: str | None, dtype: jnp.dtype) -> Array:
     """One row is a batch of parts of the sum: XLA keeps a product with a vector on one core."""
     parts = _num_parts(rows.shape[1])
     if rows.shape[0] != 1 or parts == 1 or precision == NARROW:
-        return _product(rows, kernel, precision)
+        return _product(rows, kernel, precision, dtype)
     pieces = jnp.einsum(
         "pd,pdf->pf",
         rows.reshape(parts, -1),
         kernel.reshape(parts, -1, kernel.shape[1]),
         precision=precision,
+        preferred_element_type=dtype,
     )
     return jnp.sum(pieces, axis=0, keepdims=True)
 
@@ -95,30 +160,34 @@ def _num_parts(width: int) -> int:
     return parts
 
 
-def _batch(operands, axes, precision):
+def _batch(operands, axes, **params):
     (rows, kernel), (rows_axis, kernel_axis) = operands, axes
     if kernel_axis is not None:
-        product = partial(_product, precision=precision)
+        product = partial(_product, **params)
         return jax.vmap(product, (rows_axis, kernel_axis))(rows, kernel), 0
     rows = jnp.moveaxis(rows, rows_axis, 0)
-    outputs = _multiply_p.bind(rows.reshape(-1, rows.shape[-1]), kernel, precision=precision)
+    outputs = _multiply_p.bind(rows.reshape(-1, rows.shape[-1]), kernel, **params)
     return outputs.reshape(*rows.shape[:-1], -1), 0
 
 
-def _gradient_of_rows(gradient, rows, kernel, precision):
-    return _product(gradient, kernel, precision, "nf,df->nd")
+def _gradient_of_rows(gradient, rows, kernel, precision, dtype):
+    return _product(gradient, kernel, precision, rows.aval.dtype, "nf,df->nd")
 
 
-def _gradient_of_kernel(gradient, rows, kernel, precision):
-    # A sum over all tokens of a batch, to which the rounding of operands would add up.
-    exact = None if precision == NARROW else precision
-    return jnp.einsum("nd,nf->df", rows, gradient, precision=exact)
+def _gradient_of_kernel(gradient, rows, kernel, precision, dtype):
+    if precision == NARROW:
+        return _narrow_outer(rows, gradient).astype(kernel.aval.dtype)
+    return jnp.einsum(
+        "nd,nf->df", rows, gradient, precision=precision, preferred_element_type=kernel.aval.dtype
+    )
 
 
 _multiply_p = Primitive("multiply_rows")
-_multiply_p.def_impl(jax.jit(_multiply_p.bind, static_argnames="precision"))
+_multiply_p.def_impl(jax.jit(_multiply_p.bind, static_argnames=("precision", "dtype")))
 _multiply_p.def_abstract_eval(
-    lambda rows, kernel, precision: rows.update(shape=(rows.shape[0], kernel.shape[1]))
+    lambda rows, kernel, precision, dtype: rows.update(
+        shape=(rows.shape[0], kernel.shape[1]), dtype=jnp.dtype(dtype)
+    )
 )
 mlir.register_lowering(_multiply_p, mlir.lower_fun(_product, multiple_results=False))
 mlir.register_lowering(_multiply_p, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")

@@ -347,9 +347,7 @@ class Transformer(nn.Module):
 
     def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]:
         table = self.embedding().T if self.config.tied_head else self.head()
-        logits = jnp.matmul(
-            features, table, preferred_element_type=at_least_float32(features.dtype)
-        )
+        logits = multiply(features, table, at_least_float32(features.dtype))
         cap = self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxspec.models import NARROW
-from jaxspec.models.linear import multiply
+from jaxspec.models.linear import multiply, multiply_pairs
 
 
 def draw(*shape, seed=0):
@@ -71,6 +71,42 @@ def test_narrow_products_round_the_operands_and_sum_in_float32():
     assert outputs.dtype == jnp.float32
     np.testing.assert_allclose(outputs, rounded[0] @ rounded[1], rtol=1e-5, atol=1e-4)
     assert np.max(np.abs(outputs - rows @ kernel)) > 1e-3
+
+
+def pairs(left, right):
+    return multiply_pairs(left[None], right[None], jnp.dtype(jnp.float32))[0]
+
+
+@pytest.mark.parametrize("product", [multiply, pairs])
+@pytest.mark.parametrize(("width", "outputs"), [(24, 40), (40, 24)])
+def test_narrow_gradients_round_the_operands_and_sum_in_float32(product, width, outputs):
+    """Whichever operand is the narrower: that one is turned on CPUs."""
+    rows, kernel = draw(33, width), draw(width, outputs, seed=1)
+    gradient = draw(33, outputs, seed=2)
+
+    def gradients(kernel_is_turned):
+        @jax.jit
+        def both(rows, kernel):
+            def outputs_of(rows, table):
+                return product(rows, table.T if kernel_is_turned else table)
+
+            with jax.default_matmul_precision(NARROW):
+                return jax.vjp(outputs_of, rows, kernel)[1](gradient)
+
+        of_rows, of_kernel = both(rows, kernel.T if kernel_is_turned else kernel)
+        return of_rows, of_kernel.T if kernel_is_turned else of_kernel
+
+    rounded = [np.asarray(x.astype(jnp.bfloat16), np.float64) for x in (rows, kernel, gradient)]
+    for of_rows, of_kernel in (gradients(False), gradients(True)):
+        np.testing.assert_allclose(of_rows, rounded[2] @ rounded[1].T, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(of_kernel, rounded[0].T @ rounded[2], rtol=1e-4, atol=1e-4)
+
+
+def test_pairs_are_multiplied_one_by_one():
+    left, right = draw(3, 5, 24), draw(3, 24, 7, seed=1)
+    np.testing.assert_allclose(
+        multiply_pairs(left, right, left.dtype), left @ right, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("asked", ["highest", "tensorfloat32", None])
