@@ -15,6 +15,7 @@ from jaxspec.drafters import LoadedDrafter
 from jaxspec.generation import GenerationConfig, generate, prepare, score
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import Network, init_params
+from jaxspec.progress import progress_bar
 
 # A correct sampler fails the chi-square law once in this many runs.
 _FALSE_ALARMS = 1e-4
@@ -62,6 +63,7 @@ def check_drafter(
     *,
     num_samples: int = 4096,
     seed: int = 0,
+    progress: bool = True,
 ) -> DrafterReport:
     """Runs the laws of drafting over a drafter.
 
@@ -74,6 +76,7 @@ def check_drafter(
         model: the target to run with; a tiny random network if `None`.
         num_samples: continuations drawn for the chi-square law.
         seed: of the prompts and draws.
+        progress: show a bar where standard error is a terminal.
 
     Returns:
         A report; `report.raise_if_broken()` turns it into a test.
@@ -91,7 +94,12 @@ def check_drafter(
         "rows do not influence each other": partial(_rows_are_alone, model, loaded, prompts),
         "an equal drafter compiles nothing": partial(_no_recompile, model, loaded, prompts),
     }
-    return DrafterReport(tuple(_run(law, check) for law, check in laws.items()))
+    checks = []
+    with progress_bar(len(laws), progress) as advance:
+        for law, check in laws.items():
+            advance(law)
+            checks.append(_run(law, check))
+    return DrafterReport(tuple(checks))
 
 
 def _run(law: str, check: Callable[[], tuple[bool, str]]) -> LawCheck:

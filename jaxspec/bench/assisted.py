@@ -18,6 +18,7 @@ from jaxspec.bench.compare import trial_of
 from jaxspec.bench.figures import Trial
 from jaxspec.checkpoint import Model
 from jaxspec.metrics import metrics_of
+from jaxspec.progress import progress_bar
 from jaxspec.result import Generation
 
 PLAIN = "transformers, plain"
@@ -59,6 +60,7 @@ def decode_with_transformers(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     repeats: int,
+    progress: bool = True,
 ) -> AssistedTrials:
     """Decodes prompts greedily in float32, both methods in turns on each prompt.
 
@@ -72,6 +74,7 @@ def decode_with_transformers(
         prompts: token ids.
         max_new_tokens: tokens to emit at most.
         repeats: timed runs of each prompt and method; one run before them is not timed.
+        progress: show a bar where standard error is a terminal.
     """
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
@@ -96,17 +99,19 @@ def decode_with_transformers(
     outputs = {name: [] for name in methods}
     passes: dict[str, list[list[Pass]]] = {name: [] for name in methods}
     seconds: dict[str, list[list[float]]] = {name: [[] for _ in prompts] for name in methods}
-    for turn, prompt in enumerate(prompts):
-        for name in methods:
-            with _recorded_passes(target) as recorded:
-                outputs[name].append(run(name, prompt))
-            passes[name].append(recorded)
-        for repeat in range(repeats):
-            for place in range(len(methods)):
-                name = list(methods)[(turn + repeat + place) % len(methods)]
-                start = time.perf_counter()
-                run(name, prompt)
-                seconds[name][turn].append(time.perf_counter() - start)
+    with progress_bar(len(prompts), progress) as advance:
+        for turn, prompt in enumerate(prompts):
+            advance("decoding with transformers")
+            for name in methods:
+                with _recorded_passes(target) as recorded:
+                    outputs[name].append(run(name, prompt))
+                passes[name].append(recorded)
+            for repeat in range(repeats):
+                for place in range(len(methods)):
+                    name = list(methods)[(turn + repeat + place) % len(methods)]
+                    start = time.perf_counter()
+                    run(name, prompt)
+                    seconds[name][turn].append(time.perf_counter() - start)
     # One depth for all histograms, so that they can be added up.
     depth = max(
         int(_draft_lengths(prompt, row).max())

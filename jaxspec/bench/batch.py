@@ -14,6 +14,7 @@ from rich.console import Console
 from jaxspec.bench.machine import this_machine
 from jaxspec.checkpoint import Model, load
 from jaxspec.generation import GenerationConfig, generate, prepare
+from jaxspec.progress import progress_bar
 
 SLOTS = 256
 NUM_PROMPT_TOKENS = 64
@@ -32,11 +33,13 @@ def measure_batch(model: Model, num_rows: int = 32, repeats: int = 5) -> dict[st
     slots = prepare(model, batches["one"], config, None, 0).plan.capacities
     assert slots == (SLOTS,), f"the cache should have {SLOTS} slots throughout, not {slots}"
     speeds = {name: [] for name in batches}
-    for turn in range(1 + repeats):
-        for name, prompts in batches.items():
-            metrics = generate(model, prompts, config).metrics
-            if turn:  # the first run compiles
-                speeds[name].append(metrics.tokens_per_second)
+    with progress_bar((1 + repeats) * len(batches)) as advance:
+        for turn in range(1 + repeats):
+            for name, prompts in batches.items():
+                advance(f"decoding {name}" if turn else f"compiling {name}")
+                metrics = generate(model, prompts, config).metrics
+                if turn:  # the first run compiles
+                    speeds[name].append(metrics.tokens_per_second)
     one, batch = (float(np.median(speeds[name])) for name in batches)
     return {
         "num_rows": num_rows,

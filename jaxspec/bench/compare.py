@@ -26,6 +26,7 @@ from jaxspec.generation import (
     score,
     stream,
 )
+from jaxspec.progress import progress_bar
 from jaxspec.result import Generation, GenerationResult
 
 PLAIN = "plain"
@@ -72,8 +73,6 @@ def compare(
         >>> comparison.outputs_agree
         True
     """
-    from jaxspec.bench.progress import progress_bar  # here: `import jaxspec` does without it
-
     config = config or GenerationConfig()
     prompts = prompt_list(prompts)
     categories = _check_arguments(prompts, drafters, config, repeats, categories)

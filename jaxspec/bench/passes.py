@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.bench.machine import num_bytes, read_bandwidth, this_machine
-from jaxspec.bench.progress import progress_bar
 from jaxspec.bench.timing import time_in_turns
 from jaxspec.core.cache import append, settled
 from jaxspec.core.masks import causal
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.types import KVCache
 from jaxspec.models import ModelConfig, Network, init_params
+from jaxspec.progress import progress_bar
 
 NUM_TOKENS = (1, 2, 4, 8, 16, 26, 32)
 NUM_SLOTS = 512

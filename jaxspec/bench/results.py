@@ -115,8 +115,8 @@ def _prompts_part(result: SuiteResult) -> str:
     rows = [[g.category, f"`{g.file}`", f"`{json.dumps(g.template)}`"] for g in groups]
     return (
         f"Of each file the first {result.prompts_per_set} prompts that leave room in the context "
-        "for all new tokens, in the shape of the training text up to where the answer begins; "
-        "none of them was trained on. Braces hold fields of a row.\n\n"
+        "for all new tokens, in the shape of the training text up to where the answer begins. What "
+        "a model was trained on is listed in its `recipe.md`. Braces hold fields of a row.\n\n"
     ) + _table(["category", "file", "prompt"], rows)
 
 

@@ -214,7 +214,7 @@ def measure(
             assisted = (
                 "they are measured greedily only"
                 if temperature
-                else _assisted(suite, model, folders[target], prompts, comparison)
+                else _assisted(suite, model, folders[target], prompts, comparison, progress)
             )
             settings[label] = Setting(comparison, assisted)
         return TargetResult(
@@ -293,6 +293,7 @@ def _assisted(
     folder: Path,
     prompts: Sequence[SuitePrompt],
     comparison: Comparison,
+    progress: bool,
 ) -> Assisted | str:
     """`transformers` on the prompts of a greedy comparison, or why it is left out."""
     reason = why_not_here()
@@ -307,6 +308,7 @@ def _assisted(
         ids,
         suite.max_new_tokens,
         comparison.repeats,
+        progress,
     )
     subsets = subsets_of(plain, [prompts[index].category for index in indices])
     requests = [prepare(model, prompt, comparison.config, None, suite.seed) for prompt in ids]

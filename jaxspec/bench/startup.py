@@ -18,7 +18,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec.bench.machine import this_machine
-from jaxspec.bench.progress import progress_bar
+from jaxspec.progress import progress_bar
 
 AIMS = {"import": 1.5, "first token, cold": 10.0, "first token, warm": 4.0}
 # Off a terminal the demo marks what follows with a line of its own.

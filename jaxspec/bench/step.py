@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.bench.machine import this_machine
-from jaxspec.bench.progress import progress_bar
 from jaxspec.bench.timing import time_in_turns
 from jaxspec.checkpoint import Model, load
 from jaxspec.core.cache import pad_slots
 from jaxspec.core.decode import Prompt, begin, narrow, speculative_step
 from jaxspec.core.types import DecodeState, Drafter, KVCache, Params, Proposal, PyTree, Warp
 from jaxspec.drafters import DraftModel, NoDraft, PromptLookup
+from jaxspec.progress import progress_bar
 
 SLOTS = 256
 NUM_PROMPT_TOKENS = 64

@@ -21,6 +21,7 @@ from jaxspec.checkpoint.safetensors import (
     write_safetensors,
 )
 from jaxspec.models.transformer import Network, param_shapes
+from jaxspec.progress import progress_bar
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -29,6 +30,8 @@ DTYPES = {
 }
 # XLA takes a NumPy buffer as it is, without a copy, when it is aligned like this.
 _ALIGNMENT = 64
+# Weights, from which on loading takes long enough to watch.
+_LARGE = 500_000_000
 
 
 def as_dtype(dtype: Any) -> np.dtype:
@@ -72,12 +75,15 @@ def load_network(folder: Path, dtype: Any = None, max_positions: int | None = No
     check_network_fits(config, target)
 
     arrays = {}
-    for path, shape in leaves.items():
-        leaf = _aligned_empty(shape, target)
-        for placement in placed[path]:
-            copy_into(placement, leaf, read_tensor(matched[placement.name]))
-        # Waiting keeps the host from running ahead with leaves that a device has yet to take.
-        arrays[path] = jax.block_until_ready(jax.device_put(leaf))
+    large = sum(leaf.size for leaf in jax.tree.leaves(shapes)) > _LARGE
+    with progress_bar(len(leaves), shown=large) as advance:
+        for path, shape in leaves.items():
+            advance("loading weights")
+            leaf = _aligned_empty(shape, target)
+            for placement in placed[path]:
+                copy_into(placement, leaf, read_tensor(matched[placement.name]))
+            # Waiting keeps the host from running ahead with leaves that a device has yet to take.
+            arrays[path] = jax.block_until_ready(jax.device_put(leaf))
     return Network(jax.tree.unflatten(jax.tree.structure(shapes), arrays.values()), config)
 
 

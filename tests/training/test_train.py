@@ -5,7 +5,6 @@ import dataclasses
 import io
 import json
 import shutil
-import time
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.masks import causal
 from jaxspec.generation import GenerationConfig, generate
 from jaxspec.models import Experts, LinearScaling, ModelConfig, Rope
-from jaxspec.training import command, own_text
+from jaxspec.training import command, own_text, plan
 from jaxspec.training.data import (
     Batches,
     EveryNth,
@@ -362,20 +361,21 @@ def test_a_plan_from_before_dtypes_were_timed_is_read(tiny_settings, tmp_path):
     assert plan == Plan(30, "float32", 1e9)
 
 
-def test_steps_are_timed_in_turns_on_one_state():
-    calls = []
+def test_steps_are_timed_in_turns_on_one_state(monkeypatch):
+    calls, now = [], 0.0
 
     def train_step(name, seconds):
         def step(state, batch):
+            nonlocal now
             calls.append((name, state, batch))
-            time.sleep(seconds)
+            now += seconds
             return state + 1, {}
 
         return step
 
-    steps = {"slow": train_step("slow", 0.02), "fast": train_step("fast", 0.0)}
-    seconds = seconds_per_step(steps, 0, lambda step: 10 * step)
-    assert seconds["fast"] < 0.02 <= seconds["slow"]
+    monkeypatch.setattr(plan.time, "perf_counter", lambda: now)
+    steps = {"slow": train_step("slow", 2.0), "fast": train_step("fast", 0.5)}
+    assert seconds_per_step(steps, 0, lambda step: 10 * step) == {"slow": 2.0, "fast": 0.5}
     assert [state for _, state, _ in calls] == list(range(len(calls)))
     assert calls[:4] == [("slow", 0, 0), ("fast", 1, 0), ("slow", 2, 10), ("fast", 3, 10)]
 

@@ -3,9 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 
 @contextmanager
 def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[[str], None]]:
@@ -13,6 +10,16 @@ def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[[str], Non
 
     Goes to standard error, and only to a terminal.
     """
+    # Here, because `import jaxspec` does without it.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     hidden = not (shown and console.is_terminal)
