@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.checkpoint import Model, Tokenizer, config_from_json, load, save
+from jaxspec.checkpoint import Model, Tokenizer, config_from_json, load, save, shipped_models
 from tests.checkpoint.networks import assert_same_network
 
 SIZES = {
@@ -306,6 +306,27 @@ def test_a_multimodal_gemma3_is_read_as_its_text_model(torch, tmp_path):
     tokens = np.arange(3, 3 + NUM_TOKENS)
     expected = reference_logits(network, tokens)
     np.testing.assert_allclose(our_logits(load(tmp_path).network, tokens), expected, atol=2e-4)
+
+
+LANGUAGE_MODELS = sorted(
+    name
+    for name, folder in shipped_models().items()
+    if "ForCausalLM" in (folder / "config.json").read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_the_reference_reads_the_shipped_models_as_we_do(torch, name):
+    import transformers
+
+    model = load(name)
+    tokens = np.array(model.tokenizer.encode("Anna has 3 apples and buys 4 more."))[:WIDTH]
+    network, report = transformers.AutoModelForCausalLM.from_pretrained(
+        shipped_models()[name], dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), report
+    expected = reference_logits(network.eval(), tokens)
+    np.testing.assert_allclose(our_logits(model.network, tokens), expected, atol=2e-4)
 
 
 def test_the_reference_loads_the_tokenizer_we_save(torch, byte_level_tokenizer, tmp_path):
