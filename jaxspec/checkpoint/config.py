@@ -8,10 +8,12 @@ the top level, layer patterns by rule), and the one written by transformers 5 (`
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.models.config import (
+    Diffusion,
     DynamicScaling,
     Experts,
     LinearScaling,
@@ -38,12 +40,14 @@ class Family(NamedTuple):
     defaults: what its readers assume where config.json is silent.
     fields: from config.json, the `ModelConfig` fields in which it differs from a bare decoder.
     entries: from a `ModelConfig`, the config.json entries that say so.
+    names: what it calls entries that the others share, by their common name.
     """
 
     architecture: str
     defaults: Json
     fields: Callable[[Json], dict[str, Any]]
     entries: Callable[[ModelConfig], dict[str, Any]]
+    names: Mapping[str, str] = MappingProxyType({})
 
 
 def config_from_json(raw: Json, max_positions: int | None = None) -> ModelConfig:
@@ -63,6 +67,7 @@ def config_from_json(raw: Json, max_positions: int | None = None) -> ModelConfig
     family = FAMILIES[name]
     # An explicit null is an answer (no window, no cap), so it also replaces a default.
     text = {**family.defaults, **_text_part(raw), "model_type": name}
+    text = _with_common_names(text, family.names)
     if raw.get("quantization_config") or text.get("quantization_config"):
         raise CheckpointError(
             "config.json has a quantization_config, and quantised weights cannot be read: use the "
@@ -164,6 +169,7 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": None if scaling is None else _scaling_entries(scaling, config),
         **family.entries(config),
     }
+    raw = {family.names.get(key, key): value for key, value in raw.items()}
     understood = config_from_json(raw, config.max_positions)
     different = [
         f"{field.name}={getattr(config, field.name)!r}"
@@ -184,6 +190,14 @@ def _text_part(raw: Json) -> Json:
         return raw
     shared = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
     return {**shared, **nested}
+
+
+def _with_common_names(text: Json, names: Mapping[str, str]) -> dict[str, Any]:
+    common = {key: value for key, value in text.items() if key not in names.values()}
+    for ours, theirs in names.items():
+        # What is missing or wrong is named as the file names it.
+        common[ours] = text.get(theirs) if ours in _OPTIONAL else _integer(text, theirs)
+    return common
 
 
 # One pair of functions per family: what its config.json means, and how to say it again.
@@ -327,6 +341,109 @@ def _phi3_entries(config: ModelConfig) -> dict[str, Any]:
     return entries
 
 
+def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
+    """The fields of a network that fills in masks; `shift` where config.json does not say it.
+
+    `block_size` is the published name; `shift_logits` is ours, for what is published nowhere.
+    """
+    shift = text.get("shift_logits", shift)
+    if not isinstance(shift, bool):
+        raise CheckpointError(
+            "config.json does not say whether the output at a slot decides the next slot: add "
+            f'"shift_logits": true, or false if it decides its own; it has {shift!r}.'
+        )
+    if text.get("mask_token_id") is None:
+        raise CheckpointError(
+            "config.json lacks 'mask_token_id', the id of the mask in the tokenizer: add it."
+        )
+    # Ids begin at 0, sizes at 1.
+    mask = text["mask_token_id"]
+    if type(mask) is not int or not 0 <= mask <= _LARGEST:
+        raise CheckpointError(f"mask_token_id must be an id; config.json has {mask!r}.")
+    block = None if text.get("block_size") is None else _integer(text, "block_size")
+    return {"diffusion": Diffusion(mask, shift, block)}
+
+
+def _diffusion_entries(config: ModelConfig) -> dict[str, Any]:
+    diffusion = config.diffusion
+    assert diffusion is not None  # what makes a network of these families
+    entries = {"mask_token_id": diffusion.mask_token_id, "shift_logits": diffusion.shift}
+    return entries if diffusion.block is None else {**entries, "block_size": diffusion.block}
+
+
+# What LLaDA's code can do besides, and none of the published networks does.
+_LLADA_ALWAYS: dict[str, tuple[Any, ...]] = {
+    "block_type": ("llama",),
+    "layer_norm_type": ("rms",),
+    "rope": (True,),
+    "alibi": (False, None),
+    "attention_layer_norm": (False, None),
+    "include_bias": (False, None),
+    "include_qkv_bias": (False, None),
+    "bias_for_layer_norm": (False, None),
+    "input_emb_norm": (False, None),
+    "multi_query_attention": (False, None),
+    "scale_logits": (False, None),
+    "clip_qkv": (None,),
+}
+_LLADA_NAMES = {
+    "hidden_size": "d_model",
+    "intermediate_size": "mlp_hidden_size",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "max_position_embeddings": "max_sequence_length",
+    "hidden_act": "activation_type",
+    "tie_word_embeddings": "weight_tying",
+}
+_OPTIONAL = ("num_key_value_heads", "hidden_act", "tie_word_embeddings")
+
+
+def _llada_fields(text: Json) -> dict[str, Any]:
+    for key, values in _LLADA_ALWAYS.items():
+        if text.get(key, values[0]) not in values:
+            raise CheckpointError(
+                f"{key} must be {values[0]!r} in a LLaDA that this library can read; config.json "
+                f"has {text[key]!r}."
+            )
+    return {
+        # The table's rows, of which the tokenizer need not use all.
+        "vocab_size": _integer(text, "embedding_size", text.get("vocab_size")),
+        # Its readers take these from nowhere else.
+        "head_dim": _integer(text, "hidden_size") // _integer(text, "num_attention_heads"),
+        "rope": Rope(_number(text, "rope_theta", 10_000.0)),
+        **_diffusion(text, shift=False),
+    }
+
+
+def _llada_entries(config: ModelConfig) -> dict[str, Any]:
+    always = {key: values[0] for key, values in _LLADA_ALWAYS.items()}
+    return {**always, "embedding_size": config.vocab_size, **_diffusion_entries(config)}
+
+
+def _dream_fields(text: Json) -> dict[str, Any]:
+    # Published ones shift and see everything. Those with blocks do not all shift.
+    shift = True if text.get("block_size") is None else None
+    return {**_qwen2_fields(text), **_diffusion(text, shift)}
+
+
+def _dream_entries(config: ModelConfig) -> dict[str, Any]:
+    return {**_qwen2_entries(config), **_diffusion_entries(config)}
+
+
+def _sdar_fields(text: Json) -> dict[str, Any]:
+    if "block_size" not in text:
+        raise CheckpointError(
+            "config.json lacks 'block_size': how many slots a block has, or null if every token "
+            "sees all others."
+        )
+    return {**_qwen3_fields(text), **_diffusion(text, shift=False)}
+
+
+def _sdar_entries(config: ModelConfig) -> dict[str, Any]:
+    return {**_qwen3_entries(config), "block_size": None, **_diffusion_entries(config)}
+
+
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", {}, _llama_fields, _llama_entries),
     "mistral": Family(
@@ -380,10 +497,22 @@ FAMILIES: dict[str, Family] = {
         _mistral_fields,
         _phi3_entries,
     ),
+    # Diffusion language models.
+    "llada": Family(
+        "LLaDAModelLM",
+        {"rms_norm_eps": 1e-5},
+        _llada_fields,
+        _llada_entries,
+        MappingProxyType(_LLADA_NAMES),
+    ),
+    "Dream": Family("DreamModel", {}, _dream_fields, _dream_entries),
+    "sdar": Family("SDARForCausalLM", {"head_dim": 128}, _sdar_fields, _sdar_entries),
 }
 
 
 def _plainest_family(config: ModelConfig) -> str:
+    if config.diffusion is not None:
+        return "sdar" if config.qk_norm else "Dream" if config.qkv_bias else "llada"
     if config.experts is not None:
         return "qwen3_moe"
     if config.norm_plus_one:

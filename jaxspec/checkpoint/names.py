@@ -208,6 +208,21 @@ _LAYER_OUTS = _attention_out(*_IN_MODEL) + _mlp_out(*_IN_MODEL)
 _SUBLAYERS = _attention(*_IN_MODEL) + _QK_NORMS + _mlp(*_IN_MODEL) + _LAYER_OUTS
 _LLAMA = _ENDS + _PRE_NORMS + _SUBLAYERS
 _GEMMA = _ENDS + _FOUR_NORMS + _SUBLAYERS
+_BLOCK = "model.transformer.blocks.{layer}"
+_LLADA = (
+    Rule("model.transformer.wte.weight", "embed/embedding", _same),
+    Rule("model.transformer.ln_f.weight", "norm/scale", _same),
+    Rule("model.transformer.ff_out.weight", "head/kernel", _linear),
+    Rule(f"{_BLOCK}.attn_norm.weight", "layer_{layer}/attention_norm/scale", _same),
+    Rule(f"{_BLOCK}.q_proj.weight", "layer_{layer}/attention/qkv/kernel", _query),
+    Rule(f"{_BLOCK}.k_proj.weight", "layer_{layer}/attention/qkv/kernel", _key),
+    Rule(f"{_BLOCK}.v_proj.weight", "layer_{layer}/attention/qkv/kernel", _value),
+    Rule(f"{_BLOCK}.attn_out.weight", "layer_{layer}/attention/out/kernel", _out),
+    Rule(f"{_BLOCK}.ff_norm.weight", "layer_{layer}/mlp_norm/scale", _same),
+    Rule(f"{_BLOCK}.ff_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _gate),
+    Rule(f"{_BLOCK}.up_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _up),
+    Rule(f"{_BLOCK}.ff_out.weight", "layer_{layer}/mlp/down/kernel", _linear),
+)
 
 TABLES: dict[str, tuple[Rule, ...]] = {
     "llama": _LLAMA,
@@ -218,6 +233,9 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "phi3": _ENDS + _PRE_NORMS + _PHI3 + _LAYER_OUTS,
+    "llada": _LLADA,
+    "Dream": _LLAMA,
+    "sdar": _LLAMA,
 }
 
 # EAGLE heads are one layer without the surroundings of a model, and have files of their own.

@@ -15,6 +15,7 @@ from jaxspec.checkpoint.config import prepared_for
 from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
 from jaxspec.checkpoint.memory import check_network_fits
 from jaxspec.models.config import (
+    Diffusion,
     DynamicScaling,
     Experts,
     LinearScaling,
@@ -34,6 +35,7 @@ _RECORDS = {
         ModelConfig,
         Rope,
         Experts,
+        Diffusion,
         LinearScaling,
         DynamicScaling,
         Llama3Scaling,

@@ -1,6 +1,7 @@
 """The transformer behind functions over plain pytrees. The only folder that imports Flax."""
 
 from jaxspec.models.config import (
+    Diffusion,
     DynamicScaling,
     Experts,
     LinearScaling,
@@ -22,6 +23,7 @@ from jaxspec.models.transformer import Network, Skips, init_params, lookup_rows,
 
 __all__ = [
     "NARROW",
+    "Diffusion",
     "DraftVocabulary",
     "DynamicScaling",
     "Eagle3Head",

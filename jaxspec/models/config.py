@@ -132,6 +132,28 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Diffusion:
+    """What makes a network fill in masked slots, in any order, instead of continuing text.
+
+    mask_token_id: stands in a slot whose token is not decided yet.
+    shift: the output at a slot decides the NEXT slot, as in networks converted from causal ones;
+        False: it decides its own.
+    block: tokens see their own block of so many slots whole and all blocks before it; None: every
+        token sees all others.
+    """
+
+    mask_token_id: int
+    shift: bool = False
+    block: int | None = None
+
+    def __post_init__(self):
+        if self.mask_token_id < 0:
+            raise ValueError(f"mask_token_id must be an id, got {self.mask_token_id}.")
+        if self.block is not None and self.block < 1:
+            raise ValueError(f"diffusion.block must be at least 1, or None, got {self.block}.")
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer: pre-norm, RMSNorm, rotary positions, gated MLPs.
 
@@ -148,6 +170,8 @@ class ModelConfig:
     attention_softcap, final_softcap: c * tanh(x / c) of scores and of logits; None: left alone.
     embed_scale: multiplies embeddings; None: left alone.
     experts: the sparse layers; None: all dense.
+    diffusion: how it fills in masked slots; None: it is causal. The pass itself does not read this:
+        its mask is an argument.
     """
 
     vocab_size: int
@@ -176,6 +200,7 @@ class ModelConfig:
     final_softcap: float | None = None
     embed_scale: float | None = None
     experts: Experts | None = None
+    diffusion: Diffusion | None = None
 
     def __post_init__(self):
         if not self.layer_types:
@@ -191,6 +216,7 @@ class ModelConfig:
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {ACTIVATIONS}, got {self.activation!r}.")
         self._check_layers()
+        self._check_diffusion()
         for name in ("rope", "sliding_rope"):
             self._check_rope(name)
         for name in _POSITIVE_OR_NONE:
@@ -242,6 +268,20 @@ class ModelConfig:
             raise ValueError(
                 f"experts.layers must have {self.num_layers} entries (num_layers), "
                 f"got {len(self.experts.layers)}."
+            )
+
+    def _check_diffusion(self):
+        if self.diffusion is None:
+            return
+        if self.diffusion.mask_token_id >= self.vocab_size:
+            raise ValueError(
+                f"mask_token_id must be an id below vocab_size ({self.vocab_size}), "
+                f"got {self.diffusion.mask_token_id}."
+            )
+        if "sliding" in self.layer_types:
+            raise ValueError(
+                "diffusion: layers that slide look back only, but a masked slot must see both "
+                "sides; layer_types must be all full."
             )
 
     def _check_rope(self, name: str):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from jaxspec.checkpoint import CheckpointError, config_from_json, config_to_json
 from jaxspec.models import (
+    Diffusion,
     DynamicScaling,
     Experts,
     LinearScaling,
@@ -88,6 +89,13 @@ NETWORKS = {
     "qwen3_moe": MOE,
     "gemma2": GEMMA.replace(attention_softcap=50.0, final_softcap=30.0),
     "gemma3_text": GEMMA3,
+    "llada": OURS.replace(diffusion=Diffusion(99)),
+    "llada, converted": OURS.replace(diffusion=Diffusion(0, shift=True), tied_head=True),
+    "llada, blocks": OURS.replace(diffusion=Diffusion(99, block=8)),
+    "Dream": OURS.replace(diffusion=Diffusion(99, shift=True), qkv_bias=True),
+    "Dream, blocks": OURS.replace(diffusion=Diffusion(99, block=32), qkv_bias=True),
+    "sdar": OURS.replace(diffusion=Diffusion(99, block=4), qk_norm=True),
+    "sdar, no blocks": OURS.replace(diffusion=Diffusion(99, shift=True), qk_norm=True),
     "phi3, partial": OURS.replace(rope=Rope(1e4, fraction=0.5)),
     "phi3, short": OURS.replace(
         max_positions=64, rope=Rope(1e4, scaling=LongRopeScaling(FACTORS, FACTORS, 4.0, 64))
@@ -246,7 +254,7 @@ def test_dynamic_scaling_reaches_any_length():
 
 
 BAD = [
-    ({"model_type": "mamba"}, "model_type must be one of gemma2, .*, qwen3_moe; .* 'mamba'"),
+    ({"model_type": "mamba"}, "model_type must be one of Dream, gemma2, .*, sdar; .* 'mamba'"),
     ({"model_type": None}, "model_type must be one of"),
     ({"model_type": ["llama"]}, "model_type must be one of"),
     ({"hidden_size": None}, "lacks 'hidden_size'"),
@@ -309,6 +317,56 @@ def test_junk_for_any_value_is_our_error_or_another_network(name):
                 assert isinstance(config_from_json(changed), ModelConfig)
 
     check()
+
+
+LLADA = {
+    **{"d_model": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": None, "mlp_hidden_size": 48},
+    **{"vocab_size": 98, "embedding_size": 100, "max_sequence_length": 256, "rms_norm_eps": 1e-5},
+    **{"model_type": "llada", "mask_token_id": 99, "rope_theta": 5e5, "block_type": "llama"},
+}
+DREAM = {**SIZES, "model_type": "Dream", "mask_token_id": 99}
+SDAR = {**SIZES, "model_type": "sdar", "mask_token_id": 99, "block_size": 4, "head_dim": 8}
+
+
+def test_published_diffusion_models_are_read():
+    assert config_from_json(LLADA) == OURS.replace(
+        num_kv_heads=4, rope=Rope(5e5), diffusion=Diffusion(99)
+    )
+    assert config_from_json(DREAM) == OURS.replace(
+        qkv_bias=True, diffusion=Diffusion(99, shift=True)
+    )
+    assert config_from_json(SDAR) == OURS.replace(qk_norm=True, diffusion=Diffusion(99, block=4))
+
+
+def test_which_slot_an_output_decides_is_what_config_json_says():
+    assert config_from_json({**DREAM, "shift_logits": False}).diffusion == Diffusion(99)
+    assert config_from_json({**SDAR, "shift_logits": True}).diffusion == Diffusion(99, True, 4)
+    assert config_from_json({**LLADA, "shift_logits": True}).diffusion == Diffusion(99, True)
+
+
+@pytest.mark.parametrize(
+    ("raw", "changes", "message"),
+    [
+        (LLADA, {"mask_token_id": None}, "lacks 'mask_token_id', the id of the mask"),
+        (LLADA, {"mask_token_id": "<m>"}, "mask_token_id must be an id; .* '<m>'"),
+        (LLADA, {"mask_token_id": 100}, r"mask_token_id must be an id below vocab_size \(100\)"),
+        (LLADA, {"d_model": None}, "lacks 'd_model'"),
+        (LLADA, {"n_layers": "4"}, "n_layers must be a positive whole number; .* '4'"),
+        (LLADA, {"include_qkv_bias": True}, "include_qkv_bias must be False in a LLaDA"),
+        (LLADA, {"block_type": "sequential"}, "block_type must be 'llama'"),
+        (DREAM, {"block_size": 32}, 'add "shift_logits": true, or false'),
+        (DREAM, {"shift_logits": "yes"}, "it has 'yes'"),
+        (SDAR, {"block_size": 0}, "block_size must be a positive"),
+    ],
+)
+def test_what_is_wrong_with_a_diffusion_config_is_named(raw, changes, message):
+    with pytest.raises(CheckpointError, match=message):
+        config_from_json({**raw, **changes})
+
+
+def test_blocks_that_nothing_is_said_of_are_asked_for():
+    with pytest.raises(CheckpointError, match="lacks 'block_size'"):
+        config_from_json({key: value for key, value in SDAR.items() if key != "block_size"})
 
 
 @pytest.mark.parametrize("max_positions", [0, -5])

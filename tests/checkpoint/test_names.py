@@ -28,6 +28,9 @@ CONFIGS = {
     "gemma2": ModelConfig(**SIZES, **GEMMA),
     "gemma3_text": ModelConfig(**SIZES, **GEMMA, qk_norm=True),
     "phi3": ModelConfig(**SIZES),
+    "llada": ModelConfig(**SIZES),
+    "Dream": ModelConfig(**SIZES, qkv_bias=True),
+    "sdar": ModelConfig(**SIZES, qk_norm=True),
 }
 
 

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from jaxspec.models import Experts, LongRopeScaling, ModelConfig, Rope, YarnScaling
+from jaxspec.models import Diffusion, Experts, LongRopeScaling, ModelConfig, Rope, YarnScaling
 from tests.models.families import FAMILIES, LLAMA
 
 
@@ -38,6 +38,11 @@ def test_layers_choose_their_rotation_and_window():
         ({"layer_types": ("sliding",) * 3}, "sliding_window must be given"),
         ({"sliding_window": 0}, "sliding_window must be positive"),
         ({"final_softcap": -1.0}, "final_softcap must be positive"),
+        ({"diffusion": Diffusion(61)}, r"mask_token_id must be an id below vocab_size \(61\)"),
+        (
+            {"diffusion": Diffusion(0), "layer_types": ("sliding",) * 3, "sliding_window": 4},
+            "diffusion: layers that slide look back only",
+        ),
         ({"norm_eps": 0.0}, "norm_eps must be positive"),
         ({"rope": Rope(fraction=0.4)}, "rope.fraction must rotate an even number"),
         (
