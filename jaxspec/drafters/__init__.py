@@ -7,8 +7,10 @@ from jaxspec.drafters.layer_skip import AdaptiveExit, LayerSkip
 from jaxspec.drafters.loaded import LoadedDrafter
 from jaxspec.drafters.lookup import PromptLookup
 from jaxspec.drafters.plain import NoDraft
+from jaxspec.drafters.skip_sets import PUBLISHED_SKIPS, published_skips
 
 __all__ = [
+    "PUBLISHED_SKIPS",
     "AdaptiveExit",
     "DraftModel",
     "Eagle",
@@ -17,4 +19,5 @@ __all__ = [
     "LoadedDrafter",
     "NoDraft",
     "PromptLookup",
+    "published_skips",
 ]

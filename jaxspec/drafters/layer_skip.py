@@ -7,6 +7,7 @@ threshold that follows the acceptance rate.
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jaxspec.core.cache import empty_layer, write
 from jaxspec.core.proposal import bank, chain_proposal, choose_children
 from jaxspec.core.types import Context, Hidden, LayerKV, Params, Proposal
 from jaxspec.drafters.loaded import LoadedDrafter
+from jaxspec.drafters.skip_sets import skip_settings
 from jaxspec.models import Skips
 
 
@@ -158,6 +160,17 @@ class LayerSkip:
         Trying many sets this way costs one compilation.
         """
         return LoadedDrafter(cls(None, **settings), skip)
+
+    @classmethod
+    def read(cls, path: str | Path, **settings: Any) -> "LayerSkip":
+        """Drafts as a search found best: from the `skips.json` of `jaxspec tune skips`.
+
+        The threshold stands still, as the search took it to. `settings` replace those of the file.
+
+        Raises:
+            ValueError: the file is missing, or does not hold what it should.
+        """
+        return cls(**{"adaptive": None, **skip_settings(path), **settings})
 
     @property
     def taps(self) -> tuple[int, ...]:

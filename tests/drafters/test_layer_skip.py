@@ -11,8 +11,13 @@ import pytest
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.huggingface import load_network
+from jaxspec.core.decode import prefill
 from jaxspec.core.masks import causal
-from jaxspec.drafters import AdaptiveExit, LayerSkip
+from jaxspec.core.proposal import choose_children
+from jaxspec.core.types import Context, Params, Recent, Warp
+from jaxspec.core.verify import verify_chain
+from jaxspec.drafters import AdaptiveExit, LayerSkip, layer_skip
+from jaxspec.drafters.layer_skip import LayerSkipState
 from jaxspec.models import Network, Skips
 from tests.models.test_eagle import write_folder
 
@@ -110,6 +115,76 @@ def test_recorded_generations(golden, target, case, form):
     # A last step with room for one token only drafts nothing here.
     assert ours[: len(theirs)] == theirs
     assert all(step == (0, 0) for step in ours[len(theirs) :])
+
+
+def test_recorded_sampling_cycles(golden, target, monkeypatch):
+    """Cycle by cycle: thresholds, exits, the laws of the draft, the target's, how many it accepts.
+
+    The reference's draws are handed to the drafter in place of its own, for draws of two programs
+    are never the same; the laws that they were drawn from must be. What is drawn after a rejection
+    is compared in `tests/core/test_recorded_verification.py`.
+    """
+    (recorded,) = json.loads((golden / "dv_sampling_accept.json").read_text())
+    greedy = json.loads((golden / "dv_generate_greedy.json").read_text())
+    (prompt,) = {tuple(case["prompt"]) for case in greedy.values()}  # not recorded here
+    arrays = np.load(golden / "dv_sampling_accept.npz")
+    size, slots = recorded["max_step_draft"], 64
+    drafter = LayerSkip(
+        skips(recorded["attn_skip"], recorded["mlp_skip"]),
+        size,
+        threshold=recorded["th_init"],
+        adaptive=RELEASED,
+    )
+    params, warp, key = Params(target, ()), Warp(temperature=jnp.float32(1)), jax.random.key(0)
+
+    @jax.jit
+    def cycle(tokens, length, room, num_emitted, state, draws, uniforms):
+        def choose(own_key, logits, warp, branch):
+            _, laws = choose_children(own_key, logits, warp, branch)
+            own, every = map(jax.random.key_data, (own_key, jax.random.split(key, size)))
+            return draws[jnp.argmax(jnp.all(every == own[None], axis=1))][None, None], laws
+
+        monkeypatch.setattr(layer_skip, "choose_children", choose)
+        _, cache = prefill(target, tokens, length, chunk=slots)
+        nothing = jnp.zeros((size + 1, 0))
+        recent = Recent(jnp.zeros(size + 1, jnp.int32), nothing, nothing, num_emitted)
+        context = Context(tokens, length, room, jnp.zeros(0, jnp.int32), warp, cache, recent)
+        proposal, state = drafter.propose(params, key, state, context)
+        hidden = target.forward(
+            proposal.tokens,
+            length - 1 + proposal.tree.depths,
+            proposal.tree.ancestors & proposal.valid[None],
+            cache,
+        )
+        logits = target.unembed(hidden.features)
+        return proposal, state, logits, verify_chain(uniforms, proposal, logits)
+
+    state = LayerSkipState(jnp.float32(recorded["th_init"]), jnp.float32(0), jnp.int32(0))
+    emitted, num_emitted = 1, 1
+    for step in recorded["cycles"]:
+        of = {name: arrays[f"{step['key']}/{name}"] for name in ("draft_tokens", "q", "p")}
+        drafted, accepted = step["drafted"], step["accepted"]
+        text = [*prompt, *recorded["output"][:emitted]]
+        draws = np.pad(of["draft_tokens"], (0, size - drafted))
+        uniforms = np.concatenate([[0.5], arrays[f"{step['key']}/uniforms"]])
+        proposal, state, logits, verdict = cycle(
+            jnp.asarray([*text, *[0] * (slots - len(text))], jnp.int32),
+            jnp.int32(len(text)),
+            jnp.int32(len(recorded["output"]) - emitted),
+            jnp.int32(num_emitted),
+            state,
+            jnp.asarray(draws, jnp.int32),
+            jnp.asarray(uniforms, jnp.float32),
+        )
+        np.testing.assert_allclose(state.threshold, step["th_before"], atol=1e-6)
+        assert int(state.drafted) == np.sum(proposal.valid) - 1 == drafted
+        np.testing.assert_allclose(jnp.exp(proposal.draft_logprobs[:drafted]), of["q"], atol=1e-4)
+        raw = arrays[f"{step['key']}/raw_logits"]
+        np.testing.assert_allclose(logits[: drafted + 1], raw, atol=1e-3)
+        np.testing.assert_allclose(jax.nn.softmax(logits[: drafted + 1]), of["p"], atol=1e-4)
+        assert verdict.num_emitted - 1 == accepted
+        emitted, num_emitted = emitted + accepted + 1, accepted + 1
+    assert emitted == len(recorded["output"])
 
 
 @pytest.mark.parametrize("script", [0, 1])

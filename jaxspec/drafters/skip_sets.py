@@ -1,0 +1,117 @@
+"""Sets of sub-layers to skip: by index, published, from a file."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxspec.checkpoint.files import read_json
+from jaxspec.models import Skips
+
+
+def skips_of(num_layers: int, attention: Iterable[int], mlp: Iterable[int]) -> Skips:
+    """The set that skips these layers' attention and those layers' MLP, as `LayerSkip` takes it.
+
+    Raises:
+        ValueError: an index that is no layer, or is given twice.
+
+    Example:
+        >>> skips_of(3, attention=[0, 2], mlp=[])
+        Skips(attention=(True, False, True), mlp=(False, False, False))
+    """
+    parts = {"attention": list(attention), "mlp": list(mlp)}
+    for name, layers in parts.items():
+        for layer in layers:
+            if type(layer) is not int or not 0 <= layer < num_layers:
+                raise ValueError(
+                    f"{name} must name layers in 0..{num_layers - 1} to skip, got {layer!r}."
+                )
+            if layers.count(layer) > 1:
+                raise ValueError(f"{name} names layer {layer} twice.")
+    return Skips(*(tuple(layer in part for layer in range(num_layers)) for part in parts.values()))
+
+
+def skipped_layers(skip: Skips) -> dict[str, list[int]]:
+    """The indices, as `skips_of` takes them."""
+    return {
+        name: [layer for layer, skipped in enumerate(part) if skipped]
+        for name, part in zip(Skips._fields, skip, strict=True)
+    }
+
+
+class _Published(NamedTuple):
+    """Layers as numbers and ranges, both ends included."""
+
+    num_layers: int
+    attention: str
+    mlp: str
+
+
+# The sets of the published program of Draft & Verify (dilab-zju/self-speculative-decoding).
+_PUBLISHED = {
+    "llama-2-13b": _Published(
+        40, "3 5 6 8 10 11 14 15 18 22-31 33-37", "6 9 10 11 15 24 25 27 28 35"
+    ),
+    "llama-2-13b-chat": _Published(
+        40, "7-11 14 15 18 22 23 24 26-38", "7 10 11 14 27 30 32 33 37 38"
+    ),
+    "codellama-13b": _Published(
+        40,
+        "5 6 9 10 11 14 15 16 21 23 24 26-32 34-37",
+        "10 11 12 14 15 25 26 27 30 32 33 34",
+    ),
+    "llama-2-70b": _Published(
+        80,
+        "10 11 13 14 16 18-22 25 27-31 35 41 43 45-58 60-63 65-70 74 75 78 79",
+        "2 4 9 10 13 14 16 20 21 22 24-29 31 34 37 41 47-50 53 54 55 57 58 60 62 63 66 67 68 70 76",
+    ),
+}
+PUBLISHED_SKIPS = tuple(_PUBLISHED)
+"""Names that `published_skips` knows: the models they were searched for."""
+
+
+def published_skips(name: str, num_layers: int | None = None) -> Skips:
+    """A set published with Draft & Verify (Zhang et al. 2024), for the model it is named after.
+
+    Args:
+        name: one of `PUBLISHED_SKIPS`.
+        num_layers: of the model it is to serve, if that should be checked here already.
+
+    Raises:
+        ValueError: an unknown name, or a model of another depth.
+
+    Example:
+        >>> [sum(part) for part in published_skips("llama-2-13b")]
+        [24, 10]
+    """
+    if name not in _PUBLISHED:
+        raise ValueError(f"skips: no published set {name!r}; there are {', '.join(_PUBLISHED)}.")
+    depth, attention, mlp = _PUBLISHED[name]
+    if num_layers not in (None, depth):
+        raise ValueError(
+            f"skips: the published set {name!r} is for a model of {depth} layers, this one has "
+            f"{num_layers}: search one for it with `jaxspec tune skips`."
+        )
+    return skips_of(depth, _listed(attention), _listed(mlp))
+
+
+def _listed(ranges: str) -> list[int]:
+    ends = [[int(end) for end in part.split("-")] for part in ranges.split()]
+    return [layer for first, *last in ends for layer in range(first, max([first, *last]) + 1)]
+
+
+def skip_settings(path: str | Path) -> dict[str, Any]:
+    """The settings of `LayerSkip` in a file that `jaxspec tune skips` wrote.
+
+    Raises:
+        ValueError: the file is missing or does not hold what it should.
+    """
+    found = read_json(Path(path))
+    needed = {"num_layers", "attention", "mlp", "num_speculative_tokens", "threshold"}
+    if missing := sorted(needed - found.keys()):
+        raise ValueError(f"{path} is no result of `jaxspec tune skips`: it has no {missing[0]!r}.")
+    try:
+        skip = skips_of(found["num_layers"], found["attention"], found["mlp"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    names = ("num_speculative_tokens", "threshold")
+    return {"skip": skip, **{name: found[name] for name in names}}

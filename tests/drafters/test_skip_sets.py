@@ -1,0 +1,123 @@
+"""Sets of sub-layers by index, the published ones, and those in files."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxspec import GenerationConfig, generate
+from jaxspec.checkpoint import Model
+from jaxspec.core.masks import causal
+from jaxspec.drafters import LayerSkip, published_skips
+from jaxspec.drafters.skip_sets import PUBLISHED_SKIPS, skip_settings, skipped_layers, skips_of
+from jaxspec.models import ModelConfig, Network, Skips, init_params
+
+DEPTHS = {"llama-2-13b": 40, "llama-2-13b-chat": 40, "codellama-13b": 40, "llama-2-70b": 80}
+# How many attention and MLP sub-layers the paper's tables say are skipped.
+SIZES = {
+    "llama-2-13b": (24, 10),
+    "llama-2-13b-chat": (24, 10),
+    "codellama-13b": (22, 12),
+    "llama-2-70b": (47, 37),
+}
+
+
+def deep_model(num_layers: int) -> Model:
+    """As deep as the real ones, and next to nothing wide."""
+    config = ModelConfig(
+        vocab_size=16,
+        embed_dim=4,
+        num_layers=num_layers,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        mlp_dim=4,
+        max_positions=64,
+    )
+    return Model(Network(init_params(config, jax.random.key(0)), config))
+
+
+@pytest.mark.parametrize("depth", [40, 80])
+def test_published_sets_skip_what_they_name(depth):
+    """In a model of their depth: as a set says, that many products are absent."""
+    target = deep_model(depth).network
+
+    def num_products(skip: Skips | None) -> int:
+        def run(network):
+            return network.forward(jnp.arange(2), jnp.arange(2), causal(2), None, skip=skip)
+
+        return jax.jit(run).lower(target).as_text().count("stablehlo.dot_general")
+
+    names = [name for name in PUBLISHED_SKIPS if DEPTHS[name] == depth]
+    assert names
+    whole = num_products(None)
+    for name in names:
+        skip = published_skips(name, depth)
+        assert (sum(skip.attention), sum(skip.mlp)) == SIZES[name]
+        assert num_products(skip) == whole - 4 * SIZES[name][0] - 2 * SIZES[name][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEPTHS)
+def test_published_sets_draft_losslessly(name):
+    model, config = deep_model(DEPTHS[name]), GenerationConfig(max_new_tokens=6)
+    drafter = LayerSkip(published_skips(name), num_speculative_tokens=2, threshold=0.0)
+    (plain,), (drafted,) = (generate(model, [1, 2, 3], config, d) for d in (None, drafter))
+    assert drafted.tokens.tolist() == plain.tokens.tolist()
+
+
+def test_all_published_sets_are_here():
+    assert set(PUBLISHED_SKIPS) == set(DEPTHS)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_SKIPS)
+def test_a_published_set_is_refused_at_another_depth(name):
+    with pytest.raises(ValueError, match=f"{name!r} is for a model of {DEPTHS[name]} layers.*12"):
+        published_skips(name, 12)
+    with pytest.raises(ValueError, match=f"must have 2 entries.* got {DEPTHS[name]}"):
+        generate(deep_model(2), [1], GenerationConfig(4), LayerSkip(published_skips(name)))
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="no published set 'llama-2-7b'; there are llama-2-13b,"):
+        published_skips("llama-2-7b")
+
+
+@pytest.mark.parametrize(
+    ("attention", "mlp", "message"),
+    [
+        ([4], [], r"attention must name layers in 0..3 to skip, got 4"),
+        ([], [-1], r"mlp must name layers in 0..3 to skip, got -1"),
+        ([2, 2], [], "attention names layer 2 twice"),
+    ],
+)
+def test_indices_out_of_place_are_refused(attention, mlp, message):
+    with pytest.raises(ValueError, match=message):
+        skips_of(4, attention, mlp)
+
+
+def test_indices_and_sets_are_two_ways_to_say_the_same():
+    skip = skips_of(4, [3, 0], [])  # all attention may be skipped as well
+    assert skip == Skips((True, False, False, True), (False,) * 4)
+    assert skips_of(4, **skipped_layers(skip)) == skip
+
+
+def test_a_drafter_is_read_from_a_file(tmp_path):
+    path = tmp_path / "skips.json"
+    written = {"num_layers": 3, "attention": [0, 1, 2], "mlp": [1], "other": "ignored"}
+    path.write_text(json.dumps({**written, "num_speculative_tokens": 5, "threshold": 0.4}))
+    skip = skips_of(3, [0, 1, 2], [1])
+    assert LayerSkip.read(path) == LayerSkip(skip, 5, threshold=0.4, adaptive=None)
+    assert LayerSkip.read(path, threshold=0.1).threshold == 0.1
+
+    path.write_text(json.dumps(written))
+    with pytest.raises(ValueError, match="no result of `jaxspec tune skips`: it has no 'num_spec"):
+        skip_settings(path)
+    path.write_text(
+        json.dumps({**written, "num_speculative_tokens": 5, "threshold": 0.4, "mlp": [3]})
+    )
+    with pytest.raises(ValueError, match=r"skips.json: mlp must name layers in 0..2"):
+        skip_settings(path)
+    with pytest.raises(ValueError, match="does not exist"):
+        skip_settings(tmp_path / "other.json")
