@@ -6,6 +6,8 @@ from jaxspec.checkpoint import Model, Tokenizer, load, load_eagle, save
 from jaxspec.compilation import use_persistent_cache
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents, tree_from_paths
 from jaxspec.core.types import Tree
+from jaxspec.denoising import DenoiseConfig, DenoiseResult, denoise, denoise_stream
+from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import (
     DraftModel,
     Eagle,
@@ -18,11 +20,14 @@ from jaxspec.drafters import (
 from jaxspec.generation import GenerationConfig, Score, StreamStep, generate, score, stream
 from jaxspec.metrics import Metrics
 from jaxspec.result import Generation, GenerationResult, TraceStep
+from jaxspec.trees import search_tree
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
+    "DenoiseConfig",
+    "DenoiseResult",
     "DraftModel",
     "DrafterReport",
     "Eagle",
@@ -37,6 +42,7 @@ __all__ = [
     "NoDraft",
     "PromptLookup",
     "Score",
+    "SelfSpeculation",
     "StreamStep",
     "Tokenizer",
     "TraceStep",
@@ -44,12 +50,15 @@ __all__ = [
     "chain",
     "check_drafter",
     "compare",
+    "denoise",
+    "denoise_stream",
     "eagle_tree",
     "generate",
     "load",
     "load_eagle",
     "save",
     "score",
+    "search_tree",
     "stream",
     "tree_from_parents",
     "tree_from_paths",
