@@ -6,8 +6,6 @@ from jaxspec.checkpoint import Model, Tokenizer, load, load_eagle, save
 from jaxspec.compilation import use_persistent_cache
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents, tree_from_paths
 from jaxspec.core.types import Tree
-from jaxspec.denoising import DenoiseConfig, DenoiseResult, denoise, denoise_stream
-from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import (
     DraftModel,
     Eagle,
@@ -26,8 +24,6 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
-    "DenoiseConfig",
-    "DenoiseResult",
     "DraftModel",
     "DrafterReport",
     "Eagle",
@@ -42,7 +38,6 @@ __all__ = [
     "NoDraft",
     "PromptLookup",
     "Score",
-    "SelfSpeculation",
     "StreamStep",
     "Tokenizer",
     "TraceStep",
@@ -50,8 +45,6 @@ __all__ = [
     "chain",
     "check_drafter",
     "compare",
-    "denoise",
-    "denoise_stream",
     "eagle_tree",
     "generate",
     "load",
