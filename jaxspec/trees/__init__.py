@@ -10,6 +10,7 @@ from jaxspec.trees.acceptance import (
     probe_paths,
     rank_paths,
     save_acceptance,
+    shipped_tables,
 )
 from jaxspec.trees.exact import Limits
 from jaxspec.trees.latency import (
@@ -56,4 +57,5 @@ __all__ = [
     "save_tree",
     "search_tree",
     "shipped_profiles",
+    "shipped_tables",
 ]

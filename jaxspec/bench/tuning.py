@@ -1,0 +1,300 @@
+"""What the choice of a tree needs of a machine and a drafter: pass times, acceptance, speed."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from jaxspec.bench.machine import this_machine
+from jaxspec.bench.step import begin_and_propose, draft_loop, repetitive_prompt, step_loop
+from jaxspec.bench.timing import time_in_turns
+from jaxspec.checkpoint import Model
+from jaxspec.core.proposal import tree_proposal
+from jaxspec.core.tree import Path, normalize_paths, tree_from_parents
+from jaxspec.core.types import Drafter, Params, Tree
+from jaxspec.drafters import LoadedDrafter
+from jaxspec.generation import GenerationConfig, PromptLike, Request, generate, prepare
+from jaxspec.trees import (
+    AcceptanceTable,
+    LatencyProfile,
+    Timing,
+    count_acceptance,
+    identity_of,
+    probe_paths,
+)
+
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 26, 32, 48, 64)
+BATCHES = (1, 2, 3, 4, 6, 8)
+_DEPTH = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Parrot:
+    """Offers the pending token at every node of a tree: a step that costs next to no drafting.
+
+    Attributes:
+        num_tokens: in the target pass, the root included.
+        taps: target layers to read, as the drafter does that the pass stands for.
+    """
+
+    num_tokens: int
+    taps: tuple[int, ...] = ()
+
+    @cached_property
+    def tree(self) -> Tree:
+        """A path as deep as drafts usually are, and all further nodes below the root."""
+        path = range(-1, min(self.num_tokens - 1, _DEPTH))
+        return tree_from_parents([*path, *[0] * (self.num_tokens - len(path))])
+
+    @property
+    def tree_shape(self) -> tuple[int, int]:
+        nodes, levels = self.tree.paths.shape
+        return nodes, levels - 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return (self.num_tokens,)
+
+    def init(self, params, prompt, context) -> tuple[()]:
+        del params, prompt, context
+        return ()
+
+    def propose(self, params, key, state, context):
+        del params, key
+        root = context.tokens[context.length - 1]
+        every_node = jnp.ones(self.num_tokens, bool)
+        return tree_proposal(self.tree, jnp.full(self.num_tokens, root), every_node), state
+
+
+def measure_profile(
+    model: Model,
+    drafter: LoadedDrafter,
+    *,
+    tokens: Sequence[int] = TOKENS,
+    batches: Sequence[int] = BATCHES,
+    num_steps: int = 16,
+    repeats: int = 15,
+    name: str = "",
+    advance: Callable[[str], None] = lambda _: None,
+) -> LatencyProfile:
+    """Times target and draft passes of one row on this machine, as decoding runs them.
+
+    A target time is that of a whole step that verifies so many tokens, its bookkeeping included
+    and its draft left out. A draft time is what a level of so many nodes adds to a draft; the first
+    draft pass, the root's, is timed apart, for it also reads what the last step emitted.
+
+    Args:
+        model: the target.
+        drafter: over any static tree; its own is not used.
+        tokens: of the target passes, roots included.
+        batches: nodes of the draft passes.
+        num_steps: in each timed loop.
+        repeats: timed runs of each; medians and quartiles are over these.
+        name: of the profile.
+        advance: called with what is being prepared, once per program.
+
+    Raises:
+        ValueError: for a drafter that has no static tree, or times too noisy to tell apart.
+    """
+    prompts = repetitive_prompt(model.vocab_size)
+    targets, drafts = {}, {}
+    for size in sorted({1, *tokens}):
+        advance(f"target pass of {size}")
+        parrot = Parrot(size, drafter.drafter.taps)
+        params = Params(model.network, ())
+        states, _ = begin_and_propose(params, prompts, drafter=parrot)
+        targets[str(size)] = partial(step_loop, params, states, drafter=parrot, num_steps=num_steps)
+    for size in (0, *sorted({1, *batches})):
+        advance(f"draft pass of {size}")
+        method = with_tree(drafter, _draft_probe(size)).drafter
+        params = Params(model.network, drafter.params)
+        states, _ = begin_and_propose(params, prompts, drafter=method)
+        drafts[str(size)] = partial(draft_loop, params, states, drafter=method, num_steps=num_steps)
+    advance("timing target passes")
+    target = _timings(time_in_turns(targets, repeats), num_steps)
+    advance("timing draft passes")
+    runs = time_in_turns(drafts, repeats)
+    first = runs.pop("0")
+    draft = _timings({size: whole - first for size, whole in runs.items()}, num_steps)
+    for size, seconds, spread in draft:
+        if seconds <= 0:
+            raise ValueError(
+                f"draft: a pass of {size} nodes cannot be told from noise ({1e3 * seconds:.3f} +- "
+                f"{1e3 * (spread or 0):.3f} ms); measure with more repeats, on an idle machine."
+            )
+    machine = this_machine()
+    return LatencyProfile(
+        name=name or f"{model.name} on {machine.device}",
+        target=target,
+        draft=draft,
+        first_draft=float(np.median(first)) / num_steps,
+        device=str(machine),
+        runtime=f"jax {machine.jax}",
+        dtype=str(model.network.dtype),
+        source=(
+            f"measured with {model.name} and {drafter.drafter}, one row, greedy: medians of "
+            f"{repeats} loops of {num_steps} steps, run in turns"
+            + ("; THE MACHINE WAS BUSY" if machine.busy else "")
+        ),
+    )
+
+
+def _draft_probe(size: int) -> tuple[Path, ...]:
+    """A tree whose second draft pass has `size` nodes; for 0 there is none.
+
+    Its root has two children at least, as of several tokens the likeliest are sorted out.
+    """
+    roots = [(rank,) for rank in range(max(2, size))]
+    return (*roots, *((rank, 0) for rank in range(size)))
+
+
+def _timings(
+    seconds: dict[str, Float[np.ndarray, " repeats"]], num_steps: int
+) -> tuple[Timing, ...]:
+    timings = []
+    for size, runs in seconds.items():
+        low, middle, high = np.quantile(runs / num_steps, [0.25, 0.5, 0.75])
+        timings.append(Timing(int(size), float(middle), float(high - low) / 2))
+    return tuple(timings)
+
+
+def with_tree(drafter: LoadedDrafter, paths: Sequence[Path]) -> LoadedDrafter:
+    """The same drafter over another static tree.
+
+    Raises:
+        ValueError: it does not draft over a static tree.
+    """
+    method: Drafter = drafter.drafter
+    if not dataclasses.is_dataclass(method) or not hasattr(method, "paths"):
+        raise ValueError(
+            "drafter: must draft over a static tree (Eagle, DraftModel), got "
+            f"{type(method).__name__}."
+        )
+    tree = {"paths": normalize_paths(paths)}
+    return drafter._replace(drafter=dataclasses.replace(method, **tree))
+
+
+def measure_acceptance(
+    model: Model,
+    drafter: LoadedDrafter,
+    prompts: Sequence[PromptLike],
+    config: GenerationConfig | None = None,
+    *,
+    paths: Sequence[Path] | None = None,
+    seed: int = 0,
+    advance: Callable[[str], None] = lambda _: None,
+) -> AcceptanceTable:
+    """Decodes prompts with a wide tree and counts which of its nodes are accepted.
+
+    Tune on text that is not evaluated on: held-out rows of training sets.
+
+    Args:
+        model: the target.
+        drafter: over any static tree; its own is not used.
+        prompts: as for `generate`.
+        config: how to decode; acceptance belongs to it too.
+        paths: of the probing tree; `None`: `probe_paths()`.
+        seed: of sampling.
+        advance: called once per prompt.
+
+    Raises:
+        ValueError: for a drafter that has no static tree, or if nothing was drafted.
+    """
+    probing = with_tree(drafter, probe_paths() if paths is None else paths)
+    steps, num_tokens = [], 0
+    for prompt in prompts:
+        advance("counting accepted drafts")
+        (row,) = generate(model, prompt, config, probing, seed, return_trace=True)
+        steps += row.trace or ()
+        num_tokens += len(row.tokens)
+    return AcceptanceTable.from_counts(
+        count_acceptance(steps),
+        head=identity_of(drafter.params),
+        source=(
+            f"measured with {model.name}: {len(steps)} steps, {num_tokens} tokens, "
+            f"{len(prompts)} prompts, temperature {(config or GenerationConfig()).temperature}, "
+            f"a probing tree of {len(probing.drafter.paths)} nodes"
+        ),
+    )
+
+
+class MeasuredTree(NamedTuple):
+    """A tree's speed while decoding, prefill and compilation left out.
+
+    tau: tokens per target pass, bonus INCLUDED.
+    step_seconds: of one step.
+    """
+
+    tau: float
+    step_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tau / self.step_seconds
+
+
+def measure_trees(
+    model: Model,
+    drafter: LoadedDrafter,
+    trees: Sequence[Sequence[Path]],
+    prompts: Sequence[PromptLike],
+    config: GenerationConfig | None = None,
+    *,
+    repeats: int = 3,
+    seed: int = 0,
+    advance: Callable[[str], None] = lambda _: None,
+) -> list[MeasuredTree]:
+    """Decodes prompts one at a time over each tree, in turns, and times the steps.
+
+    Each prompt is also decoded with room for one token, by the same program; what the whole takes
+    longer than that is the time of the steps after the first.
+
+    Args:
+        model: the target.
+        drafter: over any static tree; its own is not used.
+        trees: rank paths of each; none is plain decoding.
+        prompts: as for `generate`.
+        config: how to decode.
+        repeats: timed runs of each prompt and tree.
+        seed: of sampling.
+        advance: called once per prompt.
+
+    Raises:
+        ValueError: as for `generate`, or if no prompt gives more than one step.
+    """
+    config = config or GenerationConfig()
+    methods = [with_tree(drafter, paths) if len(paths) else None for paths in trees]
+    seconds, steps, tokens = np.zeros((3, len(trees)))
+    for prompt in prompts:
+        advance("decoding in turns")
+        requests = [prepare(model, prompt, config, method, seed) for method in methods]
+        programs = {}
+        for index, request in enumerate(requests):
+            programs[f"{index} whole"] = request.decode
+            programs[f"{index} first step"] = _first_step(request).decode
+        times = time_in_turns(programs, repeats)
+        for index, request in enumerate(requests):
+            whole, first = times[f"{index} whole"], times[f"{index} first step"]
+            states = request.decode()
+            seconds[index] += np.median(whole) - np.median(first)
+            steps[index] += int(states.stats.num_steps[0])
+            tokens[index] += int(states.context.length[0]) - request.prompt_lengths[0]
+    later = steps - len(prompts)
+    if np.any(later < 1):
+        raise ValueError(
+            "prompts: no tree can be timed where outputs end with their first step; ask for more "
+            "tokens, or give other prompts."
+        )
+    return [
+        MeasuredTree(float(tau), float(step_seconds))
+        for tau, step_seconds in zip(tokens / steps, seconds / later, strict=True)
+    ]
+
+
+def _first_step(request: Request) -> Request:
+    prompts = request.prompts
+    return dataclasses.replace(request, prompts=prompts._replace(room=jnp.ones_like(prompts.room)))

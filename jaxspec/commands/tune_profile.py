@@ -1,0 +1,157 @@
+"""`jaxspec tune profile`: what passes cost on this device, or on one measured elsewhere."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.bench.tuning import BATCHES, TOKENS, measure_profile
+from jaxspec.checkpoint import Model, load, load_eagle
+from jaxspec.commands.options import add_model_arguments, announce, check_writable, load_model
+from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
+from jaxspec.progress import progress_bar
+from jaxspec.trees import LatencyProfile, Timing, load_profile, save_profile, shipped_profiles
+from jaxspec.trees.plots import check_plots, plot_latency
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec tune profile`."""
+    parser.description = (
+        "Times target passes by their tokens (the root included) and draft passes by their nodes, "
+        "as `tune tree` needs them; or reads a profile that was measured on another device."
+    )
+    add_model_arguments(parser, required=False)
+    add_tree_drafter_arguments(parser)
+    parser.add_argument(
+        "--import",
+        dest="source",
+        metavar="FILE",
+        help=f"read a profile instead: a file, or one of {', '.join(shipped_profiles())}",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_sizes,
+        default=TOKENS,
+        metavar="N,...",
+        help=f"of target passes (default: {','.join(map(str, TOKENS))})",
+    )
+    parser.add_argument(
+        "--batches",
+        type=_sizes,
+        default=BATCHES,
+        metavar="N,...",
+        help=f"nodes of draft passes (default: {','.join(map(str, BATCHES))})",
+    )
+    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--steps", type=int, default=16, metavar="N", help="in a timed loop (default: %(default)s)"
+    )
+    parser.add_argument("--name", default="", help="of the profile")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the profile")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw latency against budget, over that of one token, beside the shipped profiles",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(parser=parser)
+
+
+def add_tree_drafter_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the drafters that draft over any static tree; one of them is to be named."""
+    group = parser.add_argument_group("drafter").add_mutually_exclusive_group()
+    group.add_argument("--head", metavar="FOLDER", help="of an EAGLE-1 or EAGLE-3 head")
+    group.add_argument("--draft-model", metavar="MODEL", help="folder, shipped name or Hub id")
+
+
+def load_tree_drafter(args: argparse.Namespace, model: Model) -> LoadedDrafter:
+    """The drafter that was named."""
+    if args.head:
+        return Eagle.of(load_eagle(args.head, model.network))
+    if args.draft_model:
+        return DraftModel.of(load(args.draft_model, dtype=args.dtype))
+    return args.parser.error("name the drafter: --head FOLDER or --draft-model MODEL.")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in text.split(","))
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"sizes count from 1, got {text!r}.")
+    return sizes
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures or reads a profile, and shows it."""
+    if (args.model is None) == (args.source is None):
+        return args.parser.error("give MODEL to measure, or --import FILE.")
+    check_writable(args.out, "--out")
+    check_writable(args.plot, "--plot")
+    if args.plot:
+        check_plots()
+    if args.repeats < 2 or args.steps < 1:
+        raise ValueError("--repeats must be at least 2, for a spread, and --steps at least 1.")
+    profile = load_profile(args.source) if args.source else _measure(args)
+    if args.out:
+        save_profile(profile, args.out)
+        print(f"wrote {args.out}", file=sys.stderr)
+    if args.plot:
+        others = [load_profile(name) for name in shipped_profiles()]
+        plot_latency([profile, *(other for other in others if other != profile)], args.plot)
+        print(f"wrote {args.plot}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(profile.as_dict(), indent=2))
+    else:
+        show_profile(profile)
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> LatencyProfile:
+    model = load_model(args)
+    drafter = load_tree_drafter(args, model)
+    announce(model=args.model, drafter=drafter.drafter, tokens=args.tokens, batches=args.batches)
+    with progress_bar(len({1, *args.tokens}) + len({0, 1, *args.batches}) + 2) as advance:
+        return measure_profile(
+            model,
+            drafter,
+            tokens=args.tokens,
+            batches=args.batches,
+            num_steps=args.steps,
+            repeats=args.repeats,
+            name=args.name,
+            advance=advance,
+        )
+
+
+def show_profile(profile: LatencyProfile) -> None:
+    """Prints all times, each beside that of one token or node."""
+    console = Console(highlight=False)
+    console.print(f"{profile.name}: {profile.device}, {profile.runtime}, {profile.dtype}")
+    console.print(f"weights quantised: {profile.quantisation}. {profile.source}")
+    console.print(_table("target passes: tokens, the root included", profile.target))
+    console.print(_table("draft passes: nodes", profile.draft))
+    if profile.first_draft is not None:
+        console.print(f"a step's first draft pass: {1e3 * profile.first_draft:.3f} ms")
+    flat = max(timing.seconds for timing in profile.draft if timing.size <= 4)
+    console.print(
+        f"of draft passes of up to 4 nodes, the slowest takes "
+        f"{flat / profile.draft[0].seconds:.2f} times as long as that of one"
+    )
+
+
+def _table(title: str, timings: tuple[Timing, ...]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("size", "ms", "+- ms", "over size 1"):
+        table.add_column(column, justify="right")
+    for size, seconds, spread in timings:
+        table.add_row(
+            str(size),
+            f"{1e3 * seconds:.3f}",
+            "" if spread is None else f"{1e3 * spread:.3f}",
+            f"{seconds / timings[0].seconds:.2f}",
+        )
+    return table

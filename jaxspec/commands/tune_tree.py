@@ -1,0 +1,306 @@
+"""`jaxspec tune tree`: which draft tree gives the most tokens per second on a device."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree as Drawing
+
+from jaxspec.bench.prompts import FIELDS, read_prompts
+from jaxspec.bench.tuning import MeasuredTree, measure_acceptance, measure_trees
+from jaxspec.checkpoint.files import replacing_files, write_json
+from jaxspec.commands.options import add_model_arguments, announce, load_model
+from jaxspec.commands.tune_profile import add_tree_drafter_arguments, load_tree_drafter
+from jaxspec.generation import GenerationConfig
+from jaxspec.progress import progress_bar
+from jaxspec.trees import (
+    AcceptanceTable,
+    Candidate,
+    LatencyProfile,
+    TreeSearch,
+    calibration_sensitivity,
+    load_acceptance,
+    load_profile,
+    probe_paths,
+    save_acceptance,
+    save_tree,
+    search_tree,
+    shipped_profiles,
+    shipped_tables,
+)
+from jaxspec.trees.plots import check_plots, plot_cost, plot_tree
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec tune tree`."""
+    parser.description = (
+        "Searches the draft tree with the most tokens per second, from a latency profile and an "
+        "acceptance table. With MODEL, PROMPTS and a drafter the table is measured; with --measure "
+        "the best trees are then decoded with, in turns. Give held-out rows of training text, "
+        "never what you evaluate on."
+    )
+    add_model_arguments(parser, required=False)
+    parser.add_argument("prompts", type=Path, nargs="?", metavar="PROMPTS.jsonl[.gz]")
+    add_tree_drafter_arguments(parser)
+    parser.add_argument(
+        "--profile",
+        required=True,
+        metavar="FILE",
+        help=f"of `tune profile`, or one of {', '.join(shipped_profiles())}",
+    )
+    parser.add_argument(
+        "--acceptance",
+        metavar="FILE",
+        help=f"a table measured before, or one of {', '.join(shipped_tables())}",
+    )
+    text = parser.add_argument_group("decoding")
+    text.add_argument(
+        "--field", help=f"where the prompt is (default: the first of {', '.join(FIELDS)})"
+    )
+    text.add_argument("--limit", type=int, metavar="N", help="so many prompts at most")
+    text.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s"
+    )
+    text.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
+    text.add_argument("--seed", type=int, default=0, metavar="N")
+    limits = parser.add_argument_group("limits of the search")
+    for name, meaning in (
+        ("nodes", "draft tokens, the root excluded (default: up to 25)"),
+        ("depth", "levels (default: up to 5)"),
+        ("width", "nodes of a level (default: any)"),
+        ("branch", "children of a node (default: up to 4)"),
+    ):
+        limits.add_argument(f"--max-{name}", type=int, metavar="N", help=meaning)
+    parser.add_argument(
+        "--measure", type=int, default=0, metavar="K", help="decode with the K best trees, in turns"
+    )
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of --measure")
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="search again under other calibrations of the inferred table",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="write tree.json, search.json, tree.png and cost.png (and acceptance.json, measured)",
+    )
+    parser.set_defaults(parser=parser, late_argument="prompts")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Searches, measures if asked to, shows and writes."""
+    if args.model is None and (args.acceptance is None or args.measure):
+        return args.parser.error("give --acceptance FILE, or MODEL, PROMPTS and a drafter.")
+    if args.model is not None and args.prompts is None and (not args.acceptance or args.measure):
+        return args.parser.error("give PROMPTS.jsonl to decode.")
+    if args.measure < 0 or args.repeats < 1:
+        raise ValueError("--measure must be at least 0 and --repeats at least 1.")
+    if args.out:
+        check_plots()
+    profile = load_profile(args.profile)
+    given = load_acceptance(args.acceptance) if args.acceptance else None
+    prompts, model, drafter = [], None, None
+    config = GenerationConfig(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
+    if args.model is not None:
+        if args.prompts is not None:
+            prompts = [row.prompt for row in read_prompts(args.prompts, args.field, args.limit)]
+        model = load_model(args)
+        drafter = load_tree_drafter(args, model)
+        announce(model=args.model, prompts=len(prompts), drafter=drafter.drafter, config=config)
+    if given is None:
+        assert model is not None
+        assert drafter is not None
+        with progress_bar(len(prompts)) as advance:
+            acceptance = measure_acceptance(
+                model,
+                drafter,
+                prompts,
+                config,
+                paths=probe_paths(args.max_depth or 5, args.max_branch or 4),
+                seed=args.seed,
+                advance=advance,
+            )
+    else:
+        acceptance = given
+        if drafter is not None:
+            acceptance.check_head(drafter.params)
+    found = search_tree(
+        acceptance,
+        profile,
+        max_nodes=args.max_nodes,
+        max_depth=args.max_depth,
+        max_width=args.max_width,
+        max_branch=args.max_branch,
+        num_best=max(10, args.measure),
+    )
+    chosen = [*found.ranking[: args.measure], found.plain] if args.measure else []
+    chosen = list({candidate.paths: candidate for candidate in chosen}.values())
+    measured: list[MeasuredTree] = []
+    if chosen:
+        assert model is not None
+        assert drafter is not None
+        trees = [candidate.paths for candidate in chosen]
+        with progress_bar(len(prompts)) as advance:
+            measured = measure_trees(
+                model,
+                drafter,
+                trees,
+                prompts,
+                config,
+                repeats=args.repeats,
+                seed=args.seed,
+                advance=advance,
+            )
+    by_paths = {each.paths: figures for each, figures in zip(chosen, measured, strict=True)}
+    console = Console(highlight=False)
+    _show(console, found, acceptance, by_paths)
+    if args.sensitivity:
+        console.print(_sensitivity(profile, found))
+    if args.out:
+        _write(args.out, found, acceptance, by_paths, measured_here=given is None)
+    return 0
+
+
+def _show(
+    console: Console,
+    found: TreeSearch,
+    acceptance: AcceptanceTable,
+    measured: dict[tuple, MeasuredTree],
+) -> None:
+    console.print(f"latency: {found.profile}")
+    console.print(f"acceptance: {acceptance.source}")
+    if acceptance.counts:
+        main, neighbours = acceptance.shares()
+        console.print(
+            f"accepted drafts (bonus excluded): {main:.0%} on the path of first choices, "
+            f"{neighbours:.0%} beside it"
+        )
+    limits = ", ".join(f"{name} {value}" for name, value in found.limits._asdict().items())
+    console.print(
+        f"searched {found.num_shapes} shapes within {limits}; {found.num_grid_trees} trees in the "
+        "paper's grid; draft passes no wider than the profile's widest"
+    )
+    for reason in found.left_out:
+        console.print(f"left out: {reason}")
+    console.print(_ranking(found, measured))
+    if measured:
+        console.print(_errors(found.ranking, measured))
+    console.print(_drawing(found.best, acceptance))
+    if not found.best.paths:
+        console.print("Do not speculate here: no tree is worth its time.")
+
+
+def _ranking(found: TreeSearch, measured: dict[tuple, MeasuredTree]) -> Table:
+    table = Table(
+        title="trees, fastest first; nodes exclude the root, tau includes the bonus token",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for column in ("nodes", "depth", "tau", "ms/step", "tokens/s", "x plain"):
+        table.add_column(column, justify="right")
+    if measured:
+        for column in ("tau measured", "tokens/s measured", "error"):
+            table.add_column(column, justify="right")
+    table.add_column("found by")
+    for each in found.ranking:
+        row = [
+            str(each.nodes),
+            str(each.depth),
+            f"{each.tau:.3f}",
+            f"{1e3 * each.step_seconds:.2f}",
+            f"{each.tokens_per_second:.2f}",
+            f"{each.tokens_per_second / found.plain.tokens_per_second:.2f}",
+        ]
+        if measured:
+            figures = measured.get(each.paths)
+            row += (
+                ["", "", ""]
+                if figures is None
+                else [
+                    f"{figures.tau:.3f}",
+                    f"{figures.tokens_per_second:.2f}",
+                    f"{_error(each, figures):+.1%}",
+                ]
+            )
+        table.add_row(*row, ", ".join(each.found_by))
+    return table
+
+
+def _error(predicted: Candidate, measured: MeasuredTree) -> float:
+    return predicted.tokens_per_second / measured.tokens_per_second - 1
+
+
+def _errors(ranking: tuple[Candidate, ...], measured: dict[tuple, MeasuredTree]) -> str:
+    errors = [abs(_error(each, measured[each.paths])) for each in ranking if each.paths in measured]
+    return (
+        f"predicted beside measured tokens/s of {len(errors)} trees: off by "
+        f"{np.median(errors):.1%} in the median, {max(errors):.1%} at worst"
+    )
+
+
+def _drawing(best: Candidate, acceptance: AcceptanceTable) -> Drawing:
+    """The tree in the terminal: ranks, and the chance that each node is accepted."""
+    root = Drawing(f"root ({best.nodes} nodes below)")
+    branches = {(): root}
+    for path in sorted(best.paths, key=lambda path: (len(path), path)):
+        label = f"rank {path[-1]}, accepted {acceptance.chance(path):.0%}"
+        branches[path] = branches[path[:-1]].add(label)
+    return root
+
+
+def _sensitivity(profile: LatencyProfile, found: TreeSearch) -> Table:
+    table = Table(
+        title="the same search if the inferred rates were others: its best tree, and the one above",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    columns = ("rates by rank", "tau of EAGLE's tree", "decay", "nodes", "depth", "tau", "tokens/s")
+    for column in (*columns, "tau, tree above", "tokens/s, tree above"):
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in calibration_sensitivity(profile, found.best.paths, min(12, found.limits.nodes)):
+        table.add_row(
+            row.shape,
+            f"{row.tau:.2f}",
+            f"{row.decay:.2f}",
+            str(row.best.nodes),
+            str(row.best.depth),
+            f"{row.best.tau:.2f}",
+            f"{row.best.tokens_per_second:.2f}",
+            f"{row.chosen.tau:.2f}",
+            f"{row.chosen.tokens_per_second:.2f}",
+        )
+    return table
+
+
+def _write(
+    folder: Path,
+    found: TreeSearch,
+    acceptance: AcceptanceTable,
+    measured: dict[tuple, MeasuredTree],
+    measured_here: bool,
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = {"profile": found.profile, "acceptance": acceptance.source, "head": acceptance.head}
+    save_tree(found.best, folder / "tree.json", **facts)
+    speeds = [
+        {
+            "paths": [list(path) for path in paths],
+            "tau_bonus_included": figures.tau,
+            "tokens_per_second": figures.tokens_per_second,
+        }
+        for paths, figures in measured.items()
+    ]
+    with replacing_files(folder) as staging:
+        write_json(staging / "search.json", {**found.as_dict(), "measured": speeds})
+    if measured_here:
+        save_acceptance(acceptance, folder / "acceptance.json")
+    plot_tree(found.best, acceptance, folder / "tree.png")
+    by_nodes = {len(paths): each.tokens_per_second for paths, each in measured.items()}
+    plot_cost(found, folder / "cost.png", by_nodes)
+    print(f"wrote tree.json, search.json, tree.png, cost.png in {folder}", file=sys.stderr)
