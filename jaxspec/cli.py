@@ -30,6 +30,7 @@ COMMANDS = (
     Command(("generate",), "continue a prompt, or chat", "jaxspec.commands.generate"),
     Command(("bench",), "measure drafters against plain decoding", "jaxspec.commands.bench"),
     Command(("train", "lm"), "train a small language or draft model", "jaxspec.training.command"),
+    Command(("train", "eagle"), "train an EAGLE head", "jaxspec.training.eagle_command"),
     Command(("tune", "profile"), "time passes on a device", "jaxspec.commands.tune_profile"),
     Command(("tune", "tree"), "search the fastest draft tree", "jaxspec.commands.tune_tree"),
 )

@@ -19,7 +19,7 @@ from jaxspec.core.cache import empty_layer
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.attention import at_least_float32
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.linear import exact_products
+from jaxspec.models.linear import exact_products, multiply
 from jaxspec.models.rope import rotations
 from jaxspec.models.transformer import (
     MLP,
@@ -192,9 +192,7 @@ class EagleHead:
         if self.vocabulary is None:
             return target.unembed(states)
         with exact_products(self.dtype):
-            return jnp.matmul(
-                states, self.vocabulary.table, preferred_element_type=at_least_float32(self.dtype)
-            )
+            return multiply(states, self.vocabulary.table, at_least_float32(self.dtype))
 
     def empty_cache(self, slots: int) -> KVCache:
         return _empty_cache(self.config, slots, self.dtype)

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +23,29 @@ from jaxspec.training.settings import (
     DTYPES,
     OPTIMIZERS,
     LMTrainingSettings,
+    RunSettings,
     default_state_folder,
     settings_from_json,
     settings_to_json,
 )
 
 # Flags by the section and field of the settings that they set.
-_TOP = {
+RUN_FLAGS = {
     "steps": "num_steps",
     "minutes": "minutes",
     "sequence_length": "sequence_length",
     "rows": "rows_per_batch",
-    "layer_drop": "layer_drop",
-    "early_exit": "early_exit",
     "dtype": "dtype",
     "seed": "seed",
+    "own_text": "own_text",
+}
+_LM = {
+    "layer_drop": "layer_drop",
+    "early_exit": "early_exit",
     "tokenizer": "tokenizer",
     "start_from": "start_from",
     "teacher": "teacher",
     "soft_share": "soft_share",
-    "own_text": "own_text",
     "own_text_weight": "own_text_weight",
 }
 _MODEL = {
@@ -55,7 +58,7 @@ _MODEL = {
     "mlp_dim": "mlp_dim",
     "max_positions": "max_positions",
 }
-_OPTIMIZER = {
+OPTIMIZER_FLAGS = {
     "optimizer": "name",
     "learning_rate": "learning_rate",
     "adam_learning_rate": "adam_learning_rate",
@@ -72,6 +75,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Trains a small Llama-format model, or a draft model that learns a teacher's "
         "distributions. Running the same command again resumes an interrupted run."
     )
+    data, run = add_run_arguments(parser)
+    data.add_argument("--tokenizer", help="folder with a tokenizer to share")
+    run.add_argument("--layer-drop", type=float, help="chance to leave out the last sub-layers")
+    run.add_argument("--early-exit", type=float, help="share of sequences that exit early")
+    run.add_argument("--start-from", help="folder with weights to begin with")
+    run.add_argument("--teacher", help="folder with the network to learn from")
+    run.add_argument("--soft-share", type=float, help="weight of the teacher's distributions")
+    run.add_argument(
+        "--own-text",
+        type=int,
+        metavar="N",
+        help="the teacher first writes N texts, which are read beside the sources",
+    )
+    run.add_argument("--own-text-weight", type=float, help="passes over them (default: 1)")
+    model = parser.add_argument_group("model")
+    for flag in _MODEL:
+        model.add_argument(spelled(flag), type=int)
+    add_optimizer_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser):
+    """Declares what every trainer takes: folders, text, length; returns two groups to add to."""
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--state", type=Path, help="folder to resume from (default: user cache)")
     parser.add_argument("--config", type=Path, help="JSON file of settings; flags go before it")
@@ -95,7 +120,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--template", action="append", default=[], metavar="NAME=TEXT")
     data.add_argument("--sequence-length", type=int)
     data.add_argument("--rows", type=int, help="sequences of one update")
-    data.add_argument("--tokenizer", help="folder with a tokenizer to share")
 
     run = parser.add_argument_group("run")
     length = run.add_mutually_exclusive_group()
@@ -106,27 +130,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("auto", *DTYPES), help="of products; auto, the default: the faster one"
     )
     run.add_argument("--devices", type=int, help="that share every batch (default: all)")
-    run.add_argument("--layer-drop", type=float, help="chance to leave out the last sub-layers")
-    run.add_argument("--early-exit", type=float, help="share of sequences that exit early")
-    run.add_argument("--start-from", help="folder with weights to begin with")
-    run.add_argument("--teacher", help="folder with the network to learn from")
-    run.add_argument("--soft-share", type=float, help="weight of the teacher's distributions")
-    run.add_argument(
-        "--own-text",
-        type=int,
-        metavar="N",
-        help="the teacher first writes N texts, which are read beside the sources",
-    )
-    run.add_argument("--own-text-weight", type=float, help="passes over them (default: 1)")
+    return data, run
 
-    model = parser.add_argument_group("model")
-    for flag in _MODEL:
-        model.add_argument(_spelled(flag), type=int)
+
+def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     optimizer = parser.add_argument_group("optimizer")
     optimizer.add_argument("--optimizer", choices=OPTIMIZERS)
     optimizer.add_argument("--warmup", type=int, help="steps")
     for flag in ("learning_rate", "adam_learning_rate", "decay_fraction", "weight_decay", "clip"):
-        optimizer.add_argument(_spelled(flag), type=float)
+        optimizer.add_argument(spelled(flag), type=float)
 
 
 def settings_from_arguments(args: argparse.Namespace) -> LMTrainingSettings:
@@ -135,10 +147,29 @@ def settings_from_arguments(args: argparse.Namespace) -> LMTrainingSettings:
     Raises:
         ValueError: naming the flag or the field that is wrong.
     """
+    sections = {"model": _MODEL, "optimizer": OPTIMIZER_FLAGS}
+    return settings_from_json(plain_settings(args, RUN_FLAGS | _LM, sections))
+
+
+def plain_settings(
+    args: argparse.Namespace,
+    top: Mapping[str, str],
+    sections: Mapping[str, Mapping[str, str]],
+) -> dict[str, Any]:
+    """The settings of a command line as plain values: the JSON file's, and flags before them.
+
+    Args:
+        args: parsed.
+        top: fields of the settings by flag.
+        sections: the same for settings within them, by their name.
+
+    Raises:
+        ValueError: naming the flag that is wrong.
+    """
     plain: dict[str, Any] = {} if args.config is None else dict(read_json(args.config))
-    sources = _sources(args)
+    sources = sources_from_arguments(args)
     if sources:
-        plain["sources"] = settings_to_json(LMTrainingSettings(sources))["sources"]
+        plain["sources"] = settings_to_json(RunSettings(sources))["sources"]
     if not plain.get("sources"):
         raise ValueError("No text to train on: give --data-folder FOLDER or --data NAME=PATH.")
     given = {flag: value for flag, value in vars(args).items() if value is not None}
@@ -146,11 +177,11 @@ def settings_from_arguments(args: argparse.Namespace) -> LMTrainingSettings:
         plain["minutes"] = None
     if "minutes" in given:
         plain["num_steps"] = None
-    plain |= {field: given[flag] for flag, field in _TOP.items() if flag in given}
-    for section, fields in (("model", _MODEL), ("optimizer", _OPTIMIZER)):
+    plain |= {field: given[flag] for flag, field in top.items() if flag in given}
+    for section, fields in sections.items():
         changes = {field: given[flag] for flag, field in fields.items() if flag in given}
         plain[section] = {**plain.get(section, {}), **changes}
-    return settings_from_json(plain)
+    return plain
 
 
 def run(args: argparse.Namespace) -> int:
@@ -158,11 +189,17 @@ def run(args: argparse.Namespace) -> int:
     # Imported here, so that other commands do not wait for optax and Orbax.
     from jaxspec.training.train import train_lm
 
+    return run_trainer(train_lm, settings_from_arguments(args), args)
+
+
+def run_trainer(
+    trainer: Callable[..., Any], settings: RunSettings, args: argparse.Namespace
+) -> int:
+    """Shows the settings and trains; 0 when the folder is written."""
     console = Console(stderr=True)
-    settings = settings_from_arguments(args)
     console.print_json(json.dumps(settings_to_json(settings)))
     state = args.state or default_state_folder(settings, args.out.name)
-    train_lm(
+    trainer(
         settings,
         state,
         args.out,
@@ -173,7 +210,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sources(args: argparse.Namespace) -> tuple[Source, ...]:
+def sources_from_arguments(args: argparse.Namespace) -> tuple[Source, ...]:
+    """The sources that `--data-folder`, `--data`, `--weight` and `--template` name, maybe none."""
     named = (
         {} if args.data_folder is None else {s.name: s for s in default_mixture(args.data_folder)}
     )
@@ -200,5 +238,5 @@ def _pairs(flag: str, entries: Sequence[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _spelled(flag: str) -> str:
+def spelled(flag: str) -> str:
     return "--" + flag.replace("_", "-")

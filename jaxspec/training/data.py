@@ -14,10 +14,10 @@ import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
 from jaxspec.training.tokenizer import BOS, EOS, RESERVED, without_reserved
@@ -347,6 +347,20 @@ class Sequences(NamedTuple):
     positions: Int[Array | np.ndarray, "rows length"]
 
 
+class SeenSequences(NamedTuple):
+    """Rows of packed documents with what a target made of them; see `Sequences`, `TargetStates`."""
+
+    tokens: Int[Array | np.ndarray, "rows length"]
+    segments: Int[Array | np.ndarray, "rows length"]
+    positions: Int[Array | np.ndarray, "rows length"]
+    features: Float[Array | np.ndarray, "rows length embed"]
+    taps: Float[Array | np.ndarray, "rows length tapped"]
+
+
+Rows = TypeVar("Rows", Sequences, SeenSequences)
+"""Records of arrays whose first axis counts rows."""
+
+
 def pack(documents: Sequence[Int[np.ndarray, " tokens"]], length: int) -> Sequences:
     """Lays documents into rows of `length`; every token lands in exactly one slot.
 
@@ -387,14 +401,14 @@ def pack(documents: Sequence[Int[np.ndarray, " tokens"]], length: int) -> Sequen
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Batches:
+class Batches(Generic[Rows]):
     """An endless, seekable series of batches: `batches(step)` needs no history.
 
     An epoch holds `weight` passes over each source, all rows shuffled together; a fractional
     weight is exact over epochs. A source is passed once before any row of it comes again.
     """
 
-    sources: tuple[Sequences, ...]
+    sources: tuple[Rows, ...]
     weights: tuple[float, ...]
     rows_per_batch: int
     seed: int = 0
@@ -407,28 +421,31 @@ class Batches:
                 f"weights must be one per source: {len(self.sources)}, got {len(self.weights)}."
             )
 
-    def __call__(self, step: int) -> Sequences:
+    def __call__(self, step: int) -> Rows:
         sizes = tuple(len(source.tokens) for source in self.sources)
         rows = [
             _place(sizes, self.weights, self.seed, index)
             for index in range(step * self.rows_per_batch, (step + 1) * self.rows_per_batch)
         ]
-        return Sequences(
+        kind = type(self.sources[0])
+        return kind(
             *(
                 np.stack([self.sources[source][field][row] for source, row in rows])
-                for field in range(len(Sequences._fields))
+                for field in range(len(kind._fields))
             )
         )
 
 
-def in_order(sequences: Sequences, rows_per_batch: int, most: int | None = None) -> list[Sequences]:
+def in_order(sequences: Rows, rows_per_batch: int, most: int | None = None) -> Iterator[Rows]:
     """The first `most` rows as batches of one size, the last filled up with padding."""
-    batches = []
     for start in range(0, len(sequences.tokens[:most]), rows_per_batch):
-        part = Sequences(*(field[:most][start : start + rows_per_batch] for field in sequences))
-        missing = rows_per_batch - len(part.tokens)
-        batches.append(Sequences(*(np.pad(field, ((0, missing), (0, 0))) for field in part)))
-    return batches
+        part = [field[:most][start : start + rows_per_batch] for field in sequences]
+        missing = rows_per_batch - len(part[0])
+        yield type(sequences)(*(_with_empty_rows(field, missing) for field in part))
+
+
+def _with_empty_rows(field: Any, missing: int) -> Any:
+    return np.pad(field, ((0, missing), *[(0, 0)] * (field.ndim - 1)))
 
 
 def _place(

@@ -1,10 +1,11 @@
 """What EAGLE heads are trained for: the target's next features, or its tokens several steps on.
 
-A batch holds text and the target; its features are computed as they are needed and not learned
-from. Pair t joins the target's state at t with token t + 1; see `jaxspec.models.eagle`.
+A batch holds text and the target, and may hold what the target makes of that text, which is not
+learned from. Pair t joins the target's state at t with token t + 1; see `jaxspec.models.eagle`.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -12,22 +13,49 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.masks import causal, same_document
-from jaxspec.core.types import Hidden, PyTree
+from jaxspec.core.types import PyTree
 from jaxspec.drafters.growth import extend
 from jaxspec.models import DraftVocabulary, Eagle3Head, EagleHead, ModelConfig, Network
 from jaxspec.training.data import Sequences
-from jaxspec.training.loop import Metrics
+from jaxspec.training.lm import products_in
+from jaxspec.training.loop import Metrics, Objective
+
+
+class TargetStates(NamedTuple):
+    """What a target makes of sequences.
+
+    features: after its final norm: what its output head reads.
+    taps: the inputs of the tapped layers side by side; of width 0 for EAGLE-1.
+    """
+
+    features: Float[Array, "*rows length embed"]
+    taps: Float[Array, "*rows length tapped"]
 
 
 class Observed(NamedTuple):
-    """A batch with the target whose hidden states are to be foreseen.
+    """A batch with the target whose states or tokens are to be foreseen.
 
-    vocabulary: the tokens that an EAGLE-1 head drafts from; None: all.
+    draft_ids: the target's ids of the tokens that the head drafts from, ascending; None: all.
+    states: what the target makes of the sequences; None: computed when they are needed.
     """
 
     sequences: Sequences
     target: Network
-    vocabulary: DraftVocabulary | None = None
+    draft_ids: Int[Array, " draft_vocab"] | None = None
+    states: TargetStates | None = None
+
+
+def target_states(
+    target: Network, sequences: Sequences, taps: tuple[int, ...] = ()
+) -> TargetStates:
+    """One pass of the target over rows of documents, which do not see each other."""
+
+    def read(tokens, segments, positions) -> TargetStates:
+        mask = causal(len(tokens)) & same_document(segments)
+        hidden = target.forward(tokens, positions, mask, None, taps=taps)
+        return TargetStates(hidden.features, hidden.taps)
+
+    return jax.lax.stop_gradient(jax.vmap(read)(*_on_device(sequences)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,38 +67,44 @@ class FeatureRegression:
     token_weight: of the cross-entropy against the target's distribution.
     noise: half the width of the uniform noise on the states read, at 512 tokens a sequence; it
         scales with 512 / tokens, as in the published code.
+    dtype: of the head's products, see `NextToken`. The target's are as exact as when it decodes.
     """
 
     config: ModelConfig
     bias: bool = True
     token_weight: float = 0.1
     noise: float = 0.1
+    dtype: str = "float32"
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    def head(
+        self, params: PyTree, target: Network, draft_ids: Int[Array, " draft_vocab"] | None
+    ) -> EagleHead:
+        vocabulary = None if draft_ids is None else DraftVocabulary.of(target, draft_ids)
+        return EagleHead(params, self.config, self.bias, vocabulary)
 
     def __call__(
         self, params: PyTree, batch: Observed, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
-        head = EagleHead(params, self.config, self.bias, batch.vocabulary)
-        sequences = _on_device(batch.sequences)
+        target, sequences = batch.target, _on_device(batch.sequences)
+        head, seen = self.head(params, target, batch.draft_ids), _states(batch, self.taps)
         width = self.noise * 512 / sequences.tokens.shape[1]
 
-        def read(tokens, segments, positions, key):
-            seen = _target_pass(batch.target, tokens, segments, positions)
-            shift = jax.random.uniform(key, seen.features.shape, minval=-width, maxval=width)
-            states = (seen.features + shift.astype(seen.features.dtype))[:-1]
+        def read(tokens, segments, positions, features, key):
+            shift = jax.random.uniform(key, features.shape, minval=-width, maxval=width)
+            states = (features + shift.astype(features.dtype))[:-1]
             mask = (causal(len(tokens)) & same_document(segments))[:-1, :-1]
-            predicted = head.forward(
-                batch.target.embed(tokens[1:]), states, positions[:-1], mask, None
-            ).features
-            expected = seen.features[1:]
-            return (
-                predicted,
-                expected,
-                head.unembed(batch.target, predicted),
-                head.unembed(batch.target, expected),
-            )
+            embedded, expected = target.embed(tokens[1:]), features[1:]
+            with products_in(self.dtype):
+                predicted = head.forward(embedded, states, positions[:-1], mask, None).features
+                draft_logits = head.unembed(target, predicted)
+            return predicted, expected, draft_logits, head.unembed(target, expected)
 
         keys = jax.random.split(key, len(sequences.tokens))
-        outputs = jax.vmap(read)(*sequences, keys)
+        outputs = jax.vmap(read)(*sequences, seen.features, keys)
         counted = sequences.segments[:, 1:] == sequences.segments[:, :-1]
         counted &= sequences.segments[:, 1:] > 0
         regression, entropy = feature_losses(*outputs, counted)
@@ -110,23 +144,29 @@ class TrainingTimeTest:
     taps: target layers that the head reads.
     num_steps: how often it is unrolled; 7 in the paper.
     decay: weight of a step over that of the one before.
+    dtype: of the head's products, see `FeatureRegression`.
     """
 
     config: ModelConfig
     taps: tuple[int, ...]
     num_steps: int = 7
     decay: float = 0.8
+    dtype: str = "float32"
+
+    def head(
+        self, params: PyTree, target: Network, draft_ids: Int[Array, " draft_vocab"] | None
+    ) -> Eagle3Head:
+        return Eagle3Head(params, self.config, self.taps, target.vocab_size, draft_ids)
 
     def __call__(
-        self, params: PyTree, batch: "Tapped", key: PRNGKeyArray
+        self, params: PyTree, batch: Observed, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
         del key  # Nothing is drawn.
-        vocab_size = batch.target.vocab_size
-        head = Eagle3Head(params, self.config, self.taps, vocab_size, batch.draft_ids)
+        head = self.head(params, batch.target, batch.draft_ids)
         sequences = _on_device(batch.sequences)
-        losses, agreements, counts = jax.vmap(lambda *row: self._unroll(head, batch, *row))(
-            *sequences
-        )
+        losses, agreements, counts = jax.vmap(
+            lambda row, states: self._losses(head, batch.target, row, states)
+        )(sequences, _states(batch, self.taps))
         # The mean over all places, counted or not, as in the published code.
         places = sequences.tokens.size
         steps = jnp.sum(losses, axis=(0, 2)) / places
@@ -136,58 +176,139 @@ class TrainingTimeTest:
         tokens = jnp.sum(counts[:, 0]).astype(jnp.float32)
         return jnp.sum(weights * steps), metrics | {"tokens": tokens}
 
-    def _unroll(self, head: Eagle3Head, batch: "Tapped", tokens, segments, positions):
+    def _losses(self, head: Eagle3Head, target: Network, row: Sequences, states: TargetStates):
         """Per step and place: loss, agreement, and whether the place counts."""
-        length = len(tokens)
-        seen = _target_pass(batch.target, tokens, segments, positions, self.taps)
-        target_logits = jax.lax.stop_gradient(batch.target.unembed(seen.features))
-        likeliest = jnp.argmax(target_logits, axis=-1)
-        draftable = jnp.ones(length, bool)
-        if batch.draft_ids is not None:
-            draftable = jnp.any(likeliest[:, None] == batch.draft_ids[None], axis=1)
-            target_logits = target_logits[:, batch.draft_ids]
-        states = head.states_of(seen.features, seen.taps)
-        own_chain = jnp.eye(length, dtype=bool)
-        mask, scratch = causal(length) & same_document(segments), None
+        target_logits = jax.lax.stop_gradient(target.unembed(states.features))
+        draftable, _ = _draft_place(head, jnp.argmax(target_logits, axis=-1))
+        if head.draft_ids is not None:
+            target_logits = target_logits[:, head.draft_ids]
         results = []
-        for step in range(self.num_steps):
-            # Place t reads token t + 1 + step and foresees what follows it.
-            ahead = jnp.minimum(jnp.arange(length) + 1 + step, length - 1)
-            inside = (jnp.arange(length) + 1 + step < length) & (segments[ahead] == segments)
-            hidden = head.forward(
-                batch.target.embed(tokens[ahead]),
-                states,
-                positions + step,
-                mask,
-                None,
-                scratch=scratch,
-            )
-            states = hidden.features
-            draft_logits, wanted = head.unembed(batch.target, states), target_logits[ahead]
-            counted = inside & (segments > 0) & draftable[ahead]
-            loss = _soft_cross_entropy(draft_logits, wanted)
-            results.append((loss * counted, _same_choice(draft_logits, wanted) & counted, counted))
-            scratch = extend(scratch, hidden.new_kv)
-            mask = jnp.concatenate([mask, own_chain], axis=1)
+        for foreseen in unroll(head, target, row, states, self.num_steps, self.dtype):
+            wanted = target_logits[foreseen.places]
+            counted = foreseen.counted & draftable[foreseen.places]
+            loss = _soft_cross_entropy(foreseen.logits, wanted)
+            agreed = _same_choice(foreseen.logits, wanted)
+            results.append((loss * counted, agreed & counted, counted))
         return tuple(jnp.stack(part) for part in zip(*results, strict=True))
 
 
-class Tapped(NamedTuple):
-    """A batch with the target whose tapped layers are read.
+class Foreseen(NamedTuple):
+    """What a head says at one depth of a draft, from every place of a row at once.
 
-    draft_ids: the tokens that the head drafts from; None: all.
+    logits: of the token after each of `places`.
+    places: entry t: the last token read by the draft that starts behind place t.
+    counted: whether that is a token of the same document.
     """
 
-    sequences: Sequences
-    target: Network
-    draft_ids: Int[Array, " draft_vocab"] | None = None
+    logits: Float[Array, "length draft_vocab"]
+    places: Int[Array, " length"]
+    counted: Bool[Array, " length"]
 
 
-def _target_pass(
-    target: Network, tokens, segments, positions, taps: tuple[int, ...] = ()
-) -> Hidden:
-    mask = causal(len(tokens)) & same_document(segments)
-    return jax.lax.stop_gradient(target.forward(tokens, positions, mask, None, taps=taps))
+def unroll(
+    head: EagleHead | Eagle3Head,
+    target: Network,
+    row: Sequences,
+    states: TargetStates,
+    num_steps: int,
+    dtype: str,
+) -> Iterator[Foreseen]:
+    """A head that drafts from every place of one row and is fed the true text, depth by depth.
+
+    The first depth reads the target's states, the others those that the head made itself; each
+    draft sees the pairs before its place and its own.
+    """
+    tokens, segments, positions = map(jnp.asarray, row)
+    length = len(tokens)
+    own_chain = jnp.eye(length, dtype=bool)
+    mask, scratch = causal(length) & same_document(segments), None
+    with products_in(dtype):
+        inputs = head.states_of(states.features, states.taps)
+    for step in range(num_steps):
+        # Place t reads token t + 1 + step and foresees what follows it.
+        places = jnp.minimum(jnp.arange(length) + 1 + step, length - 1)
+        inside = (jnp.arange(length) + 1 + step < length) & (segments[places] == segments)
+        embedded = target.embed(tokens[places])
+        with products_in(dtype):
+            hidden = head.forward(embedded, inputs, positions + step, mask, None, scratch=scratch)
+            logits = head.unembed(target, hidden.features)
+        yield Foreseen(logits, places, inside & (segments > 0))
+        inputs = hidden.features
+        scratch = extend(scratch, hidden.new_kv)
+        mask = jnp.concatenate([mask, own_chain], axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadQuality:
+    """What validation asks of a head: its loss, and how often it foresees the target's choice.
+
+    `top1_at_2` is the share of places where the likeliest token at depth 2 of the draft is what the
+    target says there, `top4_at_2` where it is among the four likeliest. The draft before is fed the
+    true text, and tokens that cannot be drafted count as missed: on text that the target wrote
+    greedily these are the chances that a node of that rank is accepted after its parent was.
+
+    objective: what the head is trained for.
+    depth: of the tree that is drafted.
+    top_k: the most children that a node of it has.
+    """
+
+    objective: FeatureRegression | TrainingTimeTest
+    depth: int
+    top_k: int
+
+    def __call__(
+        self, params: PyTree, batch: Observed, key: PRNGKeyArray
+    ) -> tuple[Float[Array, ""], Metrics]:
+        states = _states(batch, self.objective.taps)
+        batch = batch._replace(sequences=_on_device(batch.sequences), states=states)
+        loss, metrics = self.objective(params, batch, key)
+        head = self.objective.head(params, batch.target, batch.draft_ids)
+
+        def hits(row: Sequences, states: TargetStates):
+            choices = jnp.argmax(batch.target.unembed(states.features), axis=-1)
+            draftable, draft_places = _draft_place(head, choices)
+            results = []
+            depths = unroll(head, batch.target, row, states, self.depth, self.objective.dtype)
+            for foreseen in depths:
+                wanted = draft_places[foreseen.places]
+                said = jnp.take_along_axis(foreseen.logits, wanted[:, None], axis=1)
+                rank = jnp.sum(foreseen.logits > said, axis=1)
+                counted = foreseen.counted
+                hit = counted & draftable[foreseen.places]
+                results.append((hit & (rank < 1), hit & (rank < self.top_k), counted))
+            return tuple(jnp.stack(part) for part in zip(*results, strict=True))
+
+        first, among, counted = jax.vmap(hits)(batch.sequences, states)
+        totals = jnp.maximum(jnp.sum(counted, axis=(0, 2)), 1)
+        for name, hit in (("top1", first), (f"top{self.top_k}", among)):
+            shares = jnp.sum(hit, axis=(0, 2)) / totals
+            metrics |= {f"{name}_at_{i + 1}": shares[i] for i in range(self.depth)}
+        tokens = jnp.sum(counted[:, 0]).astype(jnp.float32)
+        return loss, metrics | {"loss": loss, "tokens": tokens}
+
+
+def evaluation_of(objective: FeatureRegression | TrainingTimeTest, paths) -> Objective:
+    """How validation measures a head that is to draft over a tree of these paths: no noise."""
+    if isinstance(objective, FeatureRegression):
+        objective = dataclasses.replace(objective, noise=0.0)
+    return HeadQuality(objective, max(map(len, paths)), 1 + max(map(max, paths)))
+
+
+def _states(batch: Observed, taps: tuple[int, ...]) -> TargetStates:
+    if batch.states is not None:
+        return TargetStates(*map(jnp.asarray, batch.states))
+    return target_states(batch.target, batch.sequences, taps)
+
+
+def _draft_place(
+    head: EagleHead | Eagle3Head, tokens: Int[Array, " length"]
+) -> tuple[Bool[Array, " length"], Int[Array, " length"]]:
+    """Whether tokens can be drafted, and their places among the draft's logits."""
+    ids = head.draft_ids
+    if ids is None:
+        return jnp.ones(tokens.shape, bool), tokens
+    places = jnp.minimum(jnp.searchsorted(ids, tokens), len(ids) - 1)
+    return ids[places] == tokens, places
 
 
 def _on_device(sequences: Sequences) -> Sequences:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxspec.core.types import PyTree
 from jaxspec.models import ModelConfig, param_shapes
 
 
@@ -44,3 +45,43 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
         weights += config.vocab_size * config.embed_dim
     attention = config.num_layers * config.num_heads * config.head_dim * length
     return 6 * weights + 12 * attention
+
+
+def head_flops_per_token(
+    shapes: PyTree,
+    config: ModelConfig,
+    target: ModelConfig,
+    length: int,
+    num_drafted: int,
+    num_unrolled: int | None,
+    reads_target: bool,
+) -> float:
+    """FLOPs that one token costs in training an EAGLE head, counted as in `flops_per_token`.
+
+    Args:
+        shapes: of the head's weights.
+        config: of its layer.
+        target: whose states it foresees.
+        length: tokens in a sequence.
+        num_drafted: tokens that it drafts from.
+        num_unrolled: passes of EAGLE-3's head over each token; None: EAGLE-1, one pass, whose
+            output head is the target's and gets no gradient, but is read for the target's states
+            too.
+        reads_target: whether the target's pass is part of every update.
+    """
+    kernels = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): math.prod(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+        if "kernel" in jax.tree_util.keystr(path)
+    }
+    attention = 12 * config.num_heads * config.head_dim * length
+    if num_unrolled is None:
+        flops = 6 * sum(kernels.values()) + attention + 6 * config.embed_dim * num_drafted
+    else:
+        fusion = kernels.pop("fc/kernel")
+        flops = num_unrolled * (6 * sum(kernels.values()) + attention) + 6 * fusion
+        flops += 2 * target.embed_dim * target.vocab_size
+    if reads_target:  # forward, and not its output head
+        output_head = 6 * target.embed_dim * target.vocab_size
+        flops += (flops_per_token(target, length) - output_head) / 3
+    return flops

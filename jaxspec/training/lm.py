@@ -1,7 +1,8 @@
 """What language models are trained for: the next token, as it is or as a teacher sees it."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,8 +65,7 @@ class NextToken:
             early_exit=self.early_exit,
         )
         skips = jax.vmap(draw)(jax.random.split(key, len(batch.tokens)))
-        precision = NARROW if self.dtype == "bfloat16" else "highest"
-        with jax.default_matmul_precision(precision):
+        with products_in(self.dtype):
             whole = not (self.layer_drop or self.early_exit)
             return _logits(Network(params, self.config), batch, None if whole else skips)
 
@@ -111,14 +111,19 @@ class SoftLabels:
         return self.soft_share * _mean(soft, learned) + hard_share * metrics["nats"], metrics
 
 
-Evaluation = Callable[[PyTree, Sequence[Any]], dict[str, float]]
+def products_in(dtype: str) -> AbstractContextManager[None]:
+    """Within it, networks multiply operands of this dtype, one of `DTYPES`, and sum in float32."""
+    return jax.default_matmul_precision(NARROW if dtype == "bfloat16" else "highest")
+
+
+Evaluation = Callable[[PyTree, Iterable[Any]], dict[str, float]]
 
 
 def make_evaluation(objective: Objective) -> Evaluation:
     """A function of weights and batches: the objective's metrics, averaged over tokens."""
     measure = jax.jit(lambda params, batch: objective(params, batch, jax.random.key(0))[1])
 
-    def evaluate(params: PyTree, batches: Sequence[Any]) -> dict[str, float]:
+    def evaluate(params: PyTree, batches: Iterable[Any]) -> dict[str, float]:
         totals: dict[str, float] = {}
         for batch in batches:
             metrics = {name: float(value) for name, value in measure(params, batch).items()}

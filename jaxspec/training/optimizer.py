@@ -68,7 +68,7 @@ def matrix_axes(params: PyTree) -> PyTree:
 
     def axes(path, weight) -> MuonDimensionNumbers | None:
         names = _names(path)
-        if "kernel" not in names or not names[0].startswith("layer_") or "router" in names:
+        if "kernel" not in names or names[0] == "head" or "router" in names:
             return None
         last = weight.ndim - 1
         if "out" in names:  # [kv heads, groups, head dim, embed]

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import recover_files, replacing_files
 from jaxspec.generation import GenerationConfig, generate
 from jaxspec.training.data import Batches, Sequences
+from jaxspec.training.report import progress_bar
 
 MAX_NEW_TOKENS = 128
 PROMPTS_PER_PART = 32
@@ -55,15 +55,7 @@ def write_own_text(
     missing = [part for part, path in enumerate(paths) if not path.exists()]
     if not missing:
         return
-    bar = Progress(
-        TextColumn("the teacher's own text"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with bar:
+    with progress_bar("the teacher's own text", console) as bar:
         task = bar.add_task("", total=len(paths), completed=len(paths) - len(missing))
         for part in missing:
             texts = _texts(teacher, rows, part)[: count - part * PROMPTS_PER_PART]
@@ -97,9 +89,7 @@ def _texts(teacher: Model, rows: Batches, part: int) -> list[str]:
     """The lines of one file; a matter of the seed and the part alone."""
     rng = np.random.default_rng((rows.seed, 2, part))
     packed = rows(part)
-    context = min(packed.tokens.shape[1], teacher.config.max_positions)
-    new_tokens = min(MAX_NEW_TOKENS, context // 2)
-    prompts = list(_prompts(packed, context - new_tokens, rng))
+    prompts, new_tokens = beginnings(packed, teacher.config.max_positions, rng)
     temperatures = [_TEMPERATURES[index % 2] for index in range(len(prompts))]
     config = GenerationConfig(max_new_tokens=new_tokens, temperature=temperatures)
     result = generate(teacher, prompts, config, seed=int(rng.integers(1 << 31)))
@@ -116,6 +106,15 @@ def _texts(teacher: Model, rows: Batches, part: int) -> list[str]:
         + "\n"
         for prompt, temperature, row in zip(prompts, temperatures, result, strict=True)
     ]
+
+
+def beginnings(
+    packed: Sequences, max_positions: int, rng: np.random.Generator
+) -> tuple[list[Int[np.ndarray, " tokens"]], int]:
+    """Beginnings of documents, one of every row, and how many tokens there is room for behind."""
+    context = min(packed.tokens.shape[1], max_positions)
+    new_tokens = min(MAX_NEW_TOKENS, context // 2)
+    return list(_prompts(packed, context - new_tokens, rng)), new_tokens
 
 
 def _prompts(

@@ -10,7 +10,7 @@ import jax
 
 from jaxspec.checkpoint.files import read_json, replacing_files, write_json
 from jaxspec.training.loop import TrainStep
-from jaxspec.training.settings import DTYPES, LMTrainingSettings
+from jaxspec.training.settings import DTYPES, RunSettings
 from jaxspec.training.state import TrainState
 
 _FILE = "plan.json"
@@ -31,7 +31,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    settings: LMTrainingSettings,
+    settings: RunSettings,
     state_folder: Path,
     device: str,
     time_step: Callable[[tuple[str, ...]], Mapping[str, float]],

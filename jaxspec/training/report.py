@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxspec.training.data import described
-from jaxspec.training.settings import OWN_TEXT, LMTrainingSettings
+from jaxspec.training.settings import (
+    DECODING,
+    OWN_TEXT,
+    TARGET,
+    TAU,
+    EagleTrainingSettings,
+    LMTrainingSettings,
+    RunSettings,
+)
 
 
 def write_recipe(
@@ -29,20 +39,90 @@ def write_recipe(
         metrics: as in `metrics.json`.
         command: how to repeat it.
     """
-    sources = [
-        f"| {source.name} | {source.origin or source.path} | {source.licence or 'unknown'} "
-        f"| {source.weight:g} | {metrics['tokens_of_one_pass'][source.name]:,} "
-        f"| `{_in_table(json.dumps(source.template)[1:-1])}` | {source.split} "
-        f"| `{fingerprints[source.name]}` |"
-        for source in map(described, settings.sources)
-    ]
-    names = sorted({name for figures in metrics["validation"].values() for name in figures})
-    figures = [
-        f"| {source} | " + " | ".join(f"{values[name]:.3f}" for name in names) + " |"
-        for source, values in metrics["validation"].items()
-    ]
-    rate = metrics["tokens_per_second"]
+    cost = (
+        "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, "
+        "appendix B" + (", and the teacher's forward pass" if settings.teacher else "")
+    )
+    names = {name for figures in metrics["validation"].values() for name in figures}
     lines = [
+        *_training(settings, metrics, command, cost),
+        "## Data",
+        "",
+        *_sources(settings, fingerprints, metrics),
+        *_own_text(settings, metrics),
+        "A text is `<|bos|>`, the text, `<|eos|>`. To ask for an answer, give a prompt in the "
+        "shape of the text column, up to where the answer begins. The weight says how many passes "
+        "are made over a source while one of weight 1 is passed once.",
+        "",
+        "## Figures on the held-out text",
+        "",
+        *_table(metrics["validation"]),
+        "nats: cross-entropy per token. top1: share of tokens that were the most likely one."
+        + (
+            " agreement: share of tokens where the teacher's most likely token is this model's too."
+            if "agreement" in names
+            else ""
+        ),
+        "",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_head_recipe(
+    path: Path,
+    settings: EagleTrainingSettings,
+    fingerprints: Mapping[str, str],
+    metrics: Mapping[str, Any],
+    command: str,
+) -> None:
+    """How an EAGLE head came about; arguments as for `write_recipe`."""
+    cost = (
+        "6 x the head's weights in products + 12 x heads x head dim x sequence length"
+        + (f", unrolled {settings.num_unrolled} times" if settings.version == 3 else "")
+        + ", and the output head; the target's forward pass "
+        + ("left out, since it was made once" if settings.cache_features else "included")
+    )
+    validation = dict(metrics["validation"])
+    decoding = validation.pop(DECODING, None)
+    lines = [
+        *_training(settings, metrics, command, cost),
+        f"An EAGLE-{settings.version} head for the target in `{settings.target}`, whose files "
+        f"have the SHA-256 `{fingerprints[TARGET]}`. It drafts from "
+        f"{metrics['draft_vocab']:,} of {metrics['target_vocab']:,} tokens, which make up "
+        f"{100 * metrics['draft_vocab_coverage']:.2f} % of the text it learned from.",
+        "",
+        "## Data",
+        "",
+        *_sources(settings, fingerprints, metrics),
+        *_own_text_of_target(settings, metrics),
+        "## Figures on the held-out text",
+        "",
+        *_table(validation),
+        "loss: what was trained for, without noise. topK_at_D: share of places where the target's "
+        "choice is among the K likeliest tokens of the draft's depth D, the draft before it being "
+        "fed the true text; tokens that cannot be drafted count as missed.",
+        "",
+    ]
+    if decoding is not None:
+        shares = ", ".join(f"{value:.3f}" for name, value in decoding.items() if name != TAU)
+        lines += [
+            "## Figures of decoding",
+            "",
+            f"tau = {decoding[TAU]:.3f} tokens per target pass, the bonus token INCLUDED: "
+            f"at most {settings.decoding_prompts} held-out beginnings, greedily, with the weights "
+            f"as stored, over the tree of {len(settings.paths)} nodes (its root not counted) in "
+            f"`training.json`. Share of passes that accepted a token at depth 1, 2, ...: {shares}.",
+            "",
+        ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _training(
+    settings: RunSettings, metrics: Mapping[str, Any], command: str, cost: str
+) -> list[str]:
+    """The command, the run in figures, and what it ran on."""
+    rate = metrics["tokens_per_second"]
+    return [
         "# Recipe",
         "",
         "```",
@@ -56,10 +136,7 @@ def write_recipe(
         + (
             f", {100 * metrics['utilisation']:.1f} % of a measured peak of "
             f"{metrics['peak_gflops_per_second']:,} GFLOP/s (at {metrics['flops_per_token']:,} "
-            "FLOPs a token: 6 x weights in products + 12 x layers x heads x head dim x sequence "
-            "length, PaLM, appendix B"
-            + (", and the teacher's forward pass" if settings.teacher else "")
-            + ")"
+            f"FLOPs a token: {cost})"
             if rate
             else ""
         )
@@ -67,33 +144,53 @@ def write_recipe(
         f"Python {sys.version.split()[0]}. "
         "Weights are stored in bfloat16; every setting is in `training.json`.",
         "",
-        "## Data",
-        "",
+    ]
+
+
+def _sources(
+    settings: RunSettings, fingerprints: Mapping[str, str], metrics: Mapping[str, Any]
+) -> list[str]:
+    tokens = metrics["tokens_of_one_pass"]
+    rows = [
+        f"| {source.name} | {source.origin or source.path} | {source.licence or 'unknown'} "
+        f"| {source.weight:g} | "
+        + (f"{tokens[source.name]:,} " if source.name in tokens else "prompts only ")
+        + f"| `{_in_table(json.dumps(source.template)[1:-1])}` | {source.split} "
+        f"| `{fingerprints[source.name]}` |"
+        for source in map(described, settings.sources)
+    ]
+    return [
         "| source | origin | licence | weight | tokens of one pass | text | held out "
         "| SHA-256 of the file, or of the sorted list of files with theirs |",
         "|---|---|---|---|---|---|---|---|",
-        *sources,
+        *rows,
         "",
-        *_own_text(settings, metrics),
-        "A text is `<|bos|>`, the text, `<|eos|>`. To ask for an answer, give a prompt in the "
-        "shape of the text column, up to where the answer begins. The weight says how many passes "
-        "are made over a source while one of weight 1 is passed once.",
-        "",
-        "## Figures on the held-out text",
-        "",
+    ]
+
+
+def _table(validation: Mapping[str, Mapping[str, float]]) -> list[str]:
+    names = sorted({name for figures in validation.values() for name in figures})
+    return [
         "| source | " + " | ".join(names) + " |",
         "|---" * (len(names) + 1) + "|",
-        *figures,
-        "",
-        "nats: cross-entropy per token. top1: share of tokens that were the most likely one."
-        + (
-            " agreement: share of tokens where the teacher's most likely token is this model's too."
-            if "agreement" in names
-            else ""
+        *(
+            f"| {source} | " + " | ".join(f"{values[name]:.3f}" for name in names) + " |"
+            for source, values in validation.items()
         ),
         "",
     ]
-    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _own_text_of_target(settings: EagleTrainingSettings, metrics: Mapping[str, Any]) -> list[str]:
+    if not settings.own_text:
+        return []
+    tokens = metrics["tokens_of_one_pass"][OWN_TEXT]
+    return [
+        f"{OWN_TEXT}: {settings.own_text:,} texts ({tokens:,} tokens for training) that the target "
+        "wrote itself, half greedily and half at temperature 1, each from the beginning of a "
+        "training document. One in twenty is held out.",
+        "",
+    ]
 
 
 def _own_text(settings: LMTrainingSettings, metrics: Mapping[str, Any]) -> list[str]:
@@ -118,8 +215,34 @@ def as_command(arguments: Sequence[str]) -> str:
     return shlex.join(["jaxspec", *arguments])
 
 
-def draw_losses(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """The loss by step, training and validation; nothing where matplotlib is not installed."""
+def progress_bar(title: str, console: Console) -> Progress:
+    """A bar on a terminal, nothing elsewhere."""
+    return Progress(
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+def draw_losses(
+    path: Path,
+    records: Sequence[Mapping[str, Any]],
+    metric: str = "nats",
+    label: str = "nats per token",
+) -> None:
+    """A metric by step, training and validation; nothing where matplotlib is not installed.
+
+    Where validation decoded, its tau is drawn too, on an axis of its own.
+
+    Args:
+        path: the file to write.
+        records: as in `History`.
+        metric: its name in the records.
+        label: its name in the picture.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -129,19 +252,32 @@ def draw_losses(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     training = [record for record in records if "loss" in record]
     axes.plot(
         [record["step"] for record in training],
-        [record["nats"] for record in training],
+        [record[metric] for record in training],
         color="0.7",
         linewidth=1,
         label="training batch",
     )
     validations = [record for record in records if "validation" in record]
+    decoded = [record for record in validations if DECODING in record["validation"]]
     for source in validations[-1]["validation"] if validations else ():
+        if source == DECODING:
+            continue
         axes.plot(
             [record["step"] for record in validations],
-            [record["validation"][source]["nats"] for record in validations],
+            [record["validation"][source][metric] for record in validations],
             marker=".",
             label=f"{source}, held out",
         )
-    axes.set(xlabel="step", ylabel="nats per token")
+    axes.set(xlabel="step", ylabel=label)
     axes.legend()
+    if decoded:
+        beside = axes.twinx()
+        beside.plot(
+            [record["step"] for record in decoded],
+            [record["validation"][DECODING][TAU] for record in decoded],
+            color="0.2",
+            linestyle=":",
+            marker="x",
+        )
+        beside.set_ylabel("tau of the tree, bonus included (crosses)")
     figure.savefig(path, dpi=90)

@@ -1,4 +1,4 @@
-"""What a run of `jaxspec train lm` depends on, and how it is written down."""
+"""What a run of training depends on, and how it is written down."""
 
 import dataclasses
 import hashlib
@@ -6,8 +6,9 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from jaxspec.core.tree import EAGLE_PATHS, normalize_paths
 from jaxspec.models import (
     DynamicScaling,
     Experts,
@@ -23,6 +24,13 @@ from jaxspec.training.data import SPLITS, Source
 OPTIMIZERS = ("adamw", "muon")
 OWN_TEXT = "own-text"
 """How figures name the source that the teacher writes."""
+TARGET = "target"
+"""How a state folder names the files of the target among those of the sources."""
+DECODING = "decoding"
+"""How figures name what decoding with a head gave."""
+TAU = "tau_with_bonus"
+"""Tokens per target pass; says its convention wherever it is printed."""
+EAGLE_VERSIONS = (1, 3)
 DTYPES = ("float32", "bfloat16")
 _SCALINGS = {
     kind.__name__: kind
@@ -99,44 +107,30 @@ DEMO = ModelConfig(
 
 
 @dataclasses.dataclass(frozen=True)
-class LMTrainingSettings:
-    """Everything a run depends on, but for the files' contents and the machine.
+class RunSettings:
+    """What a run of any trainer depends on, but for the files' contents and the machine.
 
-    model: what to train. Its `vocab_size` is the most the tokenizer may have.
     sources: what to read.
     num_steps: updates; None: as many as fit into `minutes`, timed once at the beginning.
     minutes: of updates; compiling, saving and validation come on top.
     sequence_length, rows_per_batch: tokens of a sequence, sequences of an update.
-    layer_drop, early_exit: see `NextToken`.
     dtype: of products, see `NextToken`; "auto": the faster one, timed once at the beginning.
     validation_rows: sequences per source for validation during the run; the end takes all.
-    tokenizer: folder with a tokenizer of an earlier run; None: the teacher's, or a new one.
-    start_from: folder with weights to begin with; None: random ones.
-    teacher: folder with a network whose distributions to learn; None: the text alone.
-    soft_share: see `SoftLabels`.
-    own_text: how many texts the teacher writes before training, as one more source; see
+    own_text: how many texts the teacher or target writes before training, as one more source; see
         `write_own_text`.
-    own_text_weight: passes over them while a source of weight 1 is passed once.
     """
 
     sources: tuple[Source, ...]
-    model: ModelConfig = DEMO
+    _: dataclasses.KW_ONLY
     num_steps: int | None = None
     minutes: float | None = 15.0
     sequence_length: int = 384
     rows_per_batch: int = 6
     optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
-    layer_drop: float = 0.0
-    early_exit: float = 0.0
     dtype: str = "auto"
     seed: int = 0
     validation_rows: int = 24
-    tokenizer: str | None = None
-    start_from: str | None = None
-    teacher: str | None = None
-    soft_share: float = 0.9
     own_text: int = 0
-    own_text_weight: float = 1.0
     pace: Pace = dataclasses.field(default_factory=Pace)
 
     def __post_init__(self):
@@ -148,8 +142,6 @@ class LMTrainingSettings:
             raise ValueError(f"sources must have different names; given twice: {repeated}.")
         if self.own_text < 0:
             raise ValueError(f"own_text must be 0 or more, got {self.own_text}.")
-        if self.own_text and self.teacher is None:
-            raise ValueError("own_text is written by a teacher: name one (--teacher FOLDER).")
         if self.own_text and OWN_TEXT in names:
             raise ValueError(f"The name {OWN_TEXT!r} is taken by own_text: rename that source.")
         if (self.num_steps is None) == (self.minutes is None):
@@ -157,16 +149,46 @@ class LMTrainingSettings:
                 "Give either num_steps or minutes, and None for the other; got "
                 f"num_steps={self.num_steps}, minutes={self.minutes}."
             )
-        for name in (
-            "num_steps",
-            "minutes",
-            "sequence_length",
-            "rows_per_batch",
-            "own_text_weight",
-        ):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}.")
+        check_positive(self, "num_steps", "minutes", "sequence_length", "rows_per_batch")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}.")
+
+
+def check_positive(settings: RunSettings, *names: str) -> None:
+    """Refuses settings that are given and not above 0."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be above 0, got {value}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class LMTrainingSettings(RunSettings):
+    """What a run of `train_lm` depends on besides.
+
+    model: what to train. Its `vocab_size` is the most the tokenizer may have.
+    layer_drop, early_exit: see `NextToken`.
+    tokenizer: folder with a tokenizer of an earlier run; None: the teacher's, or a new one.
+    start_from: folder with weights to begin with; None: random ones.
+    teacher: folder with a network whose distributions to learn; None: the text alone.
+    soft_share: see `SoftLabels`.
+    own_text_weight: passes over the teacher's own texts while a source of weight 1 is passed once.
+    """
+
+    model: ModelConfig = DEMO
+    layer_drop: float = 0.0
+    early_exit: float = 0.0
+    tokenizer: str | None = None
+    start_from: str | None = None
+    teacher: str | None = None
+    soft_share: float = 0.9
+    own_text_weight: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.own_text and self.teacher is None:
+            raise ValueError("own_text is written by a teacher: name one (--teacher FOLDER).")
+        check_positive(self, "own_text_weight")
         if self.sequence_length > self.model.max_positions:
             raise ValueError(
                 f"sequence_length must be at most max_positions ({self.model.max_positions}), "
@@ -175,23 +197,89 @@ class LMTrainingSettings:
         for name in ("layer_drop", "early_exit"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}.")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}.")
 
 
-def settings_to_json(settings: LMTrainingSettings) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class EagleTrainingSettings(RunSettings):
+    """What a run of `train_eagle` depends on besides.
+
+    The prompts of the target's own texts are the beginnings of the sources' documents.
+
+    target: folder of the model that the head is to draft for.
+    version: 1 for EAGLE-1, whose heads EAGLE-2 uses too; 3 for EAGLE-3.
+    sources_weight: passes over a source of weight 1 while the own text is passed once; 0: the
+        sources give prompts only.
+    draft_vocab: how many tokens the head drafts from, the most frequent ones of the own text (of
+        the sources, where there is none); 0: all.
+    noise, token_weight: of EAGLE-1, see `FeatureRegression`.
+    num_unrolled, decay: of EAGLE-3, see `TrainingTimeTest`, where the first is `num_steps`.
+    taps: of EAGLE-3, layers of the target whose inputs to read; None: `eagle3_taps`.
+    cache_features: compute the target's states once and keep them on disk, instead of anew with
+        every batch.
+    paths: the tree that validation decodes with, as for `tree_from_paths`.
+    decoding_prompts: how many held-out beginnings each validation decodes; 0: none.
+    """
+
+    target: str
+    version: int = 1
+    sources_weight: float = 0.0
+    draft_vocab: int = 0
+    noise: float = 0.1
+    token_weight: float = 0.1
+    num_unrolled: int = 7
+    decay: float = 0.8
+    taps: tuple[int, ...] | None = None
+    cache_features: bool = False
+    paths: tuple[tuple[int, ...], ...] = EAGLE_PATHS
+    decoding_prompts: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "paths", normalize_paths(self.paths))
+        if not self.paths:
+            raise ValueError("paths must have at least one node; got none.")
+        taken = {TARGET, DECODING} & {source.name for source in self.sources}
+        if taken:
+            raise ValueError(f"The names {sorted(taken)} are taken: rename these sources.")
+        if self.version not in EAGLE_VERSIONS:
+            raise ValueError(
+                f"version must be one of {EAGLE_VERSIONS}, got {self.version}; EAGLE-2 drafts "
+                "with the heads of version 1."
+            )
+        if self.version == 1 and self.taps is not None:
+            raise ValueError(f"taps are of EAGLE-3: give version 3 or no taps; got {self.taps}.")
+        if not (self.own_text or self.sources_weight):
+            raise ValueError(
+                "There is nothing to learn from: own_text and sources_weight are both 0. Give "
+                "--own-text N or --sources-weight X."
+            )
+        check_positive(self, "num_unrolled", "decay")
+        for name in (
+            *("sources_weight", "draft_vocab", "noise", "token_weight", "decoding_prompts"),
+        ):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}.")
+
+
+def settings_to_json(settings: RunSettings) -> dict[str, Any]:
     """Plain values, as `settings_from_json` reads them."""
     plain = dataclasses.asdict(settings)
     for source, entry in zip(settings.sources, plain["sources"], strict=True):
         entry["split"] = {type(source.split).__name__: entry["split"]}
-    for name in ("rope", "sliding_rope"):
-        rope, entry = getattr(settings.model, name), plain["model"][name]
-        if rope is not None and rope.scaling is not None:
-            entry["scaling"] = {type(rope.scaling).__name__: entry["scaling"]}
+    if isinstance(settings, LMTrainingSettings):
+        for name in ("rope", "sliding_rope"):
+            rope, entry = getattr(settings.model, name), plain["model"][name]
+            if rope is not None and rope.scaling is not None:
+                entry["scaling"] = {type(rope.scaling).__name__: entry["scaling"]}
     return json.loads(json.dumps(plain))
 
 
-def settings_from_json(plain: Mapping[str, Any]) -> LMTrainingSettings:
+Settings = TypeVar("Settings", bound=RunSettings)
+
+
+def settings_from_json(
+    plain: Mapping[str, Any], kind: type[Settings] = LMTrainingSettings
+) -> Settings:
     """Settings from plain values; what is left out keeps its default.
 
     Raises:
@@ -202,12 +290,13 @@ def settings_from_json(plain: Mapping[str, Any]) -> LMTrainingSettings:
         "model": _model_from_json,
         "optimizer": lambda entry: _build(OptimizerSettings, entry),
         "pace": lambda entry: _build(Pace, entry),
+        "paths": lambda entries: tuple(map(tuple, entries)),
     }
     values = {name: readers.get(name, lambda value: value)(value) for name, value in plain.items()}
-    return _build(LMTrainingSettings, values)
+    return _build(kind, values)
 
 
-def default_state_folder(settings: LMTrainingSettings, name: str) -> Path:
+def default_state_folder(settings: RunSettings, name: str) -> Path:
     """Where a run of these settings keeps its state: in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     identity = json.dumps(settings_to_json(settings), sort_keys=True).encode()

@@ -274,7 +274,7 @@ def test_weights_say_how_many_passes_are_made():
 
 
 def test_held_out_rows_come_in_order_and_padding_is_no_document():
-    batches = in_order(source_rows(5, 1), 2)
+    batches = list(in_order(source_rows(5, 1), 2))
     assert [batch.tokens[:, 0].tolist() for batch in batches[:2]] == [[1000, 1001], [1002, 1003]]
     assert batches[2].segments.tolist() == [[1] * 4, [0] * 4]
-    assert len(in_order(source_rows(5, 1), 2, most=3)) == 2
+    assert len(list(in_order(source_rows(5, 1), 2, most=3))) == 2

@@ -8,7 +8,6 @@ import pytest
 from jaxspec.checkpoint import load_eagle
 from jaxspec.core.masks import causal
 from jaxspec.models import (
-    DraftVocabulary,
     Eagle3Head,
     Network,
     init_eagle3_params,
@@ -18,8 +17,8 @@ from jaxspec.models import (
 from jaxspec.training.data import Sequences
 from jaxspec.training.eagle import (
     FeatureRegression,
+    HeadQuality,
     Observed,
-    Tapped,
     TrainingTimeTest,
     feature_losses,
 )
@@ -85,11 +84,11 @@ def changed(sequences: Sequences, row: int, place: int) -> Sequences:
 def test_feature_regression_counts_places_within_documents(target, sequences):
     config = layer_of(target)
     params = init_eagle_params(config, True, jax.random.key(1))
-    vocabulary = DraftVocabulary.of(target, jnp.arange(0, 24, 2))
+    ids = jnp.arange(0, 24, 2)
     objective = FeatureRegression(config, noise=0.0)
 
     def loss(sequences):
-        return objective(params, Observed(sequences, target, vocabulary), jax.random.key(2))
+        return objective(params, Observed(sequences, target, ids), jax.random.key(2))
 
     value, metrics = loss(sequences)
     assert metrics["tokens"] == 4 + 6 + 8
@@ -97,7 +96,7 @@ def test_feature_regression_counts_places_within_documents(target, sequences):
     assert loss(changed(sequences, 1, 8))[0] != value
     noisy = FeatureRegression(config, noise=0.1)
     draws = [
-        noisy(params, Observed(sequences, target, vocabulary), jax.random.key(seed))[0]
+        noisy(params, Observed(sequences, target, ids), jax.random.key(seed))[0]
         for seed in (3, 3, 4)
     ]
     assert draws[0] == draws[1] != draws[2] != value
@@ -112,12 +111,13 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
     head = Eagle3Head(params, config, taps, 24, ids)
     objective = TrainingTimeTest(config, taps, num_steps=3, decay=0.8)
     row = Sequences(*(field[:1, :5] for field in sequences))
-    value, metrics = objective(params, Tapped(row, target, ids), jax.random.key(0))
+    value, metrics = objective(params, Observed(row, target, ids), jax.random.key(0))
 
     tokens = jnp.asarray(row.tokens[0])
     seen = target.forward(tokens, jnp.arange(5), causal(5), None, taps=taps)
     true_states, logits = head.states_of(seen.features, seen.taps), target.unembed(seen.features)
     total, places = 0.0, 0
+    ranks = {step: [] for step in range(3)}  # of the target's choice; tokens not drafted come last
     for place in range(4):
         known = place + 1
         states, read = true_states[:known], tokens[1 : known + 1]
@@ -130,9 +130,12 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
                 target.embed(read), states, jnp.arange(length), causal(length), None
             )
             wanted = logits[place + 1 + step]
-            if int(jnp.argmax(wanted)) in ids.tolist():
+            drafted = jax.nn.log_softmax(head.unembed(target, hidden.features)[-1])
+            order = ids[jnp.argsort(-drafted)].tolist()
+            choice = int(jnp.argmax(wanted))
+            ranks[step].append(order.index(choice) if choice in order else len(order))
+            if choice in order:
                 law = jax.nn.softmax(wanted[ids])
-                drafted = jax.nn.log_softmax(head.unembed(target, hidden.features)[-1])
                 total -= 0.8**step * float(jnp.sum(law * drafted))
                 places += step == 0
             if place + 2 + step <= 4:
@@ -140,3 +143,12 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
                 read = jnp.append(read, tokens[place + 2 + step])
     np.testing.assert_allclose(value, total / 5, rtol=1e-4)
     assert metrics["tokens"] == places
+
+    quality = HeadQuality(objective, depth=3, top_k=4)
+    loss, shown = jax.jit(quality)(params, Observed(row, target, ids), jax.random.key(0))
+    np.testing.assert_allclose(loss, value, rtol=1e-5)
+    assert shown["tokens"] == 4
+    for step, found in ranks.items():
+        for name, most in (("top1", 1), ("top4", 4)):
+            share = np.mean(np.array(found) < most)
+            np.testing.assert_allclose(shown[f"{name}_at_{step + 1}"], share, rtol=1e-6)

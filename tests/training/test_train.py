@@ -320,7 +320,7 @@ def test_the_faster_dtype_is_taken_and_written_down(tiny_settings, tmp_path, mon
         timed.append(tuple(train_steps))
         return {"float32": 0.2, "bfloat16": 0.1}
 
-    monkeypatch.setattr("jaxspec.training.train.seconds_per_step", seconds_per_step)
+    monkeypatch.setattr("jaxspec.training.run.seconds_per_step", seconds_per_step)
     settings = dataclasses.replace(tiny_settings, dtype="auto", num_steps=2)
     console = Console(file=io.StringIO(), width=200)
     out = tmp_path / "out"

@@ -1,0 +1,294 @@
+"""What every trainer does: claim a state folder, lay out text, plan, train, measure."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from jaxspec.checkpoint import Model
+from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
+from jaxspec.core.types import PyTree
+from jaxspec.training.data import (
+    Batches,
+    Divided,
+    Rows,
+    Sequences,
+    encode_documents,
+    in_order,
+    pack,
+)
+from jaxspec.training.devices import data_mesh, device_name, matmul_peak, on_every_device
+from jaxspec.training.efficiency import Efficiency
+from jaxspec.training.lm import make_evaluation
+from jaxspec.training.loop import History, Objective, TrainStep, Validation, fit, make_train_step
+from jaxspec.training.optimizer import make_optimizer
+from jaxspec.training.own_text import PROMPTS_PER_PART, read_own_text, write_own_text
+from jaxspec.training.plan import make_plan, seconds_per_step
+from jaxspec.training.settings import (
+    OWN_TEXT,
+    RunSettings,
+    settings_from_json,
+    settings_to_json,
+)
+from jaxspec.training.state import StateKeeper, TrainState, initial_state
+
+# What a run that goes on may do otherwise than before: how long it takes, and what it shows.
+_MAY_CHANGE = (
+    *("num_steps", "minutes", "pace", "validation_rows"),
+    *("paths", "decoding_prompts"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus(Generic[Rows]):
+    """The packed text of a run by source, and how many passes are made over each."""
+
+    train: dict[str, Rows]
+    validation: dict[str, Rows]
+    weights: dict[str, float]
+
+    def batches(self, rows_per_batch: int, seed: int) -> Batches[Rows]:
+        sources, weights = tuple(self.train.values()), tuple(self.weights.values())
+        return Batches(sources, weights, rows_per_batch, seed)
+
+    def __or__(self, other: "Corpus[Rows]") -> "Corpus[Rows]":
+        """Both, side by side."""
+        return Corpus(
+            self.train | other.train,
+            self.validation | other.validation,
+            self.weights | other.weights,
+        )
+
+    @property
+    def tokens_of_one_pass(self) -> dict[str, int]:
+        return {name: int(np.count_nonzero(packed.segments)) for name, packed in self.train.items()}
+
+
+class Task(NamedTuple):
+    """What tells one trainer from another.
+
+    objective: what is trained for, with products in a dtype.
+    evaluation: what validation measures, likewise.
+    first_params: weights to begin with.
+    num_params: how many these are.
+    as_batch: rows as both take them, where the run's devices find them.
+    flops_per_token: that an update costs.
+    decode: figures of decoding with weights; None: validation does not decode.
+    """
+
+    objective: Callable[[str], Objective]
+    evaluation: Callable[[str], Objective]
+    first_params: Callable[[], PyTree]
+    num_params: int
+    as_batch: Callable[[Any], Any]
+    flops_per_token: float
+    decode: Callable[[PyTree], Validation] | None = None
+
+
+class Outcome(NamedTuple):
+    """What `train` gave.
+
+    dtype: of products.
+    metrics: figures of the run and, under "validation", by source.
+    history: figures by step.
+    """
+
+    params: PyTree
+    dtype: str
+    metrics: dict[str, Any]
+    history: History
+
+
+def prepare_devices(settings: RunSettings, out: Path | None, num_devices: int | None) -> Mesh:
+    """The run's devices, once it is certain that they can share a batch and `out` be written.
+
+    Raises:
+        ValueError: naming the argument that is wrong.
+    """
+    if out is not None and out.is_file():
+        raise ValueError(f"out must be a folder, but {out} is a file: name another.")
+    mesh = data_mesh(num_devices)
+    if settings.rows_per_batch % mesh.size:
+        raise ValueError(
+            f"rows_per_batch must be a multiple of the number of devices ({mesh.size}), got "
+            f"{settings.rows_per_batch}: choose other --rows, or fewer --devices (num_devices)."
+        )
+    return mesh
+
+
+def claim(state_folder: Path, settings: RunSettings, fingerprints: Mapping[str, str]) -> None:
+    """Writes down whose folder this is, or checks that it is this run's.
+
+    Args:
+        state_folder: made if it is not there.
+        settings: of the run.
+        fingerprints: SHA-256 of the files that it reads, by name.
+
+    Raises:
+        ValueError: the folder holds another run; says what differs.
+    """
+    state_folder.mkdir(parents=True, exist_ok=True)
+    recover_files(state_folder)
+    path = state_folder / "run.json"
+    run = {"settings": settings_to_json(settings), "sha256": dict(fingerprints)}
+    before = read_json(path) if path.exists() else run
+    try:
+        # Read and written again, so that settings which came later have their defaults.
+        earlier = settings_to_json(settings_from_json(before["settings"], type(settings)))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The state folder {state_folder} holds a run of another kind: {error} Choose "
+            "another state folder, or delete this one."
+        ) from None
+    changed = [
+        f"{name}: {earlier[name]!r} before, {value!r} now"
+        for name, value in run["settings"].items()
+        if earlier[name] != value and name not in _MAY_CHANGE
+    ]
+    changed += [
+        f"the files of {name!r}"
+        for name, digest in fingerprints.items()
+        if before["sha256"].get(name, digest) != digest
+    ]
+    if changed:
+        raise ValueError(
+            f"The state folder {state_folder} holds a run that differs in {'; '.join(changed)}. "
+            "Choose another state folder, or delete this one."
+        )
+    with replacing_files(state_folder) as staging:
+        write_json(staging / path.name, run)
+
+
+def pack_sources(
+    settings: RunSettings, tokenizer: Tokenizer, parts: Sequence[Divided]
+) -> Corpus[Sequences]:
+    """The documents of all sources, as `read_source` gave them, in rows of tokens."""
+    corpus = Corpus[Sequences]({}, {}, {})
+    for source, part in zip(settings.sources, parts, strict=True):
+        train, validation = (
+            pack(encode_documents(tokenizer, documents), settings.sequence_length)
+            for documents in part
+        )
+        corpus.train[source.name], corpus.validation[source.name] = train, validation
+        corpus.weights[source.name] = source.weight
+    return corpus
+
+
+def pack_own_text(
+    corpus: Corpus[Sequences],
+    model: Model,
+    settings: RunSettings,
+    weight: float,
+    state_folder: Path,
+    console: Console,
+) -> Corpus[Sequences]:
+    """A corpus of what a model writes when it reads the documents of another one."""
+    folder = state_folder / "own_text"
+    rows = corpus.batches(PROMPTS_PER_PART, settings.seed)
+    write_own_text(model, rows, settings.own_text, folder, console)
+    texts = read_own_text(folder, settings.own_text)
+    train, validation = (pack(part, settings.sequence_length) for part in texts)
+    return Corpus({OWN_TEXT: train}, {OWN_TEXT: validation}, {OWN_TEXT: weight})
+
+
+def train(
+    task: Task,
+    corpus: Corpus[Any],
+    settings: RunSettings,
+    state_folder: Path,
+    mesh: Mesh,
+    console: Console,
+) -> Outcome:
+    """Plans a run, trains, or goes on with what its state folder holds, and measures the end.
+
+    Raises:
+        DivergedError: when the loss is no longer finite.
+    """
+    drawn = corpus.batches(settings.rows_per_batch, settings.seed)
+    on_all = on_every_device(mesh)
+
+    def batches(step: int) -> Any:
+        return task.as_batch(drawn(step))
+
+    def begin() -> TrainState:
+        params = jax.device_put(task.first_params(), on_all)
+        return jax.device_put(initial_state(params, make_optimizer(settings.optimizer, 1)), on_all)
+
+    def train_step(dtype: str, num_steps: int) -> TrainStep:
+        objective = task.objective(dtype)
+        return make_train_step(objective, settings.optimizer, num_steps, settings.seed, mesh)
+
+    def time_step(dtypes: tuple[str, ...]) -> dict[str, float]:
+        train_steps = {dtype: train_step(dtype, 1000) for dtype in dtypes}
+        with console.status(f"timing a few steps in {' and '.join(dtypes)}"):
+            return seconds_per_step(train_steps, begin(), batches)
+
+    peak = partial(matmul_peak, mesh)
+    plan = make_plan(settings, state_folder, device_name(mesh), time_step, peak)
+    efficiency = Efficiency(task.flops_per_token, plan.peak)
+    evaluate = make_evaluation(task.evaluation(plan.dtype))
+
+    def validate(params: PyTree, rows: int | None = settings.validation_rows) -> Validation:
+        figures = {
+            name: evaluate(
+                params, map(task.as_batch, in_order(held, settings.rows_per_batch, rows))
+            )
+            for name, held in corpus.validation.items()
+            if len(held.tokens)
+        }
+        return figures | (task.decode(params) if task.decode else {})
+
+    console.print(
+        f"{task.num_params:,} parameters, {plan.num_steps} steps of "
+        f"{settings.rows_per_batch * settings.sequence_length} tokens, products in {plan.dtype}, "
+        f"measured peak {plan.peak / 1e9:,.0f} GFLOP/s; state in {state_folder}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    history = History(state_folder / "history.jsonl")
+    keeper = StateKeeper(state_folder / "states")
+    try:
+        state = fit(
+            train_step(plan.dtype, plan.num_steps),
+            begin(),
+            batches,
+            plan.num_steps,
+            keeper=keeper,
+            history=history,
+            validate=validate,
+            pace=settings.pace,
+            efficiency=efficiency,
+            console=console,
+        )
+    finally:
+        keeper.close()
+    with console.status("validating on everything held out"):
+        validation = validate(state.params, None)
+    rates = [record["tokens_per_second"] for record in history.records if "loss" in record]
+    rate = statistics.median(rates) if rates else None
+    metrics = {
+        "parameters": task.num_params,
+        "steps": plan.num_steps,
+        "dtype": plan.dtype,
+        "tokens_trained": plan.num_steps * settings.rows_per_batch * settings.sequence_length,
+        "minutes": round(history.seconds / 60, 1),
+        "tokens_per_second": None if rate is None else round(rate),
+        "flops_per_token": round(efficiency.flops_per_token),
+        "peak_gflops_per_second": round(efficiency.peak / 1e9, 1),
+        "utilisation": None if rate is None else round(efficiency.utilisation(rate), 4),
+        "device": device_name(mesh),
+        "tokens_of_one_pass": corpus.tokens_of_one_pass,
+        "validation": {
+            source: {name: round(value, 4) for name, value in figures.items()}
+            for source, figures in validation.items()
+        },
+    }
+    return Outcome(state.params, plan.dtype, metrics, history)

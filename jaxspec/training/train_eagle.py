@@ -1,0 +1,376 @@
+"""Training an EAGLE head for a target: files in, a folder that `load_eagle` reads out."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+from rich.console import Console
+
+from jaxspec.checkpoint import Model, Tokenizer, eagle3_taps, load, save_eagle
+from jaxspec.checkpoint.files import replacing_files, write_json
+from jaxspec.core.types import PyTree
+from jaxspec.drafters import Eagle
+from jaxspec.generation import GenerationConfig, generate
+from jaxspec.models import (
+    Eagle3Head,
+    EagleHead,
+    ModelConfig,
+    Network,
+    Rope,
+    init_eagle3_params,
+    init_eagle_params,
+)
+from jaxspec.training.data import Batches, SeenSequences, Sequences, fingerprint, read_source
+from jaxspec.training.devices import on_every_device, spread_rows
+from jaxspec.training.eagle import (
+    FeatureRegression,
+    Observed,
+    TargetStates,
+    TrainingTimeTest,
+    evaluation_of,
+    target_states,
+)
+from jaxspec.training.efficiency import head_flops_per_token
+from jaxspec.training.features import cached_states
+from jaxspec.training.loop import Validation
+from jaxspec.training.own_text import beginnings
+from jaxspec.training.report import draw_losses, write_head_recipe
+from jaxspec.training.run import (
+    Corpus,
+    Outcome,
+    Task,
+    claim,
+    pack_own_text,
+    pack_sources,
+    prepare_devices,
+    train,
+)
+from jaxspec.training.settings import (
+    DECODING,
+    OWN_TEXT,
+    TARGET,
+    TAU,
+    EagleTrainingSettings,
+    settings_to_json,
+)
+from jaxspec.training.tokenizer import check_tokenizer
+
+_STORED = jnp.bfloat16
+
+
+class TrainedHead(NamedTuple):
+    """What a run gave.
+
+    metrics: figures of the run and, under "validation", by source and of decoding.
+    """
+
+    head: EagleHead | Eagle3Head
+    metrics: dict[str, Any]
+
+
+def train_eagle(
+    settings: EagleTrainingSettings,
+    state_folder: Path,
+    out: Path | None = None,
+    *,
+    num_devices: int | None = None,
+    command: str = "",
+    console: Console | None = None,
+) -> TrainedHead:
+    """Trains an EAGLE-1 or EAGLE-3 head, or goes on with a run that was interrupted.
+
+    Each validation also decodes held-out beginnings greedily with the head over
+    `settings.paths`, by `jaxspec.generate`: `tau_with_bonus` counts tokens per target pass, the
+    bonus token included.
+
+    Args:
+        settings: which head, for which target, on what.
+        state_folder: holds all that a run needs to go on, see `train_lm`.
+        out: folder for the finished head; None: nothing written.
+        num_devices: how many of this process's devices share every batch; None: all.
+        command: how a person would repeat the run, for `recipe.md`.
+        console: where progress goes; standard error unless given.
+
+    Raises:
+        ValueError: for a target that a head cannot be trained for as asked, data that cannot be
+            read, a state folder of another run or target, or batches that cannot be divided among
+            the devices.
+        DivergedError: when the loss is no longer finite.
+    """
+    console = console or Console(stderr=True)
+    mesh = prepare_devices(settings, out, num_devices)
+    if out is not None and out.resolve() == Path(settings.target).resolve():
+        raise ValueError(f"out must not be the target's own folder, {out}: name another.")
+    fingerprints = {source.name: fingerprint(source) for source in settings.sources}
+    fingerprints[TARGET] = _target_fingerprint(settings.target)
+    model = load(settings.target)
+    tokenizer, taps = _check_target(settings, model)
+    claim(state_folder, settings, fingerprints)
+    with console.status("reading and packing text"):
+        parts = [read_source(source) for source in settings.sources]
+        sources = pack_sources(settings, tokenizer.backend, parts)
+    corpus = _what_to_read(sources, model, settings, state_folder, console)
+    ids, coverage = _draft_ids(corpus, settings.draft_vocab, model.vocab_size)
+    num_drafted = model.vocab_size if ids is None else len(ids)
+    config = head_config(model.config)
+    if settings.version == 3:
+        config = config.replace(vocab_size=num_drafted)
+
+    target = jax.device_put(model.network, on_every_device(mesh))
+    ids = None if ids is None else jax.device_put(jnp.asarray(ids), on_every_device(mesh))
+    objective = partial(_objective, settings, config, taps)
+    first_params = partial(_first_params, settings, config, len(taps) * model.config.embed_dim)
+    shapes = jax.eval_shape(first_params)
+    if settings.cache_features:
+        observe = jax.jit(partial(target_states, taps=taps))
+        corpus = _with_states(
+            corpus,
+            lambda sequences: observe(target, spread_rows(mesh, sequences)),
+            settings.rows_per_batch,
+            state_folder,
+            console,
+        )
+
+    def as_batch(rows: Sequences | SeenSequences) -> Observed:
+        spread = spread_rows(mesh, rows)
+        if isinstance(spread, SeenSequences):
+            states = TargetStates(jnp.asarray(spread.features), jnp.asarray(spread.taps))
+            return Observed(Sequences(*spread[:3]), target, ids, states)
+        return Observed(spread, target, ids)
+
+    task = Task(
+        objective,
+        evaluation=lambda dtype: evaluation_of(objective(dtype), settings.paths),
+        first_params=first_params,
+        num_params=sum(leaf.size for leaf in jax.tree.leaves(shapes)),
+        as_batch=as_batch,
+        flops_per_token=head_flops_per_token(
+            shapes,
+            config,
+            model.config,
+            settings.sequence_length,
+            num_drafted,
+            settings.num_unrolled if settings.version == 3 else None,
+            reads_target=not settings.cache_features,
+        ),
+        decode=_decoding(
+            model,
+            sources,
+            settings,
+            lambda params: _as_stored(objective("float32"), params, model.network, ids),
+        ),
+    )
+    outcome = train(task, corpus, settings, state_folder, mesh, console)
+    metrics = outcome.metrics | {
+        "draft_vocab": num_drafted,
+        "target_vocab": model.vocab_size,
+        "draft_vocab_coverage": round(coverage, 4),
+    }
+    trained = TrainedHead(objective("float32").head(outcome.params, target, ids), metrics)
+    if out is not None:
+        settings = dataclasses.replace(settings, dtype=outcome.dtype)
+        _write(trained, settings, fingerprints, outcome, out, command)
+        console.print(f"saved {out}", highlight=False, soft_wrap=True)
+    return trained
+
+
+def head_config(target: ModelConfig) -> ModelConfig:
+    """The one layer of a head for a target: of its shape, and of the kind that files describe."""
+    return ModelConfig(
+        vocab_size=target.vocab_size,
+        embed_dim=target.embed_dim,
+        num_layers=1,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        mlp_dim=target.mlp_dim,
+        max_positions=target.max_positions,
+        norm_eps=target.norm_eps,
+        rope=Rope(theta=target.rope.theta),
+    )
+
+
+def _target_fingerprint(target: str) -> str:
+    """SHA-256 of the sorted lines `sha256  name` of what a model's folder is read from."""
+    folder = Path(target)
+    if not folder.is_dir():
+        raise ValueError(f"target must be a model's folder, but {target} is not a folder.")
+    files = sorted(
+        path
+        for pattern in ("config.json", "tokenizer.json", "*.safetensors")
+        for path in folder.glob(pattern)
+    )
+    lines = []
+    for path in files:
+        with path.open("rb") as file:
+            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _check_target(
+    settings: EagleTrainingSettings, model: Model
+) -> tuple[Tokenizer, tuple[int, ...]]:
+    """The target's tokenizer and the layers to tap, once the settings are known to fit it."""
+    if model.tokenizer is None:
+        raise ValueError(f"The target in {settings.target} must have a tokenizer.json.")
+    check_tokenizer(model.tokenizer.backend, settings.target)
+    if settings.sequence_length > model.config.max_positions:
+        raise ValueError(
+            f"sequence_length must be at most the target's max_positions "
+            f"({model.config.max_positions}), got {settings.sequence_length}."
+        )
+    if settings.draft_vocab >= model.vocab_size:
+        raise ValueError(
+            f"draft_vocab must be below the target's vocabulary ({model.vocab_size}), got "
+            f"{settings.draft_vocab}: 0 drafts from all tokens."
+        )
+    branch = 1 + max(map(max, settings.paths))
+    if 0 < settings.draft_vocab < branch:
+        raise ValueError(
+            f"draft_vocab is {settings.draft_vocab}, but a node of the tree (paths) has {branch} "
+            "children: draft from more tokens."
+        )
+    if settings.version == 1:
+        return model.tokenizer, ()
+    taps = eagle3_taps(model.config.num_layers) if settings.taps is None else settings.taps
+    if not taps or not all(0 <= layer < model.config.num_layers for layer in taps):
+        raise ValueError(
+            f"taps must be layers in 0..{model.config.num_layers - 1} of the target, got {taps}."
+        )
+    return model.tokenizer, taps
+
+
+def _what_to_read(
+    sources: Corpus[Sequences],
+    model: Model,
+    settings: EagleTrainingSettings,
+    state_folder: Path,
+    console: Console,
+) -> Corpus[Sequences]:
+    """What the target writes when it reads the sources, and these too if they are asked for."""
+    corpus = Corpus[Sequences]({}, {}, {})
+    if settings.sources_weight:
+        weights = {
+            name: weight * settings.sources_weight for name, weight in sources.weights.items()
+        }
+        corpus = dataclasses.replace(sources, weights=weights)
+    if settings.own_text:
+        corpus |= pack_own_text(sources, model, settings, 1.0, state_folder, console)
+    return corpus
+
+
+def _draft_ids(
+    corpus: Corpus[Sequences], count: int, vocab_size: int
+) -> tuple[Int[np.ndarray, " draft_vocab"] | None, float]:
+    """The most frequent tokens, ascending, and their share of the text; `None` for all tokens."""
+    if not count:
+        return None, 1.0
+    own = corpus.train.get(OWN_TEXT)
+    texts: Iterable[Sequences] = corpus.train.values() if own is None else [own]
+    frequencies = np.sum(
+        [np.bincount(rows.tokens[rows.segments > 0], minlength=vocab_size) for rows in texts],
+        axis=0,
+    )
+    ids = np.sort(np.argsort(-frequencies, kind="stable")[:count]).astype(np.int32)
+    return ids, float(frequencies[ids].sum() / frequencies.sum())
+
+
+def _objective(
+    settings: EagleTrainingSettings, config: ModelConfig, taps: tuple[int, ...], dtype: str
+) -> FeatureRegression | TrainingTimeTest:
+    """What is trained for."""
+    if settings.version == 1:
+        return FeatureRegression(
+            config, token_weight=settings.token_weight, noise=settings.noise, dtype=dtype
+        )
+    return TrainingTimeTest(config, taps, settings.num_unrolled, settings.decay, dtype)
+
+
+def _first_params(settings: EagleTrainingSettings, config: ModelConfig, tapped: int) -> PyTree:
+    key = jax.random.key(settings.seed)
+    if settings.version == 1:
+        return init_eagle_params(config, True, key)
+    return init_eagle3_params(config, tapped, key)
+
+
+def _as_stored(
+    objective: FeatureRegression | TrainingTimeTest,
+    params: PyTree,
+    target: Network,
+    ids: Int[Array, " draft_vocab"] | None,
+) -> EagleHead | Eagle3Head:
+    """A head of the weights as its folder holds them, on the target's one device."""
+    (device,) = jax.tree.leaves(target.params)[0].devices()
+    params, ids = jax.device_put((params, ids), device)
+    stored = jax.tree.map(lambda leaf: leaf.astype(_STORED).astype(target.dtype), params)
+    return objective.head(stored, target, ids)
+
+
+def _with_states(
+    corpus: Corpus[Sequences],
+    observe: Callable[[Sequences], TargetStates],
+    rows_per_batch: int,
+    state_folder: Path,
+    console: Console,
+) -> Corpus[SeenSequences]:
+    """The corpus with the target's states, from files beside the run's other ones."""
+
+    def seen(kind: str, texts: dict[str, Sequences]) -> dict[str, SeenSequences]:
+        # By number: a source's name may hold any character.
+        parts = {f"{kind}-{i}": rows for i, rows in enumerate(texts.values()) if len(rows.tokens)}
+        cached = cached_states(observe, parts, rows_per_batch, state_folder / "features", console)
+        names = [name for name, rows in texts.items() if len(rows.tokens)]
+        return dict(zip(names, cached.values(), strict=True))
+
+    return Corpus(
+        seen("train", corpus.train), seen("validation", corpus.validation), corpus.weights
+    )
+
+
+def _decoding(
+    model: Model,
+    sources: Corpus[Sequences],
+    settings: EagleTrainingSettings,
+    head_of: Callable[[PyTree], EagleHead | Eagle3Head],
+) -> Callable[[PyTree], Validation] | None:
+    """Decodes beginnings of held-out documents; None where there are none."""
+    held_out = tuple(rows for rows in sources.validation.values() if len(rows.tokens))
+    if not (settings.decoding_prompts and held_out):
+        return None
+    count = min(settings.decoding_prompts, sum(len(rows.tokens) for rows in held_out))
+    rows = Batches(held_out, (1.0,) * len(held_out), count, settings.seed)(0)
+    rng = np.random.default_rng((settings.seed, 3))
+    prompts, new_tokens = beginnings(rows, model.config.max_positions, rng)
+    config = GenerationConfig(max_new_tokens=new_tokens)
+
+    def decode(params: PyTree) -> Validation:
+        drafter = Eagle.of(head_of(params), settings.paths)
+        metrics = generate(model, prompts, config, drafter).metrics
+        shares = enumerate(metrics.acceptance_per_position, start=1)
+        figures = {f"accepted_at_{depth}": share for depth, share in shares}
+        return {DECODING: {TAU: metrics.mean_acceptance_length, **figures}}
+
+    return decode
+
+
+def _write(
+    trained: TrainedHead,
+    settings: EagleTrainingSettings,
+    fingerprints: dict[str, str],
+    outcome: Outcome,
+    out: Path,
+    command: str,
+) -> None:
+    with replacing_files(out) as staging:
+        save_eagle(trained.head, staging, _STORED)
+        write_json(staging / "training.json", settings_to_json(settings))
+        write_json(staging / "metrics.json", trained.metrics)
+        write_head_recipe(staging / "recipe.md", settings, fingerprints, trained.metrics, command)
+        draw_losses(staging / "losses.png", outcome.history.records, "loss", "loss")

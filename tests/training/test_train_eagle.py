@@ -1,0 +1,321 @@
+"""From a target's folder to a head's, and the command line before it."""
+
+import argparse
+import dataclasses
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxspec.checkpoint import CheckpointError, load, load_eagle
+from jaxspec.checkpoint.files import replacing_files
+from jaxspec.checkpoint.huggingface import write_network
+from jaxspec.drafters import Eagle
+from jaxspec.generation import GenerationConfig, generate
+from jaxspec.models import ModelConfig, Network, init_params
+from jaxspec.training import eagle_command
+from jaxspec.training.data import LastRows, Sequences, Source
+from jaxspec.training.eagle import TargetStates
+from jaxspec.training.features import cached_states
+from jaxspec.training.loop import make_train_step
+from jaxspec.training.settings import (
+    EagleTrainingSettings,
+    LMTrainingSettings,
+    OptimizerSettings,
+    Pace,
+    settings_from_json,
+    settings_to_json,
+)
+from jaxspec.training.tokenizer import save_tokenizer, train_tokenizer
+from jaxspec.training.train import train_lm
+from jaxspec.training.train_eagle import train_eagle
+
+QUIET = Console(file=io.StringIO())
+CONFIG = ModelConfig(
+    vocab_size=280,
+    embed_dim=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=32,
+    max_positions=64,
+    tied_head=True,
+)
+TREE = ((0,), (1,), (0, 0))
+
+
+def write_target(folder, config, texts) -> None:
+    tokenizer = train_tokenizer(texts, config.vocab_size)
+    network = Network(init_params(config, jax.random.key(0)), config)
+    with replacing_files(folder) as staging:
+        write_network(network, staging, "float32")
+        save_tokenizer(tokenizer, staging, config.max_positions)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target with random weights, and text for it to go on with."""
+    folder = tmp_path_factory.mktemp("eagle")
+    texts = [f"{a} and {b} make {a + b}" for a in range(9) for b in range(9)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    write_target(folder / "target", CONFIG, texts)
+    return folder
+
+
+def settings_for(folder, **changes) -> EagleTrainingSettings:
+    values = {
+        "target": str(folder / "target"),
+        "num_steps": 40,
+        "minutes": None,
+        "sequence_length": 32,
+        "rows_per_batch": 4,
+        "dtype": "float32",
+        "own_text": 40,
+        "draft_vocab": 48,
+        "optimizer": OptimizerSettings("muon", 0.02, 0.01, warmup_steps=5),
+        "pace": Pace(record_steps=1),
+        "paths": TREE,
+        "decoding_prompts": 2,
+    }
+    source = Source("sums", str(folder / "sums.jsonl"), split=LastRows(8))
+    return EagleTrainingSettings((source,), **{**values, **changes})
+
+
+KINDS = {
+    "first": {"version": 1},
+    "third": {"version": 3, "taps": (0, 1), "num_unrolled": 2, "cache_features": True},
+}
+
+
+@pytest.fixture(scope="module", params=sorted(KINDS))
+def run(folder, request):
+    """Settings, what training gave, and the folder that holds `state` and `out`."""
+    settings = settings_for(folder, **KINDS[request.param])
+    place = folder / request.param
+    trained = train_eagle(settings, place / "state", place / "out", command="c", console=QUIET)
+    return settings, trained, place
+
+
+def test_the_loss_falls_and_the_folder_says_how(run):
+    settings, trained, place = run
+    lines = (place / "state" / "history.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    assert len(losses) == settings.num_steps
+    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])
+    metrics = json.loads((place / "out" / "metrics.json").read_text())
+    assert metrics == trained.metrics
+    figures = metrics["validation"]["own-text"]
+    assert 0 <= figures["top1_at_2"] <= figures["top2_at_2"] <= 1
+    tau = metrics["validation"]["decoding"]["tau_with_bonus"]
+    assert 1 <= tau <= 3
+    recipe = (place / "out" / "recipe.md").read_text()
+    assert "bonus token INCLUDED" in recipe
+    assert f"tau = {tau:.3f}" in recipe
+    assert "prompts only" in recipe
+    stored = json.loads((place / "out" / "training.json").read_text())
+    assert settings_from_json(stored, EagleTrainingSettings) == settings
+
+
+def test_the_folder_is_read_back_and_drafts_without_changing_the_text(run):
+    settings, trained, place = run
+    model = load(settings.target)
+    head = load_eagle(place / "out", model.network)
+    assert type(head) is type(trained.head)
+    assert head.config == trained.head.config
+    assert head.taps == trained.head.taps
+    for loaded, given in zip(
+        jax.tree.leaves(head.params), jax.tree.leaves(trained.head.params), strict=True
+    ):
+        np.testing.assert_array_equal(loaded, given.astype("bfloat16").astype("float32"))
+    prompts = [[0, 20, 30, 40], [0, 50, 60]]
+    config = GenerationConfig(max_new_tokens=16)
+    plain = generate(model, prompts, config)
+    drafted = generate(model, prompts, config, Eagle.of(head, TREE))
+    for one, other in zip(plain, drafted, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+    assert drafted.metrics.num_draft_tokens > 0
+    accepted = {int(t) for row in drafted for t in row.tokens[row.from_draft]}
+    assert accepted <= set(np.asarray(head.draft_ids).tolist())
+
+
+def test_the_draft_vocabulary_is_what_the_target_writes_most(run):
+    settings, trained, place = run
+    files = sorted((place / "state" / "own_text").glob("*.jsonl"))
+    texts = [json.loads(line)["tokens"] for path in files for line in path.open()]
+    held_out = [index // 2 % 20 == 19 for index in range(len(texts))]
+    read = [text for text, out in zip(texts, held_out, strict=True) if not out]
+    counts = np.bincount(np.concatenate(read), minlength=CONFIG.vocab_size)
+    ids = np.asarray(trained.head.draft_ids)
+    assert len(ids) == settings.draft_vocab
+    assert np.all(np.diff(ids) > 0)
+    assert counts[ids].min() >= np.delete(counts, ids).max()
+    coverage = counts[ids].sum() / counts.sum()
+    assert trained.metrics["draft_vocab_coverage"] == round(float(coverage), 4)
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
+    settings, _, place = run
+
+    def interrupted(*args):
+        step = make_train_step(*args)
+
+        def or_stop(state, batch):
+            if int(state.step) == 7:
+                raise KeyboardInterrupt
+            return step(state, batch)
+
+        return or_stop
+
+    saving = dataclasses.replace(settings, pace=Pace(save_seconds=1e-9))
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxspec.training.run.make_train_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_eagle(saving, tmp_path / "state", console=QUIET)
+    train_eagle(settings, tmp_path / "state", tmp_path / "out", console=QUIET)
+    again, whole = (path / "out" / "model.safetensors" for path in (tmp_path, place))
+    assert again.read_bytes() == whole.read_bytes()
+
+
+def test_a_state_folder_belongs_to_one_run_of_one_target(run, folder, tmp_path):
+    settings, _, place = run
+    other = dataclasses.replace(settings, draft_vocab=40)
+    with pytest.raises(ValueError, match="draft_vocab: 48 before, 40 now"):
+        train_eagle(other, place / "state", console=QUIET)
+    lm = LMTrainingSettings(settings.sources, CONFIG, sequence_length=32)
+    with pytest.raises(ValueError, match="a run of another kind"):
+        train_lm(lm, place / "state", console=QUIET)
+    path = folder / "target" / "config.json"
+    before = path.read_text()
+    try:
+        path.write_text(before + "\n")
+        with pytest.raises(ValueError, match="differs in the files of 'target'"):
+            train_eagle(settings, place / "state", console=QUIET)
+    finally:
+        path.write_text(before)
+
+
+def test_a_head_is_for_its_own_target(run, tmp_path):
+    settings, trained, place = run
+    wider = CONFIG.replace(embed_dim=24)
+    network = Network(init_params(wider, jax.random.key(0)), wider)
+    with pytest.raises(CheckpointError, match=r"hidden_size is 16 in .* 24 in the target"):
+        load_eagle(place / "out", network)
+    model = dataclasses.replace(load(settings.target), network=network)
+    with pytest.raises(ValueError, match="width is 16, the target's 24"):
+        generate(model, [[0, 20]], drafter=Eagle.of(trained.head, TREE))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": "nowhere"}, "must be a model's folder"),
+        ({"sequence_length": 65}, r"at most the target's max_positions \(64\), got 65"),
+        ({"draft_vocab": 280}, r"below the target's vocabulary \(280\), got 280"),
+        ({"draft_vocab": 1}, "a node of the tree .paths. has 2 children"),
+        ({"version": 3}, "at least 7 layers; the target has 2"),
+        ({"version": 3, "taps": (1, 2)}, r"layers in 0\.\.1 of the target, got \(1, 2\)"),
+        ({"rows_per_batch": 0}, "rows_per_batch must be above 0"),
+        ({"version": 2}, "EAGLE-2 drafts with the heads of version 1"),
+        ({"taps": (0,)}, "taps are of EAGLE-3"),
+        ({"own_text": 0}, "nothing to learn from"),
+        ({"noise": -1.0}, "noise must be 0 or more"),
+        ({"paths": ()}, "at least one node"),
+    ],
+)
+def test_what_does_not_fit_is_named_before_anything_is_done(folder, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train_eagle(settings_for(folder, **changes), tmp_path / "state", console=QUIET)
+    assert not (tmp_path / "state").exists()
+
+
+def test_the_targets_folder_is_not_written_over(folder, tmp_path):
+    with pytest.raises(ValueError, match="the target's own folder"):
+        train_eagle(settings_for(folder), tmp_path, folder / "target", console=QUIET)
+
+
+# States on disk
+
+
+def sequences_of(count: int, first: int) -> Sequences:
+    tokens = np.arange(first, first + 3 * count, dtype=np.int32).reshape(count, 3)
+    return Sequences(
+        tokens, np.ones_like(tokens), np.tile(np.arange(3, dtype=np.int32), (count, 1))
+    )
+
+
+def states_of(sequences: Sequences) -> TargetStates:
+    tokens = jax.numpy.asarray(sequences.tokens, jax.numpy.bfloat16)
+    return TargetStates(
+        tokens[:, :, None] * jax.numpy.ones((1, 1, 4)), tokens[:, :, None][:, :, :0]
+    )
+
+
+def test_states_are_computed_once_and_survive_an_interruption(tmp_path):
+    parts = {"a": sequences_of(5, 0), "b": sequences_of(2, 40)}
+    calls = []
+
+    def observe(sequences):
+        if isinstance(sequences.tokens, np.ndarray):  # not when shapes are asked for
+            calls.append(len(sequences.tokens))
+            if len(calls) == 4:
+                raise KeyboardInterrupt
+        return states_of(sequences)
+
+    with pytest.raises(KeyboardInterrupt):
+        cached_states(observe, parts, 2, tmp_path, QUIET)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    for _ in range(2):
+        cached = cached_states(observe, parts, 2, tmp_path, QUIET)
+        for name, part in parts.items():
+            expected = states_of(part)
+            assert cached[name].features.dtype == expected.features.dtype
+            np.testing.assert_array_equal(cached[name].features, expected.features)
+            assert cached[name].taps.shape == (len(part.tokens), 3, 0)
+            np.testing.assert_array_equal(cached[name].tokens, part.tokens)
+    assert calls == [2] * 5  # three batches of the first part, one of the other, done twice
+
+
+def test_a_disk_without_room_is_noticed_before(tmp_path, monkeypatch):
+    usage = argparse.Namespace(free=10)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(ValueError, match="leave out cache_features"):
+        cached_states(states_of, {"a": sequences_of(5, 0)}, 2, tmp_path, QUIET)
+
+
+# Settings and the command line
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    eagle_command.add_arguments(parser)
+    return eagle_command.settings_from_arguments(parser.parse_args(["--out", "x", *arguments]))
+
+
+def test_flags_become_settings(tmp_path):
+    tree = tmp_path / "tree.json"
+    tree.write_text(json.dumps({"paths": [[0], [0, 0]]}))
+    settings = parsed(
+        "--target", "t", "--data", "notes=notes.txt", "--version", "3", "--taps", "1,3,5",
+        "--draft-vocab", "1024", "--cache-features", "--tree", str(tree), "--steps", "9",
+        "--optimizer", "adamw", "--unroll", "3",
+    )  # fmt: skip
+    assert (settings.version, settings.taps, settings.num_unrolled) == (3, (1, 3, 5), 3)
+    assert (settings.draft_vocab, settings.cache_features) == (1024, True)
+    assert (settings.own_text, settings.sources_weight) == (2000, 0.0)
+    assert settings.paths == ((0,), (0, 0))
+    assert (settings.num_steps, settings.minutes) == (9, None)
+    plain = json.loads(json.dumps(settings_to_json(settings)))
+    assert settings_from_json(plain, EagleTrainingSettings) == settings
+
+
+def test_wrong_flags_are_named(tmp_path):
+    with pytest.raises(ValueError, match="--target FOLDER"):
+        parsed("--data", "notes=notes.txt")
+    tree = tmp_path / "tree.json"
+    tree.write_text("[0, 1]")
+    with pytest.raises(ValueError, match=r"--tree .* list of rank paths"):
+        parsed("--target", "t", "--data", "notes=notes.txt", "--tree", str(tree))
