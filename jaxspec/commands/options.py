@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 from jaxspec.checkpoint import Model, load
 from jaxspec.core.types import Drafter
-from jaxspec.drafters import DraftModel, LoadedDrafter, PromptLookup
+from jaxspec.drafters import (
+    PUBLISHED_SKIPS,
+    DraftModel,
+    LayerSkip,
+    LoadedDrafter,
+    PromptLookup,
+    published_skips,
+)
 from jaxspec.generation import GenerationConfig
 
 
@@ -170,10 +177,25 @@ def _draft_model(args: argparse.Namespace, settings: Mapping[str, Any]) -> Loade
     return DraftModel.of(load(source, dtype=args.dtype), **settings)
 
 
+def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any]) -> LayerSkip:
+    del args
+    settings = dict(settings)
+    source = settings.pop("skips", None)
+    if source is None:
+        raise ValueError(
+            "--drafter layer-skip needs layer-skip:skips=FILE, a result of `jaxspec tune skips`, "
+            f"or a published set: {', '.join(PUBLISHED_SKIPS)}."
+        )
+    if source in PUBLISHED_SKIPS:
+        return LayerSkip(published_skips(source), **settings)
+    return LayerSkip.read(source, **settings)
+
+
 # The only place where drafters have names: the kinds of their settings, and how they are built.
 DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
     "lookup": ({"num_speculative_tokens": int, "max_ngram": int, "match": str}, _lookup),
     "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
+    "layer-skip": ({"num_speculative_tokens": int, "threshold": float, "skips": str}, _layer_skip),
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.cache import empty_layer, write
@@ -152,6 +153,8 @@ class LayerSkip:
                     f"drafter: skip.{name} must have {params.target.num_layers} entries, one per "
                     f"layer of the target, got {len(entries)}."
                 )
+            if not np.isin(np.asarray(entries), (0, 1)).all():
+                raise ValueError(f"drafter: skip.{name} must hold 0 or 1 for each layer.")
 
     @classmethod
     def of(cls, skip: Skips, **settings: Any) -> LoadedDrafter:

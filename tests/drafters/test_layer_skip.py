@@ -275,6 +275,12 @@ def test_a_set_for_another_depth_is_refused(target):
         generate(Model(target), [1, 2], GenerationConfig(max_new_tokens=4), drafter)
 
 
+def test_an_array_that_is_not_of_zeros_and_ones_is_refused(target):
+    drafter = LayerSkip.of(Skips(jnp.zeros(8), jnp.full(8, 0.5)))
+    with pytest.raises(ValueError, match=r"skip.mlp must hold 0 or 1 for each layer"):
+        generate(Model(target), [1, 2], GenerationConfig(max_new_tokens=4), drafter)
+
+
 def test_rows_have_thresholds_of_their_own(target):
     """In one batch, and the same as alone."""
     drafter = LayerSkip(skips(*SETS["mid"]), threshold=0.3)

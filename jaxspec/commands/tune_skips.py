@@ -1,0 +1,291 @@
+"""`jaxspec tune skips`: which sub-layers the target should skip when it drafts for itself."""
+
+import argparse
+import importlib.util
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxspec.checkpoint import Model
+from jaxspec.commands.options import add_model_arguments, announce, load_model
+from jaxspec.drafters import LayerSkip
+from jaxspec.generation import GenerationConfig, generate
+
+METHODS = ("bayes", "random", "greedy")
+# Where an exit is worth trying; 0 never exits.
+THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec tune skips`."""
+    parser.description = (
+        "Searches the attention and MLP sub-layers to skip in drafting (Draft & Verify), on "
+        "held-out rows of training text. Running the same command again goes on from the trace; "
+        "with more --evaluations it searches on. `generate --drafter layer-skip:skips=FILE` "
+        "drafts with what it found."
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for skips.json, trace.jsonl and search.png"
+    )
+    data = parser.add_argument_group("text, of which the held-out part is read")
+    data.add_argument(
+        "--data-folder", type=Path, help="holds gsm8k/train.jsonl.gz and mbpp/train.jsonl.gz"
+    )
+    data.add_argument("--data", action="append", default=[], metavar="NAME=PATH")
+    data.add_argument("--template", action="append", default=[], metavar="NAME=TEXT")
+    data.add_argument("--rows", type=int, default=16, metavar="N", help="default: %(default)s")
+    data.add_argument(
+        "--prompt-tokens", type=int, default=64, metavar="N", help="default: %(default)s"
+    )
+    data.add_argument(
+        "--new-tokens", type=int, default=96, metavar="N", help="default: %(default)s"
+    )
+    data.add_argument(
+        "--text",
+        choices=("own", "given"),
+        default="own",
+        help="judge drafts of what the model itself writes after each prompt (default), or of what "
+        "stands there",
+    )
+    tune = parser.add_argument_group("search")
+    tune.add_argument(
+        "--method", choices=METHODS, action="append", help="repeatable (default: bayes)"
+    )
+    tune.add_argument(
+        "--objective",
+        choices=("expected", "measured"),
+        default="expected",
+        help="seconds per token: computed from drafts on fixed text and measured costs (default), "
+        "or measured in decoding, which compiles every set",
+    )
+    tune.add_argument(
+        "--evaluations", type=int, default=200, metavar="N", help="default: %(default)s"
+    )
+    tune.add_argument(
+        "--seeds", type=int, default=1, metavar="N", help="searches of each random method"
+    )
+    tune.add_argument(
+        "--num-speculative-tokens", type=int, default=8, metavar="K", help="default: %(default)s"
+    )
+    tune.add_argument(
+        "--threshold",
+        type=float,
+        metavar="P",
+        help="of the exit (default: the best of several; 0.8 if measured)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Searches as the arguments say and writes what was found; 0 when it is there."""
+    # Imported here, so that other commands do not wait for optax and Orbax.
+    from jaxspec.training import skip_search
+    from jaxspec.training.skip_objective import (
+        Costs,
+        ExpectedSeconds,
+        MeasuredSeconds,
+        check_window,
+        costs_from,
+        given_window,
+        held_out_rows,
+        measure_costs,
+        own_window,
+    )
+
+    _check_counts(args)
+    methods = tuple(dict.fromkeys(args.method or METHODS[:1]))
+    if "bayes" in methods and importlib.util.find_spec("bayes_opt") is None:
+        raise ValueError(f"--method bayes: {skip_search.NEEDS_EXTRA}")
+    thresholds = _thresholds(args)
+    model = load_model(args)
+    check_window(model, args.prompt_tokens + args.new_tokens)
+    length = args.prompt_tokens + (args.new_tokens if args.text == "given" else 0)
+    # As many again are for the check at the end.
+    rows = held_out_rows(model, _sources(args), length, 2 * args.rows)
+    rows, fresh = rows[::2], [row[: args.prompt_tokens] for row in rows[1::2]]
+    prompts = [row[: args.prompt_tokens] for row in rows]
+    about = {
+        "model": skip_search.fingerprint(model.network),
+        "objective": args.objective,
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "thresholds": thresholds,
+        "text": args.text,
+        "new_tokens": args.new_tokens,
+        "rows": [row.tolist() for row in rows],
+    }
+    announce(
+        model=args.model,
+        sub_layers=2 * model.config.num_layers,
+        text=f"{args.rows} rows of {args.prompt_tokens} + {args.new_tokens} tokens, {args.text}",
+        methods=", ".join(methods),
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    depth = args.num_speculative_tokens
+    trace = skip_search.Trace(
+        args.out / "trace.jsonl",
+        model.config.num_layers,
+        about,
+        lambda: measure_costs(model.network, depth).as_dict(),
+    )
+    costs: Costs = costs_from(trace.measured)
+    if args.objective == "measured":
+        objective = MeasuredSeconds(model, prompts, args.new_tokens, depth, thresholds[0])
+    else:
+        window = (
+            own_window(model, prompts, args.new_tokens)
+            if args.text == "own"
+            else given_window(model, rows, args.prompt_tokens)
+        )
+        objective = ExpectedSeconds(model.network, window, costs, depth, thresholds)
+
+    histories: dict[str, Sequence[skip_search.Evaluation]] = {}
+    for method in methods:
+        for seed in range(1 if method == "greedy" else args.seeds):
+            name = f"{method} {seed}"
+            with _Bar(name, args.evaluations) as watch:
+                histories[name] = skip_search.search(
+                    objective,
+                    skip_search.METHODS[method],
+                    args.evaluations,
+                    trace,
+                    name,
+                    seed=seed,
+                    watch=watch,
+                )
+    best = skip_search.best_of([each for history in histories.values() for each in history])
+    facts = {
+        "plain_seconds_per_token": costs.passes[1],
+        "found_by": [name for name, history in histories.items() if best in history],
+        "evaluations": {name: len(history) for name, history in histories.items()},
+        "model": about["model"],
+        "objective": args.objective,
+    }
+    skip_search.write_result(args.out, best, depth, facts)
+    skip_search.draw_searches(args.out / "search.png", histories)
+    _report(histories, best, costs)
+    drafter = LayerSkip.read(args.out / "skips.json")
+    _check(model, drafter, {"these": prompts, "other": fresh}, args.new_tokens)
+    print(f"wrote {args.out / 'skips.json'}", file=sys.stderr)
+    return 0
+
+
+def _check_counts(args: argparse.Namespace) -> None:
+    for name in ("rows", "prompt_tokens", "new_tokens", "evaluations", "seeds"):
+        if getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be at least 1, got {getattr(args, name)}.")
+    # Out of range, these are refused by the drafter's own words.
+    LayerSkip(None, args.num_speculative_tokens, args.threshold or 0.0)
+
+
+def _thresholds(args: argparse.Namespace) -> tuple[float, ...]:
+    if args.threshold is not None:
+        return (args.threshold,)
+    return (0.8,) if args.objective == "measured" else THRESHOLDS
+
+
+def _sources(args: argparse.Namespace):
+    from jaxspec.training.command import sources_from_arguments
+
+    sources = sources_from_arguments(argparse.Namespace(**vars(args), weight=[]))
+    if not sources:
+        raise ValueError("No text to search on: give --data-folder FOLDER or --data NAME=PATH.")
+    return sources
+
+
+class _Bar:
+    """A bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, name: str, total: int):
+        self.console = Console(stderr=True, highlight=False)
+        self.bar = Progress(
+            TextColumn(name),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self.name, self.total = name, total
+        self.task = self.bar.add_task("", total=total, figures="compiling")
+
+    def __enter__(self):
+        self.bar.start()
+        return self.watch
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.stop()
+
+    def watch(self, history: Sequence[Any]) -> None:
+        figures = f"best {1e3 * min(each.seconds for each in history):.3f} ms/token"
+        self.bar.update(self.task, completed=len(history), figures=figures)
+        if not self.console.is_terminal and len(history) % 25 == 0:
+            self.console.print(f"{self.name}: {len(history)}/{self.total}  {figures}")
+
+
+def _report(histories: Mapping[str, Sequence[Any]], best: Any, costs: Any) -> None:
+    """The arithmetic behind the best set, and what every method came to."""
+    plain = costs.passes[1]
+    for method in METHODS:
+        found = [
+            min(each.seconds for each in history)
+            for name, history in histories.items()
+            if name.split()[0] == method
+        ]
+        if found:
+            print(
+                f"{method}: {1e3 * statistics.median(found):.3f} ms/token, median of {len(found)} "
+                f"searches ({1e3 * min(found):.3f} to {1e3 * max(found):.3f})"
+            )
+    kept = [len(part) - sum(part) for part in best.skip]
+    draft = costs.draft_token(*kept)
+    worth = best.worth
+    passes = worth.seconds_per_token * worth.tau - worth.drafted * draft
+    print(
+        f"best: skips {sum(best.skip.attention)} attention and {sum(best.skip.mlp)} MLP sub-layers "
+        f"of {len(best.skip.mlp)} each; exit below {worth.threshold:g}\n"
+        f"a draft token costs {1e3 * draft:.3f} ms, {draft / plain:.2f} of a plain pass "
+        f"({1e3 * plain:.3f} ms); {worth.drafted:.2f} drafted a step, "
+        f"{worth.acceptance_rate:.2f} of them accepted\n"
+        f"tau {worth.tau:.2f} (bonus token included); a step: {1e3 * worth.drafted * draft:.2f} ms "
+        f"of drafting and a pass of {1e3 * passes:.2f} ms\n"
+        f"expected: {1e3 * worth.seconds_per_token:.3f} ms/token, "
+        f"{plain / worth.seconds_per_token:.2f}x plain decoding"
+    )
+
+
+def _check(
+    model: Model,
+    drafter: LayerSkip,
+    prompts: Mapping[str, Sequence[Any]],
+    max_new_tokens: int,
+) -> None:
+    """What decoding itself does, on the prompts of the search and on others."""
+    config = GenerationConfig(max_new_tokens=max_new_tokens)
+    for name, some in prompts.items():
+        if not some:
+            continue
+        # One prompt at a time. The first call compiles; the tokens must be the same anyway.
+        runs = [
+            [generate(model, prompt, config, method) for prompt in some]
+            for method in (None, drafter)
+        ]
+        plain, drafted = (
+            sum(result.metrics.seconds or 0.0 for result in results) for results in runs
+        )
+        same = sum(np.array_equal(a[0].tokens, b[0].tokens) for a, b in zip(*runs, strict=True))
+        tokens, steps = (
+            sum(getattr(result.metrics, field) for result in runs[1])
+            for field in ("num_tokens", "num_verify_steps")
+        )
+        print(
+            f"measured on {name} prompts ({len(some)}): tau {tokens / steps:.2f} (bonus token "
+            f"included), {plain / drafted:.2f}x plain decoding, {same} outputs identical"
+        )

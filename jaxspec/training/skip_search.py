@@ -1,0 +1,315 @@
+"""Which sub-layers to skip: search over the sets of attention and MLP sub-layers.
+
+Zhang et al. 2024 search by Bayesian optimisation. Here every method is a function from what was
+evaluated so far to the next set. So a search that was killed goes on from its trace as if nothing
+had happened, and methods differ in nothing else: the same first sets, the same budget.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.files import replacing_files, write_json
+from jaxspec.drafters.skip_sets import skipped_layers, skips_of
+from jaxspec.models import Network, Skips
+from jaxspec.training.loop import History
+from jaxspec.training.skip_objective import Worth
+
+NEEDS_EXTRA = "Bayesian optimisation needs the extra `search`: pip install 'jaxspec[search]'."
+_LARGEST_SHARE = 0.75  # of sub-layers, that a random set skips
+# What Bayesian optimisation asks about: neighbours of so many sets, walks from each, random sets.
+_BEST = 5
+_WALKS = 60
+_DRAWS = 300
+_EXPLORATION = 1.0  # standard deviations
+
+
+class Evaluation(NamedTuple):
+    """One set and what it is worth."""
+
+    skip: Skips
+    worth: Worth
+
+    @property
+    def seconds(self) -> float:
+        return self.worth.seconds_per_token
+
+
+Objective = Callable[[Skips], Worth]
+Method = Callable[[Sequence[Evaluation], np.random.Generator], Skips | None]
+"""From the evaluations so far, at least one, to the next set; `None` where the method ends."""
+
+
+def uniform_sets(num_layers: int) -> list[Skips]:
+    """What every search begins with: nothing skipped, then every 4th, 3rd, 2nd layer.
+
+    The first and the last layer are kept: without either of them a network says little. (A search
+    may skip them all the same.)
+    """
+    inner = range(1, num_layers - 1)
+    every = [[layer for layer in inner if layer % step == step - 1] for step in (4, 3, 2)]
+    sets = [skips_of(num_layers, layers, layers) for layers in ([], *every)]
+    return list(dict.fromkeys(sets))  # shallow networks have fewer
+
+
+def propose_random(history: Sequence[Evaluation], rng: np.random.Generator) -> Skips | None:
+    """Draws a share of sub-layers to skip, up to three quarters, then which."""
+    seen = {evaluation.skip for evaluation in history}
+    size = 2 * len(history[0].skip.attention)
+    for _ in range(1000):
+        share = rng.uniform(0, _LARGEST_SHARE)
+        skip = _from_bits(rng.uniform(size=size) < share)
+        if skip not in seen:
+            return skip
+    return None
+
+
+def propose_greedily(history: Sequence[Evaluation], rng: np.random.Generator) -> Skips | None:
+    """Goes from set to set by the best of all single changes, until none is for the better.
+
+    From the best of the first sets. A change skips one sub-layer more or one less.
+    """
+    del rng
+    seen = {evaluation.skip: evaluation.seconds for evaluation in history}
+    first = uniform_sets(len(history[0].skip.attention))
+    here = min(filter(seen.__contains__, first), key=seen.__getitem__)
+    while True:
+        neighbours = list(_neighbours(here))
+        for skip in neighbours:
+            if skip not in seen:
+                return skip
+        best = min(neighbours, key=seen.__getitem__)
+        if seen[best] >= seen[here]:
+            return None
+        here = best
+
+
+def propose_by_bayes(history: Sequence[Evaluation], rng: np.random.Generator) -> Skips | None:
+    """The set that a Gaussian process over all sets so far thinks best, at a confidence bound.
+
+    It predicts the logarithm of the seconds. Asked about are neighbours of the best sets, at one
+    change and at several, and random sets: among corners of a cube, going along a gradient, as for
+    numbers, mostly ends where it began.
+
+    Raises:
+        ImportError: the package `bayesian-optimization` is not installed.
+    """
+    try:
+        from bayes_opt import BayesianOptimization
+        from sklearn.gaussian_process.kernels import Matern
+    except ImportError:
+        raise ImportError(NEEDS_EXTRA) from None
+    asked = sorted(_asked(history, rng))
+    if not asked:
+        return None
+    names = [f"{index:04d}" for index in range(len(_bits(history[0].skip)))]
+    optimizer = BayesianOptimization(
+        None, {name: (0.0, 1.0) for name in names}, random_state=0, verbose=0
+    )
+    kernel = Matern(length_scale=math.sqrt(len(names)), length_scale_bounds=(0.3, 100.0), nu=2.5)
+    optimizer.set_gp_params(kernel=kernel, alpha=1e-4, n_restarts_optimizer=0)
+
+    def named(skip: Skips) -> dict[str, float]:
+        return dict(zip(names, map(float, _bits(skip)), strict=True))
+
+    for evaluation in history:
+        optimizer.register(named(evaluation.skip), -math.log(evaluation.seconds))
+    mean, spread = optimizer.predict([named(skip) for skip in asked], return_std=True)
+    return asked[int(np.argmax(mean + _EXPLORATION * spread))]
+
+
+METHODS: dict[str, Method] = {
+    "bayes": propose_by_bayes,
+    "random": propose_random,
+    "greedy": propose_greedily,
+}
+
+
+def _asked(history: Sequence[Evaluation], rng: np.random.Generator) -> set[Skips]:
+    size = len(_bits(history[0].skip))
+    asked = set()
+    for evaluation in sorted(history, key=lambda each: each.seconds)[:_BEST]:
+        asked.update(_neighbours(evaluation.skip))
+        bits = _bits(evaluation.skip)
+        for _ in range(_WALKS):
+            changed = rng.uniform(size=size) < rng.choice([2, 3, 4, 6]) / size
+            asked.add(_from_bits(bits ^ changed))
+    for _ in range(_DRAWS):
+        asked.add(_from_bits(rng.uniform(size=size) < rng.uniform(0, _LARGEST_SHARE)))
+    return asked - {evaluation.skip for evaluation in history}
+
+
+def _bits(skip: Skips) -> np.ndarray:
+    return np.array([*skip.attention, *skip.mlp], bool)
+
+
+def _from_bits(bits: np.ndarray) -> Skips:
+    attention, mlp = np.split(bits, 2)
+    return Skips(tuple(attention.tolist()), tuple(mlp.tolist()))
+
+
+def _neighbours(skip: Skips) -> Iterator[Skips]:
+    bits = _bits(skip)
+    for index in range(len(bits)):
+        changed = bits.copy()
+        changed[index] ^= True
+        yield _from_bits(changed)
+
+
+class Trace:
+    """The evaluations of some searches, a line of JSON each, in a file that outlives them.
+
+    The first line says what was searched; a trace of something else is refused. It also keeps what
+    was measured on the way, so that a search that goes on is about the same numbers.
+
+    Attributes:
+        measured: what `measure` gave when the trace began.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        num_layers: int,
+        about: Mapping[str, Any],
+        measure: Callable[[], Any] = lambda: None,
+    ):
+        """Opens a trace, or begins one.
+
+        Args:
+            path: of the file.
+            num_layers: of the network.
+            about: what the evaluations depend on, plain values.
+            measure: gives plain values; called where the trace begins.
+
+        Raises:
+            ValueError: the file is a trace of another model, or of other settings.
+        """
+        self._history = History(path)
+        # A killed search may have left half a line, which must not stay in the middle.
+        self._history.rewind(len(self._history.records))
+        about = json.loads(json.dumps({"num_layers": num_layers, **about}))
+        if not self._history.records:
+            self._history.add(step=0, about=about, measured=measure())
+        known = self._history.records[0].get("about", {})
+        different = sorted(
+            name for name in known.keys() | about.keys() if known.get(name) != about.get(name)
+        )
+        if different:
+            raise ValueError(
+                f"{path} is the trace of another search: {', '.join(different)} differ. Name "
+                "another folder, or move the trace away."
+            )
+        self.num_layers = num_layers
+        self.measured = json.loads(json.dumps(self._history.records[0]["measured"]))
+
+    def evaluations(self, name: str) -> list[Evaluation]:
+        """Those of the search of that name, in order."""
+        return [
+            Evaluation(
+                skips_of(self.num_layers, record["attention"], record["mlp"]),
+                Worth(**record["worth"]),
+            )
+            for record in self._history.records[1:]
+            if record["search"] == name
+        ]
+
+    def add(self, name: str, evaluation: Evaluation) -> None:
+        self._history.add(
+            step=len(self._history.records),
+            search=name,
+            **skipped_layers(evaluation.skip),
+            worth=evaluation.worth._asdict(),
+        )
+
+
+def search(
+    objective: Objective,
+    method: Method,
+    num_evaluations: int,
+    trace: Trace,
+    name: str,
+    *,
+    seed: int = 0,
+    watch: Callable[[Sequence[Evaluation]], None] = lambda history: None,
+) -> list[Evaluation]:
+    """Evaluates sets until the budget is used up or the method ends, from where the trace ends.
+
+    Args:
+        objective: the lower its seconds, the better.
+        method: one of `METHODS`.
+        num_evaluations: in all, those in the trace included.
+        trace: takes every evaluation.
+        name: of this search in the trace.
+        seed: of the method's draws.
+        watch: is shown all evaluations after each.
+    """
+    history = trace.evaluations(name)[:num_evaluations]
+    first = uniform_sets(trace.num_layers)
+    while len(history) < num_evaluations:
+        place = len(history)
+        rng = np.random.default_rng((seed, place))
+        skip = first[place] if place < len(first) else method(history, rng)
+        if skip is None:
+            break
+        history.append(Evaluation(skip, objective(skip)))
+        trace.add(name, history[-1])
+        watch(history)
+    return history
+
+
+def best_of(history: Sequence[Evaluation]) -> Evaluation:
+    return min(history, key=lambda evaluation: evaluation.seconds)
+
+
+def fingerprint(network: Network) -> str:
+    """Tells networks apart: a hash of the configuration and the beginning of every weight."""
+    digest = hashlib.sha256(repr(network.config).encode())
+    for leaf in jax.tree.leaves(network.params):
+        digest.update(np.asarray(leaf.reshape(-1)[:4096]).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def write_result(
+    folder: Path, best: Evaluation, num_speculative_tokens: int, facts: Mapping[str, Any]
+) -> None:
+    """Writes `skips.json`, which `LayerSkip.read` reads, with `facts` for people beside it."""
+    worth = best.worth
+    result = {
+        "num_layers": len(best.skip.attention),
+        **skipped_layers(best.skip),
+        "num_speculative_tokens": num_speculative_tokens,
+        "threshold": worth.threshold,
+        "seconds_per_token": worth.seconds_per_token,
+        "tau_bonus_included": worth.tau,
+        "drafted_per_step": worth.drafted,
+        "acceptance_rate_bonus_excluded": worth.acceptance_rate,
+        **facts,
+    }
+    with replacing_files(folder) as staging:
+        write_json(staging / "skips.json", json.loads(json.dumps(result)))
+
+
+def draw_searches(path: Path, histories: Mapping[str, Sequence[Evaluation]]) -> None:
+    """The best seconds so far by evaluation; nothing where matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, history in histories.items():
+        seconds = [1e3 * evaluation.seconds for evaluation in history]
+        numbers = range(1, len(seconds) + 1)
+        (line,) = axes.step(numbers, list(itertools.accumulate(seconds, min)), label=name)
+        axes.plot(numbers, seconds, ".", markersize=2, alpha=0.4, color=line.get_color())
+    axes.set(xlabel="evaluation", ylabel="milliseconds per token", yscale="log")
+    axes.legend(title="best so far")
+    with replacing_files(path.parent) as staging:
+        figure.savefig(staging / path.name, dpi=90)
