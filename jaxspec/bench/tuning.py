@@ -204,7 +204,8 @@ def measure_acceptance(
     Raises:
         ValueError: for a drafter that has no static tree, or if nothing was drafted.
     """
-    probing = with_tree(drafter, probe_paths() if paths is None else paths)
+    paths = probe_paths() if paths is None else paths
+    probing = with_tree(drafter, paths)
     steps, num_tokens = [], 0
     for prompt in prompts:
         advance("counting accepted drafts")
@@ -217,7 +218,7 @@ def measure_acceptance(
         source=(
             f"measured with {model.name}: {len(steps)} steps, {num_tokens} tokens, "
             f"{len(prompts)} prompts, temperature {(config or GenerationConfig()).temperature}, "
-            f"a probing tree of {len(probing.drafter.paths)} nodes"
+            f"a probing tree of {len(paths)} nodes"
         ),
     )
 

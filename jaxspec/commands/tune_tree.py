@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from pathlib import Path
+from pathlib import Path as FilePath
 
 import numpy as np
 from rich import box
@@ -15,6 +15,7 @@ from jaxspec.bench.tuning import MeasuredTree, measure_acceptance, measure_trees
 from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.commands.options import add_model_arguments, announce, load_model
 from jaxspec.commands.tune_profile import add_tree_drafter_arguments, load_tree_drafter
+from jaxspec.core.tree import Path
 from jaxspec.generation import GenerationConfig
 from jaxspec.progress import progress_bar
 from jaxspec.trees import (
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "never what you evaluate on."
     )
     add_model_arguments(parser, required=False)
-    parser.add_argument("prompts", type=Path, nargs="?", metavar="PROMPTS.jsonl[.gz]")
+    parser.add_argument("prompts", type=FilePath, nargs="?", metavar="PROMPTS.jsonl[.gz]")
     add_tree_drafter_arguments(parser)
     parser.add_argument(
         "--profile",
@@ -86,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=FilePath,
         metavar="FOLDER",
         help="write tree.json, search.json, tree.png and cost.png (and acceptance.json, measured)",
     )
@@ -171,7 +172,7 @@ def _show(
     console: Console,
     found: TreeSearch,
     acceptance: AcceptanceTable,
-    measured: dict[tuple, MeasuredTree],
+    measured: dict[tuple[Path, ...], MeasuredTree],
 ) -> None:
     console.print(f"latency: {found.profile}")
     console.print(f"acceptance: {acceptance.source}")
@@ -196,7 +197,7 @@ def _show(
         console.print("Do not speculate here: no tree is worth its time.")
 
 
-def _ranking(found: TreeSearch, measured: dict[tuple, MeasuredTree]) -> Table:
+def _ranking(found: TreeSearch, measured: dict[tuple[Path, ...], MeasuredTree]) -> Table:
     table = Table(
         title="trees, fastest first; nodes exclude the root, tau includes the bonus token",
         title_justify="left",
@@ -236,7 +237,7 @@ def _error(predicted: Candidate, measured: MeasuredTree) -> float:
     return predicted.tokens_per_second / measured.tokens_per_second - 1
 
 
-def _errors(ranking: tuple[Candidate, ...], measured: dict[tuple, MeasuredTree]) -> str:
+def _errors(ranking: tuple[Candidate, ...], measured: dict[tuple[Path, ...], MeasuredTree]) -> str:
     errors = [abs(_error(each, measured[each.paths])) for each in ranking if each.paths in measured]
     return (
         f"predicted beside measured tokens/s of {len(errors)} trees: off by "
@@ -247,7 +248,7 @@ def _errors(ranking: tuple[Candidate, ...], measured: dict[tuple, MeasuredTree])
 def _drawing(best: Candidate, acceptance: AcceptanceTable) -> Drawing:
     """The tree in the terminal: ranks, and the chance that each node is accepted."""
     root = Drawing(f"root ({best.nodes} nodes below)")
-    branches = {(): root}
+    branches: dict[Path, Drawing] = {(): root}
     for path in sorted(best.paths, key=lambda path: (len(path), path)):
         label = f"rank {path[-1]}, accepted {acceptance.chance(path):.0%}"
         branches[path] = branches[path[:-1]].add(label)
@@ -279,10 +280,10 @@ def _sensitivity(profile: LatencyProfile, found: TreeSearch) -> Table:
 
 
 def _write(
-    folder: Path,
+    folder: FilePath,
     found: TreeSearch,
     acceptance: AcceptanceTable,
-    measured: dict[tuple, MeasuredTree],
+    measured: dict[tuple[Path, ...], MeasuredTree],
     measured_here: bool,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)

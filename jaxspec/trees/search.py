@@ -306,7 +306,7 @@ def likeliest_paths(acceptance: AcceptanceTable, limits: Limits) -> list[Path]:
         if known and depth < limits.depth:
             waiting[path] = chance_of_parent * acceptance.rate(tuple(parent), rank)
 
-    chances = {(): 1.0}
+    chances: dict[Path, float] = {(): 1.0}
     offer((0,), 1.0)
     while waiting and len(chosen) < limits.nodes:
         path = min(waiting, key=lambda path: (-waiting[path], len(path), path))
@@ -468,7 +468,7 @@ def _limits(
 
 
 def _seconds_of_shapes(trees: BestTrees, profile: LatencyProfile) -> Float[np.ndarray, " shapes"]:
-    later = np.arange(1, profile.max_batch + 1)
+    later = range(1, profile.max_batch + 1)
     each = [0.0, *(profile.draft_seconds([1, size]) - profile.draft_seconds([1]) for size in later)]
     first = profile.draft_seconds([1]) * (trees.batches[:, 0] > 0)
     deeper = np.asarray(each)[trees.batches[:, 1:]].sum(axis=1)
