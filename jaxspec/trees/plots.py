@@ -43,7 +43,7 @@ def plot_latency(profiles: Sequence[LatencyProfile], path: FilePath) -> None:
             budgets, profile.normalised(), spreads, fmt="none", color=line.get_color(), capsize=2
         )
         if profile.memory is not None:
-            curve, sizes = CachePressure.fitted(profile), np.arange(1, 65)
+            curve, sizes = CachePressure.fitted(profile), np.arange(1, 33)
             axes.plot(
                 sizes - 1,
                 curve.seconds(sizes) / curve.one_token,
@@ -55,9 +55,9 @@ def plot_latency(profiles: Sequence[LatencyProfile], path: FilePath) -> None:
         xlabel="budget: draft nodes, the root excluded",
         ylabel="T_target(budget + 1) / T_target(1)",
         xlim=(0, 64),
-        yscale="log",
+        ylim=(0, None),
     )
-    axes.grid(alpha=0.3, which="both")
+    axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     _save(figure, path)
 
