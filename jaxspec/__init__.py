@@ -6,6 +6,8 @@ from jaxspec.checkpoint import Model, Tokenizer, load, load_eagle, save
 from jaxspec.compilation import use_persistent_cache
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents, tree_from_paths
 from jaxspec.core.types import Tree
+from jaxspec.denoising import DenoiseConfig, DenoiseResult, denoise, denoise_stream
+from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import (
     DraftModel,
     Eagle,
@@ -24,6 +26,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
+    "DenoiseConfig",
+    "DenoiseResult",
     "DraftModel",
     "DrafterReport",
     "Eagle",
@@ -38,6 +42,7 @@ __all__ = [
     "NoDraft",
     "PromptLookup",
     "Score",
+    "SelfSpeculation",
     "StreamStep",
     "Tokenizer",
     "TraceStep",
@@ -45,6 +50,8 @@ __all__ = [
     "chain",
     "check_drafter",
     "compare",
+    "denoise",
+    "denoise_stream",
     "eagle_tree",
     "generate",
     "load",

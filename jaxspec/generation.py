@@ -251,10 +251,11 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
     """Scores every token of a text in one pass; unwarped, at least float32.
 
     Raises:
-        ValueError: for an empty or too long text, or ids out of range.
+        ValueError: for an empty or too long text, ids out of range, or a diffusion model.
     """
-    ids = _encode(model, tokens)
-    _check_ids(model, ids, "tokens", spare=0)
+    _check_causal(model)
+    ids = encode_prompt(model, tokens)
+    check_ids(model, ids, "tokens", spare=0)
     # Texts of similar lengths share a program; what follows a text does not reach back into it.
     padded = np.zeros(_bucket(len(ids)), np.int32)
     padded[: len(ids)] = ids
@@ -381,13 +382,14 @@ def prepare(
         raise ValueError(f"config must be a GenerationConfig, got {type(config).__name__}.")
     if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
         raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
+    _check_causal(model)
     _check_vocabulary(model, loaded)
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(Params(model.network, loaded.params))
     _check_penalties(model, config)
-    encoded = [_encode(model, prompt) for prompt in prompt_list(prompts)]
+    encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
     for index, ids in enumerate(encoded):
-        _check_ids(model, ids, f"prompts[{index}]")
+        check_ids(model, ids, f"prompts[{index}]")
     lengths = np.asarray([len(ids) for ids in encoded], np.int32)
     bucket = _bucket(int(lengths.max()))
     tokens = np.zeros((len(encoded), bucket), np.int32)
@@ -470,7 +472,12 @@ def prompt_list(prompts) -> list[PromptLike]:
     return [prompts] if single else list(prompts)
 
 
-def _encode(model: "Model", prompt: Any) -> list[int]:
+def encode_prompt(model: "Model", prompt: Any) -> list[int]:
+    """Token ids of text, chat messages or ids.
+
+    Raises:
+        ValueError: it is something else, or the model has no tokenizer or template for it.
+    """
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         return _tokenizer_of(model, "chat messages").encode_chat(prompt)
     if isinstance(prompt, str):
@@ -492,13 +499,18 @@ def _tokenizer_of(model: "Model", given: str) -> "Tokenizer":
     return model.tokenizer
 
 
-def _check_ids(model: "Model", ids: Sequence[int], name: str, spare: int = 1) -> None:
-    """Refuses ids that do not fit; `spare` places of the context must be left."""
+def check_ids(model: "Model", ids: Sequence[int], name: str, spare: int = 1) -> None:
+    """Refuses ids that do not fit; `spare` places of the context must be left.
+
+    Raises:
+        ValueError: there are none or too many, or one is not of the vocabulary.
+    """
     vocab, context = model.vocab_size, model.config.max_positions
     if not ids:
         raise ValueError(f"{name} is empty; give at least one token.")
     if len(ids) + spare > context:
-        left = ", and one place must be left to decode into" if spare else ""
+        places = "one place" if spare == 1 else f"{spare} places"
+        left = f", and {places} must be left to decode into" if spare else ""
         raise ValueError(
             f"{name} has {len(ids)} tokens; the context of {model.name} holds {context}{left}. "
             "Shorten it."
@@ -506,6 +518,14 @@ def _check_ids(model: "Model", ids: Sequence[int], name: str, spare: int = 1) ->
     wrong = [token for token in ids if not 0 <= token < vocab]
     if wrong:
         raise ValueError(f"{name} has ids outside 0..{vocab - 1}: {wrong[:5]}.")
+
+
+def _check_causal(model: "Model") -> None:
+    if model.config.diffusion is not None:
+        raise ValueError(
+            f"model: {model.name} is a diffusion language model and does not continue text token "
+            "by token; use `denoise`."
+        )
 
 
 def _check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:

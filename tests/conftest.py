@@ -14,7 +14,8 @@ from tests.shapes import checked
 os.environ.setdefault("JAXSPEC_CACHE", "off")
 # Before anything of `jaxspec` is imported.
 install_import_hook(
-    ("jaxspec.core", "jaxspec.drafters"), f"{checked.__module__}.{checked.__name__}"
+    ("jaxspec.core", "jaxspec.diffusion", "jaxspec.drafters"),
+    f"{checked.__module__}.{checked.__name__}",
 )
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

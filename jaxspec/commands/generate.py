@@ -12,6 +12,7 @@ from rich.console import Console
 from jaxspec.bench.compare import describe
 from jaxspec.checkpoint import Model
 from jaxspec.commands import EXIT_INTERRUPTED
+from jaxspec.commands.canvas import add_diffusion_arguments, check_none_given, fill_in
 from jaxspec.commands.live import LiveText, Pace, Sources, waiting, waiting_for_first
 from jaxspec.commands.options import (
     add_drafter_arguments,
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=False)
+    add_diffusion_arguments(parser)
     parser.set_defaults(late_argument="prompt")
 
 
@@ -65,6 +67,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("Give a PROMPT, - to read standard input, --file FILE, or --chat.")
     drafter = None if args.drafter is None else make_drafter(args.drafter, args)
     model = load_model(args)
+    if model.config.diffusion is not None:
+        return fill_in(args, model, prompt)
+    check_none_given(args)
     announce(model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
     session = Session(model, config, drafter, args.seed)
     if args.chat or prompt is None:

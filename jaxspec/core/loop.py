@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int
 from jaxspec.core.cache import pad_slots
 from jaxspec.core.decode import Prompt, begin, samples_of, speculative_step
 from jaxspec.core.stopping import StopAutomaton
-from jaxspec.core.types import DecodeState, Drafter, Info, Params, StepFn, Stop
+from jaxspec.core.types import DecodeState, Drafter, Info, Params, StateT, StepFn, Stop
 
 SLOTS_MULTIPLE = 64
 
@@ -26,15 +26,15 @@ Progress = tuple[Bool[Array, ""], Int[Array, ""]]
 def run(
     step: StepFn,
     params: Params,
-    states: DecodeState,
-    goes_on: Callable[[DecodeState], Bool[Array, ""]],
-) -> DecodeState:
-    """Repeats `step` on a batch of rows while `goes_on(states)`.
+    states: StateT,
+    goes_on: Callable[[StateT], Bool[Array, ""]],
+) -> StateT:
+    """Repeats `step` on a batch of rows while `goes_on(states)`: any decoder's step and states.
 
     The loop stays outside every map: a map over it would select whole caches at each step.
     """
 
-    def advance(states: DecodeState) -> DecodeState:
+    def advance(states: StateT) -> StateT:
         states, _ = step(params, states)
         return states
 

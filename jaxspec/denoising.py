@@ -1,0 +1,476 @@
+"""`denoise` and `denoise_stream`: prompts in, text out of a diffusion language model.
+
+Passing `speculation=` is the only difference between stepwise and self-speculative decoding:
+stepwise decoding is the same program with no drafts.
+"""
+
+import dataclasses
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.memory import check_cache_fits
+from jaxspec.core.types import Params, Stop
+from jaxspec.diffusion.denoise import CACHES, Plan
+from jaxspec.diffusion.self_speculative import (
+    STEPWISE,
+    Outcome,
+    Request,
+    SelfSpeculation,
+    begin_stream,
+    denoise_rows,
+    step_stream,
+)
+from jaxspec.diffusion.unmask import (
+    ORDERS,
+    EvenPace,
+    LinearPace,
+    Pace,
+    Rules,
+    ThresholdPace,
+    linear_shares,
+)
+from jaxspec.generation import PromptLike, check_ids, encode_prompt, prompt_list
+from jaxspec.result import FINISH_REASONS
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model, Tokenizer
+
+SCHEDULES = ("even", "linear")
+_SLOTS_MULTIPLE = 32
+_DEFAULT_BLOCK = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseConfig:
+    """How to fill in masks.
+
+    Attributes:
+        max_new_tokens: masks after each prompt.
+        block_length: filled in before the next block is begun; must divide `max_new_tokens`.
+            `None` takes the network's own, or 32, or all if that is less.
+        steps: decisions in all, spread evenly over the blocks; `None` for one per token.
+        schedule: "even" spreads a block's masks over its steps; "linear" goes by time as Dream
+            does, and fills in what is left at the block's last step.
+        threshold: fill in all tokens at least this probable, and at least one, in each step,
+            however many steps that takes (Fast-dLLM). LOSSY: other tokens than one per step gives.
+        order: which slots come first: "low_confidence" (the surest ones; named as LLaDA names it,
+            after those it masks again), "random", or Dream's "entropy", "topk_margin" and
+            "maskgit_plus".
+        temperature: 0 (the default) takes the likeliest tokens. One, or one for each prompt.
+        guidance: of classifier-free guidance; 0 is none. Takes a second pass.
+        cache: what is kept between passes: "none" (exact), "blocks" (exact, for networks that are
+            causal over blocks), "prefix" or "dual" (APPROXIMATE, for the others). `None` takes the
+            exact one that does least.
+        stop_token_ids: a row ends with the first of these; `None` takes the model's own, `()` none.
+        allow_mask_token: the mask itself may be chosen, as in the published programs; such slots
+            stay masked.
+
+    Raises:
+        ValueError: naming the argument that is out of range.
+    """
+
+    max_new_tokens: int = 128
+    block_length: int | None = None
+    steps: int | None = None
+    schedule: str = "even"
+    eps: float = 1e-3
+    threshold: float | None = None
+    order: str = "low_confidence"
+    temperature: float | Sequence[float] = 0.0
+    guidance: float = 0.0
+    cache: str | None = None
+    stop_token_ids: Sequence[int] | None = None
+    allow_mask_token: bool = False
+
+    def __post_init__(self):
+        for name in ("max_new_tokens", "block_length", "steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int | np.integer) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        for name, known in (("order", tuple(ORDERS)), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}.")
+        if self.cache is not None and self.cache not in CACHES:
+            raise ValueError(f"cache must be one of {CACHES}, or None, got {self.cache!r}.")
+        if not 0 < self.eps < 1:
+            raise ValueError(f"eps must be in (0, 1), got {self.eps}.")
+        if not np.all(np.isfinite(self.temperature)) or np.min(self.temperature) < 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}.")
+        if not np.isfinite(self.guidance) or self.guidance < 0:
+            raise ValueError(f"guidance must be at least 0, got {self.guidance}.")
+        if self.threshold is not None:
+            self._check_threshold(self.threshold)
+
+    def _check_threshold(self, threshold: float) -> None:
+        if not 0 < threshold <= 1:
+            raise ValueError(f"threshold must be in (0, 1], got {threshold}.")
+        if self.steps is not None or self.schedule != "even":
+            raise ValueError("threshold: decides how many steps there are; leave out steps.")
+        if self.order not in ("low_confidence", "maskgit_plus"):
+            raise ValueError(
+                "threshold: is a probability, so order must be 'low_confidence' or 'maskgit_plus', "
+                f"got {self.order!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Denoised:
+    """One filled-in continuation of one prompt.
+
+    Attributes:
+        prompt_tokens: ids of the prompt.
+        tokens: ids after it, up to the stop id if there is one.
+        text: their text, special tokens left out; `None` without a tokenizer.
+        finish_reason: "stop_token", "length", or "not_finite" (the network gave no usable logits).
+        num_calls: passes that it took part in, without the one that reads a prompt's whole blocks.
+        num_canvases: canvases that those read; as many as calls without speculation.
+        drafted: entry i counts the passes that i drafted decisions came with.
+        accepted: entry i counts the passes that confirmed i of them.
+    """
+
+    prompt_tokens: np.ndarray
+    tokens: np.ndarray
+    text: str | None
+    finish_reason: str
+    num_calls: int
+    num_canvases: int
+    drafted: np.ndarray
+    accepted: np.ndarray
+
+    @property
+    def tokens_per_call(self) -> float:
+        """Tokens of the text over passes; at one token per step, stepwise decoding gives 1."""
+        return len(self.tokens) / max(self.num_calls, 1)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Confirmed over drafted decisions; `None` if none was drafted."""
+        counts = np.arange(len(self.drafted))
+        drafted = int(self.drafted @ counts)
+        return None if drafted == 0 else int(self.accepted @ counts) / drafted
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseResult(Sequence[Denoised]):
+    """Rows in order of prompts."""
+
+    rows: tuple[Denoised, ...]
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def texts(self) -> list[str | None]:
+        return [row.text for row in self.rows]
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        return [row.tokens for row in self.rows]
+
+
+def denoise(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: DenoiseConfig | None = None,
+    speculation: SelfSpeculation | None = None,
+    seed: int = 0,
+) -> DenoiseResult:
+    """Continues prompts with a diffusion language model, in one compiled program.
+
+    Args:
+        model: from `load`: LLaDA, Dream, SDAR and their kin.
+        prompts: one prompt or several: a string, token ids, or chat messages.
+        config: how to fill in masks.
+        speculation: drafts several decisions ahead and checks them in one pass (`SelfSpeculation`);
+            the output is that of stepwise decoding. `None` decodes stepwise.
+        seed: of the randomness. A row depends on it and its place among the prompts.
+
+    Raises:
+        ValueError: for a causal model, settings that do not fit the model or each other, an empty
+            or too long prompt, or one that holds the mask.
+    """
+    request = prepare_denoising(model, prompts, config or DenoiseConfig(), speculation, seed)
+    return request.result(request.denoise())
+
+
+class DenoiseStep(NamedTuple):
+    """What one step did to a row.
+
+    tokens: the slots after the prompt before the step's pass; masks where nothing is decided.
+    drafts: further canvases that the pass read, each with one more decision drafted.
+    num_accepted: how many of those were kept.
+    """
+
+    tokens: np.ndarray
+    drafts: np.ndarray
+    num_accepted: int
+
+
+def denoise_stream(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: DenoiseConfig | None = None,
+    speculation: SelfSpeculation | None = None,
+    seed: int = 0,
+) -> Generator[list[DenoiseStep | None], None, DenoiseResult]:
+    """The same decoding step by step: one entry per row, `None` for rows that have ended.
+
+    Returns the `DenoiseResult` (the value of `yield from`). Args and errors: as for `denoise`.
+    """
+    request = prepare_denoising(model, prompts, config or DenoiseConfig(), speculation, seed)
+    states = begin_stream(request.params, request.requests, plan=request.plan)
+    while True:
+        running = np.asarray(states.canvas.stop) == Stop.RUNNING
+        if not running.any():
+            return request.result(Outcome(states.canvas, states.stats))
+        states, info = step_stream(
+            request.params, states, plan=request.plan, speculation=request.speculation
+        )
+        info: Any = jax.device_get(info)
+        canvases = request.continuations(info.canvases)
+        yield [
+            DenoiseStep(
+                canvases[row][0],
+                canvases[row][1 : info.num_drafted[row] + 1],
+                int(info.num_accepted[row]),
+            )
+            if running[row]
+            else None
+            for row in range(len(running))
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseRequest:
+    """A call of `denoise`, checked and turned into arrays."""
+
+    params: Params
+    requests: Request
+    plan: Plan
+    speculation: SelfSpeculation
+    tokenizer: "Tokenizer | None"
+
+    def denoise(self) -> Outcome:
+        return denoise_rows(
+            self.params, self.requests, plan=self.plan, speculation=self.speculation
+        )
+
+    def continuations(self, canvases: np.ndarray) -> list[np.ndarray]:
+        """Of each row's canvases, what stands after its prompt."""
+        lengths = np.asarray(self.requests.length)
+        return [
+            row[..., length : length + self.plan.max_new]
+            for row, length in zip(canvases, lengths, strict=True)
+        ]
+
+    def result(self, outcome: Outcome) -> DenoiseResult:
+        outcome = jax.device_get(outcome)
+        filled = self.continuations(np.asarray(outcome.canvas.tokens))
+        return DenoiseResult(tuple(self._row(row, ids, outcome) for row, ids in enumerate(filled)))
+
+    def _row(self, row: int, filled: np.ndarray, outcome: Outcome) -> Denoised:
+        stats: Any = outcome.stats
+        stop = Stop(int(np.asarray(outcome.canvas.stop)[row]))
+        # What was decided past the length asked for, or past a stop id, is not part of the text.
+        ends = np.flatnonzero(np.isin(filled, self.requests.stop_ids[row]))
+        masks = np.flatnonzero(filled == self.plan.rules.mask_token_id)
+        if stop == Stop.NOT_FINITE:
+            filled = filled[: masks[0]] if len(masks) else filled
+        elif len(ends):
+            stop, filled = Stop.TOKEN, filled[: ends[0] + 1]
+        else:
+            stop = Stop.LENGTH
+        tokens = filled.tolist()
+        length = int(self.requests.length[row])
+        return Denoised(
+            prompt_tokens=np.asarray(self.requests.tokens[row][:length]),
+            tokens=filled,
+            text=None if self.tokenizer is None else self.tokenizer.decode(tokens),
+            finish_reason=FINISH_REASONS[stop],
+            num_calls=int(stats.num_calls[row]),
+            num_canvases=int(stats.num_canvases[row]),
+            drafted=stats.drafted[row],
+            accepted=stats.accepted[row],
+        )
+
+
+def prepare_denoising(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: DenoiseConfig,
+    speculation: SelfSpeculation | None,
+    seed: int,
+) -> DenoiseRequest:
+    """Checks a call's arguments and builds the arrays of its rows: how `denoise` begins.
+
+    Raises:
+        ValueError: as `denoise` does.
+    """
+    diffusion = model.config.diffusion
+    if diffusion is None:
+        raise ValueError(
+            f"model: {model.name} is causal and cannot fill in masks; use `generate`, or load a "
+            "diffusion language model."
+        )
+    if not isinstance(config, DenoiseConfig):
+        raise ValueError(f"config must be a DenoiseConfig, got {type(config).__name__}.")
+    if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
+        raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
+    speculation = speculation or STEPWISE
+    block = _block_length(diffusion.block, config)
+    num_blocks = config.max_new_tokens // block
+    if speculation.num_drafts >= config.max_new_tokens:
+        raise ValueError(
+            f"num_drafts must be below max_new_tokens ({config.max_new_tokens}): each draft fills "
+            f"in one slot at least; got {speculation.num_drafts}."
+        )
+    cache = _cache(diffusion.block, config)
+    steps = _steps_per_block(config, num_blocks)
+    opens_with_first = diffusion.shift and cache in ("prefix", "dual")
+    if opens_with_first and steps == 1 and block > 1:
+        raise ValueError(
+            f"steps: a network whose outputs are shifted fills in one slot at a block's first step "
+            f"with the {cache!r} cache, so give two steps per block at least ({2 * num_blocks})."
+        )
+    tokenizer = model.tokenizer
+    rules = Rules(
+        block=block,
+        order=config.order,
+        mask_token_id=diffusion.mask_token_id,
+        num_tokens=model.vocab_size if tokenizer is None else tokenizer.vocab_size,
+        allow_mask_token=config.allow_mask_token,
+        opens_with_first=opens_with_first,
+    )
+    encoded = _encoded(model, prompts, diffusion.mask_token_id, config, block)
+    lengths = np.asarray([len(ids) for ids in encoded], np.int32)
+    bucket = _round_up(int(lengths.max()))
+    # A block that is causal may begin before the prompt ends and reach past what was asked for;
+    # passes over two blocks look one further.
+    overhang = 2 * block if diffusion.block is not None else 0
+    slots = _round_up(bucket + config.max_new_tokens + overhang)
+    plan = Plan(
+        rules=rules,
+        shift=diffusion.shift,
+        block_causal=diffusion.block is not None,
+        cache=cache,
+        slots=slots,
+        max_new=config.max_new_tokens,
+        window=_window(rules, cache, config, steps, speculation.num_drafts),
+        node_counts=speculation.node_counts,
+    )
+    if cache != "none":
+        check_cache_fits(model.config, model.network.dtype, slots, len(encoded))
+    tokens = np.zeros((len(encoded), bucket), np.int32)
+    for prompt, ids in enumerate(encoded):
+        tokens[prompt, : len(ids)] = ids
+    index = np.arange(len(encoded), dtype=np.int32)
+    stop_ids = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+    # A stop id that cannot be chosen ends nothing.
+    stop_ids = np.asarray([*stop_ids] or [-1], np.int32)
+    arrays: dict[str, Any] = {
+        "tokens": tokens,
+        "length": lengths,
+        "seed": np.stack([np.full_like(index, seed), index], axis=1),
+        "stop_ids": np.tile(stop_ids, (len(encoded), 1)),
+        "pace": _pace(config, steps, len(encoded)),
+        "temperature": _temperature(config, len(encoded)),
+        "guidance": np.full(len(encoded), config.guidance, np.float32) if config.guidance else None,
+    }
+    return DenoiseRequest(
+        Params(model.network, ()), Request(**arrays), plan, speculation, tokenizer
+    )
+
+
+def _block_length(own: int | None, config: DenoiseConfig) -> int:
+    if own is not None and config.block_length not in (None, own):
+        raise ValueError(
+            f"block_length must be {own}, which this network was trained with, got "
+            f"{config.block_length}."
+        )
+    block = own or config.block_length or min(_DEFAULT_BLOCK, config.max_new_tokens)
+    if config.max_new_tokens % block:
+        raise ValueError(
+            f"max_new_tokens must be a multiple of block_length ({block}), got "
+            f"{config.max_new_tokens}."
+        )
+    return block
+
+
+def _steps_per_block(config: DenoiseConfig, num_blocks: int) -> int:
+    steps = config.max_new_tokens if config.steps is None else config.steps
+    if steps % num_blocks:
+        raise ValueError(
+            f"steps must be a multiple of the number of blocks ({num_blocks}), got {steps}."
+        )
+    return steps // num_blocks
+
+
+def _cache(own_block: int | None, config: DenoiseConfig) -> str:
+    fitting = ("none", "prefix", "dual") if own_block is None else ("blocks", "none")
+    cache = config.cache or ("none" if own_block is None else "blocks")
+    if cache not in fitting:
+        kind = "sees both sides" if own_block is None else "is causal over blocks"
+        raise ValueError(
+            f"cache must be one of {fitting} for a network that {kind}, got {cache!r}."
+        )
+    if cache != "none" and config.guidance:
+        raise ValueError(f"guidance needs cache='none', got {cache!r}.")
+    if cache != "none" and config.allow_mask_token:
+        raise ValueError(f"allow_mask_token needs cache='none', got {cache!r}.")
+    return cache
+
+
+def _encoded(
+    model: "Model", prompts: Any, mask_token_id: int, config: DenoiseConfig, block: int
+) -> list[list[int]]:
+    encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
+    for index, ids in enumerate(encoded):
+        name = f"prompts[{index}]"
+        check_ids(model, ids, name, spare=config.max_new_tokens)
+        if mask_token_id in ids:
+            raise ValueError(
+                f"{name} holds the mask (id {mask_token_id}), which stands for what is to be "
+                "filled in; leave it out."
+            )
+    return encoded
+
+
+def _window(rules: Rules, cache: str, config: DenoiseConfig, steps: int, num_drafts: int) -> int:
+    if cache == "blocks":
+        return 2 * rules.block
+    if cache != "none":
+        return rules.block
+    whole = config.max_new_tokens
+    if rules.allow_mask_token:
+        return whole
+    # As many blocks as drafts can reach into.
+    even = config.threshold is None and config.schedule == "even"
+    per_draft = -(-rules.block // steps) if even else rules.block
+    return min(rules.block * (1 - (-num_drafts * per_draft // rules.block)), whole)
+
+
+def _pace(config: DenoiseConfig, steps: int, rows: int) -> Pace:
+    if config.threshold is not None:
+        return ThresholdPace(np.full(rows, np.log(config.threshold), np.float32))
+    if config.schedule == "linear":
+        return LinearPace(np.tile(linear_shares(steps, config.eps), (rows, 1)))
+    return EvenPace(np.full(rows, steps, np.int32))
+
+
+def _temperature(config: DenoiseConfig, rows: int) -> np.ndarray | None:
+    values = np.asarray(config.temperature, np.float32)
+    if values.ndim and len(values) != rows:
+        raise ValueError(
+            f"temperature: got {len(values)} values for {rows} prompts; give one, or one for each."
+        )
+    return np.broadcast_to(values, rows) if values.any() else None
+
+
+def _round_up(slots: int) -> int:
+    return -(-slots // _SLOTS_MULTIPLE) * _SLOTS_MULTIPLE

@@ -1,0 +1,367 @@
+"""Which masked slots of a canvas to fill in next, and with what.
+
+A pass over a canvas is boiled down to a `Prediction`: one token and one score for each slot. Then
+`advance` makes the stepwise decision. It is deterministic, so that drafting (decisions from an
+older prediction) and verifying (the same decisions from a fresh one) are this one function, with
+this one order: scores in log space, in float32 at least, ties to the lowest slot.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxspec.core.sampling import argmax_rows, at_least_float32
+from jaxspec.core.types import Stop
+
+
+class Canvas(NamedTuple):
+    """One row's text while it is filled in, block by block.
+
+    tokens: prompt, then the slots to fill in, then padding.
+    start: first slot of the current block.
+    step: decisions made in this block so far.
+    num_masks: masks that this block began with.
+    """
+
+    tokens: Int[Array, " slots"]
+    start: Int[Array, ""]
+    step: Int[Array, ""]
+    num_masks: Int[Array, ""]
+    stop: Int[Array, ""]
+
+
+class Prediction(NamedTuple):
+    """What a pass says of consecutive slots.
+
+    start: slot of the first entry.
+    tokens: what each slot would become.
+    scores: the order to fill them in, highest first.
+    known: False where the pass says nothing.
+    finite: False where the logits were NaN, or no token was possible.
+    """
+
+    start: Int[Array, ""]
+    tokens: Int[Array, " window"]
+    scores: Float[Array, " window"]
+    known: Bool[Array, " window"]
+    finite: Bool[Array, " window"]
+
+
+class Evidence(NamedTuple):
+    """What an order may be made of.
+
+    logits: as the network gave them.
+    warped: logits over temperature, which tokens are drawn from.
+    tokens: the token drawn for each slot.
+    uniforms: a number in (0, 1) for each slot, the same in every step.
+    """
+
+    logits: Float[Array, "window vocab"]
+    warped: Float[Array, "window vocab"]
+    tokens: Int[Array, " window"]
+    uniforms: Float[Array, " window"]
+
+
+def low_confidence(evidence: Evidence) -> Float[Array, " window"]:
+    """The token's log-probability before temperature (LLaDA's `low_confidence` remasking)."""
+    return _logprob_of(evidence.logits, evidence.tokens)
+
+
+def maskgit_plus(evidence: Evidence) -> Float[Array, " window"]:
+    """The token's log-probability after temperature (Dream)."""
+    return _logprob_of(evidence.warped, evidence.tokens)
+
+
+def entropy(evidence: Evidence) -> Float[Array, " window"]:
+    """The negative entropy of the law (Dream)."""
+    logprobs = jax.nn.log_softmax(evidence.warped, axis=-1)
+    # An impossible token adds nothing, where 0 * -inf would be NaN.
+    parts = jnp.where(jnp.isfinite(logprobs), jnp.exp(logprobs) * logprobs, 0.0)
+    return jnp.sum(parts, axis=-1)
+
+
+def topk_margin(evidence: Evidence) -> Float[Array, " window"]:
+    """The logarithm of the likeliest token's lead in probability over the second (Dream)."""
+    logprobs = jax.nn.log_softmax(evidence.warped, axis=-1)
+    index = jax.lax.broadcasted_iota(jnp.int32, logprobs.shape, 1)
+    others = jnp.where(index == argmax_rows(logprobs)[:, None], -jnp.inf, logprobs)
+    best, second = jnp.max(logprobs, axis=-1), jnp.max(others, axis=-1)
+    return best + jnp.log1p(-jnp.exp(second - best))
+
+
+def random_order(evidence: Evidence) -> Float[Array, " window"]:
+    """A random permutation of the slots (LLaDA's `random` remasking)."""
+    return jnp.log(evidence.uniforms)
+
+
+ORDERS: dict[str, Callable[[Evidence], Float[Array, " window"]]] = {
+    "low_confidence": low_confidence,
+    "random": random_order,
+    "entropy": entropy,
+    "topk_margin": topk_margin,
+    "maskgit_plus": maskgit_plus,
+}
+
+
+def _logprob_of(logits: Float[Array, "window vocab"], tokens: Int[Array, " window"]) -> Array:
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is static about decisions.
+
+    block: slots per block.
+    order: a key of `ORDERS`.
+    mask_token_id: of the model.
+    num_tokens: ids from here on are never chosen: the tokenizer does not know them.
+    allow_mask_token: the mask may be chosen like any token, as in the published programs. A slot
+        that it is chosen for stays masked and open to later decisions, and is not made up for.
+    opens_with_first: a block's first decision fills in its first slot, whatever the order.
+    """
+
+    block: int
+    order: str
+    mask_token_id: int
+    num_tokens: int
+    allow_mask_token: bool = False
+    opens_with_first: bool = False
+
+
+def predict(
+    rules: Rules,
+    logits: Float[Array, "window vocab"],
+    start: Int[Array, ""],
+    key: PRNGKeyArray,
+    temperature: Float[Array, ""] | None,
+) -> Prediction:
+    """Draws a token for each slot and scores it.
+
+    Noise depends on the row's key and the slot alone, so that every pass over a row draws with the
+    same noise, and a decision is a function of the canvas.
+
+    Args:
+        rules: static settings.
+        logits: of consecutive slots, the first of which is `start`.
+        start: see `logits`.
+        key: of the row.
+        temperature: `None` takes the likeliest tokens; so does 0.
+    """
+    logits = at_least_float32(logits)
+    window, vocab = logits.shape
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, start + jnp.arange(window))
+    index = jnp.arange(vocab)
+    possible = index < rules.num_tokens
+    if not rules.allow_mask_token:
+        possible = possible & (index != rules.mask_token_id)
+    warped = noisy = logits
+    if temperature is not None:
+        hot = temperature > 0
+        warped = logits / jnp.where(hot, temperature, 1.0)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocab,), logits.dtype))(keys)
+        noisy = warped + jnp.where(hot, noise, 0.0)
+    choice = jnp.where(possible[None], noisy, -jnp.inf)
+    tokens = argmax_rows(choice)
+    uniforms = jnp.zeros(window, logits.dtype)
+    if rules.order == "random":
+        tiny = jnp.finfo(logits.dtype).tiny
+        draw = jax.vmap(lambda key: jax.random.uniform(key, (), logits.dtype, minval=tiny))
+        # Apart from the noise of the tokens.
+        uniforms = draw(jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 1))
+    # A maximum does not show every NaN: XLA drops them from long rows on CPUs.
+    finite = jnp.isfinite(jnp.max(choice, axis=-1)) & ~jnp.any(jnp.isnan(logits), axis=-1)
+    scores = ORDERS[rules.order](Evidence(logits, warped, tokens, uniforms))
+    return Prediction(start, tokens, scores, jnp.ones(window, bool), finite)
+
+
+def nothing_known(window: int, dtype: jnp.dtype) -> Prediction:
+    """What is in hand before the first pass."""
+    none = jnp.zeros(window, bool)
+    return Prediction(
+        jnp.int32(0), jnp.zeros(window, jnp.int32), jnp.zeros(window, dtype), none, none
+    )
+
+
+def places(
+    scores: Float[Array, " window"], eligible: Bool[Array, " window"]
+) -> Int[Array, " window"]:
+    """Each eligible slot's place in the order, 0 for the first; ties go to the lowest slot.
+
+    What is not eligible has a place past all that is.
+    """
+    index = jnp.arange(scores.shape[0])
+    higher = scores[None, :] > scores[:, None]
+    earlier = (scores[None, :] == scores[:, None]) & (index[None, :] < index[:, None])
+    before = jnp.sum((higher | earlier) & eligible[None, :], axis=1)
+    return jnp.where(eligible, before, scores.shape[0]).astype(jnp.int32)
+
+
+class Pace(Protocol):
+    """How many slots each step of a block fills in. Arrays are traced; one row's are scalars."""
+
+    def num_steps(self, block: int) -> Int[Array, ""] | int:
+        """Steps after which a block is over, whatever it holds."""
+        ...
+
+    def fills(
+        self,
+        canvas: Canvas,
+        order: Int[Array, " window"],
+        scores: Float[Array, " window"],
+        num_left: Int[Array, ""],
+    ) -> Bool[Array, " window"]:
+        """Which slots to fill in; more than are eligible does no harm."""
+        ...
+
+
+class EvenPace(NamedTuple):
+    """A block's masks spread over its steps; where that does not go up, the first take one more."""
+
+    steps: Int[Array, ""]
+
+    def num_steps(self, block):
+        del block  # The steps are given.
+        return self.steps
+
+    def fills(self, canvas, order, scores, num_left):
+        del scores, num_left  # A number decides, whatever the confidence.
+        extra = canvas.step < canvas.num_masks % self.steps
+        return order < canvas.num_masks // self.steps + extra
+
+
+class LinearPace(NamedTuple):
+    """Dream's: time runs from 1 to `eps`, and a step from t to s fills in floor(masks * (1 - s/t)).
+
+    shares: 1 - s/t of each step, float32 as published, since a product may lie next to a whole
+        number; the last step fills in all that is left.
+    """
+
+    shares: Float[Array, " steps"]
+
+    def num_steps(self, block):
+        del block  # The steps are given.
+        return self.shares.shape[-1]
+
+    def fills(self, canvas, order, scores, num_left):
+        del scores  # A number decides, whatever the confidence.
+        share = self.shares[jnp.minimum(canvas.step, self.shares.shape[-1] - 1)]
+        return order < jnp.floor(num_left.astype(jnp.float32) * share).astype(jnp.int32)
+
+
+class ThresholdPace(NamedTuple):
+    """Fast-dLLM's: the surest slot, and all that are sure enough. LOSSY: not stepwise decoding.
+
+    log_threshold: of the scores.
+    """
+
+    log_threshold: Float[Array, ""]
+
+    def num_steps(self, block):
+        return block  # Each step fills in one at least.
+
+    def fills(self, canvas, order, scores, num_left):
+        del canvas, num_left  # Confidence decides, whatever the number.
+        return (order == 0) | (scores >= self.log_threshold)
+
+
+def linear_shares(steps: int, eps: float) -> np.ndarray:
+    """The `shares` of a `LinearPace`: float32 arithmetic from both ends, as `torch.linspace` does.
+
+    Example:
+        >>> linear_shares(4, 0.001).tolist()[-1]
+        1.0
+    """
+    one, end = np.float32(1), np.float32(eps)
+    width = (end - one) / np.float32(steps)
+    index = np.arange(steps + 1)
+    forward = one + width * index.astype(np.float32)
+    backward = end - width * (steps - index).astype(np.float32)
+    times = np.where(index < (steps + 1) // 2, forward, backward).astype(np.float32)
+    shares = one - times[1:] / times[:-1]
+    shares[-1] = 1.0
+    return shares
+
+
+def covers(prediction: Prediction, canvas: Canvas, block: int) -> Bool[Array, ""]:
+    """Whether a prediction says something of every slot of the canvas's current block."""
+    slots = prediction.start + jnp.arange(prediction.tokens.shape[0])
+    inside = (slots >= canvas.start) & (slots < canvas.start + block) & prediction.known
+    return jnp.sum(inside) == block
+
+
+def advance(
+    rules: Rules,
+    pace: Pace,
+    stop_ids: Int[Array, " stop_ids"],
+    length: Int[Array, ""],
+    end: Int[Array, ""],
+    canvas: Canvas,
+    prediction: Prediction,
+) -> Canvas:
+    """The stepwise decision: fills in the slots whose turn it is, and moves on to the next block.
+
+    A row that has stopped stays as it is. A row stops when its last block is over, or when a stop
+    id stands before every mask: what follows it will be cut, so it need not be filled in.
+
+    Args:
+        rules: static settings.
+        pace: how many slots to fill in.
+        stop_ids: ids that end a text, padded with -1.
+        length: of the prompt.
+        end: the slot after the last block.
+        canvas: must be covered by `prediction`, see `covers`.
+        prediction: fresh for this canvas, or an older one when drafting.
+    """
+    mask, block = rules.mask_token_id, rules.block
+    window = prediction.tokens.shape[0]
+    inside = jax.lax.dynamic_slice_in_dim(canvas.tokens, prediction.start, window)
+    slots = prediction.start + jnp.arange(window)
+    eligible = (inside == mask) & (slots < canvas.start + block)
+    num_left = jnp.sum(eligible)
+    order = places(prediction.scores, eligible)
+    fills = pace.fills(canvas, order, prediction.scores, num_left)
+    is_last = canvas.step + 1 >= pace.num_steps(block)
+    if not rules.allow_mask_token:
+        fills = fills | is_last  # Whatever a schedule has left over.
+    if rules.opens_with_first:
+        fills = jnp.where(canvas.step == 0, slots == canvas.start, fills)
+    finite = jnp.all(prediction.finite | ~eligible)
+    # Not by writing the window into the canvas: XLA on CPUs does that slot by slot, in the very
+    # memory from which it still reads what the other slots' places depend on.
+    everywhere = jnp.arange(canvas.tokens.shape[0])
+    entry = jnp.clip(everywhere - prediction.start, 0, window - 1)
+    here = (slots[entry] == everywhere) & (fills & eligible)[entry]
+    tokens = jnp.where(here, prediction.tokens[entry], canvas.tokens)
+
+    def masks_in(start: Int[Array, ""]) -> Int[Array, ""]:
+        of_block = (everywhere >= start) & (everywhere < start + block)
+        return jnp.sum((tokens == mask) & of_block, dtype=jnp.int32)
+
+    is_over = is_last | (masks_in(canvas.start) == 0)
+    following = canvas.start + block
+
+    first_mask = jnp.min(jnp.where((tokens == mask) & (everywhere >= length), everywhere, end))
+    ends = jnp.any(tokens[:, None] == stop_ids[None, :], axis=1) & (everywhere >= length)
+    first_end = jnp.min(jnp.where(ends, everywhere, end))
+    stop = jnp.where(is_over & (following >= end), Stop.LENGTH, Stop.RUNNING)
+    stop = jnp.where((first_end < first_mask) & (first_end < end), Stop.TOKEN, stop)
+    moved = Canvas(
+        tokens=tokens,
+        start=jnp.where(is_over, following, canvas.start),
+        step=jnp.where(is_over, 0, canvas.step + 1),
+        num_masks=jnp.where(is_over, masks_in(following), canvas.num_masks),
+        stop=stop.astype(jnp.int32),
+    )
+    broken = canvas._replace(stop=jnp.int32(Stop.NOT_FINITE))
+    running = canvas.stop == Stop.RUNNING
+
+    def choose(moved: Array, broken: Array, stopped: Array) -> Array:
+        return jnp.where(running, jnp.where(finite, moved, broken), stopped)
+
+    return jax.tree.map(choose, moved, broken, canvas)

@@ -1,0 +1,219 @@
+"""Self-speculative decoding gives what stepwise decoding gives, in fewer passes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import DenoiseConfig, DenoiseResult, SelfSpeculation, denoise, denoise_stream
+from jaxspec.core.types import Params, Stop
+from jaxspec.denoising import prepare_denoising
+from jaxspec.diffusion import self_speculative
+from jaxspec.diffusion.self_speculative import begin, denoise_rows, draft
+from jaxspec.diffusion.unmask import Prediction
+from tests.diffusion.networks import BLOCK, MASK, tiny_model
+
+PROMPTS = ([3, 1, 4, 1, 5], [9, 2, 6])
+PLAIN = DenoiseConfig(max_new_tokens=12, block_length=BLOCK, stop_token_ids=())
+# What each decodes: network, settings.
+CASES = {
+    "whole canvases": ({}, {}),
+    "shifted": ({"shift": True}, {}),
+    "two tokens per step": ({}, {"steps": 6}),
+    "sampling": ({}, {"temperature": 0.8}),
+    "random order": ({}, {"order": "random"}),
+    "threshold": ({}, {"threshold": 0.3}),
+    "linear time": ({}, {"schedule": "linear", "order": "entropy"}),
+    "guidance": ({}, {"guidance": 0.5}),
+    "masks allowed": ({}, {"allow_mask_token": True}),
+    "stops": ({}, {"stop_token_ids": (2, 5, 11)}),
+    "prefix": ({}, {"cache": "prefix"}),
+    "dual": ({}, {"cache": "dual"}),
+    "dual, shifted": ({"shift": True}, {"cache": "dual"}),
+    "blocks": ({"block": BLOCK}, {}),
+    "blocks, shifted": ({"block": BLOCK, "shift": True}, {"temperature": 0.5}),
+    "blocks, nothing kept": ({"block": BLOCK}, {"cache": "none"}),
+}
+EVERY_DAY = ("whole canvases", "sampling", "dual", "blocks", "two tokens per step")
+
+
+def config(**changes) -> DenoiseConfig:
+    return DenoiseConfig(**{**vars(PLAIN), **changes})
+
+
+def tokens(result) -> list[list[int]]:
+    return [row.tolist() for row in result.tokens]
+
+
+def now_and_then(name: str):
+    return name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", map(now_and_then, CASES))
+def test_output_equals_stepwise_decoding(name):
+    network, changes = CASES[name]
+    model = tiny_model(**network)
+    stepwise = denoise(model, PROMPTS, config(**changes))
+    drafted = denoise(model, PROMPTS, config(**changes), SelfSpeculation(3))
+    assert tokens(drafted) == tokens(stepwise)
+    pairs = list(zip(drafted, stepwise, strict=True))
+    for one, other in pairs:
+        assert one.finish_reason == other.finish_reason
+        assert one.num_calls <= other.num_calls
+        assert other.num_canvases == other.num_calls
+    assert any(one.num_calls < other.num_calls for one, other in pairs)
+
+
+def whole_stream(steps) -> tuple[list, DenoiseResult]:
+    """What a stream yields, and what it returns."""
+    seen = []
+    while True:
+        try:
+            seen.append(next(steps))
+        except StopIteration as ended:
+            return seen, ended.value
+
+
+def token_only(rules, before, drafted, decided, prediction):
+    """The faulty rule: the token is what is predicted there, whatever slot would be filled in."""
+    del rules, decided  # What stepwise decoding would do is not asked.
+    slots = prediction.start + jnp.arange(prediction.tokens.shape[0])
+    new = (drafted.tokens != before.tokens)[slots]
+    return jnp.all(~new | (drafted.tokens[slots] == prediction.tokens))
+
+
+def test_accepting_by_the_token_alone_is_caught():
+    model = tiny_model()
+    stepwise = denoise(model, PROMPTS, PLAIN)
+    faulty = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3, accept=token_only))
+    assert tokens(faulty) != tokens(stepwise)
+
+
+A, B, C, D = 10, 11, 12, 13
+
+
+def test_the_worked_example_of_the_paper():
+    """Two blocks, N = 3.
+
+    In the current block A is sure (.95) and B less (.6); C (.75) lies in the next, so it comes
+    after B. The pass confirms A and has D for B's slot: D is put there, and C dropped.
+    """
+    request = prepare_denoising(
+        tiny_model(), [1], config(max_new_tokens=2 * BLOCK), SelfSpeculation(3), 0
+    )
+    plan, speculation = request.plan, request.speculation
+    first = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], request.requests)
+    state = begin(request.params, first, plan=plan)
+    M = MASK
+    # The second half of the current block is filled in already.
+    filled = state.canvas.tokens.at[1:9].set(jnp.asarray([M, M, 7, 7, M, M, M, M]))
+    every = jnp.ones(2 * BLOCK, bool)
+
+    def says(text: list[int], probs: list[float]) -> Prediction:
+        scores = jnp.log(jnp.asarray(probs, jnp.float32))
+        return Prediction(jnp.int32(1), jnp.asarray(text, jnp.int32), scores, every, every)
+
+    in_hand = says([A, B, 7, 7, 1, C, 1, 1], [0.95, 0.6, 0.1, 0.1, 0.2, 0.75, 0.3, 0.1])
+    canvas = state.canvas._replace(tokens=filled, step=jnp.int32(2))
+    state = state._replace(canvas=canvas, prediction=in_hand)
+    chain = draft(plan, speculation, state)
+    assert chain.valid.tolist() == [True] * 4
+    assert chain.canvases.tokens[:, 1:9].tolist() == [
+        [M, M, 7, 7, M, M, M, M],
+        [A, M, 7, 7, M, M, M, M],
+        [A, B, 7, 7, M, M, M, M],
+        [A, B, 7, 7, M, C, M, M],
+    ]
+    rest = [0.1] * 6
+    passes = [
+        says([A, B, 7, 7, 1, C, 1, 1], [0.9, 0.5, *rest]),
+        says([A, D, 7, 7, 1, C, 1, 1], [0.9, 0.8, *rest]),
+        says([A, B, 7, 7, 1, C, 1, 1], [0.9, 0.8, 0.1, 0.1, 0.1, 0.9, 0.1, 0.1]),
+        says([A, B, 7, 7, 1, C, 1, 1], [0.9, 0.8, *rest]),
+    ]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *passes)
+    after, info = self_speculative._accept(plan, speculation, state, chain, stacked, ())
+    assert (info.num_drafted, info.num_accepted) == (3, 1)
+    assert after.canvas.tokens[1:9].tolist() == [A, D, 7, 7, M, M, M, M]
+    assert after.canvas.start == 1 + BLOCK
+
+
+@pytest.mark.parametrize("network", [{}, {"block": BLOCK}], ids=["canvases", "blocks"])
+def test_a_row_depends_on_itself_only(network):
+    """Its place among the prompts is part of its seed, so the greedy row is compared."""
+    model = tiny_model(**network)
+    together = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3))
+    for prompt, row in zip(PROMPTS, together, strict=True):
+        (alone,) = denoise(model, prompt, PLAIN, SelfSpeculation(3))
+        assert alone.tokens.tolist() == row.tokens.tolist()
+        assert (alone.num_calls, alone.num_canvases) == (row.num_calls, row.num_canvases)
+
+
+def test_keeping_finished_blocks_changes_nothing():
+    model = tiny_model(block=BLOCK)
+    kept = denoise(model, PROMPTS, PLAIN)
+    whole = denoise(model, PROMPTS, config(cache="none"))
+    assert tokens(kept) == tokens(whole)
+    assert [row.num_calls for row in kept] == [row.num_calls for row in whole]
+
+
+def test_drafts_that_do_not_pay_are_not_made():
+    """Passes as dear as their canvases leave nothing to gain; passes as dear as one, everything."""
+    model = tiny_model()
+    dear = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3, costs=(1.0, 2.0, 3.0, 4.0)))
+    assert all(row.num_canvases == row.num_calls for row in dear)
+    flat = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3, costs=(1.0, 1.0, 1.0, 1.0)))
+    assert all(row.num_canvases > row.num_calls for row in flat)
+    assert tokens(dear) == tokens(flat) == tokens(denoise(model, PROMPTS, PLAIN))
+
+
+def test_equal_settings_share_a_program_and_the_stream_is_the_same():
+    model = tiny_model()
+    result = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3))
+    programs = denoise_rows._cache_size()
+    denoise(model, PROMPTS, config(temperature=0.0), SelfSpeculation(3))
+    assert denoise_rows._cache_size() == programs
+    seen, streamed = whole_stream(denoise_stream(model, PROMPTS, PLAIN, SelfSpeculation(3)))
+    assert tokens(streamed) == tokens(result)
+    assert seen[0][0].tokens.tolist() == [MASK] * 12
+    for row, found in enumerate(result):
+        mine = [step[row] for step in seen if step[row] is not None]
+        assert len(mine) == found.num_calls
+        assert sum(step.num_accepted for step in mine) == found.accepted @ np.arange(4)
+
+
+def test_a_row_ends_with_its_first_stop_id():
+    model = tiny_model()
+    whole = denoise(model, PROMPTS, PLAIN)
+    stop = int(whole[0].tokens[BLOCK])
+    first = whole[0].tokens.tolist().index(stop)
+    cut = denoise(model, PROMPTS, config(stop_token_ids=(stop,)))
+    assert cut[0].tokens.tolist() == whole[0].tokens[: first + 1].tolist()
+    assert cut[0].finish_reason == "stop_token"
+    assert cut[0].num_calls < whole[0].num_calls
+
+
+def test_weights_that_are_not_finite_end_a_row():
+    model = tiny_model()
+    params = {**model.params, "norm": {"scale": model.params["norm"]["scale"] * jnp.nan}}
+    network = type(model.network)(params, model.config)
+    request = prepare_denoising(model, PROMPTS, PLAIN, None, 0)
+    outcome = denoise_rows(
+        Params(network, ()), request.requests, plan=request.plan, speculation=request.speculation
+    )
+    assert outcome.canvas.stop.tolist() == [Stop.NOT_FINITE] * 2
+    rows = request.result(outcome)
+    assert [(len(row.tokens), row.finish_reason) for row in rows] == [(0, "not_finite")] * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_drafts": -1}, "num_drafts must be at least 0, got -1"),
+        ({"num_drafts": 2, "costs": (1.0, 2.0)}, "costs must have 3 entries.*got 2"),
+        ({"num_drafts": 1, "costs": (1.0, 0.0)}, "costs must be positive, got 0.0"),
+    ],
+)
+def test_bad_speculation_is_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        SelfSpeculation(**values)
