@@ -5,6 +5,7 @@ stepwise decoding is the same program with no drafts.
 """
 
 import dataclasses
+import time
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -246,6 +247,45 @@ def denoise_stream(
         ]
 
 
+def measure_costs(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: DenoiseConfig | None = None,
+    num_drafts: int = 4,
+    repeats: int = 3,
+) -> tuple[float, ...]:
+    """Seconds of a pass over 1, 2, ..., `num_drafts` + 1 canvases per row, on this machine.
+
+    For `SelfSpeculation(num_drafts, costs)`, with as many prompts, as long, as will be decoded
+    together. Each is the median of `repeats` passes, compiled before.
+
+    Raises:
+        ValueError: as `denoise` does, or `repeats` is not at least 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}.")
+    request = prepare_denoising(
+        model, prompts, config or DenoiseConfig(), SelfSpeculation(num_drafts), 0
+    )
+    costs = []
+    for count in range(1, num_drafts + 2):
+        # With one width only, a pass reads that many canvases whether or not they hold drafts.
+        plan = dataclasses.replace(request.plan, node_counts=(count,))
+        speculation = SelfSpeculation(count - 1)
+        start = begin_stream(request.params, request.requests, plan=plan)
+        seconds = []
+        # The first pass compiles; with some caches it also is of another kind than the others.
+        states, _ = step_stream(request.params, start, plan=plan, speculation=speculation)
+        for _ in range(repeats):
+            jax.block_until_ready(states)
+            began = time.perf_counter()
+            states, _ = step_stream(request.params, states, plan=plan, speculation=speculation)
+            jax.block_until_ready(states)
+            seconds.append(time.perf_counter() - began)
+        costs.append(float(np.median(seconds)))
+    return tuple(costs)
+
+
 @dataclasses.dataclass(frozen=True)
 class DenoiseRequest:
     """A call of `denoise`, checked and turned into arrays."""
@@ -456,11 +496,15 @@ def _window(rules: Rules, cache: str, config: DenoiseConfig, steps: int, num_dra
 
 
 def _pace(config: DenoiseConfig, steps: int, rows: int) -> Pace:
+    per_row: Any  # NumPy's arrays, which jit takes for JAX's
     if config.threshold is not None:
-        return ThresholdPace(np.full(rows, np.log(config.threshold), np.float32))
+        per_row = np.full(rows, np.log(config.threshold), np.float32)
+        return ThresholdPace(per_row)
     if config.schedule == "linear":
-        return LinearPace(np.tile(linear_shares(steps, config.eps), (rows, 1)))
-    return EvenPace(np.full(rows, steps, np.int32))
+        per_row = np.tile(linear_shares(steps, config.eps), (rows, 1))
+        return LinearPace(per_row)
+    per_row = np.full(rows, steps, np.int32)
+    return EvenPace(per_row)
 
 
 def _temperature(config: DenoiseConfig, rows: int) -> np.ndarray | None:

@@ -65,8 +65,9 @@ class SelfSpeculation:
     Attributes:
         num_drafts: decisions drafted ahead, at most.
         costs: what a pass over 1, 2, ..., `num_drafts` + 1 canvases per row costs, in any unit, as
-            measured (`measure_costs`). Each row then drafts as many decisions as pay best by how
-            often its drafts were kept so far, which may be none. `None` drafts all it can.
+            `jaxspec.denoising.measure_costs` measures it. Each row then drafts as many decisions as
+            pay best by how often its drafts were kept so far, which may be none. `None` drafts all
+            it can.
         accept: the rule; anything but `same_decision` gives up the equality.
 
     Raises:

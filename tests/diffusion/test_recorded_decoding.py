@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -88,6 +89,15 @@ def test_tokens_calls_and_canvases(recorded, name):
             assert after == [canvas[row][length:] for canvas in case["history"]]
 
 
+@pytest.fixture
+def compiled_quickly():
+    """Fifteen programs, when those above have been compiled as they will be used."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("compiled_quickly")
 @pytest.mark.parametrize("num_drafts", range(1, 6))
 @pytest.mark.parametrize("name", WITH_SSD)
 def test_drafts_and_what_becomes_of_them(recorded, name, num_drafts):

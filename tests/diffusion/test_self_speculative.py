@@ -7,7 +7,7 @@ import pytest
 
 from jaxspec import DenoiseConfig, DenoiseResult, SelfSpeculation, denoise, denoise_stream
 from jaxspec.core.types import Params, Stop
-from jaxspec.denoising import prepare_denoising
+from jaxspec.denoising import measure_costs, prepare_denoising
 from jaxspec.diffusion import self_speculative
 from jaxspec.diffusion.self_speculative import begin, denoise_rows, draft
 from jaxspec.diffusion.unmask import Prediction
@@ -35,6 +35,14 @@ CASES = {
     "blocks, nothing kept": ({"block": BLOCK}, {"cache": "none"}),
 }
 EVERY_DAY = ("whole canvases", "sampling", "dual", "blocks", "two tokens per step")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_quickly():
+    """Compiling takes longer than running here, and no law depends on how well it is done."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def config(**changes) -> DenoiseConfig:
@@ -83,10 +91,11 @@ def token_only(rules, before, drafted, decided, prediction):
 
 
 def test_accepting_by_the_token_alone_is_caught():
-    model = tiny_model()
+    model = tiny_model(seed=2)  # one whose text depends on the order in which it is filled in
     stepwise = denoise(model, PROMPTS, PLAIN)
     faulty = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3, accept=token_only))
     assert tokens(faulty) != tokens(stepwise)
+    assert tokens(denoise(model, PROMPTS, PLAIN, SelfSpeculation(3))) == tokens(stepwise)
 
 
 A, B, C, D = 10, 11, 12, 13
@@ -204,6 +213,14 @@ def test_weights_that_are_not_finite_end_a_row():
     assert outcome.canvas.stop.tolist() == [Stop.NOT_FINITE] * 2
     rows = request.result(outcome)
     assert [(len(row.tokens), row.finish_reason) for row in rows] == [(0, "not_finite")] * 2
+
+
+def test_costs_are_measured_for_every_number_of_drafts():
+    costs = measure_costs(tiny_model(), PROMPTS, PLAIN, num_drafts=1, repeats=1)
+    assert len(costs) == 2
+    assert SelfSpeculation(1, costs).node_counts == (1, 2)
+    with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
+        measure_costs(tiny_model(), PROMPTS, PLAIN, repeats=0)
 
 
 @pytest.mark.parametrize(
