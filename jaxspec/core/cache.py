@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 
@@ -22,21 +22,23 @@ def num_slots(cache: KVCache) -> int:
 
 
 def select_path(new_kv: tuple[LayerKV, ...], path: Int[Array, " length"]) -> tuple[LayerKV, ...]:
-    """Gathers the path's nodes, in order, by a one-hot product: exact, and no gather on any device.
+    """Gathers the path's nodes, in order. Entries of -1 give zeros."""
+    nodes, dtype = new_kv[0].values.shape[VALUE_SLOTS_AXIS], new_kv[0].values.dtype
+    return select_nodes(new_kv, jax.nn.one_hot(path, nodes, dtype=dtype))
 
-    Entries of -1 give zeros.
-    """
 
-    def select(layer: LayerKV) -> LayerKV:
-        nodes = layer.values.shape[VALUE_SLOTS_AXIS]
-        pick = jax.nn.one_hot(path, nodes, dtype=layer.values.dtype)
-        exact = jax.lax.Precision.HIGHEST
-        return LayerKV(
+def select_nodes(
+    new_kv: tuple[LayerKV, ...], pick: Float[Array, "length nodes"]
+) -> tuple[LayerKV, ...]:
+    """Gathers nodes by a product with one-hot rows: exact, and no gather on any device."""
+    exact = jax.lax.Precision.HIGHEST
+    return tuple(
+        LayerKV(
             jnp.einsum("hdn,pn->hdp", layer.keys, pick, precision=exact),
             jnp.einsum("pn,hnd->hpd", pick, layer.values, precision=exact),
         )
-
-    return tuple(select(layer) for layer in new_kv)
+        for layer in new_kv
+    )
 
 
 def settled(hidden: Hidden) -> tuple[LayerKV, ...]:

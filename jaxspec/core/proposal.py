@@ -67,11 +67,13 @@ def choose_children(
     Returns:
         Tokens, and the normalised log-probabilities they were drawn from.
     """
-    logprobs = jax.nn.log_softmax(warp_logits(logits, warp), axis=-1)
+    warped = warp_logits(logits, warp)
+    logprobs = jax.nn.log_softmax(warped, axis=-1)
     if warp.temperature is None:
+        # Chosen before they are normalised: who has no use for laws does not pay for them.
         if branch == 1:
-            return argmax_rows(logprobs)[:, None], logprobs
-        return jax.lax.top_k(logprobs, branch)[1], logprobs
+            return argmax_rows(warped)[:, None], logprobs
+        return jax.lax.top_k(warped, branch)[1], logprobs
     if branch == 1:
         uniforms = jax.random.uniform(key, logprobs.shape[:1], logprobs.dtype)
         return jax.vmap(inverse_cdf)(jnp.exp(logprobs), uniforms)[:, None], logprobs

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
+from jaxspec.core.forms import exchangeable
 from jaxspec.core.types import Warp
 
 Logits = Float[Array, "nodes vocab"]
@@ -98,6 +99,7 @@ def _ordered_bits(logits: Logits) -> UInt[Array, "nodes vocab"]:
     return jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
+@exchangeable
 def argmax_rows(logits: Logits) -> Int[Array, " nodes"]:
     """Each row's largest entry, the lowest index on ties.
 

@@ -114,7 +114,14 @@ class DraftModel:
 
         vocab_size = params.target.vocab_size
         proposal = grow_tree(
-            self.tree, key, context, feature, params.draft.unembed, forward, vocab_size
+            self.tree,
+            key,
+            context.tokens[context.length - 1],
+            context.warp,
+            feature,
+            params.draft.unembed,
+            forward,
+            vocab_size,
         )
         return proposal, cache
 

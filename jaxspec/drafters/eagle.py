@@ -101,7 +101,8 @@ class Eagle:
         proposal = grow_tree(
             self.tree,
             key,
-            context,
+            context.tokens[context.length - 1],
+            context.warp,
             state.state[None],
             lambda states: head.unembed(target, states),
             forward,

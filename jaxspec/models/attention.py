@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxspec.core.forms import exchangeable
 from jaxspec.core.types import LayerKV
 from jaxspec.models.linear import multiply_pairs
 
@@ -56,8 +57,7 @@ def attend(
         columns = multiply_pairs(folded, segment.kv.keys, wide)
         if softcap is not None:
             columns = softcap * jnp.tanh(columns / softcap)
-        columns = columns.reshape(kv_heads, group, nodes, -1)
-        return jnp.where(segment.mask[None, None], columns, jnp.finfo(wide).min)
+        return masked(columns.reshape(kv_heads, group, nodes, -1), segment.mask)
 
     columns = [scores(segment) for segment in segments]
     # What is subtracted cancels: it has no gradient.
@@ -77,3 +77,11 @@ def attend(
     totals = reduce(jnp.add, [jnp.sum(part, axis=-1, keepdims=True) for part in weights])
     attended = reduce(jnp.add, products).reshape(queries.shape) / totals
     return attended.astype(queries.dtype)
+
+
+@exchangeable
+def masked(
+    scores: Float[Array, "kv_heads group nodes slots"], mask: Bool[Array, "nodes_or_one slots"]
+) -> Float[Array, "kv_heads group nodes slots"]:
+    """Scores, as low as they get where nothing is to be seen."""
+    return jnp.where(mask[None, None], scores, jnp.finfo(scores.dtype).min)

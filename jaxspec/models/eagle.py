@@ -172,13 +172,15 @@ class EagleHead:
         self,
         embedded: Float[Array, "nodes embed"],
         states: Float[Array, "nodes embed"],
-        positions: Int[Array, " nodes"],
+        positions: Int[Array, " nodes_or_one"],
         mask: Bool[Array, "nodes scratch+nodes"],
         cache: KVCache | None,
         *,
         scratch: tuple[LayerKV, ...] | None = None,
     ) -> Hidden:
         """One pass over pairs of a token's embedding and the state before it.
+
+        `positions` may be a single one that holds for all.
 
         Returns:
             The next states in `features`. The other arguments are those of `Network.forward`.
@@ -233,7 +235,7 @@ class Eagle3Head:
         self,
         embedded: Float[Array, "nodes embed"],
         states: Float[Array, "nodes embed"],
-        positions: Int[Array, " nodes"],
+        positions: Int[Array, " nodes_or_one"],
         mask: Bool[Array, "nodes scratch+nodes"],
         cache: KVCache | None,
         *,

@@ -18,6 +18,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
+from jaxspec.core.forms import exchangeable
+
 NARROW = "BF16_BF16_F32"
 """The matmul precision that means bfloat16 operands and float32 sums."""
 
@@ -37,6 +39,7 @@ def exact_products(dtype: jnp.dtype) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+@exchangeable
 def multiply(
     rows: Float[Array, "rows in"],
     kernel: Float[Array, "in out"],

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxspec.core.forms import exchangeable
 from jaxspec.models.config import (
     DynamicScaling,
     LinearScaling,
@@ -42,6 +43,7 @@ def inverse_frequencies(
             return _longrope(plain, rope.scaling, max_positions), _longrope_attention(rope.scaling)
 
 
+@exchangeable
 def rotations(
     rope: Rope, head_dim: int, max_positions: int, positions: Int[Array, " nodes"]
 ) -> tuple[Float[Array, "nodes pairs"], Float[Array, "nodes pairs"]]:
@@ -56,8 +58,8 @@ def rotations(
 
 def rotate(
     heads: Float[Array, "nodes kv_heads group head_dim"],
-    cosines: Float[Array, "nodes pairs"],
-    sines: Float[Array, "nodes pairs"],
+    cosines: Float[Array, "nodes_or_one pairs"],
+    sines: Float[Array, "nodes_or_one pairs"],
 ) -> Float[Array, "nodes kv_heads group head_dim"]:
     """Turns the first 2 * pairs dimensions of each head; pair i is dimensions i and i + pairs."""
     pairs = cosines.shape[-1]

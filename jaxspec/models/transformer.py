@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.cache import empty_layer, num_slots
+from jaxspec.core.forms import exchangeable
 from jaxspec.core.masks import sliding_window
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.attention import Segment, at_least_float32, attend
@@ -36,6 +37,7 @@ class Skips(NamedTuple):
     mlp: tuple[bool, ...] | Float[Array, " layers"]
 
 
+@exchangeable
 def lookup_rows(
     table: Float[Array, "rows width"], ids: Int[Array, " nodes"]
 ) -> Float[Array, "nodes width"]:
@@ -57,8 +59,8 @@ class Visible(NamedTuple):
 class Rotation(NamedTuple):
     """Every token's rotation, for one kind of layer."""
 
-    cosines: Float[Array, "nodes pairs"]
-    sines: Float[Array, "nodes pairs"]
+    cosines: Float[Array, "nodes_or_one pairs"]
+    sines: Float[Array, "nodes_or_one pairs"]
 
 
 class RMSNorm(nn.Module):
@@ -497,13 +499,13 @@ def _layer_kinds(config: ModelConfig):
 
 
 def visible_to(
-    positions: Int[Array, " nodes"],
+    positions: Int[Array, " nodes_or_one"],
     mask: Bool[Array, "nodes scratch+nodes"],
     cache: KVCache | None,
     window: int | None,
 ) -> Visible:
     """What the tokens of a pass see; `window` is how far back, themselves included, if bounded."""
-    nodes = positions.shape[0]
+    nodes = mask.shape[0]
     scratch, own = jnp.split(mask, (mask.shape[1] - nodes,), axis=1)
     if window is not None:
         own = own & sliding_window(positions, positions, window)
