@@ -34,6 +34,7 @@ COMMANDS = (
     Command(("tune", "skips"), "search layers to skip in drafting", "jaxspec.commands.tune_skips"),
     Command(("tune", "profile"), "time passes on a device", "jaxspec.commands.tune_profile"),
     Command(("tune", "tree"), "search the fastest draft tree", "jaxspec.commands.tune_tree"),
+    Command(("export",), "write a model as a file for phones", "jaxspec.commands.export"),
 )
 
 

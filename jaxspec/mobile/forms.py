@@ -1,0 +1,88 @@
+"""The forms that LiteRT takes, its GPU delegate included, of what a model does differently on XLA.
+
+Each computes what the function it stands for does. A phone's GPU refuses a gather and a whole graph
+for its sake, and its own cosines are off by 1e-3.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxspec.core.forms import exchanged
+from jaxspec.core.sampling import argmax_rows
+from jaxspec.drafters.growth import lookup_ids
+from jaxspec.models.attention import masked
+from jaxspec.models.config import Rope
+from jaxspec.models.linear import multiply
+from jaxspec.models.rope import rotations
+from jaxspec.models.transformer import lookup_rows
+
+_UNSEEN = -1e4
+
+
+def litert_forms(num_positions: int) -> Mapping[Callable, Callable]:
+    """What `core.forms.exchanged` takes, for texts of at most `num_positions` tokens."""
+    return {
+        argmax_rows: _argmax_rows,
+        lookup_ids: _lookup_ids,
+        lookup_rows: _lookup_rows,
+        masked: _masked,
+        multiply: _multiply,
+        rotations: partial(_rotations, num_positions),
+    }
+
+
+def _argmax_rows(logits: Float[Array, "nodes vocab"]) -> Int[Array, " nodes"]:
+    """One ARG_MAX, which takes the lowest index on ties on CPU and GPU alike."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _lookup_ids(ids: Int[Array, " table"], index: Int[Array, " taken"]) -> Int[Array, " taken"]:
+    """A sum of integers: as floats, ids would be lost in half precision."""
+    places = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    here = jnp.equal(index[:, None], places[None]).astype(jnp.int32)
+    return jnp.sum(here * ids[None], axis=1)
+
+
+def _lookup_rows(
+    table: Float[Array, "rows width"], ids: Int[Array, " nodes"]
+) -> Float[Array, "nodes width"]:
+    """A product with one-hot rows: the converter makes it an EMBEDDING_LOOKUP, without a product.
+
+    Ids must be rows of the table: on CPU any other ends the run with an error.
+    """
+    return jax.nn.one_hot(ids, table.shape[0], dtype=table.dtype) @ table
+
+
+def _masked(
+    scores: Float[Array, "kv_heads group nodes slots"], mask: Bool[Array, "nodes_or_one slots"]
+) -> Float[Array, "kv_heads group nodes slots"]:
+    """A sum, as a choice by a constant is refused. Half precision holds what is added."""
+    return scores + (1.0 - mask[None, None].astype(scores.dtype)) * _UNSEEN
+
+
+def _multiply(
+    rows: Float[Array, "rows in"],
+    kernel: Float[Array, "in out"],
+    dtype: jnp.dtype | None = None,
+) -> Float[Array, "rows out"]:
+    """One FULLY_CONNECTED, whatever the number of rows."""
+    return jnp.matmul(rows, kernel, preferred_element_type=dtype)
+
+
+def _rotations(
+    num_positions: int,
+    rope: Rope,
+    head_dim: int,
+    max_positions: int,
+    positions: Int[Array, " nodes"],
+) -> tuple[Float[Array, "nodes pairs"], Float[Array, "nodes pairs"]]:
+    """Read from a table that is computed here, once for all passes."""
+    with jax.ensure_compile_time_eval(), exchanged({}):
+        every = jnp.arange(num_positions, dtype=jnp.int32)
+        table = jnp.concatenate(rotations(rope, head_dim, max_positions, every), -1)
+    rows = _lookup_rows(table, positions)
+    return rows[:, : rows.shape[-1] // 2], rows[:, rows.shape[-1] // 2 :]

@@ -1,0 +1,164 @@
+"""What an exported file says of itself: beside it as JSON, and inside it as metadata.
+
+An app needs shapes and settings; whoever opens a file needs to know that it is ours, whole, and for
+this tokenizer. The copy inside makes one file enough.
+"""
+
+import dataclasses
+import hashlib
+import json
+import mmap
+from pathlib import Path
+from typing import Any, Self
+
+from jaxspec.checkpoint import CheckpointError, Tokenizer
+from jaxspec.mobile.convert import Lowered
+
+KEY = "jaxspec_manifest"
+"""Its name among a flatbuffer's metadata, and its first entry."""
+FORMAT = 1
+_NO_CHECKSUM = "0" * 64
+_LONGEST = 1 << 24  # bytes of a manifest
+_DAMAGED = "is damaged or incomplete: it is not what was exported. Copy or export it again."
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The settings of an exported file.
+
+    Attributes:
+        version: of the jaxspec that wrote it.
+        model: name of the target.
+        quantization: of the weights.
+        slots: of the caches: the longest text, in tokens.
+        num_tokens: ids that it may emit.
+        stop_token_ids: end a text.
+        tokenizer: fingerprint of the vocabulary; `None`: there was no tokenizer.
+        drafter: what `step` drafts with, its settings by name; `None`: there is no `step`.
+        paths: rank paths of the tree of `step`, root left out.
+        signatures: shape and dtype of every input and output, by signature and name.
+        checksum: SHA-256 of the file with this entry as zeros.
+    """
+
+    version: str
+    model: str
+    quantization: str
+    slots: int
+    num_tokens: int
+    stop_token_ids: tuple[int, ...]
+    tokenizer: str | None
+    drafter: dict[str, Any] | None
+    paths: tuple[tuple[int, ...], ...]
+    signatures: dict[str, dict[str, dict[str, Any]]]
+    checksum: str = _NO_CHECKSUM
+
+    @property
+    def depth(self) -> int:
+        """Of the tree of `step`; 0 without one."""
+        return max(map(len, self.paths), default=0)
+
+    def sizes(self, kind: str) -> tuple[int, ...]:
+        """The token counts of the signatures KIND_N, ascending."""
+        names = (name.rpartition("_") for name in self.signatures)
+        return tuple(sorted(int(size) for base, _, size in names if base == kind))
+
+    def to_json(self) -> str:
+        """One line, so that it is found in a file's bytes."""
+        return json.dumps({KEY: FORMAT, **dataclasses.asdict(self)}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Reads `to_json`.
+
+        Raises:
+            CheckpointError: it is of a later format, or incomplete.
+        """
+        entries = json.loads(text)
+        if entries.pop(KEY) != FORMAT:
+            raise CheckpointError(
+                "The file was exported by a later jaxspec: update jaxspec, or export it again."
+            )
+        try:
+            read = cls(**entries)
+        except TypeError as error:
+            raise CheckpointError(f"The manifest is damaged ({error}): export again.") from None
+        return dataclasses.replace(
+            read,
+            stop_token_ids=tuple(read.stop_token_ids),
+            paths=tuple(map(tuple, read.paths)),
+        )
+
+
+def describe(signatures: dict[str, Lowered]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Shapes and dtypes as a manifest lists them."""
+
+    def listed(record) -> dict[str, Any]:
+        return {
+            name: {"shape": list(array.shape), "dtype": array.dtype.name}
+            for name, array in record.items()
+        }
+
+    return {
+        name: {"inputs": listed(lowered.inputs), "outputs": listed(lowered.outputs)}
+        for name, lowered in signatures.items()
+    }
+
+
+def fingerprint(tokenizer: Tokenizer | None) -> str | None:
+    """Equal for tokenizers that give the same ids to the same pieces."""
+    if tokenizer is None:
+        return None
+    pieces = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).items())
+    return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
+
+
+def seal(flatbuffer: bytes, manifest: Manifest) -> tuple[bytes, Manifest]:
+    """Puts the checksum into a file that already carries its manifest."""
+    empty = manifest.to_json().encode()
+    checksum = hashlib.sha256(flatbuffer).hexdigest()
+    sealed = dataclasses.replace(manifest, checksum=checksum)
+    assert flatbuffer.count(empty) == 1, "the converter dropped or changed the metadata"
+    return flatbuffer.replace(empty, sealed.to_json().encode()), sealed
+
+
+def read_manifest(path: str | Path) -> Manifest:
+    """The manifest inside a file, after a check that the file is whole.
+
+    Raises:
+        CheckpointError: the file is missing, was not exported by jaxspec, or is damaged.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist, or is no file: give the .tflite itself.")
+    start_of = b'{"' + KEY.encode()
+    with path.open("rb") as file:
+        if path.stat().st_size == 0:
+            raise CheckpointError(f"{path} is empty: export it again.")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            start = view.find(start_of)
+            if start < 0:
+                raise CheckpointError(
+                    f"{path} has no jaxspec manifest: it was not made by `jaxspec export`, or it "
+                    "is incomplete."
+                )
+            try:
+                manifest = Manifest.from_json(_first_object(view[start : start + _LONGEST]))
+            except json.JSONDecodeError:
+                raise CheckpointError(f"{path} {_DAMAGED}") from None
+            except CheckpointError as error:
+                raise CheckpointError(f"{path}: {error}") from None
+            digest = hashlib.sha256()
+            at = view.find(manifest.checksum.encode(), start)
+            digest.update(view[:at])
+            digest.update(_NO_CHECKSUM.encode())
+            digest.update(view[at + len(_NO_CHECKSUM) :])
+    if digest.hexdigest() != manifest.checksum:
+        raise CheckpointError(f"{path} {_DAMAGED}")
+    return manifest
+
+
+def _first_object(data: bytes) -> str:
+    """The JSON object that some bytes begin with."""
+    text = data.decode("utf-8", errors="replace")
+    _, end = json.JSONDecoder().raw_decode(text)
+    return text[:end]

@@ -1,0 +1,49 @@
+"""Acceptance by sums and products decides as the verification of `core` does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.core.proposal import tree_proposal
+from jaxspec.core.tree import chain, eagle_tree, tree_from_parents
+from jaxspec.core.verify import verify_greedy
+from jaxspec.mobile.acceptance import accept_greedy
+
+TREES = {
+    "eagle": eagle_tree(),
+    "chain": chain(4),
+    "one node": chain(1),
+    "uneven": tree_from_parents([-1, 0, 0, 1, 1, 2, 3]),
+}
+VOCAB = 12
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_it_decides_as_greedy_verification(name):
+    tree, draws = TREES[name], np.random.default_rng(0)
+    nodes, rounds = len(tree.parents), 300
+    # Siblings differ: rank r of a parent is its shuffled vocabulary's entry r. Few tokens, and
+    # choices taken from the children half of the time, make every depth of acceptance occur.
+    ranked = draws.permuted(np.tile(np.arange(VOCAB), (rounds, nodes, 1)), axis=-1)
+    parents = np.maximum(tree.parents, 0)
+    tokens = ranked[:, parents, tree.ranks].astype(np.int32)
+    choices = draws.integers(0, VOCAB, (rounds, nodes)).astype(np.int32)
+    choices = np.where(draws.random((rounds, nodes)) < 0.6, ranked[:, :, 0], choices)
+
+    def both(tokens, choices):
+        logits = jax.nn.one_hot(choices, VOCAB)
+        proposal = tree_proposal(tree, tokens, jnp.ones(nodes, bool))
+        return accept_greedy(tree, tokens, choices), verify_greedy(proposal, logits)
+
+    decided = jax.jit(jax.vmap(both))(tokens, choices.astype(np.int32))
+    ours, theirs = jax.tree.map(np.asarray, decided)
+    np.testing.assert_array_equal(ours.count, theirs.num_emitted)
+    np.testing.assert_array_equal(ours.last, theirs.next_token)
+    one_hot = theirs.path[:, :, None] == np.arange(nodes)
+    np.testing.assert_array_equal(ours.path, one_hot)
+    for row, count in enumerate(ours.count):
+        path = theirs.path[row, 1:count]
+        emitted = [*tokens[row, path], theirs.next_token[row]]
+        assert ours.tokens[row].tolist() == [*emitted, *[0] * (tree.paths.shape[1] - count)]
+    assert set(ours.count.tolist()) == set(range(1, tree.paths.shape[1] + 1))

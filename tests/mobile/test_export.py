@@ -1,0 +1,207 @@
+"""Exported files decode as JAX does: plain, by passes and commits, and by whole steps."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import GenerationConfig, LayerSkip, generate
+from jaxspec.checkpoint import CheckpointError
+from jaxspec.core import masks
+from jaxspec.core.tree import tree_from_paths
+from jaxspec.core.types import KVCache
+from jaxspec.drafters import DraftModel, Eagle, PromptLookup
+from jaxspec.drafters.skip_sets import skips_of
+from jaxspec.models import Eagle3Head, init_eagle3_params
+from tests.bench.models import tiny_model
+from tests.mobile.models import CONFIG, successor_model
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
+
+SLOTS, NUM_NEW = 64, 40
+PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [40, 2, 2, 2, 17, 20]]
+GREEDY = GenerationConfig(max_new_tokens=NUM_NEW)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return successor_model()
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    return [row.tokens.tolist() for row in generate(pair[0], PROMPTS, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def path(pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    config = ExportConfig(slots=SLOTS, prefill=(8,), verify=(9,))
+    export(pair[0], folder, Eagle.of(pair[1], PATHS), config)
+    return folder / "model.tflite"
+
+
+@pytest.fixture(scope="module")
+def exported(path):
+    return MobileModel(path, num_threads=1)
+
+
+def test_plain_decoding_gives_the_same_tokens(exported, expected):
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        decoded = exported.generate(prompt, NUM_NEW, speculate=False)
+        assert decoded.tokens.tolist() == tokens
+        assert set(decoded.counts) == {1}
+
+
+def test_steps_give_the_same_tokens(exported, expected):
+    counts = set()
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        decoded = exported.generate(prompt, NUM_NEW)
+        assert decoded.tokens.tolist() == tokens
+        counts.update(decoded.counts)
+    assert counts == {1, 2, 3, 4}  # from nothing accepted to the whole depth
+
+
+def test_steps_accept_what_jax_accepts(pair, exported, expected):
+    """Step by step. The file's first token comes with the prompt, so JAX begins behind it."""
+    prompt, tokens = PROMPTS[0], expected[0]
+    drafter = Eagle.of(pair[1], PATHS)
+    config = GenerationConfig(max_new_tokens=NUM_NEW - 1)
+    (row,) = generate(pair[0], [*prompt, tokens[0]], config, drafter, return_trace=True)
+    theirs = [len(step.path) for step in row.trace]
+    ours = exported.generate(prompt, NUM_NEW).counts[1:]
+    assert list(ours[:-1]) == theirs[:-1]  # the budget cuts the last
+
+
+def test_a_head_of_taps_and_few_tokens(pair, expected, tmp_path):
+    """EAGLE-3, which drafts from a part of the vocabulary."""
+    ids = jnp.arange(0, 48, 3, dtype=jnp.int32)
+    config = CONFIG.replace(num_layers=1, layer_types=(), vocab_size=len(ids))
+    params = init_eagle3_params(config, 2 * CONFIG.embed_dim, jax.random.key(3))
+    head = Eagle3Head(params, config, (0, 1), CONFIG.vocab_size, ids)
+    export(pair[0], tmp_path, Eagle.of(head, PATHS), ExportConfig(slots=SLOTS, prefill=(8,)))
+    drafting = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    decoded = [drafting.generate(prompt, NUM_NEW) for prompt in PROMPTS]
+    assert [each.tokens.tolist() for each in decoded] == expected
+
+
+def test_passes_and_commits_equal_the_network(pair, exported):
+    """Logits of a tree behind a prompt; then a committed path, beside the same text as a prompt."""
+    network, prompt = pair[0].network, PROMPTS[0]
+    exported.prefill(prompt)
+    tree, tokens = tree_from_paths(PATHS), np.arange(9, dtype=np.int32)
+    positions = len(prompt) + tree.depths
+    inputs = {"tokens": tokens, "positions": positions, "visible": tree.ancestors.astype(np.int32)}
+    exported.call("verify_9", **inputs, length=[len(prompt)])
+
+    hidden = network.forward(
+        jnp.array(prompt), jnp.arange(len(prompt)), masks.causal(len(prompt)), None
+    )
+    cache = KVCache(hidden.new_kv, jnp.int32(len(prompt)))
+    ours = network.forward(
+        jnp.array(tokens), jnp.array(positions), jnp.array(tree.ancestors), cache
+    )
+    logits = network.unembed(ours.features)
+    np.testing.assert_allclose(exported.read("verify_9", "logits")[0], logits, atol=5e-5)
+    np.testing.assert_array_equal(exported.read("verify_9", "choices")[0], logits.argmax(-1))
+
+    path = [0, 1, 4]  # the root, its first child, that one's first
+    exported.call("commit_9", path=path + [-1] * 6, count=[3], length=[len(prompt)])
+    exported.call("decode", pending=[11], length=[len(prompt) + 3])
+    after = exported.read("decode", "logits")
+    exported.prefill([*prompt, *tokens[path], 11])
+    np.testing.assert_allclose(exported.read("prefill_8", "logits"), after, atol=5e-5)
+
+
+def test_decoding_goes_on_to_the_end_of_the_context(exported):
+    plain = exported.generate(PROMPTS[1], 1000, speculate=False)
+    assert len(plain.tokens) == SLOTS - len(PROMPTS[1])
+    assert plain.finish_reason == "length"
+    assert exported.generate(PROMPTS[1], 1000).tokens.tolist() == plain.tokens.tolist()
+
+
+def test_stop_ids_end_a_text(exported, expected):
+    stop = expected[0][5]
+    decoded = exported.generate(PROMPTS[0], NUM_NEW, stop_token_ids=[stop])
+    assert decoded.tokens.tolist() == expected[0][: expected[0].index(stop) + 1]
+    assert decoded.finish_reason == "stop_token"
+
+
+def test_layers_skipped_give_the_same_tokens(pair, expected, tmp_path):
+    skip = skips_of(2, attention=[1], mlp=[0])
+    export(pair[0], tmp_path, LayerSkip(skip, 3), ExportConfig(slots=SLOTS, prefill=(8,)))
+    skipping = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    decoded = [skipping.generate(prompt, NUM_NEW) for prompt in PROMPTS]
+    assert [each.tokens.tolist() for each in decoded] == expected
+    assert max(count for each in decoded for count in each.counts) > 1
+
+
+def test_the_manifest_says_what_the_file_is(exported, path):
+    manifest = exported.manifest
+    assert manifest == read_manifest(path)
+    assert (path.parent / "manifest.json").read_text().strip() == manifest.to_json()
+    assert manifest.paths == PATHS
+    assert manifest.sizes("verify") == (9,)
+    assert manifest.signatures["step"]["outputs"]["o_tokens"] == {"shape": [1, 4], "dtype": "int32"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[: len(data) // 2], "incomplete"),
+        (lambda data: data[:-100], "incomplete"),
+        (lambda data: data.replace(b"successors", b"sucessorss"), "damaged"),
+        (lambda data: b"", "empty"),
+        (lambda data: b"TFL3" * 100, "not made by"),
+    ],
+)
+def test_damaged_files_are_refused(path, tmp_path, damage, said):
+    (tmp_path / "x.tflite").write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=said):
+        MobileModel(tmp_path / "x.tflite")
+
+
+def test_mistakes_are_named(pair, exported, path, tmp_path):
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        MobileModel(path, tokenizer=tiny_model().tokenizer)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        MobileModel(tmp_path)
+    with pytest.raises(ValueError, match="more slots"):
+        exported.generate([1] * SLOTS)
+    with pytest.raises(ValueError, match="ids must be in"):
+        exported.generate([48])
+    with pytest.raises(ValueError, match="not verify_3"):
+        exported.call("verify_3")
+    with pytest.raises(ValueError, match="slots must be at most"):
+        export(pair[0], tmp_path, config=ExportConfig(slots=1000))
+    with pytest.raises(ValueError, match="baked in"):
+        export(pair[0], tmp_path, LayerSkip(), ExportConfig(slots=SLOTS, prefill=(8,)))
+    with pytest.raises(ValueError, match="DraftModel cannot be exported"):
+        export(pair[0], tmp_path, DraftModel.of(pair[0]), ExportConfig(slots=SLOTS, prefill=(8,)))
+    with pytest.raises(ValueError, match="sizes must be in"):
+        ExportConfig(slots=8, prefill=(9,))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_extra_is_named(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ai_edge_litert", None)
+    with pytest.raises(ValueError, match=r"pip install 'jaxspec\[mobile\]'"):
+        MobileModel(path)
+
+
+def test_lookup_gets_a_pass_of_its_size(pair):
+    from jaxspec.drafters import LoadedDrafter
+    from jaxspec.mobile.export import _signatures
+    from jaxspec.mobile.signatures import Target
+
+    target = Target(pair[0].config, SLOTS, 48)
+    functions, paths = _signatures(target, LoadedDrafter(PromptLookup(4), ()), ExportConfig())
+    assert "verify_5" in functions
+    assert "commit_5" in functions
+    assert paths == ()

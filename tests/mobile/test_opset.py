@@ -1,0 +1,115 @@
+"""The gate: every rule fires on what it is about, names it, and lets its remedy pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.mobile import opset
+from jaxspec.mobile.opset import Graph, Op, OpsetError, Tensor, require_opset, violations
+
+TABLE = np.arange(24, dtype=np.float32).reshape(3, 8) + 1.0
+WEIGHTS = {"square": np.eye(8, dtype=np.float32), "rows": TABLE}
+
+
+def first_row_only(weights, x):
+    return {"out": x["rows"] * weights["rows"]}
+
+
+def first_row_remedied(weights, x):
+    return {"out": (x["rows"][None, None] * jnp.asarray(TABLE)[None, None])[0, 0]}
+
+
+def output_that_goes_on(weights, x):
+    gained = x["rows"] * jnp.asarray(TABLE[:1])
+    return {"gained": gained, "out": gained @ weights["square"]}
+
+
+def output_copied(weights, x):
+    gained = x["rows"] * jnp.asarray(TABLE[:1])
+    return {"gained": gained[None], "out": gained @ weights["square"]}
+
+
+def zero_tail(weights, x):
+    cut = x["rows"][:, 1:] * 2.0
+    return {"out": jnp.concatenate([cut, jnp.zeros((3, 1))], axis=1)}
+
+
+def gather(weights, x):
+    with jax.named_scope("layer_7/mlp"):
+        return {"out": weights["rows"][x["ids"]]}
+
+
+def five_axes(weights, x):
+    return {"out": jnp.transpose(x["rows"].reshape(3, 2, 2, 1, 2), (4, 0, 3, 2, 1)) + 1.0}
+
+
+def cosine(weights, x):
+    return {"out": jnp.cos(x["rows"])}
+
+
+BAD = {
+    first_row_only: ("MUL", "first row only of a constant"),
+    output_that_goes_on: ("MUL", "do not write an output"),
+    zero_tail: (None, "narrowed last axis"),
+    gather: (None, "one-hot rows"),
+    five_axes: (None, "axes"),
+    cosine: ("COS", "table"),
+}
+GOOD = (first_row_remedied, output_copied)
+
+
+@pytest.fixture(scope="module")
+def found():
+    pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+    pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+    from jaxspec.mobile.convert import lower, to_flatbuffer
+    from jaxspec.mobile.signatures import Signature
+
+    rows = jax.ShapeDtypeStruct((3, 8), jnp.float32)
+    ids = jax.ShapeDtypeStruct((2,), jnp.int32)
+    lowered = {}
+    for function in (*BAD, *GOOD):
+        inputs = {"ids": ids} if function is gather else {"rows": rows}
+        lowered[function.__name__] = lower(WEIGHTS, Signature(function, inputs))
+    flatbuffer = to_flatbuffer(WEIGHTS, lowered, {})
+    with pytest.raises(OpsetError) as refused:
+        require_opset(flatbuffer)
+    assert refused.value.violations == tuple(violations(flatbuffer))
+    return refused.value.violations
+
+
+@pytest.mark.parametrize("function", BAD, ids=lambda function: function.__name__)
+def test_it_finds(found, function):
+    op, problem = BAD[function]
+    said = [violation for violation in found if violation.signature == function.__name__]
+    assert any(problem in each.problem for each in said), found
+    assert op is None or {each.op for each in said} == {op}
+
+
+@pytest.mark.parametrize("function", GOOD, ids=lambda function: function.__name__)
+def test_it_passes_the_remedy(found, function):
+    assert not [each for each in found if each.signature == function.__name__]
+
+
+def test_it_names_the_scope(found):
+    assert any("layer_7/mlp" in each.scope for each in found if each.signature == "gather")
+
+
+@pytest.mark.parametrize(
+    ("rows", "out", "bad"), [((1, 4, 8), (4, 8), True), ((4, 8), (4, 8), False)]
+)
+def test_flattened_products_of_int8(monkeypatch, rows, out, bad):
+    """Written down by hand: it takes a quantized file to make one."""
+    tensors = (
+        Tensor("rows", rows, "FLOAT32", True, None),
+        Tensor("kernel", (8, 8), "INT8", True, np.ones(64, np.int8)),
+        Tensor("layer_0/out", out, "FLOAT32", True, None),
+    )
+    graph = Graph("verify_4", tensors, (Op("FULLY_CONNECTED", (0, 1), (2,)),), (2,))
+    monkeypatch.setattr(opset, "read_graphs", lambda flatbuffer: [graph])
+    said = violations(b"")
+    assert bool(said) == bad
+    if bad:
+        assert "int8 product that flattens" in str(said[0])
+        assert "layer_0/out" in str(said[0])
