@@ -125,5 +125,5 @@ def test_drafts_and_what_becomes_of_them(recorded, name, num_drafts):
         tokens = canvases[-1][slots]
         assert [[slot + length, token] for slot, token in zip(slots, tokens, strict=True)] == [
             list(drafted)
-            for drafted in itertools.takewhile(lambda drafted: drafted[1] != mask, iteration["draft"])
+            for drafted in itertools.takewhile(lambda one: one[1] != mask, iteration["draft"])
         ]
