@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.files import read_json, replacing_files, write_json
 from jaxspec.core.tree import EAGLE_PATHS, Path, tree_from_parents
 from jaxspec.core.types import PyTree, Tree
+from jaxspec.trees.files import read_entry, shipped_names, write_entry
 
 if TYPE_CHECKING:
     from jaxspec.result import TraceStep
@@ -221,14 +221,12 @@ class AcceptanceTable:
 
 def save_acceptance(table: AcceptanceTable, path: str | FilePath) -> None:
     """Writes a table; the file is there whole or not at all."""
-    path = FilePath(path)
-    with replacing_files(path.parent) as folder:
-        write_json(folder / path.name, table.as_dict())
+    write_entry(path, table.as_dict())
 
 
 def shipped_tables() -> list[str]:
     """Names that `load_acceptance` knows without a file."""
-    return sorted(path.stem for path in _SHIPPED.glob("*.json"))
+    return shipped_names(_SHIPPED)
 
 
 def load_acceptance(source: str | FilePath) -> AcceptanceTable:
@@ -237,14 +235,7 @@ def load_acceptance(source: str | FilePath) -> AcceptanceTable:
     Raises:
         ValueError: naming what is missing or out of range.
     """
-    shipped = str(source) in shipped_tables()
-    path = _SHIPPED / f"{source}.json" if shipped else FilePath(source)
-    if not path.exists():
-        raise ValueError(
-            f"acceptance table {source}: no such file, and no shipped table of that name; shipped "
-            f"are {', '.join(shipped_tables())}."
-        )
-    entry = read_json(path)
+    entry = read_entry("acceptance table", source, _SHIPPED)
     try:
         return AcceptanceTable(
             rates=tuple(tuple(map(float, row)) for row in entry["rates"]),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from jaxspec.checkpoint.files import read_json, replacing_files, write_json
+from jaxspec.trees.files import read_entry, shipped_names, write_entry
 
 _SHIPPED = FilePath(__file__).resolve().parent / "profiles"
 KEYED_ON = "tokens"
@@ -159,14 +159,12 @@ class LatencyProfile:
 
 def save_profile(profile: LatencyProfile, path: str | FilePath) -> None:
     """Writes a profile; the file is there whole or not at all."""
-    path = FilePath(path)
-    with replacing_files(path.parent) as folder:
-        write_json(folder / path.name, profile.as_dict())
+    write_entry(path, profile.as_dict())
 
 
 def shipped_profiles() -> list[str]:
     """Names that `load_profile` knows without a file."""
-    return sorted(path.stem for path in _SHIPPED.glob("*.json"))
+    return shipped_names(_SHIPPED)
 
 
 def load_profile(source: str | FilePath) -> LatencyProfile:
@@ -181,14 +179,7 @@ def load_profile(source: str | FilePath) -> LatencyProfile:
     Raises:
         ValueError: naming what is missing, of the wrong kind or out of range.
     """
-    shipped = str(source) in shipped_profiles()
-    path = _SHIPPED / f"{source}.json" if shipped else FilePath(source)
-    if not path.exists():
-        raise ValueError(
-            f"profile {source}: no such file, and no shipped profile of that name; shipped are "
-            f"{', '.join(shipped_profiles())}."
-        )
-    return profile_from_dict(read_json(path), str(source))
+    return profile_from_dict(read_entry("profile", source, _SHIPPED), str(source))
 
 
 def profile_from_dict(entry: dict[str, Any], where: str) -> LatencyProfile:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.core.tree import EAGLE_PATHS, Path, tree_from_paths
 from jaxspec.core.types import Tree
 from jaxspec.trees.acceptance import (
@@ -26,6 +25,7 @@ from jaxspec.trees.acceptance import (
     rank_paths,
 )
 from jaxspec.trees.exact import BestTrees, Limits, best_trees
+from jaxspec.trees.files import write_entry
 from jaxspec.trees.latency import LatencyProfile
 
 PLAIN = "plain decoding"
@@ -263,9 +263,7 @@ def search_tree(
 
 def save_tree(found: Candidate, path: str | FilePath, **facts: Any) -> None:
     """Writes a tree with its figures as JSON; the file is there whole or not at all."""
-    path = FilePath(path)
-    with replacing_files(path.parent) as folder:
-        write_json(folder / path.name, {**found.as_dict(), **facts})
+    write_entry(path, {**found.as_dict(), **facts})
 
 
 def paper_grid(acceptance: AcceptanceTable, max_batch: int) -> list[tuple[Path, ...]]:
