@@ -6,6 +6,7 @@ definitions of SafeAILab/EAGLE, branches v1 and main; the speculators format say
 EAGLE-3 too and may put `model.` before everything.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -153,7 +154,7 @@ def _lazy(name: str, tensor: StoredTensor) -> HeadTensor:
 
 def _torch_tensors(path: Path) -> dict[str, HeadTensor]:
     try:
-        import torch
+        torch: Any = importlib.import_module("torch")
     except ImportError:
         raise CheckpointError(
             f"{path} is a pickle; reading one safely takes torch (extra `parity`), or convert "

@@ -31,7 +31,7 @@ from jaxspec.training.data import (
 )
 from jaxspec.training.plan import Plan, make_plan, seconds_per_step
 from jaxspec.training.settings import (
-    DEMO,
+    SMALL,
     LMTrainingSettings,
     OptimizerSettings,
     default_state_folder,
@@ -445,7 +445,7 @@ def test_flags_go_before_the_file_and_the_file_before_defaults(tmp_path):
     settings = parsed("--config", str(path), "--minutes", "2", "--learning-rate", "0.5")
     assert (settings.num_steps, settings.minutes) == (None, 2.0)
     assert (settings.optimizer.clip, settings.optimizer.learning_rate) == (2.0, 0.5)
-    assert settings.model == DEMO.replace(num_layers=3, layer_types=())
+    assert settings.model == SMALL.replace(num_layers=3, layer_types=())
     assert settings.sources == (Source("notes", "notes.txt"),)
 
 
