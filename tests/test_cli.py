@@ -19,6 +19,7 @@ from jaxspec.cli import COMMANDS, main
 from jaxspec.commands import demo, options
 from jaxspec.commands.generate import Session, Shown, add_arguments
 from jaxspec.commands.options import drafter_spec, generation_config
+from jaxspec.training.loop import DivergedError
 from tests.bench.models import WrongRoot, tiny_model
 
 
@@ -402,3 +403,21 @@ class TestShippedPrompts:
         tokenizer = jaxspec.checkpoint.load_tokenizer(shipped["demo"])
         lengths = [len(tokenizer.encode(prompt)) for prompt in demo.PROMPTS]
         assert all(32 < length <= 64 for length in lengths), lengths
+
+
+def test_a_training_that_diverged_is_an_error_and_no_traceback(monkeypatch, capsys, tmp_path):
+    def diverge(*args, **kwargs):
+        raise DivergedError("step 3: the loss is nan.")
+
+    monkeypatch.setattr("jaxspec.training.train.train_lm", diverge)
+    for name in ("gsm8k", "mbpp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl.gz").touch()
+    argv = ["train", "lm", "--data-folder", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(argv) == 2
+    assert capsys.readouterr().err.endswith("jaxspec: error: step 3: the loss is nan.\n")
+
+
+def test_a_demo_of_no_tokens_is_refused(capsys):
+    assert main(["demo", "--tokens", "0"]) == 2
+    assert "--tokens must be at least 1, got 0" in capsys.readouterr().err

@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shows the demo; 1 if the outputs differ."""
+    if args.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {args.tokens}.")
     config = GenerationConfig(max_new_tokens=args.tokens)
     model = load(args.model)
     drafters = {

@@ -198,6 +198,12 @@ class LMTrainingSettings(RunSettings):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}.")
 
+    @property
+    def models_read(self) -> dict[str, str]:
+        """Folders of models that the run depends on, by the name of their setting."""
+        folders = {name: getattr(self, name) for name in ("teacher", "start_from", "tokenizer")}
+        return {name: folder for name, folder in folders.items() if folder is not None}
+
 
 @dataclasses.dataclass(frozen=True)
 class EagleTrainingSettings(RunSettings):
