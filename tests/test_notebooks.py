@@ -25,6 +25,7 @@ def test_notebooks_are_stored_without_outputs(path):
         assert cell.get("execution_count") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path, monkeypatch):
     needs = "needs the notebooks extra: pip install '.[notebooks]'"
@@ -37,8 +38,6 @@ def test_notebooks_run(path, monkeypatch):
         pytest.skip(f"needs checkpoints/{', checkpoints/'.join(missing)}, which is not here")
     search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
-    # Nothing here is timed, and a third of the run would be spent on optimising programs.
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(path.parent)}}
     nbclient.NotebookClient(notebook, timeout=300, resources=where).execute()

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,17 +84,22 @@ def test_true_states_replace_predicted_ones(first):  # noqa: F811
     states = decode(
         Params(target, head), request.prompts, request.automaton, drafter=drafter, plan=plan
     )
-    for row in range(3):
-        length = int(states.context.length[row])
-        tokens = states.context.tokens[row, :length]
+
+    @jax.jit
+    def fresh_pass(tokens):
+        length = len(tokens)
         hidden, _ = prefill(target, tokens, jnp.int32(length), chunk=length)
-        fresh = head.forward(
+        return head.forward(
             target.embed(tokens[1:]),
             hidden.features[:-1],
             jnp.arange(length - 1),
             causal(length - 1),
             None,
         )
+
+    for row in range(3):
+        length = int(states.context.length[row])
+        fresh = fresh_pass(states.context.tokens[row, :length])
         known = int(states.draft.cache.length[row])
         assert length - 1 - drafter.tree_shape[1] - 1 <= known < length
         kept = states.draft.cache.layers[0].values[row][:, :known]

@@ -38,6 +38,7 @@ def deep_model(num_layers: int) -> Model:
     return Model(Network(init_params(config, jax.random.key(0)), config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [40, 80])
 def test_published_sets_skip_what_they_name(depth):
     """In a model of their depth: as a set says, that many products are absent."""
