@@ -1,6 +1,6 @@
 """Pictures of profiles, trees and searches. They need matplotlib, the extra `plots`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -86,14 +86,14 @@ def plot_tree(found: Candidate, acceptance: "AcceptanceTable", path: FilePath) -
 
 
 def plot_cost(
-    search: TreeSearch, path: FilePath, measured: Mapping[int, float] | None = None
+    search: TreeSearch, path: FilePath, measured: Sequence[tuple[int, float]] = ()
 ) -> None:
     """Seconds per token of the best tree of each budget, with plain decoding as a line.
 
     Args:
         search: what to draw.
         path: of the picture.
-        measured: tokens per second by number of nodes, drawn as crosses.
+        measured: nodes (the root excluded) and tokens per second of trees, drawn as crosses.
     """
     figure, axes = _figure((7.5, 4.5))
     budgets = [each.nodes for each in search.by_budget]
@@ -103,14 +103,27 @@ def plot_cost(
     best = search.best
     axes.plot(best.nodes, 1e3 / best.tokens_per_second, "o", color="C3", label="chosen")
     if measured:
-        speeds = [1e3 / speed for speed in measured.values()]
-        axes.plot(list(measured), speeds, "x", color="C1", label="measured")
+        nodes, speeds = zip(*measured, strict=True)
+        axes.plot(nodes, [1e3 / speed for speed in speeds], "x", color="C1", label="measured")
     axes.set(
         xlabel="budget: draft nodes, the root excluded",
         ylabel="ms per token",
         ylim=(0, None),
         title=search.profile,
     )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    _save(figure, path)
+
+
+def plot_predictions(speeds: Sequence[tuple[float, float]], path: FilePath) -> None:
+    """Predicted against measured tokens per second, a point for each tree."""
+    figure, axes = _figure((4.8, 4.5))
+    predicted, measured = zip(*speeds, strict=True)
+    axes.plot(measured, predicted, "o")
+    ends = 0.95 * min(*predicted, *measured), 1.05 * max(*predicted, *measured)
+    axes.plot(ends, ends, color="0.4", linestyle="--", label="predicted = measured")
+    axes.set(xlabel="measured tokens/s", ylabel="predicted tokens/s", xlim=ends, ylim=ends)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     _save(figure, path)
