@@ -342,7 +342,7 @@ def _steps(
             params, runs = Params(model.network, weights), {"repeats": max(5, repeats)}
             building = None
             if isinstance(drafter, Eagle2):
-                building = measure_tree_building(params, drafter, warp, **runs)
+                building = measure_tree_building(params, drafter, **runs)
             times = measure_drafter(params, drafter, warp, **runs)
             steps[name] = MethodSteps(drafter.tree_shape[0] - 1, times, building)
     return steps

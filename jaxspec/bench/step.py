@@ -103,18 +103,17 @@ def measure_drafter(
 
 
 def measure_tree_building(
-    params: Params, drafter: Eagle2, warp: Warp, num_steps: int = 24, repeats: int = 15
+    params: Params, drafter: Eagle2, num_steps: int = 24, repeats: int = 15
 ) -> float:
-    """Seconds per step that `drafter` takes to choose its tree.
+    """Seconds per step that `drafter` takes to choose its tree, which is so at any temperature.
 
-    That is: what its drafts take longer than drafts over a static tree with the same passes of the
-    head, run in turns.
+    That is: what its drafts take longer than greedy drafts over a static tree with the same passes
+    of the head, run in turns.
     """
     prompts = repetitive_prompt(params.target.vocab_size)
     drafts = {}
     for name, method in (("dynamic", drafter), ("static", same_passes(drafter))):
         states, _ = begin_and_propose(params, prompts, drafter=method)
-        states = states._replace(context=states.context._replace(warp=warp))
         drafts[name] = partial(draft_loop, params, states, drafter=method, num_steps=num_steps)
     times = time_in_turns(drafts, repeats)
     return float(np.median(times["dynamic"] - times["static"])) / num_steps
