@@ -409,11 +409,18 @@ class TestDemo:
     def one_short_prompt(self, monkeypatch):
         monkeypatch.setattr(demo, "PROMPTS", ("one, two, one",))
 
-    def test_it_shows_every_method_without_a_terminal(self, capsys, folder):
-        argv = ["demo", "--model", folder, "--draft-model", folder]
+    def test_it_shows_every_method_without_a_terminal(self, capsys, folder, head):
+        (head / "tree.json").write_text("[[0], [1]]")
+        argv = ["demo", "--model", folder, "--draft-model", folder, "--head", str(head)]
         assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
         out = capsys.readouterr().out
-        for part in ("# plain", "# lookup", "# draft model", "All outputs are identical"):
+        for part in (
+            "# plain",
+            "# lookup",
+            "# draft model",
+            "# EAGLE",
+            "All outputs are identical",
+        ):
             assert part in out
         assert "\x1b" not in out
 

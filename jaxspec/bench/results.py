@@ -153,7 +153,7 @@ def _target_part(name: str, target: TargetResult) -> str:
     sizes += [f"{method}: {count:,}" for method, count in target.draft_params.items()]
     parts = [_setting_part(name, label, setting) for label, setting in target.settings.items()]
     if target.left_out:
-        left_out = ", ".join(target.left_out)
+        left_out = "; ".join(target.left_out)
         parts.append(f"Left out, as their heads are not here or for another target: {left_out}.")
     return "\n\n".join([f"## {name}", f"{'; '.join(sizes)}.", *parts])
 

@@ -306,7 +306,7 @@ def test_shipped_models_are_found_by_name(place, tmp_path, monkeypatch, tiny_net
     assert load("tiny").name == "tiny"
     assert shipped_heads().keys() == {"tiny-head"}
     again = load_eagle("tiny-head", tiny_network)
-    jax.tree.map(np.testing.assert_array_equal, again, head)
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
     with pytest.raises(CheckpointError, match=r"load_eagle\('tiny-head', model\.network\)"):
         load("tiny-head")
     with pytest.raises(CheckpointError, match=r"nor a shipped head .* \(shipped: tiny-head\)"):
