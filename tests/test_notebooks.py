@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.checkpoint import shipped_models
+from jaxspec.checkpoint import shipped_heads, shipped_models
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHIPPED = ("demo", "demo-draft")
+HEADS = {"02_eagle_and_trees": {"demo-eagle"}}
 
 
 def test_there_are_notebooks():
@@ -34,6 +35,7 @@ def test_notebooks_run(path, monkeypatch):
     pytest.importorskip("ipykernel", reason=needs)
     pytest.importorskip("matplotlib", reason=needs)
     missing = sorted(set(SHIPPED) - set(shipped_models()))
+    missing += sorted(HEADS.get(path.stem, set()) - set(shipped_heads()))
     if missing:
         pytest.skip(f"needs checkpoints/{', checkpoints/'.join(missing)}, which is not here")
     search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -1,4 +1,4 @@
-"""A measured suite as a page of Markdown, `checkpoints/RESULTS.md`, and as plain values."""
+"""A measured suite as a page of Markdown, as `checkpoints/RESULTS.md`, and as plain values."""
 
 import dataclasses
 import json
@@ -10,7 +10,14 @@ from jaxspec.bench.assisted import PLAIN as TRANSFORMERS
 from jaxspec.bench.compare import PLAIN
 from jaxspec.bench.comparison import TIE_GAP, ComparisonRow
 from jaxspec.bench.figures import LOW_REPETITION, Figures
-from jaxspec.bench.shipped import Assisted, AssistedRow, Setting, SuiteResult, TargetResult
+from jaxspec.bench.shipped import (
+    Assisted,
+    AssistedRow,
+    MethodSteps,
+    Setting,
+    SuiteResult,
+    TargetResult,
+)
 from jaxspec.bench.table import (
     divergence_lines,
     divergences_as_dicts,
@@ -36,7 +43,16 @@ _COLUMNS = {
     "draft for.",
     "low repetition": "the figures above over those prompts whose plain output (ours) repeats less "
     f"than {LOW_REPETITION:.0%} of its 4-grams.",
+    "budget": "draft tokens of a step at most, the root EXCLUDED.",
+    "drafting": "milliseconds of a step that drafting takes, all passes together.",
+    "building": "milliseconds of drafting that choosing a dynamic tree takes: what it takes longer "
+    "than drafting over a static tree with the same passes of the head. A static tree is chosen "
+    "beforehand.",
+    "verification": "milliseconds of a step that the target's pass takes.",
+    "step": "milliseconds of a whole step: drafting, verification and what is left, as committing. "
+    "Steps are timed in a loop over 64 to 256 tokens of text, medians.",
 }
+_PARTS_OF_A_STEP = ("draft", "target", "step")
 _SPEED_COLUMNS = ("tokens/s", "baseline", "speed-up [95 %]", "repeated")
 # Methods, each with the name of its baseline.
 _Rows = list[tuple[ComparisonRow | AssistedRow, str]]
@@ -90,13 +106,25 @@ def _target_as_dict(target: TargetResult) -> dict[str, Any]:
     return {
         "num_params": target.num_params,
         "draft_params": dict(target.draft_params),
+        "left_out": list(target.left_out),
         "settings": {
             label: {
                 "comparison": setting.comparison.as_dict(),
                 "transformers": _assisted_as_dict(setting.assisted),
+                "steps": {name: _steps_as_dict(steps) for name, steps in setting.steps.items()},
             }
             for label, setting in target.settings.items()
         },
+    }
+
+
+def _steps_as_dict(steps: MethodSteps) -> dict[str, Any]:
+    seconds = {f"{name}_seconds": getattr(steps.times, name) for name in _PARTS_OF_A_STEP}
+    return {
+        "nodes_without_root": steps.nodes,
+        "tokens_in_target_pass": steps.times.width,
+        "building_seconds": steps.building,
+        **seconds,
     }
 
 
@@ -123,7 +151,10 @@ def _prompts_part(result: SuiteResult) -> str:
 def _target_part(name: str, target: TargetResult) -> str:
     sizes = [f"{target.num_params:,} parameters"]
     sizes += [f"{method}: {count:,}" for method, count in target.draft_params.items()]
-    parts = (_setting_part(name, label, setting) for label, setting in target.settings.items())
+    parts = [_setting_part(name, label, setting) for label, setting in target.settings.items()]
+    if target.left_out:
+        left_out = "; ".join(target.left_out)
+        parts.append(f"Left out, as their heads are not here or for another target: {left_out}.")
     return "\n\n".join([f"## {name}", f"{'; '.join(sizes)}.", *parts])
 
 
@@ -158,6 +189,7 @@ def _setting_part(target: str, label: str, setting: Setting) -> str:
         parts += [f"Low repetition: {share}.", _low_repetition_table(rows)]
     else:
         parts.append("Low repetition: no prompt.")
+    parts += ["Steps, on average:", _steps_table(setting)]
     return "\n\n".join([*parts, _bullets(*lines)])
 
 
@@ -188,6 +220,22 @@ def _low_repetition_table(rows: _Rows) -> str:
             if (low := row.low_repetition) is not None
         ],
     )
+
+
+def _steps_table(setting: Setting) -> str:
+    def cells(row: ComparisonRow) -> list[str]:
+        steps = setting.steps[row.name]
+        parts = (steps.times.draft, steps.building, steps.times.target, steps.times.step)
+        return [
+            row.name,
+            str(steps.nodes),
+            *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in parts),
+            f"{row.overall.mean_acceptance_length:.2f}",
+            f"{row.overall.tokens_per_second:.0f}",
+        ]
+
+    columns = ["budget", "drafting", "building", "verification", "step", "tau", "tokens/s"]
+    return _table(["method", *columns], [cells(row) for row in setting.comparison.rows])
 
 
 def _speed_cells(figures: Figures, baseline: str) -> tuple[str, ...]:

@@ -59,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares `--suite` and its settings."""
+    pages = ", ".join(f"checkpoints/{suite.page}" for suite in SUITES.values())
+    counts = ", ".join(f"{suite.prompts_per_set} of {name}" for name, suite in SUITES.items())
     group = parser.add_argument_group("suite, in place of MODEL and PROMPTS")
     group.add_argument("--suite", choices=tuple(SUITES), help="measure the models shipped here")
     group.add_argument(
@@ -71,12 +73,11 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--out",
         type=Path,
-        default=Path("checkpoints/RESULTS.md"),
         metavar="FILE.md",
-        help="where the tables go (default: %(default)s)",
+        help=f"where the tables go (default: {pages})",
     )
     group.add_argument(
-        "--prompts-per-set", type=int, default=20, metavar="N", help="default: %(default)s"
+        "--prompts-per-set", type=int, metavar="N", help=f"prompts of each file (default: {counts})"
     )
 
 
@@ -92,11 +93,14 @@ def run_suite(args: argparse.Namespace) -> int:
     foreign = sorted(set(given) - set(settings))
     if foreign:
         args.parser.error(f"--suite {args.suite} fixes {', '.join(foreign)}; leave that out.")
+    suite = SUITES[args.suite]
+    out = Path("checkpoints", suite.page) if args.out is None else args.out
+    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
     check_writable(args.json)
-    check_writable(args.out, "--out")
-    result = measure(args.suite, args.data_folder, args.prompts_per_set, args.repeats)
-    write_markdown(result, args.out)
-    print(f"wrote {args.out}", file=sys.stderr)
+    check_writable(out, "--out")
+    result = measure(args.suite, args.data_folder, count, args.repeats)
+    write_markdown(result, out)
+    print(f"wrote {out}", file=sys.stderr)
     print(as_markdown(result), end="", file=sys.stderr if args.json == "-" else sys.stdout)
     write_figures(as_dict(result), args.json)
     return 0 if result.outputs_agree else EXIT_DIFFERENT
@@ -111,8 +115,8 @@ def run_prompts(args: argparse.Namespace) -> int:
     check_writable(args.json)
     rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)
     specs = filter(None, args.drafter or [drafter_spec("lookup")])
-    drafters = {spec.text: make_drafter(spec, args) for spec in specs}
     model = load_model(args)
+    drafters = {spec.text: make_drafter(spec, args, model) for spec in specs}
     announce(
         model=args.model,
         prompts=f"{len(rows)} of {path}",

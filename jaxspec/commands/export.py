@@ -6,7 +6,6 @@ from pathlib import Path
 
 from jaxspec.bench.compare import describe
 from jaxspec.checkpoint import Model, load_eagle
-from jaxspec.checkpoint.files import read_json
 from jaxspec.commands.options import (
     add_drafter_arguments,
     add_model_arguments,
@@ -14,10 +13,10 @@ from jaxspec.commands.options import (
     load_model,
     make_drafter,
 )
-from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
+from jaxspec.trees import load_tree, tree_of_head
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--head", metavar="FOLDER", help="draft with this EAGLE-1 or EAGLE-3 head")
     group.add_argument(
         "--tree",
-        type=Path,
         metavar="FILE",
-        help="of `jaxspec tune tree`; default: EAGLE's 25 nodes",
+        help="of `jaxspec tune tree`, or eagle-25; default: the one beside the head, else EAGLE's "
+        "25 nodes",
     )
     parser.add_argument(
         "--any-ops",
@@ -76,14 +75,10 @@ def _drafter(args: argparse.Namespace, model: Model) -> Drafter | LoadedDrafter 
     if args.head is None:
         if args.tree is not None:
             raise ValueError("--tree: needs --head FOLDER, the head that drafts over it.")
-        return None if args.drafter is None else make_drafter(args.drafter, args)
+        return None if args.drafter is None else make_drafter(args.drafter, args, model)
     if args.drafter is not None:
         raise ValueError("Give either --head or --drafter, not both.")
-    paths = EAGLE_PATHS if args.tree is None else read_json(args.tree).get("paths")
-    if not isinstance(paths, list | tuple):
-        raise ValueError(
-            f"--tree {args.tree}: it must have `paths`, as `jaxspec tune tree` writes."
-        )
+    paths = tree_of_head(args.head) if args.tree is None else load_tree(args.tree)
     return Eagle.of(load_eagle(args.head, model.network), paths)
 
 

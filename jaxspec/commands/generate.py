@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     if prompt is None and not args.chat:
         raise ValueError("Give a PROMPT, - to read standard input, --file FILE, or --chat.")
-    drafter = None if args.drafter is None else make_drafter(args.drafter, args)
     model = load_model(args)
+    drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     if model.config.diffusion is not None:
         return fill_in(args, model, prompt)
     check_none_given(args)

@@ -3,8 +3,10 @@
 import dataclasses
 import gzip
 import json
+import shutil
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxspec
@@ -17,17 +19,22 @@ from jaxspec.bench.shipped import (
     Assisted,
     AssistedRow,
     SuitePrompt,
+    dynamic_tree,
     first_that_fit,
     measure,
     read_prompt_set,
 )
-from jaxspec.checkpoint import hub
+from jaxspec.bench.step import StepTimes
+from jaxspec.checkpoint import hub, save_eagle
 from jaxspec.cli import main
 from jaxspec.commands import bench as command
+from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.models import EagleHead, init_eagle_params
 from tests.bench.models import WrongRoot
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K, HUMANEVAL, MBPP = SUITES["shipped"].prompt_sets
+(EAGLE_GSM8K,) = SUITES["trees"].prompt_sets
 ONE, TWO = "How many are 1 + 1?", "How many are 2 + 3?"
 # All but the first have 17 to 32 bytes, so that their programs are the same.
 ROWS = {
@@ -37,6 +44,7 @@ ROWS = {
         {"text": "Add.\r\n", "test_list": ["f(1)", "f(2)"]},
         {"text": "Subtract.", "test_list": []},
     ],
+    EAGLE_GSM8K.file: [{"turns": [ONE]}, {"turns": [TWO]}],
 }
 
 
@@ -58,10 +66,13 @@ def checkpoints(model, tmp_path_factory) -> Path:
     return root / "checkpoints"
 
 
-def small_suite(monkeypatch, checkpoints: Path, **changes) -> None:
-    """Makes the suite short, of tiny models, without `transformers`."""
-    suite = dataclasses.replace(SUITES["shipped"], max_new_tokens=8, **changes)
-    monkeypatch.setitem(SUITES, "shipped", suite)
+def small_suite(monkeypatch, checkpoints: Path, name: str = "shipped", **changes) -> None:
+    """Makes the suite short, of tiny models, without `transformers`; steps are not really timed."""
+    suite = dataclasses.replace(SUITES[name], max_new_tokens=8, **changes)
+    monkeypatch.setitem(SUITES, name, suite)
+    times = StepTimes(step=0.008, draft=0.002, target=0.005, width=4.0)
+    monkeypatch.setattr(shipped, "measure_drafter", lambda *_, **__: times)
+    monkeypatch.setattr(shipped, "measure_tree_building", lambda *_, **__: 0.001)
     monkeypatch.setattr(hub, "_PACKAGE", checkpoints.parent / "jaxspec")
     monkeypatch.setattr(shipped, "why_not_here", lambda: "torch is at home")
 
@@ -71,6 +82,32 @@ def result(checkpoints, data_folder):
     with pytest.MonkeyPatch.context() as monkeypatch:
         small_suite(monkeypatch, checkpoints)
         return measure("shipped", data_folder, prompts_per_set=2, repeats=1, progress=False)
+
+
+@pytest.fixture(scope="module")
+def head(model) -> EagleHead:
+    config = model.config.replace(num_layers=1)
+    return EagleHead(init_eagle_params(config, True, jax.random.key(0)), config)
+
+
+@pytest.fixture(scope="module")
+def trees(head, checkpoints, data_folder, tmp_path_factory):
+    """The suite of trees, with a random head and a small tree beside it."""
+    root = tmp_path_factory.mktemp("with-head")
+    shutil.copytree(checkpoints, root / "checkpoints")
+    save_eagle(head, root / "checkpoints" / "demo-eagle")
+    (root / "checkpoints" / "demo-eagle" / "tree.json").write_text('{"paths": [[0], [1], [0, 0]]}')
+    methods = SUITES["trees"].methods
+    kept = ("searched tree", "EAGLE-2, as searched", "EAGLE-3, searched tree")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        small_suite(
+            monkeypatch,
+            root / "checkpoints",
+            "trees",
+            methods={name: methods[name] for name in kept},
+            temperatures={"greedy": 0.0},
+        )
+        return measure("trees", data_folder, prompts_per_set=2, repeats=1, progress=False)
 
 
 class TestPrompts:
@@ -143,6 +180,10 @@ class TestPage:
 
     def test_it_says_what_is_not_there(self, result):
         page = as_markdown(result)
+        assert (
+            "Left out, as their heads are not here or for another target: EAGLE-1, searched tree; "
+            in page
+        )
         assert "Rows of `transformers` are left out: torch is at home." in page
         assert "Rows of `transformers` are left out: they are measured greedily only." in page
         assert "Not here, so not measured: demo-small." in page
@@ -160,6 +201,45 @@ class TestPage:
         if not path.is_file():
             pytest.skip("needs checkpoints/RESULTS.md, which is not here")
         assert path.read_text(encoding="utf-8").startswith(HEAD)
+
+
+class TestTrees:
+    """`--suite trees`: static against dynamic trees."""
+
+    def test_a_dynamic_tree_has_the_bounds_of_a_static_one(self, head):
+        drafter = dynamic_tree(head, EAGLE_PATHS).drafter
+        assert (drafter.num_nodes, drafter.depth, drafter.beam) == (25, 4, 4)
+        assert dynamic_tree(head, ((0,),)).drafter.depth == 1
+
+    def test_the_table_has_the_columns_of_the_paper(self, trees):
+        page = as_markdown(trees)
+        assert "\n    jaxspec bench --suite trees --prompts-per-set 2 --repeats 1\n" in page
+        heading = "| method | budget | drafting | building | verification | step | tau | tokens/s |"
+        _, _, table = page.partition(f"\n{heading}\n")
+        rows = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[1:]]
+        comparison = trees.targets["demo"].settings["greedy"].comparison
+        assert [row[:6] for row in rows] == [
+            ["plain", "0", "2.00", "", "5.00", "8.00"],
+            ["searched tree", "3", "2.00", "", "5.00", "8.00"],
+            ["EAGLE-2, as searched", "3", "2.00", "1.00", "5.00", "8.00"],
+        ]
+        for row, measured in zip(rows, comparison.rows, strict=True):
+            assert row[6] == f"{measured.overall.mean_acceptance_length:.2f}"
+        assert "another target: EAGLE-3, searched tree." in page
+        assert "transformers` are left out: this suite compares trees." in page
+        assert trees.outputs_agree
+
+    def test_every_figure_is_written(self, trees):
+        shown = json.loads(json.dumps(as_dict(trees), allow_nan=False))["targets"]["demo"]
+        assert shown["left_out"] == ["EAGLE-3, searched tree"]
+        assert shown["settings"]["greedy"]["steps"]["EAGLE-2, as searched"] == {
+            "nodes_without_root": 3,
+            "tokens_in_target_pass": 4.0,
+            "building_seconds": 0.001,
+            "draft_seconds": 0.002,
+            "target_seconds": 0.005,
+            "step_seconds": 0.008,
+        }
 
 
 class TestCommand:

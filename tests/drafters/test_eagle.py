@@ -18,7 +18,16 @@ from jaxspec.drafters import Eagle, Eagle2
 from tests.laws.test_drafters import free_request
 from tests.models.test_eagle import first, golden, third  # noqa: F401  (fixtures)
 
-CHAIN5 = tuple((0,) * length for length in range(1, 6))
+
+def chain(length: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((0,) * depth for depth in range(1, length + 1))
+
+
+def siblings(count: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((rank,) for rank in range(count))
+
+
+CHAIN5 = chain(5)
 
 
 @pytest.mark.parametrize("case", ["eagle1_mc_sim_7b_63/2", "chain5/2"])
@@ -72,6 +81,21 @@ def test_recorded_dynamic_trees(golden, request, file, heads):  # noqa: F811
         assert ancestors.tolist() == np.array(theirs["tree_mask"], bool).tolist()
         assert len(ours.path) - 1 == theirs["accept_length"]
     assert len(row.trace) >= len(recorded["steps"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda head: Eagle.of(head, chain(513)), "513 levels deep, but the head has 512 posit"),
+        (lambda head: Eagle.of(head, siblings(65)), "takes rank 64, but the head drafts from 64"),
+        (lambda head: Eagle2.of(head, beam=65), "takes rank 64, but the head drafts from 64"),
+    ],
+)
+def test_trees_too_large_for_the_head_are_refused(first, make, message):  # noqa: F811
+    target, folder = first
+    drafter = make(load_eagle(folder, target))
+    with pytest.raises(ValueError, match=message):
+        generate(Model(target, None), [1, 2, 3], GenerationConfig(4), drafter)
 
 
 def test_true_states_replace_predicted_ones(first):  # noqa: F811
