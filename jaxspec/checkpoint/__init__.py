@@ -3,7 +3,14 @@
 from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.eagle import eagle3_taps, load_eagle, save_eagle
 from jaxspec.checkpoint.files import CheckpointError, recover_files
-from jaxspec.checkpoint.hub import Model, load, save, save_orbax, shipped_models
+from jaxspec.checkpoint.hub import (
+    Model,
+    load,
+    save,
+    save_orbax,
+    shipped_folders,
+    shipped_models,
+)
 from jaxspec.checkpoint.memory import (
     MemoryEstimate,
     check_cache_fits,
@@ -31,5 +38,6 @@ __all__ = [
     "save",
     "save_eagle",
     "save_orbax",
+    "shipped_folders",
     "shipped_models",
 ]

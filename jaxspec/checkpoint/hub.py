@@ -152,11 +152,16 @@ def save_orbax(model: Model, folder: str | Path) -> None:
 
 def shipped_models() -> dict[str, Path]:
     """Folders of the models that come with the package, by name."""
+    return {name: folder for name, folder in shipped_folders().items() if _holds_model(folder)}
+
+
+def shipped_folders() -> dict[str, Path]:
+    """Folders of all that was trained or searched and comes with the package, by name."""
     # Beside the package in the repository, inside it when installed.
     found = {}
     for root in (_PACKAGE.parent / "checkpoints", _PACKAGE / "checkpoints"):
         if root.is_dir():
-            found |= {path.name: path for path in sorted(root.iterdir()) if _holds_model(path)}
+            found |= {path.name: path for path in sorted(root.iterdir()) if path.is_dir()}
     return found
 
 
