@@ -84,8 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="K",
-        help="longest draft (default: %(default)s); of all lengths up to it the best counts, unless "
-        "measured",
+        help="longest draft (default: %(default)s); unless measured, the best length up to it counts",
     )
     tune.add_argument(
         "--threshold",
@@ -300,20 +299,22 @@ def _report(histories: Mapping[str, Sequence[Any]], best: Any, costs: Any) -> No
                 f"{method}: {1e3 * statistics.median(found):.3f} ms/token, median of {len(found)} "
                 f"searches ({1e3 * min(found):.3f} to {1e3 * max(found):.3f})"
             )
-    kept = [len(part) - sum(part) for part in best.skip]
-    draft = costs.draft_token(*kept)
     worth = best.worth
-    passes = worth.seconds_per_token * worth.tau - worth.drafted * draft
+    draft = costs.draft_token(*(len(part) - sum(part) for part in best.skip))
+    step = worth.seconds_per_token * worth.tau
+    passes = step - worth.drafted * draft
+    agreement = "" if worth.agreement is None else f"; agreement {worth.agreement:.1%}"
     print(
         f"best: skips {sum(best.skip.attention)} attention and {sum(best.skip.mlp)} MLP sub-layers "
-        f"of {len(best.skip.mlp)} each; exit below {worth.threshold:g}\n"
-        f"a draft token costs {1e3 * draft:.3f} ms, {draft / plain:.2f} of a plain pass "
-        f"({1e3 * plain:.3f} ms); {worth.drafted:.2f} drafted a step, "
-        f"{worth.acceptance_rate:.2f} of them accepted\n"
-        f"tau {worth.tau:.2f} (bonus token included); a step: {1e3 * worth.drafted * draft:.2f} ms "
-        f"of drafting and a pass of {1e3 * passes:.2f} ms\n"
-        f"expected: {1e3 * worth.seconds_per_token:.3f} ms/token, "
-        f"{plain / worth.seconds_per_token:.2f}x plain decoding"
+        f"of {len(best.skip.mlp)} each; up to {worth.num_speculative_tokens} tokens, exit below "
+        f"{worth.threshold:g}{agreement}\n"
+        f"a plain pass takes {1e3 * plain:.3f} ms; of that a draft token takes {draft / plain:.2f} "
+        f"and the pass that verifies {passes / plain:.2f}\n"
+        f"a step drafts {worth.drafted:.2f} tokens, {worth.acceptance_rate:.0%} of them accepted: "
+        f"tau {worth.tau:.2f} (bonus token included)\n"
+        f"which allows tau / ({worth.drafted:.2f} * {draft / plain:.2f} + {passes / plain:.2f}) = "
+        f"{plain / worth.seconds_per_token:.2f}x plain decoding, "
+        f"{1e3 * worth.seconds_per_token:.3f} ms/token"
     )
 
 

@@ -310,6 +310,8 @@ class Worth(NamedTuple):
     threshold: of the exit, likewise.
     tau: tokens emitted a step, the bonus token INCLUDED.
     drafted: tokens drafted a step.
+    agreement: share of all drafted tokens, at any place up to the longest draft tried, that are the
+        whole network's choice there; `None` where decoding was timed.
     """
 
     seconds_per_token: float
@@ -317,6 +319,7 @@ class Worth(NamedTuple):
     threshold: float
     tau: float
     drafted: float
+    agreement: float | None = None
 
     @property
     def acceptance_rate(self) -> float:
@@ -341,7 +344,9 @@ def worth_of(
         tau = 1 + float(np.mean(np.minimum(matching, drafted)))
         passes = costs.target_pass(drafted + 1, LayerSkip(None, length).widths)
         seconds = float(np.mean(drafted * seconds_per_draft_token + passes))
-        return Worth(seconds / tau, length, threshold, tau, float(np.mean(drafted)))
+        return Worth(
+            seconds / tau, length, threshold, tau, float(np.mean(drafted)), float(np.mean(agrees))
+        )
 
     settings = itertools.product(lengths, thresholds)
     return min(itertools.starmap(at, settings), key=lambda worth: worth.seconds_per_token)

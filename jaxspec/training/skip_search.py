@@ -288,6 +288,7 @@ def write_result(folder: Path, best: Evaluation, facts: Mapping[str, Any]) -> No
         "tau_bonus_included": worth.tau,
         "drafted_per_step": worth.drafted,
         "acceptance_rate_bonus_excluded": worth.acceptance_rate,
+        "agreement": worth.agreement,
         **facts,
     }
     with replacing_files(folder) as staging:
