@@ -17,6 +17,7 @@ from jaxspec.drafters import (
     PromptLookup,
     published_skips,
 )
+from jaxspec.drafters.refined_skip import RefinedSkip
 from jaxspec.generation import GenerationConfig
 
 
@@ -191,11 +192,33 @@ def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any]) -> LayerS
     return LayerSkip.read(source, **settings)
 
 
+def _refined_skip(args: argparse.Namespace, settings: Mapping[str, Any]) -> LoadedDrafter:
+    fixed = _layer_skip(args, settings)
+    assert fixed.skip is not None
+    length, threshold = fixed.num_speculative_tokens, fixed.threshold
+    return RefinedSkip.of(
+        fixed.skip, num_speculative_tokens=length, threshold=threshold, adaptive=None
+    )
+
+
 # The only place where drafters have names: the kinds of their settings, and how they are built.
 DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
     "lookup": ({"num_speculative_tokens": int, "max_ngram": int, "match": str}, _lookup),
     "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
-    "layer-skip": ({"num_speculative_tokens": int, "threshold": float, "skips": str}, _layer_skip),
+    "layer-skip": (
+        {
+            "num_speculative_tokens": int,
+            "threshold": float,
+            "skips": str,
+            "num_side_candidates": int,
+            "side_below": float,
+        },
+        _layer_skip,
+    ),
+    "refined-skip": (
+        {"num_speculative_tokens": int, "threshold": float, "skips": str},
+        _refined_skip,
+    ),
 }
 
 

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=8,
         metavar="K",
-        help="longest draft (default: %(default)s); unless measured, the best length up to it counts",
+        help="longest draft (default: %(default)s); the best length up to it counts",
     )
     tune.add_argument(
         "--threshold",
