@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.checkpoint import shipped_models
+from jaxspec.checkpoint import shipped_folders
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SHIPPED = ("demo", "demo-draft")
+SHIPPED = ("demo", "demo-draft", "demo-skips")
 
 
 def test_there_are_notebooks():
@@ -32,7 +32,7 @@ def test_notebooks_run(path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason=needs)
     pytest.importorskip("ipykernel", reason=needs)
     pytest.importorskip("matplotlib", reason=needs)
-    missing = sorted(set(SHIPPED) - set(shipped_models()))
+    missing = sorted(set(SHIPPED) - set(shipped_folders()))
     if missing:
         pytest.skip(f"needs checkpoints/{', checkpoints/'.join(missing)}, which is not here")
     search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

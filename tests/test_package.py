@@ -235,7 +235,10 @@ def test_the_wheel_carries_the_models_of_the_demo_and_no_more(wheel):
     needed += ("tokenizer.json", "tokenizer_config.json")
     models = [model for model in shipped_models() if model.startswith("demo")]
     carried = {name for name in names if name.startswith("jaxspec/checkpoints/")}
-    assert carried == {f"jaxspec/checkpoints/{model}/{file}" for model in models for file in needed}
+    expected = {f"jaxspec/checkpoints/{model}/{file}" for model in models for file in needed}
+    sets = [path.parent.name for path in (ROOT / "checkpoints").glob("demo*/skips.json")]
+    expected |= {f"jaxspec/checkpoints/{name}/skips.json" for name in sets}
+    assert carried == expected
     assert set(SOURCES) <= names
     facts = f"jaxspec-{jaxspec.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"jaxspec", facts}

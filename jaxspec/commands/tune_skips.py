@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from jaxspec.bench.machine import Machine, this_machine
 from jaxspec.checkpoint import Model
 from jaxspec.commands.options import add_model_arguments, announce, load_model
 from jaxspec.drafters import LayerSkip
@@ -141,9 +142,19 @@ def run(args: argparse.Namespace) -> int:
         args.out / "trace.jsonl",
         model.config.num_layers,
         about,
-        lambda: measure_costs(model.network, depth).as_dict(),
+        lambda: {
+            "machine": this_machine()._asdict(),
+            "costs": measure_costs(model.network, depth).as_dict(),
+        },
     )
-    costs: Costs = costs_from(trace.measured)
+    costs: Costs = costs_from(trace.measured["costs"])
+    machine = Machine(**trace.measured["machine"])
+    if machine.busy:
+        print(
+            f"NOTE: costs were measured at a load of {machine.load:.1f} on {machine.cores} cores: "
+            "do not trust them, move the trace away and search when the machine is quiet.",
+            file=sys.stderr,
+        )
     if args.objective == "measured":
         objective = MeasuredSeconds(model, prompts, args.new_tokens, depth, thresholds[0])
     else:
@@ -171,6 +182,8 @@ def run(args: argparse.Namespace) -> int:
         "evaluations": {name: len(history) for name, history in histories.items()},
         "model": about["model"],
         "objective": args.objective,
+        "machine": str(machine),
+        "text": f"{args.rows} rows of {args.prompt_tokens} + {args.new_tokens} tokens, {args.text}",
     }
     skip_search.write_result(args.out, best, facts)
     skip_search.draw_searches(args.out / "search.png", histories)
