@@ -17,7 +17,6 @@ from jaxspec.drafters import (
     PromptLookup,
     published_skips,
 )
-from jaxspec.drafters.refined_skip import RefinedSkip
 from jaxspec.generation import GenerationConfig
 
 
@@ -192,15 +191,6 @@ def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any]) -> LayerS
     return LayerSkip.read(source, **settings)
 
 
-def _refined_skip(args: argparse.Namespace, settings: Mapping[str, Any]) -> LoadedDrafter:
-    fixed = _layer_skip(args, settings)
-    assert fixed.skip is not None
-    length, threshold = fixed.num_speculative_tokens, fixed.threshold
-    return RefinedSkip.of(
-        fixed.skip, num_speculative_tokens=length, threshold=threshold, adaptive=None
-    )
-
-
 # The only place where drafters have names: the kinds of their settings, and how they are built.
 DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
     "lookup": ({"num_speculative_tokens": int, "max_ngram": int, "match": str}, _lookup),
@@ -214,10 +204,6 @@ DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]
             "side_below": float,
         },
         _layer_skip,
-    ),
-    "refined-skip": (
-        {"num_speculative_tokens": int, "threshold": float, "skips": str},
-        _refined_skip,
     ),
 }
 
