@@ -138,6 +138,13 @@ class LayerSkip:
             )
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be in [0, 1], got {self.threshold}.")
+        if not 0 <= self.num_side_candidates <= self.num_speculative_tokens:
+            raise ValueError(
+                "num_side_candidates must be in 0..num_speculative_tokens, got "
+                f"{self.num_side_candidates}."
+            )
+        if not 0 <= self.side_below <= 1:
+            raise ValueError(f"side_below must be in [0, 1], got {self.side_below}.")
         if self.skip is not None:
             entries = [entry for part in self.skip for entry in part]
             if not all(entry in (0, 1) for entry in entries):
@@ -248,6 +255,7 @@ class LayerSkip:
         tokens = jnp.where(on_chain, chain_tokens, draft.seconds[parents_of_side[side]])
         num_side = jnp.sum(worst > -jnp.inf)
         valid = nodes <= draft.count + num_side
+        parents = jnp.where(valid, parents, 0)
         tree = traced_tree(parents, valid, depth, 2)
         return Proposal(tokens, tree, valid, draft.logprobs, jnp.maximum(parents, 0))
 
