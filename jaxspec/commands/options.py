@@ -195,16 +195,7 @@ def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any]) -> LayerS
 DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
     "lookup": ({"num_speculative_tokens": int, "max_ngram": int, "match": str}, _lookup),
     "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
-    "layer-skip": (
-        {
-            "num_speculative_tokens": int,
-            "threshold": float,
-            "skips": str,
-            "num_side_candidates": int,
-            "side_below": float,
-        },
-        _layer_skip,
-    ),
+    "layer-skip": ({"num_speculative_tokens": int, "threshold": float, "skips": str}, _layer_skip),
 }
 
 

@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.cache import empty_layer, write
 from jaxspec.core.proposal import bank, chain_proposal, choose_children
-from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import Context, Hidden, LayerKV, Params, Proposal
 from jaxspec.drafters.loaded import LoadedDrafter
 from jaxspec.drafters.skip_sets import skip_settings
@@ -90,14 +89,10 @@ class LayerSkipState(NamedTuple):
 class _Draft(NamedTuple):
     """A draft that is growing. Entries at or past `count` mean nothing.
 
-    seconds: the next choice at each place.
-    confidences: probability of each drafted token, before any warping.
     scratch: keys and values of the drafted tokens; `None` in a layer without attention.
     """
 
     tokens: Int[Array, " nodes"]
-    seconds: Int[Array, " drafts"]
-    confidences: Float[Array, " drafts"]
     logprobs: Float[Array, "drafts vocab"] | None
     scratch: tuple[LayerKV | None, ...]
     count: Int[Array, ""]
@@ -116,9 +111,6 @@ class LayerSkip:
         threshold: where the exit threshold starts; drafting ends after a token whose probability,
             before any warping, is below it. 0 never exits early.
         adaptive: how the threshold moves; `None`: not at all.
-        num_side_candidates: so many of the drafted tokens that the draft is least sure of get a
-            sibling, the draft's next choice (as in SWIFT, Xia et al. 2024). 0 drafts a chain.
-        side_below: only tokens of less probability get one.
 
     Raises:
         ValueError: for a setting out of range.
@@ -128,8 +120,6 @@ class LayerSkip:
     num_speculative_tokens: int = 8
     threshold: float = 0.8
     adaptive: AdaptiveExit | None = AdaptiveExit()
-    num_side_candidates: int = 0
-    side_below: float = 0.6
 
     def __post_init__(self):
         if self.num_speculative_tokens < 1:
@@ -138,13 +128,6 @@ class LayerSkip:
             )
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold must be in [0, 1], got {self.threshold}.")
-        if not 0 <= self.num_side_candidates <= self.num_speculative_tokens:
-            raise ValueError(
-                "num_side_candidates must be in 0..num_speculative_tokens, got "
-                f"{self.num_side_candidates}."
-            )
-        if not 0 <= self.side_below <= 1:
-            raise ValueError(f"side_below must be in [0, 1], got {self.side_below}.")
         if self.skip is not None:
             entries = [entry for part in self.skip for entry in part]
             if not all(entry in (0, 1) for entry in entries):
@@ -206,12 +189,11 @@ class LayerSkip:
 
     @property
     def tree_shape(self) -> tuple[int, int]:
-        num_nodes = self.num_speculative_tokens + self.num_side_candidates + 1
-        return num_nodes, self.num_speculative_tokens
+        return self.num_speculative_tokens + 1, self.num_speculative_tokens
 
     @property
     def widths(self) -> tuple[int, ...]:
-        return bank(self.tree_shape[0])
+        return bank(self.num_speculative_tokens + 1)
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> LayerSkipState:
         del params, prompt, context  # The target's own cache is all that drafting reads.
@@ -232,32 +214,9 @@ class LayerSkip:
         # No longer than can be emitted beside the token that the target adds.
         longest = jnp.minimum(self.num_speculative_tokens, context.room - 1)
         draft = self._draft(params, key, threshold, longest, context)
-        proposal = self._widened(draft) if self.num_side_candidates else self._chain(draft)
-        return proposal, LayerSkipState(threshold, rate, draft.count)
-
-    def _chain(self, draft: _Draft) -> Proposal:
         valid = jnp.arange(self.num_speculative_tokens + 1) <= draft.count
-        return chain_proposal(draft.tokens, valid, draft.logprobs)
-
-    def _widened(self, draft: _Draft) -> Proposal:
-        """The chain, and behind its last token the siblings: so the valid nodes come first."""
-        num_nodes, depth = self.tree_shape
-        places = jnp.arange(depth)
-        unsure = (places < draft.count) & (draft.confidences < self.side_below)
-        worst, parents_of_side = jax.lax.top_k(
-            jnp.where(unsure, -draft.confidences, -jnp.inf), self.num_side_candidates
-        )
-        nodes = jnp.arange(num_nodes)
-        side = nodes - draft.count - 1
-        on_chain, side = side < 0, jnp.clip(side, 0, self.num_side_candidates - 1)
-        parents = jnp.where(on_chain, nodes - 1, parents_of_side[side]).astype(jnp.int32)
-        chain_tokens = draft.tokens[jnp.minimum(nodes, depth)]
-        tokens = jnp.where(on_chain, chain_tokens, draft.seconds[parents_of_side[side]])
-        num_side = jnp.sum(worst > -jnp.inf)
-        valid = nodes <= draft.count + num_side
-        parents = jnp.where(valid, parents, 0)
-        tree = traced_tree(parents, valid, depth, 2)
-        return Proposal(tokens, tree, valid, draft.logprobs, jnp.maximum(parents, 0))
+        proposal = chain_proposal(draft.tokens, valid, draft.logprobs)
+        return proposal, LayerSkipState(threshold, rate, draft.count)
 
     def _draft(
         self,
@@ -287,15 +246,12 @@ class LayerSkip:
                 skip=skip,
             )
             logits = target.unembed(hidden.features)
-            branch = 2 if self.num_side_candidates else 1
-            choices, logprobs = choose_children(keys[at], logits, context.warp, branch)
+            choices, logprobs = choose_children(keys[at], logits, context.warp, 1)
             token = choices[0, 0]
             # The exit looks at the law before warping, and at a token that is kept either way.
             confidence = jax.nn.softmax(logits[0])[token]
             return _Draft(
                 tokens=draft.tokens.at[at + 1].set(token),
-                seconds=draft.seconds.at[at].set(choices[0, -1]),
-                confidences=draft.confidences.at[at].set(confidence),
                 logprobs=None if draft.logprobs is None else draft.logprobs.at[at].set(logprobs[0]),
                 scratch=tuple(
                     None if layer is None else write(layer, new, at)
@@ -316,8 +272,6 @@ class LayerSkip:
             laws = jnp.full((size, target.vocab_size), -jnp.log(target.vocab_size))
         start = _Draft(
             tokens=jnp.zeros(size + 1, jnp.int32).at[0].set(context.tokens[context.length - 1]),
-            seconds=jnp.zeros(size, jnp.int32),
-            confidences=jnp.zeros(size, jnp.float32),
             logprobs=laws,
             scratch=tuple(None if skipped else no_keys for skipped in absent),
             count=jnp.int32(0),

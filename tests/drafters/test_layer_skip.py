@@ -251,8 +251,6 @@ def test_the_threshold_holds_the_acceptance_rate_near_its_target():
     [
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1, got 0"),
         ({"threshold": 1.2}, r"threshold must be in \[0, 1\], got 1.2"),
-        ({"num_side_candidates": 9}, "num_side_candidates must be in 0..num_speculative_tokens, "),
-        ({"side_below": -0.1}, r"side_below must be in \[0, 1\], got -0.1"),
         ({"skip": Skips((0.5,), (1,))}, "skip must hold True or False"),
         (
             {"skip": Skips((True,), (True, False))},

@@ -93,16 +93,6 @@ DRAFTERS: dict[str, Case] = {
     "draft model, tree": Case(lambda: DraftModel(paths=PATHS), blurred),
     "eagle, part of the vocabulary": Case(lambda: Eagle(FORKED, chunk=8), eagle_head),
     "layer skip": Case(lambda: LayerSkip(Skips((False, True), (False, False)), 3, threshold=0.2)),
-    "layer skip, widened": Case(
-        lambda: LayerSkip(
-            Skips((False, True), (False, False)),
-            3,
-            threshold=0.2,
-            num_side_candidates=2,
-            side_below=0.9,
-        ),
-        slow=True,
-    ),
     "layer skip, any set": Case(
         lambda: LayerSkip(None, 3, threshold=0.2),
         lambda target: Skips(jnp.array([0.0, 0.0]), jnp.array([0.0, 1.0])),
