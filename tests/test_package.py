@@ -245,6 +245,8 @@ def test_the_wheel_carries_the_models_of_the_demo_and_no_more(wheel):
         files = (*of_heads, *(file for file in beside_heads if (folder / file).is_file()))
         expected |= {f"jaxspec/checkpoints/{head}/{file}" for file in files}
     carried = {name for name in names if name.startswith("jaxspec/checkpoints/")}
+    sets = [path.parent.name for path in (ROOT / "checkpoints").glob("demo*/skips.json")]
+    expected |= {f"jaxspec/checkpoints/{name}/skips.json" for name in sets}
     assert carried == expected
     assert set(SOURCES) <= names
     facts = f"jaxspec-{jaxspec.__version__}.dist-info"

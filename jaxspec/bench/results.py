@@ -1,7 +1,11 @@
-"""A measured suite as a page of Markdown, as `checkpoints/RESULTS.md`, and as plain values."""
+"""A measured suite as a part of a page of Markdown, `checkpoints/RESULTS.md`, and as plain values.
+
+The page has one part per suite, which a new measurement of that suite replaces.
+"""
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,7 @@ from jaxspec.bench.table import (
 )
 from jaxspec.checkpoint.files import replacing_files
 
-HEAD = "# Figures of the shipped models\n\nMade by this command, never by hand:\n"
+MADE_BY = "Made by this command, never by hand:\n"
 _COLUMNS = {
     "outputs": "greedy outputs that equal our plain decoding's, token by token. A tie, listed with "
     f"its gap, leaves it where the target's two best logits lie within {TIE_GAP:g}. Sampled "
@@ -41,6 +45,8 @@ _COLUMNS = {
     "bootstrap interval over prompts].",
     "repeated": "share of an output's 4-grams that it already held. A model that loops is easy to "
     "draft for.",
+    "accepted": "share of drafted tokens that were accepted, along the path; bonus EXCLUDED.",
+    "peak": "XLA's memory analysis of the program for the longest prompt, all weights included.",
     "low repetition": "the figures above over those prompts whose plain output (ours) repeats less "
     f"than {LOW_REPETITION:.0%} of its 4-grams.",
     "budget": "draft tokens of a step at most, the root EXCLUDED.",
@@ -72,15 +78,24 @@ def command_of(result: SuiteResult) -> str:
 
 
 def write_markdown(result: SuiteResult, path: Path) -> None:
-    """Writes `as_markdown`; a file that is there is replaced whole or not at all."""
+    """Puts `as_markdown` in its place on a page, where other suites' parts stay.
+
+    A file that is there is replaced whole or not at all.
+    """
+    old = path.read_text(encoding="utf-8") if path.is_file() else ""
+    parts = {
+        part.partition("\n")[0]: part.strip() for part in re.split(r"^(?=# )", old, flags=re.M)
+    }
+    parts[f"# {result.suite.title}"] = as_markdown(result).strip()
+    page = "\n\n".join(filter(None, parts.values())) + "\n"
     with replacing_files(path.parent) as staging:
-        (staging / path.name).write_text(as_markdown(result), encoding="utf-8")
+        (staging / path.name).write_text(page, encoding="utf-8")
 
 
 def as_markdown(result: SuiteResult) -> str:
-    """The whole page. Nothing in it depends on the day or the commit, or on where files lie."""
+    """The whole part. Nothing in it depends on the day or the commit, or on where files lie."""
     parts = [
-        f"{HEAD}\n    {command_of(result)}",
+        f"# {result.suite.title}\n\n{MADE_BY}\n    {command_of(result)}",
         _prompts_part(result),
         "## What the columns say",
         _bullets(*(f"**{name}**: {meaning}" for name, meaning in _COLUMNS.items())),
@@ -140,12 +155,15 @@ def _assisted_as_dict(assisted: Assisted | str) -> dict[str, Any]:
 
 def _prompts_part(result: SuiteResult) -> str:
     groups = result.suite.prompt_sets
-    rows = [[g.category, f"`{g.file}`", f"`{json.dumps(g.template)}`"] for g in groups]
+    rows = [
+        [g.category, f"`{g.file}`", f"`{json.dumps(g.template)}`", ", ".join(g.of) or "all"]
+        for g in groups
+    ]
     return (
         f"Of each file the first {result.prompts_per_set} prompts that leave room in the context "
         "for all new tokens, in the shape of the training text up to where the answer begins. What "
         "a model was trained on is listed in its `recipe.md`. Braces hold fields of a row.\n\n"
-    ) + _table(["category", "file", "prompt"], rows)
+    ) + _table(["category", "file", "prompt", "rows of category"], rows)
 
 
 def _target_part(name: str, target: TargetResult) -> str:
@@ -161,7 +179,7 @@ def _target_part(name: str, target: TargetResult) -> str:
 def _setting_part(target: str, label: str, setting: Setting) -> str:
     comparison, assisted = setting.comparison, setting.assisted
     config = comparison.config
-    sampling = f"temperature {config.temperature:g}, seed {comparison.seed}"
+    sampling = f"temperature {config.temperature:g}, top-p {config.top_p:g}, seed {comparison.seed}"
     facts = [
         f"{len(comparison.prompt_indices)} prompts, {sampling if config.temperature else 'greedy'},"
         f" up to {config.max_new_tokens} new tokens, ended by the model's own end tokens; "
@@ -190,6 +208,7 @@ def _setting_part(target: str, label: str, setting: Setting) -> str:
     else:
         parts.append("Low repetition: no prompt.")
     parts += ["Steps, on average:", _steps_table(setting)]
+    parts += ["By category, and what it takes:", _detail_table(setting)]
     return "\n\n".join([*parts, _bullets(*lines)])
 
 
@@ -207,6 +226,22 @@ def _all_prompts_table(rows: _Rows, setting: Setting) -> str:
                 *_speed_cells(row.overall, baseline),
             ]
             for row, baseline in rows
+        ],
+    )
+
+
+def _detail_table(setting: Setting) -> str:
+    categories = list(setting.comparison.plain.by_category)
+    return _table(
+        ["method", "accepted", *(f"{name} speed-up [95 %]" for name in categories), "peak"],
+        [
+            [
+                row.name,
+                f"{row.overall.acceptance_rate:.0%}",
+                *(speedup_text(row.by_category[name]) for name in categories),
+                f"{row.peak_bytes / 1e6:.1f} MB",
+            ]
+            for row in setting.comparison.rows
         ],
     )
 

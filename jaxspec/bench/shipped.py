@@ -22,7 +22,16 @@ from jaxspec.checkpoint import Model, load, load_eagle, shipped_heads, shipped_m
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.types import Drafter, Params, PyTree, Warp
-from jaxspec.drafters import DraftModel, Eagle, Eagle2, LoadedDrafter, NoDraft, PromptLookup
+from jaxspec.drafters import (
+    AdaptiveExit,
+    DraftModel,
+    Eagle,
+    Eagle2,
+    LayerSkip,
+    LoadedDrafter,
+    NoDraft,
+    PromptLookup,
+)
 from jaxspec.generation import GenerationConfig, prepare
 from jaxspec.models import Eagle3Head, EagleHead
 from jaxspec.progress import progress_bar
@@ -39,11 +48,13 @@ class PromptSet(NamedTuple):
     file: where in the folder of evaluation data, one JSON object a line.
     template: the prompt made from one row, in `str.format` style, in the shape that the models saw
         in training up to where the answer begins. A list in a field is written one entry a line.
+    of: what the field `category` of a row must be one of; `()` takes all rows.
     """
 
     category: str
     file: str
     template: str
+    of: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +62,7 @@ class Suite:
     """What is measured together.
 
     Attributes:
+        title: of its part of the page.
         prompt_sets: the prompts.
         targets: shipped models; those that are not here are left out.
         methods: drafters by name, each made for a target; `None` where its head is not here, or is
@@ -59,20 +71,45 @@ class Suite:
         assistant: the shipped model that `transformers` drafts with, greedily; `None` to leave
             `transformers` out.
         prompts_per_set: so many are decoded unless another number is asked for.
-        page: the file in checkpoints/ that holds the figures.
         max_new_tokens: of every prompt, at most.
+        top_p: of sampling.
         seed: of sampling.
     """
 
+    title: str
     prompt_sets: tuple[PromptSet, ...]
     targets: tuple[str, ...]
     methods: Mapping[str, Callable[[Model], Method | None]]
     temperatures: Mapping[str, float]
     assistant: str | None
     prompts_per_set: int
-    page: str
     max_new_tokens: int
+    top_p: float = 1.0
     seed: int = 0
+
+
+_GSM8K = PromptSet("GSM8K", "gsm8k/test.jsonl.gz", "{question}\n")
+_HUMANEVAL = PromptSet("HumanEval", "humaneval/HumanEval.jsonl.gz", "{prompt}")
+_MBPP = PromptSet("MBPP", "mbpp/test.jsonl.gz", '"""\n{text}\n{test_list}\n"""\n')
+# The groups of Spec-Bench (Xia et al. 2024), first turns; the first group is MT-Bench.
+_CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+_SPEC_BENCH = {
+    "chat": _CHAT,
+    "translation": ("translation",),
+    "summarisation": ("summarization",),
+    "questions": ("qa",),
+    "mathematics": ("math_reasoning",),
+    "retrieval": ("rag",),
+}
+
+
+def _searched(**settings: Any) -> Callable[[Model], LayerSkip]:
+    """The shipped set with some settings in place of those found with it."""
+    return lambda target: LayerSkip.read("demo-skips", **settings)
+
+
+def _adaptive(**settings: Any) -> Callable[[Model], LayerSkip]:
+    return _searched(num_speculative_tokens=8, adaptive=AdaptiveExit(**settings))
 
 
 def with_head(
@@ -102,11 +139,8 @@ def dynamic_tree(head: EagleHead | Eagle3Head, paths: Sequence[RankPath]) -> Loa
 
 SUITES = {
     "shipped": Suite(
-        prompt_sets=(
-            PromptSet("GSM8K", "gsm8k/test.jsonl.gz", "{question}\n"),
-            PromptSet("HumanEval", "humaneval/HumanEval.jsonl.gz", "{prompt}"),
-            PromptSet("MBPP", "mbpp/test.jsonl.gz", '"""\n{text}\n{test_list}\n"""\n'),
-        ),
+        title="Figures of the shipped models",
+        prompt_sets=(_GSM8K, _HUMANEVAL, _MBPP),
         targets=("demo", "demo-small"),
         methods={
             # Both with the lengths that they draft by default.
@@ -120,13 +154,13 @@ SUITES = {
         temperatures={"greedy": 0.0, "temperature 1": 1.0},
         assistant="demo-draft",
         prompts_per_set=20,
-        page="RESULTS.md",
         max_new_tokens=128,
     ),
     # Static against dynamic trees on the prompts of EAGLE's own evaluation: a table with the
     # columns of the paper on trees for phones (budget, drafting, verification, tau, tokens/s).
     "trees": Suite(
-        prompt_sets=(PromptSet("GSM8K", "eagle_prompts/gsm8k_question.jsonl.gz", "{turns}\n"),),
+        title="Static and dynamic EAGLE trees",
+        prompt_sets=(PromptSet("GSM8K", "eagle_prompts/gsm8k_question.jsonl.gz", "{turns[0]}\n"),),
         targets=(HEADS_TARGET,),
         methods={
             "searched tree": searched_tree(EAGLE_HEAD),
@@ -143,7 +177,51 @@ SUITES = {
         temperatures={"greedy": 0.0, "temperature 1": 1.0},
         assistant=None,
         prompts_per_set=80,
-        page="TREES.md",
+        max_new_tokens=128,
+    ),
+    "skips": Suite(
+        title="Drafting with the target's own layers, by task",
+        prompt_sets=(
+            _GSM8K,
+            _HUMANEVAL,
+            *(
+                PromptSet(name, "spec_bench/question.jsonl.gz", "{turns[0]}\n", of)
+                for name, of in _SPEC_BENCH.items()
+            ),
+        ),
+        targets=("demo",),
+        methods={
+            "layer skip, as searched": _searched(),
+            "layer skip, adaptive": _adaptive(),
+            "draft model": lambda target: DraftModel.of(load("demo-draft")),
+        },
+        temperatures={"greedy": 0.0, "temperature 0.7, top-p 0.9": 0.7},
+        assistant=None,
+        prompts_per_set=20,
+        max_new_tokens=128,
+        top_p=0.9,
+    ),
+    "skip-settings": Suite(
+        title="Drafting with the target's own layers: exit threshold and length",
+        prompt_sets=(_GSM8K, _HUMANEVAL),
+        targets=("demo",),
+        methods={
+            "as searched": _searched(),
+            **{f"K = {n}": _searched(num_speculative_tokens=n) for n in (1, 2, 3, 4, 6, 8)},
+            **{
+                f"K = 8, threshold {p:g}": _searched(num_speculative_tokens=8, threshold=p)
+                for p in (0.2, 0.4, 0.6, 0.8)
+            },
+            # From here on the threshold adapts: the paper's settings, then one of them changed.
+            "adaptive": _adaptive(),
+            **{f"alpha = {rate:g}": _adaptive(target_rate=rate) for rate in (0.7, 0.8, 0.95)},
+            **{f"epsilon = {step:g}": _adaptive(step=step) for step in (0.03, 0.1, 0.3)},
+            **{f"beta1 = {share:g}": _adaptive(rate_memory=share) for share in (0.2, 0.8, 0.95)},
+            **{f"beta2 = {share:g}": _adaptive(threshold_memory=share) for share in (0.0, 0.5)},
+        },
+        temperatures={"greedy": 0.0},
+        assistant=None,
+        prompts_per_set=20,
         max_new_tokens=128,
     ),
 }
@@ -293,17 +371,24 @@ def measure(
                 model,
                 [prompt.text for prompt in prompts],
                 drafters,
-                GenerationConfig(max_new_tokens=suite.max_new_tokens, temperature=temperature),
+                GenerationConfig(
+                    max_new_tokens=suite.max_new_tokens,
+                    temperature=temperature,
+                    top_p=suite.top_p if temperature else 1.0,
+                ),
                 repeats=repeats,
                 seed=suite.seed,
                 categories=[prompt.category for prompt in prompts],
                 progress=progress,
             )
-            assisted = (
-                "they are measured greedily only"
-                if temperature
-                else _assisted(suite, model, folders[target], prompts, comparison, progress)
-            )
+            if suite.assistant is None:
+                assisted = "they are in another part"
+            elif temperature:
+                assisted = "they are measured greedily only"
+            else:
+                assisted = _assisted(
+                    suite, suite.assistant, model, folders[target], prompts, comparison, progress
+                )
             steps = _steps(model, drafters, temperature, repeats, progress)
             settings[label] = Setting(comparison, assisted, steps)
         return TargetResult(
@@ -363,16 +448,23 @@ def read_prompt_set(group: PromptSet, data_folder: Path) -> list[SuitePrompt]:
     return [
         SuitePrompt(group.category, _fill(group.template, row, where))
         for where, row in read_entries(path)
+        if not group.of or row.get("category") in group.of
     ]
 
 
+class _Lines(list[Any]):
+    """Is written one entry a line; `{name[0]}` in a template is an entry by itself."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
 def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
-    texts = {
-        name: "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-        for name, value in row.items()
+    fields = {
+        name: _Lines(value) if isinstance(value, list) else value for name, value in row.items()
     }
     try:
-        text = template.format(**texts)
+        text = template.format(**fields)
     except KeyError as error:
         raise ValueError(
             f"{where}: has no field {error}, which the prompt is made of, only "
@@ -403,6 +495,7 @@ def num_params(params: PyTree) -> int:
 
 def _assisted(
     suite: Suite,
+    assistant: str,
     model: Model,
     folder: Path,
     prompts: Sequence[SuitePrompt],
@@ -420,7 +513,7 @@ def _assisted(
     found = decode_with_transformers(
         model,
         folder,
-        shipped_models()[suite.assistant],
+        shipped_models()[assistant],
         ids,
         suite.max_new_tokens,
         comparison.repeats,

@@ -9,6 +9,7 @@ from jaxspec.checkpoint.hub import (
     load,
     save,
     save_orbax,
+    shipped_folders,
     shipped_heads,
     shipped_models,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "save",
     "save_eagle",
     "save_orbax",
+    "shipped_folders",
     "shipped_heads",
     "shipped_models",
 ]

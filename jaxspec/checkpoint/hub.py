@@ -1,7 +1,7 @@
 """From a name to a model that can be run: a folder, a shipped model or a Hub id, and back."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,19 +157,24 @@ def save_orbax(model: Model, folder: str | Path) -> None:
 
 def shipped_models() -> dict[str, Path]:
     """Folders of the models that come with the package, by name."""
-    return {name: path for name, path in _shipped() if not _holds_head(path)}
+    folders = shipped_folders().items()
+    return {name: path for name, path in folders if _holds_model(path) and not _holds_head(path)}
 
 
 def shipped_heads() -> dict[str, Path]:
     """Folders of the EAGLE heads that come with the package, by name."""
-    return {name: path for name, path in _shipped() if _holds_head(path)}
+    folders = shipped_folders().items()
+    return {name: path for name, path in folders if _holds_model(path) and _holds_head(path)}
 
 
-def _shipped() -> Iterator[tuple[str, Path]]:
+def shipped_folders() -> dict[str, Path]:
+    """Folders of all that was trained or searched and comes with the package, by name."""
     # Beside the package in the repository, inside it when installed.
+    found = {}
     for root in (_PACKAGE.parent / "checkpoints", _PACKAGE / "checkpoints"):
         if root.is_dir():
-            yield from ((path.name, path) for path in sorted(root.iterdir()) if _holds_model(path))
+            found |= {path.name: path for path in sorted(root.iterdir()) if path.is_dir()}
+    return found
 
 
 def find_head(source: str | Path) -> Path:

@@ -59,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares `--suite` and its settings."""
-    pages = ", ".join(f"checkpoints/{suite.page}" for suite in SUITES.values())
     counts = ", ".join(f"{suite.prompts_per_set} of {name}" for name, suite in SUITES.items())
     group = parser.add_argument_group("suite, in place of MODEL and PROMPTS")
     group.add_argument("--suite", choices=tuple(SUITES), help="measure the models shipped here")
@@ -73,8 +72,9 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--out",
         type=Path,
+        default=Path("checkpoints/RESULTS.md"),
         metavar="FILE.md",
-        help=f"where the tables go (default: {pages})",
+        help="page whose part on this suite is replaced (default: %(default)s)",
     )
     group.add_argument(
         "--prompts-per-set", type=int, metavar="N", help=f"prompts of each file (default: {counts})"
@@ -94,13 +94,12 @@ def run_suite(args: argparse.Namespace) -> int:
     if foreign:
         args.parser.error(f"--suite {args.suite} fixes {', '.join(foreign)}; leave that out.")
     suite = SUITES[args.suite]
-    out = Path("checkpoints", suite.page) if args.out is None else args.out
     count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
     check_writable(args.json)
-    check_writable(out, "--out")
+    check_writable(args.out, "--out")
     result = measure(args.suite, args.data_folder, count, args.repeats)
-    write_markdown(result, out)
-    print(f"wrote {out}", file=sys.stderr)
+    write_markdown(result, args.out)
+    print(f"wrote {args.out}", file=sys.stderr)
     print(as_markdown(result), end="", file=sys.stderr if args.json == "-" else sys.stdout)
     write_figures(as_dict(result), args.json)
     return 0 if result.outputs_agree else EXIT_DIFFERENT

@@ -13,11 +13,12 @@ import jaxspec
 from jaxspec.bench import assisted, shipped
 from jaxspec.bench.assisted import Pass, generation_of
 from jaxspec.bench.comparison import Divergence
-from jaxspec.bench.results import HEAD, as_dict, as_markdown
+from jaxspec.bench.results import MADE_BY, as_dict, as_markdown, write_markdown
 from jaxspec.bench.shipped import (
     SUITES,
     Assisted,
     AssistedRow,
+    PromptSet,
     SuitePrompt,
     dynamic_tree,
     first_that_fit,
@@ -137,6 +138,12 @@ class TestPrompts:
         assert first_that_fit(prompts, model, room=exactly, count=9) == prompts[1:]
         assert first_that_fit(prompts, model, room=exactly + 1, count=9) == []
 
+    def test_categories_choose_rows_and_lists_have_entries(self, tmp_path):
+        rows = [{"category": c, "turns": [f"{c}?", "And?"]} for c in ("qa", "rag", "qa")]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        group = PromptSet("questions", "rows.jsonl", "{turns[0]}\n", of=("qa",))
+        assert read_prompt_set(group, tmp_path) == [SuitePrompt("questions", "qa?\n")] * 2
+
     def test_a_row_without_a_field_is_named(self, tmp_path):
         (tmp_path / "humaneval").mkdir()
         (tmp_path / HUMANEVAL.file).write_bytes(gzip.compress(b'{"text": "t"}'))
@@ -153,7 +160,16 @@ class TestPage:
 
     def test_it_begins_with_its_command(self, result):
         typed = "jaxspec bench --suite shipped --prompts-per-set 2 --repeats 1"
-        assert as_markdown(result).startswith(f"{HEAD}\n    {typed}\n")
+        head = f"# Figures of the shipped models\n\n{MADE_BY}"
+        assert as_markdown(result).startswith(f"{head}\n    {typed}\n")
+
+    def test_a_suite_replaces_its_own_part_of_the_page(self, result, tmp_path):
+        page, other = tmp_path / "page.md", "# Other figures\n\n## demo\n\ntext"
+        page.write_text(f"# Figures of the shipped models\n\nold\n\n{other}\n")
+        write_markdown(result, page)
+        assert page.read_text() == f"{as_markdown(result)}\n{other}\n"
+        write_markdown(result, page)
+        assert page.read_text() == f"{as_markdown(result)}\n{other}\n"
 
     def test_tables_hold_the_figures(self, result):
         sets, greedy, *_ = tables = self.tables(as_markdown(result))
@@ -200,7 +216,7 @@ class TestPage:
         path = ROOT / "checkpoints" / "RESULTS.md"
         if not path.is_file():
             pytest.skip("needs checkpoints/RESULTS.md, which is not here")
-        assert path.read_text(encoding="utf-8").startswith(HEAD)
+        assert f"{MADE_BY}\n    jaxspec bench --suite " in path.read_text(encoding="utf-8")
 
 
 class TestTrees:
@@ -251,7 +267,7 @@ class TestCommand:
     def test_it_writes_the_page_and_the_figures(self, capsys, monkeypatch, result, tmp_path):
         monkeypatch.setattr(command, "measure", lambda *_: result)
         page, figures = tmp_path / "RESULTS.md", tmp_path / "figures.json"
-        page.write_text("old")
+        page.write_text("# Figures of the shipped models\n\nold\n")
         assert self.run("--out", page, "--json", figures) == 0
         assert page.read_text(encoding="utf-8") == as_markdown(result) == capsys.readouterr().out
         assert json.loads(figures.read_text()) == json.loads(json.dumps(as_dict(result)))
