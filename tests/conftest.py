@@ -21,7 +21,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compiles without optimising, in a third of the time; slow tests run what users run."""
+    """Compiles without optimising, in half the time or less; slow tests run what users run."""
     if config.option.markexpr == "not slow":
         flags = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
