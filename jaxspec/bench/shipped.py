@@ -382,7 +382,7 @@ def measure(
                 progress=progress,
             )
             if suite.assistant is None:
-                assisted = "they are in another part"
+                assisted = "this suite compares our own methods"
             elif temperature:
                 assisted = "they are measured greedily only"
             else:
@@ -502,9 +502,7 @@ def _assisted(
     comparison: Comparison,
     progress: bool,
 ) -> Assisted | str:
-    """`transformers` on the prompts of a greedy comparison, or why it is left out."""
-    if suite.assistant is None:
-        return "this suite compares trees"
+    """`transformers` on the prompts of a greedy comparison, or why it is not here."""
     reason = why_not_here()
     if reason is not None:
         return reason

@@ -242,7 +242,7 @@ class TestTrees:
         for row, measured in zip(rows, comparison.rows, strict=True):
             assert row[6] == f"{measured.overall.mean_acceptance_length:.2f}"
         assert "another target: EAGLE-3, searched tree." in page
-        assert "transformers` are left out: this suite compares trees." in page
+        assert "transformers` are left out: this suite compares our own methods." in page
         assert trees.outputs_agree
 
     def test_every_figure_is_written(self, trees):

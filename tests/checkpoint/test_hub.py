@@ -299,7 +299,14 @@ def test_shipped_models_are_found_by_name(place, tmp_path, monkeypatch, tiny_net
     monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
     save(Model(tiny_network), tmp_path / place / "tiny")
     (tmp_path / place / "notes").mkdir()
-    config = tiny_network.config.replace(num_layers=1)
+    config = tiny_network.config.replace(
+        num_layers=1,
+        layer_types=("full",),
+        sliding_window=None,
+        qk_norm=False,
+        out_bias=False,
+        mlp_bias=False,
+    )
     head = EagleHead(init_eagle_params(config, False, jax.random.key(0)), config, bias=False)
     save_eagle(head, tmp_path / place / "tiny-head")
     assert shipped_models().keys() == {"tiny"}
