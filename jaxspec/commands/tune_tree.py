@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
                 advance=advance,
             )
         predictions = list(starmap(Prediction, zip(chosen, measured, strict=True)))
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     _show(console, found, acceptance, predictions)
     if args.sensitivity:
         console.print(_sensitivity(profile, found))
@@ -200,10 +200,12 @@ def _show(
         console.print(f"left out: {reason}")
     console.print(_ranking(found, predictions))
     if predictions:
-        num_trees, median, worst = prediction_errors(predictions)
+        errors = prediction_errors(predictions)
         console.print(
-            f"predicted beside measured tokens/s of {num_trees} trees: off by {median:.1%} in the "
-            f"median, {worst:.1%} at worst"
+            f"predicted beside measured tokens/s of {errors.num_trees} trees: off by "
+            f"{errors.median:.1%} in the median, {errors.worst:.1%} at worst; speed-up over plain "
+            f"decoding, where a change of the machine's own speed since the profile cancels: "
+            f"{errors.speedup_median:.1%} and {errors.speedup_worst:.1%}"
         )
     console.print(_drawing(found.best_draft, acceptance))
     if not found.best.paths:
