@@ -137,8 +137,8 @@ def measure_profile(
         runtime=f"jax {machine.jax}",
         dtype=str(model.network.dtype),
         source=(
-            f"measured with {model.name} and {drafter.drafter}, one row, greedy: medians of "
-            f"{repeats} loops of {num_steps} steps, run in turns"
+            f"measured with {model.name} and {type(drafter.drafter).__name__}, one row, greedy: "
+            f"medians of {repeats} loops of {num_steps} steps, run in turns"
             + ("; THE MACHINE WAS BUSY" if machine.busy else "")
         ),
     )

@@ -110,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         return args.parser.error("give --acceptance FILE, or MODEL, PROMPTS and a drafter.")
     if args.model is not None and args.prompts is None and (not args.acceptance or args.measure):
         return args.parser.error("give PROMPTS.jsonl to decode.")
+    if args.model is None and (args.head or args.draft_model):
+        return args.parser.error("--head and --draft-model need MODEL, which they draft for.")
     if args.measure < 0 or args.repeats < 1:
         raise ValueError("--measure must be at least 0 and --repeats at least 1.")
     if args.out:
@@ -148,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         max_depth=args.max_depth,
         max_width=args.max_width,
         max_branch=args.max_branch,
-        num_best=max(10, args.measure),
+        num_best=max(10, args.measure) + 1,  # plain decoding may be one of them
     )
     predictions: list[Prediction] = []
     if args.measure:
@@ -170,7 +172,11 @@ def run(args: argparse.Namespace) -> int:
         predictions = list(starmap(Prediction, zip(chosen, measured, strict=True)))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     _show(console, found, acceptance, predictions)
-    if args.sensitivity:
+    if args.sensitivity and acceptance.counts:
+        console.print(
+            "--sensitivity: this table was counted, not inferred; there is no calibration."
+        )
+    elif args.sensitivity:
         console.print(_sensitivity(profile, found))
     if args.out:
         _write(args.out, found, acceptance, predictions, measured_here=given is None)
