@@ -174,7 +174,7 @@ def run(args: argparse.Namespace) -> int:
     _show(console, found, acceptance, predictions)
     if args.sensitivity and acceptance.counts:
         console.print(
-            "--sensitivity: this table was counted, not inferred; there is no calibration."
+            "--sensitivity: left out, as this table was counted, not inferred."
         )
     elif args.sensitivity:
         console.print(_sensitivity(profile, found))
