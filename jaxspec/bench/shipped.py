@@ -18,6 +18,7 @@ from jaxspec.bench.comparison import Comparison, Divergence
 from jaxspec.bench.figures import Figures, figures_of_subsets, subsets_of
 from jaxspec.bench.prompts import read_entries
 from jaxspec.bench.step import StepTimes, measure_drafter, measure_tree_building
+from jaxspec.bench.timing import release_programs
 from jaxspec.checkpoint import (
     Model,
     load,
@@ -453,6 +454,7 @@ def _steps(
     with progress_bar(len(methods), progress) as advance:
         for name, method in methods.items():
             advance(f"timing steps of {name}")
+            release_programs()
             drafter, weights = method[:2] if isinstance(method, LoadedDrafter) else (method, ())
             params, runs = Params(model.network, weights), {"repeats": max(5, repeats)}
             building = None

@@ -18,7 +18,7 @@ from jaxspec.bench.step import (
     repetitive_prompt,
     step_loop,
 )
-from jaxspec.bench.timing import time_in_turns
+from jaxspec.bench.timing import release_programs, time_in_turns
 from jaxspec.checkpoint import Model
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.tree import Path, normalize_paths, tree_from_parents
@@ -352,6 +352,7 @@ def measure_trees(
     seconds, steps, tokens = np.zeros((3, len(trees)))
     for prompt in prompts:
         advance("decoding in turns")
+        release_programs()
         requests = [prepare(model, prompt, config, method, seed) for method in methods]
         programs = {}
         for index, request in enumerate(requests):
