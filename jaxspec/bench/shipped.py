@@ -417,7 +417,9 @@ def measure(
                 assisted = _assisted(
                     suite, suite.assistant, model, folders[target], prompts, comparison, progress
                 )
-            steps = _steps(model, drafters, comparison.config, repeats, progress)
+            top_p = None if suite.top_p == 1.0 else jnp.full(1, suite.top_p)
+            warp = Warp(jnp.full(1, temperature), top_p=top_p) if temperature else Warp()
+            steps = _steps(model, drafters, warp, repeats, progress)
             settings[label] = Setting(comparison, assisted, steps)
         return TargetResult(
             num_params=num_params(model.params),
@@ -440,15 +442,11 @@ def measure(
 def _steps(
     model: Model,
     drafters: Mapping[str, Method],
-    config: GenerationConfig,
+    warp: Warp,
     repeats: int,
     progress: bool,
 ) -> dict[str, MethodSteps]:
-    """Times the steps of plain decoding and of every method, greedily or sampling as `config`."""
-    warp = Warp()
-    if config.temperature:
-        top_p = jnp.full(1, config.top_p) if config.top_p != 1.0 else None
-        warp = Warp(temperature=jnp.full(1, config.temperature), top_p=top_p)
+    """Times the steps of plain decoding and of every method."""
     methods = {OUR_PLAIN: NoDraft(), **drafters}
     steps = {}
     with progress_bar(len(methods), progress) as advance:

@@ -198,7 +198,7 @@ class TestPage:
     def test_it_says_what_is_not_there(self, result):
         page = as_markdown(result)
         assert (
-            "Left out, as their heads are not here or for another target: EAGLE-1, searched tree; "
+            "Left out, as their heads or sets are not here or for another target: EAGLE-1, searched tree; "
             in page
         )
         assert "Rows of `transformers` are left out: torch is at home." in page
