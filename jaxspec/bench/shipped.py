@@ -216,7 +216,7 @@ SUITES = {
                 for name, of in _SPEC_BENCH.items()
             ),
         ),
-        targets=("demo",),
+        targets=(MADE_FOR,),
         methods={
             "layer skip, as searched": searched_set(),
             "layer skip, adaptive": adaptive_exit(),
@@ -232,7 +232,7 @@ SUITES = {
     "skip-settings": Suite(
         title="Drafting with the target's own layers: exit threshold and length",
         prompt_sets=(_GSM8K, _HUMANEVAL),
-        targets=("demo",),
+        targets=(MADE_FOR,),
         methods={
             "as searched": searched_set(),
             **{f"K = {n}": searched_set(num_speculative_tokens=n) for n in (1, 2, 3, 4, 6, 8)},
@@ -321,7 +321,7 @@ class TargetResult(NamedTuple):
     draft_params: of each method that has weights, by its name.
     prompts: those that were decoded.
     settings: by the names of the suite's `temperatures`.
-    left_out: methods whose heads are not here, or are for another target.
+    left_out: methods whose heads or sets are not here, or are for another target.
     """
 
     num_params: int
