@@ -58,6 +58,22 @@ def third(golden, tmp_path_factory) -> tuple[Network, Path]:
     return target, write_folder(folder / "head", head, weights, "eagle3/")
 
 
+def test_recorded_forwards_of_the_target(golden, first):
+    """The features that the head learns from: after the target's final norm."""
+    target, _ = first
+    recorded = np.load(golden / "eagle1_target_forward.npz")
+    tokens = jnp.asarray(recorded["input_ids"])
+    length = tokens.shape[1]
+
+    def row(tokens):
+        features = target.forward(tokens, jnp.arange(length), causal(length), None).features
+        return features, target.unembed(features)
+
+    features, logits = jax.vmap(row)(tokens)
+    np.testing.assert_allclose(features, recorded["features"], atol=ATOL)
+    np.testing.assert_allclose(logits, recorded["logits"], atol=ATOL)
+
+
 def test_recorded_forwards_of_eagle1(golden, first):
     """Prefill, more of the text, siblings of a tree, and their children over scratch."""
     target, folder = first
