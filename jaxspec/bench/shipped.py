@@ -157,10 +157,13 @@ def searched_tree(name: str) -> Callable[[Model], LoadedDrafter | None]:
 
 
 def dynamic_tree(head: EagleHead | Eagle3Head, paths: Sequence[RankPath]) -> LoadedDrafter:
-    """EAGLE-2 within the bounds of a static tree: its nodes, levels, and nodes per draft pass."""
+    """EAGLE-2 within the bounds of a static tree: its nodes, levels, and nodes per draft pass.
+
+    At least two of these: with one it would be a chain, always the same.
+    """
     widest = max(*draft_batches(paths), 1 + max(path[-1] for path in paths))
     depth = max(1, max(map(len, paths)) - 1)
-    return Eagle2.of(head, num_nodes=len(paths), depth=depth, beam=widest)
+    return Eagle2.of(head, num_nodes=len(paths), depth=depth, beam=max(2, widest))
 
 
 SUITES = {
@@ -519,8 +522,9 @@ def first_that_fit(
 
 
 def num_params(params: PyTree) -> int:
-    """Weights in a pytree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    """Weights in a pytree: of a network or a head those of its own, not what it shares."""
+    own = getattr(params, "params", params)
+    return sum(leaf.size for leaf in jax.tree.leaves(own))
 
 
 def _assisted(

@@ -212,7 +212,10 @@ def step_loop(
 
 @partial(jax.jit, static_argnames=("drafter", "num_steps"))
 def draft_loop(params: Params, states: DecodeState, *, drafter: Drafter, num_steps: int) -> PyTree:
-    """Proposals alone. Each continues the last token of the one before, so none can be skipped."""
+    """Proposals alone. Each continues the last token of the one before, so none can be skipped.
+
+    All of a proposal is kept, its tree too: what nobody reads is not computed.
+    """
     context = states.context
 
     def advance(index, carry):
@@ -223,11 +226,10 @@ def draft_loop(params: Params, states: DecodeState, *, drafter: Drafter, num_ste
         proposals, draft = jax.vmap(partial(drafter.propose, params))(
             keys, draft, context._replace(tokens=tokens)
         )
-        kept = proposals.tokens, proposals.valid, proposals.draft_logprobs
-        return draft, proposals.tokens[:, -1], kept
+        return draft, proposals.tokens[:, -1], proposals
 
     first, draft = _propose(params, states, drafter)
-    start = draft, first.tokens[:, -1], (first.tokens, first.valid, first.draft_logprobs)
+    start = draft, first.tokens[:, -1], first
     return jax.lax.fori_loop(1, num_steps, advance, start)
 
 

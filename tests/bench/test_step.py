@@ -1,5 +1,6 @@
 """The step's bench: what it leaves out, and that it repeats what it says it times."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from jaxspec import Eagle2, NoDraft, PromptLookup
 from jaxspec.bench.batch import measure_batch
 from jaxspec.bench.step import (
     begin_and_propose,
+    draft_loop,
     measure_step,
     repetitive_prompt,
     same_passes,
@@ -55,6 +57,16 @@ def test_a_target_pass_alone_is_the_pass_of_the_first_step(begun):
     )
     last = step_loop(params, states, drafter=PromptLookup(), num_steps=NUM_STEPS)
     assert last.context.tokens[0, states.context.length[0]] == jnp.argmax(logits[0, 0])
+
+
+def test_nothing_of_a_draft_is_left_uncomputed(begun):
+    """A loop hands over whole proposals: of what nobody reads, no time would be measured."""
+    params, states, proposals = begun
+    for num_steps in (1, 3):
+        *_, kept = draft_loop(params, states, drafter=PromptLookup(), num_steps=num_steps)
+        assert jax.tree.structure(kept) == jax.tree.structure(proposals)
+        if num_steps == 1:
+            jax.tree.map(np.testing.assert_array_equal, kept, proposals)
 
 
 def test_all_parts_take_time(begun):
