@@ -61,8 +61,8 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
 
     Args:
         source: a folder with config.json and model.safetensors, or pytorch_model.bin where torch
-            is installed (read by its `weights_only` path, which runs no code); or the name of a
-            head that comes with the package.
+            is installed (read by its `weights_only` path, which runs no code); the name of a head
+            that comes with the package; or "owner/name" on the Hugging Face Hub.
         target: what the head was trained for.
         dtype: of the weights; None: the target's.
 

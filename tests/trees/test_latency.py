@@ -37,9 +37,7 @@ def test_times_between_measured_sizes_lie_on_a_line():
     firsts = profile(first_draft=(Timing(1, 0.7), Timing(3, 0.9)))
     assert firsts.draft_seconds((1,)) == pytest.approx(0.7)
     assert firsts.draft_seconds((1, 2)) == pytest.approx(0.8 + 0.2)
-    with pytest.raises(
-        ValueError, match=r"1 to 3 levels, not for 4; .*--levels 1,3,4"
-    ):
+    with pytest.raises(ValueError, match=r"1 to 3 levels, not for 4; .*--levels 1,3,4"):
         firsts.draft_seconds((1, 1, 1, 1))
     assert profile().draft_seconds(()) == 0
 
