@@ -42,8 +42,10 @@ _DEPTH = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Parrot:
-    """Offers the pending token at every node of a tree: a step that costs next to no drafting.
+class Decoy:
+    """Offers at every node of a tree what the target hardly ever says: a step without a draft.
+
+    So texts grow by one token a step, whatever is verified.
 
     Attributes:
         num_tokens: in the target pass, the root included.
@@ -73,10 +75,11 @@ class Parrot:
         return ()
 
     def propose(self, params, key, state, context):
-        del params, key
+        del key
         root = context.tokens[context.length - 1]
-        every_node = jnp.ones(self.num_tokens, bool)
-        return tree_proposal(self.tree, jnp.full(self.num_tokens, root), every_node), state
+        wrong = (root + 1) % params.target.vocab_size
+        tokens = jnp.full(self.num_tokens, wrong).at[0].set(root)
+        return tree_proposal(self.tree, tokens, jnp.ones(self.num_tokens, bool)), state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +161,10 @@ def measure_profile(
 
     for size in sorted({1, *tokens}):
         advance(f"target pass of {size}")
-        parrot = Parrot(size, drafter.drafter.taps)
+        decoy = Decoy(size, drafter.drafter.taps)
         params = Params(model.network, ())
-        states, _ = begin_and_propose(params, prompts, drafter=parrot, slots=slots)
-        loop = partial(step_loop, params, states, drafter=parrot, num_steps=num_steps)
+        states, _ = begin_and_propose(params, prompts, drafter=decoy, slots=slots)
+        loop = partial(step_loop, params, states, drafter=decoy, num_steps=num_steps)
         reached = int(loop().context.length[0])
         if reached + size > slots:
             raise ValueError(

@@ -10,8 +10,8 @@ import jaxspec
 from jaxspec import DraftModel, GenerationConfig, PromptLookup
 from jaxspec.bench import tuning
 from jaxspec.bench.tuning import (
+    Decoy,
     MeasuredTree,
-    Parrot,
     Prediction,
     measure_acceptance,
     measure_profile,
@@ -54,12 +54,12 @@ def timed(monkeypatch):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 6, 9])
-def test_parrots_offer_as_many_tokens_as_they_say(num_tokens):
-    parrot = Parrot(num_tokens)
-    assert len(parrot.tree.parents) == parrot.tree_shape[0] == num_tokens
-    assert parrot.tree_shape[1] == min(num_tokens - 1, 5)
-    assert parrot == Parrot(num_tokens)
-    assert hash(parrot) == hash(Parrot(num_tokens))
+def test_decoys_offer_as_many_tokens_as_they_say(num_tokens):
+    decoy = Decoy(num_tokens)
+    assert len(decoy.tree.parents) == decoy.tree_shape[0] == num_tokens
+    assert decoy.tree_shape[1] == min(num_tokens - 1, 5)
+    assert decoy == Decoy(num_tokens)
+    assert hash(decoy) == hash(Decoy(num_tokens))
 
 
 def test_a_profile_takes_draft_passes_apart(model, drafter, timed):
