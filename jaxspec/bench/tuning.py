@@ -176,9 +176,9 @@ def measure_profile(
         targets[str(size)] = loop
     for size in sorted({1, *batches}):
         roots, below = _draft_probe(size)
-        for name, paths in (("before", roots), ("with", (*roots, *below))):
-            advance(f"draft {name} a pass of {size}")
-            drafts[f"{name} {size}"] = drafting(paths, levels=2)
+        for part, paths in (("before", roots), ("with", (*roots, *below))):
+            advance(f"draft {part} a pass of {size}")
+            drafts[f"{part} {size}"] = drafting(paths, levels=2)
     for count in sorted({1, *levels}):
         advance(f"first draft pass of {count} levels")
         firsts[str(count)] = drafting(_draft_probe(1)[0], count)

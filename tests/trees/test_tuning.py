@@ -90,6 +90,7 @@ def test_a_profile_takes_draft_passes_apart(model, drafter, timed):
     assert profile.first_draft_seconds(2) == pytest.approx(0.11)
     assert profile.draft_seconds((1, 1, 2)) == pytest.approx(0.12 + 0.05 + 0.08)
     assert profile.draft[0].spread == 0
+    assert profile.name.startswith(f"{model.name} on ")
     assert "one row, greedy: 256 slots" in profile.source
     assert len(calls) == 2 + 4 + 2 + 2
     with pytest.raises(ValueError, match="64 tokens of a prompt and num_steps, 66, got 65"):
