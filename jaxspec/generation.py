@@ -197,18 +197,6 @@ def generate(
     return GenerationResult(rows, combine_metrics(hosts, seconds, clock.seconds), drafters)
 
 
-def _for_next_prompt(
-    drafter: Drafter | LoadedDrafter | None, request: Request, states: DecodeState, row: int
-) -> Drafter | LoadedDrafter | None:
-    """See `GenerationResult.drafters`."""
-    if not isinstance(request.drafter, CarriesOn):
-        return drafter
-    context = states.context._replace(cache=())
-    draft, context = jax.tree.map(itemgetter(row), (states.draft, context))
-    params = request.drafter.carried(request.params.draft, draft, context)
-    return LoadedDrafter(request.drafter, params)
-
-
 class StreamStep(NamedTuple):
     """What one step of a streamed row added.
 
@@ -359,6 +347,18 @@ class Request:
         ):
             return ""  # decoders of the SentencePiece kind drop the space that a text begins with
         return text[: min(starts)] if starts else text
+
+
+def _for_next_prompt(
+    drafter: Drafter | LoadedDrafter | None, request: Request, states: DecodeState, row: int
+) -> Drafter | LoadedDrafter | None:
+    """See `GenerationResult.drafters`."""
+    method = request.drafter
+    if not isinstance(method, CarriesOn):
+        return drafter
+    context = states.context._replace(cache=())
+    draft, context = jax.tree.map(itemgetter(row), (states.draft, context))
+    return LoadedDrafter(request.drafter, method.carried(request.params.draft, draft, context))
 
 
 class _TextStream:

@@ -56,7 +56,7 @@ def compare(
         config: how to decode, `num_samples` 1 and one value of everything for all prompts. Greedy
             outputs are checked against plain decoding's; see `Comparison.outputs_agree`.
         repeats: timed runs of each prompt and method.
-        seed: of sampling.
+        seed: of sampling; prompt i has `seed + i`.
         categories: of the prompts, for figures by category.
         progress: show a bar where standard error is a terminal.
 
@@ -80,8 +80,9 @@ def compare(
     machine = this_machine()
     going_on = dict(methods)  # what each method drafts its next prompt with
 
-    def run(name: str, prompt: PromptLike) -> GenerationResult:
-        return generate(model, prompt, config, going_on[name], seed)
+    def run(name: str, index: int) -> GenerationResult:
+        # One seed for all would have their samples begin alike.
+        return generate(model, prompts[index], config, going_on[name], seed + index)
 
     requests, failures = _requests(model, prompts, config, methods, seed)
     by_length = sorted(requests, key=lambda index: requests[index].prompt_lengths[0])
@@ -100,9 +101,9 @@ def compare(
             release_programs()
             for name in methods:
                 advance(f"compiling {name}")
-                compiling = run(name, prompts[indices[0]])
+                compiling = run(name, indices[0])
                 compile_seconds[name] += compiling.metrics.compile_seconds or 0.0
-            outputs, times = _decode_in_turns(run, going_on, prompts, indices, repeats, advance)
+            outputs, times = _decode_in_turns(run, going_on, indices, repeats, advance)
             for name in methods:
                 generations[name] |= outputs[name]
                 seconds[name] |= times[name]
@@ -221,9 +222,8 @@ def _nothing_left(prompts: Sequence[PromptLike], failures: Sequence[Failure]) ->
 
 
 def _decode_in_turns(
-    run: Callable[[str, PromptLike], GenerationResult],
+    run: Callable[[str, int], GenerationResult],
     going_on: dict[str, Drafter | LoadedDrafter | None],
-    prompts: Sequence[PromptLike],
     indices: Sequence[int],
     repeats: int,
     advance: Callable[[str], None],
@@ -241,7 +241,7 @@ def _decode_in_turns(
             for place in range(len(names)):
                 name = names[(turn + repeat + place) % len(names)]
                 advance("decoding")
-                result = run(name, prompts[index])
+                result = run(name, index)
                 going_on[name] = result.drafters[0]
                 generations[name][index] = result[0]
                 seconds[name][index].append(result.metrics.seconds)

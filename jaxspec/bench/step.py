@@ -252,16 +252,16 @@ def record_drafting(
     def advance(states: DecodeState, _):
         return speculative_step(params, states, drafter=drafter)[0], _light(states)
 
-    last, given = jax.lax.scan(advance, states, None, length=num_steps)
-    return last, Drafting(*given, last.context.tokens, last.context.cache.layers)
+    last, (key, context) = jax.lax.scan(advance, states, None, length=num_steps)
+    return last, Drafting(key, context, last.context.tokens, last.context.cache.layers)
 
 
 def repeat_drafting(states: DecodeState, num_steps: int) -> Drafting:
     """The same beginning, again and again."""
-    given = jax.tree.map(
+    key, context = jax.tree.map(
         lambda leaf: jnp.broadcast_to(leaf, (num_steps, *leaf.shape)), _light(states)
     )
-    return Drafting(*given, states.context.tokens, states.context.cache.layers)
+    return Drafting(key, context, states.context.tokens, states.context.cache.layers)
 
 
 @partial(jax.jit, static_argnames="drafter")

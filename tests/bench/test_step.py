@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import AdaptiveExit, Eagle2, LayerSkip, NoDraft, PromptLookup, Skips
+from jaxspec import Eagle2, LayerSkip, NoDraft, PromptLookup
 from jaxspec.bench.batch import measure_batch
 from jaxspec.bench.step import (
     begin_and_propose,
@@ -20,6 +20,8 @@ from jaxspec.bench.step import (
     widths_used,
 )
 from jaxspec.core.types import Params, Stop
+from jaxspec.drafters import AdaptiveExit
+from jaxspec.models import Skips
 from jaxspec.trees import draft_batches
 
 NUM_STEPS = 3
@@ -73,7 +75,8 @@ def test_nothing_of_a_draft_is_left_uncomputed(begun):
 def test_drafts_alone_are_those_of_decoding(model):
     """Exits as early, with the same state at the end."""
     depth = model.network.num_layers
-    drafter = LayerSkip(Skips((False,) * depth, (True,) * depth), 4, 0.1, AdaptiveExit(step=0.3))
+    leaps = AdaptiveExit(step=1.0, threshold_memory=0.0)
+    drafter = LayerSkip(Skips((False,) * depth, (True,) * depth), 4, 0.0, leaps)
     params = Params(model.network, ())
     states, _ = begin_and_propose(params, repetitive_prompt(model.vocab_size), drafter=drafter)
     counts = set()

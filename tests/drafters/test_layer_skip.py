@@ -85,7 +85,8 @@ def test_a_static_set_is_absent_from_the_program(target):
         whole = Params(target, params)
 
         def propose(params, key, context):
-            return drafter.propose(params, key, drafter.init(params, None, context), context)[0]
+            state = LayerSkipState(jnp.float32(0.5), jnp.float32(0), jnp.int32(0))
+            return drafter.propose(params, key, state, context)[0]
 
         lowered = jax.jit(propose).lower(whole, jax.random.key(0), context)
         return lowered.as_text().count("stablehlo.dot_general")
@@ -172,9 +173,9 @@ def test_recorded_generations(golden, target, case, form):
             0,
         )
         # A threshold is moved where the next draft begins: the first state is that of no step.
-        kept = [states.draft for states, _ in request.decode_stream()][2:]
+        drafts = (states.draft for states, _ in request.decode_stream())
+        moved = [(float(draft.threshold[0]), float(draft.rate[0])) for draft in drafts][2:]
         theirs = [(step["th_after"], step["ar_ema"]) for step in recorded["trace"]]
-        moved = [(float(draft.threshold[0]), float(draft.rate[0])) for draft in kept]
         np.testing.assert_allclose(moved[: len(theirs)], theirs[: len(moved)], atol=1e-6)
     ours = [(int(np.sum(step.valid)) - 1, len(step.path) - 1) for step in row.trace]
     assert sum(drafted for drafted, _ in ours) == recorded["num_drafted"]
@@ -297,21 +298,24 @@ def test_the_rules_differ_where_they_should():
     assert moved("paper", 0.5, 0, 0) == 0.3  # nothing was drafted, nothing was learned
 
 
-CONTROLLERS = {
-    "long memory": {"step": 0.05, "rate_memory": 0.98},
-    "long memory, slow": {"step": 0.02, "rate_memory": 0.98},
-    "defaults of the paper": {},
-}
+# Target rates, and how good a synthetic drafter is for which they can be reached: the probability
+# that it gives its tokens is drawn from Beta(a, 1), so that a / (a + 1) of them are right.
+REACHABLE = {0.7: 4, 0.8: 8, 0.9: 20}
 
 
 @pytest.mark.parametrize("rule", ["paper", "released"])
-@pytest.mark.parametrize("target_rate", [0.7, 0.8, 0.9])
-@pytest.mark.parametrize("settings", CONTROLLERS)
-def test_the_threshold_holds_the_acceptance_rate_near_its_target(settings, target_rate, rule):
-    """A synthetic drafter whose tokens are right as often as it is sure of them, three seeds."""
-    exit_rule = AdaptiveExit(target_rate, rule=rule, **CONTROLLERS[settings])
-    settled = [acceptance_rates(exit_rule, seed)[2000:].mean() for seed in range(3)]
-    assert np.abs(np.mean(settled) - target_rate) < 0.03, settled
+@pytest.mark.parametrize("target_rate", REACHABLE)
+def test_the_threshold_holds_the_acceptance_rate_near_its_target(target_rate, rule):
+    exit_rule = AdaptiveExit(target_rate, step=0.05, rate_memory=0.98, rule=rule)
+    rates = acceptance_rates(exit_rule, REACHABLE[target_rate], seed=0)
+    assert abs(rates[1000:].mean() - target_rate) < 0.03
+
+
+@pytest.mark.parametrize("target_rate", REACHABLE)
+def test_the_settings_of_the_paper_hold_it_somewhat_lower(target_rate):
+    """They remember two or three steps: see `AdaptiveExit`, which says how far off that is."""
+    rates = acceptance_rates(AdaptiveExit(target_rate), REACHABLE[target_rate], seed=0)
+    assert 0.0 < target_rate - rates[1000:].mean() < 0.1
 
 
 @functools.cache
@@ -319,10 +323,12 @@ def controller(exit_rule: AdaptiveExit):
     return jax.jit(functools.partial(exit_rule.update, longest=8))
 
 
-def acceptance_rates(exit_rule: AdaptiveExit, seed: int, num_steps: int = 5000) -> np.ndarray:
+def acceptance_rates(
+    exit_rule: AdaptiveExit, sureness: float, seed: int, num_steps: int = 4000
+) -> np.ndarray:
     rng = np.random.default_rng(seed)
     threshold, rate, rates = jnp.float32(0.2), jnp.float32(0), []
-    for sure in rng.beta(4, 1, size=(num_steps, 8)):
+    for sure in rng.beta(sureness, 1, size=(num_steps, 8)):
         unsure = np.flatnonzero(sure < float(threshold))
         drafted = unsure[0] + 1 if unsure.size else 8
         wrong = np.flatnonzero(rng.uniform(size=drafted) >= sure[:drafted])
@@ -338,7 +344,6 @@ def acceptance_rates(exit_rule: AdaptiveExit, seed: int, num_steps: int = 5000) 
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1, got 0"),
         ({"threshold": 1.2}, r"threshold must be in \[0, 1\], got 1.2"),
         ({"skip": Skips((0.5,), (1,))}, "skip must hold True or False"),
-        ({"skip": [0, 1, 1, 0]}, "skip must be a `Skips`, .* got list"),
         (
             {"skip": Skips((True,), (True, False))},
             "as many attention as MLP sub-layers, got 1 and 2",
@@ -350,6 +355,11 @@ def acceptance_rates(exit_rule: AdaptiveExit, seed: int, num_steps: int = 5000) 
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         make(**settings)
+
+
+def test_a_bare_vector_is_refused():
+    with pytest.raises(Exception, match="skip"):  # where types are checked, by that
+        LayerSkip([0, 1, 1, 0])
 
 
 def make(adaptive=None, **settings):

@@ -47,15 +47,6 @@ def deep_model(num_layers: int) -> Model:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [40, 80])
-def test_a_vector_names_sub_layers_or_layers():
-    assert skips_of_bits([1, 0, 0, 1], 2) == Skips((True, False), (False, True))
-    assert skips_of_bits(np.array([1, 0]), 2) == skips_of_bits([1, 0, 1, 0], 2)
-    with pytest.raises(ValueError, match=r"must have 4 entries .* or 2 for the layers, got 3"):
-        skips_of_bits([1, 0, 0], 2)
-    with pytest.raises(ValueError, match=r"0 or 1 for each, got \[2, 0\]"):
-        skips_of_bits([2, 0], 2)
-
-
 def test_published_sets_skip_what_they_name(depth):
     """In a model of their depth: as a set says, that many products are absent."""
     target = deep_model(depth).network
@@ -149,3 +140,12 @@ def test_a_set_that_comes_with_the_package_is_read_by_name(tmp_path, monkeypatch
     monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
     assert LayerSkip.read("tiny-skips").skip == skips_of(2, [0], [])
     assert "tiny-skips" not in hub.shipped_models()
+
+
+def test_a_vector_names_sub_layers_or_layers():
+    assert skips_of_bits([1, 0, 0, 1], 2) == Skips((True, False), (False, True))
+    assert skips_of_bits(np.array([1, 0]), 2) == skips_of_bits([1, 0, 1, 0], 2)
+    with pytest.raises(ValueError, match=r"must have 4 entries .* or 2 for the layers, got 3"):
+        skips_of_bits([1, 0, 0], 2)
+    with pytest.raises(ValueError, match=r"0 or 1 for each, got \[2, 0\]"):
+        skips_of_bits([2, 0], 2)

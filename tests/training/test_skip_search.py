@@ -277,7 +277,7 @@ def test_a_trace_of_something_else_is_refused(tmp_path):
 def test_what_is_no_trace_of_ours_is_left_as_it_is(tmp_path, text):
     path = tmp_path / "trace"
     path.write_text(text)
-    with pytest.raises(ValueError, match="no trace of `jaxspec tune skips`|of another search"):
+    with pytest.raises(ValueError, match=r"no trace of `jaxspec tune skips`|of another search"):
         Trace(path, 3, {"model": "a"})
     assert path.read_text() == text
 
