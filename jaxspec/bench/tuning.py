@@ -15,6 +15,7 @@ from jaxspec.bench.step import (
     SLOTS,
     begin_and_propose,
     draft_loop,
+    repeat_drafting,
     repetitive_prompt,
     step_loop,
 )
@@ -157,7 +158,8 @@ def measure_profile(
         method = _HandedMore(with_tree(drafter, paths).drafter, levels)
         params = Params(model.network, drafter.params)
         states, _ = begin_and_propose(params, prompts, drafter=method, slots=slots)
-        return partial(draft_loop, params, states, drafter=method, num_steps=num_steps)
+        drafting = repeat_drafting(states, num_steps)
+        return partial(draft_loop, params, states.draft, drafting, drafter=method)
 
     for size in sorted({1, *tokens}):
         advance(f"target pass of {size}")

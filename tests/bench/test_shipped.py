@@ -133,7 +133,7 @@ def with_skips(checkpoints, tmp_path_factory) -> Path:
 def skips(with_skips, data_folder):
     """The suite of tasks, of the methods that skip layers."""
     methods = SUITES["skips"].methods
-    kept = ("layer skip, as searched", "layer skip, adaptive")
+    kept = ("layer skip, as searched", "layer skip, K = 8, adaptive")
     with pytest.MonkeyPatch.context() as monkeypatch:
         small_suite(
             monkeypatch,
@@ -209,6 +209,7 @@ class TestPage:
         sets, greedy, *_ = tables = self.tables(as_markdown(result))
         assert all(len(line) == len(table[0]) for table in tables for line in table)
         assert len(sets) == 2 + 3
+        assert [line[-1].strip() for line in sets[2:]] == ["2", "1", "2"]
         heading, _, *rows = ([cell.strip() for cell in line] for line in greedy)
         assert [row[0] for row in rows] == ["plain", "prompt lookup", "draft model"]
         comparison = result.targets["demo"].settings["greedy"].comparison
@@ -296,7 +297,7 @@ class TestSkips:
     def test_tasks_stand_beside_each_other(self, skips):
         comparison = skips.targets["demo"].settings["temperature 0.7, top-p 0.9"].comparison
         names = [row.name for row in comparison.rows]
-        assert names == ["plain", "layer skip, as searched", "layer skip, adaptive"]
+        assert names == ["plain", "layer skip, as searched", "layer skip, K = 8, adaptive"]
         for row in comparison.rows:
             assert {"HumanEval", "chat", "summarisation"} <= row.by_category.keys()
         assert comparison.config.top_p == 0.9
