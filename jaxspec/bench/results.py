@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from typing import Any
 
 from jaxspec.bench.assisted import ASSISTED

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Int
+
 from jaxspec.checkpoint import shipped_folders
 from jaxspec.checkpoint.files import read_json
 from jaxspec.models import Skips
@@ -31,7 +34,7 @@ def skips_of(num_layers: int, attention: Iterable[int], mlp: Iterable[int]) -> S
     return Skips(*(tuple(layer in part for layer in range(num_layers)) for part in parts.values()))
 
 
-def skips_of_bits(bits: Sequence[int], num_layers: int) -> Skips:
+def skips_of_bits(bits: Sequence[int] | Int[np.ndarray, " entries"], num_layers: int) -> Skips:
     """The set of a 0/1 vector z: one entry per sub-layer, attention first, or one per whole layer.
 
     Args:
