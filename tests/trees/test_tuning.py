@@ -75,16 +75,9 @@ def test_a_profile_takes_draft_passes_apart(model, drafter, timed):
         if what == "timing draft passes":
             timed.update(drafts)
 
-    profile = measure_profile(
-        model,
-        drafter,
-        tokens=(3,),
-        batches=(2,),
-        levels=(3,),
-        num_steps=2,
-        repeats=2,
-        advance=advance,
-    )
+    sizes = {"tokens": (3,), "batches": (2,), "levels": (3,)}
+    once = {**sizes, "num_steps": 2, "repeats": 2, "advance": advance}
+    profile = measure_profile(model, drafter, **once)
     assert [timing.size for timing in profile.target] == [1, 3]
     assert profile.target_seconds(3) == pytest.approx(0.5)
     assert profile.first_draft_seconds(2) == pytest.approx(0.11)
@@ -99,16 +92,7 @@ def test_a_profile_takes_draft_passes_apart(model, drafter, timed):
         measure_profile(model, drafter, tokens=(9,), slots=70, num_steps=6)
     drafts["with 2"] = 0.2
     with pytest.raises(ValueError, match="draft: a pass of 2 nodes cannot be told from noise"):
-        measure_profile(
-            model,
-            drafter,
-            tokens=(3,),
-            batches=(2,),
-            levels=(3,),
-            num_steps=2,
-            repeats=2,
-            advance=advance,
-        )
+        measure_profile(model, drafter, **once)
 
 
 def test_acceptance_of_a_perfect_drafter(model, drafter):
