@@ -119,6 +119,7 @@ def compare(
         first_token = {}
         for name, drafter in methods.items():
             advance(f"first token of {name}")
+            release_programs()
             first_token[name] = _first_token_seconds(model, middle, config, drafter, seed)
         advance("reading memory")
         weight_bytes = num_bytes(model.params)
@@ -134,6 +135,7 @@ def compare(
             if greedy
             else ()
         )
+        release_programs()
         return ComparisonRow(
             name=name,
             settings=describe(drafter),
