@@ -103,6 +103,9 @@ def compare(
                 advance(f"compiling {name}")
                 compiling = run(name, indices[0])
                 compile_seconds[name] += compiling.metrics.compile_seconds or 0.0
+                if compiling.drafters[0] is not going_on[name]:
+                    # What is carried on has another structure than what was begun with.
+                    generate(model, prompts[indices[0]], config, compiling.drafters[0], seed)
             outputs, times = _decode_in_turns(run, going_on, indices, repeats, advance)
             for name in methods:
                 generations[name] |= outputs[name]
