@@ -11,6 +11,7 @@ from jaxspec.checkpoint import shipped_models
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHIPPED = ("demo", "demo-draft")
+NEEDS = {"04_to_the_phone": ("litert_converter", "mobile")}
 
 
 def test_there_are_notebooks():
@@ -32,6 +33,9 @@ def test_notebooks_run(path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason=needs)
     pytest.importorskip("ipykernel", reason=needs)
     pytest.importorskip("matplotlib", reason=needs)
+    if path.stem in NEEDS:
+        package, extra = NEEDS[path.stem]
+        pytest.importorskip(package, reason=f"needs the extra {extra}: pip install '.[{extra}]'")
     missing = sorted(set(SHIPPED) - set(shipped_models()))
     if missing:
         pytest.skip(f"needs checkpoints/{', checkpoints/'.join(missing)}, which is not here")

@@ -12,6 +12,7 @@ from jaxspec.bench.compare import compare, describe
 from jaxspec.bench.prompts import FIELDS, read_prompts
 from jaxspec.bench.results import as_dict, as_markdown, write_markdown
 from jaxspec.bench.shipped import SUITES, measure
+from jaxspec.checkpoint import load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import (
     add_drafter_arguments,
@@ -23,7 +24,11 @@ from jaxspec.commands.options import (
     generation_config,
     load_model,
     make_drafter,
+    read_paths,
 )
+from jaxspec.generation import encode_prompt
+from jaxspec.mobile.quantize import check_quantization
+from jaxspec.progress import progress_bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=True)
+    add_litert_arguments(parser)
     parser.set_defaults(parser=parser, late_argument="prompts")
 
 
@@ -80,8 +86,66 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_litert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `--runtime litert` and its settings."""
+    group = parser.add_argument_group(
+        "LiteRT: plain decoding, EAGLE's tree, a searched one and EAGLE-2 from the host, 1 thread"
+    )
+    group.add_argument(
+        "--runtime", choices=("jax", "litert"), default="jax", help="default: %(default)s"
+    )
+    group.add_argument("--head", metavar="FOLDER", help="an EAGLE-1 or EAGLE-3 head")
+    group.add_argument(
+        "--tree", type=Path, metavar="FILE", help="the searched tree, of `tune tree`"
+    )
+    group.add_argument(
+        "--quantize", default="int4,int8", metavar="NAME,...", help="default: %(default)s"
+    )
+
+
+def run_litert(args: argparse.Namespace) -> int:
+    """Measures the paper's comparison on LiteRT, and writes its page to `--out`."""
+    if args.prompts is None or args.head is None or args.tree is None:
+        return args.parser.error(
+            "--runtime litert: give MODEL, PROMPTS.jsonl, --head FOLDER and --tree FILE."
+        )
+    from jaxspec.mobile.comparison import compare_on_litert, num_parts, write_comparison
+
+    default = args.parser.get_default("out")
+    out = default.with_name("RESULTS_LITERT.md") if args.out == default else args.out
+    check_writable(args.json)
+    check_writable(out, "--out")
+    quantizations = args.quantize.split(",")
+    for name in quantizations:
+        check_quantization(name)
+    rows = read_prompts(Path(args.prompts), args.field, args.limit, args.shuffle_seed)
+    searched = read_paths(args.tree)
+    if not searched:
+        raise ValueError(f"--tree {args.tree}: it has no nodes: there is nothing to compare.")
+    model = load_model(args)
+    head = load_eagle(args.head, model.network)
+    with progress_bar(num_parts(quantizations)) as advance:
+        comparison = compare_on_litert(
+            model,
+            head,
+            searched,
+            [encode_prompt(model, row.prompt) for row in rows],
+            args.max_new_tokens or 64,
+            quantizations,
+            min(1024, model.config.max_positions),
+            advance,
+        )
+    write_comparison(comparison, out)
+    print(f"wrote {out}", file=sys.stderr)
+    print(comparison.as_markdown(), end="", file=sys.stderr if args.json == "-" else sys.stdout)
+    write_figures(comparison.as_dict(), args.json)
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures as the arguments say; 1 if greedy outputs differ."""
+    if args.runtime == "litert":
+        return run_litert(args)
     return run_prompts(args) if args.suite is None else run_suite(args)
 
 

@@ -3,11 +3,12 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxspec.checkpoint import Model, load
+from jaxspec.checkpoint.files import read_json
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import (
     PUBLISHED_SKIPS,
@@ -197,6 +198,18 @@ DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]
     "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
     "layer-skip": ({"num_speculative_tokens": int, "threshold": float, "skips": str}, _layer_skip),
 }
+
+
+def read_paths(tree: Path) -> Sequence[Sequence[int]]:
+    """The rank paths in a file of `jaxspec tune tree`, given by `--tree`.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    paths = read_json(tree).get("paths")
+    if not isinstance(paths, list):
+        raise ValueError(f"--tree {tree}: it must have `paths`, as `jaxspec tune tree` writes.")
+    return paths
 
 
 def announce(**facts: Any) -> None:

@@ -13,6 +13,7 @@ from jaxspec.bench.tuning import BATCHES, TOKENS, measure_profile
 from jaxspec.checkpoint import Model, load, load_eagle
 from jaxspec.commands.options import add_model_arguments, announce, check_writable, load_model
 from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
+from jaxspec.mobile.profile import read_kit_log
 from jaxspec.progress import progress_bar
 from jaxspec.trees import LatencyProfile, Timing, load_profile, save_profile, shipped_profiles
 from jaxspec.trees.plots import check_plots, plot_latency
@@ -30,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--import",
         dest="source",
         metavar="FILE",
-        help=f"read a profile instead: a file, or one of {', '.join(shipped_profiles())}",
+        help="read a profile instead: a file, what the script of `export --latency-kit` printed, "
+        f"or one of {', '.join(shipped_profiles())}",
     )
     parser.add_argument(
         "--tokens",
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         check_plots()
     if args.repeats < 2 or args.steps < 1:
         raise ValueError("--repeats must be at least 2, for a spread, and --steps at least 1.")
-    profile = load_profile(args.source) if args.source else _measure(args)
+    profile = _read(args.source) if args.source else _measure(args)
     if args.out:
         save_profile(profile, args.out)
         print(f"wrote {args.out}", file=sys.stderr)
@@ -108,6 +110,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         show_profile(profile)
     return 0
+
+
+def _read(source: str) -> LatencyProfile:
+    """A profile, or the log of a phone's benchmark tool, which is no JSON."""
+    is_log = Path(source).is_file() and not Path(source).read_bytes().lstrip().startswith(b"{")
+    return read_kit_log(source) if is_log else load_profile(source)
 
 
 def _measure(args: argparse.Namespace) -> LatencyProfile:

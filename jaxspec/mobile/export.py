@@ -16,6 +16,7 @@ from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLoo
 from jaxspec.mobile.convert import lower, to_flatbuffer
 from jaxspec.mobile.manifest import KEY, Manifest, describe, fingerprint, seal
 from jaxspec.mobile.opset import require_opset
+from jaxspec.mobile.quantize import check_quantization, quantize
 from jaxspec.mobile.signatures import (
     EagleStep,
     LayerSkipStep,
@@ -27,6 +28,7 @@ from jaxspec.mobile.signatures import (
     verify_signature,
 )
 
+BUNDLES = ("cpu", "gpu")
 MODEL_FILE, MANIFEST_FILE = "model.tflite", "manifest.json"
 _LARGEST = (1 << 31) - 1  # offsets in a flatbuffer are 31 bits
 
@@ -38,13 +40,21 @@ class ExportConfig:
     Attributes:
         slots: of the caches, which is the longest text in tokens.
         prefill: how many tokens of a prompt are read at a time, for each signature of that kind.
-        verify: sizes of `verify_N` and `commit_N`, for hosts that choose drafts themselves.
+        bundle: "cpu": with a drafter also `draft`, `verify_N`, `commit_N` and `step_sampled`, for
+            hosts that sample or choose what to verify. "gpu": few functions, as a GPU holds the
+            weights once for each.
+        verify: sizes of further `verify_N` and `commit_N`, for hosts that draft themselves.
+        levels: sizes of `draft_N`, and `absorb`, for hosts that grow trees with an EAGLE head.
+        quantization: of weights, one of `QUANTIZATIONS`.
         check_gpu_ops: refuse a file that a phone's GPU would refuse or compute wrongly.
     """
 
     slots: int = 1024
     prefill: tuple[int, ...] = (64,)
+    bundle: str = "cpu"
     verify: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
+    quantization: str = "int8"
     check_gpu_ops: bool = True
 
     def __post_init__(self):
@@ -52,7 +62,10 @@ class ExportConfig:
             raise ValueError(f"slots must be at least 2, got {self.slots}.")
         if not self.prefill:
             raise ValueError("prefill must name at least one size: a prompt has to be read.")
-        for name in ("prefill", "verify"):
+        if self.bundle not in BUNDLES:
+            raise ValueError(f"bundle must be one of {', '.join(BUNDLES)}, got {self.bundle!r}.")
+        check_quantization(self.quantization, on_gpu=self.bundle == "gpu")
+        for name in ("prefill", "verify", "levels"):
             for size in getattr(self, name):
                 if not 1 <= size <= self.slots:
                     raise ValueError(
@@ -68,13 +81,15 @@ def export(
 ) -> Manifest:
     """Writes `model.tflite`, `manifest.json` and the tokenizer into a folder.
 
+    Conversion is of float32 weights, which must stay below 2 GiB; quantising follows it.
+
     Args:
         model: the target; its weights are written as float32.
         folder: made if it is not there; what else it holds stays.
         drafter: what `step` drafts with: an `Eagle` head over its static tree, or a `LayerSkip`
             with its set baked in. `PromptLookup` runs on the host: it gets a `verify_N` that fits.
             `None`: plain decoding only.
-        config: shapes; 1024 tokens of text by default.
+        config: functions, shapes and quantization; 1024 tokens of text and int8 by default.
 
     Returns:
         The manifest.
@@ -106,7 +121,7 @@ def export(
     manifest = Manifest(
         version=metadata.version("jaxspec"),
         model=model.name,
-        quantization="float32",
+        quantization=config.quantization,
         slots=config.slots,
         num_tokens=num_tokens,
         stop_token_ids=tuple(model.stop_token_ids),
@@ -116,6 +131,7 @@ def export(
         signatures=describe(lowered),
     )
     flatbuffer = to_flatbuffer(weights, lowered, {KEY: manifest.to_json()})
+    flatbuffer = quantize(flatbuffer, config.quantization)
     if config.check_gpu_ops:
         require_opset(flatbuffer)
     flatbuffer, manifest = seal(flatbuffer, manifest)
@@ -152,14 +168,27 @@ def _signatures(
             f"slots: a tree of depth {step.levels - 1} needs more than {target.slots} slots."
         )
     drafting = step if isinstance(step, EagleStep) else None
+    if config.levels and drafting is None:
+        raise ValueError("levels: only an EAGLE head drafts level by level; leave it out.")
+    if step is not None and config.bundle == "cpu":
+        verify.add(1 + len(paths))
+    sizes = sorted(verify)
     functions = {
         **{f"prefill_{n}": prefill_signature(target, n, drafting) for n in config.prefill},
         "decode": decode_signature(target),
-        **{f"verify_{n}": verify_signature(target, n) for n in sorted(verify)},
-        **{f"commit_{n}": commit_signature(target, n) for n in sorted(verify)},
+        **{f"verify_{n}": verify_signature(target, n, drafting) for n in sizes},
+        **{f"commit_{n}": commit_signature(target, n, drafting) for n in sizes},
     }
     if step is not None:
         functions["step"] = step.signature(target)
+        if config.bundle == "cpu":
+            functions["step_sampled"] = step.sampled_signature(target)
+            functions["draft"] = step.draft_signature(target)
+    if drafting is not None and config.levels:
+        functions["absorb"] = drafting.absorb_signature(target)
+        for size in config.levels:
+            slots = size * max(1, drafting.levels - 2)
+            functions[f"draft_{size}"] = drafting.level_signature(target, size, slots)
     return functions, paths
 
 

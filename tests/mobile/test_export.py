@@ -1,18 +1,21 @@
 """Exported files decode as JAX does: plain, by passes and commits, and by whole steps."""
 
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import GenerationConfig, LayerSkip, generate
+from jaxspec import GenerationConfig, LayerSkip, generate, score
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.core import masks
+from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import tree_from_paths
-from jaxspec.core.types import KVCache
-from jaxspec.drafters import DraftModel, Eagle, PromptLookup
+from jaxspec.core.types import KVCache, Warp
+from jaxspec.drafters import DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.models import Eagle3Head, init_eagle3_params
 from tests.bench.models import tiny_model
@@ -22,8 +25,20 @@ pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobil
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
+from jaxspec.mobile.loops import (
+    Acceptance,
+    DynamicDraft,
+    LookupDraft,
+    ModelDraft,
+    Plain,
+    Steps,
+    TreeDraft,
+    Verified,
+)
+from jaxspec.mobile.runtime import verify_drafts
 
 SLOTS, NUM_NEW = 64, 40
+SHAPES = ExportConfig(slots=SLOTS, prefill=(8,), quantization="float32")
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [40, 2, 2, 2, 17, 20]]
 GREEDY = GenerationConfig(max_new_tokens=NUM_NEW)
@@ -42,8 +57,7 @@ def expected(pair):
 @pytest.fixture(scope="module")
 def path(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
-    config = ExportConfig(slots=SLOTS, prefill=(8,), verify=(9,))
-    export(pair[0], folder, Eagle.of(pair[1], PATHS), config)
+    export(pair[0], folder, Eagle.of(pair[1], PATHS), replace(SHAPES, levels=(4,)))
     return folder / "model.tflite"
 
 
@@ -54,7 +68,7 @@ def exported(path):
 
 def test_plain_decoding_gives_the_same_tokens(exported, expected):
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        decoded = exported.generate(prompt, NUM_NEW, speculate=False)
+        decoded = exported.generate(prompt, NUM_NEW, loop=Plain)
         assert decoded.tokens.tolist() == tokens
         assert set(decoded.counts) == {1}
 
@@ -66,6 +80,112 @@ def test_steps_give_the_same_tokens(exported, expected):
         assert decoded.tokens.tolist() == tokens
         counts.update(decoded.counts)
     assert counts == {1, 2, 3, 4}  # from nothing accepted to the whole depth
+
+
+DRAFTS = {
+    "static tree": TreeDraft,
+    "dynamic tree": lambda model: DynamicDraft(model, 6),
+    "lookup": lambda model: LookupDraft(PromptLookup(3), SLOTS),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTS))
+def test_drafts_verified_by_the_host_give_the_same_tokens(exported, expected, name):
+    counts = set()
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        decoded = exported.generate(
+            prompt, NUM_NEW, loop=lambda *to: Verified(to[0], DRAFTS[name](to[0]), to[1])
+        )
+        assert decoded.tokens.tolist() == tokens
+        counts.update(decoded.counts)
+    if name != "lookup":  # whether a text repeats itself is another matter
+        assert max(counts) > 1
+
+
+def test_trees_grown_by_the_host_are_those_of_jax(pair, exported, expected):
+    """Step by step; the file's first token comes with the prompt, so JAX begins behind it."""
+    prompt, tokens = PROMPTS[0], expected[0]
+    drafter = Eagle2.of(pair[1], num_nodes=6, depth=2, beam=4)
+    config = GenerationConfig(max_new_tokens=NUM_NEW - 1)
+    (row,) = generate(pair[0], [*prompt, tokens[0]], config, drafter, return_trace=True)
+    drafts = []
+
+    class Recorded(DynamicDraft):
+        def __call__(self, text, recent):
+            drafts.append(super().__call__(text, recent))
+            return drafts[-1]
+
+    exported.generate(prompt, NUM_NEW, loop=lambda *to: Verified(to[0], Recorded(to[0], 6), to[1]))
+    for ours, theirs in zip(drafts[:-1], row.trace[:-1], strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_array_equal(ours.tree.parents, theirs.parents)
+
+
+def test_another_file_may_draft(pair, exported, expected, tmp_path):
+    """The target itself as the draft model: every draft is right."""
+    export(pair[0], tmp_path, config=replace(SHAPES, prefill=(4,)))
+    draft = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    decoded = exported.generate(
+        PROMPTS[0], NUM_NEW, loop=lambda *to: Verified(to[0], ModelDraft(draft, 3), to[1])
+    )
+    assert decoded.tokens.tolist() == expected[0]
+    assert set(decoded.counts[1:-1]) == {4}
+
+
+@pytest.mark.parametrize("loop", [Plain, Steps, None], ids=["plain", "step_sampled", "verified"])
+def test_samples_have_the_law_of_the_target(pair, exported, loop):
+    """Frequencies of the first two tokens, of 4 likely ones each, beside the network's own law."""
+    warp = Warp(temperature=np.float32(1.5), top_k=np.int32(3))
+    if loop is None:
+        loop = verify_drafts
+    prompt, draws = PROMPTS[1], 400
+    seen = np.zeros(CONFIG.vocab_size)
+    seconds = Counter()
+    for seed in range(draws):
+        first, second = exported.generate(prompt, 2, loop=loop, warp=warp, seed=seed).tokens
+        seen[first] += 1
+        seconds[int(first), int(second)] += 1
+    law = _law(pair[0], prompt, warp)
+    chi2 = sum((seen[t] - draws * law[t]) ** 2 / (draws * law[t]) for t in np.flatnonzero(law))
+    assert chi2 < 13.8  # 2 degrees of freedom: 1 in 1000
+    assert not seen[law == 0].any()
+    chi2, cells = 0.0, 0
+    for first in np.flatnonzero(law):
+        joint = law[first] * _law(pair[0], [*prompt, int(first)], warp)
+        for second in np.flatnonzero(joint):
+            expected = draws * joint[second]
+            chi2 += (seconds[int(first), int(second)] - expected) ** 2 / expected
+            cells += 1
+    assert cells == 9
+    assert chi2 < 26.1  # 8 degrees of freedom: 1 in 1000
+
+
+def _law(model, tokens, warp):
+    logits = score(model, tokens).logits[-1:]
+    return np.asarray(jax.nn.softmax(warp_logits(jnp.asarray(logits), warp)))[0]
+
+
+def test_a_chat_reads_only_what_is_new(exported, expected):
+    """The next turn holds the last one and its answer."""
+    decoded = exported.generate(PROMPTS[0], 20)
+    longer = [*PROMPTS[0], *decoded.tokens.tolist(), 5, 6]
+    fresh = MobileModel.__new__(MobileModel)
+    fresh.__dict__ = {**exported.__dict__, "_text": [], "_known": 0}
+    read = []
+    original = exported.call
+
+    def counted(signature, **inputs):
+        if signature.startswith("prefill"):
+            read.append(int(inputs["count"][0]))
+        original(signature, **inputs)
+
+    exported.call = counted
+    try:
+        again = exported.generate(longer, 10)
+    finally:
+        del exported.call
+    assert sum(read) <= 2 + 1 + 4  # the new tokens, the pending one, and the last round
+    assert fresh.generate(longer, 10).tokens.tolist() == again.tokens.tolist()
 
 
 def test_steps_accept_what_jax_accepts(pair, exported, expected):
@@ -85,7 +205,7 @@ def test_a_head_of_taps_and_few_tokens(pair, expected, tmp_path):
     config = CONFIG.replace(num_layers=1, layer_types=(), vocab_size=len(ids))
     params = init_eagle3_params(config, 2 * CONFIG.embed_dim, jax.random.key(3))
     head = Eagle3Head(params, config, (0, 1), CONFIG.vocab_size, ids)
-    export(pair[0], tmp_path, Eagle.of(head, PATHS), ExportConfig(slots=SLOTS, prefill=(8,)))
+    export(pair[0], tmp_path, Eagle.of(head, PATHS), SHAPES)
     drafting = MobileModel(tmp_path / "model.tflite", num_threads=1)
     decoded = [drafting.generate(prompt, NUM_NEW) for prompt in PROMPTS]
     assert [each.tokens.tolist() for each in decoded] == expected
@@ -113,6 +233,7 @@ def test_passes_and_commits_equal_the_network(pair, exported):
 
     path = [0, 1, 4]  # the root, its first child, that one's first
     exported.call("commit_9", path=path + [-1] * 6, count=[3], length=[len(prompt)])
+    assert exported.read("commit_9", "o_length") == len(prompt) + 3
     exported.call("decode", pending=[11], length=[len(prompt) + 3])
     after = exported.read("decode", "logits")
     exported.prefill([*prompt, *tokens[path], 11])
@@ -120,7 +241,7 @@ def test_passes_and_commits_equal_the_network(pair, exported):
 
 
 def test_decoding_goes_on_to_the_end_of_the_context(exported):
-    plain = exported.generate(PROMPTS[1], 1000, speculate=False)
+    plain = exported.generate(PROMPTS[1], 1000, loop=Plain)
     assert len(plain.tokens) == SLOTS - len(PROMPTS[1])
     assert plain.finish_reason == "length"
     assert exported.generate(PROMPTS[1], 1000).tokens.tolist() == plain.tokens.tolist()
@@ -135,7 +256,7 @@ def test_stop_ids_end_a_text(exported, expected):
 
 def test_layers_skipped_give_the_same_tokens(pair, expected, tmp_path):
     skip = skips_of(2, attention=[1], mlp=[0])
-    export(pair[0], tmp_path, LayerSkip(skip, 3), ExportConfig(slots=SLOTS, prefill=(8,)))
+    export(pair[0], tmp_path, LayerSkip(skip, 3), SHAPES)
     skipping = MobileModel(tmp_path / "model.tflite", num_threads=1)
     decoded = [skipping.generate(prompt, NUM_NEW) for prompt in PROMPTS]
     assert [each.tokens.tolist() for each in decoded] == expected
@@ -178,12 +299,18 @@ def test_mistakes_are_named(pair, exported, path, tmp_path):
         exported.generate([48])
     with pytest.raises(ValueError, match="not verify_3"):
         exported.call("verify_3")
+    with pytest.raises(ValueError, match="writes 4 rows from 61 on"):
+        exported.call("step", length=[SLOTS - 3])
+    with pytest.raises(ValueError, match="say where decode writes"):
+        exported.call("decode", pending=[1])
+    with pytest.raises(ValueError, match="--verify 12"):
+        Verified(exported, LookupDraft(PromptLookup(11), SLOTS), Acceptance(Warp()))
     with pytest.raises(ValueError, match="slots must be at most"):
-        export(pair[0], tmp_path, config=ExportConfig(slots=1000))
+        export(pair[0], tmp_path, config=replace(SHAPES, slots=1000))
     with pytest.raises(ValueError, match="baked in"):
-        export(pair[0], tmp_path, LayerSkip(), ExportConfig(slots=SLOTS, prefill=(8,)))
+        export(pair[0], tmp_path, LayerSkip(), SHAPES)
     with pytest.raises(ValueError, match="DraftModel cannot be exported"):
-        export(pair[0], tmp_path, DraftModel.of(pair[0]), ExportConfig(slots=SLOTS, prefill=(8,)))
+        export(pair[0], tmp_path, DraftModel.of(pair[0]), SHAPES)
     with pytest.raises(ValueError, match="sizes must be in"):
         ExportConfig(slots=8, prefill=(9,))
     assert not list(tmp_path.iterdir())
@@ -201,7 +328,7 @@ def test_lookup_gets_a_pass_of_its_size(pair):
     from jaxspec.mobile.signatures import Target
 
     target = Target(pair[0].config, SLOTS, 48)
-    functions, paths = _signatures(target, LoadedDrafter(PromptLookup(4), ()), ExportConfig())
+    functions, paths = _signatures(target, LoadedDrafter(PromptLookup(4), ()), SHAPES)
     assert "verify_5" in functions
     assert "commit_5" in functions
     assert paths == ()

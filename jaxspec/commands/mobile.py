@@ -1,0 +1,87 @@
+"""Flags of `jaxspec generate` for exported files, and what they stand for."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from jaxspec.drafters import PromptLookup
+
+if TYPE_CHECKING:
+    from jaxspec.mobile import MobileModel
+    from jaxspec.mobile.loops import LoopOf
+
+_ONLY_LITERT = ("loop", "threads", "weight_cache")
+LOOPS = ("plain", "verify", "step")
+
+
+def add_mobile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `--runtime` and what belongs to it."""
+    group = parser.add_argument_group("LiteRT")
+    group.add_argument(
+        "--runtime",
+        choices=("jax", "litert"),
+        default="jax",
+        help="litert: MODEL is a .tflite of `jaxspec export` (default: jax)",
+    )
+    group.add_argument(
+        "--loop",
+        choices=LOOPS,
+        help="plain: decode; verify: draft, verify_N, accept here, commit_N; step: whole steps "
+        "(default: steps where the file has them and they can do what is asked)",
+    )
+    group.add_argument("--threads", type=int, metavar="N", help="default: one per core")
+    group.add_argument(
+        "--weight-cache", metavar="FILE", help="keep packed weights there: signatures share them"
+    )
+
+
+def check_only_litert(args: argparse.Namespace) -> None:
+    """Refuses flags that only LiteRT has a meaning for.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    for name in _ONLY_LITERT:
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')}: needs --runtime litert.")
+
+
+def open_mobile(args: argparse.Namespace) -> "MobileModel":
+    """The file that `MODEL` names, with the tokenizer beside it."""
+    from jaxspec.mobile import MobileModel
+
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {args.threads}.")
+    return MobileModel(args.model, num_threads=args.threads, weight_cache=args.weight_cache)
+
+
+def loop_of(args: argparse.Namespace) -> "LoopOf | None":
+    """How to decode; a drafter of the host's own goes with `verify_N`.
+
+    Raises:
+        ValueError: for a drafter that is baked into files, or flags that contradict each other.
+    """
+    from jaxspec.mobile.loops import LookupDraft, ModelDraft, Plain, Steps, Verified
+    from jaxspec.mobile.runtime import MobileModel, verify_drafts
+
+    if args.drafter is None:
+        loops: dict[str | None, LoopOf] = {"plain": Plain, "verify": verify_drafts, "step": Steps}
+        return loops.get(args.loop)
+    if args.loop not in (None, "verify"):
+        raise ValueError(f"--drafter {args.drafter.text}: drafts here, so --loop must be verify.")
+    settings = dict(args.drafter.settings)
+    count = int(settings.get("num_speculative_tokens", args.num_speculative_tokens or 4))
+    if args.drafter.name == "lookup":
+        ngram = int(settings.get("max_ngram", args.max_ngram or 2))
+        lookup = PromptLookup(count, ngram)
+        return lambda model, acceptance: Verified(
+            model, LookupDraft(lookup, model.manifest.slots), acceptance
+        )
+    if args.drafter.name == "draft-model":
+        source = settings.get("model", args.draft_model)
+        if source is None:
+            raise ValueError("--drafter draft-model needs --draft-model FILE: an exported model.")
+        draft = MobileModel(source, num_threads=args.threads)
+        return lambda model, acceptance: Verified(model, ModelDraft(draft, count), acceptance)
+    raise ValueError(
+        f"--drafter {args.drafter.text}: it is baked into a file by `jaxspec export`; leave it out."
+    )

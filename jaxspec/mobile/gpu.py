@@ -1,0 +1,228 @@
+"""Whether LiteRT's GPU accelerator takes a file whole, and computes it right. No phone is needed.
+
+The accelerator in LiteRT's package for Linux is built like the one for phones and runs on any
+Vulkan driver, on SwiftShader too, which needs no GPU. It must be asked: a compiled file may still
+be wrong, and a file that it dislikes may end its process. So all of this happens in a child.
+"""
+
+import ctypes.util
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.core.types import Warp
+from jaxspec.mobile.loops import LoopOf, Plain, Steps
+from jaxspec.mobile.manifest import Manifest, read_manifest
+from jaxspec.mobile.quantize import check_quantization
+from jaxspec.mobile.runtime import MobileModel, verify_drafts
+
+_LIBRARY = "libLiteRtWebGpuAccelerator.so"
+_NUM_PROMPTS, _NUM_TOKENS = 4, 16
+_MESSAGES = 2000  # characters of a failed child's to show
+
+
+class LoopCheck(NamedTuple):
+    """One way to decode, on the GPU.
+
+    name: of the loop.
+    counts: tokens that its rounds emitted, the bonus token included.
+    first_difference: by prompt, the first token that is not the one of plain decoding: on the CPU
+        where weights are float32, on the GPU where they are not (the two backends round quantised
+        products differently); `None`: all are the same.
+    """
+
+    name: str
+    counts: tuple[int, ...]
+    first_difference: tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuCheck:
+    """What the accelerator made of a file.
+
+    Attributes:
+        signatures: compiled, all of the file's.
+        fully_accelerated: nothing falls back to the CPU.
+        reference: what tokens were compared with.
+        loops: the ways to decode that the file has.
+    """
+
+    signatures: tuple[str, ...]
+    fully_accelerated: bool
+    reference: str
+    loops: tuple[LoopCheck, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why the file must not run on a GPU; empty if it may."""
+        found = [] if self.fully_accelerated else ["a part of it falls back to the CPU"]
+        for loop in self.loops:
+            found += [
+                f"{loop.name}: prompt {prompt} differs from {self.reference} at token {at}"
+                for prompt, at in enumerate(loop.first_difference)
+                if at is not None
+            ]
+        return tuple(found)
+
+    def __str__(self) -> str:
+        lines = [
+            f"GPU: {len(self.signatures)} signatures compiled, "
+            f"{'fully' if self.fully_accelerated else 'NOT fully'} accelerated"
+        ]
+        for loop in self.loops:
+            same = sum(at is None for at in loop.first_difference)
+            lines.append(
+                f"{loop.name}: {same} of {len(loop.first_difference)} texts equal "
+                f"{self.reference}; tokens per round (bonus included) {min(loop.counts)} to "
+                f"{max(loop.counts)}"
+            )
+        return "\n".join([*lines, *self.problems])
+
+
+def missing_for_gpu() -> str | None:
+    """What this machine lacks for `check_gpu`, and what to do; `None`: nothing known."""
+    package = importlib.util.find_spec("ai_edge_litert")
+    if package is None or package.origin is None:
+        return "the extra `mobile` is not installed: pip install 'jaxspec[mobile]'"
+    if not (Path(package.origin).parent / _LIBRARY).is_file():
+        return f"LiteRT's package for this platform has no {_LIBRARY}; on Linux x86-64 it has"
+    if ctypes.util.find_library("vulkan") is None and not _on_path("libvulkan.so.1"):
+        return "there is no Vulkan loader: install libvulkan1"
+    if not os.environ.get("VK_ICD_FILENAMES") and not any(
+        Path("/usr/share/vulkan/icd.d").glob("*.json")
+    ):
+        return (
+            "there is no Vulkan driver: set VK_ICD_FILENAMES to the .json of one, such as "
+            "SwiftShader's vk_swiftshader_icd.json from Debian's package chromium-common"
+        )
+    return None
+
+
+def _on_path(library: str) -> bool:
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return any((Path(folder) / library).is_file() for folder in filter(None, folders))
+
+
+def check_gpu(
+    path: str | Path,
+    prompts: Sequence[Sequence[int]] | None = None,
+    max_new_tokens: int = _NUM_TOKENS,
+    timeout: float = 900.0,
+) -> GpuCheck:
+    """Compiles every signature of a file for the GPU and decodes with each of its loops.
+
+    Args:
+        path: the `.tflite`.
+        prompts: ids; `None`: four short ones.
+        max_new_tokens: of each text.
+        timeout: seconds for all of it.
+
+    Raises:
+        ValueError: the machine has no accelerator or driver, the file is quantised in a way that
+            ends the accelerator's process, or the accelerator refused it: with its own messages.
+    """
+    lacking = missing_for_gpu()
+    if lacking is not None:
+        raise ValueError(f"The GPU cannot be checked here: {lacking}.")
+    manifest = read_manifest(path)
+    check_quantization(manifest.quantization, on_gpu=True)
+    prompts = _some_prompts(manifest) if prompts is None else prompts
+    task = {"path": str(path), "prompts": [list(map(int, p)) for p in prompts]}
+    with tempfile.TemporaryDirectory() as folder:
+        # Drivers want a place of their own; JAX, in the child too, shall stay away from GPUs.
+        runtime = {"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR", folder)}
+        environment = {**os.environ, **runtime, "JAX_PLATFORMS": "cpu"}
+        result = Path(folder) / "result.json"
+        task |= {"result": str(result), "max_new_tokens": max_new_tokens}
+        try:
+            child = subprocess.run(
+                [sys.executable, "-m", "jaxspec.mobile.gpu"],
+                input=json.dumps(task),
+                env=environment,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(
+                f"The GPU check of {path} took longer than {timeout:.0f} s: give it more time, or "
+                "fewer signatures."
+            ) from None
+        if child.returncode or not result.is_file():
+            raise ValueError(
+                f"LiteRT's GPU accelerator refused {path}, or ended its process (exit code "
+                f"{child.returncode}): {_last_messages(child.stderr)}"
+            )
+        answer = json.loads(result.read_text())
+    loops = tuple(
+        LoopCheck(entry["name"], tuple(entry["counts"]), tuple(entry["first_difference"]))
+        for entry in answer["loops"]
+    )
+    return GpuCheck(
+        tuple(manifest.signatures), answer["fully_accelerated"], answer["reference"], loops
+    )
+
+
+def _last_messages(log: str) -> str:
+    wanted = [line for line in log.splitlines() if line.strip()]
+    return "\n".join(wanted)[-_MESSAGES:] or "it said nothing."
+
+
+def _some_prompts(manifest: Manifest) -> list[list[int]]:
+    draws = np.random.default_rng(0)
+    longest = max(2, manifest.slots - _NUM_TOKENS)
+    lengths = [min(length, longest - 1) for length in (1, 5, 9, 12)]
+    return [draws.integers(0, manifest.num_tokens, n).tolist() for n in lengths]
+
+
+def _loops(manifest: Manifest) -> dict[str, tuple[LoopOf, Warp]]:
+    """The ways to decode that a file has, by the signatures they call."""
+    loops: dict[str, tuple[LoopOf, Warp]] = {"decode": (Plain, Warp())}
+    if "step" in manifest.signatures:
+        loops["step"] = Steps, Warp()
+    if "draft" in manifest.signatures:
+        loops["draft, verify, commit"] = verify_drafts, Warp()
+    if "step_sampled" in manifest.signatures:
+        # So cold that it samples the likeliest token, and can be compared with the others.
+        cold: Any = Warp(temperature=np.float32(1e-3))
+        loops["step_sampled"] = Steps, cold
+    return loops
+
+
+def _child() -> None:
+    """What runs in the child: reads a task from standard input, writes a result."""
+    task = json.load(sys.stdin)
+    gpu = MobileModel(task["path"], accelerator="gpu")
+    exact = gpu.manifest.quantization == "float32"
+    reference = MobileModel(task["path"], num_threads=1) if exact else gpu
+    loops = []
+    for name, (loop, warp) in _loops(gpu.manifest).items():
+        counts, differences = [], []
+        for prompt in task["prompts"]:
+            ours = gpu.generate(prompt, task["max_new_tokens"], (), loop, warp)
+            theirs = reference.generate(prompt, task["max_new_tokens"], (), Plain)
+            counts += ours.counts
+            unequal = np.flatnonzero(ours.tokens != theirs.tokens)
+            differences.append(int(unequal[0]) if unequal.size else None)
+        loops.append({"name": name, "counts": counts, "first_difference": differences})
+    answer = {
+        "fully_accelerated": gpu.is_fully_accelerated,
+        "reference": "plain decoding on the CPU" if exact else "plain decoding on the GPU",
+        "loops": loops,
+    }
+    Path(task["result"]).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _child()

@@ -1,0 +1,104 @@
+"""LiteRT's GPU accelerator takes whole files and computes the same tokens, on any Vulkan driver."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxspec import LayerSkip
+from jaxspec.drafters import Eagle
+from jaxspec.drafters.skip_sets import skips_of
+from tests.mobile.models import successor_model
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+from jaxspec.mobile import ExportConfig, export
+from jaxspec.mobile import gpu as gpu_module
+from jaxspec.mobile.gpu import GpuCheck, LoopCheck, check_gpu, missing_for_gpu
+
+PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
+SHAPES = ExportConfig(slots=64, prefill=(16,), quantization="float32")
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [40, 2, 2, 2, 17, 20], [11, 13]]
+
+lacking = missing_for_gpu()
+needs_gpu = pytest.mark.skipif(lacking is not None, reason=f"GPU not checked: {lacking}")
+
+
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["float32", "int8", "int4"])
+def test_eagle_steps_run_whole_and_right(tmp_path, quantization):
+    """The bundle for GPUs; float32 with every other signature, too."""
+    model, head = successor_model()
+    exact = quantization == "float32"
+    bundle = {"bundle": "cpu", "levels": (4,)} if exact else {"bundle": "gpu"}
+    config = replace(SHAPES, quantization=quantization, **bundle)
+    manifest = export(model, tmp_path, Eagle.of(head, PATHS), config)
+    checked = check_gpu(tmp_path / "model.tflite", PROMPTS, timeout=3000)
+    assert checked.problems == ()
+    assert set(checked.signatures) == set(manifest.signatures)
+    by_name = {loop.name: loop for loop in checked.loops}
+    steps = by_name["step"]
+    assert {1, 2} <= set(steps.counts)
+    assert max(steps.counts) >= 3
+    if exact:
+        assert {"decode", "step_sampled", "draft, verify, commit"} <= set(by_name)
+
+
+@needs_gpu
+@pytest.mark.slow
+def test_layers_skipped_run_whole_and_right(tmp_path):
+    model, _ = successor_model()
+    drafter = LayerSkip(skips_of(2, attention=[1], mlp=[0]), 3)
+    export(model, tmp_path, drafter, replace(SHAPES, bundle="gpu"))
+    assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
+
+
+def test_what_is_wrong_is_listed():
+    loops = (LoopCheck("step", (1, 3), (None, 7)),)
+    checked = GpuCheck(("decode", "step"), False, "plain decoding on the CPU", loops)
+    assert checked.problems == (
+        "a part of it falls back to the CPU",
+        "step: prompt 1 differs from plain decoding on the CPU at token 7",
+    )
+    assert "NOT fully" in str(checked)
+    assert "1 of 2 texts equal" in str(checked)
+
+
+class TestWhatFails:
+    """A child that crashes, hangs or cannot start ends in one clear error."""
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        export(successor_model()[0], tmp_path, config=replace(SHAPES, bundle="gpu"))
+        return tmp_path / "model.tflite"
+
+    @pytest.fixture
+    def child(self, monkeypatch):
+        """Any Python in place of the child."""
+        monkeypatch.setattr(gpu_module, "missing_for_gpu", lambda: None)
+        run = gpu_module.subprocess.run
+
+        def instead(code):
+            def started(_, **settings):
+                return run([gpu_module.sys.executable, "-S", "-c", code], **settings)
+
+            monkeypatch.setattr(gpu_module.subprocess, "run", started)
+
+        return instead
+
+    def test_crashes_and_silence_are_errors(self, path, child):
+        child("import os; os.write(2, b'GATHER_ND: no'); os.abort()")
+        with pytest.raises(ValueError, match=r"exit code -6\): GATHER_ND: no"):
+            check_gpu(path)
+        child("import time; time.sleep(60)")
+        with pytest.raises(ValueError, match="took longer than 0 s"):
+            check_gpu(path, timeout=0.2)
+        child("pass")
+        with pytest.raises(ValueError, match="it said nothing"):
+            check_gpu(path)
+
+    def test_what_the_machine_lacks_is_named(self, path, monkeypatch):
+        monkeypatch.setattr(gpu_module, "missing_for_gpu", lambda: "there is no Vulkan driver")
+        with pytest.raises(ValueError, match="cannot be checked here: there is no Vulkan driver"):
+            check_gpu(path)
