@@ -5,7 +5,10 @@ the file; CPUs quantise them as they go, GPUs turn the weights back. Tables of r
 zeros and ones of acceptance are left alone: rounded, they would be wrong, not imprecise.
 """
 
+import hashlib
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxspec.mobile.extra import needs_extra
 from jaxspec.mobile.opset import read_graphs
@@ -83,7 +86,31 @@ def quantize(flatbuffer: bytes, name: str) -> bytes:
     maker.add_dynamic_config(
         regex=_TOKEN_TABLE, operation_name=operations.EMBEDDING_LOOKUP, num_bits=8
     )
-    return bytes(maker.quantize(enable_progress_report=False).quantized_model)
+    return _share_equal_buffers(maker.quantize(enable_progress_report=False).quantized_model)
+
+
+def _share_equal_buffers(flatbuffer: bytes | bytearray) -> bytes:
+    """Stores once what the quantiser has stored for each of its uses.
+
+    It does so where two recipes meet in one tensor: a tied head has 4 bits, its table 8.
+    """
+    with needs_extra("Quantizing"):
+        from ai_edge_litert.tools import flatbuffer_utils
+    model: Any = flatbuffer_utils.read_model_from_bytearray(flatbuffer)
+    metadata = {entry.buffer for entry in model.metadata or ()}
+    first: dict[bytes, int] = {}
+    home: dict[int, int] = {}
+    for index, buffer in enumerate(model.buffers):
+        if index not in metadata and buffer.data is not None and len(buffer.data):
+            content = hashlib.sha256(np.asarray(buffer.data, np.uint8).tobytes()).digest()
+            home[index] = first.setdefault(content, index)
+    for graph in model.subgraphs:
+        for tensor in graph.tensors:
+            tensor.buffer = home.get(tensor.buffer, tensor.buffer)
+    for index, kept in home.items():
+        if index != kept:
+            model.buffers[index].data = None
+    return bytes(flatbuffer_utils.convert_object_to_bytearray(model))
 
 
 def _check_blocks(flatbuffer: bytes, name: str, block: int) -> None:

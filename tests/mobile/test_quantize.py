@@ -2,14 +2,19 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
+from jaxspec.checkpoint import Model
 from jaxspec.drafters import Eagle
-from tests.mobile.models import successor_model
+from jaxspec.models import Network, init_params
+from tests.mobile.models import CONFIG, successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_quantizer", reason="needs the extra mobile: '.[mobile]'")
+
+from ai_edge_litert import schema_py_generated
 
 from jaxspec.mobile import ExportConfig, MobileModel, export
 from jaxspec.mobile.loops import Plain
@@ -59,6 +64,24 @@ def test_quantised_files_pass_the_gate_and_step_as_they_decode(folders, name):
     stepped = model.generate([3, 1, 4, 1, 5], 40)
     np.testing.assert_array_equal(plain.tokens, stepped.tokens)
     assert max(stepped.counts) > 1
+
+
+def test_a_tied_head_is_stored_twice_and_not_more(tmp_path):
+    """With 4 bits as a head, with 8 as a table; each signature reads these two."""
+    config = CONFIG.replace(tied_head=True)
+    network = Network(init_params(config, jax.random.key(0)), config)
+    shapes = replace(SHAPES, quantization="int4", prefill=(4, 8))
+    export(Model(network, name="tied"), tmp_path, config=shapes)
+    data = (tmp_path / "model.tflite").read_bytes()
+    model = schema_py_generated.Model.GetRootAs(data)
+    buffers = [model.Buffers(index) for index in range(model.BuffersLength())]
+    contents = [bytes(buffer.DataAsNumpy()) for buffer in buffers if buffer.DataLength()]
+    assert len(set(contents)) == len(contents)
+    sizes = [len(content) for content in contents]
+    assert sizes.count(48 * 16 // 2) == 3  # two layers hold a kernel of that size as well
+    assert sizes.count(48 * 16) == 1
+    plain = MobileModel(tmp_path / "model.tflite", num_threads=1).generate([3, 1], 8)
+    assert len(plain.tokens) == 8
 
 
 def test_names_and_backends_are_checked(folders):

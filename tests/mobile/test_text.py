@@ -1,0 +1,203 @@
+"""Exported files on the command line: `generate`, `bench` and `export` itself."""
+
+import json
+
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import GenerationConfig, generate
+from jaxspec.checkpoint import save_eagle
+from jaxspec.cli import main
+from jaxspec.models import EagleHead, init_eagle_params
+from tests.bench.models import tiny_model
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+import jax
+
+from jaxspec.mobile import ExportConfig, MobileModel, export
+from jaxspec.mobile.text import stream_text
+
+SHAPES = ExportConfig(slots=48, prefill=(8,), verify=(4,), quantization="float32")
+PROMPT = "one, two, one"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def path(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    export(model, folder, config=SHAPES)
+    return str(folder / "model.tflite")
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return generate(model, PROMPT, GenerationConfig(max_new_tokens=16))[0]
+
+
+def fails(capsys, *argv) -> str:
+    assert main(argv) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "jaxspec: error:" in line]
+    return line
+
+
+def test_the_text_is_that_of_jax(capsys, path, expected):
+    """The tokenizer is the one beside the file; lookup drafts without being in it."""
+    argv = ["generate", "--runtime", "litert", path, PROMPT, "--max-new-tokens", "16"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out == f"{expected.text}\n"
+    assert main([*argv, "--drafter", "lookup:num_speculative_tokens=3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["tokens"] == expected.tokens.tolist()
+    assert answer["text"] == expected.text
+    assert answer["finish_reason"] == "length"
+    assert answer["metrics"]["num_tokens"] == 16
+
+
+def test_stops_and_settings_are_those_of_generate(model, path, expected):
+    """Stop strings cut the text, biases change it, and the budget may be nothing."""
+    mobile = MobileModel(path, num_threads=1)
+    stop = expected.text[4:6]
+    for config in (
+        GenerationConfig(max_new_tokens=16, stop=stop),
+        GenerationConfig(max_new_tokens=16, banned_token_ids=[int(expected.tokens[0])]),
+        GenerationConfig(max_new_tokens=0),
+    ):
+        theirs = generate(model, PROMPT, config)[0]
+        steps = list(stream_text(mobile, PROMPT, config))
+        tokens = [token for step in steps for token in step.tokens.tolist()]
+        assert tokens == theirs.tokens.tolist()
+        assert "".join(step.text for step in steps) == theirs.text
+        assert not steps or steps[-1].finish_reason == theirs.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--num-samples", "2"], "num_samples: only 1 is possible on LiteRT"),
+        (["--loop", "step"], "not step"),
+        (["--drafter", "lookup:num_speculative_tokens=9"], "export it with --verify 10"),
+        (["--drafter", "lookup", "--loop", "plain"], "--loop must be verify"),
+        (["--drafter", "draft-model"], "--draft-model FILE"),
+        (["--threads", "0"], "--threads must be at least 1"),
+        (["--top-k", "999"], "top_k must be at most the vocabulary"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, path, argv, said):
+    assert said in fails(capsys, "generate", "--runtime", "litert", path, PROMPT, *argv)
+
+
+def test_flags_of_litert_need_litert(capsys, path):
+    assert "needs --runtime litert" in fails(capsys, "generate", path, PROMPT, "--loop", "plain")
+    assert "more slots" in fails(capsys, "generate", "--runtime", "litert", path, "x" * 60)
+
+
+@pytest.fixture(scope="module")
+def folders(model, tmp_path_factory):
+    """The model and a head for it, with prompts and a tree."""
+    folder = tmp_path_factory.mktemp("all")
+    jaxspec.save(model, folder / "model")
+    config = model.network.config.replace(num_layers=1, layer_types=())
+    head = EagleHead(init_eagle_params(config, False, jax.random.key(0)), config, False)
+    save_eagle(head, folder / "head")
+    rows = [{"prompt": PROMPT}, {"prompt": "abc"}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tree.json").write_text(json.dumps({"paths": [[0], [1], [0, 0]]}))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_comparison_writes_every_method(capsys, folders, tmp_path):
+    out = tmp_path / "page.md"
+    argv = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), "--runtime", "litert"]
+    argv += ["--head", str(folders / "head"), "--tree", str(folders / "tree.json")]
+    argv += ["--quantize", "float32", "--max-new-tokens", "6", "--out", str(out), "--json"]
+    assert main(argv) == 0
+    answer = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in answer["results"]["float32"]}
+    assert list(rows) == [
+        "plain",
+        *("EAGLE's tree: draft, verify, commit", "EAGLE's tree: step"),
+        *("searched tree: draft, verify, commit", "searched tree: step"),
+        "EAGLE-2 from the host",
+    ]
+    assert rows["plain"]["tau"] == 1
+    assert all(row["num_different"] == 0 for row in rows.values())
+    assert all(row["tau"] >= 1 for row in rows.values())
+    taus = [rows[f"EAGLE's tree: {way}"]["tau"] for way in ("draft, verify, commit", "step")]
+    assert taus[0] == taus[1]
+    page = out.read_text()
+    assert "19.18 tokens/s" in page
+    assert "plain 11.49 tokens/s" in page
+
+
+@pytest.mark.slow
+def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
+    argv = ["export", str(folders / "model"), str(tmp_path), "--head", str(folders / "head")]
+    argv += ["--tree", str(folders / "tree.json"), "--slots", "32", "--prefill", "8"]
+    assert main([*argv, "--report", "--prompts", str(folders / "prompts.jsonl")]) == 0
+    found = json.loads((tmp_path / "quantization.json").read_text())["quantizations"]
+    by_name = {row["quantization"]: row for row in found}
+    assert list(by_name) == ["float32", "int8", "int4", "int4-block32"]
+    assert by_name["float32"]["kl"] == 0
+    assert by_name["float32"]["top1"] == 1
+    assert 0 < by_name["int8"]["kl"] < by_name["int4"]["kl"]
+    assert by_name["int4"]["size"] < by_name["int8"]["size"] < by_name["float32"]["size"]
+    assert "widths that 32 divides" in by_name["int4-block32"]["refused"]
+    assert by_name["int8"]["tau"] >= 1
+    assert "refused" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_one_command_times_searches_and_exports(folders, tmp_path):
+    argv = ["export", str(folders / "model"), str(tmp_path), "--head", str(folders / "head")]
+    argv += ["--slots", "128", "--quantize", "int4", "--auto"]
+    assert main([*argv, "--prompts", str(folders / "prompts.jsonl")]) == 0
+    assert {"profile.json", "tree.json", "model.tflite"} <= {p.name for p in tmp_path.iterdir()}
+    tree = json.loads((tmp_path / "tree.json").read_text())["paths"]
+    manifest = MobileModel(tmp_path / "model.tflite", num_threads=1).manifest
+    assert [list(path) for path in manifest.paths] == tree
+    assert ("step" in manifest.signatures) == bool(tree)
+    assert manifest.quantization == "int4"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--auto"], "needs --head FOLDER"),
+        (["--latency-kit"], "needs --head FOLDER"),
+        (["--auto", "--head", "H"], "give --prompts FILE.jsonl"),
+        (["--auto", "--report", "--head", "H"], "give one of them"),
+        (["--report"], "needs --prompts"),
+        (["--levels", "4"], "only an EAGLE head"),
+        (["--phone-memory", "0.00001"], "would need"),
+        (["--bundle", "gpu", "--quantize", "int4-block32"], "for a GPU take int4"),
+    ],
+)
+def test_mistakes_of_exports_are_one_line(capsys, folders, tmp_path, argv, said):
+    model = str(folders / "model")
+    assert said in fails(capsys, "export", model, str(tmp_path / "out"), "--slots", "32", *argv)
+    assert not (tmp_path / "out").exists()
+
+
+def test_memory_is_added_up():
+    """By hand: 2 layers of width 16, a vocabulary of 48, a head that is not tied."""
+    from jaxspec.mobile.memory import estimate_phone_memory
+    from tests.mobile.models import CONFIG
+
+    needed = estimate_phone_memory(CONFIG, "float32", slots=10, depth=3)
+    attention = 16 * (16 + 2 * 8) + 16 * 16
+    assert needed.products == 4 * (2 * (attention + 3 * 16 * 24) + 16 * 48)
+    assert needed.table == 4 * 48 * 16
+    assert needed.repeated_head == 3 * 4 * 16 * 48
+    assert needed.caches == 2 * 10 * 2 * 2 * 2 * 4 * 4
+    assert needed.total == sum(needed)
+    fewer = estimate_phone_memory(CONFIG, "int4", slots=10)
+    assert fewer.products < needed.products / 2
+    assert np.isclose(fewer.table, 48 * 16 + 12 * 48)
