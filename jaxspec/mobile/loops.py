@@ -357,8 +357,8 @@ def _static_proposal(paths: Sequence[tuple[int, ...]]) -> Proposal:
     """A static tree of tokens that are yet to come, on the host."""
     tree = tree_from_paths(paths) if paths else chain(0)
     nodes = len(tree.parents)
-    no_tokens: Any = np.zeros(nodes, np.int32)
-    return jax.device_get(tree_proposal(tree, no_tokens, jnp.ones(nodes, bool)))
+    proposal = tree_proposal(tree, jnp.zeros(nodes, jnp.int32), jnp.ones(nodes, bool))
+    return jax.device_get(proposal)
 
 
 LoopOf = Callable[["MobileModel", Acceptance], Loop]

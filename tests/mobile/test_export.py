@@ -162,6 +162,7 @@ def test_samples_have_the_law_of_the_target(pair, exported, loop):
 
 def _law(model, tokens, warp):
     logits = score(model, tokens).logits[-1:]
+    warp = jax.tree.map(jnp.asarray, warp)
     return np.asarray(jax.nn.softmax(warp_logits(jnp.asarray(logits), warp)))[0]
 
 

@@ -201,3 +201,30 @@ def test_memory_is_added_up():
     fewer = estimate_phone_memory(CONFIG, "int4", slots=10)
     assert fewer.products < needed.products / 2
     assert np.isclose(fewer.table, 48 * 16 + 12 * 48)
+
+
+def test_the_7b_case_of_the_documentation():
+    """Llama-7B in int4 with an EAGLE head, as docs/mobile.md has it; nothing is allocated."""
+    from jaxspec.mobile.memory import check_phone_memory, estimate_phone_memory
+    from jaxspec.models import ModelConfig
+
+    config = ModelConfig(
+        vocab_size=32000,
+        embed_dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        mlp_dim=11008,
+        max_positions=4096,
+    )
+    layer = config.replace(num_layers=1, layer_types=())
+    head = jax.eval_shape(lambda: init_eagle_params(layer, True, jax.random.key(0)))
+    totals = []
+    for slots in (1024, 2048):
+        needed = estimate_phone_memory(config, "int4", slots, head, depth=5)
+        check_phone_memory(needed, 12_000_000_000)
+        totals.append(round(needed.total / 1e9, 2))
+    assert totals == [6.12, 8.33]
+    with pytest.raises(ValueError, match="take fewer slots"):
+        check_phone_memory(needed, 8_000_000_000)
