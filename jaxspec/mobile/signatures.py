@@ -322,11 +322,12 @@ class EagleStep:
         logits = head.unembed(params.target, states)
         if head.draft_ids is None:
             logits = logits[:, : target.num_tokens]
-        count = min(LEVEL_CHILDREN, logits.shape[1])
-        logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), count)
+        count = min(LEVEL_CHILDREN, logits.shape[1] - 1)
+        # A logarithm at the end: log_softmax is an operation that GPUs do not know.
+        probs, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
         if head.draft_ids is not None:
             ids = lookup_ids(head.draft_ids, ids.reshape(-1)).reshape(ids.shape)
-        return {"children": ids[None], "logprobs": logprobs[None]}
+        return {"children": ids[None], "logprobs": jnp.log(probs)[None]}
 
     def _draft(
         self, params: Params, inputs: Record, cache: KVCache, state: Array, target: Target
@@ -438,7 +439,8 @@ def _step_sampled(
 
 def _warped(logits: Array, temperature: Array, top_k: Array) -> Array:
     """The law of `core.sampling.warp_logits` for these two settings, without bisection."""
-    most = min(LARGEST_TOP_K, logits.shape[1])
+    # All of them would be a sort, which no runtime takes.
+    most = min(LARGEST_TOP_K, logits.shape[1] - 1)
     best, _ = jax.lax.top_k(logits, most)
     place = jax.nn.one_hot(top_k - 1, most, dtype=logits.dtype)
     off = jnp.equal(top_k, 0).astype(logits.dtype)
