@@ -67,7 +67,7 @@ def to_flatbuffer(
     ir, passmanager, api = _converter()
     context = ir.Context()
     api.prepare_mlir_context(context)
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(weights)]
+    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(weights)]
     constants: dict[int, Any] = {}
     modules = []
     for name, lowered in signatures.items():

@@ -30,7 +30,7 @@ _INSTEAD = {
     "BROADCAST_TO": "add a constant of the wanted shape, or let an operation broadcast",
     "STABLEHLO_SCATTER": "use dynamic_update_slice",
     "LOG_SOFTMAX": "take the logarithm of a softmax",
-    "STABLEHLO_SORT": "ask top_k for fewer than all",
+    "STABLEHLO_SORT": "use the ids of a top_k, too: else it is a sort",
     "COS": "the GPU's is off by 1e-3: read a table",
     "SIN": "the GPU's is off by 1e-3: read a table",
     "RELU_0_TO_1": "use relu on one side only",

@@ -86,7 +86,9 @@ def quantize(flatbuffer: bytes, name: str) -> bytes:
     maker.add_dynamic_config(
         regex=_TOKEN_TABLE, operation_name=operations.EMBEDDING_LOOKUP, num_bits=8
     )
-    return _share_equal_buffers(maker.quantize(enable_progress_report=False).quantized_model)
+    return _share_equal_buffers(
+        maker.quantize(enable_progress_bar=False, enable_progress_report=False).quantized_model
+    )
 
 
 def _share_equal_buffers(flatbuffer: bytes | bytearray) -> bytes:

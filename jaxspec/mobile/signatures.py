@@ -322,7 +322,7 @@ class EagleStep:
         logits = head.unembed(params.target, states)
         if head.draft_ids is None:
             logits = logits[:, : target.num_tokens]
-        count = min(LEVEL_CHILDREN, logits.shape[1] - 1)
+        count = min(LEVEL_CHILDREN, logits.shape[1])
         # A logarithm at the end: log_softmax is an operation that GPUs do not know.
         probs, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
         if head.draft_ids is not None:
@@ -439,9 +439,10 @@ def _step_sampled(
 
 def _warped(logits: Array, temperature: Array, top_k: Array) -> Array:
     """The law of `core.sampling.warp_logits` for these two settings, without bisection."""
-    # All of them would be a sort, which no runtime takes.
-    most = min(LARGEST_TOP_K, logits.shape[1] - 1)
-    best, _ = jax.lax.top_k(logits, most)
+    most = min(LARGEST_TOP_K, logits.shape[1])
+    best, ids = jax.lax.top_k(logits, most)
+    # Who leaves the ids unused gets a sort in place of TOPK_V2, and no runtime has one.
+    best = best * (ids >= 0).astype(logits.dtype)
     place = jax.nn.one_hot(top_k - 1, most, dtype=logits.dtype)
     off = jnp.equal(top_k, 0).astype(logits.dtype)
     # Half precision holds what is added; no logit is that far below.
