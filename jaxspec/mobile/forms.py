@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.cache import select_nodes
 from jaxspec.core.forms import exchanged
 from jaxspec.core.sampling import argmax_rows
+from jaxspec.core.types import LayerKV
 from jaxspec.drafters.growth import lookup_ids
 from jaxspec.models.attention import masked
 from jaxspec.models.config import Rope
@@ -32,6 +34,7 @@ def litert_forms(num_positions: int) -> Mapping[Callable, Callable]:
         masked: _masked,
         multiply: _multiply,
         rotations: partial(_rotations, num_positions),
+        select_nodes: _select_nodes,
     }
 
 
@@ -62,6 +65,27 @@ def _masked(
 ) -> Float[Array, "kv_heads group nodes slots"]:
     """A sum, as a choice by a constant is refused. Half precision holds what is added."""
     return scores + (1.0 - mask[None, None].astype(scores.dtype)) * _UNSEEN
+
+
+def _select_nodes(
+    new_kv: tuple[LayerKV, ...], pick: Float[Array, "length nodes"]
+) -> tuple[LayerKV, ...]:
+    """Heads side by side, so that one plain product serves all.
+
+    A GPU that repeats `pick` for each head computes the first head only, without a word.
+    """
+
+    def picked(rows: Float[Array, "nodes kv_heads head_dim"]):
+        nodes, heads, dim = rows.shape
+        return (pick @ rows.reshape(nodes, heads * dim)).reshape(len(pick), heads, dim)
+
+    return tuple(
+        LayerKV(
+            picked(layer.keys.transpose(2, 0, 1)).transpose(1, 2, 0),
+            picked(layer.values.transpose(1, 0, 2)).transpose(1, 0, 2),
+        )
+        for layer in new_kv
+    )
 
 
 def _multiply(

@@ -276,6 +276,19 @@ def _output_that_goes_on(graph: Graph, op: Op) -> str | None:
     return None
 
 
+def _repeated_operand(graph: Graph, op: Op) -> str | None:
+    """Silent bug E: one operand for all of a batch; all but the first product come out wrong."""
+    if op.name != "BATCH_MATMUL":
+        return None
+    left, right = (tensor.shape[:-2] for tensor in graph.ins(op))
+    if int(np.prod(left)) != int(np.prod(right)):
+        return (
+            f"GPUs compute the first product only where one operand serves a batch, {list(left)} "
+            f"and {list(right)}; lay the batch side by side."
+        )
+    return None
+
+
 def _zero_tail(graph: Graph, op: Op) -> str | None:
     """Silent bug D: zeros behind a narrowed last axis come out as what was cut off."""
     if op.name in ("PAD", "PADV2"):
@@ -310,5 +323,6 @@ _RULES: tuple[Callable[[Graph, Op], str | None], ...] = (
     _first_row_only,
     _flattened_product,
     _output_that_goes_on,
+    _repeated_operand,
     _zero_tail,
 )

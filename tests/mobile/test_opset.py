@@ -48,7 +48,17 @@ def cosine(weights, x):
     return {"out": jnp.cos(x["rows"])}
 
 
+def repeated_operand(weights, x):
+    batch = x["rows"].reshape(3, 4, 2)
+    return {"out": jnp.einsum("bij,jk->bik", batch, x["rows"][:2] + 1.0)}
+
+
+def side_by_side(weights, x):
+    return {"out": (x["rows"].reshape(12, 2) @ (x["rows"][:2] + 1.0)).reshape(3, 4, 8)}
+
+
 BAD = {
+    repeated_operand: ("BATCH_MATMUL", "the first product only"),
     first_row_only: ("MUL", "first row only of a constant"),
     output_that_goes_on: ("MUL", "do not write an output"),
     zero_tail: (None, "narrowed last axis"),
@@ -56,7 +66,7 @@ BAD = {
     five_axes: (None, "axes"),
     cosine: ("COS", "table"),
 }
-GOOD = (first_row_remedied, output_copied)
+GOOD = (first_row_remedied, output_copied, side_by_side)
 
 
 @pytest.fixture(scope="module")
