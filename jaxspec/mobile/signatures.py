@@ -171,11 +171,16 @@ def commit_signature(target: Target, size: int, drafting: "EagleStep | None" = N
         del params
         length, path = inputs["length"][0], inputs["path"][0]
         new_kv = _cache(inputs, "new", target.config.num_layers, length).layers
+        # Of one node there is nothing to choose, and the converter refuses a choice of one.
+        path_kv = new_kv if size == 1 else select_path(new_kv, path)
         outputs = {
             "o_length": inputs["length"] + inputs["count"],
-            **_outgoing(_write(inputs, "kv", select_path(new_kv, path), length)),
+            **_outgoing(_write(inputs, "kv", path_kv, length)),
         }
-        if drafting is not None:
+        if drafting is not None and size == 1:
+            none = jnp.zeros((drafting.levels - 1, drafting.width))
+            outputs["o_states"] = jnp.concatenate([inputs["new_states"][0], none])[None]
+        elif drafting is not None:
             missing = jnp.full(max(0, drafting.levels - size), -1, jnp.int32)
             states_path = jnp.concatenate([path, missing])[: drafting.levels]
             rows = jax.nn.one_hot(states_path, size, dtype=jnp.float32)
