@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has seen enough. Python's own flush at exit must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         if args.debug:
             raise
         print("jaxspec: error:", " ".join(str(error).split()), file=sys.stderr)

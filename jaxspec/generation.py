@@ -89,12 +89,23 @@ class GenerationConfig:
     def __post_init__(self):
         for name in ("max_new_tokens", "top_k", "num_samples"):
             _check(name, getattr(self, name), "a whole number", lambda value: value % 1 == 0)
+            _check(name, getattr(self, name), "below 2 ** 31", lambda value: value < 2**31)
         _check("max_new_tokens", self.max_new_tokens, "at least 0", lambda value: value >= 0)
-        _check("temperature", self.temperature, "at least 0", lambda value: 0 <= value < np.inf)
+        _check("temperature", self.temperature, "at least 0", lambda value: value >= 0)
+        _check("temperature", self.temperature, "finite in float32", lambda value: value < 3e38)
         _check("top_k", self.top_k, "at least 0", lambda value: value >= 0)
         _check("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
         _check("min_p", self.min_p, "in [0, 1)", lambda value: 0 <= value < 1)
         _check("num_samples", self.num_samples, "at least 1", lambda value: value >= 1)
+        if not isinstance(self.num_samples, int | np.integer):
+            raise ValueError(f"num_samples must be one int, got {self.num_samples!r}.")
+        strings = self.stop_strings if isinstance(self.stop, str | Sequence) else None
+        if strings is None or not all(isinstance(string, str) for string in strings):
+            raise ValueError(f"stop must be a string or several, got {self.stop!r}.")
+        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+            ids = getattr(self, name)
+            if ids is not None and np.ndim(ids) != 1:
+                raise ValueError(f"{name} must be a list of token ids, got {ids!r}.")
         if self.repetition_penalty not in (None, 1, 1.0):
             raise ValueError(
                 f"repetition_penalty: only 1 is supported, got {self.repetition_penalty}."
@@ -192,7 +203,8 @@ class StreamStep(NamedTuple):
     tokens: ids emitted by this step.
     from_draft: for each of them, True if it was drafted and accepted.
     text: the text that is now certain; characters still incomplete, or that may turn out to begin
-        a stop string, come with a later step. All pieces joined are `Generation.text`.
+        a stop string, come with a later step. All pieces joined are `Generation.text`, if the
+        tokens spell valid UTF-8: replacement characters may fall elsewhere.
     finish_reason: `None` while the row is running; see `Generation`.
     trace: the step's tree and verdict; `None` where another runtime keeps them to itself.
     """
@@ -331,6 +343,10 @@ class Request:
 def cut_at(text: str, stop_strings: Sequence[str]) -> str:
     """The text before the stop string that came first."""
     starts = [text.find(string) for string in stop_strings if string in text]
+    if not starts and any(
+        string.startswith(" ") and text.startswith(string[1:]) for string in stop_strings
+    ):
+        return ""  # decoders of the SentencePiece kind drop the space that a text begins with
     return text[: min(starts)] if starts else text
 
 
@@ -498,7 +514,8 @@ def encode_prompt(model: Vocabulary, prompt: Any) -> list[int]:
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         return _tokenizer_of(model, "chat messages").encode_chat(prompt)
     if isinstance(prompt, str):
-        return _tokenizer_of(model, "text").encode(prompt)
+        # Of no text, a tokenizer would make a prompt of bos alone.
+        return _tokenizer_of(model, "text").encode(prompt) if prompt else []
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
@@ -646,8 +663,11 @@ def _bias(model: Vocabulary, config: GenerationConfig) -> np.ndarray | None:
         bias[refused] = -np.inf
     bias[list(named["banned_token_ids"])] = -np.inf
     for token, value in (config.logit_bias or {}).items():
-        if math.isnan(value):
-            raise ValueError(f"logit_bias of token {token} must be a number, got {value}.")
+        if math.isnan(value) or value == math.inf:
+            raise ValueError(
+                f"logit_bias of token {token} must be a finite number or -inf, got {value}; to "
+                "emit nothing else, use allowed_token_ids."
+            )
         bias[token] += value
     return bias if bias.any() else None
 

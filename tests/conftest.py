@@ -20,6 +20,13 @@ install_import_hook(
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiles without optimising, in half the time or less; slow tests run what users run."""
+    if config.option.markexpr == "not slow":
+        flags = "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+
+
 @pytest.fixture(scope="session")
 def shared_folder() -> Callable[..., Path]:
     """The path of a folder of recorded reference data beside the repository; skips without it."""

@@ -10,15 +10,20 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec import GenerationConfig, commands, generate
+from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import COMMANDS, main
 from jaxspec.commands import demo, options
 from jaxspec.commands.generate import Session, Shown, add_arguments
 from jaxspec.commands.options import drafter_spec, generation_config
+from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.models import EagleHead, init_eagle_params
+from jaxspec.training.loop import DivergedError
 from tests.bench.models import WrongRoot, tiny_model
 
 
@@ -32,6 +37,15 @@ def folder(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     jaxspec.save(model, folder)
     return str(folder)
+
+
+@pytest.fixture
+def head(model, tmp_path):
+    """The folder of a random EAGLE-1 head for the model."""
+    config = model.config.replace(num_layers=1)
+    params = init_eagle_params(config, True, jax.random.key(0))
+    save_eagle(EagleHead(params, config), tmp_path / "head")
+    return tmp_path / "head"
 
 
 @pytest.fixture
@@ -121,10 +135,10 @@ def test_every_generation_setting_has_a_flag():
 class TestDrafters:
     """Names and settings of drafters become drafters."""
 
-    def make(self, text, **flags):
+    def make(self, text, model=None, **flags):
         given = {"num_speculative_tokens": None, "max_ngram": None, "draft_model": None}
         args = argparse.Namespace(**{**given, "dtype": None, **flags})
-        return options.make_drafter(drafter_spec(text), args)
+        return options.make_drafter(drafter_spec(text), args, model)
 
     def test_flags_fill_in_what_the_name_leaves_open(self):
         lookup = self.make("lookup:max_ngram=3,match=recent", max_ngram=9, num_speculative_tokens=2)
@@ -135,6 +149,26 @@ class TestDrafters:
         drafter = self.make("draft-model:num_speculative_tokens=2", draft_model=folder).drafter
         assert drafter == jaxspec.DraftModel(2)
 
+    def test_heads_draft_over_the_tree_beside_them_unless_told_otherwise(self, model, head):
+        def paths(text):
+            made = self.make(text, model)
+            assert isinstance(made.params, EagleHead)
+            return made.drafter.paths
+
+        assert paths(f"eagle:head={head}") == EAGLE_PATHS
+        (head / "tree.json").write_text('{"paths": [[0], [0, 0]]}')
+        assert paths(f"eagle:head={head}") == ((0,), (0, 0))
+        assert paths(f"eagle:head={head},tree=eagle-25") == EAGLE_PATHS
+        (head / "mine.json").write_text("[[0], [1]]")
+        assert paths(f"eagle:head={head},tree={head / 'mine.json'}") == ((0,), (1,))
+        (head / "tree.json").write_text('{"paths": []}')
+        with pytest.raises(ValueError, match="plain decoding is faster"):
+            paths(f"eagle:head={head}")
+
+    def test_dynamic_trees_have_their_bounds(self, model, head):
+        drafter = self.make(f"eagle2:head={head},depth=2,top_k=3,nodes=7", model).drafter
+        assert drafter == jaxspec.Eagle2(num_nodes=7, depth=2, beam=3)
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
@@ -142,6 +176,10 @@ class TestDrafters:
             ("lookup:max_ngram=x", "max_ngram must be a number"),
             ("lookup:max_ngram=0", "max_ngram must be at least 1, got 0"),
             ("draft-model", "needs --draft-model MODEL"),
+            ("eagle", "eagle needs eagle:head=FOLDER"),
+            ("eagle2:depth=3", "eagle2 needs eagle2:head=FOLDER"),
+            ("eagle:head=nowhere", "no folder 'nowhere', nor a shipped head of that name"),
+            ("eagle2:top_k=x", "top_k must be a number"),
         ],
     )
     def test_bad_settings_are_named(self, text, message):
@@ -339,7 +377,7 @@ class TestBench:
         assert "1 prompts one at a time" in err
 
     def test_a_drafter_that_lies_makes_it_fail(self, capsys, monkeypatch, folder, prompts):
-        planted = ({}, lambda args, settings: WrongRoot())
+        planted = ({}, lambda args, settings, model: WrongRoot())
         monkeypatch.setitem(options.DRAFTERS, "liar", planted)
         argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
         assert main([*argv, "--drafter", "liar"]) == 1
@@ -372,12 +410,14 @@ class TestDemo:
     def one_short_prompt(self, monkeypatch):
         monkeypatch.setattr(demo, "PROMPTS", ("one, two, one",))
 
-    def test_it_shows_every_method_without_a_terminal(self, capsys, folder):
-        argv = ["demo", "--model", folder, "--draft-model", folder]
+    def test_it_shows_every_method_without_a_terminal(self, capsys, folder, head):
+        (head / "tree.json").write_text("[[0], [1]]")
+        argv = ["demo", "--model", folder, "--draft-model", folder, "--head", str(head)]
         assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
         out = capsys.readouterr().out
-        for part in ("# plain", "# lookup", "# draft model", "All outputs are identical"):
-            assert part in out
+        for method in ("plain", "lookup", "draft model", "EAGLE"):
+            assert f"# {method}" in out
+        assert "All outputs are identical" in out
         assert "\x1b" not in out
 
     def test_json(self, capsys, folder):
@@ -402,3 +442,21 @@ class TestShippedPrompts:
         tokenizer = jaxspec.checkpoint.load_tokenizer(shipped["demo"])
         lengths = [len(tokenizer.encode(prompt)) for prompt in demo.PROMPTS]
         assert all(32 < length <= 64 for length in lengths), lengths
+
+
+def test_a_training_that_diverged_is_an_error_and_no_traceback(monkeypatch, capsys, tmp_path):
+    def diverge(*args, **kwargs):
+        raise DivergedError("step 3: the loss is nan.")
+
+    monkeypatch.setattr("jaxspec.training.train.train_lm", diverge)
+    for name in ("gsm8k", "mbpp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl.gz").touch()
+    argv = ["train", "lm", "--data-folder", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(argv) == 2
+    assert capsys.readouterr().err.endswith("jaxspec: error: step 3: the loss is nan.\n")
+
+
+def test_a_demo_of_no_tokens_is_refused(capsys):
+    assert main(["demo", "--tokens", "0"]) == 2
+    assert "--tokens must be at least 1, got 0" in capsys.readouterr().err

@@ -2,12 +2,14 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from jax import monitoring
 
+import jaxspec
 from jaxspec import (
     DraftModel,
     Eagle,
@@ -25,7 +27,7 @@ from jaxspec import (
 from jaxspec.core.cache import pad_slots
 from jaxspec.core.decode import begin, speculative_step
 from jaxspec.core.loop import decode, run, unfinished
-from jaxspec.generation import prepare
+from jaxspec.generation import Request, prepare
 from jaxspec.models import EagleHead, ModelConfig, Network, Skips, init_params
 
 CONTEXT = 96
@@ -116,8 +118,21 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
         ([1], {"stop_token_ids": [-7]}, "stop_token_ids has ids outside"),
         ([1], {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
         ([1], {"max_new_tokens": "5"}, "max_new_tokens must be a whole number, got '5'"),
-        ([1], {"temperature": np.inf}, "temperature must be at least 0, got inf"),
-        ([1], {"logit_bias": {5: np.nan}}, "logit_bias of token 5 must be a number, got nan"),
+        ([1], {"temperature": np.inf}, "temperature must be finite in float32, got inf"),
+        ([1], {"temperature": 1e39}, "temperature must be finite in float32"),
+        ([1], {"max_new_tokens": 2**31}, r"max_new_tokens must be below 2 \*\* 31"),
+        ([1], {"top_k": 2**40}, r"top_k must be below 2 \*\* 31"),
+        ([1], {"num_samples": 2.0}, "num_samples must be one int, got 2.0"),
+        ([1], {"stop": None}, "stop must be a string or several, got None"),
+        ([1], {"stop": [3]}, r"stop must be a string or several, got \[3\]"),
+        ([1], {"stop_token_ids": 2}, "stop_token_ids must be a list of token ids, got 2"),
+        ([1], {"logit_bias": {5: np.inf}}, "logit_bias of token 5 must be a finite number"),
+        ("caf\ud83d", {}, "not valid Unicode: .* at character 3"),
+        (
+            [1],
+            {"logit_bias": {5: np.nan}},
+            "finite number or -inf, got nan",
+        ),
         ([1.5, 2.5], {}, "prompts: one must be text, chat messages or a list of whole"),
         ([[1.7, 2.2]], {}, "prompts: one must be text, chat messages or a list of whole"),
         (None, {}, "prompts must be a prompt or a list of them, got None"),
@@ -127,6 +142,28 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
 def test_bad_arguments_are_named(model, prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generate(model, prompts, GenerationConfig(**options))
+
+
+def test_no_text_is_no_prompt_though_the_tokenizer_would_begin_it_with_bos():
+    draft = jaxspec.load("demo-draft")
+    assert draft.tokenizer.encode("")
+    with pytest.raises(ValueError, match=r"prompts\[0\] is empty"):
+        generate(draft, "")
+
+
+def test_a_stop_string_may_begin_with_the_space_that_decoding_drops():
+    request = SimpleNamespace(stop_strings=(" Q",))
+    for text, kept in (("Q: 1", ""), ("1 Q: 2", "1")):
+        assert Request.cut(request, text) == kept
+
+
+def test_a_tiny_temperature_is_greedy(model):
+    greedy = generate(model, [1, 2], GenerationConfig(max_new_tokens=6))[0]
+    for temperature in (1e-6, 2e-38, 1e-40):
+        config = GenerationConfig(max_new_tokens=6, temperature=temperature)
+        row = generate(model, [1, 2], config)[0]
+        np.testing.assert_array_equal(row.tokens, greedy.tokens)
+        assert row.finish_reason == greedy.finish_reason
 
 
 def test_a_seed_must_fit_the_generator(model):

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.checkpoint import shipped_models
+from jaxspec.checkpoint import shipped_folders
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SHIPPED = ("demo", "demo-draft")
+SHIPPED = ("demo", "demo-draft", "demo-eagle", "demo-skips")
 NEEDS = {"04_to_the_phone": ("litert_converter", "mobile")}
 
 
@@ -26,6 +26,7 @@ def test_notebooks_are_stored_without_outputs(path):
         assert cell.get("execution_count") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path, monkeypatch):
     needs = "needs the notebooks extra: pip install '.[notebooks]'"
@@ -36,13 +37,13 @@ def test_notebooks_run(path, monkeypatch):
     if path.stem in NEEDS:
         package, extra = NEEDS[path.stem]
         pytest.importorskip(package, reason=f"needs the extra {extra}: pip install '.[{extra}]'")
-    missing = sorted(set(SHIPPED) - set(shipped_models()))
+    text = path.read_text(encoding="utf-8")
+    used = {name for name in SHIPPED if f'\\"{name}\\"' in text}
+    missing = sorted(used - set(shipped_folders()))
     if missing:
         pytest.skip(f"needs checkpoints/{', checkpoints/'.join(missing)}, which is not here")
     search = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
-    # Nothing here is timed, and a third of the run would be spent on optimising programs.
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     notebook = nbformat.read(path, as_version=4)
     where = {"metadata": {"path": str(path.parent)}}
     nbclient.NotebookClient(notebook, timeout=300, resources=where).execute()

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import jaxspec
-from jaxspec.checkpoint import shipped_models
+from jaxspec.checkpoint import shipped_heads, shipped_models
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jaxspec"
@@ -233,21 +233,57 @@ def test_the_wheel_carries_the_models_of_the_demo_and_no_more(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     needed = ("config.json", "generation_config.json", "model.safetensors", "recipe.md")
     needed += ("tokenizer.json", "tokenizer_config.json")
-    models = [model for model in shipped_models() if model.startswith("demo")]
+    expected = {
+        f"jaxspec/checkpoints/{model}/{file}"
+        for model in shipped_models()
+        if model.startswith("demo")
+        for file in needed
+    }
+    of_heads = ("config.json", "model.safetensors", "recipe.md")
+    beside_heads = ("tree.json", "profile.json", "acceptance.json")
+    for head, folder in shipped_heads().items():
+        files = (*of_heads, *(file for file in beside_heads if (folder / file).is_file()))
+        expected |= {f"jaxspec/checkpoints/{head}/{file}" for file in files}
     carried = {name for name in names if name.startswith("jaxspec/checkpoints/")}
-    assert carried == {f"jaxspec/checkpoints/{model}/{file}" for model in models for file in needed}
+    sets = [path.parent.name for path in (ROOT / "checkpoints").glob("demo*/skips.json")]
+    expected |= {f"jaxspec/checkpoints/{name}/skips.json" for name in sets}
+    assert carried == expected
     assert set(SOURCES) <= names
     facts = f"jaxspec-{jaxspec.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"jaxspec", facts}
 
 
-@pytest.mark.parametrize("installed", [False, True], ids=["repository", "wheel"])
-def test_the_demo_loads(installed, request, tmp_path):
+@pytest.fixture(params=["repository", "wheel"])
+def root(request, tmp_path) -> Path:
+    """Where the package lies: here, or where it is installed."""
+    if request.param == "repository":
+        return ROOT
+    # A wheel of Python alone is installed by unpacking it.
+    zipfile.ZipFile(request.getfixturevalue("wheel")).extractall(tmp_path / "site")
+    return tmp_path / "site"
+
+
+def test_the_head_of_the_demo_loads_with_its_tree(root, tmp_path):
     needs_shipped_models()
-    root = ROOT
-    if installed:  # a wheel of Python alone is installed by unpacking it
-        root = tmp_path / "site"
-        zipfile.ZipFile(request.getfixturevalue("wheel")).extractall(root)
+    if "demo-eagle" not in shipped_heads():
+        pytest.skip("needs checkpoints/demo-eagle, which is not here")
+    source = """
+import jaxspec
+from jaxspec.checkpoint import find_head
+from jaxspec.trees import load_acceptance, load_profile, load_tree
+
+head = jaxspec.load_eagle("demo-eagle", jaxspec.load("demo").network)
+folder = find_head("demo-eagle")
+load_acceptance(folder / "acceptance.json").check_head(head)
+load_profile(folder / "profile.json")
+load_tree(folder / "tree.json")
+print(jaxspec.__file__)
+"""
+    assert run_python(source, root, tmp_path).strip() == str(root / "jaxspec" / "__init__.py")
+
+
+def test_the_demo_loads(root, tmp_path):
+    needs_shipped_models()
     source = "import jaxspec; print(jaxspec.__file__, jaxspec.load('demo').tokenizer.bos_id)"
     place = str(root / "jaxspec" / "__init__.py")
     assert run_python(source, root, tmp_path).split() == [place, "0"]

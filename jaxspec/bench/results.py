@@ -1,7 +1,11 @@
-"""A measured suite as a page of Markdown, `checkpoints/RESULTS.md`, and as plain values."""
+"""A measured suite as a part of a page of Markdown, `checkpoints/RESULTS.md`, and as plain values.
+
+The page has one part per suite, which a new measurement of that suite replaces.
+"""
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,14 @@ from jaxspec.bench.assisted import PLAIN as TRANSFORMERS
 from jaxspec.bench.compare import PLAIN
 from jaxspec.bench.comparison import TIE_GAP, ComparisonRow
 from jaxspec.bench.figures import LOW_REPETITION, Figures
-from jaxspec.bench.shipped import Assisted, AssistedRow, Setting, SuiteResult, TargetResult
+from jaxspec.bench.shipped import (
+    Assisted,
+    AssistedRow,
+    MethodSteps,
+    Setting,
+    SuiteResult,
+    TargetResult,
+)
 from jaxspec.bench.table import (
     divergence_lines,
     divergences_as_dicts,
@@ -20,7 +31,7 @@ from jaxspec.bench.table import (
 )
 from jaxspec.checkpoint.files import replacing_files
 
-HEAD = "# Figures of the shipped models\n\nMade by this command, never by hand:\n"
+MADE_BY = "Made by this command, never by hand:\n"
 _COLUMNS = {
     "outputs": "greedy outputs that equal our plain decoding's, token by token. A tie, listed with "
     f"its gap, leaves it where the target's two best logits lie within {TIE_GAP:g}. Sampled "
@@ -34,9 +45,20 @@ _COLUMNS = {
     "bootstrap interval over prompts].",
     "repeated": "share of an output's 4-grams that it already held. A model that loops is easy to "
     "draft for.",
+    "accepted": "share of drafted tokens that were accepted, along the path; bonus EXCLUDED.",
+    "peak": "XLA's memory analysis of the program for the longest prompt, all weights included.",
     "low repetition": "the figures above over those prompts whose plain output (ours) repeats less "
     f"than {LOW_REPETITION:.0%} of its 4-grams.",
+    "budget": "draft tokens of a step at most, the root EXCLUDED.",
+    "drafting": "milliseconds of a step that drafting takes, all passes together.",
+    "building": "milliseconds of drafting that choosing a dynamic tree takes: what it takes longer "
+    "than drafting over a static tree with the same passes of the head. A static tree is chosen "
+    "beforehand.",
+    "verification": "milliseconds of a step that the target's pass takes.",
+    "step": "milliseconds of a whole step: drafting, verification and what is left, as committing. "
+    "Steps are timed in a loop over 64 to 256 tokens of text, medians.",
 }
+_PARTS_OF_A_STEP = ("draft", "target", "step")
 _SPEED_COLUMNS = ("tokens/s", "baseline", "speed-up [95 %]", "repeated")
 # Methods, each with the name of its baseline.
 _Rows = list[tuple[ComparisonRow | AssistedRow, str]]
@@ -56,15 +78,24 @@ def command_of(result: SuiteResult) -> str:
 
 
 def write_markdown(result: SuiteResult, path: Path) -> None:
-    """Writes `as_markdown`; a file that is there is replaced whole or not at all."""
+    """Puts `as_markdown` in its place on a page, where other suites' parts stay.
+
+    A file that is there is replaced whole or not at all.
+    """
+    old = path.read_text(encoding="utf-8") if path.is_file() else ""
+    parts = {
+        part.partition("\n")[0]: part.strip() for part in re.split(r"^(?=# )", old, flags=re.M)
+    }
+    parts[f"# {result.suite.title}"] = as_markdown(result).strip()
+    page = "\n\n".join(filter(None, parts.values())) + "\n"
     with replacing_files(path.parent) as staging:
-        (staging / path.name).write_text(as_markdown(result), encoding="utf-8")
+        (staging / path.name).write_text(page, encoding="utf-8")
 
 
 def as_markdown(result: SuiteResult) -> str:
-    """The whole page. Nothing in it depends on the day or the commit, or on where files lie."""
+    """The whole part. Nothing in it depends on the day or the commit, or on where files lie."""
     parts = [
-        f"{HEAD}\n    {command_of(result)}",
+        f"# {result.suite.title}\n\n{MADE_BY}\n    {command_of(result)}",
         _prompts_part(result),
         "## What the columns say",
         _bullets(*(f"**{name}**: {meaning}" for name, meaning in _COLUMNS.items())),
@@ -90,13 +121,25 @@ def _target_as_dict(target: TargetResult) -> dict[str, Any]:
     return {
         "num_params": target.num_params,
         "draft_params": dict(target.draft_params),
+        "left_out": list(target.left_out),
         "settings": {
             label: {
                 "comparison": setting.comparison.as_dict(),
                 "transformers": _assisted_as_dict(setting.assisted),
+                "steps": {name: _steps_as_dict(steps) for name, steps in setting.steps.items()},
             }
             for label, setting in target.settings.items()
         },
+    }
+
+
+def _steps_as_dict(steps: MethodSteps) -> dict[str, Any]:
+    seconds = {f"{name}_seconds": getattr(steps.times, name) for name in _PARTS_OF_A_STEP}
+    return {
+        "nodes_without_root": steps.nodes,
+        "tokens_in_target_pass": steps.times.width,
+        "building_seconds": steps.building,
+        **seconds,
     }
 
 
@@ -112,25 +155,31 @@ def _assisted_as_dict(assisted: Assisted | str) -> dict[str, Any]:
 
 def _prompts_part(result: SuiteResult) -> str:
     groups = result.suite.prompt_sets
-    rows = [[g.category, f"`{g.file}`", f"`{json.dumps(g.template)}`"] for g in groups]
+    rows = [
+        [g.category, f"`{g.file}`", f"`{json.dumps(g.template)}`", ", ".join(g.of) or "all"]
+        for g in groups
+    ]
     return (
         f"Of each file the first {result.prompts_per_set} prompts that leave room in the context "
         "for all new tokens, in the shape of the training text up to where the answer begins. What "
         "a model was trained on is listed in its `recipe.md`. Braces hold fields of a row.\n\n"
-    ) + _table(["category", "file", "prompt"], rows)
+    ) + _table(["category", "file", "prompt", "rows of category"], rows)
 
 
 def _target_part(name: str, target: TargetResult) -> str:
     sizes = [f"{target.num_params:,} parameters"]
     sizes += [f"{method}: {count:,}" for method, count in target.draft_params.items()]
-    parts = (_setting_part(name, label, setting) for label, setting in target.settings.items())
+    parts = [_setting_part(name, label, setting) for label, setting in target.settings.items()]
+    if target.left_out:
+        left_out = "; ".join(target.left_out)
+        parts.append(f"Left out, as their heads are not here or for another target: {left_out}.")
     return "\n\n".join([f"## {name}", f"{'; '.join(sizes)}.", *parts])
 
 
 def _setting_part(target: str, label: str, setting: Setting) -> str:
     comparison, assisted = setting.comparison, setting.assisted
     config = comparison.config
-    sampling = f"temperature {config.temperature:g}, seed {comparison.seed}"
+    sampling = f"temperature {config.temperature:g}, top-p {config.top_p:g}, seed {comparison.seed}"
     facts = [
         f"{len(comparison.prompt_indices)} prompts, {sampling if config.temperature else 'greedy'},"
         f" up to {config.max_new_tokens} new tokens, ended by the model's own end tokens; "
@@ -158,6 +207,8 @@ def _setting_part(target: str, label: str, setting: Setting) -> str:
         parts += [f"Low repetition: {share}.", _low_repetition_table(rows)]
     else:
         parts.append("Low repetition: no prompt.")
+    parts += ["Steps, on average:", _steps_table(setting)]
+    parts += ["By category, and what it takes:", _detail_table(setting)]
     return "\n\n".join([*parts, _bullets(*lines)])
 
 
@@ -179,6 +230,22 @@ def _all_prompts_table(rows: _Rows, setting: Setting) -> str:
     )
 
 
+def _detail_table(setting: Setting) -> str:
+    categories = list(setting.comparison.plain.by_category)
+    return _table(
+        ["method", "accepted", *(f"{name} speed-up [95 %]" for name in categories), "peak"],
+        [
+            [
+                row.name,
+                f"{row.overall.acceptance_rate:.0%}",
+                *(speedup_text(row.by_category[name]) for name in categories),
+                f"{row.peak_bytes / 1e6:.1f} MB",
+            ]
+            for row in setting.comparison.rows
+        ],
+    )
+
+
 def _low_repetition_table(rows: _Rows) -> str:
     return _table(
         ["method", "tau", *_SPEED_COLUMNS],
@@ -188,6 +255,22 @@ def _low_repetition_table(rows: _Rows) -> str:
             if (low := row.low_repetition) is not None
         ],
     )
+
+
+def _steps_table(setting: Setting) -> str:
+    def cells(row: ComparisonRow) -> list[str]:
+        steps = setting.steps[row.name]
+        parts = (steps.times.draft, steps.building, steps.times.target, steps.times.step)
+        return [
+            row.name,
+            str(steps.nodes),
+            *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in parts),
+            f"{row.overall.mean_acceptance_length:.2f}",
+            f"{row.overall.tokens_per_second:.0f}",
+        ]
+
+    columns = ["budget", "drafting", "building", "verification", "step", "tau", "tokens/s"]
+    return _table(["method", *columns], [cells(row) for row in setting.comparison.rows])
 
 
 def _speed_cells(figures: Figures, baseline: str) -> tuple[str, ...]:

@@ -9,16 +9,36 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.bench.assisted import PLAIN, decode_with_transformers, why_not_here
+from jaxspec.bench.compare import PLAIN as OUR_PLAIN
 from jaxspec.bench.compare import compare, find_divergences
 from jaxspec.bench.comparison import Comparison, Divergence
 from jaxspec.bench.figures import Figures, figures_of_subsets, subsets_of
 from jaxspec.bench.prompts import read_entries
-from jaxspec.checkpoint import Model, load, shipped_models
-from jaxspec.core.types import Drafter, PyTree
-from jaxspec.drafters import DraftModel, LoadedDrafter, PromptLookup
+from jaxspec.bench.step import StepTimes, measure_drafter, measure_tree_building
+from jaxspec.checkpoint import Model, load, load_eagle, shipped_heads, shipped_models
+from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.core.tree import Path as RankPath
+from jaxspec.core.types import Drafter, Params, PyTree, Warp
+from jaxspec.drafters import (
+    AdaptiveExit,
+    DraftModel,
+    Eagle,
+    Eagle2,
+    LayerSkip,
+    LoadedDrafter,
+    NoDraft,
+    PromptLookup,
+)
 from jaxspec.generation import GenerationConfig, prepare
+from jaxspec.models import Eagle3Head, EagleHead
+from jaxspec.progress import progress_bar
+from jaxspec.trees import draft_batches, tree_of_head
+
+EAGLE_HEAD, EAGLE3_HEAD, HEADS_TARGET = "demo-eagle", "demo-eagle3", "demo"
+Method = Drafter | LoadedDrafter
 
 
 class PromptSet(NamedTuple):
@@ -28,11 +48,13 @@ class PromptSet(NamedTuple):
     file: where in the folder of evaluation data, one JSON object a line.
     template: the prompt made from one row, in `str.format` style, in the shape that the models saw
         in training up to where the answer begins. A list in a field is written one entry a line.
+    of: what the field `category` of a row must be one of; `()` takes all rows.
     """
 
     category: str
     file: str
     template: str
+    of: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,39 +62,166 @@ class Suite:
     """What is measured together.
 
     Attributes:
+        title: of its part of the page.
         prompt_sets: the prompts.
         targets: shipped models; those that are not here are left out.
-        methods: drafters by name, each made for a target.
+        methods: drafters by name, each made for a target; `None` where its head is not here, or is
+            for another target.
         temperatures: by name; 0 is greedy. Every method is measured at each.
-        assistant: the shipped model that `transformers` drafts with, greedily.
+        assistant: the shipped model that `transformers` drafts with, greedily; `None` to leave
+            `transformers` out.
+        prompts_per_set: so many are decoded unless another number is asked for.
         max_new_tokens: of every prompt, at most.
+        top_p: of sampling.
         seed: of sampling.
     """
 
+    title: str
     prompt_sets: tuple[PromptSet, ...]
     targets: tuple[str, ...]
-    methods: Mapping[str, Callable[[Model], Drafter | LoadedDrafter]]
+    methods: Mapping[str, Callable[[Model], Method | None]]
     temperatures: Mapping[str, float]
-    assistant: str
+    assistant: str | None
+    prompts_per_set: int
     max_new_tokens: int
+    top_p: float = 1.0
     seed: int = 0
+
+
+_GSM8K = PromptSet("GSM8K", "gsm8k/test.jsonl.gz", "{question}\n")
+_HUMANEVAL = PromptSet("HumanEval", "humaneval/HumanEval.jsonl.gz", "{prompt}")
+_MBPP = PromptSet("MBPP", "mbpp/test.jsonl.gz", '"""\n{text}\n{test_list}\n"""\n')
+# The groups of Spec-Bench (Xia et al. 2024), first turns; the first group is MT-Bench.
+_CHAT = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+_SPEC_BENCH = {
+    "chat": _CHAT,
+    "translation": ("translation",),
+    "summarisation": ("summarization",),
+    "questions": ("qa",),
+    "mathematics": ("math_reasoning",),
+    "retrieval": ("rag",),
+}
+
+
+def _searched(**settings: Any) -> Callable[[Model], LayerSkip]:
+    """The shipped set with some settings in place of those found with it."""
+    return lambda target: LayerSkip.read("demo-skips", **settings)
+
+
+def _adaptive(**settings: Any) -> Callable[[Model], LayerSkip]:
+    return _searched(num_speculative_tokens=8, adaptive=AdaptiveExit(**settings))
+
+
+def with_head(
+    name: str, draft: Callable[[EagleHead | Eagle3Head], LoadedDrafter]
+) -> Callable[[Model], LoadedDrafter | None]:
+    """A method that drafts with a shipped head."""
+
+    def method(target: Model) -> LoadedDrafter | None:
+        if target.name != HEADS_TARGET or name not in shipped_heads():
+            return None
+        return draft(load_eagle(name, target.network))
+
+    return method
+
+
+def searched_tree(name: str) -> Callable[[Model], LoadedDrafter | None]:
+    """A shipped head over the tree that was searched for it."""
+    return with_head(name, lambda head: Eagle.of(head, tree_of_head(name)))
+
+
+def dynamic_tree(head: EagleHead | Eagle3Head, paths: Sequence[RankPath]) -> LoadedDrafter:
+    """EAGLE-2 within the bounds of a static tree: its nodes, levels, and nodes per draft pass."""
+    widest = max(*draft_batches(paths), 1 + max(path[-1] for path in paths))
+    depth = max(1, max(map(len, paths)) - 1)
+    return Eagle2.of(head, num_nodes=len(paths), depth=depth, beam=widest)
 
 
 SUITES = {
     "shipped": Suite(
-        prompt_sets=(
-            PromptSet("GSM8K", "gsm8k/test.jsonl.gz", "{question}\n"),
-            PromptSet("HumanEval", "humaneval/HumanEval.jsonl.gz", "{prompt}"),
-            PromptSet("MBPP", "mbpp/test.jsonl.gz", '"""\n{text}\n{test_list}\n"""\n'),
-        ),
+        title="Figures of the shipped models",
+        prompt_sets=(_GSM8K, _HUMANEVAL, _MBPP),
         targets=("demo", "demo-small"),
         methods={
             # Both with the lengths that they draft by default.
             "prompt lookup": lambda target: PromptLookup(),
             "draft model": lambda target: DraftModel.of(load("demo-draft")),
+            "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
+            "EAGLE-1, 25 nodes": with_head(EAGLE_HEAD, Eagle.of),
+            "EAGLE-2, 59 nodes": with_head(EAGLE_HEAD, Eagle2.of),
+            "EAGLE-3, searched tree": searched_tree(EAGLE3_HEAD),
         },
         temperatures={"greedy": 0.0, "temperature 1": 1.0},
         assistant="demo-draft",
+        prompts_per_set=20,
+        max_new_tokens=128,
+    ),
+    # Static against dynamic trees on the prompts of EAGLE's own evaluation: a table with the
+    # columns of the paper on trees for phones (budget, drafting, verification, tau, tokens/s).
+    "trees": Suite(
+        title="Static and dynamic EAGLE trees",
+        prompt_sets=(PromptSet("GSM8K", "eagle_prompts/gsm8k_question.jsonl.gz", "{turns[0]}\n"),),
+        targets=(HEADS_TARGET,),
+        methods={
+            "searched tree": searched_tree(EAGLE_HEAD),
+            "EAGLE's 25 nodes": with_head(EAGLE_HEAD, Eagle.of),
+            "EAGLE-2, as searched": with_head(
+                EAGLE_HEAD, lambda head: dynamic_tree(head, tree_of_head(EAGLE_HEAD))
+            ),
+            "EAGLE-2, 25 nodes": with_head(
+                EAGLE_HEAD, lambda head: dynamic_tree(head, EAGLE_PATHS)
+            ),
+            "EAGLE-2, 59 nodes": with_head(EAGLE_HEAD, Eagle2.of),
+            "EAGLE-3, searched tree": searched_tree(EAGLE3_HEAD),
+        },
+        temperatures={"greedy": 0.0, "temperature 1": 1.0},
+        assistant=None,
+        prompts_per_set=80,
+        max_new_tokens=128,
+    ),
+    "skips": Suite(
+        title="Drafting with the target's own layers, by task",
+        prompt_sets=(
+            _GSM8K,
+            _HUMANEVAL,
+            *(
+                PromptSet(name, "spec_bench/question.jsonl.gz", "{turns[0]}\n", of)
+                for name, of in _SPEC_BENCH.items()
+            ),
+        ),
+        targets=("demo",),
+        methods={
+            "layer skip, as searched": _searched(),
+            "layer skip, adaptive": _adaptive(),
+            "draft model": lambda target: DraftModel.of(load("demo-draft")),
+        },
+        temperatures={"greedy": 0.0, "temperature 0.7, top-p 0.9": 0.7},
+        assistant=None,
+        prompts_per_set=20,
+        max_new_tokens=128,
+        top_p=0.9,
+    ),
+    "skip-settings": Suite(
+        title="Drafting with the target's own layers: exit threshold and length",
+        prompt_sets=(_GSM8K, _HUMANEVAL),
+        targets=("demo",),
+        methods={
+            "as searched": _searched(),
+            **{f"K = {n}": _searched(num_speculative_tokens=n) for n in (1, 2, 3, 4, 6, 8)},
+            **{
+                f"K = 8, threshold {p:g}": _searched(num_speculative_tokens=8, threshold=p)
+                for p in (0.2, 0.4, 0.6, 0.8)
+            },
+            # From here on the threshold adapts: the paper's settings, then one of them changed.
+            "adaptive": _adaptive(),
+            **{f"alpha = {rate:g}": _adaptive(target_rate=rate) for rate in (0.7, 0.8, 0.95)},
+            **{f"epsilon = {step:g}": _adaptive(step=step) for step in (0.03, 0.1, 0.3)},
+            **{f"beta1 = {share:g}": _adaptive(rate_memory=share) for share in (0.2, 0.8, 0.95)},
+            **{f"beta2 = {share:g}": _adaptive(threshold_memory=share) for share in (0.0, 0.5)},
+        },
+        temperatures={"greedy": 0.0},
+        assistant=None,
+        prompts_per_set=20,
         max_new_tokens=128,
     ),
 }
@@ -106,14 +255,28 @@ class Assisted(NamedTuple):
     versions: str
 
 
+class MethodSteps(NamedTuple):
+    """What a method's steps are made of.
+
+    nodes: the largest draft, the root EXCLUDED.
+    building: seconds of a draft that choosing a dynamic tree takes; `None` where it is static.
+    """
+
+    nodes: int
+    times: StepTimes
+    building: float | None
+
+
 class Setting(NamedTuple):
     """What was measured at one of a suite's `temperatures`.
 
     assisted: what `transformers` makes of it, or why that is left out.
+    steps: of every row of the comparison, by its name.
     """
 
     comparison: Comparison
     assisted: Assisted | str
+    steps: Mapping[str, MethodSteps]
 
     @property
     def outputs_agree(self) -> bool:
@@ -130,12 +293,14 @@ class TargetResult(NamedTuple):
     draft_params: of each method that has weights, by its name.
     prompts: those that were decoded.
     settings: by the names of the suite's `temperatures`.
+    left_out: methods whose heads are not here, or are for another target.
     """
 
     num_params: int
     draft_params: Mapping[str, int]
     prompts: Sequence[SuitePrompt]
     settings: Mapping[str, Setting]
+    left_out: tuple[str, ...]
 
 
 class SuiteResult(NamedTuple):
@@ -197,7 +362,8 @@ def measure(
             for prompts in rows.values()
             for prompt in first_that_fit(prompts, model, suite.max_new_tokens, prompts_per_set)
         ]
-        drafters = {method: make(model) for method, make in suite.methods.items()}
+        made = {method: make(model) for method, make in suite.methods.items()}
+        drafters = {name: drafter for name, drafter in made.items() if drafter is not None}
         loaded = {n: d for n, d in drafters.items() if isinstance(d, LoadedDrafter)}
         settings = {}
         for label, temperature in suite.temperatures.items():
@@ -205,23 +371,32 @@ def measure(
                 model,
                 [prompt.text for prompt in prompts],
                 drafters,
-                GenerationConfig(max_new_tokens=suite.max_new_tokens, temperature=temperature),
+                GenerationConfig(
+                    max_new_tokens=suite.max_new_tokens,
+                    temperature=temperature,
+                    top_p=suite.top_p if temperature else 1.0,
+                ),
                 repeats=repeats,
                 seed=suite.seed,
                 categories=[prompt.category for prompt in prompts],
                 progress=progress,
             )
-            assisted = (
-                "they are measured greedily only"
-                if temperature
-                else _assisted(suite, model, folders[target], prompts, comparison, progress)
-            )
-            settings[label] = Setting(comparison, assisted)
+            if suite.assistant is None:
+                assisted = "this suite compares our own methods"
+            elif temperature:
+                assisted = "they are measured greedily only"
+            else:
+                assisted = _assisted(
+                    suite, suite.assistant, model, folders[target], prompts, comparison, progress
+                )
+            steps = _steps(model, drafters, temperature, repeats, progress)
+            settings[label] = Setting(comparison, assisted, steps)
         return TargetResult(
             num_params=num_params(model.params),
             draft_params={n: num_params(drafter.params) for n, drafter in loaded.items()},
             prompts=prompts,
             settings=settings,
+            left_out=tuple(name for name, drafter in made.items() if drafter is None),
         )
 
     return SuiteResult(
@@ -232,6 +407,30 @@ def measure(
         targets={target: measure_target(target) for target in here},
         missing=tuple(target for target in suite.targets if target not in folders),
     )
+
+
+def _steps(
+    model: Model,
+    drafters: Mapping[str, Method],
+    temperature: float,
+    repeats: int,
+    progress: bool,
+) -> dict[str, MethodSteps]:
+    """Times the steps of plain decoding and of every method."""
+    warp = Warp(temperature=jnp.full(1, temperature)) if temperature else Warp()
+    methods = {OUR_PLAIN: NoDraft(), **drafters}
+    steps = {}
+    with progress_bar(len(methods), progress) as advance:
+        for name, method in methods.items():
+            advance(f"timing steps of {name}")
+            drafter, weights = method[:2] if isinstance(method, LoadedDrafter) else (method, ())
+            params, runs = Params(model.network, weights), {"repeats": max(5, repeats)}
+            building = None
+            if isinstance(drafter, Eagle2):
+                building = measure_tree_building(params, drafter, **runs)
+            times = measure_drafter(params, drafter, warp, **runs)
+            steps[name] = MethodSteps(drafter.tree_shape[0] - 1, times, building)
+    return steps
 
 
 def read_prompt_set(group: PromptSet, data_folder: Path) -> list[SuitePrompt]:
@@ -249,16 +448,23 @@ def read_prompt_set(group: PromptSet, data_folder: Path) -> list[SuitePrompt]:
     return [
         SuitePrompt(group.category, _fill(group.template, row, where))
         for where, row in read_entries(path)
+        if not group.of or row.get("category") in group.of
     ]
 
 
+class _Lines(list[Any]):
+    """Is written one entry a line; `{name[0]}` in a template is an entry by itself."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
 def _fill(template: str, row: Mapping[str, Any], where: str) -> str:
-    texts = {
-        name: "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-        for name, value in row.items()
+    fields = {
+        name: _Lines(value) if isinstance(value, list) else value for name, value in row.items()
     }
     try:
-        text = template.format(**texts)
+        text = template.format(**fields)
     except KeyError as error:
         raise ValueError(
             f"{where}: has no field {error}, which the prompt is made of, only "
@@ -289,13 +495,14 @@ def num_params(params: PyTree) -> int:
 
 def _assisted(
     suite: Suite,
+    assistant: str,
     model: Model,
     folder: Path,
     prompts: Sequence[SuitePrompt],
     comparison: Comparison,
     progress: bool,
 ) -> Assisted | str:
-    """`transformers` on the prompts of a greedy comparison, or why it is left out."""
+    """`transformers` on the prompts of a greedy comparison, or why it is not here."""
     reason = why_not_here()
     if reason is not None:
         return reason
@@ -304,7 +511,7 @@ def _assisted(
     found = decode_with_transformers(
         model,
         folder,
-        shipped_models()[suite.assistant],
+        shipped_models()[assistant],
         ids,
         suite.max_new_tokens,
         comparison.repeats,

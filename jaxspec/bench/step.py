@@ -23,7 +23,7 @@ from jaxspec.checkpoint import Model, load
 from jaxspec.core.cache import pad_slots
 from jaxspec.core.decode import Prompt, begin, narrow, speculative_step
 from jaxspec.core.types import DecodeState, Drafter, KVCache, Params, Proposal, PyTree, Warp
-from jaxspec.drafters import DraftModel, NoDraft, PromptLookup
+from jaxspec.drafters import DraftModel, Eagle, Eagle2, NoDraft, PromptLookup
 from jaxspec.progress import progress_bar
 
 SLOTS = 256
@@ -76,14 +76,9 @@ def measure_steps(
     with progress_bar(len(drafters) * len(WARPS)) as advance:
         for name, (drafter, draft_params) in drafters.items():
             params = Params(model.network, draft_params)
-            prompts = repetitive_prompt(model.vocab_size)
-            states, proposals = begin_and_propose(params, prompts, drafter=drafter)
             for sampling, warp in WARPS.items():
                 advance(f"{name}, {sampling}")
-                context = states.context._replace(warp=warp)
-                times = measure_step(
-                    params, states._replace(context=context), proposals, drafter, num_steps, repeats
-                )
+                times = measure_drafter(params, drafter, warp, num_steps, repeats)
                 costs.append(StepCost(name, sampling, *times, aim=AIMS[sampling]))
     return costs
 
@@ -95,6 +90,40 @@ class StepTimes(NamedTuple):
     draft: float
     target: float
     width: float
+
+
+def measure_drafter(
+    params: Params, drafter: Drafter, warp: Warp, num_steps: int = 24, repeats: int = 15
+) -> StepTimes:
+    """Times the steps of one row that decodes a repetitive prompt."""
+    prompts = repetitive_prompt(params.target.vocab_size)
+    states, proposals = begin_and_propose(params, prompts, drafter=drafter)
+    states = states._replace(context=states.context._replace(warp=warp))
+    return measure_step(params, states, proposals, drafter, num_steps, repeats)
+
+
+def measure_tree_building(
+    params: Params, drafter: Eagle2, num_steps: int = 24, repeats: int = 15
+) -> float:
+    """Seconds per step that `drafter` takes to choose its tree, which is so at any temperature.
+
+    That is: what its drafts take longer than greedy drafts over a static tree with the same passes
+    of the head, run in turns.
+    """
+    prompts = repetitive_prompt(params.target.vocab_size)
+    drafts = {}
+    for name, method in (("dynamic", drafter), ("static", same_passes(drafter))):
+        states, _ = begin_and_propose(params, prompts, drafter=method)
+        drafts[name] = partial(draft_loop, params, states, drafter=method, num_steps=num_steps)
+    times = time_in_turns(drafts, repeats)
+    return float(np.median(times["dynamic"] - times["static"])) / num_steps
+
+
+def same_passes(drafter: Eagle2) -> Eagle:
+    """A static tree whose draft passes have as many nodes: chains below the likeliest tokens."""
+    levels = range(drafter.depth + 1)
+    paths = [(rank, *[0] * level) for level in levels for rank in range(drafter.beam)]
+    return Eagle(tuple(paths), drafter.taps, drafter.chunk)
 
 
 def measure_step(

@@ -1,9 +1,9 @@
 """What the choice of a tree needs of a machine and a drafter: pass times, acceptance, speed."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,7 @@ from jaxspec.drafters import LoadedDrafter
 from jaxspec.generation import GenerationConfig, PromptLike, Request, generate, prepare
 from jaxspec.trees import (
     AcceptanceTable,
+    Candidate,
     LatencyProfile,
     Timing,
     count_acceptance,
@@ -236,6 +237,50 @@ class MeasuredTree(NamedTuple):
     @property
     def tokens_per_second(self) -> float:
         return self.tau / self.step_seconds
+
+
+class Prediction(NamedTuple):
+    """What was predicted of a tree, beside what was measured."""
+
+    predicted: Candidate
+    measured: MeasuredTree
+
+    @property
+    def error(self) -> float:
+        """Of the tokens per second predicted, as a share of those measured; above 0: too many."""
+        return self.predicted.tokens_per_second / self.measured.tokens_per_second - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        return {
+            **self.predicted.as_dict(),
+            "measured": {
+                "tau_bonus_included": self.measured.tau,
+                "step_seconds": self.measured.step_seconds,
+                "tokens_per_second": self.measured.tokens_per_second,
+            },
+            "error": self.error,
+        }
+
+
+class PredictionErrors(NamedTuple):
+    """How far predicted tokens per second lie from measured ones, as shares of the latter."""
+
+    num_trees: int
+    median: float
+    worst: float
+
+
+def prediction_errors(predictions: Iterable[Prediction]) -> PredictionErrors:
+    """Over all trees; plain decoding, which is no tree, is left out.
+
+    Raises:
+        ValueError: there is no tree.
+    """
+    errors = [abs(each.error) for each in predictions if each.predicted.paths]
+    if not errors:
+        raise ValueError("predictions: none is of a tree.")
+    return PredictionErrors(len(errors), float(np.median(errors)), max(errors))
 
 
 def measure_trees(

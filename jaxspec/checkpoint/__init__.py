@@ -3,7 +3,16 @@
 from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.eagle import eagle3_taps, load_eagle, save_eagle
 from jaxspec.checkpoint.files import CheckpointError, recover_files
-from jaxspec.checkpoint.hub import Model, load, save, save_orbax, shipped_models
+from jaxspec.checkpoint.hub import (
+    Model,
+    find_head,
+    load,
+    save,
+    save_orbax,
+    shipped_folders,
+    shipped_heads,
+    shipped_models,
+)
 from jaxspec.checkpoint.memory import (
     MemoryEstimate,
     check_cache_fits,
@@ -24,6 +33,7 @@ __all__ = [
     "config_to_json",
     "eagle3_taps",
     "estimate_memory",
+    "find_head",
     "load",
     "load_eagle",
     "load_tokenizer",
@@ -31,5 +41,7 @@ __all__ = [
     "save",
     "save_eagle",
     "save_orbax",
+    "shipped_folders",
+    "shipped_heads",
     "shipped_models",
 ]

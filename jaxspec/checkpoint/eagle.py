@@ -6,6 +6,7 @@ definitions of SafeAILab/EAGLE, branches v1 and main; the speculators format say
 EAGLE-3 too and may put `model.` before everything.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from jaxspec.checkpoint.config import config_from_json
 from jaxspec.checkpoint.files import CheckpointError, read_json, replacing_files, write_json
+from jaxspec.checkpoint.hub import find_head
 from jaxspec.checkpoint.huggingface import leaves_by_path
 from jaxspec.checkpoint.names import EAGLE, EAGLE3, Placement, Rule, copy_into, copy_out
 from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors, read_tensor
@@ -48,20 +50,21 @@ class HeadTensor(NamedTuple):
     read: Callable[[], np.ndarray]
 
 
-def load_eagle(folder: str | Path, target: Network, dtype: Any = None) -> EagleHead | Eagle3Head:
+def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleHead | Eagle3Head:
     """Loads an EAGLE-1 (also EAGLE-2) or EAGLE-3 head for a target.
 
     Args:
-        folder: with config.json and model.safetensors, or pytorch_model.bin where torch is
-            installed (read by its `weights_only` path, which runs no code).
+        source: a folder with config.json and model.safetensors, or pytorch_model.bin where torch
+            is installed (read by its `weights_only` path, which runs no code); or the name of a
+            head that comes with the package.
         target: what the head was trained for.
         dtype: of the weights; None: the target's.
 
     Raises:
-        CheckpointError: tensors are missing, unknown or mis-shaped (all are listed), or the head
-            was made for a target of another width, vocabulary or depth.
+        CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
+            listed), or the head was made for a target of another width, vocabulary or depth.
     """
-    folder = Path(folder)
+    folder = find_head(source)
     raw = read_json(folder / "config.json")
     stored = _stored_tensors(folder)
     config = _layer_config(raw, stored, target)
@@ -79,8 +82,20 @@ def load_eagle(folder: str | Path, target: Network, dtype: Any = None) -> EagleH
             f"{folder}: this EAGLE-3 dialect sets {', '.join(unsupported)}, which is not supported."
         )
     num_drafted = target.vocab_size if ids is None else len(ids)
+    stated = raw.get("draft_vocab_size", num_drafted)
+    if stated != num_drafted:
+        raise CheckpointError(
+            f"{folder}: config.json says that the head drafts from {stated} tokens of the target's "
+            f"{target.vocab_size}, but d2t, which says from which, "
+            + ("is missing." if ids is None else f"lists {num_drafted}.")
+        )
     config = config.replace(vocab_size=num_drafted)
     taps = tuple(raw.get("eagle_aux_hidden_state_layer_ids") or eagle3_taps(target.num_layers))
+    if not all(0 <= layer < target.num_layers for layer in taps):
+        raise CheckpointError(
+            f"The head is for another target: it reads layers {list(taps)}, the target has "
+            f"{target.num_layers} (eagle_aux_hidden_state_layer_ids in config.json)."
+        )
     tapped = len(taps) * target.embed_dim
     shapes = jax.eval_shape(partial(init_eagle3_params, config, tapped), jax.random.key(0))
     layer = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
@@ -113,7 +128,8 @@ def save_eagle(head: EagleHead | Eagle3Head, folder: str | Path, dtype: Any = No
         raw["draft_vocab_size"] = len(ids)
     with replacing_files(Path(folder)) as staging:
         write_json(staging / "config.json", raw)
-        save_file(tensors, staging / SINGLE)
+        # Not `save_file`, whose files only their owner may read.
+        (staging / SINGLE).write_bytes(save(tensors))
 
 
 def eagle3_taps(num_layers: int) -> tuple[int, int, int]:
@@ -153,7 +169,7 @@ def _lazy(name: str, tensor: StoredTensor) -> HeadTensor:
 
 def _torch_tensors(path: Path) -> dict[str, HeadTensor]:
     try:
-        import torch
+        torch: Any = importlib.import_module("torch")
     except ImportError:
         raise CheckpointError(
             f"{path} is a pickle; reading one safely takes torch (extra `parity`), or convert "

@@ -108,6 +108,11 @@ def load(path_or_hub_id: str | Path, dtype: Any = None, max_positions: int | Non
     if max_positions is not None and max_positions < 1:
         raise CheckpointError(f"max_positions must be at least 1, got {max_positions}.")
     folder = _find(path_or_hub_id)
+    if _holds_head(folder):
+        raise CheckpointError(
+            f"{path_or_hub_id} is an EAGLE head, which drafts for a model: load that, then "
+            f"jaxspec.load_eagle({str(path_or_hub_id)!r}, model.network)."
+        )
     if holds_orbax(folder):
         network = load_orbax(folder, _orbax_dtype(dtype), max_positions)
     else:
@@ -152,16 +157,53 @@ def save_orbax(model: Model, folder: str | Path) -> None:
 
 def shipped_models() -> dict[str, Path]:
     """Folders of the models that come with the package, by name."""
+    folders = shipped_folders().items()
+    return {name: path for name, path in folders if _holds_model(path) and not _holds_head(path)}
+
+
+def shipped_heads() -> dict[str, Path]:
+    """Folders of the EAGLE heads that come with the package, by name."""
+    folders = shipped_folders().items()
+    return {name: path for name, path in folders if _holds_model(path) and _holds_head(path)}
+
+
+def shipped_folders() -> dict[str, Path]:
+    """Folders of all that was trained or searched and comes with the package, by name."""
     # Beside the package in the repository, inside it when installed.
     found = {}
     for root in (_PACKAGE.parent / "checkpoints", _PACKAGE / "checkpoints"):
         if root.is_dir():
-            found |= {path.name: path for path in sorted(root.iterdir()) if _holds_model(path)}
+            found |= {path.name: path for path in sorted(root.iterdir()) if path.is_dir()}
     return found
+
+
+def find_head(source: str | Path) -> Path:
+    """The folder of an EAGLE head: one on this machine, or shipped under this name.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    folder, shipped = Path(source).expanduser(), shipped_heads()
+    if not folder.is_dir() and str(source) in shipped:
+        return shipped[str(source)]
+    if not folder.exists():
+        raise CheckpointError(
+            f"There is no folder {str(source)!r}, nor a shipped head of that name (shipped: "
+            f"{', '.join(shipped) or 'none'})."
+        )
+    return folder
 
 
 def _holds_model(folder: Path) -> bool:
     return holds_orbax(folder) or (folder / "config.json").is_file()
+
+
+def _holds_head(folder: Path) -> bool:
+    """Whether the settings are those of a head, as `save_eagle` writes them."""
+    path = folder / "config.json"
+    raw = read_json(path) if path.is_file() else {}
+    one_layer = raw.get("num_hidden_layers") == 1
+    return one_layer and ("bias" in raw or "eagle_aux_hidden_state_layer_ids" in raw)
 
 
 def _find(source: str | Path) -> Path:
@@ -169,9 +211,9 @@ def _find(source: str | Path) -> Path:
     check_whole(folder)
     if _holds_model(folder):
         return folder
-    shipped = shipped_models()
-    if name in shipped:
-        return shipped[name]
+    shipped, heads = shipped_models(), shipped_heads()
+    if name in shipped or name in heads:
+        return (shipped | heads)[name]
     if folder.is_dir():
         entries = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(

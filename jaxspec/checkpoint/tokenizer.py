@@ -78,7 +78,11 @@ class Tokenizer:
             text: any string.
             special_tokens: add what the tokenizer puts around a text, usually bos. Turn it off for
                 a rendered chat, which carries its own.
+
+        Raises:
+            ValueError: half of a surrogate pair is in the text, which no tokenizer reads.
         """
+        check_unicode(text, "text")
         return self.backend.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -231,6 +235,21 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
+
+
+def check_unicode(text: str, name: str) -> None:
+    """Refuses half a surrogate pair: what undecodable bytes and broken JSON escapes become.
+
+    Raises:
+        ValueError: saying where it is.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{name} is not valid Unicode: {text[error.start]!r} at character {error.start} is "
+            "half of a surrogate pair; decode the bytes it came from as UTF-8."
+        ) from None
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

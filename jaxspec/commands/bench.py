@@ -24,11 +24,11 @@ from jaxspec.commands.options import (
     generation_config,
     load_model,
     make_drafter,
-    read_paths,
 )
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.quantize import check_quantization
 from jaxspec.progress import progress_bar
+from jaxspec.trees import load_tree
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares `--suite` and its settings."""
+    counts = ", ".join(f"{suite.prompts_per_set} of {name}" for name, suite in SUITES.items())
     group = parser.add_argument_group("suite, in place of MODEL and PROMPTS")
     group.add_argument("--suite", choices=tuple(SUITES), help="measure the models shipped here")
     group.add_argument(
@@ -79,10 +80,10 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path("checkpoints/RESULTS.md"),
         metavar="FILE.md",
-        help="where the tables go (default: %(default)s)",
+        help="page whose part on this suite is replaced (default: %(default)s)",
     )
     group.add_argument(
-        "--prompts-per-set", type=int, default=20, metavar="N", help="default: %(default)s"
+        "--prompts-per-set", type=int, metavar="N", help=f"prompts of each file (default: {counts})"
     )
 
 
@@ -119,9 +120,7 @@ def run_litert(args: argparse.Namespace) -> int:
     for name in quantizations:
         check_quantization(name)
     rows = read_prompts(Path(args.prompts), args.field, args.limit, args.shuffle_seed)
-    searched = read_paths(args.tree)
-    if not searched:
-        raise ValueError(f"--tree {args.tree}: it has no nodes: there is nothing to compare.")
+    searched = load_tree(args.tree)
     model = load_model(args)
     head = load_eagle(args.head, model.network)
     with progress_bar(num_parts(quantizations)) as advance:
@@ -156,9 +155,11 @@ def run_suite(args: argparse.Namespace) -> int:
     foreign = sorted(set(given) - set(settings))
     if foreign:
         args.parser.error(f"--suite {args.suite} fixes {', '.join(foreign)}; leave that out.")
+    suite = SUITES[args.suite]
+    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
     check_writable(args.json)
     check_writable(args.out, "--out")
-    result = measure(args.suite, args.data_folder, args.prompts_per_set, args.repeats)
+    result = measure(args.suite, args.data_folder, count, args.repeats)
     write_markdown(result, args.out)
     print(f"wrote {args.out}", file=sys.stderr)
     print(as_markdown(result), end="", file=sys.stderr if args.json == "-" else sys.stdout)
@@ -175,8 +176,8 @@ def run_prompts(args: argparse.Namespace) -> int:
     check_writable(args.json)
     rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)
     specs = filter(None, args.drafter or [drafter_spec("lookup")])
-    drafters = {spec.text: make_drafter(spec, args) for spec in specs}
     model = load_model(args)
+    drafters = {spec.text: make_drafter(spec, args, model) for spec in specs}
     announce(
         model=args.model,
         prompts=f"{len(rows)} of {path}",

@@ -14,12 +14,15 @@ from rich.text import Text
 from jaxspec.bench.compare import PLAIN, compare
 from jaxspec.bench.comparison import Comparison
 from jaxspec.bench.table import as_summary
-from jaxspec.checkpoint import Model, load
+from jaxspec.checkpoint import Model, load, load_eagle, shipped_heads
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.live import DRAFTED_STYLE, LiveText, Pace, Sources
 from jaxspec.core.types import Drafter
-from jaxspec.drafters import DraftModel, LoadedDrafter, PromptLookup
+from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter, PromptLookup
 from jaxspec.generation import GenerationConfig, stream
+from jaxspec.trees import tree_of_head
+
+_TARGET, _HEAD = "demo", "demo-eagle"
 
 # Written for this demo. Their lengths share a bucket, so that one program serves them all.
 PROMPTS = (
@@ -36,24 +39,32 @@ PROMPTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec demo`."""
     parser.description = (
-        "Decodes built-in prompts with the shipped models: plainly, with prompt lookup and with a "
-        "draft model. Accepted draft tokens are coloured. Needs no network."
+        "Decodes built-in prompts with the shipped models: plainly, with prompt lookup, with a "
+        "draft model and with an EAGLE head. Accepted draft tokens are coloured. Needs no network."
     )
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="per prompt")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each")
-    parser.add_argument("--model", default="demo", help="another target")
+    parser.add_argument("--model", default=_TARGET, help="another target")
     parser.add_argument("--draft-model", default="demo-draft", help="another draft model")
+    parser.add_argument("--head", help=f"an EAGLE head of the target (default for demo: {_HEAD})")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(args: argparse.Namespace) -> int:
     """Shows the demo; 1 if the outputs differ."""
+    if args.tokens < 1:
+        raise ValueError(f"--tokens must be at least 1, got {args.tokens}.")
     config = GenerationConfig(max_new_tokens=args.tokens)
     model = load(args.model)
-    drafters = {
+    drafters: dict[str, Drafter | LoadedDrafter] = {
         "lookup": PromptLookup(),
         "draft model": DraftModel.of(load(args.draft_model)),
     }
+    head = args.head
+    if head is None and args.model == _TARGET and _HEAD in shipped_heads():
+        head = _HEAD
+    if head is not None:
+        drafters["EAGLE"] = Eagle.of(load_eagle(head, model.network), tree_of_head(head))
     console = Console(highlight=False, stderr=args.json)
     outputs = show(console, model, config, {PLAIN: None, **drafters})
     _heading(console, "timing: every method on every prompt, in turns")

@@ -23,10 +23,8 @@ from jaxspec.commands.options import (
     announce,
     load_model,
     make_drafter,
-    read_paths,
 )
 from jaxspec.commands.tune_profile import show_profile
-from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.generation import encode_prompt
@@ -39,10 +37,12 @@ from jaxspec.mobile.report import compare_quantizations
 from jaxspec.progress import progress_bar
 from jaxspec.trees import (
     load_acceptance,
+    load_tree,
     save_profile,
     save_tree,
     search_tree,
     shipped_tables,
+    tree_of_head,
 )
 
 REPORT_FILE = "quantization.json"
@@ -87,9 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--head", metavar="FOLDER", help="draft with this EAGLE-1 or EAGLE-3 head")
     group.add_argument(
         "--tree",
-        type=Path,
         metavar="FILE",
-        help="of `jaxspec tune tree`; default: EAGLE's 25 nodes",
+        help="of `jaxspec tune tree`, or eagle-25; default: the one beside the head, else EAGLE's "
+        "25 nodes",
     )
     parser.add_argument(
         "--any-ops",
@@ -281,10 +281,10 @@ def _drafter(args: argparse.Namespace, model: Model) -> Drafter | LoadedDrafter 
     if args.head is None:
         if args.tree is not None:
             raise ValueError("--tree: needs --head FOLDER, the head that drafts over it.")
-        return None if args.drafter is None else make_drafter(args.drafter, args)
+        return None if args.drafter is None else make_drafter(args.drafter, args, model)
     if args.drafter is not None:
         raise ValueError("Give either --head or --drafter, not both.")
-    paths = EAGLE_PATHS if args.tree is None else read_paths(args.tree)
+    paths = tree_of_head(args.head) if args.tree is None else load_tree(args.tree)
     return Eagle.of(load_eagle(args.head, model.network), paths)
 
 

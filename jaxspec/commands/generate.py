@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if args.runtime == "litert":
         return answer(_mobile_session(args, config), args, prompt)
     check_only_litert(args)
-    drafter = None if args.drafter is None else make_drafter(args.drafter, args)
     model = load_model(args)
+    drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     if model.config.diffusion is not None:
         return fill_in(args, model, prompt)
     check_none_given(args)

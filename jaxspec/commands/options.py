@@ -3,22 +3,24 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxspec.checkpoint import Model, load
-from jaxspec.checkpoint.files import read_json
+from jaxspec.checkpoint import Model, load, load_eagle, shipped_heads
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import (
     PUBLISHED_SKIPS,
     DraftModel,
+    Eagle,
+    Eagle2,
     LayerSkip,
     LoadedDrafter,
     PromptLookup,
     published_skips,
 )
 from jaxspec.generation import GenerationConfig
+from jaxspec.trees import load_tree, tree_of_head
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -137,8 +139,10 @@ def add_drafter_arguments(parser: argparse.ArgumentParser, repeatable: bool) -> 
     group.add_argument("--max-ngram", type=int, metavar="N", help="longest match of lookup")
 
 
-def make_drafter(spec: DrafterSpec, args: argparse.Namespace) -> Drafter | LoadedDrafter:
-    """Builds what a spec asks for; flags fill in what it leaves open.
+def make_drafter(
+    spec: DrafterSpec, args: argparse.Namespace, model: Model
+) -> Drafter | LoadedDrafter:
+    """Builds what a spec asks for, to draft for `model`; flags fill in what it leaves open.
 
     Raises:
         ValueError: for an unknown setting, or one that is out of range.
@@ -159,15 +163,18 @@ def make_drafter(spec: DrafterSpec, args: argparse.Namespace) -> Drafter | Loade
             settings[name] = kinds[name](text)
         except ValueError:
             raise ValueError(f"--drafter {spec.text}: {name} must be a number.") from None
-    return build(args, settings)
+    return build(args, settings, model)
 
 
-def _lookup(args: argparse.Namespace, settings: Mapping[str, Any]) -> PromptLookup:
-    del args
+def _lookup(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> PromptLookup:
+    del args, model
     return PromptLookup(**settings)
 
 
-def _draft_model(args: argparse.Namespace, settings: Mapping[str, Any]) -> LoadedDrafter:
+def _draft_model(
+    args: argparse.Namespace, settings: Mapping[str, Any], model: Model
+) -> LoadedDrafter:
+    del model
     settings = dict(settings)
     source = settings.pop("model", args.draft_model)
     if source is None:
@@ -178,8 +185,33 @@ def _draft_model(args: argparse.Namespace, settings: Mapping[str, Any]) -> Loade
     return DraftModel.of(load(source, dtype=args.dtype), **settings)
 
 
-def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any]) -> LayerSkip:
+def _eagle(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LoadedDrafter:
     del args
+    head = _head("eagle", settings)
+    tree = settings.get("tree")
+    paths = tree_of_head(head) if tree is None else load_tree(tree)
+    return Eagle.of(load_eagle(head, model.network), paths)
+
+
+def _eagle2(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LoadedDrafter:
+    del args
+    head = _head("eagle2", settings)
+    fields = {"depth": "depth", "top_k": "beam", "nodes": "num_nodes"}
+    given = {fields[name]: value for name, value in settings.items() if name in fields}
+    return Eagle2.of(load_eagle(head, model.network), **given)
+
+
+def _head(drafter: str, settings: Mapping[str, Any]) -> str:
+    if "head" not in settings:
+        raise ValueError(
+            f"--drafter {drafter} needs {drafter}:head=FOLDER, of an EAGLE-1 or EAGLE-3 head, or "
+            f"the name of a shipped one: {', '.join(shipped_heads()) or 'none is here'}."
+        )
+    return settings["head"]
+
+
+def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LayerSkip:
+    del args, model
     settings = dict(settings)
     source = settings.pop("skips", None)
     if source is None:
@@ -196,20 +228,11 @@ def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any]) -> LayerS
 DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
     "lookup": ({"num_speculative_tokens": int, "max_ngram": int, "match": str}, _lookup),
     "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
+    # tree: a file of `tune tree` or a published name; top_k and nodes are Eagle2's beam, num_nodes.
+    "eagle": ({"head": str, "tree": str}, _eagle),
+    "eagle2": ({"head": str, "depth": int, "top_k": int, "nodes": int}, _eagle2),
     "layer-skip": ({"num_speculative_tokens": int, "threshold": float, "skips": str}, _layer_skip),
 }
-
-
-def read_paths(tree: Path) -> Sequence[Sequence[int]]:
-    """The rank paths in a file of `jaxspec tune tree`, given by `--tree`.
-
-    Raises:
-        ValueError: it holds something else.
-    """
-    paths = read_json(tree).get("paths")
-    if not isinstance(paths, list):
-        raise ValueError(f"--tree {tree}: it must have `paths`, as `jaxspec tune tree` writes.")
-    return paths
 
 
 def announce(**facts: Any) -> None:

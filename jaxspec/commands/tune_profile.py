@@ -67,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_tree_drafter_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the drafters that draft over any static tree; one of them is to be named."""
     group = parser.add_argument_group("drafter").add_mutually_exclusive_group()
-    group.add_argument("--head", metavar="FOLDER", help="of an EAGLE-1 or EAGLE-3 head")
+    group.add_argument(
+        "--head", metavar="FOLDER", help="of an EAGLE-1 or EAGLE-3 head, or a shipped name"
+    )
     group.add_argument("--draft-model", metavar="MODEL", help="folder, shipped name or Hub id")
 
 

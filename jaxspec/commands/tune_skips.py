@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
+from jaxspec.bench.machine import Machine, this_machine
 from jaxspec.checkpoint import Model
 from jaxspec.commands.options import add_model_arguments, announce, load_model
 from jaxspec.drafters import LayerSkip
@@ -32,7 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model_arguments(parser)
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder for skips.json, trace.jsonl and search.png"
+        "--out", type=Path, help="folder for skips.json, trace.jsonl and search.png"
+    )
+    parser.add_argument(
+        "--agreement",
+        action="store_true",
+        help="search nothing: print how often the model agrees with itself when half, two thirds "
+        "and three quarters of its sub-layers are skipped in regular patterns",
     )
     data = parser.add_argument_group("text, of which the held-out part is read")
     data.add_argument(
@@ -72,7 +81,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=int, default=1, metavar="N", help="searches of each random method"
     )
     tune.add_argument(
-        "--num-speculative-tokens", type=int, default=8, metavar="K", help="default: %(default)s"
+        "--num-speculative-tokens",
+        type=int,
+        default=8,
+        metavar="K",
+        help="longest draft (default: %(default)s); the best length up to it counts",
     )
     tune.add_argument(
         "--threshold",
@@ -90,24 +103,22 @@ def run(args: argparse.Namespace) -> int:
         Costs,
         ExpectedSeconds,
         MeasuredSeconds,
-        check_window,
         costs_from,
-        given_window,
-        held_out_rows,
         measure_costs,
-        own_window,
     )
 
     _check_counts(args)
+    if args.agreement:
+        return _show_agreement(args)
+    if args.out is None:
+        raise ValueError("--out FOLDER is needed, for what the search finds.")
     methods = tuple(dict.fromkeys(args.method or METHODS[:1]))
     if "bayes" in methods and importlib.util.find_spec("bayes_opt") is None:
         raise ValueError(f"--method bayes: {skip_search.NEEDS_EXTRA}")
     thresholds = _thresholds(args)
     model = load_model(args)
-    check_window(model, args.prompt_tokens + args.new_tokens)
-    length = args.prompt_tokens + (args.new_tokens if args.text == "given" else 0)
     # As many again are for the check at the end.
-    rows = held_out_rows(model, _sources(args), length, 2 * args.rows)
+    rows = _held_out_rows(model, args, 2 * args.rows)
     rows, fresh = rows[::2], [row[: args.prompt_tokens] for row in rows[1::2]]
     prompts = [row[: args.prompt_tokens] for row in rows]
     about = {
@@ -131,17 +142,23 @@ def run(args: argparse.Namespace) -> int:
         args.out / "trace.jsonl",
         model.config.num_layers,
         about,
-        lambda: measure_costs(model.network, depth).as_dict(),
+        lambda: {
+            "machine": this_machine()._asdict(),
+            "costs": measure_costs(model.network, depth).as_dict(),
+        },
     )
-    costs: Costs = costs_from(trace.measured)
+    costs: Costs = costs_from(trace.measured["costs"])
+    machine = Machine(**trace.measured["machine"])
+    if machine.busy:
+        print(
+            f"NOTE: costs were measured at a load of {machine.load:.1f} on {machine.cores} cores: "
+            "do not trust them, move the trace away and search when the machine is quiet.",
+            file=sys.stderr,
+        )
     if args.objective == "measured":
         objective = MeasuredSeconds(model, prompts, args.new_tokens, depth, thresholds[0])
     else:
-        window = (
-            own_window(model, prompts, args.new_tokens)
-            if args.text == "own"
-            else given_window(model, rows, args.prompt_tokens)
-        )
+        window = _window(model, args, rows)
         objective = ExpectedSeconds(model.network, window, costs, depth, thresholds)
 
     histories: dict[str, Sequence[skip_search.Evaluation]] = {}
@@ -165,14 +182,65 @@ def run(args: argparse.Namespace) -> int:
         "evaluations": {name: len(history) for name, history in histories.items()},
         "model": about["model"],
         "objective": args.objective,
+        "machine": str(machine),
+        "text": f"{args.rows} rows of {args.prompt_tokens} + {args.new_tokens} tokens, {args.text}",
     }
-    skip_search.write_result(args.out, best, depth, facts)
+    skip_search.write_result(args.out, best, facts)
     skip_search.draw_searches(args.out / "search.png", histories)
     _report(histories, best, costs)
     drafter = LayerSkip.read(args.out / "skips.json")
     _check(model, drafter, {"these": prompts, "other": fresh}, args.new_tokens)
     print(f"wrote {args.out / 'skips.json'}", file=sys.stderr)
     return 0
+
+
+def _show_agreement(args: argparse.Namespace) -> int:
+    """Prints a row for each share of sub-layers and a column for each pattern."""
+    from jaxspec.training.skip_agreement import SHARES, measure_agreement
+    from jaxspec.training.skip_objective import FixedText
+
+    model = load_model(args)
+    rows = _held_out_rows(model, args, args.rows)
+    text = FixedText(model.network, _window(model, args, rows), args.num_speculative_tokens)
+    agreements = measure_agreement(text, SHARES)
+    patterns = list(dict.fromkeys(each.pattern for each in agreements))
+    table = Table(
+        title=f"Share of tokens on which {args.model} agrees with itself, sub-layers skipped",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for column in ("skipped", "best", *patterns):
+        table.add_column(column, justify="right")
+    for share in SHARES:
+        of_share = agreements[: len(patterns)]
+        agreements = agreements[len(patterns) :]
+        best = max(each.tokens for each in of_share)
+        cells = [f"{each.tokens:.1%} ({each.first:.1%})" for each in of_share]
+        table.add_row(f"{share:.0%}", f"{best:.1%}", *cells)
+    console = Console(highlight=False, width=120)
+    console.print(table)
+    console.print(
+        f"{int(text.counted.sum())} drafts of {text.depth} tokens on {args.rows} held-out rows, "
+        f"text: {args.text}. Each draft reads the text, not what it drafted. In parentheses: of "
+        "the first token of each draft."
+    )
+    return 0
+
+
+def _held_out_rows(model: Model, args: argparse.Namespace, count: int):
+    from jaxspec.training.skip_objective import check_window, held_out_rows
+
+    check_window(model, args.prompt_tokens + args.new_tokens)
+    length = args.prompt_tokens + (args.new_tokens if args.text == "given" else 0)
+    return held_out_rows(model, _sources(args), length, count)
+
+
+def _window(model: Model, args: argparse.Namespace, rows: Sequence[Any]):
+    from jaxspec.training.skip_objective import given_window, own_window
+
+    if args.text == "given":
+        return given_window(model, rows, args.prompt_tokens)
+    return own_window(model, [row[: args.prompt_tokens] for row in rows], args.new_tokens)
 
 
 def _check_counts(args: argparse.Namespace) -> None:
@@ -244,20 +312,22 @@ def _report(histories: Mapping[str, Sequence[Any]], best: Any, costs: Any) -> No
                 f"{method}: {1e3 * statistics.median(found):.3f} ms/token, median of {len(found)} "
                 f"searches ({1e3 * min(found):.3f} to {1e3 * max(found):.3f})"
             )
-    kept = [len(part) - sum(part) for part in best.skip]
-    draft = costs.draft_token(*kept)
     worth = best.worth
-    passes = worth.seconds_per_token * worth.tau - worth.drafted * draft
+    draft = costs.draft_token(*(len(part) - sum(part) for part in best.skip))
+    step = worth.seconds_per_token * worth.tau
+    passes = step - worth.drafted * draft
+    agreement = "" if worth.agreement is None else f"; agreement {worth.agreement:.1%}"
     print(
         f"best: skips {sum(best.skip.attention)} attention and {sum(best.skip.mlp)} MLP sub-layers "
-        f"of {len(best.skip.mlp)} each; exit below {worth.threshold:g}\n"
-        f"a draft token costs {1e3 * draft:.3f} ms, {draft / plain:.2f} of a plain pass "
-        f"({1e3 * plain:.3f} ms); {worth.drafted:.2f} drafted a step, "
-        f"{worth.acceptance_rate:.2f} of them accepted\n"
-        f"tau {worth.tau:.2f} (bonus token included); a step: {1e3 * worth.drafted * draft:.2f} ms "
-        f"of drafting and a pass of {1e3 * passes:.2f} ms\n"
-        f"expected: {1e3 * worth.seconds_per_token:.3f} ms/token, "
-        f"{plain / worth.seconds_per_token:.2f}x plain decoding"
+        f"of {len(best.skip.mlp)} each; up to {worth.num_speculative_tokens} tokens, exit below "
+        f"{worth.threshold:g}{agreement}\n"
+        f"a plain pass takes {1e3 * plain:.3f} ms; of that a draft token takes {draft / plain:.2f} "
+        f"and the pass that verifies {passes / plain:.2f}\n"
+        f"a step drafts {worth.drafted:.2f} tokens, {worth.acceptance_rate:.0%} of them accepted: "
+        f"tau {worth.tau:.2f} (bonus token included)\n"
+        f"which allows tau / ({worth.drafted:.2f} * {draft / plain:.2f} + {passes / plain:.2f}) = "
+        f"{plain / worth.seconds_per_token:.2f}x plain decoding, "
+        f"{1e3 * worth.seconds_per_token:.3f} ms/token"
     )
 
 

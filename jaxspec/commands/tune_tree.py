@@ -2,16 +2,22 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
+from itertools import starmap
 from pathlib import Path as FilePath
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree as Drawing
 
 from jaxspec.bench.prompts import FIELDS, read_prompts
-from jaxspec.bench.tuning import MeasuredTree, measure_acceptance, measure_trees
+from jaxspec.bench.tuning import (
+    Prediction,
+    measure_acceptance,
+    measure_trees,
+    prediction_errors,
+)
 from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.commands.options import add_model_arguments, announce, load_model
 from jaxspec.commands.tune_profile import add_tree_drafter_arguments, load_tree_drafter
@@ -33,7 +39,10 @@ from jaxspec.trees import (
     shipped_profiles,
     shipped_tables,
 )
-from jaxspec.trees.plots import check_plots, plot_cost, plot_tree
+from jaxspec.trees.plots import check_plots, plot_cost, plot_predictions, plot_tree
+from jaxspec.trees.search import TREE_FILE
+
+SEARCH_FILE = "search.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=FilePath,
         metavar="FOLDER",
-        help="write tree.json, search.json, tree.png and cost.png (and acceptance.json, measured)",
+        help="write tree.json, search.json, tree.png and cost.png (acceptance.json if measured, "
+        "predicted.png with --measure)",
     )
     parser.set_defaults(parser=parser, late_argument="prompts")
 
@@ -140,31 +150,30 @@ def run(args: argparse.Namespace) -> int:
         max_branch=args.max_branch,
         num_best=max(10, args.measure),
     )
-    chosen = [*found.ranking[: args.measure], found.plain] if args.measure else []
-    chosen = list({candidate.paths: candidate for candidate in chosen}.values())
-    measured: list[MeasuredTree] = []
-    if chosen:
+    predictions: list[Prediction] = []
+    if args.measure:
+        trees = [candidate for candidate in found.ranking if candidate.paths]
+        chosen = [*trees[: args.measure], found.plain]
         assert model is not None
         assert drafter is not None
-        trees = [candidate.paths for candidate in chosen]
         with progress_bar(len(prompts)) as advance:
             measured = measure_trees(
                 model,
                 drafter,
-                trees,
+                [candidate.paths for candidate in chosen],
                 prompts,
                 config,
                 repeats=args.repeats,
                 seed=args.seed,
                 advance=advance,
             )
-    by_paths = {each.paths: figures for each, figures in zip(chosen, measured, strict=True)}
+        predictions = list(starmap(Prediction, zip(chosen, measured, strict=True)))
     console = Console(highlight=False)
-    _show(console, found, acceptance, by_paths)
+    _show(console, found, acceptance, predictions)
     if args.sensitivity:
         console.print(_sensitivity(profile, found))
     if args.out:
-        _write(args.out, found, acceptance, by_paths, measured_here=given is None)
+        _write(args.out, found, acceptance, predictions, measured_here=given is None)
     return 0
 
 
@@ -172,7 +181,7 @@ def _show(
     console: Console,
     found: TreeSearch,
     acceptance: AcceptanceTable,
-    measured: dict[tuple[Path, ...], MeasuredTree],
+    predictions: Sequence[Prediction],
 ) -> None:
     console.print(f"latency: {found.profile}")
     console.print(f"acceptance: {acceptance.source}")
@@ -189,15 +198,19 @@ def _show(
     )
     for reason in found.left_out:
         console.print(f"left out: {reason}")
-    console.print(_ranking(found, measured))
-    if measured:
-        console.print(_errors(found.ranking, measured))
+    console.print(_ranking(found, predictions))
+    if predictions:
+        num_trees, median, worst = prediction_errors(predictions)
+        console.print(
+            f"predicted beside measured tokens/s of {num_trees} trees: off by {median:.1%} in the "
+            f"median, {worst:.1%} at worst"
+        )
     console.print(_drawing(found.best, acceptance))
     if not found.best.paths:
         console.print("Do not speculate here: no tree is worth its time.")
 
 
-def _ranking(found: TreeSearch, measured: dict[tuple[Path, ...], MeasuredTree]) -> Table:
+def _ranking(found: TreeSearch, predictions: Sequence[Prediction]) -> Table:
     table = Table(
         title="trees, fastest first; nodes exclude the root, tau includes the bonus token",
         title_justify="left",
@@ -205,7 +218,8 @@ def _ranking(found: TreeSearch, measured: dict[tuple[Path, ...], MeasuredTree]) 
     )
     for column in ("nodes", "depth", "tau", "ms/step", "tokens/s", "x plain"):
         table.add_column(column, justify="right")
-    if measured:
+    by_paths = {each.predicted.paths: each for each in predictions}
+    if predictions:
         for column in ("tau measured", "tokens/s measured", "error"):
             table.add_column(column, justify="right")
     table.add_column("found by")
@@ -218,31 +232,14 @@ def _ranking(found: TreeSearch, measured: dict[tuple[Path, ...], MeasuredTree]) 
             f"{each.tokens_per_second:.2f}",
             f"{each.tokens_per_second / found.plain.tokens_per_second:.2f}",
         ]
-        if measured:
-            figures = measured.get(each.paths)
-            row += (
-                ["", "", ""]
-                if figures is None
-                else [
-                    f"{figures.tau:.3f}",
-                    f"{figures.tokens_per_second:.2f}",
-                    f"{_error(each, figures):+.1%}",
-                ]
-            )
+        if each.paths in by_paths:
+            measured = by_paths[each.paths].measured
+            row += [f"{measured.tau:.3f}", f"{measured.tokens_per_second:.2f}"]
+            row.append(f"{by_paths[each.paths].error:+.1%}")
+        elif predictions:
+            row += ["", "", ""]
         table.add_row(*row, ", ".join(each.found_by))
     return table
-
-
-def _error(predicted: Candidate, measured: MeasuredTree) -> float:
-    return predicted.tokens_per_second / measured.tokens_per_second - 1
-
-
-def _errors(ranking: tuple[Candidate, ...], measured: dict[tuple[Path, ...], MeasuredTree]) -> str:
-    errors = [abs(_error(each, measured[each.paths])) for each in ranking if each.paths in measured]
-    return (
-        f"predicted beside measured tokens/s of {len(errors)} trees: off by "
-        f"{np.median(errors):.1%} in the median, {max(errors):.1%} at worst"
-    )
 
 
 def _drawing(best: Candidate, acceptance: AcceptanceTable) -> Drawing:
@@ -283,25 +280,30 @@ def _write(
     folder: FilePath,
     found: TreeSearch,
     acceptance: AcceptanceTable,
-    measured: dict[tuple[Path, ...], MeasuredTree],
+    predictions: Sequence[Prediction],
     measured_here: bool,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"profile": found.profile, "acceptance": acceptance.source, "head": acceptance.head}
-    save_tree(found.best, folder / "tree.json", **facts)
-    speeds = [
-        {
-            "paths": [list(path) for path in paths],
-            "tau_bonus_included": figures.tau,
-            "tokens_per_second": figures.tokens_per_second,
-        }
-        for paths, figures in measured.items()
-    ]
+    save_tree(found.best, folder / TREE_FILE, **facts)
+    measured = [prediction.as_dict() for prediction in predictions]
+    errors = prediction_errors(predictions)._asdict() if predictions else None
     with replacing_files(folder) as staging:
-        write_json(staging / "search.json", {**found.as_dict(), "measured": speeds})
+        entry = {**found.as_dict(), "measured": measured, "errors_of_prediction": errors}
+        write_json(staging / SEARCH_FILE, entry)
     if measured_here:
         save_acceptance(acceptance, folder / "acceptance.json")
     plot_tree(found.best, acceptance, folder / "tree.png")
-    by_nodes = {len(paths): each.tokens_per_second for paths, each in measured.items()}
-    plot_cost(found, folder / "cost.png", by_nodes)
-    print(f"wrote tree.json, search.json, tree.png, cost.png in {folder}", file=sys.stderr)
+    pictures = ["tree.png", "cost.png"]
+    speeds = [(each.predicted.nodes, each.measured.tokens_per_second) for each in predictions]
+    plot_cost(found, folder / "cost.png", speeds)
+    if predictions:
+        plot_predictions(
+            [
+                (each.predicted.tokens_per_second, each.measured.tokens_per_second)
+                for each in predictions
+            ],
+            folder / "predicted.png",
+        )
+        pictures.append("predicted.png")
+    print(f"wrote {', '.join((TREE_FILE, SEARCH_FILE, *pictures))} in {folder}", file=sys.stderr)

@@ -289,6 +289,7 @@ def _target_pass(
     state: DecodeState,
 ) -> _Outcome:
     """Scores the first `width` nodes, verifies them, and keeps what lies on the accepted path."""
+    num_nodes = len(proposal.tokens)
     proposal = narrow(proposal, width)
     tree, context = proposal.tree, state.context
     hidden = target.forward(
@@ -303,7 +304,8 @@ def _target_pass(
     if context.warp.temperature is None:
         verdict = verify_greedy(proposal, warped)
     else:
-        uniforms = jax.random.uniform(key, (width,), warped.dtype)
+        # The width is that of the batch's longest draft, and a row's numbers are its own.
+        uniforms = jax.random.uniform(key, (num_nodes,), warped.dtype)[:width]
         verdict = verify(uniforms, proposal, warped)
 
     path = jnp.maximum(verdict.path, 0)

@@ -37,7 +37,8 @@ def warp_logits(logits: Logits, warp: Warp) -> Logits:
         # The best logit keeps its value, so that a row of NaN or -inf does not turn into a law.
         best = jnp.max(logits, axis=-1, keepdims=True)
         only_best = jnp.where(_is_argmax(logits), best, -jnp.inf)
-        heated = logits / jnp.where(warp.temperature > 0, warp.temperature, 1.0)
+        # Below 1e-30 the law is the arg-max's in any case, and the quotient would overflow.
+        heated = logits / jnp.maximum(warp.temperature, 1e-30)
         logits = jnp.where(warp.temperature > 0, heated, only_best)
     if warp.top_k is not None:
         logits = keep_top_k(logits, warp.top_k)

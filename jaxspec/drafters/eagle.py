@@ -68,7 +68,8 @@ class Eagle:
 
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`."""
-        check_head(params, self.taps)
+        branch = self.tree.children.shape[1]
+        check_head(params, self.taps, depth=self.tree_shape[1], branch=branch)
 
     @cached_property
     def tree(self) -> Tree:
@@ -112,8 +113,14 @@ class Eagle:
         return proposal, state
 
 
-def check_head(params: Params, taps: tuple[int, ...]) -> None:
-    """Refuses a head for another target, or for a drafter that reads other layers.
+def check_head(params: Params, taps: tuple[int, ...], depth: int, branch: int) -> None:
+    """Refuses a head for another target or other layers, or too small for the trees.
+
+    Args:
+        params: of target and head.
+        taps: layers that the drafter asks the target for.
+        depth: of the deepest tree.
+        branch: the most children of a node.
 
     Raises:
         ValueError: naming what differs.
@@ -138,6 +145,17 @@ def check_head(params: Params, taps: tuple[int, ...]) -> None:
         )
     if head.taps != taps:
         raise ValueError(f"drafter: taps must be the head's, {head.taps}, got {taps}.")
+    if depth > head.config.max_positions:
+        raise ValueError(
+            f"drafter: the tree is {depth} levels deep, but the head has "
+            f"{head.config.max_positions} positions; give a shallower tree."
+        )
+    num_drafted = head.target_vocab_size if head.draft_ids is None else len(head.draft_ids)
+    if branch > num_drafted:
+        raise ValueError(
+            f"drafter: a node of the tree takes rank {branch - 1}, but the head drafts from "
+            f"{num_drafted} tokens; give a tree with fewer children of a node."
+        )
 
 
 def read_prompt(params: Params, prompt: Hidden, context: Context, chunk: int) -> EagleState:

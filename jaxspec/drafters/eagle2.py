@@ -75,7 +75,7 @@ class Eagle2:
 
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`."""
-        check_head(params, self.taps)
+        check_head(params, self.taps, depth=self.depth + 1, branch=self.beam)
 
     @property
     def _num_candidates(self) -> int:

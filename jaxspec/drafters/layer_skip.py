@@ -87,11 +87,14 @@ class LayerSkipState(NamedTuple):
 
 
 class _Draft(NamedTuple):
-    """A draft that is growing. Entries at or past `count` mean nothing."""
+    """A draft that is growing. Entries at or past `count` mean nothing.
+
+    scratch: keys and values of the drafted tokens; `None` in a layer without attention.
+    """
 
     tokens: Int[Array, " nodes"]
     logprobs: Float[Array, "drafts vocab"] | None
-    scratch: tuple[LayerKV, ...]
+    scratch: tuple[LayerKV | None, ...]
     count: Int[Array, ""]
     sure: Bool[Array, ""]
 
@@ -165,15 +168,20 @@ class LayerSkip:
         return LoadedDrafter(cls(None, **settings), skip)
 
     @classmethod
-    def read(cls, path: str | Path, **settings: Any) -> "LayerSkip":
-        """Drafts as a search found best: from the `skips.json` of `jaxspec tune skips`.
+    def read(cls, source: str | Path, **settings: Any) -> "LayerSkip":
+        """Drafts as a search found best.
 
-        The threshold stands still, as the search took it to. `settings` replace those of the file.
+        The threshold stands still, as the search took it to. `settings` replace what was found.
+
+        Args:
+            source: what `jaxspec tune skips` wrote, a folder or its `skips.json`, or the name of a
+                set that comes with the package: "demo-skips" for the model "demo".
+            settings: of `LayerSkip`.
 
         Raises:
-            ValueError: the file is missing, or does not hold what it should.
+            ValueError: nothing is there, or it does not hold what it should.
         """
-        return cls(**{"adaptive": None, **skip_settings(path), **settings})
+        return cls(**{"adaptive": None, **skip_settings(source), **settings})
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -246,7 +254,7 @@ class LayerSkip:
                 tokens=draft.tokens.at[at + 1].set(token),
                 logprobs=None if draft.logprobs is None else draft.logprobs.at[at].set(logprobs[0]),
                 scratch=tuple(
-                    write(layer, new, at)
+                    None if layer is None else write(layer, new, at)
                     for layer, new in zip(draft.scratch, hidden.new_kv, strict=True)
                 ),
                 count=at + 1,
@@ -256,6 +264,8 @@ class LayerSkip:
         kv_heads, head_dim, _ = context.cache.layers[0].keys.shape
         dtype = context.cache.layers[0].keys.dtype
         no_keys = empty_layer(kv_heads, head_dim, size, dtype)
+        num_layers = len(context.cache.layers)
+        absent = (False,) * num_layers if self.skip is None else self.skip.attention
         laws = None
         if context.warp.temperature is not None:
             # What is not drafted is drawn from nothing, but must be a law: verification reads it.
@@ -263,7 +273,7 @@ class LayerSkip:
         start = _Draft(
             tokens=jnp.zeros(size + 1, jnp.int32).at[0].set(context.tokens[context.length - 1]),
             logprobs=laws,
-            scratch=(no_keys,) * len(context.cache.layers),
+            scratch=tuple(None if skipped else no_keys for skipped in absent),
             count=jnp.int32(0),
             sure=jnp.bool_(True),
         )

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxspec.checkpoint import shipped_folders
 from jaxspec.checkpoint.files import read_json
 from jaxspec.models import Skips
 
@@ -99,13 +100,22 @@ def _listed(ranges: str) -> list[int]:
     return [layer for first, *last in ends for layer in range(first, max([first, *last]) + 1)]
 
 
-def skip_settings(path: str | Path) -> dict[str, Any]:
-    """The settings of `LayerSkip` in a file that `jaxspec tune skips` wrote.
+def skip_settings(source: str | Path) -> dict[str, Any]:
+    """The settings of `LayerSkip` that `jaxspec tune skips` found.
+
+    Args:
+        source: a file or folder that it wrote, or the name of a set that comes with the package,
+            such as "demo-skips".
 
     Raises:
-        ValueError: the file is missing or does not hold what it should.
+        ValueError: nothing is there, or it does not hold what it should.
     """
-    found = read_json(Path(path))
+    path = Path(source)
+    if not path.exists() and str(source) in shipped_folders():
+        path = shipped_folders()[str(source)]
+    if path.is_dir():
+        path = path / "skips.json"
+    found = read_json(path)
     needed = {"num_layers", "attention", "mlp", "num_speculative_tokens", "threshold"}
     if missing := sorted(needed - found.keys()):
         raise ValueError(f"{path} is no result of `jaxspec tune skips`: it has no {missing[0]!r}.")

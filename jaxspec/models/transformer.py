@@ -315,7 +315,7 @@ class Transformer(nn.Module):
         positions: Int[Array, " nodes"],
         mask: Bool[Array, "nodes scratch+nodes"],
         cache: KVCache | None,
-        scratch: tuple[LayerKV, ...] | None,
+        scratch: tuple[LayerKV | None, ...] | None,
         taps: tuple[int, ...],
         skips: Skips | None,
     ) -> Hidden:
@@ -393,7 +393,7 @@ class Network:
         mask: Bool[Array, "nodes scratch+nodes"],
         cache: KVCache | None,
         *,
-        scratch: tuple[LayerKV, ...] | None = None,
+        scratch: tuple[LayerKV | None, ...] | None = None,
         taps: tuple[int, ...] = (),
         skip: Skips | None = None,
     ) -> Hidden:
@@ -406,7 +406,8 @@ class Network:
                 prefix is seen up to `cache.length`. Sliding layers see less of the prefix and of
                 these tokens; scratch is taken to lie within their window.
             cache: the prefix; None for none.
-            scratch: keys and values of uncommitted tokens of earlier passes.
+            scratch: keys and values of uncommitted tokens of earlier passes; `None` in a layer
+                whose attention is left out.
             taps: layers whose inputs are wanted, side by side, in this order.
             skip: sub-layers to leave out. The keys and values of an attention that is absent from
                 the program are zeros.

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
+from jaxspec.checkpoint.tokenizer import check_unicode
 from jaxspec.training.tokenizer import BOS, EOS, RESERVED, without_reserved
 
 STANDARD_LIBRARY = "stdlib"
@@ -585,6 +586,11 @@ def _row_reader(source: Source) -> Callable[[str, str], Document]:
                 f"but the row has {sorted(row)}."
             )
         texts = {name: _field_text(row[name]) for name in fields}
+        for name, text in texts.items():
+            try:
+                check_unicode(text, f"field {name!r}")
+            except ValueError as error:
+                raise DataError(f"{place}: {error}") from None
         return Document(tuple(piece.format(**texts) for piece in templates), row, place)
 
     return read

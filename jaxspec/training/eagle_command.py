@@ -1,8 +1,6 @@
 """`jaxspec train eagle` on the command line: flags and a JSON file into settings."""
 
 import argparse
-import json
-from pathlib import Path
 
 from jaxspec.training.command import (
     OPTIMIZER_FLAGS,
@@ -17,6 +15,7 @@ from jaxspec.training.settings import (
     EagleTrainingSettings,
     settings_from_json,
 )
+from jaxspec.trees import load_tree
 
 OWN_TEXT_DEFAULT = 2000
 _HEAD = {
@@ -77,10 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     head.add_argument(
         "--tree",
-        type=Path,
         metavar="FILE",
-        help="JSON list of rank paths, or an object with such a list as 'paths': the tree that "
-        "validation decodes with (default: EAGLE's 25 nodes, the root not counted)",
+        help="the tree that validation decodes with: a file of `jaxspec tune tree`, a JSON list of "
+        "rank paths, or eagle-25 (the default: EAGLE's 25 nodes, the root not counted)",
     )
     head.add_argument("--noise", type=float, help="EAGLE-1: on the states read, at 512 tokens")
     head.add_argument("--token-weight", type=float, help="EAGLE-1: of the tokens' cross-entropy")
@@ -103,7 +101,7 @@ def settings_from_arguments(args: argparse.Namespace) -> EagleTrainingSettings:
         raise ValueError("No target to draft for: give --target FOLDER.")
     plain.setdefault("own_text", OWN_TEXT_DEFAULT)
     if args.tree is not None:
-        plain["paths"] = _paths(args.tree)
+        plain["paths"] = [list(path) for path in load_tree(args.tree)]
     return settings_from_json(plain, EagleTrainingSettings)
 
 
@@ -113,18 +111,6 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.training.train_eagle import train_eagle
 
     return run_trainer(train_eagle, settings_from_arguments(args), args)
-
-
-def _paths(file: Path) -> list[list[int]]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-        paths = value["paths"] if isinstance(value, dict) else value
-        return [[int(rank) for rank in path] for path in paths]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"--tree {file}: must hold a JSON list of rank paths, such as [[0], [1], [0, 0]], or "
-            "an object with one as 'paths'."
-        ) from None
 
 
 def _layers(text: str) -> tuple[int, ...]:

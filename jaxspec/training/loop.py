@@ -31,7 +31,7 @@ Validation = dict[str, dict[str, float]]
 """Figures by source, then by metric."""
 
 
-class DivergedError(RuntimeError):
+class DivergedError(FloatingPointError):
     """A loss, gradient or weight is no longer finite."""
 
 

@@ -49,6 +49,7 @@ def write_recipe(
         "## Data",
         "",
         *_sources(settings, fingerprints, metrics),
+        *_models_read(settings, fingerprints),
         *_own_text(settings, metrics),
         "A text is `<|bos|>`, the text, `<|eos|>`. To ask for an answer, give a prompt in the "
         "shape of the text column, up to where the answer begins. The weight says how many passes "
@@ -191,6 +192,13 @@ def _own_text_of_target(settings: EagleTrainingSettings, metrics: Mapping[str, A
         "training document. One in twenty is held out.",
         "",
     ]
+
+
+def _models_read(settings: LMTrainingSettings, fingerprints: Mapping[str, str]) -> list[str]:
+    lines = []
+    for name, folder in settings.models_read.items():
+        lines += [f"{name}: `{folder}`, whose files have the SHA-256 `{fingerprints[name]}`.", ""]
+    return lines
 
 
 def _own_text(settings: LMTrainingSettings, metrics: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """What every trainer does: claim a state folder, lay out text, plan, train, measure."""
 
 import dataclasses
+import hashlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -122,6 +123,30 @@ def prepare_devices(settings: RunSettings, out: Path | None, num_devices: int | 
             f"{settings.rows_per_batch}: choose other --rows, or fewer --devices (num_devices)."
         )
     return mesh
+
+
+def model_fingerprint(name: str, folder: str) -> str:
+    """SHA-256 of the sorted lines `sha256  name` of what a model's folder is read from.
+
+    Args:
+        name: of the setting that names the folder.
+        folder: in the Hugging Face layout.
+
+    Raises:
+        ValueError: it is not a folder.
+    """
+    if not Path(folder).is_dir():
+        raise ValueError(f"{name} must be a model's folder, but {folder} is not a folder.")
+    files = sorted(
+        path
+        for pattern in ("config.json", "tokenizer.json", "*.safetensors")
+        for path in Path(folder).glob(pattern)
+    )
+    lines = []
+    for path in files:
+        with path.open("rb") as file:
+            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def claim(state_folder: Path, settings: RunSettings, fingerprints: Mapping[str, str]) -> None:

@@ -91,7 +91,7 @@ class Pace:
                 raise ValueError(f"{field.name} must be above 0, got {getattr(self, field.name)}.")
 
 
-DEMO = ModelConfig(
+SMALL = ModelConfig(
     vocab_size=4096,
     embed_dim=192,
     num_layers=6,
@@ -103,7 +103,7 @@ DEMO = ModelConfig(
     tied_head=True,
     rope=Rope(theta=10_000.0),
 )
-"""About 3 M parameters, Llama format."""
+"""About 3 M parameters, Llama format: a first run takes minutes on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +175,7 @@ class LMTrainingSettings(RunSettings):
     own_text_weight: passes over the teacher's own texts while a source of weight 1 is passed once.
     """
 
-    model: ModelConfig = DEMO
+    model: ModelConfig = SMALL
     layer_drop: float = 0.0
     early_exit: float = 0.0
     tokenizer: str | None = None
@@ -197,6 +197,12 @@ class LMTrainingSettings(RunSettings):
         for name in ("layer_drop", "early_exit"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}.")
+
+    @property
+    def models_read(self) -> dict[str, str]:
+        """Folders of models that the run depends on, by the name of their setting."""
+        folders = {name: getattr(self, name) for name in ("teacher", "start_from", "tokenizer")}
+        return {name: folder for name, folder in folders.items() if folder is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +327,7 @@ def _model_from_json(entry: Mapping[str, Any]) -> ModelConfig:
         for name, value in entry.items()
     }
     # The kinds of layers go by the number of layers unless they are listed.
-    base = {field.name: getattr(DEMO, field.name) for field in dataclasses.fields(DEMO)}
+    base = {field.name: getattr(SMALL, field.name) for field in dataclasses.fields(SMALL)}
     return _build(ModelConfig, base | {"layer_types": ()} | values)
 
 

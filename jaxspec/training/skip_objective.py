@@ -14,6 +14,9 @@ and means over s, a step emits tau = 1 + mean A(s) tokens, the bonus token inclu
 
     mean D(s) * t(z) + mean T(w(D(s) + 1)) seconds.
 
+A draft of up to fewer tokens is the beginning of one of up to K, so the best length up to K is
+found from the same pass, like the best threshold.
+
 t(z) is a draft token's time: one part for each attention and each MLP that is kept, one for the
 rest. T(w) is the time of a target pass of the width w that holds a draft and its root. Both are
 measured once, so that a set's worth is a matter of the text alone, and the same every time.
@@ -43,7 +46,6 @@ from jaxspec.bench.passes import CONTEXT, NUM_SLOTS, measure_passes
 from jaxspec.bench.timing import time_in_turns
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.core.masks import causal
-from jaxspec.core.proposal import bank
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.types import Context, KVCache, LayerKV, Params, Recent, Warp
 from jaxspec.drafters import LayerSkip
@@ -223,7 +225,7 @@ class Costs(NamedTuple):
 
     attention, mlp: of one such sub-layer in the pass of a draft token; the mean over layers.
     rest: of the same pass with all of them skipped.
-    passes: of a target pass, by width, root included.
+    passes: of a target pass, by every width up to the longest draft's, root included.
     """
 
     attention: float
@@ -235,12 +237,12 @@ class Costs(NamedTuple):
         """t(z) with so many sub-layers kept."""
         return self.rest + num_attention * self.attention + num_mlp * self.mlp
 
-    def target_pass(self, num_tokens: Int[np.ndarray, " starts"]) -> Float[np.ndarray, " starts"]:
-        """T(w), w the smallest measured width that holds so many tokens."""
-        widths = sorted(self.passes)
-        return np.array([self.passes[width] for width in widths])[
-            np.searchsorted(widths, num_tokens)
-        ]
+    def target_pass(
+        self, num_tokens: Int[np.ndarray, " starts"], widths: Sequence[int]
+    ) -> Float[np.ndarray, " starts"]:
+        """T(w), w the smallest of the ascending `widths` that holds so many tokens."""
+        seconds = np.array([self.passes[width] for width in widths])
+        return seconds[np.searchsorted(widths, num_tokens)]
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON, and back by `costs_from`."""
@@ -272,7 +274,7 @@ def measure_costs(target: Network, depth: int, repeats: int = 15) -> Costs:
     }
     attention = (seconds["whole"] - seconds["no attention"]) / num_layers
     mlp = (seconds["whole"] - seconds["no mlp"]) / num_layers
-    passes = measure_passes(target, bank(depth + 1), repeats=repeats).seconds
+    passes = measure_passes(target, range(1, depth + 2), repeats=repeats).seconds
     # Noise may make next to nothing negative; a search would then keep what it should skip.
     return Costs(max(attention, 0.0), max(mlp, 0.0), seconds["nothing"], passes)
 
@@ -304,15 +306,20 @@ def _draft_program(target: Network, skip: Skips, depth: int):
 class Worth(NamedTuple):
     """What one set is expected to do.
 
-    threshold: of the exit, the best of those tried.
+    num_speculative_tokens: the longest draft, the best of those tried.
+    threshold: of the exit, likewise.
     tau: tokens emitted a step, the bonus token INCLUDED.
     drafted: tokens drafted a step.
+    agreement: share of all drafted tokens, at any place up to the longest draft tried, that are the
+        whole network's choice there; `None` where decoding was timed.
     """
 
     seconds_per_token: float
+    num_speculative_tokens: int
     threshold: float
     tau: float
     drafted: float
+    agreement: float | None = None
 
     @property
     def acceptance_rate(self) -> float:
@@ -325,20 +332,58 @@ def worth_of(
     confidence: Float[np.ndarray, "starts depth"],
     seconds_per_draft_token: float,
     costs: Costs,
+    lengths: Sequence[int],
     thresholds: Sequence[float],
 ) -> Worth:
-    """The formula above, at the threshold where it is least."""
-    depth = agrees.shape[1]
+    """The formula above, at the length and the threshold where it is least."""
     matching = np.cumprod(agrees, axis=1).sum(axis=1)
 
-    def at(threshold: float) -> Worth:
-        goes_on = np.cumprod(confidence[:, : depth - 1] >= threshold, axis=1)
+    def at(length: int, threshold: float) -> Worth:
+        goes_on = np.cumprod(confidence[:, : length - 1] >= threshold, axis=1)
         drafted = 1 + goes_on.sum(axis=1)
         tau = 1 + float(np.mean(np.minimum(matching, drafted)))
-        seconds = np.mean(drafted * seconds_per_draft_token + costs.target_pass(drafted + 1))
-        return Worth(float(seconds) / tau, threshold, tau, float(np.mean(drafted)))
+        passes = costs.target_pass(drafted + 1, LayerSkip(None, length).widths)
+        seconds = float(np.mean(drafted * seconds_per_draft_token + passes))
+        return Worth(
+            seconds / tau, length, threshold, tau, float(np.mean(drafted)), float(np.mean(agrees))
+        )
 
-    return min(map(at, thresholds), key=lambda worth: worth.seconds_per_token)
+    settings = itertools.product(lengths, thresholds)
+    return min(itertools.starmap(at, settings), key=lambda worth: worth.seconds_per_token)
+
+
+class FixedText:
+    """A window that sets draft on: what any set drafts there, by one compiled program for all.
+
+    Raises:
+        ValueError: drafts of `depth` tokens, or no draft at all, do not fit.
+    """
+
+    def __init__(self, target: Network, window: Window, depth: int):
+        if depth < 1:
+            raise ValueError(f"num_speculative_tokens must be at least 1, got {depth}.")
+        self.target, self.window, self.depth = target, window, depth
+        self.starts = np.arange(window.first, window.tokens.shape[1] - depth + 1, depth)
+        self.counted = self.starts[None] + depth <= window.lengths[:, None]
+        if not self.counted.any():
+            raise ValueError(
+                f"num_speculative_tokens: no row of the window has room for a draft of {depth} "
+                f"tokens after its first {window.first + 1}; use longer rows."
+            )
+        self._tokens = jnp.asarray(window.tokens)
+        self._reading = read_window(target, self._tokens)
+
+    def drafts(self, skip: Skips) -> Drafts:
+        """What a set drafts from every `depth`-th slot: `[starts, depth]`."""
+        drafts = draft_everywhere(
+            self.target,
+            self._tokens,
+            self._reading,
+            jnp.asarray(self.starts),
+            Skips(*(jnp.asarray(part, jnp.float32) for part in skip)),
+            depth=self.depth,
+        )
+        return Drafts(*(np.asarray(part)[self.counted] for part in drafts))
 
 
 class ExpectedSeconds:
@@ -357,36 +402,22 @@ class ExpectedSeconds:
         depth: int,
         thresholds: Sequence[float],
     ):
-        if depth < 1:
-            raise ValueError(f"num_speculative_tokens must be at least 1, got {depth}.")
         for threshold in thresholds:
             if not 0 <= threshold <= 1:
                 raise ValueError(f"threshold must be in [0, 1], got {threshold}.")
-        self.target, self.window, self.costs, self.depth = target, window, costs, depth
+        self.text, self.costs = FixedText(target, window, depth), costs
         self.thresholds = tuple(thresholds)
-        self.starts = np.arange(window.first, window.tokens.shape[1] - depth + 1, depth)
-        self.counted = self.starts[None] + depth <= window.lengths[:, None]
-        if not self.counted.any():
-            raise ValueError(
-                f"num_speculative_tokens: no row of the window has room for a draft of {depth} "
-                f"tokens after its first {window.first + 1}; use longer rows."
-            )
-        self._tokens = jnp.asarray(window.tokens)
-        self._reading = read_window(target, self._tokens)
 
     def __call__(self, skip: Skips) -> Worth:
-        drafts = draft_everywhere(
-            self.target,
-            self._tokens,
-            self._reading,
-            jnp.asarray(self.starts),
-            Skips(*(jnp.asarray(part, jnp.float32) for part in skip)),
-            depth=self.depth,
-        )
-        agrees, confidence = (np.asarray(part)[self.counted] for part in drafts)
+        agrees, confidence = map(np.asarray, self.text.drafts(skip))
         kept = [len(part) - sum(part) for part in skip]
         return worth_of(
-            agrees, confidence, self.costs.draft_token(*kept), self.costs, self.thresholds
+            agrees,
+            confidence,
+            self.costs.draft_token(*kept),
+            self.costs,
+            range(1, self.text.depth + 1),
+            self.thresholds,
         )
 
 
@@ -430,6 +461,7 @@ class MeasuredSeconds:
         seconds = min(sum(metrics.seconds or 0.0 for metrics in run) for run in runs)
         return Worth(
             seconds / num_tokens,
+            self.settings["num_speculative_tokens"],
             self.settings["threshold"],
             num_tokens / num_steps,
             num_drafted / num_steps,

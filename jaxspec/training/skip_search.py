@@ -276,20 +276,19 @@ def fingerprint(network: Network) -> str:
     return digest.hexdigest()[:16]
 
 
-def write_result(
-    folder: Path, best: Evaluation, num_speculative_tokens: int, facts: Mapping[str, Any]
-) -> None:
+def write_result(folder: Path, best: Evaluation, facts: Mapping[str, Any]) -> None:
     """Writes `skips.json`, which `LayerSkip.read` reads, with `facts` for people beside it."""
     worth = best.worth
     result = {
         "num_layers": len(best.skip.attention),
         **skipped_layers(best.skip),
-        "num_speculative_tokens": num_speculative_tokens,
+        "num_speculative_tokens": worth.num_speculative_tokens,
         "threshold": worth.threshold,
         "seconds_per_token": worth.seconds_per_token,
         "tau_bonus_included": worth.tau,
         "drafted_per_step": worth.drafted,
         "acceptance_rate_bonus_excluded": worth.acceptance_rate,
+        "agreement": worth.agreement,
         **facts,
     }
     with replacing_files(folder) as staging:

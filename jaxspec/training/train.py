@@ -24,6 +24,7 @@ from jaxspec.training.report import draw_losses, write_recipe
 from jaxspec.training.run import (
     Task,
     claim,
+    model_fingerprint,
     pack_own_text,
     pack_sources,
     prepare_devices,
@@ -84,6 +85,9 @@ def train_lm(
     teacher = None if settings.teacher is None else load_network(Path(settings.teacher))
     teacher = jax.device_put(teacher, on_every_device(mesh))
     fingerprints = {source.name: fingerprint(source) for source in settings.sources}
+    fingerprints |= {
+        name: model_fingerprint(name, folder) for name, folder in settings.models_read.items()
+    }
     claim(state_folder, settings, fingerprints)
     with console.status("reading and packing text"):
         parts = [read_source(source) for source in settings.sources]

@@ -1,7 +1,6 @@
 """Training an EAGLE head for a target: files in, a folder that `load_eagle` reads out."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -47,6 +46,7 @@ from jaxspec.training.run import (
     Outcome,
     Task,
     claim,
+    model_fingerprint,
     pack_own_text,
     pack_sources,
     prepare_devices,
@@ -109,7 +109,7 @@ def train_eagle(
     if out is not None and out.resolve() == Path(settings.target).resolve():
         raise ValueError(f"out must not be the target's own folder, {out}: name another.")
     fingerprints = {source.name: fingerprint(source) for source in settings.sources}
-    fingerprints[TARGET] = _target_fingerprint(settings.target)
+    fingerprints[TARGET] = model_fingerprint(TARGET, settings.target)
     model = load(settings.target)
     tokenizer, taps = _check_target(settings, model)
     claim(state_folder, settings, fingerprints)
@@ -195,23 +195,6 @@ def head_config(target: ModelConfig) -> ModelConfig:
         norm_eps=target.norm_eps,
         rope=Rope(theta=target.rope.theta),
     )
-
-
-def _target_fingerprint(target: str) -> str:
-    """SHA-256 of the sorted lines `sha256  name` of what a model's folder is read from."""
-    folder = Path(target)
-    if not folder.is_dir():
-        raise ValueError(f"target must be a model's folder, but {target} is not a folder.")
-    files = sorted(
-        path
-        for pattern in ("config.json", "tokenizer.json", "*.safetensors")
-        for path in folder.glob(pattern)
-    )
-    lines = []
-    for path in files:
-        with path.open("rb") as file:
-            lines.append(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n")
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _check_target(

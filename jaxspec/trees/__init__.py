@@ -28,8 +28,10 @@ from jaxspec.trees.search import (
     calibration_sensitivity,
     cost,
     draft_batches,
+    load_tree,
     save_tree,
     search_tree,
+    tree_of_head,
 )
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "identity_of",
     "load_acceptance",
     "load_profile",
+    "load_tree",
     "probe_paths",
     "rank_paths",
     "roofline_profile",
@@ -58,4 +61,5 @@ __all__ = [
     "search_tree",
     "shipped_profiles",
     "shipped_tables",
+    "tree_of_head",
 ]

@@ -1,6 +1,9 @@
-"""Pictures of profiles, trees and searches. They need matplotlib, the extra `plots`."""
+"""Pictures of profiles, trees and searches. They need matplotlib, the extra `plots`.
 
-from collections.abc import Mapping, Sequence
+`draw_` functions draw on axes that are given, `plot_` functions into a file.
+"""
+
+from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +32,18 @@ def check_plots() -> None:
 
 
 def plot_latency(profiles: Sequence[LatencyProfile], path: FilePath) -> None:
+    """See `draw_latency`."""
+    figure, axes = _figure((7.5, 4.5))
+    draw_latency(axes, profiles)
+    _save(figure, path)
+
+
+def draw_latency(axes: Any, profiles: Sequence[LatencyProfile]) -> None:
     """Verification latency against budget, over that of one token: the paper's figure.
 
     Points are the profiles' own; a profile that knows its on-chip memory has `CachePressure`
     drawn through them.
     """
-    figure, axes = _figure((7.5, 4.5))
     for profile in profiles:
         budgets = [timing.size - 1 for timing in profile.target]
         (line,) = axes.plot(budgets, profile.normalised(), marker="o", label=profile.name)
@@ -59,12 +68,17 @@ def plot_latency(profiles: Sequence[LatencyProfile], path: FilePath) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    _save(figure, path)
 
 
 def plot_tree(found: Candidate, acceptance: "AcceptanceTable", path: FilePath) -> None:
-    """A tree, root on top; nodes carry their rank and the chance that they are accepted."""
+    """See `draw_tree`."""
     figure, axes = _figure((7.5, 1.5 + 1.1 * found.depth))
+    draw_tree(axes, found, acceptance)
+    _save(figure, path)
+
+
+def draw_tree(axes: Any, found: Candidate, acceptance: "AcceptanceTable") -> None:
+    """A tree, root on top; nodes carry their rank and the chance that they are accepted."""
     places = _places(found.paths)
     for node, (x, y) in places.items():
         if node:
@@ -82,20 +96,25 @@ def plot_tree(found: Candidate, acceptance: "AcceptanceTable", path: FilePath) -
         fontsize="medium",
     )
     axes.axis("off")
-    _save(figure, path)
 
 
 def plot_cost(
-    search: TreeSearch, path: FilePath, measured: Mapping[int, float] | None = None
+    search: TreeSearch, path: FilePath, measured: Sequence[tuple[int, float]] = ()
 ) -> None:
+    """See `draw_cost`."""
+    figure, axes = _figure((7.5, 4.5))
+    draw_cost(axes, search, measured)
+    _save(figure, path)
+
+
+def draw_cost(axes: Any, search: TreeSearch, measured: Sequence[tuple[int, float]] = ()) -> None:
     """Seconds per token of the best tree of each budget, with plain decoding as a line.
 
     Args:
+        axes: to draw on.
         search: what to draw.
-        path: of the picture.
-        measured: tokens per second by number of nodes, drawn as crosses.
+        measured: nodes (the root excluded) and tokens per second of trees, drawn as crosses.
     """
-    figure, axes = _figure((7.5, 4.5))
     budgets = [each.nodes for each in search.by_budget]
     costs = [1e3 / each.tokens_per_second for each in search.by_budget]
     axes.plot(budgets, costs, marker=".", label="best tree of the budget, predicted")
@@ -103,8 +122,8 @@ def plot_cost(
     best = search.best
     axes.plot(best.nodes, 1e3 / best.tokens_per_second, "o", color="C3", label="chosen")
     if measured:
-        speeds = [1e3 / speed for speed in measured.values()]
-        axes.plot(list(measured), speeds, "x", color="C1", label="measured")
+        nodes, speeds = zip(*measured, strict=True)
+        axes.plot(nodes, [1e3 / speed for speed in speeds], "x", color="C1", label="measured")
     axes.set(
         xlabel="budget: draft nodes, the root excluded",
         ylabel="ms per token",
@@ -113,7 +132,24 @@ def plot_cost(
     )
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
+
+
+def plot_predictions(speeds: Sequence[tuple[float, float]], path: FilePath) -> None:
+    """See `draw_predictions`."""
+    figure, axes = _figure((4.8, 4.5))
+    draw_predictions(axes, speeds)
     _save(figure, path)
+
+
+def draw_predictions(axes: Any, speeds: Sequence[tuple[float, float]]) -> None:
+    """Predicted against measured tokens per second, a point for each tree."""
+    predicted, measured = zip(*speeds, strict=True)
+    axes.plot(measured, predicted, "o")
+    ends = 0.95 * min(*predicted, *measured), 1.05 * max(*predicted, *measured)
+    axes.plot(ends, ends, color="0.4", linestyle="--", label="predicted = measured")
+    axes.set(xlabel="measured tokens/s", ylabel="predicted tokens/s", xlim=ends, ylim=ends)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
 
 
 def _places(paths: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, float]]:

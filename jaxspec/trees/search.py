@@ -7,15 +7,18 @@ pass takes as long for several nodes as for one.
 
 import dataclasses
 import itertools
+import json
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from jaxspec.core.tree import EAGLE_PATHS, Path, tree_from_paths
+from jaxspec.checkpoint import find_head
+from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths, tree_from_paths
 from jaxspec.core.types import Tree
 from jaxspec.trees.acceptance import (
     PUBLISHED_TAU,
@@ -29,6 +32,9 @@ from jaxspec.trees.files import write_entry
 from jaxspec.trees.latency import LatencyProfile
 
 PLAIN = "plain decoding"
+TREE_FILE = "tree.json"
+PUBLISHED_TREES: Mapping[str, tuple[Path, ...]] = {"eagle-25": EAGLE_PATHS}
+"""Trees that `load_tree` knows by name; the number leaves the root out."""
 GRID_DEPTHS, GRID_WIDTHS, GRID_BRANCHES, GRID_NODES = (3, 5), (1, 8), (1, 3), (3, 25)
 """The grid of the paper, ends included; nodes leave the root out."""
 
@@ -264,6 +270,61 @@ def search_tree(
 def save_tree(found: Candidate, path: str | FilePath, **facts: Any) -> None:
     """Writes a tree with its figures as JSON; the file is there whole or not at all."""
     write_entry(path, {**found.as_dict(), **facts})
+
+
+def load_tree(source: str | FilePath) -> tuple[Path, ...]:
+    """The nodes of a tree, for `Eagle.of(head, paths)`.
+
+    Args:
+        source: a file of `save_tree`, or one with a JSON list of rank paths; or the name of a
+            published tree, see `PUBLISHED_TREES`.
+
+    Raises:
+        ValueError: there is no such file, or it holds something else, or a tree without a node,
+            which is how a search says that plain decoding is faster.
+
+    Example:
+        >>> from jaxspec.trees import load_tree
+        >>> len(load_tree("eagle-25"))
+        25
+    """
+    if str(source) in PUBLISHED_TREES:
+        return PUBLISHED_TREES[str(source)]
+    try:
+        value = json.loads(FilePath(source).read_text(encoding="utf-8"))
+        entries = value["paths"] if isinstance(value, dict) else value
+        paths = [tuple(map(operator.index, path)) for path in entries]
+    except OSError as error:
+        raise ValueError(
+            f"tree {source}: {error.strerror or error}; give a file of `jaxspec tune tree`, or "
+            f"{', '.join(PUBLISHED_TREES)}."
+        ) from None
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"tree {source}: must hold a JSON list of rank paths, such as [[0], [1], [0, 0]], or "
+            "an object with one as 'paths'."
+        ) from None
+    if not paths:
+        raise ValueError(
+            f"tree {source}: has no node, so its search found that plain decoding is faster; "
+            "decode without a drafter, or give another tree."
+        )
+    try:
+        return normalize_paths(paths)
+    except ValueError as error:
+        raise ValueError(f"tree {source}: {error}") from None
+
+
+def tree_of_head(head: str | FilePath) -> tuple[Path, ...]:
+    """The tree to draft over with an EAGLE head: the one searched for it, `tree.json` beside it.
+
+    Where none lies there, EAGLE's own of 25 nodes.
+
+    Args:
+        head: as for `load_eagle`.
+    """
+    searched = find_head(head) / TREE_FILE
+    return load_tree(searched) if searched.is_file() else EAGLE_PATHS
 
 
 def paper_grid(acceptance: AcceptanceTable, max_batch: int) -> list[tuple[Path, ...]]:

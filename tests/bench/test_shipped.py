@@ -3,31 +3,39 @@
 import dataclasses
 import gzip
 import json
+import shutil
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxspec
 from jaxspec.bench import assisted, shipped
 from jaxspec.bench.assisted import Pass, generation_of
 from jaxspec.bench.comparison import Divergence
-from jaxspec.bench.results import HEAD, as_dict, as_markdown
+from jaxspec.bench.results import MADE_BY, as_dict, as_markdown, write_markdown
 from jaxspec.bench.shipped import (
     SUITES,
     Assisted,
     AssistedRow,
+    PromptSet,
     SuitePrompt,
+    dynamic_tree,
     first_that_fit,
     measure,
     read_prompt_set,
 )
-from jaxspec.checkpoint import hub
+from jaxspec.bench.step import StepTimes
+from jaxspec.checkpoint import hub, save_eagle
 from jaxspec.cli import main
 from jaxspec.commands import bench as command
+from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.models import EagleHead, init_eagle_params
 from tests.bench.models import WrongRoot
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K, HUMANEVAL, MBPP = SUITES["shipped"].prompt_sets
+(EAGLE_GSM8K,) = SUITES["trees"].prompt_sets
 ONE, TWO = "How many are 1 + 1?", "How many are 2 + 3?"
 # All but the first have 17 to 32 bytes, so that their programs are the same.
 ROWS = {
@@ -37,6 +45,7 @@ ROWS = {
         {"text": "Add.\r\n", "test_list": ["f(1)", "f(2)"]},
         {"text": "Subtract.", "test_list": []},
     ],
+    EAGLE_GSM8K.file: [{"turns": [ONE]}, {"turns": [TWO]}],
 }
 
 
@@ -58,10 +67,13 @@ def checkpoints(model, tmp_path_factory) -> Path:
     return root / "checkpoints"
 
 
-def small_suite(monkeypatch, checkpoints: Path, **changes) -> None:
-    """Makes the suite short, of tiny models, without `transformers`."""
-    suite = dataclasses.replace(SUITES["shipped"], max_new_tokens=8, **changes)
-    monkeypatch.setitem(SUITES, "shipped", suite)
+def small_suite(monkeypatch, checkpoints: Path, name: str = "shipped", **changes) -> None:
+    """Makes the suite short, of tiny models, without `transformers`; steps are not really timed."""
+    suite = dataclasses.replace(SUITES[name], max_new_tokens=8, **changes)
+    monkeypatch.setitem(SUITES, name, suite)
+    times = StepTimes(step=0.008, draft=0.002, target=0.005, width=4.0)
+    monkeypatch.setattr(shipped, "measure_drafter", lambda *_, **__: times)
+    monkeypatch.setattr(shipped, "measure_tree_building", lambda *_, **__: 0.001)
     monkeypatch.setattr(hub, "_PACKAGE", checkpoints.parent / "jaxspec")
     monkeypatch.setattr(shipped, "why_not_here", lambda: "torch is at home")
 
@@ -71,6 +83,32 @@ def result(checkpoints, data_folder):
     with pytest.MonkeyPatch.context() as monkeypatch:
         small_suite(monkeypatch, checkpoints)
         return measure("shipped", data_folder, prompts_per_set=2, repeats=1, progress=False)
+
+
+@pytest.fixture(scope="module")
+def head(model) -> EagleHead:
+    config = model.config.replace(num_layers=1)
+    return EagleHead(init_eagle_params(config, True, jax.random.key(0)), config)
+
+
+@pytest.fixture(scope="module")
+def trees(head, checkpoints, data_folder, tmp_path_factory):
+    """The suite of trees, with a random head and a small tree beside it."""
+    root = tmp_path_factory.mktemp("with-head")
+    shutil.copytree(checkpoints, root / "checkpoints")
+    save_eagle(head, root / "checkpoints" / "demo-eagle")
+    (root / "checkpoints" / "demo-eagle" / "tree.json").write_text('{"paths": [[0], [1], [0, 0]]}')
+    methods = SUITES["trees"].methods
+    kept = ("searched tree", "EAGLE-2, as searched", "EAGLE-3, searched tree")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        small_suite(
+            monkeypatch,
+            root / "checkpoints",
+            "trees",
+            methods={name: methods[name] for name in kept},
+            temperatures={"greedy": 0.0},
+        )
+        return measure("trees", data_folder, prompts_per_set=2, repeats=1, progress=False)
 
 
 class TestPrompts:
@@ -100,6 +138,12 @@ class TestPrompts:
         assert first_that_fit(prompts, model, room=exactly, count=9) == prompts[1:]
         assert first_that_fit(prompts, model, room=exactly + 1, count=9) == []
 
+    def test_categories_choose_rows_and_lists_have_entries(self, tmp_path):
+        rows = [{"category": c, "turns": [f"{c}?", "And?"]} for c in ("qa", "rag", "qa")]
+        (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        group = PromptSet("questions", "rows.jsonl", "{turns[0]}\n", of=("qa",))
+        assert read_prompt_set(group, tmp_path) == [SuitePrompt("questions", "qa?\n")] * 2
+
     def test_a_row_without_a_field_is_named(self, tmp_path):
         (tmp_path / "humaneval").mkdir()
         (tmp_path / HUMANEVAL.file).write_bytes(gzip.compress(b'{"text": "t"}'))
@@ -116,7 +160,16 @@ class TestPage:
 
     def test_it_begins_with_its_command(self, result):
         typed = "jaxspec bench --suite shipped --prompts-per-set 2 --repeats 1"
-        assert as_markdown(result).startswith(f"{HEAD}\n    {typed}\n")
+        head = f"# Figures of the shipped models\n\n{MADE_BY}"
+        assert as_markdown(result).startswith(f"{head}\n    {typed}\n")
+
+    def test_a_suite_replaces_its_own_part_of_the_page(self, result, tmp_path):
+        page, other = tmp_path / "page.md", "# Other figures\n\n## demo\n\ntext"
+        page.write_text(f"# Figures of the shipped models\n\nold\n\n{other}\n")
+        write_markdown(result, page)
+        assert page.read_text() == f"{as_markdown(result)}\n{other}\n"
+        write_markdown(result, page)
+        assert page.read_text() == f"{as_markdown(result)}\n{other}\n"
 
     def test_tables_hold_the_figures(self, result):
         sets, greedy, *_ = tables = self.tables(as_markdown(result))
@@ -143,6 +196,10 @@ class TestPage:
 
     def test_it_says_what_is_not_there(self, result):
         page = as_markdown(result)
+        assert (
+            "Left out, as their heads are not here or for another target: EAGLE-1, searched tree; "
+            in page
+        )
         assert "Rows of `transformers` are left out: torch is at home." in page
         assert "Rows of `transformers` are left out: they are measured greedily only." in page
         assert "Not here, so not measured: demo-small." in page
@@ -159,7 +216,46 @@ class TestPage:
         path = ROOT / "checkpoints" / "RESULTS.md"
         if not path.is_file():
             pytest.skip("needs checkpoints/RESULTS.md, which is not here")
-        assert path.read_text(encoding="utf-8").startswith(HEAD)
+        assert f"{MADE_BY}\n    jaxspec bench --suite " in path.read_text(encoding="utf-8")
+
+
+class TestTrees:
+    """`--suite trees`: static against dynamic trees."""
+
+    def test_a_dynamic_tree_has_the_bounds_of_a_static_one(self, head):
+        drafter = dynamic_tree(head, EAGLE_PATHS).drafter
+        assert (drafter.num_nodes, drafter.depth, drafter.beam) == (25, 4, 4)
+        assert dynamic_tree(head, ((0,),)).drafter.depth == 1
+
+    def test_the_table_has_the_columns_of_the_paper(self, trees):
+        page = as_markdown(trees)
+        assert "\n    jaxspec bench --suite trees --prompts-per-set 2 --repeats 1\n" in page
+        heading = "| method | budget | drafting | building | verification | step | tau | tokens/s |"
+        _, _, table = page.partition(f"\n{heading}\n")
+        rows = [line.strip("| ").split(" | ") for line in table.split("\n\n")[0].splitlines()[1:]]
+        comparison = trees.targets["demo"].settings["greedy"].comparison
+        assert [row[:6] for row in rows] == [
+            ["plain", "0", "2.00", "", "5.00", "8.00"],
+            ["searched tree", "3", "2.00", "", "5.00", "8.00"],
+            ["EAGLE-2, as searched", "3", "2.00", "1.00", "5.00", "8.00"],
+        ]
+        for row, measured in zip(rows, comparison.rows, strict=True):
+            assert row[6] == f"{measured.overall.mean_acceptance_length:.2f}"
+        assert "another target: EAGLE-3, searched tree." in page
+        assert "transformers` are left out: this suite compares our own methods." in page
+        assert trees.outputs_agree
+
+    def test_every_figure_is_written(self, trees):
+        shown = json.loads(json.dumps(as_dict(trees), allow_nan=False))["targets"]["demo"]
+        assert shown["left_out"] == ["EAGLE-3, searched tree"]
+        assert shown["settings"]["greedy"]["steps"]["EAGLE-2, as searched"] == {
+            "nodes_without_root": 3,
+            "tokens_in_target_pass": 4.0,
+            "building_seconds": 0.001,
+            "draft_seconds": 0.002,
+            "target_seconds": 0.005,
+            "step_seconds": 0.008,
+        }
 
 
 class TestCommand:
@@ -171,7 +267,7 @@ class TestCommand:
     def test_it_writes_the_page_and_the_figures(self, capsys, monkeypatch, result, tmp_path):
         monkeypatch.setattr(command, "measure", lambda *_: result)
         page, figures = tmp_path / "RESULTS.md", tmp_path / "figures.json"
-        page.write_text("old")
+        page.write_text("# Figures of the shipped models\n\nold\n")
         assert self.run("--out", page, "--json", figures) == 0
         assert page.read_text(encoding="utf-8") == as_markdown(result) == capsys.readouterr().out
         assert json.loads(figures.read_text()) == json.loads(json.dumps(as_dict(result)))

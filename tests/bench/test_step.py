@@ -4,17 +4,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import NoDraft, PromptLookup
+from jaxspec import Eagle2, NoDraft, PromptLookup
 from jaxspec.bench.batch import measure_batch
 from jaxspec.bench.step import (
     begin_and_propose,
     measure_step,
     repetitive_prompt,
+    same_passes,
     step_loop,
     target_loop,
     widths_used,
 )
 from jaxspec.core.types import Params, Stop
+from jaxspec.trees import draft_batches
 
 NUM_STEPS = 3
 
@@ -60,6 +62,12 @@ def test_all_parts_take_time(begun):
     times = measure_step(params, states, proposals, PromptLookup(), NUM_STEPS, repeats=1)
     assert min(times.step, times.draft, times.target) > 0
     assert 1 <= times.width <= 5
+
+
+def test_a_static_tree_has_the_passes_of_a_dynamic_one():
+    twin = same_passes(Eagle2(num_nodes=20, depth=3, beam=4, taps=(2, 4, 5)))
+    assert draft_batches(twin.paths) == (1, 4, 4, 4)  # the root's, then `depth` of `beam`
+    assert twin.taps == (2, 4, 5)
 
 
 def test_a_batch_is_set_beside_one_row(model):

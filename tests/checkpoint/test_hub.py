@@ -16,12 +16,15 @@ from jaxspec.checkpoint import (
     Tokenizer,
     hub,
     load,
+    load_eagle,
     save,
+    save_eagle,
     save_orbax,
+    shipped_heads,
     shipped_models,
 )
 from jaxspec.checkpoint.safetensors import find_tensors
-from jaxspec.models import ModelConfig, Rope
+from jaxspec.models import EagleHead, ModelConfig, Rope, init_eagle_params
 from tests.checkpoint.networks import assert_same_network, random_network
 
 
@@ -296,8 +299,25 @@ def test_shipped_models_are_found_by_name(place, tmp_path, monkeypatch, tiny_net
     monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
     save(Model(tiny_network), tmp_path / place / "tiny")
     (tmp_path / place / "notes").mkdir()
+    config = tiny_network.config.replace(
+        num_layers=1,
+        layer_types=("full",),
+        sliding_window=None,
+        qk_norm=False,
+        out_bias=False,
+        mlp_bias=False,
+    )
+    head = EagleHead(init_eagle_params(config, False, jax.random.key(0)), config, bias=False)
+    save_eagle(head, tmp_path / place / "tiny-head")
     assert shipped_models().keys() == {"tiny"}
     assert load("tiny").name == "tiny"
+    assert shipped_heads().keys() == {"tiny-head"}
+    again = load_eagle("tiny-head", tiny_network)
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+    with pytest.raises(CheckpointError, match=r"load_eagle\('tiny-head', model\.network\)"):
+        load("tiny-head")
+    with pytest.raises(CheckpointError, match=r"nor a shipped head .* \(shipped: tiny-head\)"):
+        load_eagle("other-head", tiny_network)
     with pytest.raises(CheckpointError, match=r"nor a shipped model.*shipped: tiny"):
         load("tinny")
 

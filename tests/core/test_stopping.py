@@ -73,10 +73,10 @@ def plain_cut(emitted, finite, count, room, stop_ids, strings, state):
         if not finite[kept]:
             return kept, Stop.NOT_FINITE, state
         state = table[state, emitted[kept]] if strings else state
-        if emitted[kept] in stop_ids:
-            return kept + 1, Stop.TOKEN, state
         if strings and state == len(table) - 1:
             return kept + 1, Stop.STRING, state
+        if emitted[kept] in stop_ids:
+            return kept + 1, Stop.TOKEN, state
         if kept + 1 == room:
             return kept + 1, Stop.LENGTH, state
     return count, Stop.RUNNING, state

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +18,16 @@ from jaxspec.drafters import Eagle, Eagle2
 from tests.laws.test_drafters import free_request
 from tests.models.test_eagle import first, golden, third  # noqa: F401  (fixtures)
 
-CHAIN5 = tuple((0,) * length for length in range(1, 6))
+
+def chain(length: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((0,) * depth for depth in range(1, length + 1))
+
+
+def siblings(count: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((rank,) for rank in range(count))
+
+
+CHAIN5 = chain(5)
 
 
 @pytest.mark.parametrize("case", ["eagle1_mc_sim_7b_63/2", "chain5/2"])
@@ -73,6 +83,21 @@ def test_recorded_dynamic_trees(golden, request, file, heads):  # noqa: F811
     assert len(row.trace) >= len(recorded["steps"])
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda head: Eagle.of(head, chain(513)), "513 levels deep, but the head has 512 posit"),
+        (lambda head: Eagle.of(head, siblings(65)), "takes rank 64, but the head drafts from 64"),
+        (lambda head: Eagle2.of(head, beam=65), "takes rank 64, but the head drafts from 64"),
+    ],
+)
+def test_trees_too_large_for_the_head_are_refused(first, make, message):  # noqa: F811
+    target, folder = first
+    drafter = make(load_eagle(folder, target))
+    with pytest.raises(ValueError, match=message):
+        generate(Model(target, None), [1, 2, 3], GenerationConfig(4), drafter)
+
+
 def test_true_states_replace_predicted_ones(first):  # noqa: F811
     """After any number of steps the head's cache is that of a fresh pass over the whole text."""
     target, folder = first
@@ -83,17 +108,22 @@ def test_true_states_replace_predicted_ones(first):  # noqa: F811
     states = decode(
         Params(target, head), request.prompts, request.automaton, drafter=drafter, plan=plan
     )
-    for row in range(3):
-        length = int(states.context.length[row])
-        tokens = states.context.tokens[row, :length]
+
+    @jax.jit
+    def fresh_pass(tokens):
+        length = len(tokens)
         hidden, _ = prefill(target, tokens, jnp.int32(length), chunk=length)
-        fresh = head.forward(
+        return head.forward(
             target.embed(tokens[1:]),
             hidden.features[:-1],
             jnp.arange(length - 1),
             causal(length - 1),
             None,
         )
+
+    for row in range(3):
+        length = int(states.context.length[row])
+        fresh = fresh_pass(states.context.tokens[row, :length])
         known = int(states.draft.cache.length[row])
         assert length - 1 - drafter.tree_shape[1] - 1 <= known < length
         kept = states.draft.cache.layers[0].values[row][:, :known]

@@ -84,7 +84,14 @@ def test_a_static_set_is_absent_from_the_program(target):
 
 
 @pytest.mark.parametrize(
-    "case", ["mid/K8_th0.8_autoTrue", "mid/K12_th0.2_autoTrue", "none/K12_th0.2_autoTrue"]
+    "case",
+    [
+        "mid/K8_th0.8_autoTrue",
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("mid/K12_th0.2_autoTrue", "none/K12_th0.2_autoTrue")
+        ),
+    ],
 )
 @pytest.mark.parametrize("form", ["static", "traced"])
 def test_recorded_generations(golden, target, case, form):

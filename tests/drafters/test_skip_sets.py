@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec import GenerationConfig, generate
-from jaxspec.checkpoint import Model
+from jaxspec.checkpoint import Model, hub
 from jaxspec.core.masks import causal
 from jaxspec.drafters import LayerSkip, published_skips
 from jaxspec.drafters.skip_sets import PUBLISHED_SKIPS, skip_settings, skipped_layers, skips_of
@@ -38,6 +38,7 @@ def deep_model(num_layers: int) -> Model:
     return Model(Network(init_params(config, jax.random.key(0)), config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [40, 80])
 def test_published_sets_skip_what_they_name(depth):
     """In a model of their depth: as a set says, that many products are absent."""
@@ -110,6 +111,7 @@ def test_a_drafter_is_read_from_a_file(tmp_path):
     skip = skips_of(3, [0, 1, 2], [1])
     assert LayerSkip.read(path) == LayerSkip(skip, 5, threshold=0.4, adaptive=None)
     assert LayerSkip.read(path, threshold=0.1).threshold == 0.1
+    assert LayerSkip.read(tmp_path) == LayerSkip.read(path)
 
     path.write_text(json.dumps(written))
     with pytest.raises(ValueError, match="no result of `jaxspec tune skips`: it has no 'num_spec"):
@@ -121,3 +123,13 @@ def test_a_drafter_is_read_from_a_file(tmp_path):
         skip_settings(path)
     with pytest.raises(ValueError, match="does not exist"):
         skip_settings(tmp_path / "other.json")
+
+
+def test_a_set_that_comes_with_the_package_is_read_by_name(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints" / "tiny-skips"
+    folder.mkdir(parents=True)
+    found = {"num_layers": 2, "attention": [0], "mlp": [], "threshold": 0.4}
+    (folder / "skips.json").write_text(json.dumps({**found, "num_speculative_tokens": 3}))
+    monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
+    assert LayerSkip.read("tiny-skips").skip == skips_of(2, [0], [])
+    assert "tiny-skips" not in hub.shipped_models()

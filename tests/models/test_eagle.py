@@ -117,6 +117,9 @@ def test_a_head_survives_saving(which, request, tmp_path):
     target, folder = request.getfixturevalue(which)
     head = load_eagle(folder, target)
     save_eagle(head, tmp_path / "saved")
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "saved").iterdir()}
+    (tmp_path / "any file").touch()
+    assert modes == {(tmp_path / "any file").stat().st_mode & 0o777}
     again = load_eagle(tmp_path / "saved", target)
     jax.tree.map(np.testing.assert_array_equal, head, again)
     written, published = (
@@ -167,6 +170,23 @@ def test_a_head_for_another_width_is_refused(first, tiny_network):
 def test_a_target_with_too_few_layers_for_eagle3_is_refused(first, third):
     with pytest.raises(ValueError, match="takes at least 7 layers; the target has 3"):
         load_eagle(third[1], first[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"without": ["d2t"]}, "drafts from 48 tokens of the target's 64, but d2t.* is missing"),
+        ({"tensors": {"d2t": np.zeros(47, np.int64)}}, "drafts from 48 tokens.* lists 47"),
+        (
+            {"config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}},
+            r"another target: it reads layers \[2, 4, 9\], the target has 8",
+        ),
+    ],
+)
+def test_eagle3_heads_that_do_not_fit_are_refused(third, changes, message, tmp_path):
+    target, folder = third
+    with pytest.raises(CheckpointError, match=message):
+        load_eagle(change(folder, tmp_path / "changed", **changes), target)
 
 
 def test_prefixes_of_other_dialects_are_read(first, third, tmp_path):

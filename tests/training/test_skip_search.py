@@ -12,12 +12,14 @@ from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import Model
 from jaxspec.cli import main
 from jaxspec.drafters import LayerSkip
-from jaxspec.drafters.skip_sets import skips_of
+from jaxspec.drafters.skip_sets import skipped_layers, skips_of
 from jaxspec.models import Skips
 from jaxspec.training import skip_objective, skip_search
+from jaxspec.training.skip_agreement import measure_agreement, regular_patterns
 from jaxspec.training.skip_objective import (
     Costs,
     ExpectedSeconds,
+    FixedText,
     MeasuredSeconds,
     Window,
     Worth,
@@ -33,7 +35,7 @@ from tests.bench.models import tiny_model
 from tests.laws.drafters import network
 
 DEPTH = 3
-COSTS = Costs(attention=0.2, mlp=0.3, rest=0.1, passes={1: 1.0, 2: 1.5, 4: 2.0})
+COSTS = Costs(attention=0.2, mlp=0.3, rest=0.1, passes={1: 1.0, 2: 1.5, 3: 1.8, 4: 2.0})
 PROMPT = [3, 1, 4, 1, 5]
 SKIP = skips_of(2, [1], [])
 
@@ -57,16 +59,20 @@ def test_worth_is_the_formula():
     """Two drafts: one is unsure of its second token and right, one is sure and wrong."""
     agrees = np.array([[True, True, False], [False, True, True]])
     confidence = np.array([[0.9, 0.4, 0.9], [0.9, 0.9, 0.9]])
-    worth = worth_of(agrees, confidence, 0.1, COSTS, thresholds=(0.5,))
+    worth = worth_of(agrees, confidence, 0.1, COSTS, lengths=(3,), thresholds=(0.5,))
     # Drafted: 2 and 3; accepted: 2 and 0; both passes need a width of 4.
     assert worth.tau == 2.0
     assert worth.drafted == 2.5
     assert worth.acceptance_rate == 0.4
     np.testing.assert_allclose(worth.seconds_per_token, (2.5 * 0.1 + 2.0) / 2)
     # Always exiting after one token: passes of 2, accepted 1 and 0.
-    alone = worth_of(agrees, confidence, 0.1, COSTS, thresholds=(1.0,))
+    alone = worth_of(agrees, confidence, 0.1, COSTS, lengths=(3,), thresholds=(1.0,))
     np.testing.assert_allclose(alone.seconds_per_token, (0.1 + 1.5) / 1.5)
-    assert worth_of(agrees, confidence, 0.1, COSTS, (0.5, 1.0)) == alone
+    assert worth_of(agrees, confidence, 0.1, COSTS, (3,), (0.5, 1.0)) == alone
+    # Two at most: both draft two in passes of 3, accepted 2 and 0.
+    two = worth_of(agrees, confidence, 0.1, COSTS, lengths=(2,), thresholds=(0.5,))
+    np.testing.assert_allclose(two.seconds_per_token, (2 * 0.1 + 1.8) / 2)
+    assert worth_of(agrees, confidence, 0.1, COSTS, (2, 3), (0.5,)) == two
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
@@ -111,8 +117,9 @@ def test_the_objective_says_the_same_again_from_one_program(objective):
 
 def test_nothing_skipped_is_all_accepted(objective):
     worth = objective(skips_of(2, [], []))
-    assert worth.tau == DEPTH + 1
-    np.testing.assert_allclose(worth.seconds_per_token, (DEPTH * 1.1 + 2.0) / (DEPTH + 1))
+    # Drafting is dear then: of lengths 1, 2 and 3 the first is the best.
+    assert (worth.num_speculative_tokens, worth.tau) == (1, 2.0)
+    np.testing.assert_allclose(worth.seconds_per_token, (1.1 + 1.5) / 2)
 
 
 def test_short_rows_are_left_out(model, window):
@@ -122,8 +129,8 @@ def test_short_rows_are_left_out(model, window):
     both, alone = (
         ExpectedSeconds(model.network, each, COSTS, DEPTH, (0.0,)) for each in (ragged, one)
     )
-    assert both.counted.sum() == alone.counted.sum() + 1
-    assert both.counted[1].tolist() == [True] + [False] * (both.counted.shape[1] - 1)
+    assert both.text.counted.sum() == alone.text.counted.sum() + 1
+    assert both.text.counted[1].tolist() == [True] + [False] * (both.text.counted.shape[1] - 1)
 
 
 def test_costs_are_differences_of_measured_drafts(model, monkeypatch):
@@ -143,13 +150,13 @@ def test_costs_are_differences_of_measured_drafts(model, monkeypatch):
     np.testing.assert_allclose(costs.mlp, 0.3)
     np.testing.assert_allclose(costs.draft_token(1, 0), 0.3)
     assert skip_objective.costs_from(json.loads(json.dumps(costs.as_dict()))) == costs
-    assert costs.target_pass(np.array([1, 2, 3, 4])).tolist() == [1.0, 1.5, 2.0, 2.0]
+    assert costs.target_pass(np.array([1, 2, 3, 4]), (1, 2, 4)).tolist() == [1.0, 1.5, 2.0, 2.0]
 
 
 def weighted(skip: Skips, weights) -> Worth:
     """A worth that is a product of what each sub-layer contributes: its best set is known."""
     bits = np.array([*skip.attention, *skip.mlp])
-    return Worth(float(np.exp(np.dot(bits, weights))), 0.5, 2.0, 4.0)
+    return Worth(float(np.exp(np.dot(bits, weights))), 4, 0.5, 2.0, 4.0)
 
 
 @pytest.fixture
@@ -322,7 +329,7 @@ def test_the_command_writes_what_the_drafter_reads(command, tmp_path, capsys):
     assert result["seconds_per_token"] == best
     assert result["plain_seconds_per_token"] == 1.0
     drafter = LayerSkip.read(tmp_path / "out" / "skips.json")
-    assert drafter.num_speculative_tokens == 3
+    assert drafter.num_speculative_tokens == result["num_speculative_tokens"] <= 3
 
     # Again, it has nothing left to do; with another model or setting, it says so.
     assert command("--evaluations", "4") == 0
@@ -332,6 +339,40 @@ def test_the_command_writes_what_the_drafter_reads(command, tmp_path, capsys):
     where = f"layer-skip:skips={tmp_path / 'out' / 'skips.json'}"
     argv = ["generate", str(tmp_path / "model"), "abc", "--max-new-tokens", "4", "--drafter", where]
     assert main(argv) == 0
+
+
+def test_the_command_prints_agreement(command, tmp_path, capsys):
+    assert command("--agreement") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    best = {row[0]: row[1] for row in rows if row and row[0] in ("50%", "67%", "75%")}
+    assert len(best) == 3
+    assert all(0 <= float(share.rstrip("%")) <= 100 for share in best.values())
+    assert not (tmp_path / "out").exists()
+
+
+def test_patterns_skip_what_they_say():
+    for share in (0.5, 2 / 3, 0.75):
+        for name, skip in regular_patterns(12, share).items():
+            assert sum(map(sum, skip)) == round(24 * share), name
+    half = regular_patterns(6, 0.5)
+    assert skipped_layers(half["last layers"]) == {"attention": [3, 4, 5], "mlp": [3, 4, 5]}
+    assert skipped_layers(half["middle layers"]) == {"attention": [2, 3, 4], "mlp": [2, 3, 4]}
+    assert skipped_layers(half["attention first"]) == {"attention": [*range(6)], "mlp": []}
+    assert not any(map(any, regular_patterns(6, 0.0)["every other layer"]))
+    assert all(map(all, regular_patterns(6, 1.0)["every other layer"]))
+    with pytest.raises(ValueError, match=r"share must be in \[0, 1\], got 1.5"):
+        regular_patterns(6, 1.5)
+
+
+def test_agreement_is_the_share_of_tokens_that_agree(model, window):
+    text = FixedText(model.network, window, DEPTH)
+    agreements = measure_agreement(text, (0.0, 0.5))
+    whole, half = agreements[:5], agreements[5:]
+    assert all((each.tokens, each.first) == (1.0, 1.0) for each in whole)
+    agrees = text.drafts(regular_patterns(2, 0.5)["last layers"]).agrees
+    (last,) = (each for each in half if each.pattern == "last layers")
+    assert (last.share, last.tokens, last.first) == (0.5, agrees.mean(), agrees[:, 0].mean())
+    assert last.tokens < 1
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from jaxspec.training.data import (
 )
 from jaxspec.training.plan import Plan, make_plan, seconds_per_step
 from jaxspec.training.settings import (
-    DEMO,
+    SMALL,
     LMTrainingSettings,
     OptimizerSettings,
     default_state_folder,
@@ -189,14 +189,21 @@ def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(
 
 def test_a_draft_model_learns_from_its_teacher(trained, tiny_settings, tmp_path):
     _, out = trained
+    teacher = shutil.copytree(out, tmp_path / "teacher")
     settings = dataclasses.replace(
-        tiny_settings, model=TINY.replace(embed_dim=8, mlp_dim=16), teacher=str(out)
+        tiny_settings, model=TINY.replace(embed_dim=8, mlp_dim=16), teacher=str(teacher)
     )
     draft = train_lm(settings, tmp_path / "state", tmp_path / "draft", console=QUIET)
     assert 0 < draft.metrics["validation"]["sums"]["agreement"] <= 1
     assert (tmp_path / "draft" / "tokenizer.json").read_bytes() == (
         out / "tokenizer.json"
     ).read_bytes()
+    assert f"teacher: `{teacher}`, whose files have" in (tmp_path / "draft/recipe.md").read_text()
+
+    config = teacher / "config.json"
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(ValueError, match="differs in the files of 'teacher'"):
+        train_lm(settings, tmp_path / "state", console=QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -445,7 +452,7 @@ def test_flags_go_before_the_file_and_the_file_before_defaults(tmp_path):
     settings = parsed("--config", str(path), "--minutes", "2", "--learning-rate", "0.5")
     assert (settings.num_steps, settings.minutes) == (None, 2.0)
     assert (settings.optimizer.clip, settings.optimizer.learning_rate) == (2.0, 0.5)
-    assert settings.model == DEMO.replace(num_layers=3, layer_types=())
+    assert settings.model == SMALL.replace(num_layers=3, layer_types=())
     assert settings.sources == (Source("notes", "notes.txt"),)
 
 

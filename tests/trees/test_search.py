@@ -21,7 +21,9 @@ from jaxspec.trees import (
     draft_batches,
     load_acceptance,
     load_profile,
+    load_tree,
     save_tree,
+    tree_of_head,
 )
 from jaxspec.trees.exact import best_trees
 from jaxspec.trees.search import (
@@ -289,3 +291,32 @@ def test_batches_are_of_nodes_with_children():
     assert draft_batches(EAGLE_PATHS) == (1, 4, 4, 1, 1)
     assert draft_batches([]) == ()
     assert calibrated_table().tau([]) == 1
+
+
+def test_trees_survive_a_file(tmp_path):
+    found = search_tree(INFERRED, PHONE, max_nodes=6)
+    save_tree(found.best, tmp_path / "tree.json")
+    assert set(load_tree(tmp_path / "tree.json")) == set(found.best.paths)
+    assert tree_of_head(tmp_path) == load_tree(tmp_path / "tree.json")
+    (tmp_path / "tree.json").unlink()
+    assert tree_of_head(tmp_path) == load_tree("eagle-25") == EAGLE_PATHS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[0], [1]", "must hold a JSON list of rank paths"),
+        ("[0, 1]", "must hold a JSON list of rank paths"),
+        ('{"tree": []}', "must hold a JSON list of rank paths"),
+        ("[[0.5]]", "must hold a JSON list of rank paths"),
+        ("[[1]]", "rank 0 is not in the tree"),
+        ('{"paths": []}', "plain decoding is faster"),
+        (None, "No such file.*or eagle-25"),
+    ],
+)
+def test_files_that_hold_no_tree_are_refused(text, message, tmp_path):
+    file = tmp_path / "tree.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ValueError, match=rf"tree .*tree\.json: .*{message}"):
+        load_tree(file)

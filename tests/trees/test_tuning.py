@@ -10,15 +10,18 @@ import jaxspec
 from jaxspec import DraftModel, GenerationConfig, PromptLookup
 from jaxspec.bench import tuning
 from jaxspec.bench.tuning import (
+    MeasuredTree,
     Parrot,
+    Prediction,
     measure_acceptance,
     measure_profile,
     measure_trees,
+    prediction_errors,
     with_tree,
 )
 from jaxspec.cli import main
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.trees import identity_of, load_acceptance, load_profile, probe_paths
+from jaxspec.trees import Candidate, identity_of, load_acceptance, load_profile, probe_paths
 from tests.bench.models import tiny_model
 
 PHONE = "galaxy-s25-adreno830-vicuna7b-q4"
@@ -114,6 +117,19 @@ def test_trees_are_timed_without_prefill(model, drafter, timed):
         )
 
 
+def test_errors_of_predictions_leave_plain_decoding_out():
+    def prediction(paths, predicted, measured):
+        candidate = Candidate(paths, ("exact",), 1.0, 1 / predicted)
+        return Prediction(candidate, MeasuredTree(1.0, 1 / measured))
+
+    trees = [prediction(((0,),), speed, 100.0) for speed in (90.0, 104.0, 108.0)]
+    errors = prediction_errors([*trees, prediction((), 50.0, 100.0)])
+    assert errors == pytest.approx((3, 0.08, 0.1))
+    assert trees[0].as_dict()["error"] == pytest.approx(-0.1)
+    with pytest.raises(ValueError, match="none is of a tree"):
+        prediction_errors([])
+
+
 def test_only_static_trees_are_tuned(drafter):
     assert with_tree(drafter, [(1,), (0,)]).drafter == DraftModel(paths=((0,), (1,)))
     with pytest.raises(ValueError, match=r"static tree \(Eagle, DraftModel\), got PromptLookup"):
@@ -159,9 +175,14 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
     argv += ["--profile", PHONE, "--max-depth", "2", "--max-branch", "2", "--max-new-tokens", "13"]
     assert main([*argv, "--measure", "1", "--repeats", "1", "--out", str(out)]) == 0
     captured = capsys.readouterr()
-    assert "of 2 trees: off by" in captured.out
+    assert "of 1 trees: off by" in captured.out
     assert json.loads((out / "tree.json").read_text())["paths"] == [[0], [0, 0]]
-    assert len(json.loads((out / "search.json").read_text())["measured"]) == 2
+    search = json.loads((out / "search.json").read_text())
+    tree, plain = search["measured"]
+    assert (tree["paths"], plain["paths"]) == ([[0], [0, 0]], [])
+    assert tree["measured"]["tau_bonus_included"] == pytest.approx(13 / 5)
+    assert search["errors_of_prediction"]["worst"] == pytest.approx(abs(tree["error"]))
+    assert (out / "predicted.png").read_bytes().startswith(b"\x89PNG")
     table = load_acceptance(out / "acceptance.json")
     assert table.head == identity_of(model.network)
     # A table of another head is not priced as if it were this one's.
