@@ -42,7 +42,7 @@ MIN_BUCKET = 16
 Message = Mapping[str, Any]
 PromptLike = str | Sequence[int] | np.ndarray | Sequence[Message]
 PerPrompt = float | Sequence[float]
-PerRow = Callable[[str, type], np.ndarray]
+PerRow = Callable[[str, type], Any]
 """A field of `GenerationConfig` as an array with one entry per prompt."""
 
 

@@ -77,7 +77,7 @@ def accept_sampled(
     """
     levels, nodes, drafts = tree.paths.shape[1], len(tree.parents), len(tree.parents) - 1
     vocab = probs.shape[1]
-    parents = tree.parents[1:]
+    parents = np.asarray(tree.parents[1:])
     drafted = jax.nn.one_hot(tokens[1:], vocab, dtype=probs.dtype)
     chances = jnp.sum(take_rows(probs, parents) * drafted, axis=1).reshape(1, 1, 1, drafts)
 

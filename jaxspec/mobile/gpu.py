@@ -195,8 +195,8 @@ def _loops(manifest: Manifest) -> dict[str, tuple[LoopOf, Warp]]:
         loops["draft, verify, commit"] = verify_drafts, Warp()
     if "step_sampled" in manifest.signatures:
         # So cold that it samples the likeliest token, and can be compared with the others.
-        cold: Any = Warp(temperature=np.float32(1e-3))
-        loops["step_sampled"] = Steps, cold
+        cold: Any = np.float32(1e-3)
+        loops["step_sampled"] = Steps, Warp(temperature=cold)
     return loops
 
 

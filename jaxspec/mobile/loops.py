@@ -224,10 +224,9 @@ class LookupDraft:
 
 
 def _look_up(lookup: PromptLookup, tokens, length) -> Proposal:
-    none = np.zeros(0, np.float32)
-    nothing: Any = Recent(none, none, none, none), KVCache((), length)
-    recent, cache = nothing
-    no_stops = np.full(1, -1, np.int32)
+    none: Any = np.zeros(0, np.float32)
+    recent, cache = Recent(none, none, none, none), KVCache((), length)
+    no_stops: Any = np.full(1, -1, np.int32)
     context = Context(tokens, length, length, no_stops, Warp(), cache, recent)
     proposal, _ = lookup.propose(Params((), ()), jax.random.key(0), (), context)
     return proposal
@@ -291,10 +290,10 @@ class DynamicDraft:
         # A child never scores above its parent, and a stable order takes what came first on ties.
         kept = np.sort(np.argsort(-scores, kind="stable")[: self._num_nodes])
         above = np.where(parents[kept] < 0, 0, np.searchsorted(kept, parents[kept]) + 1)
-        every_node = np.ones(self.nodes, bool)
+        every_node: Any = np.ones(self.nodes, bool)
         tree = self._tree(np.asarray([-1, *above], np.int32), every_node)
-        nodes = np.asarray([text[-1], *tokens[kept]], np.int32)
-        no_law = np.zeros(self.nodes, np.int32)
+        nodes: Any = np.asarray([text[-1], *tokens[kept]], np.int32)
+        no_law: Any = np.zeros(self.nodes, np.int32)
         return Proposal(nodes, jax.device_get(tree), every_node, None, no_law)
 
     def _expand(

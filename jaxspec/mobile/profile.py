@@ -207,7 +207,7 @@ def _spread(runs: Float[np.ndarray, " repeats"]) -> float:
 
 
 def _profile(
-    seconds: Mapping[str, tuple[float, float | None]], where: str, **facts: str
+    seconds: Mapping[str, tuple[float, float | None]], where: str, **facts: Any
 ) -> LatencyProfile:
     """A target time is that of a pass and its commit; the host's acceptance is left out."""
 
