@@ -1,12 +1,7 @@
-"""A measured suite as a part of a page of Markdown, `checkpoints/RESULTS.md`, and as plain values.
-
-The page has one part per suite, which a new measurement of that suite replaces.
-"""
+"""A measured suite as a part of `checkpoints/RESULTS.md`, and as plain values."""
 
 import dataclasses
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 from jaxspec.bench.assisted import ASSISTED
@@ -29,7 +24,6 @@ from jaxspec.bench.table import (
     outputs_text,
     speedup_text,
 )
-from jaxspec.checkpoint.files import replacing_files
 
 MADE_BY = "Made by this command, never by hand:\n"
 _COLUMNS = {
@@ -75,21 +69,6 @@ def command_of(result: SuiteResult) -> str:
         f"jaxspec bench --suite {result.name} --prompts-per-set {result.prompts_per_set} "
         f"--repeats {result.repeats}"
     )
-
-
-def write_markdown(result: SuiteResult, path: Path) -> None:
-    """Puts `as_markdown` in its place on a page, where other suites' parts stay.
-
-    A file that is there is replaced whole or not at all.
-    """
-    old = path.read_text(encoding="utf-8") if path.is_file() else ""
-    parts = {
-        part.partition("\n")[0]: part.strip() for part in re.split(r"^(?=# )", old, flags=re.M)
-    }
-    parts[f"# {result.suite.title}"] = as_markdown(result).strip()
-    page = "\n\n".join(filter(None, parts.values())) + "\n"
-    with replacing_files(path.parent) as staging:
-        (staging / path.name).write_text(page, encoding="utf-8")
 
 
 def as_markdown(result: SuiteResult) -> str:

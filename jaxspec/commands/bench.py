@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from jaxspec.bench.compare import compare, describe
+from jaxspec.bench.page import write_part
 from jaxspec.bench.prompts import FIELDS, read_prompts
-from jaxspec.bench.results import as_dict, as_markdown, write_markdown
+from jaxspec.bench.results import as_dict, as_markdown
 from jaxspec.bench.shipped import SUITES, measure
 from jaxspec.checkpoint import load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
@@ -160,7 +161,7 @@ def run_suite(args: argparse.Namespace) -> int:
     check_writable(args.json)
     check_writable(args.out, "--out")
     result = measure(args.suite, args.data_folder, count, args.repeats)
-    write_markdown(result, args.out)
+    write_part(as_markdown(result), args.out)
     print(f"wrote {args.out}", file=sys.stderr)
     print(as_markdown(result), end="", file=sys.stderr if args.json == "-" else sys.stdout)
     write_figures(as_dict(result), args.json)

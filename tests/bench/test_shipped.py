@@ -13,7 +13,8 @@ import jaxspec
 from jaxspec.bench import assisted, shipped
 from jaxspec.bench.assisted import Pass, generation_of
 from jaxspec.bench.comparison import Divergence
-from jaxspec.bench.results import MADE_BY, as_dict, as_markdown, write_markdown
+from jaxspec.bench.page import write_part
+from jaxspec.bench.results import MADE_BY, as_dict, as_markdown
 from jaxspec.bench.shipped import (
     SUITES,
     Assisted,
@@ -166,9 +167,9 @@ class TestPage:
     def test_a_suite_replaces_its_own_part_of_the_page(self, result, tmp_path):
         page, other = tmp_path / "page.md", "# Other figures\n\n## demo\n\ntext"
         page.write_text(f"# Figures of the shipped models\n\nold\n\n{other}\n")
-        write_markdown(result, page)
+        write_part(as_markdown(result), page)
         assert page.read_text() == f"{as_markdown(result)}\n{other}\n"
-        write_markdown(result, page)
+        write_part(as_markdown(result), page)
         assert page.read_text() == f"{as_markdown(result)}\n{other}\n"
 
     def test_tables_hold_the_figures(self, result):
