@@ -106,17 +106,15 @@ def add_litert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_litert(args: argparse.Namespace) -> int:
-    """Measures the paper's comparison on LiteRT, and writes its page to `--out`."""
+    """Measures the paper's comparison on LiteRT, and writes its part of the page `--out`."""
     if args.prompts is None or args.head is None or args.tree is None:
         return args.parser.error(
             "--runtime litert: give MODEL, PROMPTS.jsonl, --head FOLDER and --tree FILE."
         )
-    from jaxspec.mobile.comparison import compare_on_litert, num_parts, write_comparison
+    from jaxspec.mobile.comparison import compare_on_litert, num_parts
 
-    default = args.parser.get_default("out")
-    out = default.with_name("RESULTS_LITERT.md") if args.out == default else args.out
     check_writable(args.json)
-    check_writable(out, "--out")
+    check_writable(args.out, "--out")
     quantizations = args.quantize.split(",")
     for name in quantizations:
         check_quantization(name)
@@ -135,8 +133,8 @@ def run_litert(args: argparse.Namespace) -> int:
             min(1024, model.config.max_positions),
             advance,
         )
-    write_comparison(comparison, out)
-    print(f"wrote {out}", file=sys.stderr)
+    write_part(comparison.as_markdown(), args.out)
+    print(f"wrote {args.out}", file=sys.stderr)
     print(comparison.as_markdown(), end="", file=sys.stderr if args.json == "-" else sys.stdout)
     write_figures(comparison.as_dict(), args.json)
     return 0

@@ -15,7 +15,6 @@ import numpy as np
 
 from jaxspec.bench.machine import Machine, this_machine
 from jaxspec.checkpoint import Model
-from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.types import Proposal
@@ -122,12 +121,6 @@ def _table(rows: Sequence[MethodResult]) -> str:
         for row in rows
     ]
     return "\n".join([head, *lines])
-
-
-def write_comparison(comparison: LitertComparison, path: Path) -> None:
-    """Writes the page, whole or not at all."""
-    with replacing_files(path.parent) as staging:
-        (staging / path.name).write_text(comparison.as_markdown(), encoding="utf-8")
 
 
 def compare_on_litert(
