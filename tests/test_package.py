@@ -240,13 +240,14 @@ def test_the_wheel_carries_the_models_of_the_demo_and_no_more(wheel):
         for file in needed
     }
     of_heads = ("config.json", "model.safetensors", "recipe.md")
-    beside_heads = ("tree.json", "profile.json", "acceptance.json")
+    beside_heads = ("tree.json", "profile.json", "acceptance.json", "search.json")
     for head, folder in shipped_heads().items():
         files = (*of_heads, *(file for file in beside_heads if (folder / file).is_file()))
         expected |= {f"jaxspec/checkpoints/{head}/{file}" for file in files}
     carried = {name for name in names if name.startswith("jaxspec/checkpoints/")}
     sets = [path.parent.name for path in (ROOT / "checkpoints").glob("demo*/skips.json")]
-    expected |= {f"jaxspec/checkpoints/{name}/skips.json" for name in sets}
+    of_sets = ("skips.json", "trace.jsonl", "recipe.md")
+    expected |= {f"jaxspec/checkpoints/{name}/{file}" for name in sets for file in of_sets}
     assert carried == expected
     assert set(SOURCES) <= names
     facts = f"jaxspec-{jaxspec.__version__}.dist-info"

@@ -18,7 +18,14 @@ from jaxspec.bench.comparison import Comparison, Divergence
 from jaxspec.bench.figures import Figures, figures_of_subsets, subsets_of
 from jaxspec.bench.prompts import read_entries
 from jaxspec.bench.step import StepTimes, measure_drafter, measure_tree_building
-from jaxspec.checkpoint import Model, load, load_eagle, shipped_heads, shipped_models
+from jaxspec.checkpoint import (
+    Model,
+    load,
+    load_eagle,
+    shipped_folders,
+    shipped_heads,
+    shipped_models,
+)
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.types import Drafter, Params, PyTree, Warp
@@ -36,8 +43,11 @@ from jaxspec.generation import GenerationConfig, prepare
 from jaxspec.models import Eagle3Head, EagleHead
 from jaxspec.progress import progress_bar
 from jaxspec.trees import draft_batches, tree_of_head
+from jaxspec.trees.search import TREE_FILE
 
-EAGLE_HEAD, EAGLE3_HEAD, HEADS_TARGET = "demo-eagle", "demo-eagle3", "demo"
+EAGLE_HEAD, EAGLE3_HEAD, SKIPS = "demo-eagle", "demo-eagle3", "demo-skips"
+MADE_FOR = "demo"
+"""The target that heads and sets belong to."""
 Method = Drafter | LoadedDrafter
 
 
@@ -65,8 +75,8 @@ class Suite:
         title: of its part of the page.
         prompt_sets: the prompts.
         targets: shipped models; those that are not here are left out.
-        methods: drafters by name, each made for a target; `None` where its head is not here, or is
-            for another target.
+        methods: drafters by name, each made for a target; `None` where its head or set is not
+            here, or is for another target.
         temperatures: by name; 0 is greedy. Every method is measured at each.
         assistant: the shipped model that `transformers` drafts with, greedily; `None` to leave
             `transformers` out.
@@ -103,13 +113,20 @@ _SPEC_BENCH = {
 }
 
 
-def _searched(**settings: Any) -> Callable[[Model], LayerSkip]:
+def searched_set(**settings: Any) -> Callable[[Model], LayerSkip | None]:
     """The shipped set with some settings in place of those found with it."""
-    return lambda target: LayerSkip.read("demo-skips", **settings)
+
+    def method(target: Model) -> LayerSkip | None:
+        if target.name != MADE_FOR or SKIPS not in shipped_folders():
+            return None
+        return LayerSkip.read(SKIPS, **settings)
+
+    return method
 
 
-def _adaptive(**settings: Any) -> Callable[[Model], LayerSkip]:
-    return _searched(num_speculative_tokens=8, adaptive=AdaptiveExit(**settings))
+def adaptive_exit(**settings: Any) -> Callable[[Model], LayerSkip | None]:
+    """The shipped set with a threshold that adapts, from the paper's settings but for some."""
+    return searched_set(num_speculative_tokens=8, adaptive=AdaptiveExit(**settings))
 
 
 def with_head(
@@ -118,7 +135,7 @@ def with_head(
     """A method that drafts with a shipped head."""
 
     def method(target: Model) -> LoadedDrafter | None:
-        if target.name != HEADS_TARGET or name not in shipped_heads():
+        if target.name != MADE_FOR or name not in shipped_heads():
             return None
         return draft(load_eagle(name, target.network))
 
@@ -127,7 +144,15 @@ def with_head(
 
 def searched_tree(name: str) -> Callable[[Model], LoadedDrafter | None]:
     """A shipped head over the tree that was searched for it."""
-    return with_head(name, lambda head: Eagle.of(head, tree_of_head(name)))
+    over_its_tree = with_head(name, lambda head: Eagle.of(head, tree_of_head(name)))
+
+    def method(target: Model) -> LoadedDrafter | None:
+        head = shipped_heads().get(name)
+        if head is None or not (head / TREE_FILE).is_file():
+            return None
+        return over_its_tree(target)
+
+    return method
 
 
 def dynamic_tree(head: EagleHead | Eagle3Head, paths: Sequence[RankPath]) -> LoadedDrafter:
@@ -150,6 +175,7 @@ SUITES = {
             "EAGLE-1, 25 nodes": with_head(EAGLE_HEAD, Eagle.of),
             "EAGLE-2, 59 nodes": with_head(EAGLE_HEAD, Eagle2.of),
             "EAGLE-3, searched tree": searched_tree(EAGLE3_HEAD),
+            "layer skip, as searched": searched_set(),
         },
         temperatures={"greedy": 0.0, "temperature 1": 1.0},
         assistant="demo-draft",
@@ -161,7 +187,7 @@ SUITES = {
     "trees": Suite(
         title="Static and dynamic EAGLE trees",
         prompt_sets=(PromptSet("GSM8K", "eagle_prompts/gsm8k_question.jsonl.gz", "{turns[0]}\n"),),
-        targets=(HEADS_TARGET,),
+        targets=(MADE_FOR,),
         methods={
             "searched tree": searched_tree(EAGLE_HEAD),
             "EAGLE's 25 nodes": with_head(EAGLE_HEAD, Eagle.of),
@@ -191,9 +217,10 @@ SUITES = {
         ),
         targets=("demo",),
         methods={
-            "layer skip, as searched": _searched(),
-            "layer skip, adaptive": _adaptive(),
+            "layer skip, as searched": searched_set(),
+            "layer skip, adaptive": adaptive_exit(),
             "draft model": lambda target: DraftModel.of(load("demo-draft")),
+            "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
         },
         temperatures={"greedy": 0.0, "temperature 0.7, top-p 0.9": 0.7},
         assistant=None,
@@ -206,18 +233,18 @@ SUITES = {
         prompt_sets=(_GSM8K, _HUMANEVAL),
         targets=("demo",),
         methods={
-            "as searched": _searched(),
-            **{f"K = {n}": _searched(num_speculative_tokens=n) for n in (1, 2, 3, 4, 6, 8)},
+            "as searched": searched_set(),
+            **{f"K = {n}": searched_set(num_speculative_tokens=n) for n in (1, 2, 3, 4, 6, 8)},
             **{
-                f"K = 8, threshold {p:g}": _searched(num_speculative_tokens=8, threshold=p)
+                f"K = 8, threshold {p:g}": searched_set(num_speculative_tokens=8, threshold=p)
                 for p in (0.2, 0.4, 0.6, 0.8)
             },
             # From here on the threshold adapts: the paper's settings, then one of them changed.
-            "adaptive": _adaptive(),
-            **{f"alpha = {rate:g}": _adaptive(target_rate=rate) for rate in (0.7, 0.8, 0.95)},
-            **{f"epsilon = {step:g}": _adaptive(step=step) for step in (0.03, 0.1, 0.3)},
-            **{f"beta1 = {share:g}": _adaptive(rate_memory=share) for share in (0.2, 0.8, 0.95)},
-            **{f"beta2 = {share:g}": _adaptive(threshold_memory=share) for share in (0.0, 0.5)},
+            "adaptive": adaptive_exit(),
+            **{f"alpha = {rate:g}": adaptive_exit(target_rate=rate) for rate in (0.7, 0.8, 0.95)},
+            **{f"epsilon = {step:g}": adaptive_exit(step=step) for step in (0.03, 0.1, 0.3)},
+            **{f"beta1 = {kept:g}": adaptive_exit(rate_memory=kept) for kept in (0.2, 0.8, 0.95)},
+            **{f"beta2 = {kept:g}": adaptive_exit(threshold_memory=kept) for kept in (0.0, 0.5)},
         },
         temperatures={"greedy": 0.0},
         assistant=None,
@@ -389,7 +416,7 @@ def measure(
                 assisted = _assisted(
                     suite, suite.assistant, model, folders[target], prompts, comparison, progress
                 )
-            steps = _steps(model, drafters, temperature, repeats, progress)
+            steps = _steps(model, drafters, comparison.config, repeats, progress)
             settings[label] = Setting(comparison, assisted, steps)
         return TargetResult(
             num_params=num_params(model.params),
@@ -412,12 +439,15 @@ def measure(
 def _steps(
     model: Model,
     drafters: Mapping[str, Method],
-    temperature: float,
+    config: GenerationConfig,
     repeats: int,
     progress: bool,
 ) -> dict[str, MethodSteps]:
-    """Times the steps of plain decoding and of every method."""
-    warp = Warp(temperature=jnp.full(1, temperature)) if temperature else Warp()
+    """Times the steps of plain decoding and of every method, greedily or sampling as `config`."""
+    warp = Warp()
+    if config.temperature:
+        top_p = jnp.full(1, config.top_p) if config.top_p != 1.0 else None
+        warp = Warp(temperature=jnp.full(1, config.temperature), top_p=top_p)
     methods = {OUR_PLAIN: NoDraft(), **drafters}
     steps = {}
     with progress_bar(len(methods), progress) as advance:

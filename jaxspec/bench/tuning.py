@@ -1,7 +1,7 @@
 """What the choice of a tree needs of a machine and a drafter: pass times, acceptance, speed."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -77,8 +77,8 @@ def measure_profile(
     *,
     tokens: Sequence[int] = TOKENS,
     batches: Sequence[int] = BATCHES,
-    num_steps: int = 16,
-    repeats: int = 15,
+    num_steps: int = 64,
+    repeats: int = 9,
     name: str = "",
     advance: Callable[[str], None] = lambda _: None,
 ) -> LatencyProfile:
@@ -93,7 +93,7 @@ def measure_profile(
         drafter: over any static tree; its own is not used.
         tokens: of the target passes, roots included.
         batches: nodes of the draft passes.
-        num_steps: in each timed loop.
+        num_steps: in each timed loop; entering one takes time as well, so let them be many.
         repeats: timed runs of each; medians and quartiles are over these.
         name: of the profile.
         advance: called with what is being prepared, once per program.
@@ -137,8 +137,8 @@ def measure_profile(
         runtime=f"jax {machine.jax}",
         dtype=str(model.network.dtype),
         source=(
-            f"measured with {model.name} and {drafter.drafter}, one row, greedy: medians of "
-            f"{repeats} loops of {num_steps} steps, run in turns"
+            f"measured with {model.name} and {type(drafter.drafter).__name__}, one row, greedy: "
+            f"medians of {repeats} loops of {num_steps} steps, run in turns"
             + ("; THE MACHINE WAS BUSY" if machine.busy else "")
         ),
     )
@@ -264,23 +264,42 @@ class Prediction(NamedTuple):
 
 
 class PredictionErrors(NamedTuple):
-    """How far predicted tokens per second lie from measured ones, as shares of the latter."""
+    """How far what was predicted lies from what was measured, as shares of the latter.
+
+    median, worst: of tokens per second. A machine that has become faster or slower since its
+        profile was measured is in them.
+    speedup_median, speedup_worst: of the speed-up over plain decoding, where that cancels.
+    """
 
     num_trees: int
     median: float
     worst: float
+    speedup_median: float
+    speedup_worst: float
 
 
-def prediction_errors(predictions: Iterable[Prediction]) -> PredictionErrors:
-    """Over all trees; plain decoding, which is no tree, is left out.
+def prediction_errors(predictions: Sequence[Prediction]) -> PredictionErrors:
+    """Over all trees, with plain decoding, which is no tree, beside them.
 
     Raises:
-        ValueError: there is no tree.
+        ValueError: there is no tree, or no plain decoding.
     """
-    errors = [abs(each.error) for each in predictions if each.predicted.paths]
-    if not errors:
-        raise ValueError("predictions: none is of a tree.")
-    return PredictionErrors(len(errors), float(np.median(errors)), max(errors))
+    trees = [each for each in predictions if each.predicted.paths]
+    plain = [each for each in predictions if not each.predicted.paths]
+    if not trees or len(plain) != 1:
+        raise ValueError(
+            f"predictions: must be of trees and of plain decoding once, got {len(trees)} and "
+            f"{len(plain)}."
+        )
+    errors = [abs(each.error) for each in trees]
+    of_speedups = [abs((1 + each.error) / (1 + plain[0].error) - 1) for each in trees]
+    return PredictionErrors(
+        len(trees),
+        float(np.median(errors)),
+        max(errors),
+        float(np.median(of_speedups)),
+        max(of_speedups),
+    )
 
 
 def measure_trees(

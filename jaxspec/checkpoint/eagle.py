@@ -70,6 +70,14 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
     config = _layer_config(raw, stored, target)
     dtype = np.dtype(target.dtype if dtype is None else dtype)
     ids = _draft_ids(stored, target.vocab_size)
+    num_drafted = target.vocab_size if ids is None else len(ids)
+    stated = raw.get("draft_vocab_size", num_drafted)
+    if stated != num_drafted:
+        raise CheckpointError(
+            f"{folder}: config.json says that the head drafts from {stated} tokens of the target's "
+            f"{target.vocab_size}, but d2t, which says from which, "
+            + ("is missing." if ids is None else f"lists {num_drafted}.")
+        )
     if not any(name.endswith("hidden_norm.weight") for name in stored):
         bias = _flag(raw, "bias", True)
         shapes = jax.eval_shape(partial(init_eagle_params, config, bias), jax.random.key(0))
@@ -80,14 +88,6 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
     if unsupported:
         raise CheckpointError(
             f"{folder}: this EAGLE-3 dialect sets {', '.join(unsupported)}, which is not supported."
-        )
-    num_drafted = target.vocab_size if ids is None else len(ids)
-    stated = raw.get("draft_vocab_size", num_drafted)
-    if stated != num_drafted:
-        raise CheckpointError(
-            f"{folder}: config.json says that the head drafts from {stated} tokens of the target's "
-            f"{target.vocab_size}, but d2t, which says from which, "
-            + ("is missing." if ids is None else f"lists {num_drafted}.")
         )
     config = config.replace(vocab_size=num_drafted)
     taps = tuple(raw.get("eagle_aux_hidden_state_layer_ids") or eagle3_taps(target.num_layers))

@@ -211,7 +211,7 @@ def _head(drafter: str, settings: Mapping[str, Any]) -> str:
 
 
 def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LayerSkip:
-    del args, model
+    del args
     settings = dict(settings)
     source = settings.pop("skips", None)
     if source is None:
@@ -220,7 +220,7 @@ def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any], model: Mo
             f"or a published set: {', '.join(PUBLISHED_SKIPS)}."
         )
     if source in PUBLISHED_SKIPS:
-        return LayerSkip(published_skips(source), **settings)
+        return LayerSkip(published_skips(source, model.config.num_layers), **settings)
     return LayerSkip.read(source, **settings)
 
 

@@ -48,9 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help=f"nodes of draft passes (default: {','.join(map(str, BATCHES))})",
     )
-    parser.add_argument("--repeats", type=int, default=15, metavar="N", help="default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--steps", type=int, default=16, metavar="N", help="in a timed loop (default: %(default)s)"
+        "--steps", type=int, default=64, metavar="N", help="in a timed loop (default: %(default)s)"
     )
     parser.add_argument("--name", default="", help="of the profile")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="write the profile")

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [row[: args.prompt_tokens] for row in rows]
     about = {
         "model": skip_search.fingerprint(model.network),
-        "objective": args.objective,
+        "objective": f"{args.objective}, step by step",
         "num_speculative_tokens": args.num_speculative_tokens,
         "thresholds": thresholds,
         "text": args.text,
@@ -180,6 +180,9 @@ def run(args: argparse.Namespace) -> int:
         "plain_seconds_per_token": costs.passes[1],
         "found_by": [name for name, history in histories.items() if best in history],
         "evaluations": {name: len(history) for name, history in histories.items()},
+        "best_seconds_per_token": {
+            name: skip_search.best_of(history).seconds for name, history in histories.items()
+        },
         "model": about["model"],
         "objective": args.objective,
         "machine": str(machine),

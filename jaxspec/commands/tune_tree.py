@@ -110,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         return args.parser.error("give --acceptance FILE, or MODEL, PROMPTS and a drafter.")
     if args.model is not None and args.prompts is None and (not args.acceptance or args.measure):
         return args.parser.error("give PROMPTS.jsonl to decode.")
+    if args.model is None and (args.head or args.draft_model):
+        return args.parser.error("--head and --draft-model need MODEL, which they draft for.")
     if args.measure < 0 or args.repeats < 1:
         raise ValueError("--measure must be at least 0 and --repeats at least 1.")
     if args.out:
@@ -148,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         max_depth=args.max_depth,
         max_width=args.max_width,
         max_branch=args.max_branch,
-        num_best=max(10, args.measure),
+        num_best=max(10, args.measure) + 1,  # plain decoding may be one of them
     )
     predictions: list[Prediction] = []
     if args.measure:
@@ -168,9 +170,13 @@ def run(args: argparse.Namespace) -> int:
                 advance=advance,
             )
         predictions = list(starmap(Prediction, zip(chosen, measured, strict=True)))
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     _show(console, found, acceptance, predictions)
-    if args.sensitivity:
+    if args.sensitivity and acceptance.counts:
+        console.print(
+            "--sensitivity: left out, as this table was counted, not inferred."
+        )
+    elif args.sensitivity:
         console.print(_sensitivity(profile, found))
     if args.out:
         _write(args.out, found, acceptance, predictions, measured_here=given is None)
@@ -200,14 +206,19 @@ def _show(
         console.print(f"left out: {reason}")
     console.print(_ranking(found, predictions))
     if predictions:
-        num_trees, median, worst = prediction_errors(predictions)
+        errors = prediction_errors(predictions)
         console.print(
-            f"predicted beside measured tokens/s of {num_trees} trees: off by {median:.1%} in the "
-            f"median, {worst:.1%} at worst"
+            f"predicted beside measured tokens/s of {errors.num_trees} trees: off by "
+            f"{errors.median:.1%} in the median, {errors.worst:.1%} at worst; speed-up over plain "
+            f"decoding, where a change of the machine's own speed since the profile cancels: "
+            f"{errors.speedup_median:.1%} and {errors.speedup_worst:.1%}"
         )
-    console.print(_drawing(found.best, acceptance))
+    console.print(_drawing(found.best_draft, acceptance))
     if not found.best.paths:
-        console.print("Do not speculate here: no tree is worth its time.")
+        console.print(
+            f"Do not speculate here: no tree is worth its time, the best has "
+            f"{found.best_draft.tokens_per_second:.2f} tokens/s."
+        )
 
 
 def _ranking(found: TreeSearch, predictions: Sequence[Prediction]) -> Table:
@@ -285,7 +296,8 @@ def _write(
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"profile": found.profile, "acceptance": acceptance.source, "head": acceptance.head}
-    save_tree(found.best, folder / TREE_FILE, **facts)
+    # Where plain decoding is faster still, the best of the trees: who asks for a draft gets one.
+    save_tree(found.best_draft, folder / TREE_FILE, **facts)
     measured = [prediction.as_dict() for prediction in predictions]
     errors = prediction_errors(predictions)._asdict() if predictions else None
     with replacing_files(folder) as staging:
@@ -293,7 +305,7 @@ def _write(
         write_json(staging / SEARCH_FILE, entry)
     if measured_here:
         save_acceptance(acceptance, folder / "acceptance.json")
-    plot_tree(found.best, acceptance, folder / "tree.png")
+    plot_tree(found.best_draft, acceptance, folder / "tree.png")
     pictures = ["tree.png", "cost.png"]
     speeds = [(each.predicted.nodes, each.measured.tokens_per_second) for each in predictions]
     plot_cost(found, folder / "cost.png", speeds)

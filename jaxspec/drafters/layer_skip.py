@@ -195,8 +195,32 @@ class LayerSkip:
     def widths(self) -> tuple[int, ...]:
         return bank(self.num_speculative_tokens + 1)
 
+    def carrying_on(self, state: LayerSkipState) -> LoadedDrafter:
+        """Drafts from where another prompt left the threshold and the acceptance rate.
+
+        A further change of the state compiles nothing. `Request.decode` returns those of its rows:
+
+            states = prepare(model, prompts, config, drafter, seed).decode()
+            first_row = jax.tree.map(lambda leaf: leaf[0], states.draft)
+            generate(model, further, config, drafter.carrying_on(first_row))
+
+        Args:
+            state: of one row; all rows begin with it.
+
+        Raises:
+            ValueError: the set is not compiled in, but given as arrays (`LayerSkip.of`).
+        """
+        if self.skip is None:
+            raise ValueError(
+                "carrying_on: needs a set that is compiled in, LayerSkip(skip); with one given as "
+                "arrays start from `threshold` instead."
+            )
+        return LoadedDrafter(self, state)
+
     def init(self, params: Params, prompt: Hidden, context: Context) -> LayerSkipState:
-        del params, prompt, context  # The target's own cache is all that drafting reads.
+        del prompt, context  # The target's own cache is all that drafting reads.
+        if isinstance(params.draft, LayerSkipState):
+            return params.draft._replace(drafted=jnp.int32(0))
         return LayerSkipState(jnp.float32(self.threshold), jnp.float32(0), jnp.int32(0))
 
     def propose(

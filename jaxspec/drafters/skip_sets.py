@@ -123,5 +123,10 @@ def skip_settings(source: str | Path) -> dict[str, Any]:
         skip = skips_of(found["num_layers"], found["attention"], found["mlp"])
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from None
-    names = ("num_speculative_tokens", "threshold")
-    return {"skip": skip, **{name: found[name] for name in names}}
+    length, threshold = found["num_speculative_tokens"], found["threshold"]
+    if not (isinstance(length, int) and isinstance(threshold, int | float)):
+        raise ValueError(
+            f"{path}: num_speculative_tokens must be a whole number and threshold a number, got "
+            f"{length!r} and {threshold!r}."
+        )
+    return {"skip": skip, "num_speculative_tokens": length, "threshold": threshold}

@@ -92,8 +92,11 @@ def _multiply(
     rows: Float[Array, "rows in"],
     kernel: Float[Array, "in out"],
     dtype: jnp.dtype | None = None,
+    *,
+    turned: bool = False,
 ) -> Float[Array, "rows out"]:
     """One FULLY_CONNECTED, whatever the number of rows."""
+    kernel = kernel.T if turned else kernel
     return jnp.matmul(rows, kernel, preferred_element_type=dtype)
 
 

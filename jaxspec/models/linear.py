@@ -1,9 +1,9 @@
 """Products of a few rows with a weight matrix: where a decoding pass spends its time.
 
-A primitive of its own for the sake of three rules. On a CPU one row is multiplied as a batch of
-partial sums. Mapped over sequences, their rows become the rows of one product. And so do those of
-its transposes: left to itself XLA copies the gradients of a batch before it multiplies them, which
-takes longer than the product.
+A primitive of its own for the sake of three rules. On a CPU the product of a few rows may be a
+batch of partial sums. Mapped over sequences, their rows become the rows of one product. And so do
+those of its transposes: left to itself XLA copies the gradients of a batch before it multiplies
+them, which takes longer than the product.
 """
 
 import os
@@ -44,10 +44,14 @@ def multiply(
     rows: Float[Array, "rows in"],
     kernel: Float[Array, "in out"],
     dtype: jnp.dtype | None = None,
+    *,
+    turned: bool = False,
 ) -> Float[Array, "rows out"]:
     """`rows @ kernel`, in the form that is fastest for so many rows on this backend.
 
-    The result has `dtype`, the operands' own unless given.
+    The result has `dtype`, the operands' own unless given. With `turned`, the kernel lies in memory
+    the other way round, [out, in], as a table of embeddings that is the output head too; a
+    transpose of it would be copied in every pass.
 
     Under `jax.default_matmul_precision("BF16_BF16_F32")` both are rounded to bfloat16 and summed in
     float32, also on CPUs, where XLA would ignore the request.
@@ -56,7 +60,11 @@ def multiply(
     # Kept with the product, which is spelled out when it is lowered: outside of any context.
     precision = _asked_precision()
     return _multiply_p.bind(
-        rows.astype(common), kernel.astype(common), precision=precision, dtype=dtype or common
+        rows.astype(common),
+        kernel.astype(common),
+        precision=precision,
+        dtype=dtype or common,
+        turned=turned,
     )
 
 
@@ -78,8 +86,9 @@ def _asked_precision() -> str | None:
 
 
 def _product(
-    rows: Array, kernel: Array, precision: str | None, dtype: jnp.dtype, spec: str = "nd,df->nf"
+    rows: Array, kernel: Array, precision: str | None, dtype: jnp.dtype, turned: bool
 ) -> Array:
+    spec = "nd,fd->nf" if turned else "nd,df->nf"
     if precision == NARROW:
         return _narrow(spec, rows, kernel).astype(dtype)
     return jnp.einsum(spec, rows, kernel, precision=precision, preferred_element_type=dtype)
@@ -129,11 +138,13 @@ def _narrow_pairs_backward(operands: tuple[Array, Array], gradient: Array) -> tu
 _narrow_pairs.defvjp(_narrow_pairs_forward, _narrow_pairs_backward)
 
 
-def _on_cpu(rows: Array, kernel: Array, precision: str | None, dtype: jnp.dtype) -> Array:
+def _on_cpu(
+    rows: Array, kernel: Array, precision: str | None, dtype: jnp.dtype, turned: bool
+) -> Array:
     """One row is a batch of parts of the sum: XLA keeps a product with a vector on one core."""
     parts = _num_parts(rows.shape[1])
-    if rows.shape[0] != 1 or parts == 1 or precision == NARROW:
-        return _product(rows, kernel, precision, dtype)
+    if rows.shape[0] != 1 or parts == 1 or precision == NARROW or turned:
+        return _product(rows, kernel, precision, dtype, turned)
     pieces = jnp.einsum(
         "pd,pdf->pf",
         rows.reshape(parts, -1),
@@ -173,23 +184,26 @@ def _batch(operands, axes, **params):
     return outputs.reshape(*rows.shape[:-1], -1), 0
 
 
-def _gradient_of_rows(gradient, rows, kernel, precision, dtype):
-    return _product(gradient, kernel, precision, rows.aval.dtype, "nf,df->nd")
+def _gradient_of_rows(gradient, rows, kernel, precision, dtype, turned):
+    del dtype
+    return _product(gradient, kernel, precision, rows.aval.dtype, turned=not turned)
 
 
-def _gradient_of_kernel(gradient, rows, kernel, precision, dtype):
+def _gradient_of_kernel(gradient, rows, kernel, precision, dtype, turned):
+    del dtype
+    left, right = (gradient, rows) if turned else (rows, gradient)
     if precision == NARROW:
-        return _narrow_outer(rows, gradient).astype(kernel.aval.dtype)
+        return _narrow_outer(left, right).astype(kernel.aval.dtype)
     return jnp.einsum(
-        "nd,nf->df", rows, gradient, precision=precision, preferred_element_type=kernel.aval.dtype
+        "nd,nf->df", left, right, precision=precision, preferred_element_type=kernel.aval.dtype
     )
 
 
 _multiply_p = Primitive("multiply_rows")
-_multiply_p.def_impl(jax.jit(_multiply_p.bind, static_argnames=("precision", "dtype")))
+_multiply_p.def_impl(jax.jit(_multiply_p.bind, static_argnames=("precision", "dtype", "turned")))
 _multiply_p.def_abstract_eval(
-    lambda rows, kernel, precision, dtype: rows.update(
-        shape=(rows.shape[0], kernel.shape[1]), dtype=jnp.dtype(dtype)
+    lambda rows, kernel, precision, dtype, turned: rows.update(
+        shape=(rows.shape[0], kernel.shape[0 if turned else 1]), dtype=jnp.dtype(dtype)
     )
 )
 mlir.register_lowering(_multiply_p, mlir.lower_fun(_product, multiple_results=False))

@@ -348,8 +348,9 @@ class Transformer(nn.Module):
         return embedded if scale is None else embedded * scale
 
     def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]:
-        table = self.embedding().T if self.config.tied_head else self.head()
-        logits = multiply(features, table, at_least_float32(features.dtype))
+        tied = self.config.tied_head
+        table = self.embedding() if tied else self.head()
+        logits = multiply(features, table, at_least_float32(features.dtype), turned=tied)
         cap = self.config.final_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -73,7 +73,7 @@ def measure_agreement(text: FixedText, shares: Sequence[float]) -> list[Agreemen
     found = []
     for share in shares:
         for pattern, skip in regular_patterns(text.target.num_layers, share).items():
-            agrees = text.drafts(skip).agrees
+            agrees = np.asarray(text.drafts(skip).agrees)[text.counted]
             skipped = np.mean([*skip.attention, *skip.mlp])
             found.append(
                 Agreement(pattern, float(skipped), float(agrees.mean()), float(agrees[:, 0].mean()))

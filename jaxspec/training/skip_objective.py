@@ -3,16 +3,19 @@
 Given text, a draft can be computed without being made. From slot s the drafter reads the tokens
 s, s + 1, ... with the skipped network; the kept layers see the whole network's keys and values
 before s, and their own from s on. If the text is what is drafted, all K places are one causal pass
-of K tokens, and the drafts from many slots are one batch. With
+of K tokens, and the drafts from all slots are one batch. With
 
     a(s, k)   the k-th drafted token is the whole network's choice at its place,
     c(s, k)   its probability in the draft, before any warping,
     D(s)      tokens drafted: up to the first k with c(s, k) below the threshold, at most K,
     A(s)      tokens accepted: a(s, 1) ... a(s, A) all hold, A <= D,
 
-and means over s, a step emits tau = 1 + mean A(s) tokens, the bonus token included, and takes
+decoding goes from s to s + A(s) + 1. Over the slots that steps begin at, a step emits
+tau = 1 + mean A(s) tokens, the bonus token included, and takes
 
     mean D(s) * t(z) + mean T(w(D(s) + 1)) seconds.
+
+A mean over all slots would be too good: steps begin behind rejected drafts, where the text is hard.
 
 A draft of up to fewer tokens is the beginning of one of up to K, so the best length up to K is
 found from the same pass, like the best threshold.
@@ -28,7 +31,6 @@ What this leaves out:
   that begins at s. (A draft that goes on after a wrong token ends elsewhere, but every place after
   it is rejected anyway: D alone is then approximate.) On text by others, the reading is what
   teacher forcing is: right after an accepted token the text may go on with another one.
-- Steps begin where the last one ended, not every K slots.
 - The exit threshold stands still; steps of verification beside the passes cost nothing.
 """
 
@@ -328,32 +330,60 @@ class Worth(NamedTuple):
 
 
 def worth_of(
-    agrees: Bool[np.ndarray, "starts depth"],
-    confidence: Float[np.ndarray, "starts depth"],
+    drafts: Drafts,
+    counted: Bool[np.ndarray, "rows starts"],
     seconds_per_draft_token: float,
     costs: Costs,
     lengths: Sequence[int],
     thresholds: Sequence[float],
 ) -> Worth:
-    """The formula above, at the length and the threshold where it is least."""
-    matching = np.cumprod(agrees, axis=1).sum(axis=1)
+    """The formula above, at the length and the threshold where it is least.
+
+    Args:
+        drafts: from every slot of each row: `[rows, starts, depth]`.
+        counted: those that fit into their row, its first ones; decoding begins at the first.
+        seconds_per_draft_token: t(z).
+        costs: of target passes.
+        lengths: of the longest draft, to try.
+        thresholds: of the exit, to try.
+    """
+    matching = np.cumprod(drafts.agrees, axis=2).sum(axis=2)
+    agreement = float(np.mean(np.asarray(drafts.agrees)[counted]))
 
     def at(length: int, threshold: float) -> Worth:
-        goes_on = np.cumprod(confidence[:, : length - 1] >= threshold, axis=1)
-        drafted = 1 + goes_on.sum(axis=1)
-        tau = 1 + float(np.mean(np.minimum(matching, drafted)))
+        goes_on = np.cumprod(drafts.confidence[..., : length - 1] >= threshold, axis=2)
+        drafted = 1 + goes_on.sum(axis=2)
+        emitted = 1 + np.minimum(matching, drafted)
+        begins = step_starts(emitted, counted)
+        tau, drafted = float(np.mean(emitted[begins])), drafted[begins]
         passes = costs.target_pass(drafted + 1, LayerSkip(None, length).widths)
         seconds = float(np.mean(drafted * seconds_per_draft_token + passes))
-        return Worth(
-            seconds / tau, length, threshold, tau, float(np.mean(drafted)), float(np.mean(agrees))
-        )
+        return Worth(seconds / tau, length, threshold, tau, float(np.mean(drafted)), agreement)
 
     settings = itertools.product(lengths, thresholds)
     return min(itertools.starmap(at, settings), key=lambda worth: worth.seconds_per_token)
 
 
+def step_starts(
+    emitted: Int[np.ndarray, "rows starts"], counted: Bool[np.ndarray, "rows starts"]
+) -> Bool[np.ndarray, "rows starts"]:
+    """Where the steps of decoding begin: each so many slots behind the last as that one emitted."""
+    begins = np.zeros_like(counted)
+    rooms = counted.sum(axis=1).tolist()
+    for row, (steps, room) in enumerate(zip(emitted.tolist(), rooms, strict=True)):
+        start = 0
+        while start < room:
+            begins[row, start] = True
+            start += steps[start]
+    return begins
+
+
 class FixedText:
     """A window that sets draft on: what any set drafts there, by one compiled program for all.
+
+    Attributes:
+        starts: slots that drafts begin at.
+        counted: `[rows, starts]`, whether a draft from there fits into the row.
 
     Raises:
         ValueError: drafts of `depth` tokens, or no draft at all, do not fit.
@@ -363,7 +393,7 @@ class FixedText:
         if depth < 1:
             raise ValueError(f"num_speculative_tokens must be at least 1, got {depth}.")
         self.target, self.window, self.depth = target, window, depth
-        self.starts = np.arange(window.first, window.tokens.shape[1] - depth + 1, depth)
+        self.starts = np.arange(window.first, window.tokens.shape[1] - depth + 1)
         self.counted = self.starts[None] + depth <= window.lengths[:, None]
         if not self.counted.any():
             raise ValueError(
@@ -374,7 +404,7 @@ class FixedText:
         self._reading = read_window(target, self._tokens)
 
     def drafts(self, skip: Skips) -> Drafts:
-        """What a set drafts from every `depth`-th slot: `[starts, depth]`."""
+        """What a set drafts from every slot, `[rows, starts, depth]`; see `counted`."""
         drafts = draft_everywhere(
             self.target,
             self._tokens,
@@ -383,7 +413,7 @@ class FixedText:
             Skips(*(jnp.asarray(part, jnp.float32) for part in skip)),
             depth=self.depth,
         )
-        return Drafts(*(np.asarray(part)[self.counted] for part in drafts))
+        return Drafts(*map(np.asarray, drafts))
 
 
 class ExpectedSeconds:
@@ -409,11 +439,10 @@ class ExpectedSeconds:
         self.thresholds = tuple(thresholds)
 
     def __call__(self, skip: Skips) -> Worth:
-        agrees, confidence = map(np.asarray, self.text.drafts(skip))
         kept = [len(part) - sum(part) for part in skip]
         return worth_of(
-            agrees,
-            confidence,
+            self.text.drafts(skip),
+            self.text.counted,
             self.costs.draft_token(*kept),
             self.costs,
             range(1, self.text.depth + 1),

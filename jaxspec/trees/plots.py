@@ -120,7 +120,7 @@ def draw_cost(axes: Any, search: TreeSearch, measured: Sequence[tuple[int, float
     axes.plot(budgets, costs, marker=".", label="best tree of the budget, predicted")
     axes.axhline(costs[0], color="0.4", linestyle="--", label="plain decoding")
     best = search.best
-    axes.plot(best.nodes, 1e3 / best.tokens_per_second, "o", color="C3", label="chosen")
+    axes.plot(best.nodes, 1e3 / best.tokens_per_second, "o", color="C3", label="fastest")
     if measured:
         nodes, speeds = zip(*measured, strict=True)
         axes.plot(nodes, [1e3 / speed for speed in speeds], "x", color="C1", label="measured")

@@ -164,6 +164,11 @@ class TreeSearch:
         return self.by_budget[0]
 
     @property
+    def best_draft(self) -> Candidate:
+        """The fastest within the limits that drafts at all, be it slower than plain decoding."""
+        return max(self.by_budget[1:], key=lambda candidate: candidate.tokens_per_second)
+
+    @property
     def tree(self) -> Tree:
         """Of the best."""
         return self.best.tree

@@ -189,6 +189,13 @@ def test_eagle3_heads_that_do_not_fit_are_refused(third, changes, message, tmp_p
         load_eagle(change(folder, tmp_path / "changed", **changes), target)
 
 
+def test_a_draft_vocabulary_without_its_map_is_refused_for_eagle1_too(first, tmp_path):
+    target, folder = first
+    lost = change(folder, tmp_path / "changed", config={"draft_vocab_size": 5})
+    with pytest.raises(CheckpointError, match=r"drafts from 5 tokens .* but d2t.* is missing"):
+        load_eagle(lost, target)
+
+
 def test_prefixes_of_other_dialects_are_read(first, third, tmp_path):
     target, folder = third
     renamed = {

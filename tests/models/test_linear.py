@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,20 +13,36 @@ def draw(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
+def multiply_table(rows, kernel):
+    """The same product, with the kernel lying the other way round."""
+    return multiply(rows, jnp.swapaxes(kernel, -1, -2), turned=True)
+
+
+@pytest.mark.parametrize("product", [multiply, multiply_table])
 @pytest.mark.parametrize("num_rows", [1, 2, 3])
 @pytest.mark.parametrize("width", [7, 96, 256])
-def test_it_is_the_product_for_any_number_of_rows(num_rows, width):
+def test_it_is_the_product_for_any_number_of_rows(product, num_rows, width):
     rows, kernel = draw(num_rows, width), draw(width, 5, seed=1)
     exact = np.asarray(rows, np.float64) @ np.asarray(kernel, np.float64)
-    np.testing.assert_allclose(jax.jit(multiply)(rows, kernel), exact, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(jax.jit(product)(rows, kernel), exact, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_a_turned_kernel_is_read_as_it_lies(num_rows):
+    """A transposed copy of an output head takes longer than its product."""
+    compiled = jax.jit(partial(multiply, turned=True)).lower(draw(num_rows, 256), draw(64, 256))
+    text = compiled.compile().as_text()
+    assert "f32[64,256]" in text
+    assert "f32[256,64]" not in text
+
+
+@pytest.mark.parametrize("product", [multiply, multiply_table])
 @pytest.mark.parametrize("axes", [(0, None), (1, None), (None, 0), (0, 0)])
-def test_it_maps_over_either_side(axes):
+def test_it_maps_over_either_side(product, axes):
     rows = draw(4, 4, 128) if axes[0] is not None else draw(4, 128)
     kernel = draw(4, 128, 6, seed=1) if axes[1] == 0 else draw(128, 6, seed=1)
     np.testing.assert_allclose(
-        jax.vmap(multiply, axes)(rows, kernel),
+        jax.vmap(product, axes)(rows, kernel),
         jax.vmap(jnp.matmul, axes)(rows, kernel),
         rtol=1e-4,
         atol=1e-4,
@@ -46,8 +64,9 @@ def test_the_gradients_of_a_batch_are_one_product_each():
     assert "tensor<12x128xf32>, tensor<12x6xf32>" in text
 
 
+@pytest.mark.parametrize("ours", [multiply, multiply_table])
 @pytest.mark.parametrize("order", ["grad of vmap", "vmap of grad"])
-def test_derivatives_are_those_of_the_product(order):
+def test_derivatives_are_those_of_the_product(order, ours):
     rows, kernel = draw(3, 1, 128), draw(128, 6, seed=1)
 
     def gradients(product):
@@ -57,10 +76,10 @@ def test_derivatives_are_those_of_the_product(order):
         single = jax.grad(lambda rows, kernel: jnp.sum(product(rows, kernel) ** 2), (0, 1))
         return jax.vmap(single, (0, None))
 
-    for ours, plain in zip(
-        gradients(multiply)(rows, kernel), gradients(jnp.matmul)(rows, kernel), strict=True
+    for found, plain in zip(
+        gradients(ours)(rows, kernel), gradients(jnp.matmul)(rows, kernel), strict=True
     ):
-        np.testing.assert_allclose(ours, plain, rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(found, plain, rtol=1e-3, atol=1e-3)
 
 
 def test_narrow_products_round_the_operands_and_sum_in_float32():
@@ -77,7 +96,7 @@ def pairs(left, right):
     return multiply_pairs(left[None], right[None], jnp.dtype(jnp.float32))[0]
 
 
-@pytest.mark.parametrize("product", [multiply, pairs])
+@pytest.mark.parametrize("product", [multiply, multiply_table, pairs])
 @pytest.mark.parametrize(("width", "outputs"), [(24, 40), (40, 24)])
 def test_narrow_gradients_round_the_operands_and_sum_in_float32(product, width, outputs):
     """Whichever operand is the narrower: that one is turned on CPUs."""

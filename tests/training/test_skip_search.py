@@ -18,6 +18,7 @@ from jaxspec.training import skip_objective, skip_search
 from jaxspec.training.skip_agreement import measure_agreement, regular_patterns
 from jaxspec.training.skip_objective import (
     Costs,
+    Drafts,
     ExpectedSeconds,
     FixedText,
     MeasuredSeconds,
@@ -28,6 +29,7 @@ from jaxspec.training.skip_objective import (
     measure_costs,
     own_window,
     read_window,
+    step_starts,
     worth_of,
 )
 from jaxspec.training.skip_search import METHODS, Trace, best_of, search, uniform_sets
@@ -57,22 +59,30 @@ def objective(model, window):
 
 def test_worth_is_the_formula():
     """Two drafts: one is unsure of its second token and right, one is sure and wrong."""
-    agrees = np.array([[True, True, False], [False, True, True]])
-    confidence = np.array([[0.9, 0.4, 0.9], [0.9, 0.9, 0.9]])
-    worth = worth_of(agrees, confidence, 0.1, COSTS, lengths=(3,), thresholds=(0.5,))
+    agrees = np.array([[[True, True, False]], [[False, True, True]]])
+    confidence = np.array([[[0.9, 0.4, 0.9]], [[0.9, 0.9, 0.9]]])
+    drafts, counted = Drafts(agrees, confidence), np.ones((2, 1), bool)
+    worth = worth_of(drafts, counted, 0.1, COSTS, lengths=(3,), thresholds=(0.5,))
     # Drafted: 2 and 3; accepted: 2 and 0; both passes need a width of 4.
     assert worth.tau == 2.0
     assert worth.drafted == 2.5
     assert worth.acceptance_rate == 0.4
     np.testing.assert_allclose(worth.seconds_per_token, (2.5 * 0.1 + 2.0) / 2)
     # Always exiting after one token: passes of 2, accepted 1 and 0.
-    alone = worth_of(agrees, confidence, 0.1, COSTS, lengths=(3,), thresholds=(1.0,))
+    alone = worth_of(drafts, counted, 0.1, COSTS, lengths=(3,), thresholds=(1.0,))
     np.testing.assert_allclose(alone.seconds_per_token, (0.1 + 1.5) / 1.5)
-    assert worth_of(agrees, confidence, 0.1, COSTS, (3,), (0.5, 1.0)) == alone
+    assert worth_of(drafts, counted, 0.1, COSTS, (3,), (0.5, 1.0)) == alone
     # Two at most: both draft two in passes of 3, accepted 2 and 0.
-    two = worth_of(agrees, confidence, 0.1, COSTS, lengths=(2,), thresholds=(0.5,))
+    two = worth_of(drafts, counted, 0.1, COSTS, lengths=(2,), thresholds=(0.5,))
     np.testing.assert_allclose(two.seconds_per_token, (2 * 0.1 + 1.8) / 2)
-    assert worth_of(agrees, confidence, 0.1, COSTS, (2, 3), (0.5,)) == two
+    assert worth_of(drafts, counted, 0.1, COSTS, (2, 3), (0.5,)) == two
+
+
+def test_steps_begin_where_the_last_one_ended():
+    emitted = np.array([[2, 9, 3, 9, 9, 1, 4], [1, 2, 9, 1, 1, 1, 1]])
+    counted = np.array([[True] * 7, [True] * 3 + [False] * 4])
+    begins = step_starts(emitted, counted)
+    assert [np.flatnonzero(row).tolist() for row in begins] == [[0, 2, 5, 6], [0, 1]]
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
@@ -129,8 +139,8 @@ def test_short_rows_are_left_out(model, window):
     both, alone = (
         ExpectedSeconds(model.network, each, COSTS, DEPTH, (0.0,)) for each in (ragged, one)
     )
-    assert both.text.counted.sum() == alone.text.counted.sum() + 1
-    assert both.text.counted[1].tolist() == [True] + [False] * (both.text.counted.shape[1] - 1)
+    assert both.text.counted.sum() == alone.text.counted.sum() + 2
+    assert both.text.counted[1].tolist() == [True] * 2 + [False] * (both.text.counted.shape[1] - 2)
 
 
 def test_costs_are_differences_of_measured_drafts(model, monkeypatch):
@@ -369,7 +379,7 @@ def test_agreement_is_the_share_of_tokens_that_agree(model, window):
     agreements = measure_agreement(text, (0.0, 0.5))
     whole, half = agreements[:5], agreements[5:]
     assert all((each.tokens, each.first) == (1.0, 1.0) for each in whole)
-    agrees = text.drafts(regular_patterns(2, 0.5)["last layers"]).agrees
+    agrees = text.drafts(regular_patterns(2, 0.5)["last layers"]).agrees[text.counted]
     (last,) = (each for each in half if each.pattern == "last layers")
     assert (last.share, last.tokens, last.first) == (0.5, agrees.mean(), agrees[:, 0].mean())
     assert last.tokens < 1

@@ -180,6 +180,9 @@ def test_not_speculating_wins_where_drafts_are_useless():
     assert PLAIN in found.best.found_by
     assert found.tree.parents.tolist() == [-1]
     assert found.best.tokens_per_second == pytest.approx(11.49)
+    # Who asks for a draft all the same is best served by one token.
+    assert found.best_draft.paths == ((0,),)
+    assert found.best_draft.tokens_per_second < 11.49
 
 
 def test_what_cannot_be_priced_is_left_out_and_said():

@@ -123,11 +123,14 @@ def test_errors_of_predictions_leave_plain_decoding_out():
         return Prediction(candidate, MeasuredTree(1.0, 1 / measured))
 
     trees = [prediction(((0,),), speed, 100.0) for speed in (90.0, 104.0, 108.0)]
-    errors = prediction_errors([*trees, prediction((), 50.0, 100.0)])
-    assert errors == pytest.approx((3, 0.08, 0.1))
+    errors = prediction_errors([*trees, prediction((), 80.0, 100.0)])
+    # Plain decoding was a quarter faster than predicted: speed-ups of 1.125, 1.3 and 1.35 were
+    # predicted, and none was measured.
+    assert errors == pytest.approx((3, 0.08, 0.1, 0.3, 0.35))
     assert trees[0].as_dict()["error"] == pytest.approx(-0.1)
-    with pytest.raises(ValueError, match="none is of a tree"):
-        prediction_errors([])
+    for wrong in ([], trees, [prediction((), 50.0, 100.0)]):
+        with pytest.raises(ValueError, match="must be of trees and of plain decoding once"):
+            prediction_errors(wrong)
 
 
 def test_only_static_trees_are_tuned(drafter):
