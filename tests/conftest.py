@@ -65,16 +65,10 @@ def tiny_network(tiny_config):
     return Network(init_params(tiny_config, jax.random.key(0)), tiny_config)
 
 
-_MANY_MAPPINGS = 40_000  # of the 65,530 that Linux allows a process by default
-
-
 @pytest.fixture(autouse=True)
 def _few_programs_in_memory():
-    """Lets go of compiled programs now and then.
+    """Lets go of compiled programs now and then."""
+    from jaxspec.bench.timing import release_programs
 
-    Each holds memory mappings, and a process that has used up those it may have dies compiling.
-    """
     yield
-    mappings = Path("/proc/self/maps")
-    if mappings.exists() and len(mappings.read_bytes().splitlines()) > _MANY_MAPPINGS:
-        jax.clear_caches()
+    release_programs()

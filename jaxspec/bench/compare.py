@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxspec.bench.comparison import Comparison, ComparisonRow, Divergence, Failure
 from jaxspec.bench.figures import Trial, figures_of_subsets, subsets_of
 from jaxspec.bench.machine import num_bytes, read_bandwidth, this_machine
+from jaxspec.bench.timing import release_programs
 from jaxspec.checkpoint import Model
 from jaxspec.core.masks import causal
 from jaxspec.core.types import Drafter, LanguageModel
@@ -86,16 +87,24 @@ def compare(
     by_length = sorted(requests, key=lambda index: requests[index].prompt_lengths[0])
     longest, middle = prompts[by_length[-1]], prompts[by_length[len(by_length) // 2]]
     # Prompts that share a bucket share the programs of all methods.
-    one_of_each_shape = {requests[index].prompts.tokens.shape: index for index in requests}
+    of_each_shape: dict[tuple[int, ...], list[int]] = {}
+    for index in requests:
+        of_each_shape.setdefault(requests[index].prompts.tokens.shape, []).append(index)
 
-    parts = len(runs) * (len(one_of_each_shape) + repeats * len(requests) + 1) + 2
+    parts = len(runs) * (len(of_each_shape) + repeats * len(requests) + 1) + 2
     with progress_bar(parts, progress) as advance:
         compile_seconds = dict.fromkeys(runs, 0.0)
-        for index in one_of_each_shape.values():
+        generations = {name: {} for name in runs}
+        seconds = {name: {} for name in runs}
+        for indices in of_each_shape.values():
+            release_programs()
             for name, run in runs.items():
                 advance(f"compiling {name}")
-                compile_seconds[name] += run(prompts[index]).metrics.compile_seconds or 0.0
-        generations, seconds = _decode_in_turns(runs, prompts, list(requests), repeats, advance)
+                compile_seconds[name] += run(prompts[indices[0]]).metrics.compile_seconds or 0.0
+            outputs, times = _decode_in_turns(runs, prompts, indices, repeats, advance)
+            for name in runs:
+                generations[name] |= outputs[name]
+                seconds[name] |= times[name]
         failures += _not_finite(generations)
         kept = sorted(set(requests) - {failure.prompt_index for failure in failures})
         if not kept:

@@ -18,6 +18,7 @@ from jaxspec.bench.comparison import Comparison, Divergence
 from jaxspec.bench.figures import Figures, figures_of_subsets, subsets_of
 from jaxspec.bench.prompts import read_entries
 from jaxspec.bench.step import StepTimes, measure_drafter, measure_tree_building
+from jaxspec.bench.timing import release_programs
 from jaxspec.checkpoint import (
     Model,
     load,
@@ -215,7 +216,7 @@ SUITES = {
                 for name, of in _SPEC_BENCH.items()
             ),
         ),
-        targets=("demo",),
+        targets=(MADE_FOR,),
         methods={
             "layer skip, as searched": searched_set(),
             "layer skip, adaptive": adaptive_exit(),
@@ -231,7 +232,7 @@ SUITES = {
     "skip-settings": Suite(
         title="Drafting with the target's own layers: exit threshold and length",
         prompt_sets=(_GSM8K, _HUMANEVAL),
-        targets=("demo",),
+        targets=(MADE_FOR,),
         methods={
             "as searched": searched_set(),
             **{f"K = {n}": searched_set(num_speculative_tokens=n) for n in (1, 2, 3, 4, 6, 8)},
@@ -320,7 +321,7 @@ class TargetResult(NamedTuple):
     draft_params: of each method that has weights, by its name.
     prompts: those that were decoded.
     settings: by the names of the suite's `temperatures`.
-    left_out: methods whose heads are not here, or are for another target.
+    left_out: methods whose heads or sets are not here, or are for another target.
     """
 
     num_params: int
@@ -416,7 +417,9 @@ def measure(
                 assisted = _assisted(
                     suite, suite.assistant, model, folders[target], prompts, comparison, progress
                 )
-            steps = _steps(model, drafters, comparison.config, repeats, progress)
+            top_p = None if suite.top_p == 1.0 else jnp.full(1, suite.top_p)
+            warp = Warp(jnp.full(1, temperature), top_p=top_p) if temperature else Warp()
+            steps = _steps(model, drafters, warp, repeats, progress)
             settings[label] = Setting(comparison, assisted, steps)
         return TargetResult(
             num_params=num_params(model.params),
@@ -439,20 +442,17 @@ def measure(
 def _steps(
     model: Model,
     drafters: Mapping[str, Method],
-    config: GenerationConfig,
+    warp: Warp,
     repeats: int,
     progress: bool,
 ) -> dict[str, MethodSteps]:
-    """Times the steps of plain decoding and of every method, greedily or sampling as `config`."""
-    warp = Warp()
-    if config.temperature:
-        top_p = jnp.full(1, config.top_p) if config.top_p != 1.0 else None
-        warp = Warp(temperature=jnp.full(1, config.temperature), top_p=top_p)
+    """Times the steps of plain decoding and of every method."""
     methods = {OUR_PLAIN: NoDraft(), **drafters}
     steps = {}
     with progress_bar(len(methods), progress) as advance:
         for name, method in methods.items():
             advance(f"timing steps of {name}")
+            release_programs()
             drafter, weights = method[:2] if isinstance(method, LoadedDrafter) else (method, ())
             params, runs = Params(model.network, weights), {"repeats": max(5, repeats)}
             building = None

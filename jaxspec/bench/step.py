@@ -172,13 +172,13 @@ def repetitive_prompt(vocab_size: int) -> Prompt:
     )
 
 
-@partial(jax.jit, static_argnames="drafter")
+@partial(jax.jit, static_argnames=("drafter", "slots"))
 def begin_and_propose(
-    params: Params, prompts: Prompt, *, drafter: Drafter
+    params: Params, prompts: Prompt, *, drafter: Drafter, slots: int = SLOTS
 ) -> tuple[DecodeState, Proposal]:
     """States after prefill, and what the drafter would propose there when decoding greedily."""
-    row = partial(begin, drafter=drafter, text_slots=SLOTS, chunk=NUM_PROMPT_TOKENS)
-    states = pad_slots(jax.vmap(row, in_axes=(None, 0))(params, prompts), SLOTS)
+    row = partial(begin, drafter=drafter, text_slots=slots, chunk=NUM_PROMPT_TOKENS)
+    states = pad_slots(jax.vmap(row, in_axes=(None, 0))(params, prompts), slots)
     return states, _propose(params, states, drafter)[0]
 
 

@@ -2,11 +2,25 @@
 
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float
+
+_MANY_MAPPINGS = 30_000  # of the 65,530 that Linux allows a process by default
+
+
+def release_programs() -> None:
+    """Lets go of all compiled programs, if there are very many.
+
+    On CPUs each holds memory mappings, and a process that has used up those it may have dies
+    compiling. What is needed again is compiled again: call it between groups of measurements.
+    """
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and len(mappings.read_bytes().splitlines()) > _MANY_MAPPINGS:
+        jax.clear_caches()
 
 
 def time_in_turns(

@@ -10,8 +10,15 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxspec.bench.machine import this_machine
-from jaxspec.bench.step import begin_and_propose, draft_loop, repetitive_prompt, step_loop
-from jaxspec.bench.timing import time_in_turns
+from jaxspec.bench.step import (
+    NUM_PROMPT_TOKENS,
+    SLOTS,
+    begin_and_propose,
+    draft_loop,
+    repetitive_prompt,
+    step_loop,
+)
+from jaxspec.bench.timing import release_programs, time_in_turns
 from jaxspec.checkpoint import Model
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.tree import Path, normalize_paths, tree_from_parents
@@ -77,6 +84,7 @@ def measure_profile(
     *,
     tokens: Sequence[int] = TOKENS,
     batches: Sequence[int] = BATCHES,
+    slots: int = SLOTS,
     num_steps: int = 64,
     repeats: int = 9,
     name: str = "",
@@ -93,27 +101,35 @@ def measure_profile(
         drafter: over any static tree; its own is not used.
         tokens: of the target passes, roots included.
         batches: nodes of the draft passes.
+        slots: of the caches. Passes read all of them, so ask for as many as prompts and outputs
+            will take together, at least 64 and `num_steps`.
         num_steps: in each timed loop; entering one takes time as well, so let them be many.
         repeats: timed runs of each; medians and quartiles are over these.
         name: of the profile.
         advance: called with what is being prepared, once per program.
 
     Raises:
-        ValueError: for a drafter that has no static tree, or times too noisy to tell apart.
+        ValueError: for a drafter that has no static tree, slots too few for the loops, or times too
+            noisy to tell apart.
     """
+    if slots < NUM_PROMPT_TOKENS + num_steps:
+        raise ValueError(
+            f"slots must hold the {NUM_PROMPT_TOKENS} tokens of a prompt and num_steps, "
+            f"{NUM_PROMPT_TOKENS + num_steps}, got {slots}."
+        )
     prompts = repetitive_prompt(model.vocab_size)
     targets, drafts = {}, {}
     for size in sorted({1, *tokens}):
         advance(f"target pass of {size}")
         parrot = Parrot(size, drafter.drafter.taps)
         params = Params(model.network, ())
-        states, _ = begin_and_propose(params, prompts, drafter=parrot)
+        states, _ = begin_and_propose(params, prompts, drafter=parrot, slots=slots)
         targets[str(size)] = partial(step_loop, params, states, drafter=parrot, num_steps=num_steps)
     for size in (0, *sorted({1, *batches})):
         advance(f"draft pass of {size}")
         method = with_tree(drafter, _draft_probe(size)).drafter
         params = Params(model.network, drafter.params)
-        states, _ = begin_and_propose(params, prompts, drafter=method)
+        states, _ = begin_and_propose(params, prompts, drafter=method, slots=slots)
         drafts[str(size)] = partial(draft_loop, params, states, drafter=method, num_steps=num_steps)
     advance("timing target passes")
     target = _timings(time_in_turns(targets, repeats), num_steps)
@@ -138,7 +154,7 @@ def measure_profile(
         dtype=str(model.network.dtype),
         source=(
             f"measured with {model.name} and {type(drafter.drafter).__name__}, one row, greedy: "
-            f"medians of {repeats} loops of {num_steps} steps, run in turns"
+            f"{slots} slots: medians of {repeats} loops of {num_steps} steps, run in turns"
             + ("; THE MACHINE WAS BUSY" if machine.busy else "")
         ),
     )
@@ -336,6 +352,7 @@ def measure_trees(
     seconds, steps, tokens = np.zeros((3, len(trees)))
     for prompt in prompts:
         advance("decoding in turns")
+        release_programs()
         requests = [prepare(model, prompt, config, method, seed) for method in methods]
         programs = {}
         for index, request in enumerate(requests):

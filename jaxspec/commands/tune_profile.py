@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jaxspec.bench.step import SLOTS
 from jaxspec.bench.tuning import BATCHES, TOKENS, measure_profile
 from jaxspec.checkpoint import Model, load, load_eagle
 from jaxspec.commands.options import add_model_arguments, announce, check_writable, load_model
@@ -47,6 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=BATCHES,
         metavar="N,...",
         help=f"nodes of draft passes (default: {','.join(map(str, BATCHES))})",
+    )
+    parser.add_argument(
+        "--slots",
+        type=int,
+        default=SLOTS,
+        metavar="N",
+        help="of the caches, which passes read: as many as prompt and output take together "
+        "(default: %(default)s)",
     )
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -130,6 +139,7 @@ def _measure(args: argparse.Namespace) -> LatencyProfile:
             drafter,
             tokens=args.tokens,
             batches=args.batches,
+            slots=args.slots,
             num_steps=args.steps,
             repeats=args.repeats,
             name=args.name,

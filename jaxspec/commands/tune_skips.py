@@ -123,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [row[: args.prompt_tokens] for row in rows]
     about = {
         "model": skip_search.fingerprint(model.network),
+        # Traces of before drafts were walked step by step hold means over all slots: not these.
         "objective": f"{args.objective}, step by step",
         "num_speculative_tokens": args.num_speculative_tokens,
         "thresholds": thresholds,

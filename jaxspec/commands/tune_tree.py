@@ -173,9 +173,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     _show(console, found, acceptance, predictions)
     if args.sensitivity and acceptance.counts:
-        console.print(
-            "--sensitivity: left out, as this table was counted, not inferred."
-        )
+        console.print("--sensitivity: left out, as this table was counted, not inferred.")
     elif args.sensitivity:
         console.print(_sensitivity(profile, found))
     if args.out:

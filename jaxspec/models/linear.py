@@ -1,9 +1,9 @@
 """Products of a few rows with a weight matrix: where a decoding pass spends its time.
 
-A primitive of its own for the sake of three rules. On a CPU the product of a few rows may be a
-batch of partial sums. Mapped over sequences, their rows become the rows of one product. And so do
-those of its transposes: left to itself XLA copies the gradients of a batch before it multiplies
-them, which takes longer than the product.
+A primitive of its own for the sake of three rules. On a CPU one row is multiplied as a batch of
+partial sums. Mapped over sequences, their rows become the rows of one product. And so do those of
+its transposes: left to itself XLA copies the gradients of a batch before it multiplies them, which
+takes longer than the product.
 """
 
 import os
@@ -141,7 +141,10 @@ _narrow_pairs.defvjp(_narrow_pairs_forward, _narrow_pairs_backward)
 def _on_cpu(
     rows: Array, kernel: Array, precision: str | None, dtype: jnp.dtype, turned: bool
 ) -> Array:
-    """One row is a batch of parts of the sum: XLA keeps a product with a vector on one core."""
+    """One row is a batch of parts of the sum: XLA keeps a product with a vector on one core.
+
+    Not so if the kernel is turned: XLA would copy it to cut it along the sum.
+    """
     parts = _num_parts(rows.shape[1])
     if rows.shape[0] != 1 or parts == 1 or precision == NARROW or turned:
         return _product(rows, kernel, precision, dtype, turned)

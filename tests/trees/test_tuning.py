@@ -82,8 +82,10 @@ def test_a_profile_takes_draft_passes_apart(model, drafter, timed):
     assert profile.first_draft == pytest.approx(0.1)
     assert profile.draft_seconds((1, 1, 2)) == pytest.approx(0.1 + 0.05 + 0.08)
     assert profile.draft[0].spread == 0
-    assert "one row, greedy" in profile.source
+    assert "one row, greedy: 256 slots" in profile.source
     assert len(calls) == 2 + 3 + 2
+    with pytest.raises(ValueError, match="64 tokens of a prompt and num_steps, 66, got 65"):
+        measure_profile(model, drafter, slots=65, num_steps=2)
     drafts["2"] = 0.2
     with pytest.raises(ValueError, match="draft: a pass of 2 nodes cannot be told from noise"):
         measure_profile(
