@@ -4,19 +4,20 @@ Each computes what the function it stands for does. A phone's GPU refuses a gath
 for its sake, and its own cosines are off by 1e-3.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jaxspec.core.cache import select_nodes
 from jaxspec.core.forms import exchanged
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.types import LayerKV
 from jaxspec.drafters.growth import lookup_ids
-from jaxspec.models.attention import masked
+from jaxspec.models.attention import Segment, attend
 from jaxspec.models.config import Rope
 from jaxspec.models.linear import multiply
 from jaxspec.models.rope import rotations
@@ -29,9 +30,9 @@ def litert_forms(num_positions: int) -> Mapping[Callable, Callable]:
     """What `core.forms.exchanged` takes, for texts of at most `num_positions` tokens."""
     return {
         argmax_rows: _argmax_rows,
+        attend: _attend,
         lookup_ids: _lookup_ids,
         lookup_rows: _lookup_rows,
-        masked: _masked,
         multiply: _multiply,
         rotations: partial(_rotations, num_positions),
         select_nodes: _select_nodes,
@@ -41,6 +42,41 @@ def litert_forms(num_positions: int) -> Mapping[Callable, Callable]:
 def _argmax_rows(logits: Float[Array, "nodes vocab"]) -> Int[Array, " nodes"]:
     """One ARG_MAX, which takes the lowest index on ties on CPU and GPU alike."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _attend(
+    queries: Float[Array, "kv_heads group nodes head_dim"],
+    segments: Sequence[Segment],
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "kv_heads group nodes head_dim"]:
+    """One softmax over the scores of all segments side by side.
+
+    Query heads stay folded into the rows, masks are repeated to fit. Were scores unfolded for the
+    mask, the converter would merge that with the product, and of a product in which one key head
+    serves several others a GPU computes the first only, without a word.
+
+    Masks are sums, as a choice by a constant is refused. Half precision holds what is added.
+    """
+    kv_heads, group, nodes, head_dim = queries.shape
+    folded = (queries * scale).reshape(kv_heads, group * nodes, head_dim)
+
+    def scores(segment: Segment) -> Float[Array, "kv_heads rows slots"]:
+        columns = jnp.einsum("pnd,pdf->pnf", folded, segment.kv.keys)
+        if softcap is not None:
+            columns = softcap * jnp.tanh(columns / softcap)
+        unseen = (1.0 - segment.mask.astype(columns.dtype)) * _UNSEEN
+        rows = unseen if len(unseen) == 1 else jnp.concatenate([unseen] * group)
+        return columns + rows[None]
+
+    weights = jax.nn.softmax(jnp.concatenate([scores(each) for each in segments], axis=-1), axis=-1)
+    ends = np.cumsum([each.kv.keys.shape[-1] for each in segments])
+    parts = jnp.split(weights, ends[:-1], axis=-1)
+    products = [
+        jnp.einsum("pns,psd->pnd", part, segment.kv.values)
+        for part, segment in zip(parts, segments, strict=True)
+    ]
+    return reduce(jnp.add, products).reshape(queries.shape)
 
 
 def _lookup_ids(ids: Int[Array, " table"], index: Int[Array, " taken"]) -> Int[Array, " taken"]:
@@ -58,13 +94,6 @@ def _lookup_rows(
     Ids must be rows of the table: on CPU any other ends the run with an error.
     """
     return jax.nn.one_hot(ids, table.shape[0], dtype=table.dtype) @ table
-
-
-def _masked(
-    scores: Float[Array, "kv_heads group nodes slots"], mask: Bool[Array, "nodes_or_one slots"]
-) -> Float[Array, "kv_heads group nodes slots"]:
-    """A sum, as a choice by a constant is refused. Half precision holds what is added."""
-    return scores + (1.0 - mask[None, None].astype(scores.dtype)) * _UNSEEN
 
 
 def _select_nodes(

@@ -33,6 +33,7 @@ def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+@exchangeable
 def attend(
     queries: Float[Array, "kv_heads group nodes head_dim"],
     segments: Sequence[Segment],
@@ -57,7 +58,8 @@ def attend(
         columns = multiply_pairs(folded, segment.kv.keys, wide)
         if softcap is not None:
             columns = softcap * jnp.tanh(columns / softcap)
-        return masked(columns.reshape(kv_heads, group, nodes, -1), segment.mask)
+        seen = columns.reshape(kv_heads, group, nodes, -1)
+        return jnp.where(segment.mask[None, None], seen, jnp.finfo(seen.dtype).min)
 
     columns = [scores(segment) for segment in segments]
     # What is subtracted cancels: it has no gradient.
@@ -77,11 +79,3 @@ def attend(
     totals = reduce(jnp.add, [jnp.sum(part, axis=-1, keepdims=True) for part in weights])
     attended = reduce(jnp.add, products).reshape(queries.shape) / totals
     return attended.astype(queries.dtype)
-
-
-@exchangeable
-def masked(
-    scores: Float[Array, "kv_heads group nodes slots"], mask: Bool[Array, "nodes_or_one slots"]
-) -> Float[Array, "kv_heads group nodes slots"]:
-    """Scores, as low as they get where nothing is to be seen."""
-    return jnp.where(mask[None, None], scores, jnp.finfo(scores.dtype).min)

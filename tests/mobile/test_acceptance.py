@@ -53,7 +53,7 @@ def test_it_decides_as_greedy_verification(name):
 def test_it_samples_as_the_verification_of_deterministic_children(name):
     """The same uniforms give the same verdict: far from where rounding decides."""
     tree, draws = TREES[name], np.random.default_rng(0)
-    nodes, rounds = len(tree.parents), 400
+    nodes, rounds = len(tree.parents), 2000
     ranked = draws.permuted(np.tile(np.arange(VOCAB), (rounds, nodes, 1)), axis=-1)
     tokens = ranked[:, np.maximum(tree.parents, 0), tree.ranks].astype(np.int32)
     # Drafts are likely, some tokens are impossible, and some laws are a draft alone.
