@@ -27,7 +27,9 @@ from jaxspec.commands.options import (
     make_drafter,
 )
 from jaxspec.generation import encode_prompt
+from jaxspec.mobile.comparison import compare_on_litert, num_parts
 from jaxspec.mobile.quantize import check_quantization
+from jaxspec.mobile.suites import LITERT_SUITES, measure_litert
 from jaxspec.progress import progress_bar
 from jaxspec.trees import load_tree
 
@@ -66,9 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares `--suite` and its settings."""
-    counts = ", ".join(f"{suite.prompts_per_set} of {name}" for name, suite in SUITES.items())
+    suites = {**SUITES, **LITERT_SUITES}
+    counts = ", ".join(f"{suite.prompts_per_set} of {name}" for name, suite in suites.items())
     group = parser.add_argument_group("suite, in place of MODEL and PROMPTS")
-    group.add_argument("--suite", choices=tuple(SUITES), help="measure the models shipped here")
+    group.add_argument("--suite", choices=tuple(suites), help="measure the models shipped here")
     group.add_argument(
         "--data-folder",
         type=Path,
@@ -111,8 +114,6 @@ def run_litert(args: argparse.Namespace) -> int:
         return args.parser.error(
             "--runtime litert: give MODEL, PROMPTS.jsonl, --head FOLDER and --tree FILE."
         )
-    from jaxspec.mobile.comparison import compare_on_litert, num_parts
-
     check_writable(args.json)
     check_writable(args.out, "--out")
     quantizations = args.quantize.split(",")
@@ -126,18 +127,36 @@ def run_litert(args: argparse.Namespace) -> int:
         comparison = compare_on_litert(
             model,
             head,
-            searched,
+            dict.fromkeys(quantizations, searched),
             [encode_prompt(model, row.prompt) for row in rows],
             args.max_new_tokens or 64,
-            quantizations,
             min(1024, model.config.max_positions),
             advance,
         )
-    write_part(comparison.as_markdown(), args.out)
-    print(f"wrote {args.out}", file=sys.stderr)
-    print(comparison.as_markdown(), end="", file=sys.stderr if args.json == "-" else sys.stdout)
-    write_figures(comparison.as_dict(), args.json)
+    command = (
+        f"jaxspec bench {model.name} {args.prompts.name} --runtime litert "
+        f"--head {Path(args.head).name} --tree {args.tree.name} --limit {len(rows)}"
+    )
+    publish(comparison.as_markdown(command), comparison.as_dict(), args)
     return 0
+
+
+def run_litert_suite(args: argparse.Namespace) -> int:
+    """Measures a LiteRT suite and writes its part of the page."""
+    suite = LITERT_SUITES[args.suite]
+    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
+    with progress_bar(suite.num_parts) as advance:
+        measured = measure_litert(args.suite, args.data_folder, count, advance)
+    publish(measured.markdown, measured.figures, args)
+    return 0 if measured.as_it_should else EXIT_DIFFERENT
+
+
+def publish(markdown: str, figures: dict[str, Any], args: argparse.Namespace) -> None:
+    """Puts a part into the page `--out`, and shows it; with all figures where `--json` says."""
+    write_part(markdown, args.out)
+    print(f"wrote {args.out}", file=sys.stderr)
+    print(markdown, end="", file=sys.stderr if args.json == "-" else sys.stdout)
+    write_figures(figures, args.json)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,15 +173,14 @@ def run_suite(args: argparse.Namespace) -> int:
     foreign = sorted(set(given) - set(settings))
     if foreign:
         args.parser.error(f"--suite {args.suite} fixes {', '.join(foreign)}; leave that out.")
-    suite = SUITES[args.suite]
-    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
     check_writable(args.json)
     check_writable(args.out, "--out")
+    if args.suite not in SUITES:
+        return run_litert_suite(args)
+    suite = SUITES[args.suite]
+    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
     result = measure(args.suite, args.data_folder, count, args.repeats)
-    write_part(as_markdown(result), args.out)
-    print(f"wrote {args.out}", file=sys.stderr)
-    print(as_markdown(result), end="", file=sys.stderr if args.json == "-" else sys.stdout)
-    write_figures(as_dict(result), args.json)
+    publish(as_markdown(result), as_dict(result), args)
     return 0 if result.outputs_agree else EXIT_DIFFERENT
 
 

@@ -203,6 +203,10 @@ class MobileSession(Session):
 
         return stream_text(self.model, prompt, self.config, self.loop, self.seed)
 
+    def print_samples(self, prompt: PromptLike) -> None:
+        """Says that there is one at most, as streaming does."""
+        self.show(prompt)
+
     def as_json(self, prompt: PromptLike) -> dict[str, Any]:
         """One object, as without LiteRT, with the figures that a stream has."""
         with Pace() as pace:

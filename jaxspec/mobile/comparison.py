@@ -6,7 +6,7 @@ one file per tree, in turns, with real acceptance.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.bench.machine import Machine, this_machine
+from jaxspec.bench.page import bullets, table
+from jaxspec.bench.results import MADE_BY
 from jaxspec.checkpoint import Model
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
@@ -32,11 +34,15 @@ from jaxspec.mobile.loops import (
     TreeDraft,
     Verified,
 )
+from jaxspec.mobile.profile import time_signatures
 from jaxspec.mobile.runtime import MobileModel
 from jaxspec.trees import load_profile
 
+TITLE = "Speculative decoding on LiteRT"
 PLAIN = "plain"
+_COLUMNS = ("method", "nodes", "drafting ms", "verification ms", "round ms", "tau", "tokens/s")
 _BEAM = 8
+_REPEATS = 31
 _PUBLISHED = "galaxy-s25-adreno830-vicuna7b-q4"
 
 
@@ -64,27 +70,40 @@ class MethodResult(NamedTuple):
 
 
 class LitertComparison(NamedTuple):
-    """All methods by quantization, and what they were measured on."""
+    """All methods by quantization, and what they were measured on.
+
+    step_ratios: by quantization and tree, the time of `step` over that of its three parts.
+    """
 
     machine: Machine
     model: str
     num_prompts: int
     max_new_tokens: int
     results: Mapping[str, Sequence[MethodResult]]
+    step_ratios: Mapping[str, Mapping[str, float]]
 
-    def as_markdown(self) -> str:
-        """A page with one table per quantization, and the published figures."""
+    def as_markdown(self, command: str) -> str:
+        """A part of the page of results, made by a command."""
+        heading = f"# {TITLE}\n\n{MADE_BY}\n    {command}"
+        return "\n\n".join([heading, *self.paragraphs()]) + "\n"
+
+    def paragraphs(self) -> list[str]:
+        """One table per quantization, and the published figures."""
         parts = [
-            "# Speculative decoding on LiteRT",
-            "Written by `jaxspec bench MODEL PROMPTS --runtime litert`: do not edit. "
             f"{self.model}, {self.num_prompts} prompts, {self.max_new_tokens} new tokens, greedy, "
             f"1 thread. {self.machine}"
             + (". THE MACHINE WAS BUSY: only ratios count." if self.machine.busy else "."),
             "Nodes leave the root out; tau is tokens per round, bonus token included. A round's "
-            "verification holds the target pass, acceptance and commit.",
+            "verification holds the target pass, acceptance and commit. `step` is one function; "
+            "its time over that of `draft`, `verify_N` and `commit_N` together, medians of calls "
+            "in turns, is below each table.",
         ]
         for name, rows in self.results.items():
-            parts += [f"## {name}", _table(rows)]
+            ratios = [
+                f"{tree}: step / (draft + verify + commit) = {ratio:.2f}."
+                for tree, ratio in self.step_ratios[name].items()
+            ]
+            parts += [f"## {name}", _table(rows), bullets(*ratios)]
         published = load_profile(_PUBLISHED)
         runs = ", ".join(
             f"{run.name} of {run.nodes} nodes: {run.tokens_per_second} tokens/s (tau {run.tau})"
@@ -95,7 +114,7 @@ class LitertComparison(NamedTuple):
             f"Published for {published.device}: plain {plain:.2f} tokens/s; {runs}. "
             f"{published.quantisation}."
         )
-        return "\n\n".join(parts) + "\n"
+        return parts
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure, ready for JSON."""
@@ -104,32 +123,36 @@ class LitertComparison(NamedTuple):
 
 
 def _table(rows: Sequence[MethodResult]) -> str:
-    head = (
-        "| method | nodes | drafting ms | verification ms | round ms | tau | tokens/s | x plain "
-        "| texts that differ |\n|---|---|---|---|---|---|---|---|---|"
-    )
     plain = next(row for row in rows if row.name == PLAIN)
 
     def milliseconds(seconds: float | None) -> str:
         return "" if seconds is None else f"{1e3 * seconds:.2f}"
 
-    lines = [
-        f"| {row.name} | {row.nodes} | {milliseconds(row.draft_seconds)} | "
-        f"{milliseconds(row.verify_seconds)} | {milliseconds(row.round_seconds)} | {row.tau:.2f} | "
-        f"{row.tokens_per_second:.2f} | {row.tokens_per_second / plain.tokens_per_second:.2f} | "
-        f"{row.num_different} |"
-        for row in rows
-    ]
-    return "\n".join([head, *lines])
+    return table(
+        [*_COLUMNS, "x plain", "texts that differ"],
+        [
+            [
+                row.name,
+                str(row.nodes),
+                milliseconds(row.draft_seconds),
+                milliseconds(row.verify_seconds),
+                milliseconds(row.round_seconds),
+                f"{row.tau:.2f}",
+                f"{row.tokens_per_second:.2f}",
+                f"{row.tokens_per_second / plain.tokens_per_second:.2f}",
+                str(row.num_different),
+            ]
+            for row in rows
+        ],
+    )
 
 
 def compare_on_litert(
     model: Model,
     head: Any,
-    searched: Sequence[RankPath],
+    searched: Mapping[str, Sequence[RankPath]],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    quantizations: Sequence[str] = ("int4", "int8"),
     slots: int = 1024,
     advance: Callable[[str], None] = lambda _: None,
 ) -> LitertComparison:
@@ -138,19 +161,18 @@ def compare_on_litert(
     Args:
         model: the target.
         head: an EAGLE head for it.
-        searched: rank paths of the tree that was searched for this machine.
+        searched: by quantization of the files, rank paths of the tree that was searched for them.
         prompts: ids.
         max_new_tokens: of each text; stop ids end none, so that all methods do the same work.
-        quantizations: of the files.
         slots: of the files.
         advance: called with what is being done, `num_parts` times.
     """
-    results = {}
-    for name in quantizations:
+    results, ratios = {}, {}
+    for name, tree_of_name in searched.items():
         config = ExportConfig(slots=slots, quantization=name, check_gpu_ops=False)
         with TemporaryDirectory() as folder:
             files = {}
-            for tree, paths in (("EAGLE's tree", EAGLE_PATHS), ("searched tree", searched)):
+            for tree, paths in (("EAGLE's tree", EAGLE_PATHS), ("searched tree", tree_of_name)):
                 advance(f"{name}: exporting with {tree}")
                 levels = (_BEAM,) if paths is EAGLE_PATHS else ()
                 shapes = ExportConfig(**{**vars(config), "levels": levels})
@@ -158,12 +180,23 @@ def compare_on_litert(
                 files[tree] = MobileModel(Path(folder) / tree / MODEL_FILE, num_threads=1)
             advance(f"{name}: decoding in turns")
             results[name] = _decode_in_turns(files, prompts, max_new_tokens)
-    return LitertComparison(this_machine(), model.name, len(prompts), max_new_tokens, results)
+            ratios[name] = {tree: _step_ratio(file) for tree, file in files.items()}
+    return LitertComparison(
+        this_machine(), model.name, len(prompts), max_new_tokens, results, ratios
+    )
 
 
-def num_parts(quantizations: Sequence[str]) -> int:
+def num_parts(quantizations: Sized) -> int:
     """How often `compare_on_litert` calls `advance`."""
     return 3 * len(quantizations)
+
+
+def _step_ratio(file: MobileModel) -> float:
+    nodes = 1 + len(file.manifest.paths)
+    parts = ("draft", f"verify_{nodes}", f"commit_{nodes}")
+    runs = time_signatures(file, ("step", *parts), _REPEATS)
+    seconds = {name: float(np.median(times)) for name, times in runs.items()}
+    return seconds["step"] / sum(seconds[part] for part in parts)
 
 
 class _Watched:

@@ -1,16 +1,16 @@
 """StableHLO to `.tflite`. The one module that knows the converter, as its interface may change."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import export as jax_export
 
 from jaxspec.core.types import PyTree
 from jaxspec.mobile.extra import needs_extra
 from jaxspec.mobile.signatures import Signature
+from jaxspec.mobile.weights import PREFIX
 
 # Debug information stays: the scopes of JAX become the names of tensors.
 _PREPARE = (
@@ -23,12 +23,13 @@ class Lowered(NamedTuple):
     """A signature as StableHLO. Its first arguments are the weights."""
 
     program: bytes
+    num_weights: int
     inputs: Mapping[str, jax.ShapeDtypeStruct]
     outputs: Mapping[str, jax.ShapeDtypeStruct]
 
 
 def lower(weights: PyTree, signature: Signature) -> Lowered:
-    """Traces a signature for weights of these shapes."""
+    """Traces a signature for weights of these shapes and dtypes; arrays will do."""
     names = list(signature.inputs)
     record: dict[str, Any] = {}
 
@@ -46,17 +47,14 @@ def lower(weights: PyTree, signature: Signature) -> Lowered:
         name: jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         for name, aval in zip(record, exported.out_avals, strict=True)
     }
-    return Lowered(exported.mlir_module_serialized, signature.inputs, outputs)
+    num_weights = len(jax.tree.leaves(weights))
+    return Lowered(exported.mlir_module_serialized, num_weights, signature.inputs, outputs)
 
 
-def to_flatbuffer(
-    weights: PyTree, signatures: Mapping[str, Lowered], metadata: Mapping[str, str]
-) -> bytes:
-    """One flatbuffer with all signatures, which share their weights.
+def to_flatbuffer(signatures: Mapping[str, Lowered], metadata: Mapping[str, str]) -> bytes:
+    """One flatbuffer with all signatures, in which weights are inputs; see `weights.fill_in`.
 
     Args:
-        weights: a pytree of arrays. They travel as arguments and become constants here: closed
-            over, each signature would carry a copy of them through the converter.
         signatures: by name.
         metadata: texts to put into the file, by name.
 
@@ -67,18 +65,16 @@ def to_flatbuffer(
     ir, passmanager, api = _converter()
     context = ir.Context()
     api.prepare_mlir_context(context)
-    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(weights)]
-    constants: dict[int, Any] = {}
     modules = []
     for name, lowered in signatures.items():
         with context, ir.Location.unknown():
             module = ir.Module.parse(lowered.program)
             passmanager.PassManager.parse(_PREPARE).run(module.operation)
-            _weights_to_constants(ir, module, leaves, constants)
+        weights = [f"{PREFIX}{place}" for place in range(lowered.num_weights)]
         api.set_signature(
             module.operation,
             signature_name=name,
-            input_names=list(lowered.inputs),
+            input_names=[*weights, *lowered.inputs],
             output_names=list(lowered.outputs),
         )
         modules.append(module)
@@ -106,29 +102,3 @@ def _converter() -> tuple[Any, Any, Any]:
             importlib.import_module(f"{package}.passmanager"),
             importlib.import_module(f"{package}._mlir_libs.converter_api_ext"),
         )
-
-
-def _weights_to_constants(
-    ir: Any, module: Any, leaves: Sequence[np.ndarray], constants: dict[int, Any]
-) -> None:
-    """Replaces the first arguments of `main` by constants that all modules of a context share."""
-    (main,) = [op for op in module.body.operations if op.OPERATION_NAME == "func.func"]
-    block = main.regions[0].blocks[0]
-    with ir.InsertionPoint.at_block_begin(block):
-        for index, leaf in enumerate(leaves):
-            argument = block.arguments[index]
-            if index not in constants:
-                constants[index] = ir.DenseElementsAttr.get(leaf, type=argument.type)
-            constant = ir.Operation.create(
-                "arith.constant", results=[argument.type], attributes={"value": constants[index]}
-            )
-            argument.replace_all_uses_with(constant.result)
-    for index in reversed(range(len(leaves))):
-        block.erase_argument(index)
-    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
-    main.attributes["function_type"] = ir.TypeAttr.get(
-        ir.FunctionType.get(list(kind.inputs)[len(leaves) :], list(kind.results))
-    )
-    if "arg_attrs" in main.attributes:
-        kept = list(ir.ArrayAttr(main.attributes["arg_attrs"]))[len(leaves) :]
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(kept)

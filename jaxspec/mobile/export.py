@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint import Model
@@ -15,8 +16,9 @@ from jaxspec.core.types import Drafter, Params, PyTree
 from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
 from jaxspec.mobile.convert import lower, to_flatbuffer
 from jaxspec.mobile.manifest import KEY, Manifest, describe, fingerprint, seal
+from jaxspec.mobile.memory import stored_bytes
 from jaxspec.mobile.opset import require_opset
-from jaxspec.mobile.quantize import check_quantization, quantize
+from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.signatures import (
     EagleStep,
     LayerSkipStep,
@@ -27,6 +29,7 @@ from jaxspec.mobile.signatures import (
     prefill_signature,
     verify_signature,
 )
+from jaxspec.mobile.weights import Leaf, fill_in
 
 BUNDLES = ("cpu", "gpu")
 MODEL_FILE, MANIFEST_FILE = "model.tflite", "manifest.json"
@@ -81,10 +84,10 @@ def export(
 ) -> Manifest:
     """Writes `model.tflite`, `manifest.json` and the tokenizer into a folder.
 
-    Conversion is of float32 weights, which must stay below 2 GiB; quantising follows it.
+    The converter sees shapes only; weights are quantised one at a time on their way into the file.
 
     Args:
-        model: the target; its weights are written as float32.
+        model: the target.
         folder: made if it is not there; what else it holds stays.
         drafter: what `step` drafts with: an `Eagle` head over its static tree, or a `LayerSkip`
             with its set baked in. `PromptLookup` runs on the host: it gets a `verify_N` that fits.
@@ -115,9 +118,9 @@ def export(
     target = Target(network.config, config.slots, num_tokens)
     signatures, paths = _signatures(target, loaded, config)
     params = Params(network, loaded.params)
-    weights = jax.tree.map(_as_float32, params)
-    _check_size(weights)
-    lowered = {name: lower(weights, signature) for name, signature in signatures.items()}
+    shapes = jax.tree.map(_shape_in_file, params)
+    _check_size(shapes, config.quantization)
+    lowered = {name: lower(shapes, signature) for name, signature in signatures.items()}
     manifest = Manifest(
         version=metadata.version("jaxspec"),
         model=model.name,
@@ -130,11 +133,11 @@ def export(
         paths=paths,
         signatures=describe(lowered),
     )
-    flatbuffer = to_flatbuffer(weights, lowered, {KEY: manifest.to_json()})
-    flatbuffer = quantize(flatbuffer, config.quantization)
+    graphs = to_flatbuffer(lowered, {KEY: manifest.to_json()})
+    flatbuffer = fill_in(graphs, _leaves(params), config.quantization)
     if config.check_gpu_ops:
         require_opset(flatbuffer)
-    flatbuffer, manifest = seal(flatbuffer, manifest)
+    manifest = seal(flatbuffer, manifest)
     with replacing_files(Path(folder)) as staging:
         (staging / MODEL_FILE).write_bytes(flatbuffer)
         (staging / MANIFEST_FILE).write_text(manifest.to_json() + "\n", encoding="utf-8")
@@ -192,17 +195,28 @@ def _signatures(
     return functions, paths
 
 
-def _as_float32(leaf: Any) -> np.ndarray:
-    array = np.asarray(leaf)
-    return array if np.issubdtype(array.dtype, np.integer) else array.astype(np.float32)
+def _shape_in_file(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Of a weight: integers stay what they are, all else is float32 to the graph."""
+    whole = jnp.issubdtype(leaf.dtype, jnp.integer)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if whole else jnp.float32)
 
 
-def _check_size(weights: PyTree) -> None:
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+def _leaves(params: Params) -> list[Leaf]:
+    """All weights, each made when it is asked for."""
+
+    def leaf(path: Any, array: Any) -> Leaf:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return Leaf(name, lambda: np.asarray(array).astype(_shape_in_file(array).dtype, copy=False))
+
+    return [leaf(path, array) for path, array in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def _check_size(shapes: PyTree, quantization: str) -> None:
+    size = sum(stored_bytes(leaf.shape, quantization) for leaf in jax.tree.leaves(shapes))
     if size > _LARGEST:
         raise ValueError(
-            f"model: its weights take {size / 2**30:.1f} GiB as float32, and a .tflite holds less "
-            "than 2 GiB."
+            f"model: its weights take {size / 2**30:.1f} GiB as {quantization}, and a .tflite "
+            "holds less than 2 GiB; take fewer bits, or a smaller model."
         )
 
 

@@ -45,6 +45,17 @@ class LoopCheck(NamedTuple):
     first_difference: tuple[int | None, ...]
 
 
+class PassCheck(NamedTuple):
+    """Known text read in one pass of `verify_N`, on the GPU.
+
+    num_tokens: in all passes.
+    num_same: tokens after which the likeliest token is that of the CPU, with the same file.
+    """
+
+    num_tokens: int
+    num_same: int
+
+
 @dataclasses.dataclass(frozen=True)
 class GpuCheck:
     """What the accelerator made of a file.
@@ -54,12 +65,14 @@ class GpuCheck:
         fully_accelerated: nothing falls back to the CPU.
         reference: what tokens were compared with.
         loops: the ways to decode that the file has.
+        passes: over known texts, if there were any.
     """
 
     signatures: tuple[str, ...]
     fully_accelerated: bool
     reference: str
     loops: tuple[LoopCheck, ...]
+    passes: PassCheck | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -71,6 +84,9 @@ class GpuCheck:
                 for prompt, at in enumerate(loop.first_difference)
                 if at is not None
             ]
+        if self.passes is not None and self.passes.num_same < self.passes.num_tokens:
+            wrong = self.passes.num_tokens - self.passes.num_same
+            found.append(f"verify_N: the likeliest token is another one than on the CPU {wrong} x")
         return tuple(found)
 
     def __str__(self) -> str:
@@ -84,6 +100,11 @@ class GpuCheck:
                 f"{loop.name}: {same} of {len(loop.first_difference)} texts equal "
                 f"{self.reference}; tokens per round (bonus included) {min(loop.counts)} to "
                 f"{max(loop.counts)}"
+            )
+        if self.passes is not None:
+            lines.append(
+                f"verify_N over known text: after {self.passes.num_same} of "
+                f"{self.passes.num_tokens} tokens the likeliest one is the CPU's"
             )
         return "\n".join([*lines, *self.problems])
 
@@ -117,6 +138,7 @@ def check_gpu(
     prompts: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int = _NUM_TOKENS,
     timeout: float = 900.0,
+    known_texts: Sequence[Sequence[int]] = (),
 ) -> GpuCheck:
     """Compiles every signature of a file for the GPU and decodes with each of its loops.
 
@@ -125,18 +147,26 @@ def check_gpu(
         prompts: ids; `None`: four short ones.
         max_new_tokens: of each text.
         timeout: seconds for all of it.
+        known_texts: ids; the last N of each are read in one pass of the file's widest `verify_N`.
 
     Raises:
-        ValueError: the machine has no accelerator or driver, the file is quantised in a way that
-            ends the accelerator's process, or the accelerator refused it: with its own messages.
+        ValueError: the machine has no accelerator or driver, the file has no `verify_N` that known
+            texts need, it is quantised in a way that ends the accelerator's process, or the
+            accelerator refused it: with its own messages.
     """
     lacking = missing_for_gpu()
     if lacking is not None:
         raise ValueError(f"The GPU cannot be checked here: {lacking}.")
     manifest = read_manifest(path)
     check_quantization(manifest.quantization, on_gpu=True)
+    if known_texts and not manifest.sizes("verify"):
+        raise ValueError("known_texts: this file has no verify_N; export it with --verify N.")
     prompts = _some_prompts(manifest) if prompts is None else prompts
-    task = {"path": str(path), "prompts": [list(map(int, p)) for p in prompts]}
+    task = {
+        "path": str(path),
+        "prompts": [list(map(int, p)) for p in prompts],
+        "known_texts": [list(map(int, text)) for text in known_texts],
+    }
     with tempfile.TemporaryDirectory() as folder:
         # Drivers want a place of their own; JAX, in the child too, shall stay away from GPUs.
         runtime = {"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR", folder)}
@@ -169,8 +199,9 @@ def check_gpu(
         LoopCheck(entry["name"], tuple(entry["counts"]), tuple(entry["first_difference"]))
         for entry in answer["loops"]
     )
+    passes = None if answer["passes"] is None else PassCheck(*answer["passes"])
     return GpuCheck(
-        tuple(manifest.signatures), answer["fully_accelerated"], answer["reference"], loops
+        tuple(manifest.signatures), answer["fully_accelerated"], answer["reference"], loops, passes
     )
 
 
@@ -216,12 +247,38 @@ def _child() -> None:
             unequal = np.flatnonzero(ours.tokens != theirs.tokens)
             differences.append(int(unequal[0]) if unequal.size else None)
         loops.append({"name": name, "counts": counts, "first_difference": differences})
+    passes = None
+    if task["known_texts"]:
+        cpu = reference if exact else MobileModel(task["path"], num_threads=1)
+        passes = _check_passes(gpu, cpu, task["known_texts"])
     answer = {
+        "passes": passes,
         "fully_accelerated": gpu.is_fully_accelerated,
         "reference": "plain decoding on the CPU" if exact else "plain decoding on the GPU",
         "loops": loops,
     }
     Path(task["result"]).write_text(json.dumps(answer))
+
+
+def _check_passes(gpu: MobileModel, cpu: MobileModel, texts: Sequence[Sequence[int]]) -> PassCheck:
+    size = gpu.manifest.sizes("verify")[-1]
+    below = np.tril(np.ones((size, size), np.int32))
+    same = 0
+    for text in texts:
+        start = len(text) - size
+        inputs = {
+            "tokens": text[start:],
+            "positions": np.arange(start, len(text)),
+            "visible": below,
+            "length": [start],
+        }
+        choices = []
+        for model in (gpu, cpu):
+            model.prefill(text[:start])
+            model.call(f"verify_{size}", **inputs)
+            choices.append(model.read(f"verify_{size}", "choices"))
+        same += int(np.sum(choices[0] == choices[1]))
+    return PassCheck(size * len(texts), same)
 
 
 if __name__ == "__main__":

@@ -112,13 +112,14 @@ def fingerprint(tokenizer: Tokenizer | None) -> str | None:
     return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
 
 
-def seal(flatbuffer: bytes, manifest: Manifest) -> tuple[bytes, Manifest]:
-    """Puts the checksum into a file that already carries its manifest."""
+def seal(flatbuffer: bytearray, manifest: Manifest) -> Manifest:
+    """Puts the checksum into a file that already carries its manifest, in place."""
     empty = manifest.to_json().encode()
-    checksum = hashlib.sha256(flatbuffer).hexdigest()
-    sealed = dataclasses.replace(manifest, checksum=checksum)
     assert flatbuffer.count(empty) == 1, "the converter dropped or changed the metadata"
-    return flatbuffer.replace(empty, sealed.to_json().encode()), sealed
+    sealed = dataclasses.replace(manifest, checksum=hashlib.sha256(flatbuffer).hexdigest())
+    at = flatbuffer.index(empty)
+    memoryview(flatbuffer)[at : at + len(empty)] = sealed.to_json().encode()
+    return sealed
 
 
 def read_manifest(path: str | Path) -> Manifest:

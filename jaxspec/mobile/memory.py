@@ -58,15 +58,15 @@ def estimate_phone_memory(
     table = target["embed"]["embedding"]
     output_head = table if config.tied_head else target["head"]["kernel"]
     matrices = [leaf for leaf in jax.tree.leaves((target, head)) if leaf.ndim > 1]
-    products = sum(_stored(leaf.shape, quantization) for leaf in matrices)
+    products = sum(stored_bytes(leaf.shape, quantization) for leaf in matrices)
     if not config.tied_head:
-        products -= _stored(table.shape, quantization)
+        products -= stored_bytes(table.shape, quantization)
     layers = config.num_layers + (head is not None)
     row = 2 * layers * config.num_kv_heads * config.head_dim * _FLOAT_BYTES
     return PhoneMemory(
         products=products,
-        table=_stored(table.shape, "float32" if quantization == "float32" else "int8"),
-        repeated_head=depth * _stored(output_head.shape, quantization),
+        table=stored_bytes(table.shape, "float32" if quantization == "float32" else "int8"),
+        repeated_head=depth * stored_bytes(output_head.shape, quantization),
         caches=2 * slots * row,
     )
 
@@ -86,7 +86,8 @@ def check_phone_memory(needed: PhoneMemory, available: int) -> None:
     )
 
 
-def _stored(shape: tuple[int, ...], quantization: str) -> int:
+def stored_bytes(shape: tuple[int, ...], quantization: str) -> int:
+    """Bytes of a weight of this shape in a file, its scales included."""
     size, recipe = int(np.prod(shape)), QUANTIZATIONS[quantization]
     if recipe is None:
         return size * _FLOAT_BYTES

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -178,8 +178,7 @@ def measure_here(
     manifest = read_manifest(path)
     model = MobileModel(path, num_threads=num_threads)
     advance("timing signatures")
-    programs = {name: _program(model, name) for name in timed_signatures(manifest)}
-    runs = time_in_turns(programs, repeats)
+    runs = time_signatures(model, timed_signatures(manifest), repeats)
     seconds = {name: (float(np.median(times)), _spread(times)) for name, times in runs.items()}
     machine = this_machine()
     return _profile(
@@ -192,6 +191,13 @@ def measure_here(
         source=f"medians of {repeats} runs of each signature, in turns"
         + ("; THE MACHINE WAS BUSY" if machine.busy else ""),
     )
+
+
+def time_signatures(
+    model: MobileModel, signatures: Sequence[str], repeats: int
+) -> dict[str, Float[np.ndarray, " repeats"]]:
+    """Seconds of every run of some signatures, in turns, behind half a context of zeros."""
+    return time_in_turns({name: _program(model, name) for name in signatures}, repeats)
 
 
 def _program(model: MobileModel, signature: str) -> Callable[[], None]:

@@ -1,21 +1,15 @@
-"""Weights of fewer bits. A file is quantised after its conversion, in one pass over its bytes.
+"""Weights of fewer bits.
 
 Only weights change: of products, and of the table of token embeddings. Activations stay float32 in
 the file; CPUs quantise them as they go, GPUs turn the weights back. Tables of rotations and the
 zeros and ones of acceptance are left alone: rounded, they would be wrong, not imprecise.
 """
 
-import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
-
-from jaxspec.mobile.extra import needs_extra
-from jaxspec.mobile.opset import read_graphs
-
-# The scope of `Network.embed`, of which the converter makes a table look-up. Rotations are read
-# from a table too, in another scope.
-_TOKEN_TABLE = r"\.embed/"
+from jaxtyping import Float, UInt8
 
 
 class Recipe(NamedTuple):
@@ -55,78 +49,34 @@ def check_quantization(name: str, on_gpu: bool = False) -> None:
         )
 
 
-def quantize(flatbuffer: bytes, name: str) -> bytes:
-    """The same file with its weights as `name` says; "float32" gives it back as it is.
+def quantize_rows(
+    matrix: Float[np.ndarray, "rows width"], bits: int, block: int = 0
+) -> tuple[
+    UInt8[np.ndarray, " bytes"], Float[np.ndarray, " rows"] | Float[np.ndarray, "rows parts"]
+]:
+    """Rounds weights to multiples of a scale, which the largest of those that share it decides.
+
+    Symmetric: zero stays zero, and the lowest number of `bits` bits is not used.
 
     Args:
-        flatbuffer: a `.tflite` with float32 weights.
-        name: one of `QUANTIZATIONS`.
+        matrix: one row per output of a product, or per token.
+        bits: 8 or 4; of four, two share a byte, the earlier in its lower half.
+        block: as many weights of a row share a scale, which divide its width; 0: all of it.
 
-    Raises:
-        ValueError: unknown name, a width that blocks do not divide, or no extra `mobile`.
+    Returns:
+        The weights as a `.tflite` stores them, and their scales: float32 one per row; of blocks,
+        float16 with the precision of bfloat16.
     """
-    check_quantization(name)
-    recipe = QUANTIZATIONS[name]
-    if recipe is None:
-        return flatbuffer
-    with needs_extra("Quantizing"):
-        from ai_edge_quantizer import qtyping, quantizer
-    if recipe.block:
-        _check_blocks(flatbuffer, name, recipe.block)
-    granularity = f"BLOCKWISE_{recipe.block}" if recipe.block else "CHANNELWISE"
-    operations = qtyping.TFLOperationName
-    # The stubs of the package describe enumerations as texts.
-    maker: Any = quantizer.Quantizer(bytearray(flatbuffer))
-    maker.add_dynamic_config(
-        regex=".*",
-        operation_name=operations.FULLY_CONNECTED,
-        num_bits=recipe.bits,
-        granularity=qtyping.QuantGranularity(granularity),
-    )
-    maker.add_dynamic_config(
-        regex=_TOKEN_TABLE, operation_name=operations.EMBEDDING_LOOKUP, num_bits=8
-    )
-    return _share_equal_buffers(
-        maker.quantize(enable_progress_bar=False, enable_progress_report=False).quantized_model
-    )
-
-
-def _share_equal_buffers(flatbuffer: bytes | bytearray) -> bytes:
-    """Stores once what the quantiser has stored for each of its uses.
-
-    It does so where two recipes meet in one tensor: a tied head has 4 bits, its table 8.
-    """
-    with needs_extra("Quantizing"):
-        from ai_edge_litert.tools import flatbuffer_utils
-    model: Any = flatbuffer_utils.read_model_from_bytearray(flatbuffer)
-    metadata = {entry.buffer for entry in model.metadata or ()}
-    first: dict[bytes, int] = {}
-    home: dict[int, int] = {}
-    for index, buffer in enumerate(model.buffers):
-        if index not in metadata and buffer.data is not None and len(buffer.data):
-            content = hashlib.sha256(np.asarray(buffer.data, np.uint8).tobytes()).digest()
-            home[index] = first.setdefault(content, index)
-    for graph in model.subgraphs:
-        for tensor in graph.tensors:
-            tensor.buffer = home.get(tensor.buffer, tensor.buffer)
-    for index, kept in home.items():
-        if index != kept:
-            model.buffers[index].data = None
-    return bytes(flatbuffer_utils.convert_object_to_bytearray(model))
-
-
-def _check_blocks(flatbuffer: bytes, name: str, block: int) -> None:
-    widths = {
-        weights.shape[-1]
-        for graph in read_graphs(flatbuffer)
-        for op in graph.ops
-        if op.name == "FULLY_CONNECTED"
-        for weights in graph.ins(op)[1:2]
-        if weights.constant is not None
-    }
-    odd = sorted(width for width in widths if width % block)
-    if odd:
-        raise ValueError(
-            f"quantization: {name} needs widths that {block} divides, and this model has {odd}; "
-            "take int4."
-        )
+    rows, width = matrix.shape
+    highest = (1 << (bits - 1)) - 1
+    parts = matrix.reshape(rows, -1, block or width)
+    scales = np.max(np.abs(parts), axis=2, keepdims=True) / highest
+    scales = np.where(scales == 0.0, 1.0, scales).astype(np.float32)
+    if block:
+        scales = scales.astype(np.dtype(jnp.bfloat16)).astype(np.float16)
+    numbers = np.rint(parts / scales.astype(np.float32)).clip(-highest, highest).astype(np.int8)
+    stored = numbers.reshape(-1).view(np.uint8)
+    if bits == 4:
+        pairs = np.pad(stored, (0, stored.size % 2)).reshape(-1, 2)
+        stored = (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
+    return stored, scales[:, :, 0] if block else scales[:, 0, 0]

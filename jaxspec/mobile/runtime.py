@@ -86,6 +86,7 @@ class MobileModel:
     Attributes:
         manifest: what the file says of itself.
         tokenizer: of the model; `None` if it has none.
+        last_prefill: N of the `prefill_N` that read the end of the last prompt.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class MobileModel:
         # The last text, and how many of its tokens lie in all caches, a head's included.
         self._text: list[int] = []
         self._known = 0
-        self._last_prefill = 0
+        self.last_prefill = 0
 
     @property
     def is_fully_accelerated(self) -> bool:
@@ -237,7 +238,7 @@ class MobileModel:
             accepted = self._described(name)["inputs"]
             self.call(name, **{key: value for key, value in inputs.items() if key in accepted})
             at += count
-        self._last_prefill = size
+        self.last_prefill = size
         return int(self.read(name, "o_pending")[0])
 
     def generate(
@@ -303,7 +304,7 @@ class MobileModel:
         rounds = (loop or self._best_loop(acceptance.warp))(self, acceptance)
         text = list(prompt)
         self.prefill(text, self._reusable(text))
-        text.append(plain.choose(f"prefill_{self._last_prefill}", text[-1]))
+        text.append(plain.choose(f"prefill_{self.last_prefill}", text[-1]))
         self._text, self._known, recent = text, len(text) - 2, 1
         yield Emitted(text[-1:], 0)
         while len(text) < self.manifest.slots:

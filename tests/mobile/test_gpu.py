@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from jaxspec import LayerSkip
+from jaxspec import LayerSkip, load
+from jaxspec.checkpoint import load_eagle, shipped_folders
 from jaxspec.drafters import Eagle
 from jaxspec.drafters.skip_sets import skips_of
+from jaxspec.trees import tree_of_head
 from tests.mobile.models import successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -14,7 +16,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 from jaxspec.mobile import ExportConfig, export
 from jaxspec.mobile import gpu as gpu_module
-from jaxspec.mobile.gpu import GpuCheck, LoopCheck, check_gpu, missing_for_gpu
+from jaxspec.mobile.gpu import GpuCheck, LoopCheck, PassCheck, check_gpu, missing_for_gpu
 
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 SHAPES = ExportConfig(slots=64, prefill=(16,), quantization="float32")
@@ -54,6 +56,30 @@ def test_layers_skipped_run_whole_and_right(tmp_path):
     assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
 
 
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["float32", "int8"])
+def test_the_shipped_model_runs_whole_and_right(tmp_path, quantization):
+    """With its head over its searched tree; known text also in one pass."""
+    if not {"demo", "demo-eagle"} <= set(shipped_folders()):
+        pytest.skip("needs checkpoints/demo and checkpoints/demo-eagle, which are not here")
+    model = load("demo")
+    head = load_eagle("demo-eagle", model.network)
+    drafter = Eagle.of(head, tree_of_head("demo-eagle"))
+    shapes = ExportConfig(
+        slots=128, prefill=(32,), bundle="gpu", quantization=quantization, verify=(8,)
+    )
+    export(model, tmp_path, drafter, shapes)
+    texts = ("How many are 3 + 4?\n", "def add(a, b):\n", "Once upon a time", "1, 2, 3, 4,")
+    prompts = [model.tokenizer.encode(text) for text in texts]
+    known = [model.tokenizer.encode(text * 4) for text in texts] if quantization != "int8" else ()
+    checked = check_gpu(tmp_path / "model.tflite", prompts, 16, 3000, known)
+    assert checked.problems == ()
+    (steps,) = [loop for loop in checked.loops if loop.name == "step"]
+    assert len(set(steps.counts)) > 2
+    assert checked.passes == (None if quantization == "int8" else (32, 32))
+
+
 def test_what_is_wrong_is_listed():
     loops = (LoopCheck("step", (1, 3), (None, 7)),)
     checked = GpuCheck(("decode", "step"), False, "plain decoding on the CPU", loops)
@@ -62,6 +88,8 @@ def test_what_is_wrong_is_listed():
         "step: prompt 1 differs from plain decoding on the CPU at token 7",
     )
     assert "NOT fully" in str(checked)
+    passes = GpuCheck(("verify_8",), True, "", (), PassCheck(16, 15))
+    assert passes.problems == ("verify_N: the likeliest token is another one than on the CPU 1 x",)
     assert "1 of 2 texts equal" in str(checked)
 
 

@@ -49,8 +49,11 @@ def cosine(weights, x):
 
 
 def repeated_operand(weights, x):
-    batch = x["rows"].reshape(3, 4, 2)
-    return {"out": jnp.einsum("bij,jk->bik", batch, x["rows"][:2] + 1.0)}
+    """Scores of three heads over one key head, unfolded for a mask: the converter merges both."""
+    queries = (x["rows"].reshape(1, 3, 2, 4) * 0.5).reshape(1, 6, 4)
+    keys = (x["rows"] + 1.0).reshape(1, 4, 6)
+    scores = jnp.einsum("pnd,pdf->pnf", queries, keys).reshape(1, 3, 2, 6)
+    return {"out": jax.nn.softmax(scores + x["rows"][:1, :6].reshape(1, 1, 1, 6))}
 
 
 def side_by_side(weights, x):
@@ -75,6 +78,7 @@ def found():
     pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
     from jaxspec.mobile.convert import lower, to_flatbuffer
     from jaxspec.mobile.signatures import Signature
+    from jaxspec.mobile.weights import Leaf, fill_in
 
     rows = jax.ShapeDtypeStruct((3, 8), jnp.float32)
     ids = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -82,7 +86,8 @@ def found():
     for function in (*BAD, *GOOD):
         inputs = {"ids": ids} if function is gather else {"rows": rows}
         lowered[function.__name__] = lower(WEIGHTS, Signature(function, inputs))
-    flatbuffer = to_flatbuffer(WEIGHTS, lowered, {})
+    leaves = [Leaf(name, lambda name=name: WEIGHTS[name]) for name in sorted(WEIGHTS)]
+    flatbuffer = fill_in(to_flatbuffer(lowered, {}), leaves, "float32")
     with pytest.raises(OpsetError) as refused:
         require_opset(flatbuffer)
     assert refused.value.violations == tuple(violations(flatbuffer))

@@ -182,7 +182,8 @@ def test_one_command_times_searches_and_exports(folders, tmp_path):
 )
 def test_mistakes_of_exports_are_one_line(capsys, folders, tmp_path, argv, said):
     model = str(folders / "model")
-    assert said in fails(capsys, "export", model, str(tmp_path / "out"), "--slots", "32", *argv)
+    argv = ["export", model, str(tmp_path / "out"), "--slots", "32", "--prefill", "8", *argv]
+    assert said in fails(capsys, *argv)
     assert not (tmp_path / "out").exists()
 
 
@@ -225,6 +226,6 @@ def test_the_7b_case_of_the_documentation():
         needed = estimate_phone_memory(config, "int4", slots, head, depth=5)
         check_phone_memory(needed, 12_000_000_000)
         totals.append(round(needed.total / 1e9, 2))
-    assert totals == [6.12, 8.33]
+    assert totals == [6.11, 8.32]
     with pytest.raises(ValueError, match="take fewer slots"):
         check_phone_memory(needed, 8_000_000_000)

@@ -1,0 +1,100 @@
+"""Files beside JAX: texts, logits and traces, and that what differs is noticed."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxspec import GenerationConfig, LayerSkip, generate
+from jaxspec.drafters import Eagle
+from jaxspec.drafters.skip_sets import skips_of
+from jaxspec.result import Trace
+from tests.mobile.models import successor_model
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+from jaxspec.mobile import ExportConfig, MobileModel, export
+from jaxspec.mobile.parity import compare_with_jax, logits_error, replay
+
+PATHS = ((0,), (1,), (0, 0), (1, 0))
+PROMPTS = [[3, 1, 4, 1, 5], [7]]
+SLOTS, NUM_NEW = 48, 20
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory):
+    """The model, a file of it, JAX's texts, and its traces from the second token on."""
+    model, head = successor_model()
+    drafter = Eagle.of(head, PATHS)
+    folder = tmp_path_factory.mktemp("exported")
+    shapes = ExportConfig(slots=SLOTS, prefill=(8,), quantization="float32")
+    export(model, folder, drafter, shapes)
+    config = GenerationConfig(max_new_tokens=NUM_NEW, stop_token_ids=())
+    texts = [row.tokens.tolist() for row in generate(model, PROMPTS, config)]
+    longer = [[*prompt, text[0]] for prompt, text in zip(PROMPTS, texts, strict=True)]
+    rest = dataclasses.replace(config, max_new_tokens=NUM_NEW - 1)
+    traces = [row.trace for row in generate(model, longer, rest, drafter, return_trace=True)]
+    return model, MobileModel(folder / "model.tflite", num_threads=1), texts, traces
+
+
+def test_a_file_does_every_step_of_a_trace_again(setup):
+    _, file, texts, traces = setup
+    done = replay(file, PROMPTS, texts, traces)
+    assert done.num_steps == sum(map(len, traces)) > 8
+    assert done.same_drafts == done.same_commits == done.num_steps
+    assert max(len(step.path) for trace in traces for step in trace) == 3
+
+
+@pytest.mark.parametrize("fault", ["draft", "emitted", "path"])
+def test_a_trace_of_something_else_is_noticed(setup, fault):
+    """One step of the first trace is changed; the second trace stays."""
+    _, file, texts, traces = setup
+    at = next(i for i, step in enumerate(traces[0]) if len(step.path) < 3)
+    step = traces[0][at]
+    changed = {
+        # Of a token that is not accepted anyway.
+        "draft": {"tokens": np.where(np.arange(5) == 4, (step.tokens + 1) % 48, step.tokens)},
+        "emitted": {"emitted": (step.emitted + 1) % 48},
+        "path": {"path": np.arange(4)},
+    }[fault]
+    steps = list(traces[0])
+    steps[at] = dataclasses.replace(step, **changed)
+    done = replay(file, PROMPTS, texts, [Trace(steps), traces[1]])
+    if fault == "draft":
+        assert done.same_drafts == done.num_steps - 1
+        assert done.same_commits == done.num_steps
+    else:
+        assert done.same_commits == at + len(traces[1])
+
+
+def test_logits_are_those_of_jax(setup):
+    model, file, texts, _ = setup
+    assert 0 < logits_error(model, file, PROMPTS, texts) < 5e-5
+
+
+@pytest.mark.slow
+def test_files_of_every_kind_are_compared():
+    model, head = successor_model()
+    drafters = {
+        "head": Eagle.of(head, PATHS),
+        "skips": LayerSkip(skips_of(2, attention=[1], mlp=[0]), 3),
+    }
+    said = []
+    quantizations = ("float32", "int8")
+    files = list(compare_with_jax(model, drafters, PROMPTS, 12, quantizations, SLOTS, said.append))
+    assert [(file.drafter, file.quantization) for file in files] == [
+        (name, quantization) for name in drafters for quantization in quantizations
+    ]
+    assert len(said) == 1 + len(files)
+    for file in files:
+        assert [loop.name for loop in file.loops] == ["decode", "draft, verify, commit", "step"]
+        assert file.exact
+        assert all(loop.divergences == () for loop in file.loops)
+        plain, verified, steps = (loop.tau for loop in file.loops)
+        assert plain == 1
+        assert verified == steps > 1
+        assert (file.replay is None) == (file.quantization == "int8")
+        if file.replay is not None:
+            assert file.replay.same_drafts == file.replay.num_steps
+            assert file.logits_error < 5e-5
