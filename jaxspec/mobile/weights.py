@@ -65,6 +65,10 @@ class _Stored(NamedTuple):
     blocks: "_Stored | None" = None
 
 
+_Places = dict[tuple[_View, Recipe | None], int]
+"""The tensors of a graph that show weights, by what they show and how it is stored."""
+
+
 def fill_in(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) -> bytearray:
     """Puts weights into a flatbuffer whose inputs `PREFIX...` stand for them.
 
@@ -137,6 +141,9 @@ class _Filler:
                 continue
             if name == "BATCH_MATMUL" and inputs[1] in views and inputs[0] not in views:
                 self._to_weights(graph, op, makers.get(inputs[0]), views[inputs[1]], tensors)
+            elif name == "FULLY_CONNECTED" and inputs[1] in views and inputs[0] not in views:
+                inputs[1] = self._tensor(graph, views[inputs[1]], self._recipe, tensors)
+                op.inputs = inputs
             elif any(index in views for index in inputs):
                 op.inputs = [
                     self._tensor(graph, views[index], None, tensors) if index in views else index

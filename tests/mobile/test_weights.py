@@ -30,7 +30,7 @@ NAMES = {"embedding": "target/embed/embedding", "kernel": "target/layer_0/qkv"}
 
 def everything(weights, x):
     """A table, kernels as they lie, reshaped and turned, a tied head, and what is no product."""
-    rows = jax.nn.one_hot(x["tokens"], 12) @ weights["embedding"] * weights["gain"]
+    rows = jax.nn.one_hot(x["tokens"], 12) @ weights["embedding"] * weights["gain"][None]
     return {
         "product": rows @ weights["kernel"].reshape(8, 6),
         "turned": rows @ weights["turned"].T,
