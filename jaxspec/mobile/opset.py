@@ -75,7 +75,7 @@ class OpsetError(ValueError):
         super().__init__(f"{len(self.violations)} operations do not run on a phone's GPU:{lines}")
 
 
-def require_opset(flatbuffer: bytes) -> None:
+def require_opset(flatbuffer: bytes | bytearray) -> None:
     """Refuses a file that `violations` finds something in.
 
     Raises:
@@ -85,7 +85,7 @@ def require_opset(flatbuffer: bytes) -> None:
         raise OpsetError(found)
 
 
-def violations(flatbuffer: bytes) -> list[Violation]:
+def violations(flatbuffer: bytes | bytearray) -> list[Violation]:
     """Everything in a `.tflite` that a GPU delegate refuses or is known to compute wrongly."""
     found = []
     for graph in read_graphs(flatbuffer):
@@ -149,7 +149,7 @@ class Graph(NamedTuple):
         return (op for op in self.ops if tensor in op.inputs)
 
 
-def read_graphs(flatbuffer: bytes) -> list[Graph]:
+def read_graphs(flatbuffer: bytes | bytearray) -> list[Graph]:
     """The signatures of a `.tflite`."""
     schema = _schema()
     builtins = _names(schema.BuiltinOperator)

@@ -82,7 +82,7 @@ def test_files_of_every_kind_are_compared():
     }
     said = []
     quantizations = ("float32", "int8")
-    files = list(compare_with_jax(model, drafters, PROMPTS, 12, quantizations, SLOTS, said.append))
+    files = list(compare_with_jax(model, drafters, PROMPTS, 12, quantizations, 80, said.append))
     assert [(file.drafter, file.quantization) for file in files] == [
         (name, quantization) for name in drafters for quantization in quantizations
     ]
