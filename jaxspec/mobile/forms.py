@@ -80,10 +80,14 @@ def _attend(
 
 
 def _lookup_ids(ids: Int[Array, " table"], index: Int[Array, " taken"]) -> Int[Array, " taken"]:
-    """A sum of integers: as floats, ids would be lost in half precision."""
-    places = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    here = jnp.equal(index[:, None], places[None]).astype(jnp.int32)
-    return jnp.sum(here * ids[None], axis=1)
+    """A sum of integers: as floats, ids would be lost in half precision.
+
+    The zeros and ones are floats at first, as GPUs make no others, and a constant factor of fewer
+    axes than four ends in a program that GPUs cannot compile.
+    """
+    here = jax.nn.one_hot(index, ids.shape[0], dtype=jnp.float32).astype(jnp.int32)
+    found = here[None, None] * ids.reshape(1, 1, 1, -1)
+    return jnp.sum(found, axis=3).reshape(-1)
 
 
 def _lookup_rows(

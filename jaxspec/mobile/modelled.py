@@ -11,17 +11,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxspec.bench.timing import time_in_turns
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.drafters import Eagle
 from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.footprint import RandomModel
-from jaxspec.mobile.profile import export_kit, measure_here, time_signatures
+from jaxspec.mobile.profile import export_kit, measure_here, signature_program
 from jaxspec.mobile.runtime import MobileModel
 from jaxspec.trees import AcceptanceTable, LatencyProfile, TreeSearch, search_tree
 
 HUNDRED_MILLION = RandomModel(num_layers=24, embed_dim=576, mlp_dim=1536, num_heads=9)
 """A target of 100 million weights, of which a draft pass reads 7 %; of 7 billion it reads 5 %."""
+
+SLOTS = 128
+"""With so many, caches are to these weights what those of 1024 slots are to 7 billion in int4."""
+NUM_PARTS = 4
+PLAIN = "plain"
 
 
 class ModelledStep(NamedTuple):
@@ -60,7 +66,7 @@ def measure_modelled(
     sizes: RandomModel,
     acceptance: AcceptanceTable,
     quantization: str = "int4",
-    slots: int = 1024,
+    slots: int = SLOTS,
     repeats: int = 15,
     num_threads: int = 1,
     advance: Callable[[str], None] = lambda _: None,
@@ -74,7 +80,7 @@ def measure_modelled(
         slots: of the files.
         repeats: runs of each function, in turns.
         num_threads: of the CPU.
-        advance: called three times, with what is being done.
+        advance: called with what is being done, `NUM_PARTS` times.
     """
     model, head = sizes.make()
     shapes = ExportConfig(slots=slots, bundle="gpu", quantization=quantization, check_gpu_ops=False)
@@ -87,15 +93,19 @@ def measure_modelled(
             "EAGLE's tree": EAGLE_PATHS,
             "searched tree": search.best_draft.paths,
         }
-        steps = []
+        programs = {}
         for name, paths in trees.items():
-            advance(f"{quantization}: timing steps of {name}")
-            export(model, folder, Eagle.of(head, paths), shapes)
-            file = MobileModel(Path(folder) / MODEL_FILE, num_threads=num_threads)
-            runs = time_signatures(file, ("decode", "step"), repeats)
-            seconds = {kind: float(np.median(times)) for kind, times in runs.items()}
-            if not steps:
-                steps.append(ModelledStep("plain", 0, 1.0, seconds["decode"]))
-            tau = acceptance.tau(paths)
-            steps.append(ModelledStep(name, len(paths), tau, seconds["step"]))
+            advance(f"{quantization}: exporting with {name}")
+            export(model, Path(folder) / name, Eagle.of(head, paths), shapes)
+            file = MobileModel(Path(folder) / name / MODEL_FILE, num_threads=num_threads)
+            programs[name] = signature_program(file, "step")
+            programs.setdefault(PLAIN, signature_program(file, "decode"))
+        advance(f"{quantization}: timing steps")
+        runs = time_in_turns(programs, repeats)
+    seconds = {name: float(np.median(times)) for name, times in runs.items()}
+    steps = [ModelledStep(PLAIN, 0, 1.0, seconds[PLAIN])]
+    steps += [
+        ModelledStep(name, len(paths), acceptance.tau(paths), seconds[name])
+        for name, paths in trees.items()
+    ]
     return Modelled(quantization, profile, search, tuple(steps), acceptance.source)

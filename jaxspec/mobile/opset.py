@@ -227,6 +227,26 @@ def _not_static(graph: Graph, op: Op) -> str | None:
     return f"it has tensors of {', '.join(unknown)}." if unknown else None
 
 
+def _one_hot_of_others(graph: Graph, op: Op) -> str | None:
+    if op.name == "ONE_HOT" and graph.out(op).dtype != "FLOAT32":
+        return f"GPUs make one-hot rows of floats only, not of {graph.out(op).dtype}; cast them."
+    return None
+
+
+def _integer_factor(graph: Graph, op: Op) -> str | None:
+    """Seen with one row of integers for several: the program for it does not compile."""
+    out = graph.out(op)
+    if op.name != "MUL" or out.dtype != "INT32" or len(out.shape) not in (2, 3):
+        return None
+    for tensor in graph.ins(op):
+        if tensor.constant is not None and 1 < int(np.prod(tensor.shape)) < int(np.prod(out.shape)):
+            return (
+                f"GPUs do not compute a product with repeated constant integers {tensor.shape} of "
+                "so few axes; make it four."
+            )
+    return None
+
+
 def _constant_where(graph: Graph, op: Op) -> str | None:
     if op.name in ("SELECT", "SELECT_V2") and graph.ins(op)[0].constant is not None:
         return "it chooses by a constant; add a constant bias instead."
@@ -318,6 +338,8 @@ _RULES: tuple[Callable[[Graph, Op], str | None], ...] = (
     _refused,
     _too_many_axes,
     _not_static,
+    _one_hot_of_others,
+    _integer_factor,
     _constant_where,
     _constant_on_the_left,
     _first_row_only,

@@ -197,10 +197,11 @@ def time_signatures(
     model: MobileModel, signatures: Sequence[str], repeats: int
 ) -> dict[str, Float[np.ndarray, " repeats"]]:
     """Seconds of every run of some signatures, in turns, behind half a context of zeros."""
-    return time_in_turns({name: _program(model, name) for name in signatures}, repeats)
+    return time_in_turns({name: signature_program(model, name) for name in signatures}, repeats)
 
 
-def _program(model: MobileModel, signature: str) -> Callable[[], None]:
+def signature_program(model: MobileModel, signature: str) -> Callable[[], None]:
+    """One call, behind half a context of zeros."""
     inputs: dict[str, Any] = {}
     for name, value in _valid_integers(model.manifest, signature).items():
         inputs[name] = np.full(model.inputs(signature)[name]["shape"], value, np.int32)

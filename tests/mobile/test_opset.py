@@ -56,6 +56,25 @@ def repeated_operand(weights, x):
     return {"out": jax.nn.softmax(scores + x["rows"][:1, :6].reshape(1, 1, 1, 6))}
 
 
+def one_hot_of_booleans(weights, x):
+    here = jnp.equal(x["ids"][:, None], jnp.arange(8, dtype=jnp.int32)[None])
+    return {"out": jnp.sum(here.astype(jnp.int32), axis=1)}
+
+
+def one_hot_of_floats(weights, x):
+    here = jax.nn.one_hot(x["ids"], 8, dtype=jnp.float32).astype(jnp.int32)
+    return {"out": jnp.sum(here, axis=1)}
+
+
+def integer_factor(weights, x):
+    return {"out": x["ids"][:, None] * jnp.asarray([[3, 5, 7]], jnp.int32)}
+
+
+def integer_factor_of_four_axes(weights, x):
+    factor = jnp.asarray([3, 5, 7], jnp.int32).reshape(1, 1, 1, 3)
+    return {"out": x["ids"].reshape(1, 1, 2, 1) * factor}
+
+
 def side_by_side(weights, x):
     return {"out": (x["rows"].reshape(12, 2) @ (x["rows"][:2] + 1.0)).reshape(3, 4, 8)}
 
@@ -68,8 +87,14 @@ BAD = {
     gather: (None, "one-hot rows"),
     five_axes: (None, "axes"),
     cosine: ("COS", "table"),
+    one_hot_of_booleans: ("ONE_HOT", "of floats only"),
+    integer_factor: ("MUL", "constant integers"),
 }
-GOOD = (first_row_remedied, output_copied, side_by_side)
+OF_FLOATS = (first_row_remedied, output_copied, side_by_side)
+GOOD = (*OF_FLOATS, one_hot_of_floats, integer_factor_of_four_axes)
+
+
+WITH_ROWS = {*BAD, *OF_FLOATS} - {gather, one_hot_of_booleans, integer_factor}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +109,7 @@ def found():
     ids = jax.ShapeDtypeStruct((2,), jnp.int32)
     lowered = {}
     for function in (*BAD, *GOOD):
-        inputs = {"ids": ids} if function is gather else {"rows": rows}
+        inputs = {"rows": rows} if function in WITH_ROWS else {"ids": ids}
         lowered[function.__name__] = lower(WEIGHTS, Signature(function, inputs))
     leaves = [Leaf(name, lambda name=name: WEIGHTS[name]) for name in sorted(WEIGHTS)]
     flatbuffer = fill_in(to_flatbuffer(lowered, {}), leaves, "float32")
