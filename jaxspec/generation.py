@@ -9,6 +9,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -21,7 +22,7 @@ from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
 from jaxspec.core.masks import causal
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
-from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Params, Warp
+from jaxspec.core.types import CarriesOn, ChecksFit, DecodeState, Drafter, Params, Warp
 from jaxspec.drafters import LoadedDrafter, NoDraft
 from jaxspec.result import (
     FINISH_REASONS,
@@ -174,7 +175,7 @@ def generate(
                 assert info is not None, "only the first state comes without a step"
                 for row, step in enumerate(trace_steps(info, request.tokenizer)):
                     traces[row].extend([] if step is None else [step])
-        states = jax.device_get(_without_caches(states))
+        final, states = states, jax.device_get(_without_caches(states))
         seconds = time.perf_counter() - start - clock.seconds
     hosts = host_rows(states, request.prompt_lengths)
     rows = tuple(
@@ -194,7 +195,8 @@ def generate(
         )
         for row, host in enumerate(hosts)
     )
-    return GenerationResult(rows, combine_metrics(hosts, seconds, clock.seconds))
+    drafters = tuple(_for_next_prompt(drafter, request, final, row) for row in range(len(rows)))
+    return GenerationResult(rows, combine_metrics(hosts, seconds, clock.seconds), drafters)
 
 
 class StreamStep(NamedTuple):
@@ -348,6 +350,18 @@ def cut_at(text: str, stop_strings: Sequence[str]) -> str:
     ):
         return ""  # decoders of the SentencePiece kind drop the space that a text begins with
     return text[: min(starts)] if starts else text
+
+
+def _for_next_prompt(
+    drafter: Drafter | LoadedDrafter | None, request: Request, states: DecodeState, row: int
+) -> Drafter | LoadedDrafter | None:
+    """See `GenerationResult.drafters`."""
+    method = request.drafter
+    if not isinstance(method, CarriesOn):
+        return drafter
+    context = states.context._replace(cache=())
+    draft, context = jax.tree.map(itemgetter(row), (states.draft, context))
+    return LoadedDrafter(request.drafter, method.carried(request.params.draft, draft, context))
 
 
 class TextStream:

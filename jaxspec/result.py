@@ -12,6 +12,8 @@ from jaxspec.metrics import Metrics, metrics_of
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Tokenizer
+    from jaxspec.core.types import Drafter
+    from jaxspec.drafters import LoadedDrafter
 
 FINISH_REASONS = {
     Stop.RUNNING: "running",
@@ -147,10 +149,15 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationResult(Sequence[Generation]):
-    """Rows in order of prompts, samples of one prompt side by side, and the metrics of the call."""
+    """Rows in order of prompts, samples of one prompt side by side, and the metrics of the call.
+
+    drafters: by row, what to draft a next prompt with. A drafter that learns from prompt to prompt
+        (`CarriesOn`) goes on where the row left it; any other is the one that was given.
+    """
 
     rows: tuple[Generation, ...]
     metrics: Metrics
+    drafters: tuple["Drafter | LoadedDrafter | None", ...] = ()
 
     def __getitem__(self, index):
         return self.rows[index]

@@ -166,7 +166,7 @@ class TestDrafters:
             paths(f"eagle:head={head}")
 
     def test_dynamic_trees_have_their_bounds(self, model, head):
-        drafter = self.make(f"eagle2:head={head},depth=2,top_k=3,nodes=7", model).drafter
+        drafter = self.make(f"eagle2:head={head},depth=2,beam=3,num_nodes=7", model).drafter
         assert drafter == jaxspec.Eagle2(num_nodes=7, depth=2, beam=3)
 
     @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ class TestDrafters:
             ("eagle", "eagle needs eagle:head=FOLDER"),
             ("eagle2:depth=3", "eagle2 needs eagle2:head=FOLDER"),
             ("eagle:head=nowhere", "no folder 'nowhere', nor a shipped head of that name"),
-            ("eagle2:top_k=x", "top_k must be a number"),
+            ("eagle2:beam=x", "beam must be a number"),
         ],
     )
     def test_bad_settings_are_named(self, text, message):

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ def compare(
         config: how to decode, `num_samples` 1 and one value of everything for all prompts. Greedy
             outputs are checked against plain decoding's; see `Comparison.outputs_agree`.
         repeats: timed runs of each prompt and method.
-        seed: of sampling.
+        seed: of sampling; prompt i has `seed + i`.
         categories: of the prompts, for figures by category.
         progress: show a bar where standard error is a terminal.
 
@@ -79,10 +78,12 @@ def compare(
     categories = _check_arguments(prompts, drafters, config, repeats, categories)
     methods = {PLAIN: None, **drafters}
     machine = this_machine()
-    runs = {
-        name: partial(generate, model, config=config, drafter=drafter, seed=seed)
-        for name, drafter in methods.items()
-    }
+    going_on = dict(methods)  # what each method drafts its next prompt with
+
+    def run(name: str, index: int) -> GenerationResult:
+        # One seed for all would have their samples begin alike.
+        return generate(model, prompts[index], config, going_on[name], seed + index)
+
     requests, failures = _requests(model, prompts, config, methods, seed)
     by_length = sorted(requests, key=lambda index: requests[index].prompt_lengths[0])
     longest, middle = prompts[by_length[-1]], prompts[by_length[len(by_length) // 2]]
@@ -91,18 +92,19 @@ def compare(
     for index in requests:
         of_each_shape.setdefault(requests[index].prompts.tokens.shape, []).append(index)
 
-    parts = len(runs) * (len(of_each_shape) + repeats * len(requests) + 1) + 2
+    parts = len(methods) * (len(of_each_shape) + repeats * len(requests) + 1) + 2
     with progress_bar(parts, progress) as advance:
-        compile_seconds = dict.fromkeys(runs, 0.0)
-        generations = {name: {} for name in runs}
-        seconds = {name: {} for name in runs}
+        compile_seconds = dict.fromkeys(methods, 0.0)
+        generations = {name: {} for name in methods}
+        seconds = {name: {} for name in methods}
         for indices in of_each_shape.values():
             release_programs()
-            for name, run in runs.items():
+            for name in methods:
                 advance(f"compiling {name}")
-                compile_seconds[name] += run(prompts[indices[0]]).metrics.compile_seconds or 0.0
-            outputs, times = _decode_in_turns(runs, prompts, indices, repeats, advance)
-            for name in runs:
+                compiling = run(name, indices[0])
+                compile_seconds[name] += compiling.metrics.compile_seconds or 0.0
+            outputs, times = _decode_in_turns(run, going_on, indices, repeats, advance)
+            for name in methods:
                 generations[name] |= outputs[name]
                 seconds[name] |= times[name]
         failures += _not_finite(generations)
@@ -220,8 +222,8 @@ def _nothing_left(prompts: Sequence[PromptLike], failures: Sequence[Failure]) ->
 
 
 def _decode_in_turns(
-    runs: Mapping[str, Callable[[PromptLike], GenerationResult]],
-    prompts: Sequence[PromptLike],
+    run: Callable[[str, int], GenerationResult],
+    going_on: dict[str, Drafter | LoadedDrafter | None],
     indices: Sequence[int],
     repeats: int,
     advance: Callable[[str], None],
@@ -229,8 +231,9 @@ def _decode_in_turns(
     """Outputs and times, by method and prompt.
 
     A machine's speed drifts, so methods follow each other on every prompt, in rotating order.
+    Drafters that learn from prompt to prompt go on where the last one left them.
     """
-    names = list(runs)
+    names = list(going_on)
     generations = {name: {} for name in names}
     seconds = {name: {index: [] for index in indices} for name in names}
     for repeat in range(repeats):
@@ -238,7 +241,8 @@ def _decode_in_turns(
             for place in range(len(names)):
                 name = names[(turn + repeat + place) % len(names)]
                 advance("decoding")
-                result = runs[name](prompts[index])
+                result = run(name, index)
+                going_on[name] = result.drafters[0]
                 generations[name][index] = result[0]
                 seconds[name][index].append(result.metrics.seconds)
     return generations, seconds

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections import Counter
 from typing import Any
 
 from jaxspec.bench.assisted import ASSISTED
@@ -135,16 +136,28 @@ def _assisted_as_dict(assisted: Assisted | str) -> dict[str, Any]:
 
 
 def _prompts_part(result: SuiteResult) -> str:
-    groups = result.suite.prompt_sets
+    counts = {
+        name: Counter(prompt.category for prompt in target.prompts)
+        for name, target in result.targets.items()
+    }
     rows = [
-        [g.category, f"`{g.file}`", f"`{json.dumps(g.template)}`", ", ".join(g.of) or "all"]
-        for g in groups
+        [
+            group.category,
+            f"`{group.file}`",
+            f"`{json.dumps(group.template)}`",
+            ", ".join(group.of) or "all",
+            *(str(count[group.category]) for count in counts.values()),
+        ]
+        for group in result.suite.prompt_sets
     ]
     return (
-        f"Of each file the first {result.prompts_per_set} prompts that leave room in the context "
-        "for all new tokens, in the shape of the training text up to where the answer begins. What "
-        "a model was trained on is listed in its `recipe.md`. Braces hold fields of a row.\n\n"
-    ) + table(["category", "file", "prompt", "rows of category"], rows)
+        f"Of each row of the table the first {result.prompts_per_set} prompts that leave room in "
+        "the context for all new tokens; longer ones are passed over, and the last columns say how "
+        "many were left. Where a model was trained on such text, a prompt has its shape up to "
+        "where the answer begins; see its `recipe.md`. Braces hold fields of a row.\n\n"
+    ) + table(
+        ["category", "file", "prompt", "rows of category", *(f"prompts, {n}" for n in counts)], rows
+    )
 
 
 def _target_part(name: str, target: TargetResult) -> str:

@@ -126,7 +126,10 @@ def searched_set(**settings: Any) -> Callable[[Model], LayerSkip | None]:
 
 
 def adaptive_exit(**settings: Any) -> Callable[[Model], LayerSkip | None]:
-    """The shipped set with a threshold that adapts, from the paper's settings but for some."""
+    """The shipped set with a threshold that adapts, from prompt to prompt.
+
+    It begins where the search left it; what moves it is the paper's but for `settings`.
+    """
     return searched_set(num_speculative_tokens=8, adaptive=AdaptiveExit(**settings))
 
 
@@ -157,10 +160,13 @@ def searched_tree(name: str) -> Callable[[Model], LoadedDrafter | None]:
 
 
 def dynamic_tree(head: EagleHead | Eagle3Head, paths: Sequence[RankPath]) -> LoadedDrafter:
-    """EAGLE-2 within the bounds of a static tree: its nodes, levels, and nodes per draft pass."""
+    """EAGLE-2 within the bounds of a static tree: its nodes, levels, and nodes per draft pass.
+
+    At least two of these: with one it would be a chain, always the same.
+    """
     widest = max(*draft_batches(paths), 1 + max(path[-1] for path in paths))
     depth = max(1, max(map(len, paths)) - 1)
-    return Eagle2.of(head, num_nodes=len(paths), depth=depth, beam=widest)
+    return Eagle2.of(head, num_nodes=len(paths), depth=depth, beam=max(2, widest))
 
 
 SUITES = {
@@ -219,7 +225,8 @@ SUITES = {
         targets=(MADE_FOR,),
         methods={
             "layer skip, as searched": searched_set(),
-            "layer skip, adaptive": adaptive_exit(),
+            "layer skip, K = 8": searched_set(num_speculative_tokens=8),
+            "layer skip, K = 8, adaptive": adaptive_exit(),
             "draft model": lambda target: DraftModel.of(load("demo-draft")),
             "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
         },
@@ -240,7 +247,7 @@ SUITES = {
                 f"K = 8, threshold {p:g}": searched_set(num_speculative_tokens=8, threshold=p)
                 for p in (0.2, 0.4, 0.6, 0.8)
             },
-            # From here on the threshold adapts: the paper's settings, then one of them changed.
+            # From here on the threshold adapts, K = 8: as the paper has it, then one thing changed.
             "adaptive": adaptive_exit(),
             **{f"alpha = {rate:g}": adaptive_exit(target_rate=rate) for rate in (0.7, 0.8, 0.95)},
             **{f"epsilon = {step:g}": adaptive_exit(step=step) for step in (0.03, 0.1, 0.3)},
@@ -519,8 +526,9 @@ def first_that_fit(
 
 
 def num_params(params: PyTree) -> int:
-    """Weights in a pytree."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    """Weights in a pytree: of a network or a head those of its own, not what it shares."""
+    own = getattr(params, "params", params)
+    return sum(leaf.size for leaf in jax.tree.leaves(own))
 
 
 def _assisted(

@@ -8,11 +8,13 @@ import argparse
 import json
 from collections.abc import Mapping
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, PRNGKeyArray
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +24,17 @@ from jaxspec.bench.timing import time_in_turns
 from jaxspec.checkpoint import Model, load
 from jaxspec.core.cache import pad_slots
 from jaxspec.core.decode import Prompt, begin, narrow, speculative_step
-from jaxspec.core.types import DecodeState, Drafter, KVCache, Params, Proposal, PyTree, Warp
+from jaxspec.core.types import (
+    Context,
+    DecodeState,
+    Drafter,
+    KVCache,
+    LayerKV,
+    Params,
+    Proposal,
+    PyTree,
+    Warp,
+)
 from jaxspec.drafters import DraftModel, Eagle, Eagle2, NoDraft, PromptLookup
 from jaxspec.progress import progress_bar
 
@@ -114,7 +126,8 @@ def measure_tree_building(
     drafts = {}
     for name, method in (("dynamic", drafter), ("static", same_passes(drafter))):
         states, _ = begin_and_propose(params, prompts, drafter=method)
-        drafts[name] = partial(draft_loop, params, states, drafter=method, num_steps=num_steps)
+        drafting = repeat_drafting(states, num_steps)
+        drafts[name] = partial(draft_loop, params, states.draft, drafting, drafter=method)
     times = time_in_turns(drafts, repeats)
     return float(np.median(times["dynamic"] - times["static"])) / num_steps
 
@@ -136,11 +149,11 @@ def measure_step(
 ) -> StepTimes:
     """Times a step, its draft alone, and target passes alone, from the same states."""
     loops = {"num_steps": num_steps, "drafter": drafter}
-    last = step_loop(params, states, **loops)
+    last, drafting = record_drafting(params, states, **loops)
     used = widths_used(np.asarray(last.stats.drafted[0]), drafter)
     programs = {
         "step": partial(step_loop, params, states, **loops),
-        "draft": partial(draft_loop, params, states, **loops),
+        "draft": partial(draft_loop, params, states.draft, drafting, drafter=drafter),
     }
     for width in used:
         programs[f"target {width}"] = partial(
@@ -210,25 +223,66 @@ def step_loop(
     return jax.lax.fori_loop(0, num_steps, advance, states)
 
 
-@partial(jax.jit, static_argnames=("drafter", "num_steps"))
-def draft_loop(params: Params, states: DecodeState, *, drafter: Drafter, num_steps: int) -> PyTree:
-    """Proposals alone. Each continues the last token of the one before, so none can be skipped."""
+class Drafting(NamedTuple):
+    """What drafters were given in each of some steps.
+
+    key: by step.
+    context: by step, without the text and the cached keys and values: those of every step are the
+        beginning of what the last one has.
+    tokens, layers: the last step's.
+    """
+
+    key: PRNGKeyArray
+    context: Context
+    tokens: Int[Array, "rows slots"]
+    layers: tuple[LayerKV, ...]
+
+
+def _light(states: DecodeState) -> tuple[PRNGKeyArray, Context]:
     context = states.context
+    return states.key, context._replace(tokens=(), cache=context.cache.length)
 
-    def advance(index, carry):
-        draft, pending, _ = carry
-        numbers = jax.random.key_data(states.key) + index.astype(jnp.uint32)
-        keys = jax.random.wrap_key_data(numbers)
-        tokens = context.tokens.at[:, context.length[0] - 1].set(pending)
-        proposals, draft = jax.vmap(partial(drafter.propose, params))(
-            keys, draft, context._replace(tokens=tokens)
+
+@partial(jax.jit, static_argnames=("drafter", "num_steps"))
+def record_drafting(
+    params: Params, states: DecodeState, *, drafter: Drafter, num_steps: int
+) -> tuple[DecodeState, Drafting]:
+    """Decodes some steps, and keeps what each one's draft began with."""
+
+    def advance(states: DecodeState, _):
+        return speculative_step(params, states, drafter=drafter)[0], _light(states)
+
+    last, (key, context) = jax.lax.scan(advance, states, None, length=num_steps)
+    return last, Drafting(key, context, last.context.tokens, last.context.cache.layers)
+
+
+def repeat_drafting(states: DecodeState, num_steps: int) -> Drafting:
+    """The same beginning, again and again."""
+    key, context = jax.tree.map(
+        lambda leaf: jnp.broadcast_to(leaf, (num_steps, *leaf.shape)), _light(states)
+    )
+    return Drafting(key, context, states.context.tokens, states.context.cache.layers)
+
+
+@partial(jax.jit, static_argnames="drafter")
+def draft_loop(
+    params: Params, draft: PyTree, drafting: Drafting, *, drafter: Drafter
+) -> tuple[PyTree, Proposal]:
+    """Proposals alone, from the drafter's state before the first of them.
+
+    All of a proposal is kept, its tree too: what nobody reads is not computed.
+    """
+
+    def advance(index, carry) -> tuple[PyTree, Proposal]:
+        draft, _ = carry
+        key, context = jax.tree.map(itemgetter(index), (drafting.key, drafting.context))
+        context = context._replace(
+            tokens=drafting.tokens, cache=KVCache(drafting.layers, context.cache)
         )
-        kept = proposals.tokens, proposals.valid, proposals.draft_logprobs
-        return draft, proposals.tokens[:, -1], kept
+        proposals, draft = jax.vmap(partial(drafter.propose, params))(key, draft, context)
+        return draft, proposals
 
-    first, draft = _propose(params, states, drafter)
-    start = draft, first.tokens[:, -1], (first.tokens, first.valid, first.draft_logprobs)
-    return jax.lax.fori_loop(1, num_steps, advance, start)
+    return jax.lax.fori_loop(1, len(drafting.key), advance, advance(0, (draft, None)))
 
 
 @partial(jax.jit, static_argnames=("drafter", "width", "num_steps"))

@@ -15,6 +15,7 @@ from jaxspec.bench.step import (
     SLOTS,
     begin_and_propose,
     draft_loop,
+    repeat_drafting,
     repetitive_prompt,
     step_loop,
 )
@@ -22,7 +23,7 @@ from jaxspec.bench.timing import release_programs, time_in_turns
 from jaxspec.checkpoint import Model
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.tree import Path, normalize_paths, tree_from_parents
-from jaxspec.core.types import Drafter, Params, Tree
+from jaxspec.core.types import Drafter, Params, Proposal, PyTree, Tree
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.generation import GenerationConfig, PromptLike, Request, generate, prepare
 from jaxspec.trees import (
@@ -37,12 +38,15 @@ from jaxspec.trees import (
 
 TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 26, 32, 48, 64)
 BATCHES = (1, 2, 3, 4, 6, 8)
+LEVELS = (1, 4, 8)
 _DEPTH = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Parrot:
-    """Offers the pending token at every node of a tree: a step that costs next to no drafting.
+class Decoy:
+    """Offers at every node of a tree what the target hardly ever says: a step without a draft.
+
+    So texts grow by one token a step, whatever is verified.
 
     Attributes:
         num_tokens: in the target pass, the root included.
@@ -72,10 +76,37 @@ class Parrot:
         return ()
 
     def propose(self, params, key, state, context):
-        del params, key
+        del key
         root = context.tokens[context.length - 1]
-        every_node = jnp.ones(self.num_tokens, bool)
-        return tree_proposal(self.tree, jnp.full(self.num_tokens, root), every_node), state
+        wrong = (root + 1) % params.target.vocab_size
+        tokens = jnp.full(self.num_tokens, wrong).at[0].set(root)
+        return tree_proposal(self.tree, tokens, jnp.ones(self.num_tokens, bool)), state
+
+
+@dataclasses.dataclass(frozen=True)
+class _HandedMore:
+    """A drafter that is handed as many emitted tokens as one whose tree has `levels` levels."""
+
+    drafter: Drafter
+    levels: int
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps
+
+    @property
+    def tree_shape(self) -> tuple[int, int]:
+        return self.drafter.tree_shape[0], self.levels
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.drafter.widths
+
+    def init(self, params, prompt, context) -> PyTree:
+        return self.drafter.init(params, prompt, context)
+
+    def propose(self, params, key, state, context) -> tuple[Proposal, PyTree]:
+        return self.drafter.propose(params, key, state, context)
 
 
 def measure_profile(
@@ -84,6 +115,7 @@ def measure_profile(
     *,
     tokens: Sequence[int] = TOKENS,
     batches: Sequence[int] = BATCHES,
+    levels: Sequence[int] = LEVELS,
     slots: int = SLOTS,
     num_steps: int = 64,
     repeats: int = 9,
@@ -93,14 +125,16 @@ def measure_profile(
     """Times target and draft passes of one row on this machine, as decoding runs them.
 
     A target time is that of a whole step that verifies so many tokens, its bookkeeping included
-    and its draft left out. A draft time is what a level of so many nodes adds to a draft; the first
-    draft pass, the root's, is timed apart, for it also reads what the last step emitted.
+    and its draft left out. A draft time is what a level of so many nodes adds to a draft. The first
+    draft pass, the root's, is timed apart, by the levels of the tree: it also reads what the last
+    step emitted, and is as wide as the longest that can be.
 
     Args:
         model: the target.
         drafter: over any static tree; its own is not used.
         tokens: of the target passes, roots included.
         batches: nodes of the draft passes.
+        levels: of the trees whose first draft pass is timed.
         slots: of the caches. Passes read all of them, so ask for as many as prompts and outputs
             will take together, at least 64 and `num_steps`.
         num_steps: in each timed loop; entering one takes time as well, so let them be many.
@@ -109,8 +143,8 @@ def measure_profile(
         advance: called with what is being prepared, once per program.
 
     Raises:
-        ValueError: for a drafter that has no static tree, slots too few for the loops, or times too
-            noisy to tell apart.
+        ValueError: for a drafter that has no static tree, no levels, slots too few for the loops,
+            or times too noisy to tell apart.
     """
     if slots < NUM_PROMPT_TOKENS + num_steps:
         raise ValueError(
@@ -118,25 +152,42 @@ def measure_profile(
             f"{NUM_PROMPT_TOKENS + num_steps}, got {slots}."
         )
     prompts = repetitive_prompt(model.vocab_size)
-    targets, drafts = {}, {}
-    for size in sorted({1, *tokens}):
-        advance(f"target pass of {size}")
-        parrot = Parrot(size, drafter.drafter.taps)
-        params = Params(model.network, ())
-        states, _ = begin_and_propose(params, prompts, drafter=parrot, slots=slots)
-        targets[str(size)] = partial(step_loop, params, states, drafter=parrot, num_steps=num_steps)
-    for size in (0, *sorted({1, *batches})):
-        advance(f"draft pass of {size}")
-        method = with_tree(drafter, _draft_probe(size)).drafter
+    targets, drafts, firsts = {}, {}, {}
+
+    def drafting(paths: Sequence[Path], levels: int) -> Callable[[], PyTree]:
+        method = _HandedMore(with_tree(drafter, paths).drafter, levels)
         params = Params(model.network, drafter.params)
         states, _ = begin_and_propose(params, prompts, drafter=method, slots=slots)
-        drafts[str(size)] = partial(draft_loop, params, states, drafter=method, num_steps=num_steps)
+        drafting = repeat_drafting(states, num_steps)
+        return partial(draft_loop, params, states.draft, drafting, drafter=method)
+
+    for size in sorted({1, *tokens}):
+        advance(f"target pass of {size}")
+        decoy = Decoy(size, drafter.drafter.taps)
+        params = Params(model.network, ())
+        states, _ = begin_and_propose(params, prompts, drafter=decoy, slots=slots)
+        loop = partial(step_loop, params, states, drafter=decoy, num_steps=num_steps)
+        reached = int(loop().context.length[0])
+        if reached + size > slots:
+            raise ValueError(
+                f"slots must hold the text of every loop, got {slots}: that of the loop over "
+                f"{size} tokens a pass has grown to {reached}; ask for more, or for fewer steps."
+            )
+        targets[str(size)] = loop
+    for size in sorted({1, *batches}):
+        roots, below = _draft_probe(size)
+        for part, paths in (("before", roots), ("with", (*roots, *below))):
+            advance(f"draft {part} a pass of {size}")
+            drafts[f"{part} {size}"] = drafting(paths, levels=2)
+    for count in sorted({1, *levels}):
+        advance(f"first draft pass of {count} levels")
+        firsts[str(count)] = drafting(_draft_probe(1)[0], count)
     advance("timing target passes")
     target = _timings(time_in_turns(targets, repeats), num_steps)
     advance("timing draft passes")
-    runs = time_in_turns(drafts, repeats)
-    first = runs.pop("0")
-    draft = _timings({size: whole - first for size, whole in runs.items()}, num_steps)
+    runs = time_in_turns({**drafts, **{f"first {n}": loop for n, loop in firsts.items()}}, repeats)
+    each = {str(n): runs[f"with {n}"] - runs[f"before {n}"] for n in sorted({1, *batches})}
+    draft = _timings(each, num_steps)
     for size, seconds, spread in draft:
         if seconds <= 0:
             raise ValueError(
@@ -148,7 +199,7 @@ def measure_profile(
         name=name or f"{model.name} on {machine.device}",
         target=target,
         draft=draft,
-        first_draft=float(np.median(first)) / num_steps,
+        first_draft=_timings({n: runs[f"first {n}"] for n in firsts}, num_steps),
         device=str(machine),
         runtime=f"jax {machine.jax}",
         dtype=str(model.network.dtype),
@@ -160,13 +211,13 @@ def measure_profile(
     )
 
 
-def _draft_probe(size: int) -> tuple[Path, ...]:
-    """A tree whose second draft pass has `size` nodes; for 0 there is none.
+def _draft_probe(size: int) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """The first level of a tree, and a second one below `size` of its nodes: one more draft pass.
 
-    Its root has two children at least, as of several tokens the likeliest are sorted out.
+    The root has two children at least, as of several tokens the likeliest are sorted out.
     """
-    roots = [(rank,) for rank in range(max(2, size))]
-    return (*roots, *((rank, 0) for rank in range(size)))
+    roots = tuple((rank,) for rank in range(max(2, size)))
+    return roots, tuple((rank, 0) for rank in range(size))
 
 
 def _timings(

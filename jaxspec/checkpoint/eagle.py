@@ -2,11 +2,17 @@
 
 EAGLE-1 files hold `fc` and one layer, `layers.0`; EAGLE-3 files call the layer `midlayer` and add a
 final norm, an output head and two maps between vocabularies. Names and dialects follow the module
-definitions of SafeAILab/EAGLE, branches v1 and main; the speculators format says `layers.0` for
-EAGLE-3 too and may put `model.` before everything.
+definitions of SafeAILab/EAGLE, branches v1 and main. The speculators format says `layers.0` for
+EAGLE-3 too, may put `model.` before everything, nests the layer's settings in
+`transformer_layer_config`, and knows `norm_before_residual`.
+
+Tapped layers are counted in two ways. `eagle_aux_hidden_state_layer_ids` at the top names layers
+by what goes in, as vLLM and we do. Inside `eagle_config`, as SpecForge writes and SGLang reads, it
+names them by what comes out: [1, 46, 90] of 94 layers are the usual 2, L // 2 and L - 3.
 """
 
 import importlib
+import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -55,8 +61,8 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
 
     Args:
         source: a folder with config.json and model.safetensors, or pytorch_model.bin where torch
-            is installed (read by its `weights_only` path, which runs no code); or the name of a
-            head that comes with the package.
+            is installed (read by its `weights_only` path, which runs no code); the name of a head
+            that comes with the package; or "owner/name" on the Hugging Face Hub.
         target: what the head was trained for.
         dtype: of the weights; None: the target's.
 
@@ -65,7 +71,7 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
             listed), or the head was made for a target of another width, vocabulary or depth.
     """
     folder = find_head(source)
-    raw = read_json(folder / "config.json")
+    raw = _unfolded(read_json(folder / "config.json"))
     stored = _stored_tensors(folder)
     config = _layer_config(raw, stored, target)
     dtype = np.dtype(target.dtype if dtype is None else dtype)
@@ -90,7 +96,7 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
             f"{folder}: this EAGLE-3 dialect sets {', '.join(unsupported)}, which is not supported."
         )
     config = config.replace(vocab_size=num_drafted)
-    taps = tuple(raw.get("eagle_aux_hidden_state_layer_ids") or eagle3_taps(target.num_layers))
+    taps = _taps(raw) or eagle3_taps(target.num_layers)
     if not all(0 <= layer < target.num_layers for layer in taps):
         raise CheckpointError(
             f"The head is for another target: it reads layers {list(taps)}, the target has "
@@ -99,18 +105,29 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
     tapped = len(taps) * target.embed_dim
     shapes = jax.eval_shape(partial(init_eagle3_params, config, tapped), jax.random.key(0))
     layer = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
-    return Eagle3Head(
-        _fill(EAGLE3, layer, shapes, stored, dtype), config, taps, target.vocab_size, ids
-    )
+    params = _fill(EAGLE3, layer, shapes, stored, dtype)
+    normed = _flag(raw, "norm_before_residual", False)
+    return Eagle3Head(params, config, taps, target.vocab_size, ids, normed)
 
 
-def save_eagle(head: EagleHead | Eagle3Head, folder: str | Path, dtype: Any = None) -> None:
-    """Writes a head as `load_eagle` and the published programs read it.
+def save_eagle(
+    head: EagleHead | Eagle3Head,
+    folder: str | Path,
+    dtype: Any = None,
+    *,
+    target_layers: int | None = None,
+) -> None:
+    """Writes a head as `load_eagle` reads it, under the published names.
+
+    The target's embedding, which published files hold as well and which programs that load strictly
+    ask for, is left out, and so is t2d, which follows from d2t. An EAGLE-1 head over a reduced
+    vocabulary has a d2t too, which other programs do not know of.
 
     Args:
         head: what to write.
         folder: made if it is not there; an interruption leaves it as it was.
         dtype: to store the weights in; None: the one they have.
+        target_layers: of the target, so that loading for a deeper one is refused; None: not said.
     """
     third = isinstance(head, Eagle3Head)
     leaves = leaves_by_path(head.params)
@@ -122,6 +139,8 @@ def save_eagle(head: EagleHead | Eagle3Head, folder: str | Path, dtype: Any = No
         for placement in group
     }
     raw = _config_to_json(head)
+    if target_layers is not None:
+        raw["target_num_hidden_layers"] = target_layers
     if head.draft_ids is not None:
         ids = np.asarray(head.draft_ids, np.int64)
         tensors["d2t"] = ids - np.arange(len(ids))
@@ -175,7 +194,12 @@ def _torch_tensors(path: Path) -> dict[str, HeadTensor]:
             f"{path} is a pickle; reading one safely takes torch (extra `parity`), or convert "
             f"it to {SINGLE} where it is trusted."
         ) from None
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds more than tensors, and what else it holds could run code: {error}"
+        ) from None
 
     def reader(tensor) -> Callable[[], np.ndarray]:
         return lambda: (tensor.float() if tensor.is_floating_point() else tensor).numpy()
@@ -190,25 +214,45 @@ def _layer_config(
 ) -> ModelConfig:
     """The one layer's shape. Positions are the target's: published heads state shorter ones."""
     has_bias = any(name.endswith("q_proj.bias") for name in stored)
+    # Of a Qwen2 head whose file has no biases, they are missing: without them it drafts worse.
+    with_bias = _flag(raw, "qkv_bias", has_bias or raw.get("model_type") == "qwen2")
     text = {
         **raw,
-        "model_type": "qwen2" if has_bias else "llama",
+        "model_type": "qwen2" if with_bias else "llama",
         "num_hidden_layers": 1,
         "max_position_embeddings": target.config.max_positions,
         "tie_word_embeddings": False,
     }
     config = config_from_json(text)
+    layers = raw.get("target_num_hidden_layers", target.num_layers)
     problems = [
         f"{name} is {ours} in config.json, {theirs} in the target"
         for name, ours, theirs in (
             ("hidden_size", config.embed_dim, target.embed_dim),
             ("vocab_size", config.vocab_size, target.vocab_size),
+            ("target_num_hidden_layers", layers, target.num_layers),
         )
         if ours != theirs
     ]
     if problems:
         raise CheckpointError(f"The head is for another target: {'; '.join(problems)}.")
     return config
+
+
+def _unfolded(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """With the settings of the layer at the top, where all other formats have them."""
+    nested = raw.get("transformer_layer_config")
+    return {**(nested if isinstance(nested, Mapping) else {}), **raw}
+
+
+def _taps(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    """Layers whose inputs are read; none where config.json leaves that to the reader."""
+    inputs = raw.get("eagle_aux_hidden_state_layer_ids") or ()
+    nested = raw.get("eagle_config")
+    outputs = (nested if isinstance(nested, Mapping) else {}).get(
+        "eagle_aux_hidden_state_layer_ids"
+    )
+    return tuple(inputs) or tuple(layer + 1 for layer in outputs or ())
 
 
 def _draft_ids(
@@ -299,7 +343,8 @@ def _config_to_json(head: EagleHead | Eagle3Head) -> dict[str, Any]:
         "vocab_size": head.target_vocab_size,
     }
     if isinstance(head, Eagle3Head):
-        return {**raw, "eagle_aux_hidden_state_layer_ids": list(head.taps)}
+        taps = {"eagle_aux_hidden_state_layer_ids": list(head.taps)}
+        return {**raw, **taps, "norm_before_residual": head.norm_before_residual}
     return {**raw, "bias": head.bias}
 
 

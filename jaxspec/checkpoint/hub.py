@@ -35,6 +35,8 @@ _HUB_FILES = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
+# Heads were first published as pickles, which torch reads without running them.
+_HUB_HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
 # What a saved model replaces in its folder, whether or not it writes a file of that name itself.
 _REPLACED = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*.safetensors"),
@@ -178,20 +180,22 @@ def shipped_folders() -> dict[str, Path]:
 
 
 def find_head(source: str | Path) -> Path:
-    """The folder of an EAGLE head: one on this machine, or shipped under this name.
+    """The folder of an EAGLE head: on this machine, shipped under this name, or from the Hub.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: there is none, or it cannot be downloaded.
     """
     folder, shipped = Path(source).expanduser(), shipped_heads()
     if not folder.is_dir() and str(source) in shipped:
         return shipped[str(source)]
-    if not folder.exists():
-        raise CheckpointError(
-            f"There is no folder {str(source)!r}, nor a shipped head of that name (shipped: "
-            f"{', '.join(shipped) or 'none'})."
-        )
-    return folder
+    if folder.exists():
+        return folder
+    if isinstance(source, str) and _HUB_ID.fullmatch(source):
+        return _download(source, _HUB_HEAD_FILES)
+    raise CheckpointError(
+        f"There is no folder {str(source)!r}, nor a shipped head of that name (shipped: "
+        f"{', '.join(shipped) or 'none'}). Heads on the Hugging Face Hub are called owner/name."
+    )
 
 
 def _holds_model(folder: Path) -> bool:
@@ -223,14 +227,14 @@ def _find(source: str | Path) -> Path:
     if folder.exists():
         raise CheckpointError(f"{folder} is a file; give the folder that it lies in.")
     if isinstance(source, str) and _HUB_ID.fullmatch(name):
-        return _download(name)
+        return _download(name, _HUB_FILES)
     raise CheckpointError(
         f"There is no folder {name!r}, nor a shipped model of that name (shipped: "
         f"{', '.join(shipped) or 'none'}). Models on the Hugging Face Hub are called owner/name."
     )
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, files: tuple[str, ...]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -240,7 +244,7 @@ def _download(hub_id: str) -> Path:
     )
 
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES)))
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(files)))
     except GatedRepoError as error:
         raise CheckpointError(
             f"{hub_id} asks for consent: accept its terms on huggingface.co/{hub_id} and log in "

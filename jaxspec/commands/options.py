@@ -196,8 +196,7 @@ def _eagle(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) 
 def _eagle2(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LoadedDrafter:
     del args
     head = _head("eagle2", settings)
-    fields = {"depth": "depth", "top_k": "beam", "nodes": "num_nodes"}
-    given = {fields[name]: value for name, value in settings.items() if name in fields}
+    given = {name: value for name, value in settings.items() if name != "head"}
     return Eagle2.of(load_eagle(head, model.network), **given)
 
 
@@ -228,9 +227,9 @@ def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any], model: Mo
 DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
     "lookup": ({"num_speculative_tokens": int, "max_ngram": int, "match": str}, _lookup),
     "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
-    # tree: a file of `tune tree` or a published name; top_k and nodes are Eagle2's beam, num_nodes.
+    # tree: a file of `tune tree` or a published name.
     "eagle": ({"head": str, "tree": str}, _eagle),
-    "eagle2": ({"head": str, "depth": int, "top_k": int, "nodes": int}, _eagle2),
+    "eagle2": ({"head": str, "depth": int, "beam": int, "num_nodes": int}, _eagle2),
     "layer-skip": ({"num_speculative_tokens": int, "threshold": float, "skips": str}, _layer_skip),
 }
 

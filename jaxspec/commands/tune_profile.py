@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.bench.step import SLOTS
-from jaxspec.bench.tuning import BATCHES, TOKENS, measure_profile
+from jaxspec.bench.tuning import BATCHES, LEVELS, TOKENS, measure_profile
 from jaxspec.checkpoint import Model, load, load_eagle
 from jaxspec.commands.options import add_model_arguments, announce, check_writable, load_model
 from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
@@ -48,6 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=BATCHES,
         metavar="N,...",
         help=f"nodes of draft passes (default: {','.join(map(str, BATCHES))})",
+    )
+    parser.add_argument(
+        "--levels",
+        type=_sizes,
+        default=LEVELS,
+        metavar="N,...",
+        help="of the trees whose first draft pass is timed, which also reads what the last step "
+        f"emitted (default: {','.join(map(str, LEVELS))})",
     )
     parser.add_argument(
         "--slots",
@@ -133,12 +141,14 @@ def _measure(args: argparse.Namespace) -> LatencyProfile:
     model = load_model(args)
     drafter = load_tree_drafter(args, model)
     announce(model=args.model, drafter=drafter.drafter, tokens=args.tokens, batches=args.batches)
-    with progress_bar(len({1, *args.tokens}) + len({0, 1, *args.batches}) + 2) as advance:
+    programs = len({1, *args.tokens}) + 2 * len({1, *args.batches}) + len({1, *args.levels})
+    with progress_bar(programs + 2) as advance:
         return measure_profile(
             model,
             drafter,
             tokens=args.tokens,
             batches=args.batches,
+            levels=args.levels,
             slots=args.slots,
             num_steps=args.steps,
             repeats=args.repeats,
@@ -154,8 +164,9 @@ def show_profile(profile: LatencyProfile) -> None:
     console.print(f"weights quantised: {profile.quantisation}. {profile.source}")
     console.print(_table("target passes: tokens, the root included", profile.target))
     console.print(_table("draft passes: nodes", profile.draft))
-    if profile.first_draft is not None:
-        console.print(f"a step's first draft pass: {1e3 * profile.first_draft:.3f} ms")
+    if profile.first_draft:
+        title = "a step's first draft pass: levels of the tree"
+        console.print(_table(title, profile.first_draft))
     flat = max(timing.seconds for timing in profile.draft if timing.size <= 4)
     console.print(
         f"of draft passes of up to 4 nodes, the slowest takes "

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from jaxspec.bench import compare
 from jaxspec.bench.machine import Machine, this_machine
 from jaxspec.checkpoint import Model
 from jaxspec.commands.options import add_model_arguments, announce, load_model
 from jaxspec.drafters import LayerSkip
-from jaxspec.generation import GenerationConfig, generate
+from jaxspec.generation import GenerationConfig
 
 METHODS = ("bayes", "random", "greedy")
 # Where an exit is worth trying; 0 never exits.
@@ -188,12 +189,14 @@ def run(args: argparse.Namespace) -> int:
         "objective": args.objective,
         "machine": str(machine),
         "text": f"{args.rows} rows of {args.prompt_tokens} + {args.new_tokens} tokens, {args.text}",
+        "search_seconds": {name: trace.seconds(name) for name in histories},
     }
-    skip_search.write_result(args.out, best, facts)
-    skip_search.draw_searches(args.out / "search.png", histories)
     _report(histories, best, costs)
-    drafter = LayerSkip.read(args.out / "skips.json")
-    _check(model, drafter, {"these": prompts, "other": fresh}, args.new_tokens)
+    length, threshold = best.worth.num_speculative_tokens, best.worth.threshold
+    drafter = LayerSkip(best.skip, length, threshold, adaptive=None)
+    measured = _measure(model, drafter, {"these": prompts, "other": fresh}, args.new_tokens)
+    skip_search.write_result(args.out, best, {**facts, "measured": measured})
+    skip_search.draw_searches(args.out / "search.png", histories)
     print(f"wrote {args.out / 'skips.json'}", file=sys.stderr)
     return 0
 
@@ -335,31 +338,36 @@ def _report(histories: Mapping[str, Sequence[Any]], best: Any, costs: Any) -> No
     )
 
 
-def _check(
+def _measure(
     model: Model,
     drafter: LayerSkip,
     prompts: Mapping[str, Sequence[Any]],
     max_new_tokens: int,
-) -> None:
-    """What decoding itself does, on the prompts of the search and on others."""
-    config = GenerationConfig(max_new_tokens=max_new_tokens)
+) -> dict[str, Any]:
+    """What decoding itself does, on the prompts of the search and on others; prints and returns."""
+    config, measured = GenerationConfig(max_new_tokens=max_new_tokens), {}
     for name, some in prompts.items():
         if not some:
             continue
-        # One prompt at a time. The first call compiles; the tokens must be the same anyway.
-        runs = [
-            [generate(model, prompt, config, method) for prompt in some]
-            for method in (None, drafter)
-        ]
-        plain, drafted = (
-            sum(result.metrics.seconds or 0.0 for result in results) for results in runs
-        )
-        same = sum(np.array_equal(a[0].tokens, b[0].tokens) for a, b in zip(*runs, strict=True))
-        tokens, steps = (
-            sum(getattr(result.metrics, field) for result in runs[1])
-            for field in ("num_tokens", "num_verify_steps")
-        )
+        rows = [np.asarray(prompt).tolist() for prompt in some]
+        comparison = compare(model, rows, {"this set": drafter}, config, repeats=2)
+        _, row = comparison.rows
+        found = row.overall
+        measured[name] = {
+            "prompts": len(rows),
+            "tau_bonus_included": found.mean_acceptance_length,
+            "speedup": found.speedup,
+            "speedup_interval": found.speedup_interval,
+            "identical": row.num_identical,
+        }
+        interval = ""
+        if found.speedup_interval is not None:
+            interval = " [{:.2f}, {:.2f}]".format(*found.speedup_interval)
         print(
-            f"measured on {name} prompts ({len(some)}): tau {tokens / steps:.2f} (bonus token "
-            f"included), {plain / drafted:.2f}x plain decoding, {same} outputs identical"
+            f"measured on {name} prompts ({len(rows)}): tau {found.mean_acceptance_length:.2f} "
+            f"(bonus token included), {found.speedup:.2f}{interval}x plain decoding, "
+            f"{row.num_identical} outputs identical"
         )
+    if measured and max(each["speedup"] for each in measured.values()) < 1:
+        print("Do not speculate with it here: plain decoding is faster.")
+    return measured

@@ -292,6 +292,21 @@ class ChecksFit(Protocol):
         ...
 
 
+@runtime_checkable
+class CarriesOn(Protocol):
+    """What a drafter that learns from prompt to prompt has besides."""
+
+    def carried(self, params: PyTree, draft: PyTree, context: Context) -> PyTree:
+        """Its own params for a next prompt, `params.draft`, from a row's final state.
+
+        Args:
+            params: its own, of the prompt that was decoded.
+            draft: the row's `DecodeState.draft`.
+            context: the row's, without its cache.
+        """
+        ...
+
+
 StateT = TypeVar("StateT")
 InfoT = TypeVar("InfoT", covariant=True)
 

@@ -49,7 +49,7 @@ class Eagle:
         chunk: tokens per pass over the prompt.
 
     Raises:
-        ValueError: for an invalid tree.
+        ValueError: for an invalid tree, or one without a node.
     """
 
     paths: tuple[Path, ...] = EAGLE_PATHS
@@ -58,6 +58,12 @@ class Eagle:
 
     def __post_init__(self):
         object.__setattr__(self, "paths", normalize_paths(self.paths))
+        if not self.paths:
+            raise ValueError(
+                "paths: a tree without a node drafts nothing; to decode plainly, give no drafter."
+            )
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1 token, got {self.chunk}.")
 
     @classmethod
     def of(

@@ -59,7 +59,7 @@ class Eagle2:
     chunk: int = 256
 
     def __post_init__(self):
-        for name in ("num_nodes", "depth", "beam"):
+        for name in ("num_nodes", "depth", "beam", "chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.num_nodes > self._num_candidates:

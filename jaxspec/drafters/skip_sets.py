@@ -1,8 +1,11 @@
 """Sets of sub-layers to skip: by index, published, from a file."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
 
 from jaxspec.checkpoint import shipped_folders
 from jaxspec.checkpoint.files import read_json
@@ -29,6 +32,32 @@ def skips_of(num_layers: int, attention: Iterable[int], mlp: Iterable[int]) -> S
             if layers.count(layer) > 1:
                 raise ValueError(f"{name} names layer {layer} twice.")
     return Skips(*(tuple(layer in part for layer in range(num_layers)) for part in parts.values()))
+
+
+def skips_of_bits(bits: Sequence[int] | Int[np.ndarray, " entries"], num_layers: int) -> Skips:
+    """The set of a 0/1 vector z: one entry per sub-layer, attention first, or one per whole layer.
+
+    Args:
+        bits: 1 where something is skipped; `2 * num_layers` or `num_layers` of them.
+        num_layers: of the model.
+
+    Raises:
+        ValueError: another number of entries, or something else than 0 and 1.
+
+    Example:
+        >>> skips_of_bits([0, 1, 0], 3) == skips_of_bits([0, 1, 0, 0, 1, 0], 3)
+        True
+    """
+    entries = list(bits)
+    if len(entries) not in (num_layers, 2 * num_layers):
+        raise ValueError(
+            f"bits must have {2 * num_layers} entries for the sub-layers of {num_layers} layers, "
+            f"or {num_layers} for the layers, got {len(entries)}."
+        )
+    if not all(entry in (0, 1) for entry in entries):
+        raise ValueError(f"bits must hold 0 or 1 for each, got {entries}.")
+    plain = tuple(bool(entry) for entry in entries)
+    return Skips(plain[:num_layers], plain[-num_layers:])
 
 
 def skipped_layers(skip: Skips) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from jaxspec.core.forms import exchanged
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.types import LayerKV
 from jaxspec.drafters.growth import lookup_ids
-from jaxspec.models.attention import Segment, attend
+from jaxspec.models.attention import Segment, attend, softcapped
 from jaxspec.models.config import Rope
 from jaxspec.models.linear import multiply
 from jaxspec.models.rope import rotations
@@ -62,9 +62,7 @@ def _attend(
     folded = (queries * scale).reshape(kv_heads, group * nodes, head_dim)
 
     def scores(segment: Segment) -> Float[Array, "kv_heads rows slots"]:
-        columns = jnp.einsum("pnd,pdf->pnf", folded, segment.kv.keys)
-        if softcap is not None:
-            columns = softcap * jnp.tanh(columns / softcap)
+        columns = softcapped(jnp.einsum("pnd,pdf->pnf", folded, segment.kv.keys), softcap)
         unseen = (1.0 - segment.mask.astype(columns.dtype)) * _UNSEEN
         rows = unseen if len(unseen) == 1 else jnp.concatenate([unseen] * group)
         return columns + rows[None]

@@ -76,7 +76,11 @@ def timed_signatures(manifest: Manifest) -> tuple[str, ...]:
 
 def kit_script(manifest: Manifest) -> str:
     """The script for `adb`: `./measure.sh cpu 1 > kit.txt`."""
-    facts = {"model": manifest.model, "quantization": manifest.quantization}
+    facts = {
+        "model": manifest.model,
+        "quantization": manifest.quantization,
+        "levels": manifest.depth,
+    }
     lines = [
         "#!/bin/sh",
         "# Times each signature of model.tflite on the phone that adb reaches.",
@@ -134,7 +138,8 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
         )
     try:
         facts = json.loads(header.removeprefix(_HEADER))
-    except json.JSONDecodeError as error:
+        model, quantization, levels = (facts[name] for name in ("model", "quantization", "levels"))
+    except (json.JSONDecodeError, KeyError) as error:
         raise ValueError(f"{path}: its first line is damaged ({error}); measure again.") from None
     device = next((line for line in lines if line.startswith("jaxspec device: ")), "unknown")
     sections = re.split(rf"^{_SECTION}", text, flags=re.MULTILINE)[1:]
@@ -156,10 +161,11 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
     return _profile(
         seconds,
         str(path),
-        name=f"{facts['model']} on {device.removeprefix('jaxspec device: ')}",
+        int(levels),
+        name=f"{model} on {device.removeprefix('jaxspec device: ')}",
         device=device.removeprefix("jaxspec device: "),
         runtime="LiteRT",
-        quantisation=str(facts["quantization"]),
+        quantisation=str(quantization),
         source="LiteRT's benchmark_model on the device: means of 50 runs of each signature",
     )
 
@@ -184,6 +190,7 @@ def measure_here(
     return _profile(
         seconds,
         str(path),
+        manifest.depth,
         name=f"{manifest.model} ({manifest.quantization}) on {machine.device}",
         device=str(machine),
         runtime=f"LiteRT, CPU, {num_threads} threads",
@@ -214,9 +221,13 @@ def _spread(runs: Float[np.ndarray, " repeats"]) -> float:
 
 
 def _profile(
-    seconds: Mapping[str, tuple[float, float | None]], where: str, **facts: Any
+    seconds: Mapping[str, tuple[float, float | None]], where: str, levels: int, **facts: Any
 ) -> LatencyProfile:
-    """A target time is that of a pass and its commit; the host's acceptance is left out."""
+    """A target time is that of a pass and its commit; the host's acceptance is left out.
+
+    Shapes in files are fixed: a kit's first draft pass reads as many tokens as its tree has
+    levels and one more. It stands for the trees with fewer, too.
+    """
 
     def timings(kind: str, also: str | None = None) -> tuple[Timing, ...]:
         found = []
@@ -238,7 +249,7 @@ def _profile(
     return LatencyProfile(
         target=timings("verify", "commit"),
         draft=timings("draft"),
-        first_draft=seconds["absorb"][0],
+        first_draft=tuple(Timing(size, *seconds["absorb"]) for size in sorted({1, levels})),
         dtype="float32",
         **facts,
     )

@@ -55,9 +55,7 @@ def attend(
     folded = (queries * scale).reshape(kv_heads, group * nodes, head_dim)
 
     def scores(segment: Segment) -> Float[Array, "kv_heads group nodes slots"]:
-        columns = multiply_pairs(folded, segment.kv.keys, wide)
-        if softcap is not None:
-            columns = softcap * jnp.tanh(columns / softcap)
+        columns = softcapped(multiply_pairs(folded, segment.kv.keys, wide), softcap)
         seen = columns.reshape(kv_heads, group, nodes, -1)
         return jnp.where(segment.mask[None, None], seen, jnp.finfo(seen.dtype).min)
 
@@ -79,3 +77,8 @@ def attend(
     totals = reduce(jnp.add, [jnp.sum(part, axis=-1, keepdims=True) for part in weights])
     attended = reduce(jnp.add, products).reshape(queries.shape) / totals
     return attended.astype(queries.dtype)
+
+
+def softcapped(values: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
+    """Values drawn into -cap..cap by a tanh, as Gemma 2 does; None: left alone."""
+    return values if cap is None else cap * jnp.tanh(values / cap)

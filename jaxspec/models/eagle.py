@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.cache import empty_layer
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
-from jaxspec.models.attention import at_least_float32
+from jaxspec.models.attention import at_least_float32, softcapped
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products, multiply
 from jaxspec.models.rope import rotations
@@ -74,10 +74,12 @@ class Eagle3Layer(nn.Module):
     """One decoder layer whose attention reads embedding and state side by side, each normed.
 
     tapped: width of the target's tapped layers side by side.
+    norm_before_residual: whether the state that attention's output is added to is the normed one.
     """
 
     config: ModelConfig
     tapped: int
+    norm_before_residual: bool = False
 
     def setup(self):
         config = self.config
@@ -94,9 +96,10 @@ class Eagle3Layer(nn.Module):
         states: Float[Array, "nodes embed"],
         seen: Seen,
     ) -> Hidden:
-        pair = jnp.concatenate([self.embed_norm(embedded), self.state_norm(states)], axis=-1)
+        normed = self.state_norm(states)
+        pair = jnp.concatenate([self.embed_norm(embedded), normed], axis=-1)
         output, own = self.attention(pair, *seen)
-        residual = states + output
+        residual = (normed if self.norm_before_residual else states) + output
         return _hidden(residual + self.mlp(self.mlp_norm(residual)), own)
 
     def fuse(self, taps: Float[Array, "nodes tapped"]) -> Float[Array, "nodes embed"]:
@@ -194,7 +197,8 @@ class EagleHead:
         if self.vocabulary is None:
             return target.unembed(states)
         with exact_products(self.dtype):
-            return multiply(states, self.vocabulary.table, at_least_float32(self.dtype))
+            logits = multiply(states, self.vocabulary.table, at_least_float32(self.dtype))
+        return softcapped(logits, target.config.final_softcap)
 
     def empty_cache(self, slots: int) -> KVCache:
         return _empty_cache(self.config, slots, self.dtype)
@@ -207,7 +211,7 @@ class EagleHead:
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "draft_ids"],
-    meta_fields=["config", "taps", "target_vocab_size"],
+    meta_fields=["config", "taps", "target_vocab_size", "norm_before_residual"],
 )
 @dataclass(frozen=True)
 class Eagle3Head:
@@ -217,6 +221,7 @@ class Eagle3Head:
     taps: target layers whose inputs it reads; three, by the paper: low, middle, high.
     target_vocab_size: of the target.
     draft_ids: the target's ids of those tokens; `None` if they are all tokens.
+    norm_before_residual: see `Eagle3Layer`; the paper's heads do not.
     """
 
     params: PyTree
@@ -224,6 +229,7 @@ class Eagle3Head:
     taps: tuple[int, ...]
     target_vocab_size: int
     draft_ids: Int[Array, " draft_vocab"] | None = None
+    norm_before_residual: bool = False
 
     def states_of(
         self, features: Float[Array, "nodes embed"], taps: Float[Array, "nodes tapped"]
@@ -258,7 +264,8 @@ class Eagle3Head:
         return self.params["mlp_norm"]["scale"].dtype
 
     def _apply(self, *args, method=None) -> Any:
-        layer = Eagle3Layer(self.config, self.params["fc"]["kernel"].shape[0])
+        tapped = self.params["fc"]["kernel"].shape[0]
+        layer = Eagle3Layer(self.config, tapped, self.norm_before_residual)
         with exact_products(self.dtype):
             return layer.apply({"params": self.params}, *args, method=method)
 

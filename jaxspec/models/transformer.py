@@ -20,7 +20,7 @@ from jaxspec.core.cache import empty_layer, num_slots
 from jaxspec.core.forms import exchangeable
 from jaxspec.core.masks import sliding_window
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
-from jaxspec.models.attention import Segment, at_least_float32, attend
+from jaxspec.models.attention import Segment, at_least_float32, attend, softcapped
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products, multiply
 from jaxspec.models.rope import rotate, rotations
@@ -351,8 +351,7 @@ class Transformer(nn.Module):
         tied = self.config.tied_head
         table = self.embedding() if tied else self.head()
         logits = multiply(features, table, at_least_float32(features.dtype), turned=tied)
-        cap = self.config.final_softcap
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        return softcapped(logits, self.config.final_softcap)
 
     def everything(self, tokens, positions, mask) -> Float[Array, "nodes vocab"]:
         """Reads every weight: what `init` traces."""

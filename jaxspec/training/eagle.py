@@ -142,14 +142,14 @@ class TrainingTimeTest:
 
     config: of the head's one layer.
     taps: target layers that the head reads.
-    num_steps: how often it is unrolled; 7 in the paper.
+    num_unrolled: how often it is unrolled; 7 in the paper.
     decay: weight of a step over that of the one before.
     dtype: of the head's products, see `FeatureRegression`.
     """
 
     config: ModelConfig
     taps: tuple[int, ...]
-    num_steps: int = 7
+    num_unrolled: int = 7
     decay: float = 0.8
     dtype: str = "float32"
 
@@ -170,9 +170,9 @@ class TrainingTimeTest:
         # The mean over all places, counted or not, as in the published code.
         places = sequences.tokens.size
         steps = jnp.sum(losses, axis=(0, 2)) / places
-        weights = self.decay ** jnp.arange(self.num_steps)
+        weights = self.decay ** jnp.arange(self.num_unrolled)
         agreed = jnp.sum(agreements, axis=(0, 2)) / jnp.maximum(jnp.sum(counts, axis=(0, 2)), 1)
-        metrics = {f"agreement_{i + 1}": agreed[i] for i in range(self.num_steps)}
+        metrics = {f"agreement_{i + 1}": agreed[i] for i in range(self.num_unrolled)}
         tokens = jnp.sum(counts[:, 0]).astype(jnp.float32)
         return jnp.sum(weights * steps), metrics | {"tokens": tokens}
 
@@ -183,7 +183,7 @@ class TrainingTimeTest:
         if head.draft_ids is not None:
             target_logits = target_logits[:, head.draft_ids]
         results = []
-        for foreseen in unroll(head, target, row, states, self.num_steps, self.dtype):
+        for foreseen in unroll(head, target, row, states, self.num_unrolled, self.dtype):
             wanted = target_logits[foreseen.places]
             counted = foreseen.counted & draftable[foreseen.places]
             loss = _soft_cross_entropy(foreseen.logits, wanted)

@@ -137,7 +137,8 @@ def _training(
         + (
             f", {100 * metrics['utilisation']:.1f} % of a measured peak of "
             f"{metrics['peak_gflops_per_second']:,} GFLOP/s (at {metrics['flops_per_token']:,} "
-            f"FLOPs a token: {cost})"
+            f"FLOPs a token, {metrics['flops_per_token'] * metrics['tokens_trained']:.3g} in all: "
+            f"{cost})"
             if rate
             else ""
         )

@@ -218,7 +218,7 @@ class EagleTrainingSettings(RunSettings):
     draft_vocab: how many tokens the head drafts from, the most frequent ones of the own text (of
         the sources, where there is none); 0: all.
     noise, token_weight: of EAGLE-1, see `FeatureRegression`.
-    num_unrolled, decay: of EAGLE-3, see `TrainingTimeTest`, where the first is `num_steps`.
+    num_unrolled, decay: of EAGLE-3, see `TrainingTimeTest`.
     taps: of EAGLE-3, layers of the target whose inputs to read; None: `eagle3_taps`.
     cache_features: compute the target's states once and keep them on disk, instead of anew with
         every batch.

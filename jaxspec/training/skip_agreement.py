@@ -1,7 +1,6 @@
 """How often a network agrees with itself when sub-layers are skipped, for a few regular patterns.
 
-What self-speculation can hope for, before any search, and what layer drop in training is for: a
-network trained without it hardly agrees once half of its sub-layers are gone.
+What self-speculation can hope for, before any search, and what layer drop in training is for.
 """
 
 from collections.abc import Sequence

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -191,13 +192,22 @@ class Trace:
         Raises:
             ValueError: the file is a trace of another model, or of other settings.
         """
-        self._history = History(path)
-        # A killed search may have left half a line, which must not stay in the middle.
-        self._history.rewind(len(self._history.records))
+        try:
+            self._history = History(path)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no trace of `jaxspec tune skips`: {error}") from None
         about = json.loads(json.dumps({"num_layers": num_layers, **about}))
-        if not self._history.records:
-            self._history.add(step=0, about=about, measured=measure())
-        known = self._history.records[0].get("about", {})
+        records = self._history.records
+        known = about
+        if records:
+            if not all(isinstance(record, dict) and "step" in record for record in records) or not (
+                {"about", "measured"} <= records[0].keys()
+            ):
+                raise ValueError(
+                    f"{path} is no trace of `jaxspec tune skips`; name another folder, or move "
+                    "it away."
+                )
+            known = records[0]["about"]
         different = sorted(
             name for name in known.keys() | about.keys() if known.get(name) != about.get(name)
         )
@@ -206,6 +216,11 @@ class Trace:
                 f"{path} is the trace of another search: {', '.join(different)} differ. Name "
                 "another folder, or move the trace away."
             )
+        if records:
+            # A killed search may have left half a line, which must not stay in the middle.
+            self._history.rewind(len(records))
+        else:
+            self._history.add(step=0, about=about, measured=measure())
         self.num_layers = num_layers
         self.measured = json.loads(json.dumps(self._history.records[0]["measured"]))
 
@@ -220,10 +235,19 @@ class Trace:
             if record["search"] == name
         ]
 
-    def add(self, name: str, evaluation: Evaluation) -> None:
+    def seconds(self, name: str) -> float | None:
+        """What the search of that name took so far; `None` in traces that do not say."""
+        records = [record for record in self._history.records[1:] if record["search"] == name]
+        if not all("seconds" in record for record in records):
+            return None
+        return sum(record["seconds"] for record in records)
+
+    def add(self, name: str, evaluation: Evaluation, seconds: float) -> None:
+        """`seconds`: that choosing and evaluating it took."""
         self._history.add(
             step=len(self._history.records),
             search=name,
+            seconds=seconds,
             **skipped_layers(evaluation.skip),
             worth=evaluation.worth._asdict(),
         )
@@ -253,13 +277,13 @@ def search(
     history = trace.evaluations(name)[:num_evaluations]
     first = uniform_sets(trace.num_layers)
     while len(history) < num_evaluations:
-        place = len(history)
+        start, place = time.perf_counter(), len(history)
         rng = np.random.default_rng((seed, place))
         skip = first[place] if place < len(first) else method(history, rng)
         if skip is None:
             break
         history.append(Evaluation(skip, objective(skip)))
-        trace.add(name, history[-1])
+        trace.add(name, history[-1], time.perf_counter() - start)
         watch(history)
     return history
 

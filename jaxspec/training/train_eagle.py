@@ -176,7 +176,7 @@ def train_eagle(
     trained = TrainedHead(objective("float32").head(outcome.params, target, ids), metrics)
     if out is not None:
         settings = dataclasses.replace(settings, dtype=outcome.dtype)
-        _write(trained, settings, fingerprints, outcome, out, command)
+        _write(trained, target.num_layers, settings, fingerprints, outcome, out, command)
         console.print(f"saved {out}", highlight=False, soft_wrap=True)
     return trained
 
@@ -345,6 +345,7 @@ def _decoding(
 
 def _write(
     trained: TrainedHead,
+    target_layers: int,
     settings: EagleTrainingSettings,
     fingerprints: dict[str, str],
     outcome: Outcome,
@@ -352,7 +353,7 @@ def _write(
     command: str,
 ) -> None:
     with replacing_files(out) as staging:
-        save_eagle(trained.head, staging, _STORED)
+        save_eagle(trained.head, staging, _STORED, target_layers=target_layers)
         write_json(staging / "training.json", settings_to_json(settings))
         write_json(staging / "metrics.json", trained.metrics)
         write_head_recipe(staging / "recipe.md", settings, fingerprints, trained.metrics, command)

@@ -364,11 +364,14 @@ def calibrated_table(
 
 
 def identity_of(params: PyTree) -> str:
-    """A name for a drafter's weights: a hash of their structure and of each array's beginning."""
+    """A name for a drafter's weights: a hash of their structure and of each array's beginning.
+
+    Weights that were stored in bfloat16 have one name, in whatever type they are loaded.
+    """
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}\n".encode())
-        digest.update(np.asarray(leaf.ravel()[:_NUMBERS_HASHED]).tobytes())
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape}\n".encode())
+        digest.update(np.asarray(leaf.ravel()[:_NUMBERS_HASHED], np.float32).tobytes())
     return digest.hexdigest()[:16]
 
 

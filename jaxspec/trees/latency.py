@@ -11,7 +11,7 @@ from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jaxspec.trees.files import read_entry, shipped_names, write_entry
 
@@ -23,7 +23,8 @@ KEYED_ON = "tokens"
 class Timing(NamedTuple):
     """What a pass of one size takes.
 
-    size: tokens of a target pass, the root included; nodes in a draft pass.
+    size: tokens of a target pass, the root included; nodes in a draft pass; for a step's first
+        draft pass, levels of the tree below its root.
     seconds: the median.
     spread: half the distance between the quartiles; `None` where it is not known.
     """
@@ -67,8 +68,9 @@ class LatencyProfile:
         name: what to call it.
         target: of target passes, by tokens, the root included; 1 and at least one more.
         draft: of draft passes, by the nodes in them; 1 is among them.
-        first_draft: seconds of a step's first draft pass, the root's, which also reads what the
-            last step emitted; `None`: as a draft pass of one node.
+        first_draft: of a step's first draft pass, the root's, by the levels of the tree: it also
+            reads what the last step emitted, up to one token more than there are levels. None:
+            as a draft pass of one node.
         device: that it was measured on.
         runtime: that ran it.
         dtype: of activations.
@@ -84,7 +86,7 @@ class LatencyProfile:
     name: str
     target: tuple[Timing, ...]
     draft: tuple[Timing, ...]
-    first_draft: float | None = None
+    first_draft: tuple[Timing, ...] = ()
     device: str = ""
     runtime: str = ""
     dtype: str = ""
@@ -94,11 +96,9 @@ class LatencyProfile:
     published: tuple[PublishedRun, ...] = ()
 
     def __post_init__(self):
-        for field, fewest in (("target", 2), ("draft", 1)):
+        for field, fewest in (("target", 2), ("draft", 1), ("first_draft", 0)):
             timings = _checked(self.name, field, getattr(self, field), fewest)
             object.__setattr__(self, field, timings)
-        if self.first_draft is not None:
-            _check_seconds(self.name, "first_draft", self.first_draft)
 
     @property
     def max_tokens(self) -> int:
@@ -109,6 +109,11 @@ class LatencyProfile:
     def max_batch(self) -> int:
         """The most nodes in a draft pass that was timed."""
         return self.draft[-1].size
+
+    @property
+    def max_levels(self) -> float:
+        """Of the deepest tree whose first draft pass was timed; no limit if none was, apart."""
+        return self.first_draft[-1].size if self.first_draft else math.inf
 
     def target_seconds(
         self, tokens: int | Float[np.ndarray, " sizes"]
@@ -131,9 +136,28 @@ class LatencyProfile:
         """
         if not batches:
             return 0.0
-        first = self.draft[0].seconds if self.first_draft is None else self.first_draft
-        later = np.asarray(batches[1:], np.int64)
-        return first + float(np.sum(_interpolate(self.name, "draft", self.draft, later)))
+        deeper = self.later_draft_seconds(np.asarray(batches[1:], np.int64))
+        return self.first_draft_seconds(len(batches)) + float(np.sum(deeper))
+
+    def first_draft_seconds(self, levels: int) -> float:
+        """Seconds of the first draft pass of a step over a tree with so many levels, at least 1.
+
+        Raises:
+            ValueError: beyond the levels that were timed.
+        """
+        if not self.first_draft:
+            return self.draft[0].seconds
+        return float(_interpolate(self.name, "first_draft", self.first_draft, levels))
+
+    def later_draft_seconds(
+        self, nodes: int | Int[np.ndarray, " passes"]
+    ) -> Float[np.ndarray, "*passes"]:
+        """Seconds of a step's further draft passes, by the nodes in each.
+
+        Raises:
+            ValueError: beyond the sizes that were timed.
+        """
+        return _interpolate(self.name, "draft", self.draft, nodes)
 
     def normalised(self) -> Float[np.ndarray, " sizes"]:
         """Times of the target passes over that of one token."""
@@ -151,7 +175,7 @@ class LatencyProfile:
             "target_keyed_on": KEYED_ON,
             "target": [_as_entry("tokens", timing) for timing in self.target],
             "draft": [_as_entry("nodes", timing) for timing in self.draft],
-            "first_draft_seconds": self.first_draft,
+            "first_draft": [_as_entry("levels", timing) for timing in self.first_draft],
             "memory_bytes": None if self.memory is None else self.memory._asdict(),
             "published": [run._asdict() for run in self.published],
         }
@@ -208,7 +232,9 @@ def profile_from_dict(entry: dict[str, Any], where: str) -> LatencyProfile:
             name=str(entry.get("name", where)),
             target=tuple(_from_entry("tokens", timing) for timing in entry["target"]),
             draft=tuple(_from_entry("nodes", timing) for timing in entry["draft"]),
-            first_draft=entry.get("first_draft_seconds"),
+            first_draft=tuple(
+                _from_entry("levels", timing) for timing in entry.get("first_draft", ())
+            ),
             memory=None if memory is None else OnChipMemory(**memory),
             published=tuple(PublishedRun(**run) for run in entry.get("published", ())),
             **texts,
@@ -340,19 +366,25 @@ class CachePressure:
 
 
 _UNIT = (Timing(1, 1.0), Timing(2, 1.0))
+# What the sizes of a field's timings are, and the option that says which are measured.
+_SIZES = {
+    "target": ("tokens, the root included", "--tokens"),
+    "draft": ("nodes", "--batches"),
+    "first_draft": ("levels", "--levels"),
+}
 
 
 def _checked(name: str, field: str, timings: Iterable[Timing], fewest: int) -> tuple[Timing, ...]:
     ordered = tuple(sorted(timings))
     sizes = [timing.size for timing in ordered]
-    what = "tokens, the root included" if field == "target" else "nodes"
+    what, _ = _SIZES[field]
     for size, seconds, _ in ordered:
         if size != int(size) or size < 1:
             raise ValueError(f"profile {name}: {field} has {size} {what}; sizes count from 1.")
         _check_seconds(name, f"{field} of {size} {what}", seconds)
     if len(set(sizes)) != len(sizes):
         raise ValueError(f"profile {name}: {field} lists a size twice, got {sizes} {what}.")
-    if len(sizes) < fewest or sizes[0] != 1:
+    if len(sizes) < fewest or (sizes and sizes[0] != 1):
         raise ValueError(
             f"profile {name}: {field} needs the time of 1 and at least {fewest} sizes, got {sizes} "
             f"{what}; measure them."
@@ -371,8 +403,7 @@ def _interpolate(
     known = np.asarray([timing.size for timing in timings])
     beyond = np.asarray(sizes)[(np.asarray(sizes) < known[0]) | (np.asarray(sizes) > known[-1])]
     if beyond.size:
-        what = "tokens, the root included" if field == "target" else "nodes"
-        flag = "--tokens" if field == "target" else "--batches"
+        what, flag = _SIZES[field]
         raise ValueError(
             f"profile {name}: {field} passes were timed for {known[0]} to {known[-1]} {what}, not "
             f"for {int(beyond[0])}; measure that (`jaxspec tune profile {flag} "

@@ -42,7 +42,7 @@ def draw_latency(axes: Any, profiles: Sequence[LatencyProfile]) -> None:
     """Verification latency against budget, over that of one token: the paper's figure.
 
     Points are the profiles' own; a profile that knows its on-chip memory has `CachePressure`
-    drawn through them.
+    drawn through them, if they are on both sides of its knee.
     """
     for profile in profiles:
         budgets = [timing.size - 1 for timing in profile.target]
@@ -52,7 +52,11 @@ def draw_latency(axes: Any, profiles: Sequence[LatencyProfile]) -> None:
             budgets, profile.normalised(), spreads, fmt="none", color=line.get_color(), capsize=2
         )
         if profile.memory is not None:
-            curve, sizes = CachePressure.fitted(profile), np.arange(1, 33)
+            try:
+                curve, sizes = CachePressure.fitted(profile), np.arange(1, 33)
+            except ValueError:
+                axes.plot([], [], " ", label=f"{profile.name}: too few points for the model")
+                continue
             axes.plot(
                 sizes - 1,
                 curve.seconds(sizes) / curve.one_token,

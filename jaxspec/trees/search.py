@@ -522,9 +522,12 @@ def _limits(
                 f"{name}: the acceptance table reaches {reach[name]}, got {given}; measure with a "
                 "larger probing tree (probe_paths), or search less."
             )
+    if max_depth is None:
+        max_depth = int(min(5, acceptance.max_depth, profile.max_levels))
+    profile.first_draft_seconds(max_depth)
     return Limits(
         nodes=max_nodes,
-        depth=min(5, acceptance.max_depth) if max_depth is None else max_depth,
+        depth=max_depth,
         width=max_nodes if max_width is None else max_width,
         branch=min(4, acceptance.max_branch) if max_branch is None else max_branch,
         batch=profile.max_batch,
@@ -532,9 +535,10 @@ def _limits(
 
 
 def _seconds_of_shapes(trees: BestTrees, profile: LatencyProfile) -> Float[np.ndarray, " shapes"]:
-    later = range(1, profile.max_batch + 1)
-    each = [0.0, *(profile.draft_seconds([1, size]) - profile.draft_seconds([1]) for size in later)]
-    first = profile.draft_seconds([1]) * (trees.batches[:, 0] > 0)
+    each = [0.0, *profile.later_draft_seconds(np.arange(1, profile.max_batch + 1))]
+    levels = np.sum(trees.batches > 0, axis=1)
+    firsts = [0.0, *map(profile.first_draft_seconds, range(1, trees.batches.shape[1] + 1))]
+    first = np.asarray(firsts)[levels]
     deeper = np.asarray(each)[trees.batches[:, 1:]].sum(axis=1)
     return first + deeper + profile.target_seconds(trees.nodes + 1)
 

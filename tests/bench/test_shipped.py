@@ -47,6 +47,10 @@ ROWS = {
         {"text": "Subtract.", "test_list": []},
     ],
     EAGLE_GSM8K.file: [{"turns": [ONE]}, {"turns": [TWO]}],
+    "spec_bench/question.jsonl.gz": [
+        {"category": "roleplay", "turns": [ONE]},
+        {"category": "summarization", "turns": [TWO]},
+    ],
 }
 
 
@@ -110,6 +114,35 @@ def trees(head, checkpoints, data_folder, tmp_path_factory):
             temperatures={"greedy": 0.0},
         )
         return measure("trees", data_folder, prompts_per_set=2, repeats=1, progress=False)
+
+
+@pytest.fixture(scope="module")
+def with_skips(checkpoints, tmp_path_factory) -> Path:
+    """The folder of checkpoints with a set for the tiny target in it."""
+    root = tmp_path_factory.mktemp("with-skips")
+    shutil.copytree(checkpoints, root / "checkpoints")
+    skips = {"num_layers": 1, "attention": [0], "mlp": []}
+    settings = {"num_speculative_tokens": 2, "threshold": 0.5}
+    folder = root / "checkpoints" / "demo-skips"
+    folder.mkdir()
+    (folder / "skips.json").write_text(json.dumps({**skips, **settings}))
+    return root / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def skips(with_skips, data_folder):
+    """The suite of tasks, of the methods that skip layers."""
+    methods = SUITES["skips"].methods
+    kept = ("layer skip, as searched", "layer skip, K = 8, adaptive")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        small_suite(
+            monkeypatch,
+            with_skips,
+            "skips",
+            methods={name: methods[name] for name in kept},
+            temperatures={"temperature 0.7, top-p 0.9": 0.7},
+        )
+        return measure("skips", data_folder, prompts_per_set=1, repeats=1, progress=False)
 
 
 class TestPrompts:
@@ -176,6 +209,7 @@ class TestPage:
         sets, greedy, *_ = tables = self.tables(as_markdown(result))
         assert all(len(line) == len(table[0]) for table in tables for line in table)
         assert len(sets) == 2 + 3
+        assert [line[-1].strip() for line in sets[2:]] == ["2", "1", "2"]
         heading, _, *rows = ([cell.strip() for cell in line] for line in greedy)
         assert [row[0] for row in rows] == ["plain", "prompt lookup", "draft model"]
         comparison = result.targets["demo"].settings["greedy"].comparison
@@ -255,6 +289,50 @@ class TestTrees:
             "target_seconds": 0.005,
             "step_seconds": 0.008,
         }
+
+
+class TestSkips:
+    """`--suite skips` and `--suite skip-settings`: drafting with the target's own layers."""
+
+    def test_tasks_stand_beside_each_other(self, skips):
+        comparison = skips.targets["demo"].settings["temperature 0.7, top-p 0.9"].comparison
+        names = [row.name for row in comparison.rows]
+        assert names == ["plain", "layer skip, as searched", "layer skip, K = 8, adaptive"]
+        for row in comparison.rows:
+            assert {"HumanEval", "chat", "summarisation"} <= row.by_category.keys()
+        assert comparison.config.top_p == 0.9
+        assert skips.targets["demo"].draft_params == {}  # no second model
+
+    def test_each_setting_is_what_its_name_says(self, with_skips, model, monkeypatch):
+        monkeypatch.setattr(hub, "_PACKAGE", with_skips.parent / "jaxspec")
+        target = dataclasses.replace(model, name="demo")
+        methods = SUITES["skip-settings"].methods
+        drafters = {name: make(target) for name, make in methods.items()}
+        searched = drafters.pop("as searched")
+        assert (searched.num_speculative_tokens, searched.threshold) == (2, 0.5)
+        fields = {
+            "alpha": "target_rate",
+            "epsilon": "step",
+            "beta1": "rate_memory",
+            "beta2": "threshold_memory",
+        }
+        usual = dataclasses.asdict(drafters["adaptive"].adaptive)
+        for name, drafter in drafters.items():
+            set_here = dict(part.split(" = ") for part in name.split(", ") if " = " in part)
+            length = float(set_here.pop("K", 8))
+            assert drafter.num_speculative_tokens == length, name
+            if drafter.adaptive is None:
+                _, _, threshold = name.partition("threshold ")
+                assert drafter.threshold == float(threshold or searched.threshold), name
+            else:
+                changed = {fields[key]: float(value) for key, value in set_here.items()}
+                assert dataclasses.asdict(drafter.adaptive) == {**usual, **changed}, name
+                assert all(usual[field] != value for field, value in changed.items()), name
+
+    def test_a_set_is_for_its_target_only(self, with_skips, model, monkeypatch):
+        monkeypatch.setattr(hub, "_PACKAGE", with_skips.parent / "jaxspec")
+        other = dataclasses.replace(model, name="demo-small")
+        assert SUITES["skips"].methods["layer skip, as searched"](other) is None
 
 
 class TestCommand:

@@ -1,14 +1,18 @@
 """The step's bench: what it leaves out, and that it repeats what it says it times."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import Eagle2, NoDraft, PromptLookup
+from jaxspec import Eagle2, LayerSkip, NoDraft, PromptLookup
 from jaxspec.bench.batch import measure_batch
 from jaxspec.bench.step import (
     begin_and_propose,
+    draft_loop,
     measure_step,
+    record_drafting,
+    repeat_drafting,
     repetitive_prompt,
     same_passes,
     step_loop,
@@ -16,6 +20,8 @@ from jaxspec.bench.step import (
     widths_used,
 )
 from jaxspec.core.types import Params, Stop
+from jaxspec.drafters import AdaptiveExit
+from jaxspec.models import Skips
 from jaxspec.trees import draft_batches
 
 NUM_STEPS = 3
@@ -55,6 +61,32 @@ def test_a_target_pass_alone_is_the_pass_of_the_first_step(begun):
     )
     last = step_loop(params, states, drafter=PromptLookup(), num_steps=NUM_STEPS)
     assert last.context.tokens[0, states.context.length[0]] == jnp.argmax(logits[0, 0])
+
+
+def test_nothing_of_a_draft_is_left_uncomputed(begun):
+    """A loop hands over whole proposals: of what nobody reads, no time would be measured."""
+    params, states, proposals = begun
+    for num_steps in (1, 3):
+        drafting = repeat_drafting(states, num_steps)
+        _, kept = draft_loop(params, states.draft, drafting, drafter=PromptLookup())
+        jax.tree.map(np.testing.assert_array_equal, kept, proposals)
+
+
+def test_drafts_alone_are_those_of_decoding(model):
+    """Exits as early, with the same state at the end."""
+    depth = model.network.num_layers
+    leaps = AdaptiveExit(step=1.0, threshold_memory=0.0)
+    drafter = LayerSkip(Skips((False,) * depth, (True,) * depth), 4, 0.0, leaps)
+    params = Params(model.network, ())
+    states, _ = begin_and_propose(params, repetitive_prompt(model.vocab_size), drafter=drafter)
+    counts = set()
+    for num_steps in range(1, 5):
+        last, drafting = record_drafting(params, states, drafter=drafter, num_steps=num_steps)
+        draft, proposals = draft_loop(params, states.draft, drafting, drafter=drafter)
+        jax.tree.map(np.testing.assert_array_equal, draft, last.draft)
+        assert last.draft.drafted[0] == proposals.valid[0].sum() - 1
+        counts.add(int(last.draft.drafted[0]))
+    assert len(counts) > 1
 
 
 def test_all_parts_take_time(begun):

@@ -23,6 +23,7 @@ from jaxspec.checkpoint import (
     shipped_heads,
     shipped_models,
 )
+from jaxspec.checkpoint.hub import find_head
 from jaxspec.checkpoint.safetensors import find_tensors
 from jaxspec.models import EagleHead, ModelConfig, Rope, init_eagle_params
 from tests.checkpoint.networks import assert_same_network, random_network
@@ -320,6 +321,21 @@ def test_shipped_models_are_found_by_name(place, tmp_path, monkeypatch, tiny_net
         load_eagle("other-head", tiny_network)
     with pytest.raises(CheckpointError, match=r"nor a shipped model.*shipped: tiny"):
         load("tinny")
+
+
+def test_a_head_is_fetched_by_its_hub_id(monkeypatch, tmp_path):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    calls = []
+
+    def snapshot_download(hub_id, allow_patterns):
+        calls.append((hub_id, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert find_head("someone/a-head") == tmp_path
+    ((hub_id, patterns),) = calls
+    assert hub_id == "someone/a-head"
+    assert {"config.json", "model.safetensors", "pytorch_model.bin"} == set(patterns)
 
 
 def test_a_hub_id_is_fetched_without_what_is_not_needed(saved_folder, monkeypatch):

@@ -1,6 +1,7 @@
 """Draft & Verify against the recorded runs of the published program, and what it promises."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxspec import GenerationConfig, generate
+from jaxspec.bench.step import begin_and_propose, repetitive_prompt
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.core.decode import prefill
@@ -17,8 +19,8 @@ from jaxspec.core.masks import causal
 from jaxspec.core.proposal import choose_children
 from jaxspec.core.types import Context, Params, Recent, Warp
 from jaxspec.core.verify import verify_chain
-from jaxspec.drafters import AdaptiveExit, LayerSkip, layer_skip
-from jaxspec.drafters.layer_skip import LayerSkipState
+from jaxspec.drafters import AdaptiveExit, LayerSkip, LoadedDrafter, NoDraft, layer_skip
+from jaxspec.drafters.layer_skip import CarriedSkip, LayerSkipState
 from jaxspec.generation import prepare
 from jaxspec.models import Network, Skips
 from tests.models.test_eagle import write_folder
@@ -69,20 +71,58 @@ def test_recorded_passes_with_skipped_sublayers(golden, target, name, form):
 
 
 def test_a_static_set_is_absent_from_the_program(target):
-    """An attention has four products (two are its scores and values), an MLP has two."""
+    """An attention has products for its input, two scores (prefix and draft), two values, output.
 
-    def dots(skip: Skips | None) -> int:
-        def run(network):
-            return network.forward(
-                jnp.arange(3), jnp.arange(3), causal(3), None, skip=skip
-            ).features
+    An MLP has two. Counted in the program of a draft, whose loop holds one pass.
+    """
+    states, _ = begin_and_propose(
+        Params(target, ()), repetitive_prompt(target.vocab_size), drafter=NoDraft()
+    )
 
-        return jax.jit(run).lower(target).as_text().count("stablehlo.dot_general")
+    def dots(drafter: LayerSkip, params=()) -> int:
+        context = jax.tree.map(lambda leaf: leaf[0], states.context)
+        context = context._replace(recent=context.recent._replace(count=jnp.int32(0)))
+        whole = Params(target, params)
 
-    whole = dots(None)
-    assert dots(skips([2, 3], [])) == whole - 2 * 4
-    assert dots(skips([], [1, 5, 6])) == whole - 3 * 2
-    assert dots(as_arrays(skips([2, 3], [1]))) == whole
+        def propose(params, key, context):
+            state = LayerSkipState(jnp.float32(0.5), jnp.float32(0), jnp.int32(0))
+            return drafter.propose(params, key, state, context)[0]
+
+        lowered = jax.jit(propose).lower(whole, jax.random.key(0), context)
+        return lowered.as_text().count("stablehlo.dot_general")
+
+    nothing = dots(LayerSkip(skips([], []), 4))
+    one_attention = nothing - dots(LayerSkip(skips([2], []), 4))
+    one_mlp = nothing - dots(LayerSkip(skips([], [2]), 4))
+    assert one_attention > one_mlp == 2
+    assert dots(LayerSkip(skips([2, 3], []), 4)) == nothing - 2 * one_attention
+    assert dots(LayerSkip(skips([], [1, 5, 6]), 4)) == nothing - 3 * one_mlp
+    assert dots(LayerSkip(None, 4), as_arrays(skips([2, 3], [1]))) == nothing
+
+
+def test_an_early_exit_shortens_the_draft_and_the_pass(target):
+    """As many passes of the draft as tokens, and the narrowest target pass that holds them."""
+    passes = []
+    drafter = LayerSkip(skips(*SETS["mid"]), 6, threshold=0.5, adaptive=None)
+
+    class Counted(Network):
+        def forward(self, tokens, *args, skip=None, **kwargs):
+            if skip is not None:
+                jax.debug.callback(lambda: passes.append(1))
+            return super().forward(tokens, *args, skip=skip, **kwargs)
+
+    jax.tree_util.register_dataclass(Counted, data_fields=["params"], meta_fields=["config"])
+    counted = Counted(target.params, target.config)
+    (row,) = generate(
+        Model(counted), [5, 17, 40, 8], GenerationConfig(24), drafter, return_trace=True
+    )
+    jax.effects_barrier()
+    drafted = [int(np.sum(step.valid)) - 1 for step in row.trace]
+    assert len(passes) == sum(drafted)
+    assert len(set(drafted)) > 1
+    for step, count in zip(row.trace, drafted, strict=True):
+        assert step.width == min(width for width in drafter.widths if width > count)
+    assert min(step.width for step in row.trace) < max(drafter.widths)
 
 
 @pytest.mark.parametrize(
@@ -124,6 +164,19 @@ def test_recorded_generations(golden, target, case, form):
         return_trace=True,
     )
     assert row.tokens.tolist() == recorded["output"][1:]
+    if recorded["auto"]:
+        request = prepare(
+            Model(target),
+            [*recorded["prompt"], recorded["output"][0]],
+            GenerationConfig(max_new_tokens=recorded["max_new_tokens"] - 1),
+            drafter,
+            0,
+        )
+        # A threshold is moved where the next draft begins: the first state is that of no step.
+        drafts = (states.draft for states, _ in request.decode_stream())
+        moved = [(float(draft.threshold[0]), float(draft.rate[0])) for draft in drafts][2:]
+        theirs = [(step["th_after"], step["ar_ema"]) for step in recorded["trace"]]
+        np.testing.assert_allclose(moved[: len(theirs)], theirs[: len(moved)], atol=1e-6)
     ours = [(int(np.sum(step.valid)) - 1, len(step.path) - 1) for step in row.trace]
     assert sum(drafted for drafted, _ in ours) == recorded["num_drafted"]
     if recorded["auto"]:  # of a threshold that stands still only the total was recorded
@@ -196,7 +249,7 @@ def test_recorded_sampling_cycles(golden, target, monkeypatch):
         assert int(state.drafted) == np.sum(proposal.valid) - 1 == drafted
         np.testing.assert_allclose(jnp.exp(proposal.draft_logprobs[:drafted]), of["q"], atol=1e-4)
         raw = arrays[f"{step['key']}/raw_logits"]
-        np.testing.assert_allclose(logits[: drafted + 1], raw, atol=1e-3)
+        np.testing.assert_allclose(logits[: drafted + 1], raw, atol=1e-4)
         np.testing.assert_allclose(jax.nn.softmax(logits[: drafted + 1]), of["p"], atol=1e-4)
         assert verdict.num_emitted - 1 == accepted
         emitted, num_emitted = emitted + accepted + 1, accepted + 1
@@ -215,7 +268,12 @@ def test_recorded_thresholds(golden, script):
         rule="released",
     )
     threshold, rate = jnp.float32(recorded["th_init"]), jnp.float32(0)
-    for step in recorded["trace"]:
+    for number, step in enumerate(recorded["trace"]):
+        scripted = recorded["script"][number % len(recorded["script"])]
+        unsure = np.flatnonzero(np.array(scripted["conf"]) < float(threshold))
+        drafted = min(*(unsure[:1] + 1), recorded["max_step_draft"], len(scripted["conf"]))
+        assert step["drafted"] == drafted, number
+        assert step["accepted"] == min(scripted["accept"], drafted)
         threshold, rate = exit_rule.update(
             threshold,
             rate,
@@ -240,26 +298,44 @@ def test_the_rules_differ_where_they_should():
     assert moved("paper", 0.5, 0, 0) == 0.3  # nothing was drafted, nothing was learned
 
 
-def test_the_threshold_holds_the_acceptance_rate_near_its_target():
-    """A synthetic drafter whose tokens are right as often as it is sure of them.
+# Target rates, and how good a synthetic drafter is for which they can be reached: the probability
+# that it gives its tokens is drawn from Beta(a, 1), so that a / (a + 1) of them are right.
+REACHABLE = {0.7: 4, 0.8: 8, 0.9: 20}
 
-    The threshold stands still when the running rate is below its target half of the time: with a
-    long memory that is where the mean is at the target too.
-    """
-    rng = np.random.default_rng(0)
-    rule = AdaptiveExit(target_rate=0.8, step=0.05, rate_memory=0.98)
-    update = jax.jit(rule.update, static_argnames="longest")
+
+@pytest.mark.parametrize("rule", ["paper", "released"])
+@pytest.mark.parametrize("target_rate", REACHABLE)
+def test_the_threshold_holds_the_acceptance_rate_near_its_target(target_rate, rule):
+    exit_rule = AdaptiveExit(target_rate, step=0.05, rate_memory=0.98, rule=rule)
+    rates = acceptance_rates(exit_rule, REACHABLE[target_rate], seed=0)
+    assert abs(rates[1000:].mean() - target_rate) < 0.03
+
+
+@pytest.mark.parametrize("target_rate", REACHABLE)
+def test_the_settings_of_the_paper_hold_it_somewhat_lower(target_rate):
+    """They remember two or three steps: see `AdaptiveExit`, which says how far off that is."""
+    rates = acceptance_rates(AdaptiveExit(target_rate), REACHABLE[target_rate], seed=0)
+    assert 0.0 < target_rate - rates[1000:].mean() < 0.1
+
+
+@functools.cache
+def controller(exit_rule: AdaptiveExit):
+    return jax.jit(functools.partial(exit_rule.update, longest=8))
+
+
+def acceptance_rates(
+    exit_rule: AdaptiveExit, sureness: float, seed: int, num_steps: int = 4000
+) -> np.ndarray:
+    rng = np.random.default_rng(seed)
     threshold, rate, rates = jnp.float32(0.2), jnp.float32(0), []
-    for _ in range(3000):
-        sure = rng.beta(4, 1, size=8)
+    for sure in rng.beta(sureness, 1, size=(num_steps, 8)):
         unsure = np.flatnonzero(sure < float(threshold))
         drafted = unsure[0] + 1 if unsure.size else 8
         wrong = np.flatnonzero(rng.uniform(size=drafted) >= sure[:drafted])
         accepted = wrong[0] if wrong.size else drafted
-        threshold, rate = update(threshold, rate, accepted, drafted, longest=8)
+        threshold, rate = controller(exit_rule)(threshold, rate, accepted, drafted)
         rates.append(accepted / drafted)
-    assert abs(np.mean(rates[1000:]) - 0.8) < 0.03
-    assert abs(np.mean(rates[:100]) - 0.8) > 0.03  # it began elsewhere
+    return np.array(rates)
 
 
 @pytest.mark.parametrize(
@@ -279,6 +355,11 @@ def test_the_threshold_holds_the_acceptance_rate_near_its_target():
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         make(**settings)
+
+
+def test_a_bare_vector_is_refused():
+    with pytest.raises(Exception, match="skip"):  # where types are checked, by that
+        LayerSkip([0, 1, 1, 0])
 
 
 def make(adaptive=None, **settings):
@@ -304,30 +385,53 @@ def test_rows_have_thresholds_of_their_own(target):
     prompts = [[5, 17, 40, 8, 22, 53], [3, 3, 9], [60, 1, 2, 7, 7]]
     together = generate(Model(target), prompts, config, drafter, return_trace=True)
     for prompt, row in zip(prompts, together, strict=True):
-        (alone,) = generate(Model(target), prompt, config, drafter, return_trace=True)
+        alone_result = generate(Model(target), prompt, config, drafter, return_trace=True)
+        (alone,) = alone_result
         assert [(step.tokens.tolist(), step.valid.tolist()) for step in row.trace] == [
             (step.tokens.tolist(), step.valid.tolist()) for step in alone.trace
         ]
-    thresholds = prepare(Model(target), prompts, config, drafter, 0).decode().draft.threshold
-    assert len(set(thresholds.tolist())) > 1
+        # What is carried on, the last step booked, does not depend on who ended first.
+        assert carried(together.drafters[row.prompt_index]) == carried(alone_result.drafters[0])
+    assert len({carried(each).threshold for each in together.drafters}) > 1
 
 
-def test_a_threshold_is_carried_to_the_next_prompt(target):
-    drafter = LayerSkip(skips(*SETS["mid"]), threshold=0.3, adaptive=AdaptiveExit(step=0.3))
+def carried(drafter: LoadedDrafter) -> CarriedSkip:
+    """Plain numbers, to compare."""
+    return drafter.params._replace(
+        threshold=float(drafter.params.threshold), rate=float(drafter.params.rate)
+    )
+
+
+@pytest.mark.parametrize("form", ["static", "traced"])
+def test_a_threshold_is_carried_to_the_next_prompt(target, form):
+    settings = {"threshold": 0.3, "adaptive": AdaptiveExit(step=0.3)}
+    skip = skips(*SETS["mid"])
+    if form == "static":
+        drafter, own = LayerSkip(skip, **settings), None
+    else:
+        drafter = LayerSkip.of(as_arrays(skip), **settings)
+        own = drafter.params
     config = GenerationConfig(max_new_tokens=8)
 
-    def end(drafter):
-        states = prepare(Model(target), [5, 17, 40, 8, 22, 53], config, drafter, 0).decode()
-        return jax.tree.map(lambda leaf: leaf[0].item(), states.draft)
+    def run(drafter):
+        result = generate(Model(target), [5, 17, 40, 8, 22, 53], config, drafter)
+        return result.drafters[0]
 
-    first = end(drafter)
-    assert first.threshold != drafter.threshold
-    assert end(drafter.carrying_on(first)) != first
+    first = run(drafter)
+    second = run(first)
+    assert first.params.threshold not in (0.3, second.params.threshold)
     # With nothing remembered of the rate it is a start at that threshold.
-    start = LayerSkipState(*map(jnp.float32, (0.6, 0.0)), jnp.int32(3))
-    assert end(drafter.carrying_on(start)) == end(dataclasses.replace(drafter, threshold=0.6))
-    with pytest.raises(ValueError, match="needs a set that is compiled in"):
-        LayerSkip(None).carrying_on(start)
+    begun = first._replace(params=CarriedSkip(own, jnp.float32(0.6), jnp.float32(0)))
+    method = dataclasses.replace(first.drafter, threshold=0.6)
+    plain = method if own is None else LoadedDrafter(method, own)
+    assert run(begun).params.threshold == run(plain).params.threshold
+
+
+def test_a_threshold_that_stands_still_carries_nothing(target):
+    drafter = LayerSkip(skips(*SETS["mid"]), adaptive=None)
+    result = generate(Model(target), [5, 17], GenerationConfig(max_new_tokens=4), drafter)
+    assert result.drafters == (LoadedDrafter(drafter, ()),)
+    assert generate(Model(target), [5, 17], GenerationConfig(4)).drafters == (None,)
 
 
 def test_two_sets_live_in_one_process(target):

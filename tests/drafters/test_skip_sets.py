@@ -4,13 +4,20 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import Model, hub
 from jaxspec.core.masks import causal
 from jaxspec.drafters import LayerSkip, published_skips
-from jaxspec.drafters.skip_sets import PUBLISHED_SKIPS, skip_settings, skipped_layers, skips_of
+from jaxspec.drafters.skip_sets import (
+    PUBLISHED_SKIPS,
+    skip_settings,
+    skipped_layers,
+    skips_of,
+    skips_of_bits,
+)
 from jaxspec.models import ModelConfig, Network, Skips, init_params
 
 DEPTHS = {"llama-2-13b": 40, "llama-2-13b-chat": 40, "codellama-13b": 40, "llama-2-70b": 80}
@@ -133,3 +140,12 @@ def test_a_set_that_comes_with_the_package_is_read_by_name(tmp_path, monkeypatch
     monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
     assert LayerSkip.read("tiny-skips").skip == skips_of(2, [0], [])
     assert "tiny-skips" not in hub.shipped_models()
+
+
+def test_a_vector_names_sub_layers_or_layers():
+    assert skips_of_bits([1, 0, 0, 1], 2) == Skips((True, False), (False, True))
+    assert skips_of_bits(np.array([1, 0]), 2) == skips_of_bits([1, 0, 1, 0], 2)
+    with pytest.raises(ValueError, match=r"must have 4 entries .* or 2 for the layers, got 3"):
+        skips_of_bits([1, 0, 0], 2)
+    with pytest.raises(ValueError, match=r"0 or 1 for each, got \[2, 0\]"):
+        skips_of_bits([2, 0], 2)

@@ -203,6 +203,54 @@ def test_a_draft_that_stops_early_keeps_the_law(shape, exit_rule):
     assert_lossless(judge(honest(shape), tree, target, drafts, draft))
 
 
+SURE = 0.6
+
+
+def sure_of(tokens: np.ndarray, raw: enumeration.Laws) -> np.ndarray:
+    """Whether each node of a chain had at least the probability SURE, before any warping."""
+    sure = np.ones(tokens.shape, bool)
+    for node in range(1, tokens.shape[1]):
+        law = raw[node - 1][tuple(tokens[:, 1:node].T)]
+        chances = np.broadcast_to(law, (len(tokens), VOCAB))[
+            np.arange(len(tokens)), tokens[:, node]
+        ]
+        sure[:, node] = chances >= SURE
+    return sure
+
+
+def exit_after(tokens: np.ndarray, raw: enumeration.Laws) -> np.ndarray:
+    """Valid nodes where drafting ends AFTER the first token that it is not sure of."""
+    before = np.roll(sure_of(tokens, raw), 1, axis=1)
+    before[:, 0] = True
+    return np.cumprod(before, axis=1).astype(bool)
+
+
+def exit_before(tokens: np.ndarray, raw: enumeration.Laws) -> np.ndarray:
+    """The same, but the token that it is not sure of is thrown away: a mistake."""
+    return np.cumprod(sure_of(tokens, raw), axis=1).astype(bool)
+
+
+@pytest.mark.parametrize("warp", ["hot", "cold", "top-p"])
+def test_an_exit_decided_by_the_unwarped_probability_keeps_the_law(warp):
+    """Draft & Verify: tokens are drawn from the warped law, and drafting ends by the other."""
+    target, draft, raw = (random_laws(*law) for law in of_two_seeds(warp))
+    drafts = enumeration.sampled_drafts(CHAIN, draft, lambda tokens: exit_after(tokens, raw))
+    assert not drafts.valid[drafts.probability > 0].all()
+    assert_lossless(judge(honest("chain"), CHAIN, target, drafts, draft))
+
+
+@pytest.mark.parametrize("warp", ["hot", "cold"])
+def test_throwing_the_unsure_token_away_is_caught(warp):
+    target, draft, raw = (random_laws(*law) for law in of_two_seeds(warp))
+    drafts = enumeration.sampled_drafts(CHAIN, draft, lambda tokens: exit_before(tokens, raw))
+    assert_caught(judge(honest("chain"), CHAIN, target, drafts, draft))
+
+
+def of_two_seeds(warp: str) -> list[tuple[int, Warp]]:
+    """Of the target, of the drafter, and of the drafter before warping."""
+    return [(9, WARPS[warp]), (10, WARPS[warp]), (10, WARPS["plain"])]
+
+
 @pytest.mark.parametrize("gap", [1, 2, 4])
 def test_an_unused_sibling_between_used_ones_keeps_the_law(gap):
     """The siblings after it were drawn knowing its token, used or not."""

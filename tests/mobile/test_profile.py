@@ -19,6 +19,7 @@ from jaxspec.mobile import ExportConfig
 from jaxspec.mobile import profile as profile_module
 from jaxspec.mobile.profile import export_kit, measure_here, read_kit_log, timed_signatures
 
+DEPTH = 2
 SHAPES = ExportConfig(slots=16, prefill=(8,), quantization="float32")
 PATHS = ((0,), (1,), (0, 0))
 LINE = "Inference timings in us: Init: 5, First inference: 9, Warmup (avg): 8, Inference (avg): {}"
@@ -47,7 +48,7 @@ def test_a_kit_is_timed_on_this_machine(kit):
     profile = measure_here(kit[0] / "model.tflite", repeats=3)
     assert [timing.size for timing in profile.target] == [1, 4]
     assert [timing.size for timing in profile.draft] == [1, 2]
-    assert profile.first_draft > 0
+    assert [timing.size for timing in profile.first_draft] == [1, DEPTH]
     assert "1 threads" in profile.runtime
 
 
@@ -79,7 +80,8 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     assert [t.seconds for t in profile.target] == pytest.approx([2e-3, 5e-3])
     assert profile.target[1].spread == pytest.approx(2e-4)
     assert [t.seconds for t in profile.draft] == pytest.approx([1e-3, 1e-3])
-    assert profile.first_draft == pytest.approx(1e-3)
+    assert [t.seconds for t in profile.first_draft] == pytest.approx([1e-3, 1e-3])
+    assert profile.max_levels == DEPTH
 
     out = tmp_path / "profile.json"
     assert main(["tune", "profile", "--import", str(tmp_path / "kit.txt"), "--out", str(out)]) == 0
@@ -92,14 +94,15 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     [
         ("Inference (avg): 3", "has no line 'jaxspec kit: '"),
         ("jaxspec kit: {", "first line is damaged"),
-        ("jaxspec kit: {}", "nothing was timed"),
+        ("HEAD", "nothing was timed"),
+        ("jaxspec kit: {}", "damaged .'model'"),
         ("HEADjaxspec signature: verify_1\nerror: no such file", "no such file"),
         ("HEADjaxspec signature: verify_1\nInference (avg): 3", "not commit_1|absorb was not"),
         ("HEADjaxspec signature: absorb\nInference (avg): 3", "no verify_N was timed"),
     ],
 )
 def test_logs_that_do_not_parse_are_refused(tmp_path, log, said):
-    facts = json.dumps({"model": "m", "quantization": "int8"})
+    facts = json.dumps({"model": "m", "quantization": "int8", "levels": 2})
     path = tmp_path / "log.txt"
     path.write_text(log.replace("HEAD", f"jaxspec kit: {facts}\n"))
     with pytest.raises(ValueError, match=said):

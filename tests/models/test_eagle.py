@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -15,7 +16,8 @@ from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.core.cache import append
 from jaxspec.core.masks import causal
 from jaxspec.core.types import KVCache
-from jaxspec.models import EagleHead, Network
+from jaxspec.models import Eagle3Head, EagleHead, Network
+from jaxspec.models.eagle import DraftVocabulary
 
 ATOL = 1e-4
 
@@ -56,6 +58,22 @@ def third(golden, tmp_path_factory) -> tuple[Network, Path]:
     head = {**config["target"], **config["eagle3"]}
     target = load_network(write_folder(folder / "target", config["target"], weights, "target/"))
     return target, write_folder(folder / "head", head, weights, "eagle3/")
+
+
+def test_recorded_forwards_of_the_target(golden, first):
+    """The features that the head learns from: after the target's final norm."""
+    target, _ = first
+    recorded = np.load(golden / "eagle1_target_forward.npz")
+    tokens = jnp.asarray(recorded["input_ids"])
+    length = tokens.shape[1]
+
+    def row(tokens):
+        features = target.forward(tokens, jnp.arange(length), causal(length), None).features
+        return features, target.unembed(features)
+
+    features, logits = jax.vmap(row)(tokens)
+    np.testing.assert_allclose(features, recorded["features"], atol=ATOL)
+    np.testing.assert_allclose(logits, recorded["logits"], atol=ATOL)
 
 
 def test_recorded_forwards_of_eagle1(golden, first):
@@ -211,7 +229,115 @@ def test_prefixes_of_other_dialects_are_read(first, third, tmp_path):
     )
 
 
-def test_a_torch_file_is_read_without_running_it(first, tmp_path):
+def with_norm_before(folder: Path, target: Network, tmp_path: Path) -> Eagle3Head:
+    """A head in the speculators format, whose layer's settings are nested."""
+    raw = json.loads((folder / "config.json").read_text())
+    own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    config = {name: raw.pop(name) for name in own if name in raw}
+    config |= {"norm_before_residual": True, "transformer_layer_config": raw}
+    other = tmp_path / "nested"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config))
+    save_file(load_file(folder / "model.safetensors"), other / "model.safetensors")
+    return load_eagle(other, target)
+
+
+def test_the_residual_may_be_normed(third, tmp_path):
+    """With `norm_before_residual`, attention's output is added to the normed state."""
+    target, folder = third
+    usual, normed = load_eagle(folder, target), with_norm_before(folder, target, tmp_path)
+    assert normed.norm_before_residual
+    assert normed.config == usual.config
+    embedded, states = jax.random.normal(jax.random.key(0), (2, 3, target.embed_dim))
+    # Of states that are normed already, with a norm that scales nothing, both are the same.
+    scale = usual.params["state_norm"]["scale"]
+    unscaled = {**usual.params, "state_norm": {"scale": jnp.ones_like(scale)}}
+    flat = states / jnp.sqrt(jnp.mean(states**2, axis=1, keepdims=True))
+
+    def run(head: Eagle3Head, states):
+        head = dataclasses.replace(head, params=unscaled)
+        return head.forward(embedded, states, jnp.arange(3), causal(3), None).features
+
+    np.testing.assert_allclose(run(usual, flat), run(normed, flat), atol=1e-3)
+    np.testing.assert_allclose(run(normed, 7 * flat), run(normed, flat), atol=1e-3)
+    assert np.abs(run(usual, 7 * flat) - run(normed, flat)).max() > 1
+    save_eagle(normed, tmp_path / "saved")
+    assert load_eagle(tmp_path / "saved", target).norm_before_residual
+
+
+def test_taps_may_be_named_by_what_comes_out(third, tmp_path):
+    """As SpecForge writes them: one less than by what goes in."""
+    target, folder = third
+    nested = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}}
+    (tmp_path / "copy").mkdir()
+    head = load_eagle(change(folder, tmp_path / "copy" / "head", config=nested), target)
+    assert head.taps == (1, 3, 7)
+
+
+def test_biases_of_qwen2_are_neither_invented_nor_dropped(first, tmp_path):
+    target, folder = first
+    qwen = {"config": {"model_type": "qwen2"}}
+    with pytest.raises(CheckpointError, match=r"missing: layers\.0\.self_attn\.q_proj\.bias"):
+        load_eagle(change(folder, tmp_path / "without", **qwen), target)
+    sizes = {"q": 32, "k": 32, "v": 32}
+    stored = load_file(folder / "model.safetensors")
+    sizes = {name: len(stored[f"layers.0.self_attn.{name}_proj.weight"]) for name in sizes}
+    biases = {
+        f"layers.0.self_attn.{name}_proj.bias": np.full(size, 0.5, "f4")
+        for name, size in sizes.items()
+    }
+    head = load_eagle(change(folder, tmp_path / "with", tensors=biases, **qwen), target)
+    found = [leaf for leaf in jax.tree.leaves(head.params) if np.all(leaf == 0.5)]
+    assert sum(leaf.size for leaf in found) == sum(sizes.values())
+    stated = {"config": {"qkv_bias": False}}
+    with pytest.raises(CheckpointError, match=r"unknown: layers\.0\.self_attn\.k_proj\.bias"):
+        load_eagle(change(folder, tmp_path / "denied", tensors=biases, **stated), target)
+
+
+def test_heads_of_llama3_have_no_bias_and_turn_slower(first, tmp_path):
+    target, folder = first
+    config = {"bias": False, "rope_theta": 5e5}
+    head = load_eagle(
+        change(folder, tmp_path / "llama3", config=config, without=["fc.bias"]), target
+    )
+    assert "bias" not in head.params["fc"]
+    assert head.config.rope.theta == 5e5
+
+
+def test_a_head_may_know_how_deep_its_target_is(first, third, tmp_path):
+    target, folder = first
+    head = load_eagle(folder, target)
+    save_eagle(head, tmp_path / "fits", target_layers=target.num_layers)
+    load_eagle(tmp_path / "fits", target)
+    save_eagle(head, tmp_path / "deeper", target_layers=9)
+    with pytest.raises(CheckpointError, match=r"target_num_hidden_layers is 9 .* 3 in the target"):
+        load_eagle(tmp_path / "deeper", target)
+
+
+def test_reduced_logits_are_those_of_the_target(first):
+    """A cap on logits holds for them, too, though Gemma 2 alone has one."""
+    target, folder = first
+    capped = Network(target.params, target.config.replace(final_softcap=0.5))
+    head, ids = load_eagle(folder, target), jnp.array([1, 5, 6])
+    states = jax.random.normal(jax.random.key(0), (2, target.embed_dim))
+    for network in (target, capped):
+        some = dataclasses.replace(head, vocabulary=DraftVocabulary.of(network, ids))
+        np.testing.assert_allclose(
+            some.unembed(network, states), head.unembed(network, states)[:, ids], atol=1e-5
+        )
+
+
+class RunsCode:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_torch_file_is_read_without_running_it(first, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
     target, folder = first
     stored = load_file(folder / "model.safetensors")
@@ -220,3 +346,10 @@ def test_a_torch_file_is_read_without_running_it(first, tmp_path):
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     ours: EagleHead = load_eagle(tmp_path, target)
     jax.tree.map(np.testing.assert_array_equal, ours, load_eagle(folder, target))
+    torch.save({**tensors, "more": RunsCode(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds more than tensors"):
+        load_eagle(tmp_path, target)
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(CheckpointError, match="reading one safely takes torch"):
+        load_eagle(tmp_path, target)

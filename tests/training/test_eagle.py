@@ -109,7 +109,7 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
     taps = (0, 1)
     params = init_eagle3_params(config, 2 * target.embed_dim, jax.random.key(1))
     head = Eagle3Head(params, config, taps, 24, ids)
-    objective = TrainingTimeTest(config, taps, num_steps=3, decay=0.8)
+    objective = TrainingTimeTest(config, taps, num_unrolled=3, decay=0.8)
     row = Sequences(*(field[:1, :5] for field in sequences))
     value, metrics = objective(params, Observed(row, target, ids), jax.random.key(0))
 

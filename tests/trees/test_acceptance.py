@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -148,6 +149,7 @@ def test_a_table_of_another_head_is_refused():
     head, other = {"fc": np.ones((4, 4))}, {"fc": np.zeros((4, 4))}
     table = dataclasses.replace(AcceptanceTable(RATES), head=identity_of(head))
     table.check_head({"fc": np.ones((4, 4))})
+    table.check_head({"fc": jnp.ones((4, 4), jnp.bfloat16)})
     with pytest.raises(ValueError, match="belongs to the head"):
         table.check_head(other)
     with pytest.raises(ValueError, match="none of ours"):

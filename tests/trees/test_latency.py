@@ -16,6 +16,7 @@ from jaxspec.trees import (
     shipped_profiles,
 )
 from jaxspec.trees.latency import profile_from_dict
+from jaxspec.trees.plots import draw_latency
 
 PHONE = "galaxy-s25-adreno830-vicuna7b-q4"
 SERVER = "server-a100-roofline-7b-bf16"
@@ -33,7 +34,11 @@ def profile(target=((1, 1.0), (4, 4.0)), draft=((1, 0.1), (4, 0.4)), **facts):
 def test_times_between_measured_sizes_lie_on_a_line():
     np.testing.assert_allclose(profile().target_seconds(np.arange(1, 5)), [1, 2, 3, 4])
     assert profile().draft_seconds((1, 2, 4)) == pytest.approx(0.1 + 0.2 + 0.4)
-    assert profile(first_draft=0.7).draft_seconds((1, 2)) == pytest.approx(0.7 + 0.2)
+    firsts = profile(first_draft=(Timing(1, 0.7), Timing(3, 0.9)))
+    assert firsts.draft_seconds((1,)) == pytest.approx(0.7)
+    assert firsts.draft_seconds((1, 2)) == pytest.approx(0.8 + 0.2)
+    with pytest.raises(ValueError, match=r"1 to 3 levels, not for 4; .*--levels 1,3,4"):
+        firsts.draft_seconds((1, 1, 1, 1))
     assert profile().draft_seconds(()) == 0
 
 
@@ -141,6 +146,16 @@ def test_a_curve_needs_points_on_both_sides_of_the_knee():
         CachePressure.fitted(dataclasses.replace(phone, memory=None))
     with pytest.raises(ValueError, match="before the knee"):
         CachePressure.fitted(dataclasses.replace(phone, target=phone.target[:2]))
+
+
+def test_points_that_no_curve_goes_through_are_drawn_without_one():
+    phone = load_profile(PHONE)
+    figure = pytest.importorskip("matplotlib.figure", reason="needs the extra `plots`")
+    axes = figure.Figure().add_subplot()
+    draw_latency(axes, [phone, dataclasses.replace(phone, name="half", target=phone.target[:2])])
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert f"{PHONE}: modelled cache pressure" in labels
+    assert "half: too few points for the model" in labels
 
 
 def test_files_are_plain_json(tmp_path):

@@ -81,7 +81,7 @@ def random_profile(seed: int) -> LatencyProfile:
         "random",
         tuple(Timing(size, 1 + random.uniform(0, 2)) for size in range(1, 10)),
         tuple(Timing(size, random.uniform(0.05, 0.3)) for size in range(1, 4)),
-        first_draft=0.2,
+        tuple(Timing(levels, random.uniform(0.1, 0.4)) for levels in (1, 3, 5)),
     )
 
 

@@ -10,8 +10,8 @@ import jaxspec
 from jaxspec import DraftModel, GenerationConfig, PromptLookup
 from jaxspec.bench import tuning
 from jaxspec.bench.tuning import (
+    Decoy,
     MeasuredTree,
-    Parrot,
     Prediction,
     measure_acceptance,
     measure_profile,
@@ -54,18 +54,19 @@ def timed(monkeypatch):
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 6, 9])
-def test_parrots_offer_as_many_tokens_as_they_say(num_tokens):
-    parrot = Parrot(num_tokens)
-    assert len(parrot.tree.parents) == parrot.tree_shape[0] == num_tokens
-    assert parrot.tree_shape[1] == min(num_tokens - 1, 5)
-    assert parrot == Parrot(num_tokens)
-    assert hash(parrot) == hash(Parrot(num_tokens))
+def test_decoys_offer_as_many_tokens_as_they_say(num_tokens):
+    decoy = Decoy(num_tokens)
+    assert len(decoy.tree.parents) == decoy.tree_shape[0] == num_tokens
+    assert decoy.tree_shape[1] == min(num_tokens - 1, 5)
+    assert decoy == Decoy(num_tokens)
+    assert hash(decoy) == hash(Decoy(num_tokens))
 
 
 def test_a_profile_takes_draft_passes_apart(model, drafter, timed):
-    """Programs are named by size: drafts of 0 are the first pass alone."""
+    """What a level adds is the time with it less that before it, over the steps."""
     targets = {"1": 0.8, "3": 1.0}
-    drafts = {"0": 0.2, "1": 0.3, "2": 0.36}
+    drafts = {"before 1": 0.2, "with 1": 0.3, "before 2": 0.25, "with 2": 0.41}
+    drafts |= {"first 1": 0.2, "first 3": 0.24}
     timed.update(targets)
     calls = []
 
@@ -74,23 +75,24 @@ def test_a_profile_takes_draft_passes_apart(model, drafter, timed):
         if what == "timing draft passes":
             timed.update(drafts)
 
-    profile = measure_profile(
-        model, drafter, tokens=(3,), batches=(2,), num_steps=2, repeats=2, advance=advance
-    )
+    sizes = {"tokens": (3,), "batches": (2,), "levels": (3,)}
+    once = {**sizes, "num_steps": 2, "repeats": 2, "advance": advance}
+    profile = measure_profile(model, drafter, **once)
     assert [timing.size for timing in profile.target] == [1, 3]
     assert profile.target_seconds(3) == pytest.approx(0.5)
-    assert profile.first_draft == pytest.approx(0.1)
-    assert profile.draft_seconds((1, 1, 2)) == pytest.approx(0.1 + 0.05 + 0.08)
+    assert profile.first_draft_seconds(2) == pytest.approx(0.11)
+    assert profile.draft_seconds((1, 1, 2)) == pytest.approx(0.12 + 0.05 + 0.08)
     assert profile.draft[0].spread == 0
+    assert profile.name.startswith(f"{model.name} on ")
     assert "one row, greedy: 256 slots" in profile.source
-    assert len(calls) == 2 + 3 + 2
+    assert len(calls) == 2 + 4 + 2 + 2
     with pytest.raises(ValueError, match="64 tokens of a prompt and num_steps, 66, got 65"):
         measure_profile(model, drafter, slots=65, num_steps=2)
-    drafts["2"] = 0.2
+    with pytest.raises(ValueError, match="slots must hold the text of every loop, got 70"):
+        measure_profile(model, drafter, tokens=(9,), slots=70, num_steps=6)
+    drafts["with 2"] = 0.2
     with pytest.raises(ValueError, match="draft: a pass of 2 nodes cannot be told from noise"):
-        measure_profile(
-            model, drafter, tokens=(3,), batches=(2,), num_steps=2, repeats=2, advance=advance
-        )
+        measure_profile(model, drafter, **once)
 
 
 def test_acceptance_of_a_perfect_drafter(model, drafter):
