@@ -33,8 +33,11 @@ NODES = (1, 2, 4)
 """Of draft passes."""
 SCRIPT_FILE = "measure.sh"
 _HEADER, _SECTION = "jaxspec kit: ", "jaxspec signature: "
-_MEAN = re.compile(r"Inference \(avg\): ([0-9.e+]+)")
-_SPREAD = re.compile(r"\bstd=([0-9.e+]+)")
+# What the tools of LiteRT and of TensorFlow Lite print: mean, spread, and their unit in seconds.
+_LOGS = (
+    (r"Inference \(avg\): +([0-9.]+) ms", r"Inference \(std\): +([0-9.]+)", 1e-3),
+    (r"Inference timings in us: .*Inference \(avg\): ([0-9.e+]+)", r"\bstd=([0-9.e+]+)", 1e-6),
+)
 
 
 def export_kit(
@@ -86,8 +89,8 @@ def kit_script(manifest: Manifest) -> str:
         "# Times each signature of model.tflite on the phone that adb reaches.",
         "# Usage: ./measure.sh cpu|gpu [threads] > kit.txt",
         "#        jaxspec tune profile --import kit.txt --out profile.json",
-        "# BENCHMARK names LiteRT's benchmark_model for Android:",
-        "# https://ai.google.dev/edge/litert/next/benchmark",
+        "# BENCHMARK names LiteRT's own benchmark_model for Android (litert/tools in its repository;",
+        "# a version that knows --input_layer_value_range, as integers at random are no places).",
         "set -eu",
         'cd "$(dirname "$0")"',
         "backend=${1:-cpu} threads=${2:-1}",
@@ -146,16 +149,13 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
     seconds: dict[str, tuple[float, float | None]] = {}
     for section in sections:
         name, _, log = section.partition("\n")
-        mean, spread = _MEAN.search(log), _SPREAD.findall(log)
-        if mean is None:
+        timed = _seconds_in(log)
+        if timed is None:
             raise ValueError(
-                f"{path}: no 'Inference (avg)' of {name.strip()}: the tool failed there, saying "
-                f"{log.strip()[-300:]!r}"
+                f"{path}: no 'Inference (avg)' with its unit for {name.strip()}: the tool failed "
+                f"there, saying {log.strip()[-300:]!r}"
             )
-        seconds[name.strip()] = (
-            float(mean.group(1)) / 1e6,
-            float(spread[-1]) / 1e6 if spread else None,
-        )
+        seconds[name.strip()] = timed
     if not seconds:
         raise ValueError(f"{path} has no line {_SECTION!r}: nothing was timed.")
     return _profile(
@@ -168,6 +168,15 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
         quantisation=str(quantization),
         source="LiteRT's benchmark_model on the device: means of 50 runs of each signature",
     )
+
+
+def _seconds_in(log: str) -> tuple[float, float | None] | None:
+    """Mean and spread of the runs that a tool's output tells of; `None` if it tells of none."""
+    for mean, spread, unit in _LOGS:
+        if found := re.search(mean, log):
+            spreads = re.findall(spread, log)
+            return float(found.group(1)) * unit, float(spreads[-1]) * unit if spreads else None
+    return None
 
 
 def measure_here(

@@ -22,7 +22,12 @@ from jaxspec.mobile.profile import export_kit, measure_here, read_kit_log, timed
 DEPTH = 2
 SHAPES = ExportConfig(slots=16, prefill=(8,), quantization="float32")
 PATHS = ((0,), (1,), (0, 0))
-LINE = "Inference timings in us: Init: 5, First inference: 9, Warmup (avg): 8, Inference (avg): {}"
+# As LiteRT's tool and TensorFlow Lite's print them.
+LITERT = "INFO: [x.h:87] Warmup (avg):         9.10 ms (5 runs)\nINFO: Inference (avg):      {} ms (50 runs)"
+LITERT_SPREAD = "INFO: [x.h:98] Inference (std):      {}"
+TFLITE = (
+    "Inference timings in us: Init: 5, First inference: 9, Warmup (avg): 8, Inference (avg): {}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +65,10 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     adb.write_text(
         "#!/bin/sh\n"
         'case "$*" in *getprop*) echo "Pixel 99";; '
-        f'*signature_to_run_for=verify_4*) echo "{LINE.format(4000)}"; echo "count=50 std=200";; '
-        f'*signature_to_run_for*) echo "{LINE.format(1000)}";; esac\n'
+        f'*signature_to_run_for=verify_4*) echo "{LITERT.format(4)}"; '
+        f'echo "{LITERT_SPREAD.format(0.2)}";; '
+        f'*signature_to_run_for=draft*) echo "{TFLITE.format(1000)}";; '
+        f'*signature_to_run_for*) echo "{LITERT.format("1.00")}";; esac\n'
     )
     adb.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
@@ -97,8 +104,9 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
         ("HEAD", "nothing was timed"),
         ("jaxspec kit: {}", "damaged .'model'"),
         ("HEADjaxspec signature: verify_1\nerror: no such file", "no such file"),
-        ("HEADjaxspec signature: verify_1\nInference (avg): 3", "not commit_1|absorb was not"),
-        ("HEADjaxspec signature: absorb\nInference (avg): 3", "no verify_N was timed"),
+        ("HEADjaxspec signature: verify_1\nInference (avg): 3", "with its unit for verify_1"),
+        (f"HEADjaxspec signature: verify_1\n{TFLITE.format(3)}", "not commit_1|absorb was not"),
+        (f"HEADjaxspec signature: absorb\n{LITERT.format(3)}", "no verify_N was timed"),
     ],
 )
 def test_logs_that_do_not_parse_are_refused(tmp_path, log, said):
