@@ -26,11 +26,15 @@ from jaxspec.commands.options import (
 )
 from jaxspec.commands.tune_profile import show_profile
 from jaxspec.core.types import Drafter
-from jaxspec.drafters import Eagle, LoadedDrafter
+from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.gpu import check_gpu, missing_for_gpu
-from jaxspec.mobile.memory import check_phone_memory, estimate_phone_memory
+from jaxspec.mobile.memory import (
+    check_phone_memory,
+    draft_pass_weights,
+    estimate_phone_memory,
+)
 from jaxspec.mobile.profile import SCRIPT_FILE, export_kit, measure_here
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.report import compare_quantizations
@@ -102,7 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--phone-memory",
         type=float,
         metavar="GB",
-        help="refuse what needs more on the phone, weights and caches together",
+        help="refuse what needs more on the phone, weights and caches together: on a CPU with a "
+        "weight cache, or with --bundle gpu on a GPU",
     )
     parser.add_argument(
         "--check-gpu",
@@ -181,6 +186,10 @@ def _check_modes(args: argparse.Namespace) -> None:
         raise ValueError(f"{flags}: give one of them.")
     if (args.auto or args.latency_kit) and args.head is None:
         raise ValueError(f"--{modes[0].replace('_', '-')}: needs --head FOLDER, an EAGLE head.")
+    if args.latency_kit:
+        given = [name for name in ("bundle", "verify", "levels") if getattr(args, name) is not None]
+        if given:
+            raise ValueError(f"--latency-kit: fixes --{' and --'.join(given)}; leave that out.")
     if args.auto and args.tree is not None:
         raise ValueError("--auto: searches a tree itself; leave --tree out.")
     if args.auto and (args.acceptance is None) == (args.prompts is None):
@@ -199,10 +208,28 @@ def _check_modes(args: argparse.Namespace) -> None:
 def _check_memory(
     args: argparse.Namespace, model: Model, drafter: Any, config: ExportConfig
 ) -> None:
-    head = drafter.params.params if isinstance(drafter, LoadedDrafter) else None
-    depth = 0 if head is None else drafter.drafter.tree_shape[1]
-    needed = estimate_phone_memory(model.config, config.quantization, config.slots, head, depth)
-    print(f"on the phone: {needed.total / 1e9:.2f} GB, {needed.caches / 1e9:.2f} GB of it caches")
+    head, draft_pass, depth = (), (), 0
+    loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter, ())
+    if isinstance(loaded.drafter, Eagle | LayerSkip):
+        draft_pass = draft_pass_weights(model.params, loaded)
+        depth = loaded.drafter.tree_shape[1]
+    if isinstance(loaded.drafter, Eagle):
+        head = loaded.params.params
+    on_gpu = config.bundle == "gpu"
+    needed = estimate_phone_memory(
+        model.config,
+        config.quantization,
+        config.slots,
+        head,
+        draft_pass,
+        depth,
+        separate_signatures=len(config.prefill) + 1 + bool(depth) if on_gpu else 0,
+    )
+    where = "a GPU, which holds weights once for each use" if on_gpu else "a CPU with weight cache"
+    print(
+        f"on the phone, {where}: {needed.total / 1e9:.2f} GB, {needed.caches / 1e9:.2f} GB of it "
+        "caches"
+    )
     check_phone_memory(needed, int(1e9 * args.phone_memory))
 
 

@@ -12,11 +12,11 @@ import numpy as np
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files
-from jaxspec.core.types import Drafter, Params, PyTree
+from jaxspec.core.types import Drafter, Params
 from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
 from jaxspec.mobile.convert import lower, to_flatbuffer
 from jaxspec.mobile.manifest import KEY, Manifest, describe, fingerprint, seal
-from jaxspec.mobile.memory import stored_bytes
+from jaxspec.mobile.memory import estimate_phone_memory
 from jaxspec.mobile.opset import require_opset
 from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.signatures import (
@@ -30,6 +30,7 @@ from jaxspec.mobile.signatures import (
     verify_signature,
 )
 from jaxspec.mobile.weights import Leaf, fill_in
+from jaxspec.models import ModelConfig
 
 BUNDLES = ("cpu", "gpu")
 MODEL_FILE, MANIFEST_FILE = "model.tflite", "manifest.json"
@@ -119,7 +120,7 @@ def export(
     signatures, paths = _signatures(target, loaded, config)
     params = Params(network, loaded.params)
     shapes = jax.tree.map(_shape_in_file, params)
-    _check_size(shapes, config.quantization)
+    _check_size(network.config, loaded, config)
     lowered = {name: lower(shapes, signature) for name, signature in signatures.items()}
     manifest = Manifest(
         version=metadata.version("jaxspec"),
@@ -211,12 +212,14 @@ def _leaves(params: Params) -> list[Leaf]:
     return [leaf(path, array) for path, array in jax.tree_util.tree_leaves_with_path(params)]
 
 
-def _check_size(shapes: PyTree, quantization: str) -> None:
-    size = sum(stored_bytes(leaf.shape, quantization) for leaf in jax.tree.leaves(shapes))
+def _check_size(model: ModelConfig, loaded: LoadedDrafter, config: ExportConfig) -> None:
+    head = loaded.params if isinstance(loaded.drafter, Eagle) else ()
+    stored = estimate_phone_memory(model, config.quantization, config.slots, head)
+    size = stored.products + stored.table
     if size > _LARGEST:
         raise ValueError(
-            f"model: its weights take {size / 2**30:.1f} GiB as {quantization}, and a .tflite "
-            "holds less than 2 GiB; take fewer bits, or a smaller model."
+            f"model: its weights take {size / 2**30:.1f} GiB as {config.quantization}, and a "
+            ".tflite holds less than 2 GiB; take fewer bits, or a smaller model."
         )
 
 

@@ -150,9 +150,10 @@ def read_manifest(path: str | Path) -> Manifest:
                 raise CheckpointError(f"{path}: {error}") from None
             digest = hashlib.sha256()
             at = view.find(manifest.checksum.encode(), start)
-            digest.update(view[:at])
-            digest.update(_NO_CHECKSUM.encode())
-            digest.update(view[at + len(_NO_CHECKSUM) :])
+            with memoryview(view) as whole:  # a slice of `view` itself would be a copy
+                digest.update(whole[:at])
+                digest.update(_NO_CHECKSUM.encode())
+                digest.update(whole[at + len(_NO_CHECKSUM) :])
     if digest.hexdigest() != manifest.checksum:
         raise CheckpointError(f"{path} {_DAMAGED}")
     return manifest

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxspec.core.types import PyTree
+from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
 from jaxspec.mobile.quantize import QUANTIZATIONS, check_quantization
 from jaxspec.models import ModelConfig
 from jaxspec.models.transformer import param_shapes
@@ -15,18 +16,17 @@ _FLOAT_BYTES = 4
 
 
 class PhoneMemory(NamedTuple):
-    """Bytes of an exported model while it decodes.
+    """Bytes of an exported model while it decodes, at most.
 
     products: weights of all products, the output head and an EAGLE head's own included.
     table: of token embeddings.
-    repeated_head: copies of the output head, packed once per use in a step beyond the first.
-        CPUs share one copy with a weight cache, GPUs do not.
+    repeated: further copies of products, where every use of a weight is packed apart.
     caches: keys and values of one text in float32, twice, as input and output take turns.
     """
 
     products: int
     table: int
-    repeated_head: int
+    repeated: int
     caches: int
 
     @property
@@ -38,8 +38,10 @@ def estimate_phone_memory(
     config: ModelConfig,
     quantization: str,
     slots: int,
-    head: PyTree | None = None,
+    head: PyTree = (),
+    draft_pass: PyTree = (),
     depth: int = 0,
+    separate_signatures: int = 0,
 ) -> PhoneMemory:
     """Estimates the memory of `step` with its weights and caches; buffers for a pass are small.
 
@@ -48,7 +50,11 @@ def estimate_phone_memory(
         quantization: of weights, one of `QUANTIZATIONS`.
         slots: of the caches.
         head: weights of an EAGLE head, or their shapes; it has one layer.
-        depth: of its tree: `step` uses the output head that many times more.
+        draft_pass: weights that one pass of the drafter reads, an output head among them.
+        depth: draft passes of a step.
+        separate_signatures: functions of the file, where each packs all it reads for itself, once
+            for every use: a GPU, or a CPU without a weight cache. 0: a CPU with one, which packs
+            each weight once.
 
     Raises:
         ValueError: the quantization is not known.
@@ -56,19 +62,45 @@ def estimate_phone_memory(
     check_quantization(quantization)
     target: Any = param_shapes(config)
     table = target["embed"]["embedding"]
-    output_head = table if config.tied_head else target["head"]["kernel"]
-    matrices = [leaf for leaf in jax.tree.leaves((target, head)) if leaf.ndim > 1]
-    products = sum(stored_bytes(leaf.shape, quantization) for leaf in matrices)
+    products = _bytes_of_products((target, head), quantization)
     if not config.tied_head:
         products -= stored_bytes(table.shape, quantization)
-    layers = config.num_layers + (head is not None)
+    repeated = 0
+    if separate_signatures:
+        repeated = (separate_signatures - 1) * products
+        repeated += depth * _bytes_of_products(draft_pass, quantization)
+    layers = config.num_layers + bool(jax.tree.leaves(head))
     row = 2 * layers * config.num_kv_heads * config.head_dim * _FLOAT_BYTES
     return PhoneMemory(
         products=products,
         table=stored_bytes(table.shape, "float32" if quantization == "float32" else "int8"),
-        repeated_head=depth * stored_bytes(output_head.shape, quantization),
+        repeated=repeated,
         caches=2 * slots * row,
     )
+
+
+def draft_pass_weights(target: PyTree, drafter: LoadedDrafter) -> PyTree:
+    """What one pass of a drafter that can be baked in reads of its own weights and the target's."""
+    method, embedding = drafter.drafter, target["embed"]["embedding"]
+    output = target.get("head", embedding)
+    if isinstance(method, Eagle):
+        own = drafter.params.params
+        return own if "head" in own else (own, output)
+    assert isinstance(method, LayerSkip), "no other drafter is baked in"
+    assert method.skip is not None, "a set that is compiled in"
+    skipped = {"attention": method.skip.attention, "mlp": method.skip.mlp}
+    kept = [
+        target[f"layer_{layer}"][part]
+        for part, flags in skipped.items()
+        for layer, skip in enumerate(flags)
+        if not skip
+    ]
+    return kept, output
+
+
+def _bytes_of_products(weights: PyTree, quantization: str) -> int:
+    matrices = [leaf for leaf in jax.tree.leaves(weights) if leaf.ndim > 1]
+    return sum(stored_bytes(leaf.shape, quantization) for leaf in matrices)
 
 
 def check_phone_memory(needed: PhoneMemory, available: int) -> None:

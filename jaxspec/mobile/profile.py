@@ -24,6 +24,7 @@ from jaxspec.checkpoint.files import replacing_files
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.manifest import Manifest, read_manifest
+from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.runtime import MobileModel
 from jaxspec.trees import LatencyProfile, Timing
 
@@ -57,7 +58,9 @@ def export_kit(
     if not isinstance(drafter.drafter, Eagle):
         raise ValueError("--latency-kit times draft passes of an EAGLE head: give --head FOLDER.")
     fitting = tuple(size for size in TOKENS if size <= config.slots // 2)
-    sizes = dataclasses.replace(config, bundle="gpu", verify=fitting, levels=NODES)
+    recipe = QUANTIZATIONS[config.quantization]
+    fewest = "gpu" if recipe is None or recipe.on_gpu else "cpu"
+    sizes = dataclasses.replace(config, bundle=fewest, verify=fitting, levels=NODES)
     manifest = export(model, folder, drafter, sizes)
     with replacing_files(Path(folder)) as staging:
         script = staging / SCRIPT_FILE
@@ -89,8 +92,8 @@ def kit_script(manifest: Manifest) -> str:
         "# Times each signature of model.tflite on the phone that adb reaches.",
         "# Usage: ./measure.sh cpu|gpu [threads] > kit.txt",
         "#        jaxspec tune profile --import kit.txt --out profile.json",
-        "# BENCHMARK names LiteRT's own benchmark_model for Android (litert/tools in its repository;",
-        "# a version that knows --input_layer_value_range, as integers at random are no places).",
+        "# BENCHMARK names LiteRT's own benchmark_model for Android: litert/tools in its repository,",
+        "# a version that knows --input_layer_value_range, as integers at random are no places.",
         "set -eu",
         'cd "$(dirname "$0")"',
         "backend=${1:-cpu} threads=${2:-1}",

@@ -71,9 +71,10 @@ def quantize_rows(
     highest = (1 << (bits - 1)) - 1
     parts = matrix.reshape(rows, -1, block or width)
     scales = np.max(np.abs(parts), axis=2, keepdims=True) / highest
-    scales = np.where(scales == 0.0, 1.0, scales).astype(np.float32)
     if block:
         scales = scales.astype(np.dtype(jnp.bfloat16)).astype(np.float16)
+    # Also where rounding has made a tiny one zero: then the weights are as good as zero.
+    scales = np.where(scales == 0.0, 1.0, scales).astype(scales.dtype)
     numbers = np.rint(parts / scales.astype(np.float32)).clip(-highest, highest).astype(np.int8)
     stored = numbers.reshape(-1).view(np.uint8)
     if bits == 4:

@@ -105,7 +105,8 @@ class MobileModel:
                 file, if there is one.
             num_threads: `None`: one per core.
             weight_cache: a file to keep the weights in as the CPU reads them: signatures then
-                share one copy instead of packing one each.
+                share one copy instead of packing one each. Its name is followed by a part of the
+                model's checksum, as the runtime does not look whose weights it finds.
             accelerator: "gpu" runs everything on a GPU, in float32, or raises; see
                 `jaxspec.mobile.gpu` for a check that survives what a driver may do.
 
@@ -131,7 +132,7 @@ class MobileModel:
                 gpu_options=litert.GpuOptions(enforce_f32=True),
             )
         else:
-            cache = "" if weight_cache is None else str(weight_cache)
+            cache = "" if weight_cache is None else f"{weight_cache}-{self.manifest.checksum[:16]}"
             options = litert.Options(
                 hardware_accelerators=litert.HardwareAccelerator.CPU,
                 cpu_options=litert.CpuOptions(

@@ -23,8 +23,8 @@ DEPTH = 2
 SHAPES = ExportConfig(slots=16, prefill=(8,), quantization="float32")
 PATHS = ((0,), (1,), (0, 0))
 # As LiteRT's tool and TensorFlow Lite's print them.
-LITERT = "INFO: [x.h:87] Warmup (avg):         9.10 ms (5 runs)\nINFO: Inference (avg):      {} ms (50 runs)"
-LITERT_SPREAD = "INFO: [x.h:98] Inference (std):      {}"
+LITERT = "Warmup (avg):         9.10 ms (5 runs)\nInference (avg):      {} ms (50 runs)"
+LITERT_SPREAD = "Inference (std):      {}"
 TFLITE = (
     "Inference timings in us: Init: 5, First inference: 9, Warmup (avg): 8, Inference (avg): {}"
 )

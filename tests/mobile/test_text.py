@@ -9,8 +9,11 @@ import jaxspec
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
+from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.models import EagleHead, init_eagle_params
+from jaxspec.models.transformer import param_shapes
 from tests.bench.models import tiny_model
+from tests.mobile.models import successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
@@ -192,13 +195,17 @@ def test_memory_is_added_up():
     from jaxspec.mobile.memory import estimate_phone_memory
     from tests.mobile.models import CONFIG
 
-    needed = estimate_phone_memory(CONFIG, "float32", slots=10, depth=3)
+    shape = jax.ShapeDtypeStruct((16, 48), np.float32)
+    needed = estimate_phone_memory(CONFIG, "float32", 10, (), shape, depth=3)
     attention = 16 * (16 + 2 * 8) + 16 * 16
     assert needed.products == 4 * (2 * (attention + 3 * 16 * 24) + 16 * 48)
     assert needed.table == 4 * 48 * 16
-    assert needed.repeated_head == 3 * 4 * 16 * 48
+    assert needed.repeated == 0
     assert needed.caches == 2 * 10 * 2 * 2 * 2 * 4 * 4
     assert needed.total == sum(needed)
+    # On a GPU four functions hold all of it, and one of them drafts three times.
+    apart = estimate_phone_memory(CONFIG, "float32", 10, (), shape, 3, separate_signatures=4)
+    assert apart.repeated == 3 * needed.products + 3 * 4 * 16 * 48
     fewer = estimate_phone_memory(CONFIG, "int4", slots=10)
     assert fewer.products < needed.products / 2
     assert np.isclose(fewer.table, 48 * 16 + 12 * 48)
@@ -221,11 +228,30 @@ def test_the_7b_case_of_the_documentation():
     )
     layer = config.replace(num_layers=1, layer_types=())
     head = jax.eval_shape(lambda: init_eagle_params(layer, True, jax.random.key(0)))
+    draft_pass = (head, param_shapes(config)["head"])
     totals = []
     for slots in (1024, 2048):
-        needed = estimate_phone_memory(config, "int4", slots, head, depth=5)
+        needed = estimate_phone_memory(config, "int4", slots, head, draft_pass, 5)
         check_phone_memory(needed, 12_000_000_000)
         totals.append(round(needed.total / 1e9, 2))
-    assert totals == [6.11, 8.32]
+    assert totals == [5.78, 7.99]
+    on_gpu = estimate_phone_memory(config, "int4", 1024, head, draft_pass, 5, 3)
+    assert round(on_gpu.total / 1e9, 2) == 13.57
     with pytest.raises(ValueError, match="take fewer slots"):
-        check_phone_memory(needed, 8_000_000_000)
+        check_phone_memory(on_gpu, 12_000_000_000)
+
+
+def test_a_draft_pass_reads_the_layers_that_are_kept():
+    from jaxspec.drafters import LayerSkip
+    from jaxspec.drafters.skip_sets import Skips
+    from jaxspec.mobile.memory import draft_pass_weights
+
+    model, head = successor_model()
+    skip = LayerSkip(Skips((True, False), (True, True)))
+    read = draft_pass_weights(model.params, LoadedDrafter(skip, ()))
+    output = model.params["head"]["kernel"].size
+    kept = sum(leaf.size for leaf in jax.tree.leaves(model.params["layer_1"]["attention"]))
+    assert sum(leaf.size for leaf in jax.tree.leaves(read)) == kept + output
+    eagle = draft_pass_weights(model.params, Eagle.of(head))
+    own = sum(leaf.size for leaf in jax.tree.leaves(head.params))
+    assert sum(leaf.size for leaf in jax.tree.leaves(eagle)) == own + output
