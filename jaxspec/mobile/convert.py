@@ -1,7 +1,8 @@
 """StableHLO to `.tflite`. The one module that knows the converter, as its interface may change."""
 
 import importlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,8 @@ _PREPARE = (
     "builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts,"
     "func.func(stablehlo-legalize-composite-to-call),inline)"
 )
+
+_CONVERTED = {"tfl", "func", "builtin", "arith", "quant"}
 
 
 class Lowered(NamedTuple):
@@ -65,32 +68,46 @@ def to_flatbuffer(signatures: Mapping[str, Lowered], metadata: Mapping[str, str]
     ir, passmanager, api = _converter()
     context = ir.Context()
     api.prepare_mlir_context(context)
-    modules = []
-    for name, lowered in signatures.items():
-        with context, ir.Location.unknown():
-            module = ir.Module.parse(lowered.program)
-            passmanager.PassManager.parse(_PREPARE).run(module.operation)
-        weights = [f"{PREFIX}{place}" for place in range(lowered.num_weights)]
-        api.set_signature(
-            module.operation,
-            signature_name=name,
-            input_names=[*weights, *lowered.inputs],
-            output_names=list(lowered.outputs),
-        )
-        modules.append(module)
-    with context:
-        merged = api.merge_modules(modules)
-        texts = {name: ir.StringAttr.get(text) for name, text in metadata.items()}
-        merged.operation.attributes["tfl.metadata"] = ir.DictAttr.get(texts)
-        config = api.ConvertToTFLConfig()
-        config.enable_x64 = False
-        config.unsafe_fuse_dynamic_shaped_broadcast = True
-        config.canonicalizing_inf_as_min_max_float = True
-        try:
+    modules, merged = [], None
+    try:
+        for name, lowered in signatures.items():
+            with context, ir.Location.unknown():
+                module = ir.Module.parse(lowered.program)
+                passmanager.PassManager.parse(_PREPARE).run(module.operation)
+            weights = [f"{PREFIX}{place}" for place in range(lowered.num_weights)]
+            api.set_signature(
+                module.operation,
+                signature_name=name,
+                input_names=[*weights, *lowered.inputs],
+                output_names=list(lowered.outputs),
+            )
+            modules.append(module)
+        with context:
+            merged = api.merge_modules(modules)
+            texts = {name: ir.StringAttr.get(text) for name, text in metadata.items()}
+            merged.operation.attributes["tfl.metadata"] = ir.DictAttr.get(texts)
+            config = api.ConvertToTFLConfig()
+            config.enable_x64 = False
+            config.unsafe_fuse_dynamic_shaped_broadcast = True
+            config.canonicalizing_inf_as_min_max_float = True
             api.run_convert_to_tfl_passes(merged, passmanager.PassManager(), config)
             return api.export_flatbuffer_to_bytes(merged.operation)
-        except Exception as error:  # of the bindings' own kinds; the text names operation and scope
-            raise ValueError(f"The converter refused the program: {error}") from error
+    except Exception as error:  # of the bindings' own kinds
+        left = [] if merged is None else sorted(set(_not_converted(merged.operation)))
+        details = str(error) + (f" It has nothing for {', '.join(left)}." if left else "")
+        raise ValueError(f"The converter refused the program: {details}") from error
+
+
+def _not_converted(operation: Any) -> Iterator[str]:
+    """Operations that are still StableHLO, with the JAX scopes that they came from."""
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                name = inner.operation.name
+                if name.partition(".")[0] not in _CONVERTED:
+                    scope = re.search(r'"([^"]*)"', str(inner.location))
+                    yield f"{name} at {scope.group(1) if scope else inner.location}"
+                yield from _not_converted(inner.operation)
 
 
 def _converter() -> tuple[Any, Any, Any]:

@@ -110,6 +110,11 @@ def export(
             f"slots must be at most the model's {network.config.max_positions} positions, "
             f"got {config.slots}."
         )
+    if network.config.experts is not None:
+        raise ValueError(
+            "model: mixtures of experts cannot be exported: which weights a token reads is not "
+            "fixed, as a file's operations are."
+        )
     loaded = (
         drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or NoDraft(), ())
     )

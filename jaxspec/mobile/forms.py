@@ -10,10 +10,11 @@ from functools import partial, reduce
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.cache import select_nodes
 from jaxspec.core.forms import exchanged
+from jaxspec.core.masks import sliding_window
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.types import LayerKV
 from jaxspec.drafters.growth import lookup_ids
@@ -35,6 +36,7 @@ def litert_forms(num_positions: int) -> Mapping[Callable, Callable]:
         lookup_rows: _lookup_rows,
         multiply: _multiply,
         rotations: partial(_rotations, num_positions),
+        sliding_window: _sliding_window,
         select_nodes: _select_nodes,
     }
 
@@ -144,3 +146,19 @@ def _rotations(
         table = jnp.concatenate(rotations(rope, head_dim, max_positions, every), -1)
     rows = _lookup_rows(table, positions)
     return rows[:, : rows.shape[-1] // 2], rows[:, rows.shape[-1] // 2 :]
+
+
+def _sliding_window(
+    mask: Bool[Array, "#queries keys"],
+    query_positions: Int[Array, " queries"],
+    key_positions: Int[Array, " keys"],
+    window: int,
+) -> Float[Array, "queries keys"]:
+    """A product, as GPUs take no logical operation; `_attend` reads masks as numbers.
+
+    It has four axes: of a constant mask with fewer, a GPU reads the first row only.
+    """
+    behind = query_positions.reshape(1, 1, -1, 1) - key_positions.reshape(1, 1, 1, -1)
+    near = jnp.less(behind, window).astype(jnp.float32)
+    found = near * mask[None, None].astype(jnp.float32)
+    return found.reshape(found.shape[2:])

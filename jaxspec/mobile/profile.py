@@ -92,7 +92,7 @@ def kit_script(manifest: Manifest) -> str:
         "# Times each signature of model.tflite on the phone that adb reaches.",
         "# Usage: ./measure.sh cpu|gpu [threads] > kit.txt",
         "#        jaxspec tune profile --import kit.txt --out profile.json",
-        "# BENCHMARK names LiteRT's own benchmark_model for Android: litert/tools in its repository,",
+        "# BENCHMARK names LiteRT's own benchmark_model for Android (litert/tools there),",
         "# a version that knows --input_layer_value_range, as integers at random are no places.",
         "set -eu",
         'cd "$(dirname "$0")"',

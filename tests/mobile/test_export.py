@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import GenerationConfig, LayerSkip, generate, score
-from jaxspec.checkpoint import CheckpointError
+from jaxspec.checkpoint import CheckpointError, Model
 from jaxspec.core import masks
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import tree_from_paths
@@ -20,11 +20,13 @@ from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.models import Eagle3Head, init_eagle3_params
 from tests.bench.models import tiny_model
 from tests.mobile.models import CONFIG, successor_model
+from tests.models.families import tiny
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
+from jaxspec.mobile.convert import lower, to_flatbuffer
 from jaxspec.mobile.loops import (
     Acceptance,
     DynamicDraft,
@@ -36,6 +38,7 @@ from jaxspec.mobile.loops import (
     Verified,
 )
 from jaxspec.mobile.runtime import verify_drafts
+from jaxspec.mobile.signatures import Signature
 
 SLOTS, NUM_NEW = 64, 40
 SHAPES = ExportConfig(slots=SLOTS, prefill=(8,), quantization="float32")
@@ -333,3 +336,51 @@ def test_lookup_gets_a_pass_of_its_size(pair):
     assert "verify_5" in functions
     assert "commit_5" in functions
     assert paths == ()
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "qwen2", "qwen3", "phi3"])
+def test_every_dense_family_decodes_as_in_jax(family, tmp_path):
+    model = Model(tiny(family), name=family)
+    export(model, tmp_path, config=replace(SHAPES, slots=32))
+    config = GenerationConfig(max_new_tokens=16, stop_token_ids=())
+    (row,) = generate(model, [5, 17, 40, 8, 22, 53], config)
+    ours = MobileModel(tmp_path / "model.tflite").generate([5, 17, 40, 8, 22, 53], 16, ())
+    assert ours.tokens.tolist() == row.tokens.tolist()
+
+
+def test_what_the_converter_refuses_is_named_with_its_scope():
+    def rounded(weights, inputs):
+        with jax.named_scope("Layer"):
+            return {"out": jax.lax.reduce_precision(inputs["rows"], 5, 10)}
+
+    signature = Signature(rounded, {"rows": jax.ShapeDtypeStruct((2, 8), jnp.float32)})
+    with pytest.raises(ValueError, match=r"nothing for .*reduce_precision.* at .*Layer/reduce_"):
+        to_flatbuffer({"rounded": lower({}, signature)}, {})
+
+
+def test_mixtures_of_experts_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="model: mixtures of experts cannot be exported"):
+        export(Model(tiny("qwen3_moe"), name="experts"), tmp_path, config=SHAPES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_flatbuffer_cannot_hold_is_refused_beforehand(pair, tmp_path, monkeypatch):
+    """The token table counts with 8 bits beside the products' 4."""
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.export"], "_LARGEST", 4000)
+    with pytest.raises(ValueError, match=r"a \.tflite holds less than 2 GiB; take fewer bits"):
+        export(pair[0], tmp_path, config=replace(SHAPES, quantization="int4"))
+
+
+def test_another_file_does_not_find_this_files_packed_weights(pair, tmp_path):
+    """Two exports to one place, one cache for both: each decodes by its own weights."""
+    other = Model(replace(pair[0].network, params=jax.tree.map(np.negative, pair[0].params)))
+    read = {}
+    for name, model in (("one", pair[0]), ("other", other)):
+        export(model, tmp_path, config=SHAPES)
+        for cache in (None, tmp_path / "weights.cache"):
+            file = MobileModel(tmp_path / "model.tflite", num_threads=1, weight_cache=cache)
+            file.prefill(PROMPTS[0])
+            read[name, cache is None] = file.read("prefill_8", "logits")
+    assert not np.allclose(read["one", True], read["other", True])
+    for name in ("one", "other"):
+        np.testing.assert_array_equal(read[name, True], read[name, False])
