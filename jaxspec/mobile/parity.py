@@ -127,7 +127,9 @@ def compare_with_jax(
                 else:
                     own = [file.generate(p, max_new_tokens, (), Plain).tokens for p in prompts]
                     own = [tokens.tolist() for tokens in own]
-                    loops = _loops(file, prompts, own, lambda text, file=file: _after(file, text))
+                    loops = _loops(
+                        file, prompts, own, lambda text, file=file: logits_behind(file, text)
+                    )
                     yield FileParity(name, quantization, loops, None, None)
 
 
@@ -176,7 +178,7 @@ def _divergence(
     return Divergence(index, at, text[at], ours[at], gap)
 
 
-def _after(file: MobileModel, text: Sequence[int]) -> np.ndarray:
+def logits_behind(file: MobileModel, text: Sequence[int]) -> np.ndarray:
     """Logits that `decode` gives behind a text."""
     if len(text) > 1:
         file.prefill(text[:-1])
