@@ -213,16 +213,16 @@ class LookupDraft:
 
     def __init__(self, lookup: PromptLookup, slots: int):
         self.nodes = lookup.tree_shape[0]
-        self._slots = slots
-        self._propose = jax.jit(partial(_look_up, lookup))
+        self._lookup, self._slots = lookup, slots
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
         del recent
         tokens = np.zeros(self._slots, np.int32)
         tokens[: len(text)] = text
-        return jax.device_get(self._propose(tokens, np.int32(len(text))))
+        return jax.device_get(_look_up(self._lookup, tokens, np.int32(len(text))))
 
 
+@partial(jax.jit, static_argnames="lookup")
 def _look_up(lookup: PromptLookup, tokens, length) -> Proposal:
     none: Any = np.zeros(0, np.float32)
     recent, cache = Recent(none, none, none, none), KVCache((), length)
@@ -281,9 +281,6 @@ class DynamicDraft:
                 f"num_nodes must be at most {candidates}, what a beam of {self._beam} ever "
                 f"considers, got {num_nodes}."
             )
-        self._tree = jax.jit(
-            partial(traced_tree, max_depth=self._levels, branch=min(self._children, num_nodes))
-        )
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
         tokens, parents, scores = self._expand(text, recent)
@@ -291,7 +288,8 @@ class DynamicDraft:
         kept = np.sort(np.argsort(-scores, kind="stable")[: self._num_nodes])
         above = np.where(parents[kept] < 0, 0, np.searchsorted(kept, parents[kept]) + 1)
         every_node: Any = np.ones(self.nodes, bool)
-        tree = self._tree(np.asarray([-1, *above], np.int32), every_node)
+        branch = min(self._children, self._num_nodes)
+        tree = _grown(np.asarray([-1, *above], np.int32), every_node, self._levels, branch)
         nodes: Any = np.asarray([text[-1], *tokens[kept]], np.int32)
         no_law: Any = np.zeros(self.nodes, np.int32)
         return Proposal(nodes, jax.device_get(tree), every_node, None, no_law)
@@ -340,6 +338,9 @@ class DynamicDraft:
         columns = zip(*pool, strict=True)
         tokens, parents, scores = (np.concatenate(column) for column in columns)
         return tokens, parents, scores
+
+
+_grown = jax.jit(traced_tree, static_argnames=("max_depth", "branch"))
 
 
 def _padded(row: np.ndarray, length: int, value: float = 0) -> np.ndarray:

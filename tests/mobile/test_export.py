@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec import GenerationConfig, LayerSkip, generate, score
 from jaxspec.checkpoint import CheckpointError
+from jaxspec.compilation import CompileClock
 from jaxspec.core import masks
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import tree_from_paths
@@ -100,6 +101,21 @@ def test_drafts_verified_by_the_host_give_the_same_tokens(exported, expected, na
         counts.update(decoded.counts)
     if name != "lookup":  # whether a text repeats itself is another matter
         assert max(counts) > 1
+
+
+@pytest.mark.parametrize("name", ["dynamic tree", "lookup"])
+def test_another_text_compiles_nothing_again(exported, name):
+    """The time of a round would hold it; a loop is made anew for every text."""
+
+    def generate_once():
+        exported.generate(
+            PROMPTS[0], 4, loop=lambda *to: Verified(to[0], DRAFTS[name](to[0]), to[1])
+        )
+
+    generate_once()
+    with CompileClock() as compiling:
+        generate_once()
+    assert compiling.seconds == 0
 
 
 def test_trees_grown_by_the_host_are_those_of_jax(pair, exported, expected):
