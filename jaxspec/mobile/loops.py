@@ -19,6 +19,8 @@ from jaxspec.core.tree import chain, traced_tree, tree_from_paths
 from jaxspec.core.types import Context, KVCache, Params, Proposal, Recent, Verdict, Warp
 from jaxspec.core.verify import follow_choices, verify, verify_greedy
 from jaxspec.drafters import PromptLookup
+from jaxspec.mobile.manifest import Manifest
+from jaxspec.mobile.signatures import LARGEST_TOP_K
 
 if TYPE_CHECKING:
     from jaxspec.mobile.runtime import MobileModel
@@ -123,6 +125,13 @@ class Steps:
     """Calls `step`, or `step_sampled` at a temperature, and reads what was emitted."""
 
     def __init__(self, model: "MobileModel", acceptance: Acceptance):
+        beyond = setting_beyond_steps(acceptance.warp, model.manifest)
+        if beyond is not None:
+            raise ValueError(
+                f"{beyond}: whole steps of this file take a temperature above 0 and a top_k of at "
+                f"most {_largest_top_k(model.manifest)}, nothing else; accept on the host instead "
+                "(--loop verify, or plain)."
+            )
         self._model, self._acceptance = model, acceptance
         self.rows = model.manifest.depth + 1
         self._signature = "step" if acceptance.follows_choices else "step_sampled"
@@ -144,6 +153,26 @@ class Steps:
         model.call(signature, **inputs)
         count = int(model.read(signature, "o_count")[0])
         return Emitted(model.read(signature, "o_tokens")[0, :count].tolist(), count - 1)
+
+
+def setting_beyond_steps(warp: Warp, manifest: Manifest) -> str | None:
+    """The setting that `step` and `step_sampled` would ignore or get wrong, if there is one."""
+    if warp.bias is not None:
+        return "bias"
+    if warp.temperature is None:
+        return None
+    top_k = 0 if warp.top_k is None else int(warp.top_k)
+    beyond = {
+        "temperature": not warp.temperature > 0,
+        "top_k": not 0 <= top_k <= _largest_top_k(manifest),
+        "top_p": warp.top_p is not None,
+        "min_p": warp.min_p is not None,
+    }
+    return next((name for name, found in beyond.items() if found), None)
+
+
+def _largest_top_k(manifest: Manifest) -> int:
+    return min(LARGEST_TOP_K, manifest.num_tokens)
 
 
 class Verified:

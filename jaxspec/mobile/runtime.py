@@ -25,9 +25,9 @@ from jaxspec.mobile.loops import (
     TreeDraft,
     Verified,
     common_length,
+    setting_beyond_steps,
 )
 from jaxspec.mobile.manifest import Manifest, fingerprint, read_manifest
-from jaxspec.mobile.signatures import LARGEST_TOP_K
 from jaxspec.models.linear import num_cores
 from jaxspec.result import FINISH_REASONS
 
@@ -322,13 +322,8 @@ class MobileModel:
     def _best_loop(self, warp: Warp) -> LoopOf:
         """Steps where they do what is asked, else `draft` with acceptance here, else plain."""
         signatures = self.manifest.signatures
-        if warp.temperature is None and warp.bias is None and "step" in signatures:
-            return Steps
-        top_k = 0 if warp.top_k is None else int(warp.top_k)
-        others = (warp.bias, warp.top_p, warp.min_p)
-        heated = warp.temperature is not None and warp.temperature > 0
-        simple = heated and all(other is None for other in others) and top_k <= LARGEST_TOP_K
-        if simple and "step_sampled" in signatures:
+        step = "step" if warp.temperature is None else "step_sampled"
+        if step in signatures and setting_beyond_steps(warp, self.manifest) is None:
             return Steps
         if "draft" in signatures:
             return verify_drafts

@@ -182,6 +182,25 @@ def _law(model, tokens, warp):
     return np.asarray(jax.nn.softmax(warp_logits(jnp.asarray(logits), warp)))[0]
 
 
+HALF = np.float32(0.5)
+
+
+@pytest.mark.parametrize(
+    ("warp", "named"),
+    [
+        (Warp(bias=np.zeros(48, np.float32)), "bias"),
+        (Warp(temperature=HALF, top_p=HALF), "top_p"),
+        (Warp(temperature=HALF, min_p=HALF), "min_p"),
+        (Warp(temperature=HALF, top_k=np.int32(49)), "top_k"),
+        (Warp(temperature=np.float32(0)), "temperature"),
+    ],
+)
+def test_steps_refuse_what_they_would_ignore(exported, warp, named):
+    with pytest.raises(ValueError, match=f"^{named}: whole steps .* at most 48, nothing else"):
+        exported.generate(PROMPTS[1], 2, loop=Steps, warp=warp)
+    assert exported._best_loop(warp) is verify_drafts
+
+
 def test_a_chat_reads_only_what_is_new(exported, expected):
     """The next turn holds the last one and its answer."""
     decoded = exported.generate(PROMPTS[0], 20)
