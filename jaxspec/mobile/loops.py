@@ -45,6 +45,11 @@ class Loop(Protocol):
         """Rows of the cache that a round writes, or positions that it reads, at most."""
         ...
 
+    @property
+    def absorbs(self) -> bool:
+        """False if a round leaves the cache of an EAGLE head behind."""
+        ...
+
     def advance(self, text: Sequence[int], recent: int) -> Emitted:
         """Emits at least one token. `recent` tokens of the text are of the last round."""
         ...
@@ -56,6 +61,11 @@ class Draft(Protocol):
     @property
     def nodes(self) -> int:
         """Of every proposal, the root included."""
+        ...
+
+    @property
+    def absorbs(self) -> bool:
+        """False if the file's EAGLE head, if it has one, does not see the last round."""
         ...
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal: ...
@@ -102,6 +112,7 @@ class Plain:
     """Calls `decode`: one token a round. The first token of a text is chosen in the same way."""
 
     rows = 1
+    absorbs = False
 
     def __init__(self, model: "MobileModel", acceptance: Acceptance):
         self._model, self._acceptance = model, acceptance
@@ -123,6 +134,8 @@ class Plain:
 
 class Steps:
     """Calls `step`, or `step_sampled` at a temperature, and reads what was emitted."""
+
+    absorbs = True
 
     def __init__(self, model: "MobileModel", acceptance: Acceptance):
         beyond = setting_beyond_steps(acceptance.warp, model.manifest)
@@ -187,6 +200,7 @@ class Verified:
                 f"{draft.nodes}, its root included; export it with --verify {draft.nodes}."
             )
         self.rows = next(size for size in self._sizes if size >= draft.nodes)
+        self.absorbs = draft.absorbs
 
     def advance(self, text: Sequence[int], recent: int) -> Emitted:
         model, length = self._model, len(text) - 1
@@ -227,6 +241,8 @@ def pending_inputs(
 class TreeDraft:
     """Calls `draft`: what the file's own drafter offers, over its static tree."""
 
+    absorbs = True
+
     def __init__(self, model: "MobileModel"):
         self._model, self._offered = model, _static_proposal(model.manifest.paths)
         self.nodes = 1 + len(model.manifest.paths)
@@ -239,6 +255,8 @@ class TreeDraft:
 
 class LookupDraft:
     """`PromptLookup`, which needs no weights."""
+
+    absorbs = False
 
     def __init__(self, lookup: PromptLookup, slots: int):
         self.nodes = lookup.tree_shape[0]
@@ -263,6 +281,8 @@ def _look_up(lookup: PromptLookup, tokens, length) -> Proposal:
 
 class ModelDraft:
     """A smaller exported model drafts a chain, one `decode` at a time."""
+
+    absorbs = False
 
     def __init__(self, draft: "MobileModel", num_speculative_tokens: int):
         self.nodes = num_speculative_tokens + 1
@@ -294,6 +314,8 @@ class DynamicDraft:
     The head runs once per level, `draft_N` over a beam of N nodes, and between calls the host
     chooses what to expand. As deep as the file's static tree.
     """
+
+    absorbs = True
 
     def __init__(self, model: "MobileModel", num_nodes: int):
         self._model, self._num_nodes, self.nodes = model, num_nodes, num_nodes + 1

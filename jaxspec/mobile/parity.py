@@ -248,7 +248,8 @@ class _Replayed:
     """Offers the drafts of a trace, and compares them with the file's own."""
 
     def __init__(self, inner: Draft, trace: Trace):
-        self._inner, self._steps, self.nodes = inner, iter(trace), inner.nodes
+        self._inner, self._steps = inner, iter(trace)
+        self.nodes, self.absorbs = inner.nodes, inner.absorbs
         self.num_same = 0
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:

@@ -314,9 +314,7 @@ class MobileModel:
             emitted = chosen.advance(text, recent)
             text += emitted.tokens
             recent = len(emitted.tokens)
-            # `decode` leaves a head behind.
-            behind = self._has_head and isinstance(chosen, Plain)
-            self._known = known if behind else cached
+            self._known = known if self._has_head and not chosen.absorbs else cached
             yield emitted
 
     def _best_loop(self, warp: Warp) -> LoopOf:

@@ -224,6 +224,20 @@ def test_a_chat_reads_only_what_is_new(exported, expected):
     assert fresh.generate(longer, 10).tokens.tolist() == again.tokens.tolist()
 
 
+@pytest.mark.parametrize("name", ["dynamic tree", "lookup"])
+def test_a_head_that_a_turn_left_behind_reads_it_in_the_next(exported, path, name):
+    """Drafts show it: what a head has not read, it cannot follow."""
+    exported.generate(PROMPTS[2], NUM_NEW)  # so that the rows of the head are of another text
+    decoded = exported.generate(
+        PROMPTS[0], 20, loop=lambda *to: Verified(to[0], DRAFTS[name](to[0]), to[1])
+    )
+    longer = [*PROMPTS[0], *decoded.tokens.tolist(), 5, 6]
+    fresh = MobileModel(path, num_threads=1).generate(longer, 20)
+    again = exported.generate(longer, 20)
+    assert again.tokens.tolist() == fresh.tokens.tolist()
+    assert again.counts == fresh.counts
+
+
 def test_steps_accept_what_jax_accepts(pair, exported, expected):
     """Step by step. The file's first token comes with the prompt, so JAX begins behind it."""
     prompt, tokens = PROMPTS[0], expected[0]
