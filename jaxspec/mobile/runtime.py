@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec.checkpoint import CheckpointError, Tokenizer, load_tokenizer
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import Stop, Warp
-from jaxspec.mobile.extra import needs_extra
+from jaxspec.mobile.extra import missing_for_gpu, needs_extra
 from jaxspec.mobile.loops import (
     Acceptance,
     Emitted,
@@ -28,6 +28,7 @@ from jaxspec.mobile.loops import (
     setting_beyond_steps,
 )
 from jaxspec.mobile.manifest import Manifest, fingerprint, read_manifest
+from jaxspec.mobile.quantize import check_quantization
 from jaxspec.models.linear import num_cores
 from jaxspec.result import FINISH_REASONS
 
@@ -110,7 +111,8 @@ class MobileModel:
                 `jaxspec.mobile.gpu` for a check that survives what a driver may do.
 
         Raises:
-            ValueError: the extra `mobile` is not installed.
+            ValueError: the extra `mobile` is not installed, the machine lacks an accelerator or
+                driver, or the file is quantised in a way that ends the accelerator's process.
             CheckpointError: the file is not ours, is damaged, or is for another tokenizer.
         """
         self.manifest: Manifest = read_manifest(path)
@@ -126,6 +128,10 @@ class MobileModel:
         with needs_extra("Running an exported model"):
             from ai_edge_litert import compiled_model as litert
         if accelerator == "gpu":
+            check_quantization(self.manifest.quantization, on_gpu=True)
+            lacking = missing_for_gpu()
+            if lacking is not None:
+                raise ValueError(f'accelerator: "gpu" cannot be used here: {lacking}.')
             options = litert.Options(
                 hardware_accelerators=litert.HardwareAccelerator.GPU,
                 gpu_options=litert.GpuOptions(enforce_f32=True),

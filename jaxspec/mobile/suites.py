@@ -31,6 +31,7 @@ from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.comparison import TITLE, compare_on_litert, num_parts
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
+from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.footprint import (
     Exported,
     Opened,
@@ -38,7 +39,7 @@ from jaxspec.mobile.footprint import (
     measure_export,
     measure_opening,
 )
-from jaxspec.mobile.gpu import check_gpu, missing_for_gpu
+from jaxspec.mobile.gpu import check_gpu
 from jaxspec.mobile.modelled import HUNDRED_MILLION, Modelled, measure_modelled
 from jaxspec.mobile.modelled import NUM_PARTS as MODELLED_PARTS
 from jaxspec.mobile.modelled import SLOTS as MODELLED_SLOTS
