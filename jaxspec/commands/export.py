@@ -29,7 +29,8 @@ from jaxspec.core.types import Drafter
 from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
-from jaxspec.mobile.gpu import check_gpu, missing_for_gpu
+from jaxspec.mobile.extra import missing_for_gpu
+from jaxspec.mobile.gpu import check_gpu
 from jaxspec.mobile.memory import (
     check_phone_memory,
     draft_pass_weights,

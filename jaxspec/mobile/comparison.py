@@ -216,7 +216,8 @@ class _Watched:
 
 class _TimedLoop:
     def __init__(self, inner: Loop, watched: _Watched):
-        self._inner, self._watched, self.rows = inner, watched, inner.rows
+        self._inner, self._watched = inner, watched
+        self.rows, self.absorbs = inner.rows, inner.absorbs
 
     def advance(self, text: Sequence[int], recent: int) -> Emitted:
         start = time.perf_counter()
@@ -228,7 +229,8 @@ class _TimedLoop:
 
 class _TimedDraft:
     def __init__(self, inner: Draft, watched: _Watched):
-        self._inner, self._watched, self.nodes = inner, watched, inner.nodes
+        self._inner, self._watched = inner, watched
+        self.nodes, self.absorbs = inner.nodes, inner.absorbs
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
         start = time.perf_counter()

@@ -6,11 +6,8 @@ own; and a file that ends the process of a GPU's driver ends a child.
 
 import dataclasses
 import json
-import os
 import resource
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +17,7 @@ import numpy as np
 
 from jaxspec.checkpoint import Model, load, load_eagle
 from jaxspec.drafters import Eagle, LoadedDrafter
+from jaxspec.mobile.child import ChildError, ask_child
 from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.loops import pending_inputs
 from jaxspec.mobile.runtime import MobileModel
@@ -29,6 +27,7 @@ from jaxspec.models.transformer import param_shapes
 from jaxspec.trees import tree_of_head
 
 _MESSAGES = 300  # characters of a failed child's to keep
+_TIMEOUT = 7200.0  # seconds: a driver may hang
 
 
 class Exported(NamedTuple):
@@ -132,7 +131,7 @@ def measure_export(
         "config": dataclasses.asdict(config),
         "folder": str(folder),
     }
-    return Exported(**_in_child("export", task))
+    return Exported(**_measured("export", task))
 
 
 def measure_opening(
@@ -153,7 +152,7 @@ def measure_opening(
         num_threads: of the CPU.
 
     Raises:
-        ValueError: the runtime refused the file, or ended the process.
+        ValueError: the runtime refused the file, ended the process or hung, or there is no GPU.
     """
     task = {
         "path": str(path),
@@ -163,27 +162,18 @@ def measure_opening(
         "num_threads": num_threads,
     }
     if weight_cache is not None:
-        _in_child("open", task)
-    return Opened(**_in_child("open", task))
+        _measured("open", task)
+    return Opened(**_measured("open", task))
 
 
-def _in_child(kind: str, task: Mapping[str, Any]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        runtime = {"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR", folder)}
-        child = subprocess.run(
-            [sys.executable, "-m", "jaxspec.mobile.footprint", kind, str(result)],
-            input=json.dumps(task),
-            env={**os.environ, **runtime, "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-        if child.returncode or not result.is_file():
-            said = " ".join(child.stderr.split())[-_MESSAGES:] or "it said nothing"
-            raise ValueError(f"measuring failed (exit code {child.returncode}): {said}")
-        return json.loads(result.read_text())
+def _measured(kind: str, task: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return ask_child("jaxspec.mobile.footprint", {"kind": kind, **task}, _TIMEOUT)
+    except TimeoutError:
+        raise ValueError(f"measuring took longer than {_TIMEOUT:.0f} s") from None
+    except ChildError as error:
+        said = " ".join(error.log.split())[-_MESSAGES:] or "it said nothing"
+        raise ValueError(f"measuring failed (exit code {error.exit_code}): {said}") from None
 
 
 def _export(task: dict[str, Any]) -> Exported:
@@ -249,9 +239,9 @@ def _memory() -> dict[str, int]:
 
 
 def _child() -> None:
-    kind, result = sys.argv[1:]
-    measured = {"export": _export, "open": _open}[kind](json.load(sys.stdin))
-    Path(result).write_text(json.dumps(measured._asdict()))
+    task = json.load(sys.stdin)
+    measured = {"export": _export, "open": _open}[task["kind"]](task)
+    Path(sys.argv[1]).write_text(json.dumps(measured._asdict()))
 
 
 if __name__ == "__main__":

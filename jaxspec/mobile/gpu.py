@@ -5,14 +5,9 @@ Vulkan driver, on SwiftShader too, which needs no GPU. It must be asked: a compi
 be wrong, and a file that it dislikes may end its process. So all of this happens in a child.
 """
 
-import ctypes.util
 import dataclasses
-import importlib.util
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.core.types import Warp
+from jaxspec.mobile.child import ChildError, ask_child
+from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.loops import LoopOf, Plain, Steps
 from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.runtime import MobileModel, verify_drafts
 
-_LIBRARY = "libLiteRtWebGpuAccelerator.so"
 _NUM_PROMPTS, _NUM_TOKENS = 4, 16
 _MESSAGES = 2000  # characters of a failed child's to show
 
@@ -109,30 +105,6 @@ class GpuCheck:
         return "\n".join([*lines, *self.problems])
 
 
-def missing_for_gpu() -> str | None:
-    """What this machine lacks for `check_gpu`, and what to do; `None`: nothing known."""
-    package = importlib.util.find_spec("ai_edge_litert")
-    if package is None or package.origin is None:
-        return "the extra `mobile` is not installed: pip install 'jaxspec[mobile]'"
-    if not (Path(package.origin).parent / _LIBRARY).is_file():
-        return f"LiteRT's package for this platform has no {_LIBRARY}; on Linux x86-64 it has"
-    if ctypes.util.find_library("vulkan") is None and not _on_path("libvulkan.so.1"):
-        return "there is no Vulkan loader: install libvulkan1"
-    if not os.environ.get("VK_ICD_FILENAMES") and not any(
-        Path("/usr/share/vulkan/icd.d").glob("*.json")
-    ):
-        return (
-            "there is no Vulkan driver: set VK_ICD_FILENAMES to the .json of one, such as "
-            "SwiftShader's vk_swiftshader_icd.json from Debian's package chromium-common"
-        )
-    return None
-
-
-def _on_path(library: str) -> bool:
-    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    return any((Path(folder) / library).is_file() for folder in filter(None, folders))
-
-
 def check_gpu(
     path: str | Path,
     prompts: Sequence[Sequence[int]] | None = None,
@@ -166,35 +138,20 @@ def check_gpu(
         "path": str(path),
         "prompts": [list(map(int, p)) for p in prompts],
         "known_texts": [list(map(int, text)) for text in known_texts],
+        "max_new_tokens": max_new_tokens,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        # Drivers want a place of their own; JAX, in the child too, shall stay away from GPUs.
-        runtime = {"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR", folder)}
-        environment = {**os.environ, **runtime, "JAX_PLATFORMS": "cpu"}
-        result = Path(folder) / "result.json"
-        task |= {"result": str(result), "max_new_tokens": max_new_tokens}
-        try:
-            child = subprocess.run(
-                [sys.executable, "-m", "jaxspec.mobile.gpu"],
-                input=json.dumps(task),
-                env=environment,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise ValueError(
-                f"The GPU check of {path} took longer than {timeout:.0f} s: give it more time, or "
-                "fewer signatures."
-            ) from None
-        if child.returncode or not result.is_file():
-            raise ValueError(
-                f"LiteRT's GPU accelerator refused {path}, or ended its process (exit code "
-                f"{child.returncode}): {_last_messages(child.stderr)}"
-            )
-        answer = json.loads(result.read_text())
+    try:
+        answer = ask_child("jaxspec.mobile.gpu", task, timeout)
+    except TimeoutError:
+        raise ValueError(
+            f"The GPU check of {path} took longer than {timeout:.0f} s: give it more time, or the "
+            "file fewer signatures."
+        ) from None
+    except ChildError as error:
+        raise ValueError(
+            f"LiteRT's GPU accelerator refused {path}, or ended its process (exit code "
+            f"{error.exit_code}): {_last_messages(error.log)}"
+        ) from None
     loops = tuple(
         LoopCheck(entry["name"], tuple(entry["counts"]), tuple(entry["first_difference"]))
         for entry in answer["loops"]
@@ -257,7 +214,7 @@ def _child() -> None:
         "reference": "plain decoding on the CPU" if exact else "plain decoding on the GPU",
         "loops": loops,
     }
-    Path(task["result"]).write_text(json.dumps(answer))
+    Path(sys.argv[1]).write_text(json.dumps(answer))
 
 
 def _check_passes(gpu: MobileModel, cpu: MobileModel, texts: Sequence[Sequence[int]]) -> PassCheck:

@@ -19,6 +19,8 @@ from jaxspec.core.tree import chain, traced_tree, tree_from_paths
 from jaxspec.core.types import Context, KVCache, Params, Proposal, Recent, Verdict, Warp
 from jaxspec.core.verify import follow_choices, verify, verify_greedy
 from jaxspec.drafters import PromptLookup
+from jaxspec.mobile.manifest import Manifest
+from jaxspec.mobile.signatures import LARGEST_TOP_K
 
 if TYPE_CHECKING:
     from jaxspec.mobile.runtime import MobileModel
@@ -43,6 +45,11 @@ class Loop(Protocol):
         """Rows of the cache that a round writes, or positions that it reads, at most."""
         ...
 
+    @property
+    def absorbs(self) -> bool:
+        """False if a round leaves the cache of an EAGLE head behind."""
+        ...
+
     def advance(self, text: Sequence[int], recent: int) -> Emitted:
         """Emits at least one token. `recent` tokens of the text are of the last round."""
         ...
@@ -54,6 +61,11 @@ class Draft(Protocol):
     @property
     def nodes(self) -> int:
         """Of every proposal, the root included."""
+        ...
+
+    @property
+    def absorbs(self) -> bool:
+        """False if the file's EAGLE head, if it has one, does not see the last round."""
         ...
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal: ...
@@ -100,6 +112,7 @@ class Plain:
     """Calls `decode`: one token a round. The first token of a text is chosen in the same way."""
 
     rows = 1
+    absorbs = False
 
     def __init__(self, model: "MobileModel", acceptance: Acceptance):
         self._model, self._acceptance = model, acceptance
@@ -122,7 +135,16 @@ class Plain:
 class Steps:
     """Calls `step`, or `step_sampled` at a temperature, and reads what was emitted."""
 
+    absorbs = True
+
     def __init__(self, model: "MobileModel", acceptance: Acceptance):
+        beyond = setting_beyond_steps(acceptance.warp, model.manifest)
+        if beyond is not None:
+            raise ValueError(
+                f"{beyond}: whole steps of this file take a temperature above 0 and a top_k of at "
+                f"most {_largest_top_k(model.manifest)}, nothing else; accept on the host instead "
+                "(--loop verify, or plain)."
+            )
         self._model, self._acceptance = model, acceptance
         self.rows = model.manifest.depth + 1
         self._signature = "step" if acceptance.follows_choices else "step_sampled"
@@ -146,6 +168,26 @@ class Steps:
         return Emitted(model.read(signature, "o_tokens")[0, :count].tolist(), count - 1)
 
 
+def setting_beyond_steps(warp: Warp, manifest: Manifest) -> str | None:
+    """The setting that `step` and `step_sampled` would ignore or get wrong, if there is one."""
+    if warp.bias is not None:
+        return "bias"
+    if warp.temperature is None:
+        return None
+    top_k = 0 if warp.top_k is None else int(warp.top_k)
+    beyond = {
+        "temperature": not warp.temperature > 0,
+        "top_k": not 0 <= top_k <= _largest_top_k(manifest),
+        "top_p": warp.top_p is not None,
+        "min_p": warp.min_p is not None,
+    }
+    return next((name for name, found in beyond.items() if found), None)
+
+
+def _largest_top_k(manifest: Manifest) -> int:
+    return min(LARGEST_TOP_K, manifest.num_tokens)
+
+
 class Verified:
     """Drafts, calls `verify_N`, decides on the host, calls `commit_N`."""
 
@@ -158,6 +200,7 @@ class Verified:
                 f"{draft.nodes}, its root included; export it with --verify {draft.nodes}."
             )
         self.rows = next(size for size in self._sizes if size >= draft.nodes)
+        self.absorbs = draft.absorbs
 
     def advance(self, text: Sequence[int], recent: int) -> Emitted:
         model, length = self._model, len(text) - 1
@@ -198,6 +241,8 @@ def pending_inputs(
 class TreeDraft:
     """Calls `draft`: what the file's own drafter offers, over its static tree."""
 
+    absorbs = True
+
     def __init__(self, model: "MobileModel"):
         self._model, self._offered = model, _static_proposal(model.manifest.paths)
         self.nodes = 1 + len(model.manifest.paths)
@@ -211,18 +256,20 @@ class TreeDraft:
 class LookupDraft:
     """`PromptLookup`, which needs no weights."""
 
+    absorbs = False
+
     def __init__(self, lookup: PromptLookup, slots: int):
         self.nodes = lookup.tree_shape[0]
-        self._slots = slots
-        self._propose = jax.jit(partial(_look_up, lookup))
+        self._lookup, self._slots = lookup, slots
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
         del recent
         tokens = np.zeros(self._slots, np.int32)
         tokens[: len(text)] = text
-        return jax.device_get(self._propose(tokens, np.int32(len(text))))
+        return jax.device_get(_look_up(self._lookup, tokens, np.int32(len(text))))
 
 
+@partial(jax.jit, static_argnames="lookup")
 def _look_up(lookup: PromptLookup, tokens, length) -> Proposal:
     none: Any = np.zeros(0, np.float32)
     recent, cache = Recent(none, none, none, none), KVCache((), length)
@@ -234,6 +281,8 @@ def _look_up(lookup: PromptLookup, tokens, length) -> Proposal:
 
 class ModelDraft:
     """A smaller exported model drafts a chain, one `decode` at a time."""
+
+    absorbs = False
 
     def __init__(self, draft: "MobileModel", num_speculative_tokens: int):
         self.nodes = num_speculative_tokens + 1
@@ -266,6 +315,8 @@ class DynamicDraft:
     chooses what to expand. As deep as the file's static tree.
     """
 
+    absorbs = True
+
     def __init__(self, model: "MobileModel", num_nodes: int):
         self._model, self._num_nodes, self.nodes = model, num_nodes, num_nodes + 1
         sizes = model.manifest.sizes("draft")
@@ -281,9 +332,6 @@ class DynamicDraft:
                 f"num_nodes must be at most {candidates}, what a beam of {self._beam} ever "
                 f"considers, got {num_nodes}."
             )
-        self._tree = jax.jit(
-            partial(traced_tree, max_depth=self._levels, branch=min(self._children, num_nodes))
-        )
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
         tokens, parents, scores = self._expand(text, recent)
@@ -291,7 +339,8 @@ class DynamicDraft:
         kept = np.sort(np.argsort(-scores, kind="stable")[: self._num_nodes])
         above = np.where(parents[kept] < 0, 0, np.searchsorted(kept, parents[kept]) + 1)
         every_node: Any = np.ones(self.nodes, bool)
-        tree = self._tree(np.asarray([-1, *above], np.int32), every_node)
+        branch = min(self._children, self._num_nodes)
+        tree = _grown(np.asarray([-1, *above], np.int32), every_node, self._levels, branch)
         nodes: Any = np.asarray([text[-1], *tokens[kept]], np.int32)
         no_law: Any = np.zeros(self.nodes, np.int32)
         return Proposal(nodes, jax.device_get(tree), every_node, None, no_law)
@@ -340,6 +389,9 @@ class DynamicDraft:
         columns = zip(*pool, strict=True)
         tokens, parents, scores = (np.concatenate(column) for column in columns)
         return tokens, parents, scores
+
+
+_grown = jax.jit(traced_tree, static_argnames=("max_depth", "branch"))
 
 
 def _padded(row: np.ndarray, length: int, value: float = 0) -> np.ndarray:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec.checkpoint import CheckpointError, Tokenizer, load_tokenizer
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import Stop, Warp
-from jaxspec.mobile.extra import needs_extra
+from jaxspec.mobile.extra import missing_for_gpu, needs_extra
 from jaxspec.mobile.loops import (
     Acceptance,
     Emitted,
@@ -25,9 +25,10 @@ from jaxspec.mobile.loops import (
     TreeDraft,
     Verified,
     common_length,
+    setting_beyond_steps,
 )
 from jaxspec.mobile.manifest import Manifest, fingerprint, read_manifest
-from jaxspec.mobile.signatures import LARGEST_TOP_K
+from jaxspec.mobile.quantize import check_quantization
 from jaxspec.models.linear import num_cores
 from jaxspec.result import FINISH_REASONS
 
@@ -111,7 +112,8 @@ class MobileModel:
                 `jaxspec.mobile.gpu` for a check that survives what a driver may do.
 
         Raises:
-            ValueError: the extra `mobile` is not installed.
+            ValueError: the extra `mobile` is not installed, the machine lacks an accelerator or
+                driver, or the file is quantised in a way that ends the accelerator's process.
             CheckpointError: the file is not ours, is damaged, or is for another tokenizer.
         """
         self.manifest: Manifest = read_manifest(path)
@@ -127,6 +129,10 @@ class MobileModel:
         with needs_extra("Running an exported model"):
             from ai_edge_litert import compiled_model as litert
         if accelerator == "gpu":
+            check_quantization(self.manifest.quantization, on_gpu=True)
+            lacking = missing_for_gpu()
+            if lacking is not None:
+                raise ValueError(f'accelerator: "gpu" cannot be used here: {lacking}.')
             options = litert.Options(
                 hardware_accelerators=litert.HardwareAccelerator.GPU,
                 gpu_options=litert.GpuOptions(enforce_f32=True),
@@ -315,21 +321,14 @@ class MobileModel:
             emitted = chosen.advance(text, recent)
             text += emitted.tokens
             recent = len(emitted.tokens)
-            # `decode` leaves a head behind.
-            behind = self._has_head and isinstance(chosen, Plain)
-            self._known = known if behind else cached
+            self._known = known if self._has_head and not chosen.absorbs else cached
             yield emitted
 
     def _best_loop(self, warp: Warp) -> LoopOf:
         """Steps where they do what is asked, else `draft` with acceptance here, else plain."""
         signatures = self.manifest.signatures
-        if warp.temperature is None and warp.bias is None and "step" in signatures:
-            return Steps
-        top_k = 0 if warp.top_k is None else int(warp.top_k)
-        others = (warp.bias, warp.top_p, warp.min_p)
-        heated = warp.temperature is not None and warp.temperature > 0
-        simple = heated and all(other is None for other in others) and top_k <= LARGEST_TOP_K
-        if simple and "step_sampled" in signatures:
+        step = "step" if warp.temperature is None else "step_sampled"
+        if step in signatures and setting_beyond_steps(warp, self.manifest) is None:
             return Steps
         if "draft" in signatures:
             return verify_drafts

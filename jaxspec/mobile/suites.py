@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.bench.comparison import TIE_GAP
 from jaxspec.bench.machine import this_machine
 from jaxspec.bench.page import bullets, table
 from jaxspec.bench.results import MADE_BY
@@ -32,6 +31,7 @@ from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.comparison import TITLE, compare_on_litert, num_parts
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
+from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.footprint import (
     Exported,
     Opened,
@@ -39,11 +39,11 @@ from jaxspec.mobile.footprint import (
     measure_export,
     measure_opening,
 )
-from jaxspec.mobile.gpu import check_gpu, missing_for_gpu
+from jaxspec.mobile.gpu import check_gpu
 from jaxspec.mobile.modelled import HUNDRED_MILLION, Modelled, measure_modelled
 from jaxspec.mobile.modelled import NUM_PARTS as MODELLED_PARTS
 from jaxspec.mobile.modelled import SLOTS as MODELLED_SLOTS
-from jaxspec.mobile.parity import FileParity, compare_with_jax
+from jaxspec.mobile.parity import QUANTISED_TIE_GAP, FileParity, compare_with_jax
 from jaxspec.mobile.profile import export_kit, measure_here
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.report import Quality, compare_quantizations
@@ -185,7 +185,8 @@ def _measure_tokens(prompts: Prompts, advance: Advance) -> Page:
         bullets(*lines, *_divergences(exact), *notes),
         "## Fewer bits, beside `decode` of the same file",
         "CPUs quantise activations, and their kernels of one row and of several round "
-        "differently: where two logits are that close, texts may part.",
+        "differently: where two logits are that close, texts may part. Beyond ties below "
+        f"{QUANTISED_TIE_GAP:g} none may.",
         _parity_table(fewer),
         bullets(*_divergences(fewer)),
     ]
@@ -214,7 +215,7 @@ def _divergences(files: Sequence[FileParity]) -> list[str]:
     return [
         f"{file.drafter}, {file.quantization}, {loop.name}: prompt {each.prompt_index} at token "
         f"{each.position}, gap {each.gap:.1e}"
-        + (f", a tie (below {TIE_GAP:g})." if each.is_tie else ".")
+        + (f", a tie (below {loop.tie_gap:g})." if loop.is_tie(each) else ".")
         for file in files
         for loop in file.loops
         for each in loop.divergences
@@ -289,7 +290,8 @@ def _measure_files(prompts: Prompts, advance: Advance) -> Page:
         f"{model.name} with {EAGLE_HEAD} over its searched tree, {_SLOTS} slots, 1 thread. Each "
         "export and each opening has a process of its own. RAM: by how much that grew until it had "
         "called `prefill_64`, `decode` and `step`. First token: from opening the file, its "
-        "checksum, the tokenizer and 32 tokens of prompt included; next prompt: another of that length. A GPU made of software keeps its "
+        "checksum, the tokenizer and 32 tokens of prompt included; next prompt: another of that length. A GPU made of "
+        "software keeps its "
         "memory in RAM, and its times mean nothing.",
         table(columns, rows),
         bullets(*notes),

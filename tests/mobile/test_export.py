@@ -11,6 +11,7 @@ import pytest
 
 from jaxspec import GenerationConfig, LayerSkip, generate, score
 from jaxspec.checkpoint import CheckpointError, Model
+from jaxspec.compilation import CompileClock
 from jaxspec.core import masks
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import tree_from_paths
@@ -105,6 +106,21 @@ def test_drafts_verified_by_the_host_give_the_same_tokens(exported, expected, na
         assert max(counts) > 1
 
 
+@pytest.mark.parametrize("name", ["dynamic tree", "lookup"])
+def test_another_text_compiles_nothing_again(exported, name):
+    """The time of a round would hold it; a loop is made anew for every text."""
+
+    def generate_once():
+        exported.generate(
+            PROMPTS[0], 4, loop=lambda *to: Verified(to[0], DRAFTS[name](to[0]), to[1])
+        )
+
+    generate_once()
+    with CompileClock() as compiling:
+        generate_once()
+    assert compiling.seconds == 0
+
+
 def test_trees_grown_by_the_host_are_those_of_jax(pair, exported, expected):
     """Step by step; the file's first token comes with the prompt, so JAX begins behind it."""
     prompt, tokens = PROMPTS[0], expected[0]
@@ -169,6 +185,25 @@ def _law(model, tokens, warp):
     return np.asarray(jax.nn.softmax(warp_logits(jnp.asarray(logits), warp)))[0]
 
 
+HALF = np.float32(0.5)
+
+
+@pytest.mark.parametrize(
+    ("warp", "named"),
+    [
+        (Warp(bias=np.zeros(48, np.float32)), "bias"),
+        (Warp(temperature=HALF, top_p=HALF), "top_p"),
+        (Warp(temperature=HALF, min_p=HALF), "min_p"),
+        (Warp(temperature=HALF, top_k=np.int32(49)), "top_k"),
+        (Warp(temperature=np.float32(0)), "temperature"),
+    ],
+)
+def test_steps_refuse_what_they_would_ignore(exported, warp, named):
+    with pytest.raises(ValueError, match=f"^{named}: whole steps .* at most 48, nothing else"):
+        exported.generate(PROMPTS[1], 2, loop=Steps, warp=warp)
+    assert exported._best_loop(warp) is verify_drafts
+
+
 def test_a_chat_reads_only_what_is_new(exported, expected):
     """The next turn holds the last one and its answer."""
     decoded = exported.generate(PROMPTS[0], 20)
@@ -190,6 +225,20 @@ def test_a_chat_reads_only_what_is_new(exported, expected):
         del exported.call
     assert sum(read) <= 2 + 1 + 4  # the new tokens, the pending one, and the last round
     assert fresh.generate(longer, 10).tokens.tolist() == again.tokens.tolist()
+
+
+@pytest.mark.parametrize("name", ["dynamic tree", "lookup"])
+def test_a_head_that_a_turn_left_behind_reads_it_in_the_next(exported, path, name):
+    """Drafts show it: what a head has not read, it cannot follow."""
+    exported.generate(PROMPTS[2], NUM_NEW)  # so that the rows of the head are of another text
+    decoded = exported.generate(
+        PROMPTS[0], 20, loop=lambda *to: Verified(to[0], DRAFTS[name](to[0]), to[1])
+    )
+    longer = [*PROMPTS[0], *decoded.tokens.tolist(), 5, 6]
+    fresh = MobileModel(path, num_threads=1).generate(longer, 20)
+    again = exported.generate(longer, 20)
+    assert again.tokens.tolist() == fresh.tokens.tolist()
+    assert again.counts == fresh.counts
 
 
 def test_steps_accept_what_jax_accepts(pair, exported, expected):

@@ -14,9 +14,12 @@ from tests.mobile.models import successor_model
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
-from jaxspec.mobile import ExportConfig, export
+from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
+from jaxspec.mobile import child as child_module
 from jaxspec.mobile import gpu as gpu_module
-from jaxspec.mobile.gpu import GpuCheck, LoopCheck, PassCheck, check_gpu, missing_for_gpu
+from jaxspec.mobile import runtime as runtime_module
+from jaxspec.mobile.extra import missing_for_gpu
+from jaxspec.mobile.gpu import GpuCheck, LoopCheck, PassCheck, check_gpu
 
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 SHAPES = ExportConfig(slots=64, prefill=(16,), quantization="float32")
@@ -105,13 +108,13 @@ class TestWhatFails:
     def child(self, monkeypatch):
         """Any Python in place of the child."""
         monkeypatch.setattr(gpu_module, "missing_for_gpu", lambda: None)
-        run = gpu_module.subprocess.run
+        run = child_module.subprocess.run
 
         def instead(code):
             def started(_, **settings):
-                return run([gpu_module.sys.executable, "-S", "-c", code], **settings)
+                return run([child_module.sys.executable, "-S", "-c", code], **settings)
 
-            monkeypatch.setattr(gpu_module.subprocess, "run", started)
+            monkeypatch.setattr(child_module.subprocess, "run", started)
 
         return instead
 
@@ -130,3 +133,15 @@ class TestWhatFails:
         monkeypatch.setattr(gpu_module, "missing_for_gpu", lambda: "there is no Vulkan driver")
         with pytest.raises(ValueError, match="cannot be checked here: there is no Vulkan driver"):
             check_gpu(path)
+
+    def test_what_would_end_the_process_is_not_opened(self, path, monkeypatch):
+        """Blocks, without a check of their own."""
+        blocks = replace(read_manifest(path), quantization="int4-block32")
+        monkeypatch.setattr(runtime_module, "read_manifest", lambda _: blocks)
+        with pytest.raises(ValueError, match="int4-block32 ends the process"):
+            MobileModel(path, accelerator="gpu")
+
+    def test_a_missing_driver_is_named_before_opening(self, path, monkeypatch):
+        monkeypatch.setattr(runtime_module, "missing_for_gpu", lambda: "there is no Vulkan driver")
+        with pytest.raises(ValueError, match=r"accelerator: .*: there is no Vulkan driver"):
+            MobileModel(path, accelerator="gpu")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec import GenerationConfig, LayerSkip, generate
+from jaxspec.bench.comparison import TIE_GAP, Divergence
 from jaxspec.drafters import Eagle
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.result import Trace
@@ -15,7 +16,15 @@ pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobil
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
 from jaxspec.mobile import ExportConfig, MobileModel, export
-from jaxspec.mobile.parity import compare_with_jax, logits_error, replay
+from jaxspec.mobile.parity import (
+    QUANTISED_TIE_GAP,
+    FileParity,
+    LoopParity,
+    Replay,
+    compare_with_jax,
+    logits_error,
+    replay,
+)
 
 PATHS = ((0,), (1,), (0, 0), (1, 0))
 PROMPTS = [[3, 1, 4, 1, 5], [7]]
@@ -71,6 +80,33 @@ def test_a_trace_of_something_else_is_noticed(setup, fault):
 def test_logits_are_those_of_jax(setup):
     model, file, texts, _ = setup
     assert 0 < logits_error(model, file, PROMPTS, texts) < 5e-5
+
+
+def parted(gap: float, tie_gap: float = TIE_GAP) -> LoopParity:
+    """A loop one of whose two texts leaves its reference."""
+    return LoopParity("step", 2, 1.5, (Divergence(1, 7, 3, 4, gap),), tie_gap)
+
+
+RIGHT = FileParity("head", "float32", (parted(0.9e-4),), Replay(9, 9, 9), 5e-5)
+QUANTISED = RIGHT._replace(
+    quantization="int8", replay=None, logits_error=None, loops=(parted(0.05, QUANTISED_TIE_GAP),)
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "exact"),
+    [
+        (RIGHT, True),
+        (RIGHT._replace(loops=(parted(1.1e-4),)), False),
+        (RIGHT._replace(replay=Replay(9, 8, 9)), False),
+        (RIGHT._replace(replay=Replay(9, 9, 8)), False),
+        (RIGHT._replace(logits_error=6e-5), False),
+        (QUANTISED, True),
+        (QUANTISED._replace(loops=(parted(0.2, QUANTISED_TIE_GAP),)), False),
+    ],
+)
+def test_every_difference_makes_a_file_inexact(file, exact):
+    assert file.exact == exact
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 from jaxspec.mobile import footprint, suites
 from jaxspec.mobile.export import ExportConfig
+from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.footprint import RandomModel, measure_export, measure_opening
-from jaxspec.mobile.gpu import missing_for_gpu
 from jaxspec.mobile.modelled import measure_modelled
 from jaxspec.mobile.suites import LITERT_SUITES, measure_litert
 
@@ -144,6 +144,12 @@ def test_children_that_fail_are_one_error(tmp_path):
         measure_opening(tmp_path / "none.tflite")
     with pytest.raises(ValueError, match="slots must be at most"):
         measure_export(tmp_path, TINY, None, ExportConfig(slots=4096))
+
+
+def test_children_that_hang_are_one_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(footprint, "_TIMEOUT", 0.01)
+    with pytest.raises(ValueError, match="measuring took longer than 0 s"):
+        measure_opening(tmp_path / "none.tflite")
 
 
 def test_a_random_model_has_the_size_it_says():

@@ -85,6 +85,8 @@ def test_stops_and_settings_are_those_of_generate(model, path, expected):
     [
         (["--num-samples", "2"], "num_samples: only 1 is possible on LiteRT"),
         (["--loop", "step"], "not step"),
+        (["--loop", "step", "--temperature", "1.5", "--top-p", "0.3"], "top_p: whole steps"),
+        (["--loop", "step", "--banned-token-ids", "3"], "bias: whole steps"),
         (["--drafter", "lookup:num_speculative_tokens=9"], "export it with --verify 10"),
         (["--drafter", "lookup", "--loop", "plain"], "--loop must be verify"),
         (["--drafter", "draft-model"], "--draft-model FILE"),
