@@ -290,9 +290,8 @@ def _measure_files(prompts: Prompts, advance: Advance) -> Page:
         f"{model.name} with {EAGLE_HEAD} over its searched tree, {_SLOTS} slots, 1 thread. Each "
         "export and each opening has a process of its own. RAM: by how much that grew until it had "
         "called `prefill_64`, `decode` and `step`. First token: from opening the file, its "
-        "checksum, the tokenizer and 32 tokens of prompt included; next prompt: another of that length. A GPU made of "
-        "software keeps its "
-        "memory in RAM, and its times mean nothing.",
+        "checksum, the tokenizer and 32 tokens of prompt included; next prompt: another of that "
+        "length. A GPU made of software keeps its memory in RAM, and its times mean nothing.",
         table(columns, rows),
         bullets(*notes),
         "## What fewer bits cost",
