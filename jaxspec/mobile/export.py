@@ -14,7 +14,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.types import Drafter, Params, PyTree
 from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
-from jaxspec.mobile.convert import lower, to_flatbuffer
+from jaxspec.mobile.convert import Lowered, lower, to_flatbuffer
 from jaxspec.mobile.manifest import KEY, Manifest, describe, fingerprint, seal
 from jaxspec.mobile.memory import stored_bytes
 from jaxspec.mobile.opset import require_opset
@@ -118,9 +118,7 @@ def export(
     target = Target(network.config, config.slots, num_tokens)
     signatures, paths = _signatures(target, loaded, config)
     params = Params(network, loaded.params)
-    shapes = jax.tree.map(_shape_in_file, params)
-    _check_size(shapes, config.quantization)
-    lowered = {name: lower(shapes, signature) for name, signature in signatures.items()}
+    lowered = lower_all(signatures, params, config.quantization)
     manifest = Manifest(
         version=metadata.version("jaxspec"),
         model=model.name,
@@ -133,8 +131,7 @@ def export(
         paths=paths,
         signatures=describe(lowered),
     )
-    graphs = to_flatbuffer(lowered, {KEY: manifest.to_json()})
-    flatbuffer = fill_in(graphs, _leaves(params), config.quantization)
+    flatbuffer = to_tflite(lowered, params, config.quantization, {KEY: manifest.to_json()})
     if config.check_gpu_ops:
         require_opset(flatbuffer)
     manifest = seal(flatbuffer, manifest)
@@ -144,6 +141,29 @@ def export(
         if model.tokenizer is not None:
             model.tokenizer.write(staging)
     return manifest
+
+
+def lower_all(
+    signatures: Mapping[str, Signature], params: Params, quantization: str
+) -> dict[str, Lowered]:
+    """Lowers functions for weights of these shapes.
+
+    Raises:
+        ValueError: so many weights, in this quantization, are more than one file holds.
+    """
+    shapes = jax.tree.map(_shape_in_file, params)
+    _check_size(shapes, quantization)
+    return {name: lower(shapes, signature) for name, signature in signatures.items()}
+
+
+def to_tflite(
+    lowered: Mapping[str, Lowered],
+    params: Params,
+    quantization: str,
+    texts: Mapping[str, str],
+) -> bytearray:
+    """One file of functions that `lower_all` lowered, with the weights they read and some texts."""
+    return fill_in(to_flatbuffer(lowered, texts), _leaves(params), quantization)
 
 
 def _signatures(

@@ -1,11 +1,11 @@
-"""The packages of the extra `mobile`, imported where they are used."""
+"""The packages of the extras `mobile` and `mobile-lm`, imported where they are used."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def needs_extra(what: str) -> Iterator[None]:
+def needs_extra(what: str, extra: str = "mobile") -> Iterator[None]:
     """Says which extra to install where an import inside fails.
 
     Raises:
@@ -15,6 +15,6 @@ def needs_extra(what: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ValueError(
-            f"{what} needs the extra `mobile` ({error.name} is missing): "
-            "pip install 'jaxspec[mobile]'."
+            f"{what} needs the extra `{extra}` ({error.name} is missing): "
+            f"pip install 'jaxspec[{extra}]'."
         ) from None
