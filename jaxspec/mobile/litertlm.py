@@ -50,6 +50,17 @@ from jaxspec.models.rope import rotations
 
 LITERTLM_FILE = "model.litertlm"
 _CACHE = "kv_cache"  # begins the names by which the runtime knows a cache
+# The runtime gives a message's content as a list of parts, and templates are written for strings.
+_CONTENTS_TO_STRINGS = """\
+{%- set told = namespace(messages=[]) -%}
+{%- for message in messages -%}
+  {%- set content = message['content'] -%}
+  {%- if content is not string -%}
+    {%- set content = content | map(attribute='text') | join -%}
+  {%- endif -%}
+  {%- set told.messages = told.messages + [{'role': message['role'], 'content': content}] -%}
+{%- endfor -%}
+{%- set messages = told.messages %}"""
 _WITHOUT_MEANING = ("bundle", "verify", "levels", "check_gpu_ops")
 
 
@@ -107,7 +118,7 @@ def export_litertlm(
         tempfile.TemporaryDirectory(dir=staging) as parts_folder,
     ):
         parts = Path(parts_folder)
-        (parts / "metadata.pb").write_bytes(_metadata(model, model.tokenizer, config.slots))
+        (parts / "metadata.pb").write_bytes(describe_text(model, model.tokenizer, config.slots))
         builder.add_llm_metadata(str(parts / "metadata.pb"))
         model.tokenizer.write(parts)
         builder.add_hf_tokenizer(str(parts / "tokenizer.json"))
@@ -168,7 +179,7 @@ def _check(model: Model, drafting: LayerSkip | None, config: ExportConfig) -> No
             )
 
 
-def _metadata(model: Model, tokenizer: Tokenizer, slots: int) -> bytes:
+def describe_text(model: Model, tokenizer: Tokenizer, slots: int) -> bytes:
     """What begins and ends a text, how chats are written, and how long texts may be."""
     made = _builder_module("runtime.proto.llm_metadata_pb2").LlmMetadata()
     made.max_num_tokens = slots
@@ -183,7 +194,7 @@ def _metadata(model: Model, tokenizer: Tokenizer, slots: int) -> bytes:
     if tokenizer.pad_id is not None:
         made.pad_token.token_ids.ids.append(tokenizer.pad_id)
     if "default" in tokenizer.templates:
-        made.jinja_prompt_template = tokenizer.templates["default"]
+        made.jinja_prompt_template = _CONTENTS_TO_STRINGS + tokenizer.templates["default"]
     sampler = made.sampler_params
     sampler.type, sampler.k, sampler.p, sampler.temperature = sampler.TOP_P, 1, 0.95, 1.0
     return made.SerializeToString()

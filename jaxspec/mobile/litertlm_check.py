@@ -4,6 +4,7 @@ The runtime may end its process, so all of this happens in a child.
 """
 
 import importlib
+import itertools
 import json
 import re
 import subprocess
@@ -52,7 +53,7 @@ class LmCheck(NamedTuple):
             return ()
         texts = zip(self.plain.texts, self.plain.ended, self.speculative.texts, strict=True)
         return tuple(
-            f"prompt {prompt}: with drafts {theirs!r:.60}, without {ours!r:.60}"
+            _difference(prompt, ours, theirs)
             for prompt, (ours, ended, theirs) in enumerate(texts)
             if not (ours == theirs if ended else theirs.startswith(ours.rstrip(REPLACEMENT)))
         )
@@ -67,6 +68,15 @@ class LmCheck(NamedTuple):
                 f"{count - len(self.problems)} of {count} texts equal"
             )
         return "\n".join([*lines, *self.problems])
+
+
+def _difference(prompt: int, ours: str, theirs: str) -> str:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
+    at = len(list(pairs))
+    return (
+        f"prompt {prompt}: from character {at} on {theirs[at : at + 30]!r} with drafts, "
+        f"{ours[at : at + 30]!r} without"
+    )
 
 
 def check_litertlm(

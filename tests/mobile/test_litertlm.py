@@ -11,6 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec import GenerationConfig, LayerSkip, generate
 from jaxspec.checkpoint import Model, Tokenizer
+from jaxspec.cli import main
 from jaxspec.core.types import Params
 from jaxspec.drafters import Eagle
 from jaxspec.drafters.skip_sets import skips_of
@@ -21,10 +22,13 @@ pytest.importorskip("litert_converter", reason="needs the extra mobile-lm: '.[mo
 pytest.importorskip("litert_lm_builder", reason="needs the extra mobile-lm: '.[mobile-lm]'")
 pytest.importorskip("litert_lm", reason="needs the extra mobile-lm: '.[mobile-lm]'")
 
+from litert_lm_builder.runtime.proto import llm_metadata_pb2
+
 from jaxspec.mobile import ExportConfig
 from jaxspec.mobile import litertlm_check as check_module
 from jaxspec.mobile.litertlm import (
     Carried,
+    describe_text,
     draft_signature,
     export_litertlm,
     prefill_signature,
@@ -123,6 +127,22 @@ def test_fewer_bits_give_the_same_texts_with_drafts(model, tmp_path, quantizatio
     assert all(checked.plain.texts)
 
 
+def test_chats_are_written_as_the_model_knows_them(model):
+    """The runtime gives contents as lists of parts; the template in the file takes them, too."""
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}\n{% endfor %}"
+    )
+    ours = replace(model.tokenizer, templates={"default": template})
+    told = llm_metadata_pb2.LlmMetadata()
+    told.ParseFromString(describe_text(replace(model, tokenizer=ours), ours, SLOTS))
+    assert [list(stop.token_ids.ids) for stop in told.stop_tokens] == [[0]]
+    assert told.max_num_tokens == SLOTS
+    theirs = replace(model.tokenizer, templates={"default": told.jinja_prompt_template})
+    chat = [{"role": "user", "content": "BC"}, {"role": "assistant", "content": "D"}]
+    parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat]
+    assert theirs.render_chat(parts) == theirs.render_chat(chat) == ours.render_chat(chat)
+
+
 def test_mistakes_are_named(model, path, tmp_path):
     def refused(said, model=model, drafter=DRAFTER, **shapes):
         with pytest.raises(ValueError, match=said):
@@ -172,3 +192,16 @@ class TestWhatFails:
         instead("import time; time.sleep(60)")
         with pytest.raises(ValueError, match="took longer than 0 s"):
             check_litertlm(path, timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--check-lm"], "needs --litertlm"),
+        (["--litertlm", "--check-gpu"], "is checked by --check-lm"),
+        (["--litertlm", "--report"], "give one of them"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, said, capsys):
+    assert main(["export", "nowhere", "out", *flags]) == 2
+    assert said in capsys.readouterr().err
