@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,6 +32,8 @@ from jaxspec.generation import encode_prompt
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.gpu import check_gpu
+from jaxspec.mobile.litertlm import export_litertlm
+from jaxspec.mobile.litertlm_check import PROMPTS, check_litertlm
 from jaxspec.mobile.memory import (
     check_phone_memory,
     draft_pass_weights,
@@ -134,6 +137,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write every quantization in turn, compare them on --prompts, and keep none",
     )
     group.add_argument(
+        "--litertlm",
+        action="store_true",
+        help="a .litertlm for the LiteRT-LM runtime instead; of drafters it can run layer-skip",
+    )
+    group.add_argument(
+        "--check-lm",
+        action="store_true",
+        help="then decode with it by LiteRT-LM's CPU backend, with and without its drafter, in a "
+        "process of its own; --prompts replaces its own prompts",
+    )
+    group.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE.jsonl",
@@ -146,7 +160,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"for --auto: a table counted before, or one of {', '.join(shipped_tables())}",
     )
     group.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="of --auto's timing (default: 1)"
+        "--threads",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of --auto's timing and --check-lm (default: 1)",
     )
     add_drafter_arguments(parser, repeatable=False)
 
@@ -164,6 +182,8 @@ def run(args: argparse.Namespace) -> int:
         _check_memory(args, model, drafter, config)
     if args.report:
         return _report(args, model, drafter, config)
+    if args.litertlm:
+        return _litertlm(args, model, drafter, config)
     if args.auto:
         drafter = _tuned(args, model, drafter, config)
     start = time.perf_counter()
@@ -181,7 +201,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_modes(args: argparse.Namespace) -> None:
-    modes = [name for name in ("latency_kit", "auto", "report") if getattr(args, name)]
+    names = ("latency_kit", "auto", "report", "litertlm")
+    modes = [name for name in names if getattr(args, name)]
     if len(modes) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in modes)
         raise ValueError(f"{flags}: give one of them.")
@@ -200,6 +221,10 @@ def _check_modes(args: argparse.Namespace) -> None:
         )
     if args.report and args.prompts is None:
         raise ValueError("--report: needs --prompts FILE.jsonl, held-out text.")
+    if args.check_lm and not args.litertlm:
+        raise ValueError("--check-lm: needs --litertlm.")
+    if args.check_gpu and args.litertlm:
+        raise ValueError("--check-gpu: is for a .tflite; a .litertlm is checked by --check-lm.")
     if args.check_gpu:
         lacking = missing_for_gpu()
         if lacking is not None:
@@ -232,6 +257,27 @@ def _check_memory(
         "caches"
     )
     check_phone_memory(needed, int(1e9 * args.phone_memory))
+
+
+def _litertlm(
+    args: argparse.Namespace,
+    model: Model,
+    drafter: Drafter | LoadedDrafter | None,
+    config: ExportConfig,
+) -> int:
+    start = time.perf_counter()
+    path = export_litertlm(model, args.out, drafter, config)
+    print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB in {time.perf_counter() - start:.0f} s")
+    if not args.check_lm:
+        return 0
+    prompts: Sequence[Any] = PROMPTS
+    if args.prompts is not None:
+        prompts = [row.prompt for row in read_prompts(args.prompts, None, args.limit)]
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("--prompts: --check-lm takes texts only, and there is a chat.")
+    checked = check_litertlm(path, prompts, threads=args.threads)
+    print(checked)
+    return EXIT_DIFFERENT if checked.problems else 0
 
 
 def _check_on_gpu(path: Path) -> int:

@@ -14,7 +14,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.types import Drafter, Params
 from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
-from jaxspec.mobile.convert import lower, to_flatbuffer
+from jaxspec.mobile.convert import Lowered, lower, to_flatbuffer
 from jaxspec.mobile.manifest import KEY, Manifest, describe, fingerprint, seal
 from jaxspec.mobile.memory import estimate_phone_memory
 from jaxspec.mobile.opset import require_opset
@@ -30,7 +30,6 @@ from jaxspec.mobile.signatures import (
     verify_signature,
 )
 from jaxspec.mobile.weights import Leaf, fill_in
-from jaxspec.models import ModelConfig
 
 BUNDLES = ("cpu", "gpu")
 MODEL_FILE, MANIFEST_FILE = "model.tflite", "manifest.json"
@@ -124,9 +123,7 @@ def export(
     target = Target(network.config, config.slots, num_tokens)
     signatures, paths = _signatures(target, loaded, config)
     params = Params(network, loaded.params)
-    shapes = jax.tree.map(_shape_in_file, params)
-    _check_size(network.config, loaded, config)
-    lowered = {name: lower(shapes, signature) for name, signature in signatures.items()}
+    lowered = lower_all(signatures, params, config.quantization)
     manifest = Manifest(
         version=metadata.version("jaxspec"),
         model=model.name,
@@ -139,8 +136,7 @@ def export(
         paths=paths,
         signatures=describe(lowered),
     )
-    graphs = to_flatbuffer(lowered, {KEY: manifest.to_json()})
-    flatbuffer = fill_in(graphs, _leaves(params), config.quantization)
+    flatbuffer = to_tflite(lowered, params, config.quantization, {KEY: manifest.to_json()})
     if config.check_gpu_ops:
         require_opset(flatbuffer)
     manifest = seal(flatbuffer, manifest)
@@ -150,6 +146,29 @@ def export(
         if model.tokenizer is not None:
             model.tokenizer.write(staging)
     return manifest
+
+
+def lower_all(
+    signatures: Mapping[str, Signature], params: Params, quantization: str
+) -> dict[str, Lowered]:
+    """Lowers functions for weights of these shapes.
+
+    Raises:
+        ValueError: so many weights, in this quantization, are more than one file holds.
+    """
+    shapes = jax.tree.map(_shape_in_file, params)
+    _check_size(params, quantization)
+    return {name: lower(shapes, signature) for name, signature in signatures.items()}
+
+
+def to_tflite(
+    lowered: Mapping[str, Lowered],
+    params: Params,
+    quantization: str,
+    texts: Mapping[str, str],
+) -> bytearray:
+    """One file of functions that `lower_all` lowered, with the weights they read and some texts."""
+    return fill_in(to_flatbuffer(lowered, texts), _leaves(params), quantization)
 
 
 def _signatures(
@@ -217,14 +236,13 @@ def _leaves(params: Params) -> list[Leaf]:
     return [leaf(path, array) for path, array in jax.tree_util.tree_leaves_with_path(params)]
 
 
-def _check_size(model: ModelConfig, loaded: LoadedDrafter, config: ExportConfig) -> None:
-    head = loaded.params if isinstance(loaded.drafter, Eagle) else ()
-    stored = estimate_phone_memory(model, config.quantization, config.slots, head)
+def _check_size(params: Params, quantization: str) -> None:
+    stored = estimate_phone_memory(params.target.config, quantization, 0, params.draft)
     size = stored.products + stored.table
     if size > _LARGEST:
         raise ValueError(
-            f"model: its weights take {size / 2**30:.1f} GiB as {config.quantization}, and a "
-            ".tflite holds less than 2 GiB; take fewer bits, or a smaller model."
+            f"model: its weights take {size / 2**30:.1f} GiB as {quantization}, and a .tflite "
+            "holds less than 2 GiB; take fewer bits, or a smaller model."
         )
 
 

@@ -1,4 +1,4 @@
-"""The packages of the extra `mobile`, imported where they are used, and what a GPU needs."""
+"""The packages of the extras `mobile` and `mobile-lm`, imported where used; what a GPU needs."""
 
 import ctypes.util
 import importlib.util
@@ -12,7 +12,7 @@ _DRIVER_FOLDERS = (Path("/usr/share/vulkan/icd.d"), Path("/etc/vulkan/icd.d"))
 
 
 @contextmanager
-def needs_extra(what: str) -> Iterator[None]:
+def needs_extra(what: str, extra: str = "mobile") -> Iterator[None]:
     """Says which extra to install where an import inside fails.
 
     Raises:
@@ -22,8 +22,8 @@ def needs_extra(what: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ValueError(
-            f"{what} needs the extra `mobile` ({error.name} is missing): "
-            "pip install 'jaxspec[mobile]'."
+            f"{what} needs the extra `{extra}` ({error.name} is missing): "
+            f"pip install 'jaxspec[{extra}]'."
         ) from None
 
 
