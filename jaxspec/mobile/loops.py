@@ -116,7 +116,7 @@ class Plain:
 
     def __init__(self, model: "MobileModel", acceptance: Acceptance):
         self._model, self._acceptance = model, acceptance
-        self._alone = _static_proposal(())
+        self._alone = static_proposal(())
 
     def advance(self, text: Sequence[int], recent: int) -> Emitted:
         del recent
@@ -244,7 +244,7 @@ class TreeDraft:
     absorbs = True
 
     def __init__(self, model: "MobileModel"):
-        self._model, self._offered = model, _static_proposal(model.manifest.paths)
+        self._model, self._offered = model, static_proposal(model.manifest.paths)
         self.nodes = 1 + len(model.manifest.paths)
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
@@ -287,7 +287,7 @@ class ModelDraft:
     def __init__(self, draft: "MobileModel", num_speculative_tokens: int):
         self.nodes = num_speculative_tokens + 1
         chained = tuple((0,) * depth for depth in range(1, num_speculative_tokens + 1))
-        self._draft, self._offered = draft, _static_proposal(chained)
+        self._draft, self._offered = draft, static_proposal(chained)
         self._cached: list[int] = []
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
@@ -317,21 +317,25 @@ class DynamicDraft:
 
     absorbs = True
 
-    def __init__(self, model: "MobileModel", num_nodes: int):
-        self._model, self._num_nodes, self.nodes = model, num_nodes, num_nodes + 1
+    def __init__(self, model: "MobileModel", num_nodes: int | None = None, beam: int | None = None):
+        """`num_nodes` of each tree, else all that fit into `verify_N`; `beam`: N of `draft_N`."""
         sizes = model.manifest.sizes("draft")
         if not sizes:
             raise ValueError("levels: this file has no draft_N; export it with --levels N.")
-        self._beam = sizes[-1]
+        self._beam = sizes[-1] if beam is None else beam
         self._levels = model.manifest.depth
         children = model.manifest.signatures["absorb"]["outputs"]["children"]["shape"][-1]
         self._children = min(children, self._beam)
         candidates = self._children * (1 + (self._levels - 1) * self._beam)
+        if num_nodes is None:
+            widest = max(model.manifest.sizes("verify"), default=0)
+            num_nodes = max(1, min(candidates, widest - 1))
         if num_nodes > candidates:
             raise ValueError(
                 f"num_nodes must be at most {candidates}, what a beam of {self._beam} ever "
                 f"considers, got {num_nodes}."
             )
+        self._model, self._num_nodes, self.nodes = model, num_nodes, num_nodes + 1
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
         tokens, parents, scores = self._expand(text, recent)
@@ -404,7 +408,7 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _static_proposal(paths: Sequence[tuple[int, ...]]) -> Proposal:
+def static_proposal(paths: Sequence[tuple[int, ...]]) -> Proposal:
     """A static tree of tokens that are yet to come, on the host."""
     tree = tree_from_paths(paths) if paths else chain(0)
     nodes = len(tree.parents)
