@@ -60,7 +60,7 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
     Raises:
         ValueError: for a drafter that is baked into files, or flags that contradict each other.
     """
-    from jaxspec.mobile.loops import LookupDraft, ModelDraft, Plain, Steps, Verified
+    from jaxspec.mobile.loops import LookupDraft, Plain, Steps, Verified, drafted_by
     from jaxspec.mobile.runtime import MobileModel, verify_drafts
 
     if args.drafter is None:
@@ -81,7 +81,7 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
         if source is None:
             raise ValueError("--drafter draft-model needs --draft-model FILE: an exported model.")
         draft = MobileModel(source, num_threads=args.threads)
-        return lambda model, acceptance: Verified(model, ModelDraft(draft, count), acceptance)
+        return drafted_by(draft, count)
     raise ValueError(
         f"--drafter {args.drafter.text}: it is baked into a file by `jaxspec export`; leave it out."
     )

@@ -308,6 +308,29 @@ class ModelDraft:
         return self._offered._replace(tokens=np.asarray([text[-1], *tokens], np.int32))
 
 
+def drafted_by(draft: "MobileModel", num_speculative_tokens: int) -> "LoopOf":
+    """Verifies the chains of a smaller exported model.
+
+    The loop raises a `ValueError` where that model reads other tokens, or shorter texts.
+    """
+
+    def loop(model: "MobileModel", acceptance: Acceptance) -> Loop:
+        ours, theirs = model.manifest, draft.manifest
+        if (theirs.tokenizer, theirs.num_tokens) != (ours.tokenizer, ours.num_tokens):
+            raise ValueError(
+                f"--draft-model: {theirs.model} was exported with another tokenizer than "
+                f"{ours.model}, so its tokens mean something else; take a model that shares it."
+            )
+        if theirs.slots < ours.slots:
+            raise ValueError(
+                f"--draft-model: {theirs.model} was exported with {theirs.slots} slots, too few "
+                f"for the texts of {ours.model}; export it with --slots {ours.slots}."
+            )
+        return Verified(model, ModelDraft(draft, num_speculative_tokens), acceptance)
+
+    return loop
+
+
 class DynamicDraft:
     """`drafters.Eagle2` driven from the host: the head's confidence shapes each tree.
 

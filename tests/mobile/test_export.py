@@ -30,11 +30,11 @@ from jaxspec.mobile.loops import (
     Acceptance,
     DynamicDraft,
     LookupDraft,
-    ModelDraft,
     Plain,
     Steps,
     TreeDraft,
     Verified,
+    drafted_by,
 )
 from jaxspec.mobile.runtime import verify_drafts
 
@@ -141,11 +141,24 @@ def test_another_file_may_draft(pair, exported, expected, tmp_path):
     """The target itself as the draft model: every draft is right."""
     export(pair[0], tmp_path, config=replace(SHAPES, prefill=(4,)))
     draft = MobileModel(tmp_path / "model.tflite", num_threads=1)
-    decoded = exported.generate(
-        PROMPTS[0], NUM_NEW, loop=lambda *to: Verified(to[0], ModelDraft(draft, 3), to[1])
-    )
+    decoded = exported.generate(PROMPTS[0], NUM_NEW, loop=drafted_by(draft, 3))
     assert decoded.tokens.tolist() == expected[0]
     assert set(decoded.counts[1:-1]) == {4}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_tokens": 47}, "another tokenizer"),
+        ({"tokenizer": "x"}, "another tokenizer"),
+        ({"slots": 32}, "--slots 64"),
+    ],
+)
+def test_draft_models_that_cannot_draft_are_refused(exported, path, change, said):
+    draft = MobileModel(path, num_threads=1)
+    draft.manifest = replace(draft.manifest, **change)
+    with pytest.raises(ValueError, match=f"^--draft-model: .*{said}"):
+        exported.generate(PROMPTS[1], 2, loop=drafted_by(draft, 3))
 
 
 @pytest.mark.parametrize("loop", [Plain, Steps, None], ids=["plain", "step_sampled", "verified"])
