@@ -9,6 +9,7 @@ import jaxspec
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
+from jaxspec.commands import bench
 from jaxspec.models import EagleHead, init_eagle_params
 from tests.bench.models import tiny_model
 
@@ -135,8 +136,47 @@ def test_the_comparison_writes_every_method(capsys, folders, tmp_path):
     taus = [rows[f"EAGLE's tree: {way}"]["tau"] for way in ("draft, verify, commit", "step")]
     assert taus[0] == taus[1]
     page = out.read_text()
+    settings = "--head head --tree tree.json --quantize float32 --max-new-tokens 6"
+    assert f"prompts.jsonl --runtime litert {settings}\n" in page
     assert "19.18 tokens/s" in page
     assert "plain 11.49 tokens/s" in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--chat"], "has no use for chat; leave that out"),
+        (["--drafter", "lookup", "--repeats", "1"], "has no use for drafter, repeats"),
+        (["--temperature", "0.5", "--seed", "3"], "has no use for seed, temperature"),
+        (["--prompts-per-set", "2"], "has no use for prompts_per_set"),
+    ],
+)
+def test_comparisons_refuse_what_they_would_ignore(capsys, folders, argv, said):
+    given = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), *argv]
+    given += ["--runtime", "litert", "--head", "H", "--tree", "T"]
+    with pytest.raises(SystemExit) as exit_:
+        main(given)
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+    assert "at least 2" in fails(capsys, *given[:3], *given[-6:], "--max-new-tokens", "1")
+
+
+def test_the_command_of_a_comparison_gives_its_rows(monkeypatch, folders, tmp_path):
+    class Compared:
+        def as_markdown(self, command):
+            return f"# {command}\n"
+
+        def as_dict(self):
+            return {}
+
+    monkeypatch.setattr(bench, "compare_on_litert", lambda *_: Compared())
+    out = tmp_path / "page.md"
+    argv = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), "--runtime", "litert"]
+    argv += ["--head", str(folders / "head"), "--tree", str(folders / "tree.json")]
+    settings = ["--quantize", "int8", "--max-new-tokens", "9", "--field", "prompt", "--limit", "1"]
+    settings += ["--shuffle-seed", "0", "--dtype", "float32", "--max-positions", "48"]
+    assert main([*argv, *settings, "--out", str(out)]) == 0
+    assert f"--head head --tree tree.json {' '.join(settings)}\n" in out.read_text()
 
 
 @pytest.mark.slow
