@@ -18,11 +18,13 @@ from jaxspec.checkpoint import Model, load_eagle
 from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import (
+    OF_DRAFTERS,
     add_drafter_arguments,
     add_model_arguments,
     announce,
     load_model,
     make_drafter,
+    refuse_unused,
 )
 from jaxspec.commands.tune_profile import show_profile
 from jaxspec.core.types import Drafter
@@ -140,9 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"for --auto: a table counted before, or one of {', '.join(shipped_tables())}",
     )
-    group.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="of --auto's timing (default: 1)"
-    )
+    group.add_argument("--threads", type=int, metavar="N", help="of --auto's timing (default: 1)")
     add_drafter_arguments(parser, repeatable=False)
 
 
@@ -191,6 +191,16 @@ def _check_modes(args: argparse.Namespace) -> None:
         )
     if args.report and args.prompts is None:
         raise ValueError("--report: needs --prompts FILE.jsonl, held-out text.")
+    if args.report:
+        refuse_unused(args, ("check_gpu",), "--report keeps no file to check; leave one out.")
+    if not args.auto:
+        refuse_unused(args, ("acceptance", "threads"), "needs --auto.")
+    if not (args.auto or args.report):
+        refuse_unused(args, ("prompts",), "needs --auto or --report.")
+    if args.prompts is None:
+        refuse_unused(args, ("limit",), "needs --prompts FILE.jsonl.")
+    if args.drafter is None:
+        refuse_unused(args, OF_DRAFTERS, "needs --drafter.")
     if args.check_gpu:
         lacking = missing_for_gpu()
         if lacking is not None:
@@ -221,7 +231,8 @@ def _tuned(
     with TemporaryDirectory() as folder, progress_bar(3) as advance:
         advance("writing a latency kit")
         export_kit(model, folder, drafter, config)
-        profile = measure_here(Path(folder) / MODEL_FILE, args.threads, advance=advance)
+        threads = 1 if args.threads is None else args.threads
+        profile = measure_here(Path(folder) / MODEL_FILE, threads, advance=advance)
         advance("counting accepted drafts")
         if args.acceptance is not None:
             acceptance = load_acceptance(args.acceptance)

@@ -285,6 +285,10 @@ class ModelDraft:
     absorbs = False
 
     def __init__(self, draft: "MobileModel", num_speculative_tokens: int):
+        if num_speculative_tokens < 1:
+            raise ValueError(
+                f"num_speculative_tokens must be at least 1, got {num_speculative_tokens}."
+            )
         self.nodes = num_speculative_tokens + 1
         chained = tuple((0,) * depth for depth in range(1, num_speculative_tokens + 1))
         self._draft, self._offered = draft, static_proposal(chained)
