@@ -66,12 +66,13 @@ class TextEnd:
         kept: list[int] = []
         for token in tokens[: self._room]:
             kept.append(token)
-            if token in self._stops:
-                return kept, FINISH_REASONS[Stop.TOKEN]
             if self._table is not None:
                 self._state = self._table[self._state, token]
                 if self._state == len(self._table) - 1:
                     return kept, FINISH_REASONS[Stop.STRING]
+            # Second: where one token is both, the string counts, as its text is to be cut.
+            if token in self._stops:
+                return kept, FINISH_REASONS[Stop.TOKEN]
         self._room -= len(kept)
         return kept, None if self._room > 0 else FINISH_REASONS[Stop.LENGTH]
 
@@ -267,8 +268,10 @@ class MobileModel:
             seed: see `stream`.
 
         Raises:
-            ValueError: as `stream`.
+            ValueError: `max_new_tokens` is below 0, or as `stream`.
         """
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}.")
         stops = self.stop_token_ids if stop_token_ids is None else stop_token_ids
         end = TextEnd(min(max_new_tokens, self.manifest.slots - len(prompt)), stops)
         tokens: list[int] = []

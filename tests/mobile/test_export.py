@@ -360,6 +360,8 @@ def test_mistakes_are_named(pair, exported, path, tmp_path):
         exported.generate([1] * SLOTS)
     with pytest.raises(ValueError, match="ids must be in"):
         exported.generate([48])
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 0, got -5"):
+        exported.generate([1], -5)
     with pytest.raises(ValueError, match="not verify_3"):
         exported.call("verify_3")
     with pytest.raises(ValueError, match="writes 4 rows from 61 on"):

@@ -10,6 +10,7 @@ from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
 from jaxspec.commands import bench
+from jaxspec.core.stopping import stop_automaton
 from jaxspec.models import EagleHead, init_eagle_params
 from tests.bench.models import tiny_model
 
@@ -19,6 +20,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 import jax
 
 from jaxspec.mobile import ExportConfig, MobileModel, export
+from jaxspec.mobile.runtime import TextEnd
 from jaxspec.mobile.text import stream_text
 
 SHAPES = ExportConfig(slots=48, prefill=(8,), verify=(4,), quantization="float32")
@@ -76,6 +78,14 @@ def test_stops_and_settings_are_those_of_generate(model, path, expected):
         assert tokens == theirs.tokens.tolist()
         assert "".join(step.text for step in steps) == theirs.text
         assert not steps or steps[-1].finish_reason == theirs.finish_reason
+
+
+def test_a_token_that_stops_twice_stops_as_a_string():
+    """As in `core.stopping`: the string is to be cut from the text."""
+    end = TextEnd(5, [1, 2], stop_automaton([b"ab"], [b"a", b"b", b"c"]))
+    assert end.cut([0, 1, 2]) == ([0, 1], "stop_string")
+    end = TextEnd(5, [1, 2], stop_automaton([b"ab"], [b"a", b"b", b"c"]))
+    assert end.cut([0, 2, 1]) == ([0, 2], "stop_token")
 
 
 @pytest.mark.parametrize(
