@@ -77,6 +77,11 @@ class TextEnd:
         return kept, None if self._room > 0 else FINISH_REASONS[Stop.LENGTH]
 
 
+def _check_known(signature: str, kind: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{signature}: its {kind}s are {', '.join(known)}, and not {name}.")
+
+
 def verify_drafts(model: "MobileModel", acceptance: Acceptance) -> Loop:
     """Verifies what the file's own drafter offers, and decides here."""
     return Verified(model, TreeDraft(model), acceptance)
@@ -185,10 +190,12 @@ class MobileModel:
             **inputs: arrays or lists. `length` must be among them if the signature takes it.
 
         Raises:
-            ValueError: there is no such signature, or the caches have no room for what it writes,
-                which LiteRT would put over other rows without a word.
+            ValueError: there is no such signature or input, or the caches have no room for what it
+                writes, which LiteRT would put over other rows without a word.
         """
         described = self._described(signature)
+        for name in inputs:
+            _check_known(signature, "input", name, described["inputs"])
         if "length" in described["inputs"]:
             self._check_room(signature, inputs)
             self._known = 0  # only a stream knows what a call leaves in the caches
@@ -211,8 +218,14 @@ class MobileModel:
             pair.reverse()
 
     def read(self, signature: str, output: str) -> np.ndarray:
-        """What the last call of a signature gave as this output."""
-        entry = self._described(signature)["outputs"][output]
+        """What the last call of a signature gave as this output.
+
+        Raises:
+            ValueError: there is no such signature or output.
+        """
+        outputs = self._described(signature)["outputs"]
+        _check_known(signature, "output", output, outputs)
+        entry = outputs[output]
         if output.startswith(OUT):
             buffer = self._next_state(signature, output)[0]
         else:
@@ -379,6 +392,14 @@ class MobileModel:
                 f"length: {signature} writes {rows} rows from {start} on, and this file has "
                 f"{self.manifest.slots} slots; export it with more, or end the text."
             )
+        if kind == "draft":
+            first = int(np.asarray(inputs.get("drafted", -1)).reshape(()))
+            slots = self.inputs(signature)["scratch_k_0"]["shape"][2]
+            if not 0 <= first <= slots - int(size):
+                raise ValueError(
+                    f"drafted: {signature} writes {size} nodes from {first} on, and its scratch "
+                    f"has {slots} slots; say how many are drafted, of fewer levels."
+                )
 
     def _described(self, signature: str) -> dict[str, dict[str, Any]]:
         if signature not in self.manifest.signatures:

@@ -364,6 +364,12 @@ def test_mistakes_are_named(pair, exported, path, tmp_path):
         exported.generate([1], -5)
     with pytest.raises(ValueError, match="not verify_3"):
         exported.call("verify_3")
+    with pytest.raises(ValueError, match=r"decode: its inputs are .*pending.*, and not token"):
+        exported.call("decode", token=[1], length=[1])
+    with pytest.raises(ValueError, match=r"decode: its outputs are .*logits, .*, and not logit"):
+        exported.read("decode", "logit")
+    with pytest.raises(ValueError, match=r"draft_4 writes 4 nodes from 5 on, .* 8 slots"):
+        exported.call("draft_4", length=[8], drafted=[5])
     with pytest.raises(ValueError, match="writes 4 rows from 61 on"):
         exported.call("step", length=[SLOTS - 3])
     with pytest.raises(ValueError, match="say where decode writes"):
