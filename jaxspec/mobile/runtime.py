@@ -1,11 +1,13 @@
 """Decoding with an exported file on this machine, as an app on a phone would.
 
 Caches stay in the runtime's buffers: each state has two, which take turns as input and output, so
-that no call copies one. What is called in which order is in `jaxspec.mobile.loops`.
+that the host copies none. A call still writes each of its caches once, from one buffer into the
+other: LiteRT nowhere promises that one buffer may be both. What is called in which order is in
+`jaxspec.mobile.loops`.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
