@@ -32,7 +32,7 @@ from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.extra import missing_for_gpu
-from jaxspec.mobile.gpu import check_gpu
+from jaxspec.mobile.gpu import TIMEOUT, check_gpu
 from jaxspec.mobile.memory import check_phone_memory, estimate_phone_memory
 from jaxspec.mobile.profile import SCRIPT_FILE, export_kit, measure_here
 from jaxspec.mobile.quantize import QUANTIZATIONS
@@ -113,6 +113,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="then compile the file with LiteRT's GPU accelerator (any Vulkan driver) and compare "
         "its tokens, in a process of its own",
     )
+    parser.add_argument(
+        "--gpu-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"for all of --check-gpu, then it is ended (default: {TIMEOUT:.0f})",
+    )
     group = parser.add_argument_group("what to write instead, or beside it")
     group.add_argument(
         "--latency-kit",
@@ -172,7 +178,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"signatures: {', '.join(manifest.signatures)}")
     if args.latency_kit:
         print(f"on a phone: {args.out / SCRIPT_FILE} cpu 1 > kit.txt; then tune profile --import")
-    return _check_on_gpu(path) if args.check_gpu else 0
+    return _check_on_gpu(path, args.gpu_timeout) if args.check_gpu else 0
 
 
 def _check_modes(args: argparse.Namespace) -> None:
@@ -201,7 +207,11 @@ def _check_modes(args: argparse.Namespace) -> None:
         refuse_unused(args, ("limit",), "needs --prompts FILE.jsonl.")
     if args.drafter is None:
         refuse_unused(args, OF_DRAFTERS, "needs --drafter.")
-    if args.check_gpu:
+    if args.gpu_timeout is not None and not args.gpu_timeout > 0:
+        raise ValueError(f"--gpu-timeout must be above 0 seconds, got {args.gpu_timeout:g}.")
+    if not args.check_gpu:
+        refuse_unused(args, ("gpu_timeout",), "needs --check-gpu.")
+    else:
         lacking = missing_for_gpu()
         if lacking is not None:
             raise ValueError(f"--check-gpu: {lacking}.")
@@ -217,8 +227,8 @@ def _check_memory(
     check_phone_memory(needed, int(1e9 * args.phone_memory))
 
 
-def _check_on_gpu(path: Path) -> int:
-    checked = check_gpu(path)
+def _check_on_gpu(path: Path, timeout: float | None) -> int:
+    checked = check_gpu(path, timeout=TIMEOUT if timeout is None else timeout)
     print(checked)
     return EXIT_DIFFERENT if checked.problems else 0
 

@@ -32,7 +32,9 @@ from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.runtime import MobileModel, verify_drafts
 
-_NUM_PROMPTS, _NUM_TOKENS = 4, 16
+TIMEOUT = 900.0
+"""Seconds that a check may take."""
+_NUM_TOKENS = 16
 _MESSAGES = 2000  # characters of a failed child's to show
 
 
@@ -124,7 +126,7 @@ def check_gpu(
     path: str | Path,
     prompts: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int = _NUM_TOKENS,
-    timeout: float = 900.0,
+    timeout: float = TIMEOUT,
     known_texts: Sequence[Sequence[int]] = (),
 ) -> GpuCheck:
     """Compiles every signature of a file for the GPU and decodes with each of its loops.
@@ -159,8 +161,8 @@ def check_gpu(
         answer = ask_child("jaxspec.mobile.gpu", task, timeout)
     except TimeoutError:
         raise ValueError(
-            f"The GPU check of {path} took longer than {timeout:.0f} s: give it more time, or the "
-            "file fewer signatures."
+            f"The GPU check of {path} took longer than {timeout:.0f} s: give it more time "
+            "(--gpu-timeout SECONDS), or the file fewer signatures."
         ) from None
     except ChildError as error:
         raise ValueError(

@@ -10,6 +10,7 @@ from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
 from jaxspec.commands import bench
+from jaxspec.commands import export as export_module
 from jaxspec.core.stopping import stop_automaton
 from jaxspec.models import EagleHead, init_eagle_params
 from tests.bench.models import tiny_model
@@ -20,6 +21,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 import jax
 
 from jaxspec.mobile import ExportConfig, MobileModel, export
+from jaxspec.mobile import gpu as gpu_module
 from jaxspec.mobile.runtime import TextEnd
 from jaxspec.mobile.text import stream_text
 
@@ -239,6 +241,8 @@ def test_one_command_times_searches_and_exports(folders, tmp_path):
         (["--acceptance", "A", "--threads", "2"], "--acceptance, --threads: needs --auto"),
         (["--limit", "0"], "--limit: needs --prompts"),
         (["--max-ngram", "2"], "--max-ngram: needs --drafter"),
+        (["--gpu-timeout", "9"], "--gpu-timeout: needs --check-gpu"),
+        (["--gpu-timeout", "0", "--check-gpu"], "--gpu-timeout must be above 0 seconds"),
         (["--levels", "4"], "only an EAGLE head"),
         (["--phone-memory", "0.00001"], "would need"),
         (["--bundle", "gpu", "--quantize", "int4-block32"], "for a GPU take int4"),
@@ -249,6 +253,15 @@ def test_mistakes_of_exports_are_one_line(capsys, folders, tmp_path, argv, said)
     argv = ["export", model, str(tmp_path / "out"), "--slots", "32", "--prefill", "8", *argv]
     assert said in fails(capsys, *argv)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_check_takes_as_long_as_it_may(capsys, monkeypatch, folders, tmp_path):
+    """Said in an error that names the flag; nothing hangs here, as no time at all is given."""
+    for module in (export_module, gpu_module):
+        monkeypatch.setattr(module, "missing_for_gpu", lambda: None)
+    argv = ["export", str(folders / "model"), str(tmp_path), "--slots", "32", "--prefill", "8"]
+    said = fails(capsys, *argv, "--bundle", "gpu", "--check-gpu", "--gpu-timeout", "0.01")
+    assert "took longer than 0 s: give it more time (--gpu-timeout SECONDS)" in said
 
 
 def test_memory_is_added_up():
