@@ -25,6 +25,7 @@ from jaxspec.commands.options import (
     load_model,
     make_drafter,
     refuse_unused,
+    sizes,
 )
 from jaxspec.commands.tune_profile import show_profile
 from jaxspec.core.types import Drafter
@@ -36,7 +37,7 @@ from jaxspec.mobile.gpu import TIMEOUT, check_gpu
 from jaxspec.mobile.memory import check_phone_memory, estimate_phone_memory
 from jaxspec.mobile.profile import SCRIPT_FILE, export_kit, measure_here
 from jaxspec.mobile.quantize import QUANTIZATIONS
-from jaxspec.mobile.report import compare_quantizations
+from jaxspec.mobile.report import compare_quantizations, quality_table
 from jaxspec.progress import progress_bar
 from jaxspec.trees import (
     load_acceptance,
@@ -64,14 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slots", type=int, metavar="N", help="longest text, in tokens (default: 1024)"
     )
     group.add_argument(
-        "--prefill", type=_sizes, metavar="N,...", help="prompt tokens per call (default: 64)"
+        "--prefill", type=sizes, metavar="N,...", help="prompt tokens per call (default: 64)"
     )
     group.add_argument(
-        "--verify", type=_sizes, metavar="N,...", help="add verify_N and commit_N of these sizes"
+        "--verify", type=sizes, metavar="N,...", help="add verify_N and commit_N of these sizes"
     )
     group.add_argument(
         "--levels",
-        type=_sizes,
+        type=sizes,
         metavar="N,...",
         help="add absorb and draft_N of these sizes, for hosts that grow trees themselves",
     )
@@ -270,26 +271,16 @@ def _report(args: argparse.Namespace, model: Model, drafter: Any, config: Export
     texts = [encode_prompt(model, row.prompt) for row in prompts]
     with progress_bar(len(QUANTIZATIONS)) as advance:
         found = compare_quantizations(model, texts, drafter, config, advance)
-    exact = found[0]
     table = Table(
         title=f"{len(texts)} held-out texts; tau is tokens per step, bonus included",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    for column in ("quantization", "MiB", "x float32", "KL, nats", "same top-1", "tau"):
-        table.add_column(column, justify="left" if column == "quantization" else "right")
-    for row in found:
-        if row.refused is not None:
-            table.add_row(row.quantization, "refused", "", "", "", "")
-            continue
-        table.add_row(
-            row.quantization,
-            f"{row.size / 2**20:.1f}",
-            f"{row.size / exact.size:.3f}",
-            f"{row.kl:.2g}",
-            f"{row.top1:.1%}",
-            "" if row.tau is None else f"{row.tau:.2f}",
-        )
+    columns, rows = quality_table(found)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*row)
     Console(highlight=False).print(table)
     args.out.mkdir(parents=True, exist_ok=True)
     with replacing_files(args.out) as staging:
@@ -308,7 +299,3 @@ def _drafter(args: argparse.Namespace, model: Model) -> Drafter | LoadedDrafter 
         raise ValueError("Give either --head or --drafter, not both.")
     paths = tree_of_head(args.head) if args.tree is None else load_tree(args.tree)
     return Eagle.of(load_eagle(args.head, model.network), paths)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)

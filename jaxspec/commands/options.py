@@ -82,6 +82,14 @@ def generation_config(args: argparse.Namespace) -> GenerationConfig:
     return GenerationConfig(**given)
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Reads N,...: positive numbers."""
+    numbers = tuple(int(part) for part in text.split(","))
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"sizes count from 1, got {text!r}.")
+    return numbers
+
+
 def _token_ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
 
