@@ -170,8 +170,8 @@ def check_gpu(
             f"{error.exit_code}): {_last_messages(error.log)}"
         ) from None
     loops = tuple(
-        LoopCheck(name, *(None if values is None else tuple(values) for values in found))
-        for name, *found in answer["loops"]
+        LoopCheck(name, tuple(counts), tuple(at), None if expected is None else tuple(expected))
+        for name, counts, at, expected in answer["loops"]
     )
     passes = None if answer["passes"] is None else PassCheck(*answer["passes"])
     return GpuCheck(
