@@ -214,41 +214,44 @@ def test_steps_refuse_what_they_would_ignore(exported, warp, named):
     assert exported._best_loop(warp) is verify_drafts
 
 
-def test_a_chat_reads_only_what_is_new(exported, path):
-    """The next turn holds the last one and its answer."""
-    decoded = exported.generate(PROMPTS[0], 20)
-    longer = [*PROMPTS[0], *decoded.tokens.tolist(), 5, 6]
-    read = []
-    original = exported.call
+class Reads(MobileModel):
+    """Counts the tokens of prompts that it reads."""
 
-    def counted(signature, **inputs):
+    def __init__(self, path):
+        super().__init__(path, num_threads=1)
+        self.count = 0
+
+    def call(self, signature, **inputs):
         if signature.startswith("prefill"):
-            read.append(int(inputs["count"][0]))
-        original(signature, **inputs)
+            self.count += int(inputs["count"][0])
+        super().call(signature, **inputs)
 
-    exported.call = counted
-    try:
-        again = exported.generate(longer, 10)
-    finally:
-        del exported.call
-    assert sum(read) <= 2 + 1 + 4  # the new tokens, the pending one, and the last round
+
+def test_a_chat_reads_only_what_is_new(path):
+    """The next turn holds the last one and its answer."""
+    reads = Reads(path)
+    decoded = reads.generate(PROMPTS[0], 20)
+    longer = [*PROMPTS[0], *decoded.tokens.tolist(), 5, 6]
+    reads.count = 0
+    again = reads.generate(longer, 10)
+    assert reads.count <= 2 + 1 + 4  # the new tokens, the pending one, and the last round
     fresh = MobileModel(path, num_threads=1).generate(longer, 10)
     assert again.tokens.tolist() == fresh.tokens.tolist()
     assert again.counts == fresh.counts  # so the head has read what it had to
 
 
 @pytest.mark.parametrize("name", ["dynamic tree", "lookup"])
-def test_a_head_that_a_turn_left_behind_reads_it_in_the_next(exported, path, name):
-    """Drafts show it: what a head has not read, it cannot follow."""
-    exported.generate(PROMPTS[2], NUM_NEW)  # so that the rows of the head are of another text
-    decoded = exported.generate(
+def test_a_turn_that_left_the_head_behind_is_read_in_the_next(path, name):
+    """Drafts of the host do without the head, which has yet to see all but the first prompt."""
+    reads = Reads(path)
+    decoded = reads.generate(
         PROMPTS[0], 20, loop=lambda *to: Verified(to[0], DRAFTS[name](to[0]), to[1])
     )
     longer = [*PROMPTS[0], *decoded.tokens.tolist(), 5, 6]
-    fresh = MobileModel(path, num_threads=1).generate(longer, 20)
-    again = exported.generate(longer, 20)
-    assert again.tokens.tolist() == fresh.tokens.tolist()
-    assert again.counts == fresh.counts
+    reads.count = 0
+    reads.generate(longer, 1)
+    missed = 20 if name == "lookup" else 0
+    assert missed < reads.count <= missed + 2 + 1 + 4
 
 
 def test_steps_accept_what_jax_accepts(pair, exported, expected):
