@@ -210,9 +210,9 @@ def _loops(manifest: Manifest, texts: Sequence[Sequence[int]]) -> dict[str, tupl
     for beam in manifest.sizes("draft") if max(sizes, default=0) > 1 else ():
         loops[f"absorb, draft_{beam}, verify, commit"] = partial(_growing, beam), Warp()
     if "step_sampled" in manifest.signatures:
-        # So cold that it samples the likeliest token, and can be compared with the others.
-        cold: Any = np.float32(1e-3)
-        loops["step_sampled"] = Steps, Warp(temperature=cold)
+        # Of one candidate, so that its tokens can be compared with those of the others.
+        heat: Any = np.float32(1)
+        loops["step_sampled"] = Steps, Warp(temperature=heat, top_k=np.int32(1))
     return loops
 
 
