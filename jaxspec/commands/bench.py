@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,15 @@ from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.suites import LITERT_SUITES, measure_litert
 from jaxspec.progress import progress_bar
 from jaxspec.trees import load_tree
+
+_NEW_TOKENS = 64
+"""Of each text on LiteRT."""
+_PLACES = ("model", "prompts", "runtime", "out", "json", "debug")
+_LITERT_SETTINGS = (
+    *("head", "tree", "quantize", "max_new_tokens", "field", "limit", "shuffle_seed"),
+    *("dtype", "max_positions"),
+)
+"""What rows on LiteRT depend on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,8 +125,15 @@ def run_litert(args: argparse.Namespace) -> int:
         return args.parser.error(
             "--runtime litert: give MODEL, PROMPTS.jsonl, --head FOLDER and --tree FILE."
         )
+    _refuse_foreign(args, (*_LITERT_SETTINGS, *_PLACES), "--runtime litert has no use for")
     check_writable(args.json)
     check_writable(args.out, "--out")
+    new_tokens = _NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
+    if new_tokens < 2:
+        raise ValueError(
+            "--max-new-tokens must be at least 2, as the first comes with the prompt, got "
+            f"{new_tokens}."
+        )
     quantizations = args.quantize.split(",")
     for name in quantizations:
         check_quantization(name)
@@ -129,16 +147,31 @@ def run_litert(args: argparse.Namespace) -> int:
             head,
             dict.fromkeys(quantizations, searched),
             [encode_prompt(model, row.prompt) for row in rows],
-            args.max_new_tokens or 64,
+            new_tokens,
             min(1024, model.config.max_positions),
             advance,
         )
-    command = (
-        f"jaxspec bench {model.name} {args.prompts.name} --runtime litert "
-        f"--head {Path(args.head).name} --tree {args.tree.name} --limit {len(rows)}"
-    )
-    publish(comparison.as_markdown(command), comparison.as_dict(), args)
+    publish(comparison.as_markdown(_litert_command(args, model.name)), comparison.as_dict(), args)
     return 0
+
+
+def _litert_command(args: argparse.Namespace, model: str) -> str:
+    """What gives the same rows, with files by their names."""
+    words = ["jaxspec", "bench", model, args.prompts.name, "--runtime", "litert"]
+    for name in _LITERT_SETTINGS:
+        value = getattr(args, name)
+        if value != args.parser.get_default(name):
+            named = Path(value).name if name in ("head", "tree") else str(value)
+            words += [f"--{name.replace('_', '-')}", named]
+    return shlex.join(words)
+
+
+def _refuse_foreign(args: argparse.Namespace, known: Iterable[str], why: str) -> None:
+    """Ends the program if other flags than these are given."""
+    given = {name for name, value in vars(args).items() if value != args.parser.get_default(name)}
+    foreign = sorted(given - set(known))
+    if foreign:
+        args.parser.error(f"{why} {', '.join(foreign)}; leave that out.")
 
 
 def run_litert_suite(args: argparse.Namespace) -> int:
@@ -169,10 +202,7 @@ def run(args: argparse.Namespace) -> int:
 def run_suite(args: argparse.Namespace) -> int:
     """Measures a suite and writes its page."""
     settings = ("suite", "data_folder", "out", "prompts_per_set", "repeats", "json", "debug")
-    given = (name for name, value in vars(args).items() if value != args.parser.get_default(name))
-    foreign = sorted(set(given) - set(settings))
-    if foreign:
-        args.parser.error(f"--suite {args.suite} fixes {', '.join(foreign)}; leave that out.")
+    _refuse_foreign(args, settings, f"--suite {args.suite} fixes")
     check_writable(args.json)
     check_writable(args.out, "--out")
     if args.suite not in SUITES:

@@ -19,11 +19,14 @@ from jaxspec.checkpoint import Model, load_eagle
 from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import (
+    OF_DRAFTERS,
     add_drafter_arguments,
     add_model_arguments,
     announce,
     load_model,
     make_drafter,
+    refuse_unused,
+    sizes,
 )
 from jaxspec.commands.tune_profile import show_profile
 from jaxspec.core.types import Drafter
@@ -31,7 +34,7 @@ from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.extra import missing_for_gpu
-from jaxspec.mobile.gpu import check_gpu
+from jaxspec.mobile.gpu import TIMEOUT, check_gpu
 from jaxspec.mobile.litertlm import export_litertlm
 from jaxspec.mobile.litertlm_check import PROMPTS, check_litertlm
 from jaxspec.mobile.memory import (
@@ -41,7 +44,7 @@ from jaxspec.mobile.memory import (
 )
 from jaxspec.mobile.profile import SCRIPT_FILE, export_kit, measure_here
 from jaxspec.mobile.quantize import QUANTIZATIONS
-from jaxspec.mobile.report import compare_quantizations
+from jaxspec.mobile.report import compare_quantizations, quality_table
 from jaxspec.progress import progress_bar
 from jaxspec.trees import (
     load_acceptance,
@@ -69,14 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--slots", type=int, metavar="N", help="longest text, in tokens (default: 1024)"
     )
     group.add_argument(
-        "--prefill", type=_sizes, metavar="N,...", help="prompt tokens per call (default: 64)"
+        "--prefill", type=sizes, metavar="N,...", help="prompt tokens per call (default: 64)"
     )
     group.add_argument(
-        "--verify", type=_sizes, metavar="N,...", help="add verify_N and commit_N of these sizes"
+        "--verify", type=sizes, metavar="N,...", help="add verify_N and commit_N of these sizes"
     )
     group.add_argument(
         "--levels",
-        type=_sizes,
+        type=sizes,
         metavar="N,...",
         help="add absorb and draft_N of these sizes, for hosts that grow trees themselves",
     )
@@ -119,6 +122,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="then compile the file with LiteRT's GPU accelerator (any Vulkan driver) and compare "
         "its tokens, in a process of its own",
     )
+    parser.add_argument(
+        "--gpu-timeout",
+        type=float,
+        metavar="SECONDS",
+        help=f"for all of --check-gpu, then it is ended (default: {TIMEOUT:.0f})",
+    )
     group = parser.add_argument_group("what to write instead, or beside it")
     group.add_argument(
         "--latency-kit",
@@ -160,11 +169,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"for --auto: a table counted before, or one of {', '.join(shipped_tables())}",
     )
     group.add_argument(
-        "--threads",
-        type=int,
-        default=1,
-        metavar="N",
-        help="of --auto's timing and --check-lm (default: 1)",
+        "--threads", type=int, metavar="N", help="of --auto's timing and --check-lm (default: 1)"
     )
     add_drafter_arguments(parser, repeatable=False)
 
@@ -197,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"signatures: {', '.join(manifest.signatures)}")
     if args.latency_kit:
         print(f"on a phone: {args.out / SCRIPT_FILE} cpu 1 > kit.txt; then tune profile --import")
-    return _check_on_gpu(path) if args.check_gpu else 0
+    return _check_on_gpu(path, args.gpu_timeout) if args.check_gpu else 0
 
 
 def _check_modes(args: argparse.Namespace) -> None:
@@ -225,7 +230,23 @@ def _check_modes(args: argparse.Namespace) -> None:
         raise ValueError("--check-lm: needs --litertlm.")
     if args.check_gpu and args.litertlm:
         raise ValueError("--check-gpu: is for a .tflite; a .litertlm is checked by --check-lm.")
-    if args.check_gpu:
+    if args.report:
+        refuse_unused(args, ("check_gpu",), "--report keeps no file to check; leave one out.")
+    if not args.auto:
+        refuse_unused(args, ("acceptance",), "needs --auto.")
+    if not (args.auto or args.check_lm):
+        refuse_unused(args, ("threads",), "needs --auto or --check-lm.")
+    if not (args.auto or args.report or args.check_lm):
+        refuse_unused(args, ("prompts",), "needs --auto, --report or --check-lm.")
+    if args.prompts is None:
+        refuse_unused(args, ("limit",), "needs --prompts FILE.jsonl.")
+    if args.drafter is None:
+        refuse_unused(args, OF_DRAFTERS, "needs --drafter.")
+    if args.gpu_timeout is not None and not args.gpu_timeout > 0:
+        raise ValueError(f"--gpu-timeout must be above 0 seconds, got {args.gpu_timeout:g}.")
+    if not args.check_gpu:
+        refuse_unused(args, ("gpu_timeout",), "needs --check-gpu.")
+    else:
         lacking = missing_for_gpu()
         if lacking is not None:
             raise ValueError(f"--check-gpu: {lacking}.")
@@ -275,13 +296,13 @@ def _litertlm(
         prompts = [row.prompt for row in read_prompts(args.prompts, None, args.limit)]
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("--prompts: --check-lm takes texts only, and there is a chat.")
-    checked = check_litertlm(path, prompts, threads=args.threads)
+    checked = check_litertlm(path, prompts, threads=args.threads or 1)
     print(checked)
     return EXIT_DIFFERENT if checked.problems else 0
 
 
-def _check_on_gpu(path: Path) -> int:
-    checked = check_gpu(path)
+def _check_on_gpu(path: Path, timeout: float | None) -> int:
+    checked = check_gpu(path, timeout=TIMEOUT if timeout is None else timeout)
     print(checked)
     return EXIT_DIFFERENT if checked.problems else 0
 
@@ -294,7 +315,8 @@ def _tuned(
     with TemporaryDirectory() as folder, progress_bar(3) as advance:
         advance("writing a latency kit")
         export_kit(model, folder, drafter, config)
-        profile = measure_here(Path(folder) / MODEL_FILE, args.threads, advance=advance)
+        threads = 1 if args.threads is None else args.threads
+        profile = measure_here(Path(folder) / MODEL_FILE, threads, advance=advance)
         advance("counting accepted drafts")
         if args.acceptance is not None:
             acceptance = load_acceptance(args.acceptance)
@@ -322,26 +344,16 @@ def _report(args: argparse.Namespace, model: Model, drafter: Any, config: Export
     texts = [encode_prompt(model, row.prompt) for row in prompts]
     with progress_bar(len(QUANTIZATIONS)) as advance:
         found = compare_quantizations(model, texts, drafter, config, advance)
-    exact = found[0]
     table = Table(
         title=f"{len(texts)} held-out texts; tau is tokens per step, bonus included",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    for column in ("quantization", "MiB", "x float32", "KL, nats", "same top-1", "tau"):
-        table.add_column(column, justify="left" if column == "quantization" else "right")
-    for row in found:
-        if row.refused is not None:
-            table.add_row(row.quantization, "refused", "", "", "", "")
-            continue
-        table.add_row(
-            row.quantization,
-            f"{row.size / 2**20:.1f}",
-            f"{row.size / exact.size:.3f}",
-            f"{row.kl:.2g}",
-            f"{row.top1:.1%}",
-            "" if row.tau is None else f"{row.tau:.2f}",
-        )
+    columns, rows = quality_table(found)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*row)
     Console(highlight=False).print(table)
     args.out.mkdir(parents=True, exist_ok=True)
     with replacing_files(args.out) as staging:
@@ -360,7 +372,3 @@ def _drafter(args: argparse.Namespace, model: Model) -> Drafter | LoadedDrafter 
         raise ValueError("Give either --head or --drafter, not both.")
     paths = tree_of_head(args.head) if args.tree is None else load_tree(args.tree)
     return Eagle.of(load_eagle(args.head, model.network), paths)
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)

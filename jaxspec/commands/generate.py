@@ -14,7 +14,7 @@ from jaxspec.bench.compare import describe
 from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.canvas import add_diffusion_arguments, check_none_given, fill_in
 from jaxspec.commands.live import LiveText, Pace, Sources, waiting, waiting_for_first
-from jaxspec.commands.mobile import add_mobile_arguments, check_only_litert, loop_of, open_mobile
+from jaxspec.commands.mobile import add_mobile_arguments, check_runtime, loop_of, open_mobile
 from jaxspec.commands.options import (
     add_drafter_arguments,
     add_generation_arguments,
@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     if prompt is None and not args.chat:
         raise ValueError("Give a PROMPT, - to read standard input, --file FILE, or --chat.")
+    check_runtime(args)
     if args.runtime == "litert":
         return answer(_mobile_session(args, config), args, prompt)
-    check_only_litert(args)
     model = load_model(args)
     drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     if model.config.diffusion is not None:

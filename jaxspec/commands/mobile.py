@@ -3,13 +3,16 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from jaxspec.drafters import PromptLookup
+from jaxspec.commands.canvas import check_none_given
+from jaxspec.commands.options import OF_DRAFTERS, drafter_settings, refuse_unused
+from jaxspec.drafters import DraftModel, PromptLookup
 
 if TYPE_CHECKING:
     from jaxspec.mobile import MobileModel
     from jaxspec.mobile.loops import LoopOf
 
 _ONLY_LITERT = ("loop", "threads", "weight_cache")
+_ONLY_JAX = ("dtype", "max_positions")
 LOOPS = ("plain", "verify", "step")
 
 
@@ -34,15 +37,23 @@ def add_mobile_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_only_litert(args: argparse.Namespace) -> None:
-    """Refuses flags that only LiteRT has a meaning for.
+def check_runtime(args: argparse.Namespace) -> None:
+    """Refuses flags that mean nothing to the runtime that is asked for.
 
     Raises:
-        ValueError: naming the flag.
+        ValueError: naming the flags.
     """
-    for name in _ONLY_LITERT:
-        if getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')}: needs --runtime litert.")
+    if args.runtime == "jax":
+        refuse_unused(args, _ONLY_LITERT, "needs --runtime litert.")
+        return
+    check_none_given(args)
+    refuse_unused(args, _ONLY_JAX, "fixed when the file was exported; leave it out.")
+    if args.drafter is None:
+        refuse_unused(args, OF_DRAFTERS, "needs --drafter lookup or --drafter draft-model.")
+    elif args.drafter.name == "lookup":
+        refuse_unused(args, ("draft_model",), "needs --drafter draft-model.")
+    elif args.drafter.name == "draft-model":
+        refuse_unused(args, ("max_ngram",), "needs --drafter lookup.")
 
 
 def open_mobile(args: argparse.Namespace) -> "MobileModel":
@@ -60,7 +71,7 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
     Raises:
         ValueError: for a drafter that is baked into files, or flags that contradict each other.
     """
-    from jaxspec.mobile.loops import LookupDraft, ModelDraft, Plain, Steps, Verified
+    from jaxspec.mobile.loops import LookupDraft, Plain, Steps, Verified, drafted_by
     from jaxspec.mobile.runtime import MobileModel, verify_drafts
 
     if args.drafter is None:
@@ -68,11 +79,9 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
         return loops.get(args.loop)
     if args.loop not in (None, "verify"):
         raise ValueError(f"--drafter {args.drafter.text}: drafts here, so --loop must be verify.")
-    settings = dict(args.drafter.settings)
-    count = int(settings.get("num_speculative_tokens", args.num_speculative_tokens or 4))
+    settings = drafter_settings(args.drafter, args)
     if args.drafter.name == "lookup":
-        ngram = int(settings.get("max_ngram", args.max_ngram or 2))
-        lookup = PromptLookup(count, ngram)
+        lookup = PromptLookup(**settings)
         return lambda model, acceptance: Verified(
             model, LookupDraft(lookup, model.manifest.slots), acceptance
         )
@@ -80,8 +89,9 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
         source = settings.get("model", args.draft_model)
         if source is None:
             raise ValueError("--drafter draft-model needs --draft-model FILE: an exported model.")
+        count = settings.get("num_speculative_tokens", DraftModel.num_speculative_tokens)
         draft = MobileModel(source, num_threads=args.threads)
-        return lambda model, acceptance: Verified(model, ModelDraft(draft, count), acceptance)
+        return drafted_by(draft, count)
     raise ValueError(
         f"--drafter {args.drafter.text}: it is baked into a file by `jaxspec export`; leave it out."
     )

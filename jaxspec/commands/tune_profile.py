@@ -12,7 +12,13 @@ from rich.table import Table
 from jaxspec.bench.step import SLOTS
 from jaxspec.bench.tuning import BATCHES, LEVELS, TOKENS, measure_profile
 from jaxspec.checkpoint import Model, load, load_eagle
-from jaxspec.commands.options import add_model_arguments, announce, check_writable, load_model
+from jaxspec.commands.options import (
+    add_model_arguments,
+    announce,
+    check_writable,
+    load_model,
+    sizes,
+)
 from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
 from jaxspec.mobile.profile import read_kit_log
 from jaxspec.progress import progress_bar
@@ -37,21 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=_sizes,
+        type=sizes,
         default=TOKENS,
         metavar="N,...",
         help=f"of target passes (default: {','.join(map(str, TOKENS))})",
     )
     parser.add_argument(
         "--batches",
-        type=_sizes,
+        type=sizes,
         default=BATCHES,
         metavar="N,...",
         help=f"nodes of draft passes (default: {','.join(map(str, BATCHES))})",
     )
     parser.add_argument(
         "--levels",
-        type=_sizes,
+        type=sizes,
         default=LEVELS,
         metavar="N,...",
         help="of the trees whose first draft pass is timed, which also reads what the last step "
@@ -97,13 +103,6 @@ def load_tree_drafter(args: argparse.Namespace, model: Model) -> LoadedDrafter:
     if args.draft_model:
         return DraftModel.of(load(args.draft_model, dtype=args.dtype))
     return args.parser.error("name the drafter: --head FOLDER or --draft-model MODEL.")
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(","))
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"sizes count from 1, got {text!r}.")
-    return sizes
 
 
 def run(args: argparse.Namespace) -> int:

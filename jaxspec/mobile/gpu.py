@@ -9,20 +9,32 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.core.types import Warp
+from jaxspec.core.types import Proposal, Warp
 from jaxspec.mobile.child import ChildError, ask_child
 from jaxspec.mobile.extra import missing_for_gpu
-from jaxspec.mobile.loops import LoopOf, Plain, Steps
+from jaxspec.mobile.loops import (
+    Acceptance,
+    DynamicDraft,
+    Loop,
+    LoopOf,
+    Plain,
+    Steps,
+    Verified,
+    static_proposal,
+)
 from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.runtime import MobileModel, verify_drafts
 
-_NUM_PROMPTS, _NUM_TOKENS = 4, 16
+TIMEOUT = 900.0
+"""Seconds that a check may take."""
+_NUM_TOKENS = 16
 _MESSAGES = 2000  # characters of a failed child's to show
 
 
@@ -34,11 +46,14 @@ class LoopCheck(NamedTuple):
     first_difference: by prompt, the first token that is not the one of plain decoding: on the CPU
         where weights are float32, on the GPU where they are not (the two backends round quantised
         products differently); `None`: all are the same.
+    expected_counts: of the same loop on the CPU, where weights are float32. Whatever was drafted,
+        verification mends it: only the counts show a wrong draft.
     """
 
     name: str
     counts: tuple[int, ...]
     first_difference: tuple[int | None, ...]
+    expected_counts: tuple[int, ...] | None = None
 
 
 class PassCheck(NamedTuple):
@@ -80,6 +95,8 @@ class GpuCheck:
                 for prompt, at in enumerate(loop.first_difference)
                 if at is not None
             ]
+            if loop.expected_counts not in (None, loop.counts):
+                found.append(f"{loop.name}: its rounds emit more or fewer tokens than on the CPU")
         if self.passes is not None and self.passes.num_same < self.passes.num_tokens:
             wrong = self.passes.num_tokens - self.passes.num_same
             found.append(f"verify_N: the likeliest token is another one than on the CPU {wrong} x")
@@ -109,7 +126,7 @@ def check_gpu(
     path: str | Path,
     prompts: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int = _NUM_TOKENS,
-    timeout: float = 900.0,
+    timeout: float = TIMEOUT,
     known_texts: Sequence[Sequence[int]] = (),
 ) -> GpuCheck:
     """Compiles every signature of a file for the GPU and decodes with each of its loops.
@@ -144,8 +161,8 @@ def check_gpu(
         answer = ask_child("jaxspec.mobile.gpu", task, timeout)
     except TimeoutError:
         raise ValueError(
-            f"The GPU check of {path} took longer than {timeout:.0f} s: give it more time, or the "
-            "file fewer signatures."
+            f"The GPU check of {path} took longer than {timeout:.0f} s: give it more time "
+            "(--gpu-timeout SECONDS), or the file fewer signatures."
         ) from None
     except ChildError as error:
         raise ValueError(
@@ -153,8 +170,8 @@ def check_gpu(
             f"{error.exit_code}): {_last_messages(error.log)}"
         ) from None
     loops = tuple(
-        LoopCheck(entry["name"], tuple(entry["counts"]), tuple(entry["first_difference"]))
-        for entry in answer["loops"]
+        LoopCheck(name, tuple(counts), tuple(at), None if expected is None else tuple(expected))
+        for name, counts, at, expected in answer["loops"]
     )
     passes = None if answer["passes"] is None else PassCheck(*answer["passes"])
     return GpuCheck(
@@ -168,24 +185,63 @@ def _last_messages(log: str) -> str:
 
 
 def _some_prompts(manifest: Manifest) -> list[list[int]]:
+    """At least four; each `prefill_N` reads one, and one takes several calls if it may."""
     draws = np.random.default_rng(0)
     longest = max(2, manifest.slots - _NUM_TOKENS)
-    lengths = [min(length, longest - 1) for length in (1, 5, 9, 12)]
+    sizes = manifest.sizes("prefill")
+    lengths = [min(length, longest - 1) for length in (1, 5, 9, *sizes, sizes[-1] + 3)]
     return [draws.integers(0, manifest.num_tokens, n).tolist() for n in lengths]
 
 
-def _loops(manifest: Manifest) -> dict[str, tuple[LoopOf, Warp]]:
-    """The ways to decode that a file has, by the signatures they call."""
+def _loops(manifest: Manifest, texts: Sequence[Sequence[int]]) -> dict[str, tuple[LoopOf, Warp]]:
+    """The ways to decode that a file has, by the signatures they call: every one of the file's.
+
+    `texts` are foretold where nothing of the file drafts.
+    """
     loops: dict[str, tuple[LoopOf, Warp]] = {"decode": (Plain, Warp())}
     if "step" in manifest.signatures:
         loops["step"] = Steps, Warp()
     if "draft" in manifest.signatures:
         loops["draft, verify, commit"] = verify_drafts, Warp()
+    sizes = manifest.sizes("verify")
+    for size in sizes:
+        if "draft" not in manifest.signatures or size != 1 + len(manifest.paths):
+            loops[f"verify_{size}, commit_{size}"] = partial(_foretelling, texts, size), Warp()
+    for beam in manifest.sizes("draft") if max(sizes, default=0) > 1 else ():
+        loops[f"absorb, draft_{beam}, verify, commit"] = partial(_growing, beam), Warp()
     if "step_sampled" in manifest.signatures:
-        # So cold that it samples the likeliest token, and can be compared with the others.
-        cold: Any = np.float32(1e-3)
-        loops["step_sampled"] = Steps, Warp(temperature=cold)
+        # Of one candidate, so that its tokens can be compared with those of the others.
+        heat: Any = np.float32(1)
+        loops["step_sampled"] = Steps, Warp(temperature=heat, top_k=np.int32(1))
     return loops
+
+
+def _foretelling(
+    texts: Sequence[Sequence[int]], size: int, model: MobileModel, acceptance: Acceptance
+) -> Loop:
+    return Verified(model, _Foretold(texts, size), acceptance)
+
+
+def _growing(beam: int, model: MobileModel, acceptance: Acceptance) -> Loop:
+    return Verified(model, DynamicDraft(model, beam=beam), acceptance)
+
+
+class _Foretold:
+    """Drafts what is known to follow: all rows of `verify_N` and `commit_N` are used."""
+
+    absorbs = False
+
+    def __init__(self, texts: Sequence[Sequence[int]], nodes: int):
+        self._texts, self.nodes = texts, nodes
+        self._offered = static_proposal([(0,) * depth for depth in range(1, nodes)])
+
+    def __call__(self, text: Sequence[int], recent: int) -> Proposal:
+        del recent
+        begun, tokens = list(text), np.zeros(self.nodes, np.int32)
+        known = next((each for each in self._texts if each[: len(begun)] == begun), begun)
+        drafted = known[len(begun) - 1 :][: self.nodes]
+        tokens[: len(drafted)] = drafted
+        return self._offered._replace(tokens=tokens)
 
 
 def _child() -> None:
@@ -194,16 +250,7 @@ def _child() -> None:
     gpu = MobileModel(task["path"], accelerator="gpu")
     exact = gpu.manifest.quantization == "float32"
     reference = MobileModel(task["path"], num_threads=1) if exact else gpu
-    loops = []
-    for name, (loop, warp) in _loops(gpu.manifest).items():
-        counts, differences = [], []
-        for prompt in task["prompts"]:
-            ours = gpu.generate(prompt, task["max_new_tokens"], (), loop, warp)
-            theirs = reference.generate(prompt, task["max_new_tokens"], (), Plain)
-            counts += ours.counts
-            unequal = np.flatnonzero(ours.tokens != theirs.tokens)
-            differences.append(int(unequal[0]) if unequal.size else None)
-        loops.append({"name": name, "counts": counts, "first_difference": differences})
+    loops = compare_loops(gpu, reference, task["prompts"], task["max_new_tokens"])
     passes = None
     if task["known_texts"]:
         cpu = reference if exact else MobileModel(task["path"], num_threads=1)
@@ -215,6 +262,34 @@ def _child() -> None:
         "loops": loops,
     }
     Path(sys.argv[1]).write_text(json.dumps(answer))
+
+
+def compare_loops(
+    model: MobileModel, reference: MobileModel, prompts: Sequence[Sequence[int]], count: int
+) -> list[LoopCheck]:
+    """Decodes some prompts with each loop of a file.
+
+    Args:
+        model: the file where it is checked.
+        reference: where it is right; `model` itself: its plain decoding is, and no counts are.
+        prompts: ids.
+        count: tokens of each text.
+    """
+    plain = [reference.generate(prompt, count, (), Plain).tokens.tolist() for prompt in prompts]
+    texts = [[*prompt, *following] for prompt, following in zip(prompts, plain, strict=True)]
+    checks = []
+    for name, (loop, warp) in _loops(model.manifest, texts).items():
+        counts, expected, differences = [], [], []
+        for prompt, theirs in zip(prompts, plain, strict=True):
+            ours = model.generate(prompt, count, (), loop, warp)
+            counts += ours.counts
+            pairs = enumerate(zip(ours.tokens.tolist(), theirs, strict=True))
+            differences.append(next((at for at, (one, other) in pairs if one != other), None))
+            if reference is not model:
+                expected += reference.generate(prompt, count, (), loop, warp).counts
+        expected_counts = tuple(expected) if expected else None
+        checks.append(LoopCheck(name, tuple(counts), tuple(differences), expected_counts))
+    return checks
 
 
 def _check_passes(gpu: MobileModel, cpu: MobileModel, texts: Sequence[Sequence[int]]) -> PassCheck:

@@ -116,7 +116,7 @@ class Plain:
 
     def __init__(self, model: "MobileModel", acceptance: Acceptance):
         self._model, self._acceptance = model, acceptance
-        self._alone = _static_proposal(())
+        self._alone = static_proposal(())
 
     def advance(self, text: Sequence[int], recent: int) -> Emitted:
         del recent
@@ -244,7 +244,7 @@ class TreeDraft:
     absorbs = True
 
     def __init__(self, model: "MobileModel"):
-        self._model, self._offered = model, _static_proposal(model.manifest.paths)
+        self._model, self._offered = model, static_proposal(model.manifest.paths)
         self.nodes = 1 + len(model.manifest.paths)
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
@@ -285,9 +285,13 @@ class ModelDraft:
     absorbs = False
 
     def __init__(self, draft: "MobileModel", num_speculative_tokens: int):
+        if num_speculative_tokens < 1:
+            raise ValueError(
+                f"num_speculative_tokens must be at least 1, got {num_speculative_tokens}."
+            )
         self.nodes = num_speculative_tokens + 1
         chained = tuple((0,) * depth for depth in range(1, num_speculative_tokens + 1))
-        self._draft, self._offered = draft, _static_proposal(chained)
+        self._draft, self._offered = draft, static_proposal(chained)
         self._cached: list[int] = []
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
@@ -308,6 +312,29 @@ class ModelDraft:
         return self._offered._replace(tokens=np.asarray([text[-1], *tokens], np.int32))
 
 
+def drafted_by(draft: "MobileModel", num_speculative_tokens: int) -> "LoopOf":
+    """Verifies the chains of a smaller exported model.
+
+    The loop raises a `ValueError` where that model reads other tokens, or shorter texts.
+    """
+
+    def loop(model: "MobileModel", acceptance: Acceptance) -> Loop:
+        ours, theirs = model.manifest, draft.manifest
+        if (theirs.tokenizer, theirs.num_tokens) != (ours.tokenizer, ours.num_tokens):
+            raise ValueError(
+                f"--draft-model: {theirs.model} was exported with another tokenizer than "
+                f"{ours.model}, so its tokens mean something else; take a model that shares it."
+            )
+        if theirs.slots < ours.slots:
+            raise ValueError(
+                f"--draft-model: {theirs.model} was exported with {theirs.slots} slots, too few "
+                f"for the texts of {ours.model}; export it with --slots {ours.slots}."
+            )
+        return Verified(model, ModelDraft(draft, num_speculative_tokens), acceptance)
+
+    return loop
+
+
 class DynamicDraft:
     """`drafters.Eagle2` driven from the host: the head's confidence shapes each tree.
 
@@ -317,21 +344,25 @@ class DynamicDraft:
 
     absorbs = True
 
-    def __init__(self, model: "MobileModel", num_nodes: int):
-        self._model, self._num_nodes, self.nodes = model, num_nodes, num_nodes + 1
+    def __init__(self, model: "MobileModel", num_nodes: int | None = None, beam: int | None = None):
+        """`num_nodes` of each tree, else all that fit into `verify_N`; `beam`: N of `draft_N`."""
         sizes = model.manifest.sizes("draft")
         if not sizes:
             raise ValueError("levels: this file has no draft_N; export it with --levels N.")
-        self._beam = sizes[-1]
+        self._beam = sizes[-1] if beam is None else beam
         self._levels = model.manifest.depth
         children = model.manifest.signatures["absorb"]["outputs"]["children"]["shape"][-1]
         self._children = min(children, self._beam)
         candidates = self._children * (1 + (self._levels - 1) * self._beam)
+        if num_nodes is None:
+            widest = max(model.manifest.sizes("verify"), default=0)
+            num_nodes = max(1, min(candidates, widest - 1))
         if num_nodes > candidates:
             raise ValueError(
                 f"num_nodes must be at most {candidates}, what a beam of {self._beam} ever "
                 f"considers, got {num_nodes}."
             )
+        self._model, self._num_nodes, self.nodes = model, num_nodes, num_nodes + 1
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
         tokens, parents, scores = self._expand(text, recent)
@@ -404,7 +435,7 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _static_proposal(paths: Sequence[tuple[int, ...]]) -> Proposal:
+def static_proposal(paths: Sequence[tuple[int, ...]]) -> Proposal:
     """A static tree of tokens that are yet to come, on the host."""
     tree = tree_from_paths(paths) if paths else chain(0)
     nodes = len(tree.parents)

@@ -108,11 +108,6 @@ class Tensor(NamedTuple):
     static: bool
     constant: np.ndarray | None
 
-    def values(self) -> np.ndarray:
-        """Of a float or integer constant."""
-        assert self.constant is not None, f"{self.name} is computed"
-        return self.constant.view({"INT32": np.int32}.get(self.dtype, np.float32))
-
 
 class Op(NamedTuple):
     """inputs, outputs: indices of tensors, those left out dropped."""

@@ -38,6 +38,26 @@ class Quality(NamedTuple):
     refused: str | None = None
 
 
+def quality_table(qualities: Sequence[Quality]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows as text; the first row is that of float32."""
+    exact = qualities[0]
+    columns = ["weights", "MB", "x float32 file", "KL, nats", "same top-1", "tau"]
+    rows = [
+        [each.quantization, f"refused: {each.refused}", "", "", "", ""]
+        if each.refused is not None
+        else [
+            each.quantization,
+            f"{each.size / 1e6:.1f}",
+            f"{each.size / exact.size:.3f}",
+            f"{each.kl:.2g}",
+            f"{each.top1:.1%}",
+            "" if each.tau is None else f"{each.tau:.2f}",
+        ]
+        for each in qualities
+    ]
+    return columns, rows
+
+
 def compare_quantizations(
     model: Model,
     texts: Sequence[Sequence[int]],

@@ -1,11 +1,13 @@
 """Decoding with an exported file on this machine, as an app on a phone would.
 
 Caches stay in the runtime's buffers: each state has two, which take turns as input and output, so
-that no call copies one. What is called in which order is in `jaxspec.mobile.loops`.
+that the host copies none. A call still writes each of its caches once, from one buffer into the
+other: LiteRT nowhere promises that one buffer may be both. What is called in which order is in
+`jaxspec.mobile.loops`.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,14 +68,20 @@ class TextEnd:
         kept: list[int] = []
         for token in tokens[: self._room]:
             kept.append(token)
-            if token in self._stops:
-                return kept, FINISH_REASONS[Stop.TOKEN]
             if self._table is not None:
                 self._state = self._table[self._state, token]
                 if self._state == len(self._table) - 1:
                     return kept, FINISH_REASONS[Stop.STRING]
+            # Second: where one token is both, the string counts, as its text is to be cut.
+            if token in self._stops:
+                return kept, FINISH_REASONS[Stop.TOKEN]
         self._room -= len(kept)
         return kept, None if self._room > 0 else FINISH_REASONS[Stop.LENGTH]
+
+
+def _check_known(signature: str, kind: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{signature}: its {kind}s are {', '.join(known)}, and not {name}.")
 
 
 def verify_drafts(model: "MobileModel", acceptance: Acceptance) -> Loop:
@@ -185,10 +193,12 @@ class MobileModel:
             **inputs: arrays or lists. `length` must be among them if the signature takes it.
 
         Raises:
-            ValueError: there is no such signature, or the caches have no room for what it writes,
-                which LiteRT would put over other rows without a word.
+            ValueError: there is no such signature or input, or the caches have no room for what it
+                writes, which LiteRT would put over other rows without a word.
         """
         described = self._described(signature)
+        for name in inputs:
+            _check_known(signature, "input", name, described["inputs"])
         if "length" in described["inputs"]:
             self._check_room(signature, inputs)
             self._known = 0  # only a stream knows what a call leaves in the caches
@@ -211,8 +221,14 @@ class MobileModel:
             pair.reverse()
 
     def read(self, signature: str, output: str) -> np.ndarray:
-        """What the last call of a signature gave as this output."""
-        entry = self._described(signature)["outputs"][output]
+        """What the last call of a signature gave as this output.
+
+        Raises:
+            ValueError: there is no such signature or output.
+        """
+        outputs = self._described(signature)["outputs"]
+        _check_known(signature, "output", output, outputs)
+        entry = outputs[output]
         if output.startswith(OUT):
             buffer = self._next_state(signature, output)[0]
         else:
@@ -268,8 +284,10 @@ class MobileModel:
             seed: see `stream`.
 
         Raises:
-            ValueError: as `stream`.
+            ValueError: `max_new_tokens` is below 0, or as `stream`.
         """
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}.")
         stops = self.stop_token_ids if stop_token_ids is None else stop_token_ids
         end = TextEnd(min(max_new_tokens, self.manifest.slots - len(prompt)), stops)
         tokens: list[int] = []
@@ -377,6 +395,14 @@ class MobileModel:
                 f"length: {signature} writes {rows} rows from {start} on, and this file has "
                 f"{self.manifest.slots} slots; export it with more, or end the text."
             )
+        if kind == "draft":
+            first = int(np.asarray(inputs.get("drafted", -1)).reshape(()))
+            slots = self.inputs(signature)["scratch_k_0"]["shape"][2]
+            if not 0 <= first <= slots - int(size):
+                raise ValueError(
+                    f"drafted: {signature} writes {size} nodes from {first} on, and its scratch "
+                    f"has {slots} slots; say how many are drafted, of fewer levels."
+                )
 
     def _described(self, signature: str) -> dict[str, dict[str, Any]]:
         if signature not in self.manifest.signatures:

@@ -46,7 +46,7 @@ from jaxspec.mobile.modelled import SLOTS as MODELLED_SLOTS
 from jaxspec.mobile.parity import QUANTISED_TIE_GAP, FileParity, compare_with_jax
 from jaxspec.mobile.profile import export_kit, measure_here
 from jaxspec.mobile.quantize import QUANTIZATIONS
-from jaxspec.mobile.report import Quality, compare_quantizations
+from jaxspec.mobile.report import compare_quantizations, quality_table
 from jaxspec.trees import load_acceptance, search_tree, tree_of_head
 
 Advance = Callable[[str], None]
@@ -297,7 +297,7 @@ def _measure_files(prompts: Prompts, advance: Advance) -> Page:
         "## What fewer bits cost",
         f"Over {len(ids)} held-out prompts, beside float32: divergence of the law (KL), how often "
         "the likeliest token is the same, and tau of `step`, bonus token included.",
-        _quality_table(qualities),
+        table(*quality_table(qualities)),
     ]
     figures = {"files": figures, "quantizations": [each._asdict() for each in qualities]}
     return Page(parts, figures)
@@ -317,26 +317,6 @@ def _file_row(bundle: str, name: str, exported: Exported, where: str, opened: Op
         f"{opened.first_token_seconds:.2f}",
         f"{opened.next_first_token_seconds:.2f}",
     ]
-
-
-def _quality_table(qualities: Sequence[Quality]) -> str:
-    exact = qualities[0]
-    return table(
-        ["weights", "MB", "x float32 file", "KL, nats", "same top-1", "tau"],
-        [
-            [each.quantization, f"refused: {each.refused}", "", "", "", ""]
-            if each.refused is not None
-            else [
-                each.quantization,
-                f"{each.size / 1e6:.1f}",
-                f"{each.size / exact.size:.3f}",
-                f"{each.kl:.2g}",
-                f"{each.top1:.1%}",
-                "" if each.tau is None else f"{each.tau:.2f}",
-            ]
-            for each in qualities
-        ],
-    )
 
 
 def _measure_scale(prompts: Prompts, advance: Advance) -> Page:

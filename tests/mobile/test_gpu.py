@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxspec import LayerSkip, load
@@ -25,6 +26,11 @@ PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 SHAPES = ExportConfig(slots=64, prefill=(16,), quantization="float32")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [40, 2, 2, 2, 17, 20], [11, 13]]
 
+EVERY_LOOP = {
+    *("decode", "step", "step_sampled", "draft, verify, commit", "verify_4, commit_4"),
+    *("absorb, draft_2, verify, commit", "absorb, draft_4, verify, commit"),
+}
+
 lacking = missing_for_gpu()
 needs_gpu = pytest.mark.skipif(lacking is not None, reason=f"GPU not checked: {lacking}")
 
@@ -36,7 +42,8 @@ def test_eagle_steps_run_whole_and_right(tmp_path, quantization):
     """The bundle for GPUs; float32 with every other signature, too."""
     model, head = successor_model()
     exact = quantization == "float32"
-    bundle = {"bundle": "cpu", "levels": (4,)} if exact else {"bundle": "gpu"}
+    every = {"bundle": "cpu", "levels": (2, 4), "verify": (4,), "prefill": (8, 16)}
+    bundle = every if exact else {"bundle": "gpu"}
     config = replace(SHAPES, quantization=quantization, **bundle)
     manifest = export(model, tmp_path, Eagle.of(head, PATHS), config)
     checked = check_gpu(tmp_path / "model.tflite", PROMPTS, timeout=3000)
@@ -47,7 +54,8 @@ def test_eagle_steps_run_whole_and_right(tmp_path, quantization):
     assert {1, 2} <= set(steps.counts)
     assert max(steps.counts) >= 3
     if exact:
-        assert {"decode", "step_sampled", "draft, verify, commit"} <= set(by_name)
+        assert set(by_name) == EVERY_LOOP
+        assert all(loop.expected_counts == loop.counts for loop in checked.loops)
 
 
 @needs_gpu
@@ -63,14 +71,15 @@ def test_layers_skipped_run_whole_and_right(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["float32", "int8"])
 def test_the_shipped_model_runs_whole_and_right(tmp_path, quantization):
-    """With its head over its searched tree; known text also in one pass."""
+    """With its head over its searched tree, as it is shipped; float32 with every signature."""
     if not {"demo", "demo-eagle"} <= set(shipped_folders()):
         pytest.skip("needs checkpoints/demo and checkpoints/demo-eagle, which are not here")
     model = load("demo")
     head = load_eagle("demo-eagle", model.network)
     drafter = Eagle.of(head, tree_of_head("demo-eagle"))
+    bundle = "cpu" if quantization == "float32" else "gpu"
     shapes = ExportConfig(
-        slots=128, prefill=(32,), bundle="gpu", quantization=quantization, verify=(8,)
+        slots=1024, prefill=(8, 64), bundle=bundle, quantization=quantization, verify=(8,)
     )
     export(model, tmp_path, drafter, shapes)
     texts = ("How many are 3 + 4?\n", "def add(a, b):\n", "Once upon a time", "1, 2, 3, 4,")
@@ -81,6 +90,59 @@ def test_the_shipped_model_runs_whole_and_right(tmp_path, quantization):
     (steps,) = [loop for loop in checked.loops if loop.name == "step"]
     assert len(set(steps.counts)) > 2
     assert checked.passes == (None if quantization == "int8" else (32, 32))
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """A file with signatures of every kind."""
+    model, head = successor_model()
+    folder = tmp_path_factory.mktemp("everything")
+    config = replace(SHAPES, levels=(2, 4), verify=(4,), prefill=(8, 16))
+    export(model, folder, Eagle.of(head, PATHS), config)
+    return folder / "model.tflite"
+
+
+class Watched(MobileModel):
+    """On the CPU, in place of a GPU: notes what is called; one output may be wrong."""
+
+    wrong = ("", "", 0)
+
+    def __init__(self, path):
+        super().__init__(path, num_threads=1)
+        self.called = set()
+
+    def call(self, signature, **inputs):
+        self.called.add(signature)
+        super().call(signature, **inputs)
+
+    def read(self, signature, output):
+        values = np.array(super().read(signature, output))
+        if (signature, output) == self.wrong[:2]:
+            values[0, ..., self.wrong[2] :] = 0
+        return values
+
+
+def test_every_signature_is_run(everything):
+    ours, reference = Watched(everything), MobileModel(everything, num_threads=1)
+    prompts = gpu_module._some_prompts(ours.manifest)
+    assert {8, 16, 19} <= set(map(len, prompts))
+    checks = gpu_module.compare_loops(ours, reference, prompts, 16)
+    assert {check.name for check in checks} == EVERY_LOOP
+    assert ours.called == set(ours.manifest.signatures)
+    assert GpuCheck((), True, "", tuple(checks)).problems == ()
+    (foretold,) = [check for check in checks if check.name == "verify_4, commit_4"]
+    assert set(foretold.counts) == {1, 4}
+
+
+@pytest.mark.parametrize("wrong", [("draft", "drafted", 1), ("draft_4", "children", 0)])
+def test_wrong_drafts_are_noticed(everything, wrong):
+    """Though all texts are right."""
+    ours, reference = Watched(everything), MobileModel(everything, num_threads=1)
+    ours.wrong = wrong
+    checks = gpu_module.compare_loops(ours, reference, PROMPTS[:2], 16)
+    (problem,) = GpuCheck((), True, "", tuple(checks)).problems
+    assert problem.endswith("its rounds emit more or fewer tokens than on the CPU")
+    assert wrong[0] in problem
 
 
 def test_what_is_wrong_is_listed():

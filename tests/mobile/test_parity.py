@@ -5,11 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxspec import GenerationConfig, LayerSkip, generate
+from jaxspec import GenerationConfig, LayerSkip, generate, load
 from jaxspec.bench.comparison import TIE_GAP, Divergence
+from jaxspec.checkpoint import load_eagle, shipped_folders
 from jaxspec.drafters import Eagle
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.result import Trace
+from jaxspec.trees import tree_of_head
 from tests.mobile.models import successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -107,6 +109,21 @@ QUANTISED = RIGHT._replace(
 )
 def test_every_difference_makes_a_file_inexact(file, exact):
     assert file.exact == exact
+
+
+@pytest.mark.slow
+def test_the_shipped_model_decodes_alike_in_all_its_ways():
+    """At the slots that files have by default; of fewer bits beside `decode` of the same file."""
+    if not {"demo", "demo-eagle"} <= set(shipped_folders()):
+        pytest.skip("needs checkpoints/demo and checkpoints/demo-eagle, which are not here")
+    model = load("demo")
+    head = load_eagle("demo-eagle", model.network)
+    drafters = {"head": Eagle.of(head, tree_of_head("demo-eagle"))}
+    texts = ("How many are 3 + 4?\n", "def add(a, b):\n", "Once upon a time")
+    prompts = [model.tokenizer.encode(text) for text in texts]
+    for file in compare_with_jax(model, drafters, prompts, 32, slots=1024):
+        assert file.exact, file
+        assert all(loop.tau > 1.5 for loop in file.loops[1:])
 
 
 @pytest.mark.slow

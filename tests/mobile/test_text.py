@@ -9,6 +9,9 @@ import jaxspec
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
+from jaxspec.commands import bench
+from jaxspec.commands import export as export_module
+from jaxspec.core.stopping import stop_automaton
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.models import EagleHead, init_eagle_params
 from jaxspec.models.transformer import param_shapes
@@ -21,6 +24,8 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 import jax
 
 from jaxspec.mobile import ExportConfig, MobileModel, export
+from jaxspec.mobile import gpu as gpu_module
+from jaxspec.mobile.runtime import TextEnd
 from jaxspec.mobile.text import stream_text
 
 SHAPES = ExportConfig(slots=48, prefill=(8,), verify=(4,), quantization="float32")
@@ -80,6 +85,14 @@ def test_stops_and_settings_are_those_of_generate(model, path, expected):
         assert not steps or steps[-1].finish_reason == theirs.finish_reason
 
 
+def test_a_token_that_stops_twice_stops_as_a_string():
+    """As in `core.stopping`: the string is to be cut from the text."""
+    end = TextEnd(5, [1, 2], stop_automaton([b"ab"], [b"a", b"b", b"c"]))
+    assert end.cut([0, 1, 2]) == ([0, 1], "stop_string")
+    end = TextEnd(5, [1, 2], stop_automaton([b"ab"], [b"a", b"b", b"c"]))
+    assert end.cut([0, 2, 1]) == ([0, 2], "stop_token")
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -91,6 +104,13 @@ def test_stops_and_settings_are_those_of_generate(model, path, expected):
         (["--drafter", "lookup", "--loop", "plain"], "--loop must be verify"),
         (["--drafter", "draft-model"], "--draft-model FILE"),
         (["--threads", "0"], "--threads must be at least 1"),
+        (["--drafter", "lookup:typo=3"], "lookup has no setting 'typo'"),
+        (["--drafter", "lookup:num_speculative_tokens=x"], "must be a number"),
+        (["--drafter", "lookup", "--num-speculative-tokens", "0"], "must be at least 1, got 0"),
+        (["--drafter", "lookup", "--draft-model", "X"], "--draft-model: needs --drafter draft-mod"),
+        (["--num-speculative-tokens", "3"], "--num-speculative-tokens: needs --drafter lookup"),
+        (["--dtype", "float32", "--max-positions", "9"], "--dtype, --max-positions: fixed when"),
+        (["--steps", "3"], "--steps: for diffusion language models"),
         (["--top-k", "999"], "top_k must be at most the vocabulary"),
     ],
 )
@@ -138,8 +158,47 @@ def test_the_comparison_writes_every_method(capsys, folders, tmp_path):
     taus = [rows[f"EAGLE's tree: {way}"]["tau"] for way in ("draft, verify, commit", "step")]
     assert taus[0] == taus[1]
     page = out.read_text()
+    settings = "--head head --tree tree.json --quantize float32 --max-new-tokens 6"
+    assert f"prompts.jsonl --runtime litert {settings}\n" in page
     assert "19.18 tokens/s" in page
     assert "plain 11.49 tokens/s" in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--chat"], "has no use for chat; leave that out"),
+        (["--drafter", "lookup", "--repeats", "1"], "has no use for drafter, repeats"),
+        (["--temperature", "0.5", "--seed", "3"], "has no use for seed, temperature"),
+        (["--prompts-per-set", "2"], "has no use for prompts_per_set"),
+    ],
+)
+def test_comparisons_refuse_what_they_would_ignore(capsys, folders, argv, said):
+    given = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), *argv]
+    given += ["--runtime", "litert", "--head", "H", "--tree", "T"]
+    with pytest.raises(SystemExit) as exit_:
+        main(given)
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+    assert "at least 2" in fails(capsys, *given[:3], *given[-6:], "--max-new-tokens", "1")
+
+
+def test_the_command_of_a_comparison_gives_its_rows(monkeypatch, folders, tmp_path):
+    class Compared:
+        def as_markdown(self, command):
+            return f"# {command}\n"
+
+        def as_dict(self):
+            return {}
+
+    monkeypatch.setattr(bench, "compare_on_litert", lambda *_: Compared())
+    out = tmp_path / "page.md"
+    argv = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), "--runtime", "litert"]
+    argv += ["--head", str(folders / "head"), "--tree", str(folders / "tree.json")]
+    settings = ["--quantize", "int8", "--max-new-tokens", "9", "--field", "prompt", "--limit", "1"]
+    settings += ["--shuffle-seed", "0", "--dtype", "float32", "--max-positions", "48"]
+    assert main([*argv, *settings, "--out", str(out)]) == 0
+    assert f"--head head --tree tree.json {' '.join(settings)}\n" in out.read_text()
 
 
 @pytest.mark.slow
@@ -180,6 +239,13 @@ def test_one_command_times_searches_and_exports(folders, tmp_path):
         (["--auto", "--head", "H"], "give --prompts FILE.jsonl"),
         (["--auto", "--report", "--head", "H"], "give one of them"),
         (["--report"], "needs --prompts"),
+        (["--report", "--prompts", "P", "--check-gpu"], "--check-gpu: --report keeps no file"),
+        (["--prompts", "P"], "--prompts: needs --auto or --report"),
+        (["--acceptance", "A", "--threads", "2"], "--acceptance, --threads: needs --auto"),
+        (["--limit", "0"], "--limit: needs --prompts"),
+        (["--max-ngram", "2"], "--max-ngram: needs --drafter"),
+        (["--gpu-timeout", "9"], "--gpu-timeout: needs --check-gpu"),
+        (["--gpu-timeout", "0", "--check-gpu"], "--gpu-timeout must be above 0 seconds"),
         (["--levels", "4"], "only an EAGLE head"),
         (["--phone-memory", "0.00001"], "would need"),
         (["--bundle", "gpu", "--quantize", "int4-block32"], "for a GPU take int4"),
@@ -190,6 +256,15 @@ def test_mistakes_of_exports_are_one_line(capsys, folders, tmp_path, argv, said)
     argv = ["export", model, str(tmp_path / "out"), "--slots", "32", "--prefill", "8", *argv]
     assert said in fails(capsys, *argv)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_check_takes_as_long_as_it_may(capsys, monkeypatch, folders, tmp_path):
+    """Said in an error that names the flag; nothing hangs here, as no time at all is given."""
+    for module in (export_module, gpu_module):
+        monkeypatch.setattr(module, "missing_for_gpu", lambda: None)
+    argv = ["export", str(folders / "model"), str(tmp_path), "--slots", "32", "--prefill", "8"]
+    said = fails(capsys, *argv, "--bundle", "gpu", "--check-gpu", "--gpu-timeout", "0.01")
+    assert "took longer than 0 s: give it more time (--gpu-timeout SECONDS)" in said
 
 
 def test_memory_is_added_up():
