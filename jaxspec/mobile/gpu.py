@@ -211,8 +211,8 @@ def _loops(manifest: Manifest, texts: Sequence[Sequence[int]]) -> dict[str, tupl
         loops[f"absorb, draft_{beam}, verify, commit"] = partial(_growing, beam), Warp()
     if "step_sampled" in manifest.signatures:
         # Of one candidate, so that its tokens can be compared with those of the others.
-        heat: Any = np.float32(1)
-        loops["step_sampled"] = Steps, Warp(temperature=heat, top_k=np.int32(1))
+        settings: Any = {"temperature": np.float32(1), "top_k": np.int32(1)}
+        loops["step_sampled"] = Steps, Warp(**settings)
     return loops
 
 
