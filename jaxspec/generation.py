@@ -8,9 +8,9 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,8 @@ MIN_BUCKET = 16
 Message = Mapping[str, Any]
 PromptLike = str | Sequence[int] | np.ndarray | Sequence[Message]
 PerPrompt = float | Sequence[float]
+PerRow = Callable[[str, type], Any]
+"""A field of `GenerationConfig` as an array with one entry per prompt."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,14 +208,14 @@ class StreamStep(NamedTuple):
         a stop string, come with a later step. All pieces joined are `Generation.text`, if the
         tokens spell valid UTF-8: replacement characters may fall elsewhere.
     finish_reason: `None` while the row is running; see `Generation`.
-    trace: the step's tree and verdict.
+    trace: the step's tree and verdict; `None` where another runtime keeps them to itself.
     """
 
     tokens: np.ndarray
     from_draft: np.ndarray
     text: str
     finish_reason: str | None
-    trace: TraceStep
+    trace: TraceStep | None
 
 
 def stream(
@@ -233,7 +235,7 @@ def stream(
         raise ValueError(
             f"stream shows one row, got {len(request.prompt_lengths)}; use generate for several."
         )
-    shown = _TextStream(request)
+    shown = TextStream(request.tokenizer, request.stop_strings)
     steps = request.decode_stream()
     next(steps)
     for states, info in steps:
@@ -337,16 +339,17 @@ class Request:
         if self.tokenizer is None:
             return None
         text = self.tokenizer.decode(tokens.tolist())
-        return self.cut(text) if finish_reason == "stop_string" else text
+        return cut_at(text, self.stop_strings) if finish_reason == "stop_string" else text
 
-    def cut(self, text: str) -> str:
-        """The text before the stop string that came first."""
-        starts = [text.find(string) for string in self.stop_strings if string in text]
-        if not starts and any(
-            string.startswith(" ") and text.startswith(string[1:]) for string in self.stop_strings
-        ):
-            return ""  # decoders of the SentencePiece kind drop the space that a text begins with
-        return text[: min(starts)] if starts else text
+
+def cut_at(text: str, stop_strings: Sequence[str]) -> str:
+    """The text before the stop string that came first."""
+    starts = [text.find(string) for string in stop_strings if string in text]
+    if not starts and any(
+        string.startswith(" ") and text.startswith(string[1:]) for string in stop_strings
+    ):
+        return ""  # decoders of the SentencePiece kind drop the space that a text begins with
+    return text[: min(starts)] if starts else text
 
 
 def _for_next_prompt(
@@ -361,12 +364,12 @@ def _for_next_prompt(
     return LoadedDrafter(request.drafter, method.carried(request.params.draft, draft, context))
 
 
-class _TextStream:
+class TextStream:
     """Text of a growing row, withheld while it may turn out to begin a stop string."""
 
-    def __init__(self, request: Request):
-        self._request = request
-        self._detokenizer = request.tokenizer.detokenizer() if request.tokenizer else None
+    def __init__(self, tokenizer: "Tokenizer | None", stop_strings: Sequence[str]):
+        self._stop_strings = stop_strings
+        self._detokenizer = tokenizer.detokenizer() if tokenizer else None
         self._held = ""
 
     def push(self, tokens: np.ndarray, finish_reason: str | None) -> str:
@@ -376,9 +379,10 @@ class _TextStream:
         if finish_reason is not None:
             self._held += self._detokenizer.finish()
             cut = finish_reason == "stop_string"
-            piece, self._held = self._request.cut(self._held) if cut else self._held, ""
+            piece = cut_at(self._held, self._stop_strings) if cut else self._held
+            self._held = ""
             return piece
-        certain = len(self._held) - max(map(self._overlap, self._request.stop_strings), default=0)
+        certain = len(self._held) - max(map(self._overlap, self._stop_strings), default=0)
         piece, self._held = self._held[:certain], self._held[certain:]
         return piece
 
@@ -445,7 +449,7 @@ def prepare(
         "seed": np.stack([np.full_like(index, seed), index], axis=1),
         "stop_ids": np.tile(np.asarray([*stop_ids] or [-1], np.int32), (len(encoded), 1)),
     }
-    requested = Prompt(**arrays, warp=_warp(model, config, per_prompt, len(encoded)))
+    requested = Prompt(**arrays, warp=warps_of(model, config, per_prompt, len(encoded)))
     plan = plan_decoding(
         bucket,
         int(requested.room.max()),
@@ -459,7 +463,7 @@ def prepare(
     return Request(
         params=Params(model.network, loaded.params),
         prompts=requested,
-        automaton=_automaton(model, config),
+        automaton=automaton_of(model, config),
         drafter=loaded.drafter,
         plan=plan,
         prompt_lengths=tuple(row_lengths.tolist()),
@@ -502,7 +506,20 @@ def prompt_list(prompts) -> list[PromptLike]:
     return [prompts] if single else list(prompts)
 
 
-def encode_prompt(model: "Model", prompt: Any) -> list[int]:
+class Vocabulary(Protocol):
+    """What settings and prompts are read against: a `Model`, or a model on another runtime."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> "Tokenizer | None": ...
+
+
+def encode_prompt(model: Vocabulary, prompt: Any) -> list[int]:
     """Token ids of text, chat messages or ids.
 
     Raises:
@@ -522,7 +539,7 @@ def encode_prompt(model: "Model", prompt: Any) -> list[int]:
     return ids.tolist()
 
 
-def _tokenizer_of(model: "Model", given: str) -> "Tokenizer":
+def _tokenizer_of(model: Vocabulary, given: str) -> "Tokenizer":
     if model.tokenizer is None:
         raise ValueError(
             f"prompts: {model.name} has no tokenizer, so it takes token ids; got {given}."
@@ -613,7 +630,9 @@ def _check_penalties(model: "Model", config: GenerationConfig) -> None:
         )
 
 
-def _warp(model: "Model", config: GenerationConfig, per_prompt, num_prompts: int) -> Warp:
+def warps_of(
+    model: Vocabulary, config: GenerationConfig, per_prompt: PerRow, num_prompts: int
+) -> Warp:
     """Parameters of each prompt; filters that none uses are left out of the program."""
     temperature, top_k = per_prompt("temperature", np.float32), per_prompt("top_k", np.int32)
     top_p, min_p = per_prompt("top_p", np.float32), per_prompt("min_p", np.float32)
@@ -634,7 +653,7 @@ def _warp(model: "Model", config: GenerationConfig, per_prompt, num_prompts: int
     )
 
 
-def _bias(model: "Model", config: GenerationConfig) -> np.ndarray | None:
+def _bias(model: Vocabulary, config: GenerationConfig) -> np.ndarray | None:
     """What to add to the logits; ids that the tokenizer does not know are never emitted."""
     vocab = model.vocab_size
     bias = np.zeros(vocab, np.float32)
@@ -667,7 +686,7 @@ def _bias(model: "Model", config: GenerationConfig) -> np.ndarray | None:
     return bias if bias.any() else None
 
 
-def _automaton(model: "Model", config: GenerationConfig) -> StopAutomaton | None:
+def automaton_of(model: Vocabulary, config: GenerationConfig) -> StopAutomaton | None:
     if not config.stop_strings:
         return None
     if model.tokenizer is None:

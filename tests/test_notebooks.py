@@ -11,6 +11,7 @@ from jaxspec.checkpoint import shipped_folders
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHIPPED = ("demo", "demo-draft", "demo-eagle", "demo-skips")
+NEEDS = {"04_to_the_phone": ("litert_converter", "mobile")}
 
 
 def test_there_are_notebooks():
@@ -33,6 +34,9 @@ def test_notebooks_run(path, monkeypatch):
     nbclient = pytest.importorskip("nbclient", reason=needs)
     pytest.importorskip("ipykernel", reason=needs)
     pytest.importorskip("matplotlib", reason=needs)
+    if path.stem in NEEDS:
+        package, extra = NEEDS[path.stem]
+        pytest.importorskip(package, reason=f"needs the extra {extra}: pip install '.[{extra}]'")
     text = path.read_text(encoding="utf-8")
     used = {name for name in SHIPPED if f'\\"{name}\\"' in text}
     missing = sorted(used - set(shipped_folders()))

@@ -5,6 +5,7 @@ its own part and leaves the others as they are.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxspec.checkpoint.files import replacing_files
@@ -23,6 +24,17 @@ def write_part(part: str, path: Path) -> None:
     page = "\n\n".join(filter(None, parts.values())) + "\n"
     with replacing_files(path.parent) as staging:
         (staging / path.name).write_text(page, encoding="utf-8")
+
+
+def bullets(*lines: str) -> str:
+    """A list in Markdown."""
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    cells = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def _title(part: str) -> str:

@@ -10,6 +10,7 @@ from jaxspec.bench.assisted import PLAIN as TRANSFORMERS
 from jaxspec.bench.compare import PLAIN
 from jaxspec.bench.comparison import TIE_GAP, ComparisonRow
 from jaxspec.bench.figures import LOW_REPETITION, Figures
+from jaxspec.bench.page import bullets, table
 from jaxspec.bench.shipped import (
     Assisted,
     AssistedRow,
@@ -79,7 +80,7 @@ def as_markdown(result: SuiteResult) -> str:
         f"# {result.suite.title}\n\n{MADE_BY}\n    {command_of(result)}",
         _prompts_part(result),
         "## What the columns say",
-        _bullets(*(f"**{name}**: {meaning}" for name, meaning in _COLUMNS.items())),
+        bullets(*(f"**{name}**: {meaning}" for name, meaning in _COLUMNS.items())),
         *(_target_part(name, target) for name, target in result.targets.items()),
     ]
     if result.missing:
@@ -154,7 +155,7 @@ def _prompts_part(result: SuiteResult) -> str:
         "the context for all new tokens; longer ones are passed over, and the last columns say how "
         "many were left. Where a model was trained on such text, a prompt has its shape up to "
         "where the answer begins; see its `recipe.md`. Braces hold fields of a row.\n\n"
-    ) + _table(
+    ) + table(
         ["category", "file", "prompt", "rows of category", *(f"prompts, {n}" for n in counts)], rows
     )
 
@@ -195,7 +196,7 @@ def _setting_part(target: str, label: str, setting: Setting) -> str:
         )
         for row in assisted.rows:
             lines += divergence_lines(row.name, row.divergences)
-    parts = [f"### {target}, {label}", _bullets(*facts), _all_prompts_table(rows, setting)]
+    parts = [f"### {target}, {label}", bullets(*facts), _all_prompts_table(rows, setting)]
     low = comparison.plain.low_repetition
     if low is not None:
         share = f"{low.num_prompts} of {len(comparison.prompt_indices)} prompts"
@@ -204,13 +205,13 @@ def _setting_part(target: str, label: str, setting: Setting) -> str:
         parts.append("Low repetition: no prompt.")
     parts += ["Steps, on average:", _steps_table(setting)]
     parts += ["By category, and what it takes:", _detail_table(setting)]
-    return "\n\n".join([*parts, _bullets(*lines)])
+    return "\n\n".join([*parts, bullets(*lines)])
 
 
 def _all_prompts_table(rows: _Rows, setting: Setting) -> str:
     categories = list(setting.comparison.plain.by_category)
     headings = [f"{category} tau" for category in categories]
-    return _table(
+    return table(
         ["method", "outputs", "tau", *headings, *_SPEED_COLUMNS],
         [
             [
@@ -227,7 +228,7 @@ def _all_prompts_table(rows: _Rows, setting: Setting) -> str:
 
 def _detail_table(setting: Setting) -> str:
     categories = list(setting.comparison.plain.by_category)
-    return _table(
+    return table(
         ["method", "accepted", *(f"{name} speed-up [95 %]" for name in categories), "peak"],
         [
             [
@@ -242,7 +243,7 @@ def _detail_table(setting: Setting) -> str:
 
 
 def _low_repetition_table(rows: _Rows) -> str:
-    return _table(
+    return table(
         ["method", "tau", *_SPEED_COLUMNS],
         [
             [row.name, f"{low.mean_acceptance_length:.2f}", *_speed_cells(low, baseline)]
@@ -265,7 +266,7 @@ def _steps_table(setting: Setting) -> str:
         ]
 
     columns = ["budget", "drafting", "building", "verification", "step", "tau", "tokens/s"]
-    return _table(["method", *columns], [cells(row) for row in setting.comparison.rows])
+    return table(["method", *columns], [cells(row) for row in setting.comparison.rows])
 
 
 def _speed_cells(figures: Figures, baseline: str) -> tuple[str, ...]:
@@ -283,12 +284,3 @@ def _outputs(row: ComparisonRow | AssistedRow, setting: Setting) -> str:
     if setting.comparison.plain.num_identical is None:
         return "not compared"
     return outputs_text(row.divergences, row.overall.num_prompts)
-
-
-def _bullets(*lines: str) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _table(columns: list[str], rows: list[list[str]]) -> str:
-    cells = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from jaxspec.bench.page import write_part
 from jaxspec.bench.prompts import FIELDS, read_prompts
 from jaxspec.bench.results import as_dict, as_markdown
 from jaxspec.bench.shipped import SUITES, measure
+from jaxspec.checkpoint import load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import (
     add_drafter_arguments,
@@ -25,6 +28,21 @@ from jaxspec.commands.options import (
     load_model,
     make_drafter,
 )
+from jaxspec.generation import encode_prompt
+from jaxspec.mobile.comparison import compare_on_litert, num_parts
+from jaxspec.mobile.quantize import check_quantization
+from jaxspec.mobile.suites import LITERT_SUITES, measure_litert
+from jaxspec.progress import progress_bar
+from jaxspec.trees import load_tree
+
+_NEW_TOKENS = 64
+"""Of each text on LiteRT."""
+_PLACES = ("model", "prompts", "runtime", "out", "json", "debug")
+_LITERT_SETTINGS = (
+    *("head", "tree", "quantize", "max_new_tokens", "field", "limit", "shuffle_seed"),
+    *("dtype", "max_positions"),
+)
+"""What rows on LiteRT depend on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,14 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=True)
+    add_litert_arguments(parser)
     parser.set_defaults(parser=parser, late_argument="prompts")
 
 
 def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares `--suite` and its settings."""
-    counts = ", ".join(f"{suite.prompts_per_set} of {name}" for name, suite in SUITES.items())
+    suites = {**SUITES, **LITERT_SUITES}
+    counts = ", ".join(f"{suite.prompts_per_set} of {name}" for name, suite in suites.items())
     group = parser.add_argument_group("suite, in place of MODEL and PROMPTS")
-    group.add_argument("--suite", choices=tuple(SUITES), help="measure the models shipped here")
+    group.add_argument("--suite", choices=tuple(suites), help="measure the models shipped here")
     group.add_argument(
         "--data-folder",
         type=Path,
@@ -82,27 +102,115 @@ def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_litert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `--runtime litert` and its settings."""
+    group = parser.add_argument_group(
+        "LiteRT: plain decoding, EAGLE's tree, a searched one and EAGLE-2 from the host, 1 thread"
+    )
+    group.add_argument(
+        "--runtime", choices=("jax", "litert"), default="jax", help="default: %(default)s"
+    )
+    group.add_argument("--head", metavar="FOLDER", help="an EAGLE-1 or EAGLE-3 head")
+    group.add_argument(
+        "--tree", type=Path, metavar="FILE", help="the searched tree, of `tune tree`"
+    )
+    group.add_argument(
+        "--quantize", default="int4,int8", metavar="NAME,...", help="default: %(default)s"
+    )
+
+
+def run_litert(args: argparse.Namespace) -> int:
+    """Measures the paper's comparison on LiteRT, and writes its part of the page `--out`."""
+    if args.prompts is None or args.head is None or args.tree is None:
+        return args.parser.error(
+            "--runtime litert: give MODEL, PROMPTS.jsonl, --head FOLDER and --tree FILE."
+        )
+    _refuse_foreign(args, (*_LITERT_SETTINGS, *_PLACES), "--runtime litert has no use for")
+    check_writable(args.json)
+    check_writable(args.out, "--out")
+    new_tokens = _NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
+    if new_tokens < 2:
+        raise ValueError(
+            "--max-new-tokens must be at least 2, as the first comes with the prompt, got "
+            f"{new_tokens}."
+        )
+    quantizations = args.quantize.split(",")
+    for name in quantizations:
+        check_quantization(name)
+    rows = read_prompts(Path(args.prompts), args.field, args.limit, args.shuffle_seed)
+    searched = load_tree(args.tree)
+    model = load_model(args)
+    head = load_eagle(args.head, model.network)
+    with progress_bar(num_parts(quantizations)) as advance:
+        comparison = compare_on_litert(
+            model,
+            head,
+            dict.fromkeys(quantizations, searched),
+            [encode_prompt(model, row.prompt) for row in rows],
+            new_tokens,
+            min(1024, model.config.max_positions),
+            advance,
+        )
+    publish(comparison.as_markdown(_litert_command(args, model.name)), comparison.as_dict(), args)
+    return 0
+
+
+def _litert_command(args: argparse.Namespace, model: str) -> str:
+    """What gives the same rows, with files by their names."""
+    words = ["jaxspec", "bench", model, args.prompts.name, "--runtime", "litert"]
+    for name in _LITERT_SETTINGS:
+        value = getattr(args, name)
+        if value != args.parser.get_default(name):
+            named = Path(value).name if name in ("head", "tree") else str(value)
+            words += [f"--{name.replace('_', '-')}", named]
+    return shlex.join(words)
+
+
+def _refuse_foreign(args: argparse.Namespace, known: Iterable[str], why: str) -> None:
+    """Ends the program if other flags than these are given."""
+    given = {name for name, value in vars(args).items() if value != args.parser.get_default(name)}
+    foreign = sorted(given - set(known))
+    if foreign:
+        args.parser.error(f"{why} {', '.join(foreign)}; leave that out.")
+
+
+def run_litert_suite(args: argparse.Namespace) -> int:
+    """Measures a LiteRT suite and writes its part of the page."""
+    suite = LITERT_SUITES[args.suite]
+    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
+    with progress_bar(suite.num_parts) as advance:
+        measured = measure_litert(args.suite, args.data_folder, count, advance)
+    publish(measured.markdown, measured.figures, args)
+    return 0 if measured.as_it_should else EXIT_DIFFERENT
+
+
+def publish(markdown: str, figures: dict[str, Any], args: argparse.Namespace) -> None:
+    """Puts a part into the page `--out`, and shows it; with all figures where `--json` says."""
+    write_part(markdown, args.out)
+    print(f"wrote {args.out}", file=sys.stderr)
+    print(markdown, end="", file=sys.stderr if args.json == "-" else sys.stdout)
+    write_figures(figures, args.json)
+
+
 def run(args: argparse.Namespace) -> int:
     """Measures as the arguments say; 1 if greedy outputs differ."""
+    if args.runtime == "litert":
+        return run_litert(args)
     return run_prompts(args) if args.suite is None else run_suite(args)
 
 
 def run_suite(args: argparse.Namespace) -> int:
     """Measures a suite and writes its page."""
     settings = ("suite", "data_folder", "out", "prompts_per_set", "repeats", "json", "debug")
-    given = (name for name, value in vars(args).items() if value != args.parser.get_default(name))
-    foreign = sorted(set(given) - set(settings))
-    if foreign:
-        args.parser.error(f"--suite {args.suite} fixes {', '.join(foreign)}; leave that out.")
-    suite = SUITES[args.suite]
-    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
+    _refuse_foreign(args, settings, f"--suite {args.suite} fixes")
     check_writable(args.json)
     check_writable(args.out, "--out")
+    if args.suite not in SUITES:
+        return run_litert_suite(args)
+    suite = SUITES[args.suite]
+    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
     result = measure(args.suite, args.data_folder, count, args.repeats)
-    write_part(as_markdown(result), args.out)
-    print(f"wrote {args.out}", file=sys.stderr)
-    print(as_markdown(result), end="", file=sys.stderr if args.json == "-" else sys.stdout)
-    write_figures(as_dict(result), args.json)
+    publish(as_markdown(result), as_dict(result), args)
     return 0 if result.outputs_agree else EXIT_DIFFERENT
 
 

@@ -4,16 +4,17 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from jaxspec.bench.compare import describe
-from jaxspec.checkpoint import Model
 from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.canvas import add_diffusion_arguments, check_none_given, fill_in
 from jaxspec.commands.live import LiveText, Pace, Sources, waiting, waiting_for_first
+from jaxspec.commands.mobile import add_mobile_arguments, check_runtime, loop_of, open_mobile
 from jaxspec.commands.options import (
     add_drafter_arguments,
     add_generation_arguments,
@@ -25,8 +26,11 @@ from jaxspec.commands.options import (
 )
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.generation import GenerationConfig, PromptLike, generate, stream
+from jaxspec.generation import GenerationConfig, PromptLike, StreamStep, generate, stream
 from jaxspec.result import Generation, GenerationResult
+
+if TYPE_CHECKING:
+    from jaxspec.mobile.loops import LoopOf
 
 COMPILING = "compiling, once for this kind of request ..."
 # `generate` returns when all is decoded.
@@ -51,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=False)
+    add_mobile_arguments(parser)
     add_diffusion_arguments(parser)
     parser.set_defaults(late_argument="prompt")
 
@@ -65,22 +70,43 @@ def run(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     if prompt is None and not args.chat:
         raise ValueError("Give a PROMPT, - to read standard input, --file FILE, or --chat.")
+    check_runtime(args)
+    if args.runtime == "litert":
+        return answer(_mobile_session(args, config), args, prompt)
     model = load_model(args)
     drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     if model.config.diffusion is not None:
         return fill_in(args, model, prompt)
     check_none_given(args)
     announce(model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
-    session = Session(model, config, drafter, args.seed)
+    return answer(Session(model, config, drafter, args.seed), args, prompt)
+
+
+def answer(session: "Session", args: argparse.Namespace, prompt: str | None) -> int:
+    """Shows what a model says, in the way the arguments ask for."""
     if args.chat or prompt is None:
         return chat(session, args.system, prompt)
     if args.json:
         print(json.dumps(session.as_json(prompt), ensure_ascii=False))
-    elif config.num_samples > 1:
+    elif session.config.num_samples > 1:
         session.print_samples(prompt)
     elif session.show(prompt).interrupted:
         return EXIT_INTERRUPTED
     return 0
+
+
+def _mobile_session(args: argparse.Namespace, config: GenerationConfig) -> "MobileSession":
+    loop = loop_of(args)
+    model = open_mobile(args)
+    announce(
+        model=args.model,
+        runtime=f"LiteRT, {model.manifest.quantization}",
+        drafter=model.manifest.drafter,
+        loop=args.loop or "best",
+        config=config,
+        seed=args.seed,
+    )
+    return MobileSession(model, config, None, args.seed, loop)
 
 
 def _prompt(args: argparse.Namespace) -> str | None:
@@ -103,7 +129,7 @@ class Shown:
 class Session:
     """A model with everything that stays the same from prompt to prompt."""
 
-    model: Model
+    model: Any
     config: GenerationConfig
     drafter: Drafter | LoadedDrafter | None
     seed: int
@@ -114,8 +140,7 @@ class Session:
         sources, text, interrupted = Sources(self.model.tokenizer), "", False
         with Pace() as pace, LiveText(console) as live:
             try:
-                steps = stream(self.model, prompt, self.config, self.drafter, self.seed)
-                for step in waiting_for_first(steps, COMPILING):
+                for step in waiting_for_first(self.stream(prompt), COMPILING):
                     pace.push(step)
                     text += step.text
                     live.push(sources.push(step), pace)
@@ -127,6 +152,10 @@ class Session:
         ended = "interrupted" if interrupted else "done"
         print(f"{ended}: {pace}", file=sys.stderr)
         return Shown(text, interrupted)
+
+    def stream(self, prompt: PromptLike) -> Iterator[StreamStep]:
+        """Decodes step by step."""
+        return stream(self.model, prompt, self.config, self.drafter, self.seed)
 
     def _generate(self, prompt: PromptLike) -> GenerationResult:
         with waiting(COMPILING_AND_DECODING):
@@ -158,6 +187,50 @@ class Session:
         if self.config.num_samples == 1:
             return {**settings, **samples[0], "metrics": result.metrics.as_dict()}
         return {**settings, "samples": samples, "metrics": result.metrics.as_dict()}
+
+
+@dataclasses.dataclass(frozen=True)
+class MobileSession(Session):
+    """The same on LiteRT.
+
+    loop: how to decode; `None`: the best that the file has.
+    """
+
+    loop: "LoopOf | None" = None
+
+    def stream(self, prompt: PromptLike) -> Iterator[StreamStep]:
+        from jaxspec.mobile.text import stream_text
+
+        return stream_text(self.model, prompt, self.config, self.loop, self.seed)
+
+    def print_samples(self, prompt: PromptLike) -> None:
+        """Says that there is one at most, as streaming does."""
+        self.show(prompt)
+
+    def as_json(self, prompt: PromptLike) -> dict[str, Any]:
+        """One object, as without LiteRT, with the figures that a stream has."""
+        with Pace() as pace:
+            steps = []
+            for step in self.stream(prompt):
+                pace.push(step)
+                steps.append(step)
+        return {
+            "model": self.model.name,
+            "runtime": "litert",
+            "config": dataclasses.asdict(self.config),
+            "seed": self.seed,
+            "prompt": prompt,
+            "text": "".join(step.text for step in steps),
+            "tokens": [int(token) for step in steps for token in step.tokens],
+            "from_draft": [bool(drafted) for step in steps for drafted in step.from_draft],
+            "finish_reason": steps[-1].finish_reason if steps else "length",
+            "metrics": {
+                "num_tokens": len(pace.tokens),
+                "num_rounds": pace.num_steps,
+                "tokens_per_round_bonus_included": len(pace.tokens) / max(1, pace.num_steps),
+                "seconds": pace.seconds if steps else 0.0,
+            },
+        }
 
 
 def _sample_as_json(row: Generation) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,6 +82,14 @@ def generation_config(args: argparse.Namespace) -> GenerationConfig:
     return GenerationConfig(**given)
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Reads N,...: positive numbers."""
+    numbers = tuple(int(part) for part in text.split(","))
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"sizes count from 1, got {text!r}.")
+    return numbers
+
+
 def _token_ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
 
@@ -92,6 +100,8 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 NO_DRAFTER = "none"
+OF_DRAFTERS = ("draft_model", "num_speculative_tokens", "max_ngram")
+"""Flags that `--drafter` gives a meaning."""
 
 
 class DrafterSpec(NamedTuple):
@@ -147,8 +157,18 @@ def make_drafter(
     Raises:
         ValueError: for an unknown setting, or one that is out of range.
     """
+    _, build = DRAFTERS[spec.name]
+    return build(args, drafter_settings(spec, args), model)
+
+
+def drafter_settings(spec: DrafterSpec, args: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a spec by name, as what they are; flags fill in what it leaves open.
+
+    Raises:
+        ValueError: for an unknown setting, or text in place of a number.
+    """
     flags = {name: getattr(args, name) for name in ("num_speculative_tokens", "max_ngram")}
-    kinds, build = DRAFTERS[spec.name]
+    kinds, _ = DRAFTERS[spec.name]
     unknown = sorted(set(spec.settings) - set(kinds))
     if unknown:
         raise ValueError(
@@ -163,7 +183,7 @@ def make_drafter(
             settings[name] = kinds[name](text)
         except ValueError:
             raise ValueError(f"--drafter {spec.text}: {name} must be a number.") from None
-    return build(args, settings, model)
+    return settings
 
 
 def _lookup(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> PromptLookup:
@@ -232,6 +252,19 @@ DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]
     "eagle2": ({"head": str, "depth": int, "beam": int, "num_nodes": int}, _eagle2),
     "layer-skip": ({"num_speculative_tokens": int, "threshold": float, "skips": str}, _layer_skip),
 }
+
+
+def refuse_unused(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Refuses flags that would be ignored.
+
+    Raises:
+        ValueError: naming those that are given, and why they mean nothing.
+    """
+    values = {name: getattr(args, name) for name in names}
+    given = [name for name, value in values.items() if value is not None and value is not False]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{flags}: {why}")
 
 
 def announce(**facts: Any) -> None:

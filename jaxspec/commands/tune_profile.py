@@ -12,8 +12,15 @@ from rich.table import Table
 from jaxspec.bench.step import SLOTS
 from jaxspec.bench.tuning import BATCHES, LEVELS, TOKENS, measure_profile
 from jaxspec.checkpoint import Model, load, load_eagle
-from jaxspec.commands.options import add_model_arguments, announce, check_writable, load_model
+from jaxspec.commands.options import (
+    add_model_arguments,
+    announce,
+    check_writable,
+    load_model,
+    sizes,
+)
 from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
+from jaxspec.mobile.profile import read_kit_log
 from jaxspec.progress import progress_bar
 from jaxspec.trees import LatencyProfile, Timing, load_profile, save_profile, shipped_profiles
 from jaxspec.trees.plots import check_plots, plot_latency
@@ -31,25 +38,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--import",
         dest="source",
         metavar="FILE",
-        help=f"read a profile instead: a file, or one of {', '.join(shipped_profiles())}",
+        help="read a profile instead: a file, what the script of `export --latency-kit` printed, "
+        f"or one of {', '.join(shipped_profiles())}",
     )
     parser.add_argument(
         "--tokens",
-        type=_sizes,
+        type=sizes,
         default=TOKENS,
         metavar="N,...",
         help=f"of target passes (default: {','.join(map(str, TOKENS))})",
     )
     parser.add_argument(
         "--batches",
-        type=_sizes,
+        type=sizes,
         default=BATCHES,
         metavar="N,...",
         help=f"nodes of draft passes (default: {','.join(map(str, BATCHES))})",
     )
     parser.add_argument(
         "--levels",
-        type=_sizes,
+        type=sizes,
         default=LEVELS,
         metavar="N,...",
         help="of the trees whose first draft pass is timed, which also reads what the last step "
@@ -97,13 +105,6 @@ def load_tree_drafter(args: argparse.Namespace, model: Model) -> LoadedDrafter:
     return args.parser.error("name the drafter: --head FOLDER or --draft-model MODEL.")
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(","))
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"sizes count from 1, got {text!r}.")
-    return sizes
-
-
 def run(args: argparse.Namespace) -> int:
     """Measures or reads a profile, and shows it."""
     if (args.model is None) == (args.source is None):
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         check_plots()
     if args.repeats < 2 or args.steps < 1:
         raise ValueError("--repeats must be at least 2, for a spread, and --steps at least 1.")
-    profile = load_profile(args.source) if args.source else _measure(args)
+    profile = _read(args.source) if args.source else _measure(args)
     if args.out:
         save_profile(profile, args.out)
         print(f"wrote {args.out}", file=sys.stderr)
@@ -127,6 +128,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         show_profile(profile)
     return 0
+
+
+def _read(source: str) -> LatencyProfile:
+    """A profile, or the log of a phone's benchmark tool, which is no JSON."""
+    is_log = Path(source).is_file() and not Path(source).read_bytes().lstrip().startswith(b"{")
+    return read_kit_log(source) if is_log else load_profile(source)
 
 
 def _measure(args: argparse.Namespace) -> LatencyProfile:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxspec.core.forms import exchangeable
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 
 KEY_SLOTS_AXIS = 2  # LayerKV.keys: [kv_heads, head_dim, slots]
@@ -27,6 +28,7 @@ def select_path(new_kv: tuple[LayerKV, ...], path: Int[Array, " length"]) -> tup
     return select_nodes(new_kv, jax.nn.one_hot(path, nodes, dtype=dtype))
 
 
+@exchangeable
 def select_nodes(
     new_kv: tuple[LayerKV, ...], pick: Float[Array, "length nodes"]
 ) -> tuple[LayerKV, ...]:

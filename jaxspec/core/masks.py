@@ -6,6 +6,8 @@ A tree's mask needs no function: it is `tree.ancestors`.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from jaxspec.core.forms import exchangeable
+
 
 def causal(num_tokens: int) -> Bool[Array, "tokens tokens"]:
     """Each token sees itself and what came before."""
@@ -28,11 +30,12 @@ def same_document(documents: Int[Array, " tokens"]) -> Bool[Array, "tokens token
     return documents[:, None] == documents[None, :]
 
 
+@exchangeable
 def sliding_window(
-    query_positions: Int[Array, " queries"], key_positions: Int[Array, " keys"], window: int
+    mask: Bool[Array, "#queries keys"],
+    query_positions: Int[Array, " queries"],
+    key_positions: Int[Array, " keys"],
+    window: int,
 ) -> Bool[Array, "queries keys"]:
-    """Each query sees keys less than `window` positions behind it.
-
-    It bounds another mask, which also says what is seen of the keys ahead.
-    """
-    return query_positions[:, None] - key_positions[None, :] < window
+    """What of a mask lies less than `window` positions behind each query."""
+    return mask & (query_positions[:, None] - key_positions[None, :] < window)

@@ -16,8 +16,12 @@ from jaxspec.core.types import Proposal, Tree, Verdict
 
 def verify_greedy(proposal: Proposal, target_logits: Float[Array, "nodes vocab"]) -> Verdict:
     """Keeps the longest path of tokens that the target would have chosen itself."""
+    return follow_choices(proposal, argmax_rows(target_logits))
+
+
+def follow_choices(proposal: Proposal, choices: Int[Array, " nodes"]) -> Verdict:
+    """`verify_greedy`, given the target's own token after each node in place of its logits."""
     tree = proposal.tree
-    choices = argmax_rows(target_logits)
     agrees = proposal.tokens == choices[jnp.maximum(tree.parents, 0)]
     last = _deepest(tree, agrees & proposal.valid)
     return Verdict(tree.paths[last], tree.depths[last] + 1, choices[last])

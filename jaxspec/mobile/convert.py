@@ -1,16 +1,17 @@
 """StableHLO to `.tflite`. The one module that knows the converter, as its interface may change."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax import export as jax_export
 
 from jaxspec.core.types import PyTree
 from jaxspec.mobile.extra import needs_extra
 from jaxspec.mobile.signatures import Signature
+from jaxspec.mobile.weights import PREFIX
 
 # Debug information stays: the scopes of JAX become the names of tensors.
 _PREPARE = (
@@ -18,17 +19,20 @@ _PREPARE = (
     "func.func(stablehlo-legalize-composite-to-call),inline)"
 )
 
+_CONVERTED = {"tfl", "func", "builtin", "arith", "quant"}
+
 
 class Lowered(NamedTuple):
     """A signature as StableHLO. Its first arguments are the weights."""
 
     program: bytes
+    num_weights: int
     inputs: Mapping[str, jax.ShapeDtypeStruct]
     outputs: Mapping[str, jax.ShapeDtypeStruct]
 
 
 def lower(weights: PyTree, signature: Signature) -> Lowered:
-    """Traces a signature for weights of these shapes."""
+    """Traces a signature for weights of these shapes and dtypes; arrays will do."""
     names = list(signature.inputs)
     record: dict[str, Any] = {}
 
@@ -46,17 +50,14 @@ def lower(weights: PyTree, signature: Signature) -> Lowered:
         name: jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         for name, aval in zip(record, exported.out_avals, strict=True)
     }
-    return Lowered(exported.mlir_module_serialized, signature.inputs, outputs)
+    num_weights = len(jax.tree.leaves(weights))
+    return Lowered(exported.mlir_module_serialized, num_weights, signature.inputs, outputs)
 
 
-def to_flatbuffer(
-    weights: PyTree, signatures: Mapping[str, Lowered], metadata: Mapping[str, str]
-) -> bytes:
-    """One flatbuffer with all signatures, which share their weights.
+def to_flatbuffer(signatures: Mapping[str, Lowered], metadata: Mapping[str, str]) -> bytes:
+    """One flatbuffer with all signatures, in which weights are inputs; see `weights.fill_in`.
 
     Args:
-        weights: a pytree of arrays. They travel as arguments and become constants here: closed
-            over, each signature would carry a copy of them through the converter.
         signatures: by name.
         metadata: texts to put into the file, by name.
 
@@ -67,34 +68,46 @@ def to_flatbuffer(
     ir, passmanager, api = _converter()
     context = ir.Context()
     api.prepare_mlir_context(context)
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(weights)]
-    constants: dict[int, Any] = {}
-    modules = []
-    for name, lowered in signatures.items():
-        with context, ir.Location.unknown():
-            module = ir.Module.parse(lowered.program)
-            passmanager.PassManager.parse(_PREPARE).run(module.operation)
-            _weights_to_constants(ir, module, leaves, constants)
-        api.set_signature(
-            module.operation,
-            signature_name=name,
-            input_names=list(lowered.inputs),
-            output_names=list(lowered.outputs),
-        )
-        modules.append(module)
-    with context:
-        merged = api.merge_modules(modules)
-        texts = {name: ir.StringAttr.get(text) for name, text in metadata.items()}
-        merged.operation.attributes["tfl.metadata"] = ir.DictAttr.get(texts)
-        config = api.ConvertToTFLConfig()
-        config.enable_x64 = False
-        config.unsafe_fuse_dynamic_shaped_broadcast = True
-        config.canonicalizing_inf_as_min_max_float = True
-        try:
+    modules, merged = [], None
+    try:
+        for name, lowered in signatures.items():
+            with context, ir.Location.unknown():
+                module = ir.Module.parse(lowered.program)
+                passmanager.PassManager.parse(_PREPARE).run(module.operation)
+            weights = [f"{PREFIX}{place}" for place in range(lowered.num_weights)]
+            api.set_signature(
+                module.operation,
+                signature_name=name,
+                input_names=[*weights, *lowered.inputs],
+                output_names=list(lowered.outputs),
+            )
+            modules.append(module)
+        with context:
+            merged = api.merge_modules(modules)
+            texts = {name: ir.StringAttr.get(text) for name, text in metadata.items()}
+            merged.operation.attributes["tfl.metadata"] = ir.DictAttr.get(texts)
+            config = api.ConvertToTFLConfig()
+            config.enable_x64 = False
+            config.unsafe_fuse_dynamic_shaped_broadcast = True
+            config.canonicalizing_inf_as_min_max_float = True
             api.run_convert_to_tfl_passes(merged, passmanager.PassManager(), config)
             return api.export_flatbuffer_to_bytes(merged.operation)
-        except Exception as error:  # of the bindings' own kinds; the text names operation and scope
-            raise ValueError(f"The converter refused the program: {error}") from error
+    except Exception as error:  # of the bindings' own kinds
+        left = [] if merged is None else sorted(set(_not_converted(merged.operation)))
+        details = str(error) + (f" It has nothing for {', '.join(left)}." if left else "")
+        raise ValueError(f"The converter refused the program: {details}") from error
+
+
+def _not_converted(operation: Any) -> Iterator[str]:
+    """Operations that are still StableHLO, with the JAX scopes that they came from."""
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                name = inner.operation.name
+                if name.partition(".")[0] not in _CONVERTED:
+                    scope = re.search(r'"([^"]*)"', str(inner.location))
+                    yield f"{name} at {scope.group(1) if scope else inner.location}"
+                yield from _not_converted(inner.operation)
 
 
 def _converter() -> tuple[Any, Any, Any]:
@@ -106,29 +119,3 @@ def _converter() -> tuple[Any, Any, Any]:
             importlib.import_module(f"{package}.passmanager"),
             importlib.import_module(f"{package}._mlir_libs.converter_api_ext"),
         )
-
-
-def _weights_to_constants(
-    ir: Any, module: Any, leaves: Sequence[np.ndarray], constants: dict[int, Any]
-) -> None:
-    """Replaces the first arguments of `main` by constants that all modules of a context share."""
-    (main,) = [op for op in module.body.operations if op.OPERATION_NAME == "func.func"]
-    block = main.regions[0].blocks[0]
-    with ir.InsertionPoint.at_block_begin(block):
-        for index, leaf in enumerate(leaves):
-            argument = block.arguments[index]
-            if index not in constants:
-                constants[index] = ir.DenseElementsAttr.get(leaf, type=argument.type)
-            constant = ir.Operation.create(
-                "arith.constant", results=[argument.type], attributes={"value": constants[index]}
-            )
-            argument.replace_all_uses_with(constant.result)
-    for index in reversed(range(len(leaves))):
-        block.erase_argument(index)
-    kind = ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value)
-    main.attributes["function_type"] = ir.TypeAttr.get(
-        ir.FunctionType.get(list(kind.inputs)[len(leaves) :], list(kind.results))
-    )
-    if "arg_attrs" in main.attributes:
-        kept = list(ir.ArrayAttr(main.attributes["arg_attrs"]))[len(leaves) :]
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(kept)

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files
-from jaxspec.core.types import Drafter, Params, PyTree
+from jaxspec.core.types import Drafter, Params
 from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
-from jaxspec.mobile.convert import lower, to_flatbuffer
+from jaxspec.mobile.convert import Lowered, lower, to_flatbuffer
 from jaxspec.mobile.manifest import KEY, Manifest, describe, fingerprint, seal
+from jaxspec.mobile.memory import estimate_phone_memory
 from jaxspec.mobile.opset import require_opset
+from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.signatures import (
     EagleStep,
     LayerSkipStep,
@@ -26,7 +29,9 @@ from jaxspec.mobile.signatures import (
     prefill_signature,
     verify_signature,
 )
+from jaxspec.mobile.weights import Leaf, fill_in
 
+BUNDLES = ("cpu", "gpu")
 MODEL_FILE, MANIFEST_FILE = "model.tflite", "manifest.json"
 _LARGEST = (1 << 31) - 1  # offsets in a flatbuffer are 31 bits
 
@@ -38,13 +43,21 @@ class ExportConfig:
     Attributes:
         slots: of the caches, which is the longest text in tokens.
         prefill: how many tokens of a prompt are read at a time, for each signature of that kind.
-        verify: sizes of `verify_N` and `commit_N`, for hosts that choose drafts themselves.
+        bundle: "cpu": with a drafter also `draft`, `verify_N`, `commit_N` and `step_sampled`, for
+            hosts that sample or choose what to verify. "gpu": few functions, as a GPU holds the
+            weights once for each.
+        verify: sizes of further `verify_N` and `commit_N`, for hosts that draft themselves.
+        levels: sizes of `draft_N`, and `absorb`, for hosts that grow trees with an EAGLE head.
+        quantization: of weights, one of `QUANTIZATIONS`.
         check_gpu_ops: refuse a file that a phone's GPU would refuse or compute wrongly.
     """
 
     slots: int = 1024
     prefill: tuple[int, ...] = (64,)
+    bundle: str = "cpu"
     verify: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
+    quantization: str = "int8"
     check_gpu_ops: bool = True
 
     def __post_init__(self):
@@ -52,7 +65,10 @@ class ExportConfig:
             raise ValueError(f"slots must be at least 2, got {self.slots}.")
         if not self.prefill:
             raise ValueError("prefill must name at least one size: a prompt has to be read.")
-        for name in ("prefill", "verify"):
+        if self.bundle not in BUNDLES:
+            raise ValueError(f"bundle must be one of {', '.join(BUNDLES)}, got {self.bundle!r}.")
+        check_quantization(self.quantization, on_gpu=self.bundle == "gpu")
+        for name in ("prefill", "verify", "levels"):
             for size in getattr(self, name):
                 if not 1 <= size <= self.slots:
                     raise ValueError(
@@ -68,13 +84,15 @@ def export(
 ) -> Manifest:
     """Writes `model.tflite`, `manifest.json` and the tokenizer into a folder.
 
+    The converter sees shapes only; weights are quantised one at a time on their way into the file.
+
     Args:
-        model: the target; its weights are written as float32.
+        model: the target.
         folder: made if it is not there; what else it holds stays.
         drafter: what `step` drafts with: an `Eagle` head over its static tree, or a `LayerSkip`
             with its set baked in. `PromptLookup` runs on the host: it gets a `verify_N` that fits.
             `None`: plain decoding only.
-        config: shapes; 1024 tokens of text by default.
+        config: functions, shapes and quantization; 1024 tokens of text and int8 by default.
 
     Returns:
         The manifest.
@@ -91,6 +109,11 @@ def export(
             f"slots must be at most the model's {network.config.max_positions} positions, "
             f"got {config.slots}."
         )
+    if network.config.experts is not None:
+        raise ValueError(
+            "model: mixtures of experts cannot be exported: which weights a token reads is not "
+            "fixed, as a file's operations are."
+        )
     loaded = (
         drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or NoDraft(), ())
     )
@@ -100,13 +123,11 @@ def export(
     target = Target(network.config, config.slots, num_tokens)
     signatures, paths = _signatures(target, loaded, config)
     params = Params(network, loaded.params)
-    weights = jax.tree.map(_as_float32, params)
-    _check_size(weights)
-    lowered = {name: lower(weights, signature) for name, signature in signatures.items()}
+    lowered = lower_all(signatures, params, config.quantization)
     manifest = Manifest(
         version=metadata.version("jaxspec"),
         model=model.name,
-        quantization="float32",
+        quantization=config.quantization,
         slots=config.slots,
         num_tokens=num_tokens,
         stop_token_ids=tuple(model.stop_token_ids),
@@ -115,16 +136,39 @@ def export(
         paths=paths,
         signatures=describe(lowered),
     )
-    flatbuffer = to_flatbuffer(weights, lowered, {KEY: manifest.to_json()})
+    flatbuffer = to_tflite(lowered, params, config.quantization, {KEY: manifest.to_json()})
     if config.check_gpu_ops:
         require_opset(flatbuffer)
-    flatbuffer, manifest = seal(flatbuffer, manifest)
+    manifest = seal(flatbuffer, manifest)
     with replacing_files(Path(folder)) as staging:
         (staging / MODEL_FILE).write_bytes(flatbuffer)
         (staging / MANIFEST_FILE).write_text(manifest.to_json() + "\n", encoding="utf-8")
         if model.tokenizer is not None:
             model.tokenizer.write(staging)
     return manifest
+
+
+def lower_all(
+    signatures: Mapping[str, Signature], params: Params, quantization: str
+) -> dict[str, Lowered]:
+    """Lowers functions for weights of these shapes.
+
+    Raises:
+        ValueError: so many weights, in this quantization, are more than one file holds.
+    """
+    shapes = jax.tree.map(_shape_in_file, params)
+    _check_size(params, quantization)
+    return {name: lower(shapes, signature) for name, signature in signatures.items()}
+
+
+def to_tflite(
+    lowered: Mapping[str, Lowered],
+    params: Params,
+    quantization: str,
+    texts: Mapping[str, str],
+) -> bytearray:
+    """One file of functions that `lower_all` lowered, with the weights they read and some texts."""
+    return fill_in(to_flatbuffer(lowered, texts), _leaves(params), quantization)
 
 
 def _signatures(
@@ -152,28 +196,53 @@ def _signatures(
             f"slots: a tree of depth {step.levels - 1} needs more than {target.slots} slots."
         )
     drafting = step if isinstance(step, EagleStep) else None
+    if config.levels and drafting is None:
+        raise ValueError("levels: only an EAGLE head drafts level by level; leave it out.")
+    if step is not None and config.bundle == "cpu":
+        verify.add(1 + len(paths))
+    sizes = sorted(verify)
     functions = {
         **{f"prefill_{n}": prefill_signature(target, n, drafting) for n in config.prefill},
         "decode": decode_signature(target),
-        **{f"verify_{n}": verify_signature(target, n) for n in sorted(verify)},
-        **{f"commit_{n}": commit_signature(target, n) for n in sorted(verify)},
+        **{f"verify_{n}": verify_signature(target, n, drafting) for n in sizes},
+        **{f"commit_{n}": commit_signature(target, n, drafting) for n in sizes},
     }
     if step is not None:
         functions["step"] = step.signature(target)
+        if config.bundle == "cpu":
+            functions["step_sampled"] = step.sampled_signature(target)
+            functions["draft"] = step.draft_signature(target)
+    if drafting is not None and config.levels:
+        functions["absorb"] = drafting.absorb_signature(target)
+        for size in config.levels:
+            slots = size * max(1, drafting.levels - 2)
+            functions[f"draft_{size}"] = drafting.level_signature(target, size, slots)
     return functions, paths
 
 
-def _as_float32(leaf: Any) -> np.ndarray:
-    array = np.asarray(leaf)
-    return array if np.issubdtype(array.dtype, np.integer) else array.astype(np.float32)
+def _shape_in_file(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Of a weight: integers stay what they are, all else is float32 to the graph."""
+    whole = jnp.issubdtype(leaf.dtype, jnp.integer)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if whole else jnp.float32)
 
 
-def _check_size(weights: PyTree) -> None:
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+def _leaves(params: Params) -> list[Leaf]:
+    """All weights, each made when it is asked for."""
+
+    def leaf(path: Any, array: Any) -> Leaf:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return Leaf(name, lambda: np.asarray(array).astype(_shape_in_file(array).dtype, copy=False))
+
+    return [leaf(path, array) for path, array in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def _check_size(params: Params, quantization: str) -> None:
+    stored = estimate_phone_memory(params.target.config, quantization, 0, params.draft)
+    size = stored.products + stored.table
     if size > _LARGEST:
         raise ValueError(
-            f"model: its weights take {size / 2**30:.1f} GiB as float32, and a .tflite holds less "
-            "than 2 GiB."
+            f"model: its weights take {size / 2**30:.1f} GiB as {quantization}, and a .tflite "
+            "holds less than 2 GiB; take fewer bits, or a smaller model."
         )
 
 

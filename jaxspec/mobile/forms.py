@@ -4,17 +4,21 @@ Each computes what the function it stands for does. A phone's GPU refuses a gath
 for its sake, and its own cosines are off by 1e-3.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.cache import select_nodes
 from jaxspec.core.forms import exchanged
+from jaxspec.core.masks import sliding_window
 from jaxspec.core.sampling import argmax_rows
+from jaxspec.core.types import LayerKV
 from jaxspec.drafters.growth import lookup_ids
-from jaxspec.models.attention import masked
+from jaxspec.models.attention import Segment, attend, softcapped
 from jaxspec.models.config import Rope
 from jaxspec.models.linear import multiply
 from jaxspec.models.rope import rotations
@@ -27,11 +31,13 @@ def litert_forms(num_positions: int) -> Mapping[Callable, Callable]:
     """What `core.forms.exchanged` takes, for texts of at most `num_positions` tokens."""
     return {
         argmax_rows: _argmax_rows,
+        attend: _attend,
         lookup_ids: _lookup_ids,
         lookup_rows: _lookup_rows,
-        masked: _masked,
         multiply: _multiply,
         rotations: partial(_rotations, num_positions),
+        sliding_window: _sliding_window,
+        select_nodes: _select_nodes,
     }
 
 
@@ -40,11 +46,48 @@ def _argmax_rows(logits: Float[Array, "nodes vocab"]) -> Int[Array, " nodes"]:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
+def _attend(
+    queries: Float[Array, "kv_heads group nodes head_dim"],
+    segments: Sequence[Segment],
+    scale: float,
+    softcap: float | None = None,
+) -> Float[Array, "kv_heads group nodes head_dim"]:
+    """One softmax over the scores of all segments side by side.
+
+    Query heads stay folded into the rows, masks are repeated to fit. Were scores unfolded for the
+    mask, the converter would merge that with the product, and of a product in which one key head
+    serves several others a GPU computes the first only, without a word.
+
+    Masks are sums, as a choice by a constant is refused. Half precision holds what is added.
+    """
+    kv_heads, group, nodes, head_dim = queries.shape
+    folded = (queries * scale).reshape(kv_heads, group * nodes, head_dim)
+
+    def scores(segment: Segment) -> Float[Array, "kv_heads rows slots"]:
+        columns = softcapped(jnp.einsum("pnd,pdf->pnf", folded, segment.kv.keys), softcap)
+        unseen = (1.0 - segment.mask.astype(columns.dtype)) * _UNSEEN
+        rows = unseen if len(unseen) == 1 else jnp.concatenate([unseen] * group)
+        return columns + rows[None]
+
+    weights = jax.nn.softmax(jnp.concatenate([scores(each) for each in segments], axis=-1), axis=-1)
+    ends = np.cumsum([each.kv.keys.shape[-1] for each in segments])
+    parts = jnp.split(weights, ends[:-1], axis=-1)
+    products = [
+        jnp.einsum("pns,psd->pnd", part, segment.kv.values)
+        for part, segment in zip(parts, segments, strict=True)
+    ]
+    return reduce(jnp.add, products).reshape(queries.shape)
+
+
 def _lookup_ids(ids: Int[Array, " table"], index: Int[Array, " taken"]) -> Int[Array, " taken"]:
-    """A sum of integers: as floats, ids would be lost in half precision."""
-    places = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    here = jnp.equal(index[:, None], places[None]).astype(jnp.int32)
-    return jnp.sum(here * ids[None], axis=1)
+    """A sum of integers: as floats, ids would be lost in half precision.
+
+    The zeros and ones are floats at first, as GPUs make no others, and a constant factor of fewer
+    axes than four ends in a program that GPUs cannot compile.
+    """
+    here = jax.nn.one_hot(index, ids.shape[0], dtype=jnp.float32).astype(jnp.int32)
+    found = here[None, None] * ids.reshape(1, 1, 1, -1)
+    return jnp.sum(found, axis=3).reshape(-1)
 
 
 def _lookup_rows(
@@ -57,11 +100,25 @@ def _lookup_rows(
     return jax.nn.one_hot(ids, table.shape[0], dtype=table.dtype) @ table
 
 
-def _masked(
-    scores: Float[Array, "kv_heads group nodes slots"], mask: Bool[Array, "nodes_or_one slots"]
-) -> Float[Array, "kv_heads group nodes slots"]:
-    """A sum, as a choice by a constant is refused. Half precision holds what is added."""
-    return scores + (1.0 - mask[None, None].astype(scores.dtype)) * _UNSEEN
+def _select_nodes(
+    new_kv: tuple[LayerKV, ...], pick: Float[Array, "length nodes"]
+) -> tuple[LayerKV, ...]:
+    """Heads side by side, so that one plain product serves all.
+
+    A GPU that repeats `pick` for each head computes the first head only, without a word.
+    """
+
+    def picked(rows: Float[Array, "nodes kv_heads head_dim"]):
+        nodes, heads, dim = rows.shape
+        return (pick @ rows.reshape(nodes, heads * dim)).reshape(len(pick), heads, dim)
+
+    return tuple(
+        LayerKV(
+            picked(layer.keys.transpose(2, 0, 1)).transpose(1, 2, 0),
+            picked(layer.values.transpose(1, 0, 2)).transpose(1, 0, 2),
+        )
+        for layer in new_kv
+    )
 
 
 def _multiply(
@@ -89,3 +146,19 @@ def _rotations(
         table = jnp.concatenate(rotations(rope, head_dim, max_positions, every), -1)
     rows = _lookup_rows(table, positions)
     return rows[:, : rows.shape[-1] // 2], rows[:, rows.shape[-1] // 2 :]
+
+
+def _sliding_window(
+    mask: Bool[Array, "#queries keys"],
+    query_positions: Int[Array, " queries"],
+    key_positions: Int[Array, " keys"],
+    window: int,
+) -> Float[Array, "queries keys"]:
+    """A product, as GPUs take no logical operation; `_attend` reads masks as numbers.
+
+    It has four axes: of a constant mask with fewer, a GPU reads the first row only.
+    """
+    behind = query_positions.reshape(1, 1, -1, 1) - key_positions.reshape(1, 1, 1, -1)
+    near = jnp.less(behind, window).astype(jnp.float32)
+    found = near * mask[None, None].astype(jnp.float32)
+    return found.reshape(found.shape[2:])

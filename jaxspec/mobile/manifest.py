@@ -112,13 +112,14 @@ def fingerprint(tokenizer: Tokenizer | None) -> str | None:
     return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
 
 
-def seal(flatbuffer: bytes, manifest: Manifest) -> tuple[bytes, Manifest]:
-    """Puts the checksum into a file that already carries its manifest."""
+def seal(flatbuffer: bytearray, manifest: Manifest) -> Manifest:
+    """Puts the checksum into a file that already carries its manifest, in place."""
     empty = manifest.to_json().encode()
-    checksum = hashlib.sha256(flatbuffer).hexdigest()
-    sealed = dataclasses.replace(manifest, checksum=checksum)
     assert flatbuffer.count(empty) == 1, "the converter dropped or changed the metadata"
-    return flatbuffer.replace(empty, sealed.to_json().encode()), sealed
+    sealed = dataclasses.replace(manifest, checksum=hashlib.sha256(flatbuffer).hexdigest())
+    at = flatbuffer.index(empty)
+    memoryview(flatbuffer)[at : at + len(empty)] = sealed.to_json().encode()
+    return sealed
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -149,9 +150,10 @@ def read_manifest(path: str | Path) -> Manifest:
                 raise CheckpointError(f"{path}: {error}") from None
             digest = hashlib.sha256()
             at = view.find(manifest.checksum.encode(), start)
-            digest.update(view[:at])
-            digest.update(_NO_CHECKSUM.encode())
-            digest.update(view[at + len(_NO_CHECKSUM) :])
+            with memoryview(view) as whole:  # a slice of `view` itself would be a copy
+                digest.update(whole[:at])
+                digest.update(_NO_CHECKSUM.encode())
+                digest.update(whole[at + len(_NO_CHECKSUM) :])
     if digest.hexdigest() != manifest.checksum:
         raise CheckpointError(f"{path} {_DAMAGED}")
     return manifest

@@ -19,9 +19,9 @@ ALLOWED = frozenset(
     (
         *("ADD", "ARG_MAX", "BATCH_MATMUL", "CAST", "CONCATENATION", "CUMSUM", "DIV"),
         *("DYNAMIC_UPDATE_SLICE", "EMBEDDING_LOOKUP", "EQUAL", "EXP", "FULLY_CONNECTED", "GELU"),
-        *("GREATER", "GREATER_EQUAL", "LESS", "LOGISTIC", "MAXIMUM", "MEAN", "MINIMUM", "MUL"),
-        *("ONE_HOT", "PACK", "REDUCE_MAX", "RELU", "RESHAPE", "RSQRT", "SELECT", "SELECT_V2"),
-        *("SLICE", "SOFTMAX", "SUB", "SUM", "TANH", "TOPK_V2", "TRANSPOSE"),
+        *("GREATER", "GREATER_EQUAL", "LESS", "LOG", "LOGISTIC", "MAXIMUM", "MEAN", "MINIMUM"),
+        *("MUL", "ONE_HOT", "PACK", "REDUCE_MAX", "RELU", "RESHAPE", "RSQRT", "SELECT"),
+        *("SELECT_V2", "SLICE", "SOFTMAX", "SUB", "SUM", "TANH", "TOPK_V2", "TRANSPOSE"),
     )
 )
 _INSTEAD = {
@@ -29,6 +29,8 @@ _INSTEAD = {
     "GATHER_ND": "use a product with one-hot rows, or slices",
     "BROADCAST_TO": "add a constant of the wanted shape, or let an operation broadcast",
     "STABLEHLO_SCATTER": "use dynamic_update_slice",
+    "LOG_SOFTMAX": "take the logarithm of a softmax",
+    "STABLEHLO_SORT": "use the ids of a top_k, too: else it is a sort",
     "COS": "the GPU's is off by 1e-3: read a table",
     "SIN": "the GPU's is off by 1e-3: read a table",
     "RELU_0_TO_1": "use relu on one side only",
@@ -73,7 +75,7 @@ class OpsetError(ValueError):
         super().__init__(f"{len(self.violations)} operations do not run on a phone's GPU:{lines}")
 
 
-def require_opset(flatbuffer: bytes) -> None:
+def require_opset(flatbuffer: bytes | bytearray) -> None:
     """Refuses a file that `violations` finds something in.
 
     Raises:
@@ -83,7 +85,7 @@ def require_opset(flatbuffer: bytes) -> None:
         raise OpsetError(found)
 
 
-def violations(flatbuffer: bytes) -> list[Violation]:
+def violations(flatbuffer: bytes | bytearray) -> list[Violation]:
     """Everything in a `.tflite` that a GPU delegate refuses or is known to compute wrongly."""
     found = []
     for graph in read_graphs(flatbuffer):
@@ -105,11 +107,6 @@ class Tensor(NamedTuple):
     dtype: str
     static: bool
     constant: np.ndarray | None
-
-    def values(self) -> np.ndarray:
-        """Of a float or integer constant."""
-        assert self.constant is not None, f"{self.name} is computed"
-        return self.constant.view({"INT32": np.int32}.get(self.dtype, np.float32))
 
 
 class Op(NamedTuple):
@@ -147,7 +144,7 @@ class Graph(NamedTuple):
         return (op for op in self.ops if tensor in op.inputs)
 
 
-def read_graphs(flatbuffer: bytes) -> list[Graph]:
+def read_graphs(flatbuffer: bytes | bytearray) -> list[Graph]:
     """The signatures of a `.tflite`."""
     schema = _schema()
     builtins = _names(schema.BuiltinOperator)
@@ -225,6 +222,26 @@ def _not_static(graph: Graph, op: Op) -> str | None:
     return f"it has tensors of {', '.join(unknown)}." if unknown else None
 
 
+def _one_hot_of_others(graph: Graph, op: Op) -> str | None:
+    if op.name == "ONE_HOT" and graph.out(op).dtype != "FLOAT32":
+        return f"GPUs make one-hot rows of floats only, not of {graph.out(op).dtype}; cast them."
+    return None
+
+
+def _integer_factor(graph: Graph, op: Op) -> str | None:
+    """Seen with one row of integers for several: the program for it does not compile."""
+    out = graph.out(op)
+    if op.name != "MUL" or out.dtype != "INT32" or len(out.shape) not in (2, 3):
+        return None
+    for tensor in graph.ins(op):
+        if tensor.constant is not None and 1 < int(np.prod(tensor.shape)) < int(np.prod(out.shape)):
+            return (
+                f"GPUs do not compute a product with repeated constant integers {tensor.shape} of "
+                "so few axes; make it four."
+            )
+    return None
+
+
 def _constant_where(graph: Graph, op: Op) -> str | None:
     if op.name in ("SELECT", "SELECT_V2") and graph.ins(op)[0].constant is not None:
         return "it chooses by a constant; add a constant bias instead."
@@ -274,6 +291,19 @@ def _output_that_goes_on(graph: Graph, op: Op) -> str | None:
     return None
 
 
+def _repeated_operand(graph: Graph, op: Op) -> str | None:
+    """Silent bug E: one operand for all of a batch; all but the first product come out wrong."""
+    if op.name != "BATCH_MATMUL":
+        return None
+    left, right = (tensor.shape[:-2] for tensor in graph.ins(op))
+    if int(np.prod(left)) != int(np.prod(right)):
+        return (
+            f"GPUs compute the first product only where one operand serves a batch, {list(left)} "
+            f"and {list(right)}; lay the batch side by side."
+        )
+    return None
+
+
 def _zero_tail(graph: Graph, op: Op) -> str | None:
     """Silent bug D: zeros behind a narrowed last axis come out as what was cut off."""
     if op.name in ("PAD", "PADV2"):
@@ -303,10 +333,13 @@ _RULES: tuple[Callable[[Graph, Op], str | None], ...] = (
     _refused,
     _too_many_axes,
     _not_static,
+    _one_hot_of_others,
+    _integer_factor,
     _constant_where,
     _constant_on_the_left,
     _first_row_only,
     _flattened_product,
     _output_that_goes_on,
+    _repeated_operand,
     _zero_tail,
 )

@@ -21,13 +21,20 @@ from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.tree import chain
 from jaxspec.core.types import Hidden, KVCache, LayerKV, Params, Tree, Warp
 from jaxspec.drafters import Eagle, LayerSkip
-from jaxspec.drafters.growth import extend, grow_tree
-from jaxspec.mobile.acceptance import accept_greedy
+from jaxspec.drafters.growth import extend, grow_tree, lookup_ids
+from jaxspec.mobile.acceptance import Accepted, accept_greedy, accept_sampled
 from jaxspec.mobile.forms import litert_forms
 from jaxspec.models import Network, lookup_rows
 
 Record = dict[str, Array]
 Function = Callable[[Params, Record], Record]
+Accept = Callable[[Tree, Array, Array], Accepted]
+"""Decides from a tree, its tokens and the target's logits after each."""
+
+LARGEST_TOP_K = 64
+"""Of `step_sampled`: a graph looks for so many candidates, whatever the app asks for."""
+LEVEL_CHILDREN = 8
+"""Likeliest children that `absorb` and `draft_N` give of each node."""
 
 
 class Signature(NamedTuple):
@@ -118,24 +125,30 @@ def prefill_signature(target: Target, size: int, drafting: "EagleStep | None" = 
     return _signature(target, prefill, inputs)
 
 
-def verify_signature(target: Target, size: int) -> Signature:
+def verify_signature(target: Target, size: int, drafting: "EagleStep | None" = None) -> Signature:
     """Scores `size` tokens of any tree; the cache is only read.
 
     positions: of each token in the text. visible: 1 where a token (row) sees another (column),
-    itself included. `choices` are the target's own tokens after each.
+    itself included. `choices` are the target's own tokens after each. What an EAGLE head reads of
+    the target, `new_states`, goes on to `commit_N`.
     """
+    taps = () if drafting is None else drafting.drafter.taps
 
     def verify(params: Params, inputs: Record) -> Record:
         cache = _cache(inputs, "kv", target.config.num_layers, inputs["length"][0])
         hidden = params.target.forward(
-            inputs["tokens"][0], inputs["positions"][0], inputs["visible"][0, 0] > 0, cache
+            inputs["tokens"][0],
+            inputs["positions"][0],
+            inputs["visible"][0, 0] > 0,
+            cache,
+            taps=taps,
         )
         logits = _unembed(params.target, target, hidden.features)
-        outputs = {
-            "logits": logits[None],
-            "choices": argmax_rows(logits)[None],
-            "features": hidden.features[None],
-        }
+        outputs = {"logits": logits[None], "choices": argmax_rows(logits)[None]}
+        if drafting is None:
+            outputs["features"] = hidden.features[None]
+        else:
+            outputs["o_new_states"] = drafting.read(hidden)[None]
         return outputs | _outgoing(_record(hidden.new_kv, "new"))
 
     inputs = {
@@ -147,28 +160,42 @@ def verify_signature(target: Target, size: int) -> Signature:
     return _signature(target, verify, {**inputs, **_kv(target)})
 
 
-def commit_signature(target: Target, size: int) -> Signature:
+def commit_signature(target: Target, size: int, drafting: "EagleStep | None" = None) -> Signature:
     """Writes the nodes on a path of `verify_N` into the cache.
 
-    path: `path[d]` is the accepted node of depth d, -1 past the last; `count` of them count.
+    path: `path[d]` is the accepted node of depth d, -1 past the last; `count` of them count. With
+    an EAGLE head the states on the path come out too, as `draft` and `absorb` take them.
     """
 
     def commit(params: Params, inputs: Record) -> Record:
         del params
-        length = inputs["length"][0]
+        length, path = inputs["length"][0], inputs["path"][0]
         new_kv = _cache(inputs, "new", target.config.num_layers, length).layers
-        path_kv = select_path(new_kv, inputs["path"][0])
-        return {
+        # Of one node there is nothing to choose, and the converter refuses a choice of one.
+        path_kv = new_kv if size == 1 else select_path(new_kv, path)
+        outputs = {
             "o_length": inputs["length"] + inputs["count"],
             **_outgoing(_write(inputs, "kv", path_kv, length)),
         }
+        if drafting is not None and size == 1:
+            none = jnp.zeros((drafting.levels - 1, drafting.width))
+            outputs["o_states"] = jnp.concatenate([inputs["new_states"][0], none])[None]
+        elif drafting is not None:
+            missing = jnp.full(max(0, drafting.levels - size), -1, jnp.int32)
+            states_path = jnp.concatenate([path, missing])[: drafting.levels]
+            rows = jax.nn.one_hot(states_path, size, dtype=jnp.float32)
+            outputs["o_states"] = (rows @ inputs["new_states"][0])[None]
+        return outputs
 
     inputs = {"path": _ints(1, size), "count": _ints(1), "length": _ints(1), **_kv(target)}
-    return _signature(target, commit, {**inputs, **_kv(target, "new", size)})
+    inputs |= _kv(target, "new", size)
+    if drafting is not None:
+        inputs["new_states"] = jax.ShapeDtypeStruct((1, size, drafting.width), jnp.float32)
+    return _signature(target, commit, inputs)
 
 
 class EagleStep:
-    """A whole greedy step with an EAGLE head over the drafter's static tree.
+    """A whole step with an EAGLE head over the drafter's static tree, and its parts.
 
     Carried: `tokens[:count]`, what the last step emitted, and `states[:count]`, what the head reads
     of the target where they were emitted: the pairs that the head has yet to absorb.
@@ -187,23 +214,95 @@ class EagleStep:
         return _kv(target._replace(config=self.head_config), "head")
 
     def signature(self, target: Target) -> Signature:
+        """`step`: draft, target pass, greedy acceptance, commit."""
+        function = partial(self._step, target, _greedy)
+        return _signature(target, function, self._inputs(target) | _kv(target))
+
+    def sampled_signature(self, target: Target) -> Signature:
+        """`step_sampled`: the same with acceptance at a temperature; drafts are not drawn."""
+        inputs = self._inputs(target) | _kv(target) | _sampling(self.tree)
+        return _signature(target, partial(_step_sampled, partial(self._step, target)), inputs)
+
+    def draft_signature(self, target: Target) -> Signature:
+        """`draft`: absorbs what the last step emitted, and drafts the whole static tree."""
+
+        def draft(params: Params, inputs: Record) -> Record:
+            absorbed, state = self._absorb(params, inputs)
+            cache = _cache(absorbed, "head", 1, inputs["length"][0])
+            tokens = self._draft(params, inputs, cache, state, target)
+            return {"drafted": tokens[None], **_outgoing(absorbed)}
+
+        return _signature(target, draft, self._inputs(target))
+
+    def absorb_signature(self, target: Target) -> Signature:
+        """`absorb`: only the first half, for hosts that grow the tree themselves.
+
+        state: predicted for the pending token. children, logprobs: its likeliest successors.
+        """
+
+        def absorb(params: Params, inputs: Record) -> Record:
+            absorbed, state = self._absorb(params, inputs)
+            children = self._children(params, state, target)
+            return {"state": state, **children, **_outgoing(absorbed)}
+
+        inputs = self._inputs(target)
+        del inputs["pending"]
+        return _signature(target, absorb, inputs)
+
+    def level_signature(self, target: Target, size: int, slots: int) -> Signature:
+        """`draft_N`: the head over `size` nodes of one level, of a tree that the host grows.
+
+        states: predicted at the nodes' parents. position: of these nodes in the text. drafted:
+        slots of the scratch that earlier levels fill, where those of this one go. visible: 1 where
+        a node (row) sees a slot of the scratch or, behind them, a node of its level: itself.
+        """
+
+        def draft(params: Params, inputs: Record) -> Record:
+            length, head = inputs["length"][0], params.draft
+            scratch = _cache(inputs, "scratch", 1, length).layers
+            hidden = head.forward(
+                params.target.embed(inputs["tokens"][0]),
+                inputs["states"][0],
+                inputs["position"],
+                inputs["visible"][0, 0] > 0,
+                _cache(inputs, "head", 1, length),
+                scratch=scratch,
+            )
+            children = self._children(params, hidden.features, target)
+            written = _write(inputs, "scratch", hidden.new_kv, inputs["drafted"][0])
+            return {"next_states": hidden.features[None], **children, **_outgoing(written)}
+
+        head = target._replace(config=self.head_config)
+        width = self.head_config.embed_dim
         inputs = {
+            "tokens": _ints(1, size),
+            "states": jax.ShapeDtypeStruct((1, size, width), jnp.float32),
+            "position": _ints(1),
+            "length": _ints(1),
+            "drafted": _ints(1),
+            "visible": _ints(1, 1, size, slots + size),
+        }
+        return _signature(
+            target, draft, {**inputs, **_kv(head, "scratch", slots), **self.head_kv(target)}
+        )
+
+    def _inputs(self, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
             "tokens": _ints(1, self.levels),
             "count": _ints(1),
             "length": _ints(1),
             "pending": _ints(1),
             "states": jax.ShapeDtypeStruct((1, self.levels, self.width), jnp.float32),
+            **self.head_kv(target),
         }
-        inputs |= {**_kv(target), **self.head_kv(target)}
-        return _signature(target, partial(self._step, target), inputs)
 
-    def _step(self, target: Target, params: Params, inputs: Record) -> Record:
+    def _step(self, target: Target, accept: Accept, params: Params, inputs: Record) -> Record:
         length = inputs["length"][0]
         absorbed, root_state = self._absorb(params, inputs)
         head_cache = _cache(absorbed, "head", 1, length)
         tokens = self._draft(params, inputs, head_cache, root_state, target)
         hidden, path, outputs = _verify_and_commit(
-            params.target, target, self.tree, tokens, inputs, self.drafter.taps
+            params.target, target, self.tree, tokens, inputs, self.drafter.taps, accept
         )
         states = path @ self.read(hidden)
         return outputs | {"o_states": states[None], **_outgoing(absorbed)}
@@ -221,6 +320,19 @@ class EagleStep:
         )
         absorbed = _write(inputs, "head", hidden.new_kv, start)
         return absorbed, lookup_rows(hidden.features, inputs["count"] - 1)
+
+    def _children(self, params: Params, states: Array, target: Target) -> Record:
+        """The likeliest tokens after some states, and how likely each is."""
+        head = params.draft
+        logits = head.unembed(params.target, states)
+        if head.draft_ids is None:
+            logits = logits[:, : target.num_tokens]
+        count = min(LEVEL_CHILDREN, logits.shape[1])
+        # A logarithm at the end: log_softmax is an operation that GPUs do not know.
+        probs, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), count)
+        if head.draft_ids is not None:
+            ids = lookup_ids(head.draft_ids, ids.reshape(-1)).reshape(ids.shape)
+        return {"children": ids[None], "logprobs": jnp.log(probs)[None]}
 
     def _draft(
         self, params: Params, inputs: Record, cache: KVCache, state: Array, target: Target
@@ -245,7 +357,7 @@ class EagleStep:
 
 
 class LayerSkipStep:
-    """A whole greedy step in which the target drafts a chain with a baked set of layers skipped.
+    """A whole step in which the target drafts a chain with a baked set of layers skipped.
 
     The draft always has its full length: a graph without control flow cannot end it early.
     """
@@ -260,10 +372,34 @@ class LayerSkipStep:
         self.levels = drafter.num_speculative_tokens + 1
 
     def signature(self, target: Target) -> Signature:
-        inputs = {"length": _ints(1), "pending": _ints(1), **_kv(target)}
-        return _signature(target, partial(self._step, target), inputs)
+        """`step`."""
+        function = partial(self._step, target, _greedy)
+        return _signature(target, function, self._inputs(target))
 
-    def _step(self, target: Target, params: Params, inputs: Record) -> Record:
+    def sampled_signature(self, target: Target) -> Signature:
+        """`step_sampled`."""
+        inputs = self._inputs(target) | _sampling(self.tree)
+        return _signature(target, partial(_step_sampled, partial(self._step, target)), inputs)
+
+    def draft_signature(self, target: Target) -> Signature:
+        """`draft`: the whole chain."""
+
+        def draft(params: Params, inputs: Record) -> Record:
+            return {"drafted": self._draft(target, params, inputs)[None]}
+
+        return _signature(target, draft, self._inputs(target))
+
+    def _inputs(self, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
+        return {"length": _ints(1), "pending": _ints(1), **_kv(target)}
+
+    def _step(self, target: Target, accept: Accept, params: Params, inputs: Record) -> Record:
+        tokens = self._draft(target, params, inputs)
+        *_, outputs = _verify_and_commit(
+            params.target, target, self.tree, tokens, inputs, (), accept
+        )
+        return outputs
+
+    def _draft(self, target: Target, params: Params, inputs: Record) -> Array:
         cache = _cache(inputs, "kv", target.config.num_layers, inputs["length"][0])
         token, tokens, scratch = inputs["pending"], [inputs["pending"]], None
         for drafted in range(self.levels - 1):
@@ -278,10 +414,46 @@ class LayerSkipStep:
             scratch = extend(scratch, hidden.new_kv)
             token = argmax_rows(_unembed(params.target, target, hidden.features))
             tokens.append(token)
-        *_, outputs = _verify_and_commit(
-            params.target, target, self.tree, jnp.concatenate(tokens), inputs, ()
-        )
-        return outputs
+        return jnp.concatenate(tokens)
+
+
+def _greedy(tree: Tree, tokens: Array, logits: Array) -> Accepted:
+    return accept_greedy(tree, tokens, argmax_rows(logits))
+
+
+def _sampling(tree: Tree) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `step_sampled` takes besides: `top_k` in 1..`LARGEST_TOP_K`, or 0 for off."""
+    return {
+        "uniforms": jax.ShapeDtypeStruct((1, len(tree.parents)), jnp.float32),
+        "temperature": jax.ShapeDtypeStruct((1,), jnp.float32),
+        "top_k": _ints(1),
+    }
+
+
+def _step_sampled(
+    step: Callable[[Accept, Params, Record], Record], params: Params, inputs: Record
+) -> Record:
+    """A step whose acceptance draws by the uniforms among its inputs."""
+
+    def accept(tree: Tree, tokens: Array, logits: Array) -> Accepted:
+        probs = _warped(logits, inputs["temperature"], inputs["top_k"])
+        return accept_sampled(tree, tokens, inputs["uniforms"][0], probs)
+
+    return step(accept, params, inputs)
+
+
+def _warped(logits: Array, temperature: Array, top_k: Array) -> Array:
+    """The law of `core.sampling.warp_logits` for these two settings, without bisection."""
+    most = min(LARGEST_TOP_K, logits.shape[1])
+    best, ids = jax.lax.top_k(logits, most)
+    # Who leaves the ids unused gets a sort in place of TOPK_V2, and no runtime has one.
+    best = best * (ids >= 0).astype(logits.dtype)
+    place = jax.nn.one_hot(top_k - 1, most, dtype=logits.dtype)
+    off = jnp.equal(top_k, 0).astype(logits.dtype)
+    # Half precision holds what is added; no logit is that far below.
+    lowest = jnp.sum(best * place, axis=1, keepdims=True) - 3e4 * off.reshape(1, 1)
+    filtered_out = 1.0 - (logits >= lowest).astype(logits.dtype)
+    return jax.nn.softmax(logits / temperature.reshape(1, 1) - 1e4 * filtered_out, axis=-1)
 
 
 def _verify_and_commit(
@@ -291,6 +463,7 @@ def _verify_and_commit(
     tokens: Array,
     inputs: Record,
     taps: tuple[int, ...],
+    accept: Accept,
 ) -> tuple[Hidden, Array, Record]:
     """The second half of any step. The path comes out as one-hot rows."""
     length = inputs["length"][0]
@@ -301,8 +474,7 @@ def _verify_and_commit(
         _cache(inputs, "kv", target.config.num_layers, length),
         taps=taps,
     )
-    choices = argmax_rows(_unembed(network, target, hidden.features))
-    accepted = accept_greedy(tree, tokens, choices)
+    accepted = accept(tree, tokens, _unembed(network, target, hidden.features))
     path_kv = select_nodes(hidden.new_kv, accepted.path)
     return (
         hidden,

@@ -33,6 +33,7 @@ def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+@exchangeable
 def attend(
     queries: Float[Array, "kv_heads group nodes head_dim"],
     segments: Sequence[Segment],
@@ -55,7 +56,8 @@ def attend(
 
     def scores(segment: Segment) -> Float[Array, "kv_heads group nodes slots"]:
         columns = softcapped(multiply_pairs(folded, segment.kv.keys, wide), softcap)
-        return masked(columns.reshape(kv_heads, group, nodes, -1), segment.mask)
+        seen = columns.reshape(kv_heads, group, nodes, -1)
+        return jnp.where(segment.mask[None, None], seen, jnp.finfo(seen.dtype).min)
 
     columns = [scores(segment) for segment in segments]
     # What is subtracted cancels: it has no gradient.
@@ -80,11 +82,3 @@ def attend(
 def softcapped(values: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """Values drawn into -cap..cap by a tanh, as Gemma 2 does; None: left alone."""
     return values if cap is None else cap * jnp.tanh(values / cap)
-
-
-@exchangeable
-def masked(
-    scores: Float[Array, "kv_heads group nodes slots"], mask: Bool[Array, "nodes_or_one slots"]
-) -> Float[Array, "kv_heads group nodes slots"]:
-    """Scores, as low as they get where nothing is to be seen."""
-    return jnp.where(mask[None, None], scores, jnp.finfo(scores.dtype).min)

@@ -509,11 +509,11 @@ def visible_to(
     nodes = mask.shape[0]
     scratch, own = jnp.split(mask, (mask.shape[1] - nodes,), axis=1)
     if window is not None:
-        own = own & sliding_window(positions, positions, window)
+        own = sliding_window(own, positions, positions, window)
     prefix = None
     if cache is not None:
         slots = jnp.arange(num_slots(cache))
         prefix = slots[None] < cache.length
         if window is not None:
-            prefix = prefix & sliding_window(positions, slots, window)
+            prefix = sliding_window(prefix, positions, slots, window)
     return Visible(prefix, scratch, own)

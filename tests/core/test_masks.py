@@ -38,7 +38,7 @@ def test_documents_do_not_see_each_other():
 @pytest.mark.parametrize("window", [1, 3, 20])
 def test_a_window_sees_that_many_tokens_itself_included_and_all_ahead(window):
     queries, keys = jnp.array([9, 4, 11]), jnp.arange(12)
-    mask = masks.sliding_window(queries, keys, window)
+    mask = masks.sliding_window(jnp.ones((1, 12), bool), queries, keys, window)
     for row, query in enumerate(queries.tolist()):
         seen = [key for key in range(12) if mask[row, key]]
         assert seen == list(range(max(0, query - window + 1), 12))

@@ -1,4 +1,4 @@
-"""Acceptance by sums and products decides as the verification of `core` does."""
+"""Acceptance by sums and products decides as the verification of `core` does, drawn or not."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import pytest
 
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents
-from jaxspec.core.verify import verify_greedy
-from jaxspec.mobile.acceptance import accept_greedy
+from jaxspec.core.verify import verify_deterministic, verify_greedy
+from jaxspec.mobile.acceptance import accept_greedy, accept_sampled
 
 TREES = {
     "eagle": eagle_tree(),
@@ -45,5 +45,35 @@ def test_it_decides_as_greedy_verification(name):
     for row, count in enumerate(ours.count):
         path = theirs.path[row, 1:count]
         emitted = [*tokens[row, path], theirs.next_token[row]]
+        assert ours.tokens[row].tolist() == [*emitted, *[0] * (tree.paths.shape[1] - count)]
+    assert set(ours.count.tolist()) == set(range(1, tree.paths.shape[1] + 1))
+
+
+@pytest.mark.parametrize("name", sorted(TREES))
+def test_it_samples_as_the_verification_of_deterministic_children(name):
+    """The same uniforms give the same verdict: far from where rounding decides."""
+    tree, draws = TREES[name], np.random.default_rng(0)
+    nodes, rounds = len(tree.parents), 2000
+    ranked = draws.permuted(np.tile(np.arange(VOCAB), (rounds, nodes, 1)), axis=-1)
+    tokens = ranked[:, np.maximum(tree.parents, 0), tree.ranks].astype(np.int32)
+    # Drafts are likely, some tokens are impossible, and some laws are a draft alone.
+    logits = draws.normal(size=(rounds, nodes, VOCAB)).astype(np.float32)
+    likely = ranked[:, :, :1]
+    boosted = np.take_along_axis(logits, likely, 2) + 3.0 * draws.random((rounds, nodes, 1))
+    np.put_along_axis(logits, likely, boosted, 2)
+    logits[draws.random(logits.shape) < 0.2] = -1e4
+    uniforms = draws.random((rounds, nodes)).astype(np.float32)
+
+    def both(tokens, logits, uniforms):
+        proposal = tree_proposal(tree, tokens, jnp.ones(nodes, bool))
+        ours = accept_sampled(tree, tokens, uniforms, jax.nn.softmax(logits))
+        return ours, verify_deterministic(uniforms, proposal, logits)
+
+    ours, theirs = jax.tree.map(np.asarray, jax.jit(jax.vmap(both))(tokens, logits, uniforms))
+    np.testing.assert_array_equal(ours.count, theirs.num_emitted)
+    np.testing.assert_array_equal(ours.last, theirs.next_token)
+    np.testing.assert_array_equal(ours.path, theirs.path[:, :, None] == np.arange(nodes))
+    for row, count in enumerate(ours.count):
+        emitted = [*tokens[row, theirs.path[row, 1:count]], theirs.next_token[row]]
         assert ours.tokens[row].tolist() == [*emitted, *[0] * (tree.paths.shape[1] - count)]
     assert set(ours.count.tolist()) == set(range(1, tree.paths.shape[1] + 1))

@@ -1,29 +1,48 @@
 """Exported files decode as JAX does: plain, by passes and commits, and by whole steps."""
 
 import sys
+from collections import Counter
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import GenerationConfig, LayerSkip, generate
-from jaxspec.checkpoint import CheckpointError
+from jaxspec import GenerationConfig, LayerSkip, generate, score
+from jaxspec.checkpoint import CheckpointError, Model
+from jaxspec.compilation import CompileClock
 from jaxspec.core import masks
+from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import tree_from_paths
-from jaxspec.core.types import KVCache
-from jaxspec.drafters import DraftModel, Eagle, PromptLookup
+from jaxspec.core.types import KVCache, Warp
+from jaxspec.drafters import DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.models import Eagle3Head, init_eagle3_params
 from tests.bench.models import tiny_model
 from tests.mobile.models import CONFIG, successor_model
+from tests.models.families import tiny
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
+from jaxspec.mobile.convert import lower, to_flatbuffer
+from jaxspec.mobile.loops import (
+    Acceptance,
+    DynamicDraft,
+    LookupDraft,
+    Plain,
+    Steps,
+    TreeDraft,
+    Verified,
+    drafted_by,
+)
+from jaxspec.mobile.runtime import verify_drafts
+from jaxspec.mobile.signatures import Signature
 
 SLOTS, NUM_NEW = 64, 40
+SHAPES = ExportConfig(slots=SLOTS, prefill=(8,), quantization="float32")
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [40, 2, 2, 2, 17, 20]]
 GREEDY = GenerationConfig(max_new_tokens=NUM_NEW)
@@ -42,8 +61,7 @@ def expected(pair):
 @pytest.fixture(scope="module")
 def path(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
-    config = ExportConfig(slots=SLOTS, prefill=(8,), verify=(9,))
-    export(pair[0], folder, Eagle.of(pair[1], PATHS), config)
+    export(pair[0], folder, Eagle.of(pair[1], PATHS), replace(SHAPES, levels=(4,)))
     return folder / "model.tflite"
 
 
@@ -54,7 +72,7 @@ def exported(path):
 
 def test_plain_decoding_gives_the_same_tokens(exported, expected):
     for prompt, tokens in zip(PROMPTS, expected, strict=True):
-        decoded = exported.generate(prompt, NUM_NEW, speculate=False)
+        decoded = exported.generate(prompt, NUM_NEW, loop=Plain)
         assert decoded.tokens.tolist() == tokens
         assert set(decoded.counts) == {1}
 
@@ -66,6 +84,177 @@ def test_steps_give_the_same_tokens(exported, expected):
         assert decoded.tokens.tolist() == tokens
         counts.update(decoded.counts)
     assert counts == {1, 2, 3, 4}  # from nothing accepted to the whole depth
+
+
+DRAFTS = {
+    "static tree": TreeDraft,
+    "dynamic tree": lambda model: DynamicDraft(model, 6),
+    "lookup": lambda model: LookupDraft(PromptLookup(3), SLOTS),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTS))
+def test_drafts_verified_by_the_host_give_the_same_tokens(exported, expected, name):
+    counts = set()
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        decoded = exported.generate(
+            prompt, NUM_NEW, loop=lambda *to: Verified(to[0], DRAFTS[name](to[0]), to[1])
+        )
+        assert decoded.tokens.tolist() == tokens
+        counts.update(decoded.counts)
+    if name != "lookup":  # whether a text repeats itself is another matter
+        assert max(counts) > 1
+
+
+@pytest.mark.parametrize("name", ["dynamic tree", "lookup"])
+def test_another_text_compiles_nothing_again(exported, name):
+    """The time of a round would hold it; a loop is made anew for every text."""
+
+    def generate_once():
+        exported.generate(
+            PROMPTS[0], 4, loop=lambda *to: Verified(to[0], DRAFTS[name](to[0]), to[1])
+        )
+
+    generate_once()
+    with CompileClock() as compiling:
+        generate_once()
+    assert compiling.seconds == 0
+
+
+def test_trees_grown_by_the_host_are_those_of_jax(pair, exported, expected):
+    """Step by step; the file's first token comes with the prompt, so JAX begins behind it."""
+    prompt, tokens = PROMPTS[0], expected[0]
+    drafter = Eagle2.of(pair[1], num_nodes=6, depth=2, beam=4)
+    config = GenerationConfig(max_new_tokens=NUM_NEW - 1)
+    (row,) = generate(pair[0], [*prompt, tokens[0]], config, drafter, return_trace=True)
+    drafts = []
+
+    class Recorded(DynamicDraft):
+        def __call__(self, text, recent):
+            drafts.append(super().__call__(text, recent))
+            return drafts[-1]
+
+    exported.generate(prompt, NUM_NEW, loop=lambda *to: Verified(to[0], Recorded(to[0], 6), to[1]))
+    for ours, theirs in zip(drafts[:-1], row.trace[:-1], strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_array_equal(ours.tree.parents, theirs.parents)
+
+
+def test_another_file_may_draft(pair, exported, expected, tmp_path):
+    """The target itself as the draft model: every draft is right."""
+    export(pair[0], tmp_path, config=replace(SHAPES, prefill=(4,)))
+    draft = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    decoded = exported.generate(PROMPTS[0], NUM_NEW, loop=drafted_by(draft, 3))
+    assert decoded.tokens.tolist() == expected[0]
+    assert set(decoded.counts[1:-1]) == {4}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_tokens": 47}, "another tokenizer"),
+        ({"tokenizer": "x"}, "another tokenizer"),
+        ({"slots": 32}, "--slots 64"),
+    ],
+)
+def test_draft_models_that_cannot_draft_are_refused(exported, path, change, said):
+    draft = MobileModel(path, num_threads=1)
+    draft.manifest = replace(draft.manifest, **change)
+    with pytest.raises(ValueError, match=f"^--draft-model: .*{said}"):
+        exported.generate(PROMPTS[1], 2, loop=drafted_by(draft, 3))
+
+
+@pytest.mark.parametrize("loop", [Plain, Steps, None], ids=["plain", "step_sampled", "verified"])
+def test_samples_have_the_law_of_the_target(pair, exported, loop):
+    """Frequencies of the first two tokens, of 4 likely ones each, beside the network's own law."""
+    warp = Warp(temperature=np.float32(1.5), top_k=np.int32(3))
+    if loop is None:
+        loop = verify_drafts
+    prompt, draws = PROMPTS[1], 400
+    seen = np.zeros(CONFIG.vocab_size)
+    seconds = Counter()
+    for seed in range(draws):
+        first, second = exported.generate(prompt, 2, loop=loop, warp=warp, seed=seed).tokens
+        seen[first] += 1
+        seconds[int(first), int(second)] += 1
+    law = _law(pair[0], prompt, warp)
+    chi2 = sum((seen[t] - draws * law[t]) ** 2 / (draws * law[t]) for t in np.flatnonzero(law))
+    assert chi2 < 13.8  # 2 degrees of freedom: 1 in 1000
+    assert not seen[law == 0].any()
+    chi2, cells = 0.0, 0
+    for first in np.flatnonzero(law):
+        joint = law[first] * _law(pair[0], [*prompt, int(first)], warp)
+        for second in np.flatnonzero(joint):
+            expected = draws * joint[second]
+            chi2 += (seconds[int(first), int(second)] - expected) ** 2 / expected
+            cells += 1
+    assert cells == 9
+    assert chi2 < 26.1  # 8 degrees of freedom: 1 in 1000
+
+
+def _law(model, tokens, warp):
+    logits = score(model, tokens).logits[-1:]
+    warp = jax.tree.map(jnp.asarray, warp)
+    return np.asarray(jax.nn.softmax(warp_logits(jnp.asarray(logits), warp)))[0]
+
+
+HALF = np.float32(0.5)
+
+
+@pytest.mark.parametrize(
+    ("warp", "named"),
+    [
+        (Warp(bias=np.zeros(48, np.float32)), "bias"),
+        (Warp(temperature=HALF, top_p=HALF), "top_p"),
+        (Warp(temperature=HALF, min_p=HALF), "min_p"),
+        (Warp(temperature=HALF, top_k=np.int32(49)), "top_k"),
+        (Warp(temperature=np.float32(0)), "temperature"),
+    ],
+)
+def test_steps_refuse_what_they_would_ignore(exported, warp, named):
+    with pytest.raises(ValueError, match=f"^{named}: whole steps .* at most 48, nothing else"):
+        exported.generate(PROMPTS[1], 2, loop=Steps, warp=warp)
+    assert exported._best_loop(warp) is verify_drafts
+
+
+class Reads(MobileModel):
+    """Counts the tokens of prompts that it reads."""
+
+    def __init__(self, path):
+        super().__init__(path, num_threads=1)
+        self.count = 0
+
+    def call(self, signature, **inputs):
+        if signature.startswith("prefill"):
+            self.count += int(inputs["count"][0])
+        super().call(signature, **inputs)
+
+
+def test_a_chat_reads_only_what_is_new(path):
+    """The next turn holds the last one and its answer."""
+    reads = Reads(path)
+    decoded = reads.generate(PROMPTS[0], 20)
+    longer = [*PROMPTS[0], *decoded.tokens.tolist(), 5, 6]
+    reads.count = 0
+    again = reads.generate(longer, 10)
+    assert reads.count <= 2 + 1 + 4  # the new tokens, the pending one, and the last round
+    fresh = MobileModel(path, num_threads=1).generate(longer, 10)
+    assert again.tokens.tolist() == fresh.tokens.tolist()
+    assert again.counts == fresh.counts  # so the head has read what it had to
+
+
+@pytest.mark.parametrize("name", ["dynamic tree", "lookup"])
+def test_a_turn_that_left_the_head_behind_is_read_in_the_next(path, name):
+    """Drafts of the host do without the head, which has yet to see all but the first prompt."""
+    reads = Reads(path)
+    decoded = reads.generate(
+        PROMPTS[0], 20, loop=lambda *to: Verified(to[0], DRAFTS[name](to[0]), to[1])
+    )
+    longer = [*PROMPTS[0], *decoded.tokens.tolist(), 5, 6]
+    reads.count = 0
+    reads.generate(longer, 1)
+    missed = 20 if name == "lookup" else 0
+    assert missed < reads.count <= missed + 2 + 1 + 4
 
 
 def test_steps_accept_what_jax_accepts(pair, exported, expected):
@@ -85,7 +274,7 @@ def test_a_head_of_taps_and_few_tokens(pair, expected, tmp_path):
     config = CONFIG.replace(num_layers=1, layer_types=(), vocab_size=len(ids))
     params = init_eagle3_params(config, 2 * CONFIG.embed_dim, jax.random.key(3))
     head = Eagle3Head(params, config, (0, 1), CONFIG.vocab_size, ids)
-    export(pair[0], tmp_path, Eagle.of(head, PATHS), ExportConfig(slots=SLOTS, prefill=(8,)))
+    export(pair[0], tmp_path, Eagle.of(head, PATHS), SHAPES)
     drafting = MobileModel(tmp_path / "model.tflite", num_threads=1)
     decoded = [drafting.generate(prompt, NUM_NEW) for prompt in PROMPTS]
     assert [each.tokens.tolist() for each in decoded] == expected
@@ -113,6 +302,7 @@ def test_passes_and_commits_equal_the_network(pair, exported):
 
     path = [0, 1, 4]  # the root, its first child, that one's first
     exported.call("commit_9", path=path + [-1] * 6, count=[3], length=[len(prompt)])
+    assert exported.read("commit_9", "o_length") == len(prompt) + 3
     exported.call("decode", pending=[11], length=[len(prompt) + 3])
     after = exported.read("decode", "logits")
     exported.prefill([*prompt, *tokens[path], 11])
@@ -120,7 +310,7 @@ def test_passes_and_commits_equal_the_network(pair, exported):
 
 
 def test_decoding_goes_on_to_the_end_of_the_context(exported):
-    plain = exported.generate(PROMPTS[1], 1000, speculate=False)
+    plain = exported.generate(PROMPTS[1], 1000, loop=Plain)
     assert len(plain.tokens) == SLOTS - len(PROMPTS[1])
     assert plain.finish_reason == "length"
     assert exported.generate(PROMPTS[1], 1000).tokens.tolist() == plain.tokens.tolist()
@@ -135,7 +325,7 @@ def test_stop_ids_end_a_text(exported, expected):
 
 def test_layers_skipped_give_the_same_tokens(pair, expected, tmp_path):
     skip = skips_of(2, attention=[1], mlp=[0])
-    export(pair[0], tmp_path, LayerSkip(skip, 3), ExportConfig(slots=SLOTS, prefill=(8,)))
+    export(pair[0], tmp_path, LayerSkip(skip, 3), SHAPES)
     skipping = MobileModel(tmp_path / "model.tflite", num_threads=1)
     decoded = [skipping.generate(prompt, NUM_NEW) for prompt in PROMPTS]
     assert [each.tokens.tolist() for each in decoded] == expected
@@ -176,14 +366,28 @@ def test_mistakes_are_named(pair, exported, path, tmp_path):
         exported.generate([1] * SLOTS)
     with pytest.raises(ValueError, match="ids must be in"):
         exported.generate([48])
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 0, got -5"):
+        exported.generate([1], -5)
     with pytest.raises(ValueError, match="not verify_3"):
         exported.call("verify_3")
+    with pytest.raises(ValueError, match=r"decode: its inputs are .*pending.*, and not token"):
+        exported.call("decode", token=[1], length=[1])
+    with pytest.raises(ValueError, match=r"decode: its outputs are .*logits, .*, and not logit"):
+        exported.read("decode", "logit")
+    with pytest.raises(ValueError, match=r"draft_4 writes 4 nodes from 5 on, .* 8 slots"):
+        exported.call("draft_4", length=[8], drafted=[5])
+    with pytest.raises(ValueError, match="writes 4 rows from 61 on"):
+        exported.call("step", length=[SLOTS - 3])
+    with pytest.raises(ValueError, match="say where decode writes"):
+        exported.call("decode", pending=[1])
+    with pytest.raises(ValueError, match="--verify 12"):
+        Verified(exported, LookupDraft(PromptLookup(11), SLOTS), Acceptance(Warp()))
     with pytest.raises(ValueError, match="slots must be at most"):
-        export(pair[0], tmp_path, config=ExportConfig(slots=1000))
+        export(pair[0], tmp_path, config=replace(SHAPES, slots=1000))
     with pytest.raises(ValueError, match="baked in"):
-        export(pair[0], tmp_path, LayerSkip(), ExportConfig(slots=SLOTS, prefill=(8,)))
+        export(pair[0], tmp_path, LayerSkip(), SHAPES)
     with pytest.raises(ValueError, match="DraftModel cannot be exported"):
-        export(pair[0], tmp_path, DraftModel.of(pair[0]), ExportConfig(slots=SLOTS, prefill=(8,)))
+        export(pair[0], tmp_path, DraftModel.of(pair[0]), SHAPES)
     with pytest.raises(ValueError, match="sizes must be in"):
         ExportConfig(slots=8, prefill=(9,))
     assert not list(tmp_path.iterdir())
@@ -201,7 +405,55 @@ def test_lookup_gets_a_pass_of_its_size(pair):
     from jaxspec.mobile.signatures import Target
 
     target = Target(pair[0].config, SLOTS, 48)
-    functions, paths = _signatures(target, LoadedDrafter(PromptLookup(4), ()), ExportConfig())
+    functions, paths = _signatures(target, LoadedDrafter(PromptLookup(4), ()), SHAPES)
     assert "verify_5" in functions
     assert "commit_5" in functions
     assert paths == ()
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "qwen2", "qwen3", "phi3"])
+def test_every_dense_family_decodes_as_in_jax(family, tmp_path):
+    model = Model(tiny(family), name=family)
+    export(model, tmp_path, config=replace(SHAPES, slots=32))
+    config = GenerationConfig(max_new_tokens=16, stop_token_ids=())
+    (row,) = generate(model, [5, 17, 40, 8, 22, 53], config)
+    ours = MobileModel(tmp_path / "model.tflite").generate([5, 17, 40, 8, 22, 53], 16, ())
+    assert ours.tokens.tolist() == row.tokens.tolist()
+
+
+def test_what_the_converter_refuses_is_named_with_its_scope():
+    def rounded(weights, inputs):
+        with jax.named_scope("Layer"):
+            return {"out": jax.lax.reduce_precision(inputs["rows"], 5, 10)}
+
+    signature = Signature(rounded, {"rows": jax.ShapeDtypeStruct((2, 8), jnp.float32)})
+    with pytest.raises(ValueError, match=r"nothing for .*reduce_precision.* at .*Layer/reduce_"):
+        to_flatbuffer({"rounded": lower({}, signature)}, {})
+
+
+def test_mixtures_of_experts_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="model: mixtures of experts cannot be exported"):
+        export(Model(tiny("qwen3_moe"), name="experts"), tmp_path, config=SHAPES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_flatbuffer_cannot_hold_is_refused_beforehand(pair, tmp_path, monkeypatch):
+    """The token table counts with 8 bits beside the products' 4."""
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.export"], "_LARGEST", 4000)
+    with pytest.raises(ValueError, match=r"a \.tflite holds less than 2 GiB; take fewer bits"):
+        export(pair[0], tmp_path, config=replace(SHAPES, quantization="int4"))
+
+
+def test_another_file_does_not_find_this_files_packed_weights(pair, tmp_path):
+    """Two exports to one place, one cache for both: each decodes by its own weights."""
+    other = Model(replace(pair[0].network, params=jax.tree.map(np.negative, pair[0].params)))
+    read = {}
+    for name, model in (("one", pair[0]), ("other", other)):
+        export(model, tmp_path, config=SHAPES)
+        for cache in (None, tmp_path / "weights.cache"):
+            file = MobileModel(tmp_path / "model.tflite", num_threads=1, weight_cache=cache)
+            file.prefill(PROMPTS[0])
+            read[name, cache is None] = file.read("prefill_8", "logits")
+    assert not np.allclose(read["one", True], read["other", True])
+    for name in ("one", "other"):
+        np.testing.assert_array_equal(read[name, True], read[name, False])

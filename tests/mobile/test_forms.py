@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from jaxspec.core import masks
+from jaxspec.core.cache import select_nodes
 from jaxspec.core.forms import exchangeable, exchanged
 from jaxspec.core.sampling import argmax_rows
-from jaxspec.core.types import KVCache
+from jaxspec.core.types import KVCache, LayerKV
 from jaxspec.drafters.growth import lookup_ids
 from jaxspec.mobile.forms import litert_forms
 from jaxspec.models import Llama3Scaling, Rope, lookup_rows
-from jaxspec.models.attention import masked
+from jaxspec.models.attention import Segment, attend
 from jaxspec.models.linear import multiply
 from jaxspec.models.rope import rotations
 
@@ -35,8 +36,19 @@ def _cases():
     draws = np.random.default_rng(0)
     floats = jnp.asarray(draws.normal(size=(5, 7)), jnp.float32)
     ties = jnp.asarray(draws.integers(0, 3, (20, 7)), jnp.float32)
-    seen = masks.causal(4)
-    scores = jnp.asarray(draws.normal(size=(1, 2, 4, 4)), jnp.float32)
+    queries = jnp.asarray(draws.normal(size=(2, 2, 4, 3)), jnp.float32)
+    prefix, own = (
+        LayerKV(
+            jnp.asarray(draws.normal(size=(2, 3, slots)), jnp.float32),
+            jnp.asarray(draws.normal(size=(2, slots, 3)), jnp.float32),
+        )
+        for slots in (6, 4)
+    )
+    segments = (Segment(prefix, jnp.arange(6)[None] < 5), Segment(own, masks.causal(4)))
+    layer = LayerKV(
+        jnp.asarray(draws.normal(size=(2, 3, 5)), jnp.float32),
+        jnp.asarray(draws.normal(size=(2, 5, 3)), jnp.float32),
+    )
     rope = Rope(5000.0, 0.5, Llama3Scaling(4.0, 1.0, 4.0, 16))
     return {
         "argmax_rows": lambda: argmax_rows(ties),
@@ -44,7 +56,9 @@ def _cases():
         "lookup_rows": lambda: lookup_rows(floats, jnp.array([4, 0, 0])),
         "multiply": lambda: multiply(floats[:, :5], floats),
         "rotations": lambda: rotations(rope, 8, 64, jnp.array([0, 3, SLOTS - 1])),
-        "masked": lambda: jax.nn.softmax(masked(scores, seen)),
+        "select_nodes": lambda: select_nodes((layer,), jax.nn.one_hot(jnp.array([2, 0, -1]), 5)),
+        "attend": lambda: attend(queries, segments, 0.7),
+        "attend, capped": lambda: attend(queries, segments[1:], 0.7, 2.0),
     }
 
 

@@ -48,15 +48,53 @@ def cosine(weights, x):
     return {"out": jnp.cos(x["rows"])}
 
 
+def repeated_operand(weights, x):
+    """Scores of three heads over one key head, unfolded for a mask: the converter merges both."""
+    queries = (x["rows"].reshape(1, 3, 2, 4) * 0.5).reshape(1, 6, 4)
+    keys = (x["rows"] + 1.0).reshape(1, 4, 6)
+    scores = jnp.einsum("pnd,pdf->pnf", queries, keys).reshape(1, 3, 2, 6)
+    return {"out": jax.nn.softmax(scores + x["rows"][:1, :6].reshape(1, 1, 1, 6))}
+
+
+def one_hot_of_booleans(weights, x):
+    here = jnp.equal(x["ids"][:, None], jnp.arange(8, dtype=jnp.int32)[None])
+    return {"out": jnp.sum(here.astype(jnp.int32), axis=1)}
+
+
+def one_hot_of_floats(weights, x):
+    here = jax.nn.one_hot(x["ids"], 8, dtype=jnp.float32).astype(jnp.int32)
+    return {"out": jnp.sum(here, axis=1)}
+
+
+def integer_factor(weights, x):
+    return {"out": x["ids"][:, None] * jnp.asarray([[3, 5, 7]], jnp.int32)}
+
+
+def integer_factor_of_four_axes(weights, x):
+    factor = jnp.asarray([3, 5, 7], jnp.int32).reshape(1, 1, 1, 3)
+    return {"out": x["ids"].reshape(1, 1, 2, 1) * factor}
+
+
+def side_by_side(weights, x):
+    return {"out": (x["rows"].reshape(12, 2) @ (x["rows"][:2] + 1.0)).reshape(3, 4, 8)}
+
+
 BAD = {
+    repeated_operand: ("BATCH_MATMUL", "the first product only"),
     first_row_only: ("MUL", "first row only of a constant"),
     output_that_goes_on: ("MUL", "do not write an output"),
     zero_tail: (None, "narrowed last axis"),
     gather: (None, "one-hot rows"),
     five_axes: (None, "axes"),
     cosine: ("COS", "table"),
+    one_hot_of_booleans: ("ONE_HOT", "of floats only"),
+    integer_factor: ("MUL", "constant integers"),
 }
-GOOD = (first_row_remedied, output_copied)
+OF_FLOATS = (first_row_remedied, output_copied, side_by_side)
+GOOD = (*OF_FLOATS, one_hot_of_floats, integer_factor_of_four_axes)
+
+
+WITH_ROWS = {*BAD, *OF_FLOATS} - {gather, one_hot_of_booleans, integer_factor}
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +103,16 @@ def found():
     pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
     from jaxspec.mobile.convert import lower, to_flatbuffer
     from jaxspec.mobile.signatures import Signature
+    from jaxspec.mobile.weights import Leaf, fill_in
 
     rows = jax.ShapeDtypeStruct((3, 8), jnp.float32)
     ids = jax.ShapeDtypeStruct((2,), jnp.int32)
     lowered = {}
     for function in (*BAD, *GOOD):
-        inputs = {"ids": ids} if function is gather else {"rows": rows}
+        inputs = {"rows": rows} if function in WITH_ROWS else {"ids": ids}
         lowered[function.__name__] = lower(WEIGHTS, Signature(function, inputs))
-    flatbuffer = to_flatbuffer(WEIGHTS, lowered, {})
+    leaves = [Leaf(name, lambda name=name: WEIGHTS[name]) for name in sorted(WEIGHTS)]
+    flatbuffer = fill_in(to_flatbuffer(lowered, {}), leaves, "float32")
     with pytest.raises(OpsetError) as refused:
         require_opset(flatbuffer)
     assert refused.value.violations == tuple(violations(flatbuffer))

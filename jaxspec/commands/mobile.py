@@ -1,0 +1,97 @@
+"""Flags of `jaxspec generate` for exported files, and what they stand for."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from jaxspec.commands.canvas import check_none_given
+from jaxspec.commands.options import OF_DRAFTERS, drafter_settings, refuse_unused
+from jaxspec.drafters import DraftModel, PromptLookup
+
+if TYPE_CHECKING:
+    from jaxspec.mobile import MobileModel
+    from jaxspec.mobile.loops import LoopOf
+
+_ONLY_LITERT = ("loop", "threads", "weight_cache")
+_ONLY_JAX = ("dtype", "max_positions")
+LOOPS = ("plain", "verify", "step")
+
+
+def add_mobile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `--runtime` and what belongs to it."""
+    group = parser.add_argument_group("LiteRT")
+    group.add_argument(
+        "--runtime",
+        choices=("jax", "litert"),
+        default="jax",
+        help="litert: MODEL is a .tflite of `jaxspec export` (default: jax)",
+    )
+    group.add_argument(
+        "--loop",
+        choices=LOOPS,
+        help="plain: decode; verify: draft, verify_N, accept here, commit_N; step: whole steps "
+        "(default: steps where the file has them and they can do what is asked)",
+    )
+    group.add_argument("--threads", type=int, metavar="N", help="default: one per core")
+    group.add_argument(
+        "--weight-cache", metavar="FILE", help="keep packed weights there: signatures share them"
+    )
+
+
+def check_runtime(args: argparse.Namespace) -> None:
+    """Refuses flags that mean nothing to the runtime that is asked for.
+
+    Raises:
+        ValueError: naming the flags.
+    """
+    if args.runtime == "jax":
+        refuse_unused(args, _ONLY_LITERT, "needs --runtime litert.")
+        return
+    check_none_given(args)
+    refuse_unused(args, _ONLY_JAX, "fixed when the file was exported; leave it out.")
+    if args.drafter is None:
+        refuse_unused(args, OF_DRAFTERS, "needs --drafter lookup or --drafter draft-model.")
+    elif args.drafter.name == "lookup":
+        refuse_unused(args, ("draft_model",), "needs --drafter draft-model.")
+    elif args.drafter.name == "draft-model":
+        refuse_unused(args, ("max_ngram",), "needs --drafter lookup.")
+
+
+def open_mobile(args: argparse.Namespace) -> "MobileModel":
+    """The file that `MODEL` names, with the tokenizer beside it."""
+    from jaxspec.mobile import MobileModel
+
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {args.threads}.")
+    return MobileModel(args.model, num_threads=args.threads, weight_cache=args.weight_cache)
+
+
+def loop_of(args: argparse.Namespace) -> "LoopOf | None":
+    """How to decode; a drafter of the host's own goes with `verify_N`.
+
+    Raises:
+        ValueError: for a drafter that is baked into files, or flags that contradict each other.
+    """
+    from jaxspec.mobile.loops import LookupDraft, Plain, Steps, Verified, drafted_by
+    from jaxspec.mobile.runtime import MobileModel, verify_drafts
+
+    if args.drafter is None:
+        loops: dict[str | None, LoopOf] = {"plain": Plain, "verify": verify_drafts, "step": Steps}
+        return loops.get(args.loop)
+    if args.loop not in (None, "verify"):
+        raise ValueError(f"--drafter {args.drafter.text}: drafts here, so --loop must be verify.")
+    settings = drafter_settings(args.drafter, args)
+    if args.drafter.name == "lookup":
+        lookup = PromptLookup(**settings)
+        return lambda model, acceptance: Verified(
+            model, LookupDraft(lookup, model.manifest.slots), acceptance
+        )
+    if args.drafter.name == "draft-model":
+        source = settings.get("model", args.draft_model)
+        if source is None:
+            raise ValueError("--drafter draft-model needs --draft-model FILE: an exported model.")
+        count = settings.get("num_speculative_tokens", DraftModel.num_speculative_tokens)
+        draft = MobileModel(source, num_threads=args.threads)
+        return drafted_by(draft, count)
+    raise ValueError(
+        f"--drafter {args.drafter.text}: it is baked into a file by `jaxspec export`; leave it out."
+    )

@@ -1,0 +1,181 @@
+"""Whether LiteRT-LM decodes a `.litertlm`, and the same with its drafter as without. On its CPU.
+
+The runtime may end its process, so all of this happens in a child.
+"""
+
+import importlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxspec.checkpoint.tokenizer import REPLACEMENT
+from jaxspec.mobile.extra import needs_extra
+
+PROMPTS = ("Question: What is 3 + 4?\n", "def add(a, b):\n", "Once upon a time", "1, 2, 3, 4,")
+_MESSAGES = 2000  # characters of a failed child's to show
+_SUCCESS = re.compile(r"Success rate: ([0-9.eE+-]+)")
+
+
+class LmRun(NamedTuple):
+    """Some texts decoded in one way.
+
+    texts: what follows each prompt.
+    ended: whether a text ended by itself, not by the budget or for want of slots.
+    tokens_per_second: of decoding, by the runtime's own count, prompts left out.
+    success_rate: accepted of all drafted tokens, bonus excluded; `None` without drafts.
+    """
+
+    texts: tuple[str, ...]
+    ended: tuple[bool, ...]
+    tokens_per_second: float
+    success_rate: float | None
+
+
+class LmCheck(NamedTuple):
+    """What LiteRT-LM makes of a file: plain, and with its drafter if it has one."""
+
+    plain: LmRun
+    speculative: LmRun | None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Texts that the drafter changed; empty as it should be.
+
+        The runtime looks at its budget once a round, so with drafts it may end a few tokens later.
+        """
+        if self.speculative is None:
+            return ()
+        texts = zip(self.plain.texts, self.plain.ended, self.speculative.texts, strict=True)
+        return tuple(
+            _difference(prompt, ours, theirs)
+            for prompt, (ours, ended, theirs) in enumerate(texts)
+            if not (ours == theirs if ended else theirs.startswith(ours.rstrip(REPLACEMENT)))
+        )
+
+    def __str__(self) -> str:
+        lines = [f"LiteRT-LM: plain {self.plain.tokens_per_second:.1f} tokens/s"]
+        if self.speculative is not None:
+            run, count = self.speculative, len(self.plain.texts)
+            lines.append(
+                f"with drafts {run.tokens_per_second:.1f} tokens/s, "
+                f"{run.success_rate or 0.0:.0%} of drafted tokens accepted (bonus excluded), "
+                f"{count - len(self.problems)} of {count} texts equal"
+            )
+        return "\n".join([*lines, *self.problems])
+
+
+def _difference(prompt: int, ours: str, theirs: str) -> str:
+    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False))
+    at = len(list(pairs))
+    return (
+        f"prompt {prompt}: from character {at} on {theirs[at : at + 30]!r} with drafts, "
+        f"{ours[at : at + 30]!r} without"
+    )
+
+
+def check_litertlm(
+    path: str | Path,
+    prompts: Sequence[str] = PROMPTS,
+    max_new_tokens: int = 64,
+    threads: int = 1,
+    timeout: float = 900.0,
+) -> LmCheck:
+    """Decodes with a file by LiteRT-LM's CPU backend, greedily.
+
+    Args:
+        path: the `.litertlm`.
+        prompts: texts, continued as they stand, without a chat's template.
+        max_new_tokens: of each text; with drafts the runtime may go a few tokens further.
+        threads: of the backend.
+        timeout: seconds for each of the two ways to decode.
+
+    Raises:
+        ValueError: the extra `mobile-lm` is not installed, or the runtime refused the file or ended
+            its process: with its own messages.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist, or is no file: give the .litertlm itself.")
+    with needs_extra("Running LiteRT-LM", "mobile-lm"):
+        importlib.import_module("litert_lm")
+    task: dict[str, Any] = {
+        "path": str(path),
+        "prompts": list(prompts),
+        "max_new_tokens": max_new_tokens,
+        "threads": threads,
+    }
+    plain = _run({**task, "speculative": False}, timeout)
+    has_drafter = b"tf_lite_mtp_drafter" in path.open("rb").read(1 << 16)
+    return LmCheck(plain, _run({**task, "speculative": True}, timeout) if has_drafter else None)
+
+
+def _run(task: dict[str, Any], timeout: float) -> LmRun:
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        try:
+            child = subprocess.run(
+                [sys.executable, "-m", "jaxspec.mobile.litertlm_check"],
+                input=json.dumps({**task, "result": str(result), "cache": folder}),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ValueError(
+                f"LiteRT-LM took longer than {timeout:.0f} s for {task['path']}: give it more "
+                "time, or fewer prompts."
+            ) from None
+        if child.returncode or not result.is_file():
+            said = "\n".join(line for line in child.stderr.splitlines() if line.strip())
+            raise ValueError(
+                f"LiteRT-LM refused {task['path']}, or ended its process (exit code "
+                f"{child.returncode}): {said[-_MESSAGES:] or 'it said nothing.'}"
+            )
+        answer = json.loads(result.read_text())
+    # The runtime says it only in its log, when the engine is closed.
+    found = _SUCCESS.search(child.stderr)
+    rate = float(found[1]) if found else None
+    return LmRun(tuple(answer["texts"]), tuple(answer["ended"]), answer["tokens_per_second"], rate)
+
+
+def _child() -> None:
+    """What runs in the child: reads a task from standard input, writes a result."""
+    litert_lm: Any = importlib.import_module("litert_lm")
+    task = json.load(sys.stdin)
+    litert_lm.set_min_log_severity(litert_lm.LogSeverity.INFO)
+    engine = litert_lm.Engine(
+        task["path"],
+        backend=litert_lm.Backend.CPU(thread_count=task["threads"]),
+        cache_dir=task["cache"],
+        enable_benchmark=True,
+        enable_speculative_decoding=task["speculative"],
+    )
+    with litert_lm.ModelInfo(task["path"]) as info:
+        room = info.max_context_tokens
+    budget = task["max_new_tokens"]
+    texts, ended, tokens, seconds = [], [], 0, 0.0
+    for prompt in task["prompts"]:
+        with engine.create_session(max_output_tokens=budget) as session:
+            session.run_prefill([prompt])
+            texts.append("".join(session.run_decode().texts))
+            told = session.get_benchmark_info()
+        count = told.last_decode_token_count
+        ended.append(count < min(budget, room - told.last_prefill_token_count))
+        tokens += count
+        seconds += count / told.last_decode_tokens_per_second if count else 0.0
+    engine.close()
+    speed = tokens / seconds if seconds else 0.0
+    answer = {"texts": texts, "ended": ended, "tokens_per_second": speed}
+    Path(task["result"]).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _child()

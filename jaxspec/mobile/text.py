@@ -1,0 +1,71 @@
+"""`jaxspec.stream` for exported files: a prompt in, text as it is decoded."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxspec.generation import (
+    GenerationConfig,
+    PromptLike,
+    StreamStep,
+    TextStream,
+    automaton_of,
+    encode_prompt,
+    warps_of,
+)
+from jaxspec.mobile.loops import LoopOf
+from jaxspec.mobile.runtime import MobileModel, TextEnd
+
+
+def stream_text(
+    model: MobileModel,
+    prompt: PromptLike,
+    config: GenerationConfig | None = None,
+    loop: LoopOf | None = None,
+    seed: int = 0,
+) -> Iterator[StreamStep]:
+    """Continues ONE prompt, round by round as it happens.
+
+    Args:
+        model: an open file.
+        prompt: text, ids or chat messages.
+        config: how to decode; one row, without log-probabilities.
+        loop: see `MobileModel.stream`.
+        seed: of sampling. Draws differ from those of `jaxspec.generate`.
+
+    Raises:
+        ValueError: as `jaxspec.stream`, or for a setting that only JAX has.
+    """
+    config = config or GenerationConfig()
+    for name, value, only in (
+        ("num_samples", config.num_samples, 1),
+        ("logprobs", config.logprobs, False),
+        ("warped_logprobs", config.warped_logprobs, False),
+    ):
+        if value != only:
+            raise ValueError(f"{name}: only {only} is possible on LiteRT, got {value}.")
+
+    def of_one_row(name: str, dtype: type) -> np.ndarray:
+        values = np.atleast_1d(np.asarray(getattr(config, name), dtype))
+        if len(values) != 1:
+            raise ValueError(f"{name}: got {len(values)} values for one prompt; give one.")
+        return values
+
+    ids = encode_prompt(model, prompt)
+    warp: Any = jax.tree.map(lambda values: values[0], warps_of(model, config, of_one_row, 1))
+    stops = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+    budget = int(of_one_row("max_new_tokens", np.int32)[0])
+    if budget == 0:
+        return
+    room = min(budget, model.manifest.slots - len(ids))
+    end = TextEnd(room, stops, automaton_of(model, config))
+    shown = TextStream(model.tokenizer, config.stop_strings)
+    for emitted in model.stream(ids, loop, warp, seed):
+        kept, reason = end.cut(emitted.tokens)
+        tokens = np.asarray(kept, np.int32)
+        from_draft = np.arange(len(kept)) < emitted.num_drafted
+        yield StreamStep(tokens, from_draft, shown.push(tokens, reason), reason, None)
+        if reason is not None:
+            return

@@ -1,0 +1,291 @@
+"""Weights into a converted graph, with fewer bits if asked for, one at a time.
+
+The converter sees only shapes: in its graphs weights are inputs. Here they become constants, stored
+once for all functions that read them. So the converter never holds a copy of the model, let alone
+one for each function.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.mobile.extra import needs_extra
+from jaxspec.mobile.quantize import QUANTIZATIONS, Recipe, quantize_rows
+
+PREFIX = "weight:"
+"""Begins the names of inputs that stand for weights; the place among the leaves follows."""
+_TABLE = Recipe(8, 0, on_gpu=True)  # of tokens, in all quantizations
+_EMBEDDINGS = "/embed/"  # in the name of the table of tokens
+_ALIGNMENT = 16  # bytes, of what buffers hold
+_SPARE = 1 << 20  # bytes of a flatbuffer besides its buffers, at first
+
+
+class Leaf(NamedTuple):
+    """A weight.
+
+    name: what its tensors are called.
+    make: gives it, as float32 or int32.
+    """
+
+    name: str
+    make: Callable[[], np.ndarray]
+
+
+class _View(NamedTuple):
+    """A weight as a graph turns and reshapes it.
+
+    weight: its place among the leaves.
+    changes: axes in a new order ("turn") or a new shape ("reshape"), first to last.
+    """
+
+    weight: int
+    changes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def reshaped(self, shape: Iterable[int]) -> "_View":
+        return _View(self.weight, (*self.changes, ("reshape", tuple(map(int, shape)))))
+
+    def turned(self, axes: Iterable[int]) -> "_View":
+        """Turns that follow each other are one, or none: equal views are equal."""
+        axes, before = tuple(map(int, axes)), self.changes
+        if before and before[-1][0] == "turn":
+            axes, before = tuple(before[-1][1][axis] for axis in axes), before[:-1]
+        if axes == tuple(range(len(axes))):
+            return _View(self.weight, before)
+        return _View(self.weight, (*before, ("turn", axes)))
+
+
+class _Stored(NamedTuple):
+    """What tensors need that show one view in one precision: the first is it, others its scales."""
+
+    buffer: int
+    shape: tuple[int, ...]
+    dtype: str
+    scales: np.ndarray | None = None
+    blocks: "_Stored | None" = None
+
+
+_Places = dict[tuple[_View, Recipe | None], int]
+"""The tensors of a graph that show weights, by what they show and how it is stored."""
+
+
+def fill_in(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) -> bytearray:
+    """Puts weights into a flatbuffer whose inputs `PREFIX...` stand for them.
+
+    Products with them become FULLY_CONNECTED, products of one-hot rows EMBEDDING_LOOKUP.
+
+    Args:
+        flatbuffer: a `.tflite`.
+        leaves: the weights.
+        quantization: one of `QUANTIZATIONS`: of what products read.
+
+    Raises:
+        ValueError: the extra `mobile` is not installed, or blocks do not divide a width.
+    """
+    return _Filler(flatbuffer, leaves, quantization).filled()
+
+
+class _Filler:
+    def __init__(self, flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str):
+        with needs_extra("Exporting"):
+            from ai_edge_litert import schema_py_generated as schema
+            from ai_edge_litert.tools import flatbuffer_utils
+        self._schema: Any = schema
+        self._model: Any = flatbuffer_utils.read_model_from_bytearray(bytearray(flatbuffer))
+        self._leaves, self._quantization = leaves, quantization
+        self._recipe = QUANTIZATIONS[quantization]
+        self._stored: dict[tuple[_View, Recipe | None], _Stored] = {}
+        self._codes = vars(schema.BuiltinOperator)
+
+    def filled(self) -> bytearray:
+        signatures = {each.subgraphIndex: each for each in self._model.signatureDefs}
+        for index, graph in enumerate(self._model.subgraphs):
+            self._fill(graph, signatures[index])
+        return self._packed()
+
+    def _packed(self) -> bytearray:
+        """The file. The builder gets its whole size at once: growing, it would copy itself."""
+        import flatbuffers
+
+        class Builder(flatbuffers.Builder):
+            """Aligns vectors of bytes as the schema asks for and generated code does not."""
+
+            def StartVector(self, elemSize: int, numElems: int, alignment: int) -> int:
+                wanted = _ALIGNMENT if elemSize == 1 else alignment
+                return super().StartVector(elemSize, numElems, wanted)
+
+        size = sum(0 if b.data is None else len(b.data) for b in self._model.buffers)
+        builder = Builder(size + size // 50 + _SPARE)
+        builder.Finish(self._model.Pack(builder), b"TFL3")
+        self._model = None
+        self._stored.clear()
+        data: bytearray = builder.Bytes
+        del data[: builder.Head()]
+        return data
+
+    def _fill(self, graph: Any, signature: Any) -> None:
+        views = {
+            entry.tensorIndex: _View(int(entry.name.decode().removeprefix(PREFIX)))
+            for entry in signature.inputs
+            if entry.name.decode().startswith(PREFIX)
+        }
+        weights = set(views)
+        makers: dict[int, Any] = {}
+        tensors: _Places = {}
+        kept = []
+        for op in graph.operators:
+            name = self._name(op)
+            inputs = [int(index) for index in op.inputs]
+            if name in ("RESHAPE", "TRANSPOSE") and inputs[0] in views:
+                views[int(op.outputs[0])] = self._changed(graph, op, name, views[inputs[0]])
+                continue
+            if name == "BATCH_MATMUL" and inputs[1] in views and inputs[0] not in views:
+                self._to_weights(graph, op, makers.get(inputs[0]), views[inputs[1]], tensors)
+            elif name == "FULLY_CONNECTED" and inputs[1] in views and inputs[0] not in views:
+                inputs[1] = self._tensor(graph, views[inputs[1]], self._recipe, tensors)
+                op.inputs = inputs
+            elif any(index in views for index in inputs):
+                op.inputs = [
+                    self._tensor(graph, views[index], None, tensors) if index in views else index
+                    for index in inputs
+                ]
+            makers.update(dict.fromkeys(map(int, op.outputs), op))
+            kept.append(op)
+        graph.operators = kept
+        graph.inputs = [index for index in graph.inputs if index not in weights]
+        signature.inputs = [e for e in signature.inputs if e.tensorIndex not in weights]
+        _drop_what_nobody_reads(graph, signature)
+
+    def _name(self, op: Any) -> str:
+        code = self._model.operatorCodes[op.opcodeIndex].builtinCode
+        return next(name for name, value in self._codes.items() if value == code)
+
+    def _changed(self, graph: Any, op: Any, name: str, view: _View) -> _View:
+        if name == "RESHAPE":
+            return view.reshaped(graph.tensors[op.outputs[0]].shape)
+        axes = self._model.buffers[graph.tensors[op.inputs[1]].buffer].data
+        return view.turned(np.asarray(axes, np.uint8).view(np.int32))
+
+    def _to_weights(
+        self,
+        graph: Any,
+        op: Any,
+        maker: Any,
+        view: _View,
+        tensors: _Places,
+    ) -> None:
+        """A product with a weight on its right."""
+        rows, options = int(op.inputs[0]), op.builtinOptions
+        width = len(graph.tensors[op.inputs[1]].shape)
+        if width != 2 or options.adjX:
+            op.inputs = [rows, self._tensor(graph, view, None, tensors)]
+        elif maker is not None and self._name(maker) == "ONE_HOT" and not options.adjY:
+            # Only embeddings bear one scale a row: those of an expert are all its weights.
+            is_embedding = _EMBEDDINGS in self._leaves[view.weight].name
+            recipe = _TABLE if self._recipe is not None and is_embedding else None
+            op.inputs = [int(maker.inputs[0]), self._tensor(graph, view, recipe, tensors)]
+            op.opcodeIndex = self._code("EMBEDDING_LOOKUP")
+            op.builtinOptionsType, op.builtinOptions = 0, None
+        else:
+            turned = view if options.adjY else view.turned((1, 0))
+            op.inputs = [rows, self._tensor(graph, turned, self._recipe, tensors), -1]
+            op.opcodeIndex = self._code("FULLY_CONNECTED")
+            op.builtinOptions = self._schema.FullyConnectedOptionsT()
+            op.builtinOptions.keepNumDims = len(graph.tensors[rows].shape) > 2
+            kinds = self._schema.BuiltinOptions
+            op.builtinOptionsType = kinds.FullyConnectedOptions
+
+    def _code(self, name: str) -> int:
+        wanted, codes = self._codes[name], self._model.operatorCodes
+        for index, code in enumerate(codes):
+            if code.builtinCode == wanted:
+                return index
+        code = self._schema.OperatorCodeT()
+        code.builtinCode, code.deprecatedBuiltinCode, code.version = wanted, min(wanted, 127), 1
+        codes.append(code)
+        return len(codes) - 1
+
+    def _tensor(self, graph: Any, view: _View, recipe: Recipe | None, tensors: _Places) -> int:
+        """The number of a constant in a graph, made where it is not there yet."""
+        if (view, recipe) not in tensors:
+            if (view, recipe) not in self._stored:
+                self._stored[view, recipe] = self._store(view, recipe)
+            name = self._leaves[view.weight].name
+            tensors[view, recipe] = self._add(graph, name, self._stored[view, recipe])
+        return tensors[view, recipe]
+
+    def _add(self, graph: Any, name: str, stored: _Stored) -> int:
+        tensor = self._schema.TensorT()
+        tensor.name, tensor.shape, tensor.buffer = name.encode(), list(stored.shape), stored.buffer
+        tensor.type = vars(self._schema.TensorType)[stored.dtype]
+        if stored.scales is not None or stored.blocks is not None:
+            tensor.quantization = self._schema.QuantizationParametersT()
+        if stored.scales is not None:
+            tensor.quantization.scale = stored.scales
+            tensor.quantization.zeroPoint = np.zeros(len(stored.scales), np.int64)
+        if stored.blocks is not None:
+            details = self._schema.BlockwiseQuantizationT()
+            details.scales = self._add(graph, f"{name}/scales", stored.blocks)
+            details.zeroPoints = -1
+            details.blockSize = stored.shape[1] // stored.blocks.shape[1]
+            tensor.quantization.details = details
+            kinds = self._schema.QuantizationDetails
+            tensor.quantization.detailsType = kinds.BlockwiseQuantization
+        graph.tensors.append(tensor)
+        return len(graph.tensors) - 1
+
+    def _store(self, view: _View, recipe: Recipe | None) -> _Stored:
+        leaf = self._leaves[view.weight]
+        array = leaf.make()
+        for change, numbers in view.changes:
+            array = array.transpose(numbers) if change == "turn" else array.reshape(numbers)
+        if recipe is None:
+            dtype = "INT32" if np.issubdtype(array.dtype, np.integer) else "FLOAT32"
+            return _Stored(self._buffer(array), array.shape, dtype)
+        if array.shape[1] % (recipe.block or 1):
+            raise ValueError(
+                f"quantization: {self._quantization} needs widths that {recipe.block} divides, and "
+                f"{leaf.name} has {array.shape[1]}; take int4."
+            )
+        packed, scales = quantize_rows(array, recipe.bits, recipe.block)
+        dtype, buffer = f"INT{recipe.bits}", self._buffer(packed)
+        if not recipe.block:
+            return _Stored(buffer, array.shape, dtype, scales=scales)
+        blocks = _Stored(self._buffer(scales), scales.shape, "FLOAT16")
+        return _Stored(buffer, array.shape, dtype, blocks=blocks)
+
+    def _buffer(self, array: np.ndarray) -> int:
+        buffer = self._schema.BufferT()
+        buffer.data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        self._model.buffers.append(buffer)
+        return len(self._model.buffers) - 1
+
+
+def _drop_what_nobody_reads(graph: Any, signature: Any) -> None:
+    """Operations whose results nobody reads, and then tensors that nothing names any more."""
+    while True:
+        read = {int(i) for op in graph.operators for i in op.inputs} | set(map(int, graph.outputs))
+        kept = [op for op in graph.operators if read & set(map(int, op.outputs))]
+        if len(kept) == len(graph.operators):
+            break
+        graph.operators = kept
+    named = read | {int(i) for op in graph.operators for i in op.outputs}
+    named |= set(map(int, graph.inputs))
+    for tensor in [graph.tensors[index] for index in named if index >= 0]:
+        details = None if tensor.quantization is None else tensor.quantization.details
+        if details is not None:
+            named.add(int(details.scales))
+    order = sorted(index for index in named if index >= 0)
+    place = {-1: -1, **{index: new for new, index in enumerate(order)}}
+    graph.tensors = [graph.tensors[index] for index in order]
+    for tensor in graph.tensors:
+        details = None if tensor.quantization is None else tensor.quantization.details
+        if details is not None:
+            details.scales = place[int(details.scales)]
+    for op in graph.operators:
+        op.inputs = [place[int(index)] for index in op.inputs]
+        op.outputs = [place[int(index)] for index in op.outputs]
+    graph.inputs = [place[int(index)] for index in graph.inputs]
+    graph.outputs = [place[int(index)] for index in graph.outputs]
+    for entry in (*signature.inputs, *signature.outputs):
+        entry.tensorIndex = place[int(entry.tensorIndex)]

@@ -1,0 +1,209 @@
+"""LiteRT's GPU accelerator takes whole files and computes the same tokens, on any Vulkan driver."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jaxspec import LayerSkip, load
+from jaxspec.checkpoint import load_eagle, shipped_folders
+from jaxspec.drafters import Eagle
+from jaxspec.drafters.skip_sets import skips_of
+from jaxspec.trees import tree_of_head
+from tests.mobile.models import successor_model
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
+from jaxspec.mobile import child as child_module
+from jaxspec.mobile import gpu as gpu_module
+from jaxspec.mobile import runtime as runtime_module
+from jaxspec.mobile.extra import missing_for_gpu
+from jaxspec.mobile.gpu import GpuCheck, LoopCheck, PassCheck, check_gpu
+
+PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
+SHAPES = ExportConfig(slots=64, prefill=(16,), quantization="float32")
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [40, 2, 2, 2, 17, 20], [11, 13]]
+
+EVERY_LOOP = {
+    *("decode", "step", "step_sampled", "draft, verify, commit", "verify_4, commit_4"),
+    *("absorb, draft_2, verify, commit", "absorb, draft_4, verify, commit"),
+}
+
+lacking = missing_for_gpu()
+needs_gpu = pytest.mark.skipif(lacking is not None, reason=f"GPU not checked: {lacking}")
+
+
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["float32", "int8", "int4"])
+def test_eagle_steps_run_whole_and_right(tmp_path, quantization):
+    """The bundle for GPUs; float32 with every other signature, too."""
+    model, head = successor_model()
+    exact = quantization == "float32"
+    every = {"bundle": "cpu", "levels": (2, 4), "verify": (4,), "prefill": (8, 16)}
+    bundle = every if exact else {"bundle": "gpu"}
+    config = replace(SHAPES, quantization=quantization, **bundle)
+    manifest = export(model, tmp_path, Eagle.of(head, PATHS), config)
+    checked = check_gpu(tmp_path / "model.tflite", PROMPTS, timeout=3000)
+    assert checked.problems == ()
+    assert set(checked.signatures) == set(manifest.signatures)
+    by_name = {loop.name: loop for loop in checked.loops}
+    steps = by_name["step"]
+    assert {1, 2} <= set(steps.counts)
+    assert max(steps.counts) >= 3
+    if exact:
+        assert set(by_name) == EVERY_LOOP
+        assert all(loop.expected_counts == loop.counts for loop in checked.loops)
+
+
+@needs_gpu
+@pytest.mark.slow
+def test_layers_skipped_run_whole_and_right(tmp_path):
+    model, _ = successor_model()
+    drafter = LayerSkip(skips_of(2, attention=[1], mlp=[0]), 3)
+    export(model, tmp_path, drafter, replace(SHAPES, bundle="gpu"))
+    assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
+
+
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["float32", "int8"])
+def test_the_shipped_model_runs_whole_and_right(tmp_path, quantization):
+    """With its head over its searched tree, as it is shipped; float32 with every signature."""
+    if not {"demo", "demo-eagle"} <= set(shipped_folders()):
+        pytest.skip("needs checkpoints/demo and checkpoints/demo-eagle, which are not here")
+    model = load("demo")
+    head = load_eagle("demo-eagle", model.network)
+    drafter = Eagle.of(head, tree_of_head("demo-eagle"))
+    bundle = "cpu" if quantization == "float32" else "gpu"
+    shapes = ExportConfig(
+        slots=1024, prefill=(8, 64), bundle=bundle, quantization=quantization, verify=(8,)
+    )
+    export(model, tmp_path, drafter, shapes)
+    texts = ("How many are 3 + 4?\n", "def add(a, b):\n", "Once upon a time", "1, 2, 3, 4,")
+    prompts = [model.tokenizer.encode(text) for text in texts]
+    known = [model.tokenizer.encode(text * 4) for text in texts] if quantization != "int8" else ()
+    checked = check_gpu(tmp_path / "model.tflite", prompts, 16, 3000, known)
+    assert checked.problems == ()
+    (steps,) = [loop for loop in checked.loops if loop.name == "step"]
+    assert len(set(steps.counts)) > 2
+    assert checked.passes == (None if quantization == "int8" else (32, 32))
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """A file with signatures of every kind."""
+    model, head = successor_model()
+    folder = tmp_path_factory.mktemp("everything")
+    config = replace(SHAPES, levels=(2, 4), verify=(4,), prefill=(8, 16))
+    export(model, folder, Eagle.of(head, PATHS), config)
+    return folder / "model.tflite"
+
+
+class Watched(MobileModel):
+    """On the CPU, in place of a GPU: notes what is called; one output may be wrong."""
+
+    wrong = ("", "", 0)
+
+    def __init__(self, path):
+        super().__init__(path, num_threads=1)
+        self.called = set()
+
+    def call(self, signature, **inputs):
+        self.called.add(signature)
+        super().call(signature, **inputs)
+
+    def read(self, signature, output):
+        values = np.array(super().read(signature, output))
+        if (signature, output) == self.wrong[:2]:
+            values[0, ..., self.wrong[2] :] = 0
+        return values
+
+
+def test_every_signature_is_run(everything):
+    ours, reference = Watched(everything), MobileModel(everything, num_threads=1)
+    prompts = gpu_module._some_prompts(ours.manifest)
+    assert {8, 16, 19} <= set(map(len, prompts))
+    checks = gpu_module.compare_loops(ours, reference, prompts, 16)
+    assert {check.name for check in checks} == EVERY_LOOP
+    assert ours.called == set(ours.manifest.signatures)
+    assert GpuCheck((), True, "", tuple(checks)).problems == ()
+    (foretold,) = [check for check in checks if check.name == "verify_4, commit_4"]
+    assert set(foretold.counts) == {1, 4}
+
+
+@pytest.mark.parametrize("wrong", [("draft", "drafted", 1), ("draft_4", "children", 0)])
+def test_wrong_drafts_are_noticed(everything, wrong):
+    """Though all texts are right."""
+    ours, reference = Watched(everything), MobileModel(everything, num_threads=1)
+    ours.wrong = wrong
+    checks = gpu_module.compare_loops(ours, reference, PROMPTS[:2], 16)
+    (problem,) = GpuCheck((), True, "", tuple(checks)).problems
+    assert problem.endswith("its rounds emit more or fewer tokens than on the CPU")
+    assert wrong[0] in problem
+
+
+def test_what_is_wrong_is_listed():
+    loops = (LoopCheck("step", (1, 3), (None, 7)),)
+    checked = GpuCheck(("decode", "step"), False, "plain decoding on the CPU", loops)
+    assert checked.problems == (
+        "a part of it falls back to the CPU",
+        "step: prompt 1 differs from plain decoding on the CPU at token 7",
+    )
+    assert "NOT fully" in str(checked)
+    passes = GpuCheck(("verify_8",), True, "", (), PassCheck(16, 15))
+    assert passes.problems == ("verify_N: the likeliest token is another one than on the CPU 1 x",)
+    assert "1 of 2 texts equal" in str(checked)
+
+
+class TestWhatFails:
+    """A child that crashes, hangs or cannot start ends in one clear error."""
+
+    @pytest.fixture
+    def path(self, tmp_path):
+        export(successor_model()[0], tmp_path, config=replace(SHAPES, bundle="gpu"))
+        return tmp_path / "model.tflite"
+
+    @pytest.fixture
+    def child(self, monkeypatch):
+        """Any Python in place of the child."""
+        monkeypatch.setattr(gpu_module, "missing_for_gpu", lambda: None)
+        run = child_module.subprocess.run
+
+        def instead(code):
+            def started(_, **settings):
+                return run([child_module.sys.executable, "-S", "-c", code], **settings)
+
+            monkeypatch.setattr(child_module.subprocess, "run", started)
+
+        return instead
+
+    def test_crashes_and_silence_are_errors(self, path, child):
+        child("import os; os.write(2, b'GATHER_ND: no'); os.abort()")
+        with pytest.raises(ValueError, match=r"exit code -6\): GATHER_ND: no"):
+            check_gpu(path)
+        child("import time; time.sleep(60)")
+        with pytest.raises(ValueError, match="took longer than 0 s"):
+            check_gpu(path, timeout=0.2)
+        child("pass")
+        with pytest.raises(ValueError, match="it said nothing"):
+            check_gpu(path)
+
+    def test_what_the_machine_lacks_is_named(self, path, monkeypatch):
+        monkeypatch.setattr(gpu_module, "missing_for_gpu", lambda: "there is no Vulkan driver")
+        with pytest.raises(ValueError, match="cannot be checked here: there is no Vulkan driver"):
+            check_gpu(path)
+
+    def test_what_would_end_the_process_is_not_opened(self, path, monkeypatch):
+        """Blocks, without a check of their own."""
+        blocks = replace(read_manifest(path), quantization="int4-block32")
+        monkeypatch.setattr(runtime_module, "read_manifest", lambda _: blocks)
+        with pytest.raises(ValueError, match="int4-block32 ends the process"):
+            MobileModel(path, accelerator="gpu")
+
+    def test_a_missing_driver_is_named_before_opening(self, path, monkeypatch):
+        monkeypatch.setattr(runtime_module, "missing_for_gpu", lambda: "there is no Vulkan driver")
+        with pytest.raises(ValueError, match=r"accelerator: .*: there is no Vulkan driver"):
+            MobileModel(path, accelerator="gpu")

@@ -1,0 +1,125 @@
+"""Latency kits: what they time, the script for phones, and reading what it printed."""
+
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+
+from jaxspec.cli import main
+from jaxspec.drafters import Eagle
+from jaxspec.trees import load_profile
+from tests.mobile.models import successor_model
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+from jaxspec.mobile import ExportConfig
+from jaxspec.mobile import profile as profile_module
+from jaxspec.mobile.profile import export_kit, measure_here, read_kit_log, timed_signatures
+
+DEPTH = 2
+SHAPES = ExportConfig(slots=16, prefill=(8,), quantization="float32")
+PATHS = ((0,), (1,), (0, 0))
+# As LiteRT's tool and TensorFlow Lite's print them.
+LITERT = "Warmup (avg):         9.10 ms (5 runs)\nInference (avg):      {} ms (50 runs)"
+LITERT_SPREAD = "Inference (std):      {}"
+TFLITE = (
+    "Inference timings in us: Init: 5, First inference: 9, Warmup (avg): 8, Inference (avg): {}"
+)
+
+
+@pytest.fixture(scope="module")
+def kit(tmp_path_factory):
+    """With fewer sizes than a real one."""
+    folder = tmp_path_factory.mktemp("kit")
+    model, head = successor_model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile_module, "TOKENS", (1, 4, 32))
+        patch.setattr(profile_module, "NODES", (1, 2))
+        manifest = export_kit(model, folder, Eagle.of(head, PATHS), SHAPES)
+    return folder, manifest
+
+
+def test_every_pass_and_its_commit_are_timed(kit):
+    assert timed_signatures(kit[1]) == (
+        *("verify_1", "verify_4", "commit_1", "commit_4"),  # 32 tokens leave no room in 16 slots
+        *("absorb", "draft_1", "draft_2"),
+    )
+
+
+def test_a_kit_is_timed_on_this_machine(kit):
+    profile = measure_here(kit[0] / "model.tflite", repeats=3)
+    assert [timing.size for timing in profile.target] == [1, 4]
+    assert [timing.size for timing in profile.draft] == [1, 2]
+    assert [timing.size for timing in profile.first_draft] == [1, DEPTH]
+    assert "1 threads" in profile.runtime
+
+
+def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
+    """The script runs with an adb of ours, whose tool says what the phone's would."""
+    if shutil.which("sh") is None:
+        pytest.skip("needs a POSIX shell")
+    adb = tmp_path / "adb"
+    adb.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *getprop*) echo "Pixel 99";; '
+        f'*signature_to_run_for=verify_4*) echo "{LITERT.format(4)}"; '
+        f'echo "{LITERT_SPREAD.format(0.2)}";; '
+        f'*signature_to_run_for=draft*) echo "{TFLITE.format(1000)}";; '
+        f'*signature_to_run_for*) echo "{LITERT.format("1.00")}";; esac\n'
+    )
+    adb.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    log = subprocess.run(
+        [str(kit[0] / "measure.sh"), "gpu", "2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    (tmp_path / "kit.txt").write_text(log)
+    profile = read_kit_log(tmp_path / "kit.txt")
+    assert profile.device == "Pixel 99, gpu, 2 threads"
+    assert profile.quantisation == "float32"
+    # A target pass and its commit, in seconds.
+    assert [t.seconds for t in profile.target] == pytest.approx([2e-3, 5e-3])
+    assert profile.target[1].spread == pytest.approx(2e-4)
+    assert [t.seconds for t in profile.draft] == pytest.approx([1e-3, 1e-3])
+    assert [t.seconds for t in profile.first_draft] == pytest.approx([1e-3, 1e-3])
+    assert profile.max_levels == DEPTH
+
+    out = tmp_path / "profile.json"
+    assert main(["tune", "profile", "--import", str(tmp_path / "kit.txt"), "--out", str(out)]) == 0
+    assert "Pixel 99" in capsys.readouterr().out
+    assert load_profile(out) == profile
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        ("Inference (avg): 3", "has no line 'jaxspec kit: '"),
+        ("jaxspec kit: {", "first line is damaged"),
+        ("HEAD", "nothing was timed"),
+        ("jaxspec kit: {}", "damaged .'model'"),
+        ("HEADjaxspec signature: verify_1\nerror: no such file", "no such file"),
+        ("HEADjaxspec signature: verify_1\nInference (avg): 3", "with its unit for verify_1"),
+        (f"HEADjaxspec signature: verify_1\n{TFLITE.format(3)}", "not commit_1|absorb was not"),
+        (f"HEADjaxspec signature: absorb\n{LITERT.format(3)}", "no verify_N was timed"),
+    ],
+)
+def test_logs_that_do_not_parse_are_refused(tmp_path, log, said):
+    facts = json.dumps({"model": "m", "quantization": "int8", "levels": 2})
+    path = tmp_path / "log.txt"
+    path.write_text(log.replace("HEAD", f"jaxspec kit: {facts}\n"))
+    with pytest.raises(ValueError, match=said):
+        read_kit_log(path)
+
+
+def test_a_kit_needs_a_head(tmp_path):
+    model, _ = successor_model()
+    from jaxspec.drafters import LoadedDrafter, NoDraft
+
+    with pytest.raises(ValueError, match="give --head FOLDER"):
+        export_kit(model, tmp_path, LoadedDrafter(NoDraft(), ()), replace(SHAPES))

@@ -1,0 +1,338 @@
+"""Exported files on the command line: `generate`, `bench` and `export` itself."""
+
+import json
+
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import GenerationConfig, generate
+from jaxspec.checkpoint import save_eagle
+from jaxspec.cli import main
+from jaxspec.commands import bench
+from jaxspec.commands import export as export_module
+from jaxspec.core.stopping import stop_automaton
+from jaxspec.drafters import Eagle, LoadedDrafter
+from jaxspec.models import EagleHead, init_eagle_params
+from jaxspec.models.transformer import param_shapes
+from tests.bench.models import tiny_model
+from tests.mobile.models import successor_model
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+import jax
+
+from jaxspec.mobile import ExportConfig, MobileModel, export
+from jaxspec.mobile import gpu as gpu_module
+from jaxspec.mobile.runtime import TextEnd
+from jaxspec.mobile.text import stream_text
+
+SHAPES = ExportConfig(slots=48, prefill=(8,), verify=(4,), quantization="float32")
+PROMPT = "one, two, one"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def path(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exported")
+    export(model, folder, config=SHAPES)
+    return str(folder / "model.tflite")
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return generate(model, PROMPT, GenerationConfig(max_new_tokens=16))[0]
+
+
+def fails(capsys, *argv) -> str:
+    assert main(argv) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "jaxspec: error:" in line]
+    return line
+
+
+def test_the_text_is_that_of_jax(capsys, path, expected):
+    """The tokenizer is the one beside the file; lookup drafts without being in it."""
+    argv = ["generate", "--runtime", "litert", path, PROMPT, "--max-new-tokens", "16"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out == f"{expected.text}\n"
+    assert main([*argv, "--drafter", "lookup:num_speculative_tokens=3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["tokens"] == expected.tokens.tolist()
+    assert answer["text"] == expected.text
+    assert answer["finish_reason"] == "length"
+    assert answer["metrics"]["num_tokens"] == 16
+
+
+def test_stops_and_settings_are_those_of_generate(model, path, expected):
+    """Stop strings cut the text, biases change it, and the budget may be nothing."""
+    mobile = MobileModel(path, num_threads=1)
+    stop = expected.text[4:6]
+    for config in (
+        GenerationConfig(max_new_tokens=16, stop=stop),
+        GenerationConfig(max_new_tokens=16, banned_token_ids=[int(expected.tokens[0])]),
+        GenerationConfig(max_new_tokens=0),
+    ):
+        theirs = generate(model, PROMPT, config)[0]
+        steps = list(stream_text(mobile, PROMPT, config))
+        tokens = [token for step in steps for token in step.tokens.tolist()]
+        assert tokens == theirs.tokens.tolist()
+        assert "".join(step.text for step in steps) == theirs.text
+        assert not steps or steps[-1].finish_reason == theirs.finish_reason
+
+
+def test_a_token_that_stops_twice_stops_as_a_string():
+    """As in `core.stopping`: the string is to be cut from the text."""
+    end = TextEnd(5, [1, 2], stop_automaton([b"ab"], [b"a", b"b", b"c"]))
+    assert end.cut([0, 1, 2]) == ([0, 1], "stop_string")
+    end = TextEnd(5, [1, 2], stop_automaton([b"ab"], [b"a", b"b", b"c"]))
+    assert end.cut([0, 2, 1]) == ([0, 2], "stop_token")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--num-samples", "2"], "num_samples: only 1 is possible on LiteRT"),
+        (["--loop", "step"], "not step"),
+        (["--loop", "step", "--temperature", "1.5", "--top-p", "0.3"], "top_p: whole steps"),
+        (["--loop", "step", "--banned-token-ids", "3"], "bias: whole steps"),
+        (["--drafter", "lookup:num_speculative_tokens=9"], "export it with --verify 10"),
+        (["--drafter", "lookup", "--loop", "plain"], "--loop must be verify"),
+        (["--drafter", "draft-model"], "--draft-model FILE"),
+        (["--threads", "0"], "--threads must be at least 1"),
+        (["--drafter", "lookup:typo=3"], "lookup has no setting 'typo'"),
+        (["--drafter", "lookup:num_speculative_tokens=x"], "must be a number"),
+        (["--drafter", "lookup", "--num-speculative-tokens", "0"], "must be at least 1, got 0"),
+        (["--drafter", "lookup", "--draft-model", "X"], "--draft-model: needs --drafter draft-mod"),
+        (["--num-speculative-tokens", "3"], "--num-speculative-tokens: needs --drafter lookup"),
+        (["--dtype", "float32", "--max-positions", "9"], "--dtype, --max-positions: fixed when"),
+        (["--steps", "3"], "--steps: for diffusion language models"),
+        (["--top-k", "999"], "top_k must be at most the vocabulary"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, path, argv, said):
+    assert said in fails(capsys, "generate", "--runtime", "litert", path, PROMPT, *argv)
+
+
+def test_flags_of_litert_need_litert(capsys, path):
+    assert "needs --runtime litert" in fails(capsys, "generate", path, PROMPT, "--loop", "plain")
+    assert "more slots" in fails(capsys, "generate", "--runtime", "litert", path, "x" * 60)
+
+
+@pytest.fixture(scope="module")
+def folders(model, tmp_path_factory):
+    """The model and a head for it, with prompts and a tree."""
+    folder = tmp_path_factory.mktemp("all")
+    jaxspec.save(model, folder / "model")
+    config = model.network.config.replace(num_layers=1, layer_types=())
+    head = EagleHead(init_eagle_params(config, False, jax.random.key(0)), config, False)
+    save_eagle(head, folder / "head")
+    rows = [{"prompt": PROMPT}, {"prompt": "abc"}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tree.json").write_text(json.dumps({"paths": [[0], [1], [0, 0]]}))
+    return folder
+
+
+@pytest.mark.slow
+def test_the_comparison_writes_every_method(capsys, folders, tmp_path):
+    out = tmp_path / "page.md"
+    argv = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), "--runtime", "litert"]
+    argv += ["--head", str(folders / "head"), "--tree", str(folders / "tree.json")]
+    argv += ["--quantize", "float32", "--max-new-tokens", "6", "--out", str(out), "--json"]
+    assert main(argv) == 0
+    answer = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in answer["results"]["float32"]}
+    assert list(rows) == [
+        "plain",
+        *("EAGLE's tree: draft, verify, commit", "EAGLE's tree: step"),
+        *("searched tree: draft, verify, commit", "searched tree: step"),
+        "EAGLE-2 from the host",
+    ]
+    assert rows["plain"]["tau"] == 1
+    assert all(row["num_different"] == 0 for row in rows.values())
+    assert all(row["tau"] >= 1 for row in rows.values())
+    taus = [rows[f"EAGLE's tree: {way}"]["tau"] for way in ("draft, verify, commit", "step")]
+    assert taus[0] == taus[1]
+    page = out.read_text()
+    settings = "--head head --tree tree.json --quantize float32 --max-new-tokens 6"
+    assert f"prompts.jsonl --runtime litert {settings}\n" in page
+    assert "19.18 tokens/s" in page
+    assert "plain 11.49 tokens/s" in page
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--chat"], "has no use for chat; leave that out"),
+        (["--drafter", "lookup", "--repeats", "1"], "has no use for drafter, repeats"),
+        (["--temperature", "0.5", "--seed", "3"], "has no use for seed, temperature"),
+        (["--prompts-per-set", "2"], "has no use for prompts_per_set"),
+    ],
+)
+def test_comparisons_refuse_what_they_would_ignore(capsys, folders, argv, said):
+    given = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), *argv]
+    given += ["--runtime", "litert", "--head", "H", "--tree", "T"]
+    with pytest.raises(SystemExit) as exit_:
+        main(given)
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
+    assert "at least 2" in fails(capsys, *given[:3], *given[-6:], "--max-new-tokens", "1")
+
+
+def test_the_command_of_a_comparison_gives_its_rows(monkeypatch, folders, tmp_path):
+    class Compared:
+        def as_markdown(self, command):
+            return f"# {command}\n"
+
+        def as_dict(self):
+            return {}
+
+    monkeypatch.setattr(bench, "compare_on_litert", lambda *_: Compared())
+    out = tmp_path / "page.md"
+    argv = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), "--runtime", "litert"]
+    argv += ["--head", str(folders / "head"), "--tree", str(folders / "tree.json")]
+    settings = ["--quantize", "int8", "--max-new-tokens", "9", "--field", "prompt", "--limit", "1"]
+    settings += ["--shuffle-seed", "0", "--dtype", "float32", "--max-positions", "48"]
+    assert main([*argv, *settings, "--out", str(out)]) == 0
+    assert f"--head head --tree tree.json {' '.join(settings)}\n" in out.read_text()
+
+
+@pytest.mark.slow
+def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
+    argv = ["export", str(folders / "model"), str(tmp_path), "--head", str(folders / "head")]
+    argv += ["--tree", str(folders / "tree.json"), "--slots", "32", "--prefill", "8"]
+    assert main([*argv, "--report", "--prompts", str(folders / "prompts.jsonl")]) == 0
+    found = json.loads((tmp_path / "quantization.json").read_text())["quantizations"]
+    by_name = {row["quantization"]: row for row in found}
+    assert list(by_name) == ["float32", "int8", "int4", "int4-block32"]
+    assert by_name["float32"]["kl"] == 0
+    assert by_name["float32"]["top1"] == 1
+    assert 0 < by_name["int8"]["kl"] < by_name["int4"]["kl"]
+    # A token table that is the output head, too, is there with 8 bits and with 4: of a model as
+    # small as this one the table is the most.
+    for name in ("int8", "int4"):
+        assert by_name[name]["size"] < by_name["float32"]["size"]
+    assert "widths that 32 divides" in by_name["int4-block32"]["refused"]
+    assert by_name["int8"]["tau"] >= 1
+    assert "refused" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_one_command_times_searches_and_exports(folders, tmp_path):
+    argv = ["export", str(folders / "model"), str(tmp_path), "--head", str(folders / "head")]
+    argv += ["--slots", "128", "--quantize", "int4", "--auto"]
+    assert main([*argv, "--prompts", str(folders / "prompts.jsonl")]) == 0
+    assert {"profile.json", "tree.json", "model.tflite"} <= {p.name for p in tmp_path.iterdir()}
+    tree = json.loads((tmp_path / "tree.json").read_text())["paths"]
+    manifest = MobileModel(tmp_path / "model.tflite", num_threads=1).manifest
+    assert [list(path) for path in manifest.paths] == tree
+    assert ("step" in manifest.signatures) == bool(tree)
+    assert manifest.quantization == "int4"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--auto"], "needs --head FOLDER"),
+        (["--latency-kit"], "needs --head FOLDER"),
+        (["--auto", "--head", "H"], "give --prompts FILE.jsonl"),
+        (["--auto", "--report", "--head", "H"], "give one of them"),
+        (["--report"], "needs --prompts"),
+        (["--report", "--prompts", "P", "--check-gpu"], "--check-gpu: --report keeps no file"),
+        (["--prompts", "P"], "--prompts: needs --auto, --report or --check-lm"),
+        (["--acceptance", "A"], "--acceptance: needs --auto"),
+        (["--threads", "2"], "--threads: needs --auto or --check-lm"),
+        (["--limit", "0"], "--limit: needs --prompts"),
+        (["--max-ngram", "2"], "--max-ngram: needs --drafter"),
+        (["--gpu-timeout", "9"], "--gpu-timeout: needs --check-gpu"),
+        (["--gpu-timeout", "0", "--check-gpu"], "--gpu-timeout must be above 0 seconds"),
+        (["--levels", "4"], "only an EAGLE head"),
+        (["--phone-memory", "0.00001"], "would need"),
+        (["--bundle", "gpu", "--quantize", "int4-block32"], "for a GPU take int4"),
+    ],
+)
+def test_mistakes_of_exports_are_one_line(capsys, folders, tmp_path, argv, said):
+    model = str(folders / "model")
+    argv = ["export", model, str(tmp_path / "out"), "--slots", "32", "--prefill", "8", *argv]
+    assert said in fails(capsys, *argv)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_check_takes_as_long_as_it_may(capsys, monkeypatch, folders, tmp_path):
+    """Said in an error that names the flag; nothing hangs here, as no time at all is given."""
+    for module in (export_module, gpu_module):
+        monkeypatch.setattr(module, "missing_for_gpu", lambda: None)
+    argv = ["export", str(folders / "model"), str(tmp_path), "--slots", "32", "--prefill", "8"]
+    said = fails(capsys, *argv, "--bundle", "gpu", "--check-gpu", "--gpu-timeout", "0.01")
+    assert "took longer than 0 s: give it more time (--gpu-timeout SECONDS)" in said
+
+
+def test_memory_is_added_up():
+    """By hand: 2 layers of width 16, a vocabulary of 48, a head that is not tied."""
+    from jaxspec.mobile.memory import estimate_phone_memory
+    from tests.mobile.models import CONFIG
+
+    shape = jax.ShapeDtypeStruct((16, 48), np.float32)
+    needed = estimate_phone_memory(CONFIG, "float32", 10, (), shape, depth=3)
+    attention = 16 * (16 + 2 * 8) + 16 * 16
+    assert needed.products == 4 * (2 * (attention + 3 * 16 * 24) + 16 * 48)
+    assert needed.table == 4 * 48 * 16
+    assert needed.repeated == 0
+    assert needed.caches == 2 * 10 * 2 * 2 * 2 * 4 * 4
+    assert needed.total == sum(needed)
+    # On a GPU four functions hold all of it, and one of them drafts three times.
+    apart = estimate_phone_memory(CONFIG, "float32", 10, (), shape, 3, separate_signatures=4)
+    assert apart.repeated == 3 * needed.products + 3 * 4 * 16 * 48
+    fewer = estimate_phone_memory(CONFIG, "int4", slots=10)
+    assert fewer.products < needed.products / 2
+    assert np.isclose(fewer.table, 48 * 16 + 12 * 48)
+
+
+def test_the_7b_case_of_the_documentation():
+    """Llama-7B in int4 with an EAGLE head, as docs/mobile.md has it; nothing is allocated."""
+    from jaxspec.mobile.memory import check_phone_memory, estimate_phone_memory
+    from jaxspec.models import ModelConfig
+
+    config = ModelConfig(
+        vocab_size=32000,
+        embed_dim=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        mlp_dim=11008,
+        max_positions=4096,
+    )
+    layer = config.replace(num_layers=1, layer_types=())
+    head = jax.eval_shape(lambda: init_eagle_params(layer, True, jax.random.key(0)))
+    draft_pass = (head, param_shapes(config)["head"])
+    totals = []
+    for slots in (1024, 2048):
+        needed = estimate_phone_memory(config, "int4", slots, head, draft_pass, 5)
+        check_phone_memory(needed, 12_000_000_000)
+        totals.append(round(needed.total / 1e9, 2))
+    assert totals == [5.78, 7.99]
+    on_gpu = estimate_phone_memory(config, "int4", 1024, head, draft_pass, 5, 3)
+    assert round(on_gpu.total / 1e9, 2) == 13.57
+    with pytest.raises(ValueError, match="take fewer slots"):
+        check_phone_memory(on_gpu, 12_000_000_000)
+
+
+def test_a_draft_pass_reads_the_layers_that_are_kept():
+    from jaxspec.drafters import LayerSkip
+    from jaxspec.drafters.skip_sets import Skips
+    from jaxspec.mobile.memory import draft_pass_weights
+
+    model, head = successor_model()
+    skip = LayerSkip(Skips((True, False), (True, True)))
+    read = draft_pass_weights(model.params, LoadedDrafter(skip, ()))
+    output = model.params["head"]["kernel"].size
+    kept = sum(leaf.size for leaf in jax.tree.leaves(model.params["layer_1"]["attention"]))
+    assert sum(leaf.size for leaf in jax.tree.leaves(read)) == kept + output
+    eagle = draft_pass_weights(model.params, Eagle.of(head))
+    own = sum(leaf.size for leaf in jax.tree.leaves(head.params))
+    assert sum(leaf.size for leaf in jax.tree.leaves(eagle)) == own + output
