@@ -6,7 +6,6 @@ own; and a file that ends the process of a GPU's driver ends a child.
 
 import dataclasses
 import json
-import resource
 import sys
 import time
 from collections.abc import Mapping
@@ -191,7 +190,7 @@ def _export(task: dict[str, Any]) -> Exported:
     return Exported(
         seconds=seconds,
         loaded_bytes=loaded,
-        peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        peak_bytes=_memory()["VmHWM"],
         size=(Path(task["folder"]) / MODEL_FILE).stat().st_size,
         weight_bytes=4 * _num_weights(model, drafter),
     )
@@ -233,9 +232,12 @@ def _open(task: dict[str, Any]) -> Opened:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes of this process, and those that no file backs."""
+    """Bytes of this process, those that no file backs, and the most there were.
+
+    What `getrusage` calls the most counts that of the process which started this one, too.
+    """
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: 1024 * int(fields[name].split()[0]) for name in ("VmRSS", "RssAnon")}
+    return {name: 1024 * int(fields[name].split()[0]) for name in ("VmRSS", "RssAnon", "VmHWM")}
 
 
 def _child() -> None:
