@@ -70,9 +70,10 @@ def export_kit(
 
 
 def timed_signatures(manifest: Manifest) -> tuple[str, ...]:
-    """What a kit's script times: every pass, and the commit that belongs to it."""
+    """What a kit's script times: plain decoding, every pass, and the commit that belongs to it."""
     tokens, nodes = manifest.sizes("verify"), manifest.sizes("draft")
     return (
+        "decode",
         *(f"verify_{size}" for size in tokens),
         *(f"commit_{size}" for size in tokens),
         "absorb",
@@ -237,6 +238,8 @@ def _profile(
 ) -> LatencyProfile:
     """A target time is that of a pass and its commit; the host's acceptance is left out.
 
+    One token is decoded by `decode`, which takes less than a pass over one and a commit.
+
     Shapes in files are fixed: a kit's first draft pass reads as many tokens as its tree has
     levels and one more. It stands for the trees with fewer, too.
     """
@@ -256,10 +259,12 @@ def _profile(
             raise ValueError(f"{where}: no {kind}_N was timed; make it with --latency-kit.")
         return tuple(found)
 
-    if "absorb" not in seconds:
-        raise ValueError(f"{where}: absorb was not timed; make it with --latency-kit.")
+    for name in ("decode", "absorb"):
+        if name not in seconds:
+            raise ValueError(f"{where}: {name} was not timed; make it with --latency-kit.")
+    wider = [timing for timing in timings("verify", "commit") if timing.size > 1]
     return LatencyProfile(
-        target=timings("verify", "commit"),
+        target=(Timing(1, *seconds["decode"]), *wider),
         draft=timings("draft"),
         first_draft=tuple(Timing(size, *seconds["absorb"]) for size in sorted({1, levels})),
         dtype="float32",

@@ -30,6 +30,11 @@ TFLITE = (
 )
 
 
+def timed(*signatures: str) -> str:
+    """A log of theirs."""
+    return "".join(f"jaxspec signature: {name}\n{LITERT.format(3)}\n" for name in signatures)
+
+
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory):
     """With fewer sizes than a real one."""
@@ -44,7 +49,13 @@ def kit(tmp_path_factory):
 
 def test_every_pass_and_its_commit_are_timed(kit):
     assert timed_signatures(kit[1]) == (
-        *("verify_1", "verify_4", "commit_1", "commit_4"),  # 32 tokens leave no room in 16 slots
+        *(
+            "decode",
+            "verify_1",
+            "verify_4",
+            "commit_1",
+            "commit_4",
+        ),  # 32 tokens leave no room in 16 slots
         *("absorb", "draft_1", "draft_2"),
     )
 
@@ -84,7 +95,7 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     assert profile.device == "Pixel 99, gpu, 2 threads"
     assert profile.quantisation == "float32"
     # A target pass and its commit, in seconds.
-    assert [t.seconds for t in profile.target] == pytest.approx([2e-3, 5e-3])
+    assert [t.seconds for t in profile.target] == pytest.approx([1e-3, 5e-3])
     assert profile.target[1].spread == pytest.approx(2e-4)
     assert [t.seconds for t in profile.draft] == pytest.approx([1e-3, 1e-3])
     assert [t.seconds for t in profile.first_draft] == pytest.approx([1e-3, 1e-3])
@@ -105,8 +116,9 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
         ("jaxspec kit: {}", "damaged .'model'"),
         ("HEADjaxspec signature: verify_1\nerror: no such file", "no such file"),
         ("HEADjaxspec signature: verify_1\nInference (avg): 3", "with its unit for verify_1"),
-        (f"HEADjaxspec signature: verify_1\n{TFLITE.format(3)}", "not commit_1|absorb was not"),
-        (f"HEADjaxspec signature: absorb\n{LITERT.format(3)}", "no verify_N was timed"),
+        (f"HEADjaxspec signature: verify_1\n{TFLITE.format(3)}", "decode was not timed"),
+        (f"HEAD{timed('decode', 'absorb')}", "no verify_N was timed"),
+        (f"HEAD{timed('decode', 'absorb', 'verify_4')}", "verify_4 was timed, but not commit_4"),
     ],
 )
 def test_logs_that_do_not_parse_are_refused(tmp_path, log, said):
