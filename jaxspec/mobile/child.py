@@ -23,8 +23,11 @@ class ChildError(Exception):
         self.exit_code, self.log = exit_code, log
 
 
-def ask_child(module: str, task: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+def ask_child(module: str, task: Mapping[str, Any], timeout: float) -> tuple[dict[str, Any], str]:
     """Runs `python -m MODULE FILE`: the task goes to standard input, the answer comes in FILE.
+
+    Returns:
+        The answer, and what the child wrote on standard error.
 
     Raises:
         ChildError: it ended without an answer.
@@ -49,4 +52,4 @@ def ask_child(module: str, task: Mapping[str, Any], timeout: float) -> dict[str,
             raise TimeoutError(f"{module} took longer than {timeout:.0f} s") from None
         if child.returncode or not answer.is_file():
             raise ChildError(child.returncode, child.stderr)
-        return json.loads(answer.read_text())
+        return json.loads(answer.read_text()), child.stderr

@@ -167,7 +167,7 @@ def measure_opening(
 
 def _measured(kind: str, task: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return ask_child("jaxspec.mobile.footprint", {"kind": kind, **task}, _TIMEOUT)
+        return ask_child("jaxspec.mobile.footprint", {"kind": kind, **task}, _TIMEOUT)[0]
     except TimeoutError:
         raise ValueError(f"measuring took longer than {_TIMEOUT:.0f} s") from None
     except ChildError as error:

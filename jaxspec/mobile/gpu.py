@@ -158,7 +158,7 @@ def check_gpu(
         "max_new_tokens": max_new_tokens,
     }
     try:
-        answer = ask_child("jaxspec.mobile.gpu", task, timeout)
+        answer, _ = ask_child("jaxspec.mobile.gpu", task, timeout)
     except TimeoutError:
         raise ValueError(
             f"The GPU check of {path} took longer than {timeout:.0f} s: give it more time "

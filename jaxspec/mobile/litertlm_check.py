@@ -7,14 +7,13 @@ import importlib
 import itertools
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxspec.checkpoint.tokenizer import REPLACEMENT
+from jaxspec.mobile.child import ChildError, ask_child
 from jaxspec.mobile.extra import needs_extra
 
 PROMPTS = ("Question: What is 3 + 4?\n", "def add(a, b):\n", "Once upon a time", "1, 2, 3, 4,")
@@ -116,32 +115,21 @@ def check_litertlm(
 
 
 def _run(task: dict[str, Any], timeout: float) -> LmRun:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        try:
-            child = subprocess.run(
-                [sys.executable, "-m", "jaxspec.mobile.litertlm_check"],
-                input=json.dumps({**task, "result": str(result), "cache": folder}),
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise ValueError(
-                f"LiteRT-LM took longer than {timeout:.0f} s for {task['path']}: give it more "
-                "time, or fewer prompts."
-            ) from None
-        if child.returncode or not result.is_file():
-            said = "\n".join(line for line in child.stderr.splitlines() if line.strip())
-            raise ValueError(
-                f"LiteRT-LM refused {task['path']}, or ended its process (exit code "
-                f"{child.returncode}): {said[-_MESSAGES:] or 'it said nothing.'}"
-            )
-        answer = json.loads(result.read_text())
+    try:
+        answer, log = ask_child("jaxspec.mobile.litertlm_check", task, timeout)
+    except TimeoutError:
+        raise ValueError(
+            f"LiteRT-LM took longer than {timeout:.0f} s for {task['path']}: give it more time, or "
+            "fewer prompts."
+        ) from None
+    except ChildError as error:
+        said = "\n".join(line for line in error.log.splitlines() if line.strip())
+        raise ValueError(
+            f"LiteRT-LM refused {task['path']}, or ended its process (exit code "
+            f"{error.exit_code}): {said[-_MESSAGES:] or 'it said nothing.'}"
+        ) from None
     # The runtime says it only in its log, when the engine is closed.
-    found = _SUCCESS.search(child.stderr)
+    found = _SUCCESS.search(log)
     rate = float(found[1]) if found else None
     return LmRun(tuple(answer["texts"]), tuple(answer["ended"]), answer["tokens_per_second"], rate)
 
@@ -149,12 +137,12 @@ def _run(task: dict[str, Any], timeout: float) -> LmRun:
 def _child() -> None:
     """What runs in the child: reads a task from standard input, writes a result."""
     litert_lm: Any = importlib.import_module("litert_lm")
-    task = json.load(sys.stdin)
+    task, result = json.load(sys.stdin), Path(sys.argv[1])
     litert_lm.set_min_log_severity(litert_lm.LogSeverity.INFO)
     engine = litert_lm.Engine(
         task["path"],
         backend=litert_lm.Backend.CPU(thread_count=task["threads"]),
-        cache_dir=task["cache"],
+        cache_dir=str(result.parent),
         enable_benchmark=True,
         enable_speculative_decoding=task["speculative"],
     )
@@ -174,7 +162,7 @@ def _child() -> None:
     engine.close()
     speed = tokens / seconds if seconds else 0.0
     answer = {"texts": texts, "ended": ended, "tokens_per_second": speed}
-    Path(task["result"]).write_text(json.dumps(answer))
+    result.write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

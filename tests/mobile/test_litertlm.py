@@ -25,7 +25,7 @@ pytest.importorskip("litert_lm", reason="needs the extra mobile-lm: '.[mobile-lm
 from litert_lm_builder.runtime.proto import llm_metadata_pb2
 
 from jaxspec.mobile import ExportConfig
-from jaxspec.mobile import litertlm_check as check_module
+from jaxspec.mobile import child as child_module
 from jaxspec.mobile.litertlm import (
     Carried,
     describe_text,
@@ -178,13 +178,13 @@ class TestWhatFails:
             check_litertlm(damaged, PROMPTS[:1], 4)
 
     def test_crashes_and_silence(self, path, monkeypatch):
-        run = check_module.subprocess.run
+        run = child_module.subprocess.run
 
         def instead(code):
             def started(_, **settings):
                 return run([sys.executable, "-S", "-c", code], **settings)
 
-            monkeypatch.setattr(check_module.subprocess, "run", started)
+            monkeypatch.setattr(child_module.subprocess, "run", started)
 
         instead("import os; os.write(2, b'no buffer'); os.abort()")
         with pytest.raises(ValueError, match=r"exit code -6\): no buffer"):
