@@ -59,6 +59,7 @@ from jaxspec.mobile.parity import QUANTISED_TIE_GAP, FileParity, compare_with_ja
 from jaxspec.mobile.profile import export_kit, measure_here
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.report import compare_quantizations, quality_table
+from jaxspec.mobile.runtime import MobileModel
 from jaxspec.trees import load_acceptance, search_tree, tree_of_head
 
 Advance = Callable[[str], None]
