@@ -85,7 +85,7 @@ def figures_of(trials: Sequence[Trial], plain: Sequence[Trial]) -> Figures:
         num_verify_steps=pooled.num_verify_steps,
         seconds=float(costs[:, 0].sum()),
         tokens_per_second=pooled.tokens_per_second or 0.0,
-        speedup=float(_speedup(plain_costs.sum(axis=0), costs.sum(axis=0))),
+        speedup=float(speedup(plain_costs.sum(axis=0), costs.sum(axis=0))),
         speedup_interval=speedup_interval(plain_costs, costs),
         mean_acceptance_length=pooled.mean_acceptance_length,
         mean_accepted_tokens=pooled.mean_accepted_tokens,
@@ -165,13 +165,13 @@ def speedup_interval(
     if len(plain) < 2:
         return None
     draws = np.random.default_rng(seed).integers(len(plain), size=(num_resamples, len(plain)))
-    ratios = _speedup(plain[draws].sum(axis=1), method[draws].sum(axis=1))
+    ratios = speedup(plain[draws].sum(axis=1), method[draws].sum(axis=1))
     low, high = np.quantile(ratios, [0.025, 0.975])
     return float(low), float(high)
 
 
-def _speedup(plain: Float[np.ndarray, "*set 2"], method: Float[np.ndarray, "*set 2"]) -> np.ndarray:
-    """Ratio of times per token, from summed (seconds, tokens)."""
+def speedup(plain: Float[np.ndarray, "*set 2"], method: Float[np.ndarray, "*set 2"]) -> np.ndarray:
+    """Plain decoding's time per token over a method's, from summed seconds and tokens."""
     per_token = plain[..., 0] / np.maximum(plain[..., 1], 1)
     return per_token / (method[..., 0] / np.maximum(method[..., 1], 1))
 

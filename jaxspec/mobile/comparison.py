@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxspec.bench.figures import LOW_REPETITION, speedup, speedup_interval
 from jaxspec.bench.machine import Machine, this_machine
 from jaxspec.bench.page import bullets, table
 from jaxspec.bench.results import MADE_BY
@@ -21,6 +22,7 @@ from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.types import Proposal
 from jaxspec.drafters import Eagle
+from jaxspec.metrics import repeated_ngrams
 from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.loops import (
     Acceptance,
@@ -40,10 +42,27 @@ from jaxspec.trees import load_profile
 
 TITLE = "Speculative decoding on LiteRT"
 PLAIN = "plain"
-_COLUMNS = ("method", "nodes", "drafting ms", "verification ms", "round ms", "tau", "tokens/s")
+ABOUT_COLUMNS = (
+    "Nodes leave the root out; tau is tokens per round, bonus token included. A round's "
+    "verification holds the target pass, acceptance on the host and commit. Repeated: the share of "
+    "an output's 4-grams that it already held; low repetition: over the prompts, their number in "
+    f"parentheses, whose plain output repeats less than {LOW_REPETITION:.0%}."
+)
+_COLUMNS = (
+    *("method", "nodes", "drafting ms", "verification ms", "round ms", "tau", "tokens/s"),
+    *("x plain [95 %]", "repeated", "low repetition", "texts that differ"),
+)
 _BEAM = 8
 _REPEATS = 31
 _PUBLISHED = "galaxy-s25-adreno830-vicuna7b-q4"
+
+
+class SubsetResult(NamedTuple):
+    """A method over some of the prompts. tau: bonus INCLUDED."""
+
+    num_prompts: int
+    tau: float
+    speedup: float
 
 
 class MethodResult(NamedTuple):
@@ -55,6 +74,11 @@ class MethodResult(NamedTuple):
     round_seconds: median of a whole round.
     tau: tokens per round, bonus INCLUDED; the first token, which comes with the prompt, left out.
     tokens_per_second: all tokens over the time of all rounds; reading prompts is left out.
+    speedup: plain decoding's time per token over the method's.
+    speedup_interval: 95 % bootstrap interval over prompts; `None` for one prompt.
+    repeated_ngrams: share of an output's 4-grams that it already held.
+    low_repetition: over the prompts whose PLAIN output repeats less than `LOW_REPETITION` of its
+        4-grams; `None`: there are none.
     num_different: texts that are not plain decoding's of the same file. Rounding of quantised
         products differs with the width of a pass, so near ties may turn.
     """
@@ -66,6 +90,10 @@ class MethodResult(NamedTuple):
     round_seconds: float
     tau: float
     tokens_per_second: float
+    speedup: float
+    speedup_interval: tuple[float, float] | None
+    repeated_ngrams: float
+    low_repetition: SubsetResult | None
     num_different: int
 
 
@@ -93,17 +121,15 @@ class LitertComparison(NamedTuple):
             f"{self.model}, {self.num_prompts} prompts, {self.max_new_tokens} new tokens, greedy, "
             f"1 thread. {self.machine}"
             + (". THE MACHINE WAS BUSY: only ratios count." if self.machine.busy else "."),
-            "Nodes leave the root out; tau is tokens per round, bonus token included. A round's "
-            "verification holds the target pass, acceptance and commit. `step` is one function; "
-            "its time over that of `draft`, `verify_N` and `commit_N` together, medians of calls "
-            "in turns, is below each table.",
+            f"{ABOUT_COLUMNS} `step` is one function; its time over that of `draft`, `verify_N` "
+            "and `commit_N` together, medians of calls in turns, is below each table.",
         ]
         for name, rows in self.results.items():
             ratios = [
                 f"{tree}: step / (draft + verify + commit) = {ratio:.2f}."
                 for tree, ratio in self.step_ratios[name].items()
             ]
-            parts += [f"## {name}", _table(rows), bullets(*ratios)]
+            parts += [f"## {name}", methods_table(rows), bullets(*ratios)]
         published = load_profile(_PUBLISHED)
         runs = ", ".join(
             f"{run.name} of {run.nodes} nodes: {run.tokens_per_second} tokens/s (tau {run.tau})"
@@ -118,18 +144,18 @@ class LitertComparison(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure, ready for JSON."""
-        results = {name: [row._asdict() for row in rows] for name, rows in self.results.items()}
+        results = {name: results_as_dicts(rows) for name, rows in self.results.items()}
         return {**self._asdict(), "machine": self.machine._asdict(), "results": results}
 
 
-def _table(rows: Sequence[MethodResult]) -> str:
-    plain = next(row for row in rows if row.name == PLAIN)
+def methods_table(rows: Sequence[MethodResult]) -> str:
+    """A row for each method, and how much faster than plain decoding it is."""
 
     def milliseconds(seconds: float | None) -> str:
         return "" if seconds is None else f"{1e3 * seconds:.2f}"
 
     return table(
-        [*_COLUMNS, "x plain", "texts that differ"],
+        _COLUMNS,
         [
             [
                 row.name,
@@ -139,12 +165,35 @@ def _table(rows: Sequence[MethodResult]) -> str:
                 milliseconds(row.round_seconds),
                 f"{row.tau:.2f}",
                 f"{row.tokens_per_second:.2f}",
-                f"{row.tokens_per_second / plain.tokens_per_second:.2f}",
+                _with_interval(row),
+                f"{row.repeated_ngrams:.0%}",
+                _of_subset(row.low_repetition),
                 str(row.num_different),
             ]
             for row in rows
         ],
     )
+
+
+def results_as_dicts(rows: Sequence[MethodResult]) -> list[dict[str, Any]]:
+    """Every figure, ready for JSON."""
+    return [
+        row._asdict() | {"low_repetition": row.low_repetition and row.low_repetition._asdict()}
+        for row in rows
+    ]
+
+
+def _with_interval(row: MethodResult) -> str:
+    if row.speedup_interval is None:
+        return f"{row.speedup:.2f}"
+    low, high = row.speedup_interval
+    return f"{row.speedup:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _of_subset(subset: SubsetResult | None) -> str:
+    if subset is None:
+        return ""
+    return f"{subset.speedup:.2f}, tau {subset.tau:.2f} ({subset.num_prompts})"
 
 
 def compare_on_litert(
@@ -179,7 +228,8 @@ def compare_on_litert(
                 export(model, Path(folder) / tree, Eagle.of(head, paths), shapes)
                 files[tree] = MobileModel(Path(folder) / tree / MODEL_FILE, num_threads=1)
             advance(f"{name}: decoding in turns")
-            results[name] = _decode_in_turns(files, prompts, max_new_tokens)
+            methods = list(_methods(files))
+            results[name] = decode_in_turns(files, methods, prompts, max_new_tokens)
             ratios[name] = {tree: _step_ratio(file) for tree, file in files.items()}
     return LitertComparison(
         this_machine(), model.name, len(prompts), max_new_tokens, results, ratios
@@ -199,7 +249,7 @@ def _step_ratio(file: MobileModel) -> float:
     return seconds["step"] / sum(seconds[part] for part in parts)
 
 
-class _Watched:
+class Watched:
     """A loop, and how long its drafts and its rounds took."""
 
     def __init__(self):
@@ -215,7 +265,7 @@ class _Watched:
 
 
 class _TimedLoop:
-    def __init__(self, inner: Loop, watched: _Watched):
+    def __init__(self, inner: Loop, watched: Watched):
         self._inner, self._watched = inner, watched
         self.rows, self.absorbs = inner.rows, inner.absorbs
 
@@ -228,7 +278,7 @@ class _TimedLoop:
 
 
 class _TimedDraft:
-    def __init__(self, inner: Draft, watched: _Watched):
+    def __init__(self, inner: Draft, watched: Watched):
         self._inner, self._watched = inner, watched
         self.nodes, self.absorbs = inner.nodes, inner.absorbs
 
@@ -239,76 +289,120 @@ class _TimedDraft:
         return proposal
 
 
-class _Method(NamedTuple):
+class Method(NamedTuple):
+    """One way to decode.
+
+    file: of the target, by name. nodes: of a draft, the root EXCLUDED.
+    loop: of what watches it.
+    """
+
     name: str
     file: str
     nodes: int
-    loop: Callable[[_Watched], LoopOf]
+    loop: Callable[[Watched], LoopOf]
 
 
-def _methods(files: Mapping[str, MobileModel]) -> Iterator[_Method]:
-    def stepping(watched: _Watched) -> LoopOf:
-        return lambda model, acceptance: watched.loop(Steps(model, acceptance))
+def plainly(watched: Watched) -> LoopOf:
+    """A `Method.loop` that decodes token by token."""
+    return lambda model, acceptance: watched.loop(Plain(model, acceptance))
 
-    def plain(watched: _Watched) -> LoopOf:
-        return lambda model, acceptance: watched.loop(Plain(model, acceptance))
 
-    def verifying(make: Callable[[MobileModel], Draft]) -> Callable[[_Watched], LoopOf]:
-        def of(watched: _Watched) -> LoopOf:
-            def loop(model: MobileModel, acceptance: Acceptance) -> Loop:
-                draft = watched.draft(make(model))
-                return watched.loop(Verified(model, draft, acceptance))
+def stepping(watched: Watched) -> LoopOf:
+    """One that calls whole steps."""
+    return lambda model, acceptance: watched.loop(Steps(model, acceptance))
 
-            return loop
 
-        return of
+def verifying(make: Callable[[MobileModel], Draft]) -> Callable[[Watched], LoopOf]:
+    """One that verifies what a draft, made for the target's file, offers."""
 
+    def of(watched: Watched) -> LoopOf:
+        def loop(model: MobileModel, acceptance: Acceptance) -> Loop:
+            return watched.loop(Verified(model, watched.draft(make(model)), acceptance))
+
+        return loop
+
+    return of
+
+
+def _methods(files: Mapping[str, MobileModel]) -> Iterator[Method]:
     eagle = next(iter(files))
-    yield _Method(PLAIN, eagle, 0, plain)
+    yield Method(PLAIN, eagle, 0, plainly)
     for name, model in files.items():
         nodes = len(model.manifest.paths)
-        yield _Method(f"{name}: draft, verify, commit", name, nodes, verifying(TreeDraft))
-        yield _Method(f"{name}: step", name, nodes, stepping)
+        yield Method(f"{name}: draft, verify, commit", name, nodes, verifying(TreeDraft))
+        yield Method(f"{name}: step", name, nodes, stepping)
     nodes = len(files[eagle].manifest.paths)
     dynamic = verifying(lambda model: DynamicDraft(model, nodes))
-    yield _Method("EAGLE-2 from the host", eagle, nodes, dynamic)
+    yield Method("EAGLE-2 from the host", eagle, nodes, dynamic)
 
 
-def _decode_in_turns(
-    files: Mapping[str, MobileModel], prompts: Sequence[Sequence[int]], max_new_tokens: int
+def decode_in_turns(
+    files: Mapping[str, MobileModel],
+    methods: Sequence[Method],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
 ) -> list[MethodResult]:
-    methods = list(_methods(files))
-    watched = {method.name: _Watched() for method in methods}
+    """Decodes all prompts with every method, the one called `PLAIN` among them."""
+    watched: dict[str, list[Watched]] = {method.name: [] for method in methods}
     texts: dict[str, list[np.ndarray]] = {method.name: [] for method in methods}
 
-    def decode(method: _Method, prompt: Sequence[int], watch: _Watched, count: int) -> np.ndarray:
+    def decode(method: Method, prompt: Sequence[int], watch: Watched, count: int) -> np.ndarray:
         loop = method.loop(watch)
         return files[method.file].generate(prompt, count, (), loop).tokens
 
     for method in methods:  # compiles what the host runs, and packs weights
-        decode(method, prompts[0], _Watched(), 4)
+        decode(method, prompts[0], Watched(), 4)
     for turn, prompt in enumerate(prompts):
         for place in range(len(methods)):
             method = methods[(turn + place) % len(methods)]
-            tokens = decode(method, prompt, watched[method.name], max_new_tokens)
-            texts[method.name].append(tokens)
-    return [_result(method, watched[method.name], texts) for method in methods]
+            watch = Watched()
+            texts[method.name].append(decode(method, prompt, watch, max_new_tokens))
+            watched[method.name].append(watch)
+    repeated = [repeated_ngrams([text.tolist()]) for text in texts[PLAIN]]
+    low = [place for place, share in enumerate(repeated) if share < LOW_REPETITION]
+    return [_result(method, watched, texts, low) for method in methods]
 
 
-def _result(method: _Method, watch: _Watched, texts: Mapping[str, list[np.ndarray]]):
-    pairs = zip(texts[method.name], texts[PLAIN], strict=True)
-    whole = float(np.median(watch.rounds))
-    draft = float(np.median(watch.drafts)) if watch.drafts else None
-    verify = None
+def _result(
+    method: Method,
+    watched: Mapping[str, Sequence[Watched]],
+    texts: Mapping[str, Sequence[np.ndarray]],
+    low_repetition: Sequence[int],
+) -> MethodResult:
+    watches, own = watched[method.name], texts[method.name]
+    costs, plain_costs = _costs(watches), _costs(watched[PLAIN])
+    rounds = [seconds for watch in watches for seconds in watch.rounds]
+    drafts = [seconds for watch in watches for seconds in watch.drafts]
+    seconds, num_tokens = costs.sum(axis=0)
+    draft = float(np.median(drafts)) if drafts else None
+    verify = float(np.median(rounds)) if method.name == PLAIN else None
     if draft is not None:
-        verify = float(np.median(np.subtract(watch.rounds, watch.drafts)))
+        verify = float(np.median(np.subtract(rounds, drafts)))
+    subset = None
+    if low_repetition:
+        some = costs[low_repetition].sum(axis=0)
+        num_rounds = sum(len(watches[place].rounds) for place in low_repetition)
+        plain = plain_costs[low_repetition].sum(axis=0)
+        subset = SubsetResult(
+            len(low_repetition), float(some[1] / num_rounds), float(speedup(plain, some))
+        )
+    pairs = zip(own, texts[PLAIN], strict=True)
     return MethodResult(
         name=method.name,
         nodes=method.nodes,
         draft_seconds=draft,
-        verify_seconds=whole if method.name == PLAIN else verify,
-        round_seconds=whole,
-        tau=watch.num_tokens / len(watch.rounds),
-        tokens_per_second=watch.num_tokens / sum(watch.rounds),
+        verify_seconds=verify,
+        round_seconds=float(np.median(rounds)),
+        tau=float(num_tokens / len(rounds)),
+        tokens_per_second=float(num_tokens / seconds),
+        speedup=float(speedup(plain_costs.sum(axis=0), costs.sum(axis=0))),
+        speedup_interval=speedup_interval(plain_costs, costs),
+        repeated_ngrams=repeated_ngrams([text.tolist() for text in own]),
+        low_repetition=subset,
         num_different=sum(not np.array_equal(ours, plain) for ours, plain in pairs),
     )
+
+
+def _costs(watches: Sequence[Watched]) -> np.ndarray:
+    """Seconds and tokens of each prompt."""
+    return np.asarray([(sum(watch.rounds), watch.num_tokens) for watch in watches])

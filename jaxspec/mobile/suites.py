@@ -29,7 +29,19 @@ from jaxspec.checkpoint import (
 )
 from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
 from jaxspec.generation import encode_prompt
-from jaxspec.mobile.comparison import TITLE, compare_on_litert, num_parts
+from jaxspec.mobile.comparison import (
+    ABOUT_COLUMNS,
+    PLAIN,
+    TITLE,
+    Method,
+    compare_on_litert,
+    decode_in_turns,
+    methods_table,
+    num_parts,
+    plainly,
+    results_as_dicts,
+    stepping,
+)
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.footprint import (
@@ -47,6 +59,7 @@ from jaxspec.mobile.parity import QUANTISED_TIE_GAP, FileParity, compare_with_ja
 from jaxspec.mobile.profile import export_kit, measure_here
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.report import compare_quantizations, quality_table
+from jaxspec.mobile.runtime import MobileModel
 from jaxspec.trees import load_acceptance, search_tree, tree_of_head
 
 Advance = Callable[[str], None]
@@ -256,6 +269,45 @@ def _measure_speed(prompts: Prompts, advance: Advance) -> Page:
 
 
 _SPEED_QUANTIZATIONS = ("int4", "int8")
+
+
+def _measure_skips(prompts: Prompts, advance: Advance) -> Page:
+    model, ids = prompts
+    if SKIPS not in shipped_folders():
+        raise ValueError(
+            f"Suite 'litert-skips' measures {SKIPS}, which is in checkpoints/ of the repository, "
+            "and not here."
+        )
+    results = {}
+    for name in _SKIP_QUANTIZATIONS:
+        shapes = ExportConfig(slots=_SLOTS, quantization=name, check_gpu_ops=False)
+        methods, files = [], {}
+        with TemporaryDirectory() as folder:
+            for count in _DRAFTED:
+                label = f"{SKIPS}, {count} drafted"
+                advance(f"{name}: exporting {label}")
+                drafter = LayerSkip.read(SKIPS, num_speculative_tokens=count)
+                export(model, Path(folder) / label, drafter, shapes)
+                files[label] = MobileModel(Path(folder) / label / MODEL_FILE, num_threads=1)
+                methods += [] if methods else [Method(PLAIN, label, 0, plainly)]
+                methods.append(Method(f"{label}: step", label, count, stepping))
+            advance(f"{name}: decoding in turns")
+            results[name] = decode_in_turns(files, methods, ids, NEW_TOKENS)
+    parts = [
+        f"{model.name} drafts for itself with the layers of {SKIPS} left out; {len(ids)} prompts, "
+        f"{NEW_TOKENS} new tokens, greedy, LiteRT on the CPU with 1 thread. Drafts are always of "
+        f"full length: a graph does not end them early. {ABOUT_COLUMNS}"
+    ]
+    for name, rows in results.items():
+        parts += [f"## {name}", methods_table(rows)]
+    figures = {name: results_as_dicts(rows) for name, rows in results.items()}
+    # Where weights are quantised near ties may turn, as `litert-tokens` lists them.
+    as_it_should = all(row.num_different == 0 for row in results.get("float32", ()))
+    return Page(parts, {"results": figures}, as_it_should)
+
+
+_SKIP_QUANTIZATIONS = ("float32", "int8", "int4")
+_DRAFTED = (2, 3, 4, 5)
 
 
 def _measure_files(prompts: Prompts, advance: Advance) -> Page:
@@ -477,6 +529,13 @@ LITERT_SUITES: Mapping[str, LitertSuite] = {
         20,
         len(_SPEED_QUANTIZATIONS) + num_parts(_SPEED_QUANTIZATIONS),
         _measure_speed,
+    ),
+    "litert-skips": LitertSuite(
+        "Drafting with the target's own layers on LiteRT",
+        _PROMPTS,
+        20,
+        len(_SKIP_QUANTIZATIONS) * (1 + len(_DRAFTED)),
+        _measure_skips,
     ),
     "litert-files": LitertSuite(
         "Files for LiteRT: size, memory, first token", _PROMPTS, 4, _NUM_FILES, _measure_files

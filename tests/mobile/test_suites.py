@@ -1,6 +1,7 @@
 """The suites `litert-NAME` on a tiny model in place of the shipped one: what their pages say."""
 
 import json
+import shutil
 
 import jax
 import pytest
@@ -87,6 +88,30 @@ def test_speed_by_its_command(shipped, tmp_path, capsys):
     assert page.startswith("# Other\n\nkept\n\n# Speculative decoding on LiteRT\n")
     assert page.count("step / (draft + verify + commit) = ") == 4
     assert "19.18 tokens/s" in page
+
+
+@pytest.mark.slow
+def test_drafting_with_skipped_layers(shipped, root, monkeypatch):
+    monkeypatch.setattr(suites, "_DRAFTED", (1, 2))
+    skips = {"num_layers": 1, "attention": [0], "mlp": []}
+    found = {**skips, "num_speculative_tokens": 2, "threshold": 0.5}
+    folder = root / "checkpoints" / suites.SKIPS
+    folder.mkdir()
+    (folder / "skips.json").write_text(json.dumps(found))
+    parts = []
+    try:
+        measured = measure_litert("litert-skips", shipped, 1, parts.append)
+    finally:
+        shutil.rmtree(folder)
+    assert measured.as_it_should
+    assert len(parts) == LITERT_SUITES["litert-skips"].num_parts - 3 * 2
+    assert set(measured.figures["results"]) == {"float32", "int8", "int4"}
+    for plain, *drafted in measured.figures["results"].values():
+        assert plain["tau"] == plain["speedup"] == 1
+        assert [row["nodes"] for row in drafted] == [1, 2]
+        assert all(row["tau"] >= 1 for row in drafted)
+    assert "bonus token included" in measured.markdown
+    json.dumps(measured.figures)
 
 
 @pytest.mark.slow
