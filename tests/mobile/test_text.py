@@ -2,8 +2,8 @@
 
 import json
 import shutil
+from argparse import Namespace
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,11 +93,12 @@ def test_rules_that_no_function_applies_are_refused(model, tmp_path):
     """As `generate` does, though the file alone is there to tell."""
     asks = replace(model, generation_defaults={"repetition_penalty": 1.1})
     export(asks, tmp_path, config=SHAPES)
-    file, budget = MobileModel(tmp_path / "model.tflite", num_threads=1), {"max_new_tokens": 4}
+    file = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    config = GenerationConfig(max_new_tokens=4)
     with pytest.raises(ValueError, match=r"generation_config.json asks for repetition_penalty 1.1"):
-        next(stream_text(file, PROMPT, GenerationConfig(**budget)))
-    steps = stream_text(file, PROMPT, GenerationConfig(**budget, repetition_penalty=1))
-    theirs = generate(model, PROMPT, GenerationConfig(**budget))[0]
+        next(stream_text(file, PROMPT, config))
+    steps = stream_text(file, PROMPT, replace(config, repetition_penalty=1))
+    theirs = generate(model, PROMPT, config)[0]
     assert "".join(step.text for step in steps) == theirs.text
 
 
@@ -263,8 +264,11 @@ def test_a_search_is_not_bound_to_the_depth_of_the_last(folders, model, flags, n
     shutil.copytree(folders / "head", tmp_path / "head")
     (tmp_path / "head" / "tree.json").write_text(json.dumps({"paths": [[0]]}))
     given = {"head": str(tmp_path / "head"), "tree": None, "drafter": None}
-    args = SimpleNamespace(**{"auto": False, "latency_kit": False, **given, **flags})
-    assert len(export_module._drafter(args, model).drafter.paths) == nodes
+    args = Namespace(**{"auto": False, "latency_kit": False, **given, **flags})
+    drafter = export_module._drafter(args, model)
+    assert isinstance(drafter, LoadedDrafter)
+    assert isinstance(drafter.drafter, Eagle)
+    assert len(drafter.drafter.paths) == nodes
 
 
 def test_acceptance_of_another_head_is_refused_before_anything_is_timed(capsys, folders, tmp_path):
