@@ -420,7 +420,7 @@ def prepare(
     _check_vocabulary(model, loaded)
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(Params(model.network, loaded.params))
-    _check_penalties(model, config)
+    check_rules(model, config)
     encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
     for index, ids in enumerate(encoded):
         check_ids(model, ids, f"prompts[{index}]")
@@ -517,6 +517,9 @@ class Vocabulary(Protocol):
 
     @property
     def tokenizer(self) -> "Tokenizer | None": ...
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
 
 
 def encode_prompt(model: Vocabulary, prompt: Any) -> list[int]:
@@ -618,7 +621,12 @@ _UNSUPPORTED_RULES = {
 }
 
 
-def _check_penalties(model: "Model", config: GenerationConfig) -> None:
+def check_rules(model: Vocabulary, config: GenerationConfig) -> None:
+    """Refuses what `generation_config.json` asks for and nothing here applies.
+
+    Raises:
+        ValueError: naming the rule.
+    """
     for rule, neutral in _UNSUPPORTED_RULES.items():
         asked = model.generation_defaults.get(rule)
         if asked in neutral or (rule == "repetition_penalty" and config.repetition_penalty):

@@ -37,10 +37,12 @@ from jaxspec.trees import load_tree
 
 _NEW_TOKENS = 64
 """Of each text on LiteRT."""
+_PROMPTS_OF_SUITES = ("data_folder", "prompts_per_set")
+_OF_LITERT = ("head", "tree", "quantize")
 _PLACES = ("model", "prompts", "runtime", "out", "json", "debug")
 _LITERT_SETTINGS = (
-    *("head", "tree", "quantize", "max_new_tokens", "field", "limit", "shuffle_seed"),
-    *("dtype", "max_positions"),
+    *_OF_LITERT,
+    *("max_new_tokens", "field", "limit", "shuffle_seed", "dtype", "max_positions"),
 )
 """What rows on LiteRT depend on."""
 
@@ -140,15 +142,23 @@ def run_litert(args: argparse.Namespace) -> int:
     rows = read_prompts(Path(args.prompts), args.field, args.limit, args.shuffle_seed)
     searched = load_tree(args.tree)
     model = load_model(args)
+    prompts = [encode_prompt(model, row.prompt) for row in rows]
+    slots = min(1024, model.config.max_positions)
+    longest = max(map(len, prompts))
+    if longest > slots - 2:
+        raise ValueError(
+            f"{args.prompts}: a prompt has {longest} tokens, and a file of {slots} slots can draft "
+            f"behind {slots - 2} at most; leave it out."
+        )
     head = load_eagle(args.head, model.network)
     with progress_bar(num_parts(quantizations)) as advance:
         comparison = compare_on_litert(
             model,
             head,
             dict.fromkeys(quantizations, searched),
-            [encode_prompt(model, row.prompt) for row in rows],
+            prompts,
             new_tokens,
-            min(1024, model.config.max_positions),
+            slots,
             advance,
         )
     publish(comparison.as_markdown(_litert_command(args, model.name)), comparison.as_dict(), args)
@@ -168,10 +178,14 @@ def _litert_command(args: argparse.Namespace, model: str) -> str:
 
 def _refuse_foreign(args: argparse.Namespace, known: Iterable[str], why: str) -> None:
     """Ends the program if other flags than these are given."""
-    given = {name for name, value in vars(args).items() if value != args.parser.get_default(name)}
-    foreign = sorted(given - set(known))
-    if foreign:
-        args.parser.error(f"{why} {', '.join(foreign)}; leave that out.")
+    _refuse(args, vars(args).keys() - set(known), why)
+
+
+def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Ends the program if any of these flags is given."""
+    given = [name for name in names if getattr(args, name) != args.parser.get_default(name)]
+    if given:
+        args.parser.error(f"{why} {', '.join(sorted(given))}; leave that out.")
 
 
 def run_litert_suite(args: argparse.Namespace) -> int:
@@ -201,7 +215,11 @@ def run(args: argparse.Namespace) -> int:
 
 def run_suite(args: argparse.Namespace) -> int:
     """Measures a suite and writes its page."""
-    settings = ("suite", "data_folder", "out", "prompts_per_set", "repeats", "json", "debug")
+    settings = ["suite", "out", "json", "debug"]
+    if args.suite in SUITES:
+        settings.append("repeats")
+    if args.suite in SUITES or LITERT_SUITES[args.suite].prompt_sets:
+        settings += _PROMPTS_OF_SUITES
     _refuse_foreign(args, settings, f"--suite {args.suite} fixes")
     check_writable(args.json)
     check_writable(args.out, "--out")
@@ -219,6 +237,8 @@ def run_prompts(args: argparse.Namespace) -> int:
     path = None if args.prompts is None else Path(args.prompts)
     if path is None:
         return args.parser.error("give MODEL and PROMPTS.jsonl, or --suite.")
+    _refuse(args, (*_PROMPTS_OF_SUITES, "out"), "without --suite there is no use for")
+    _refuse(args, _OF_LITERT, "without --runtime litert there is no use for")
     config = generation_config(args)
     check_writable(args.json)
     rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)

@@ -29,8 +29,9 @@ from jaxspec.commands.options import (
     sizes,
 )
 from jaxspec.commands.tune_profile import show_profile
+from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.types import Drafter
-from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
+from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, PromptLookup
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.extra import missing_for_gpu
@@ -100,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tree",
         metavar="FILE",
         help="of `jaxspec tune tree`, or eagle-25; default: the one beside the head, else EAGLE's "
-        "25 nodes",
+        "25 nodes, whose depth is also that of kits and of --auto's search",
     )
     parser.add_argument(
         "--any-ops",
@@ -191,6 +192,8 @@ def run(args: argparse.Namespace) -> int:
         return _litertlm(args, model, drafter, config)
     if args.auto:
         drafter = _tuned(args, model, drafter, config)
+        if drafter is None:
+            config = dataclasses.replace(config, levels=())  # only a head drafts level by level
     start = time.perf_counter()
     if args.latency_kit:
         assert isinstance(drafter, LoadedDrafter), "a kit has a head"
@@ -232,12 +235,16 @@ def _check_modes(args: argparse.Namespace) -> None:
         raise ValueError("--check-gpu: is for a .tflite; a .litertlm is checked by --check-lm.")
     if args.report:
         refuse_unused(args, ("check_gpu",), "--report keeps no file to check; leave one out.")
+        if args.quantization is not None:
+            raise ValueError("--quantize: --report writes every quantization; leave one out.")
     if not args.auto:
         refuse_unused(args, ("acceptance",), "needs --auto.")
     if not (args.auto or args.check_lm):
         refuse_unused(args, ("threads",), "needs --auto or --check-lm.")
     if not (args.auto or args.report or args.check_lm):
         refuse_unused(args, ("prompts",), "needs --auto, --report or --check-lm.")
+    if args.threads is not None and args.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {args.threads}.")
     if args.prompts is None:
         refuse_unused(args, ("limit",), "needs --prompts FILE.jsonl.")
     if args.drafter is None:
@@ -255,22 +262,28 @@ def _check_modes(args: argparse.Namespace) -> None:
 def _check_memory(
     args: argparse.Namespace, model: Model, drafter: Any, config: ExportConfig
 ) -> None:
-    head, draft_pass, depth = (), (), 0
+    head, draft_pass, draft_passes = (), (), 0
+    verify = set(config.verify)
     loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter, ())
     if isinstance(loaded.drafter, Eagle | LayerSkip):
         draft_pass = draft_pass_weights(model.params, loaded)
-        depth = loaded.drafter.tree_shape[1]
+        draft_passes = loaded.drafter.tree_shape[1]
     if isinstance(loaded.drafter, Eagle):
         head = loaded.params.params
+        draft_passes += len(config.levels) + bool(config.levels)  # `draft_N` and `absorb`
+    if isinstance(loaded.drafter, PromptLookup):
+        verify.add(loaded.drafter.tree_shape[0])
     on_gpu = config.bundle == "gpu"
+    # `decode`, and `step` where a drafter is baked in.
+    separate = len(set(config.prefill)) + len(verify) + 1 + bool(draft_passes)
     needed = estimate_phone_memory(
         model.config,
         config.quantization,
         config.slots,
         head,
         draft_pass,
-        depth,
-        separate_signatures=len(config.prefill) + 1 + bool(depth) if on_gpu else 0,
+        draft_passes,
+        separate_signatures=separate if on_gpu else 0,
     )
     where = "a GPU, which holds weights once for each use" if on_gpu else "a CPU with weight cache"
     print(
@@ -312,16 +325,20 @@ def _tuned(
 ) -> LoadedDrafter | None:
     """The drafter over the tree that is fastest here; `None` where none pays."""
     assert isinstance(drafter, LoadedDrafter)
+    acceptance, prompts = None, []
+    if args.acceptance is not None:
+        acceptance = load_acceptance(args.acceptance)
+        if acceptance.head:  # tables of none of our heads say where they are from
+            acceptance.check_head(drafter.params)
+    else:
+        prompts = [row.prompt for row in read_prompts(args.prompts, None, args.limit)]
     with TemporaryDirectory() as folder, progress_bar(3) as advance:
         advance("writing a latency kit")
         export_kit(model, folder, drafter, config)
         threads = 1 if args.threads is None else args.threads
         profile = measure_here(Path(folder) / MODEL_FILE, threads, advance=advance)
         advance("counting accepted drafts")
-        if args.acceptance is not None:
-            acceptance = load_acceptance(args.acceptance)
-        else:
-            prompts = [row.prompt for row in read_prompts(args.prompts, None, args.limit)]
+        if acceptance is None:
             acceptance = measure_acceptance(model, drafter, prompts)
     found = search_tree(acceptance, profile)
     best, plain = found.best, found.plain
@@ -370,5 +387,10 @@ def _drafter(args: argparse.Namespace, model: Model) -> Drafter | LoadedDrafter 
         return None if args.drafter is None else make_drafter(args.drafter, args, model)
     if args.drafter is not None:
         raise ValueError("Give either --head or --drafter, not both.")
-    paths = tree_of_head(args.head) if args.tree is None else load_tree(args.tree)
+    if args.tree is not None:
+        paths = load_tree(args.tree)
+    elif args.auto or args.latency_kit:
+        paths = EAGLE_PATHS  # a search looks as deep as the tree of its kit, and no deeper
+    else:
+        paths = tree_of_head(args.head)
     return Eagle.of(load_eagle(args.head, model.network), paths)

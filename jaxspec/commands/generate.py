@@ -101,7 +101,7 @@ def _mobile_session(args: argparse.Namespace, config: GenerationConfig) -> "Mobi
     announce(
         model=args.model,
         runtime=f"LiteRT, {model.manifest.quantization}",
-        drafter=model.manifest.drafter,
+        drafter=model.manifest.drafter if args.drafter is None else args.drafter.text,
         loop=args.loop or "best",
         config=config,
         seed=args.seed,

@@ -1,6 +1,7 @@
 """`jaxspec tune profile`: what passes cost on this device, or on one measured elsewhere."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -24,6 +25,11 @@ from jaxspec.mobile.profile import read_kit_log
 from jaxspec.progress import progress_bar
 from jaxspec.trees import LatencyProfile, Timing, load_profile, save_profile, shipped_profiles
 from jaxspec.trees.plots import check_plots, plot_latency
+
+_OF_MEASURING = (
+    *("head", "draft_model", "dtype", "max_positions"),
+    *("tokens", "batches", "levels", "slots", "repeats", "steps"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +115,8 @@ def run(args: argparse.Namespace) -> int:
     """Measures or reads a profile, and shows it."""
     if (args.model is None) == (args.source is None):
         return args.parser.error("give MODEL to measure, or --import FILE.")
+    if args.source is not None:
+        _refuse_measuring(args)
     check_writable(args.out, "--out")
     check_writable(args.plot, "--plot")
     if args.plot:
@@ -116,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
     if args.repeats < 2 or args.steps < 1:
         raise ValueError("--repeats must be at least 2, for a spread, and --steps at least 1.")
     profile = _read(args.source) if args.source else _measure(args)
+    if args.source and args.name:
+        profile = dataclasses.replace(profile, name=args.name)
     if args.out:
         save_profile(profile, args.out)
         print(f"wrote {args.out}", file=sys.stderr)
@@ -128,6 +138,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         show_profile(profile)
     return 0
+
+
+def _refuse_measuring(args: argparse.Namespace) -> None:
+    given = [n for n in _OF_MEASURING if getattr(args, n) != args.parser.get_default(n)]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{flags}: --import measures nothing; leave that out.")
 
 
 def _read(source: str) -> LatencyProfile:

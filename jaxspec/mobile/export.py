@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files
-from jaxspec.core.types import Drafter, Params
+from jaxspec.core.types import ChecksFit, Drafter, Params
 from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
 from jaxspec.mobile.convert import Lowered, lower, to_flatbuffer
 from jaxspec.mobile.manifest import KEY, Manifest, describe, fingerprint, seal
@@ -30,6 +30,7 @@ from jaxspec.mobile.signatures import (
     verify_signature,
 )
 from jaxspec.mobile.weights import Leaf, fill_in
+from jaxspec.models import ModelConfig
 
 BUNDLES = ("cpu", "gpu")
 MODEL_FILE, MANIFEST_FILE = "model.tflite", "manifest.json"
@@ -104,16 +105,7 @@ def export(
     """
     config = config or ExportConfig()
     network = model.network
-    if config.slots > network.config.max_positions:
-        raise ValueError(
-            f"slots must be at most the model's {network.config.max_positions} positions, "
-            f"got {config.slots}."
-        )
-    if network.config.experts is not None:
-        raise ValueError(
-            "model: mixtures of experts cannot be exported: which weights a token reads is not "
-            "fixed, as a file's operations are."
-        )
+    check_model(network.config, config.slots)
     loaded = (
         drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or NoDraft(), ())
     )
@@ -123,6 +115,8 @@ def export(
     target = Target(network.config, config.slots, num_tokens)
     signatures, paths = _signatures(target, loaded, config)
     params = Params(network, loaded.params)
+    if isinstance(loaded.drafter, ChecksFit):
+        loaded.drafter.check_fit(params)
     lowered = lower_all(signatures, params, config.quantization)
     manifest = Manifest(
         version=metadata.version("jaxspec"),
@@ -135,6 +129,7 @@ def export(
         drafter=_described(loaded.drafter),
         paths=paths,
         signatures=describe(lowered),
+        generation_defaults=dict(model.generation_defaults),
     )
     flatbuffer = to_tflite(lowered, params, config.quantization, {KEY: manifest.to_json()})
     if config.check_gpu_ops:
@@ -146,6 +141,28 @@ def export(
         if model.tokenizer is not None:
             model.tokenizer.write(staging)
     return manifest
+
+
+def check_model(config: ModelConfig, slots: int) -> None:
+    """Refuses models that no file can hold as they are meant to be used.
+
+    Raises:
+        ValueError: saying why.
+    """
+    if slots > config.max_positions:
+        raise ValueError(
+            f"slots must be at most the model's {config.max_positions} positions, got {slots}."
+        )
+    if config.experts is not None:
+        raise ValueError(
+            "model: mixtures of experts cannot be exported: which weights a token reads is not "
+            "fixed, as a file's operations are."
+        )
+    if config.diffusion is not None:
+        raise ValueError(
+            "model: it fills in masked slots, and exported files decode from left to right; take "
+            "a causal model."
+        )
 
 
 def lower_all(
@@ -237,8 +254,11 @@ def _leaves(params: Params) -> list[Leaf]:
 
 
 def _check_size(params: Params, quantization: str) -> None:
-    stored = estimate_phone_memory(params.target.config, quantization, 0, params.draft)
+    config = params.target.config
+    stored = estimate_phone_memory(config, quantization, 0, params.draft)
     size = stored.products + stored.table
+    if config.tied_head and quantization == "float32":
+        size -= stored.table  # look-ups and products read the same bytes
     if size > _LARGEST:
         raise ValueError(
             f"model: its weights take {size / 2**30:.1f} GiB as {quantization}, and a .tflite "

@@ -33,7 +33,7 @@ from jaxspec.core import masks
 from jaxspec.core.forms import exchanged
 from jaxspec.core.types import Drafter, Hidden, KVCache, LayerKV, Params
 from jaxspec.drafters import LayerSkip, LoadedDrafter, NoDraft
-from jaxspec.mobile.export import ExportConfig, lower_all, to_tflite
+from jaxspec.mobile.export import ExportConfig, check_model, lower_all, to_tflite
 from jaxspec.mobile.extra import needs_extra
 from jaxspec.mobile.forms import litert_forms
 from jaxspec.mobile.signatures import (
@@ -156,16 +156,7 @@ def _check(model: Model, drafting: LayerSkip | None, config: ExportConfig) -> No
             "model: has no tokenizer, and a .litertlm must hold one: put the model's "
             "tokenizer.json into its folder."
         )
-    if model.config.diffusion is not None:
-        raise ValueError(
-            "model: it fills in masked slots, and LiteRT-LM only decodes from left to right; take "
-            "a causal model."
-        )
-    if config.slots > model.config.max_positions:
-        raise ValueError(
-            f"slots must be at most the model's {model.config.max_positions} positions, got "
-            f"{config.slots}."
-        )
+    check_model(model.config, config.slots)
     defaults = ExportConfig()
     for name in _WITHOUT_MEANING:
         if getattr(config, name) != getattr(defaults, name):

@@ -352,8 +352,11 @@ class DynamicDraft:
         self._beam = sizes[-1] if beam is None else beam
         self._levels = model.manifest.depth
         children = model.manifest.signatures["absorb"]["outputs"]["children"]["shape"][-1]
-        self._children = min(children, self._beam)
-        candidates = self._children * (1 + (self._levels - 1) * self._beam)
+        self._children = created = min(children, self._beam)
+        candidates = created
+        for _ in range(1, self._levels):
+            created = min(created, self._beam) * self._children
+            candidates += created
         if num_nodes is None:
             widest = max(model.manifest.sizes("verify"), default=0)
             num_nodes = max(1, min(candidates, widest - 1))

@@ -37,6 +37,8 @@ class Manifest:
         drafter: what `step` drafts with, its settings by name; `None`: there is no `step`.
         paths: rank paths of the tree of `step`, root left out.
         signatures: shape and dtype of every input and output, by signature and name.
+        generation_defaults: `generation_config.json` as it came with the model; no function of the
+            file applies it.
         checksum: SHA-256 of the file with this entry as zeros.
     """
 
@@ -50,6 +52,7 @@ class Manifest:
     drafter: dict[str, Any] | None
     paths: tuple[tuple[int, ...], ...]
     signatures: dict[str, dict[str, dict[str, Any]]]
+    generation_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     checksum: str = _NO_CHECKSUM
 
     @property

@@ -40,7 +40,7 @@ def estimate_phone_memory(
     slots: int,
     head: PyTree = (),
     draft_pass: PyTree = (),
-    depth: int = 0,
+    draft_passes: int = 0,
     separate_signatures: int = 0,
 ) -> PhoneMemory:
     """Estimates the memory of `step` with its weights and caches; buffers for a pass are small.
@@ -51,10 +51,11 @@ def estimate_phone_memory(
         slots: of the caches.
         head: weights of an EAGLE head, or their shapes; it has one layer.
         draft_pass: weights that one pass of the drafter reads, an output head among them.
-        depth: draft passes of a step.
-        separate_signatures: functions of the file, where each packs all it reads for itself, once
-            for every use: a GPU, or a CPU without a weight cache. 0: a CPU with one, which packs
-            each weight once.
+        draft_passes: of all functions: as many as a step's tree is deep, and one for each function
+            that only drafts.
+        separate_signatures: functions of the file that read all of the target, where each packs
+            what it reads for itself, once for every use: a GPU, or a CPU without a weight cache.
+            0: a CPU with one, which packs each weight once.
 
     Raises:
         ValueError: the quantization is not known.
@@ -68,7 +69,7 @@ def estimate_phone_memory(
     repeated = 0
     if separate_signatures:
         repeated = (separate_signatures - 1) * products
-        repeated += depth * _bytes_of_products(draft_pass, quantization)
+        repeated += draft_passes * _bytes_of_products(draft_pass, quantization)
     layers = config.num_layers + bool(jax.tree.leaves(head))
     row = 2 * layers * config.num_kv_heads * config.head_dim * _FLOAT_BYTES
     return PhoneMemory(

@@ -7,7 +7,7 @@ other: LiteRT nowhere promises that one buffer may be both. What is called in wh
 """
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -125,14 +125,14 @@ class MobileModel:
             CheckpointError: the file is not ours, is damaged, or is for another tokenizer.
         """
         self.manifest: Manifest = read_manifest(path)
-        beside = Path(path).parent
+        beside, found = Path(path).parent, "the one that was given"
         if tokenizer is None and (beside / "tokenizer.json").is_file():
-            tokenizer = load_tokenizer(beside)
+            tokenizer, found = load_tokenizer(beside), "the tokenizer.json that lies beside it"
         self.tokenizer = tokenizer
         if tokenizer is not None and fingerprint(tokenizer) != self.manifest.tokenizer:
             raise CheckpointError(
-                f"{path} was exported with another tokenizer, so its tokens mean something else: "
-                "use the one that lies beside it."
+                f"{path} was exported with another tokenizer than {found}, so its tokens mean "
+                "something else: take the tokenizer.json of the same export."
             )
         with needs_extra("Running an exported model"):
             from ai_edge_litert import compiled_model as litert
@@ -178,6 +178,10 @@ class MobileModel:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         return self.manifest.stop_token_ids
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        return self.manifest.generation_defaults
 
     def inputs(self, signature: str) -> dict[str, dict[str, Any]]:
         """Shape and dtype of each input of a signature."""
@@ -243,9 +247,12 @@ class MobileModel:
             The model's next token.
 
         Raises:
-            ValueError: the prompt is empty, too long or holds unknown ids.
+            ValueError: the prompt is empty, too long or holds unknown ids, or `start` is not one of
+                its tokens.
         """
         self._check_prompt(prompt)
+        if not 0 <= start < len(prompt):
+            raise ValueError(f"start must be in 0..{len(prompt) - 1}, got {start}.")
         sizes, length = self.manifest.sizes("prefill"), len(prompt)
         at, name, size = start, "", 0
         while at < length:
@@ -320,8 +327,8 @@ class MobileModel:
             seed: of sampling.
 
         Raises:
-            ValueError: the prompt is empty, too long or holds unknown ids, or the file lacks what
-                the loop calls.
+            ValueError: the prompt is empty, too long or holds unknown ids, the file lacks what the
+                loop calls, or another text was begun with this file before this one was done.
         """
         self._check_prompt(prompt)
         acceptance = Acceptance(warp or Warp(), seed)
@@ -333,6 +340,11 @@ class MobileModel:
         self._text, self._known, recent = text, len(text) - 2, 1
         yield Emitted(text[-1:], 0)
         while len(text) < self.manifest.slots:
+            if self._text is not text:
+                raise ValueError(
+                    "stream: another text was begun, and a file holds the caches of one: open it "
+                    "once for each text that goes on."
+                )
             cached, known = len(text) - 1, self._known
             # A round writes a whole padded path. Where it does not fit, one token still does.
             chosen = rounds if cached + rounds.rows <= self.manifest.slots else plain
@@ -394,6 +406,12 @@ class MobileModel:
             raise ValueError(
                 f"length: {signature} writes {rows} rows from {start} on, and this file has "
                 f"{self.manifest.slots} slots; export it with more, or end the text."
+            )
+        positions = int(np.max(inputs.get("positions", 0)))
+        if positions >= self.manifest.slots:
+            raise ValueError(
+                f"positions: must be below the {self.manifest.slots} slots of this file, got "
+                f"{positions}."
             )
         if kind == "draft":
             first = int(np.asarray(inputs.get("drafted", -1)).reshape(()))

@@ -12,6 +12,7 @@ from jaxspec.generation import (
     StreamStep,
     TextStream,
     automaton_of,
+    check_rules,
     encode_prompt,
     warps_of,
 )
@@ -53,6 +54,7 @@ def stream_text(
             raise ValueError(f"{name}: got {len(values)} values for one prompt; give one.")
         return values
 
+    check_rules(model, config)
     ids = encode_prompt(model, prompt)
     warp: Any = jax.tree.map(lambda values: values[0], warps_of(model, config, of_one_row, 1))
     stops = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids

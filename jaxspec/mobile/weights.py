@@ -80,7 +80,8 @@ def fill_in(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) -> byt
         quantization: one of `QUANTIZATIONS`: of what products read.
 
     Raises:
-        ValueError: the extra `mobile` is not installed, or blocks do not divide a width.
+        ValueError: the extra `mobile` is not installed, blocks do not divide a width, or the file
+            would exceed 2 GiB.
     """
     return _Filler(flatbuffer, leaves, quantization).filled()
 
@@ -106,6 +107,7 @@ class _Filler:
     def _packed(self) -> bytearray:
         """The file. The builder gets its whole size at once: growing, it would copy itself."""
         import flatbuffers
+        from flatbuffers.builder import BuilderSizeError
 
         class Builder(flatbuffers.Builder):
             """Aligns vectors of bytes as the schema asks for and generated code does not."""
@@ -115,8 +117,14 @@ class _Filler:
                 return super().StartVector(elemSize, numElems, wanted)
 
         size = sum(0 if b.data is None else len(b.data) for b in self._model.buffers)
-        builder = Builder(size + size // 50 + _SPARE)
-        builder.Finish(self._model.Pack(builder), b"TFL3")
+        try:
+            builder = Builder(min(size + size // 50 + _SPARE, Builder.MAX_BUFFER_SIZE))
+            builder.Finish(self._model.Pack(builder), b"TFL3")
+        except BuilderSizeError:
+            raise ValueError(
+                f"model: its weights take {size / 2**30:.2f} GiB as {self._quantization}, and with "
+                "its functions a .tflite would exceed 2 GiB; take fewer bits, or a smaller model."
+            ) from None
         self._model = None
         self._stored.clear()
         data: bytearray = builder.Bytes

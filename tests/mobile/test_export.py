@@ -15,10 +15,10 @@ from jaxspec.compilation import CompileClock
 from jaxspec.core import masks
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import tree_from_paths
-from jaxspec.core.types import KVCache, Warp
+from jaxspec.core.types import KVCache, Params, Warp
 from jaxspec.drafters import DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
-from jaxspec.models import Eagle3Head, init_eagle3_params
+from jaxspec.models import Diffusion, Eagle3Head, Network, init_eagle3_params
 from tests.bench.models import tiny_model
 from tests.mobile.models import CONFIG, successor_model
 from tests.models.families import tiny
@@ -26,8 +26,11 @@ from tests.models.families import tiny
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
+import flatbuffers
+
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
 from jaxspec.mobile.convert import lower, to_flatbuffer
+from jaxspec.mobile.export import _check_size
 from jaxspec.mobile.loops import (
     Acceptance,
     DynamicDraft,
@@ -257,6 +260,15 @@ def test_a_turn_that_left_the_head_behind_is_read_in_the_next(path, name):
     assert missed < reads.count <= missed + 2 + 1 + 4
 
 
+def test_a_text_does_not_go_on_in_the_caches_of_another(path):
+    file = MobileModel(path, num_threads=1)
+    one = file.stream(PROMPTS[0])
+    next(one)
+    next(file.stream(PROMPTS[1]))
+    with pytest.raises(ValueError, match="stream: another text was begun"):
+        next(one)
+
+
 def test_steps_accept_what_jax_accepts(pair, exported, expected):
     """Step by step. The file's first token comes with the prompt, so JAX begins behind it."""
     prompt, tokens = PROMPTS[0], expected[0]
@@ -278,6 +290,23 @@ def test_a_head_of_taps_and_few_tokens(pair, expected, tmp_path):
     drafting = MobileModel(tmp_path / "model.tflite", num_threads=1)
     decoded = [drafting.generate(prompt, NUM_NEW) for prompt in PROMPTS]
     assert [each.tokens.tolist() for each in decoded] == expected
+
+
+def test_the_smallest_shapes(pair, expected, tmp_path):
+    """Prompts read one by one, a tree of one node, room for hardly more than the text.
+
+    The last part of the longer prompt does not fit behind the others: it begins among them.
+    """
+    for size, slots in ((1, SLOTS), (8, 2 * 8 + 5)):
+        shapes = replace(SHAPES, slots=slots, prefill=(size,))
+        export(pair[0], tmp_path, Eagle.of(pair[1], ((0,),)), shapes)
+        file = MobileModel(tmp_path / "model.tflite", num_threads=1)
+        decoded = file.generate(PROMPTS[0], 10)
+        assert decoded.tokens.tolist() == expected[0][:10]
+        assert max(decoded.counts) == 2
+        longer = [*PROMPTS[0], *expected[0][:6]]
+        (row,) = generate(pair[0], longer, GenerationConfig(max_new_tokens=4))
+        assert file.generate(longer, 4).tokens.tolist() == row.tokens.tolist()
 
 
 def test_passes_and_commits_equal_the_network(pair, exported):
@@ -366,6 +395,8 @@ def test_mistakes_are_named(pair, exported, path, tmp_path):
         exported.generate([1] * SLOTS)
     with pytest.raises(ValueError, match="ids must be in"):
         exported.generate([48])
+    with pytest.raises(ValueError, match=r"start must be in 0\.\.1, got 2"):
+        exported.prefill([1, 2], 2)
     with pytest.raises(ValueError, match="max_new_tokens must be at least 0, got -5"):
         exported.generate([1], -5)
     with pytest.raises(ValueError, match="not verify_3"):
@@ -380,6 +411,10 @@ def test_mistakes_are_named(pair, exported, path, tmp_path):
         exported.call("step", length=[SLOTS - 3])
     with pytest.raises(ValueError, match="say where decode writes"):
         exported.call("decode", pending=[1])
+    with pytest.raises(ValueError, match=r"positions: must be below the 64 slots .*, got 64"):
+        exported.call("verify_9", positions=[56, *range(57, 65)], length=[56])
+    with pytest.raises(ValueError, match="num_nodes must be at most 280, what a beam of 26 ever"):
+        DynamicDraft(exported, 281, beam=26)
     with pytest.raises(ValueError, match="--verify 12"):
         Verified(exported, LookupDraft(PromptLookup(11), SLOTS), Acceptance(Warp()))
     with pytest.raises(ValueError, match="slots must be at most"):
@@ -413,12 +448,16 @@ def test_lookup_gets_a_pass_of_its_size(pair):
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "qwen2", "qwen3", "phi3"])
 def test_every_dense_family_decodes_as_in_jax(family, tmp_path):
+    """Windows of 4 and 5 tokens: shorter than a part of the prompt, and than text and drafts."""
     model = Model(tiny(family), name=family)
-    export(model, tmp_path, config=replace(SHAPES, slots=32))
+    drafter = LayerSkip(skips_of(3, attention=[1], mlp=[0]), 3)
+    export(model, tmp_path, drafter, replace(SHAPES, slots=40, bundle="gpu"))
+    prompt = [5, 17, 40, 8, 22, 53, 3, 9, 31, 12, 44]
     config = GenerationConfig(max_new_tokens=16, stop_token_ids=())
-    (row,) = generate(model, [5, 17, 40, 8, 22, 53], config)
-    ours = MobileModel(tmp_path / "model.tflite").generate([5, 17, 40, 8, 22, 53], 16, ())
-    assert ours.tokens.tolist() == row.tokens.tolist()
+    (row,) = generate(model, prompt, config)
+    file = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    for loop in (Plain, Steps):
+        assert file.generate(prompt, 16, (), loop).tokens.tolist() == row.tokens.tolist()
 
 
 def test_what_the_converter_refuses_is_named_with_its_scope():
@@ -435,6 +474,36 @@ def test_mixtures_of_experts_are_refused(tmp_path):
     with pytest.raises(ValueError, match="model: mixtures of experts cannot be exported"):
         export(Model(tiny("qwen3_moe"), name="experts"), tmp_path, config=SHAPES)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_draft_or_decode_as_a_file_does_is_refused(pair, tmp_path):
+    config = CONFIG.replace(diffusion=Diffusion(mask_token_id=3))
+    fills_in = replace(pair[0], network=Network(pair[0].params, config))
+    with pytest.raises(ValueError, match="model: it fills in masked slots"):
+        export(fills_in, tmp_path, config=SHAPES)
+    other = tiny("llama")  # of another width than the head
+    with pytest.raises(ValueError, match=r"^drafter: the head is for another target"):
+        export(Model(other, name="other"), tmp_path, Eagle.of(pair[1], PATHS), SHAPES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_fit_alone_may_not_fit_with_their_functions(pair, tmp_path, monkeypatch):
+    monkeypatch.setattr(flatbuffers.Builder, "MAX_BUFFER_SIZE", 20_000)
+    with pytest.raises(ValueError, match=r"a \.tflite would exceed 2 GiB; take fewer bits"):
+        export(pair[0], tmp_path, config=SHAPES)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tied_table_counts_once_in_float32(monkeypatch):
+    """It is stored once, however it is read; with fewer bits it is stored as table and as head."""
+    network = tiny("qwen2")
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(network.params) if leaf.ndim > 1)
+    params = Params(network, ())
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.export"], "_LARGEST", weights)
+    _check_size(params, "float32")
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.export"], "_LARGEST", weights - 1)
+    with pytest.raises(ValueError, match="less than 2 GiB"):
+        _check_size(params, "float32")
 
 
 def test_what_a_flatbuffer_cannot_hold_is_refused_beforehand(pair, tmp_path, monkeypatch):

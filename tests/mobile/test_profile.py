@@ -69,23 +69,30 @@ def test_a_kit_is_timed_on_this_machine(kit):
 
 
 def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
-    """The script runs with an adb of ours, whose tool says what the phone's would."""
+    """The script runs with an adb of ours, whose tool says what the phone's would.
+
+    The tool is named from where the script is called, as anyone would.
+    """
     if shutil.which("sh") is None:
         pytest.skip("needs a POSIX shell")
     adb = tmp_path / "adb"
     adb.write_text(
-        "#!/bin/sh\n"
+        "#!/bin/sh -e\n"
         'case "$*" in *getprop*) echo "Pixel 99";; '
+        'push*) shift; for file in "$1" "$2"; do test -f "$file"; done;; '
         f'*signature_to_run_for=verify_4*) echo "{LITERT.format(4)}"; '
         f'echo "{LITERT_SPREAD.format(0.2)}";; '
         f'*signature_to_run_for=draft*) echo "{TFLITE.format(1000)}";; '
         f'*signature_to_run_for*) echo "{LITERT.format("1.00")}";; esac\n'
     )
     adb.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "benchmark_model").touch()
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "BENCHMARK": "tools/benchmark_model"}
     log = subprocess.run(
         [str(kit[0] / "measure.sh"), "gpu", "2"],
         env=environment,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
@@ -105,6 +112,11 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     assert main(["tune", "profile", "--import", str(tmp_path / "kit.txt"), "--out", str(out)]) == 0
     assert "Pixel 99" in capsys.readouterr().out
     assert load_profile(out) == profile
+    argv = ["tune", "profile", "--import", str(tmp_path / "kit.txt"), "--out", str(out)]
+    assert main([*argv, "--name", "mine"]) == 0
+    assert load_profile(out) == replace(profile, name="mine")
+    assert main([*argv, "--tokens", "1,2", "--head", "H"]) == 2
+    assert "--head, --tokens: --import measures nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

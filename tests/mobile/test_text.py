@@ -1,6 +1,9 @@
 """Exported files on the command line: `generate`, `bench` and `export` itself."""
 
 import json
+import shutil
+from argparse import Namespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from jaxspec.core.stopping import stop_automaton
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.models import EagleHead, init_eagle_params
 from jaxspec.models.transformer import param_shapes
+from jaxspec.trees import AcceptanceTable, save_acceptance
 from tests.bench.models import tiny_model
 from tests.mobile.models import successor_model
 
@@ -83,6 +87,19 @@ def test_stops_and_settings_are_those_of_generate(model, path, expected):
         assert tokens == theirs.tokens.tolist()
         assert "".join(step.text for step in steps) == theirs.text
         assert not steps or steps[-1].finish_reason == theirs.finish_reason
+
+
+def test_rules_that_no_function_applies_are_refused(model, tmp_path):
+    """As `generate` does, though the file alone is there to tell."""
+    asks = replace(model, generation_defaults={"repetition_penalty": 1.1})
+    export(asks, tmp_path, config=SHAPES)
+    file = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    config = GenerationConfig(max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"generation_config.json asks for repetition_penalty 1.1"):
+        next(stream_text(file, PROMPT, config))
+    steps = stream_text(file, PROMPT, replace(config, repetition_penalty=1))
+    theirs = generate(model, PROMPT, config)[0]
+    assert "".join(step.text for step in steps) == theirs.text
 
 
 def test_a_token_that_stops_twice_stops_as_a_string():
@@ -181,6 +198,26 @@ def test_comparisons_refuse_what_they_would_ignore(capsys, folders, argv, said):
     assert exit_.value.code == 2
     assert said in capsys.readouterr().err
     assert "at least 2" in fails(capsys, *given[:3], *given[-6:], "--max-new-tokens", "1")
+    known = ["--head", "H", "--tree", str(folders / "tree.json"), "--max-positions", "12"]
+    said = fails(capsys, *given[:3], "--runtime", "litert", *known)
+    assert "a prompt has 13 tokens, and a file of 12 slots can draft behind 10" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["M", "P", "--head", "H", "--quantize", "int8"], "--runtime litert there is no use for h"),
+        (["M", "P", "--prompts-per-set", "2"], "without --suite there is no use for prompts_per_s"),
+        (["M", "P", "--out", "x.md"], "without --suite there is no use for out"),
+        (["--suite", "litert-speed", "--repeats", "9"], "litert-speed fixes repeats; leave that"),
+        (["--suite", "litert-scale", "--prompts-per-set", "2"], "fixes prompts_per_set"),
+    ],
+)
+def test_benchmarks_refuse_flags_of_others(capsys, argv, said):
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", *argv])
+    assert exit_.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_command_of_a_comparison_gives_its_rows(monkeypatch, folders, tmp_path):
@@ -219,6 +256,29 @@ def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
     assert "refused" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "nodes"), [({}, 1), ({"auto": True}, 25), ({"latency_kit": True}, 25)]
+)
+def test_a_search_is_not_bound_to_the_depth_of_the_last(folders, model, flags, nodes, tmp_path):
+    """Which lies beside the head, and is what an export without a search takes."""
+    shutil.copytree(folders / "head", tmp_path / "head")
+    (tmp_path / "head" / "tree.json").write_text(json.dumps({"paths": [[0]]}))
+    given = {"head": str(tmp_path / "head"), "tree": None, "drafter": None}
+    args = Namespace(**{"auto": False, "latency_kit": False, **given, **flags})
+    drafter = export_module._drafter(args, model)
+    assert isinstance(drafter, LoadedDrafter)
+    assert isinstance(drafter.drafter, Eagle)
+    assert len(drafter.drafter.paths) == nodes
+
+
+def test_acceptance_of_another_head_is_refused_before_anything_is_timed(capsys, folders, tmp_path):
+    save_acceptance(AcceptanceTable(((0.5, 0.2),), head="x"), tmp_path / "table.json")
+    argv = ["export", str(folders / "model"), str(tmp_path / "out"), "--slots", "128", "--auto"]
+    argv += ["--head", str(folders / "head"), "--acceptance", str(tmp_path / "table.json")]
+    assert "belongs to the head x, not to" in fails(capsys, *argv)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_one_command_times_searches_and_exports(folders, tmp_path):
     argv = ["export", str(folders / "model"), str(tmp_path), "--head", str(folders / "head")]
@@ -241,10 +301,12 @@ def test_one_command_times_searches_and_exports(folders, tmp_path):
         (["--auto", "--report", "--head", "H"], "give one of them"),
         (["--report"], "needs --prompts"),
         (["--report", "--prompts", "P", "--check-gpu"], "--check-gpu: --report keeps no file"),
+        (["--report", "--prompts", "P", "--quantize", "int4"], "--quantize: --report writes every"),
         (["--prompts", "P"], "--prompts: needs --auto, --report or --check-lm"),
         (["--acceptance", "A"], "--acceptance: needs --auto"),
         (["--threads", "2"], "--threads: needs --auto or --check-lm"),
         (["--limit", "0"], "--limit: needs --prompts"),
+        (["--auto", "--head", "H", "--acceptance", "A", "--threads", "0"], "at least 1, got 0"),
         (["--max-ngram", "2"], "--max-ngram: needs --drafter"),
         (["--gpu-timeout", "9"], "--gpu-timeout: needs --check-gpu"),
         (["--gpu-timeout", "0", "--check-gpu"], "--gpu-timeout must be above 0 seconds"),
@@ -275,7 +337,7 @@ def test_memory_is_added_up():
     from tests.mobile.models import CONFIG
 
     shape = jax.ShapeDtypeStruct((16, 48), np.float32)
-    needed = estimate_phone_memory(CONFIG, "float32", 10, (), shape, depth=3)
+    needed = estimate_phone_memory(CONFIG, "float32", 10, (), shape, draft_passes=3)
     attention = 16 * (16 + 2 * 8) + 16 * 16
     assert needed.products == 4 * (2 * (attention + 3 * 16 * 24) + 16 * 48)
     assert needed.table == 4 * 48 * 16
@@ -288,6 +350,28 @@ def test_memory_is_added_up():
     fewer = estimate_phone_memory(CONFIG, "int4", slots=10)
     assert fewer.products < needed.products / 2
     assert np.isclose(fewer.table, 48 * 16 + 12 * 48)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "0 draft passes, 2 functions"),
+        (["--prefill", "4,8", "--verify", "4,8"], "0 draft passes, 5 functions"),
+        (["--drafter", "lookup"], "0 draft passes, 3 functions"),
+        (["--head", "HEAD"], "5 draft passes, 3 functions"),
+        (["--head", "HEAD", "--levels", "2,4"], "8 draft passes, 3 functions"),
+    ],
+)
+def test_every_function_of_a_file_for_gpus_counts(capsys, monkeypatch, folders, argv, said):
+    """`verify_N` reads what `decode` does; `absorb` and `draft_N` read what a draft pass does."""
+
+    def estimated(*settings, separate_signatures):
+        raise ValueError(f"{settings[5]} draft passes, {separate_signatures} functions")
+
+    monkeypatch.setattr(export_module, "estimate_phone_memory", estimated)
+    argv = [str(folders / "head") if arg == "HEAD" else arg for arg in argv]
+    shapes = ["--slots", "32", "--prefill", "8", "--bundle", "gpu", "--phone-memory", "9"]
+    assert said in fails(capsys, "export", str(folders / "model"), "nowhere", *shapes, *argv)
 
 
 def test_the_7b_case_of_the_documentation():
