@@ -150,19 +150,17 @@ def test_recorded_generations(golden, target, case, form):
         "threshold": recorded["th_init"],
         "adaptive": RELEASED if recorded["auto"] else None,
     }
-    drafter = (
-        LayerSkip(skip, **settings)
-        if form == "static"
-        else LayerSkip.of(as_arrays(skip), **settings)
-    )
+    # `of` takes the bools of `skips_of` as well as arrays.
+    drafter = (LayerSkip if form == "static" else LayerSkip.of)(skip, **settings)
     # The reference lets the whole model choose a token before it drafts for the first time.
-    (row,) = generate(
+    result = generate(
         Model(target),
         [*recorded["prompt"], recorded["output"][0]],
         GenerationConfig(max_new_tokens=recorded["max_new_tokens"] - 1),
         drafter,
         return_trace=True,
     )
+    (row,) = result
     assert row.tokens.tolist() == recorded["output"][1:]
     if recorded["auto"]:
         request = prepare(
@@ -176,7 +174,11 @@ def test_recorded_generations(golden, target, case, form):
         drafts = (states.draft for states, _ in request.decode_stream())
         moved = [(float(draft.threshold[0]), float(draft.rate[0])) for draft in drafts][2:]
         theirs = [(step["th_after"], step["ar_ema"]) for step in recorded["trace"]]
-        np.testing.assert_allclose(moved[: len(theirs)], theirs[: len(moved)], atol=1e-6)
+        # What the last step comes to is only in what is carried on.
+        (last,) = map(carried, result.drafters)
+        moved.append((last.threshold, last.rate))
+        np.testing.assert_allclose(moved[: len(theirs)], theirs, atol=1e-6)
+        np.testing.assert_allclose(last.threshold, recorded["th_final"], atol=1e-6)
     ours = [(int(np.sum(step.valid)) - 1, len(step.path) - 1) for step in row.trace]
     assert sum(drafted for drafted, _ in ours) == recorded["num_drafted"]
     if recorded["auto"]:  # of a threshold that stands still only the total was recorded
@@ -357,9 +359,10 @@ def test_settings_out_of_range_are_refused(settings, message):
         make(**settings)
 
 
-def test_a_bare_vector_is_refused():
+@pytest.mark.parametrize("make", [LayerSkip, LayerSkip.of])
+def test_a_bare_vector_is_refused(make):
     with pytest.raises(Exception, match="skip"):  # where types are checked, by that
-        LayerSkip([0, 1, 1, 0])
+        make([0, 1, 1, 0])
 
 
 def make(adaptive=None, **settings):

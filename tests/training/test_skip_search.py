@@ -9,7 +9,7 @@ import pytest
 
 import jaxspec
 from jaxspec import GenerationConfig, generate
-from jaxspec.checkpoint import Model
+from jaxspec.checkpoint import Model, shipped_folders
 from jaxspec.cli import main
 from jaxspec.drafters import LayerSkip
 from jaxspec.drafters.skip_sets import skipped_layers, skips_of
@@ -280,6 +280,23 @@ def test_what_is_no_trace_of_ours_is_left_as_it_is(tmp_path, text):
     with pytest.raises(ValueError, match=r"no trace of `jaxspec tune skips`|of another search"):
         Trace(path, 3, {"model": "a"})
     assert path.read_text() == text
+
+
+def test_the_shipped_set_is_the_best_of_its_trace():
+    """Of a search for the model that is shipped now."""
+    if not {"demo", "demo-skips"} <= set(shipped_folders()):
+        pytest.skip("needs checkpoints/demo and checkpoints/demo-skips, which are not here")
+    folder = shipped_folders()["demo-skips"]
+    found = json.loads((folder / "skips.json").read_text())
+    head, *lines = map(json.loads, (folder / "trace.jsonl").read_text().splitlines())
+    best = min(lines, key=lambda line: line["worth"]["seconds_per_token"])
+    assert best["worth"]["seconds_per_token"] == found["seconds_per_token"]
+    drafter = LayerSkip.read("demo-skips")
+    assert drafter.skip == skips_of(found["num_layers"], best["attention"], best["mlp"])
+    assert drafter.num_speculative_tokens == best["worth"]["num_speculative_tokens"]
+    assert drafter.threshold == best["worth"]["threshold"]
+    network = jaxspec.load("demo").network
+    assert skip_search.fingerprint(network) == head["about"]["model"] == found["model"]
 
 
 def test_networks_are_told_apart(model):
