@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 from jaxtyping import install_import_hook
@@ -18,6 +19,9 @@ install_import_hook(
     f"{checked.__module__}.{checked.__name__}",
 )
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# How long an example takes says more of the machine than of the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

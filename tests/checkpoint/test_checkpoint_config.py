@@ -306,7 +306,7 @@ def test_junk_for_any_value_is_our_error_or_another_network(name):
     scaling = raw["rope_scaling"] or {}
     further = ["text_config", "layer_types", "mlp_only_layers", "rope_parameters", "num_experts"]
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.sampled_from([*raw, *further]), st.sampled_from([*scaling, "rope_type"]), JUNK)
     def check(key, scaling_key, junk):
         for changed in (

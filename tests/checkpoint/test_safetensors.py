@@ -118,7 +118,7 @@ def test_damage_anywhere_gives_our_error_or_a_file_that_can_be_read(tmp_path):
     write(path)
     intact = path.read_bytes()
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(
         st.integers(0, len(intact)),
         st.integers(0, len(intact) - 1),

@@ -24,7 +24,7 @@ def test_pieces_and_bytes_make_up_the_decoded_text(kind, request):
     tokenizer = request.getfixturevalue(kind)
     table = tokenizer.token_bytes()
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(st.text(max_size=20).filter(lambda text: "\ufffd" not in text), st.booleans())
     def check(text, start):
         ids = [tokenizer.bos_id] * start + tokenizer.encode(text)
@@ -38,7 +38,7 @@ def test_pieces_and_bytes_make_up_the_decoded_text(kind, request):
 
 
 def test_text_given_out_is_never_taken_back(byte_level_tokenizer):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.lists(st.integers(0, byte_level_tokenizer.vocab_size - 1), max_size=24))
     def check(ids):
         stream = byte_level_tokenizer.detokenizer()

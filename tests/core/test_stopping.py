@@ -85,7 +85,7 @@ def plain_cut(emitted, finite, count, room, stop_ids, strings, state):
 compiled_cut = jax.jit(cut_emitted)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     emitted=st.lists(st.integers(0, 5), min_size=LENGTH, max_size=LENGTH),
     finite=st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH),

@@ -211,7 +211,7 @@ def test_reserved_tokens_of_the_template_count_and_those_in_data_do_not(tmp_path
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=30),
     length=st.integers(2, 16),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_packing_keeps_every_token_exactly_once(sizes, length):
     starts = np.cumsum([0, *sizes])
     texts = [np.arange(start, end, dtype=np.int32) + 1 for start, end in itertools.pairwise(starts)]
