@@ -289,8 +289,8 @@ def _measure_skips(prompts: Prompts, advance: Advance) -> Page:
                 drafter = LayerSkip.read(SKIPS, num_speculative_tokens=count)
                 export(model, Path(folder) / label, drafter, shapes)
                 files[label] = MobileModel(Path(folder) / label / MODEL_FILE, num_threads=1)
-                methods += [] if methods else [Method(PLAIN, label, 0, plainly)]
                 methods.append(Method(f"{label}: step", label, count, stepping))
+            methods.insert(0, Method(PLAIN, methods[0].file, 0, plainly))
             advance(f"{name}: decoding in turns")
             results[name] = decode_in_turns(files, methods, ids, NEW_TOKENS)
     parts = [
@@ -302,7 +302,7 @@ def _measure_skips(prompts: Prompts, advance: Advance) -> Page:
         parts += [f"## {name}", methods_table(rows)]
     figures = {name: results_as_dicts(rows) for name, rows in results.items()}
     # Where weights are quantised near ties may turn, as `litert-tokens` lists them.
-    as_it_should = all(row.num_different == 0 for row in results.get("float32", ()))
+    as_it_should = all(row.num_different == 0 for row in results["float32"])
     return Page(parts, {"results": figures}, as_it_should)
 
 
