@@ -358,7 +358,19 @@ class SeenSequences(NamedTuple):
     taps: Float[Array | np.ndarray, "rows length tapped"]
 
 
-Rows = TypeVar("Rows", Sequences, SeenSequences)
+class Answers(NamedTuple):
+    """Rows of packed documents, each a prompt and its answer; see `Sequences`.
+
+    answer: 1 where a token is of an answer, else 0.
+    """
+
+    tokens: Int[Array | np.ndarray, "rows length"]
+    segments: Int[Array | np.ndarray, "rows length"]
+    positions: Int[Array | np.ndarray, "rows length"]
+    answer: Int[Array | np.ndarray, "rows length"]
+
+
+Rows = TypeVar("Rows", Sequences, SeenSequences, Answers)
 """Records of arrays whose first axis counts rows."""
 
 
@@ -399,6 +411,25 @@ def pack(documents: Sequence[Int[np.ndarray, " tokens"]], length: int) -> Sequen
             positions[row, slots] = np.arange(len(pieces[index]))
             start = slots.stop
     return Sequences(tokens, segments, positions)
+
+
+def pack_answers(
+    documents: Sequence[Int[np.ndarray, " tokens"]], prompt_sizes: Sequence[int], length: int
+) -> Answers:
+    """Lays prompts with their answers into rows, as `pack` does.
+
+    Args:
+        documents: tokens of each prompt and its answer. What does not fit into a row is left out.
+        prompt_sizes: how many tokens of each are the prompt's.
+        length: of a row.
+    """
+    cut = [document[:length] for document in documents]
+    marks = [
+        (np.arange(len(document)) >= size).astype(np.int32)
+        for document, size in zip(cut, prompt_sizes, strict=True)
+    ]
+    packed = pack(cut, length)
+    return Answers(*packed, pack(marks, length).tokens)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

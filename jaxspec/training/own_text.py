@@ -26,11 +26,21 @@ _FEWEST_PROMPT_TOKENS = 8
 _TEMPERATURES = (0.0, 1.0)
 
 
-class OwnText(NamedTuple):
-    """Texts by a teacher, each the tokens of a prompt and of what the teacher went on with."""
+class Written(NamedTuple):
+    """A text by a teacher: the tokens of a prompt and of what the teacher went on with.
 
-    train: list[Int[np.ndarray, " tokens"]]
-    validation: list[Int[np.ndarray, " tokens"]]
+    prompt_size: how many of them are the prompt's.
+    """
+
+    tokens: Int[np.ndarray, " tokens"]
+    prompt_size: int
+
+
+class OwnText(NamedTuple):
+    """Texts by a teacher."""
+
+    train: list[Written]
+    validation: list[Written]
 
 
 def write_own_text(
@@ -67,10 +77,12 @@ def write_own_text(
 
 def read_own_text(folder: Path, count: int) -> OwnText:
     """The texts that `write_own_text` wrote; the last pair of every twenty is held out."""
+    records = [
+        json.loads(line) for path in _paths(folder, count) for line in path.open(encoding="utf-8")
+    ]
     texts = [
-        np.asarray(json.loads(line)["tokens"], np.int32)
-        for path in _paths(folder, count)
-        for line in path.open(encoding="utf-8")
+        Written(np.asarray(record["tokens"], np.int32), record["prompt_tokens"])
+        for record in records
     ]
     # In pairs, since greedy and sampled texts alternate.
     held_out = [index // 2 % 20 == 19 for index in range(len(texts))]

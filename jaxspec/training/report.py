@@ -17,6 +17,7 @@ from jaxspec.training.settings import (
     OWN_TEXT,
     TARGET,
     TAU,
+    DeerTrainingSettings,
     EagleTrainingSettings,
     LMTrainingSettings,
     MaskedTrainingSettings,
@@ -145,18 +146,76 @@ def write_head_recipe(
         "fed the true text; tokens that cannot be drafted count as missed.",
         "",
     ]
-    if decoding is not None:
-        shares = ", ".join(f"{value:.3f}" for name, value in decoding.items() if name != TAU)
-        lines += [
-            "## Figures of decoding",
-            "",
-            f"tau = {decoding[TAU]:.3f} tokens per target pass, the bonus token INCLUDED: "
-            f"at most {settings.decoding_prompts} held-out beginnings, greedily, with the weights "
-            f"as stored, over the tree of {len(settings.paths)} nodes (its root not counted) in "
-            f"`training.json`. Share of passes that accepted a token at depth 1, 2, ...: {shares}.",
-            "",
-        ]
+    tree = f"the tree of {len(settings.paths)} nodes (its root not counted) in `training.json`"
+    lines += _decoded(decoding, settings.decoding_prompts, f"over {tree}")
     path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_deer_recipe(
+    path: Path,
+    settings: DeerTrainingSettings,
+    fingerprints: Mapping[str, str],
+    metrics: Mapping[str, Any],
+    command: str,
+) -> None:
+    """How a drafter was aligned with its target; arguments as for `write_recipe`."""
+    cost = (
+        "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, "
+        "appendix B"
+    )
+    validation = dict(metrics["validation"])
+    decoding = validation.pop(DECODING, None)
+    if settings.answers is None:
+        answers = (
+            f"{settings.own_text:,} texts that the target wrote itself, half greedily and half at "
+            "temperature 1, each from the beginning of a training document; one in twenty is held "
+            "out"
+        )
+    else:
+        answers = (
+            f"the answers in `{settings.answers}`, whose SHA-256 is `{fingerprints['answers']}`; "
+            "one in twenty is held out"
+        )
+    stage = (
+        "I, continuation distillation"
+        if settings.stage == 1
+        else f"II, refinement (the last 1 to {settings.longest} slots hidden, alpha "
+        f"{settings.alpha:g}, {'' if settings.normalise else 'not '}normalised)"
+    )
+    lines = [
+        *_training(settings, metrics, command, cost),
+        f"A drafter of blocks (DEER) for the target in `{settings.target}`, whose files have the "
+        f"SHA-256 `{fingerprints[TARGET]}`, from the diffusion model in `{settings.start_from}` "
+        f"(`{fingerprints['start_from']}`). Stage {stage}.",
+        "",
+        "## Data",
+        "",
+        *_sources(settings, fingerprints, metrics),
+        f"What it learned from: {answers}. The sources gave prompts only.",
+        "",
+        "## Figures on the held-out answers",
+        "",
+        *_table(validation),
+        "nats: cross-entropy of a hidden token. top1: share of them that were the most likely one.",
+        "",
+        *_decoded(decoding, settings.decoding_prompts, f"blocks of {settings.block} tokens"),
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _decoded(decoding: Mapping[str, float] | None, prompts: int, drafts: str) -> list[str]:
+    """What decoding held-out beginnings gave; nothing where it was not asked for."""
+    if decoding is None:
+        return []
+    shares = ", ".join(f"{value:.3f}" for name, value in decoding.items() if name != TAU)
+    return [
+        "## Figures of decoding",
+        "",
+        f"tau = {decoding[TAU]:.3f} tokens per target pass, the bonus token INCLUDED: "
+        f"at most {prompts} held-out beginnings, greedily, with the weights as stored, {drafts}. "
+        f"Share of passes that accepted a token at depth 1, 2, ...: {shares}.",
+        "",
+    ]
 
 
 def _training(

@@ -219,8 +219,10 @@ def pack_own_text(
     folder = state_folder / "own_text"
     rows = corpus.batches(PROMPTS_PER_PART, settings.seed)
     write_own_text(model, rows, settings.own_text, folder, console)
-    texts = read_own_text(folder, settings.own_text)
-    train, validation = (pack(part, settings.sequence_length) for part in texts)
+    train, validation = (
+        pack([text.tokens for text in part], settings.sequence_length)
+        for part in read_own_text(folder, settings.own_text)
+    )
     return Corpus({OWN_TEXT: train}, {OWN_TEXT: validation}, {OWN_TEXT: weight})
 
 

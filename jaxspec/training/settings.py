@@ -32,6 +32,7 @@ DECODING = "decoding"
 TAU = "tau_with_bonus"
 """Tokens per target pass; says its convention wherever it is printed."""
 EAGLE_VERSIONS = (1, 3)
+DEER_STAGES = (1, 2)
 DTYPES = ("float32", "bfloat16")
 _SCALINGS = {
     kind.__name__: kind
@@ -321,6 +322,57 @@ class EagleTrainingSettings(RunSettings):
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class DeerTrainingSettings(RunSettings):
+    """What a run of `train_deer` depends on besides.
+
+    The prompts that the target answers are the beginnings of the sources' documents.
+
+    target: folder of the causal model that the drafter is to draft for.
+    start_from: folder of the diffusion model to align with it.
+    stage: 1 for `Continuation`, 2 for `Refinement`.
+    answers: a JSON Lines file of prompts with the target's answers ("prompt", "answer"), read in
+        place of texts that the target writes; None: it writes `own_text` of them.
+    texts: folder in which the target's texts lie or will lie, so that both stages read the same;
+        None: in the run's state folder.
+    separator: see `Continuation`; None: for drafters that see both sides.
+    longest, alpha, normalise: of stage 2, see `Refinement`.
+    block: tokens of the drafts that validation decodes with.
+    decoding_prompts: how many held-out beginnings each validation decodes; 0: none.
+    """
+
+    target: str
+    start_from: str
+    stage: int = 1
+    answers: str | None = None
+    texts: str | None = None
+    separator: bool | None = None
+    longest: int = 96
+    alpha: float = 1.01
+    normalise: bool = True
+    block: int = 8
+    decoding_prompts: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.stage not in DEER_STAGES:
+            raise ValueError(f"stage must be one of {DEER_STAGES}, got {self.stage}.")
+        if bool(self.own_text) == (self.answers is not None):
+            raise ValueError(
+                "A drafter learns from what the target answers: let it write texts (--own-text N) "
+                f"or give a file of them (--answers FILE), one of both; got own_text="
+                f"{self.own_text}, answers={self.answers!r}."
+            )
+        check_positive(self, "longest", "alpha", "block")
+        if self.decoding_prompts < 0:
+            raise ValueError(f"decoding_prompts must be 0 or more, got {self.decoding_prompts}.")
+
+    @property
+    def models_read(self) -> dict[str, str]:
+        """Folders of models that the run depends on, by the name of their setting."""
+        return {TARGET: self.target, "start_from": self.start_from}
 
 
 def settings_to_json(settings: RunSettings) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from jaxspec.checkpoint import Model, Tokenizer, eagle3_taps, load, save_eagle
 from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import Eagle
-from jaxspec.generation import GenerationConfig, generate
 from jaxspec.models import (
     Eagle3Head,
     EagleHead,
@@ -26,7 +25,8 @@ from jaxspec.models import (
     init_eagle3_params,
     init_eagle_params,
 )
-from jaxspec.training.data import Batches, SeenSequences, Sequences, fingerprint, read_source
+from jaxspec.training.data import SeenSequences, Sequences, fingerprint, read_source
+from jaxspec.training.decoding import decoding_of
 from jaxspec.training.devices import on_every_device, spread_rows
 from jaxspec.training.eagle import (
     FeatureRegression,
@@ -38,8 +38,6 @@ from jaxspec.training.eagle import (
 )
 from jaxspec.training.efficiency import head_flops_per_token
 from jaxspec.training.features import cached_states
-from jaxspec.training.loop import Validation
-from jaxspec.training.own_text import beginnings
 from jaxspec.training.report import draw_losses, write_head_recipe
 from jaxspec.training.run import (
     Corpus,
@@ -53,10 +51,8 @@ from jaxspec.training.run import (
     train,
 )
 from jaxspec.training.settings import (
-    DECODING,
     OWN_TEXT,
     TARGET,
-    TAU,
     EagleTrainingSettings,
     settings_to_json,
 )
@@ -160,11 +156,14 @@ def train_eagle(
             settings.num_unrolled if settings.version == 3 else None,
             reads_target=not settings.cache_features,
         ),
-        decode=_decoding(
+        decode=decoding_of(
             model,
-            sources,
-            settings,
-            lambda params: _as_stored(objective("float32"), params, model.network, ids),
+            sources.validation,
+            settings.decoding_prompts,
+            settings.seed,
+            lambda params: Eagle.of(
+                _as_stored(objective("float32"), params, model.network, ids), settings.paths
+            ),
         ),
     )
     outcome = train(task, corpus, settings, state_folder, mesh, console)
@@ -315,32 +314,6 @@ def _with_states(
     return Corpus(
         seen("train", corpus.train), seen("validation", corpus.validation), corpus.weights
     )
-
-
-def _decoding(
-    model: Model,
-    sources: Corpus[Sequences],
-    settings: EagleTrainingSettings,
-    head_of: Callable[[PyTree], EagleHead | Eagle3Head],
-) -> Callable[[PyTree], Validation] | None:
-    """Decodes beginnings of held-out documents; None where there are none."""
-    held_out = tuple(rows for rows in sources.validation.values() if len(rows.tokens))
-    if not (settings.decoding_prompts and held_out):
-        return None
-    count = min(settings.decoding_prompts, sum(len(rows.tokens) for rows in held_out))
-    rows = Batches(held_out, (1.0,) * len(held_out), count, settings.seed)(0)
-    rng = np.random.default_rng((settings.seed, 3))
-    prompts, new_tokens = beginnings(rows, model.config.max_positions, rng)
-    config = GenerationConfig(max_new_tokens=new_tokens)
-
-    def decode(params: PyTree) -> Validation:
-        drafter = Eagle.of(head_of(params), settings.paths)
-        metrics = generate(model, prompts, config, drafter).metrics
-        shares = enumerate(metrics.acceptance_per_position, start=1)
-        figures = {f"accepted_at_{depth}": share for depth, share in shares}
-        return {DECODING: {TAU: metrics.mean_acceptance_length, **figures}}
-
-    return decode
 
 
 def _write(

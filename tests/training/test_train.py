@@ -246,7 +246,9 @@ def test_own_text_is_what_the_teacher_says_after_a_beginning_of_a_document(
         assert text["text"] == row.text
     read = own_text.read_own_text(tmp_path, 40)
     assert [len(part) for part in read] == [38, 2]
-    assert [list(text) for text in (*read.train, *read.validation)] == [t["tokens"] for t in texts]
+    both = (*read.train, *read.validation)
+    assert [list(text.tokens) for text in both] == [t["tokens"] for t in texts]
+    assert [text.prompt_size for text in both] == [t["prompt_tokens"] for t in texts]
 
 
 def test_a_row_of_single_tokens_gives_a_prompt_too(trained, tmp_path):

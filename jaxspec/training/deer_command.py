@@ -1,0 +1,100 @@
+"""`jaxspec train deer` on the command line: flags and a JSON file into settings."""
+
+import argparse
+
+from jaxspec.training.command import (
+    OPTIMIZER_FLAGS,
+    RUN_FLAGS,
+    add_optimizer_arguments,
+    add_run_arguments,
+    plain_settings,
+    run_trainer,
+)
+from jaxspec.training.settings import DEER_STAGES, DeerTrainingSettings, settings_from_json
+
+OWN_TEXT_DEFAULT = 4000
+_DEER = {
+    "target": "target",
+    "start_from": "start_from",
+    "stage": "stage",
+    "answers": "answers",
+    "texts": "texts",
+    "separator": "separator",
+    "longest": "longest",
+    "alpha": "alpha",
+    "normalise": "normalise",
+    "block": "block",
+    "decoding_prompts": "decoding_prompts",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec train deer`; those left out keep the settings' defaults."""
+    parser.description = (
+        "Aligns a diffusion model with the causal model that it is to draft for (DEER), on answers "
+        "of that model: stage 1 first, then stage 2 from its result. Running the same command "
+        "again resumes an interrupted run."
+    )
+    parser.add_argument("--target", help="folder of the model to draft for")
+    parser.add_argument("--start-from", help="folder of the diffusion model to align")
+    data, run = add_run_arguments(parser)
+    answers = data.add_mutually_exclusive_group()
+    answers.add_argument(
+        "--own-text",
+        type=int,
+        metavar="N",
+        help="the target first writes N texts, each from the beginning of a document "
+        f"(default: {OWN_TEXT_DEFAULT})",
+    )
+    answers.add_argument(
+        "--answers", metavar="FILE", help="JSON Lines of 'prompt' and the target's 'answer'"
+    )
+    data.add_argument(
+        "--texts", metavar="FOLDER", help="where the target's texts lie, for both stages"
+    )
+    run.add_argument("--stage", type=int, choices=DEER_STAGES, help="default: 1")
+    run.add_argument(
+        "--separator",
+        action=argparse.BooleanOptionalAction,
+        help="[SEP] where an answer is cut (default: for drafters that see both sides)",
+    )
+    run.add_argument("--longest", type=int, help="stage 2: hidden slots at most (default: 96)")
+    run.add_argument("--alpha", type=float, help="stage 2: weight of a slot over the next one")
+    run.add_argument(
+        "--normalise",
+        action=argparse.BooleanOptionalAction,
+        help="stage 2: divide by the sum of weights (default)",
+    )
+    run.add_argument(
+        "--block", type=int, help="tokens of the drafts that validation decodes with (default: 8)"
+    )
+    run.add_argument(
+        "--decoding-prompts",
+        type=int,
+        metavar="N",
+        help="held-out prompts that every validation decodes, for tau (default: 8)",
+    )
+    add_optimizer_arguments(parser)
+
+
+def settings_from_arguments(args: argparse.Namespace) -> DeerTrainingSettings:
+    """The settings a command line asks for.
+
+    Raises:
+        ValueError: naming the flag or the field that is wrong.
+    """
+    plain = plain_settings(args, RUN_FLAGS | _DEER, {"optimizer": OPTIMIZER_FLAGS})
+    for field, flag in (("target", "--target"), ("start_from", "--start-from")):
+        if field not in plain:
+            raise ValueError(f"No {field}: give {flag} FOLDER.")
+    if plain.get("answers") is None:
+        plain.setdefault("own_text", OWN_TEXT_DEFAULT)
+    return settings_from_json(plain, DeerTrainingSettings)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains as the arguments say and writes the drafter; 0 when it is there."""
+    # Imported here, so that other commands do not wait for optax and Orbax.
+    from jaxspec.training.train_deer import train_deer
+
+    return run_trainer(train_deer, settings_from_arguments(args), args)

@@ -1,0 +1,329 @@
+"""DEER's two stages: recorded losses, what is cut and hidden, and a run from end to end."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+import jaxspec
+from jaxspec.checkpoint import load
+from jaxspec.diffusion.process import Masked
+from jaxspec.models import Diffusion, ModelConfig, Network, init_params
+from jaxspec.training import deer
+from jaxspec.training import train_deer as module
+from jaxspec.training.data import Answers, LastRows, Source, pack_answers
+from jaxspec.training.deer import Continuation, Refinement, tail_weights
+from jaxspec.training.settings import (
+    DECODING,
+    TAU,
+    DeerTrainingSettings,
+    LMTrainingSettings,
+    MaskedTrainingSettings,
+    OptimizerSettings,
+    settings_from_json,
+    settings_to_json,
+)
+from jaxspec.training.tokenizer import MASK, RESERVED, SEPARATOR
+from jaxspec.training.train import train_lm
+from jaxspec.training.train_deer import read_answers, train_deer
+from jaxspec.training.train_masked import train_masked
+
+GOLDEN = Path(__file__).parents[3] / "shared/golden/diffusion"
+QUIET = Console(file=io.StringIO())
+MASK_ID, SEP_ID = RESERVED.index(MASK), RESERVED.index(SEPARATOR)
+TINY = ModelConfig(
+    vocab_size=300,
+    embed_dim=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=32,
+    max_positions=64,
+    tied_head=True,
+)
+
+
+def drafter(shift, block):
+    config = TINY.replace(diffusion=Diffusion(MASK_ID, shift, block))
+    return Network(init_params(config, jax.random.key(0)), config)
+
+
+def one_row(prompt_size=6, answer_size=14, length=24):
+    text = np.arange(20, 20 + prompt_size + answer_size, dtype=np.int32)
+    packed = pack_answers([text], [prompt_size], length)
+    return Answers(*(jnp.asarray(field[0]) for field in packed))
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    path = GOLDEN / "losses.json"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    return json.loads(path.read_text())
+
+
+def test_stage_two_weights_and_losses_are_the_recorded_ones(recorded):
+    for case in recorded:
+        size, prefix = len(case["targets"]), case["prefix_len"]
+        answer = jnp.arange(size) >= prefix
+        behind = jnp.maximum(size - jnp.arange(size), 0).astype(jnp.float32)
+        number = jnp.full(size, float(case["R"]))
+        masked = tail_weights(answer, behind, number, case["alpha"])
+        np.testing.assert_array_equal(
+            np.asarray(masked.hidden), np.asarray(case["mask_stage2"], bool)
+        )
+        np.testing.assert_allclose(np.asarray(masked.weights), case["weights"], rtol=1e-5)
+        logits, targets = np.asarray(case["logits"]), np.asarray(case["targets"])
+        nats = np.log(np.exp(logits).sum(-1)) - logits[np.arange(size), targets]
+        summed = (nats * np.asarray(masked.weights)).sum()
+        assert summed == pytest.approx(case["stage2_weighted_sum_t1"], rel=1e-5)
+        mean = summed / float(masked.weights.sum())
+        assert mean == pytest.approx(case["stage2_weighted_mean"], rel=1e-5)
+
+
+class Recorded:
+    """Stands in for a network: says the recorded logits whatever it is shown."""
+
+    def __init__(self, config, logits):
+        self.config, self.logits = config, logits
+
+    def forward(self, tokens, positions, mask, cache):
+        class Hidden:
+            features = jnp.zeros((len(tokens), 1))
+
+        return Hidden
+
+    def unembed(self, features):
+        return self.logits
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_stage_one_loss_is_the_recorded_one(recorded, index, monkeypatch):
+    """The objective itself, with the recorded logits, cut, share and hidden slots."""
+    case = recorded[index]
+    size, prefix = len(case["targets"]), case["prefix_len"]
+    hidden = jnp.asarray(case["mask_stage1"], bool)
+    masked = Masked(hidden, jnp.where(hidden, 1 / case["t"], 0.0))
+    config = TINY.replace(diffusion=Diffusion(MASK_ID))
+    logits = jnp.asarray(case["logits"], jnp.float32)
+    answer = (jnp.arange(size) >= prefix).astype(jnp.int32)
+    tokens = jnp.asarray(case["targets"], jnp.int32)
+    row = Answers(tokens, jnp.ones(size, jnp.int32), jnp.arange(size), answer)
+
+    def uncut(row, key, config, separator):
+        return row.tokens, row.segments, row.answer.astype(bool)
+
+    monkeypatch.setattr(deer, "Network", lambda params, config: Recorded(config, params))
+    monkeypatch.setattr(deer, "_cut", uncut)
+    monkeypatch.setattr(deer, "mask_share", lambda key, left, groups: masked)
+    batch = Answers(*(field[None] for field in row))
+    loss, _ = Continuation(config)(logits, batch, jax.random.key(0))
+    assert float(loss) == pytest.approx(case["stage1_llada_norm_answer_len"], rel=1e-5)
+
+
+@pytest.mark.parametrize("separator", [True, False])
+def test_an_answer_is_cut_and_the_cut_is_marked(separator):
+    row = one_row()
+    objective = Continuation(drafter(False, None).config, separator)
+    lengths = set()
+    for seed in range(20):
+        cut = objective.cut(row, jax.random.key(seed))
+        left = np.flatnonzero(np.asarray(cut.left))
+        lengths.add(len(left))
+        end = 6 + len(left)
+        assert left.tolist() == list(range(6, end))
+        assert not np.asarray(cut.masked.hidden)[:6].any()
+        shown = end + (separator and end < 20)
+        np.testing.assert_array_equal(np.asarray(cut.segments)[:shown], 1)
+        np.testing.assert_array_equal(np.asarray(cut.segments)[shown:], 0)
+        assert (np.asarray(cut.tokens) == SEP_ID).sum() == (separator and end < 20)
+    assert min(lengths) >= 1
+    assert max(lengths) <= 14
+    assert len(lengths) > 5
+
+
+def test_a_drafter_of_blocks_is_cut_at_their_ends():
+    objective = Refinement(drafter(True, 4).config, longest=3, separator=False)
+    for seed in range(10):
+        cut = objective.cut(one_row(), jax.random.key(seed))
+        end = 6 + int(np.asarray(cut.left).sum())
+        assert end % 4 == 0
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_stage_two_hides_the_end_and_weighs_what_comes_first_most(block):
+    objective = Refinement(drafter(False, block).config, longest=5, alpha=1.5, separator=False)
+    sizes = set()
+    for seed in range(20):
+        cut = objective.cut(one_row(), jax.random.key(seed))
+        end = 6 + int(np.asarray(cut.left).sum())
+        hidden = np.flatnonzero(np.asarray(cut.masked.hidden))
+        sizes.add(len(hidden))
+        assert hidden.tolist() == list(range(end - len(hidden), end))
+        expected = 1.5 ** np.arange(len(hidden))[::-1]
+        np.testing.assert_allclose(np.asarray(cut.masked.weights)[hidden], expected, rtol=1e-5)
+        np.testing.assert_allclose(np.asarray(cut.scale)[hidden], expected.sum(), rtol=1e-5)
+    assert sizes == {1, 2, 3, 4, 5}
+
+
+def test_raw_losses_grow_with_alpha_and_normalised_ones_do_not():
+    """Why 1.05 diverges: of 96 hidden slots the weights' mean is 22 (design of DEER)."""
+    network = drafter(False, None)
+    text = np.arange(20, 140, dtype=np.int32) % 280 + 10
+    config = network.config.replace(max_positions=128)
+    batch = pack_answers([text], [10], 128)
+
+    def spread(alpha, normalise):
+        objective = Refinement(config, 96, alpha, normalise, separator=False)
+        keys = jax.random.split(jax.random.key(0), 32)
+        losses = jax.vmap(lambda key: objective(network.params, batch, key)[0])(keys)
+        return float(jnp.std(losses))
+
+    assert spread(1.05, normalise=False) > 4 * spread(1.01, normalise=False)
+    assert spread(1.05, normalise=True) < 2 * spread(1.01, normalise=True)
+
+
+def test_documents_share_a_row_without_seeing_each_other():
+    network = drafter(True, 4)
+    first, second = np.arange(20, 32, dtype=np.int32), np.arange(40, 50, dtype=np.int32)
+    both = pack_answers([first, second], [5, 5], 24)
+    other = pack_answers([first, second + 100], [5, 5], 24)
+    key = jax.random.key(2)
+    objective = Refinement(network.config, separator=False)
+    logits = []
+    for packed in (both, other):
+        row = Answers(*(jnp.asarray(field[0]) for field in packed))
+        logits.append(np.asarray(deer._foresee(network, objective, row, key)[1])[1:12])
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    lines = [
+        {"question": f"{a} and {b} and {a}?", "answer": f"{a} and {b} and {a} are {2 * a + b}"}
+        for a in range(9)
+        for b in range(9)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Source("sums", str(path), template="{question} {answer}", split=LastRows(8))
+
+
+@pytest.fixture(scope="module")
+def models(sums, tmp_path_factory):
+    """A causal target and a diffusion model converted from it."""
+    folder = tmp_path_factory.mktemp("models")
+    common = {
+        "minutes": None,
+        "sequence_length": 48,
+        "rows_per_batch": 4,
+        "dtype": "float32",
+        "optimizer": OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=5),
+    }
+    train_lm(
+        LMTrainingSettings((sums,), TINY, num_steps=60, **common),
+        folder / "s1",
+        folder / "target",
+        console=QUIET,
+    )
+    train_masked(
+        MaskedTrainingSettings(
+            (sums,), block=4, start_from=str(folder / "target"), num_steps=20, **common
+        ),
+        folder / "s2",
+        folder / "diffusion",
+        console=QUIET,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(sums, models):
+    return DeerTrainingSettings(
+        (sums,),
+        str(models / "target"),
+        str(models / "diffusion"),
+        own_text=64,
+        texts=str(models / "texts"),
+        block=4,
+        decoding_prompts=2,
+        num_steps=30,
+        minutes=None,
+        sequence_length=48,
+        rows_per_batch=4,
+        dtype="float32",
+        optimizer=OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=5),
+    )
+
+
+def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path):
+    train_deer(settings, tmp_path / "s1", tmp_path / "one", console=QUIET)
+    second = dataclasses.replace(
+        settings, stage=2, start_from=str(tmp_path / "one"), longest=8, num_steps=10
+    )
+    aligned = train_deer(second, tmp_path / "s2", tmp_path / "two", console=QUIET)
+    assert aligned.metrics["validation"][DECODING][TAU] >= 1
+    recipe = (tmp_path / "two/recipe.md").read_text()
+    assert "Stage II, refinement (the last 1 to 8 slots hidden" in recipe
+    assert "the bonus token INCLUDED" in recipe
+    target, draft = load(models / "target"), load(tmp_path / "two")
+    config = jaxspec.GenerationConfig(max_new_tokens=12)
+    plain = jaxspec.generate(target, "3 and 4 and 3?", config)
+    fast = jaxspec.generate(target, "3 and 4 and 3?", config, jaxspec.Deer.of(draft, block=4))
+    assert fast[0].tokens.tolist() == plain[0].tokens.tolist()
+
+
+def test_settings_are_read_back(settings):
+    plain = json.loads(json.dumps(settings_to_json(settings)))
+    assert settings_from_json(plain, DeerTrainingSettings) == settings
+
+
+def test_answers_come_from_a_file_and_wrong_lines_are_named(models, tmp_path):
+    target = load(models / "target")
+    path = tmp_path / "answers.jsonl"
+    lines = [json.dumps({"prompt": f"{n} and", "answer": f" {n}"}) for n in range(20)]
+    path.write_text("\n".join(lines) + "\n")
+    texts = read_answers(str(path), target)
+    assert [len(part) for part in texts] == [19, 1]
+    written = texts.train[3]
+    prompt = target.tokenizer.encode("3 and")
+    assert written.tokens[: written.prompt_size].tolist() == list(prompt)
+    lines[4] = json.dumps({"prompt": "x", "answer": "  "})
+    lines[7] = "no json"
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=r"lines 5, 8 do not"):
+        read_answers(str(path), target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stage": 3}, "stage must be one of"),
+        ({"own_text": 0}, "one of both"),
+        ({"answers": "x.jsonl"}, "one of both"),
+        ({"longest": 0}, "longest must be above 0"),
+        ({"block": 0}, "block must be above 0"),
+    ],
+)
+def test_wrong_settings_are_named(settings, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(settings, **changes)
+
+
+def test_drafters_that_do_not_fit_are_refused(settings, models, tmp_path):
+    causal = dataclasses.replace(settings, start_from=str(models / "target"))
+    with pytest.raises(ValueError, match="start_from must be a diffusion model"):
+        train_deer(causal, tmp_path / "state", console=QUIET)
+    turned = dataclasses.replace(settings, target=str(models / "diffusion"))
+    with pytest.raises(ValueError, match="target must be causal"):
+        train_deer(turned, tmp_path / "state", console=QUIET)
+    config = TINY.replace(vocab_size=280, diffusion=Diffusion(MASK_ID))
+    with pytest.raises(ValueError, match="must share a tokenizer"):
+        module.check_drafter_of(config, load(models / "target"), settings)
