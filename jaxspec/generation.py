@@ -582,8 +582,9 @@ def _check_causal(model: "Model") -> None:
 def _check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
     theirs, ours = loaded.tokenizer, model.tokenizer
     if theirs is not None and ours is not None:
-        # Equal tokenizers suffice: families pad their vocabularies to different sizes.
-        if not _same_vocabulary(theirs, ours):
+        # Equal tokenizers suffice: families pad their vocabularies to different sizes. A diffusion
+        # model's has its mask besides, which is never drafted.
+        if not _covers(theirs, ours):
             raise ValueError(
                 "drafter: its tokenizer differs from the target's, so its tokens would mean "
                 "something else; use a draft model of the same family."
@@ -598,8 +599,14 @@ def _check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _same_vocabulary(one: "Tokenizer", other: "Tokenizer") -> bool:
-    return one is other or one.backend.get_vocab() == other.backend.get_vocab()
+def _covers(theirs: "Tokenizer", ours: "Tokenizer") -> bool:
+    """Whether every token of ours has the same id in theirs, which has none between them."""
+    if theirs is ours:
+        return True
+    target = ours.backend.get_vocab()
+    drafter = theirs.backend.get_vocab()
+    added = [index for token, index in drafter.items() if token not in target]
+    return target.items() <= drafter.items() and min(added, default=len(target)) >= len(target)
 
 
 # Rules of `generation_config.json` that would change the output and are not applied, with the

@@ -344,7 +344,8 @@ def _phi3_entries(config: ModelConfig) -> dict[str, Any]:
 def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
     """The fields of a network that fills in masks; `shift` where config.json does not say it.
 
-    `block_size` is the published name; `shift_logits` is ours, for what is published nowhere.
+    `block_size` is the published name; `shift_logits` and `masked_window` are ours, for what is
+    published nowhere.
     """
     shift = text.get("shift_logits", shift)
     if not isinstance(shift, bool):
@@ -361,14 +362,22 @@ def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
     if type(mask) is not int or not 0 <= mask <= _LARGEST:
         raise CheckpointError(f"mask_token_id must be an id; config.json has {mask!r}.")
     block = None if text.get("block_size") is None else _integer(text, "block_size")
-    return {"diffusion": Diffusion(mask, shift, block)}
+    window = None if text.get("masked_window") is None else _integer(text, "masked_window")
+    return {"diffusion": Diffusion(mask, shift, block, window)}
 
 
 def _diffusion_entries(config: ModelConfig) -> dict[str, Any]:
     diffusion = config.diffusion
     assert diffusion is not None  # what makes a network of these families
-    entries = {"mask_token_id": diffusion.mask_token_id, "shift_logits": diffusion.shift}
-    return entries if diffusion.block is None else {**entries, "block_size": diffusion.block}
+    entries: dict[str, Any] = {
+        "mask_token_id": diffusion.mask_token_id,
+        "shift_logits": diffusion.shift,
+    }
+    if diffusion.block is not None:
+        entries["block_size"] = diffusion.block
+    if diffusion.window is not None:
+        entries["masked_window"] = diffusion.window
+    return entries
 
 
 # What LLaDA's code can do besides, and none of the published networks does.

@@ -82,6 +82,32 @@ def append(cache: KVCache, new_kv: tuple[LayerKV, ...], count: Int[Array, ""] | 
     return KVCache(layers, cache.length + count)
 
 
+def append_within(
+    cache: KVCache, new_kv: tuple[LayerKV, ...], count: Int[Array, ""] | int
+) -> KVCache:
+    """`append` for passes that reach past the last slot; what is counted in must fit."""
+    rows = min(new_kv[0].values.shape[VALUE_SLOTS_AXIS], num_slots(cache))
+    start = jnp.minimum(cache.length, num_slots(cache) - rows)
+
+    def place(array: Array, new: Array, axis: int) -> Array:
+        held = jax.lax.dynamic_slice_in_dim(array, start, rows, axis)
+        wide = jnp.concatenate([held, jnp.zeros_like(held)], axis)
+        new = jax.lax.slice_in_dim(new, 0, rows, axis=axis)
+        # Slots that were in use stay, what does not fit behind them is dropped.
+        wide = jax.lax.dynamic_update_slice_in_dim(wide, new, cache.length - start, axis)
+        kept = jax.lax.slice_in_dim(wide, 0, rows, axis=axis)
+        return jax.lax.dynamic_update_slice_in_dim(array, kept, start, axis)
+
+    layers = tuple(
+        LayerKV(
+            place(layer.keys, new.keys, KEY_SLOTS_AXIS),
+            place(layer.values, new.values, VALUE_SLOTS_AXIS),
+        )
+        for layer, new in zip(cache.layers, new_kv, strict=True)
+    )
+    return KVCache(layers, cache.length + count)
+
+
 def pad_slots(state: PyTree, slots: int) -> PyTree:
     """Widens every `KVCache` in `state`, batched or not, to `slots` slots."""
 

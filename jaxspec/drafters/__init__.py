@@ -1,5 +1,7 @@
 """Drafting methods, one file each."""
 
+from jaxspec.drafters.block import AdaptiveBlock
+from jaxspec.drafters.deer import Deer
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.eagle2 import Eagle2
@@ -11,7 +13,9 @@ from jaxspec.drafters.skip_sets import PUBLISHED_SKIPS, published_skips
 
 __all__ = [
     "PUBLISHED_SKIPS",
+    "AdaptiveBlock",
     "AdaptiveExit",
+    "Deer",
     "DraftModel",
     "Eagle",
     "Eagle2",

@@ -18,6 +18,7 @@ from jaxspec.core.cache import append, settled
 from jaxspec.core.decode import in_chunks
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal, Tree
+from jaxspec.drafters.fit import check_made_for
 from jaxspec.drafters.growth import grow_tree
 from jaxspec.drafters.loaded import LoadedDrafter
 
@@ -137,18 +138,9 @@ def check_head(params: Params, taps: tuple[int, ...], depth: int, branch: int) -
             "drafter: an EAGLE drafter needs a head: load_eagle(folder, model.network), then "
             f"Eagle.of(head) or Eagle2.of(head); got {type(head).__name__}."
         )
-    different = [
-        f"{name} is {theirs}, the target's {ours}"
-        for name, theirs, ours in (
-            ("width", head.config.embed_dim, target.embed_dim),
-            ("vocabulary", head.target_vocab_size, target.vocab_size),
-        )
-        if theirs != ours
-    ]
-    if different:
-        raise ValueError(
-            f"drafter: the head is for another target: its {'; its '.join(different)}."
-        )
+    check_made_for(
+        target, "head", vocab_size=head.target_vocab_size, embed_dim=head.config.embed_dim
+    )
     if head.taps != taps:
         raise ValueError(f"drafter: taps must be the head's, {head.taps}, got {taps}.")
     if depth > head.config.max_positions:

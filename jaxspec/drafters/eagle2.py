@@ -6,32 +6,20 @@ probability make up the tree. Any head of `jaxspec.models.eagle` will do, EAGLE-
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
-from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import Context, Hidden, Params, Proposal
 from jaxspec.drafters.eagle import EagleState, absorb, check_head, read_prompt
 from jaxspec.drafters.growth import Scratch, extend
 from jaxspec.drafters.loaded import LoadedDrafter
+from jaxspec.drafters.pool import Pool, best_of_pool
 
 if TYPE_CHECKING:
     from jaxspec.models.eagle import Eagle3Head, EagleHead
-
-
-class _Pool(NamedTuple):
-    """Candidates for the tree in the order of their creation, so that parents come first.
-
-    parents: places in the pool; -1 is the root.
-    scores: log-probability of the path from the root, by the head.
-    """
-
-    tokens: Int[Array, " candidates"]
-    parents: Int[Array, " candidates"]
-    scores: Float[Array, " candidates"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,22 +86,10 @@ class Eagle2:
         del key  # Deterministic.
         state = absorb(params, state, context)
         pool = self._expand(params, state, context)
-        # The best of the pool are closed under parents: no child scores above its parent, and on
-        # ties top_k takes the one created first.
-        best = jnp.zeros(self._num_candidates, bool)
-        best = best.at[jax.lax.top_k(pool.scores, self.num_nodes)[1]].set(True)
-        kept = jnp.nonzero(best, size=self.num_nodes)[0]  # ascending, without a sort
-        parents = jnp.searchsorted(kept, pool.parents[kept]) + 1
-        parents = jnp.where(pool.parents[kept] < 0, 0, parents).astype(jnp.int32)
-        parents = jnp.concatenate([jnp.full(1, -1, jnp.int32), parents])
-        every_node = jnp.ones(self.num_nodes + 1, bool)
-        tree = traced_tree(parents, every_node, self.depth + 1, min(self.beam, self.num_nodes))
         root = context.tokens[context.length - 1]
-        tokens = jnp.concatenate([root[None], pool.tokens[kept]])
-        no_law = jnp.zeros(self.num_nodes + 1, jnp.int32)
-        return Proposal(tokens, tree, every_node, None, no_law), state
+        return best_of_pool(pool, root, self.num_nodes, self.depth + 1, self.beam), state
 
-    def _expand(self, params: Params, state: EagleState, context: Context) -> _Pool:
+    def _expand(self, params: Params, state: EagleState, context: Context) -> Pool:
         """Beam search with the head: every child that was considered."""
         target, head, beam = params.target, params.draft, self.beam
 
@@ -128,7 +104,7 @@ class Eagle2:
 
         choices, logprobs = best_children(state.state[None])
         tokens, scores = choices[0], logprobs[0]
-        pools = [_Pool(tokens, jnp.full(beam, -1, jnp.int32), scores)]
+        pools = [Pool(tokens, jnp.full(beam, -1, jnp.int32), scores)]
         places = jnp.arange(beam, dtype=jnp.int32)  # of the beam's nodes in the pool
         states = jnp.broadcast_to(state.state[None], (beam, state.state.shape[0]))
         scratch: Scratch | None = None
@@ -144,7 +120,7 @@ class Eagle2:
             )
             scratch = extend(scratch, hidden.new_kv)
             choices, logprobs = best_children(hidden.features)
-            created = _Pool(
+            created = Pool(
                 choices.reshape(-1),
                 jnp.repeat(places, beam),
                 (scores[:, None] + logprobs).reshape(-1),
@@ -156,4 +132,4 @@ class Eagle2:
             tokens, places = created.tokens[best], (first + best).astype(jnp.int32)
             states = hidden.features[parents]
             above = jnp.concatenate([above, jnp.eye(beam, dtype=bool)], axis=1)[parents]
-        return _Pool(*(jnp.concatenate(parts) for parts in zip(*pools, strict=True)))
+        return Pool(*(jnp.concatenate(parts) for parts in zip(*pools, strict=True)))

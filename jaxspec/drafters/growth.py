@@ -89,7 +89,7 @@ def grow_tree(
             features, above = hidden.features, expanded
         logits = unembed(features)
         if draft_ids is None:
-            logits = _fit_vocab(logits, vocab_size)
+            logits = fit_vocab(logits, vocab_size)
         choices, logprobs = choose_children(level_key, logits, warp, branch)
         below = np.flatnonzero(tree.depths == level + 1)
         rows = np.searchsorted(expanded, tree.parents[below])
@@ -124,7 +124,7 @@ def lookup_ids(ids: Int[Array, " table"], index: Int[Array, " taken"]) -> Int[Ar
     return ids[index]
 
 
-def _fit_vocab(
+def fit_vocab(
     logits: Float[Array, "parents draft_vocab"], size: int
 ) -> Float[Array, "parents vocab"]:
     """Cuts or fills up the padding at a vocabulary's end; families pad it to different sizes."""

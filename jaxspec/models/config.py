@@ -140,17 +140,22 @@ class Diffusion:
         False: it decides its own.
     block: tokens see their own block of so many slots whole and all blocks before it; None: every
         token sees all others.
+    window: the longest masked end of a text that it was trained to fill in from one pass, as a
+        drafter is; None: not said.
     """
 
     mask_token_id: int
     shift: bool = False
     block: int | None = None
+    window: int | None = None
 
     def __post_init__(self):
         if self.mask_token_id < 0:
             raise ValueError(f"mask_token_id must be an id, got {self.mask_token_id}.")
         if self.block is not None and self.block < 1:
             raise ValueError(f"diffusion.block must be at least 1, or None, got {self.block}.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"diffusion.window must be at least 1, or None, got {self.window}.")
 
 
 @dataclass(frozen=True)

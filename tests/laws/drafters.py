@@ -8,8 +8,18 @@ import jax.numpy as jnp
 import pytest
 
 from jaxspec.core.types import Drafter, PyTree
-from jaxspec.drafters import DraftModel, Eagle, Eagle2, LayerSkip, NoDraft, PromptLookup
+from jaxspec.drafters import (
+    AdaptiveBlock,
+    Deer,
+    DraftModel,
+    Eagle,
+    Eagle2,
+    LayerSkip,
+    NoDraft,
+    PromptLookup,
+)
 from jaxspec.models import (
+    Diffusion,
     DraftVocabulary,
     Eagle3Head,
     EagleHead,
@@ -81,6 +91,17 @@ def eagle3_head(target: Network) -> Eagle3Head:
     return Eagle3Head(params, config, (0, 1), target.vocab_size)
 
 
+def diffuser(target: Network, block: int | None, shift: bool = True) -> Network:
+    """The target's weights as a diffusion model, whose mask is the last token.
+
+    The token after the pending one is guessed as the target would, but for what is seen besides.
+    """
+    diffusion = Diffusion(target.vocab_size - 1, shift, block)
+    full = ("full",) * target.num_layers
+    config = target.config.replace(layer_types=full, sliding_window=None, diffusion=diffusion)
+    return Network(target.params, config)
+
+
 PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 # Its second node has children and its first has none: rows of a level's pass are not its nodes.
 FORKED = ((0,), (1,), (1, 0), (1, 1), (1, 1, 0))
@@ -96,6 +117,24 @@ DRAFTERS: dict[str, Case] = {
     "layer skip, any set": Case(
         lambda: LayerSkip(None, 3, threshold=0.2),
         lambda target: Skips(jnp.array([0.0, 0.0]), jnp.array([0.0, 1.0])),
+        slow=True,
+    ),
+    "deer": Case(lambda: Deer(3), lambda target: diffuser(target, 4)),
+    "deer, adaptive": Case(
+        lambda: Deer(3, adaptive=AdaptiveBlock(token_cost=0.4, explore=2)),
+        lambda target: diffuser(target, 4),
+    ),
+    "deer, both sides": Case(lambda: Deer(3), lambda target: diffuser(target, None)),
+    "deer, tree": Case(lambda: Deer(3, PATHS), lambda target: diffuser(target, 2), slow=True),
+    "deer, dynamic tree": Case(
+        lambda: Deer(3, num_nodes=6, branch=3), lambda target: diffuser(target, 4)
+    ),
+    "deer, two passes": Case(
+        lambda: Deer(4, steps=2, sep_token_id=1), lambda target: diffuser(target, 4), slow=True
+    ),
+    "deer, own slots, nothing kept": Case(
+        lambda: Deer(3, temperature=0, sep_token_id=1, cache="none"),
+        lambda target: diffuser(target, None, shift=False),
         slow=True,
     ),
     "eagle 2": Case(lambda: Eagle2(num_nodes=6, depth=2, beam=2), eagle_head, slow=True),

@@ -1,0 +1,370 @@
+"""What drafters that predict a whole block in one pass have in common: everything but the pass.
+
+The pass gives one law for each of the next positions, independent of one another (the marginals).
+They make a chain, a static tree whose nodes of one depth choose from one law, or a tree that is
+built for each row and step. Drafting costs one pass however deep the tree is.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxspec.core.proposal import bank, choose_children, tree_proposal
+from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
+from jaxspec.core.types import Context, Proposal, PyTree, Tree, Warp
+from jaxspec.drafters.growth import fit_vocab, take_rows
+from jaxspec.drafters.pool import Pool, best_of_pool
+
+BlockPass = Callable[[Int[Array, " block"]], tuple[Float[Array, "block embed"], PyTree]]
+"""A draft pass over a block.
+
+Gets the block's tokens, masks where they are not drafted yet. Gives the features that decide each
+position, and what the drafter keeps of the pass.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveBlock:
+    """How much of a block is offered, by what was accepted of the last ones.
+
+    Each row keeps a running rate for each depth: of the steps that accepted all before it and
+    offered it, the share that accepted it. The next draft has the length m, 0 among them, with the
+    most expected tokens per cost, `(1 + sum of chances to depth m) / (1 + draft_cost + token_cost *
+    m)`, and 1 for m = 0. Where no row of a batch drafts, the draft pass is left out.
+
+    Attributes:
+        memory: weight of the past in each rate.
+        prior: every rate before anything is known.
+        draft_cost: of a draft pass, in target passes over one token.
+        token_cost: of each further token of a target pass, in target passes over one token.
+        explore: a row that did not draft so many times drafts a whole block.
+
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    memory: float = 0.9
+    prior: float = 0.8
+    draft_cost: float = 0.2
+    token_cost: float = 0.1
+    explore: int = 8
+
+    def __post_init__(self):
+        for name in ("memory", "prior"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}.")
+        for name in ("draft_cost", "token_cost"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}.")
+        if self.explore < 1:
+            raise ValueError(f"explore must be at least 1 step, got {self.explore}.")
+
+
+class Acceptance(NamedTuple):
+    """What a row remembers of its drafts.
+
+    rates: running, of each depth; see `AdaptiveBlock`.
+    offered: depth of the draft that is being verified; 0 before the first.
+    idle: steps since the last draft.
+    """
+
+    rates: Float[Array, " depth"]
+    offered: Int[Array, ""]
+    idle: Int[Array, ""]
+
+
+class BlockDraft(NamedTuple):
+    """A proposal, and what goes with it into the drafter's state.
+
+    kept: of the pass; zeros where there was none.
+    drafted: whether there was one.
+    """
+
+    proposal: Proposal
+    kept: PyTree
+    drafted: Bool[Array, ""]
+    acceptance: Acceptance
+
+
+class _Choices(NamedTuple):
+    """Tokens for each position, best or first drawn first, and the laws or scores behind them."""
+
+    tokens: Int[Array, "positions branch"]
+    logprobs: Float[Array, "positions _"]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSettings:
+    """How a block is drafted and offered. The default is a chain.
+
+    Attributes:
+        block: positions that a draft pass predicts, k; the longest chain.
+        paths: rank paths of a static tree, see `tree_from_paths`; siblings are the likeliest tokens
+            of their position, or draws without replacement.
+        num_nodes: nodes, the root not counted, of a tree that is made anew for every row and step
+            of the most probable paths; its tokens are deterministic, at any temperature.
+        branch: tokens of a position that such a tree considers.
+        temperature: of drafting; `None`: the row's own. 0 drafts the likeliest tokens, which are
+            verified as deterministic ones. The row's filters hold in either case.
+        steps: denoising passes for one chain. Each decides the next ceil(block / steps) positions,
+            from left to right, so that every token's law depends on the tokens before it alone, as
+            verification asks for.
+        adaptive: how much of a block is offered; `None`: all of it.
+
+    Raises:
+        ValueError: a setting is out of range, or two exclude each other.
+    """
+
+    block: int = 8
+    paths: tuple[Path, ...] | None = None
+    num_nodes: int | None = None
+    branch: int = 4
+    temperature: float | None = None
+    steps: int = 1
+    adaptive: AdaptiveBlock | None = None
+
+    def __post_init__(self):
+        for name in ("block", "branch", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.temperature is not None and not self.temperature >= 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}.")
+        if self.paths is not None and self.num_nodes is not None:
+            raise ValueError("paths and num_nodes exclude each other: a tree is one or the other.")
+        if self.steps > self.block:
+            raise ValueError(
+                f"steps must be at most block ({self.block}): each decides a position at least; "
+                f"got {self.steps}."
+            )
+        if self.steps > 1 and not self.is_chain:
+            raise ValueError(
+                f"steps must be 1 for a tree, got {self.steps}: later passes would need a canvas "
+                "for each of its paths."
+            )
+        if self.paths is not None:
+            object.__setattr__(self, "paths", normalize_paths(self.paths))
+            if not self.paths:
+                raise ValueError(
+                    "paths: a tree without a node drafts nothing; to decode plainly, give no "
+                    "drafter."
+                )
+        if self.num_nodes is not None and self.num_nodes < 1:
+            raise ValueError(f"num_nodes must be at least 1, got {self.num_nodes}.")
+        if self.depth > self.block:
+            raise ValueError(
+                f"paths: the tree is {self.depth} levels deep, but a block has {self.block} "
+                "positions; give a larger block or a shallower tree."
+            )
+        if self.num_nodes is not None and self.num_nodes > (most := self._num_candidates):
+            raise ValueError(
+                f"num_nodes must be at most {most} with block {self.block} and branch "
+                f"{self.branch}, got {self.num_nodes}."
+            )
+
+    @property
+    def is_chain(self) -> bool:
+        return self.paths is None and self.num_nodes is None
+
+    @property
+    def depth(self) -> int:
+        """Levels of the deepest draft."""
+        if self.num_nodes is not None:
+            return min(self.block, self.num_nodes)
+        return self.block if self.paths is None else max(map(len, self.paths))
+
+    @property
+    def slack(self) -> int:
+        """Tokens that may be emitted between two draft passes, beside those of one step."""
+        return 0 if self.adaptive is None else self.adaptive.explore
+
+    @cached_property
+    def tree(self) -> Tree | None:
+        """The static tree; `None` where it is made for each step."""
+        if self.num_nodes is not None:
+            return None
+        return chain(self.block) if self.paths is None else tree_from_paths(self.paths)
+
+    @property
+    def tree_shape(self) -> tuple[int, int]:
+        nodes = self.num_nodes if self.tree is None else len(self.tree.parents) - 1
+        assert nodes is not None
+        return nodes + 1, self.depth
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        nodes, _ = self.tree_shape
+        return (nodes,) if self.adaptive is None else bank(nodes)
+
+    @property
+    def max_branch(self) -> int:
+        """The most children of a node."""
+        return self.branch if self.tree is None else self.tree.children.shape[1]
+
+    @property
+    def _num_candidates(self) -> int:
+        return sum(beam * self.branch for beam in self._beams())
+
+    def _beams(self) -> list[int]:
+        """Paths that are extended on each level: as many as could be in the tree."""
+        assert self.num_nodes is not None
+        beams = [1]
+        while len(beams) < self.depth:
+            beams.append(min(self.num_nodes, beams[-1] * self.branch))
+        return beams
+
+    def nothing_accepted(self) -> Acceptance:
+        """What a row remembers before its first draft."""
+        prior = 0.0 if self.adaptive is None else self.adaptive.prior
+        return Acceptance(jnp.full(self.depth, prior), jnp.int32(0), jnp.int32(0))
+
+    def draft(
+        self,
+        key: PRNGKeyArray,
+        read: BlockPass,
+        unembed: Callable[[Float[Array, "positions embed"]], Float[Array, "positions _"]],
+        mask_token_id: int,
+        vocab_size: int,
+        context: Context,
+        acceptance: Acceptance,
+    ) -> BlockDraft:
+        """Drafts a block.
+
+        Args:
+            key: for sampled tokens.
+            read: the draft pass.
+            unembed: features to draft logits.
+            mask_token_id: never drafted.
+            vocab_size: of the target.
+            context: of the row.
+            acceptance: as the last draft left it.
+        """
+        rates, length = self._length(acceptance, context)
+        length = jnp.minimum(length, jnp.maximum(context.room - 1, 0))
+        warp = self._warp(context.warp)
+
+        def choose() -> tuple[_Choices, PyTree]:
+            tokens = jnp.full(self.block, mask_token_id, jnp.int32)
+            kept, choices = None, []
+            share = -(-self.block // self.steps)
+            for step, step_key in enumerate(jax.random.split(key, self.steps)):
+                features, of_pass = read(tokens)
+                kept = of_pass if kept is None else kept
+                part = slice(step * share, min((step + 1) * share, self.depth))
+                if part.start >= part.stop:
+                    break
+                logits = fit_vocab(unembed(features[part]), vocab_size)
+                if mask_token_id < vocab_size:
+                    logits = logits.at[:, mask_token_id].set(-jnp.inf)
+                choices.append(self._choose(step_key, logits, warp))
+                if self.steps > 1:
+                    tokens = tokens.at[part].set(choices[-1].tokens[:, 0])
+            return _Choices(*map(jnp.concatenate, zip(*choices, strict=True))), kept
+
+        drafted = jnp.bool_(True)
+        if self.adaptive is None:
+            choices, kept = choose()
+        else:
+            drafted = length > 0
+            choices, kept = _where_wanted(drafted, choose)
+        proposal = self._proposal(choices, warp, context)
+        proposal = proposal._replace(valid=self._valid(proposal, length, context))
+        idle = jnp.where(drafted, 0, acceptance.idle + 1)
+        return BlockDraft(proposal, kept, drafted, Acceptance(rates, length, idle))
+
+    def _warp(self, warp: Warp) -> Warp:
+        """How drafts are drawn in a row with this warp; without a temperature: the likeliest."""
+        if warp.temperature is None or self.temperature is None:
+            return warp
+        if self.temperature == 0:
+            return Warp(bias=warp.bias)
+        return warp._replace(temperature=jnp.full_like(warp.temperature, self.temperature))
+
+    def _choose(
+        self, key: PRNGKeyArray, logits: Float[Array, "positions vocab"], warp: Warp
+    ) -> _Choices:
+        if self.num_nodes is None:
+            tokens, laws = choose_children(key, logits, warp, self.max_branch)
+            return _Choices(tokens.astype(jnp.int32), laws)
+        if warp.bias is not None:
+            logits = logits + warp.bias[None]
+        scores, tokens = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), self.branch)
+        return _Choices(tokens.astype(jnp.int32), scores)
+
+    def _proposal(self, choices: _Choices, warp: Warp, context: Context) -> Proposal:
+        root = context.tokens[context.length - 1]
+        if self.tree is None:
+            return self._best_paths(choices, root)
+        tree, branch = self.tree, choices.tokens.shape[1]
+        picked = (tree.depths[1:] - 1) * branch + tree.ranks[1:]
+        tokens = jnp.concatenate([root[None], take_rows(choices.tokens.reshape(-1), picked)])
+        every_node = jnp.ones(len(tree.parents), bool)
+        if warp.temperature is None:
+            return tree_proposal(tree, tokens, every_node)
+        # Parents of one depth share one draw: only one of them is ever asked for its children.
+        law_row = jnp.asarray(tree.depths - 1).at[0].set(0)
+        tree = jax.tree.map(jnp.asarray, tree)
+        return Proposal(tokens, tree, every_node, choices.logprobs, law_row)
+
+    def _best_paths(self, choices: _Choices, root: Int[Array, ""]) -> Proposal:
+        """The tree of the paths with the highest products of marginals."""
+        assert self.num_nodes is not None
+        scores, places = jnp.zeros(1), jnp.full(1, -1, jnp.int32)
+        pools, created = [], 0
+        for level, beam in enumerate(self._beams()):
+            if level:
+                scores, best = jax.lax.top_k(pools[-1].scores, beam)
+                places = (created - pools[-1].scores.shape[0] + best).astype(jnp.int32)
+            tokens = jnp.broadcast_to(choices.tokens[level][None], (beam, self.branch))
+            extended = scores[:, None] + choices.logprobs[level][None]
+            pools.append(
+                Pool(tokens.reshape(-1), jnp.repeat(places, self.branch), extended.reshape(-1))
+            )
+            created += beam * self.branch
+        pool = Pool(*map(jnp.concatenate, zip(*pools, strict=True)))
+        return best_of_pool(pool, root, self.num_nodes, self.depth, self.branch)
+
+    def _valid(
+        self, proposal: Proposal, length: Int[Array, ""], context: Context
+    ) -> Bool[Array, " nodes"]:
+        """Nodes within the length that do not follow a drafted stop id."""
+        tree = proposal.tree
+        is_stop = jnp.any(proposal.tokens[:, None] == context.stop_ids[None, :], axis=1)
+        nodes = jnp.arange(is_stop.shape[0])
+        before = tree.ancestors & (nodes[:, None] != nodes[None, :]) & (nodes > 0)[None, :]
+        ended = jnp.any(before & is_stop[None, :], axis=1)
+        return (tree.depths == 0) | ((tree.depths <= length) & ~ended)
+
+    def _length(
+        self, acceptance: Acceptance, context: Context
+    ) -> tuple[Float[Array, " depth"], Int[Array, ""]]:
+        """Rates after the step that verified the last draft, and how deep the next one is."""
+        rates, adaptive = acceptance.rates, self.adaptive
+        if adaptive is None:
+            return rates, jnp.int32(self.depth)
+        accepted = jnp.maximum(context.recent.count - 1, 0)
+        depths = jnp.arange(1, self.depth + 1)
+        tried = (depths <= acceptance.offered) & (accepted >= depths - 1)
+        mixed = adaptive.memory * rates + (1 - adaptive.memory) * (accepted >= depths)
+        rates = jnp.where(tried, mixed, rates)
+        tokens = 1 + jnp.cumsum(jnp.cumprod(rates))
+        worth = tokens / (1 + adaptive.draft_cost + adaptive.token_cost * depths)
+        worth = jnp.concatenate([jnp.ones(1), worth])
+        length = jnp.argmax(worth).astype(jnp.int32)
+        return rates, jnp.where(acceptance.idle >= adaptive.explore, self.depth, length)
+
+
+def _where_wanted(wanted: Bool[Array, ""], compute: Callable[[], PyTree]) -> PyTree:
+    """`compute()`, or zeros without computing anything if no row of the batch wants it.
+
+    A loop of one turn at most: of a `cond`, a map over rows would run both branches.
+    """
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(compute))
+    _, found = jax.lax.while_loop(
+        lambda carry: carry[0], lambda _: (jnp.bool_(False), compute()), (wanted, nothing)
+    )
+    return found

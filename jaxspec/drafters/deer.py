@@ -1,0 +1,307 @@
+"""DEER: a diffusion language model drafts a whole block in one pass, the target verifies it.
+
+Cheng et al. 2025, "DEER: Draft with Diffusion, Verify with Autoregressive Models" (2512.15176). The
+drafter fills in masks behind the text, every one from the same pass, so that its tokens do not
+depend on one another; their stated law is the one they were drawn from. The published pseudo-code
+asks the drafter again for the law after each accepted token, which is biased.
+
+What the drafter keeps of the text from step to step:
+
+- `"blocks"`: keys and values of finished blocks, for drafters that are causal over blocks. Exact.
+- `"prefix"`: keys and values as they were when they were first read, for drafters that see both
+  sides. APPROXIMATE as a model, lossless all the same: the law of a draft is the one it came from.
+- `"none"`: nothing; every pass reads the whole text.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxspec.core import masks
+from jaxspec.core.cache import append_within, settled
+from jaxspec.core.decode import in_chunks
+from jaxspec.core.tree import Path
+from jaxspec.core.types import Context, Hidden, KVCache, LayerKV, Params, Proposal
+from jaxspec.drafters.block import Acceptance, BlockSettings
+from jaxspec.drafters.fit import check_made_for
+from jaxspec.drafters.loaded import LoadedDrafter
+from jaxspec.models import Network
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
+
+CACHES = ("none", "blocks", "prefix")
+
+
+class DeerState(NamedTuple):
+    """What a row carries.
+
+    cache: the drafter's own, of a part of the text that ends before the pending token; `None` where
+        nothing is kept.
+    """
+
+    cache: KVCache | None
+    acceptance: Acceptance
+
+
+@dataclasses.dataclass(frozen=True)
+class Deer(BlockSettings):
+    """Drafts with a diffusion language model over the target's vocabulary, `params.draft`.
+
+    Whether its output at a slot decides that slot or the next, and whether it is causal over
+    blocks, `model.config.diffusion` says. A drafter that is causal over blocks always sees its last
+    block whole, as it was trained.
+
+    Attributes:
+        sep_token_id: stands behind the masks, in drafters that were trained to read there that the
+            text goes on; `None` for none.
+        cache: what the drafter keeps of the text, see above; `None`: "blocks" or "prefix", as fits.
+        chunk: tokens per pass over the prompt, with "blocks".
+
+    Raises:
+        ValueError: see `BlockSettings`, or `cache` is unknown.
+    """
+
+    sep_token_id: int | None = None
+    cache: str | None = None
+    chunk: int = 256
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.cache not in (None, *CACHES):
+            raise ValueError(f"cache must be one of {CACHES}, or None, got {self.cache!r}.")
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1 token, got {self.chunk}.")
+
+    @classmethod
+    def of(
+        cls,
+        model: "Model",
+        block: int = 8,
+        paths: Sequence[Path] | None = None,
+        *,
+        sep: str | None = None,
+        **settings: Any,
+    ) -> LoadedDrafter:
+        """Drafts with a diffusion model from `load`: what `generate(drafter=...)` takes.
+
+        Args:
+            model: the drafter.
+            block: tokens of a draft.
+            paths: of a static tree; a chain without.
+            sep: the token that says that the text goes on, such as "[SEP]"; `None` for none.
+            settings: further fields of `Deer`.
+
+        Raises:
+            ValueError: the tokenizer has no such token, or a setting is out of range.
+        """
+        sep_token_id = None
+        if sep is not None:
+            sep_token_id = None if model.tokenizer is None else model.tokenizer.token_id(sep)
+            if sep_token_id is None:
+                raise ValueError(
+                    f"sep: the tokenizer of {model.name} has no token {sep!r}; leave it out for a "
+                    "drafter that was trained without one."
+                )
+        paths = None if paths is None else tuple(paths)
+        drafter = cls(block, paths, sep_token_id=sep_token_id, **settings)
+        return LoadedDrafter(drafter, model.network, model.tokenizer)
+
+    def check_fit(self, params: Params) -> None:
+        """See `core.types.ChecksFit`. Warns where a block is longer than those trained on."""
+        draft = params.draft
+        config = getattr(draft, "config", None)
+        if not isinstance(draft, Network):
+            raise ValueError(
+                "drafter: Deer needs a diffusion model: Deer.of(load(...)); got "
+                f"{type(draft).__name__}."
+            )
+        if config is None or config.diffusion is None:
+            raise ValueError(
+                "drafter: Deer needs a diffusion model, whose config.json has a mask_token_id; "
+                "this one is causal and has no mask. For such, there is DraftModel."
+            )
+        check_made_for(params.target, "drafter")
+        diffusion = config.diffusion
+        if self.sep_token_id is not None and not 0 <= self.sep_token_id < config.vocab_size:
+            raise ValueError(
+                f"sep_token_id must be an id below {config.vocab_size}, got {self.sep_token_id}."
+            )
+        if self.cache == "blocks" and diffusion.block is None:
+            raise ValueError(
+                "cache: 'blocks' is for drafters that are causal over blocks; this one sees both "
+                "sides, and takes 'prefix' or 'none'."
+            )
+        if self.cache == "prefix" and diffusion.block is not None:
+            raise ValueError(
+                "cache: 'prefix' is for drafters that see both sides; this one is causal over "
+                "blocks, and takes 'blocks' or 'none'."
+            )
+        if self.block > config.max_positions:
+            raise ValueError(
+                f"block must be at most the drafter's {config.max_positions} positions, got "
+                f"{self.block}."
+            )
+        if self.max_branch >= (num_drafted := min(config.vocab_size, params.target.vocab_size)):
+            raise ValueError(
+                f"drafter: a node has up to {self.max_branch} children, but only "
+                f"{num_drafted - 1} tokens can be drafted; give a narrower tree."
+            )
+        if diffusion.window is not None and self.block > diffusion.window:
+            warnings.warn(
+                f"block: drafts of {self.block} tokens, but this drafter was trained on masked "
+                f"ends of up to {diffusion.window}; what lies behind will be guessed badly.",
+                stacklevel=2,
+            )
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    def init(self, params: Params, prompt: Hidden, context: Context) -> DeerState:
+        draft, slots = params.draft, prompt.features.shape[0]
+        cache, diffusion = None, draft.config.diffusion
+        kind = self._cache(draft)
+        if kind == "blocks":
+            # The pending token is read again with every block: what follows it may depend on it.
+            held = (context.length - 1) // diffusion.block * diffusion.block
+            cache = KVCache(_read_blocks(draft, context.tokens[:slots], self.chunk), held)
+        elif kind == "prefix":
+            cache = KVCache(self._read_prefix(draft, context, slots), context.length - 1)
+        return DeerState(cache, self.nothing_accepted())
+
+    def propose(
+        self, params: Params, key: PRNGKeyArray, state: DeerState, context: Context
+    ) -> tuple[Proposal, DeerState]:
+        draft, cache = params.draft, state.cache
+        diffusion = draft.config.diffusion
+        start, finished, size, rows = self._window(draft, cache, context)
+        positions = start + jnp.arange(size)
+        window = jnp.take(context.tokens, positions, mode="clip")
+        mask = self._sees(draft, positions, context.length)
+        # The output that decides the first position.
+        first = context.length - start - int(diffusion.shift)
+
+        def read(drafted: Int[Array, " block"]) -> tuple[Array, tuple[LayerKV, ...]]:
+            tokens = self._canvas(draft, window, positions, drafted, context.length)
+            hidden = draft.forward(tokens, positions, mask, cache)
+            features = jax.lax.dynamic_slice_in_dim(hidden.features, first, self.block)
+            return features, () if cache is None else _first_rows(settled(hidden), rows)
+
+        drafted = self.draft(
+            key,
+            read,
+            draft.unembed,
+            diffusion.mask_token_id,
+            params.target.vocab_size,
+            context,
+            state.acceptance,
+        )
+        if cache is not None:
+            count = jnp.where(drafted.drafted, finished - cache.length, 0)
+            cache = append_within(cache, drafted.kept, count)
+        return drafted.proposal, DeerState(cache, drafted.acceptance)
+
+    def _cache(self, draft: Network) -> str:
+        diffusion = draft.config.diffusion
+        assert diffusion is not None, "check_fit refuses causal models"
+        return self.cache or ("prefix" if diffusion.block is None else "blocks")
+
+    def _window(
+        self, draft: Network, cache: KVCache | None, context: Context
+    ) -> tuple[Int[Array, ""], Int[Array, ""], int, int]:
+        """Where a pass begins, what it finishes, how many slots it reads and how many it may keep.
+
+        At most `depth` + 1 tokens are emitted in a step, and `slack` in steps without a draft.
+        """
+        diffusion = draft.config.diffusion
+        assert diffusion is not None, "check_fit refuses causal models"
+        behind = self.block + (self.sep_token_id is not None)
+        if cache is None:
+            size = context.tokens.shape[0] + behind + (diffusion.block or 0)
+            return jnp.int32(0), jnp.int32(0), size, 0
+        news = self.depth + 1 + self.slack
+        if diffusion.block is None:
+            return cache.length, context.length - 1, 1 + news + behind, news
+        block = diffusion.block
+        finished = (context.length - 1) // block * block
+        size = -(-(block + news + behind) // block) * block
+        return cache.length, finished, size, (block - 1 + news) // block * block
+
+    def _end(self, draft: Network, length: Int[Array, ""]) -> Int[Array, ""]:
+        """The slot after the canvas."""
+        diffusion = draft.config.diffusion
+        if self.sep_token_id is not None:
+            return length + self.block + 1
+        if diffusion is None or diffusion.block is None:
+            return length + self.block
+        return -(-(length + self.block) // diffusion.block) * diffusion.block
+
+    def _sees(
+        self, draft: Network, positions: Int[Array, " size"], length: Int[Array, ""]
+    ) -> Bool[Array, "size size"]:
+        diffusion = draft.config.diffusion
+        seen = jnp.broadcast_to(
+            positions[None] < self._end(draft, length), (len(positions), len(positions))
+        )
+        if diffusion is None or diffusion.block is None:
+            return seen
+        blocks = positions // diffusion.block
+        return seen & (blocks[:, None] >= blocks[None])
+
+    def _canvas(
+        self,
+        draft: Network,
+        window: Int[Array, " size"],
+        positions: Int[Array, " size"],
+        drafted: Int[Array, " block"],
+        length: Int[Array, ""],
+    ) -> Int[Array, " size"]:
+        """The text, then what is drafted of the block, then masks, then the separator."""
+        diffusion = draft.config.diffusion
+        assert diffusion is not None, "check_fit refuses causal models"
+        masked = jnp.where(positions < length, window, diffusion.mask_token_id)
+        if self.steps > 1:
+            place = positions - length
+            own = jnp.take(drafted, place, mode="clip")
+            masked = jnp.where((place >= 0) & (place < self.block), own, masked)
+        if self.sep_token_id is not None:
+            masked = jnp.where(positions == length + self.block, self.sep_token_id, masked)
+        return masked.astype(jnp.int32)
+
+    def _read_prefix(self, draft: Network, context: Context, slots: int) -> tuple[LayerKV, ...]:
+        """Keys and values of the prompt with a masked block behind it, from one pass."""
+        positions = jnp.arange(slots + self.block + (self.sep_token_id is not None))
+        window = jnp.take(context.tokens, positions, mode="clip")
+        nothing = jnp.full(self.block, draft.config.diffusion.mask_token_id, jnp.int32)
+        tokens = self._canvas(draft, window, positions, nothing, context.length)
+        hidden = draft.forward(
+            tokens, positions, self._sees(draft, positions, context.length), None
+        )
+        return _first_rows(settled(hidden), slots)
+
+
+def _read_blocks(
+    draft: Network, tokens: Int[Array, " bucket"], chunk: int
+) -> tuple[LayerKV, ...]:
+    """Keys and values of a prompt, of which those of whole blocks mean something."""
+    block, bucket = draft.config.diffusion.block, tokens.shape[0]
+    chunk = min(chunk, bucket)
+    if chunk % block or bucket % chunk:
+        chunk = bucket
+
+    def forward(tokens, positions, _, cache) -> Hidden:
+        seen = masks.block_causal(tokens.shape[0], block)
+        return draft.forward(tokens, positions, seen, cache)
+
+    _, layers = in_chunks(forward, tokens, draft.empty_cache, chunk)
+    return layers
+
+
+def _first_rows(layers: tuple[LayerKV, ...], rows: int) -> tuple[LayerKV, ...]:
+    return tuple(LayerKV(layer.keys[:, :, :rows], layer.values[:, :rows]) for layer in layers)

@@ -1,0 +1,45 @@
+"""Whether a drafter's weights belong to a target."""
+
+from jaxspec.core.types import LanguageModel
+
+
+def check_made_for(
+    target: LanguageModel,
+    kind: str,
+    *,
+    vocab_size: int | None = None,
+    embed_dim: int | None = None,
+    taps: tuple[int, ...] = (),
+) -> None:
+    """Refuses a head or drafter of another target.
+
+    Args:
+        target: what it is to draft for.
+        kind: what it is called in the message, such as "head".
+        vocab_size: of the target it was made for; `None` where it may differ.
+        embed_dim: of the target it was made for; `None` where it may differ.
+        taps: layers of the target whose inputs it reads.
+
+    Raises:
+        ValueError: naming all that differs.
+    """
+    different = [
+        f"{name} is {theirs}, the target's {ours}"
+        for name, theirs, ours in (
+            ("width", embed_dim, target.embed_dim),
+            ("vocabulary", vocab_size, target.vocab_size),
+        )
+        if theirs not in (None, ours)
+    ]
+    if different:
+        raise ValueError(
+            f"drafter: the {kind} is for another target: its {'; its '.join(different)}."
+        )
+    if taps:
+        layers = len(target.empty_cache(1).layers)
+        lacking = [layer for layer in taps if not 0 <= layer < layers]
+        if lacking:
+            raise ValueError(
+                f"drafter: the {kind} is for another target: it reads the inputs of layers "
+                f"{list(taps)}, and the target has {layers}, numbered from 0."
+            )
