@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.masks import same_document
 from jaxspec.core.types import PyTree
-from jaxspec.diffusion.process import Masked, mask_share
+from jaxspec.diffusion.process import Masked, mask_number, mask_share
 from jaxspec.models import ModelConfig, Network
 from jaxspec.training.data import Answers
 from jaxspec.training.lm import products_in
@@ -48,11 +48,14 @@ class Continuation:
     separator: put [SEP] behind an answer that was cut: "cut here, not finished". Slots of a
         network that is causal over blocks see it only within their own block.
     dtype: of the operands of products; "bfloat16" still sums in float32.
+    steady: draw numbers of hidden slots in place of shares; the expected loss is the same. For
+        measuring: something is hidden of every answer.
     """
 
     config: ModelConfig
     separator: bool = True
     dtype: str = "float32"
+    steady: bool = False
 
     def __post_init__(self):
         _check(self.config, self.dtype)
@@ -62,11 +65,17 @@ class Continuation:
     ) -> tuple[Float[Array, ""], Metrics]:
         return _loss(self, params, batch, key)
 
+    @property
+    def measured(self) -> "Continuation":
+        """The same as validation measures it."""
+        return dataclasses.replace(self, steady=True)
+
     def cut(self, row: Answers, key: PRNGKeyArray) -> _Row:
         """What the drafter is shown of one row, and what it has to foresee."""
         cut_key, mask_key = jax.random.split(key)
         tokens, segments, left = _cut(row, cut_key, self.config, self.separator)
-        masked = mask_share(mask_key, left, segments)
+        draw = mask_number if self.steady else mask_share
+        masked = draw(mask_key, left, segments)
         return _Row(tokens, segments, left, masked, jnp.maximum(_count(segments, left), 1.0))
 
 
@@ -103,6 +112,11 @@ class Refinement:
         self, params: PyTree, batch: Answers, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
         return _loss(self, params, batch, key)
+
+    @property
+    def measured(self) -> "Refinement":
+        """The same as validation measures it."""
+        return self
 
     def cut(self, row: Answers, key: PRNGKeyArray) -> _Row:
         """What the drafter is shown of one row, and what it has to foresee."""

@@ -122,7 +122,7 @@ def train_deer(
     objective = partial(_objective, settings, start.config)
     task = Task(
         objective,
-        evaluation=objective,
+        evaluation=lambda dtype: objective(dtype).measured,
         first_params=lambda: jax.tree.map(jnp.copy, start.params),
         num_params=sum(leaf.size for leaf in jax.tree.leaves(param_shapes(start.config))),
         as_batch=lambda rows: spread_rows(mesh, rows),
