@@ -1,6 +1,7 @@
 """Models from and to files: Hugging Face and Orbax folders, tokenizers, the Hub."""
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json
+from jaxspec.checkpoint.dflash import load_dflash, save_dflash
 from jaxspec.checkpoint.eagle import eagle3_taps, load_eagle, save_eagle
 from jaxspec.checkpoint.files import CheckpointError, recover_files
 from jaxspec.checkpoint.hub import (
@@ -35,10 +36,12 @@ __all__ = [
     "estimate_memory",
     "find_head",
     "load",
+    "load_dflash",
     "load_eagle",
     "load_tokenizer",
     "recover_files",
     "save",
+    "save_dflash",
     "save_eagle",
     "save_orbax",
     "shipped_folders",

@@ -110,10 +110,11 @@ def load(path_or_hub_id: str | Path, dtype: Any = None, max_positions: int | Non
     if max_positions is not None and max_positions < 1:
         raise CheckpointError(f"max_positions must be at least 1, got {max_positions}.")
     folder = _find(path_or_hub_id)
-    if _holds_head(folder):
+    if (kind := _kind_of_head(folder)) is not None:
+        name, loader = _HEADS[kind]
         raise CheckpointError(
-            f"{path_or_hub_id} is an EAGLE head, which drafts for a model: load that, then "
-            f"jaxspec.load_eagle({str(path_or_hub_id)!r}, model.network)."
+            f"{path_or_hub_id} is {name} head, which drafts for a model: load that, then "
+            f"jaxspec.{loader}({str(path_or_hub_id)!r}, model.network)."
         )
     if holds_orbax(folder):
         network = load_orbax(folder, _orbax_dtype(dtype), max_positions)
@@ -160,13 +161,17 @@ def save_orbax(model: Model, folder: str | Path) -> None:
 def shipped_models() -> dict[str, Path]:
     """Folders of the models that come with the package, by name."""
     folders = shipped_folders().items()
-    return {name: path for name, path in folders if _holds_model(path) and not _holds_head(path)}
+    return {
+        name: path for name, path in folders if _holds_model(path) and _kind_of_head(path) is None
+    }
 
 
-def shipped_heads() -> dict[str, Path]:
-    """Folders of the EAGLE heads that come with the package, by name."""
+def shipped_heads(kind: str = "eagle") -> dict[str, Path]:
+    """Folders of the heads that come with the package, by name; `kind` is "eagle" or "dflash"."""
     folders = shipped_folders().items()
-    return {name: path for name, path in folders if _holds_model(path) and _holds_head(path)}
+    return {
+        name: path for name, path in folders if _holds_model(path) and _kind_of_head(path) == kind
+    }
 
 
 def shipped_folders() -> dict[str, Path]:
@@ -179,13 +184,15 @@ def shipped_folders() -> dict[str, Path]:
     return found
 
 
-def find_head(source: str | Path) -> Path:
-    """The folder of an EAGLE head: on this machine, shipped under this name, or from the Hub.
+def find_head(source: str | Path, kind: str = "eagle") -> Path:
+    """The folder of a head: on this machine, shipped under this name, or from the Hub.
+
+    `kind` is that of `shipped_heads`.
 
     Raises:
         CheckpointError: there is none, or it cannot be downloaded.
     """
-    folder, shipped = Path(source).expanduser(), shipped_heads()
+    folder, shipped = Path(source).expanduser(), shipped_heads(kind)
     if not folder.is_dir() and str(source) in shipped:
         return shipped[str(source)]
     if folder.exists():
@@ -202,12 +209,19 @@ def _holds_model(folder: Path) -> bool:
     return holds_orbax(folder) or (folder / "config.json").is_file()
 
 
-def _holds_head(folder: Path) -> bool:
-    """Whether the settings are those of a head, as `save_eagle` writes them."""
+# What a head is called, and what loads it.
+_HEADS = {"eagle": ("an EAGLE", "load_eagle"), "dflash": ("a DFlash", "load_dflash")}
+
+
+def _kind_of_head(folder: Path) -> str | None:
+    """Of what kind a head is whose settings lie here, as they are saved; `None` for a model."""
     path = folder / "config.json"
     raw = read_json(path) if path.is_file() else {}
+    if "dflash_config" in raw:
+        return "dflash"
     one_layer = raw.get("num_hidden_layers") == 1
-    return one_layer and ("bias" in raw or "eagle_aux_hidden_state_layer_ids" in raw)
+    eagle = one_layer and ("bias" in raw or "eagle_aux_hidden_state_layer_ids" in raw)
+    return "eagle" if eagle else None
 
 
 def _find(source: str | Path) -> Path:
@@ -215,7 +229,7 @@ def _find(source: str | Path) -> Path:
     check_whole(folder)
     if _holds_model(folder):
         return folder
-    shipped, heads = shipped_models(), shipped_heads()
+    shipped, heads = shipped_models(), shipped_heads() | shipped_heads("dflash")
     if name in shipped or name in heads:
         return (shipped | heads)[name]
     if folder.is_dir():

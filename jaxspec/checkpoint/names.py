@@ -257,6 +257,19 @@ EAGLE3 = (
     Rule("lm_head.weight", "head/kernel", _linear),
 )
 
+# DFlash heads are the layers of a Qwen-3 without its ends, and what makes their context.
+_LAYERS = ("layers.{layer}", "layer_{layer}/")
+DFLASH = (
+    *_attention(*_LAYERS),
+    *_attention_out(*_LAYERS),
+    *_mlp(*_LAYERS),
+    *_mlp_out(*_LAYERS),
+    *(Rule(rule.name.removeprefix("model."), rule.path, _same) for rule in _QK_NORMS + _PRE_NORMS),
+    Rule("fc.weight", "fc/kernel", _linear),
+    Rule("hidden_norm.weight", "hidden_norm/scale", _same),
+    Rule("norm.weight", "norm/scale", _same),
+)
+
 # Multimodal Gemma-3 keeps its text model under one of these, beside parts that are not needed here.
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
@@ -269,15 +282,22 @@ _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 def placements(
     model_type: str, config: ModelConfig, leaves: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[Placement]]:
-    """The tensors that make up each leaf of a network, by the table of its family.
+    """`placements_by` the table of a family, a key of `TABLES`."""
+    return placements_by(TABLES[model_type], config, leaves)
+
+
+def placements_by(
+    rules: tuple[Rule, ...], config: ModelConfig, leaves: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[Placement]]:
+    """The tensors that make up each leaf of a network.
 
     Args:
-        model_type: a key of `TABLES`.
+        rules: the table to go by.
         config: how many layers and experts there are.
         leaves: shape of each leaf by its path.
     """
     placed: dict[str, list[Placement]] = {path: [] for path in leaves}
-    for rule in TABLES[model_type]:
+    for rule in rules:
         layers = range(config.num_layers) if "{layer}" in rule.name else (0,)
         for layer in layers:
             path = rule.path.format(layer=layer)
@@ -288,7 +308,7 @@ def placements(
                 name = rule.name.format(layer=layer, expert=expert)
                 placed[path].append(Placement(name, path, expert, rule.regions))
     without = [path for path, tensors in placed.items() if not tensors]
-    assert not without, f"no rule of {model_type} fills {without}"
+    assert not without, f"no rule fills {without}"
     return placed
 
 

@@ -2,6 +2,7 @@
 
 from jaxspec.drafters.block import AdaptiveBlock
 from jaxspec.drafters.deer import Deer
+from jaxspec.drafters.dflash import DFlash
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.eagle2 import Eagle2
@@ -15,6 +16,7 @@ __all__ = [
     "PUBLISHED_SKIPS",
     "AdaptiveBlock",
     "AdaptiveExit",
+    "DFlash",
     "Deer",
     "DraftModel",
     "Eagle",

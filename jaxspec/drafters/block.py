@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.proposal import bank, choose_children, tree_proposal
@@ -300,7 +301,7 @@ class BlockSettings:
         if self.tree is None:
             return self._best_paths(choices, root)
         tree, branch = self.tree, choices.tokens.shape[1]
-        picked = (tree.depths[1:] - 1) * branch + tree.ranks[1:]
+        picked = np.asarray((tree.depths[1:] - 1) * branch + tree.ranks[1:])
         tokens = jnp.concatenate([root[None], take_rows(choices.tokens.reshape(-1), picked)])
         every_node = jnp.ones(len(tree.parents), bool)
         if warp.temperature is None:

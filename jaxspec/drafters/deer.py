@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import append_within, settled
@@ -30,7 +30,7 @@ from jaxspec.core.types import Context, Hidden, KVCache, LayerKV, Params, Propos
 from jaxspec.drafters.block import Acceptance, BlockSettings
 from jaxspec.drafters.fit import check_made_for
 from jaxspec.drafters.loaded import LoadedDrafter
-from jaxspec.models import Network
+from jaxspec.models import Diffusion, Network
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -86,6 +86,7 @@ class Deer(BlockSettings):
         paths: Sequence[Path] | None = None,
         *,
         sep: str | None = None,
+        mask: str | None = None,
         **settings: Any,
     ) -> LoadedDrafter:
         """Drafts with a diffusion model from `load`: what `generate(drafter=...)` takes.
@@ -95,22 +96,22 @@ class Deer(BlockSettings):
             block: tokens of a draft.
             paths: of a static tree; a chain without.
             sep: the token that says that the text goes on, such as "[SEP]"; `None` for none.
+            mask: the mask's token, such as "[MASK]", for a checkpoint whose config.json does not
+                say that it is a diffusion model: Open-dCoder and others in the Qwen-2 layout, which
+                see both sides and whose output at a slot decides the next one.
             settings: further fields of `Deer`.
 
         Raises:
             ValueError: the tokenizer has no such token, or a setting is out of range.
         """
-        sep_token_id = None
-        if sep is not None:
-            sep_token_id = None if model.tokenizer is None else model.tokenizer.token_id(sep)
-            if sep_token_id is None:
-                raise ValueError(
-                    f"sep: the tokenizer of {model.name} has no token {sep!r}; leave it out for a "
-                    "drafter that was trained without one."
-                )
+        network = model.network
+        if mask is not None:
+            diffusion = Diffusion(_token_id(model, "mask", mask), shift=True)
+            network = Network(network.params, network.config.replace(diffusion=diffusion))
+        sep_token_id = None if sep is None else _token_id(model, "sep", sep)
         paths = None if paths is None else tuple(paths)
         drafter = cls(block, paths, sep_token_id=sep_token_id, **settings)
-        return LoadedDrafter(drafter, model.network, model.tokenizer)
+        return LoadedDrafter(drafter, network, model.tokenizer)
 
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`. Warns where a block is longer than those trained on."""
@@ -124,7 +125,8 @@ class Deer(BlockSettings):
         if config is None or config.diffusion is None:
             raise ValueError(
                 "drafter: Deer needs a diffusion model, whose config.json has a mask_token_id; "
-                "this one is causal and has no mask. For such, there is DraftModel."
+                "this one has no mask. If it is one in the layout of a causal model, give "
+                'Deer.of(model, mask="[MASK]"); for causal models there is DraftModel.'
             )
         check_made_for(params.target, "drafter")
         diffusion = config.diffusion
@@ -165,12 +167,13 @@ class Deer(BlockSettings):
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> DeerState:
         draft, slots = params.draft, prompt.features.shape[0]
-        cache, diffusion = None, draft.config.diffusion
+        cache, diffusion = None, _diffusion_of(draft)
         kind = self._cache(draft)
-        if kind == "blocks":
+        if kind == "blocks" and diffusion.block is not None:
             # The pending token is read again with every block: what follows it may depend on it.
             held = (context.length - 1) // diffusion.block * diffusion.block
-            cache = KVCache(_read_blocks(draft, context.tokens[:slots], self.chunk), held)
+            layers = _read_blocks(draft, diffusion.block, context.tokens[:slots], self.chunk)
+            cache = KVCache(layers, held)
         elif kind == "prefix":
             cache = KVCache(self._read_prefix(draft, context, slots), context.length - 1)
         return DeerState(cache, self.nothing_accepted())
@@ -179,7 +182,7 @@ class Deer(BlockSettings):
         self, params: Params, key: PRNGKeyArray, state: DeerState, context: Context
     ) -> tuple[Proposal, DeerState]:
         draft, cache = params.draft, state.cache
-        diffusion = draft.config.diffusion
+        diffusion = _diffusion_of(draft)
         start, finished, size, rows = self._window(draft, cache, context)
         positions = start + jnp.arange(size)
         window = jnp.take(context.tokens, positions, mode="clip")
@@ -208,8 +211,7 @@ class Deer(BlockSettings):
         return drafted.proposal, DeerState(cache, drafted.acceptance)
 
     def _cache(self, draft: Network) -> str:
-        diffusion = draft.config.diffusion
-        assert diffusion is not None, "check_fit refuses causal models"
+        diffusion = _diffusion_of(draft)
         return self.cache or ("prefix" if diffusion.block is None else "blocks")
 
     def _window(
@@ -219,8 +221,7 @@ class Deer(BlockSettings):
 
         At most `depth` + 1 tokens are emitted in a step, and `slack` in steps without a draft.
         """
-        diffusion = draft.config.diffusion
-        assert diffusion is not None, "check_fit refuses causal models"
+        diffusion = _diffusion_of(draft)
         behind = self.block + (self.sep_token_id is not None)
         if cache is None:
             size = context.tokens.shape[0] + behind + (diffusion.block or 0)
@@ -235,23 +236,23 @@ class Deer(BlockSettings):
 
     def _end(self, draft: Network, length: Int[Array, ""]) -> Int[Array, ""]:
         """The slot after the canvas."""
-        diffusion = draft.config.diffusion
+        block = _diffusion_of(draft).block
         if self.sep_token_id is not None:
             return length + self.block + 1
-        if diffusion is None or diffusion.block is None:
+        if block is None:
             return length + self.block
-        return -(-(length + self.block) // diffusion.block) * diffusion.block
+        return -(-(length + self.block) // block) * block
 
     def _sees(
         self, draft: Network, positions: Int[Array, " size"], length: Int[Array, ""]
     ) -> Bool[Array, "size size"]:
-        diffusion = draft.config.diffusion
+        block = _diffusion_of(draft).block
         seen = jnp.broadcast_to(
             positions[None] < self._end(draft, length), (len(positions), len(positions))
         )
-        if diffusion is None or diffusion.block is None:
+        if block is None:
             return seen
-        blocks = positions // diffusion.block
+        blocks = positions // block
         return seen & (blocks[:, None] >= blocks[None])
 
     def _canvas(
@@ -263,8 +264,7 @@ class Deer(BlockSettings):
         length: Int[Array, ""],
     ) -> Int[Array, " size"]:
         """The text, then what is drafted of the block, then masks, then the separator."""
-        diffusion = draft.config.diffusion
-        assert diffusion is not None, "check_fit refuses causal models"
+        diffusion = _diffusion_of(draft)
         masked = jnp.where(positions < length, window, diffusion.mask_token_id)
         if self.steps > 1:
             place = positions - length
@@ -278,7 +278,7 @@ class Deer(BlockSettings):
         """Keys and values of the prompt with a masked block behind it, from one pass."""
         positions = jnp.arange(slots + self.block + (self.sep_token_id is not None))
         window = jnp.take(context.tokens, positions, mode="clip")
-        nothing = jnp.full(self.block, draft.config.diffusion.mask_token_id, jnp.int32)
+        nothing = jnp.full(self.block, _diffusion_of(draft).mask_token_id, jnp.int32)
         tokens = self._canvas(draft, window, positions, nothing, context.length)
         hidden = draft.forward(
             tokens, positions, self._sees(draft, positions, context.length), None
@@ -286,11 +286,27 @@ class Deer(BlockSettings):
         return _first_rows(settled(hidden), slots)
 
 
+def _token_id(model: "Model", name: str, token: str) -> int:
+    found = None if model.tokenizer is None else model.tokenizer.token_id(token)
+    if found is None:
+        raise ValueError(
+            f"{name}: {model.name} has no token {token!r} in its tokenizer; leave it out for a "
+            "drafter that was trained without one."
+        )
+    return found
+
+
+def _diffusion_of(draft: Network) -> Diffusion:
+    diffusion = draft.config.diffusion
+    assert diffusion is not None, "check_fit refuses causal models"
+    return diffusion
+
+
 def _read_blocks(
-    draft: Network, tokens: Int[Array, " bucket"], chunk: int
+    draft: Network, block: int, tokens: Int[Array, " bucket"], chunk: int
 ) -> tuple[LayerKV, ...]:
     """Keys and values of a prompt, of which those of whole blocks mean something."""
-    block, bucket = draft.config.diffusion.block, tokens.shape[0]
+    bucket = tokens.shape[0]
     chunk = min(chunk, bucket)
     if chunk % block or bucket % chunk:
         chunk = bucket

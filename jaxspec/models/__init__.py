@@ -11,6 +11,7 @@ from jaxspec.models.config import (
     Rope,
     YarnScaling,
 )
+from jaxspec.models.dflash import DFlashHead, dflash_taps, init_dflash_params
 from jaxspec.models.eagle import (
     DraftVocabulary,
     Eagle3Head,
@@ -23,6 +24,7 @@ from jaxspec.models.transformer import Network, Skips, init_params, lookup_rows,
 
 __all__ = [
     "NARROW",
+    "DFlashHead",
     "Diffusion",
     "DraftVocabulary",
     "DynamicScaling",
@@ -37,6 +39,8 @@ __all__ = [
     "Rope",
     "Skips",
     "YarnScaling",
+    "dflash_taps",
+    "init_dflash_params",
     "init_eagle3_params",
     "init_eagle_params",
     "init_params",

@@ -11,6 +11,7 @@ from jaxspec.core.types import Drafter, PyTree
 from jaxspec.drafters import (
     AdaptiveBlock,
     Deer,
+    DFlash,
     DraftModel,
     Eagle,
     Eagle2,
@@ -19,6 +20,7 @@ from jaxspec.drafters import (
     PromptLookup,
 )
 from jaxspec.models import (
+    DFlashHead,
     Diffusion,
     DraftVocabulary,
     Eagle3Head,
@@ -26,6 +28,7 @@ from jaxspec.models import (
     ModelConfig,
     Network,
     Skips,
+    init_dflash_params,
     init_eagle3_params,
     init_eagle_params,
     init_params,
@@ -102,6 +105,14 @@ def diffuser(target: Network, block: int | None, shift: bool = True) -> Network:
     return Network(target.params, config)
 
 
+def dflash_head(target: Network) -> DFlashHead:
+    """A random head over one layer's inputs."""
+    full = ("full",) * target.num_layers
+    config = target.config.replace(layer_types=full, sliding_window=None, qk_norm=True)
+    params = init_dflash_params(config, target.embed_dim, jax.random.key(6))
+    return DFlashHead(params, config, (1,), target.vocab_size - 1, 4)
+
+
 PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 # Its second node has children and its first has none: rows of a level's pass are not its nodes.
 FORKED = ((0,), (1,), (1, 0), (1, 1), (1, 1, 0))
@@ -133,8 +144,14 @@ DRAFTERS: dict[str, Case] = {
         lambda: Deer(4, steps=2, sep_token_id=1), lambda target: diffuser(target, 4), slow=True
     ),
     "deer, own slots, nothing kept": Case(
-        lambda: Deer(3, temperature=0, sep_token_id=1, cache="none"),
+        lambda: Deer(3, temperature=0.0, sep_token_id=1, cache="none"),
         lambda target: diffuser(target, None, shift=False),
+        slow=True,
+    ),
+    "dflash": Case(lambda: DFlash(3, taps=(1,)), dflash_head),
+    "dflash, dynamic tree": Case(
+        lambda: DFlash(3, num_nodes=6, taps=(1,), adaptive=AdaptiveBlock(explore=1)),
+        dflash_head,
         slow=True,
     ),
     "eagle 2": Case(lambda: Eagle2(num_nodes=6, depth=2, beam=2), eagle_head, slow=True),

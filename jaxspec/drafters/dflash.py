@@ -1,0 +1,134 @@
+"""DFlash: a small head that reads the target's hidden states drafts a whole block in one pass.
+
+Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding" (2602.06036), section 3.
+What tells it from `Deer` is where the draft comes from, see `jaxspec.models.dflash`: its context is
+made of the target's own states, so that nothing of the text is read twice.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from jaxspec.core import masks
+from jaxspec.core.cache import append
+from jaxspec.core.tree import Path
+from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal
+from jaxspec.drafters.block import Acceptance, BlockSettings
+from jaxspec.drafters.fit import check_made_for
+from jaxspec.drafters.loaded import LoadedDrafter
+from jaxspec.models import DFlashHead
+
+
+class DFlashState(NamedTuple):
+    """What a row carries.
+
+    cache: of the target's states at every position of the text but the pending token's.
+    """
+
+    cache: KVCache
+    acceptance: Acceptance
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash(BlockSettings):
+    """Drafts with a DFlash head, `params.draft`, for the target it was trained for.
+
+    A head whose blocks are of B slots was trained to predict `block` B - 1 of them: the pending
+    token is the first.
+
+    Attributes:
+        taps: target layers that the head reads, its `taps`.
+
+    Raises:
+        ValueError: see `BlockSettings`.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        head: DFlashHead,
+        block: int | None = None,
+        paths: Sequence[Path] | None = None,
+        **settings: Any,
+    ) -> LoadedDrafter:
+        """Drafts with a head from `load_dflash`: what `generate(drafter=...)` takes.
+
+        Args:
+            head: the drafter.
+            block: tokens of a draft; as many as it was trained on without.
+            paths: of a static tree; a chain without.
+            settings: further fields of `DFlash`.
+        """
+        block = head.block - 1 if block is None else block
+        paths = None if paths is None else tuple(paths)
+        return LoadedDrafter(cls(block, paths, taps=head.taps, **settings), head)
+
+    def check_fit(self, params: Params) -> None:
+        """See `core.types.ChecksFit`. Warns where a block is longer than those trained on."""
+        head, target = params.draft, params.target
+        if not isinstance(head, DFlashHead):
+            raise ValueError(
+                "drafter: DFlash needs a head: load_dflash(folder, model.network), then "
+                f"DFlash.of(head); got {type(head).__name__}."
+            )
+        check_made_for(
+            target,
+            "head",
+            vocab_size=head.config.vocab_size,
+            embed_dim=head.config.embed_dim,
+            taps=head.taps,
+        )
+        if head.taps != self.taps:
+            raise ValueError(f"drafter: taps must be the head's, {head.taps}, got {self.taps}.")
+        if self.block + 1 > head.config.max_positions:
+            raise ValueError(
+                f"block must be below the head's {head.config.max_positions} positions, got "
+                f"{self.block}."
+            )
+        if self.max_branch >= target.vocab_size:
+            raise ValueError(
+                f"drafter: a node has up to {self.max_branch} children, but only "
+                f"{target.vocab_size - 1} tokens can be drafted; give a narrower tree."
+            )
+        if self.block > head.block - 1:
+            warnings.warn(
+                f"block: drafts of {self.block} tokens, but this head was trained on "
+                f"{head.block - 1}; what lies behind will be guessed badly.",
+                stacklevel=2,
+            )
+
+    def init(self, params: Params, prompt: Hidden, context: Context) -> DFlashState:
+        positions = jnp.arange(prompt.taps.shape[0])
+        layers = params.draft.remember(prompt.taps, positions)
+        return DFlashState(KVCache(layers, context.length - 1), self.nothing_accepted())
+
+    def propose(
+        self, params: Params, key: PRNGKeyArray, state: DFlashState, context: Context
+    ) -> tuple[Proposal, DFlashState]:
+        target, head, recent = params.target, params.draft, context.recent
+        behind = state.cache.length + jnp.arange(recent.tokens.shape[0])
+        cache = append(state.cache, head.remember(recent.taps, behind), recent.count)
+        positions = context.length - 1 + jnp.arange(self.block + 1)
+        root = context.tokens[context.length - 1]
+
+        def read(drafted: Int[Array, " block"]) -> tuple[Array, tuple[()]]:
+            embedded = target.embed(jnp.concatenate([root[None], drafted]))
+            seen = masks.bidirectional(self.block + 1)
+            return head.forward(embedded, positions, seen, cache).features[1:], ()
+
+        drafted = self.draft(
+            key,
+            read,
+            target.unembed,
+            head.mask_token_id,
+            target.vocab_size,
+            context,
+            state.acceptance,
+        )
+        return drafted.proposal, DFlashState(cache, drafted.acceptance)

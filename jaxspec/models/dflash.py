@@ -1,0 +1,214 @@
+"""DFlash: a head of a few layers that drafts a block from the target's hidden states.
+
+Chen et al. 2026 (2602.06036). The states of some layers of the target, at every position of the
+text but the last, are fused into one context. Each layer of the head makes keys and values of the
+context by its own projections; queries come from the block alone: the pending token and masks,
+which see the context and all of the block. A mask's output decides its own slot, by the target's
+output head; the embedding is the target's too.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jaxspec.core.cache import empty_layer
+from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.linear import exact_products
+from jaxspec.models.rope import rotations
+from jaxspec.models.transformer import (
+    MLP,
+    Attention,
+    Linear,
+    RMSNorm,
+    Rotation,
+    Visible,
+    visible_to,
+)
+
+
+class DFlashLayer(nn.Module):
+    """A pre-norm decoder layer, and the keys and values that it makes of the context."""
+
+    config: ModelConfig
+
+    def setup(self):
+        norm = partial(RMSNorm, self.config.norm_eps, self.config.norm_plus_one)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention = Attention(self.config)
+        self.mlp = MLP(self.config)
+
+    def __call__(
+        self,
+        residual: Float[Array, "nodes embed"],
+        rotation: Rotation,
+        visible: Visible,
+        prefix: LayerKV | None,
+    ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
+        output, own = self.attention(self.attention_norm(residual), rotation, visible, prefix, None)
+        residual = residual + output
+        return residual + self.mlp(self.mlp_norm(residual)), own
+
+    def remember(self, context: Float[Array, "nodes embed"], rotation: Rotation) -> LayerKV:
+        # What attention itself would yield is not used, so that XLA leaves it out.
+        nobody = Visible(None, None, jnp.eye(context.shape[0], dtype=bool))
+        return self.attention(context, rotation, nobody, None, None)[1]
+
+
+class DFlashLayers(nn.Module):
+    """The head's weights: the fusion of states, the layers, the final norm.
+
+    tapped: width of the target's tapped layers side by side.
+    """
+
+    config: ModelConfig
+    tapped: int
+
+    def setup(self):
+        config = self.config
+        norm = partial(RMSNorm, config.norm_eps, config.norm_plus_one)
+        self.fc = Linear((self.tapped,), (config.embed_dim,))
+        self.hidden_norm, self.norm = norm(), norm()
+        self.layers = [DFlashLayer(config, name=f"layer_{i}") for i in range(config.num_layers)]
+
+    def __call__(
+        self,
+        embedded: Float[Array, "nodes embed"],
+        positions: Int[Array, " nodes"],
+        mask: Bool[Array, "nodes nodes"],
+        cache: KVCache | None,
+    ) -> Hidden:
+        rotation, visible = self._rotation(positions), visible_to(positions, mask, cache, None)
+        residual, new_kv = embedded, []
+        for i, layer in enumerate(self.layers):
+            prefix = None if cache is None else cache.layers[i]
+            residual, own = layer(residual, rotation, visible, prefix)
+            new_kv.append(own)
+        return Hidden(self.norm(residual), residual[:, :0], tuple(new_kv))
+
+    def remember(
+        self, taps: Float[Array, "nodes tapped"], positions: Int[Array, " nodes"]
+    ) -> tuple[LayerKV, ...]:
+        context, rotation = self.hidden_norm(self.fc(taps)), self._rotation(positions)
+        return tuple(layer.remember(context, rotation) for layer in self.layers)
+
+    def everything(self, taps, embedded, positions, mask) -> Hidden:
+        """Reads every weight: what `init` traces."""
+        layers = self.remember(taps, positions)
+        return self(embedded, positions, mask, KVCache(layers, jnp.int32(1)))
+
+    def _rotation(self, positions: Int[Array, " nodes"]) -> Rotation:
+        config = self.config
+        return Rotation(*rotations(config.rope, config.head_dim, config.max_positions, positions))
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params"],
+    meta_fields=["config", "taps", "mask_token_id", "block", "target_layers"],
+)
+@dataclass(frozen=True)
+class DFlashHead:
+    """A head for one target.
+
+    config: of its layers; `vocab_size` and `embed_dim` are the target's.
+    taps: target layers whose inputs it reads, side by side.
+    mask_token_id: an id of the target's vocabulary, whose embedding stands in open slots.
+    block: slots that it was trained on, the pending token included.
+    target_layers: of the target it was made for; None: not said.
+    """
+
+    params: PyTree
+    config: ModelConfig
+    taps: tuple[int, ...]
+    mask_token_id: int
+    block: int
+    target_layers: int | None = None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.params["norm"]["scale"].dtype
+
+    def remember(
+        self, taps: Float[Array, "nodes tapped"], positions: Int[Array, " nodes"]
+    ) -> tuple[LayerKV, ...]:
+        """Keys and values of each layer, of the target's states at these positions."""
+        return self._apply(taps, positions, method=DFlashLayers.remember)
+
+    def forward(
+        self,
+        embedded: Float[Array, "nodes embed"],
+        positions: Int[Array, " nodes"],
+        mask: Bool[Array, "nodes nodes"],
+        cache: KVCache | None,
+    ) -> Hidden:
+        """One pass over the embeddings of a block.
+
+        Args:
+            embedded: by the target's embedding.
+            positions: in the text.
+            mask: which of the block's slots each sees.
+            cache: of `remember`; seen up to `cache.length`.
+
+        Returns:
+            In `features`, what the target's output head reads a slot's own token from.
+        """
+        return self._apply(embedded, positions, mask, cache)
+
+    def empty_cache(self, slots: int) -> KVCache:
+        config = self.config
+        layers = tuple(
+            empty_layer(config.num_kv_heads, config.head_dim, slots, self.dtype)
+            for _ in range(config.num_layers)
+        )
+        return KVCache(layers, jnp.zeros((), jnp.int32))
+
+    def _apply(self, *args, method=None) -> Any:
+        tapped = self.params["fc"]["kernel"].shape[0]
+        with exact_products(self.dtype):
+            layers = DFlashLayers(self.config, tapped)
+            return layers.apply({"params": self.params}, *args, method=method)
+
+
+def dflash_taps(num_layers: int, num_features: int) -> tuple[int, ...]:
+    """The layers whose inputs published heads read: evenly from the second to the third-last.
+
+    Published files count layers by what comes out: `round(1 + i * (num_layers - 4) / (n - 1))`, or
+    the middle one for a single feature. What comes out of one goes into the next.
+
+    Raises:
+        ValueError: the target has too few layers for so many different ones.
+
+    Example:
+        >>> dflash_taps(36, 5)
+        (2, 10, 18, 26, 34)
+    """
+    if num_features == 1:
+        outputs = [num_layers // 2]
+    else:
+        step = (num_layers - 4) / (num_features - 1)
+        outputs = [round(1 + i * step) for i in range(num_features)]
+    taps = tuple(layer + 1 for layer in outputs)
+    if len(set(taps)) < num_features or not 0 < taps[0] <= taps[-1] < num_layers:
+        raise ValueError(
+            f"taps: a target of {num_layers} layers has no {num_features} different ones between "
+            "its first and its last two; give fewer features."
+        )
+    return taps
+
+
+def init_dflash_params(config: ModelConfig, tapped: int, key: PRNGKeyArray) -> PyTree:
+    """Random weights of a `DFlashHead` over tapped layers of `tapped` numbers in all."""
+    taps = jax.ShapeDtypeStruct((1, tapped), jnp.float32)
+    row = jax.ShapeDtypeStruct((1, config.embed_dim), jnp.float32)
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    mask = jax.ShapeDtypeStruct((1, 1), bool)
+    variables = DFlashLayers(config, tapped).lazy_init(
+        key, taps, row, one, mask, method=DFlashLayers.everything
+    )
+    return variables["params"]

@@ -1,0 +1,281 @@
+"""DEER and DFlash beyond the laws: caches, lengths, trees, and what they refuse."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec import GenerationConfig, generate
+from jaxspec.checkpoint import CheckpointError, Model, load_dflash, save_dflash
+from jaxspec.core.cache import append
+from jaxspec.core.decode import Prompt
+from jaxspec.core.loop import DecodePlan, decode
+from jaxspec.core.masks import block_causal
+from jaxspec.core.types import Params, Warp
+from jaxspec.drafters import AdaptiveBlock, Deer, DFlash, LoadedDrafter
+from jaxspec.drafters.block import Acceptance
+from jaxspec.models import DFlashHead, dflash_taps, init_dflash_params
+from tests.laws.drafters import dflash_head, diffuser, network
+from tests.laws.test_block_enumeration import TEXT, context_of
+
+VOCAB = 24
+BUCKET, BUDGET = 16, 20
+PROMPT = [3, 7, 1, 19, 4]
+
+
+def prompts_of(lengths: list[int]) -> Prompt:
+    rows = len(lengths)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (rows, BUCKET))
+    return Prompt(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        length=jnp.array(lengths),
+        room=jnp.full(rows, BUDGET),
+        seed=jnp.zeros((rows, 2), jnp.int32),
+        stop_ids=jnp.full((rows, 1), -1),
+        warp=Warp(),
+    )
+
+
+@pytest.fixture(scope="module")
+def target():
+    return network(VOCAB)
+
+
+@pytest.fixture(scope="module")
+def model(target):
+    return Model(target, name="tiny")
+
+
+def drafted_with(model: Model, drafter: Deer, draft, **settings):
+    config = GenerationConfig(max_new_tokens=20, **settings)
+    prompts = [PROMPT, [9] * 12]
+    return generate(model, prompts, config, LoadedDrafter(drafter, draft), return_trace=True)
+
+
+@pytest.mark.parametrize("block", [4, 3])
+def test_the_kept_blocks_equal_a_fresh_pass(target, block):
+    """Exact: as if the drafter had read the finished blocks of the whole text at once."""
+    draft = diffuser(target, block)
+    drafter = Deer(3, chunk=8)
+    plan = DecodePlan((64,), chunk=16)
+    states = decode(Params(target, draft), prompts_of([5, 16, 1]), drafter=drafter, plan=plan)
+    for row in range(3):
+        cache = jax.tree.map(lambda leaf, row=row: leaf[row], states.draft.cache)
+        tokens = states.context.tokens[row]
+        slots = tokens.shape[0]
+        hidden = draft.forward(tokens, jnp.arange(slots), block_causal(slots, block), None)
+        held = slice(int(cache.length))
+        assert cache.length % block == 0
+        assert cache.length > 16 - block
+        for ours, theirs in zip(cache.layers, hidden.new_kv, strict=True):
+            np.testing.assert_allclose(ours.keys[:, :, held], theirs.keys[:, :, held], atol=1e-5)
+            np.testing.assert_allclose(ours.values[:, held], theirs.values[:, held], atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [4, 2])
+def test_drafts_from_kept_blocks_are_those_of_the_whole_text(model, target, block):
+    draft = diffuser(target, block)
+    kept = drafted_with(model, Deer(3), draft)
+    read_again = drafted_with(model, Deer(3, cache="none"), draft)
+    for ours, theirs in zip(kept, read_again, strict=True):
+        for one, other in zip(ours.trace, theirs.trace, strict=True):
+            np.testing.assert_array_equal(one.tokens, other.tokens)
+
+
+def test_a_pass_reads_no_more_than_a_few_blocks(target, monkeypatch):
+    """The text is not read again: the width of a pass does not depend on its length."""
+    sizes = []
+    forward = type(target).forward
+
+    def noted(self, tokens, *args, **kwargs):
+        if self.config.diffusion is not None:
+            sizes.append(tokens.shape[0])
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(type(target), "forward", noted)
+    for draft in (diffuser(target, 4), diffuser(target, None)):
+        for slots in (64, 256):
+            plan = DecodePlan((slots,), chunk=16)
+            params = Params(target, draft)
+            requests = prompts_of([5])
+            jax.eval_shape(partial(decode, drafter=Deer(3), plan=plan), params, requests)
+    prompt_passes, step_passes = sizes[::2], sizes[1::2]
+    assert max(step_passes) <= 3 * 4
+    assert max(prompt_passes) <= 16 + 3
+
+
+def test_an_adaptive_row_stops_drafting_and_tries_again(model, target):
+    """A drafter that is never right: no drafts, but for one whole block now and then."""
+    hopeless = diffuser(network(VOCAB, seed=9), 4)
+    # Without features all logits are equal: the first token that is not banned is drafted.
+    nothing = jax.tree.map(jnp.zeros_like, hopeless.params["norm"])
+    hopeless = type(hopeless)({**hopeless.params, "norm": nothing}, hopeless.config)
+    settings = AdaptiveBlock(memory=0.0, token_cost=0.3, explore=3)
+    config = GenerationConfig(max_new_tokens=20, banned_token_ids=(0,))
+    (plain,) = generate(model, PROMPT, config)
+    assert 1 not in plain.tokens
+    drafter = LoadedDrafter(Deer(3, adaptive=settings), hopeless)
+    rows = generate(model, PROMPT, config, drafter, return_trace=True)
+    assert rows[0].tokens.tolist() == plain.tokens.tolist()
+    offered = [int(step.valid.sum()) - 1 for step in rows[0].trace]
+    # Rates begin at 0.8; one failure takes the first to 0.
+    assert offered[:6] == [3, 0, 0, 0, 3, 0]
+    assert {step.width for step in rows[0].trace} == {1, 4}
+
+
+def test_the_length_with_the_most_tokens_per_cost():
+    """By hand: rates 0.9, 0.5, 0.1 and costs 1.2 + 0.1 m."""
+    drafter = Deer(3, adaptive=AdaptiveBlock(draft_cost=0.2, token_cost=0.1))
+    rates = jnp.array([0.9, 0.5, 0.1])
+    worth = [1.0, 1.9 / 1.3, 2.35 / 1.4, 2.395 / 1.5]
+    context = prompt_context()
+    _, length = drafter._length(Acceptance(rates, jnp.int32(0), jnp.int32(0)), context)
+    assert length == int(np.argmax(worth)) == 2
+    _, length = drafter._length(Acceptance(rates, jnp.int32(0), jnp.int32(8)), context)
+    assert length == 3  # idle for so long
+
+
+def test_rates_learn_from_what_was_tried_only():
+    """Two of three offered were accepted: the first two rates rise, the third falls."""
+    drafter = Deer(4, adaptive=AdaptiveBlock(memory=0.5))
+    context = prompt_context()
+    context = context._replace(recent=context.recent._replace(count=jnp.int32(3)))
+    before = Acceptance(jnp.full(4, 0.8), jnp.int32(3), jnp.int32(0))
+    rates, _ = drafter._length(before, context)
+    np.testing.assert_allclose(rates, [0.9, 0.9, 0.4, 0.8])
+
+
+def prompt_context():
+    return context_of(Warp(), TEXT)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"block": 0}, "block must be at least 1"),
+        ({"steps": 9}, "steps must be at most block"),
+        ({"steps": 2, "num_nodes": 4}, "steps must be 1 for a tree"),
+        ({"paths": ((0,),), "num_nodes": 4}, "exclude each other"),
+        ({"paths": ()}, "without a node"),
+        ({"block": 1, "paths": ((0,), (0, 0))}, "2 levels deep"),
+        ({"num_nodes": 0}, "num_nodes must be at least 1"),
+        ({"block": 1, "num_nodes": 9, "branch": 4}, "num_nodes must be at most 4"),
+        ({"temperature": -1.0}, "temperature must be at least 0"),
+        ({"cache": "dual"}, "cache must be one of"),
+        ({"chunk": 0}, "chunk must be at least 1"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings, named):
+    with pytest.raises(ValueError, match=named):
+        Deer(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"memory": 1.5}, "memory"),
+        ({"token_cost": -0.1}, "token_cost"),
+        ({"explore": 0}, "explore"),
+    ],
+)
+def test_adaptive_settings_that_mean_nothing_are_refused(settings, named):
+    with pytest.raises(ValueError, match=named):
+        AdaptiveBlock(**settings)
+
+
+def test_drafters_that_cannot_draft_are_refused(model, target):
+    config, prompt = GenerationConfig(max_new_tokens=4), [1, 2]
+
+    def refused(drafter, draft, named):
+        with pytest.raises(ValueError, match=named):
+            generate(model, prompt, config, LoadedDrafter(drafter, draft))
+
+    refused(Deer(3), target, "has no mask")
+    refused(Deer(3), (), "needs a diffusion model")
+    refused(Deer(3), diffuser(network(VOCAB + 1), 4), "vocabulary")
+    refused(Deer(600), diffuser(target, 4), "512 positions")
+    refused(Deer(3, cache="blocks"), diffuser(target, None), "sees both")
+    refused(Deer(3, cache="prefix"), diffuser(target, 4), "causal over blocks")
+    refused(Deer(3, sep_token_id=VOCAB), diffuser(target, 4), "sep_token_id")
+    refused(Deer(3, num_nodes=24, branch=24), diffuser(target, 4), "narrower tree")
+    with pytest.raises(ValueError, match=r"no token '\[SEP\]'"):
+        Deer.of(Model(diffuser(target, 4)), sep="[SEP]")
+    with pytest.raises(ValueError, match=r"no token '\[MASK\]'"):
+        Deer.of(model, mask="[MASK]")
+
+
+def test_a_block_beyond_the_trained_window_warns(model, target):
+    draft = diffuser(target, 4)
+    diffusion = dataclasses.replace(draft.config.diffusion, window=2)
+    draft = type(draft)(draft.params, draft.config.replace(diffusion=diffusion))
+    with pytest.warns(UserWarning, match="masked ends of up to 2"):
+        generate(model, [1, 2], GenerationConfig(max_new_tokens=2), LoadedDrafter(Deer(3), draft))
+
+
+def test_dflash_heads_of_another_target_are_refused(model, target):
+    head, config = dflash_head(target), GenerationConfig(max_new_tokens=2)
+
+    def refused(drafter, draft, named):
+        with pytest.raises(ValueError, match=named):
+            generate(model, [1, 2], config, LoadedDrafter(drafter, draft))
+
+    refused(DFlash(3), target, "needs a head")
+    refused(DFlash(3, taps=(0,)), head, "taps must be the head's")
+    refused(DFlash(3, taps=(1,)), dflash_head(network(VOCAB + 1)), "its vocabulary is 25")
+    lacking = dataclasses.replace(head, taps=(7,))
+    refused(DFlash(3, taps=(7,)), lacking, r"layers \[7\], and the target has 2")
+    with pytest.warns(UserWarning, match="trained on 3"):
+        generate(model, [1, 2], config, DFlash.of(head, 5))
+
+
+def test_published_taps_of_dflash():
+    assert dflash_taps(36, 5) == (2, 10, 18, 26, 34)
+    assert dflash_taps(8, 1) == (5,)
+    with pytest.raises(ValueError, match="no 5 different ones"):
+        dflash_taps(6, 5)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    target = network(VOCAB)
+    config = target.config.replace(qk_norm=True, num_layers=3, layer_types=("full",) * 3)
+    params = init_dflash_params(config, 32, jax.random.key(1))
+    head = DFlashHead(params, config, (1, 1), VOCAB - 1, 5, 2)
+    folder = tmp_path_factory.mktemp("dflash")
+    save_dflash(head, folder)
+    return head, folder, target
+
+
+def test_a_dflash_head_comes_back_as_it_was_saved(saved):
+    head, folder, target = saved
+    again = load_dflash(folder, target)
+    assert dataclasses.replace(again, params=()) == dataclasses.replace(head, params=())
+    jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
+
+
+def test_a_dflash_head_is_not_loaded_for_another_target(saved):
+    _, folder, _ = saved
+    with pytest.raises(CheckpointError, match="vocab_size is 24 in config"):
+        load_dflash(folder, network(VOCAB + 1))
+
+
+def test_a_dflash_block_sees_the_context_through_its_cache(target):
+    """Features of a block are the same whether the context came at once or in two parts."""
+    head = dflash_head(target)
+    taps = jax.random.normal(jax.random.key(0), (6, 16))
+    embedded = target.embed(jnp.array([3, VOCAB - 1, VOCAB - 1]))
+    positions, seen = jnp.arange(6, 9), jnp.ones((3, 3), bool)
+
+    def features(parts):
+        cache = head.empty_cache(8)
+        for part in parts:
+            at = cache.length + jnp.arange(len(part))
+            cache = append(cache, head.remember(part, at), len(part))
+        return head.forward(embedded, positions, seen, cache).features
+
+    once, twice = features([taps]), features([taps[:4], taps[4:]])
+    np.testing.assert_allclose(once, twice, atol=1e-5)
+    assert np.abs(once - features([taps[:5]])).max() > 1e-3

@@ -1,0 +1,269 @@
+"""Block drafts are lossless: every draft of `propose` itself, summed with its exact probability.
+
+The drawing of tokens is replaced by given ones, each in turn; laws, tree and valid nodes are what
+the drafter then states. Verification is measured as in `test_enumeration.py`, and the joint law of
+the text must be the target's own to 1e-12. The published pseudo-code of DEER, which asks the
+drafter again for the law behind each accepted token, must be caught.
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.core.cache import empty_layer
+from jaxspec.core.sampling import warp_logits
+from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal, Recent, Warp
+from jaxspec.core.verify import verify
+from jaxspec.drafters import Deer, block
+from tests.laws import enumeration
+from tests.laws.drafters import diffuser, network
+from tests.laws.test_enumeration import EXACT, QUICK, WARPS, random_laws
+
+VOCAB = 4
+TEXT = [0, 2, 1, 1, 0]
+SLOTS = 24
+TREE = ((0,), (1,), (0, 0), (1, 0), (1, 1))
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@lru_cache
+def drafter_network(block_size: int | None, shift: bool):
+    net = diffuser(network(VOCAB, seed=5), block_size, shift)
+    sharp = jax.tree.map(lambda leaf: 1.5 * leaf.astype(jnp.float64), net.params)
+    return type(net)(sharp, net.config)
+
+
+@lru_cache
+def target():
+    return network(VOCAB)
+
+
+class Block(NamedTuple):
+    """One way to draft: the settings, and whether the drafter is causal over blocks and shifts."""
+
+    drafter: Deer
+    block: int | None = 4
+    shift: bool = True
+
+
+BLOCKS = {
+    "chain": Block(Deer(3)),
+    "chain, both sides": Block(Deer(3, sep_token_id=1), None, shift=False),
+    "chain, nothing kept": Block(Deer(2, cache="none"), 2),
+    "colder than the target": Block(Deer(2, temperature=0.5)),
+    "two passes": Block(Deer(3, steps=2)),
+    "tree": Block(Deer(2, TREE)),
+}
+FIXED = {
+    "arg-max chain": Block(Deer(3, temperature=0.0)),
+    "arg-max tree": Block(Deer(2, TREE, temperature=0.0), None),
+    "dynamic tree": Block(Deer(3, num_nodes=5, branch=2)),
+}
+
+
+def context_of(warp: Warp, text: list[int], stop_id: int = -1) -> Context:
+    nothing = jnp.zeros((4, 0))
+    recent = Recent(jnp.zeros(4, jnp.int32), nothing, nothing, jnp.int32(0))
+    cache = KVCache((empty_layer(1, 1, SLOTS, jnp.dtype("float32")),), jnp.int32(len(text) - 1))
+    tokens = jnp.zeros(SLOTS, jnp.int32).at[: len(text)].set(jnp.array(text))
+    return Context(
+        tokens, jnp.int32(len(text)), jnp.int32(9), jnp.array([stop_id]), warp, cache, recent
+    )
+
+
+def propose(case: Block, context: Context, key=None) -> Proposal:
+    params = Params(target(), drafter_network(case.block, case.shift))
+    prompt = Hidden(jnp.zeros((8, 1)), jnp.zeros((8, 0)), ())
+    state = case.drafter.init(params, prompt, context)
+    state = jax.tree.map(jnp.asarray, state)
+    if state.cache is not None:
+        padding = SLOTS - state.cache.layers[0].values.shape[1]
+        layers = tuple(
+            type(layer)(
+                jnp.pad(layer.keys, ((0, 0), (0, 0), (0, padding))),
+                jnp.pad(layer.values, ((0, 0), (0, padding), (0, 0))),
+            )
+            for layer in state.cache.layers
+        )
+        state = state._replace(cache=KVCache(layers, state.cache.length))
+    key = jax.random.key(0) if key is None else key
+    return case.drafter.propose(params, key, state, context)[0]
+
+
+def given(choices: jax.Array) -> Callable:
+    """`choose_children` that draws the given tokens, one row of `choices` for each position."""
+    drawn = 0
+
+    def choose(key, logits, warp, branch):
+        nonlocal drawn
+        rows = slice(drawn, drawn + logits.shape[0])
+        drawn = rows.stop
+        logprobs = jax.nn.log_softmax(warp_logits(logits, warp), axis=-1)
+        return choices[rows, :branch], logprobs
+
+    return choose
+
+
+class Drafted(NamedTuple):
+    """Every draft that may happen, and what the drafter says of it. The first axis counts."""
+
+    choices: np.ndarray
+    proposals: Proposal
+    probability: np.ndarray
+
+
+def every_draft(case: Block, context: Context, monkeypatch) -> Drafted:
+    """Draws of a position are without replacement, and shared by all parents of its depth."""
+    positions, branch = case.drafter.depth, case.drafter.max_branch
+    draws = list(itertools.permutations(range(VOCAB), branch))
+    choices = np.array(list(itertools.product(draws, repeat=positions)))
+
+    def one(choices):
+        with monkeypatch.context() as patch:
+            patch.setattr(block, "choose_children", given(choices))
+            return propose(case, context)
+
+    proposals = jax.jit(jax.vmap(one), compiler_options=QUICK)(choices)
+    proposals = jax.tree.map(np.asarray, proposals)
+    laws = np.exp(proposals.draft_logprobs)
+    probability = np.ones(len(choices))
+    rows = np.arange(len(choices))
+    for position in range(positions):
+        left, unused = laws[:, position].copy(), np.ones((len(choices), VOCAB))
+        for rank in range(branch):
+            # Where a law has no token left, unused ones stand in, the lowest first or any other.
+            empty = left.sum(1, keepdims=True) <= 0
+            now = np.where(empty, unused, left)
+            token = choices[:, position, rank]
+            probability *= now[rows, token] / now.sum(1)
+            left[rows, token] = unused[rows, token] = 0
+    return Drafted(choices, proposals, probability)
+
+
+def deviation(
+    drafted: Drafted, tree, target: enumeration.Laws, stated: np.ndarray | None = None
+) -> float:
+    """How far the law of the text is from the target's; `stated` replaces the stated laws."""
+    proposals = drafted.proposals
+    if stated is not None:
+        proposals = proposals._replace(draft_logprobs=stated)
+    tokens = proposals.tokens
+    with np.errstate(divide="ignore"):
+        logits = np.log(enumeration.laws_at(tree, target, tokens, range(tokens.shape[1])))
+
+    def one(proposal, logits, key):
+        return enumeration.measure(verify, tree, proposal, logits, key)
+
+    keys = jax.random.split(jax.random.key(0), len(tokens))
+    measured = jax.jit(jax.vmap(one), compiler_options=QUICK)(proposals, logits, keys)
+    measured = jax.tree.map(np.asarray, measured)
+    possible = drafted.probability > 0
+    assert stated is not None or measured.consistent[possible].all()
+    drafts = enumeration.Drafts(tokens, proposals.valid, drafted.probability)
+    law = enumeration.emitted_law(tree, drafts, measured, target)
+    expected = enumeration.autoregressive_law(target[: tree.paths.shape[1]])
+    return np.abs(law - expected).max()
+
+
+def static_tree(proposals: Proposal):
+    return jax.tree.map(lambda leaf: np.asarray(leaf[0]), proposals.tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "warp"),
+    [
+        ("chain", "hot"),
+        ("chain", "top-p"),
+        ("chain, both sides", "top-k"),
+        ("chain, nothing kept", "banned"),
+        ("colder than the target", "hot"),
+        ("two passes", "plain"),
+        ("tree", "hot"),
+        ("tree", "greedy row"),
+    ],
+)
+def test_sampled_blocks_keep_the_law(name, warp, monkeypatch):
+    case, warp = BLOCKS[name], WARPS[warp]
+    drafted = every_draft(case, context_of(warp, TEXT), monkeypatch)
+    np.testing.assert_allclose(drafted.probability.sum(), 1, atol=EXACT)
+    laws = random_laws(20, warp, case.drafter.depth, VOCAB)
+    assert deviation(drafted, static_tree(drafted.proposals), laws) < EXACT
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_blocks_with_a_stop_id_inside_keep_the_law(name, monkeypatch):
+    case, warp = BLOCKS[name], WARPS["hot"]
+    drafted = every_draft(case, context_of(warp, TEXT, stop_id=2), monkeypatch)
+    # Nothing is offered behind a stop id.
+    assert not drafted.proposals.valid.all()
+    assert drafted.proposals.valid[:, :2].all()
+    laws = random_laws(21, warp, case.drafter.depth, VOCAB)
+    assert deviation(drafted, static_tree(drafted.proposals), laws) < EXACT
+
+
+@pytest.mark.parametrize("warp", ["hot", "top-k"])
+@pytest.mark.parametrize("name", FIXED)
+def test_deterministic_blocks_keep_the_law(name, warp):
+    case, warp = FIXED[name], WARPS[warp]
+    proposal = jax.jit(partial(propose, case))(context_of(warp, TEXT))
+    assert proposal.draft_logprobs is None
+    proposals = jax.tree.map(lambda leaf: np.asarray(leaf)[None], proposal)
+    laws = random_laws(22, warp, case.drafter.depth, VOCAB)
+    drafted = Drafted(np.zeros((1, 0)), proposals, np.ones(1))
+    assert deviation(drafted, static_tree(proposals), laws) < EXACT
+
+
+def test_tokens_are_drawn_from_the_stated_laws():
+    """What enumeration leaves out: the draw itself."""
+    case, context = BLOCKS["two passes"], context_of(WARPS["hot"], TEXT)
+    keys = jax.random.split(jax.random.key(1), 4096)
+    proposals = jax.jit(jax.vmap(partial(propose, case, context)))(keys)
+    tokens = np.asarray(proposals.tokens)[:, 1:]
+    laws = np.exp(np.asarray(proposals.draft_logprobs))
+    drawn = np.eye(VOCAB)[tokens]
+    # The mean of draws is the mean of their laws, within five standard errors.
+    assert np.abs((drawn - laws).mean(axis=0)).max() < 5 * 0.5 / np.sqrt(len(keys))
+    assert laws[:, 2].std(axis=0).max() > 1e-3  # the second pass has seen the first's tokens
+
+
+def requeried(case: Block, warp: Warp, drafted: Drafted) -> np.ndarray:
+    """The published pseudo-code's laws: of the first position behind the text and y_1..y_(i-1)."""
+    by_prefix = {}
+    again = jax.jit(partial(propose, case))
+    for length in range(case.drafter.depth):
+        for prefix in itertools.product(range(VOCAB), repeat=length):
+            proposal = again(context_of(warp, [*TEXT, *prefix]))
+            by_prefix[prefix] = np.asarray(proposal.draft_logprobs)[0]
+    rows = drafted.choices[:, :, 0].tolist()
+    return np.array([[by_prefix[tuple(row[:i])] for i in range(len(row))] for row in rows])
+
+
+def test_asking_the_drafter_again_is_caught(monkeypatch):
+    case, warp = Block(Deer(2)), WARPS["hot"]
+    drafted = every_draft(case, context_of(warp, TEXT), monkeypatch)
+    laws = random_laws(23, warp, 2, VOCAB)
+    tree = static_tree(drafted.proposals)
+    assert deviation(drafted, tree, laws) < EXACT
+    assert deviation(drafted, tree, laws, requeried(case, warp, drafted)) > 1e-3
+
+
+def test_laws_of_the_first_of_two_passes_are_caught(monkeypatch):
+    """The second pass's tokens come from laws that know the first's."""
+    case, warp = Block(Deer(2, steps=2)), WARPS["hot"]
+    drafted = every_draft(case, context_of(warp, TEXT), monkeypatch)
+    one_pass = every_draft(Block(Deer(2)), context_of(warp, TEXT), monkeypatch)
+    laws = random_laws(24, warp, 2, VOCAB)
+    tree = static_tree(drafted.proposals)
+    assert deviation(drafted, tree, laws) < EXACT
+    assert deviation(drafted, tree, laws, one_pass.proposals.draft_logprobs) > 1e-3
