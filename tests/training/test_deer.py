@@ -322,7 +322,7 @@ def test_drafters_that_do_not_fit_are_refused(settings, models, tmp_path):
     with pytest.raises(ValueError, match="start_from must be a diffusion model"):
         train_deer(causal, tmp_path / "state", console=QUIET)
     turned = dataclasses.replace(settings, target=str(models / "diffusion"))
-    with pytest.raises(ValueError, match="target must be causal"):
+    with pytest.raises(ValueError, match="target must be a causal model"):
         train_deer(turned, tmp_path / "state", console=QUIET)
     config = TINY.replace(vocab_size=280, diffusion=Diffusion(MASK_ID))
     with pytest.raises(ValueError, match="must share a tokenizer"):
