@@ -13,6 +13,8 @@ pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobil
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
 from jaxspec.mobile import ExportConfig, MobileModel, export, fill_in, fill_in_stream
+from jaxspec.mobile.extra import missing_for_gpu
+from jaxspec.mobile.gpu import check_gpu
 
 SLOTS, NUM_NEW = 48, 12
 SHAPES = ExportConfig(
@@ -121,3 +123,19 @@ def test_settings_that_do_not_fit(tmp_path, network, values, said):
 def test_other_drafters_are_refused(tmp_path):
     with pytest.raises(ValueError, match="drafts its own decisions, so leave PromptLookup out"):
         export(tiny_model(), tmp_path, PromptLookup(), SHAPES)
+
+
+lacking = missing_for_gpu()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(lacking is not None, reason=f"GPU not checked: {lacking}")
+def test_the_gpu_takes_all_of_it_and_computes_the_same(model, tmp_path):
+    manifest = export(model, tmp_path, config=replace(SHAPES, drafts=(3,)))
+    checked = check_gpu(tmp_path / "model.tflite", PROMPTS, NUM_NEW, timeout=3000)
+    assert checked.problems == ()
+    assert set(checked.signatures) == set(manifest.signatures)
+    by_name = {loop.name: loop for loop in checked.loops}
+    assert set(by_name) == {"denoise", "round_3"}
+    assert set(by_name["denoise"].counts) == {1}
+    assert max(by_name["round_3"].counts) > 1

@@ -18,7 +18,7 @@ from jaxspec.core.tree import tree_from_paths
 from jaxspec.core.types import KVCache, Params, Warp
 from jaxspec.drafters import DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
-from jaxspec.models import Eagle3Head, Network, init_eagle3_params
+from jaxspec.models import Eagle3Head, init_eagle3_params
 from tests.bench.models import tiny_model
 from tests.mobile.models import CONFIG, successor_model
 from tests.models.families import tiny
