@@ -304,6 +304,12 @@ class DenoiseRequest:
             self.params, self.requests, plan=self.plan, speculation=self.speculation
         )
 
+    def compiled(self) -> Any:
+        """The program of `denoise`, as XLA has it; costs little after that."""
+        return denoise_rows.lower(
+            self.params, self.requests, plan=self.plan, speculation=self.speculation
+        ).compile()
+
     def begin(self) -> DenoiseState:
         """The rows before the first pass."""
         return begin_rows(self.params, self.requests, plan=self.plan, speculation=self.speculation)
