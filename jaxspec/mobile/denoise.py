@@ -203,10 +203,10 @@ def _read_blocks(
     features = hidden.features
     if canvases.diffusion.shift:
         # The slot before a window is cached; of another row it would be the last.
-        opens = jnp.asarray((slot == 0).reshape(1, 1, -1, 1), jnp.float32)
-        before = jnp.concatenate([inputs["edge"], features[:-1]])[None, None]
-        features = before * (1.0 - opens) + inputs["edge"][None, None] * opens
-        features = features.reshape(rows * width, -1)
+        parts = []
+        for start in range(0, rows * width, width):
+            parts += [inputs["edge"], features[start : start + width - 1]]
+        features = jnp.concatenate(parts)
     choices, doubts = _choices(canvases, network.unembed(features))
     choices, doubts = (each.reshape(1, 1, rows, width) for each in (choices, doubts))
     if blocks == 1:

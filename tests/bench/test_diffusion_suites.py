@@ -21,22 +21,16 @@ from jaxspec.bench.diffusion import (
 from jaxspec.bench.shipped import SuitePrompt
 from jaxspec.checkpoint import Model
 from jaxspec.denoising import Denoised
-from jaxspec.models import Diffusion, Network
-from tests.bench.models import tiny_model
-from tests.checkpoint.networks import random_network
+from tests.bench.models import filling_model, tiny_model
 
-MASK = 255
 CONFIG = DenoiseConfig(8, 4, stop_token_ids=())
 
 
-def filling_model(name: str) -> Model:
-    """Reads bytes, one of which is never written: the mask."""
-    model = tiny_model()
+def load(name: str) -> Model:
+    """In place of the shipped ones."""
     if name == JUDGE:
-        return model
-    own = Diffusion(MASK, block=4 if name == BLOCKS else None)
-    network = random_network(model.config.replace(diffusion=own, max_positions=512))
-    return dataclasses.replace(model, network=Network(network.params, network.config), name=name)
+        return tiny_model()
+    return filling_model(name, 4 if name == BLOCKS else None)
 
 
 @pytest.fixture
@@ -45,7 +39,7 @@ def tiny(monkeypatch):
     blocks = Setting("blocks", BLOCKS, CONFIG)
     dual = Setting("dual", BOTH_SIDES, dataclasses.replace(CONFIG, cache="dual"))
     rows = [SuitePrompt("GSM8K", "How many?"), SuitePrompt("GSM8K", "How far is it?")]
-    monkeypatch.setattr(diffusion, "load", filling_model)
+    monkeypatch.setattr(diffusion, "load", load)
     monkeypatch.setattr(diffusion, "shipped_models", lambda: {BLOCKS, BOTH_SIDES, JUDGE})
     monkeypatch.setattr(diffusion, "read_prompt_set", lambda group, folder: rows)
     monkeypatch.setattr(diffusion, "_MOST_DRAFTS", 1)
@@ -105,7 +99,7 @@ def test_figures_by_hand():
 @pytest.mark.usefixtures("tiny")
 def test_texts_that_differ_are_decoded_again_with_one_shape(monkeypatch):
     """A relaxed rule differs in either, and is counted."""
-    setting, model = Setting("blocks", BLOCKS, CONFIG), filling_model(BLOCKS)
+    setting, model = Setting("blocks", BLOCKS, CONFIG), load(BLOCKS)
     lossy = {"lossy": SelfSpeculation(3, lossy_top_k=200)}
     prompts = ["How many?", "How far is it?"]
     stepwise, (found,) = beside_stepwise(setting, model, prompts, lossy)
