@@ -6,7 +6,7 @@ stepwise decoding is the same program with no drafts.
 
 import dataclasses
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,11 +17,13 @@ from jaxspec.core.types import Params, Stop
 from jaxspec.diffusion.denoise import CACHES, Plan
 from jaxspec.diffusion.self_speculative import (
     STEPWISE,
+    DenoiseState,
     Outcome,
     Request,
     SelfSpeculation,
-    begin_stream,
+    begin_rows,
     denoise_rows,
+    run_rounds,
     step_stream,
 )
 from jaxspec.diffusion.unmask import (
@@ -204,8 +206,9 @@ class DenoiseStep(NamedTuple):
     """What one step did to a row.
 
     tokens: the slots after the prompt before the step's pass; masks where nothing is decided.
-    drafts: further canvases that the pass read, each with one more decision drafted.
-    num_accepted: how many of those were kept.
+    drafts: further canvases that the pass read, each with one more decision drafted; of a tree
+        those of the first choices.
+    num_accepted: how many drafts were kept.
     """
 
     tokens: np.ndarray
@@ -225,7 +228,9 @@ def denoise_stream(
     Returns the `DenoiseResult` (the value of `yield from`). Args and errors: as for `denoise`.
     """
     request = prepare_denoising(model, prompts, config or DenoiseConfig(), speculation, seed)
-    states = begin_stream(request.params, request.requests, plan=request.plan)
+    states = request.begin()
+    depths = np.asarray(request.speculation.tree.depths)
+    firsts = np.searchsorted(depths, np.arange(1 + request.speculation.num_drafts))
     while True:
         running = np.asarray(states.canvas.stop) == Stop.RUNNING
         if not running.any():
@@ -238,7 +243,7 @@ def denoise_stream(
         yield [
             DenoiseStep(
                 canvases[row][0],
-                canvases[row][1 : info.num_drafted[row] + 1],
+                canvases[row][firsts[1 : info.num_drafted[row] + 1]],
                 int(info.num_accepted[row]),
             )
             if running[row]
@@ -251,39 +256,37 @@ def measure_costs(
     model: "Model",
     prompts: PromptLike | Sequence[PromptLike],
     config: DenoiseConfig | None = None,
-    num_drafts: int = 4,
+    speculation: SelfSpeculation | None = None,
     repeats: int = 3,
 ) -> tuple[float, ...]:
-    """Seconds of a pass over 1, 2, ..., `num_drafts` + 1 canvases per row, on this machine.
+    """Seconds of a pass with 0, 1, ..., `num_drafts` drafts, on this machine.
 
-    For `SelfSpeculation(num_drafts, costs)`, with as many prompts, as long, as will be decoded
-    together. Each is the median of `repeats` passes, compiled before.
+    For `dataclasses.replace(speculation, costs=...)`, with as many prompts, as long, as will be
+    decoded together. The prompts are decoded a few blocks far, and the time of all passes divided
+    by their number: with some caches passes read now one block, now two or the whole canvas, and
+    how often depends on what is drafted. Of `repeats` runs, compiled before, the fastest counts.
 
     Raises:
         ValueError: as `denoise` does, or `repeats` is not at least 1.
     """
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}.")
-    request = prepare_denoising(
-        model, prompts, config or DenoiseConfig(), SelfSpeculation(num_drafts), 0
-    )
-    costs = []
-    for count in range(1, num_drafts + 2):
-        # With one width only, a pass reads that many canvases whether or not they hold drafts.
-        plan = dataclasses.replace(request.plan, node_counts=(count,))
-        speculation = SelfSpeculation(count - 1)
-        start = begin_stream(request.params, request.requests, plan=plan)
-        seconds = []
-        # The first pass compiles; with some caches it also is of another kind than the others.
-        states, _ = step_stream(request.params, start, plan=plan, speculation=speculation)
-        for _ in range(repeats):
-            jax.block_until_ready(states)
-            began = time.perf_counter()
-            states, _ = step_stream(request.params, states, plan=plan, speculation=speculation)
-            jax.block_until_ready(states)
-            seconds.append(time.perf_counter() - began)
-        costs.append(float(np.median(seconds)))
-    return tuple(costs)
+    config, speculation = config or DenoiseConfig(), speculation or SelfSpeculation()
+    runs = []
+    for count in range(speculation.num_drafts + 1):
+        drafted = dataclasses.replace(speculation, num_drafts=count, costs=None, limit=None)
+        request = prepare_denoising(model, prompts, config, drafted, 0)
+        # As wide a window as all drafts will need: it is part of what a pass costs.
+        widest = prepare_denoising(model, prompts, config, speculation, 0).plan.window
+        plan = dataclasses.replace(request.plan, window=widest)
+        decisions = max(1, _MEASURED_BLOCKS * int(plan.block))
+        most = max(1, decisions // (count + 1))
+        runs.append(dataclasses.replace(request, plan=plan).timed(most))
+    seconds = [[run() for run in runs] for _ in range(1 + repeats)]
+    return tuple(min(column) for column in zip(*seconds[1:], strict=True))
+
+
+_MEASURED_BLOCKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +303,31 @@ class DenoiseRequest:
         return denoise_rows(
             self.params, self.requests, plan=self.plan, speculation=self.speculation
         )
+
+    def compiled(self) -> Any:
+        """The program of `denoise`, as XLA has it; costs little after that."""
+        return denoise_rows.lower(
+            self.params, self.requests, plan=self.plan, speculation=self.speculation
+        ).compile()
+
+    def begin(self) -> DenoiseState:
+        """The rows before the first pass."""
+        return begin_rows(self.params, self.requests, plan=self.plan, speculation=self.speculation)
+
+    def timed(self, most: int) -> Callable[[], float]:
+        """What runs at most so many rounds from the beginning, and gives the seconds of one."""
+        states = self.begin()
+
+        def run() -> float:
+            jax.block_until_ready(states)
+            start = time.perf_counter()
+            ended = run_rounds(
+                self.params, states, plan=self.plan, speculation=self.speculation, most=most
+            )
+            _, count = jax.block_until_ready(ended)
+            return (time.perf_counter() - start) / max(1, int(count))
+
+        return run
 
     def continuations(self, canvases: np.ndarray) -> list[np.ndarray]:
         """Of each row's canvases, what stands after its prompt."""
@@ -370,6 +398,11 @@ def prepare_denoising(
             f"num_drafts must be below max_new_tokens ({config.max_new_tokens}): each draft fills "
             f"in one slot at least; got {speculation.num_drafts}."
         )
+    if (speculation.lossy_top_k or 0) > model.vocab_size:
+        raise ValueError(
+            f"lossy_top_k must be at most the {model.vocab_size} tokens of the model, got "
+            f"{speculation.lossy_top_k}."
+        )
     cache = _cache(diffusion.block, config)
     steps = _steps_per_block(config, num_blocks)
     opens_with_first = diffusion.shift and cache in ("prefix", "dual")
@@ -386,6 +419,7 @@ def prepare_denoising(
         num_tokens=model.vocab_size if tokenizer is None else tokenizer.vocab_size,
         allow_mask_token=config.allow_mask_token,
         opens_with_first=opens_with_first,
+        num_likeliest=speculation.lossy_top_k or 0,
     )
     encoded = _encoded(model, prompts, diffusion.mask_token_id, config, block)
     lengths = np.asarray([len(ids) for ids in encoded], np.int32)
@@ -403,6 +437,7 @@ def prepare_denoising(
         max_new=config.max_new_tokens,
         window=_window(rules, cache, config, steps, speculation.num_drafts),
         node_counts=speculation.node_counts,
+        one_shape=speculation.deterministic,
     )
     if cache != "none":
         check_cache_fits(model.config, model.network.dtype, slots, len(encoded))

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from jaxspec.bench.compare import compare, describe
+from jaxspec.bench.diffusion import DIFFUSION_SUITES, measure_diffusion
 from jaxspec.bench.page import write_part
 from jaxspec.bench.prompts import FIELDS, read_prompts
 from jaxspec.bench.results import as_dict, as_markdown
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares `--suite` and its settings."""
-    suites = {**SUITES, **LITERT_SUITES}
+    suites = {**SUITES, **DIFFUSION_SUITES, **LITERT_SUITES}
     counts = ", ".join(f"{suite.prompts_per_set} of {name}" for name, suite in suites.items())
     group = parser.add_argument_group("suite, in place of MODEL and PROMPTS")
     group.add_argument("--suite", choices=tuple(suites), help="measure the models shipped here")
@@ -198,6 +199,15 @@ def run_litert_suite(args: argparse.Namespace) -> int:
     return 0 if measured.as_it_should else EXIT_DIFFERENT
 
 
+def run_diffusion_suite(args: argparse.Namespace) -> int:
+    """Measures a suite of diffusion language models and writes its part of the page."""
+    suite = DIFFUSION_SUITES[args.suite]
+    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
+    measured = measure_diffusion(args.suite, args.data_folder, count)
+    publish(measured.markdown, measured.figures, args)
+    return 0 if measured.as_it_should else EXIT_DIFFERENT
+
+
 def publish(markdown: str, figures: dict[str, Any], args: argparse.Namespace) -> None:
     """Puts a part into the page `--out`, and shows it; with all figures where `--json` says."""
     write_part(markdown, args.out)
@@ -218,11 +228,14 @@ def run_suite(args: argparse.Namespace) -> int:
     settings = ["suite", "out", "json", "debug"]
     if args.suite in SUITES:
         settings.append("repeats")
-    if args.suite in SUITES or LITERT_SUITES[args.suite].prompt_sets:
+    others = {**DIFFUSION_SUITES, **LITERT_SUITES}
+    if args.suite in SUITES or others[args.suite].prompt_sets:
         settings += _PROMPTS_OF_SUITES
     _refuse_foreign(args, settings, f"--suite {args.suite} fixes")
     check_writable(args.json)
     check_writable(args.out, "--out")
+    if args.suite in DIFFUSION_SUITES:
+        return run_diffusion_suite(args)
     if args.suite not in SUITES:
         return run_litert_suite(args)
     suite = SUITES[args.suite]

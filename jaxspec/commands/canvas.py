@@ -6,14 +6,14 @@ import itertools
 import json
 import sys
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from jaxspec.checkpoint import Model
+from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.live import DRAFTED_STYLE, waiting
 from jaxspec.commands.options import announce
@@ -25,7 +25,10 @@ from jaxspec.denoising import (
     denoise_stream,
 )
 from jaxspec.diffusion import SelfSpeculation
-from jaxspec.generation import GenerationConfig
+from jaxspec.generation import GenerationConfig, encode_prompt
+
+if TYPE_CHECKING:
+    from jaxspec.mobile import Filled, MobileModel
 
 COMPILING = "compiling, once for this kind of request ..."
 _MASK = "░"
@@ -44,12 +47,23 @@ def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--guidance", type=float, metavar="W", help="classifier-free; 0: off")
     group.add_argument("--cache", metavar="NAME", help="none, blocks, prefix or dual")
     group.add_argument(
-        "--drafts", type=int, metavar="N", help="decisions drafted ahead; default: 0"
+        "--drafts",
+        type=int,
+        metavar="N",
+        help="decisions drafted ahead; default: 0, with --runtime litert the most that it can",
+    )
+    group.add_argument("--branch", type=int, metavar="K", help="draft a tree; default: 1, a chain")
+    group.add_argument(
+        "--lookup", action="store_true", default=None, help="draft from the text itself, too"
+    )
+    group.add_argument(
+        "--lossy-top-k", type=int, metavar="K", help="keep drafts among the K likeliest; lossy"
     )
 
 
 _SHARED = ("max_new_tokens", "temperature", "stop_token_ids")
 _OWN = ("block_length", "steps", "schedule", "order", "threshold", "guidance", "cache")
+_DRAFTING = ("branch", "lookup", "lossy_top_k")
 
 
 def check_none_given(args: argparse.Namespace) -> None:
@@ -58,7 +72,8 @@ def check_none_given(args: argparse.Namespace) -> None:
     Raises:
         ValueError: naming the flags.
     """
-    given = [name for name in (*_OWN, "drafts") if getattr(args, name) is not None]
+    names = (*_OWN, "drafts", *_DRAFTING)
+    given = [name for name in names if getattr(args, name) is not None]
     if given:
         raise ValueError(f"{_flags(given)}: for diffusion language models, {args.model} is causal.")
 
@@ -79,7 +94,11 @@ def fill_in(args: argparse.Namespace, model: Model, prompt: str | None) -> int:
         )
     given = {name: getattr(args, name) for name in (*_SHARED, *_OWN)}
     config = DenoiseConfig(**{name: value for name, value in given.items() if value is not None})
-    speculation = None if args.drafts is None else SelfSpeculation(args.drafts)
+    drafting = {name: getattr(args, name) for name in _DRAFTING}
+    drafting = {name: value for name, value in drafting.items() if value is not None}
+    if drafting and not args.drafts:
+        raise ValueError(f"{_flags(drafting)}: needs --drafts N.")
+    speculation = None if args.drafts is None else SelfSpeculation(args.drafts, **drafting)
     drafter = f"{args.drafts or 0} of its own decisions"
     announce(model=args.model, drafter=drafter, config=config, seed=args.seed)
     console = Console(highlight=False, stderr=args.json)
@@ -100,6 +119,63 @@ def fill_in(args: argparse.Namespace, model: Model, prompt: str | None) -> int:
     print(
         f"done: {len(row.tokens)} tokens, {row.num_calls} passes over {row.num_canvases} canvases, "
         f"{row.tokens_per_call:.2f} tokens per pass{drafted}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def fill_in_litert(args: argparse.Namespace, model: "MobileModel", prompt: str | None) -> int:
+    """The same with an exported file, on LiteRT.
+
+    Raises:
+        ValueError: naming flags that were fixed by the export or mean nothing here, or what
+            `jaxspec.mobile.fill_in` refuses.
+    """
+    from jaxspec.mobile import fill_in_stream
+
+    names = [field.name for field in dataclasses.fields(GenerationConfig)]
+    taken = ("max_new_tokens", "stop_token_ids")
+    given = [name for name in names if getattr(args, name) is not None and name not in taken]
+    given += [
+        name for name in (*_OWN, *_DRAFTING, "drafter", "loop") if getattr(args, name) is not None
+    ]
+    given += ["chat"] * args.chat
+    if given or prompt is None:
+        raise ValueError(
+            f"{_flags(given or ['chat'])}: not for a file of a diffusion language model, which "
+            "fills in as it was exported."
+        )
+    diffusion = model.manifest.diffusion
+    assert diffusion is not None, "told apart before"
+    count = DenoiseConfig.max_new_tokens if args.max_new_tokens is None else args.max_new_tokens
+    announce(model=args.model, runtime=f"LiteRT, {model.manifest.quantization}", **diffusion)
+    ids = encode_prompt(model, prompt)
+    stream = fill_in_stream(model, ids, count, args.stop_token_ids, args.drafts)
+    console = Console(highlight=False, stderr=args.json)
+    try:
+        with Live(console=console, transient=True, auto_refresh=False) as live:
+            while True:
+                tokens = next(stream)
+                if console.is_terminal:
+                    step = DenoiseStep(tokens, tokens[:0], 0)
+                    shown = _canvas(model.tokenizer, diffusion["mask_token_id"], step)
+                    live.update(shown, refresh=True)
+    except StopIteration as ended:
+        filled: Filled = ended.value
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    tokens = filled.tokens.tolist()
+    text = None if model.tokenizer is None else model.tokenizer.decode(tokens)
+    if args.json:
+        values = {"model": model.name, "runtime": "litert", "prompt": prompt, "text": text}
+        values |= {"tokens": tokens, "counts": filled.counts}
+        print(json.dumps({**values, "finish_reason": filled.finish_reason}, ensure_ascii=False))
+        return 0
+    print(tokens if text is None else text)
+    print(
+        f"done: {len(tokens)} tokens, {filled.num_calls} passes, "
+        f"{len(tokens) / max(1, filled.num_calls):.2f} tokens per pass",
         file=sys.stderr,
     )
     return 0
@@ -133,10 +209,12 @@ def _watch(
     model: Model, first: DenoiseStep | None, steps: _Steps, console: Console
 ) -> DenoiseResult:
     """Shows each canvas in place of the one before, on a terminal only, and leaves none."""
+    diffusion = model.config.diffusion
+    assert diffusion is not None, "told apart before"
     if console.is_terminal:
         with Live(console=console, transient=True, auto_refresh=False) as live:
             for step in itertools.chain([] if first is None else [first], steps):
-                live.update(_canvas(model, step), refresh=True)
+                live.update(_canvas(model.tokenizer, diffusion.mask_token_id, step), refresh=True)
     else:
         for _ in steps:
             pass  # Nobody looks.
@@ -144,17 +222,15 @@ def _watch(
     return steps.result
 
 
-def _canvas(model: Model, step: DenoiseStep) -> Text:
+def _canvas(tokenizer: Tokenizer | None, mask_token_id: int, step: DenoiseStep) -> Text:
     """Decided tokens as text, drafted ones coloured, masks as blocks."""
-    diffusion = model.config.diffusion
-    assert diffusion is not None, "told apart before"
     latest = step.drafts[-1] if len(step.drafts) else step.tokens
     shown = Text()
     for token, decided in zip(latest.tolist(), step.tokens.tolist(), strict=True):
-        if token == diffusion.mask_token_id:
+        if token == mask_token_id:
             shown.append(_MASK, "dim")
             continue
-        text = f"{token} " if model.tokenizer is None else model.tokenizer.decode([token])
+        text = f"{token} " if tokenizer is None else tokenizer.decode([token])
         shown.append(text.translate(_VISIBLE_ESCAPE), DRAFTED_STYLE if token != decided else None)
     return shown
 

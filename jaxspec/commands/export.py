@@ -89,6 +89,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=BUNDLES,
         help="cpu: also what hosts need that sample; gpu: few functions (default: cpu)",
     )
+    group = parser.add_argument_group("diffusion language models")
+    group.add_argument(
+        "--drafts",
+        type=sizes,
+        metavar="N,...",
+        help="whole rounds of so many drafted decisions each (default: 4)",
+    )
+    group.add_argument(
+        "--block-length",
+        type=int,
+        metavar="N",
+        help="slots filled in before more, of models that see both sides (default: 32)",
+    )
     parser.add_argument(
         "--quantize",
         dest="quantization",
@@ -184,6 +197,9 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args)
     drafter = _drafter(args, model)
     announce(model=args.model, drafter=describe(drafter), config=config)
+    if model.config.diffusion is not None:
+        given = ("phone_memory", "report", "auto", "latency_kit", "litertlm")
+        refuse_unused(args, given, f"for causal models, and {args.model} fills in masks.")
     if args.phone_memory is not None:
         _check_memory(args, model, drafter, config)
     if args.report:

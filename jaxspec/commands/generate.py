@@ -12,7 +12,12 @@ from rich.console import Console
 
 from jaxspec.bench.compare import describe
 from jaxspec.commands import EXIT_INTERRUPTED
-from jaxspec.commands.canvas import add_diffusion_arguments, check_none_given, fill_in
+from jaxspec.commands.canvas import (
+    add_diffusion_arguments,
+    check_none_given,
+    fill_in,
+    fill_in_litert,
+)
 from jaxspec.commands.live import LiveText, Pace, Sources, waiting, waiting_for_first
 from jaxspec.commands.mobile import add_mobile_arguments, check_runtime, loop_of, open_mobile
 from jaxspec.commands.options import (
@@ -30,6 +35,7 @@ from jaxspec.generation import GenerationConfig, PromptLike, StreamStep, generat
 from jaxspec.result import Generation, GenerationResult
 
 if TYPE_CHECKING:
+    from jaxspec.mobile import MobileModel
     from jaxspec.mobile.loops import LoopOf
 
 COMPILING = "compiling, once for this kind of request ..."
@@ -72,7 +78,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("Give a PROMPT, - to read standard input, --file FILE, or --chat.")
     check_runtime(args)
     if args.runtime == "litert":
-        return answer(_mobile_session(args, config), args, prompt)
+        loop, file = loop_of(args), open_mobile(args)
+        if file.manifest.diffusion is not None:
+            return fill_in_litert(args, file, prompt)
+        check_none_given(args)
+        return answer(_mobile_session(args, config, file, loop), args, prompt)
     model = load_model(args)
     drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     if model.config.diffusion is not None:
@@ -95,9 +105,12 @@ def answer(session: "Session", args: argparse.Namespace, prompt: str | None) -> 
     return 0
 
 
-def _mobile_session(args: argparse.Namespace, config: GenerationConfig) -> "MobileSession":
-    loop = loop_of(args)
-    model = open_mobile(args)
+def _mobile_session(
+    args: argparse.Namespace,
+    config: GenerationConfig,
+    model: "MobileModel",
+    loop: "LoopOf | None",
+) -> "MobileSession":
     announce(
         model=args.model,
         runtime=f"LiteRT, {model.manifest.quantization}",

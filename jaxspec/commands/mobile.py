@@ -3,7 +3,6 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from jaxspec.commands.canvas import check_none_given
 from jaxspec.commands.options import OF_DRAFTERS, drafter_settings, refuse_unused
 from jaxspec.drafters import DraftModel, PromptLookup
 
@@ -46,7 +45,6 @@ def check_runtime(args: argparse.Namespace) -> None:
     if args.runtime == "jax":
         refuse_unused(args, _ONLY_LITERT, "needs --runtime litert.")
         return
-    check_none_given(args)
     refuse_unused(args, _ONLY_JAX, "fixed when the file was exported; leave it out.")
     if args.drafter is None:
         refuse_unused(args, OF_DRAFTERS, "needs --drafter lookup or --drafter draft-model.")

@@ -40,8 +40,8 @@ class Plan:
     slots: of every canvas.
     max_new: slots to fill in, per row, but for what completes a last block.
     window: slots that a prediction is about.
-    node_counts: canvases per row and pass worth compiling, ascending. The last one less 1 is the
-        longest draft.
+    node_counts: canvases per row and pass worth compiling, ascending.
+    one_shape: with `"blocks"`, a pass reads two blocks whether or not it needs the second.
     """
 
     rules: Rules
@@ -52,14 +52,16 @@ class Plan:
     max_new: int
     window: int
     node_counts: tuple[int, ...] = (1,)
+    one_shape: bool = False
 
     @property
     def block(self) -> int:
         return self.rules.block
 
     @property
-    def max_drafts(self) -> int:
-        return self.node_counts[-1] - 1
+    def num_nodes(self) -> int:
+        """Canvases per row and pass, at most."""
+        return self.node_counts[-1]
 
     @property
     def reopens(self) -> bool:
@@ -180,7 +182,9 @@ def read_blocks(
     prediction = predict(plan.rules, network.unembed(features), begin, row.key, row.temperature)
 
     def widen(entries: Array) -> Array:
-        return jnp.pad(entries, (0, plan.window - width)) if entries.ndim else entries
+        if not entries.ndim:
+            return entries
+        return jnp.pad(entries, [(0, plan.window - width)] + [(0, 0)] * (entries.ndim - 1))
 
     prediction = jax.tree.map(widen, prediction)
     layers = tuple(

@@ -10,24 +10,31 @@ canvas before confirms, in position AND token. The next drafts are made from the
 prediction for the last canvas kept, so a round costs one pass. What comes out is what stepwise
 decoding gives. Stepwise decoding IS this step with no drafts.
 
+Drafts form a chain, or on request a tree: then each canvas has several successors, the drafted
+decision and those with another slot in place of its last, and of all that were read the longest
+path of confirmed ones is kept.
+
 A canvas cannot be checked from within another's pass, as a draft's prefix is in a causal network:
 where every token sees all others, one token filled in changes all keys and values. So each canvas
 is a row of its own.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.cache import append
 from jaxspec.core.loop import run
 from jaxspec.core.sampling import at_least_float32
-from jaxspec.core.types import LanguageModel, Params, PyTree, Stop
+from jaxspec.core.tree import tree_from_paths
+from jaxspec.core.types import LanguageModel, Params, PyTree, Stop, Tree
 from jaxspec.diffusion.denoise import (
     Finished,
     Plan,
@@ -41,21 +48,12 @@ from jaxspec.diffusion.unmask import (
     Canvas,
     Pace,
     Prediction,
-    Rules,
     advance,
     covers,
+    look_up,
     nothing_known,
+    with_another_last,
 )
-
-AcceptFn = Callable[[Rules, Canvas, Canvas, Canvas, Prediction], Bool[Array, ""]]
-
-
-def same_decision(
-    rules: Rules, before: Canvas, drafted: Canvas, decided: Canvas, prediction: Prediction
-) -> Bool[Array, ""]:
-    """The lossless rule: the decision fills in the same slots with the same tokens."""
-    del rules, before, prediction  # The canvases say it all.
-    return jnp.all(drafted.tokens == decided.tokens) & (drafted.stop == decided.stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +62,20 @@ class SelfSpeculation:
 
     Attributes:
         num_drafts: decisions drafted ahead, at most.
-        costs: what a pass over 1, 2, ..., `num_drafts` + 1 canvases per row costs, in any unit, as
+        branch: drafted successors of each canvas. 1 is a chain; with more, a pass reads
+            1 + branch + branch^2 + ... canvases, to be right where the order of slots is in doubt.
+        lookup: draft tokens that followed the same two tokens earlier in the text, where there are
+            such, in place of those that the last pass predicts.
+        costs: what a pass with 0, 1, ..., `num_drafts` drafts costs, in any unit, as
             `jaxspec.denoising.measure_costs` measures it. Each row then drafts as many decisions as
             pay best by how often its drafts were kept so far, which may be none. `None` drafts all
             it can.
-        accept: the rule; anything but `same_decision` gives up the equality.
+        deterministic: every pass has one shape, whatever is drafted, so that no kernel is chosen by
+            it. `stepwise` then gives the stepwise decoding of that shape.
+        limit: so many of `num_drafts` are drafted, at most; `None` for all.
+        lossy_top_k: LOSSY: keeps a draft if its tokens are among the k likeliest at its slots,
+            whatever slots stepwise decoding would fill in (the paper's relaxed verification). The
+            text is another one. `None` is the lossless rule.
 
     Raises:
         ValueError: naming the argument that is out of range.
@@ -76,13 +83,33 @@ class SelfSpeculation:
 
     num_drafts: int = 4
     costs: tuple[float, ...] | None = None
-    accept: AcceptFn = same_decision
+    branch: int = 1
+    lookup: bool = False
+    deterministic: bool = False
+    limit: int | None = None
+    lossy_top_k: int | None = None
 
     def __post_init__(self):
         if self.num_drafts < 0:
             raise ValueError(f"num_drafts must be at least 0, got {self.num_drafts}.")
+        if self.branch < 1:
+            raise ValueError(f"branch must be at least 1, got {self.branch}.")
+        if self.branch > 1 and self.branch**self.num_drafts > _MOST_LEAVES:
+            raise ValueError(
+                f"branch: {self.branch} successors of each of {self.num_drafts} drafts give "
+                f"{self.branch**self.num_drafts} ends, at most {_MOST_LEAVES} are possible; take "
+                "fewer drafts."
+            )
+        if self.limit is not None and not 0 <= self.limit <= self.num_drafts:
+            raise ValueError(
+                f"limit must be in 0..{self.num_drafts} (num_drafts), got {self.limit}."
+            )
+        if self.lossy_top_k is not None and self.lossy_top_k < 1:
+            raise ValueError(f"lossy_top_k must be at least 1, got {self.lossy_top_k}.")
         if self.costs is None:
             return
+        if self.deterministic:
+            raise ValueError("costs: deterministic passes all cost the same; leave costs out.")
         if len(self.costs) != self.num_drafts + 1:
             raise ValueError(
                 f"costs must have {self.num_drafts + 1} entries, one for each number of drafts "
@@ -92,14 +119,38 @@ class SelfSpeculation:
             raise ValueError(f"costs must be positive, got {min(self.costs)}.")
 
     @property
+    def stepwise(self) -> "SelfSpeculation":
+        """The same passes without drafts."""
+        return dataclasses.replace(self, limit=0, costs=None)
+
+    @property
+    def tree(self) -> Tree:
+        """The canvases of a pass: node 0 is what is decided, each other one has one decision more.
+
+        They are sorted by how many decisions are drafted in them.
+        """
+        return _complete_tree(self.branch, self.num_drafts)
+
+    @property
     def node_counts(self) -> tuple[int, ...]:
         """Canvases per row and pass worth compiling."""
         if self.costs is None:
-            return (self.num_drafts + 1,)
+            return (len(self.tree.parents),)
+        if self.branch > 1:
+            return tuple(int(n) for n in np.cumsum(np.bincount(self.tree.depths)))
         counts = [1]
         while counts[-1] < self.num_drafts + 1:
             counts.append(min(2 * counts[-1], self.num_drafts + 1))
         return tuple(counts)
+
+
+_MOST_LEAVES = 256
+
+
+@lru_cache
+def _complete_tree(branch: int, depth: int) -> Tree:
+    levels = (itertools.product(range(branch), repeat=length) for length in range(1, depth + 1))
+    return tree_from_paths(list(itertools.chain.from_iterable(levels)))
 
 
 STEPWISE = SelfSpeculation(0)
@@ -126,13 +177,14 @@ class DenoiseStats(NamedTuple):
 
     num_calls: passes it took part in.
     num_canvases: canvases that those read.
-    drafted, accepted: entry i counts the passes that i drafts came with, or were kept in.
+    drafted, accepted: entry i counts the passes that i drafts, one after the other, came with, or
+        were kept in.
     """
 
     num_calls: Int[Array, ""]
     num_canvases: Int[Array, ""]
-    drafted: Int[Array, " nodes"]
-    accepted: Int[Array, " nodes"]
+    drafted: Int[Array, " levels"]
+    accepted: Int[Array, " levels"]
 
 
 class DenoiseState(NamedTuple):
@@ -156,8 +208,8 @@ class DenoiseInfo(NamedTuple):
     """What is worth seeing of one step of one row.
 
     canvases: tokens as the pass read them; node 0 is what was decided, each other one has one more
-        decision drafted.
-    num_drafted, num_accepted: how many of those came along, and how many were kept.
+        decision drafted than its parent in `SelfSpeculation.tree`.
+    num_drafted, num_accepted: how many decisions of a path came along, and how many were kept.
     """
 
     canvases: Int[Array, "nodes slots"]
@@ -165,19 +217,23 @@ class DenoiseInfo(NamedTuple):
     num_accepted: Int[Array, ""]
 
 
-class Chain(NamedTuple):
-    """A row's canvases for one pass: the one it has, then the drafted ones, each from the last.
+class Drafts(NamedTuple):
+    """A row's canvases for one pass, as `SelfSpeculation.tree` has them.
 
     possible: False where nothing could be drafted.
     valid: those that are read.
+    limit: how many decisions are worth drafting.
     """
 
     canvases: Canvas
     possible: Bool[Array, " nodes"]
     valid: Bool[Array, " nodes"]
+    limit: Int[Array, ""]
 
 
-def begin(params: Params, request: Request, *, plan: Plan) -> DenoiseState:
+def begin(
+    params: Params, request: Request, *, plan: Plan, speculation: SelfSpeculation
+) -> DenoiseState:
     """A row before its first pass: masks after the prompt."""
     network, block = params.target, plan.block
     mask = plan.rules.mask_token_id
@@ -206,7 +262,7 @@ def begin(params: Params, request: Request, *, plan: Plan) -> DenoiseState:
     elif plan.reopens:
         kept = network.empty_cache(plan.slots).layers
     wide = at_least_float32(jnp.zeros((), _dtype_of(network))).dtype
-    none = jnp.zeros(plan.max_drafts + 1, jnp.int32)
+    none = jnp.zeros(speculation.num_drafts + 1, jnp.int32)
     return DenoiseState(
         row=Row(
             length,
@@ -218,7 +274,7 @@ def begin(params: Params, request: Request, *, plan: Plan) -> DenoiseState:
             key,
         ),
         canvas=canvas,
-        prediction=nothing_known(plan.window, wide),
+        prediction=nothing_known(plan.rules, plan.window, wide),
         kept=kept,
         # As if one of two drafts had been kept.
         hits=jnp.float32(1.0),
@@ -240,24 +296,36 @@ def decide(plan: Plan, row: Row, canvas: Canvas, prediction: Prediction) -> Canv
     return advance(plan.rules, row.pace, row.stop_ids, row.length, row.end, canvas, prediction)
 
 
-def draft(plan: Plan, speculation: SelfSpeculation, state: DenoiseState) -> Chain:
+def draft(plan: Plan, speculation: SelfSpeculation, state: DenoiseState) -> Drafts:
     """The decisions that the prediction in hand leads to, as far as it reaches."""
     running = state.canvas.stop == Stop.RUNNING
     limit = _num_worth_drafting(speculation, state)
+    tree, row = speculation.tree, state.row
+    nodes = len(tree.parents)
 
-    def extend(before: tuple[Canvas, Array], depth: Int[Array, ""]):
-        canvas, possible = before
-        drafted = decide(plan, state.row, canvas, state.prediction)
-        possible = possible & (canvas.stop == Stop.RUNNING)
-        possible = possible & covers(state.prediction, canvas, plan.block)
-        possible = possible & _can_be_read(plan, state, drafted)
-        return (drafted, possible), (drafted, possible, possible & (depth <= limit))
+    def extend(held: tuple[Canvas, Array], node: tuple[Array, Array, Array]):
+        (canvases, possible), (index, parent, rank) = held, node
+        canvas, fits = jax.tree.map(lambda leaf: leaf[parent], held)
+        said = state.prediction
+        if speculation.lookup:
+            said = look_up(plan.rules, canvas, said)
+        drafted = decide(plan, row, canvas, said)
+        if speculation.branch > 1:
+            said, exists = with_another_last(plan.rules, canvas, drafted, said, rank)
+            drafted, fits = decide(plan, row, canvas, said), fits & exists
+        fits = fits & (canvas.stop == Stop.RUNNING)
+        fits = fits & covers(state.prediction, canvas, plan.block)
+        fits = fits & _can_be_read(plan, state, drafted)
+        canvases = jax.tree.map(lambda all, one: all.at[index].set(one), canvases, drafted)
+        return (canvases, possible.at[index].set(fits)), None
 
-    depths = jnp.arange(1, plan.max_drafts + 1)
-    first = (state.canvas, running, running)
-    _, drafted = jax.lax.scan(extend, first[:2], depths)
-    chain = jax.tree.map(lambda one, more: jnp.concatenate([one[None], more]), first, drafted)
-    return Chain(*chain)
+    canvases = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], nodes, axis=0), state.canvas)
+    possible = jnp.repeat(running, nodes)
+    drafted = np.arange(1, nodes), tree.parents[1:], tree.ranks[1:]
+    xs = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), drafted)
+    (canvases, possible), _ = jax.lax.scan(extend, (canvases, possible), xs)
+    valid = possible & (jnp.asarray(tree.depths) <= limit)
+    return Drafts(canvases, possible, valid, limit)
 
 
 def _can_be_read(plan: Plan, state: DenoiseState, canvas: Canvas) -> Bool[Array, ""]:
@@ -272,13 +340,15 @@ def _can_be_read(plan: Plan, state: DenoiseState, canvas: Canvas) -> Bool[Array,
 
 def _num_worth_drafting(speculation: SelfSpeculation, state: DenoiseState) -> Int[Array, ""]:
     """How many drafts give most decisions per cost, if each is kept as often as those before."""
+    most = speculation.num_drafts if speculation.limit is None else speculation.limit
     if speculation.costs is None:
-        return jnp.int32(speculation.num_drafts)
+        return jnp.int32(most)
     rate = state.hits / state.trials
     kept = jnp.cumprod(jnp.full(speculation.num_drafts, rate))
     decisions = 1.0 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(kept)])
     # `argmax` takes the first: no drafts, where it makes no difference.
-    return jnp.argmax(decisions / jnp.asarray(speculation.costs, jnp.float32)).astype(jnp.int32)
+    best = jnp.argmax(decisions / jnp.asarray(speculation.costs, jnp.float32))
+    return jnp.minimum(best, most).astype(jnp.int32)
 
 
 def denoise_step(
@@ -289,33 +359,33 @@ def denoise_step(
     Under `"prefix"` and `"dual"` rows that open a block and rows within one take different passes,
     so a batch in which both occur makes two.
     """
-    chains = jax.vmap(partial(draft, plan, speculation))(states)
+    drafts = jax.vmap(partial(draft, plan, speculation))(states)
     network = params.target
     if plan.cache == "blocks":
-        predictions, blocks = _pass_over_blocks(network, plan, states, chains)
+        predictions, blocks = _pass_over_blocks(network, plan, states, drafts)
     elif plan.reopens:
-        predictions, layers = _pass_over_rest(network, plan, states, chains)
+        predictions, layers = _pass_over_rest(network, plan, states, drafts)
         states, blocks = states._replace(kept=layers), ()
     else:
-        predictions, blocks = _pass_over_canvases(network, plan, states, chains), ()
-    return jax.vmap(partial(_accept, plan, speculation))(states, chains, predictions, blocks)
+        predictions, blocks = _pass_over_canvases(network, plan, states, drafts), ()
+    return jax.vmap(partial(_accept, plan, speculation))(states, drafts, predictions, blocks)
 
 
 def _pass_over_canvases(
-    network: LanguageModel, plan: Plan, states: DenoiseState, chains: Chain
+    network: LanguageModel, plan: Plan, states: DenoiseState, drafts: Drafts
 ) -> Prediction:
     def read(row: Row, canvas: Canvas) -> Prediction:
         return read_canvas(network, plan, row, canvas)[0]
 
-    def branch(count: int, states: DenoiseState, chains: Chain) -> Prediction:
-        return _of_nodes(read, count, plan, states.row, chains)
+    def branch(count: int, states: DenoiseState, drafts: Drafts) -> Prediction:
+        return _of_nodes(read, count, plan, states.row, drafts)
 
     branches = [partial(branch, count) for count in plan.node_counts]
-    return _switch(_needed(plan, chains.valid), branches, states, chains)
+    return _switch(_needed(plan, drafts.valid), branches, states, drafts)
 
 
 def _pass_over_rest(
-    network: LanguageModel, plan: Plan, states: DenoiseState, chains: Chain
+    network: LanguageModel, plan: Plan, states: DenoiseState, drafts: Drafts
 ) -> tuple[Prediction, PyTree]:
     """The pass that opens a block for rows at its beginning, the short one for the others."""
     running = states.canvas.stop == Stop.RUNNING
@@ -329,61 +399,66 @@ def _pass_over_rest(
     def stay_shut(states: DenoiseState) -> tuple[Prediction, PyTree]:
         return unknown, states.kept
 
-    def branch(count: int, states: DenoiseState, chains: Chain) -> Prediction:
+    def branch(count: int, states: DenoiseState, drafts: Drafts) -> Prediction:
         def read(row_and_kept: tuple[Row, PyTree], canvas: Canvas) -> Prediction:
             row, kept = row_and_kept
             return read_rest(network, plan, row, canvas, kept)
 
-        return _of_nodes(read, count, plan, (states.row, states.kept), chains)
+        return _of_nodes(read, count, plan, (states.row, states.kept), drafts)
 
-    def within(states: DenoiseState, chains: Chain) -> Prediction:
+    def within(states: DenoiseState, drafts: Drafts) -> Prediction:
         branches = [partial(branch, count) for count in plan.node_counts]
-        needed = _needed(plan, chains.valid & ~opens[:, None])
-        return _switch(needed, branches, states, chains)
+        needed = _needed(plan, drafts.valid & ~opens[:, None])
+        return _switch(needed, branches, states, drafts)
 
     rest = jax.lax.cond(
-        jnp.any(running & ~opens), within, lambda states, chains: unknown, states, chains
+        jnp.any(running & ~opens), within, lambda states, drafts: unknown, states, drafts
     )
     opened, layers = jax.lax.cond(jnp.any(opens), reopen, stay_shut, states)
     return _choose(opens, opened, rest), layers
 
 
 def _pass_over_blocks(
-    network: LanguageModel, plan: Plan, states: DenoiseState, chains: Chain
+    network: LanguageModel, plan: Plan, states: DenoiseState, drafts: Drafts
 ) -> tuple[Prediction, Finished]:
     """Reads the first block that is not cached, and the next one too where a row needs it."""
 
-    def needs_next(state: DenoiseState, chain: Chain) -> Bool[Array, ""]:
+    def needs_next(state: DenoiseState, drafts: Drafts) -> Bool[Array, ""]:
         begin = state.kept.cache.length
         following = begin + plan.block
-        reads = chain.valid & (chain.canvases.stop == Stop.RUNNING)
-        is_past = jnp.any(reads & (chain.canvases.start > begin))
-        # The last canvas may be kept, and then drafts will run on into the next block.
-        last = chain.canvases.tokens[jnp.sum(chain.valid) - 1]
-        slots = jnp.arange(last.shape[0])
-        left = jnp.sum((last == plan.rules.mask_token_id) & (slots >= begin) & (slots < following))
-        runs_on = (left <= plan.max_drafts) & (following < state.row.end) & jnp.any(reads)
-        return is_past | (runs_on if plan.max_drafts else False)
+        reads = drafts.valid & (drafts.canvases.stop == Stop.RUNNING)
+        is_past = jnp.any(reads & (drafts.canvases.start > begin))
+        # A canvas with few masks left may be kept, and then drafts will run on into the next block.
+        slots = jnp.arange(drafts.canvases.tokens.shape[1])
+        of_block = (slots >= begin) & (slots < following)
+        masked = drafts.canvases.tokens == plan.rules.mask_token_id
+        left = jnp.sum(masked & of_block[None], axis=1)
+        runs_on = jnp.any(reads & (left <= drafts.limit)) & (following < state.row.end)
+        return is_past | runs_on
 
-    def branch(width: int, count: int, states: DenoiseState, chains: Chain):
+    def branch(width: int, count: int, states: DenoiseState, drafts: Drafts):
         def read(row_and_kept: tuple[Row, Finished], canvas: Canvas):
             row, kept = row_and_kept
             return read_blocks(network, plan, row, canvas, kept, width)
 
-        return _of_nodes(read, count, plan, (states.row, states.kept), chains)
+        return _of_nodes(read, count, plan, (states.row, states.kept), drafts)
 
+    needed = _needed(plan, drafts.valid)
+    if plan.one_shape:
+        wide = [partial(branch, 2 * plan.block, count) for count in plan.node_counts]
+        return _switch(needed, wide, states, drafts)
     branches = [
         partial(branch, width, count)
         for count in plan.node_counts
         for width in (plan.block, 2 * plan.block)
     ]
-    wide = jnp.any(jax.vmap(needs_next)(states, chains))
-    return _switch(2 * _needed(plan, chains.valid) + wide, branches, states, chains)
+    wide = jnp.any(jax.vmap(needs_next)(states, drafts))
+    return _switch(2 * needed + wide, branches, states, drafts)
 
 
 def _needed(plan: Plan, valid: Bool[Array, "rows nodes"]) -> Int[Array, ""]:
     """Index of the smallest of the plan's node counts that holds every row's valid nodes."""
-    most = jnp.max(jnp.sum(valid, axis=1))
+    most = jnp.max(jnp.where(valid, jnp.arange(1, valid.shape[1] + 1), 0))
     return jnp.sum(most > jnp.asarray(plan.node_counts[:-1], jnp.int32), dtype=jnp.int32)
 
 
@@ -394,20 +469,20 @@ def _switch(index: Int[Array, ""], branches: list[Callable], *operands: Any) -> 
     return jax.lax.switch(index, branches, *operands)
 
 
-def _of_nodes(read: Callable, count: int, plan: Plan, rows: Any, chains: Chain) -> Any:
+def _of_nodes(read: Callable, count: int, plan: Plan, rows: Any, drafts: Drafts) -> Any:
     """Reads the first `count` canvases of every row; of the others, zeros: nothing is known."""
-    canvases = jax.tree.map(lambda leaf: leaf[:, :count], chains.canvases)
+    canvases = jax.tree.map(lambda leaf: leaf[:, :count], drafts.canvases)
     found = jax.vmap(jax.vmap(read, in_axes=(None, 0)))(rows, canvases)
 
     def widen(leaf: Array) -> Array:
-        others = [(0, 0), (0, plan.max_drafts + 1 - count)] + [(0, 0)] * (leaf.ndim - 2)
+        others = [(0, 0), (0, plan.num_nodes - count)] + [(0, 0)] * (leaf.ndim - 2)
         return jnp.pad(leaf, others)
 
     return jax.tree.map(widen, found)
 
 
 def _repeat_nodes(predictions: Prediction, plan: Plan) -> Prediction:
-    nodes = plan.max_drafts + 1
+    nodes = plan.num_nodes
     return jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], nodes, axis=1), predictions)
 
 
@@ -422,42 +497,42 @@ def _accept(
     plan: Plan,
     speculation: SelfSpeculation,
     state: DenoiseState,
-    chain: Chain,
+    drafts: Drafts,
     predictions: Prediction,
     blocks: Finished | tuple[()],
 ) -> tuple[DenoiseState, DenoiseInfo]:
     """Keeps the drafts that stepwise decoding would have decided, then decides once more."""
     running = state.canvas.stop == Stop.RUNNING
-    decided = jax.vmap(partial(decide, plan, state.row))(chain.canvases, predictions)
-    befores, afters = [
-        jax.tree.map(lambda leaf, part=part: leaf[part], (chain.canvases, decided, predictions))
-        for part in (slice(None, -1), slice(1, None))
-    ]
-    agrees = jax.vmap(partial(speculation.accept, plan.rules))(
-        befores[0], afters[0], befores[1], befores[2]
-    )
-    num_drafted = jnp.sum(chain.valid[1:], dtype=jnp.int32)
-    num_accepted = jnp.sum(jnp.cumprod((agrees & chain.valid[1:]).astype(jnp.int32)))
+    tree = speculation.tree
+    depths = jnp.asarray(tree.depths)
+    decided = jax.vmap(partial(decide, plan, state.row))(drafts.canvases, predictions)
+    agrees = _agrees(speculation, drafts.canvases, decided, predictions)
+    stands = jnp.all((agrees & drafts.valid)[None] | ~jnp.asarray(tree.ancestors), axis=1)
+    # The first of the deepest nodes all of whose ancestors stand.
+    node = jnp.argmax(jnp.where(stands, depths, -1))
+    num_accepted = depths[node]
+    num_drafted = jnp.max(jnp.where(drafts.valid, depths, 0))
     # The first draft can be judged even if it was not read.
+    first = drafts.possible & (depths == 1)
     looked_at = jnp.where(
-        num_drafted > 0, jnp.minimum(num_accepted + 1, num_drafted), jnp.any(chain.possible[1:])
+        num_drafted > 0, jnp.minimum(num_accepted + 1, num_drafted), jnp.any(first)
     )
-    right = jnp.where(num_drafted > 0, num_accepted, jnp.any(agrees[:1] & chain.possible[1:2]))
+    right = jnp.where(num_drafted > 0, num_accepted, jnp.any(agrees & first))
     canvas, prediction, block = jax.tree.map(
-        lambda leaf: leaf[num_accepted], (decided, predictions, blocks)
+        lambda leaf: leaf[node], (decided, predictions, blocks)
     )
     kept = state.kept
     if isinstance(block, Finished):
-        read = jax.tree.map(lambda leaf: leaf[num_accepted], chain.canvases)
+        read = jax.tree.map(lambda leaf: leaf[node], drafts.canvases)
         full = running & (read.start > kept.cache.length) & (read.stop == Stop.RUNNING)
         kept = Finished(
             append(kept.cache, block.cache.layers, jnp.where(full, plan.block, 0)),
             jnp.where(full, block.edge, kept.edge),
         )
-    counts = jnp.arange(plan.max_drafts + 1)
+    counts = jnp.arange(speculation.num_drafts + 1)
     stats = DenoiseStats(
         num_calls=state.stats.num_calls + running,
-        num_canvases=state.stats.num_canvases + jnp.sum(chain.valid, dtype=jnp.int32),
+        num_canvases=state.stats.num_canvases + jnp.sum(drafts.valid, dtype=jnp.int32),
         drafted=state.stats.drafted + (running & (counts == num_drafted)),
         accepted=state.stats.accepted + (running & (counts == num_accepted)),
     )
@@ -469,7 +544,26 @@ def _accept(
         trials=_FORGETTING * state.trials + looked_at,
         stats=stats,
     )
-    return state, DenoiseInfo(chain.canvases.tokens, num_drafted, num_accepted)
+    return state, DenoiseInfo(drafts.canvases.tokens, num_drafted, num_accepted)
+
+
+def _agrees(
+    speculation: SelfSpeculation, canvases: Canvas, decided: Canvas, predictions: Prediction
+) -> Bool[Array, " nodes"]:
+    """Which canvases are what stepwise decoding makes of their parents; node 0 is, by itself."""
+    parents = jnp.asarray(np.maximum(speculation.tree.parents, 0))
+    if speculation.lossy_top_k is None:
+        same = jnp.all(canvases.tokens == decided.tokens[parents], axis=1)
+        same = same & (canvases.stop == decided.stop[parents])
+    else:
+        assert predictions.likeliest is not None, "rules list as many as are looked at"
+        window = jnp.arange(predictions.tokens.shape[1])
+        slots = predictions.start[parents][:, None] + window[None]
+        drafted = jnp.take_along_axis(canvases.tokens, slots, axis=1)
+        before = jnp.take_along_axis(canvases.tokens[parents], slots, axis=1)
+        listed = jnp.any(predictions.likeliest[parents] == drafted[:, :, None], axis=2)
+        same = jnp.all((drafted == before) | listed, axis=1)
+    return same.at[0].set(True)
 
 
 # What is left of a past draft's weight in the estimate after each round.
@@ -489,7 +583,7 @@ def denoise_rows(
 ) -> Outcome:
     """Fills in a batch of rows to the end: one program."""
     step = partial(denoise_step, plan=plan, speculation=speculation)
-    states = jax.vmap(partial(begin, plan=plan), in_axes=(None, 0))(params, requests)
+    states = begin_rows(params, requests, plan=plan, speculation=speculation)
     states = run(step, params, states, unfinished)
     return Outcome(states.canvas, states.stats)
 
@@ -499,10 +593,30 @@ def unfinished(states: DenoiseState) -> Bool[Array, ""]:
     return jnp.any(states.canvas.stop == Stop.RUNNING)
 
 
-@partial(jax.jit, static_argnames=("plan",))
-def begin_stream(params: Params, requests: Request, *, plan: Plan) -> DenoiseState:
-    """The states before the first pass, for a host loop over `step_stream`."""
-    return jax.vmap(partial(begin, plan=plan), in_axes=(None, 0))(params, requests)
+@partial(jax.jit, static_argnames=("plan", "speculation"))
+def begin_rows(
+    params: Params, requests: Request, *, plan: Plan, speculation: SelfSpeculation
+) -> DenoiseState:
+    """The states of a batch before the first pass."""
+    start = partial(begin, plan=plan, speculation=speculation)
+    return jax.vmap(start, in_axes=(None, 0))(params, requests)
+
+
+@partial(jax.jit, static_argnames=("plan", "speculation", "most"))
+def run_rounds(
+    params: Params, states: DenoiseState, *, plan: Plan, speculation: SelfSpeculation, most: int
+) -> tuple[DenoiseState, Int[Array, ""]]:
+    """At most so many rounds of a batch, and how many there were before all rows had ended."""
+    step = partial(denoise_step, plan=plan, speculation=speculation)
+
+    def advance(held: tuple[DenoiseState, Array]) -> tuple[DenoiseState, Array]:
+        states, count = held
+        return step(params, states)[0], count + 1
+
+    def goes_on(held: tuple[DenoiseState, Array]) -> Bool[Array, ""]:
+        return unfinished(held[0]) & (held[1] < most)
+
+    return jax.lax.while_loop(goes_on, advance, (states, jnp.int32(0)))
 
 
 @partial(jax.jit, static_argnames=("plan", "speculation"), donate_argnames=("states",))

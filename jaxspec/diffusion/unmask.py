@@ -43,6 +43,7 @@ class Prediction(NamedTuple):
     scores: the order to fill them in, highest first.
     known: False where the pass says nothing.
     finite: False where the logits were NaN, or no token was possible.
+    likeliest: the best `Rules.num_likeliest` tokens of each slot; `None` if that is 0.
     """
 
     start: Int[Array, ""]
@@ -50,6 +51,7 @@ class Prediction(NamedTuple):
     scores: Float[Array, " window"]
     known: Bool[Array, " window"]
     finite: Bool[Array, " window"]
+    likeliest: Int[Array, "window likeliest"] | None = None
 
 
 class Evidence(NamedTuple):
@@ -109,8 +111,12 @@ ORDERS: dict[str, Callable[[Evidence], Float[Array, " window"]]] = {
 
 
 def _logprob_of(logits: Float[Array, "window vocab"], tokens: Int[Array, " window"]) -> Array:
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    """From the other tokens' odds: as a difference, sure tokens would all be at 0."""
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+    is_other = jnp.arange(logits.shape[1])[None] != tokens[:, None]
+    odds = jnp.where(is_other, logits - chosen, -jnp.inf)
+    # Of a token that is far from the best one, odds may overflow.
+    return -jnp.logaddexp(0.0, jax.nn.logsumexp(odds, axis=-1))
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,7 @@ class Rules:
     allow_mask_token: the mask may be chosen like any token, as in the published programs. A slot
         that it is chosen for stays masked and open to later decisions, and is not made up for.
     opens_with_first: a block's first decision fills in its first slot, whatever the order.
+    num_likeliest: tokens of each slot that predictions list.
     """
 
     block: int
@@ -132,6 +139,7 @@ class Rules:
     num_tokens: int
     allow_mask_token: bool = False
     opens_with_first: bool = False
+    num_likeliest: int = 0
 
 
 def predict(
@@ -177,15 +185,19 @@ def predict(
     # A maximum does not show every NaN: XLA drops them from long rows on CPUs.
     finite = jnp.isfinite(jnp.max(choice, axis=-1)) & ~jnp.any(jnp.isnan(logits), axis=-1)
     scores = ORDERS[rules.order](Evidence(logits, warped, tokens, uniforms))
-    return Prediction(start, tokens, scores, jnp.ones(window, bool), finite)
+    likeliest = None
+    if rules.num_likeliest:
+        likeliest = jax.lax.top_k(choice, rules.num_likeliest)[1]
+    return Prediction(start, tokens, scores, jnp.ones(window, bool), finite, likeliest)
 
 
-def nothing_known(window: int, dtype: jnp.dtype) -> Prediction:
+def nothing_known(rules: Rules, window: int, dtype: jnp.dtype) -> Prediction:
     """What is in hand before the first pass."""
-    none = jnp.zeros(window, bool)
-    return Prediction(
-        jnp.int32(0), jnp.zeros(window, jnp.int32), jnp.zeros(window, dtype), none, none
-    )
+    none, tokens = jnp.zeros(window, bool), jnp.zeros(window, jnp.int32)
+    likeliest = None
+    if rules.num_likeliest:
+        likeliest = jnp.zeros((window, rules.num_likeliest), jnp.int32)
+    return Prediction(jnp.int32(0), tokens, jnp.zeros(window, dtype), none, none, likeliest)
 
 
 def places(
@@ -288,6 +300,56 @@ def linear_shares(steps: int, eps: float) -> np.ndarray:
     return shares
 
 
+def _may_be_filled(rules: Rules, canvas: Canvas, prediction: Prediction) -> Bool[Array, " window"]:
+    """Which slots that a prediction is about are masks of the current block, or before it."""
+    window = prediction.tokens.shape[0]
+    inside = jax.lax.dynamic_slice_in_dim(canvas.tokens, prediction.start, window)
+    slots = prediction.start + jnp.arange(window)
+    return (inside == rules.mask_token_id) & (slots < canvas.start + rules.block)
+
+
+def with_another_last(
+    rules: Rules, before: Canvas, decided: Canvas, prediction: Prediction, rank: Int[Array, ""]
+) -> tuple[Prediction, Bool[Array, ""]]:
+    """The prediction if the last slot of a decision had been another one.
+
+    Args:
+        rules: static settings.
+        before: a canvas.
+        decided: what `advance` makes of it with this prediction.
+        prediction: of both.
+        rank: how many places behind the decision's last slot the one stands that comes first
+            instead; 0 changes nothing.
+
+    Returns:
+        It, and whether there is such a slot.
+    """
+    order = places(prediction.scores, _may_be_filled(rules, before, prediction))
+    num_filled = jnp.sum(before.tokens != decided.tokens)
+    chosen = order == num_filled - 1 + rank
+    chosen = chosen & _may_be_filled(rules, before, prediction)
+    scores = jnp.where(chosen, jnp.inf, prediction.scores)
+    return prediction._replace(scores=scores), jnp.any(chosen) | (rank == 0)
+
+
+def look_up(rules: Rules, canvas: Canvas, prediction: Prediction) -> Prediction:
+    """The prediction with tokens that the text itself suggests.
+
+    Where the two slots before one are filled in, and the same two tokens stand earlier in the row
+    with a token after them, that token is taken; of several, the latest.
+    """
+    text, slots = canvas.tokens, prediction.start + jnp.arange(prediction.tokens.shape[0])
+    every = jnp.arange(text.shape[0])
+    one, two = jnp.roll(text, 1), jnp.roll(text, 2)
+    usable = (every >= 2) & (one != rules.mask_token_id) & (two != rules.mask_token_id)
+    same = (one[None] == one[slots][:, None]) & (two[None] == two[slots][:, None])
+    known = usable & (text != rules.mask_token_id)
+    earlier = same & known[None] & (every[None] < slots[:, None]) & usable[slots][:, None]
+    latest = jnp.max(jnp.where(earlier, every[None], -1), axis=1)
+    tokens = jnp.where(latest >= 0, text[latest], prediction.tokens)
+    return prediction._replace(tokens=tokens)
+
+
 def covers(prediction: Prediction, canvas: Canvas, block: int) -> Bool[Array, ""]:
     """Whether a prediction says something of every slot of the canvas's current block."""
     slots = prediction.start + jnp.arange(prediction.tokens.shape[0])
@@ -320,9 +382,8 @@ def advance(
     """
     mask, block = rules.mask_token_id, rules.block
     window = prediction.tokens.shape[0]
-    inside = jax.lax.dynamic_slice_in_dim(canvas.tokens, prediction.start, window)
     slots = prediction.start + jnp.arange(window)
-    eligible = (inside == mask) & (slots < canvas.start + block)
+    eligible = _may_be_filled(rules, canvas, prediction)
     num_left = jnp.sum(eligible)
     order = places(prediction.scores, eligible)
     fills = pace.fills(canvas, order, prediction.scores, num_left)

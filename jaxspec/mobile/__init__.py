@@ -1,6 +1,7 @@
 """Models as LiteRT files for phones: export, the gate, the manifest, a runtime for the host."""
 
 from jaxspec.mobile.export import ExportConfig, export
+from jaxspec.mobile.filling import Filled, fill_in, fill_in_stream
 from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.memory import PhoneMemory, estimate_phone_memory
 from jaxspec.mobile.opset import OpsetError, Violation, violations
@@ -12,6 +13,7 @@ __all__ = [
     "QUANTIZATIONS",
     "Decoded",
     "ExportConfig",
+    "Filled",
     "Manifest",
     "MobileModel",
     "OpsetError",
@@ -19,6 +21,8 @@ __all__ = [
     "Violation",
     "estimate_phone_memory",
     "export",
+    "fill_in",
+    "fill_in_stream",
     "read_manifest",
     "stream_text",
     "violations",

@@ -15,6 +15,8 @@ from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.types import ChecksFit, Drafter, Params
 from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
 from jaxspec.mobile.convert import Lowered, lower, to_flatbuffer
+from jaxspec.mobile.denoise import Canvases, denoise_signatures
+from jaxspec.mobile.denoise import prefill_signature as read_blocks_signature
 from jaxspec.mobile.manifest import KEY, Manifest, describe, fingerprint, seal
 from jaxspec.mobile.memory import estimate_phone_memory
 from jaxspec.mobile.opset import require_opset
@@ -30,7 +32,7 @@ from jaxspec.mobile.signatures import (
     verify_signature,
 )
 from jaxspec.mobile.weights import Leaf, fill_in
-from jaxspec.models import ModelConfig
+from jaxspec.models import Diffusion, ModelConfig
 
 BUNDLES = ("cpu", "gpu")
 MODEL_FILE, MANIFEST_FILE = "model.tflite", "manifest.json"
@@ -50,6 +52,9 @@ class ExportConfig:
         verify: sizes of further `verify_N` and `commit_N`, for hosts that draft themselves.
         levels: sizes of `draft_N`, and `absorb`, for hosts that grow trees with an EAGLE head.
         quantization: of weights, one of `QUANTIZATIONS`.
+        drafts: of diffusion language models: a `round_N` for each number of drafts; `None`: 4.
+        block_length: of diffusion language models that see both sides: slots that are filled in
+            before more; `None`: 32. Others have their own.
         check_gpu_ops: refuse a file that a phone's GPU would refuse or compute wrongly.
     """
 
@@ -59,9 +64,18 @@ class ExportConfig:
     verify: tuple[int, ...] = ()
     levels: tuple[int, ...] = ()
     quantization: str = "int8"
+    drafts: tuple[int, ...] | None = None
+    block_length: int | None = None
     check_gpu_ops: bool = True
 
     def __post_init__(self):
+        for count in self.drafts or ():
+            if count < 1:
+                raise ValueError(f"drafts: numbers must be at least 1, got {count}.")
+        if self.block_length is not None and not 1 <= self.block_length <= self.slots:
+            raise ValueError(
+                f"block_length must be in 1..{self.slots} (slots), got {self.block_length}."
+            )
         if self.slots < 2:
             raise ValueError(f"slots must be at least 2, got {self.slots}.")
         if not self.prefill:
@@ -113,7 +127,16 @@ def export(
     if model.tokenizer is not None:
         num_tokens = min(num_tokens, model.tokenizer.vocab_size)
     target = Target(network.config, config.slots, num_tokens)
-    signatures, paths = _signatures(target, loaded, config)
+    canvases = None
+    if network.config.diffusion is None:
+        if config.drafts is not None or config.block_length is not None:
+            raise ValueError(
+                f"drafts, block_length: for diffusion language models, {model.name} is causal."
+            )
+        signatures, paths = _signatures(target, loaded, config)
+    else:
+        canvases = canvases_of(target, network.config.diffusion, loaded.drafter, config)
+        signatures, paths = _diffusion_signatures(canvases, config), ()
     params = Params(network, loaded.params)
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(params)
@@ -130,6 +153,7 @@ def export(
         paths=paths,
         signatures=describe(lowered),
         generation_defaults=dict(model.generation_defaults),
+        diffusion=None if canvases is None else canvases.as_dict(),
     )
     flatbuffer = to_tflite(lowered, params, config.quantization, {KEY: manifest.to_json()})
     if config.check_gpu_ops:
@@ -158,11 +182,51 @@ def check_model(config: ModelConfig, slots: int) -> None:
             "model: mixtures of experts cannot be exported: which weights a token reads is not "
             "fixed, as a file's operations are."
         )
-    if config.diffusion is not None:
+
+
+def canvases_of(
+    target: Target, diffusion: Diffusion, drafter: Any, config: ExportConfig
+) -> Canvases:
+    """How a diffusion language model is exported.
+
+    Raises:
+        ValueError: a setting is for causal models, or does not fit this one.
+    """
+    if not isinstance(drafter, NoDraft):
         raise ValueError(
-            "model: it fills in masked slots, and exported files decode from left to right; take "
-            "a causal model."
+            f"drafter: a diffusion language model drafts its own decisions, so leave "
+            f"{type(drafter).__name__} out and set drafts."
         )
+    given = [name for name in ("verify", "levels") if getattr(config, name)]
+    if given:
+        raise ValueError(f"{', '.join(given)}: for causal models, and this one fills in masks.")
+    block = diffusion.block or config.block_length or 32
+    if config.block_length not in (None, block):
+        raise ValueError(
+            f"block_length must be {block}, which this network was trained with, got "
+            f"{config.block_length}."
+        )
+    for size in config.prefill if diffusion.block is not None else ():
+        if size % block:
+            raise ValueError(
+                f"prefill: sizes must be multiples of the network's block ({block}), got {size}."
+            )
+    if config.slots < 2 * block:
+        raise ValueError(f"slots must be at least two blocks ({2 * block}), got {config.slots}.")
+    for count in config.drafts or ():
+        if count >= 2 * block:
+            raise ValueError(
+                f"drafts: a round decides within two blocks ({2 * block} slots), got {count}."
+            )
+    return Canvases(target, diffusion, block)
+
+
+def _diffusion_signatures(canvases: Canvases, config: ExportConfig) -> Mapping[str, Signature]:
+    prefill = {}
+    if canvases.is_causal:
+        prefill = {f"prefill_{n}": read_blocks_signature(canvases, n) for n in config.prefill}
+    drafts = (4,) if config.drafts is None else config.drafts
+    return prefill | denoise_signatures(canvases, drafts)
 
 
 def lower_all(

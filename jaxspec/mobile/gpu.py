@@ -18,6 +18,7 @@ import numpy as np
 from jaxspec.core.types import Proposal, Warp
 from jaxspec.mobile.child import ChildError, ask_child
 from jaxspec.mobile.extra import missing_for_gpu
+from jaxspec.mobile.filling import fill_in
 from jaxspec.mobile.loops import (
     Acceptance,
     DynamicDraft,
@@ -188,9 +189,24 @@ def _some_prompts(manifest: Manifest) -> list[list[int]]:
     """At least four; each `prefill_N` reads one, and one takes several calls if it may."""
     draws = np.random.default_rng(0)
     longest = max(2, manifest.slots - _NUM_TOKENS)
-    sizes = manifest.sizes("prefill")
+    sizes = manifest.sizes("prefill") or (_NUM_TOKENS,)
+    if manifest.diffusion is not None:
+        longest = max(2, manifest.slots - _num_masks(manifest) - 2 * manifest.diffusion["block"])
     lengths = [min(length, longest - 1) for length in (1, 5, 9, *sizes, sizes[-1] + 3)]
-    return [draws.integers(0, manifest.num_tokens, n).tolist() for n in lengths]
+    prompts = [draws.integers(0, manifest.num_tokens, n) for n in lengths]
+    if manifest.diffusion is not None:
+        mask = manifest.diffusion["mask_token_id"]
+        prompts = [
+            np.where(prompt == mask, (mask + 1) % manifest.num_tokens, prompt) for prompt in prompts
+        ]
+    return [prompt.tolist() for prompt in prompts]
+
+
+def _num_masks(manifest: Manifest, count: int = _NUM_TOKENS) -> int:
+    """`count`, rounded up to whole blocks."""
+    assert manifest.diffusion is not None, "only these are filled in"
+    block = manifest.diffusion["block"]
+    return -(-count // block) * block
 
 
 def _loops(manifest: Manifest, texts: Sequence[Sequence[int]]) -> dict[str, tuple[LoopOf, Warp]]:
@@ -250,7 +266,8 @@ def _child() -> None:
     gpu = MobileModel(task["path"], accelerator="gpu")
     exact = gpu.manifest.quantization == "float32"
     reference = MobileModel(task["path"], num_threads=1) if exact else gpu
-    loops = compare_loops(gpu, reference, task["prompts"], task["max_new_tokens"])
+    compare = compare_loops if gpu.manifest.diffusion is None else compare_fillings
+    loops = compare(gpu, reference, task["prompts"], task["max_new_tokens"])
     passes = None
     if task["known_texts"]:
         cpu = reference if exact else MobileModel(task["path"], num_threads=1)
@@ -287,6 +304,31 @@ def compare_loops(
             differences.append(next((at for at, (one, other) in pairs if one != other), None))
             if reference is not model:
                 expected += reference.generate(prompt, count, (), loop, warp).counts
+        expected_counts = tuple(expected) if expected else None
+        checks.append(LoopCheck(name, tuple(counts), tuple(differences), expected_counts))
+    return checks
+
+
+def compare_fillings(
+    model: MobileModel, reference: MobileModel, prompts: Sequence[Sequence[int]], count: int
+) -> list[LoopCheck]:
+    """The same for a diffusion language model: stepwise, and with each of its rounds.
+
+    Counts are decisions of a pass. Args as of `compare_loops`; `count` is rounded up to blocks.
+    """
+    count = _num_masks(model.manifest, count)
+    stepwise = [fill_in(reference, prompt, count, (), 0).tokens.tolist() for prompt in prompts]
+    checks = []
+    for drafts in (0, *model.manifest.sizes("round")):
+        counts, expected, differences = [], [], []
+        for prompt, theirs in zip(prompts, stepwise, strict=True):
+            ours = fill_in(model, prompt, count, (), drafts)
+            counts += ours.counts
+            pairs = enumerate(zip(ours.tokens.tolist(), theirs, strict=True))
+            differences.append(next((at for at, (one, other) in pairs if one != other), None))
+            if reference is not model:
+                expected += fill_in(reference, prompt, count, (), drafts).counts
+        name = f"round_{drafts}" if drafts else "denoise"
         expected_counts = tuple(expected) if expected else None
         checks.append(LoopCheck(name, tuple(counts), tuple(differences), expected_counts))
     return checks

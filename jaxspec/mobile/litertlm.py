@@ -61,7 +61,7 @@ _CONTENTS_TO_STRINGS = """\
   {%- set told.messages = told.messages + [{'role': message['role'], 'content': content}] -%}
 {%- endfor -%}
 {%- set messages = told.messages %}"""
-_WITHOUT_MEANING = ("bundle", "verify", "levels", "check_gpu_ops")
+_WITHOUT_MEANING = ("bundle", "verify", "levels", "drafts", "block_length", "check_gpu_ops")
 
 
 def export_litertlm(
@@ -157,6 +157,11 @@ def _check(model: Model, drafting: LayerSkip | None, config: ExportConfig) -> No
             "tokenizer.json into its folder."
         )
     check_model(model.config, config.slots)
+    if model.config.diffusion is not None:
+        raise ValueError(
+            "model: it fills in masked slots, and LiteRT-LM decodes from left to right; take a "
+            "causal model, or export a .tflite."
+        )
     defaults = ExportConfig()
     for name in _WITHOUT_MEANING:
         if getattr(config, name) != getattr(defaults, name):

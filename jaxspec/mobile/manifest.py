@@ -39,6 +39,8 @@ class Manifest:
         signatures: shape and dtype of every input and output, by signature and name.
         generation_defaults: `generation_config.json` as it came with the model; no function of the
             file applies it.
+        diffusion: of a diffusion language model: `mask_token_id`, `shift`, `block` and `causal`,
+            whether it is so over blocks; `None`: it continues texts.
         checksum: SHA-256 of the file with this entry as zeros.
     """
 
@@ -53,6 +55,7 @@ class Manifest:
     paths: tuple[tuple[int, ...], ...]
     signatures: dict[str, dict[str, dict[str, Any]]]
     generation_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    diffusion: dict[str, Any] | None = None
     checksum: str = _NO_CHECKSUM
 
     @property

@@ -7,6 +7,7 @@ other: LiteRT nowhere promises that one buffer may be both. What is called in wh
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -378,6 +379,10 @@ class MobileModel:
         return "head_k_0" in self.inputs(prefill)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if self.manifest.diffusion is not None:
+            raise ValueError(
+                f"model: {self.name} fills in masks; use `jaxspec.mobile.fill_in`, which does."
+            )
         slots, known = self.manifest.slots, self.manifest.num_tokens
         if not 1 <= len(prompt) < slots:
             raise ValueError(
@@ -402,6 +407,9 @@ class MobileModel:
             start, rows = start - int(np.asarray(inputs.get("count", 1)).reshape(())), levels
         elif kind in ("prefill", "commit"):
             rows = int(size)
+        elif kind in ("denoise", "round") and "kv_k_0" in self.inputs(signature):
+            # Whole windows; that their second half has a place in the text is asked for as well.
+            rows = math.prod(self.inputs(signature)["window"]["shape"])
         if start < 0 or start + rows > self.manifest.slots:
             raise ValueError(
                 f"length: {signature} writes {rows} rows from {start} on, and this file has "

@@ -1,5 +1,6 @@
 """The suites of `jaxspec bench --suite litert-NAME`: the shipped models as files for LiteRT."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxspec.bench.diffusion import BLOCKS, BOTH_SIDES
 from jaxspec.bench.machine import this_machine
 from jaxspec.bench.page import bullets, table
 from jaxspec.bench.results import MADE_BY
@@ -27,6 +29,7 @@ from jaxspec.checkpoint import (
     shipped_heads,
     shipped_models,
 )
+from jaxspec.denoising import DenoiseConfig, denoise
 from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.comparison import (
@@ -44,6 +47,7 @@ from jaxspec.mobile.comparison import (
 )
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.extra import missing_for_gpu
+from jaxspec.mobile.filling import Filled, fill_in
 from jaxspec.mobile.footprint import (
     Exported,
     Opened,
@@ -518,6 +522,97 @@ def _measure_gpu(prompts: Prompts, advance: Advance) -> Page:
     return Page(parts, {"rows": rows, "notes": notes}, as_it_should)
 
 
+_FILLED = {BLOCKS: 64, BOTH_SIDES: 32}
+"""New tokens of each text."""
+_ROUNDS = (1, 2, 3, 4, 5)
+_CANVAS = 256
+_DIFFUSION_QUANTIZATIONS = ("float32", "int8")
+
+
+def _measure_diffusion(prompts: Prompts, advance: Advance) -> Page:
+    """Stepwise passes and rounds of every length: what a pass costs, and what it decides."""
+    parts = [
+        f"Up to {_CANVAS} slots, blocks of 8, greedy, stop ids ignored, 1 thread. A pass with N "
+        "drafts reads N + 1 rows. **Same as JAX**: texts that equal `jaxspec.denoise` token by "
+        "token; where weights have fewer bits, the file's own stepwise decoding. **c_b / c_1**: a "
+        "pass's time over that of a stepwise one, both as they come in decoding: most stepwise "
+        "passes of a network that is causal over blocks read one block, a round reads two."
+    ]
+    figures: dict[str, Any] = {}
+    right = True
+    for name, count in _FILLED.items():
+        if name not in shipped_models():
+            parts.append(f"{name} is not here, so left out.")
+            continue
+        model = load(name)
+        ids = [each for each in prompts.ids if len(each) + count + 32 <= _CANVAS]
+        config = DenoiseConfig(count, 8, stop_token_ids=())
+        for quantization in _DIFFUSION_QUANTIZATIONS:
+            advance(f"{name}, {quantization}")
+            rows = []
+            with TemporaryDirectory() as folder:
+                shapes = ExportConfig(
+                    slots=_CANVAS, quantization=quantization, drafts=_ROUNDS, block_length=8
+                )
+                export(model, folder, config=shapes)
+                file = MobileModel(Path(folder) / MODEL_FILE, num_threads=1)
+                found = {n: _filled_in_turn(file, ids, count, n) for n in (0, *_ROUNDS)}
+            expected = [text.tokens.tolist() for text in found[0][0]]
+            if quantization == "float32":
+                expected = [row.tokens.tolist() for row in denoise(model, ids, config)]
+            base = found[0][1] / sum(text.num_calls for text in found[0][0])
+            for drafts, (texts, seconds) in found.items():
+                calls = sum(text.num_calls for text in texts)
+                pairs = zip(texts, expected, strict=True)
+                same = sum(text.tokens.tolist() == theirs for text, theirs in pairs)
+                right &= quantization != "float32" or same == len(texts)
+                rows.append(
+                    {
+                        "drafts": drafts,
+                        "num_same": same,
+                        "seconds_per_pass": seconds / calls,
+                        "cost_ratio": seconds / calls / base,
+                        "calls_saved": 1 - calls / sum(t.num_calls for t in found[0][0]),
+                        "tokens_per_second": count * len(ids) / seconds,
+                    }
+                )
+            parts += [
+                f"## {name}, {quantization}, {len(ids)} prompts",
+                _rounds_table(rows, len(ids)),
+            ]
+            figures[f"{name}, {quantization}"] = rows
+    return Page(parts, figures, right)
+
+
+def _filled_in_turn(
+    file: MobileModel, prompts: Sequence[Sequence[int]], count: int, drafts: int
+) -> tuple[list[Filled], float]:
+    """Texts, and the seconds of all of them; the first is decoded once before."""
+    fill_in(file, prompts[0], count, (), drafts)
+    start = time.perf_counter()
+    texts = [fill_in(file, prompt, count, (), drafts) for prompt in prompts]
+    return texts, time.perf_counter() - start
+
+
+def _rounds_table(rows: Sequence[Mapping[str, Any]], num_texts: int) -> str:
+    columns = ["N", "same as JAX", "ms a pass", "c_b / c_1", "calls saved", "at most", "tokens/s"]
+    return table(
+        columns,
+        [
+            [
+                str(row["drafts"]),
+                f"{row['num_same']} of {num_texts}",
+                f"{1e3 * row['seconds_per_pass']:.2f}",
+                f"{row['cost_ratio']:.2f}",
+                f"{row['calls_saved']:.1%}",
+                f"{row['drafts'] / (row['drafts'] + 1):.0%}",
+                f"{row['tokens_per_second']:.0f}",
+            ]
+            for row in rows
+        ],
+    )
+
+
 _PROMPTS: tuple[PromptSet, ...] = SUITES["shipped"].prompt_sets
 _NUM_FILES = len(QUANTIZATIONS) * (1 + len(BUNDLES))
 
@@ -547,6 +642,13 @@ LITERT_SUITES: Mapping[str, LitertSuite] = {
         1,
         MODELLED_PARTS * len(_SPEED_QUANTIZATIONS),
         _measure_modelled,
+    ),
+    "litert-diffusion": LitertSuite(
+        "Diffusion language models on LiteRT",
+        _PROMPTS,
+        2,
+        len(_FILLED) * len(_DIFFUSION_QUANTIZATIONS),
+        _measure_diffusion,
     ),
     "litert-gpu": LitertSuite("LiteRT's GPU accelerator", _PROMPTS, 20, 5, _measure_gpu),
 }

@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxspec import NoDraft
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.core.proposal import chain_proposal
-from jaxspec.models import ModelConfig
+from jaxspec.models import Diffusion, ModelConfig
 from tests.checkpoint.networks import random_network
 
 TEMPLATE = (
@@ -36,6 +36,14 @@ def tiny_model(templates: dict[str, str] | None = None) -> Model:
     )
     tokenizer = Tokenizer(backend, {}, {"default": TEMPLATE} if templates is None else templates)
     return Model(random_network(config), tokenizer, "tiny")
+
+
+def filling_model(name: str, block: int | None) -> Model:
+    """The same as a diffusion language model; one of the bytes is its mask."""
+    model = tiny_model()
+    own = Diffusion(model.vocab_size - 1, block=block)
+    network = random_network(model.config.replace(diffusion=own, max_positions=512))
+    return dataclasses.replace(model, network=network, name=name)
 
 
 @dataclasses.dataclass(frozen=True)

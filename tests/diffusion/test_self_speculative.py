@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from jaxspec import DenoiseConfig, DenoiseResult, SelfSpeculation, denoise, denoise_stream
+from jaxspec.checkpoint import Model
 from jaxspec.core.types import Params, Stop
 from jaxspec.denoising import measure_costs, prepare_denoising
 from jaxspec.diffusion import self_speculative
 from jaxspec.diffusion.self_speculative import begin, denoise_rows, draft
-from jaxspec.diffusion.unmask import Prediction
+from jaxspec.diffusion.unmask import Canvas, Prediction, Rules, look_up
+from jaxspec.models import Network
 from tests.diffusion.networks import BLOCK, MASK, tiny_model
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2, 6])
@@ -82,20 +84,115 @@ def whole_stream(steps) -> tuple[list, DenoiseResult]:
             return seen, ended.value
 
 
-def token_only(rules, before, drafted, decided, prediction):
-    """The faulty rule: the token is what is predicted there, whatever slot would be filled in."""
-    del rules, decided  # What stepwise decoding would do is not asked.
-    slots = prediction.start + jnp.arange(prediction.tokens.shape[0])
-    new = (drafted.tokens != before.tokens)[slots]
-    return jnp.all(~new | (drafted.tokens[slots] == prediction.tokens))
-
-
 def test_accepting_by_the_token_alone_is_caught():
+    """The faulty rule: the token is what is predicted there, whatever slot would be filled in."""
     model = tiny_model(seed=2)  # one whose text depends on the order in which it is filled in
     stepwise = denoise(model, PROMPTS, PLAIN)
-    faulty = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3, accept=token_only))
+    faulty = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3, lossy_top_k=1))
     assert tokens(faulty) != tokens(stepwise)
     assert tokens(denoise(model, PROMPTS, PLAIN, SelfSpeculation(3))) == tokens(stepwise)
+
+
+def test_relaxed_verification_keeps_more_the_more_tokens_it_takes():
+    model = tiny_model(seed=2)
+    calls = [
+        sum(row.num_calls for row in denoise(model, PROMPTS, PLAIN, SelfSpeculation(3, **lossy)))
+        for lossy in ({}, {"lossy_top_k": 1}, {"lossy_top_k": 4}, {"lossy_top_k": 23})
+    ]
+    assert calls == sorted(calls, reverse=True)
+    # Every draft is among all tokens: four decisions a pass, but for the first pass's one.
+    assert calls[-1] == len(PROMPTS) * (1 + -(-11 // 4))
+
+
+DRAFTS = {
+    "two successors": SelfSpeculation(2, branch=2),
+    "three successors": SelfSpeculation(2, branch=3),
+    "looked up": SelfSpeculation(3, lookup=True),
+    "looked up, two successors": SelfSpeculation(2, branch=2, lookup=True),
+    "as pays": SelfSpeculation(2, branch=2, costs=(1.0, 1.1, 1.2)),
+}
+
+
+@pytest.mark.parametrize("cache", ["none", "blocks"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_other_drafts_give_the_same_text(name, cache):
+    model = tiny_model(block=BLOCK if cache == "blocks" else None)
+    stepwise = denoise(model, PROMPTS, PLAIN)
+    drafted = denoise(model, PROMPTS, PLAIN, DRAFTS[name])
+    assert tokens(drafted) == tokens(stepwise)
+    assert sum(row.num_calls for row in drafted) < sum(row.num_calls for row in stepwise)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"steps": 6}, {"threshold": 0.3}, {"cache": "dual"}])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_other_drafts_of_other_decisions_give_the_same_text(name, changes):
+    stepwise = denoise(tiny_model(), PROMPTS, config(**changes))
+    drafted = denoise(tiny_model(), PROMPTS, config(**changes), DRAFTS[name])
+    assert tokens(drafted) == tokens(stepwise)
+
+
+def test_a_tree_needs_no_more_passes_than_its_first_path():
+    """Its canvases hold those of the chain, so wherever that is right, so is the tree."""
+    calls = []
+    for branch in (1, 2):
+        found = [
+            denoise(tiny_model(seed=seed), PROMPTS, PLAIN, SelfSpeculation(2, branch=branch))
+            for seed in range(3)
+        ]
+        calls.append(sum(row.num_calls for result in found for row in result))
+    assert calls[1] < calls[0]
+
+
+def test_successors_differ_in_the_last_slot():
+    request = prepare_denoising(
+        tiny_model(), [1], config(max_new_tokens=2 * BLOCK), SelfSpeculation(2, branch=2), 0
+    )
+    state, M = first_state(request), MASK
+    in_hand = says([5, 6, 7, 8, 1, 1, 1, 1], [0.5, 0.9, 0.8, 0.1, 0.99, 0.99, 0.99, 0.99])
+    state = state._replace(prediction=in_hand)
+    drafts = draft(request.plan, request.speculation, state)
+    assert drafts.canvases.tokens[:, 1:5].tolist() == [
+        [M, M, M, M],
+        *([M, 6, M, M], [M, M, 7, M]),
+        *([M, 6, 7, M], [5, 6, M, M], [M, 6, 7, M], [5, M, 7, M]),
+    ]
+    assert drafts.valid.tolist() == [True] * 7
+
+
+def test_what_followed_the_same_two_tokens_is_drafted():
+    rules = Rules(BLOCK, "low_confidence", MASK, MASK)
+    text = jnp.asarray([4, 5, 6, 4, 5, 7, 1, 4, 5, MASK, MASK, 5], jnp.int32)
+    slots = jnp.int32(8)
+    canvas = Canvas(text, slots, jnp.int32(1), jnp.int32(4), jnp.int32(Stop.RUNNING))
+    said = says([9, 9, 9, 9], [0.5] * 4)._replace(start=slots)
+    # At 9 the latest of two; at 8 there is none, and further on the slots before are open.
+    assert look_up(rules, canvas, said).tokens.tolist() == [9, 7, 9, 9]
+
+
+@pytest.mark.parametrize("network", [{}, {"block": BLOCK}], ids=["canvases", "blocks"])
+def test_passes_of_one_shape_agree_in_half_precision(network):
+    """The baseline reads as many canvases, so that its kernels are the same ones."""
+    model = tiny_model(**network)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
+    model = Model(Network(half, model.config), name="half")
+    fixed = SelfSpeculation(3, deterministic=True)
+    stepwise = denoise(model, PROMPTS, PLAIN, fixed.stepwise)
+    drafted = denoise(model, PROMPTS, PLAIN, fixed)
+    assert all(row.num_canvases == row.num_calls for row in stepwise)
+    assert sum(row.num_calls for row in drafted) < sum(row.num_calls for row in stepwise)
+    assert tokens(drafted) == tokens(stepwise)
+
+
+def first_state(request):
+    first = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], request.requests)
+    return begin(request.params, first, plan=request.plan, speculation=request.speculation)
+
+
+def says(text: list[int], probs: list[float]) -> Prediction:
+    """A prediction from slot 1 on."""
+    scores, every = jnp.log(jnp.asarray(probs, jnp.float32)), jnp.ones(len(text), bool)
+    return Prediction(jnp.int32(1), jnp.asarray(text, jnp.int32), scores, every, every)
 
 
 A, B, C, D = 10, 11, 12, 13
@@ -111,17 +208,9 @@ def test_the_worked_example_of_the_paper():
         tiny_model(), [1], config(max_new_tokens=2 * BLOCK), SelfSpeculation(3), 0
     )
     plan, speculation = request.plan, request.speculation
-    first = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], request.requests)
-    state = begin(request.params, first, plan=plan)
-    M = MASK
+    state, M = first_state(request), MASK
     # The second half of the current block is filled in already.
     filled = state.canvas.tokens.at[1:9].set(jnp.asarray([M, M, 7, 7, M, M, M, M]))
-    every = jnp.ones(2 * BLOCK, bool)
-
-    def says(text: list[int], probs: list[float]) -> Prediction:
-        scores = jnp.log(jnp.asarray(probs, jnp.float32))
-        return Prediction(jnp.int32(1), jnp.asarray(text, jnp.int32), scores, every, every)
-
     in_hand = says([A, B, 7, 7, 1, C, 1, 1], [0.95, 0.6, 0.1, 0.1, 0.2, 0.75, 0.3, 0.1])
     canvas = state.canvas._replace(tokens=filled, step=jnp.int32(2))
     state = state._replace(canvas=canvas, prediction=in_hand)
@@ -216,7 +305,8 @@ def test_weights_that_are_not_finite_end_a_row():
 
 
 def test_costs_are_measured_for_every_number_of_drafts():
-    costs = measure_costs(tiny_model(), PROMPTS, PLAIN, num_drafts=1, repeats=1)
+    one = SelfSpeculation(1)
+    costs = measure_costs(tiny_model(), PROMPTS, PLAIN, one, repeats=1)
     assert len(costs) == 2
     assert SelfSpeculation(1, costs).node_counts == (1, 2)
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
@@ -229,6 +319,11 @@ def test_costs_are_measured_for_every_number_of_drafts():
         ({"num_drafts": -1}, "num_drafts must be at least 0, got -1"),
         ({"num_drafts": 2, "costs": (1.0, 2.0)}, "costs must have 3 entries.*got 2"),
         ({"num_drafts": 1, "costs": (1.0, 0.0)}, "costs must be positive, got 0.0"),
+        ({"branch": 0}, "branch must be at least 1, got 0"),
+        ({"num_drafts": 9, "branch": 2}, "branch: 2 successors of each of 9 drafts give 512 ends"),
+        ({"num_drafts": 2, "limit": 3}, r"limit must be in 0..2 \(num_drafts\), got 3"),
+        ({"lossy_top_k": 0}, "lossy_top_k must be at least 1, got 0"),
+        ({"num_drafts": 0, "costs": (1.0,), "deterministic": True}, "costs: deterministic passes"),
     ],
 )
 def test_bad_speculation_is_named(values, message):

@@ -157,6 +157,15 @@ def test_orders():
     assert len(set(scores("random").tolist())) == 2
 
 
+def test_sure_tokens_are_told_apart():
+    """At a probability of 1 - 1e-9 and 1 - 1e-12, which in float32 are both 1."""
+    logits = jnp.asarray([[20.7, 0.0, -jnp.inf], [27.6, 0.0, -jnp.inf], [20.7, -jnp.inf, 0.0]])
+    rules = Rules(BLOCK, "low_confidence", mask_token_id=2, num_tokens=3, allow_mask_token=True)
+    said = predict(rules, logits, jnp.int32(0), jax.random.key(0), None)
+    np.testing.assert_allclose(said.scores, [-np.exp(-20.7), -np.exp(-27.6), -np.exp(-20.7)], 1e-5)
+    assert places(said.scores, jnp.ones(3, bool)).tolist() == [1, 0, 2]
+
+
 def test_tokens_are_drawn_from_the_tempered_law_without_the_mask():
     logits = jnp.asarray([0.0, 1.0, 2.0, 9.0])
     rules = Rules(BLOCK, "low_confidence", mask_token_id=3, num_tokens=4)

@@ -18,7 +18,7 @@ from jaxspec.core.tree import tree_from_paths
 from jaxspec.core.types import KVCache, Params, Warp
 from jaxspec.drafters import DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
-from jaxspec.models import Diffusion, Eagle3Head, Network, init_eagle3_params
+from jaxspec.models import Eagle3Head, init_eagle3_params
 from tests.bench.models import tiny_model
 from tests.mobile.models import CONFIG, successor_model
 from tests.models.families import tiny
@@ -477,10 +477,8 @@ def test_mixtures_of_experts_are_refused(tmp_path):
 
 
 def test_what_cannot_draft_or_decode_as_a_file_does_is_refused(pair, tmp_path):
-    config = CONFIG.replace(diffusion=Diffusion(mask_token_id=3))
-    fills_in = replace(pair[0], network=Network(pair[0].params, config))
-    with pytest.raises(ValueError, match="model: it fills in masked slots"):
-        export(fills_in, tmp_path, config=SHAPES)
+    with pytest.raises(ValueError, match="drafts, block_length: for diffusion language models"):
+        export(pair[0], tmp_path, config=replace(SHAPES, drafts=(2,)))
     other = tiny("llama")  # of another width than the head
     with pytest.raises(ValueError, match=r"^drafter: the head is for another target"):
         export(Model(other, name="other"), tmp_path, Eagle.of(pair[1], PATHS), SHAPES)

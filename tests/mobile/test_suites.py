@@ -12,7 +12,7 @@ from jaxspec.checkpoint import hub, save_eagle
 from jaxspec.cli import main
 from jaxspec.models import EagleHead, init_eagle_params
 from jaxspec.trees import calibrated_table, save_acceptance
-from tests.bench.models import tiny_model
+from tests.bench.models import filling_model, tiny_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
@@ -88,6 +88,26 @@ def test_speed_by_its_command(shipped, tmp_path, capsys):
     assert page.startswith("# Other\n\nkept\n\n# Speculative decoding on LiteRT\n")
     assert page.count("step / (draft + verify + commit) = ") == 4
     assert "19.18 tokens/s" in page
+
+
+@pytest.mark.slow
+def test_diffusion_models(shipped, root, monkeypatch):
+    """One of the two is not here, which is said."""
+    monkeypatch.setattr(suites, "_FILLED", {suites.BLOCKS: 8, suites.BOTH_SIDES: 8})
+    monkeypatch.setattr(suites, "_ROUNDS", (1, 2))
+    monkeypatch.setattr(suites, "_CANVAS", 64)
+    folder = root / "checkpoints" / suites.BLOCKS
+    jaxspec.save(filling_model(suites.BLOCKS, 8), folder)
+    try:
+        measured = measure_litert("litert-diffusion", shipped, 1)
+    finally:
+        shutil.rmtree(folder)
+    assert measured.as_it_should
+    assert f"{suites.BOTH_SIDES} is not here, so left out." in measured.markdown
+    for rows in (measured.figures[f"{suites.BLOCKS}, {name}"] for name in ("float32", "int8")):
+        assert [row["drafts"] for row in rows] == [0, 1, 2]
+        assert rows[0]["calls_saved"] == 0
+        assert rows[0]["cost_ratio"] == 1
 
 
 @pytest.mark.slow

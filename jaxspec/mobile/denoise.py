@@ -1,0 +1,332 @@
+"""What an exported diffusion language model computes: stepwise passes, and whole rounds of SSD.
+
+A round drafts, reads the canvases that the drafts lead to, accepts and commits: what `diffusion`
+does, for one row at one token per step, the surest first, in arithmetic that phones compute
+exactly. Decisions are made in a window of two blocks: the first one that is not finished, and the
+next. What is before it is decided; `length` counts it.
+
+A network that is causal over blocks keeps the finished ones in a cache, and rows of a round lie
+side by side in one pass, each seeing the cache and itself. One that sees both sides reads a whole
+canvas for each row.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxspec.core import masks
+from jaxspec.core.cache import select_nodes
+from jaxspec.core.sampling import argmax_rows
+from jaxspec.core.types import LayerKV, Params
+from jaxspec.mobile.signatures import (
+    Record,
+    Signature,
+    Target,
+    _cache,
+    _ints,
+    _kv,
+    _outgoing,
+    _signature,
+    _write,
+)
+from jaxspec.models import Diffusion, lookup_rows
+
+_UNKNOWN = 1e4
+"""The doubt about a slot that no pass has looked at; half precision holds it."""
+_LARGEST_ODDS = 30.0
+"""A logarithm, of what a mask that may not be chosen may be likelier by."""
+
+
+class Canvases(NamedTuple):
+    """How a file reads canvases.
+
+    block: slots per block; the network's own where it is causal over blocks.
+    """
+
+    target: Target
+    diffusion: Diffusion
+    block: int
+
+    @property
+    def width(self) -> int:
+        """Slots of the window."""
+        return 2 * self.block
+
+    @property
+    def is_causal(self) -> bool:
+        return self.diffusion.block is not None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        return {
+            "mask_token_id": self.diffusion.mask_token_id,
+            "shift": self.diffusion.shift,
+            "block": self.block,
+            "causal": self.is_causal,
+        }
+
+
+class _Window(NamedTuple):
+    """The window of several canvases, and what is said of it; each is [1, 1, rows, width].
+
+    choices: the tokens that its slots would get.
+    doubts: the order to fill them in, lowest first; `_UNKNOWN` without a choice.
+    """
+
+    tokens: Array
+    choices: Array
+    doubts: Array
+
+
+def denoise_signatures(canvases: Canvases, drafts: tuple[int, ...]) -> dict[str, Signature]:
+    """The stepwise pass, and `round_N` for each number of drafts.
+
+    The stepwise pass of a network that is causal over blocks is `denoise_1` while the window's
+    first block has masks, and `denoise_2` when it has none: that one caches it.
+    """
+    stepwise = {"denoise": _pass(canvases, 0, 2)}
+    if canvases.is_causal:
+        stepwise = {f"denoise_{blocks}": _pass(canvases, 0, blocks) for blocks in (1, 2)}
+    return stepwise | {f"round_{count}": _pass(canvases, count, 2) for count in drafts}
+
+
+def prefill_signature(canvases: Canvases, size: int) -> Signature:
+    """Reads `size` slots of a prompt into the cache behind `length` of them; whole blocks.
+
+    Only networks that are causal over blocks cache a prompt. last: the slot, among those, before
+    the first one that is to be decided.
+    """
+    target = canvases.target
+
+    def prefill(params: Params, inputs: Record) -> Record:
+        length = inputs["length"][0]
+        with jax.ensure_compile_time_eval():
+            seen = masks.block_causal(size, canvases.block)
+        hidden = params.target.forward(
+            inputs["prompt"][0],
+            length + np.arange(size, dtype=np.int32),
+            seen,
+            _cache(inputs, "kv", target.config.num_layers, length),
+        )
+        outputs = _outgoing(_write(inputs, "kv", hidden.new_kv, length))
+        if canvases.diffusion.shift:
+            outputs["o_edge"] = lookup_rows(hidden.features, inputs["last"])
+        return outputs
+
+    inputs = {"prompt": _ints(1, size), "length": _ints(1), **_kv(target)}
+    if canvases.diffusion.shift:
+        inputs["last"] = _ints(1)
+    return _signature(target, prefill, inputs)
+
+
+def _pass(canvases: Canvases, num_drafts: int, blocks: int) -> Signature:
+    """A pass over `num_drafts` + 1 canvases, of which so many blocks of the window are read."""
+    target, width, mask = canvases.target, canvases.width, canvases.diffusion.mask_token_id
+
+    def denoise(params: Params, inputs: Record) -> Record:
+        length = inputs["length"][0]
+        drafts = [inputs["window"].reshape(1, 1, 1, width)]
+        for _ in range(num_drafts):
+            said = [inputs[name].reshape(1, 1, 1, width) for name in ("choices", "doubts")]
+            drafts.append(_decide(canvases, _Window(drafts[-1], *said)))
+        tokens = jnp.concatenate(drafts, axis=2)
+        if canvases.is_causal:
+            choices, doubts, carry = _read_blocks(canvases, params, inputs, tokens, blocks)
+        else:
+            choices, doubts, carry = _read_canvases(canvases, params, inputs, tokens)
+        decided = _decide(canvases, _Window(tokens, choices, doubts))
+        last, count = _last_kept(tokens, decided)
+        whole = last.astype(jnp.int32)
+        decided = jnp.sum(whole * decided, axis=2, keepdims=True)
+        choices = jnp.sum(whole * choices, axis=2, keepdims=True)
+        doubts = jnp.sum(last * doubts, axis=2, keepdims=True)
+        # A finished block is cached from a pass that has read it finished.
+        finished = jnp.sum(whole * tokens, axis=2, keepdims=True) if canvases.is_causal else decided
+        left = _is_mask(canvases, finished) * _first_block(canvases)
+        over = 1.0 - jnp.minimum(jnp.sum(left, axis=3, keepdims=True), 1.0)
+        ahead = length + np.arange(width, width + canvases.block, dtype=np.int32)
+        fresh = jnp.less(ahead.reshape(1, 1, 1, -1), inputs["end"].reshape(1, 1, 1, 1))
+        fresh = fresh.astype(jnp.int32) * mask
+        unknown = jnp.full((1, 1, 1, canvases.block), _UNKNOWN)
+        is_over = over.astype(jnp.int32)
+
+        def moved(entries: Array, behind: Array, on: Array) -> Array:
+            later = jnp.concatenate([entries[..., canvases.block :], behind], axis=3)
+            return (on * later + (1 - on) * entries).reshape(1, width)
+
+        outputs = {
+            "decided": decided.reshape(1, width),
+            "count": count,
+            "o_window": moved(decided, fresh, is_over),
+            "o_choices": moved(choices, choices[..., canvases.block :], is_over),
+            "o_doubts": moved(doubts, unknown, over),
+            "o_length": inputs["length"] + is_over.reshape(1) * canvases.block,
+        }
+        return outputs | carry(last, over, decided)
+
+    inputs = {"window": _ints(1, width), "length": _ints(1), "end": _ints(1)}
+    if num_drafts:
+        inputs["choices"] = _ints(1, width)
+        inputs["doubts"] = jax.ShapeDtypeStruct((1, width), jnp.float32)
+    if canvases.is_causal:
+        inputs |= _kv(target)
+        if canvases.diffusion.shift:
+            inputs["edge"] = jax.ShapeDtypeStruct((1, target.config.embed_dim), jnp.float32)
+    else:
+        inputs["canvas"] = _ints(1, target.slots)
+    return _signature(target, denoise, inputs)
+
+
+_Carry = Callable[[Array, Array, Array], Record]
+"""Of the canvas kept (one-hot), whether its first block is over, and what was decided: state."""
+
+
+def _read_blocks(
+    canvases: Canvases, params: Params, inputs: Record, tokens: Array, blocks: int
+) -> tuple[Array, Array, _Carry]:
+    """The windows side by side, behind the cache of finished blocks."""
+    target, block, width = canvases.target, canvases.block, blocks * canvases.block
+    network, rows, length = params.target, tokens.shape[2], inputs["length"][0]
+    row, slot = np.divmod(np.arange(rows * width, dtype=np.int32), width)
+    place = slot // block
+    own = (row[:, None] == row[None]) & (place[:, None] >= place[None])
+    hidden = network.forward(
+        tokens[..., :width].reshape(-1),
+        length + slot,
+        jnp.asarray(own),
+        _cache(inputs, "kv", target.config.num_layers, length),
+    )
+    features = hidden.features
+    if canvases.diffusion.shift:
+        # The slot before a window is cached; of another row it would be the last.
+        parts = []
+        for start in range(0, rows * width, width):
+            parts += [inputs["edge"], features[start : start + width - 1]]
+        features = jnp.concatenate(parts)
+    choices, doubts = _choices(canvases, network.unembed(features))
+    choices, doubts = (each.reshape(1, 1, rows, width) for each in (choices, doubts))
+    if blocks == 1:
+        choices = jnp.concatenate([choices, choices], axis=3)
+        doubts = jnp.concatenate([doubts, jnp.full(doubts.shape, _UNKNOWN)], axis=3)
+
+    def carry(last: Array, over: Array, decided: Array) -> Record:
+        del decided
+        if blocks == 1:
+            return {}  # A block with masks is not cached.
+        # Of one row there is nothing to choose, and the converter refuses a choice by constants.
+        if rows == 1:
+            kv = tuple(
+                LayerKV(keys[:, :, :block], values[:, :block]) for keys, values in hidden.new_kv
+            )
+            edge = hidden.features[block - 1 : block]
+        else:
+            same_slot = jnp.asarray(np.eye(block, width)[None, :, None], jnp.float32)
+            pick = (last * same_slot).reshape(block, rows * width)
+            kv, edge = select_nodes(hidden.new_kv, pick), pick[block - 1 :] @ hidden.features
+        # Written even if it has masks: then it lies behind what is seen, until it is written again.
+        outputs = _outgoing(_write(inputs, "kv", kv, length))
+        if canvases.diffusion.shift:
+            on = over.reshape(1, 1)
+            outputs["o_edge"] = on * edge + (1.0 - on) * inputs["edge"]
+        return outputs
+
+    return choices, doubts, carry
+
+
+def _read_canvases(
+    canvases: Canvases, params: Params, inputs: Record, tokens: Array
+) -> tuple[Array, Array, _Carry]:
+    """A whole canvas for each window."""
+    slots, width, network = canvases.target.slots, canvases.width, params.target
+    rows = tokens.shape[2]
+    window = inputs["length"] + np.arange(width, dtype=np.int32)
+    place = jax.nn.one_hot(window, slots, dtype=jnp.float32)[None, None].astype(jnp.int32)
+    inside = jnp.sum(place, axis=2, keepdims=True)
+    outside = inputs["canvas"].reshape(1, 1, 1, slots) * (1 - inside)
+
+    def placed(row: Array) -> Array:
+        """The canvas with these tokens in its window."""
+        return outside + jnp.sum(place * row.reshape(1, 1, width, 1), axis=2, keepdims=True)
+
+    columns = np.tile(np.arange(slots, dtype=np.int32), (slots, 1))[None, None]
+    seen = jnp.less(columns, inputs["end"].reshape(1, 1, 1, 1)).reshape(slots, slots)
+    found = []
+    for row in range(rows):
+        text = placed(tokens[:, :, row : row + 1]).reshape(-1)
+        hidden = network.forward(text, np.arange(slots, dtype=np.int32), seen, None)
+        found.append(lookup_rows(hidden.features, window - int(canvases.diffusion.shift)))
+    features = found[0] if rows == 1 else jnp.concatenate(found)
+    choices, doubts = _choices(canvases, network.unembed(features))
+
+    def carry(last: Array, over: Array, decided: Array) -> Record:
+        del last, over
+        return {"o_canvas": placed(decided).reshape(1, slots)}
+
+    shape = (1, 1, rows, width)
+    return choices.reshape(shape), doubts.reshape(shape), carry
+
+
+def _choices(canvases: Canvases, logits: Array) -> tuple[Array, Array]:
+    """For each row of logits a token and how doubtful it is.
+
+    That goes by the odds of all other tokens: a logarithm of the token's own share would have all
+    sure ones at 0. Above odds of 1 their logarithm goes on, which half precision holds.
+    """
+    vocab = logits.shape[1]
+    possible = np.arange(vocab) < canvases.target.num_tokens
+    possible &= np.arange(vocab) != canvases.diffusion.mask_token_id
+    choices = argmax_rows(logits + jnp.asarray(np.where(possible, 0.0, -1e4)[None], jnp.float32))
+    chosen = jax.nn.one_hot(choices, vocab, dtype=jnp.float32)
+    best = jnp.sum(chosen * logits, axis=1, keepdims=True)
+    others = jnp.exp(jnp.minimum(logits - best, _LARGEST_ODDS)) * (1.0 - chosen)
+    odds = jnp.sum(others, axis=1)
+    return choices, jnp.minimum(odds, 1.0) + jnp.log(jnp.maximum(odds, 1.0))
+
+
+def _decide(canvases: Canvases, window: _Window) -> Array:
+    """The stepwise decision of each row: the surest open slot of the current block gets its token.
+
+    Ties go to the lowest slot. A row without a mask whose choice is known stays as it is.
+    """
+    rows, width = window.tokens.shape[2:]
+    first = _first_block(canvases)
+    open_slots = _is_mask(canvases, window.tokens)
+    in_first = jnp.minimum(jnp.sum(open_slots * first, axis=3, keepdims=True), 1.0)
+    current = first * in_first + (1.0 - first) * (1.0 - in_first)
+    known = jnp.less(window.doubts, 0.5 * _UNKNOWN).astype(jnp.float32)
+    eligible = open_slots * current * known
+    ranked = -2.0 * _UNKNOWN * (1.0 - eligible) - window.doubts * eligible
+    best = argmax_rows(ranked.reshape(rows, width))
+    any_left = jnp.minimum(jnp.sum(eligible, axis=3, keepdims=True), 1.0)
+    fills = jax.nn.one_hot(best, width, dtype=jnp.float32).reshape(1, 1, rows, width) * any_left
+    fills = fills.astype(jnp.int32)
+    return window.tokens + fills * (window.choices - window.tokens)
+
+
+def _last_kept(tokens: Array, decided: Array) -> tuple[Array, Array]:
+    """One-hot at the last canvas that follows from decisions alone, and how many drafts that is."""
+    rows, width = tokens.shape[2:]
+    kept, last = jnp.ones((1, 1, 1, 1)), []
+    count = jnp.zeros((1, 1, 1, 1))
+    for row in range(rows - 1):
+        same = jnp.equal(decided[:, :, row : row + 1], tokens[:, :, row + 1 : row + 2])
+        same = jnp.sum(same.astype(jnp.float32), axis=3, keepdims=True)
+        agrees = jax.nn.relu(same - (width - 1.0))
+        last.append(kept * (1.0 - agrees))
+        kept = kept * agrees
+        count = count + kept
+    last.append(kept)
+    return jnp.concatenate(last, axis=2), count.reshape(1).astype(jnp.int32)
+
+
+def _is_mask(canvases: Canvases, tokens: Array) -> Array:
+    return jnp.equal(tokens, canvases.diffusion.mask_token_id).astype(jnp.float32)
+
+
+def _first_block(canvases: Canvases) -> Array:
+    first = np.arange(canvases.width) < canvases.block
+    return jnp.asarray(first.reshape(1, 1, 1, -1), jnp.float32)
