@@ -22,7 +22,7 @@ from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
 from jaxspec.core.masks import causal
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
-from jaxspec.core.types import CarriesOn, ChecksFit, DecodeState, Drafter, Params, Warp
+from jaxspec.core.types import CarriesOn, ChecksFit, DecodeState, Drafter, Info, Params, Warp
 from jaxspec.drafters import LoadedDrafter, NoDraft
 from jaxspec.result import (
     FINISH_REASONS,
@@ -34,6 +34,7 @@ from jaxspec.result import (
     host_rows,
     trace_steps,
 )
+from jaxspec.sharding import mesh_of, on_mesh_of, shard, shares_of_memory, spread_rows
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Tokenizer
@@ -275,7 +276,8 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
     # Texts of similar lengths share a program; what follows a text does not reach back into it.
     padded = np.zeros(_bucket(len(ids)), np.int32)
     padded[: len(ids)] = ids
-    logits, logprobs = _score(model.network, padded)
+    with on_mesh_of(model.params):
+        logits, logprobs = _score(model.network, padded)
     return Score(np.asarray(logits)[: len(ids)], np.asarray(logprobs)[: len(ids) - 1])
 
 
@@ -306,30 +308,40 @@ class Request:
     tokenizer: "Tokenizer | None"
 
     def decode(self) -> DecodeState:
-        return decode(
-            self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
-        )
+        with on_mesh_of(self.params):
+            return decode(*self._arrays(), drafter=self.drafter, plan=self.plan)
 
-    def decode_stream(self):
-        return decode_stream(
-            self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
-        )
+    def decode_stream(self) -> Iterator[tuple[DecodeState, Info | None]]:
+        with on_mesh_of(self.params):
+            steps = decode_stream(*self._arrays(), drafter=self.drafter, plan=self.plan)
+        while True:
+            # What the caller does between steps is not done on the mesh.
+            with on_mesh_of(self.params):
+                step = next(steps, None)
+            if step is None:
+                return
+            yield step
 
     def peak_bytes(self) -> int:
         """What the program of `decode` holds at once, by its compiler: weights, rows, scratch.
 
         Costs nothing after `decode`, which has compiled that program.
         """
-        lowered = decode.lower(
-            self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
-        )
-        memory: Any = lowered.compile().memory_analysis()
+        with on_mesh_of(self.params):
+            lowered = decode.lower(*self._arrays(), drafter=self.drafter, plan=self.plan)
+            memory: Any = lowered.compile().memory_analysis()
         return (
             memory.argument_size_in_bytes
             + memory.output_size_in_bytes
             + memory.temp_size_in_bytes
             - memory.alias_size_in_bytes
         )
+
+    def _arrays(self) -> tuple[Params, Prompt, StopAutomaton | None]:
+        """What programs are given, the rows spread over the devices that the model lies on."""
+        mesh = mesh_of(self.params)
+        prompts = self.prompts if mesh is None else spread_rows(mesh, self.prompts)
+        return self.params, prompts, self.automaton
 
     def prompt_tokens(self, row: int) -> np.ndarray:
         tokens = self.prompts.tokens[row // self.plan.num_samples]
@@ -459,9 +471,13 @@ def prepare(
         warped_logprobs=config.warped_logprobs,
     )
     row_lengths = np.repeat(lengths, config.num_samples)
-    check_cache_fits(model.config, model.network.dtype, plan.capacities[-1], len(row_lengths))
+    mesh = mesh_of(model.params)
+    shares = shares_of_memory(mesh) if mesh is None else shares_of_memory(mesh) * mesh.shape["data"]
+    check_cache_fits(
+        model.config, model.network.dtype, plan.capacities[-1], len(row_lengths), shares
+    )
     return Request(
-        params=Params(model.network, loaded.params),
+        params=Params(model.network, loaded.params if mesh is None else shard(loaded.params, mesh)),
         prompts=requested,
         automaton=automaton_of(model, config),
         drafter=loaded.drafter,

@@ -26,8 +26,8 @@ from jaxspec.models import (
     init_eagle3_params,
     init_eagle_params,
 )
+from jaxspec.sharding import on_every_device, spread_rows
 from jaxspec.training.data import Batches, SeenSequences, Sequences, fingerprint, read_source
-from jaxspec.training.devices import on_every_device, spread_rows
 from jaxspec.training.eagle import (
     FeatureRegression,
     Observed,
