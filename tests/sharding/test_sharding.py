@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxspec.checkpoint import Model, save, save_eagle, save_orbax
+from jaxspec.cli import main
 from jaxspec.models import (
     EagleHead,
     Experts,
@@ -144,3 +145,15 @@ def test_meshes_that_do_not_divide_are_refused_when_loading(loaded):
     assert "mesh: data=3,model=1 takes 3 devices, which must divide the 8 cpu devices here" in odd
     assert "mesh: model=8 does not divide the 4 key heads; choose model from [1, 2, 4]" in heads
     assert "takes 10 devices" in large
+
+
+def test_the_command_line_takes_a_mesh(tiny_network, tmp_path, capsys):
+    save(Model(tiny_network), tmp_path / "model")
+    many = 2 * jax.local_device_count()
+    argv = ["generate", str(tmp_path / "model"), "x", "--mesh"]
+    assert main([*argv, f"data={many}"]) == 2
+    assert f"takes {many} devices" in capsys.readouterr().err
+    assert main([*argv, "rows=2"]) == 2
+    assert "mesh must be like data=2,model=4, got 'rows=2'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no tokenizer"):
+        main([*argv, "data=1,model=1", "--debug"])
