@@ -229,9 +229,9 @@ def test_memory_decides_how_many_rows(model):
     tight = report(needed - 1)
     assert tight.batch == 4
     assert tight.state_bytes_held + tight.scratch_bytes < needed
-    with pytest.raises(ValueError, match="8 rows of .* slots need"):
+    with pytest.raises(ValueError, match=r"8 rows of .* slots need"):
         report(needed - 1, batch=8)
-    with pytest.raises(ValueError, match="1 rows of .* slots need"):
+    with pytest.raises(ValueError, match=r"1 rows of .* slots need"):
         report(10)
 
 
@@ -247,7 +247,7 @@ def test_auto_never_takes_more_than_it_may(model, seed):
         logprobs=bool(rng.integers(0, 2)),
     )
     drafter = drafter_for(model, ["plain", "lookup", "draft model", "eagle"][rng.integers(0, 4)])
-    memory = int(10 ** rng.uniform(5.5, 7.5))
+    memory = int(10 ** rng.uniform(6, 7.5))  # the least holds one row of any of these
     before = sum(array.nbytes for array in jax.live_arrays() if array.dtype != "key<fry>")
     peak = 0
 
@@ -257,13 +257,7 @@ def test_auto_never_takes_more_than_it_may(model, seed):
         peak = max(peak, sum(array.nbytes for array in live if not array.is_deleted()) - before)
 
     output = Collector()
-    try:
-        report = run(
-            model, rows_of(prompts), output, config, drafter, memory=memory, progress=watch
-        )
-    except ValueError as error:
-        assert "need" in str(error)
-        return
+    report = run(model, rows_of(prompts), output, config, drafter, memory=memory, progress=watch)
     assert len(output.records) == 40
     assert report.state_bytes_held + report.scratch_bytes <= memory
     assert peak <= 1.1 * report.state_bytes_foretold + 300_000  # facts and a prompt's row
