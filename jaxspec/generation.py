@@ -274,7 +274,7 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
     ids = encode_prompt(model, tokens)
     check_ids(model, ids, "tokens", spare=0)
     # Texts of similar lengths share a program; what follows a text does not reach back into it.
-    padded = np.zeros(_bucket(len(ids)), np.int32)
+    padded = np.zeros(bucket_of(len(ids)), np.int32)
     padded[: len(ids)] = ids
     with on_mesh_of(model.params):
         logits, logprobs = _score(model.network, padded)
@@ -348,10 +348,20 @@ class Request:
         return np.asarray(tokens[: self.prompt_lengths[row]])
 
     def text(self, tokens: np.ndarray, finish_reason: str) -> str | None:
-        if self.tokenizer is None:
-            return None
-        text = self.tokenizer.decode(tokens.tolist())
-        return cut_at(text, self.stop_strings) if finish_reason == "stop_string" else text
+        return text_of(self.tokenizer, tokens, finish_reason, self.stop_strings)
+
+
+def text_of(
+    tokenizer: "Tokenizer | None",
+    tokens: np.ndarray,
+    finish_reason: str,
+    stop_strings: Sequence[str],
+) -> str | None:
+    """See `Generation.text`."""
+    if tokenizer is None:
+        return None
+    text = tokenizer.decode(tokens.tolist())
+    return cut_at(text, stop_strings) if finish_reason == "stop_string" else text
 
 
 def cut_at(text: str, stop_strings: Sequence[str]) -> str:
@@ -423,21 +433,12 @@ def prepare(
     Raises:
         ValueError: as `generate` does.
     """
-    loaded = _loaded(drafter)
-    if not isinstance(config, GenerationConfig):
-        raise ValueError(f"config must be a GenerationConfig, got {type(config).__name__}.")
-    if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
-        raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
-    _check_causal(model)
-    _check_vocabulary(model, loaded)
-    if isinstance(loaded.drafter, ChecksFit):
-        loaded.drafter.check_fit(Params(model.network, loaded.params))
-    check_rules(model, config)
+    loaded = check_request(model, config, drafter, seed)
     encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
     for index, ids in enumerate(encoded):
         check_ids(model, ids, f"prompts[{index}]")
     lengths = np.asarray([len(ids) for ids in encoded], np.int32)
-    bucket = _bucket(int(lengths.max()))
+    bucket = bucket_of(int(lengths.max()))
     tokens = np.zeros((len(encoded), bucket), np.int32)
     for prompt, ids in enumerate(encoded):
         tokens[prompt, : len(ids)] = ids
@@ -488,6 +489,30 @@ def prepare(
     )
 
 
+def check_request(
+    model: "Model",
+    config: GenerationConfig,
+    drafter: Drafter | LoadedDrafter | None,
+    seed: int,
+) -> LoadedDrafter:
+    """Checks what is the same for all prompts of a call; the drafter with its weights.
+
+    Raises:
+        ValueError: as `generate` does.
+    """
+    loaded = _loaded(drafter)
+    if not isinstance(config, GenerationConfig):
+        raise ValueError(f"config must be a GenerationConfig, got {type(config).__name__}.")
+    if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
+        raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
+    _check_causal(model)
+    _check_vocabulary(model, loaded)
+    if isinstance(loaded.drafter, ChecksFit):
+        loaded.drafter.check_fit(Params(model.network, loaded.params))
+    check_rules(model, config)
+    return loaded
+
+
 def _loaded(drafter: Any) -> LoadedDrafter:
     """The drafter with its weights, `()` if it has none."""
     if isinstance(drafter, LoadedDrafter):
@@ -502,7 +527,7 @@ def _loaded(drafter: Any) -> LoadedDrafter:
     return LoadedDrafter(drafter, ())
 
 
-def _bucket(num_tokens: int) -> int:
+def bucket_of(num_tokens: int) -> int:
     """Slots for a text of so many tokens: a power of two, so that programs are few."""
     return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())
 
