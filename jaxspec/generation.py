@@ -472,13 +472,15 @@ def prepare(
         warped_logprobs=config.warped_logprobs,
     )
     row_lengths = np.repeat(lengths, config.num_samples)
-    mesh = mesh_of(model.params)
-    shares = shares_of_memory(mesh) if mesh is None else shares_of_memory(mesh) * mesh.shape["data"]
     check_cache_fits(
-        model.config, model.network.dtype, plan.capacities[-1], len(row_lengths), shares
+        model.config,
+        model.network.dtype,
+        plan.capacities[-1],
+        len(row_lengths),
+        shares_of_memory(mesh_of(model.params), rows=True),
     )
     return Request(
-        params=Params(model.network, loaded.params if mesh is None else shard(loaded.params, mesh)),
+        params=Params(model.network, loaded.params),
         prompts=requested,
         automaton=automaton_of(model, config),
         drafter=loaded.drafter,
@@ -495,7 +497,7 @@ def check_request(
     drafter: Drafter | LoadedDrafter | None,
     seed: int,
 ) -> LoadedDrafter:
-    """Checks what is the same for all prompts of a call; the drafter with its weights.
+    """Checks what is the same for all prompts of a call; the drafter, its weights on our mesh.
 
     Raises:
         ValueError: as `generate` does.
@@ -510,7 +512,8 @@ def check_request(
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(Params(model.network, loaded.params))
     check_rules(model, config)
-    return loaded
+    mesh = mesh_of(model.params)
+    return loaded if mesh is None else loaded._replace(params=shard(loaded.params, mesh))
 
 
 def _loaded(drafter: Any) -> LoadedDrafter:

@@ -207,11 +207,17 @@ def mesh_of(weights: PyTree) -> Mesh | None:
     return None
 
 
-def shares_of_memory(mesh: Mesh | None) -> int:
-    """How many devices, with memory of their own, a model is divided over."""
+def shares_of_memory(mesh: Mesh | None, *, rows: bool = False) -> int:
+    """How many devices, with memory of their own, a model is divided over; or rows' caches."""
     if mesh is None or mesh.devices.flat[0].platform == "cpu":
         return 1
-    return mesh.shape[MODEL]
+    return mesh.size if rows else mesh.shape[MODEL]
+
+
+def placement_of(weights: PyTree) -> "Placement | None":
+    """Where rows belong that weights are for; None: anywhere."""
+    mesh = mesh_of(weights)
+    return None if mesh is None else Placement(mesh)
 
 
 def on_mesh_of(weights: PyTree) -> AbstractContextManager[None]:

@@ -61,6 +61,7 @@ from jaxspec.generation import (
     warps_of,
 )
 from jaxspec.result import HostRow, host_rows
+from jaxspec.sharding import on_mesh_of, placement_of
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -156,7 +157,7 @@ def run(
             output: for greedy decoding in float32. "always" drafts, "never" does not.
         guard: settings of the guard.
         memory: bytes that caches, states and scratch may take; `None`: most of what is available.
-        place: where states belong, see `slots.Place`.
+        place: where states belong, see `slots.Place`; `None`: where the model's mesh says.
         should_stop: asked between chunks; once it says True, rows that run are finished, no other
             is begun, and the report says `interrupted`.
         progress: told how the job goes after every chunk.
@@ -191,7 +192,7 @@ def run(
     ]
     good = [row for row in encoded if row.error is None]
     bad = [row for row in encoded if row.error is not None]
-    with CompileClock() as clock:
+    with CompileClock() as clock, on_mesh_of(model.params):
         books = Books(clock)
         is_guarded = drafting == "auto" and _guard_keeps_outputs(model, config, loaded)
         job = _Job(
@@ -204,7 +205,7 @@ def run(
             output=output,
             books=books,
             guard=Guard(guard, LONGEST_CHUNK) if is_guarded else None,
-            place=place,
+            place=place or placement_of(model.params),
             should_stop=should_stop or (lambda: False),
             progress=progress or (lambda report: None),
         )

@@ -1,29 +1,38 @@
 """`jaxspec batch`: a file of prompts in, a file of records out."""
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from jaxspec import batch
-from jaxspec.batch import JobReport
+from jaxspec.batch import JobReport, Row
+from jaxspec.batch.hosts import Processes, joined
+from jaxspec.batch.parts import check_parts, part_header, part_path, put_together
 from jaxspec.batch.rows import PROMPT_FIELDS
 from jaxspec.bench.compare import describe
 from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.options import (
     add_drafter_arguments,
     add_generation_arguments,
+    add_mesh_argument,
     announce,
     check_writable,
     generation_config,
     load_model,
     make_drafter,
+    mesh_asked,
+    refuse_unused,
 )
 
+_REQUIRED = ("coordinator", "num_processes", "process_id")
 _EVERY = 2.0
 """Seconds between lines that say how the job goes."""
 
@@ -43,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights")
     parser.add_argument("--max-positions", type=int, metavar="N", help="longest text, in tokens")
+    add_mesh_argument(parser)
     parser.add_argument(
         "--field", help=f"where the prompt is (default: the first of {', '.join(PROMPT_FIELDS)})"
     )
@@ -83,13 +93,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="lines on standard error that say how the job goes (default: on a terminal)",
     )
+    add_distributed_arguments(parser)
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=False)
 
 
+def add_distributed_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `--distributed` and what belongs to it."""
+    group = parser.add_argument_group(
+        "several processes, on one host or many: the same command for each, with its own number; "
+        "each decodes its share of the rows, and process 0 puts the output together"
+    )
+    group.add_argument("--distributed", action="store_true", help="this is one of them")
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0; the next port is used as well"
+    )
+    group.add_argument("--num-processes", type=int, metavar="N", help="of the job")
+    group.add_argument("--process-id", type=int, metavar="I", help="of this one, from 0")
+    group.add_argument(
+        "--join-seconds", type=float, metavar="S", help="to wait for the others (default: 300)"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Decodes as the arguments say; 130 if Ctrl-C ended it before its time."""
-    report = decode_file(args)
+    if args.distributed:
+        missing = [flag for flag in _REQUIRED if getattr(args, flag) is None]
+        if missing:
+            flags = ", ".join("--" + flag.replace("_", "-") for flag in missing)
+            raise ValueError(f"--distributed: give {flags} as well.")
+        seconds = 300.0 if args.join_seconds is None else args.join_seconds
+        with joined(
+            args.coordinator, args.num_processes, args.process_id, seconds=seconds
+        ) as processes:
+            return show(args, decode_file(args, processes))
+    refuse_unused(args, (*_REQUIRED, "join_seconds"), "needs --distributed.")
+    return show(args, decode_file(args))
+
+
+def show(args: argparse.Namespace, report: JobReport) -> int:
+    """Says how a job went, and where `--json` asks for it, in figures."""
     ended = "interrupted" if report.interrupted else "done"
     print(f"{ended}: {report}", file=sys.stderr)
     if args.json is not None:
@@ -104,18 +147,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def decode_file(args: argparse.Namespace) -> JobReport:
-    """Reads, decodes and writes; every mistake is found before the output is begun."""
+def decode_file(args: argparse.Namespace, processes: Processes | None = None) -> JobReport:
+    """Reads, decodes and writes; every mistake is found before the output is begun.
+
+    With `processes` only a share of the rows, and process 0 puts all shares together.
+    """
     config = generation_config(args)
     check_writable(args.json)
     if args.input.resolve() == args.output.resolve():
         raise ValueError(f"{args.output}: the output must not be the input.")
     rows = batch.read_rows(args.input, args.field, args.chat)
-    model = load_model(args)
+    model = load_model(args, mesh_asked(args))
     drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     guard = batch.GuardSettings(expected=args.expected_speedup)
     header = batch.job_header(model, rows, config, drafter, args.seed)
-    with batch.Writer(args.output, header, args.resume) as writer, _draining() as interrupts:
+
+    def decode(rows: list[Row], writer: batch.Writer) -> JobReport:
         announce(
             model=args.model,
             prompts=f"{len(rows)} of {args.input}",
@@ -125,20 +172,57 @@ def decode_file(args: argparse.Namespace) -> JobReport:
         )
         if writer.done:
             print(f"resuming: {len(writer.done)} records are there", file=sys.stderr)
-        return batch.run(
-            model,
-            rows,
-            writer,
-            config,
-            drafter,
-            args.seed,
-            batch=args.batch,
-            slots=args.slots,
-            drafting=args.drafting,
-            guard=guard,
-            should_stop=lambda: bool(interrupts),
-            progress=_Progress(args.progress),
-        )
+        with _draining() as interrupts:
+            return batch.run(
+                model,
+                rows,
+                writer,
+                config,
+                drafter,
+                args.seed,
+                batch=args.batch,
+                slots=args.slots,
+                drafting=args.drafting,
+                guard=guard,
+                should_stop=lambda: bool(interrupts),
+                progress=_Progress(args.progress),
+            )
+
+    if processes is not None:
+        return decode_share(args, processes, rows, header, decode)
+    with batch.Writer(args.output, header, args.resume) as writer:
+        return decode(rows, writer)
+
+
+def decode_share(
+    args: argparse.Namespace,
+    processes: Processes,
+    rows: list[Row],
+    header: dict[str, Any],
+    decode: Callable[[list[Row], batch.Writer], JobReport],
+) -> JobReport:
+    """Decodes the rows of this process into a part; process 0 then puts the parts together."""
+    index, num = processes.index, processes.num
+    with contextlib.ExitStack() as stack:
+        whole = None
+        if processes.is_first:
+            check_parts(args.output, num, args.resume)
+            whole = stack.enter_context(batch.Writer(args.output, header, args.resume))
+        done = processes.begin(header, set() if whole is None else whole.done)
+        path, settings = part_path(args.output, index, num), part_header(header, index, num)
+        # Whether parts may be there already, process 0 has said.
+        with batch.Writer(path, settings, resume=True) as part:
+            part.done |= done
+            report = decode(processes.share(rows), part)
+        stopped = processes.finish({"index": index, "interrupted": report.interrupted})
+        early = [str(one["index"]) for one in stopped if one["interrupted"]]
+        if early:
+            print(f"stopped early: process {', '.join(early)}", file=sys.stderr)
+            return dataclasses.replace(report, interrupted=True)
+        if whole is not None:
+            count = put_together(whole, header, num)
+            print(f"put together: {count} records of {num} processes", file=sys.stderr)
+        return report
 
 
 @contextmanager
