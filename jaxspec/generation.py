@@ -22,7 +22,7 @@ from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
 from jaxspec.core.masks import causal
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
-from jaxspec.core.types import CarriesOn, ChecksFit, DecodeState, Drafter, Params, Warp
+from jaxspec.core.types import CarriesOn, ChecksFit, DecodeState, Drafter, Info, Params, Warp
 from jaxspec.drafters import LoadedDrafter, NoDraft
 from jaxspec.result import (
     FINISH_REASONS,
@@ -34,6 +34,7 @@ from jaxspec.result import (
     host_rows,
     trace_steps,
 )
+from jaxspec.sharding import mesh_of, on_mesh_of, shard, shares_of_memory, spread_rows
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Tokenizer
@@ -273,9 +274,10 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
     ids = encode_prompt(model, tokens)
     check_ids(model, ids, "tokens", spare=0)
     # Texts of similar lengths share a program; what follows a text does not reach back into it.
-    padded = np.zeros(_bucket(len(ids)), np.int32)
+    padded = np.zeros(bucket_of(len(ids)), np.int32)
     padded[: len(ids)] = ids
-    logits, logprobs = _score(model.network, padded)
+    with on_mesh_of(model.params):
+        logits, logprobs = _score(model.network, padded)
     return Score(np.asarray(logits)[: len(ids)], np.asarray(logprobs)[: len(ids) - 1])
 
 
@@ -306,24 +308,28 @@ class Request:
     tokenizer: "Tokenizer | None"
 
     def decode(self) -> DecodeState:
-        return decode(
-            self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
-        )
+        with on_mesh_of(self.params):
+            return decode(*self._arrays(), drafter=self.drafter, plan=self.plan)
 
-    def decode_stream(self):
-        return decode_stream(
-            self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
-        )
+    def decode_stream(self) -> Iterator[tuple[DecodeState, Info | None]]:
+        with on_mesh_of(self.params):
+            steps = decode_stream(*self._arrays(), drafter=self.drafter, plan=self.plan)
+        while True:
+            # What the caller does between steps is not done on the mesh.
+            with on_mesh_of(self.params):
+                step = next(steps, None)
+            if step is None:
+                return
+            yield step
 
     def peak_bytes(self) -> int:
         """What the program of `decode` holds at once, by its compiler: weights, rows, scratch.
 
         Costs nothing after `decode`, which has compiled that program.
         """
-        lowered = decode.lower(
-            self.params, self.prompts, self.automaton, drafter=self.drafter, plan=self.plan
-        )
-        memory: Any = lowered.compile().memory_analysis()
+        with on_mesh_of(self.params):
+            lowered = decode.lower(*self._arrays(), drafter=self.drafter, plan=self.plan)
+            memory: Any = lowered.compile().memory_analysis()
         return (
             memory.argument_size_in_bytes
             + memory.output_size_in_bytes
@@ -331,15 +337,31 @@ class Request:
             - memory.alias_size_in_bytes
         )
 
+    def _arrays(self) -> tuple[Params, Prompt, StopAutomaton | None]:
+        """What programs are given, the rows spread over the devices that the model lies on."""
+        mesh = mesh_of(self.params)
+        prompts = self.prompts if mesh is None else spread_rows(mesh, self.prompts)
+        return self.params, prompts, self.automaton
+
     def prompt_tokens(self, row: int) -> np.ndarray:
         tokens = self.prompts.tokens[row // self.plan.num_samples]
         return np.asarray(tokens[: self.prompt_lengths[row]])
 
     def text(self, tokens: np.ndarray, finish_reason: str) -> str | None:
-        if self.tokenizer is None:
-            return None
-        text = self.tokenizer.decode(tokens.tolist())
-        return cut_at(text, self.stop_strings) if finish_reason == "stop_string" else text
+        return text_of(self.tokenizer, tokens, finish_reason, self.stop_strings)
+
+
+def text_of(
+    tokenizer: "Tokenizer | None",
+    tokens: np.ndarray,
+    finish_reason: str,
+    stop_strings: Sequence[str],
+) -> str | None:
+    """See `Generation.text`."""
+    if tokenizer is None:
+        return None
+    text = tokenizer.decode(tokens.tolist())
+    return cut_at(text, stop_strings) if finish_reason == "stop_string" else text
 
 
 def cut_at(text: str, stop_strings: Sequence[str]) -> str:
@@ -411,21 +433,12 @@ def prepare(
     Raises:
         ValueError: as `generate` does.
     """
-    loaded = _loaded(drafter)
-    if not isinstance(config, GenerationConfig):
-        raise ValueError(f"config must be a GenerationConfig, got {type(config).__name__}.")
-    if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
-        raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
-    _check_causal(model)
-    _check_vocabulary(model, loaded)
-    if isinstance(loaded.drafter, ChecksFit):
-        loaded.drafter.check_fit(Params(model.network, loaded.params))
-    check_rules(model, config)
+    loaded = check_request(model, config, drafter, seed)
     encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
     for index, ids in enumerate(encoded):
         check_ids(model, ids, f"prompts[{index}]")
     lengths = np.asarray([len(ids) for ids in encoded], np.int32)
-    bucket = _bucket(int(lengths.max()))
+    bucket = bucket_of(int(lengths.max()))
     tokens = np.zeros((len(encoded), bucket), np.int32)
     for prompt, ids in enumerate(encoded):
         tokens[prompt, : len(ids)] = ids
@@ -459,7 +472,13 @@ def prepare(
         warped_logprobs=config.warped_logprobs,
     )
     row_lengths = np.repeat(lengths, config.num_samples)
-    check_cache_fits(model.config, model.network.dtype, plan.capacities[-1], len(row_lengths))
+    check_cache_fits(
+        model.config,
+        model.network.dtype,
+        plan.capacities[-1],
+        len(row_lengths),
+        shares_of_memory(mesh_of(model.params), rows=True),
+    )
     return Request(
         params=Params(model.network, loaded.params),
         prompts=requested,
@@ -470,6 +489,31 @@ def prepare(
         stop_strings=config.stop_strings,
         tokenizer=model.tokenizer,
     )
+
+
+def check_request(
+    model: "Model",
+    config: GenerationConfig,
+    drafter: Drafter | LoadedDrafter | None,
+    seed: int,
+) -> LoadedDrafter:
+    """Checks what is the same for all prompts of a call; the drafter, its weights on our mesh.
+
+    Raises:
+        ValueError: as `generate` does.
+    """
+    loaded = _loaded(drafter)
+    if not isinstance(config, GenerationConfig):
+        raise ValueError(f"config must be a GenerationConfig, got {type(config).__name__}.")
+    if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
+        raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
+    _check_causal(model)
+    _check_vocabulary(model, loaded)
+    if isinstance(loaded.drafter, ChecksFit):
+        loaded.drafter.check_fit(Params(model.network, loaded.params))
+    check_rules(model, config)
+    mesh = mesh_of(model.params)
+    return loaded if mesh is None else loaded._replace(params=shard(loaded.params, mesh))
 
 
 def _loaded(drafter: Any) -> LoadedDrafter:
@@ -486,7 +530,7 @@ def _loaded(drafter: Any) -> LoadedDrafter:
     return LoadedDrafter(drafter, ())
 
 
-def _bucket(num_tokens: int) -> int:
+def bucket_of(num_tokens: int) -> int:
     """Slots for a text of so many tokens: a power of two, so that programs are few."""
     return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())
 

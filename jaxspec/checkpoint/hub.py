@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files import (
     CheckpointError,
@@ -84,7 +85,12 @@ class Model:
         return self.network.vocab_size
 
 
-def load(path_or_hub_id: str | Path, dtype: Any = None, max_positions: int | None = None) -> Model:
+def load(
+    path_or_hub_id: str | Path,
+    dtype: Any = None,
+    max_positions: int | None = None,
+    mesh: Mesh | None = None,
+) -> Model:
     """Loads a model.
 
     Args:
@@ -96,8 +102,11 @@ def load(path_or_hub_id: str | Path, dtype: Any = None, max_positions: int | Non
         max_positions: longest text, in tokens, to prepare for; None: what the model says of itself,
             but for models with two LongRoPE tables the length up to which the short one is used.
             More than it was trained for only as far as a RoPE scaling in its config stretches that.
+        mesh: devices to divide the model and its rows over, from `jaxspec.sharding.make_mesh`;
+            each tensor goes straight to its shards. None: one device.
 
     Raises:
+        ValueError: the mesh does not divide the model.
         CheckpointError: nothing is there under this name, or it cannot be read, or it is too large
             for the memory, or `max_positions` is out of range. The message says what was found and
             what to do.
@@ -117,9 +126,9 @@ def load(path_or_hub_id: str | Path, dtype: Any = None, max_positions: int | Non
             f"jaxspec.{loader}({str(path_or_hub_id)!r}, model.network)."
         )
     if holds_orbax(folder):
-        network = load_orbax(folder, _orbax_dtype(dtype), max_positions)
+        network = load_orbax(folder, _orbax_dtype(dtype), max_positions, mesh)
     else:
-        network = load_network(folder, dtype, max_positions)
+        network = load_network(folder, dtype, max_positions, mesh)
     tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
     defaults = _generation_defaults(folder)
     return Model(

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json, model_type
 from jaxspec.checkpoint.files import read_json, write_json
@@ -22,6 +23,7 @@ from jaxspec.checkpoint.safetensors import (
 )
 from jaxspec.models.transformer import Network, param_shapes
 from jaxspec.progress import progress_bar
+from jaxspec.sharding import check_divides, param_sharding, put, shares_of_memory
 
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -49,7 +51,12 @@ def as_dtype(dtype: Any) -> np.dtype:
     return DTYPES[name]
 
 
-def load_network(folder: Path, dtype: Any = None, max_positions: int | None = None) -> Network:
+def load_network(
+    folder: Path,
+    dtype: Any = None,
+    max_positions: int | None = None,
+    mesh: Mesh | None = None,
+) -> Network:
     """Reads config.json and the safetensors beside it.
 
     Holds the weights in their final dtype, and of the files one tensor at a time.
@@ -59,8 +66,10 @@ def load_network(folder: Path, dtype: Any = None, max_positions: int | None = No
         dtype: of the weights; None: as stored on accelerators, float32 on CPUs, which do not
             compute in 16 bits.
         max_positions: as for `config_from_json`.
+        mesh: to put each tensor on as it is read, see `jaxspec.sharding`; None: one device.
 
     Raises:
+        ValueError: the mesh does not divide the network.
         CheckpointError: the folder does not hold one complete, consistent network of a known
             family, or it does not fit into memory.
     """
@@ -72,7 +81,9 @@ def load_network(folder: Path, dtype: Any = None, max_positions: int | None = No
     placed = placements(model_type(raw), config, leaves)
     matched = match_tensors(placed, leaves, stored, config.tied_head)
     target = _default_dtype(matched) if dtype is None else as_dtype(dtype)
-    check_network_fits(config, target)
+    if mesh is not None:
+        check_divides(config, mesh)
+    check_network_fits(config, target, shares_of_memory(mesh))
 
     arrays = {}
     large = sum(leaf.size for leaf in jax.tree.leaves(shapes)) > _LARGE
@@ -83,7 +94,11 @@ def load_network(folder: Path, dtype: Any = None, max_positions: int | None = No
             for placement in placed[path]:
                 copy_into(placement, leaf, read_tensor(matched[placement.name]))
             # Waiting keeps the host from running ahead with leaves that a device has yet to take.
-            arrays[path] = jax.block_until_ready(jax.device_put(leaf))
+            arrays[path] = jax.block_until_ready(
+                jax.device_put(leaf)
+                if mesh is None
+                else put(leaf, param_sharding(path, shape, mesh))
+            )
     return Network(jax.tree.unflatten(jax.tree.structure(shapes), arrays.values()), config)
 
 

@@ -73,8 +73,13 @@ def available_memory() -> int | None:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def check_network_fits(config: ModelConfig, dtype: np.dtype) -> None:
+def check_network_fits(config: ModelConfig, dtype: np.dtype, shares: int = 1) -> None:
     """Refuses, before loading, a network that leaves no room for itself and one short text.
+
+    Args:
+        config: the network.
+        dtype: of weights and cache.
+        shares: devices with memory of their own that it is divided over.
 
     Raises:
         CheckpointError: the estimate is larger than the memory that is available; with figures.
@@ -82,16 +87,18 @@ def check_network_fits(config: ModelConfig, dtype: np.dtype) -> None:
     slots = min(config.max_positions, _SHORT_TEXT)
     needed = estimate_memory(config, dtype, slots)
     _refuse_if_more(
-        needed.total,
+        needed.total // shares,
         f"This network needs {_gigabytes(needed.total)}: weights {_gigabytes(needed.weights)} in "
         f"{np.dtype(dtype).name}, and more by {_gigabytes(needed.transient)} while loading, or by "
         f"{_gigabytes(needed.cache)} for the cache of one text of {slots} tokens",
-        "Use a smaller network"
+        "Use a smaller network, or more devices (mesh)"
         + (", or dtype='bfloat16'." if np.dtype(dtype).itemsize > 2 else "."),
     )
 
 
-def check_cache_fits(config: ModelConfig, dtype: np.dtype, slots: int, rows: int) -> None:
+def check_cache_fits(
+    config: ModelConfig, dtype: np.dtype, slots: int, rows: int, shares: int = 1
+) -> None:
     """Refuses, before decoding with a network that is already loaded, caches that cannot fit.
 
     Args:
@@ -99,13 +106,14 @@ def check_cache_fits(config: ModelConfig, dtype: np.dtype, slots: int, rows: int
         dtype: of the cache.
         slots: tokens that each row's cache holds.
         rows: texts decoded at once.
+        shares: devices with memory of their own that they are divided over.
 
     Raises:
         CheckpointError: the caches are larger than the memory that is available; with figures.
     """
     needed = _cache_bytes(config, dtype, slots, rows)
     _refuse_if_more(
-        needed,
+        needed // shares,
         f"The caches of {rows} texts of {slots} tokens need {_gigabytes(needed)}, "
         f"{needed // (rows * slots):,} bytes a token",
         "Decode fewer texts at once, or shorter ones.",

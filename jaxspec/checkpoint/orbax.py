@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxspec.checkpoint.config import prepared_for
 from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
@@ -26,6 +27,7 @@ from jaxspec.models.config import (
     YarnScaling,
 )
 from jaxspec.models.transformer import Network, param_shapes
+from jaxspec.sharding import check_divides, param_sharding, shares_of_memory
 
 CONFIG = "network.json"
 PARAMS = "params"
@@ -60,7 +62,10 @@ def write_orbax(network: Network, folder: Path) -> None:
 
 
 def load_orbax(
-    folder: Path, dtype: np.dtype | None = None, max_positions: int | None = None
+    folder: Path,
+    dtype: np.dtype | None = None,
+    max_positions: int | None = None,
+    mesh: Mesh | None = None,
 ) -> Network:
     """Reads what `write_orbax` wrote.
 
@@ -68,16 +73,20 @@ def load_orbax(
         folder: the folder.
         dtype: of the weights; None: as stored.
         max_positions: longest text to prepare for; None: as stored.
+        mesh: to put the weights on, see `jaxspec.sharding`; None: one device.
 
     Raises:
         CheckpointError: a part is missing or damaged, or the weights do not fit the config or the
             memory, or their positions do not reach as far as `max_positions`.
+        ValueError: the mesh does not divide the network.
     """
     import orbax.checkpoint
 
     config = _from_record(read_json(folder / CONFIG), folder / CONFIG)
     if max_positions is not None:
         config = prepared_for(config, max_positions)
+    if mesh is not None:
+        check_divides(config, mesh)
     path = (folder / PARAMS).absolute()
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         try:
@@ -85,19 +94,25 @@ def load_orbax(
             target = dtype or np.dtype(stored["norm"]["scale"].dtype)
             wanted = param_shapes(config)
             _check_shapes(path, wanted, stored)
-            check_network_fits(config, target)
-            place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-            params = checkpointer.restore(
-                path,
-                jax.tree.map(
-                    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, target, sharding=place), wanted
-                ),
-            )
+            check_network_fits(config, target, shares_of_memory(mesh))
+            params = checkpointer.restore(path, _on_devices(wanted, target, mesh))
         except CheckpointError:
             raise
         except Exception as error:  # Orbax and its storage raise many kinds for damaged files.
             raise CheckpointError(f"{path} cannot be read as an Orbax folder: {error}") from error
     return Network(params, config)
+
+
+def _on_devices(wanted: Any, dtype: np.dtype, mesh: Mesh | None) -> Any:
+    """What to restore, and where each leaf goes."""
+    alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def leaf_on_devices(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+        name = "/".join(entry.key for entry in path)
+        place = alone if mesh is None else param_sharding(name, leaf.shape, mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place)
+
+    return jax.tree_util.tree_map_with_path(leaf_on_devices, wanted)
 
 
 def _check_shapes(path: Path, wanted: Any, stored: Any) -> None:

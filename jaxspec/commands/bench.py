@@ -21,6 +21,7 @@ from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import (
     add_drafter_arguments,
     add_generation_arguments,
+    add_mesh_argument,
     add_model_arguments,
     announce,
     check_writable,
@@ -28,6 +29,7 @@ from jaxspec.commands.options import (
     generation_config,
     load_model,
     make_drafter,
+    mesh_asked,
 )
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.comparison import compare_on_litert, num_parts
@@ -56,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "With --suite, what is decoded and how is fixed, and the tables go to a file."
     )
     add_model_arguments(parser, required=False)
+    add_mesh_argument(parser)
     parser.add_argument("prompts", type=Path, nargs="?", metavar="PROMPTS.jsonl[.gz]")
     add_suite_arguments(parser)
     parser.add_argument(
@@ -256,7 +259,7 @@ def run_prompts(args: argparse.Namespace) -> int:
     check_writable(args.json)
     rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)
     specs = filter(None, args.drafter or [drafter_spec("lookup")])
-    model = load_model(args)
+    model = load_model(args, mesh_asked(args))
     drafters = {spec.text: make_drafter(spec, args, model) for spec in specs}
     announce(
         model=args.model,

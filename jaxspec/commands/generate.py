@@ -23,11 +23,13 @@ from jaxspec.commands.mobile import add_mobile_arguments, check_runtime, loop_of
 from jaxspec.commands.options import (
     add_drafter_arguments,
     add_generation_arguments,
+    add_mesh_argument,
     add_model_arguments,
     announce,
     generation_config,
     load_model,
     make_drafter,
+    mesh_asked,
 )
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import LoadedDrafter
@@ -50,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tokens are coloured. Ctrl-C keeps what is there."
     )
     add_model_arguments(parser)
+    add_mesh_argument(parser)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text, or - for standard input")
     parser.add_argument("--file", type=Path, help="read the prompt from a file")
     parser.add_argument(
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             return fill_in_litert(args, file, prompt)
         check_none_given(args)
         return answer(_mobile_session(args, config, file, loop), args, prompt)
-    model = load_model(args)
+    model = load_model(args, mesh_asked(args))
     drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     if model.config.diffusion is not None:
         return fill_in(args, model, prompt)

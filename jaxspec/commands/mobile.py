@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxspec.mobile.loops import LoopOf
 
 _ONLY_LITERT = ("loop", "threads", "weight_cache")
-_ONLY_JAX = ("dtype", "max_positions")
+_ONLY_JAX = ("dtype", "max_positions", "mesh")
 LOOPS = ("plain", "verify", "step")
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
+
 from jaxspec.checkpoint import Model, load, load_eagle, shipped_heads
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import (
@@ -20,6 +22,7 @@ from jaxspec.drafters import (
     published_skips,
 )
 from jaxspec.generation import GenerationConfig
+from jaxspec.sharding import parse_mesh
 from jaxspec.trees import load_tree, tree_of_head
 
 
@@ -33,8 +36,26 @@ def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) 
     parser.add_argument("--max-positions", type=int, metavar="N", help="longest text, in tokens")
 
 
-def load_model(args: argparse.Namespace) -> Model:
-    return load(args.model, dtype=args.dtype, max_positions=args.max_positions)
+def load_model(args: argparse.Namespace, mesh: Mesh | None = None) -> Model:
+    return load(args.model, dtype=args.dtype, max_positions=args.max_positions, mesh=mesh)
+
+
+def add_mesh_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares which devices to divide the work over."""
+    parser.add_argument(
+        "--mesh",
+        metavar="data=N,model=M",
+        help="devices to divide rows (data) and the model (model) over; default: one device",
+    )
+
+
+def mesh_asked(args: argparse.Namespace) -> Mesh | None:
+    """The mesh of `--mesh`, if it is given.
+
+    Raises:
+        ValueError: it cannot be read, or does not divide the devices.
+    """
+    return None if args.mesh is None else parse_mesh(args.mesh)
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ cheap, and its branches only READ the cache: each returns the few accepted rows,
 committed in place.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core import masks
-from jaxspec.core.cache import append, select_path, settled
+from jaxspec.core.cache import append, pad_slots, select_path, settled
 from jaxspec.core.sampling import at_least_float32, warp_logits
 from jaxspec.core.stopping import StopAutomaton, cut_emitted
 from jaxspec.core.types import (
@@ -59,6 +60,17 @@ class Prompt(NamedTuple):
     warp: Warp
 
 
+class Prefix(NamedTuple):
+    """Tokens that several prompts begin with, read once. Every one of them is real.
+
+    layers: their keys and values, as many slots as tokens.
+    """
+
+    features: Float[Array, "read embed"]
+    taps: Float[Array, "read tapped"]
+    layers: tuple[LayerKV, ...]
+
+
 def prefill(
     model: LanguageModel,
     tokens: Int[Array, " bucket"],
@@ -66,8 +78,11 @@ def prefill(
     *,
     chunk: int,
     taps: tuple[int, ...] = (),
+    prefix: Prefix | None = None,
 ) -> tuple[Hidden, KVCache]:
     """Runs a prompt through a model, `chunk` tokens at a time; the last token stays pending.
+
+    With a `prefix`, which must be shorter than the prompt, only what follows it is run.
 
     Returns:
         Features (and taps) of every slot of the bucket, and a cache of `length - 1` tokens with
@@ -77,8 +92,16 @@ def prefill(
     def forward(tokens, positions, mask, cache) -> Hidden:
         return model.forward(tokens, positions, mask, cache, taps=taps)
 
-    hidden, layers = in_chunks(forward, tokens, model.empty_cache, chunk)
+    hidden, layers = in_chunks(forward, tokens, model.empty_cache, chunk, prefix)
     return hidden, KVCache(layers, length - 1)
+
+
+def read_prefix(
+    model: LanguageModel, tokens: Int[Array, " read"], *, chunk: int, taps: tuple[int, ...] = ()
+) -> Prefix:
+    """Reads what several prompts begin with; `chunk` must divide it if it is longer."""
+    hidden, cache = prefill(model, tokens, jnp.int32(len(tokens) + 1), chunk=chunk, taps=taps)
+    return Prefix(hidden.features, hidden.taps, cache.layers)
 
 
 def in_chunks(
@@ -86,6 +109,7 @@ def in_chunks(
     inputs: PyTree,
     empty_cache: Callable[[int], KVCache],
     chunk: int,
+    prefix: Prefix | None = None,
 ) -> tuple[Hidden, tuple[LayerKV, ...]]:
     """Reads a whole sequence causally, `chunk` places at a time.
 
@@ -94,16 +118,21 @@ def in_chunks(
         inputs: arrays with one entry per place of the sequence.
         empty_cache: makes one of so many slots.
         chunk: must divide the length of a sequence that is longer.
+        prefix: what the sequence begins with, if that has been read; the rest is read in parts that
+            divide it.
 
     Returns:
         Features and taps of every place, and their keys and values, which `new_kv` leaves out.
     """
     bucket = jax.tree.leaves(inputs)[0].shape[0]
-    if bucket <= chunk:
+    if prefix is None and bucket <= chunk:
         hidden = forward(inputs, jnp.arange(bucket), masks.causal(bucket), None)
         return hidden._replace(new_kv=()), hidden.new_kv
-    if bucket % chunk:
+    if prefix is None and bucket % chunk:
         raise ValueError(f"chunk: {chunk} does not divide the bucket of {bucket} tokens.")
+    read = 0 if prefix is None else prefix.features.shape[0]
+    rest = bucket - read
+    chunk = rest if rest <= chunk else math.gcd(rest, chunk)
 
     def run_chunk(cache: KVCache, start: Int[Array, ""]):
         part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, chunk), inputs)
@@ -111,9 +140,21 @@ def in_chunks(
         hidden = forward(part, positions, masks.causal(chunk), cache)
         return append(cache, settled(hidden), chunk), (hidden.features, hidden.taps)
 
-    starts = jnp.arange(0, bucket, chunk)
-    cache, (features, tapped) = jax.lax.scan(run_chunk, empty_cache(bucket), starts)
-    hidden = Hidden(features.reshape(bucket, -1), tapped.reshape(bucket, -1), ())
+    starts = jnp.arange(read, bucket, chunk)
+    if prefix is None:
+        cache = empty_cache(bucket)
+    else:
+        cache = pad_slots(KVCache(prefix.layers, jnp.int32(read)), bucket)
+    cache, (features, tapped) = jax.lax.scan(run_chunk, cache, starts)
+    # Zero columns where nothing is tapped: -1 would not say how many.
+    hidden = Hidden(
+        features.reshape(rest, features.shape[-1]), tapped.reshape(rest, tapped.shape[-1]), ()
+    )
+    if prefix is not None:
+        hidden = hidden._replace(
+            features=jnp.concatenate([prefix.features, hidden.features]),
+            taps=jnp.concatenate([prefix.taps, hidden.taps]),
+        )
     return hidden, cache.layers
 
 
@@ -126,13 +167,19 @@ def begin(
     chunk: int,
     logprobs: bool = False,
     warped_logprobs: bool = False,
+    prefix: Prefix | None = None,
 ) -> DecodeState:
-    """Prefills one row and the drafter's state.
+    """Prefills one row and the drafter's state; of a prompt whose `prefix` was read, the rest.
 
     `text_slots` must hold the prompt, all that may be emitted, and one step's overhang.
     """
     hidden, cache = prefill(
-        params.target, prompt.tokens, prompt.length, chunk=chunk, taps=drafter.taps
+        params.target,
+        prompt.tokens,
+        prompt.length,
+        chunk=chunk,
+        taps=drafter.taps,
+        prefix=prefix,
     )
     depth = drafter.tree_shape[1]
     assert text_slots >= prompt.tokens.shape[0] + depth + 1, "no headroom for one step"

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.core.cache import pad_slots
 from jaxspec.core.decode import Prompt, begin, samples_of, speculative_step
+from jaxspec.core.forms import exchangeable
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import DecodeState, Drafter, Info, Params, StateT, StepFn, Stop
 
@@ -21,6 +22,12 @@ SLOTS_MULTIPLE = 64
 
 # What a host loop asks after each step, in one fetch: is any row running, how long is the longest.
 Progress = tuple[Bool[Array, ""], Int[Array, ""]]
+
+
+@exchangeable
+def placed(states: StateT) -> StateT:
+    """A batch of rows where it is to lie: on one device there is nothing to do."""
+    return states
 
 
 def run(
@@ -171,7 +178,7 @@ def _begin_batch(
     )
     states = jax.vmap(row, in_axes=(None, 0))(params, prompts)
     samples = jax.vmap(partial(samples_of, num_samples=plan.num_samples))(states)
-    return jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), samples)
+    return placed(jax.tree.map(lambda leaf: jax.lax.collapse(leaf, 0, 2), samples))
 
 
 @partial(jax.jit, static_argnames=("drafter", "plan"))

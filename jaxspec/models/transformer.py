@@ -82,6 +82,16 @@ class RMSNorm(nn.Module):
         return normed.astype(inputs.dtype) * scale.reshape(shape)
 
 
+@exchangeable
+def project(
+    inputs: Float[Array, "nodes *ins"], kernel: Float[Array, "*ins_and_outs"]
+) -> Float[Array, "nodes *outs"]:
+    """Contracts all axes of each input with the first ones of a kernel."""
+    width = math.prod(inputs.shape[1:])
+    outputs = multiply(inputs.reshape(-1, width), kernel.reshape(width, -1))
+    return outputs.reshape(-1, *kernel.shape[inputs.ndim - 1 :])
+
+
 class Linear(nn.Module):
     """A product that contracts all axes of `in_shape` and yields those of `out_shape`."""
 
@@ -93,8 +103,7 @@ class Linear(nn.Module):
     def __call__(self, inputs: Float[Array, "nodes *ins"]) -> Float[Array, "nodes *outs"]:
         width = math.prod(self.in_shape)
         kernel = self.param("kernel", _scaled_normal(width), (*self.in_shape, *self.out_shape))
-        outputs = multiply(inputs.reshape(-1, width), kernel.reshape(width, -1))
-        outputs = outputs.reshape(-1, *self.out_shape)
+        outputs = project(inputs, kernel)
         if self.bias:
             outputs = outputs + self.param("bias", nn.initializers.zeros, self.out_shape)[None]
         return outputs
@@ -159,7 +168,7 @@ class MLP(nn.Module):
     def __call__(self, inputs: Float[Array, "nodes embed"]) -> Float[Array, "nodes embed"]:
         width, bias = self.config.mlp_dim, self.config.mlp_bias
         gate_up = Linear((self.config.embed_dim,), (2, width), bias, name="gate_up")(inputs)
-        hidden = _activate(self.config, gate_up[:, 0]) * gate_up[:, 1]
+        hidden = activate(self.config, gate_up[:, 0]) * gate_up[:, 1]
         return Linear((width,), (self.config.embed_dim,), bias, name="down")(hidden)
 
 
@@ -173,13 +182,54 @@ class ExpertKernel(nn.Module):
         return self.param("kernel", _scaled_normal(self.shape[1]), self.shape)
 
 
-class MixtureOfExperts(nn.Module):
-    """Each token's sum over its best `per_token` gated MLPs, weighted by the router.
+@exchangeable
+def mix_experts(
+    config: ModelConfig,
+    inputs: Float[Array, "nodes embed"],
+    weights: Float[Array, "nodes chosen"],
+    chosen: Int[Array, "nodes chosen"],
+    gate_up: Float[Array, "experts embed 2 hidden"],
+    down: Float[Array, "experts hidden embed"],
+) -> Float[Array, "nodes embed"]:
+    """The weighted sum of what each token's chosen experts make of it.
 
     With few tokens the chosen experts' weights are gathered, so that only they are read; with many,
     nearly all experts are read anyway and a scan over experts applies each to all tokens, weighted
     by 0 where it was not chosen. The static number of tokens decides.
     """
+    if chosen.size < gate_up.shape[0]:
+        return _mix_gathered(config, inputs, weights, chosen, gate_up, down)
+    return _mix_scanned(config, inputs, weights, chosen, gate_up, down)
+
+
+def _mix_gathered(config, inputs, weights, chosen, gate_up, down):
+    nodes, embed = inputs.shape
+    picked = lookup_rows(gate_up.reshape(gate_up.shape[0], -1), chosen.reshape(-1))
+    picked = picked.reshape(nodes, -1, embed, 2 * gate_up.shape[3])
+    hidden = jnp.einsum("nd,nkdf->nkf", inputs, picked)
+    gate, up = jnp.split(hidden, 2, axis=-1)
+    picked = lookup_rows(down.reshape(down.shape[0], -1), chosen.reshape(-1))
+    picked = picked.reshape(nodes, -1, down.shape[1], embed)
+    hidden = activate(config, gate) * up * weights[:, :, None]
+    return jnp.einsum("nkf,nkfd->nd", hidden, picked)
+
+
+def _mix_scanned(config, inputs, weights, chosen, gate_up, down):
+    one_hot = jax.nn.one_hot(chosen, gate_up.shape[0], dtype=inputs.dtype)
+    shares = jnp.einsum("nk,nke->en", weights, one_hot)
+
+    def add_expert(total, expert):
+        gate_up, down, share = expert
+        hidden = inputs @ gate_up.reshape(inputs.shape[1], -1)
+        gate, up = jnp.split(hidden, 2, axis=-1)
+        output = (activate(config, gate) * up) @ down
+        return total + share[:, None] * output, None
+
+    return jax.lax.scan(add_expert, jnp.zeros_like(inputs), (gate_up, down, shares))[0]
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token's sum over its best `per_token` gated MLPs, weighted by the router."""
 
     config: ModelConfig
 
@@ -195,33 +245,7 @@ class MixtureOfExperts(nn.Module):
         weights = weights.astype(inputs.dtype)
         gate_up = ExpertKernel((experts.num, embed, 2, experts.mlp_dim), name="gate_up")()
         down = ExpertKernel((experts.num, experts.mlp_dim, embed), name="down")()
-        if inputs.shape[0] * experts.per_token < experts.num:
-            return self._gathered(inputs, weights, chosen, gate_up, down)
-        return self._scanned(inputs, weights, chosen, gate_up, down)
-
-    def _gathered(self, inputs, weights, chosen, gate_up, down):
-        nodes, embed = inputs.shape
-        picked = lookup_rows(gate_up.reshape(gate_up.shape[0], -1), chosen.reshape(-1))
-        picked = picked.reshape(nodes, -1, embed, 2 * gate_up.shape[3])
-        hidden = jnp.einsum("nd,nkdf->nkf", inputs, picked)
-        gate, up = jnp.split(hidden, 2, axis=-1)
-        picked = lookup_rows(down.reshape(down.shape[0], -1), chosen.reshape(-1))
-        picked = picked.reshape(nodes, -1, down.shape[1], embed)
-        hidden = _activate(self.config, gate) * up * weights[:, :, None]
-        return jnp.einsum("nkf,nkfd->nd", hidden, picked)
-
-    def _scanned(self, inputs, weights, chosen, gate_up, down):
-        one_hot = jax.nn.one_hot(chosen, gate_up.shape[0], dtype=inputs.dtype)
-        shares = jnp.einsum("nk,nke->en", weights, one_hot)
-
-        def add_expert(total, expert):
-            gate_up, down, share = expert
-            hidden = inputs @ gate_up.reshape(inputs.shape[1], -1)
-            gate, up = jnp.split(hidden, 2, axis=-1)
-            output = (_activate(self.config, gate) * up) @ down
-            return total + share[:, None] * output, None
-
-        return jax.lax.scan(add_expert, jnp.zeros_like(inputs), (gate_up, down, shares))[0]
+        return mix_experts(self.config, inputs, weights, chosen, gate_up, down)
 
 
 class Layer(nn.Module):
@@ -481,7 +505,8 @@ def _scaled_normal(width: int):
     return init
 
 
-def _activate(config: ModelConfig, gate: Array) -> Array:
+def activate(config: ModelConfig, gate: Array) -> Array:
+    """The activation of an MLP's gate."""
     if config.activation == "silu":
         return jax.nn.silu(gate)
     return jax.nn.gelu(gate, approximate=True)

@@ -1,6 +1,7 @@
-"""The devices of a run: batches spread over a mesh, weights on each, and how fast they multiply.
+"""The devices of a run: how many, under which name, and how fast they multiply.
 
-XLA adds up the gradients of the devices by itself: no other code knows how many there are.
+Batches are spread over them and weights lie whole on each; see `jaxspec.sharding`. XLA
+adds up the gradients of the devices by itself: no other code knows how many there are.
 """
 
 import time
@@ -8,10 +9,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxspec.core.types import PyTree
+from jaxspec.sharding import make_mesh, on_every_device, spread_rows
 
 _SMALLEST, _LARGEST = 512, 8192
 _ENOUGH_SECONDS = 0.01
@@ -19,7 +19,7 @@ _BURST = 8
 
 
 def data_mesh(num_devices: int | None = None) -> Mesh:
-    """A mesh of one axis, "data", over this process's devices; None: over all of them.
+    """A mesh for rows alone over this process's devices; None: over all of them.
 
     Raises:
         ValueError: there are not so many.
@@ -31,17 +31,7 @@ def data_mesh(num_devices: int | None = None) -> Mesh:
             f"num_devices must be in 1..{len(devices)}, the {devices[0].platform} devices here; "
             f"got {count}."
         )
-    return Mesh(np.asarray(devices[:count]), ("data",))
-
-
-def on_every_device(mesh: Mesh) -> NamedSharding:
-    """Whole copies: for weights and the optimizer's state."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def spread_rows(mesh: Mesh, batch: PyTree) -> PyTree:
-    """A batch whose first axis lies over the devices, an equal part on each."""
-    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    return make_mesh(devices=devices[:count])
 
 
 def device_name(mesh: Mesh) -> str:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxspec.core.types import PyTree
-from jaxspec.training.devices import on_every_device
+from jaxspec.sharding import on_every_device
 from jaxspec.training.efficiency import Efficiency
 from jaxspec.training.optimizer import make_optimizer
 from jaxspec.training.settings import OptimizerSettings, Pace

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
 from jaxspec.core.types import PyTree
+from jaxspec.sharding import on_every_device
 from jaxspec.training.data import (
     Batches,
     Divided,
@@ -26,7 +27,7 @@ from jaxspec.training.data import (
     in_order,
     pack,
 )
-from jaxspec.training.devices import data_mesh, device_name, matmul_peak, on_every_device
+from jaxspec.training.devices import data_mesh, device_name, matmul_peak
 from jaxspec.training.efficiency import Efficiency
 from jaxspec.training.lm import make_evaluation
 from jaxspec.training.loop import History, Objective, TrainStep, Validation, fit, make_train_step

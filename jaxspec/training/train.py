@@ -15,8 +15,8 @@ from jaxspec.checkpoint.huggingface import load_network, write_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.types import PyTree
 from jaxspec.models import ModelConfig, Network, init_params, param_shapes
+from jaxspec.sharding import on_every_device, spread_rows
 from jaxspec.training.data import Sequences, document_texts, fingerprint, read_source
-from jaxspec.training.devices import on_every_device, spread_rows
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.lm import NextToken, SoftLabels, Taught
 from jaxspec.training.loop import History

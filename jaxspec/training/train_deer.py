@@ -18,10 +18,10 @@ from jaxspec.checkpoint.huggingface import load_network, write_network
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import Deer, LoadedDrafter
 from jaxspec.models import ModelConfig, Network, param_shapes
+from jaxspec.sharding import spread_rows
 from jaxspec.training.data import Answers, Sequences, fingerprint, pack_answers, read_source
 from jaxspec.training.decoding import decoding_of
 from jaxspec.training.deer import Continuation, Refinement
-from jaxspec.training.devices import spread_rows
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.loop import History
 from jaxspec.training.own_text import (

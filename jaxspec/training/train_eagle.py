@@ -25,9 +25,9 @@ from jaxspec.models import (
     init_eagle3_params,
     init_eagle_params,
 )
+from jaxspec.sharding import on_every_device, spread_rows
 from jaxspec.training.data import SeenSequences, Sequences, fingerprint, read_source
 from jaxspec.training.decoding import decoding_of
-from jaxspec.training.devices import on_every_device, spread_rows
 from jaxspec.training.eagle import (
     FeatureRegression,
     Observed,

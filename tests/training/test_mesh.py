@@ -15,8 +15,9 @@ from rich.console import Console
 
 from jaxspec.checkpoint.huggingface import write_network
 from jaxspec.models import ModelConfig, Network, init_params
+from jaxspec.sharding import on_every_device, spread_rows
 from jaxspec.training.data import LastRows, Sequences, Source
-from jaxspec.training.devices import data_mesh, on_every_device, spread_rows
+from jaxspec.training.devices import data_mesh
 from jaxspec.training.lm import NextToken
 from jaxspec.training.settings import LMTrainingSettings, OptimizerSettings, Pace
 from jaxspec.training.tokenizer import save_tokenizer, train_tokenizer

@@ -1,0 +1,173 @@
+"""The rows of a job: what a file of prompts holds, line by line, good or bad."""
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.bench.prompts import FIELDS
+from jaxspec.generation import PromptLike, check_ids, encode_prompt, prompt_list
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
+
+PROMPT_FIELDS = (*FIELDS, "messages", "tokens")
+
+
+class Row(NamedTuple):
+    """One prompt of a job, or what is wrong with it.
+
+    line: where it is in its file, from 1.
+    id: names its randomness: the field `id` of its line, or else one less than `line`, which is its
+        place among the prompts of a call of `generate`.
+    prompt: text, chat messages or token ids; `None` for a bad row.
+    error: what is wrong with the row; `None` for a good one.
+    """
+
+    line: int
+    id: str | int
+    prompt: PromptLike | None
+    error: str | None = None
+
+
+class EncodedRow(NamedTuple):
+    """A row as a job decodes it.
+
+    tokens: ids of the prompt; empty for a bad row.
+    error: see `Row`.
+    """
+
+    line: int
+    id: str | int
+    tokens: np.ndarray
+    error: str | None = None
+
+
+def read_rows(path: str | Path, field: str | None = None, chat: bool = False) -> list[Row]:
+    """Reads one prompt per line; a line that cannot be used is a row with an error.
+
+    Args:
+        path: JSON per line, gzipped if its name ends so; empty lines are skipped. A line is a text,
+            a list of token ids, a chat (a list of messages), or an object that has one of them in a
+            field, or a list of turns of which the first is taken. Its field `id`, if it has one, is
+            a text or a number from 0, and no other line may have it.
+        field: where the prompt of an object is; `None`: the first of `PROMPT_FIELDS` that it has.
+        chat: wrap texts as messages of a user.
+
+    Raises:
+        ValueError: the file holds no line, or is cut off.
+        OSError: it cannot be opened.
+    """
+    path = Path(path)
+    open_file = gzip.open if path.suffix == ".gz" else open
+    rows, lines_of_ids = [], {}
+    with open_file(path, "rb") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    rows.append(_checked_id(_read_line(number, line, field, chat), lines_of_ids))
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is cut off or damaged: fetch it again.") from error
+    if not rows:
+        raise ValueError(f"{path} holds no prompts.")
+    return rows
+
+
+def rows_of(prompts: PromptLike | Sequence[PromptLike]) -> list[Row]:
+    """Prompts as rows: what `generate` calls prompt i is line i + 1 with id i."""
+    return [Row(i + 1, i, prompt) for i, prompt in enumerate(prompt_list(prompts))]
+
+
+def number_of(row_id: str | int) -> int:
+    """What an id adds to the seed: a number itself, a text its checksum in 31 bits."""
+    if isinstance(row_id, int):
+        return row_id
+    return int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:4], "big") >> 1
+
+
+def encode_rows(model: "Model", rows: Sequence[Row]) -> list[EncodedRow]:
+    """Token ids of every row; what a model cannot read becomes an error of its row."""
+    return [_encode(model, row) for row in rows]
+
+
+def digest_of(rows: Sequence[Row]) -> str:
+    """A checksum of lines, ids, prompts and errors, in their order."""
+    digest = hashlib.sha256()
+    for row in rows:
+        prompt = row.prompt.tolist() if isinstance(row.prompt, np.ndarray) else row.prompt
+        digest.update(json.dumps([row.line, row.id, prompt, row.error]).encode())
+    return digest.hexdigest()
+
+
+def _encode(model: "Model", row: Row) -> EncodedRow:
+    empty = np.zeros(0, np.int32)
+    if row.error is not None:
+        return EncodedRow(row.line, row.id, empty, row.error)
+    try:
+        ids = encode_prompt(model, row.prompt)
+        check_ids(model, ids, "the prompt")
+    except ValueError as error:
+        return EncodedRow(row.line, row.id, empty, str(error))
+    return EncodedRow(row.line, row.id, np.asarray(ids, np.int32))
+
+
+def _read_line(number: int, line: bytes, field: str | None, chat: bool) -> Row:
+    row_id: str | int = number - 1
+    try:
+        value = json.loads(line.decode("utf-8"))
+        if isinstance(value, Mapping) and "id" in value:
+            row_id = _as_id(value["id"])
+        return Row(number, row_id, _as_prompt(_prompt_in(value, field), chat))
+    except UnicodeDecodeError as error:
+        return Row(number, row_id, None, f"not UTF-8 text ({error}).")
+    except (json.JSONDecodeError, RecursionError) as error:
+        return Row(number, row_id, None, f"not valid JSON ({error}).")
+    except ValueError as error:
+        return Row(number, row_id, None, str(error))
+
+
+def _as_id(value: Any) -> str | int:
+    if isinstance(value, str) or (type(value) is int and 0 <= value < 1 << 31):
+        return value
+    raise ValueError(f"id must be a text or a number from 0 to {(1 << 31) - 1}, got {value!r:.40}.")
+
+
+def _checked_id(row: Row, lines_of_ids: dict[str | int, int]) -> Row:
+    first = lines_of_ids.setdefault(row.id, row.line)
+    if first == row.line or row.error is not None:
+        return row
+    return row._replace(prompt=None, error=f"id {row.id!r} is line {first}'s already.")
+
+
+def _prompt_in(value: Any, field: str | None) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    fields = PROMPT_FIELDS if field is None else (field,)
+    found = next((name for name in fields if name in value), None)
+    if found is None:
+        raise ValueError(
+            f"has no field {' or '.join(map(repr, fields))}, only "
+            f"{', '.join(map(repr, value)) or 'none'}; name it with --field."
+        )
+    return value[found]
+
+
+def _as_prompt(value: Any, chat: bool) -> PromptLike:
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return [{"role": "user", "content": value}] if chat else value
+    if isinstance(value, list) and value:
+        if all(isinstance(message, Mapping) for message in value):
+            return value
+        if all(type(token) is int for token in value):
+            return value
+    raise ValueError(
+        "the prompt must be a text that is not empty, a chat, a list of turns, or a list of token "
+        f"ids, got {value!r:.60}."
+    )

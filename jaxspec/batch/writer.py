@@ -1,0 +1,239 @@
+"""The output of a job: one line per record, appended, and beside it how far the job has come.
+
+`OUT.jsonl.progress` holds a line of settings, then for each record where it ends in the output and
+its checksum. A record counts when its line there is whole and agrees with the output; whatever
+follows the last such record was cut off by the end of a process, and is cut away when the job is
+taken up again.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+Key = tuple[int, int]
+"""Line of the input and number of the sample: what a record answers."""
+PROGRESS = ".progress"
+
+
+class OutputError(ValueError):
+    """An output that cannot be written, or must not be."""
+
+
+class Output(Protocol):
+    """Where a job's records go."""
+
+    @property
+    def done(self) -> set[Key]:
+        """What need not be decoded any more."""
+        ...
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Keeps records; once it returns, the end of the process does not lose them."""
+        ...
+
+
+class Collector:
+    """An `Output` in memory."""
+
+    def __init__(self):
+        self.records: list[Mapping[str, Any]] = []
+        self.done: set[Key] = set()
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """See `Output`."""
+        self.records += records
+        self.done |= {_key(record) for record in records}
+
+
+class Writer:
+    """An `Output` in a file, as a context manager. Nothing that is there is ever overwritten.
+
+    Args:
+        path: of the output.
+        header: the job's settings, from `job_header`, or any plain JSON.
+        resume: take up what an earlier process of the same job left. Without an output there,
+            the job begins.
+
+    Raises:
+        OutputError: there is an output and `resume` is False, or it is of a job with another
+            header, or was changed, or another process writes it, or it cannot be written.
+    """
+
+    def __init__(self, path: str | Path, header: Mapping[str, Any], resume: bool = False):
+        self.path = Path(path)
+        self.progress_path = self.path.with_name(self.path.name + PROGRESS)
+        self.done: set[Key] = set()
+        there = [p for p in (self.path, self.progress_path) if p.exists()]
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            raise OutputError(f"{path}: the output must be a file in a folder that exists.")
+        if there and not resume:
+            raise OutputError(
+                f"{there[0]} is there already; resume that job with --resume, or give another name."
+            )
+        if there == [self.path] and self.path.stat().st_size:
+            raise OutputError(
+                f"{path} has no {self.progress_path.name} beside it, so it is not the output of a "
+                "job that can be resumed; give another name."
+            )
+        try:
+            # Opened for updating, never truncated: what is there may be another job's.
+            self._progress = _open(self.progress_path)
+            self._out = _open(self.path)
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written: {error.strerror}.") from error
+        try:
+            self._lock()
+            self._begin(json.loads(json.dumps(header)))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends writing; records that were appended are safe without it."""
+        for file in (self._out, self._progress):
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """See `Output`.
+
+        Raises:
+            OutputError: the records could not be written; those before them are safe.
+        """
+        if not records:
+            return
+        lines, entries, end = [], [], self._end
+        for record in records:
+            line = json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
+            end += len(line)
+            lines.append(line)
+            entries.append(_entry([end, zlib.crc32(line), *_key(record)]))
+        try:
+            # The record first: an entry vouches for what is in the output.
+            _write(self._out, b"".join(lines))
+            _write(self._progress, b"".join(entries))
+        except OSError as error:
+            self._cut_back()
+            raise OutputError(
+                f"{self.path}: {_reason(error)}; {len(self.done)} records are safe there. Make "
+                "room, then give the same command with --resume."
+            ) from error
+        self._end = end
+        self._entries_end += sum(map(len, entries))
+        self.done |= {_key(record) for record in records}
+
+    def _lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        try:
+            fcntl.flock(self._progress, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return  # a file system without locks
+            raise OutputError(f"{self.path}: another process is writing it.") from error
+
+    def _begin(self, header: Mapping[str, Any]) -> None:
+        self._end = self._entries_end = 0
+        lines = self._progress.read().splitlines(keepends=True)
+        if not lines or not _is_whole(lines[0]):
+            # A process that ended this early had not written a record.
+            if os.fstat(self._out.fileno()).st_size:
+                raise OutputError(
+                    f"{self.progress_path} is damaged, so how far the job came is not known; give "
+                    "another name."
+                )
+            self._cut_back()
+            try:
+                _write(self._progress, _entry(header))
+            except OSError as error:
+                raise OutputError(f"{self.progress_path}: {_reason(error)}.") from error
+            self._entries_end = self._progress.tell()
+            return
+        self._check_header(json.loads(lines[0][9:]), header)
+        self._entries_end = len(lines[0])
+        for line in lines[1:]:
+            if not self._take(line):
+                break
+        self._cut_back()
+
+    def _check_header(self, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+        different = [
+            f"{name} is {theirs.get(name)!r:.200} there and {ours.get(name)!r:.200} here"
+            for name in {**theirs, **ours}
+            if theirs.get(name) != ours.get(name)
+        ]
+        if different:
+            raise OutputError(
+                f"{self.path} is of another job: {'; '.join(different)}. Give that job's settings, "
+                "or another name."
+            )
+
+    def _take(self, line: bytes) -> bool:
+        """Counts one entry in; False where the job came no further."""
+        if not _is_whole(line):
+            return False
+        end, checksum, *key = json.loads(line[9:])
+        size = os.fstat(self._out.fileno()).st_size
+        if end > size:  # the disk kept the entry and not its record
+            return False
+        record = self._out.read(end - self._end)
+        if zlib.crc32(record) != checksum:
+            raise OutputError(
+                f"{self.path} was changed after it was written: record {len(self.done) + 1} is not "
+                "what was put there. Give another name."
+            )
+        self._end, self._entries_end = end, self._entries_end + len(line)
+        self.done.add((key[0], key[1]))
+        return True
+
+    def _cut_back(self) -> None:
+        """Takes away what follows the last record that counts."""
+        for file, end in ((self._out, self._end), (self._progress, self._entries_end)):
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+                file.seek(end)
+
+
+def _open(path: Path) -> BinaryIO:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    return os.fdopen(descriptor, "r+b", buffering=0)
+
+
+def _write(file: BinaryIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
+    os.fsync(file.fileno())
+
+
+def _entry(value: Any) -> bytes:
+    """A line that shows whether it is whole: a checksum, then JSON."""
+    text = json.dumps(value).encode()
+    return b"%08x " % zlib.crc32(text) + text + b"\n"
+
+
+def _is_whole(line: bytes) -> bool:
+    return line.endswith(b"\n") and line[:8] == b"%08x" % zlib.crc32(line[9:-1])
+
+
+def _key(record: Mapping[str, Any]) -> Key:
+    return record["line"], record["sample"]
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.ENOSPC:
+        return "the disk is full"
+    return f"cannot be written ({error.strerror or error})"

@@ -1,0 +1,277 @@
+"""`jaxspec batch`: a file of prompts in, a file of records out."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxspec import batch
+from jaxspec.batch import JobReport, Row
+from jaxspec.batch.hosts import Processes, joined
+from jaxspec.batch.parts import check_parts, part_header, part_path, put_together
+from jaxspec.batch.rows import PROMPT_FIELDS
+from jaxspec.bench.compare import describe
+from jaxspec.commands import EXIT_INTERRUPTED
+from jaxspec.commands.options import (
+    add_drafter_arguments,
+    add_generation_arguments,
+    add_mesh_argument,
+    announce,
+    check_writable,
+    generation_config,
+    load_model,
+    make_drafter,
+    mesh_asked,
+    refuse_unused,
+)
+
+_REQUIRED = ("coordinator", "num_processes", "process_id")
+_EVERY = 2.0
+"""Seconds between lines that say how the job goes."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec batch`."""
+    parser.description = (
+        "Decodes every prompt of a file and appends a record for each to another. Slots are "
+        "refilled as rows finish. A row's output depends on the settings, the seed and its id, not "
+        "on order, batch size, or how often the job was stopped and resumed. Ctrl-C finishes the "
+        "rows that run; a second one stops at once. Either way --resume goes on."
+    )
+    parser.add_argument("input", type=Path, metavar="IN.jsonl[.gz]", help="a prompt per line")
+    parser.add_argument("output", type=Path, metavar="OUT.jsonl", help="a record per line")
+    parser.add_argument(
+        "--model", default="demo", metavar="MODEL", help="folder, shipped name or Hub id"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights")
+    parser.add_argument("--max-positions", type=int, metavar="N", help="longest text, in tokens")
+    add_mesh_argument(parser)
+    parser.add_argument(
+        "--field", help=f"where the prompt is (default: the first of {', '.join(PROMPT_FIELDS)})"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="wrap each text in the model's chat template"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on where the same job stopped, if it did"
+    )
+    group = parser.add_argument_group("how the job runs; no output depends on it")
+    for flag, meaning in (
+        ("--batch", "rows at once; auto: what helps and fits into memory (default)"),
+        ("--slots", "tokens that each row's cache holds; auto: what rows need (default)"),
+    ):
+        group.add_argument(flag, type=_count, metavar="auto|N", help=meaning)
+    group.add_argument(
+        "--drafting",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="auto: where the time that chunks take says it is faster, if greedy in float32",
+    )
+    group.add_argument(
+        "--expected-speedup",
+        type=float,
+        metavar="X",
+        help="of drafting with this many rows, as measured before: what auto begins with",
+    )
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="write the job's figures; - or nothing for standard output",
+    )
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="lines on standard error that say how the job goes (default: on a terminal)",
+    )
+    add_distributed_arguments(parser)
+    add_generation_arguments(parser)
+    add_drafter_arguments(parser, repeatable=False)
+
+
+def add_distributed_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares `--distributed` and what belongs to it."""
+    group = parser.add_argument_group(
+        "several processes, on one host or many: the same command for each, with its own number; "
+        "each decodes its share of the rows, and process 0 puts the output together"
+    )
+    group.add_argument("--distributed", action="store_true", help="this is one of them")
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of process 0; the next port is used as well"
+    )
+    group.add_argument("--num-processes", type=int, metavar="N", help="of the job")
+    group.add_argument("--process-id", type=int, metavar="I", help="of this one, from 0")
+    group.add_argument(
+        "--join-seconds", type=float, metavar="S", help="to wait for the others (default: 300)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decodes as the arguments say; 130 if Ctrl-C ended it before its time."""
+    if args.distributed:
+        missing = [flag for flag in _REQUIRED if getattr(args, flag) is None]
+        if missing:
+            flags = ", ".join("--" + flag.replace("_", "-") for flag in missing)
+            raise ValueError(f"--distributed: give {flags} as well.")
+        seconds = 300.0 if args.join_seconds is None else args.join_seconds
+        with joined(
+            args.coordinator, args.num_processes, args.process_id, seconds=seconds
+        ) as processes:
+            return show(args, decode_file(args, processes))
+    refuse_unused(args, (*_REQUIRED, "join_seconds"), "needs --distributed.")
+    return show(args, decode_file(args))
+
+
+def show(args: argparse.Namespace, report: JobReport) -> int:
+    """Says how a job went, and where `--json` asks for it, in figures."""
+    ended = "interrupted" if report.interrupted else "done"
+    print(f"{ended}: {report}", file=sys.stderr)
+    if args.json is not None:
+        text = json.dumps(report.as_dict(), indent=2)
+        if args.json == "-":
+            print(text)
+        else:
+            Path(args.json).write_text(text + "\n", encoding="utf-8")
+    if report.interrupted:
+        print("the same command with --resume goes on", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def decode_file(args: argparse.Namespace, processes: Processes | None = None) -> JobReport:
+    """Reads, decodes and writes; every mistake is found before the output is begun.
+
+    With `processes` only a share of the rows, and process 0 puts all shares together.
+    """
+    config = generation_config(args)
+    check_writable(args.json)
+    if args.input.resolve() == args.output.resolve():
+        raise ValueError(f"{args.output}: the output must not be the input.")
+    rows = batch.read_rows(args.input, args.field, args.chat)
+    model = load_model(args, mesh_asked(args))
+    drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
+    guard = batch.GuardSettings(expected=args.expected_speedup)
+    header = batch.job_header(model, rows, config, drafter, args.seed)
+
+    def decode(rows: list[Row], writer: batch.Writer) -> JobReport:
+        announce(
+            model=args.model,
+            prompts=f"{len(rows)} of {args.input}",
+            drafter=describe(drafter),
+            config=config,
+            seed=args.seed,
+        )
+        if writer.done:
+            print(f"resuming: {len(writer.done)} records are there", file=sys.stderr)
+        with _draining() as interrupts:
+            return batch.run(
+                model,
+                rows,
+                writer,
+                config,
+                drafter,
+                args.seed,
+                batch=args.batch,
+                slots=args.slots,
+                drafting=args.drafting,
+                guard=guard,
+                should_stop=lambda: bool(interrupts),
+                progress=_Progress(args.progress),
+            )
+
+    if processes is not None:
+        return decode_share(args, processes, rows, header, decode)
+    with batch.Writer(args.output, header, args.resume) as writer:
+        return decode(rows, writer)
+
+
+def decode_share(
+    args: argparse.Namespace,
+    processes: Processes,
+    rows: list[Row],
+    header: dict[str, Any],
+    decode: Callable[[list[Row], batch.Writer], JobReport],
+) -> JobReport:
+    """Decodes the rows of this process into a part; process 0 then puts the parts together."""
+    index, num = processes.index, processes.num
+    with contextlib.ExitStack() as stack:
+        whole = None
+        if processes.is_first:
+            check_parts(args.output, num, args.resume)
+            whole = stack.enter_context(batch.Writer(args.output, header, args.resume))
+        done = processes.begin(header, set() if whole is None else whole.done)
+        path, settings = part_path(args.output, index, num), part_header(header, index, num)
+        # Whether parts may be there already, process 0 has said.
+        with batch.Writer(path, settings, resume=True) as part:
+            part.done |= done
+            report = decode(processes.share(rows), part)
+        stopped = processes.finish({"index": index, "interrupted": report.interrupted})
+        early = [str(one["index"]) for one in stopped if one["interrupted"]]
+        if early:
+            print(f"stopped early: process {', '.join(early)}", file=sys.stderr)
+            return dataclasses.replace(report, interrupted=True)
+        if whole is not None:
+            count = put_together(whole, header, num)
+            print(f"put together: {count} records of {num} processes", file=sys.stderr)
+        return report
+
+
+@contextmanager
+def _draining() -> Iterator[list[int]]:
+    """Collects the first Ctrl-C; the second is one as ever."""
+    interrupts: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        interrupts.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        print("finishing the rows that run; Ctrl-C again stops at once", file=sys.stderr)
+
+    try:
+        before = signal.signal(signal.SIGINT, note)
+    except ValueError:  # not the main thread, which alone hears of signals
+        yield interrupts
+        return
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Progress:
+    """Prints a line now and then."""
+
+    def __init__(self, shown: bool | None):
+        self._shown = sys.stderr.isatty() if shown is None else shown
+        self._last = time.monotonic()
+
+    def __call__(self, report: JobReport) -> None:
+        now = time.monotonic()
+        if not self._shown or now - self._last < _EVERY:
+            return
+        self._last = now
+        eta = report.eta_seconds
+        left = "" if eta is None else f", {_duration(eta)} left"
+        print(f"{report}{left}", file=sys.stderr)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def _count(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be auto or a number from 1, got {text!r}.")
+    return int(text)

@@ -1,0 +1,316 @@
+"""Models, caches and rows over a mesh of devices: tensor parallel and data parallel at once.
+
+A mesh has two axes. Rows of a batch lie over "data", and what a model consists of lies over
+"model": heads, hidden units of MLPs, the vocabulary, experts. One table says which. XLA does the
+rest: each block ends in one sum over "model", and rows never meet.
+
+A model that lies on a mesh carries it with its weights, so nothing else needs to be told:
+`mesh_of` finds it, and whoever calls a compiled function does so `on` it. There a few functions
+take another form (`core.forms`), one that keeps every axis of a weight in its place: an axis that
+is merged into another cannot stay divided.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxspec.core.forms import exchanged
+from jaxspec.core.loop import placed
+from jaxspec.core.types import LayerKV, PyTree
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.transformer import activate, mix_experts, project
+
+DATA, MODEL = "data", "model"
+
+Axes = tuple[str | None, ...]
+T = TypeVar("T")
+
+MESH_AXES: Mapping[str | None, str] = {
+    "rows": DATA,
+    "heads": MODEL,
+    "hidden": MODEL,
+    "vocabulary": MODEL,
+    "experts": MODEL,
+}
+"""Over which axis of a mesh a logical axis lies; those not named are whole on every device."""
+
+PARAM_AXES: Mapping[tuple[str, int], Axes] = {
+    ("embed/embedding", 2): ("vocabulary", None),
+    ("head/kernel", 2): (None, "vocabulary"),
+    ("vocabulary/table", 2): (None, "vocabulary"),
+    ("qkv/kernel", 4): (None, "heads", None, None),
+    ("qkv/bias", 3): ("heads", None, None),
+    ("out/kernel", 4): ("heads", None, None, None),
+    ("gate_up/kernel", 3): (None, None, "hidden"),
+    ("gate_up/bias", 2): (None, "hidden"),
+    ("down/kernel", 2): ("hidden", None),
+    # Experts: whole ones on each device, or a part of every one where their number is not divided.
+    ("gate_up/kernel", 4): ("experts", None, None, "hidden"),
+    ("down/kernel", 3): ("experts", "hidden", None),
+}
+"""Logical axes of weights, by the end of their name and their rank; all others are whole.
+
+"heads" are key heads, each with the query heads that share it.
+"""
+
+CACHE_AXES: Axes = ("rows", "heads", None, None)
+"""Of a batch's keys and of its values, in the cache of any model."""
+
+
+def make_mesh(
+    data: int | None = None, model: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh of two axes, "data" and "model".
+
+    Args:
+        data: parts that the rows of a batch are divided into; None: as many as there are devices
+            for.
+        model: parts that heads, MLPs, vocabulary and experts are divided into.
+        devices: to choose the first ones of; None: all of this process.
+
+    Raises:
+        ValueError: a size is below 1, or the mesh does not divide the devices.
+    """
+    devices = jax.local_devices() if devices is None else devices
+    kind = f"the {len(devices)} {devices[0].platform} devices here"
+    if model < 1 or (data is not None and data < 1):
+        raise ValueError(f"mesh: sizes count from 1, got data={data}, model={model}.")
+    if data is None:
+        data = max(1, len(devices) // model)
+    if len(devices) % (data * model):
+        raise ValueError(
+            f"mesh: data={data},model={model} takes {data * model} devices, which must divide "
+            f"{kind}; choose sizes whose product is one of {_divisors(len(devices))}."
+        )
+    return Mesh(np.asarray(devices[: data * model]).reshape(data, model), (DATA, MODEL))
+
+
+def parse_mesh(text: str) -> Mesh:
+    """Reads "data=2,model=4"; an axis left out is 1.
+
+    Raises:
+        ValueError: it says something else, or as for `make_mesh`.
+    """
+    sizes = {DATA: 1, MODEL: 1}
+    for part in text.split(","):
+        axis, _, size = part.strip().partition("=")
+        if axis not in sizes or not size.isdecimal():
+            raise ValueError(f"mesh must be like data=2,model=4, got {text!r}.")
+        sizes[axis] = int(size)
+    return make_mesh(sizes[DATA], sizes[MODEL])
+
+
+def check_divides(config: ModelConfig, mesh: Mesh) -> None:
+    """Refuses a mesh that a target cannot be divided over.
+
+    Key heads are not copied: a mesh has at most as many devices on its axis "model" as there are
+    key heads. Rows over "data" use the other devices. A vocabulary that is not divided is whole on
+    every device.
+
+    Raises:
+        ValueError: the axis "model" does not divide the key heads, the hidden units of the MLPs,
+            or the experts and their hidden units.
+    """
+    parts = mesh.shape[MODEL]
+    sizes = {"key heads": config.num_kv_heads}
+    sparse = [config.sparse_layer(layer) for layer in range(config.num_layers)]
+    if not all(sparse):
+        sizes["hidden units of its MLPs"] = config.mlp_dim
+    if any(sparse) and config.experts is not None and config.experts.num % parts:
+        sizes["hidden units of its experts"] = config.experts.mlp_dim
+    for what, size in sizes.items():
+        if size % parts:
+            raise ValueError(
+                f"mesh: model={parts} does not divide the {size} {what}; choose model from "
+                f"{_divisors(size)}, and data=N for the other devices."
+            )
+
+
+def partition(axes: Axes, shape: tuple[int, ...], mesh: Any) -> PartitionSpec:
+    """Where an array with these logical axes lies.
+
+    An axis of the mesh divides the first logical axis that it can; what it cannot divide is whole.
+
+    Args:
+        axes: one for each of the leading dimensions of `shape`.
+        shape: of the array.
+        mesh: a mesh, or its abstract form while a program is traced.
+    """
+    free, spec = set(mesh.axis_names), []
+    for axis, size in zip(axes, shape, strict=False):
+        over = MESH_AXES.get(axis)
+        divided = over in free and size % mesh.shape[over] == 0
+        spec.append(over if divided else None)
+        free -= {over} if divided else set()
+    return PartitionSpec(*spec)
+
+
+def param_sharding(name: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """Where a weight lies. Of its name, parts joined by "/", the last two count."""
+    end = "/".join(name.split("/")[-2:])
+    axes = PARAM_AXES.get((end, len(shape)), ())
+    return NamedSharding(mesh, partition(axes, shape, mesh))
+
+
+def put(array: np.ndarray, sharding: NamedSharding) -> Array:
+    """An array of the host on its shards: each device is handed its part and no more."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
+
+
+def shard(weights: T, mesh: Mesh) -> T:
+    """Weights of any model or head on a mesh: those that lie there already stay.
+
+    Where the mesh does not divide them, as the one key head of a small draft model, they are whole
+    on every device.
+    """
+
+    def place(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            return leaf
+        name = "/".join(_entry_name(entry) for entry in path)
+        return jax.device_put(leaf, param_sharding(name, leaf.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(place, weights)
+
+
+def on_every_device(mesh: Mesh) -> NamedSharding:
+    """Whole copies."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def spread_rows(mesh: Mesh, batch: PyTree) -> PyTree:
+    """A batch whose first axis lies over "data", an equal part on each device.
+
+    Where that does not divide the rows, all of them are everywhere, and the work is done twice.
+    """
+
+    def place(leaf: Any) -> Array:
+        return jax.device_put(leaf, NamedSharding(mesh, partition(("rows",), np.shape(leaf), mesh)))
+
+    return jax.tree.map(place, batch)
+
+
+def mesh_of(weights: PyTree) -> Mesh | None:
+    """The mesh that weights lie on; None for those of a single device."""
+    for leaf in jax.tree.leaves(weights):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (DATA, MODEL):
+            mesh: Any = sharding.mesh
+            return mesh
+    return None
+
+
+def shares_of_memory(mesh: Mesh | None, *, rows: bool = False) -> int:
+    """How many devices, with memory of their own, a model is divided over; or rows' caches."""
+    if mesh is None or mesh.devices.flat[0].platform == "cpu":
+        return 1
+    return mesh.size if rows else mesh.shape[MODEL]
+
+
+def placement_of(weights: PyTree) -> "Placement | None":
+    """Where rows belong that weights are for; None: anywhere."""
+    mesh = mesh_of(weights)
+    return None if mesh is None else Placement(mesh)
+
+
+def on_mesh_of(weights: PyTree) -> AbstractContextManager[None]:
+    """Within it, programs are traced and called for the mesh that weights lie on, if any."""
+    mesh = mesh_of(weights)
+    return nullcontext() if mesh is None else on(mesh)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Puts a batch of rows where it is to lie: rows over "data", their caches over "model" too.
+
+    Works on arrays and, as a constraint, inside a program.
+    """
+
+    mesh: Mesh
+
+    @property
+    def data_axis_size(self) -> int:
+        """Parts that rows are divided into."""
+        return self.mesh.shape[DATA]
+
+    def __call__(self, states: T) -> T:
+        """The same states, placed."""
+
+        def pin(array: Array, axes: Axes) -> Array:
+            spec = partition(axes, array.shape, self.mesh)
+            return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
+
+        def place(node: Any) -> Any:
+            if isinstance(node, LayerKV):
+                return LayerKV(*(pin(array, CACHE_AXES) for array in node))
+            return pin(node, ("rows",))
+
+        return jax.tree.map(place, states, is_leaf=lambda node: isinstance(node, LayerKV))
+
+
+@contextmanager
+def on(mesh: Mesh) -> Iterator[None]:
+    """Within it, programs are traced and called for this mesh.
+
+    The mesh is part of what a compiled program is found by, so the forms are too.
+    """
+    forms: dict[Any, Any] = {placed: Placement(mesh)}
+    if mesh.shape[MODEL] > 1:
+        forms |= {project: _project, mix_experts: _mix_experts}
+    with jax.set_mesh(mesh), exchanged(forms):
+        yield
+
+
+def _project(
+    inputs: Float[Array, "nodes *ins"], kernel: Float[Array, "*ins_and_outs"]
+) -> Float[Array, "nodes *outs"]:
+    return jnp.tensordot(inputs, kernel, axes=inputs.ndim - 1)
+
+
+def _mix_experts(
+    config: ModelConfig,
+    inputs: Float[Array, "nodes embed"],
+    weights: Float[Array, "nodes chosen"],
+    chosen: Array,
+    gate_up: Float[Array, "experts embed 2 hidden"],
+    down: Float[Array, "experts hidden embed"],
+) -> Float[Array, "nodes embed"]:
+    """Every device runs all tokens through its own experts, one after the other."""
+    num, parts = gate_up.shape[0], jax.sharding.get_abstract_mesh().shape[MODEL]
+    parts = parts if num % parts == 0 else 1
+    one_hot = jax.nn.one_hot(chosen, num, dtype=inputs.dtype)
+    shares = jnp.einsum("nk,nke->en", weights, one_hot)
+    gate_up, down, shares = (
+        array.reshape(parts, num // parts, *array.shape[1:]) for array in (gate_up, down, shares)
+    )
+
+    def add_expert(i: Any, totals: Float[Array, "parts nodes embed"]) -> Array:
+        ups, downs, share = (
+            jax.lax.dynamic_index_in_dim(array, i, axis=1, keepdims=False)
+            for array in (gate_up, down, shares)
+        )
+        hidden = jnp.einsum("nd,pdtf->pntf", inputs, ups)
+        hidden = activate(config, hidden[:, :, 0]) * hidden[:, :, 1]
+        return totals + share[:, :, None] * jnp.einsum("pnf,pfd->pnd", hidden, downs)
+
+    totals = jnp.zeros((parts, *inputs.shape), inputs.dtype)
+    return jnp.sum(jax.lax.fori_loop(0, num // parts, add_expert, totals), axis=0)
+
+
+def _entry_name(entry: Any) -> str:
+    """Of a step on the path to a leaf: a dictionary's key, a field's name, a place."""
+    for field in ("key", "name", "idx"):
+        if hasattr(entry, field):
+            return str(getattr(entry, field))
+    return str(entry)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,38 @@
+"""A tiny model, its folder, and prompts of different lengths."""
+
+import jax
+import pytest
+
+import jaxspec
+from tests.bench.models import tiny_model
+
+PROMPTS = (
+    "hello world",
+    "abc abc abc abc abc",
+    "x",
+    "once upon a time there was a text of many words",
+    "the same",
+    "qwerty qwerty qwe",
+    "zz",
+    "to be or not to be, to be",
+)
+
+
+@pytest.fixture(scope="session")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    jaxspec.save(model, folder)
+    return str(folder)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_quickly():
+    """Compiling takes longer than running here, and no law depends on how well it is done."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -1,0 +1,174 @@
+"""`jaxspec batch`: what it says, writes and refuses, and that no kill loses anything."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import jaxspec
+from jaxspec import GenerationConfig
+from jaxspec.batch import writer as writer_module
+from jaxspec.cli import main
+from jaxspec.commands import batch as command
+from tests.batch.conftest import PROMPTS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"question": prompt}) + "\n" for prompt in PROMPTS))
+    return path
+
+
+@pytest.fixture
+def argv(folder, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    return ["batch", str(prompts), str(out), "--model", folder, "--max-new-tokens", "20"]
+
+
+def records_in(path) -> list[dict]:
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return sorted((json.loads(line) for line in lines), key=lambda r: (r["line"], r["sample"]))
+
+
+def fails(capsys, argv, code: int = 2) -> str:
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = [line for line in err.splitlines() if line.startswith("jaxspec: error:")]
+    return line
+
+
+def test_a_file_of_prompts_becomes_a_file_of_records(argv, model, capsys):
+    assert main([*argv, "--batch", "3", "--json", "--progress"]) == 0
+    out, err = capsys.readouterr()
+    figures = json.loads(out)
+    assert figures["num_done"] == figures["num_records"] == 8
+    assert figures["batch"] == 3
+    assert "done: 8 of 8 records" in err
+    rows = jaxspec.generate(model, PROMPTS, GenerationConfig(max_new_tokens=20))
+    assert [record["tokens"] for record in records_in(argv[2])] == [r.tokens.tolist() for r in rows]
+    assert [record["text"] for record in records_in(argv[2])] == rows.texts
+
+    before = Path(argv[2]).read_bytes()
+    assert "is there already" in fails(capsys, argv)
+    assert "max_new_tokens=20" in fails(capsys, [*argv[:-1], "21", "--resume"])
+    assert "seed is 0 there and 1 here" in fails(capsys, [*argv, "--seed", "1", "--resume"])
+    assert main([*argv, "--resume", "--batch", "auto"]) == 0
+    assert "resuming: 8 records" in capsys.readouterr().err
+    assert Path(argv[2]).read_bytes() == before
+
+
+def test_what_cannot_be_a_job_is_refused_before_anything_is_written(argv, capsys, tmp_path):
+    name, source, out, *rest = argv
+    before = Path(source).read_bytes()
+    assert "must not be the input" in fails(capsys, [name, source, source, *rest])
+    folders = [name, source, str(tmp_path / "no" / "out.jsonl"), *rest]
+    assert "in a folder that exists" in fails(capsys, folders)
+    assert "No such file" in fails(capsys, [name, str(tmp_path / "none.jsonl"), out, *rest])
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    assert "holds no prompts" in fails(capsys, [name, str(empty), out, *rest])
+    assert "top_k" in fails(capsys, [*argv, "--top-k", "999", "--temperature", "1"])
+    for wrong in (["--batch", "0"], ["--slots", "many"], ["--drafting", "sometimes"]):
+        with pytest.raises(SystemExit):
+            main([*argv, *wrong])
+    assert Path(source).read_bytes() == before
+
+
+def test_a_full_disk_ends_in_one_line_and_the_job_goes_on(argv, capsys, monkeypatch):
+    real, written = writer_module._write, []
+
+    def write(file, data):
+        written.append(len(data))
+        if len(written) > 4:
+            raise OSError(28, "No space left on device")
+        real(file, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer_module, "_write", write)
+        assert "the disk is full" in fails(capsys, [*argv, "--batch", "3"])
+    kept = len(records_in(argv[2]))
+    assert 0 < kept < 8
+    assert main([*argv, "--batch", "3", "--resume"]) == 0
+    assert [record["line"] for record in records_in(argv[2])] == list(range(1, 9))
+
+
+def test_ctrl_c_finishes_what_runs_and_resume_the_rest(argv, capsys, monkeypatch):
+    class Impatient(command._Progress):
+        def __call__(self, report):
+            if report.num_steps and signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "_Progress", Impatient)
+        assert main([*argv, "--batch", "2"]) == 130
+    err = capsys.readouterr().err
+    assert "finishing the rows that run" in err
+    assert "interrupted: 2 of 8 records" in err
+    assert "--resume goes on" in err
+    assert len(records_in(argv[2])) == 2
+    assert main([*argv, "--batch", "2", "--resume"]) == 0
+    assert [record["line"] for record in records_in(argv[2])] == list(range(1, 9))
+
+
+def outputs(path) -> list[tuple]:
+    """What may not change: how many steps a row took depends on when a guard decided."""
+    kept = ("line", "sample", "tokens", "text", "finish_reason", "error")
+    return [tuple(record.get(name) for name in kept) for record in records_in(path)]
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_moments_it_loses_doubles_and_changes_nothing(folder, tmp_path):
+    source = tmp_path / "in.jsonl"
+    lines = [json.dumps({"prompt": f"row {i} " * (1 + i % 5), "id": f"r{i}"}) for i in range(300)]
+    source.write_text("\n".join([*lines, "bad"]) + "\n")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "JAXSPEC_CACHE": str(tmp_path / "programs"),
+    }
+
+    def start(out: Path) -> subprocess.Popen:
+        settings = ["--temperature", "0.8", "--num-samples", "2", "--max-new-tokens", "24"]
+        words = ["batch", str(source), str(out), "--model", folder, "--batch", "4", "--resume"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxspec", *words, *settings, "--drafter", "lookup"],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+
+    whole = tmp_path / "whole.jsonl"
+    done = start(whole)
+    assert done.wait() == 0, done.stderr.read()
+    rng, kills, tries = random.Random(0), 0, 0
+    while kills < 20:
+        out = tmp_path / f"out{tries}.jsonl"
+        tries += 1
+        while True:
+            before = out.stat().st_size if out.exists() else 0
+            process = start(out)
+            # From its very beginning, or once it writes, some time on.
+            if rng.random() < 0.8:
+                while process.poll() is None and (not out.exists() or out.stat().st_size <= before):
+                    time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.5))
+            process.kill()
+            if process.wait() == 0:
+                break
+            kills += 1
+            if kills >= 20:
+                last = start(out)
+                assert last.wait() == 0, last.stderr.read()
+                break
+        assert outputs(out) == outputs(whole)
+        assert len(records_in(out)) == 601

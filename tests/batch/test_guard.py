@@ -1,0 +1,105 @@
+"""The guard on made-up clocks: it drafts where that is faster, and finding out costs little."""
+
+import random
+
+import pytest
+
+from jaxspec.batch import Guard, GuardSettings
+
+
+def simulate(
+    step_seconds: dict[bool, float],
+    tau: float,
+    total_tokens: int,
+    rows: int = 8,
+    noise: float = 0.0,
+    rejoin_seconds: float = 0.0,
+    settings: GuardSettings | None = None,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Seconds of a guarded job over those of a plain one, and the share of tokens drafted."""
+    rng = random.Random(seed)
+    guard = Guard(settings, longest=32)
+    seconds, tokens, drafted, stale = 0.0, 0.0, 0.0, False
+    first = {True: 10.0, False: 10.0}
+    while tokens < total_tokens:
+        chunk = guard.choose()
+        steps = rng.randint(1, chunk.limit)
+        factor = rng.lognormvariate(0, noise) if noise else 1.0
+        # A loop's first step takes ten times as long.
+        took = (steps - 1 + first[chunk.drafting]) * step_seconds[chunk.drafting] * factor
+        first[chunk.drafting] = 1.0
+        emitted = steps * rows * (tau if chunk.drafting else 1.0)
+        extra = rejoin_seconds if chunk.drafting and stale else 0.0
+        stale = not chunk.drafting
+        guard.book(chunk.drafting, steps, steps * rows, round(emitted), took, extra)
+        seconds, tokens = seconds + took + extra, tokens + emitted
+        drafted += emitted * chunk.drafting
+    return seconds / (total_tokens / rows * step_seconds[False]), drafted / tokens
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("slower", [0.3, 0.6, 0.8, 0.95])
+def test_where_drafting_loses_the_job_takes_hardly_longer(slower, noise):
+    times = {False: 0.01, True: 0.01 * 2 / slower}
+    ratio, drafted = simulate(times, 2.0, 100_000, noise=noise, rejoin_seconds=0.1)
+    assert ratio < 1 / 0.97
+    assert drafted < 0.05
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize("faster", [1.1, 1.5, 2.5])
+def test_where_drafting_wins_the_job_drafts(faster, noise):
+    times = {False: 0.01, True: 0.01 * 3 / faster}
+    ratio, drafted = simulate(times, 3.0, 100_000, noise=noise, rejoin_seconds=0.1)
+    assert drafted > 0.9
+    assert ratio < 1.06 / faster
+
+
+def test_noise_alone_never_drafts_for_long():
+    for seed in range(5):
+        ratio, _ = simulate({False: 0.01, True: 0.02}, 2.0, 50_000, noise=0.15, seed=seed)
+        assert ratio < 1 / 0.97
+
+
+def test_a_curve_that_denies_drafting_is_believed_from_the_first_step():
+    guard = Guard(GuardSettings(expected=0.7))
+    assert not guard.choose().drafting
+    times = {False: 0.05, True: 0.3}
+    ratio, drafted = simulate(times, 2.0, 3000, settings=GuardSettings(expected=0.7))
+    assert drafted == 0
+    assert ratio < 1.2  # the warm-up of the first step, of 375
+
+
+def test_it_changes_its_mind_when_the_text_does():
+    guard = Guard()
+    for tau, seconds in ((3.0, 60.0), (1.0, 60.0), (3.0, 600.0)):
+        clock = 0.0
+        while clock < seconds:
+            chunk = guard.choose()
+            took = chunk.limit * (0.02 if chunk.drafting else 0.01)
+            emitted = round(chunk.limit * 8 * (tau if chunk.drafting else 1))
+            guard.book(chunk.drafting, chunk.limit, chunk.limit * 8, emitted, took)
+            clock += took
+        assert guard.choose().drafting == (tau > 2)
+
+
+def test_the_first_steps_time_is_not_believed():
+    guard = Guard()
+    assert guard.choose() == (True, 1)
+    guard.book(True, 1, 8, 24, 100.0)
+    assert guard.speedup is None
+    while guard.speedup is None:
+        chunk = guard.choose()
+        tau = 3 if chunk.drafting else 1
+        guard.book(chunk.drafting, chunk.limit, chunk.limit, chunk.limit * tau, chunk.limit * 0.01)
+    assert guard.speedup == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"margin": -0.1}, {"samples": 0}, {"probe_seconds": 0}, {"probe_share": 1}, {"expected": 0}],
+)
+def test_settings_out_of_range(wrong):
+    with pytest.raises(ValueError, match="must be"):
+        GuardSettings(**wrong)

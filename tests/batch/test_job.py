@@ -1,0 +1,278 @@
+"""The law of jobs: a row is what `generate` alone makes of it, however the job is run."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import DraftModel, Eagle, GenerationConfig, PromptLookup
+from jaxspec.batch import Collector, GuardSettings, Row, rows_of, run
+from jaxspec.batch import guard as guard_module
+from jaxspec.batch import job as job_module
+from jaxspec.batch.slots import run_chunk
+from jaxspec.checkpoint import Model
+from jaxspec.drafters import LoadedDrafter
+from tests.batch.conftest import PROMPTS
+from tests.laws.drafters import FORKED, PATHS, blurred, eagle_head
+
+GREEDY = GenerationConfig(max_new_tokens=20)
+SAMPLED = GenerationConfig(max_new_tokens=12, temperature=1.0, top_p=0.95)
+
+
+def drafter_for(model: Model, name: str):
+    network = model.network
+    return {
+        "plain": lambda: None,
+        "lookup": lambda: PromptLookup(num_speculative_tokens=3),
+        "draft model": lambda: LoadedDrafter(DraftModel(paths=PATHS), blurred(network)),
+        "eagle": lambda: LoadedDrafter(Eagle(FORKED, chunk=8), eagle_head(network)),
+    }[name]()
+
+
+def tokens_by_line(output: Collector) -> dict:
+    records = output.records
+    found = {(record["line"], record["sample"]): record["tokens"] for record in records}
+    assert len(found) == len(records), "a record twice"
+    return found
+
+
+def expected_tokens(model, config, drafter=None, seed=0, prompts=PROMPTS) -> dict:
+    rows = jaxspec.generate(model, prompts, config, drafter, seed)
+    return {(row.prompt_index + 1, row.sample_index): row.tokens.tolist() for row in rows}
+
+
+def decoded(model, config, drafter=None, rows=None, **settings) -> dict:
+    output = Collector()
+    run(model, rows_of(PROMPTS) if rows is None else rows, output, config, drafter, **settings)
+    return tokens_by_line(output)
+
+
+def in_turns(seconds_of_drafting: float):
+    """A guard whose clock says what the test wants, whatever the machine says."""
+
+    class Fake(guard_module.Guard):
+        def book(self, drafting, steps, row_steps, tokens, seconds, extra_seconds=0.0):
+            seconds = steps * (seconds_of_drafting if drafting else 0.01)
+            super().book(drafting, steps, row_steps, tokens, seconds, extra_seconds)
+
+    return Fake
+
+
+@pytest.mark.parametrize("name", ["plain", "lookup", "draft model", "eagle"])
+def test_greedy_rows_are_those_of_generate(model, name):
+    expected = expected_tokens(model, GREEDY)
+    assert decoded(model, GREEDY, drafter_for(model, name), batch=3, drafting="always") == expected
+
+
+@pytest.mark.parametrize("name", ["lookup", "eagle"])
+def test_changing_between_drafts_and_plain_steps_changes_no_row(model, name, monkeypatch):
+    """A guard that is never settled tries both in turns, and rows rejoin again and again."""
+    settings = GuardSettings(samples=10_000, clear=1e9, probe_seconds=0.01)
+    monkeypatch.setattr(job_module, "Guard", in_turns(0.01))
+    output, drafter = Collector(), drafter_for(model, name)
+    report = run(model, rows_of(PROMPTS), output, GREEDY, drafter, batch=3, guard=settings)
+    assert tokens_by_line(output) == expected_tokens(model, GREEDY)
+    assert 0 < report.num_drafted_steps < report.num_steps
+    metrics = [record["metrics"] for record in output.records]
+    assert sum(m["num_verify_steps"] for m in metrics) == report.row_steps
+    assert sum(m["num_tokens"] for m in metrics) == report.num_tokens == 8 * 20
+
+
+def test_a_row_that_rejoins_is_drafted_for_as_before(model, monkeypatch):
+    """The target drafts for itself: every draft is accepted, before and after plain steps."""
+    drafter = LoadedDrafter(DraftModel(num_speculative_tokens=3), model.network)
+    settings = GuardSettings(samples=10_000, clear=1e9, probe_seconds=0.01)
+    monkeypatch.setattr(job_module, "Guard", in_turns(0.01))
+    config = dataclasses.replace(GREEDY, max_new_tokens=64)
+    output = Collector()
+    report = run(model, rows_of(PROMPTS[:1]), output, config, drafter, batch=1, guard=settings)
+    plain = report.num_steps - report.num_drafted_steps
+    assert plain > 2
+    # The last step may be cut by the budget.
+    assert report.num_drafted_steps * 4 + plain >= 64 > (report.num_drafted_steps - 1) * 4 + plain
+
+
+@pytest.mark.parametrize("name", ["plain", "draft model"])
+def test_sampled_rows_are_those_of_generate_at_any_batch_size(model, name):
+    config, drafter = dataclasses.replace(SAMPLED, num_samples=2), drafter_for(model, name)
+    expected = expected_tokens(model, config, drafter, seed=5)
+    assert decoded(model, config, drafter, seed=5, batch=3) == expected
+    assert decoded(model, config, drafter, seed=5, batch=16) == expected
+    assert len({tuple(tokens) for tokens in expected.values()}) > 12
+
+
+def test_order_changes_nothing(model):
+    rows = rows_of(PROMPTS)
+    expected = decoded(model, SAMPLED, rows=rows, batch=3)
+    assert decoded(model, SAMPLED, rows=rows[::-1], batch=3) == expected
+    parts = [decoded(model, SAMPLED, rows=rows[part::2], batch=3) for part in range(2)]
+    assert parts[0] | parts[1] == expected
+
+
+def test_an_id_names_the_randomness_and_not_the_line(model):
+    prompts = ["same prompt"] * 3
+    rows = [Row(i + 1, row_id, p) for i, (row_id, p) in enumerate(zip("aba", prompts, strict=True))]
+    found = decoded(model, SAMPLED, rows=rows, batch=2)
+    assert found[1, 0] == found[3, 0] != found[2, 0]
+
+
+def test_what_is_done_is_not_done_again(model):
+    config = dataclasses.replace(SAMPLED, num_samples=2)
+    whole = Collector()
+    run(model, rows_of(PROMPTS), whole, config, batch=3)
+    for kept in (1, 7, 16):
+        output = Collector()
+        output.append(whole.records[:kept])
+        report = run(model, rows_of(PROMPTS), output, config, batch=3)
+        assert tokens_by_line(output) == tokens_by_line(whole)
+        assert (report.num_records, report.num_done, report.num_resumed) == (16, 16, kept)
+
+
+def test_asked_to_stop_it_finishes_what_runs_and_can_go_on(model):
+    output, asked = Collector(), []
+
+    def should_stop() -> bool:
+        asked.append(1)
+        return len(asked) > 2
+
+    report = run(model, rows_of(PROMPTS), output, GREEDY, batch=2, should_stop=should_stop)
+    assert report.interrupted
+    assert 0 < len(output.records) < len(PROMPTS)
+    assert not run(model, rows_of(PROMPTS), output, GREEDY, batch=2).interrupted
+    assert tokens_by_line(output) == expected_tokens(model, GREEDY)
+
+
+def test_bad_rows_become_errors_and_the_job_goes_on(model):
+    bad = [Row(9, 8, None, "not valid JSON."), Row(10, 9, [5, 9999]), Row(11, 10, "x" * 100)]
+    output = Collector()
+    report = run(model, [*rows_of(PROMPTS), *bad], output, GREEDY, batch=3, slots=128)
+    errors = {r["line"]: r["error"] for r in output.records if "error" in r}
+    assert sorted(errors) == [9, 10, 11]
+    assert "100 tokens and needs" in errors[11]
+    assert "slots is 128" in errors[11]
+    assert (report.num_errors, report.num_done) == (3, 11)
+    good = Collector()
+    good.append([record for record in output.records if "error" not in record])
+    assert tokens_by_line(good) == expected_tokens(model, GREEDY)
+    again = run(model, [*rows_of(PROMPTS), *bad], output, GREEDY, batch=3, slots=128)
+    assert again.num_resumed == again.num_done == 11
+
+
+@pytest.mark.parametrize("name", ["plain", pytest.param("eagle", marks=pytest.mark.slow)])
+def test_a_shared_prefix_is_read_once_and_changes_nothing(model, name):
+    prompts = ["an example of what to do, then: " * 3 + prompt for prompt in PROMPTS]
+    output = Collector()
+    drafter = drafter_for(model, name)
+    report = run(model, rows_of(prompts), output, GREEDY, drafter, batch=3, drafting="always")
+    assert report.prefix_tokens == 96
+    assert tokens_by_line(output) == expected_tokens(model, GREEDY, prompts=prompts)
+
+
+def test_logprobs_texts_and_reasons_are_those_of_generate(model):
+    texts = [row.text for row in jaxspec.generate(model, PROMPTS, GREEDY)]
+    pairs = (text[i : i + 2] for text in texts for i in range(4, len(text) - 3))
+    ending = next(pair for pair in pairs if pair.isascii())  # two tokens: each is a byte
+    config = dataclasses.replace(
+        GREEDY, logprobs=True, warped_logprobs=True, stop=(ending, "never in here")
+    )
+    output = Collector()
+    run(model, rows_of(PROMPTS), output, config, PromptLookup(), batch=3, drafting="always")
+    records = {record["line"]: record for record in output.records}
+    rows = jaxspec.generate(model, PROMPTS, config)
+    assert {row.finish_reason for row in rows} == {"stop_string", "length"}
+    for line, row in enumerate(rows, start=1):
+        record = records[line]
+        assert record["text"] == row.text
+        assert record["tokens"] == row.tokens.tolist()
+        assert record["finish_reason"] == row.finish_reason
+        for name in ("logprobs", "warped_logprobs"):
+            np.testing.assert_allclose(record[name], getattr(row, name), atol=1e-4)
+
+
+def test_nothing_to_emit_and_nothing_to_decode(model):
+    config = GenerationConfig(max_new_tokens=0)
+    assert decoded(model, config, batch=3) == {(line, 0): [] for line in range(1, 9)}
+    assert decoded(model, GREEDY, rows=[]) == {}
+
+
+def test_a_second_job_compiles_nothing(model):
+    decoded(model, GREEDY, PromptLookup(), batch=3, drafting="always")
+    sizes = run_chunk._cache_size()
+    report = run(
+        model, rows_of(PROMPTS), Collector(), GREEDY, PromptLookup(), batch=3, drafting="always"
+    )
+    assert run_chunk._cache_size() == sizes
+    assert report.compile_seconds < 0.5
+
+
+def test_bytes_are_as_foretold_and_figures_add_up(model):
+    output = Collector()
+    drafter = drafter_for(model, "eagle")
+    report = run(model, rows_of(PROMPTS), output, GREEDY, drafter, batch=3, drafting="always")
+    assert report.state_bytes_foretold == report.state_bytes_held > 0
+    assert report.slot_steps == 3 * report.num_steps >= report.row_steps
+    assert 0 <= report.host_fraction < 1
+    assert report.tau == report.num_tokens / report.row_steps
+    assert report.as_dict()["drafted_fraction"] == 1
+
+
+def test_memory_decides_how_many_rows(model):
+    def report(memory=None, batch=None):
+        settings = {"memory": memory, "batch": batch}
+        return run(model, rows_of(PROMPTS), Collector(), GREEDY, **settings)
+
+    free = report()
+    assert free.batch == 8
+    needed = free.state_bytes_foretold + free.scratch_bytes
+    tight = report(needed - 1)
+    assert tight.batch == 4
+    assert tight.state_bytes_held + tight.scratch_bytes < needed
+    with pytest.raises(ValueError, match=r"8 rows of .* slots need"):
+        report(needed - 1, batch=8)
+    with pytest.raises(ValueError, match=r"1 rows of .* slots need"):
+        report(10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_auto_never_takes_more_than_it_may(model, seed):
+    """By what XLA says of the compiled steps, and by the arrays themselves."""
+    rng = np.random.default_rng(seed)
+    prompts = [[int(t) for t in rng.integers(0, 256, rng.integers(1, 200))] for _ in range(40)]
+    config = GenerationConfig(
+        max_new_tokens=int(rng.integers(1, 60)),
+        temperature=float(rng.integers(0, 2)),
+        logprobs=bool(rng.integers(0, 2)),
+    )
+    drafter = drafter_for(model, ["plain", "lookup", "draft model", "eagle"][rng.integers(0, 4)])
+    memory = int(10 ** rng.uniform(6, 7.5))  # the least holds one row of any of these
+    before = sum(array.nbytes for array in jax.live_arrays() if array.dtype != "key<fry>")
+    peak = 0
+
+    def watch(_):
+        nonlocal peak
+        live = [array for array in jax.live_arrays() if array.dtype != "key<fry>"]
+        peak = max(peak, sum(array.nbytes for array in live if not array.is_deleted()) - before)
+
+    output = Collector()
+    report = run(model, rows_of(prompts), output, config, drafter, memory=memory, progress=watch)
+    assert len(output.records) == 40
+    assert report.state_bytes_held + report.scratch_bytes <= memory
+    assert peak <= 1.1 * report.state_bytes_foretold + 300_000  # facts and a prompt's row
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"slots": 0}, "slots must be at least 1"),
+        ({"drafting": "maybe"}, "drafting must be"),
+        ({"seed": -1}, "seed must be"),
+        ({"config": GenerationConfig(temperature=[0.0] * 8)}, "one number for the whole job"),
+    ],
+)
+def test_settings_that_make_no_sense(model, settings, match):
+    with pytest.raises(ValueError, match=match):
+        run(model, rows_of(PROMPTS), Collector(), **settings)

@@ -1,0 +1,131 @@
+"""An output loses, doubles and overwrites nothing."""
+
+import errno
+import json
+
+import pytest
+
+from jaxspec.batch import Collector, OutputError, Writer
+from jaxspec.batch import writer as writer_module
+
+HEADER = {"model": "m", "seed": 0}
+
+
+def record(line: int, sample: int = 0) -> dict:
+    return {"line": line, "sample": sample, "text": f"é {line}" * line}
+
+
+def records_in(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def test_what_is_appended_is_there_and_is_not_done_again(path):
+    with Writer(path, HEADER) as writer:
+        writer.append([record(1), record(2)])
+        assert writer.done == {(1, 0), (2, 0)}
+    with Writer(path, HEADER, resume=True) as writer:
+        assert writer.done == {(1, 0), (2, 0)}
+        writer.append([record(3, sample=1)])
+    assert records_in(path) == [record(1), record(2), record(3, 1)]
+
+
+def test_a_collector_has_the_same_face():
+    collector = Collector()
+    collector.append([record(1)])
+    assert (collector.done, collector.records) == ({(1, 0)}, [record(1)])
+
+
+@pytest.mark.parametrize("part", ["", ".progress"])
+def test_cut_anywhere_it_keeps_what_is_whole_and_goes_on(path, part, tmp_path):
+    """A process may end after any byte of either file: the output first, its progress second."""
+    with Writer(path, HEADER) as writer:
+        writer.append([record(1)])
+        writer.append([record(2), record(3)])
+    out = path.read_bytes()
+    progress_path = path.with_name(path.name + ".progress")
+    progress = progress_path.read_bytes()
+    header_end = progress.index(b"\n") + 1
+    cut = out if part == "" else progress
+    for end in range(header_end if part else 0, len(cut) + 1, 3):
+        path.write_bytes(out[:end] if part == "" else out)
+        progress_path.write_bytes(progress if part == "" else progress[:end])
+        with Writer(path, HEADER, resume=True) as writer:
+            done = sorted(writer.done)
+            assert done == [(line, 0) for line in range(1, len(done) + 1)]
+            writer.append([record(line) for line in range(1, 4) if (line, 0) not in done])
+        assert records_in(path) == [record(1), record(2), record(3)]
+
+
+def test_cut_within_its_header_it_begins_again(path):
+    with Writer(path, HEADER):
+        pass
+    progress_path = path.with_name(path.name + ".progress")
+    whole = progress_path.read_bytes()
+    for end in range(len(whole)):
+        progress_path.write_bytes(whole[:end])
+        with Writer(path, HEADER, resume=True) as writer:
+            assert not writer.done
+        assert progress_path.read_bytes() == whole
+
+
+def refused(path, match, header=HEADER, resume=True):
+    before = {file: file.read_bytes() for file in path.parent.iterdir() if file.is_file()}
+    with pytest.raises(OutputError, match=match):
+        Writer(path, header, resume)
+    assert before == {file: file.read_bytes() for file in path.parent.iterdir() if file.is_file()}
+
+
+def test_what_is_not_this_jobs_is_refused_and_left_alone(path):
+    path.write_text("mine\n")
+    refused(path, "is there already", resume=False)
+    refused(path, "not the output of a job")
+    path.unlink()
+    with Writer(path, HEADER) as writer:
+        writer.append([record(1), record(2)])
+    refused(path, "is there already.*--resume", resume=False)
+    refused(path, "another job: seed is 0 there and 1 here", {**HEADER, "seed": 1})
+    refused(path, "another job: extra is None there", {**HEADER, "extra": 2})
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"\\u00e9", b"\\u00e8").replace("é".encode(), "è".encode(), 1))
+    refused(path, "changed after it was written: record 1")
+
+
+def test_one_process_at_a_time(path):
+    with Writer(path, HEADER):
+        refused(path, "another process")
+
+
+def test_places_that_cannot_be_written(path, tmp_path):
+    with pytest.raises(OutputError, match="in a folder that exists"):
+        Writer(tmp_path / "missing" / "out.jsonl", HEADER)
+    with pytest.raises(OutputError, match="in a folder that exists"):
+        Writer(tmp_path, HEADER)
+
+
+@pytest.mark.parametrize("allowed", [0, 10, 120])
+def test_a_full_disk_is_said_and_loses_nothing(path, monkeypatch, allowed):
+    with Writer(path, HEADER) as writer:
+        writer.append([record(1)])
+        left = allowed
+
+        def write(file, data):
+            nonlocal left
+            file.write(data[:left])
+            left -= min(left, len(data))
+            if not left:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writer_module, "_write", write)
+            with pytest.raises(OutputError, match=r"disk is full; 1 records are safe.*--resume"):
+                writer.append([record(2), record(3), record(4)])
+        assert writer.done == {(1, 0)}
+    with Writer(path, HEADER, resume=True) as writer:
+        assert writer.done == {(1, 0)}
+        writer.append([record(2)])
+    assert records_in(path) == [record(1), record(2)]

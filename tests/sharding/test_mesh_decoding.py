@@ -1,0 +1,102 @@
+"""Decoding on a mesh of eight virtual devices is decoding on one, but for rounding."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.laws.drafters import DRAFTERS
+from tests.models.families import FAMILIES
+from tests.sharding.cases import LENGTHS, NEW_TOKENS
+
+TIE = 1e-4
+"""Logits that lie closer than this may change places when sums are made in another order."""
+
+QUICK = ("family: llama", "family: qwen3_moe", "drafter: lookup")
+SLOW = (
+    *(f"family: {name}" for name in FAMILIES if f"family: {name}" not in QUICK),
+    *(f"drafter: {name}" for name in DRAFTERS if f"drafter: {name}" not in QUICK),
+    *("rows alone", "sampled", "experts divided"),
+)
+
+
+def on_eight_devices(module: str, *args: str) -> None:
+    """Runs a module in a process that sees eight devices."""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-m", module, *args],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def quick_outcomes(tmp_path_factory):
+    """By name, in one process."""
+    out = tmp_path_factory.mktemp("mesh") / "out.json"
+    on_eight_devices("tests.sharding.cases", str(out), *QUICK)
+    return json.loads(out.read_text())
+
+
+def assert_same_rows(outcome):
+    assert len(outcome["many"]) == len(LENGTHS)
+    assert all(len(row) == NEW_TOKENS for row in outcome["many"])
+    assert max(outcome["gaps"], default=0.0) < TIE
+    same = [one == many for one, many in zip(outcome["one"], outcome["many"], strict=True)]
+    assert sum(same) + len(outcome["gaps"]) == len(LENGTHS)
+
+
+def assert_caches_stay(outcome):
+    """Sums of blocks travel; no cache does, nor anything as large as one."""
+    moved = [
+        shape
+        for kind, shapes in outcome["collectives"].items()
+        for shape in shapes
+        if math.prod(shape) >= outcome["cache_numbers"]
+    ]
+    assert moved == []
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_rows_are_those_of_one_device(name, quick_outcomes):
+    assert_same_rows(quick_outcomes[name])
+    assert_caches_stay(quick_outcomes[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_rows_of_every_family_and_drafter_are_those_of_one_device(name, tmp_path):
+    on_eight_devices("tests.sharding.cases", str(tmp_path / "out.json"), name)
+    outcome = json.loads((tmp_path / "out.json").read_text())[name]
+    assert_same_rows(outcome)
+    assert_caches_stay(outcome)
+
+
+def test_a_pass_sums_twice_a_layer_and_gathers_nothing(quick_outcomes):
+    """The list of all collectives in the loop: three layers, two rows a device, embed 24.
+
+    A vocabulary of 61 is not divided by two, so embeddings and logits need none.
+    """
+    assert quick_outcomes["family: llama"]["collectives"] == {
+        # Attention and MLP of each layer; is any row running, and how long is the longest.
+        "all-reduce": [[2, 1, 24]] * 6 + [[], []]
+    }
+
+
+def test_a_divided_vocabulary_is_looked_up_and_searched_in_parts(quick_outcomes):
+    """Two layers, three widths of pass: 1, 2 and 4 tokens, two rows a device."""
+    found = quick_outcomes["drafter: lookup"]["collectives"]
+    assert found.keys() == {"all-reduce"}
+    blocks = [shape for shape in found["all-reduce"] if shape[-1:] == [16]]
+    # Five a pass: the lookup of embeddings, and two for each layer.
+    assert blocks == [[2, width, 16] for width in (4, 2, 1) for _ in range(5)]
+    # The rest is a number or two for each token: the best logit of each part, and scalars.
+    assert all(math.prod(shape) <= 2 * 4 for shape in found["all-reduce"] if shape not in blocks)
