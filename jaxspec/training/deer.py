@@ -201,8 +201,8 @@ def _cut(
     blocks.
     """
     assert config.diffusion is not None  # checked when the objective was made
-    segments = row.segments
-    answer = row.answer.astype(bool) & (segments > 0)
+    segments = jnp.asarray(row.segments)
+    answer = jnp.asarray(row.answer, bool) & (segments > 0)
     length = _count(segments, answer)
     before = length - _count_from(segments, answer)
     kept = 1.0 + jnp.floor(_per_document(key, segments) * length)
@@ -213,7 +213,7 @@ def _cut(
     left = answer & (before < kept)
     ends = answer & (before == kept) & separator
     gone = answer & ~left & ~ends
-    tokens = jnp.where(ends, RESERVED.index(SEPARATOR), row.tokens)
+    tokens = jnp.where(ends, RESERVED.index(SEPARATOR), jnp.asarray(row.tokens))
     return tokens, jnp.where(gone, 0, segments), left
 
 

@@ -189,17 +189,12 @@ def read_answers(path: str, model: Model) -> OwnText:
     wrong: list[str] = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line)
-                prompt, answer = record["prompt"], record["answer"]
-                whole = isinstance(prompt, str) and isinstance(answer, str) and answer.strip()
-            except (json.JSONDecodeError, KeyError, TypeError):
-                whole = False
-            if not whole:
+            pair = _prompt_and_answer(line)
+            if pair is None:
                 wrong.append(str(number))
                 continue
-            beginning = model.tokenizer.encode(prompt)
-            rest = model.tokenizer.backend.encode(answer, add_special_tokens=False).ids
+            beginning = model.tokenizer.encode(pair[0])
+            rest = model.tokenizer.backend.encode(pair[1], add_special_tokens=False).ids
             tokens = np.asarray([*beginning, *rest, stop_ids()[0]], np.int32)
             texts.append(Written(tokens, len(beginning)))
     if wrong:
@@ -216,6 +211,17 @@ def read_answers(path: str, model: Model) -> OwnText:
         [text for text, held in zip(texts, out, strict=True) if not held],
         [text for text, held in zip(texts, out, strict=True) if held],
     )
+
+
+def _prompt_and_answer(line: str) -> tuple[str, str] | None:
+    """What a line of a file of answers holds; None where it is not as it should be."""
+    try:
+        record = json.loads(line)
+        prompt, answer = record["prompt"], record["answer"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None
+    whole = isinstance(prompt, str) and isinstance(answer, str) and answer.strip()
+    return (prompt, answer) if whole else None
 
 
 def _answers(
