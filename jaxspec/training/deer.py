@@ -186,7 +186,8 @@ def _foresee(
     if diffusion.block is not None:
         blocks = row.positions // diffusion.block
         seen &= blocks[:, None] >= blocks[None, :]
-    features = network.forward(shown, row.positions, seen, None).features
+    positions = jnp.asarray(row.positions)
+    features = network.forward(shown, positions, seen, None).features
     if diffusion.shift:
         features = jnp.roll(features, 1, axis=0)
     return cut, network.unembed(features)
