@@ -253,6 +253,8 @@ def joined(
     _speak_when_aborted(processes)
     # Without this, JAX ends all processes when one is gone, and does not say which.
     jax.config.update("jax_enable_recoverability", True)
+    # It would take SIGTERM for itself, and nobody here asks it whether that came.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         f"{_bracketed(host)}:{port + 1}",
         num_processes,
@@ -417,7 +419,7 @@ def _speak_when_aborted(processes: Processes) -> None:
         )
     )
     _kept_alive.append(handler)
-    with contextlib.suppress(AttributeError, OSError):  # no such function on this system
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # not a POSIX system
         ctypes.CDLL(None).signal(signal.SIGABRT, handler)
 
 

@@ -6,6 +6,7 @@ writes, by name: the rows of both, how close the logits are where rows part, and
 the program on the mesh.
 """
 
+import dataclasses
 import json
 import re
 import sys
@@ -36,12 +37,14 @@ class Asked(NamedTuple):
     """One comparison.
 
     model: parts on the axis "model"; the other devices are for rows.
+    streamed: decoded by the loop of the host.
     """
 
     target: Network
     case: Case
     model: int
     temperature: float = 0.0
+    streamed: bool = False
 
 
 def drafting_target() -> Network:
@@ -61,6 +64,7 @@ ASKED = {
     },
     "rows alone": lambda: Asked(drafting_target(), PLAIN, 1),
     "sampled": lambda: Asked(drafting_target(), DRAFTERS["lookup"], 2, temperature=0.8),
+    "streamed": lambda: Asked(drafting_target(), DRAFTERS["lookup"], 2, streamed=True),
     "experts divided": lambda: Asked(divided_experts(), PLAIN, 2),
 }
 
@@ -68,7 +72,7 @@ ASKED = {
 def divided_experts() -> Network:
     """Six experts, where those of the family's example are five."""
     target = tiny("qwen3_moe")
-    config = target.config.replace(experts=target.config.experts._replace(num=6))
+    config = target.config.replace(experts=dataclasses.replace(target.config.experts, num=6))
     rng = np.random.default_rng(5)
 
     def more(leaf: jax.Array) -> np.ndarray:
@@ -88,7 +92,10 @@ def outcome(asked: Asked) -> dict:
     mesh = make_mesh(DEVICES // asked.model, asked.model)
     models = [Model(asked.target), Model(shard(asked.target, mesh))]
     rows = [
-        [row.tokens.tolist() for row in generate(model, prompts, config, drafter)]
+        [
+            row.tokens.tolist()
+            for row in generate(model, prompts, config, drafter, return_trace=asked.streamed)
+        ]
         for model in models
     ]
     gaps = [

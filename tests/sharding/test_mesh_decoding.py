@@ -20,7 +20,7 @@ QUICK = ("family: llama", "family: qwen3_moe", "drafter: lookup")
 SLOW = (
     *(f"family: {name}" for name in FAMILIES if f"family: {name}" not in QUICK),
     *(f"drafter: {name}" for name in DRAFTERS if f"drafter: {name}" not in QUICK),
-    *("rows alone", "sampled", "experts divided"),
+    *("rows alone", "sampled", "streamed", "experts divided"),
 )
 
 
@@ -78,6 +78,21 @@ def test_rows_of_every_family_and_drafter_are_those_of_one_device(name, tmp_path
     outcome = json.loads((tmp_path / "out.json").read_text())[name]
     assert_same_rows(outcome)
     assert_caches_stay(outcome)
+
+
+@pytest.mark.slow
+def test_jobs_on_a_mesh_write_what_one_device_writes(tmp_path):
+    on_eight_devices("tests.sharding.jobs", str(tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["many"] == found["one"]
+    assert len(found["one"]) == found["num_records"]
+    # A row is read alone, put into its slot, and decoded with the others.
+    assert found["collectives"].keys() == {"read_prompt", "insert", "run_chunk"}
+    assert found["collectives"]["insert"] == []
+    moved = found["collectives"]["read_prompt"] + found["collectives"]["run_chunk"]
+    assert {kind for kind, _ in moved} <= {"all-reduce", "all-gather", "collective-permute"}
+    # At most the logits of a pass.
+    assert max(math.prod(shape) for _, shape in moved) < found["cache_numbers"]
 
 
 def test_a_pass_sums_twice_a_layer_and_gathers_nothing(quick_outcomes):

@@ -1,0 +1,88 @@
+"""A dataset decoded on a local Ray by two actors, one of which is killed on the way.
+
+python -m tests.batch.ray_job MODEL_FOLDER OUT.json SCRATCH_FOLDER
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jaxspec
+from jaxspec import batch
+from jaxspec.batch import ray as stage
+
+CONFIG = jaxspec.GenerationConfig(max_new_tokens=24, temperature=1.0)
+FIELDS = ("id", "sample", "text", "tokens", "finish_reason", "error")
+
+
+def note(folder: Path):
+    """Makes a drafter, and leaves word of the actor that asked for it."""
+
+    def make(model: Any) -> jaxspec.PromptLookup:
+        (folder / f"actor-{os.getpid()}").touch()
+        return jaxspec.PromptLookup()
+
+    return make
+
+
+def kill_one(folder: Path, killed: list[int]) -> None:
+    """As soon as both actors are at work."""
+    until = time.monotonic() + 300
+    while time.monotonic() < until:
+        actors = sorted(folder.glob("actor-*"))
+        if len(actors) == 2:
+            time.sleep(1.0)  # into the first of its rows, which compile
+            victim = int(actors[0].name.removeprefix("actor-"))
+            os.kill(victim, signal.SIGKILL)
+            killed.append(victim)
+            return
+        time.sleep(0.05)
+
+
+def main(model: str, out: Path, folder: Path) -> None:
+    """Decodes with Ray and without, and writes both."""
+    import ray
+
+    rows: list[dict] = [{"id": i, "prompt": f"abc abc {i}"} for i in range(64)]
+    rows.append({"id": 1000, "prompt": ""})
+    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+    killed: list[int] = []
+    thread = threading.Thread(target=kill_one, args=(folder, killed))
+    thread.start()
+    dataset = ray.data.from_items(rows)
+    decoded = stage.decode(
+        dataset, model, CONFIG, note(folder), 7, actors=2, batch_size=8, settings={"batch": 4}
+    )
+    found = sorted(decoded.take_all(), key=lambda row: row["id"])
+    thread.join()
+    ray.shutdown()
+
+    output = batch.Collector()
+    asked = [batch.Row(line, row["id"], row["prompt"]) for line, row in enumerate(rows, start=1)]
+    batch.run(jaxspec.load(model), asked, output, CONFIG, jaxspec.PromptLookup(), 7, batch=4)
+    plain = sorted(output.records, key=lambda record: record["id"])
+    out.write_text(
+        json.dumps(
+            {
+                "killed": len(killed),
+                "actors": [path.name for path in folder.glob("actor-*")],
+                "with_ray": [_fields(row) for row in found],
+                "without": [_fields(row) for row in plain],
+            }
+        )
+    )
+
+
+def _fields(row: Any) -> dict[str, Any]:
+    values = {name: row.get(name) for name in FIELDS}
+    tokens = values["tokens"]
+    return {**values, "tokens": None if tokens is None else [int(token) for token in tokens]}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

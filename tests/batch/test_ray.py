@@ -1,0 +1,66 @@
+"""The Ray stage: what it refuses, and, where Ray is installed, whole datasets."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxspec.batch import ray as stage
+
+ROOT = Path(__file__).resolve().parents[2]
+HAS_RAY = importlib.util.find_spec("ray") is not None
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install 'jaxspec[ray]'")
+
+
+class Dataset:
+    """As much of one as is asked before anything runs."""
+
+    def columns(self):
+        return ["question", "id"]
+
+
+def test_a_missing_column_is_named(monkeypatch):
+    monkeypatch.setattr(stage, "_ray_data", lambda: None)
+    with pytest.raises(ValueError, match="prompt: the dataset has no column 'prompt', only quest"):
+        stage.decode(Dataset(), "demo")
+    with pytest.raises(ValueError, match="row_id: the dataset has no column 'name'"):
+        stage.decode(Dataset(), "demo", prompt="question", row_id="name")
+
+
+@pytest.mark.parametrize("name", ["actors", "batch_size"])
+def test_counts_begin_with_one(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        stage.decode(Dataset(), "demo", **{name: 0})
+
+
+@pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
+def test_without_ray_the_extra_is_named():
+    with pytest.raises(ImportError, match=r"pip install 'jaxspec\[ray\]'"):
+        stage.decode(Dataset(), "demo")
+
+
+@pytest.mark.slow
+@needs_ray
+def test_two_actors_of_which_one_is_killed_lose_nothing(folder, tmp_path):
+    """In a process of its own: Ray starts several, and they must end with it."""
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.batch.ray_job", folder, str(out), str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(out.read_text())
+    assert said["killed"] == 1
+    assert len(said["actors"]) >= 2
+    # Every row once, and each as it is without Ray.
+    assert said["with_ray"] == said["without"]
+    assert [row["id"] for row in said["with_ray"]] == sorted([*range(64), 1000])
+    assert sum(row["error"] is not None for row in said["with_ray"]) == 1

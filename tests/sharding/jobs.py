@@ -1,0 +1,80 @@
+"""A job of `jaxspec.batch` on one device and on a mesh of eight, in a process that sees eight.
+
+python -m tests.sharding.jobs OUT.json
+"""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxspec import batch
+from jaxspec.batch import job
+from jaxspec.checkpoint import Model
+from jaxspec.drafters import LoadedDrafter
+from jaxspec.generation import GenerationConfig
+from jaxspec.sharding import make_mesh, mesh_of, shard
+from tests.laws.drafters import DRAFTERS, network
+from tests.sharding.cases import COLLECTIVES
+
+VOCAB, BATCH, DEVICES = 24, 8, 8
+
+
+class Spy:
+    """A program of a job, whose text is kept when it is first called for a mesh."""
+
+    def __init__(self, name: str):
+        self.program, self.text = getattr(job, name), ""
+        self.lower = self.program.lower
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the program gives."""
+        if not self.text and mesh_of(args) is not None:
+            self.text = self.lower(*args, **kwargs).compile().as_text()
+        return self.program(*args, **kwargs)
+
+    def collectives(self) -> list[tuple[str, list[int]]]:
+        """Kind and shape of each."""
+        return [
+            (kind[1], [int(size) for size in shape.split(",") if size])
+            for line in self.text.splitlines()
+            if (kind := re.search(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", line))
+            for shape in re.findall(r"\[([\d,]*)\]", line[: kind.start()].partition(" = ")[2])
+        ]
+
+
+def main(out: Path) -> None:
+    """Runs both jobs."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, size=3 + i % 9).tolist() for i in range(12)]
+    rows = [batch.Row(line, 100 + line, prompt) for line, prompt in enumerate(prompts, start=1)]
+    config = GenerationConfig(max_new_tokens=16, num_samples=2, temperature=1.0)
+    network_of_one = network(VOCAB, qk_norm=True)
+    case = DRAFTERS["lookup"]
+    spies = {name: Spy(name) for name in ("read_prompt", "insert", "run_chunk")}
+    for name, spy in spies.items():
+        setattr(job, name, spy)
+
+    def records(model: Model) -> list[list[Any]]:
+        output = batch.Collector()
+        drafter = LoadedDrafter(case.make(), ())
+        batch.run(model, rows, output, config, drafter, 3, batch=BATCH, drafting="always")
+        return sorted([one["line"], one["sample"], one["tokens"]] for one in output.records)
+
+    found = {
+        "one": records(Model(network_of_one)),
+        "many": records(Model(shard(network_of_one, make_mesh(4, 2)))),
+        "num_records": len(rows) * config.num_samples,
+        "collectives": {name: spy.collectives() for name, spy in spies.items()},
+        # Of the keys of one layer on one device, 64 slots.
+        "cache_numbers": math.prod((BATCH, 2, 8, 64)) // DEVICES,
+    }
+    out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
