@@ -272,15 +272,14 @@ def measure_costs(
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}.")
     config, speculation = config or DenoiseConfig(), speculation or SelfSpeculation()
+    # As wide a window as all drafts will need: it is part of what a pass costs.
+    window = prepare_denoising(model, prompts, config, speculation, 0).plan.window
     runs = []
     for count in range(speculation.num_drafts + 1):
         drafted = dataclasses.replace(speculation, num_drafts=count, costs=None, limit=None)
         request = prepare_denoising(model, prompts, config, drafted, 0)
-        # As wide a window as all drafts will need: it is part of what a pass costs.
-        widest = prepare_denoising(model, prompts, config, speculation, 0).plan.window
-        plan = dataclasses.replace(request.plan, window=widest)
-        decisions = max(1, _MEASURED_BLOCKS * int(plan.block))
-        most = max(1, decisions // (count + 1))
+        plan = dataclasses.replace(request.plan, window=window)
+        most = max(1, _MEASURED_BLOCKS * plan.block // (count + 1))
         runs.append(dataclasses.replace(request, plan=plan).timed(most))
     seconds = [[run() for run in runs] for _ in range(1 + repeats)]
     return tuple(min(column) for column in zip(*seconds[1:], strict=True))

@@ -98,7 +98,8 @@ def fill_in(args: argparse.Namespace, model: Model, prompt: str | None) -> int:
     drafting = {name: value for name, value in drafting.items() if value is not None}
     if drafting and not args.drafts:
         raise ValueError(f"{_flags(drafting)}: needs --drafts N.")
-    speculation = None if args.drafts is None else SelfSpeculation(args.drafts, **drafting)
+    drafting = {"num_drafts": args.drafts or 0, **drafting}
+    speculation = SelfSpeculation(**drafting)
     drafter = f"{args.drafts or 0} of its own decisions"
     announce(model=args.model, drafter=drafter, config=config, seed=args.seed)
     console = Console(highlight=False, stderr=args.json)
@@ -112,7 +113,7 @@ def fill_in(args: argparse.Namespace, model: Model, prompt: str | None) -> int:
         return EXIT_INTERRUPTED
     (row,) = result
     if args.json:
-        print(json.dumps(_as_json(row, config, args), ensure_ascii=False))
+        print(json.dumps(_as_json(row, config, drafting, args), ensure_ascii=False))
         return 0
     print(row.text if row.text is not None else row.tokens.tolist())
     drafted = "" if row.acceptance_rate is None else f", {row.acceptance_rate:.0%} of drafts kept"
@@ -235,11 +236,13 @@ def _canvas(tokenizer: Tokenizer | None, mask_token_id: int, step: DenoiseStep) 
     return shown
 
 
-def _as_json(row: Denoised, config: DenoiseConfig, args: argparse.Namespace) -> dict[str, Any]:
+def _as_json(
+    row: Denoised, config: DenoiseConfig, drafting: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
     values = {
         "model": args.model,
         "config": dataclasses.asdict(config),
-        "drafts": args.drafts or 0,
+        "drafting": drafting,
         "seed": args.seed,
         "prompt_tokens": row.prompt_tokens.tolist(),
         **{field.name: getattr(row, field.name) for field in dataclasses.fields(row)},

@@ -316,7 +316,7 @@ def draft(plan: Plan, speculation: SelfSpeculation, state: DenoiseState) -> Draf
         fits = fits & (canvas.stop == Stop.RUNNING)
         fits = fits & covers(state.prediction, canvas, plan.block)
         fits = fits & _can_be_read(plan, state, drafted)
-        canvases = jax.tree.map(lambda all, one: all.at[index].set(one), canvases, drafted)
+        canvases = jax.tree.map(lambda every, one: every.at[index].set(one), canvases, drafted)
         return (canvases, possible.at[index].set(fits)), None
 
     canvases = jax.tree.map(lambda leaf: jnp.repeat(leaf[None], nodes, axis=0), state.canvas)

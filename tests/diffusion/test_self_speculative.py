@@ -10,7 +10,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.core.types import Params, Stop
 from jaxspec.denoising import measure_costs, prepare_denoising
 from jaxspec.diffusion import self_speculative
-from jaxspec.diffusion.self_speculative import begin, denoise_rows, draft
+from jaxspec.diffusion.self_speculative import begin, denoise_rows, draft, step_stream
 from jaxspec.diffusion.unmask import Canvas, Prediction, Rules, look_up
 from jaxspec.models import Network
 from tests.diffusion.networks import BLOCK, MASK, tiny_model
@@ -236,13 +236,20 @@ def test_the_worked_example_of_the_paper():
     assert after.canvas.start == 1 + BLOCK
 
 
-@pytest.mark.parametrize("network", [{}, {"block": BLOCK}], ids=["canvases", "blocks"])
-def test_a_row_depends_on_itself_only(network):
-    """Its place among the prompts is part of its seed, so the greedy row is compared."""
-    model = tiny_model(**network)
-    together = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3))
-    for prompt, row in zip(PROMPTS, together, strict=True):
-        (alone,) = denoise(model, prompt, PLAIN, SelfSpeculation(3))
+EIGHT = [[int(token) for token in range(1, 2 + length)] for length in range(8)]
+
+
+@pytest.mark.parametrize("cache", ["none", "blocks", "dual"])
+def test_a_row_depends_on_itself_only(cache):
+    """Its place among the prompts is part of its seed, so the greedy row is compared.
+
+    With the dual cache rows wait while others read the whole canvas.
+    """
+    model = tiny_model(block=BLOCK if cache == "blocks" else None)
+    together = denoise(model, EIGHT, config(cache=cache), SelfSpeculation(3))
+    assert len({row.num_calls for row in together}) > 1
+    for prompt, row in zip(EIGHT, together, strict=True):
+        (alone,) = denoise(model, prompt, config(cache=cache), SelfSpeculation(3))
         assert alone.tokens.tolist() == row.tokens.tolist()
         assert (alone.num_calls, alone.num_canvases) == (row.num_calls, row.num_canvases)
 
@@ -263,6 +270,18 @@ def test_drafts_that_do_not_pay_are_not_made():
     flat = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3, costs=(1.0, 1.0, 1.0, 1.0)))
     assert all(row.num_canvases > row.num_calls for row in flat)
     assert tokens(dear) == tokens(flat) == tokens(denoise(model, PROMPTS, PLAIN))
+
+
+@pytest.mark.parametrize(("costs", "known"), [((1.0, 2.0, 3.0, 4.0), 1), (None, 2)])
+def test_a_row_that_drafts_nothing_reads_one_block(costs, known):
+    """Only drafts may need the next one before this one is full."""
+    request = prepare_denoising(
+        tiny_model(block=BLOCK), [1] * BLOCK, PLAIN, SelfSpeculation(3, costs), 0
+    )
+    states, static = request.begin(), {"plan": request.plan, "speculation": request.speculation}
+    for _ in range(2):
+        states, _ = step_stream(request.params, states, **static)
+    assert int(jnp.sum(states.prediction.known)) == known * BLOCK
 
 
 def test_equal_settings_share_a_program_and_the_stream_is_the_same():

@@ -1,0 +1,110 @@
+"""`jaxspec generate` and `jaxspec export` with a diffusion language model."""
+
+import json
+
+import pytest
+
+import jaxspec
+from jaxspec import DenoiseConfig, SelfSpeculation, denoise
+from jaxspec.cli import main
+from tests.bench.models import filling_model, tiny_model
+
+BLOCK = 4
+PROMPT = "one, two, one"
+CONFIG = DenoiseConfig(max_new_tokens=8, block_length=BLOCK)
+SHORT = ["--max-new-tokens", "8"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return filling_model("tiny", BLOCK)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    jaxspec.save(model, folder)
+    return str(folder)
+
+
+def shown(capsys, *argv: str) -> dict:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def fails(capsys, *argv: str) -> str:
+    assert main(list(argv)) == 2
+    return capsys.readouterr().err
+
+
+def test_generate_fills_in(capsys, model, folder):
+    (expected,) = denoise(model, PROMPT, CONFIG)
+    found = shown(capsys, "generate", folder, PROMPT, *SHORT)
+    assert found["tokens"] == expected.tokens.tolist()
+    assert found["num_calls"] == expected.num_calls
+    drafting = ["--drafts", "2", "--branch", "2", "--lookup"]
+    drafted = shown(capsys, "generate", folder, PROMPT, *SHORT, *drafting)
+    assert drafted["tokens"] == found["tokens"]
+    assert drafted["num_calls"] < found["num_calls"]
+    assert drafted["drafting"] == {"num_drafts": 2, "branch": 2, "lookup": True}
+    (relaxed,) = denoise(model, PROMPT, CONFIG, SelfSpeculation(2, lossy_top_k=9))
+    lossy = ["--drafts", "2", "--lossy-top-k", "9"]
+    assert shown(capsys, "generate", folder, PROMPT, *SHORT, *lossy)["tokens"] == [*relaxed.tokens]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--branch", "2"], "--branch: needs --drafts N"),
+        (["--lookup", "--drafts", "0"], "--lookup: needs --drafts N"),
+        (["--chat"], "--chat: not for diffusion language models"),
+        (["--drafts", "2", "--lossy-top-k", "0"], "lossy_top_k must be at least 1, got 0"),
+        (["--threshold", "1.5"], r"threshold must be in (0, 1], got 1.5"),
+        (["--block-length", "8"], "block_length must be 4"),
+        (["--drafts", "8"], "num_drafts must be below max_new_tokens (8)"),
+    ],
+)
+def test_what_does_not_fit_is_named(capsys, folder, argv, said):
+    assert said in fails(capsys, "generate", folder, PROMPT, *SHORT, *argv)
+
+
+def test_causal_models_take_none_of_it(capsys, tmp_path):
+    jaxspec.save(tiny_model(), tmp_path)
+    for argv in (["--drafts", "2"], ["--lookup"], ["--cache", "none"]):
+        said = fails(capsys, "generate", str(tmp_path), PROMPT, *argv)
+        assert f"{argv[0]}: for diffusion language models" in said
+
+
+class TestPhones:
+    """Through a `.tflite`."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def exported(folder, tmp_path_factory):
+        pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+        pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+        out = tmp_path_factory.mktemp("out")
+        shapes = ["--slots", "64", "--prefill", "8", "--quantize", "float32", "--drafts", "2"]
+        assert main(["export", folder, str(out), *shapes]) == 0
+        return str(out / "model.tflite")
+
+    def test_the_same_text(self, capsys, model, exported):
+        (expected,) = denoise(model, PROMPT, CONFIG)
+        argv = ["generate", exported, PROMPT, "--runtime", "litert", *SHORT]
+        for drafts in ([], ["--drafts", "0"]):
+            found = shown(capsys, *argv, *drafts)
+            assert found["tokens"] == expected.tokens.tolist()
+            assert found["text"] == expected.text
+        assert main(argv) == 0
+        assert expected.text in capsys.readouterr().out
+
+    def test_what_was_fixed_by_the_export_is_refused(self, capsys, exported):
+        argv = ["generate", exported, PROMPT, "--runtime", "litert", *SHORT]
+        for flags in (["--cache", "none"], ["--temperature", "1"], ["--loop", "plain"]):
+            assert f"{flags[0]}: not for a file of a diffusion" in fails(capsys, *argv, *flags)
+        assert "rounds of [2] drafts" in fails(capsys, *argv, "--drafts", "3")
+
+    def test_what_is_for_causal_models_is_refused(self, capsys, folder, tmp_path):
+        for flags in (["--auto"], ["--litertlm"]):
+            said = fails(capsys, "export", folder, str(tmp_path), *flags)
+            assert flags[0] in said
