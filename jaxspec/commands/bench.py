@@ -14,10 +14,11 @@ from jaxspec.bench.compare import compare, describe
 from jaxspec.bench.page import write_part
 from jaxspec.bench.prompts import FIELDS, read_prompts
 from jaxspec.bench.results import as_dict, as_markdown
-from jaxspec.bench.shipped import SUITES, measure
+from jaxspec.bench.shipped import EVERY_METHOD, SUITES, measure
 from jaxspec.checkpoint import load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import (
+    EVERY_DRAFTER,
     add_drafter_arguments,
     add_generation_arguments,
     add_model_arguments,
@@ -244,7 +245,15 @@ def run_prompts(args: argparse.Namespace) -> int:
     rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)
     specs = filter(None, args.drafter or [drafter_spec("lookup")])
     model = load_model(args)
-    drafters = {spec.text: make_drafter(spec, args, model) for spec in specs}
+    drafters = {}
+    for spec in specs:
+        if spec.text != EVERY_DRAFTER:
+            drafters[spec.text] = make_drafter(spec, args, model)
+            continue
+        made = {name: make(model) for name, make in EVERY_METHOD.items()}
+        drafters |= {name: drafter for name, drafter in made.items() if drafter is not None}
+        left_out = [name for name, drafter in made.items() if drafter is None]
+        announce(left_out=", ".join(left_out) or "nothing")
     announce(
         model=args.model,
         prompts=f"{len(rows)} of {path}",

@@ -318,8 +318,12 @@ class BlockSettings:
         pools, created = [], 0
         for level, beam in enumerate(self._beams()):
             if level:
-                scores, best = jax.lax.top_k(pools[-1].scores, beam)
-                places = (created - pools[-1].scores.shape[0] + best).astype(jnp.int32)
+                scores = pools[-1].scores
+                before = created - scores.shape[0]
+                best = jnp.arange(beam)
+                if beam < scores.shape[0]:
+                    scores, best = jax.lax.top_k(scores, beam)
+                places = (before + best).astype(jnp.int32)
             tokens = jnp.broadcast_to(choices.tokens[level][None], (beam, self.branch))
             extended = scores[:, None] + choices.logprobs[level][None]
             pools.append(

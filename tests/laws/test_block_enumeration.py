@@ -38,15 +38,17 @@ def float64():
 
 
 @lru_cache
-def drafter_network(block_size: int | None, shift: bool):
-    net = diffuser(network(VOCAB, seed=5), block_size, shift)
-    sharp = jax.tree.map(lambda leaf: 1.5 * leaf.astype(jnp.float64), net.params)
-    return type(net)(sharp, net.config)
+def target():
+    with jax.ensure_compile_time_eval():
+        return network(VOCAB)
 
 
 @lru_cache
-def target():
-    return network(VOCAB)
+def drafter_network(block_size: int | None, shift: bool):
+    with jax.ensure_compile_time_eval():
+        net = diffuser(network(VOCAB, seed=5), block_size, shift)
+        sharp = jax.tree.map(lambda leaf: 1.5 * leaf.astype(jnp.float64), net.params)
+        return type(net)(sharp, net.config)
 
 
 class Block(NamedTuple):
