@@ -293,8 +293,11 @@ class BlockSettings:
             return _Choices(tokens.astype(jnp.int32), laws)
         if warp.bias is not None:
             logits = logits + warp.bias[None]
-        scores, tokens = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), self.branch)
-        return _Choices(tokens.astype(jnp.int32), scores)
+        # Position by position: of three axes XLA sorts whole rows on CPUs.
+        best = [jax.lax.top_k(row, self.branch) for row in logits]
+        scores, tokens = (jnp.stack(part) for part in zip(*best, strict=True))
+        totals = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        return _Choices(tokens.astype(jnp.int32), scores - totals)
 
     def _proposal(self, choices: _Choices, warp: Warp, context: Context) -> Proposal:
         root = context.tokens[context.length - 1]

@@ -278,7 +278,10 @@ def search_tree(
 def _search_one_pass(
     acceptance: AcceptanceTable, profile: LatencyProfile, limits: Limits, num_best: int
 ) -> TreeSearch:
-    """Exact where a draft is one pass: chances only fall downwards, so greedy growth is best."""
+    """Greedy growth, for each depth: only nodes and depth have a price where a draft is one pass.
+
+    Exact where no choice of a node is accepted more often than the choices before it.
+    """
 
     def candidate(paths: Sequence[Path]) -> Candidate:
         name = "exact" if paths else PLAIN

@@ -186,13 +186,18 @@ def static_tree(proposals: Proposal):
     ("name", "warp"),
     [
         ("chain", "hot"),
-        ("chain", "top-p"),
-        ("chain, both sides", "top-k"),
-        ("chain, nothing kept", "banned"),
-        ("colder than the target", "hot"),
         ("two passes", "plain"),
         ("tree", "hot"),
-        ("tree", "greedy row"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                ("chain", "top-p"),
+                ("chain, both sides", "top-k"),
+                ("chain, nothing kept", "banned"),
+                ("colder than the target", "hot"),
+                ("tree", "greedy row"),
+            )
+        ),
     ],
 )
 def test_sampled_blocks_keep_the_law(name, warp, monkeypatch):
@@ -214,7 +219,7 @@ def test_blocks_with_a_stop_id_inside_keep_the_law(name, monkeypatch):
     assert deviation(drafted, static_tree(drafted.proposals), laws) < EXACT
 
 
-@pytest.mark.parametrize("warp", ["hot", "top-k"])
+@pytest.mark.parametrize("warp", ["hot", pytest.param("top-k", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FIXED)
 def test_deterministic_blocks_keep_the_law(name, warp):
     case, warp = FIXED[name], WARPS[warp]
