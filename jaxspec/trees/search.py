@@ -280,7 +280,8 @@ def _search_one_pass(
 ) -> TreeSearch:
     """Greedy growth, for each depth: only nodes and depth have a price where a draft is one pass.
 
-    Exact where no choice of a node is accepted more often than the choices before it.
+    Exact where no choice of a node is accepted more often than the choices before it, and drafts
+    for deeper trees take no less time.
     """
 
     def candidate(paths: Sequence[Path]) -> Candidate:

@@ -93,7 +93,8 @@ def test_a_drafter_of_blocks_pays_for_one_draft_pass(seed):
     random = np.random.default_rng(seed)
     falling = [sorted(random.dirichlet([3, 2, 1])[:2].tolist(), reverse=True) for _ in range(4)]
     acceptance = AcceptanceTable(tuple(map(tuple, falling)))
-    profile = dataclasses.replace(random_profile(seed), one_pass=True)
+    first = (Timing(1, 0.1), Timing(3, 0.15), Timing(5, 0.4))
+    profile = dataclasses.replace(random_profile(seed), first_draft=first, one_pass=True)
     found = search_tree(acceptance, profile, max_nodes=5, max_depth=4, max_branch=2)
     best = {}
     for paths in (tree for nodes in range(6) for tree in all_trees(nodes, 4, 2)):
