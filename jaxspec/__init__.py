@@ -22,6 +22,7 @@ from jaxspec.drafters import (
 )
 from jaxspec.generation import GenerationConfig, Score, StreamStep, generate, score, stream
 from jaxspec.metrics import Metrics
+from jaxspec.regeneration import Regenerated, regenerate
 from jaxspec.result import Generation, GenerationResult, TraceStep
 from jaxspec.trees import search_tree
 
@@ -47,6 +48,7 @@ __all__ = [
     "Model",
     "NoDraft",
     "PromptLookup",
+    "Regenerated",
     "Score",
     "SelfSpeculation",
     "StreamStep",
@@ -63,6 +65,7 @@ __all__ = [
     "load",
     "load_dflash",
     "load_eagle",
+    "regenerate",
     "save",
     "score",
     "search_tree",

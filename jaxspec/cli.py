@@ -29,6 +29,7 @@ COMMANDS = (
     Command(("demo",), "decode built-in prompts plain and speculatively", "jaxspec.commands.demo"),
     Command(("generate",), "continue a prompt, or chat", "jaxspec.commands.generate"),
     Command(("batch",), "decode a file of prompts", "jaxspec.commands.batch"),
+    Command(("extend",), "let a diffusion drafter write blocks", "jaxspec.commands.extend"),
     Command(("bench",), "measure drafters against plain decoding", "jaxspec.commands.bench"),
     Command(("train", "lm"), "train a small language or draft model", "jaxspec.training.command"),
     Command(("train", "eagle"), "train an EAGLE head", "jaxspec.training.eagle_command"),

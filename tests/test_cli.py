@@ -22,9 +22,10 @@ from jaxspec.commands import demo, options
 from jaxspec.commands.generate import Session, Shown, add_arguments
 from jaxspec.commands.options import drafter_spec, generation_config
 from jaxspec.core.tree import EAGLE_PATHS
-from jaxspec.models import EagleHead, init_eagle_params
+from jaxspec.models import Diffusion, EagleHead, ModelConfig, init_eagle_params
 from jaxspec.training.loop import DivergedError
 from tests.bench.models import WrongRoot, tiny_model
+from tests.checkpoint.networks import random_network
 
 
 @pytest.fixture(scope="session")
@@ -169,9 +170,33 @@ class TestDrafters:
         drafter = self.make(f"eagle2:head={head},depth=2,beam=3,num_nodes=7", model).drafter
         assert drafter == jaxspec.Eagle2(num_nodes=7, depth=2, beam=3)
 
+    def test_diffusion_models_draft_blocks(self, tmp_path):
+        config = ModelConfig(
+            vocab_size=24,
+            embed_dim=16,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=8,
+            mlp_dim=24,
+            max_positions=64,
+            qkv_bias=True,
+            diffusion=Diffusion(23, True, 4),
+        )
+        jaxspec.save(jaxspec.Model(random_network(config)), tmp_path)
+        made = self.make(f"deer:model={tmp_path},block=5,num_nodes=7,temperature=0,adaptive=1")
+        adaptive = jaxspec.AdaptiveBlock()
+        assert made.drafter == jaxspec.Deer(5, num_nodes=7, temperature=0.0, adaptive=adaptive)
+        assert made.params.config.diffusion == Diffusion(23, True, 4)
+        made = self.make(f"deer:model={tmp_path},steps=2")
+        assert made.drafter == jaxspec.Deer(8, steps=2)
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [
+            ("deer", "needs deer:model=MODEL"),
+            ("deer:block=x", "block must be a number"),
+            ("dflash:block=3", "needs dflash:head=FOLDER"),
             ("lookup:size=3", "lookup has no setting 'size'; it has num_speculative_tokens,"),
             ("lookup:max_ngram=x", "max_ngram must be a number"),
             ("lookup:max_ngram=0", "max_ngram must be at least 1, got 0"),

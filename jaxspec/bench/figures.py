@@ -45,6 +45,8 @@ class Figures:
         speedup_interval: 95 % bootstrap interval of `speedup` over prompts; `None` for one prompt.
         mean_acceptance_length: tau, tokens per target pass, bonus INCLUDED.
         mean_accepted_tokens: accepted draft tokens per target pass, bonus EXCLUDED.
+        max_accepted_tokens: most draft tokens accepted in one step, bonus EXCLUDED.
+        acceptance_histogram: entry i: steps that accepted i draft tokens, bonus EXCLUDED.
         acceptance_rate: accepted / drafted along the path.
         acceptance_per_position: entry i: acceptance at depth i + 1 where something was drafted.
         repeated_ngrams: share of 4-grams of an output that occurred in it before.
@@ -60,6 +62,8 @@ class Figures:
     speedup_interval: tuple[float, float] | None
     mean_acceptance_length: float
     mean_accepted_tokens: float
+    max_accepted_tokens: int
+    acceptance_histogram: tuple[int, ...]
     acceptance_rate: float
     acceptance_per_position: tuple[float, ...]
     repeated_ngrams: float
@@ -89,6 +93,8 @@ def figures_of(trials: Sequence[Trial], plain: Sequence[Trial]) -> Figures:
         speedup_interval=speedup_interval(plain_costs, costs),
         mean_acceptance_length=pooled.mean_acceptance_length,
         mean_accepted_tokens=pooled.mean_accepted_tokens,
+        max_accepted_tokens=pooled.max_accepted_tokens,
+        acceptance_histogram=pooled.acceptance_histogram,
         acceptance_rate=pooled.acceptance_rate,
         acceptance_per_position=pooled.acceptance_per_position,
         repeated_ngrams=pooled.repeated_ngrams,

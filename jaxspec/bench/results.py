@@ -47,6 +47,9 @@ _COLUMNS = {
     f"than {LOW_REPETITION:.0%} of its 4-grams.",
     "budget": "draft tokens of a step at most, the root EXCLUDED.",
     "drafting": "milliseconds of a step that drafting takes, all passes together.",
+    "longest": "most draft tokens accepted in one step, bonus EXCLUDED.",
+    "whole": "steps that accepted a chain as deep as any draft of the method, and all steps.",
+    "share": "of a step's time, what drafting and the target's pass take.",
     "building": "milliseconds of drafting that choosing a dynamic tree takes: what it takes longer "
     "than drafting over a static tree with the same passes of the head. A static tree is chosen "
     "beforehand.",
@@ -109,6 +112,10 @@ def _target_as_dict(target: TargetResult) -> dict[str, Any]:
                 "comparison": setting.comparison.as_dict(),
                 "transformers": _assisted_as_dict(setting.assisted),
                 "steps": {name: _steps_as_dict(steps) for name, steps in setting.steps.items()},
+                "batches": {
+                    str(size): {name: figures._asdict() for name, figures in methods.items()}
+                    for size, methods in setting.batches.items()
+                },
             }
             for label, setting in target.settings.items()
         },
@@ -205,6 +212,11 @@ def _setting_part(target: str, label: str, setting: Setting) -> str:
         parts.append("Low repetition: no prompt.")
     parts += ["Steps, on average:", _steps_table(setting)]
     parts += ["By category, and what it takes:", _detail_table(setting)]
+    if setting.batches:
+        parts += [
+            "Rows decoded together: tokens/s of all of them (over plain decoding of as many):",
+            _batch_table(setting),
+        ]
     return "\n\n".join([*parts, bullets(*lines)])
 
 
@@ -229,11 +241,17 @@ def _all_prompts_table(rows: _Rows, setting: Setting) -> str:
 def _detail_table(setting: Setting) -> str:
     categories = list(setting.comparison.plain.by_category)
     return table(
-        ["method", "accepted", *(f"{name} speed-up [95 %]" for name in categories), "peak"],
+        [
+            *("method", "accepted", "longest", "whole"),
+            *(f"{name} speed-up [95 %]" for name in categories),
+            "peak",
+        ],
         [
             [
                 row.name,
                 f"{row.overall.acceptance_rate:.0%}",
+                str(row.overall.max_accepted_tokens),
+                _whole_drafts(row.overall),
                 *(speedup_text(row.by_category[name]) for name in categories),
                 f"{row.peak_bytes / 1e6:.1f} MB",
             ]
@@ -242,11 +260,40 @@ def _detail_table(setting: Setting) -> str:
     )
 
 
+def _whole_drafts(figures: Figures) -> str:
+    histogram = figures.acceptance_histogram
+    return f"{histogram[-1]} of {sum(histogram)}" if len(histogram) > 1 else ""
+
+
+def _batch_table(setting: Setting) -> str:
+    """Tokens per second of all rows, and how many times plain decoding's that is."""
+    sizes = list(setting.batches)
+    plain = [setting.batches[size][PLAIN].tokens_per_second for size in sizes]
+
+    def cells(name: str) -> list[str]:
+        found = [setting.batches[size][name] for size in sizes]
+        return [
+            f"{each.tokens_per_second:.0f} ({each.tokens_per_second / base:.2f}x)"
+            for each, base in zip(found, plain, strict=True)
+        ]
+
+    names = list(setting.batches[sizes[0]])
+    return table(
+        ["method", *(f"{size} rows" for size in sizes)], [[name, *cells(name)] for name in names]
+    )
+
+
 def _low_repetition_table(rows: _Rows) -> str:
     return table(
-        ["method", "tau", *_SPEED_COLUMNS],
+        ["method", "tau", "longest", "whole", *_SPEED_COLUMNS],
         [
-            [row.name, f"{low.mean_acceptance_length:.2f}", *_speed_cells(low, baseline)]
+            [
+                row.name,
+                f"{low.mean_acceptance_length:.2f}",
+                str(low.max_accepted_tokens),
+                _whole_drafts(low),
+                *_speed_cells(low, baseline),
+            ]
             for row, baseline in rows
             if (low := row.low_repetition) is not None
         ],
@@ -261,11 +308,14 @@ def _steps_table(setting: Setting) -> str:
             row.name,
             str(steps.nodes),
             *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in parts),
+            f"{steps.times.draft / steps.times.step:.0%}, "
+            f"{steps.times.target / steps.times.step:.0%}",
             f"{row.overall.mean_acceptance_length:.2f}",
             f"{row.overall.tokens_per_second:.0f}",
         ]
 
-    columns = ["budget", "drafting", "building", "verification", "step", "tau", "tokens/s"]
+    columns = ["budget", "drafting", "building", "verification", "step", "share", "tau"]
+    columns += ["tokens/s"]
     return table(["method", *columns], [cells(row) for row in setting.comparison.rows])
 
 

@@ -6,12 +6,14 @@ To measure a further method, add one entry to `methods`; a further model, one to
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.bench.assisted import PLAIN, decode_with_transformers, why_not_here
+from jaxspec.bench.batches import BatchFigures, measure_batches
 from jaxspec.bench.compare import PLAIN as OUR_PLAIN
 from jaxspec.bench.compare import compare, find_divergences
 from jaxspec.bench.comparison import Comparison, Divergence
@@ -22,6 +24,7 @@ from jaxspec.bench.timing import release_programs
 from jaxspec.checkpoint import (
     Model,
     load,
+    load_dflash,
     load_eagle,
     shipped_folders,
     shipped_heads,
@@ -31,7 +34,10 @@ from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.types import Drafter, Params, PyTree, Warp
 from jaxspec.drafters import (
+    AdaptiveBlock,
     AdaptiveExit,
+    Deer,
+    DFlash,
     DraftModel,
     Eagle,
     Eagle2,
@@ -47,6 +53,7 @@ from jaxspec.trees import draft_batches, tree_of_head
 from jaxspec.trees.search import TREE_FILE
 
 EAGLE_HEAD, EAGLE3_HEAD, SKIPS = "demo-eagle", "demo-eagle3", "demo-skips"
+DEER, DFLASH = "demo-deer", "demo-dflash"
 MADE_FOR = "demo"
 """The target that heads and sets belong to."""
 Method = Drafter | LoadedDrafter
@@ -85,6 +92,8 @@ class Suite:
         max_new_tokens: of every prompt, at most.
         top_p: of sampling.
         seed: of sampling.
+        batches: rows decoded together, greedily, apart from everything else; `()` for none.
+        batch_methods: which of `methods` that is measured with, plain decoding beside them.
     """
 
     title: str
@@ -97,6 +106,8 @@ class Suite:
     max_new_tokens: int
     top_p: float = 1.0
     seed: int = 0
+    batches: tuple[int, ...] = ()
+    batch_methods: tuple[str, ...] = ()
 
 
 _GSM8K = PromptSet("GSM8K", "gsm8k/test.jsonl.gz", "{question}\n")
@@ -159,6 +170,37 @@ def searched_tree(name: str) -> Callable[[Model], LoadedDrafter | None]:
     return method
 
 
+def with_deer(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | None]:
+    """A shipped diffusion model that drafts for every target with its tokenizer."""
+
+    def method(target: Model) -> LoadedDrafter | None:
+        if name not in shipped_models():
+            return None
+        return if_it_drafts_for(target, Deer.of(load(name), **settings))
+
+    return method
+
+
+def if_it_drafts_for(target: Model, drafter: LoadedDrafter) -> LoadedDrafter | None:
+    """The drafter, or `None` where its tokens mean something else to the target."""
+    try:
+        prepare(target, [0], GenerationConfig(max_new_tokens=1), drafter, 0)
+    except ValueError:
+        return None
+    return drafter
+
+
+def with_dflash(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | None]:
+    """A shipped head that drafts blocks from the target's hidden states."""
+
+    def method(target: Model) -> LoadedDrafter | None:
+        if target.name != MADE_FOR or name not in shipped_heads("dflash"):
+            return None
+        return DFlash.of(load_dflash(name, target.network), **settings)
+
+    return method
+
+
 def dynamic_tree(head: EagleHead | Eagle3Head, paths: Sequence[RankPath]) -> LoadedDrafter:
     """EAGLE-2 within the bounds of a static tree: its nodes, levels, and nodes per draft pass.
 
@@ -168,6 +210,22 @@ def dynamic_tree(head: EagleHead | Eagle3Head, paths: Sequence[RankPath]) -> Loa
     depth = max(1, max(map(len, paths)) - 1)
     return Eagle2.of(head, num_nodes=len(paths), depth=depth, beam=max(2, widest))
 
+
+EVERY_METHOD: Mapping[str, Callable[[Model], Method | None]] = {
+    "prompt lookup": lambda target: PromptLookup(),
+    "draft model": lambda target: if_it_drafts_for(target, DraftModel.of(load("demo-draft"))),
+    "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
+    "EAGLE-2, 59 nodes": with_head(EAGLE_HEAD, Eagle2.of),
+    "EAGLE-3, searched tree": searched_tree(EAGLE3_HEAD),
+    "layer skip, as searched": searched_set(),
+    "DEER, chain of 8": with_deer(DEER, block=8),
+    "DEER, tree of 8": with_deer(DEER, block=8, num_nodes=8),
+    "DEER, adaptive chain": with_deer(DEER, block=8, adaptive=AdaptiveBlock()),
+    "DFlash, chain": with_dflash(DFLASH),
+}
+"""What `jaxspec bench --drafter all` measures; `None` where a method is not for a target."""
+
+_BLOCKS = (4, 8, 16, 32)
 
 SUITES = {
     "shipped": Suite(
@@ -235,6 +293,26 @@ SUITES = {
         prompts_per_set=20,
         max_new_tokens=128,
         top_p=0.9,
+    ),
+    # Chains against trees of one draft pass each, with as many tokens to verify.
+    "blocks": Suite(
+        title="Drafting whole blocks: DEER and DFlash",
+        prompt_sets=(_GSM8K, _HUMANEVAL, _MBPP),
+        targets=("demo", "demo-small"),
+        methods={
+            "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
+            **{f"DEER, chain of {k}": with_deer(DEER, block=k) for k in _BLOCKS},
+            **{f"DEER, tree of {k}": with_deer(DEER, block=k, num_nodes=k) for k in _BLOCKS},
+            "DEER, adaptive chain": with_deer(DEER, block=16, adaptive=AdaptiveBlock()),
+            "DFlash, chain": with_dflash(DFLASH),
+            "DFlash, tree of 8": with_dflash(DFLASH, num_nodes=8),
+        },
+        temperatures={"greedy": 0.0, "temperature 0.6": 0.6, "temperature 1": 1.0},
+        assistant=None,
+        prompts_per_set=5,
+        max_new_tokens=128,
+        batches=(1, 2, 4, 8, 16),
+        batch_methods=("EAGLE-1, searched tree", "DEER, chain of 8", "DEER, tree of 8"),
     ),
     "skip-settings": Suite(
         title="Drafting with the target's own layers: exit threshold and length",
@@ -307,11 +385,13 @@ class Setting(NamedTuple):
 
     assisted: what `transformers` makes of it, or why that is left out.
     steps: of every row of the comparison, by its name.
+    batches: by rows decoded together and by method, where the suite asks for it.
     """
 
     comparison: Comparison
     assisted: Assisted | str
     steps: Mapping[str, MethodSteps]
+    batches: Mapping[int, Mapping[str, BatchFigures]] = MappingProxyType({})
 
     @property
     def outputs_agree(self) -> bool:
@@ -427,7 +507,18 @@ def measure(
             top_p = None if suite.top_p == 1.0 else jnp.full(1, suite.top_p)
             warp = Warp(jnp.full(1, temperature), top_p=top_p) if temperature else Warp()
             steps = _steps(model, drafters, warp, repeats, progress)
-            settings[label] = Setting(comparison, assisted, steps)
+            together = {}
+            if not temperature and suite.batches:
+                chosen = {n: drafters[n] for n in suite.batch_methods if n in drafters}
+                together = measure_batches(
+                    model,
+                    [prompt.text for prompt in prompts],
+                    {OUR_PLAIN: None, **chosen},
+                    GenerationConfig(max_new_tokens=suite.max_new_tokens),
+                    suite.batches,
+                    repeats,
+                )
+            settings[label] = Setting(comparison, assisted, steps, together)
         return TargetResult(
             num_params=num_params(model.params),
             draft_params={n: num_params(drafter.params) for n, drafter in loaded.items()},

@@ -25,6 +25,7 @@ from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.tree import Path, normalize_paths, tree_from_parents
 from jaxspec.core.types import Drafter, Params, Proposal, PyTree, Tree
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.drafters.block import BlockSettings
 from jaxspec.generation import GenerationConfig, PromptLike, Request, generate, prepare
 from jaxspec.trees import (
     AcceptanceTable,
@@ -133,8 +134,9 @@ def measure_profile(
         model: the target.
         drafter: over any static tree; its own is not used.
         tokens: of the target passes, roots included.
-        batches: nodes of the draft passes.
-        levels: of the trees whose first draft pass is timed.
+        batches: nodes of the draft passes; a block drafter has none but the first.
+        levels: of the trees whose first draft pass is timed; of a block drafter those that its
+            block reaches.
         slots: of the caches. Passes read all of them, so ask for as many as prompts and outputs
             will take together, at least 64 and `num_steps`.
         num_steps: in each timed loop; entering one takes time as well, so let them be many.
@@ -174,19 +176,28 @@ def measure_profile(
                 f"{size} tokens a pass has grown to {reached}; ask for more, or for fewer steps."
             )
         targets[str(size)] = loop
-    for size in sorted({1, *batches}):
+    one_pass = isinstance(drafter.drafter, BlockSettings)
+    if isinstance(drafter.drafter, BlockSettings):
+        batches = ()
+        levels = [count for count in levels if count <= drafter.drafter.block]
+    for size in () if one_pass else sorted({1, *batches}):
         roots, below = _draft_probe(size)
         for part, paths in (("before", roots), ("with", (*roots, *below))):
             advance(f"draft {part} a pass of {size}")
             drafts[f"{part} {size}"] = drafting(paths, levels=2)
     for count in sorted({1, *levels}):
         advance(f"first draft pass of {count} levels")
-        firsts[str(count)] = drafting(_draft_probe(1)[0], count)
+        # Of a block drafter it reads as much as its own tree may have emitted.
+        chain_of = tuple((0,) * depth for depth in range(1, count + 1))
+        firsts[str(count)] = drafting(chain_of if one_pass else _draft_probe(1)[0], count)
     advance("timing target passes")
     target = _timings(time_in_turns(targets, repeats), num_steps)
     advance("timing draft passes")
     runs = time_in_turns({**drafts, **{f"first {n}": loop for n, loop in firsts.items()}}, repeats)
-    each = {str(n): runs[f"with {n}"] - runs[f"before {n}"] for n in sorted({1, *batches})}
+    if one_pass:
+        each = {"1": runs["first 1"]}
+    else:
+        each = {str(n): runs[f"with {n}"] - runs[f"before {n}"] for n in sorted({1, *batches})}
     draft = _timings(each, num_steps)
     for size, seconds, spread in draft:
         if seconds <= 0:
@@ -208,6 +219,7 @@ def measure_profile(
             f"{slots} slots: medians of {repeats} loops of {num_steps} steps, run in turns"
             + ("; THE MACHINE WAS BUSY" if machine.busy else "")
         ),
+        one_pass=one_pass,
     )
 
 
@@ -239,7 +251,7 @@ def with_tree(drafter: LoadedDrafter, paths: Sequence[Path]) -> LoadedDrafter:
     method: Drafter = drafter.drafter
     if not dataclasses.is_dataclass(method) or not hasattr(method, "paths"):
         raise ValueError(
-            "drafter: must draft over a static tree (Eagle, DraftModel), got "
+            "drafter: must draft over a static tree (Eagle, DraftModel, Deer, DFlash), got "
             f"{type(method).__name__}."
         )
     tree = {"paths": normalize_paths(paths)}

@@ -17,10 +17,11 @@ from jaxspec.bench.diffusion import DIFFUSION_SUITES, measure_diffusion
 from jaxspec.bench.page import write_part
 from jaxspec.bench.prompts import FIELDS, read_prompts
 from jaxspec.bench.results import as_dict, as_markdown
-from jaxspec.bench.shipped import SUITES, measure
+from jaxspec.bench.shipped import EVERY_METHOD, SUITES, measure
 from jaxspec.checkpoint import load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import (
+    EVERY_DRAFTER,
     add_drafter_arguments,
     add_generation_arguments,
     add_mesh_argument,
@@ -279,7 +280,15 @@ def run_prompts(args: argparse.Namespace) -> int:
     rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)
     specs = filter(None, args.drafter or [drafter_spec("lookup")])
     model = load_model(args, mesh_asked(args))
-    drafters = {spec.text: make_drafter(spec, args, model) for spec in specs}
+    drafters = {}
+    for spec in specs:
+        if spec.text != EVERY_DRAFTER:
+            drafters[spec.text] = make_drafter(spec, args, model)
+            continue
+        made = {name: make(model) for name, make in EVERY_METHOD.items()}
+        drafters |= {name: drafter for name, drafter in made.items() if drafter is not None}
+        left_out = [name for name, drafter in made.items() if drafter is None]
+        announce(left_out=", ".join(left_out) or "nothing")
     announce(
         model=args.model,
         prompts=f"{len(rows)} of {path}",

@@ -14,15 +14,16 @@ from rich.text import Text
 from jaxspec.bench.compare import PLAIN, compare
 from jaxspec.bench.comparison import Comparison
 from jaxspec.bench.table import as_summary
-from jaxspec.checkpoint import Model, load, load_eagle, shipped_heads
+from jaxspec.checkpoint import Model, load, load_eagle, shipped_heads, shipped_models
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.live import DRAFTED_STYLE, LiveText, Pace, Sources
 from jaxspec.core.types import Drafter
-from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter, PromptLookup
+from jaxspec.drafters import Deer, DraftModel, Eagle, LoadedDrafter, PromptLookup
 from jaxspec.generation import GenerationConfig, stream
 from jaxspec.trees import tree_of_head
 
-_TARGET, _HEAD = "demo", "demo-eagle"
+_TARGET, _HEAD, _DEER = "demo", "demo-eagle", "demo-deer"
+_BLOCK = 8
 
 # Written for this demo. Their lengths share a bucket, so that one program serves them all.
 PROMPTS = (
@@ -40,13 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec demo`."""
     parser.description = (
         "Decodes built-in prompts with the shipped models: plainly, with prompt lookup, with a "
-        "draft model and with an EAGLE head. Accepted draft tokens are coloured. Needs no network."
+        "draft model, with an EAGLE head and with a diffusion model that drafts blocks, in a chain "
+        "and in a tree. Accepted draft tokens are coloured. Needs no network."
     )
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="per prompt")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each")
     parser.add_argument("--model", default=_TARGET, help="another target")
     parser.add_argument("--draft-model", default="demo-draft", help="another draft model")
     parser.add_argument("--head", help=f"an EAGLE head of the target (default for demo: {_HEAD})")
+    parser.add_argument(
+        "--deer", help=f"a diffusion model that drafts blocks (default for demo: {_DEER})"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -65,6 +70,13 @@ def run(args: argparse.Namespace) -> int:
         head = _HEAD
     if head is not None:
         drafters["EAGLE"] = Eagle.of(load_eagle(head, model.network), tree_of_head(head))
+    deer = args.deer
+    if deer is None and args.model == _TARGET and _DEER in shipped_models():
+        deer = _DEER
+    if deer is not None:
+        diffusion = load(deer)
+        drafters["DEER, chain"] = Deer.of(diffusion, _BLOCK)
+        drafters["DEER, tree"] = Deer.of(diffusion, _BLOCK, num_nodes=_BLOCK)
     console = Console(highlight=False, stderr=args.json)
     outputs = show(console, model, config, {PLAIN: None, **drafters})
     _heading(console, "timing: every method on every prompt, in turns")

@@ -31,7 +31,7 @@ from jaxspec.commands.options import (
 from jaxspec.commands.tune_profile import show_profile
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.types import Drafter
-from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, PromptLookup
+from jaxspec.drafters import Deer, Eagle, LayerSkip, LoadedDrafter, PromptLookup
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.extra import missing_for_gpu
@@ -287,10 +287,13 @@ def _check_memory(
     if isinstance(loaded.drafter, Eagle):
         head = loaded.params.params
         draft_passes += len(config.levels) + bool(config.levels)  # `draft_N` and `absorb`
-    if isinstance(loaded.drafter, PromptLookup):
+    if isinstance(loaded.drafter, Deer):
+        head = draft_pass = loaded.params.params
+        draft_passes = 1
+    if isinstance(loaded.drafter, Deer | PromptLookup):
         verify.add(loaded.drafter.tree_shape[0])
     on_gpu = config.bundle == "gpu"
-    # `decode`, and `step` where a drafter is baked in.
+    # `decode`, and `step` or `draft_block` where a drafter is baked in.
     separate = len(set(config.prefill)) + len(verify) + 1 + bool(draft_passes)
     needed = estimate_phone_memory(
         model.config,

@@ -9,10 +9,13 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint import Model, load, load_eagle, shipped_heads
+from jaxspec.checkpoint import Model, load, load_dflash, load_eagle, shipped_heads
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import (
     PUBLISHED_SKIPS,
+    AdaptiveBlock,
+    Deer,
+    DFlash,
     DraftModel,
     Eagle,
     Eagle2,
@@ -154,13 +157,23 @@ def drafter_spec(text: str) -> DrafterSpec | None:
     return DrafterSpec(text, name, settings)
 
 
+EVERY_DRAFTER = "all"
+
+
+def drafter_spec_or_all(text: str) -> DrafterSpec | None:
+    """`drafter_spec`, or "all" for every method that comes with the package."""
+    return DrafterSpec(text, text, {}) if text == EVERY_DRAFTER else drafter_spec(text)
+
+
 def add_drafter_arguments(parser: argparse.ArgumentParser, repeatable: bool) -> None:
     """Declares `--drafter` and the settings of drafters."""
     group = parser.add_argument_group("drafting")
     names = f"{', '.join((NO_DRAFTER, *DRAFTERS))}; settings given here precede the flags below"
+    if repeatable:
+        names += f"; {EVERY_DRAFTER}: each method that comes with the package for this model"
     group.add_argument(
         "--drafter",
-        type=drafter_spec,
+        type=drafter_spec_or_all if repeatable else drafter_spec,
         action="append" if repeatable else "store",
         metavar="NAME[:SETTING=VALUE,...]",
         help=f"{names}; repeatable" if repeatable else names,
@@ -264,6 +277,51 @@ def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any], model: Mo
     return LayerSkip.read(source, **settings)
 
 
+def _deer(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LoadedDrafter:
+    del model
+    given = _block_settings(settings)
+    source = given.pop("model", args.draft_model)
+    if source is None:
+        raise ValueError(
+            "--drafter deer needs deer:model=MODEL, a diffusion model with the target's tokenizer "
+            "(for the shipped demo: deer:model=demo-deer)."
+        )
+    return Deer.of(load(source, dtype=args.dtype), **given)
+
+
+def _dflash(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LoadedDrafter:
+    del args
+    given = _block_settings(settings)
+    if "head" not in given:
+        raise ValueError(
+            "--drafter dflash needs dflash:head=FOLDER, of a DFlash head, or the name of a shipped "
+            f"one: {', '.join(shipped_heads('dflash')) or 'none is here'}."
+        )
+    return DFlash.of(load_dflash(given.pop("head"), model.network), **given)
+
+
+def _block_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a block drafter, but for where its weights are."""
+    given = dict(settings)
+    if "tree" in given:
+        given["paths"] = load_tree(given.pop("tree"))
+    if given.pop("adaptive", 0):
+        given["adaptive"] = AdaptiveBlock()
+    return given
+
+
+_OF_BLOCKS: Mapping[str, Callable[[str], Any]] = {
+    "block": int,
+    # A file of `tune tree`; or the nodes of a tree that is made anew for each step.
+    "tree": str,
+    "num_nodes": int,
+    "branch": int,
+    "temperature": float,
+    "steps": int,
+    # 1: so much of a block as has been worth it.
+    "adaptive": int,
+}
+
 # The only place where drafters have names: the kinds of their settings, and how they are built.
 DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
     "lookup": ({"num_speculative_tokens": int, "max_ngram": int, "match": str}, _lookup),
@@ -271,6 +329,8 @@ DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]
     # tree: a file of `tune tree` or a published name.
     "eagle": ({"head": str, "tree": str}, _eagle),
     "eagle2": ({"head": str, "depth": int, "beam": int, "num_nodes": int}, _eagle2),
+    "deer": ({"model": str, **_OF_BLOCKS, "sep": str, "mask": str, "cache": str}, _deer),
+    "dflash": ({"head": str, **_OF_BLOCKS}, _dflash),
     "layer-skip": ({"num_speculative_tokens": int, "threshold": float, "skips": str}, _layer_skip),
 }
 

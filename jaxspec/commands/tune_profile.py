@@ -12,7 +12,7 @@ from rich.table import Table
 
 from jaxspec.bench.step import SLOTS
 from jaxspec.bench.tuning import BATCHES, LEVELS, TOKENS, measure_profile
-from jaxspec.checkpoint import Model, load, load_eagle
+from jaxspec.checkpoint import Model, load, load_dflash, load_eagle
 from jaxspec.commands.options import (
     add_model_arguments,
     announce,
@@ -20,14 +20,14 @@ from jaxspec.commands.options import (
     load_model,
     sizes,
 )
-from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
+from jaxspec.drafters import Deer, DFlash, DraftModel, Eagle, LoadedDrafter
 from jaxspec.mobile.profile import read_kit_log
 from jaxspec.progress import progress_bar
 from jaxspec.trees import LatencyProfile, Timing, load_profile, save_profile, shipped_profiles
 from jaxspec.trees.plots import check_plots, plot_latency
 
 _OF_MEASURING = (
-    *("head", "draft_model", "dtype", "max_positions"),
+    *("head", "draft_model", "deer", "dflash", "block", "dtype", "max_positions"),
     *("tokens", "batches", "levels", "slots", "repeats", "steps"),
 )
 
@@ -100,6 +100,13 @@ def add_tree_drafter_arguments(parser: argparse.ArgumentParser) -> None:
         "--head", metavar="FOLDER", help="of an EAGLE-1 or EAGLE-3 head, or a shipped name"
     )
     group.add_argument("--draft-model", metavar="MODEL", help="folder, shipped name or Hub id")
+    group.add_argument(
+        "--deer", metavar="MODEL", help="a diffusion model that drafts a block in one pass"
+    )
+    group.add_argument("--dflash", metavar="FOLDER", help="of a DFlash head, or a shipped name")
+    parser.add_argument(
+        "--block", type=int, metavar="N", help="positions of a draft of --deer or --dflash"
+    )
 
 
 def load_tree_drafter(args: argparse.Namespace, model: Model) -> LoadedDrafter:
@@ -108,7 +115,18 @@ def load_tree_drafter(args: argparse.Namespace, model: Model) -> LoadedDrafter:
         return Eagle.of(load_eagle(args.head, model.network))
     if args.draft_model:
         return DraftModel.of(load(args.draft_model, dtype=args.dtype))
-    return args.parser.error("name the drafter: --head FOLDER or --draft-model MODEL.")
+    if args.deer:
+        return Deer.of(load(args.deer, dtype=args.dtype), args.block or 8)
+    if args.dflash:
+        return DFlash.of(load_dflash(args.dflash, model.network), args.block)
+    return args.parser.error(
+        "name the drafter: --head FOLDER, --draft-model MODEL, --deer MODEL or --dflash FOLDER."
+    )
+
+
+def named_drafter(args: argparse.Namespace) -> str | None:
+    """What a flag of `add_tree_drafter_arguments` names."""
+    return args.head or args.draft_model or args.deer or args.dflash
 
 
 def run(args: argparse.Namespace) -> int:

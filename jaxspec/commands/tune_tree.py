@@ -20,7 +20,11 @@ from jaxspec.bench.tuning import (
 )
 from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.commands.options import add_model_arguments, announce, load_model
-from jaxspec.commands.tune_profile import add_tree_drafter_arguments, load_tree_drafter
+from jaxspec.commands.tune_profile import (
+    add_tree_drafter_arguments,
+    load_tree_drafter,
+    named_drafter,
+)
 from jaxspec.core.tree import Path
 from jaxspec.generation import GenerationConfig
 from jaxspec.progress import progress_bar
@@ -110,8 +114,10 @@ def run(args: argparse.Namespace) -> int:
         return args.parser.error("give --acceptance FILE, or MODEL, PROMPTS and a drafter.")
     if args.model is not None and args.prompts is None and (not args.acceptance or args.measure):
         return args.parser.error("give PROMPTS.jsonl to decode.")
-    if args.model is None and (args.head or args.draft_model):
-        return args.parser.error("--head and --draft-model need MODEL, which they draft for.")
+    if args.model is None and named_drafter(args):
+        return args.parser.error(
+            "--head, --draft-model, --deer and --dflash need MODEL, which they draft for."
+        )
     if args.measure < 0 or args.repeats < 1:
         raise ValueError("--measure must be at least 0 and --repeats at least 1.")
     if args.out:

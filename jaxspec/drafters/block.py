@@ -92,8 +92,12 @@ class BlockDraft(NamedTuple):
     acceptance: Acceptance
 
 
-class _Choices(NamedTuple):
-    """Tokens for each position, best or first drawn first, and the laws or scores behind them."""
+class Choices(NamedTuple):
+    """What was chosen for each position.
+
+    tokens: best or first drawn first.
+    logprobs: the laws they come from; for dynamic trees, those of the tokens alone.
+    """
 
     tokens: Int[Array, "positions branch"]
     logprobs: Float[Array, "positions _"]
@@ -248,7 +252,7 @@ class BlockSettings:
         length = jnp.minimum(length, jnp.maximum(context.room - 1, 0))
         warp = self._warp(context.warp)
 
-        def choose() -> tuple[_Choices, PyTree]:
+        def choose() -> tuple[Choices, PyTree]:
             tokens = jnp.full(self.block, mask_token_id, jnp.int32)
             kept, choices = None, []
             share = -(-self.block // self.steps)
@@ -264,7 +268,7 @@ class BlockSettings:
                 choices.append(self._choose(step_key, logits, warp))
                 if self.steps > 1:
                     tokens = tokens.at[part].set(choices[-1].tokens[:, 0])
-            return _Choices(*map(jnp.concatenate, zip(*choices, strict=True))), kept
+            return Choices(*map(jnp.concatenate, zip(*choices, strict=True))), kept
 
         drafted = jnp.bool_(True)
         if self.adaptive is None:
@@ -272,7 +276,8 @@ class BlockSettings:
         else:
             drafted = length > 0
             choices, kept = _where_wanted(drafted, choose)
-        proposal = self._proposal(choices, warp, context)
+        root = context.tokens[context.length - 1]
+        proposal = self.offer(choices, root, drawn=warp.temperature is not None)
         proposal = proposal._replace(valid=self._valid(proposal, length, context))
         idle = jnp.where(drafted, 0, acceptance.idle + 1)
         return BlockDraft(proposal, kept, drafted, Acceptance(rates, length, idle))
@@ -287,39 +292,46 @@ class BlockSettings:
 
     def _choose(
         self, key: PRNGKeyArray, logits: Float[Array, "positions vocab"], warp: Warp
-    ) -> _Choices:
+    ) -> Choices:
         if self.num_nodes is None:
             tokens, laws = choose_children(key, logits, warp, self.max_branch)
-            return _Choices(tokens.astype(jnp.int32), laws)
+            return Choices(tokens.astype(jnp.int32), laws)
         if warp.bias is not None:
             logits = logits + warp.bias[None]
-        scores, tokens = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), self.branch)
-        return _Choices(tokens.astype(jnp.int32), scores)
+        # Position by position: of three axes XLA sorts whole rows on CPUs.
+        best = [jax.lax.top_k(row, self.branch) for row in logits]
+        scores, tokens = (jnp.stack(part) for part in zip(*best, strict=True))
+        totals = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        return Choices(tokens.astype(jnp.int32), scores - totals)
 
-    def _proposal(self, choices: _Choices, warp: Warp, context: Context) -> Proposal:
-        root = context.tokens[context.length - 1]
+    def offer(self, choices: Choices, root: Int[Array, ""], *, drawn: bool) -> Proposal:
+        """The proposal that choices make, every node valid; `drawn`: they are sampled."""
         if self.tree is None:
             return self._best_paths(choices, root)
         tree, branch = self.tree, choices.tokens.shape[1]
         picked = np.asarray((tree.depths[1:] - 1) * branch + tree.ranks[1:])
         tokens = jnp.concatenate([root[None], take_rows(choices.tokens.reshape(-1), picked)])
         every_node = jnp.ones(len(tree.parents), bool)
-        if warp.temperature is None:
+        if not drawn:
             return tree_proposal(tree, tokens, every_node)
         # Parents of one depth share one draw: only one of them is ever asked for its children.
         law_row = jnp.asarray(tree.depths - 1).at[0].set(0)
         tree = jax.tree.map(jnp.asarray, tree)
         return Proposal(tokens, tree, every_node, choices.logprobs, law_row)
 
-    def _best_paths(self, choices: _Choices, root: Int[Array, ""]) -> Proposal:
+    def _best_paths(self, choices: Choices, root: Int[Array, ""]) -> Proposal:
         """The tree of the paths with the highest products of marginals."""
         assert self.num_nodes is not None
         scores, places = jnp.zeros(1), jnp.full(1, -1, jnp.int32)
         pools, created = [], 0
         for level, beam in enumerate(self._beams()):
             if level:
-                scores, best = jax.lax.top_k(pools[-1].scores, beam)
-                places = (created - pools[-1].scores.shape[0] + best).astype(jnp.int32)
+                scores = pools[-1].scores
+                before = created - scores.shape[0]
+                best = jnp.arange(beam)
+                if beam < scores.shape[0]:
+                    scores, best = jax.lax.top_k(scores, beam)
+                places = (before + best).astype(jnp.int32)
             tokens = jnp.broadcast_to(choices.tokens[level][None], (beam, self.branch))
             extended = scores[:, None] + choices.logprobs[level][None]
             pools.append(

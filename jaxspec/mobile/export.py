@@ -13,7 +13,7 @@ import numpy as np
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.types import ChecksFit, Drafter, Params
-from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
+from jaxspec.drafters import Deer, Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
 from jaxspec.mobile.convert import Lowered, lower, to_flatbuffer
 from jaxspec.mobile.denoise import Canvases, denoise_signatures
 from jaxspec.mobile.denoise import prefill_signature as read_blocks_signature
@@ -22,6 +22,7 @@ from jaxspec.mobile.memory import estimate_phone_memory
 from jaxspec.mobile.opset import require_opset
 from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.signatures import (
+    BlockDrafting,
     EagleStep,
     LayerSkipStep,
     Signature,
@@ -105,8 +106,9 @@ def export(
         model: the target.
         folder: made if it is not there; what else it holds stays.
         drafter: what `step` drafts with: an `Eagle` head over its static tree, or a `LayerSkip`
-            with its set baked in. `PromptLookup` runs on the host: it gets a `verify_N` that fits.
-            `None`: plain decoding only.
+            with its set baked in. A `Deer` that is causal over blocks gets `draft_block`, which
+            the host calls before `verify_N`. `PromptLookup` runs on the host: it gets a
+            `verify_N` that fits. `None`: plain decoding only.
         config: functions, shapes and quantization; 1024 tokens of text and int8 by default.
 
     Returns:
@@ -149,7 +151,7 @@ def export(
         num_tokens=num_tokens,
         stop_token_ids=tuple(model.stop_token_ids),
         tokenizer=fingerprint(model.tokenizer),
-        drafter=_described(loaded.drafter),
+        drafter=_described(loaded),
         paths=paths,
         signatures=describe(lowered),
         generation_defaults=dict(model.generation_defaults),
@@ -257,6 +259,7 @@ def _signatures(
 ) -> tuple[Mapping[str, Signature], tuple[tuple[int, ...], ...]]:
     """All functions of a file by name, and the tree of its `step`."""
     drafter, verify, step, paths = loaded.drafter, set(config.verify), None, ()
+    blocks = None
     match drafter:
         case NoDraft():
             pass
@@ -267,9 +270,12 @@ def _signatures(
             paths = tuple((0,) * depth for depth in range(1, step.levels))
         case PromptLookup():
             verify.add(drafter.tree_shape[0])
+        case Deer():
+            blocks = BlockDrafting(drafter, loaded.params)
+            verify.add(drafter.tree_shape[0])
         case _:
             raise ValueError(
-                f"drafter: {type(drafter).__name__} cannot be exported; Eagle, LayerSkip and "
+                f"drafter: {type(drafter).__name__} cannot be exported; Eagle, LayerSkip, Deer and "
                 "PromptLookup can. A draft model is exported as a model of its own."
             )
     if step is not None and step.levels >= target.slots:
@@ -288,6 +294,8 @@ def _signatures(
         **{f"verify_{n}": verify_signature(target, n, drafting) for n in sizes},
         **{f"commit_{n}": commit_signature(target, n, drafting) for n in sizes},
     }
+    if blocks is not None:
+        functions["draft_block"] = blocks.signature(target)
     if step is not None:
         functions["step"] = step.signature(target)
         if config.bundle == "cpu":
@@ -330,7 +338,11 @@ def _check_size(params: Params, quantization: str) -> None:
         )
 
 
-def _described(drafter: Any) -> dict[str, Any] | None:
+def _described(loaded: LoadedDrafter) -> dict[str, Any] | None:
+    drafter: Any = loaded.drafter
     if isinstance(drafter, NoDraft):
         return None
-    return {"name": type(drafter).__name__, **dataclasses.asdict(drafter)}
+    described = {"name": type(drafter).__name__, **dataclasses.asdict(drafter)}
+    if isinstance(drafter, Deer):
+        described["diffusion"] = dataclasses.asdict(loaded.params.config.diffusion)
+    return described

@@ -4,6 +4,7 @@ A loop calls signatures and sees a few integers; caches stay in the runtime's bu
 host decides what to accept, it does so by the functions of `core` that decode in JAX.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -19,6 +20,7 @@ from jaxspec.core.tree import chain, traced_tree, tree_from_paths
 from jaxspec.core.types import Context, KVCache, Params, Proposal, Recent, Verdict, Warp
 from jaxspec.core.verify import follow_choices, verify, verify_greedy
 from jaxspec.drafters import PromptLookup
+from jaxspec.drafters.block import BlockSettings, Choices
 from jaxspec.mobile.manifest import Manifest
 from jaxspec.mobile.signatures import LARGEST_TOP_K
 
@@ -436,6 +438,78 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens with which both texts begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+class BlockDraft:
+    """Calls `draft_block`: a diffusion model's whole block, as a chain or a tree.
+
+    The model keeps finished blocks of the text; what came since, and a prompt's blocks, it reads in
+    windows of one size. Drafts are deterministic, so that any acceptance does.
+    """
+
+    absorbs = False
+
+    def __init__(self, model: "MobileModel"):
+        described = model.manifest.drafter or {}
+        names = [field.name for field in dataclasses.fields(BlockSettings)]
+        settings = {name: described[name] for name in names if name in described}
+        if settings.get("paths") is not None:
+            settings["paths"] = tuple(map(tuple, settings["paths"]))
+        self._settings = BlockSettings(**settings)
+        diffusion = described["diffusion"]
+        self._mask, self._shift = diffusion["mask_token_id"], int(diffusion["shift"])
+        self._own_block = diffusion["block"]
+        self._model, self.nodes = model, self._settings.tree_shape[0]
+        self._size = model.inputs("draft_block")["window"]["shape"][1]
+        self._text: list[int] = []
+        self._kept = 0
+
+    def __call__(self, text: Sequence[int], recent: int) -> Proposal:
+        del recent
+        own, length = self._own_block, len(text)
+        kept = min(self._kept, common_length(self._text, text)) // own * own
+        finished = (length - 1) // own * own
+        end = -(-(length + self._settings.block) // own) * own
+        while end - kept > self._size:
+            self._read(text, kept, 0)
+            kept = min(kept + self._size, finished)
+        self._read(text, kept, length - kept - self._shift)
+        self._text, self._kept = list(text), finished
+        tokens = self._model.read("draft_block", "children")[0]
+        logprobs = self._model.read("draft_block", "logprobs")[0]
+        tokens, logprobs = _without_token(tokens, logprobs, self._mask)
+        return jax.device_get(_offer(self._settings, tokens, logprobs, np.int32(text[-1])))
+
+    def _read(self, text: Sequence[int], kept: int, first: int) -> None:
+        slots = np.arange(kept, kept + self._size)
+        window = np.full(self._size, self._mask, np.int32)
+        known = text[kept : kept + self._size]
+        window[: len(known)] = known
+        blocks = slots // self._own_block
+        # Masks behind the last block are seen by themselves alone.
+        visible = (blocks[:, None] >= blocks[None]).astype(np.int32)
+        self._model.call("draft_block", window=window, start=[kept], first=[first], visible=visible)
+
+
+def _without_token(
+    tokens: np.ndarray, logprobs: np.ndarray, token: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """All but one of the likeliest of each position: without a token, or else the last.
+
+    Probabilities are those without the token.
+    """
+    found = tokens == token
+    places = np.argsort(np.where(found, tokens.shape[1], np.arange(tokens.shape[1])), axis=1)
+    kept = places[:, :-1]
+    share = np.sum(np.where(found, np.exp(logprobs), 0.0), axis=1, keepdims=True)
+    rest = np.log(np.maximum(1.0 - share, np.finfo(np.float32).tiny))
+    picked = np.take_along_axis(logprobs, kept, 1) - rest
+    return np.take_along_axis(tokens, kept, 1).astype(np.int32), picked.astype(np.float32)
+
+
+@partial(jax.jit, static_argnames="settings")
+def _offer(settings: BlockSettings, tokens, logprobs, root) -> Proposal:
+    return settings.offer(Choices(tokens, logprobs), root, drawn=False)
 
 
 def static_proposal(paths: Sequence[tuple[int, ...]]) -> Proposal:

@@ -66,7 +66,8 @@ class Manifest:
     def sizes(self, kind: str) -> tuple[int, ...]:
         """The token counts of the signatures KIND_N, ascending."""
         names = (name.rpartition("_") for name in self.signatures)
-        return tuple(sorted(int(size) for base, _, size in names if base == kind))
+        sizes = (size for base, _, size in names if base == kind and size.isdigit())
+        return tuple(sorted(map(int, sizes)))
 
     def to_json(self) -> str:
         """One line, so that it is found in a file's bytes."""

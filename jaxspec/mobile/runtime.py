@@ -20,6 +20,7 @@ from jaxspec.core.types import Stop, Warp
 from jaxspec.mobile.extra import missing_for_gpu, needs_extra
 from jaxspec.mobile.loops import (
     Acceptance,
+    BlockDraft,
     Emitted,
     Loop,
     LoopOf,
@@ -87,7 +88,9 @@ def _check_known(signature: str, kind: str, name: str, known: Collection[str]) -
 
 def verify_drafts(model: "MobileModel", acceptance: Acceptance) -> Loop:
     """Verifies what the file's own drafter offers, and decides here."""
-    return Verified(model, TreeDraft(model), acceptance)
+    of_blocks = "draft_block" in model.manifest.signatures
+    draft = BlockDraft(model) if of_blocks else TreeDraft(model)
+    return Verified(model, draft, acceptance)
 
 
 class MobileModel:
@@ -361,7 +364,7 @@ class MobileModel:
         step = "step" if warp.temperature is None else "step_sampled"
         if step in signatures and setting_beyond_steps(warp, self.manifest) is None:
             return Steps
-        if "draft" in signatures:
+        if "draft" in signatures or "draft_block" in signatures:
             return verify_drafts
         return Plain
 

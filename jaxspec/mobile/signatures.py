@@ -20,7 +20,7 @@ from jaxspec.core.forms import exchanged
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.tree import chain
 from jaxspec.core.types import Hidden, KVCache, LayerKV, Params, Tree, Warp
-from jaxspec.drafters import Eagle, LayerSkip
+from jaxspec.drafters import Deer, Eagle, LayerSkip
 from jaxspec.drafters.growth import extend, grow_tree, lookup_ids
 from jaxspec.mobile.acceptance import Accepted, accept_greedy, accept_sampled
 from jaxspec.mobile.forms import litert_forms
@@ -415,6 +415,76 @@ class LayerSkipStep:
             token = argmax_rows(_unembed(params.target, target, hidden.features))
             tokens.append(token)
         return jnp.concatenate(tokens)
+
+
+class BlockDrafting:
+    """Drafting of whole blocks by a diffusion model that is causal over blocks: one pass.
+
+    The host says what the pass reads and what of it counts, see `loops.BlockDraft`.
+
+    Raises:
+        ValueError: the drafter does what a file cannot.
+    """
+
+    def __init__(self, drafter: Deer, network: Any):
+        diffusion = network.config.diffusion if isinstance(network, Network) else None
+        if diffusion is None:
+            raise ValueError("drafter: Deer needs a diffusion model: Deer.of(load(...)).")
+        if diffusion.block is None:
+            raise ValueError(
+                "drafter: this diffusion model sees both sides, so that every pass would read the "
+                "whole text; only models that are causal over blocks can be exported."
+            )
+        unsupported = {
+            "steps": drafter.steps > 1,
+            "sep_token_id": drafter.sep_token_id is not None,
+            "adaptive": drafter.adaptive is not None,
+            "cache": drafter.cache not in (None, "blocks"),
+        }
+        if given := [name for name, found in unsupported.items() if found]:
+            raise ValueError(
+                f"drafter: an exported Deer drafts every block in one pass, without "
+                f"{', '.join(given)}; leave that out."
+            )
+        self.config, self.block, self.mask = network.config, drafter.block, diffusion.mask_token_id
+        behind = diffusion.block + drafter.depth + 1 + drafter.block
+        self.size = -(-behind // diffusion.block) * diffusion.block
+        # The mask may be among them, and is left out by the host.
+        self.count = drafter.max_branch + 1
+
+    def signature(self, target: Target) -> Signature:
+        """`draft_block`: reads `window`, slots `start` on, and gives each position's likeliest.
+
+        start: tokens that are cached, of finished blocks. visible: 1 where a slot of the window
+        (row) sees another (column). first: the row whose output decides the first position.
+        """
+        own = target._replace(config=self.config, slots=target.slots + self.size)
+
+        def draft(params: Params, inputs: Record) -> Record:
+            start, network = inputs["start"][0], params.draft
+            hidden = network.forward(
+                inputs["window"][0],
+                start + np.arange(self.size, dtype=np.int32),
+                inputs["visible"][0, 0] > 0,
+                _cache(inputs, "block", self.config.num_layers, start),
+            )
+            rows = inputs["first"] + np.arange(self.block, dtype=np.int32)
+            logits = network.unembed(lookup_rows(hidden.features, rows))[:, : target.num_tokens]
+            probs, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.count)
+            return {
+                "children": ids[None],
+                "logprobs": jnp.log(probs)[None],
+                **_outgoing(_write(inputs, "block", hidden.new_kv, start)),
+            }
+
+        inputs = {
+            "window": _ints(1, self.size),
+            "start": _ints(1),
+            "first": _ints(1),
+            "visible": _ints(1, 1, self.size, self.size),
+            **_kv(own, "block"),
+        }
+        return _signature(own, draft, inputs)
 
 
 def _greedy(tree: Tree, tokens: Array, logits: Array) -> Accepted:

@@ -13,6 +13,7 @@ from jaxspec.bench.machine import this_machine
 from jaxspec.bench.page import bullets, table
 from jaxspec.bench.results import MADE_BY
 from jaxspec.bench.shipped import (
+    DEER,
     EAGLE_HEAD,
     MADE_FOR,
     SKIPS,
@@ -30,7 +31,7 @@ from jaxspec.checkpoint import (
     shipped_models,
 )
 from jaxspec.denoising import DenoiseConfig, denoise
-from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
+from jaxspec.drafters import Deer, Eagle, LayerSkip, LoadedDrafter
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.comparison import (
     ABOUT_COLUMNS,
@@ -44,6 +45,7 @@ from jaxspec.mobile.comparison import (
     plainly,
     results_as_dicts,
     stepping,
+    verifying,
 )
 from jaxspec.mobile.export import BUNDLES, MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.extra import missing_for_gpu
@@ -56,6 +58,7 @@ from jaxspec.mobile.footprint import (
     measure_opening,
 )
 from jaxspec.mobile.gpu import check_gpu
+from jaxspec.mobile.loops import BlockDraft
 from jaxspec.mobile.modelled import HUNDRED_MILLION, Modelled, measure_modelled
 from jaxspec.mobile.modelled import NUM_PARTS as MODELLED_PARTS
 from jaxspec.mobile.modelled import SLOTS as MODELLED_SLOTS
@@ -312,6 +315,49 @@ def _measure_skips(prompts: Prompts, advance: Advance) -> Page:
 
 _SKIP_QUANTIZATIONS = ("float32", "int8", "int4")
 _DRAFTED = (2, 3, 4, 5)
+
+
+def _measure_blocks(prompts: Prompts, advance: Advance) -> Page:
+    model, ids = prompts
+    if DEER not in shipped_models():
+        raise ValueError(
+            f"Suite 'litert-blocks' measures {DEER}, which is in checkpoints/ of the repository, "
+            "and not here."
+        )
+    diffusion = load(DEER)
+    drafters = {f"DEER, chain of {k}": Deer.of(diffusion, k) for k in _BLOCKS}
+    drafters |= {f"DEER, tree of {k}": Deer.of(diffusion, k, num_nodes=k) for k in _BLOCKS}
+    results = {}
+    for name in _BLOCK_QUANTIZATIONS:
+        shapes = ExportConfig(slots=_SLOTS, quantization=name, check_gpu_ops=False)
+        methods, files = [], {}
+        with TemporaryDirectory() as folder:
+            for label, drafter in {"EAGLE-1, searched tree": _head(model), **drafters}.items():
+                advance(f"{name}: exporting {label}")
+                export(model, Path(folder) / label, drafter, shapes)
+                files[label] = MobileModel(Path(folder) / label / MODEL_FILE, num_threads=1)
+                nodes = drafter.drafter.tree_shape[0] - 1
+                loop = verifying(BlockDraft) if label in drafters else stepping
+                methods.append(Method(label, label, nodes, loop))
+            methods.insert(0, Method(PLAIN, methods[0].file, 0, plainly))
+            advance(f"{name}: decoding in turns")
+            results[name] = decode_in_turns(files, methods, ids, NEW_TOKENS)
+    parts = [
+        f"{model.name} with {DEER}, which drafts a block in one call of `draft_block` whatever the "
+        f"draft's depth, verified by `verify_N`; trees are made anew for every round. {len(ids)} "
+        f"prompts, {NEW_TOKENS} new tokens, greedy, LiteRT on the CPU with 1 thread. "
+        f"{ABOUT_COLUMNS}"
+    ]
+    for name, rows in results.items():
+        parts += [f"## {name}", methods_table(rows)]
+    figures = {name: results_as_dicts(rows) for name, rows in results.items()}
+    # Where weights are quantised near ties may turn, as `litert-tokens` lists them.
+    as_it_should = all(row.num_different == 0 for row in results["float32"])
+    return Page(parts, {"results": figures}, as_it_should)
+
+
+_BLOCK_QUANTIZATIONS = ("float32", "int8")
+_BLOCKS = (4, 8, 16)
 
 
 def _measure_files(prompts: Prompts, advance: Advance) -> Page:
@@ -631,6 +677,13 @@ LITERT_SUITES: Mapping[str, LitertSuite] = {
         20,
         len(_SKIP_QUANTIZATIONS) * (1 + len(_DRAFTED)),
         _measure_skips,
+    ),
+    "litert-blocks": LitertSuite(
+        "Drafting whole blocks on LiteRT",
+        _PROMPTS,
+        10,
+        len(_BLOCK_QUANTIZATIONS) * (2 + 2 * len(_BLOCKS)),
+        _measure_blocks,
     ),
     "litert-files": LitertSuite(
         "Files for LiteRT: size, memory, first token", _PROMPTS, 4, _NUM_FILES, _measure_files

@@ -78,6 +78,8 @@ class LatencyProfile:
         source: where the figures come from, and which of them are inferred.
         memory: of the device and model, for `CachePressure`.
         published: rows of the source's table.
+        one_pass: the drafter predicts a whole block at once, so that a step has one draft pass,
+            `first_draft`, however deep and wide its tree is.
 
     Raises:
         ValueError: for too few sizes, a size twice, or a time that is not positive.
@@ -94,6 +96,7 @@ class LatencyProfile:
     source: str = ""
     memory: OnChipMemory | None = None
     published: tuple[PublishedRun, ...] = ()
+    one_pass: bool = False
 
     def __post_init__(self):
         for field, fewest in (("target", 2), ("draft", 1), ("first_draft", 0)):
@@ -136,6 +139,8 @@ class LatencyProfile:
         """
         if not batches:
             return 0.0
+        if self.one_pass:
+            return self.first_draft_seconds(len(batches))
         deeper = self.later_draft_seconds(np.asarray(batches[1:], np.int64))
         return self.first_draft_seconds(len(batches)) + float(np.sum(deeper))
 
@@ -178,6 +183,7 @@ class LatencyProfile:
             "first_draft": [_as_entry("levels", timing) for timing in self.first_draft],
             "memory_bytes": None if self.memory is None else self.memory._asdict(),
             "published": [run._asdict() for run in self.published],
+            "one_pass": self.one_pass,
         }
 
 
@@ -237,6 +243,7 @@ def profile_from_dict(entry: dict[str, Any], where: str) -> LatencyProfile:
             ),
             memory=None if memory is None else OnChipMemory(**memory),
             published=tuple(PublishedRun(**run) for run in entry.get("published", ())),
+            one_pass=bool(entry.get("one_pass", False)),
             **texts,
         )
     except (KeyError, TypeError, AttributeError) as error:

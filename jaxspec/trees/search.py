@@ -2,7 +2,8 @@
 
 A step costs its draft passes, one per level that has nodes with children, and one target pass; it
 gives tau tokens. `cost` is the quotient: the paper's (T_d(1) * D + T_target(n)) / tau where a draft
-pass takes as long for several nodes as for one.
+pass takes as long for several nodes as for one. A drafter of whole blocks has one draft pass
+however deep the tree is, (T_d + T_target(n)) / tau: of trees with n nodes the likeliest is best.
 """
 
 import dataclasses
@@ -223,6 +224,8 @@ def search_tree(
         True
     """
     limits = _limits(acceptance, profile, max_nodes, max_depth, max_width, max_branch)
+    if profile.one_pass:
+        return _search_one_pass(acceptance, profile, limits, num_best)
     trees = best_trees(acceptance, limits)
     seconds = _seconds_of_shapes(trees, profile)
     speeds = trees.tau / seconds
@@ -270,6 +273,45 @@ def search_tree(
         profile=profile.name,
         acceptance=acceptance.source,
     )
+
+
+def _search_one_pass(
+    acceptance: AcceptanceTable, profile: LatencyProfile, limits: Limits, num_best: int
+) -> TreeSearch:
+    """Greedy growth, for each depth: only nodes and depth have a price where a draft is one pass.
+
+    Exact where no choice of a node is accepted more often than the choices before it, and drafts
+    for deeper trees take no less time.
+    """
+
+    def candidate(paths: Sequence[Path]) -> Candidate:
+        name = "exact" if paths else PLAIN
+        tau, seconds = acceptance.tau(paths), _step_seconds(paths, profile)
+        return Candidate(tuple(paths), (name,), tau, seconds)
+
+    grown = [likeliest_paths(acceptance, limits._replace(depth=d)) for d in _depths(limits)]
+    by_nodes: dict[int, Candidate] = {0: candidate(())}
+    for paths in grown:
+        for each in map(candidate, _prefixes(paths)):
+            best = by_nodes.get(each.nodes, each)
+            # The first draft pass also reads what the last step emitted: deeper trees cost more.
+            by_nodes[each.nodes] = max(best, each, key=lambda one: one.tokens_per_second)
+    by_budget = tuple(by_nodes[nodes] for nodes in sorted(by_nodes))
+    found = sorted(by_budget, key=lambda each: -each.tokens_per_second)[:num_best]
+    return TreeSearch(
+        ranking=_ranked([*found, by_budget[0]]),
+        by_budget=by_budget,
+        limits=limits,
+        num_shapes=1 + sum(map(len, grown)),
+        num_grid_trees=0,
+        left_out=("the other searches: they price a draft pass for each level",),
+        profile=profile.name,
+        acceptance=acceptance.source,
+    )
+
+
+def _depths(limits: Limits) -> range:
+    return range(1, min(limits.depth, limits.nodes) + 1)
 
 
 def save_tree(found: Candidate, path: str | FilePath, **facts: Any) -> None:
@@ -523,7 +565,8 @@ def _limits(
                 "larger probing tree (probe_paths), or search less."
             )
     if max_depth is None:
-        max_depth = int(min(5, acceptance.max_depth, profile.max_levels))
+        usual = acceptance.max_depth if profile.one_pass else 5
+        max_depth = int(min(usual, acceptance.max_depth, profile.max_levels))
     profile.first_draft_seconds(max_depth)
     return Limits(
         nodes=max_nodes,

@@ -1,5 +1,6 @@
 """The search: equal to brute force, to the recorded searches of others, and to the paper's sums."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -26,6 +27,7 @@ from jaxspec.trees import (
     tree_of_head,
 )
 from jaxspec.trees.exact import best_trees
+from jaxspec.trees.latency import profile_from_dict
 from jaxspec.trees.search import (
     PLAIN,
     choose_sequoia,
@@ -83,6 +85,30 @@ def random_profile(seed: int) -> LatencyProfile:
         tuple(Timing(size, random.uniform(0.05, 0.3)) for size in range(1, 4)),
         tuple(Timing(levels, random.uniform(0.1, 0.4)) for levels in (1, 3, 5)),
     )
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_drafter_of_blocks_pays_for_one_draft_pass(seed):
+    """Its search is exact too, and deeper trees cost only what they read more."""
+    random = np.random.default_rng(seed)
+    falling = [sorted(random.dirichlet([3, 2, 1])[:2].tolist(), reverse=True) for _ in range(4)]
+    acceptance = AcceptanceTable(tuple(map(tuple, falling)))
+    first = (Timing(1, 0.1), Timing(3, 0.15), Timing(5, 0.4))
+    profile = dataclasses.replace(random_profile(seed), first_draft=first, one_pass=True)
+    found = search_tree(acceptance, profile, max_nodes=5, max_depth=4, max_branch=2)
+    best = {}
+    for paths in (tree for nodes in range(6) for tree in all_trees(nodes, 4, 2)):
+        depth = max(map(len, paths), default=0)
+        drafting = profile.first_draft_seconds(depth) if paths else 0.0
+        seconds = drafting + float(profile.target_seconds(len(paths) + 1))
+        speed = acceptance.tau(paths) / seconds
+        best[len(paths)] = max(best.get(len(paths), 0.0), speed)
+    assert {each.nodes: each.tokens_per_second for each in found.by_budget} == pytest.approx(best)
+    assert found.best.tokens_per_second == pytest.approx(max(best.values()))
+    deep = tree_from_paths([(0,) * depth for depth in range(1, 5)])
+    expected = profile.first_draft_seconds(4) + float(profile.target_seconds(5))
+    assert cost(deep, profile, 2.0) == pytest.approx(expected / 2)
+    assert profile_from_dict(profile.as_dict(), "here") == profile
 
 
 @pytest.mark.parametrize(("seed", "width", "depth"), [(0, None, 5), (1, 2, 4), (2, 3, 3)])

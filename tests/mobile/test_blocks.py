@@ -1,0 +1,101 @@
+"""Block drafts on LiteRT: `draft_block` against the same drafter in JAX, in the same rounds."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxspec import GenerationConfig, generate
+from jaxspec.checkpoint import Model
+from jaxspec.drafters import AdaptiveBlock, Deer, LoadedDrafter
+from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
+from jaxspec.models import Network, init_params
+from tests.laws.drafters import diffuser
+from tests.mobile.models import CONFIG, successor_model
+
+pytest.importorskip("litert_converter", reason="needs the extra `mobile`")
+pytest.importorskip("ai_edge_litert", reason="needs the extra `mobile`")
+
+MOST = 40
+PROMPTS = ([3, 7, 1, 19, 4, 9, 11], [5] * 20, list(range(2, 33)))
+SHAPES = ExportConfig(slots=96, prefill=(16,), quantization="float32")
+DRAFTERS = {
+    "chain": Deer(5),
+    "tree": Deer(4, ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))),
+    "dynamic tree": Deer(4, num_nodes=6, branch=3),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return successor_model()[0]
+
+
+def drafter_of(model: Model, method: Deer, shift: bool = True, block: int | None = 4):
+    return LoadedDrafter(method, diffuser(model.network, block, shift))
+
+
+@pytest.fixture(scope="module", params=[*DRAFTERS, "chain, not shifted"])
+def exported(request, model, tmp_path_factory):
+    from jaxspec.mobile.runtime import MobileModel
+
+    name = request.param.removesuffix(", not shifted")
+    drafter = drafter_of(model, DRAFTERS[name], shift=name == request.param)
+    folder = tmp_path_factory.mktemp("blocks")
+    manifest = export(model, folder, drafter, SHAPES)
+    assert "draft_block" in manifest.signatures
+    return MobileModel(folder / MODEL_FILE, num_threads=1), drafter
+
+
+def test_rounds_on_litert_are_those_in_jax(model, exported):
+    """The same tokens, and as many accepted in every round."""
+    file, drafter = exported
+    counts = []
+    for prompt in PROMPTS:
+        config = GenerationConfig(max_new_tokens=MOST)
+        (row,) = generate(model, prompt, config, drafter, return_trace=True)
+        decoded = file.generate(prompt, MOST, stop_token_ids=())
+        assert decoded.tokens.tolist() == row.tokens.tolist()
+        # LiteRT chooses the first token with the prompt, and counts it as a round.
+        if prompt is PROMPTS[0]:
+            counts += decoded.counts
+    assert max(counts) > 1  # some drafts were accepted
+
+
+def test_drafts_do_not_depend_on_what_was_kept(model, exported):
+    """A text read from the start gives the draft that it gives round by round."""
+    from jaxspec.mobile.loops import BlockDraft
+
+    file, drafter = exported
+    (row,) = generate(
+        model, PROMPTS[2], GenerationConfig(max_new_tokens=24), drafter, return_trace=True
+    )
+    text, going_on = list(PROMPTS[2]), BlockDraft(file)
+    for step in row.trace:
+        known = going_on(text, 1)
+        fresh = BlockDraft(file)(text, 1)
+        np.testing.assert_array_equal(known.tokens, fresh.tokens)
+        np.testing.assert_array_equal(known.tokens[step.valid], step.tokens[step.valid])
+        going_on(text, 1)  # what a fresh one read lies in the same buffers
+        text += step.emitted.tolist()
+
+
+def test_sampling_accepts_block_drafts(exported):
+    from jaxspec.core.types import Warp
+
+    file, _ = exported
+    decoded = file.generate(PROMPTS[0], 16, stop_token_ids=(), warp=Warp(np.float32(0.5)), seed=3)
+    assert len(decoded.tokens) == 16
+
+
+def test_what_no_file_drafts_is_refused(model, tmp_path):
+    def refused(method, named, **changes):
+        with pytest.raises(ValueError, match=named):
+            export(model, tmp_path, drafter_of(model, method, **changes), SHAPES)
+
+    refused(Deer(3), "sees both sides", block=None)
+    refused(Deer(3, steps=2), "without steps")
+    refused(Deer(3, adaptive=AdaptiveBlock()), "without adaptive")
+    refused(Deer(3, sep_token_id=1), "without sep_token_id")
+    causal = Network(init_params(CONFIG, jax.random.key(0)), CONFIG)
+    with pytest.raises(ValueError, match="needs a diffusion model"):
+        export(model, tmp_path, LoadedDrafter(Deer(3), causal), SHAPES)
