@@ -110,7 +110,7 @@ def kit_script(manifest: Manifest) -> str:
     ]
     for name in timed_signatures(manifest):
         ranges = ":".join(
-            f"{entry},{value},{value}" for entry, value in _valid_integers(manifest, name).items()
+            f"{entry},{value},{value}" for entry, value in valid_integers(manifest, name).items()
         )
         lines += [
             f"echo '{_SECTION}{name}'",
@@ -121,7 +121,7 @@ def kit_script(manifest: Manifest) -> str:
     return "\n".join([*lines, ""])
 
 
-def _valid_integers(manifest: Manifest, signature: str) -> dict[str, int]:
+def valid_integers(manifest: Manifest, signature: str) -> dict[str, int]:
     """Numbers that every integer input may be filled with."""
     inputs = manifest.signatures[signature]["inputs"]
     integers = [name for name, entry in inputs.items() if entry["dtype"] == "int32"]
@@ -223,7 +223,7 @@ def time_signatures(
 def signature_program(model: MobileModel, signature: str) -> Callable[[], None]:
     """One call, behind half a context of zeros."""
     inputs: dict[str, Any] = {}
-    for name, value in _valid_integers(model.manifest, signature).items():
+    for name, value in valid_integers(model.manifest, signature).items():
         inputs[name] = np.full(model.inputs(signature)[name]["shape"], value, np.int32)
     return partial(model.call, signature, **inputs)
 
