@@ -20,7 +20,7 @@ from jaxtyping import Float
 from jaxspec.bench.machine import this_machine
 from jaxspec.bench.timing import time_in_turns
 from jaxspec.checkpoint import Model
-from jaxspec.checkpoint.files import replacing_files
+from jaxspec.checkpoint.files import read_json, replacing_files
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.manifest import Manifest, read_manifest
@@ -33,6 +33,8 @@ TOKENS = (1, 2, 4, 6, 8, 16, 26, 32)
 NODES = (1, 2, 4)
 """Of draft passes."""
 SCRIPT_FILE = "measure.sh"
+WEB_KEY = "jaxspec_web"
+"""First entry of what a page measured."""
 _HEADER, _SECTION = "jaxspec kit: ", "jaxspec signature: "
 # What the tools of LiteRT and of TensorFlow Lite print: mean, spread, and their unit in seconds.
 _LOGS = (
@@ -171,6 +173,40 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
         runtime="LiteRT",
         quantisation=str(quantization),
         source="LiteRT's benchmark_model on the device: means of 50 runs of each signature",
+    )
+
+
+def read_web_profile(path: str | Path) -> LatencyProfile:
+    """The profile in what a page of `jaxspec export --web` measured of its kit.
+
+    Raises:
+        ValueError: it is something else, or a function's times are missing.
+    """
+    entry = read_json(Path(path))
+    if entry.get(WEB_KEY) != 1:
+        raise ValueError(
+            f"{path} is of another version of jaxspec: export the page anew, and measure again."
+        )
+    try:
+        seconds = {
+            str(name): (float(median), float(spread))
+            for name, (median, spread) in entry["seconds"].items()
+        }
+        model, device, levels = str(entry["model"]), str(entry["device"]), int(entry["levels"])
+        runtime, quantization = str(entry["runtime"]), str(entry["quantization"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error!r}): download it from the page again."
+        ) from None
+    return _profile(
+        seconds,
+        str(path),
+        levels,
+        name=f"{model} on {runtime}",
+        device=device,
+        runtime=runtime,
+        quantisation=quantization,
+        source="a page of `jaxspec export --web` on the device: medians of each function, in turns",
     )
 
 
