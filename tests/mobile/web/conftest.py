@@ -57,7 +57,7 @@ def node() -> Callable[..., Any]:
             check=False,
         )
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(done.stdout.strip().split("\n")[-1])
 
     return run
 
