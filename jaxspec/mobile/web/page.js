@@ -5,6 +5,7 @@ import {treePicture} from './tree_view.js';
 
 const $ = id => document.getElementById(id);
 const PLAIN = 'decode';
+const REDRAW = 150; // milliseconds
 const ENDS = {stop: '', length: 'The token budget ended here.', room: 'The text is as long as the model can read: begin a new one.', stopped: 'Stopped.'};
 
 let profile = null, worker = null, ready = null, answer = null, started = false;
@@ -195,13 +196,14 @@ const receivers = {
     answer.ids.push(...message.ids);
     for (const count of message.counts) tally.counts[count] = (tally.counts[count] ?? 0) + 1;
     Object.assign(tally, {calls: message.calls, tokens: message.tokens, time: message.decodeTime, clock: message.clock});
-    if (message.choice) showStep(message.choice, message.view);
-    showTally();
-    if (message.speeds) showCandidates(message.speeds, message.choice ?? ready.best);
+    answer.last = message;
+    // Drawing takes cores from the model: text comes with every frame, the panel less often.
+    if (performance.now() - answer.drawn > REDRAW) showPanel();
   },
 
   done({reason}) {
     progress(null);
+    showPanel();
     const end = document.createElement('span');
     end.className = 'end';
     end.textContent = ENDS[reason] ? `\n${ENDS[reason]}` : '';
@@ -275,7 +277,7 @@ function send() {
   const line = turn('model');
   const words = document.createElement('span');
   line.append(words);
-  answer = {line, asked, text: words, ids: [], prompt: text};
+  answer = {line, asked, text: words, ids: [], prompt: text, drawn: -Infinity, last: {}};
   Object.assign(tally, {counts: [], calls: 0, tokens: 0, time: 0, clock: {run: 0, read: 0}});
   $('prompt').value = '';
   enable(true, true);
@@ -288,7 +290,7 @@ function send() {
 
 function bars(place, rows) {
   const most = Math.max(...rows.map(({value}) => value), 1e-9);
-  place.replaceChildren(...rows.flatMap(({name, value, label, best}) => {
+  place.replaceChildren(...rows.flatMap(({name, value, label, detail, best}) => {
     const cells = ['name', 'track', 'value'].map(kind => {
       const cell = document.createElement('div');
       cell.className = best ? `${kind} best` : kind;
@@ -300,15 +302,29 @@ function bars(place, rows) {
     fill.style.width = `${100 * value / most}%`;
     cells[1].append(fill);
     cells[2].textContent = label;
+    if (detail) {
+      const small = document.createElement('small');
+      small.textContent = detail;
+      cells[2].append(' ', small);
+    }
     return cells;
   }));
+}
+
+function showPanel() {
+  const {choice, view, speeds} = answer.last;
+  answer.drawn = performance.now();
+  if (choice) showStep(choice, view);
+  showTally();
+  if (speeds) showCandidates(speeds, choice ?? ready.best);
 }
 
 function showCandidates(speeds, best) {
   const names = Object.keys(speeds);
   bars($('candidates'), names.map(name => ({
     name: nameOf(name), value: speeds[name], best: name === best,
-    label: `${round(speeds[name])} (${round(ready.times[name].median)} ms, ${ready.expected[name].toFixed(2)} tokens a call)`,
+    label: round(speeds[name]),
+    detail: `${round(ready.times[name].median)} ms, ${ready.expected[name].toFixed(2)} a call`,
   })));
 }
 

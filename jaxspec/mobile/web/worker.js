@@ -4,6 +4,7 @@
 const base = self.location.href;
 const wasm = new URL('vendor/litert/wasm/', base).href;
 const FRAME = 16; // milliseconds between messages to the page
+const LISTEN = 50; // and between looks for messages from it
 
 const post = (type, rest = {}, transfer = []) => self.postMessage({type, ...rest}, transfer);
 const modules = Promise.all(
@@ -102,7 +103,7 @@ const handlers = {
     const stops = new Set(profile.stop_token_ids);
     const begin = performance.now();
     decoder.clock = {run: 0, read: 0};
-    let pieces = [], ids = [], counts = [], view = null, last = begin, decoding = null, calls = 0, tokens = 0, decodeTime = 0, reason = null;
+    let pieces = [], ids = [], counts = [], view = null, last = begin, heard = begin, decoding = null, calls = 0, tokens = 0, decodeTime = 0, reason = null;
     const flush = () => {
       const {run, read} = decoder.clock;
       post('text', {
@@ -140,7 +141,10 @@ const handlers = {
       if (now - last >= FRAME) {
         flush();
         last = now;
+      }
+      if (now - heard >= LISTEN) {
         await breathe();
+        heard = performance.now();
       }
     }
     flush();

@@ -44,6 +44,7 @@ async function write(page, text, {choice = 'auto', mode = 'text', tokens = 64, s
   await page.selectOption('#choice', choice);
   await page.selectOption('#mode', mode);
   await page.fill('#tokens', String(tokens));
+  await page.fill('#prompt', ''); // a refused text stands there again
   await page.focus('#prompt');
   await page.keyboard.insertText(text);
   const before = (await page.$$('.turn.model')).length;
