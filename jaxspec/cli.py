@@ -39,6 +39,7 @@ COMMANDS = (
     Command(("tune", "profile"), "time passes on a device", "jaxspec.commands.tune_profile"),
     Command(("tune", "tree"), "search the fastest draft tree", "jaxspec.commands.tune_tree"),
     Command(("export",), "write a model as a file for phones", "jaxspec.commands.export"),
+    Command(("serve",), "serve an exported page", "jaxspec.commands.serve"),
 )
 
 

@@ -251,6 +251,8 @@ def test_the_wheel_carries_the_models_of_the_demo_and_no_more(wheel):
     expected |= {f"jaxspec/checkpoints/{name}/{file}" for name in sets for file in of_sets}
     assert carried == expected
     assert set(SOURCES) <= names
+    page = (PACKAGE / "mobile" / "web").iterdir()
+    assert {path.relative_to(ROOT).as_posix() for path in page if path.is_file()} <= names
     facts = f"jaxspec-{jaxspec.__version__}.dist-info"
     assert {name.partition("/")[0] for name in names} == {"jaxspec", facts}
 

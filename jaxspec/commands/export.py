@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +15,7 @@ from rich.table import Table
 from jaxspec.bench.compare import describe
 from jaxspec.bench.prompts import read_prompts
 from jaxspec.bench.tuning import measure_acceptance, with_tree
-from jaxspec.checkpoint import Model, load_eagle
+from jaxspec.checkpoint import Model, find_head, load_eagle
 from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import (
@@ -46,9 +46,12 @@ from jaxspec.mobile.memory import (
 from jaxspec.mobile.profile import SCRIPT_FILE, export_kit, measure_here
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.report import compare_quantizations, quality_table
+from jaxspec.mobile.web import HEAP_LIMIT, PREFILL, choose_trees, export_web
 from jaxspec.progress import progress_bar
 from jaxspec.trees import (
+    AcceptanceTable,
     load_acceptance,
+    load_profile,
     load_tree,
     save_profile,
     save_tree,
@@ -67,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter the file also holds whole speculative steps."
     )
     add_model_arguments(parser)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write into")
+    parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder to write into")
     group = parser.add_argument_group("shapes")
     group.add_argument(
         "--slots", type=int, metavar="N", help="longest text, in tokens (default: 1024)"
@@ -155,6 +158,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--head, and --acceptance or --prompts",
     )
     group.add_argument(
+        "--web",
+        type=Path,
+        metavar="FOLDER",
+        help="a page that runs the model in a browser, in place of OUT; needs --head and npm; see "
+        "`jaxspec serve`",
+    )
+    group.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="for --web: add the tree that is fastest on this device, as of `tune profile`",
+    )
+    group.add_argument(
         "--report",
         action="store_true",
         help="write every quantization in turn, compare them on --prompts, and keep none",
@@ -174,13 +189,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE.jsonl",
-        help="held-out text: acceptance is counted on it by --auto, laws are compared by --report",
+        help="held-out text: acceptance is counted on it by --auto and --web, laws are compared by "
+        "--report",
     )
     group.add_argument("--limit", type=int, metavar="N", help="so many prompts at most")
     group.add_argument(
         "--acceptance",
         metavar="FILE",
-        help=f"for --auto: a table counted before, or one of {', '.join(shipped_tables())}",
+        help="for --auto and --web (there by default the one beside the head): a table counted "
+        f"before, or one of {', '.join(shipped_tables())}",
     )
     group.add_argument(
         "--threads", type=int, metavar="N", help="of --auto's timing and --check-lm (default: 1)"
@@ -191,7 +208,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exports as the arguments say."""
     names = [field.name for field in dataclasses.fields(ExportConfig)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    if args.web is not None:
+        given.setdefault("prefill", PREFILL)
     config = ExportConfig(**given)
     _check_modes(args)
     model = load_model(args)
@@ -204,6 +223,8 @@ def run(args: argparse.Namespace) -> int:
         _check_memory(args, model, drafter, config)
     if args.report:
         return _report(args, model, drafter, config)
+    if args.web is not None:
+        return _web(args, model, drafter, config)
     if args.litertlm:
         return _litertlm(args, model, drafter, config)
     if args.auto:
@@ -225,17 +246,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_modes(args: argparse.Namespace) -> None:
-    names = ("latency_kit", "auto", "report", "litertlm")
+    if (args.out is None) == (args.web is None):
+        raise ValueError("give OUT, a folder to write into, or --web FOLDER.")
+    names = ("latency_kit", "auto", "report", "litertlm", "web")
     modes = [name for name in names if getattr(args, name)]
     if len(modes) > 1:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in modes)
         raise ValueError(f"{flags}: give one of them.")
-    if (args.auto or args.latency_kit) and args.head is None:
+    if (args.auto or args.latency_kit or args.web) and args.head is None:
         raise ValueError(f"--{modes[0].replace('_', '-')}: needs --head FOLDER, an EAGLE head.")
     if args.latency_kit:
         given = [name for name in ("bundle", "verify", "levels") if getattr(args, name) is not None]
         if given:
             raise ValueError(f"--latency-kit: fixes --{' and --'.join(given)}; leave that out.")
+    if args.web is not None:
+        given = ("bundle", "verify", "levels", "check_gpu", "phone_memory")
+        refuse_unused(args, given, "--web fixes the functions; leave that out.")
+    elif args.profile is not None:
+        raise ValueError("--profile: needs --web FOLDER; others take --tree FILE.")
     if args.auto and args.tree is not None:
         raise ValueError("--auto: searches a tree itself; leave --tree out.")
     if args.auto and (args.acceptance is None) == (args.prompts is None):
@@ -253,12 +281,12 @@ def _check_modes(args: argparse.Namespace) -> None:
         refuse_unused(args, ("check_gpu",), "--report keeps no file to check; leave one out.")
         if args.quantization is not None:
             raise ValueError("--quantize: --report writes every quantization; leave one out.")
-    if not args.auto:
-        refuse_unused(args, ("acceptance",), "needs --auto.")
+    if not (args.auto or args.web):
+        refuse_unused(args, ("acceptance",), "needs --auto or --web.")
     if not (args.auto or args.check_lm):
         refuse_unused(args, ("threads",), "needs --auto or --check-lm.")
-    if not (args.auto or args.report or args.check_lm):
-        refuse_unused(args, ("prompts",), "needs --auto, --report or --check-lm.")
+    if not (args.auto or args.report or args.check_lm or args.web):
+        refuse_unused(args, ("prompts",), "needs --auto, --report, --web or --check-lm.")
     if args.threads is not None and args.threads < 1:
         raise ValueError(f"--threads must be at least 1, got {args.threads}.")
     if args.prompts is None:
@@ -310,6 +338,56 @@ def _check_memory(
         "caches"
     )
     check_phone_memory(needed, int(1e9 * args.phone_memory))
+
+
+def _web(args: argparse.Namespace, model: Model, drafter: Any, config: ExportConfig) -> int:
+    assert isinstance(drafter, LoadedDrafter)
+    profile = None if args.profile is None else load_profile(args.profile)
+    given = None if args.tree is None else load_tree(args.tree)
+    start = time.perf_counter()
+    with progress_bar(5) as advance:
+        acceptance = _web_acceptance(args, model, drafter, advance)
+        trees = choose_trees(acceptance, profile, given)
+        written = export_web(model, args.web, drafter, trees, acceptance, config, advance)
+    table = Table(title="trees, the root excluded; tau includes the bonus token", box=box.SIMPLE)
+    for column in ("function", "nodes", "depth", "tau expected"):
+        table.add_column(column, justify="left" if column == "function" else "right")
+    for tree in written.profile["trees"]:
+        cells = (tree["nodes"], tree["depth"], f"{tree['tokens_per_step']:.2f}")
+        table.add_row(tree["signature"], *map(str, cells))
+    console = Console(highlight=False)
+    console.print(table)
+    for part, size in written.payload.items():
+        console.print(f"{size / 1e6:8.2f} MB  {part}")
+    heap = written.profile["heap_bytes"]
+    if heap > HEAP_LIMIT:
+        console.print(
+            f"wasm needs about {heap / 2**30:.1f} GiB and has 2: the page will refuse it."
+        )
+    print(f"{args.web}: {time.perf_counter() - start:.0f} s; now: jaxspec serve {args.web}")
+    return 0
+
+
+def _web_acceptance(
+    args: argparse.Namespace,
+    model: Model,
+    drafter: LoadedDrafter,
+    advance: Callable[[str], None],
+) -> AcceptanceTable:
+    """Given, counted here, or the table beside the head."""
+    if args.acceptance is not None and args.prompts is not None:
+        raise ValueError("--acceptance: --prompts counts one; leave one of them out.")
+    advance("counting accepted drafts")
+    if args.prompts is not None:
+        prompts = [row.prompt for row in read_prompts(args.prompts, None, args.limit)]
+        return measure_acceptance(model, drafter, prompts)
+    beside = find_head(args.head) / "acceptance.json"
+    if args.acceptance is None and not beside.is_file():
+        raise ValueError(
+            "--web: needs to know how often drafts are accepted, and no acceptance.json lies "
+            "beside the head: give --prompts FILE.jsonl to count that, or --acceptance FILE."
+        )
+    return load_acceptance(args.acceptance or beside)
 
 
 def _litertlm(

@@ -13,6 +13,7 @@ from rich.table import Table
 from jaxspec.bench.step import SLOTS
 from jaxspec.bench.tuning import BATCHES, LEVELS, TOKENS, measure_profile
 from jaxspec.checkpoint import Model, load, load_dflash, load_eagle
+from jaxspec.checkpoint.files import read_json
 from jaxspec.commands.options import (
     add_model_arguments,
     announce,
@@ -21,7 +22,7 @@ from jaxspec.commands.options import (
     sizes,
 )
 from jaxspec.drafters import Deer, DFlash, DraftModel, Eagle, LoadedDrafter
-from jaxspec.mobile.profile import read_kit_log
+from jaxspec.mobile.profile import WEB_KEY, read_kit_log, read_web_profile
 from jaxspec.progress import progress_bar
 from jaxspec.trees import LatencyProfile, Timing, load_profile, save_profile, shipped_profiles
 from jaxspec.trees.plots import check_plots, plot_latency
@@ -45,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="source",
         metavar="FILE",
         help="read a profile instead: a file, what the script of `export --latency-kit` printed, "
+        "what a page of `export --web` measured, "
         f"or one of {', '.join(shipped_profiles())}",
     )
     parser.add_argument(
@@ -166,9 +168,12 @@ def _refuse_measuring(args: argparse.Namespace) -> None:
 
 
 def _read(source: str) -> LatencyProfile:
-    """A profile, or the log of a phone's benchmark tool, which is no JSON."""
-    is_log = Path(source).is_file() and not Path(source).read_bytes().lstrip().startswith(b"{")
-    return read_kit_log(source) if is_log else load_profile(source)
+    """A profile, what a page measured, or the log of a phone's benchmark tool, which is no JSON."""
+    if not Path(source).is_file():
+        return load_profile(source)
+    if not Path(source).read_bytes().lstrip().startswith(b"{"):
+        return read_kit_log(source)
+    return read_web_profile(source) if WEB_KEY in read_json(Path(source)) else load_profile(source)
 
 
 def _measure(args: argparse.Namespace) -> LatencyProfile:

@@ -34,7 +34,10 @@ class Accepted(NamedTuple):
 
 
 def accept_greedy(
-    tree: Tree, tokens: Int[Array, " nodes"], choices: Int[Array, " nodes"]
+    tree: Tree,
+    tokens: Int[Array, " nodes"],
+    choices: Int[Array, " nodes"],
+    levels: int | None = None,
 ) -> Accepted:
     """Keeps the longest path of tokens that the target would have chosen itself.
 
@@ -43,12 +46,13 @@ def accept_greedy(
             the likeliest ones do: then no depth has two accepted nodes.
         tokens: the pending token, then one per node.
         choices: the target's own choice after each node.
+        levels: rows of what comes out, for trees that are to give as many; `None`: those it needs.
     """
-    levels, nodes = tree.paths.shape[1], len(tree.parents)
+    levels, nodes = levels or tree.paths.shape[1], len(tree.parents)
     is_parent = tree.parents[1:, None] == np.arange(nodes)[None]
     agrees = jnp.equal(tokens[1:].reshape(1, 1, nodes - 1, 1), choices.reshape(1, 1, 1, nodes))
     agrees = jnp.sum(agrees.astype(jnp.float32) * _constant(is_parent), axis=3)
-    path, ends = _walk(tree, agrees.reshape(1, 1, 1, nodes - 1))
+    path, ends = _walk(tree, agrees.reshape(1, 1, 1, nodes - 1), levels)
 
     # What the target chose at the node of depth d is the token of depth d + 1, or the bonus.
     emitted = jnp.sum(path.astype(jnp.int32) * choices.reshape(1, 1, 1, nodes), axis=3)
@@ -61,6 +65,7 @@ def accept_sampled(
     tokens: Int[Array, " nodes"],
     uniforms: Float[Array, " nodes"],
     probs: Float[Array, "nodes vocab"],
+    levels: int | None = None,
 ) -> Accepted:
     """`core.verify.verify_deterministic` for a static tree: children chosen, not drawn.
 
@@ -74,8 +79,9 @@ def accept_sampled(
         tokens: the pending token, then one per node.
         uniforms: in [0, 1); entry i decides on node i, entry 0 draws the emitted token.
         probs: the target's law after each node, warped.
+        levels: as for `accept_greedy`.
     """
-    levels, nodes, drafts = tree.paths.shape[1], len(tree.parents), len(tree.parents) - 1
+    levels, nodes, drafts = levels or tree.paths.shape[1], len(tree.parents), len(tree.parents) - 1
     vocab = probs.shape[1]
     parents = np.asarray(tree.parents[1:])
     drafted = jax.nn.one_hot(tokens[1:], vocab, dtype=probs.dtype)
@@ -86,7 +92,7 @@ def accept_sampled(
     keep = uniforms[1:].reshape(1, 1, 1, drafts) * (1.0 - struck) < chances
     keep = keep.astype(jnp.float32)
     kept_before = jnp.sum(keep * _constant(earlier), axis=3).reshape(1, 1, 1, drafts)
-    path, ends = _walk(tree, keep * jax.nn.relu(1.0 - kept_before))
+    path, ends = _walk(tree, keep * jax.nn.relu(1.0 - kept_before), levels)
 
     # The law where the path ends, without the children that were tried there in vain.
     last = jnp.sum(ends.reshape(1, 1, levels, 1) * path, axis=2).reshape(1, 1, 1, nodes)
@@ -112,10 +118,10 @@ def accept_sampled(
 
 
 def _walk(
-    tree: Tree, agrees: Float[Array, "1 1 1 drafts"]
+    tree: Tree, agrees: Float[Array, "1 1 1 drafts"], levels: int
 ) -> tuple[Float[Array, "1 1 levels nodes"], Float[Array, "1 1 1 levels"]]:
     """The nodes all of whose ancestors agree, by depth, and where they end; one-hot rows."""
-    levels, nodes = tree.paths.shape[1], len(tree.parents)
+    nodes = len(tree.parents)
     missing = (1.0 - agrees) * _constant(tree.ancestors[:, 1:])
     accepted = jax.nn.relu(1.0 - jnp.sum(missing, axis=3)).reshape(1, 1, 1, nodes)
     path = accepted * _constant(tree.depths[None] == np.arange(levels)[:, None])

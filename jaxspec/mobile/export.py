@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files
+from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.types import ChecksFit, Drafter, Params
 from jaxspec.drafters import Deer, Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
 from jaxspec.mobile.convert import Lowered, lower, to_flatbuffer
@@ -57,6 +58,8 @@ class ExportConfig:
         block_length: of diffusion language models that see both sides: slots that are filled in
             before more; `None`: 32. Others have their own.
         check_gpu_ops: refuse a file that a phone's GPU would refuse or compute wrongly.
+        trees: with an EAGLE head, a `step_N` for each of these in place of one `step`, numbered
+            from 1. They take each other's state, so that a host may change trees within a text.
     """
 
     slots: int = 1024
@@ -68,6 +71,7 @@ class ExportConfig:
     drafts: tuple[int, ...] | None = None
     block_length: int | None = None
     check_gpu_ops: bool = True
+    trees: tuple[tuple[RankPath, ...], ...] = ()
 
     def __post_init__(self):
         for count in self.drafts or ():
@@ -140,8 +144,9 @@ def export(
         canvases = canvases_of(target, network.config.diffusion, loaded.drafter, config)
         signatures, paths = _diffusion_signatures(canvases, config), ()
     params = Params(network, loaded.params)
-    if isinstance(loaded.drafter, ChecksFit):
-        loaded.drafter.check_fit(params)
+    for drafting in _drafters(loaded.drafter, config):
+        if isinstance(drafting, ChecksFit):
+            drafting.check_fit(params)
     lowered = lower_all(signatures, params, config.quantization)
     manifest = Manifest(
         version=metadata.version("jaxspec"),
@@ -156,6 +161,7 @@ def export(
         signatures=describe(lowered),
         generation_defaults=dict(model.generation_defaults),
         diffusion=None if canvases is None else canvases.as_dict(),
+        trees={f"step_{number}": tree for number, tree in enumerate(config.trees, start=1)},
     )
     flatbuffer = to_tflite(lowered, params, config.quantization, {KEY: manifest.to_json()})
     if config.check_gpu_ops:
@@ -264,7 +270,9 @@ def _signatures(
         case NoDraft():
             pass
         case Eagle():
-            step, paths = EagleStep(drafter, loaded.params), drafter.paths
+            trees = _drafters(drafter, config)
+            levels = 1 + max(tree.tree_shape[1] for tree in trees)
+            step, paths = EagleStep(trees[0], loaded.params, levels), drafter.paths
         case LayerSkip():
             step = LayerSkipStep(drafter)
             paths = tuple((0,) * depth for depth in range(1, step.levels))
@@ -285,7 +293,11 @@ def _signatures(
     drafting = step if isinstance(step, EagleStep) else None
     if config.levels and drafting is None:
         raise ValueError("levels: only an EAGLE head drafts level by level; leave it out.")
-    if step is not None and config.bundle == "cpu":
+    if config.trees and drafting is None:
+        raise ValueError("trees: only an EAGLE head drafts over several; leave it out.")
+    if config.trees:
+        paths = ()
+    elif step is not None and config.bundle == "cpu":
         verify.add(1 + len(paths))
     sizes = sorted(verify)
     functions = {
@@ -296,7 +308,11 @@ def _signatures(
     }
     if blocks is not None:
         functions["draft_block"] = blocks.signature(target)
-    if step is not None:
+    if config.trees and drafting is not None:
+        for number, tree in enumerate(_drafters(drafter, config), start=1):
+            each = EagleStep(tree, loaded.params, drafting.levels)
+            functions[f"step_{number}"] = each.reporting_signature(target)
+    elif step is not None:
         functions["step"] = step.signature(target)
         if config.bundle == "cpu":
             functions["step_sampled"] = step.sampled_signature(target)
@@ -307,6 +323,11 @@ def _signatures(
             slots = size * max(1, drafting.levels - 2)
             functions[f"draft_{size}"] = drafting.level_signature(target, size, slots)
     return functions, paths
+
+
+def _drafters(drafter: Any, config: ExportConfig) -> list[Any]:
+    """A drafter over each of several trees, or as it is."""
+    return [dataclasses.replace(drafter, paths=tree) for tree in config.trees] or [drafter]
 
 
 def _shape_in_file(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -83,11 +83,12 @@ def _lookup_ids(ids: Int[Array, " table"], index: Int[Array, " taken"]) -> Int[A
     """A sum of integers: as floats, ids would be lost in half precision.
 
     The zeros and ones are floats at first, as GPUs make no others, and a constant factor of fewer
-    axes than four ends in a program that GPUs cannot compile.
+    axes than four ends in a program that GPUs cannot compile. The table is there for each index:
+    of a product with one row of constant integers, GPUs in browsers compute the first row only.
     """
     here = jax.nn.one_hot(index, ids.shape[0], dtype=jnp.float32).astype(jnp.int32)
-    found = here[None, None] * ids.reshape(1, 1, 1, -1)
-    return jnp.sum(found, axis=3).reshape(-1)
+    tables = jnp.concatenate([ids.reshape(1, 1, 1, -1)] * len(index), axis=2)
+    return jnp.sum(here[None, None] * tables, axis=3).reshape(-1)
 
 
 def _lookup_rows(

@@ -135,11 +135,14 @@ class Plain:
 
 
 class Steps:
-    """Calls `step`, or `step_sampled` at a temperature, and reads what was emitted."""
+    """Calls `step`, or `step_sampled` at a temperature, and reads what was emitted.
+
+    Of files with several trees, `signature` names the one to draft over.
+    """
 
     absorbs = True
 
-    def __init__(self, model: "MobileModel", acceptance: Acceptance):
+    def __init__(self, model: "MobileModel", acceptance: Acceptance, signature: str = "step"):
         beyond = setting_beyond_steps(acceptance.warp, model.manifest)
         if beyond is not None:
             raise ValueError(
@@ -149,7 +152,7 @@ class Steps:
             )
         self._model, self._acceptance = model, acceptance
         self.rows = model.manifest.depth + 1
-        self._signature = "step" if acceptance.follows_choices else "step_sampled"
+        self._signature = signature if acceptance.follows_choices else "step_sampled"
         self._begun = False
 
     def advance(self, text: Sequence[int], recent: int) -> Emitted:

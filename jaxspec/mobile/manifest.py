@@ -36,6 +36,7 @@ class Manifest:
         tokenizer: fingerprint of the vocabulary; `None`: there was no tokenizer.
         drafter: what `step` drafts with, its settings by name; `None`: there is no `step`.
         paths: rank paths of the tree of `step`, root left out.
+        trees: the same by signature, of files with a `step_N` for each of several trees.
         signatures: shape and dtype of every input and output, by signature and name.
         generation_defaults: `generation_config.json` as it came with the model; no function of the
             file applies it.
@@ -56,12 +57,14 @@ class Manifest:
     signatures: dict[str, dict[str, dict[str, Any]]]
     generation_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
     diffusion: dict[str, Any] | None = None
+    trees: dict[str, tuple[tuple[int, ...], ...]] = dataclasses.field(default_factory=dict)
     checksum: str = _NO_CHECKSUM
 
     @property
     def depth(self) -> int:
-        """Of the tree of `step`; 0 without one."""
-        return max(map(len, self.paths), default=0)
+        """Of the deepest tree of a step; 0 without one."""
+        every = (self.paths, *self.trees.values())
+        return max((len(path) for paths in every for path in paths), default=0)
 
     def sizes(self, kind: str) -> tuple[int, ...]:
         """The token counts of the signatures KIND_N, ascending."""
@@ -93,6 +96,7 @@ class Manifest:
             read,
             stop_token_ids=tuple(read.stop_token_ids),
             paths=tuple(map(tuple, read.paths)),
+            trees={name: tuple(map(tuple, paths)) for name, paths in read.trees.items()},
         )
 
 

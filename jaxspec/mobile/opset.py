@@ -242,6 +242,17 @@ def _integer_factor(graph: Graph, op: Op) -> str | None:
     return None
 
 
+def _repeated_integers(graph: Graph, op: Op) -> str | None:
+    """Silent bug F: one row of constant integers for several; all but the first come out wrong."""
+    out = graph.out(op)
+    if op.name != "MUL" or out.dtype != "INT32" or len(out.shape) != MAX_RANK:
+        return None
+    for tensor in graph.ins(op):
+        if tensor.constant is not None and tensor.shape[-1] > 1 and tensor.shape[2] < out.shape[2]:
+            return "browsers read the first row only of constant integers; repeat it for each row."
+    return None
+
+
 def _constant_where(graph: Graph, op: Op) -> str | None:
     if op.name in ("SELECT", "SELECT_V2") and graph.ins(op)[0].constant is not None:
         return "it chooses by a constant; add a constant bias instead."
@@ -335,6 +346,7 @@ _RULES: tuple[Callable[[Graph, Op], str | None], ...] = (
     _not_static,
     _one_hot_of_others,
     _integer_factor,
+    _repeated_integers,
     _constant_where,
     _constant_on_the_left,
     _first_row_only,

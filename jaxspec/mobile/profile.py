@@ -20,7 +20,7 @@ from jaxtyping import Float
 from jaxspec.bench.machine import this_machine
 from jaxspec.bench.timing import time_in_turns
 from jaxspec.checkpoint import Model
-from jaxspec.checkpoint.files import replacing_files
+from jaxspec.checkpoint.files import read_json, replacing_files
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
 from jaxspec.mobile.manifest import Manifest, read_manifest
@@ -33,6 +33,8 @@ TOKENS = (1, 2, 4, 6, 8, 16, 26, 32)
 NODES = (1, 2, 4)
 """Of draft passes."""
 SCRIPT_FILE = "measure.sh"
+WEB_KEY = "jaxspec_web"
+"""First entry of what a page measured."""
 _HEADER, _SECTION = "jaxspec kit: ", "jaxspec signature: "
 # What the tools of LiteRT and of TensorFlow Lite print: mean, spread, and their unit in seconds.
 _LOGS = (
@@ -110,7 +112,7 @@ def kit_script(manifest: Manifest) -> str:
     ]
     for name in timed_signatures(manifest):
         ranges = ":".join(
-            f"{entry},{value},{value}" for entry, value in _valid_integers(manifest, name).items()
+            f"{entry},{value},{value}" for entry, value in valid_integers(manifest, name).items()
         )
         lines += [
             f"echo '{_SECTION}{name}'",
@@ -121,7 +123,7 @@ def kit_script(manifest: Manifest) -> str:
     return "\n".join([*lines, ""])
 
 
-def _valid_integers(manifest: Manifest, signature: str) -> dict[str, int]:
+def valid_integers(manifest: Manifest, signature: str) -> dict[str, int]:
     """Numbers that every integer input may be filled with."""
     inputs = manifest.signatures[signature]["inputs"]
     integers = [name for name, entry in inputs.items() if entry["dtype"] == "int32"]
@@ -174,6 +176,40 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
     )
 
 
+def read_web_profile(path: str | Path) -> LatencyProfile:
+    """The profile in what a page of `jaxspec export --web` measured of its kit.
+
+    Raises:
+        ValueError: it is something else, or a function's times are missing.
+    """
+    entry = read_json(Path(path))
+    if entry.get(WEB_KEY) != 1:
+        raise ValueError(
+            f"{path} is of another version of jaxspec: export the page anew, and measure again."
+        )
+    try:
+        seconds = {
+            str(name): (float(median), float(spread))
+            for name, (median, spread) in entry["seconds"].items()
+        }
+        model, device, levels = str(entry["model"]), str(entry["device"]), int(entry["levels"])
+        runtime, quantization = str(entry["runtime"]), str(entry["quantization"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error!r}): download it from the page again."
+        ) from None
+    return _profile(
+        seconds,
+        str(path),
+        levels,
+        name=f"{model} on {runtime}",
+        device=device,
+        runtime=runtime,
+        quantisation=quantization,
+        source="a page of `jaxspec export --web` on the device: medians of each function, in turns",
+    )
+
+
 def _seconds_in(log: str) -> tuple[float, float | None] | None:
     """Mean and spread of the runs that a tool's output tells of; `None` if it tells of none."""
     for mean, spread, unit in _LOGS:
@@ -223,7 +259,7 @@ def time_signatures(
 def signature_program(model: MobileModel, signature: str) -> Callable[[], None]:
     """One call, behind half a context of zeros."""
     inputs: dict[str, Any] = {}
-    for name, value in _valid_integers(model.manifest, signature).items():
+    for name, value in valid_integers(model.manifest, signature).items():
         inputs[name] = np.full(model.inputs(signature)[name]["shape"], value, np.int32)
     return partial(model.call, signature, **inputs)
 

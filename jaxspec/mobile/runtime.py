@@ -404,7 +404,7 @@ class MobileModel:
         start = int(np.asarray(inputs["length"]).reshape(()))
         if signature == "decode":
             rows = 1
-        elif signature in ("step", "step_sampled"):
+        elif kind == "step" or signature == "step":
             rows = levels
         elif signature in ("draft", "absorb") and "tokens" in self.inputs(signature):
             start, rows = start - int(np.asarray(inputs.get("count", 1)).reshape(())), levels

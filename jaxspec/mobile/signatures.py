@@ -28,8 +28,8 @@ from jaxspec.models import Network, lookup_rows
 
 Record = dict[str, Array]
 Function = Callable[[Params, Record], Record]
-Accept = Callable[[Tree, Array, Array], Accepted]
-"""Decides from a tree, its tokens and the target's logits after each."""
+Accept = Callable[[Tree, Array, Array, int], Accepted]
+"""Decides from a tree, its tokens, the target's logits after each, and the rows to give."""
 
 LARGEST_TOP_K = 64
 """Of `step_sampled`: a graph looks for so many candidates, whatever the app asks for."""
@@ -198,12 +198,13 @@ class EagleStep:
     """A whole step with an EAGLE head over the drafter's static tree, and its parts.
 
     Carried: `tokens[:count]`, what the last step emitted, and `states[:count]`, what the head reads
-    of the target where they were emitted: the pairs that the head has yet to absorb.
+    of the target where they were emitted: the pairs that the head has yet to absorb. Steps with
+    the same number of rows, `levels`, take each other's state.
     """
 
-    def __init__(self, drafter: Eagle, head: Any):
+    def __init__(self, drafter: Eagle, head: Any, levels: int | None = None):
         self.drafter, self.tree, self.head_config = drafter, drafter.tree, head.config
-        self.levels = drafter.tree_shape[1] + 1
+        self.levels = levels or drafter.tree_shape[1] + 1
         self.width = len(drafter.taps or (0,)) * head.config.embed_dim
 
     def read(self, hidden: Hidden) -> Array:
@@ -216,6 +217,15 @@ class EagleStep:
     def signature(self, target: Target) -> Signature:
         """`step`: draft, target pass, greedy acceptance, commit."""
         function = partial(self._step, target, _greedy)
+        return _signature(target, function, self._inputs(target) | _kv(target))
+
+    def reporting_signature(self, target: Target) -> Signature:
+        """`step_N`: the same for hosts to which every read is dear.
+
+        report: the count, as many tokens as there are levels, then what was drafted, the pending
+        token first.
+        """
+        function = partial(self._step, target, _greedy, report=True)
         return _signature(target, function, self._inputs(target) | _kv(target))
 
     def sampled_signature(self, target: Target) -> Signature:
@@ -296,15 +306,20 @@ class EagleStep:
             **self.head_kv(target),
         }
 
-    def _step(self, target: Target, accept: Accept, params: Params, inputs: Record) -> Record:
+    def _step(
+        self, target: Target, accept: Accept, params: Params, inputs: Record, report: bool = False
+    ) -> Record:
         length = inputs["length"][0]
         absorbed, root_state = self._absorb(params, inputs)
         head_cache = _cache(absorbed, "head", 1, length)
         tokens = self._draft(params, inputs, head_cache, root_state, target)
         hidden, path, outputs = _verify_and_commit(
-            params.target, target, self.tree, tokens, inputs, self.drafter.taps, accept
+            params.target, target, self.tree, tokens, inputs, self.drafter.taps, accept, self.levels
         )
         states = path @ self.read(hidden)
+        if report:
+            parts = [outputs["o_count"], outputs["o_tokens"][0], tokens]
+            outputs["report"] = jnp.concatenate(parts)[None]
         return outputs | {"o_states": states[None], **_outgoing(absorbed)}
 
     def _absorb(self, params: Params, inputs: Record) -> tuple[Record, Array]:
@@ -395,7 +410,7 @@ class LayerSkipStep:
     def _step(self, target: Target, accept: Accept, params: Params, inputs: Record) -> Record:
         tokens = self._draft(target, params, inputs)
         *_, outputs = _verify_and_commit(
-            params.target, target, self.tree, tokens, inputs, (), accept
+            params.target, target, self.tree, tokens, inputs, (), accept, self.levels
         )
         return outputs
 
@@ -487,8 +502,8 @@ class BlockDrafting:
         return _signature(own, draft, inputs)
 
 
-def _greedy(tree: Tree, tokens: Array, logits: Array) -> Accepted:
-    return accept_greedy(tree, tokens, argmax_rows(logits))
+def _greedy(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
+    return accept_greedy(tree, tokens, argmax_rows(logits), levels)
 
 
 def _sampling(tree: Tree) -> dict[str, jax.ShapeDtypeStruct]:
@@ -505,9 +520,9 @@ def _step_sampled(
 ) -> Record:
     """A step whose acceptance draws by the uniforms among its inputs."""
 
-    def accept(tree: Tree, tokens: Array, logits: Array) -> Accepted:
+    def accept(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
         probs = _warped(logits, inputs["temperature"], inputs["top_k"])
-        return accept_sampled(tree, tokens, inputs["uniforms"][0], probs)
+        return accept_sampled(tree, tokens, inputs["uniforms"][0], probs, levels)
 
     return step(accept, params, inputs)
 
@@ -534,8 +549,9 @@ def _verify_and_commit(
     inputs: Record,
     taps: tuple[int, ...],
     accept: Accept,
+    levels: int,
 ) -> tuple[Hidden, Array, Record]:
-    """The second half of any step. The path comes out as one-hot rows."""
+    """The second half of any step. The path comes out as `levels` one-hot rows."""
     length = inputs["length"][0]
     hidden = network.forward(
         tokens,
@@ -544,7 +560,7 @@ def _verify_and_commit(
         _cache(inputs, "kv", target.config.num_layers, length),
         taps=taps,
     )
-    accepted = accept(tree, tokens, _unembed(network, target, hidden.features))
+    accepted = accept(tree, tokens, _unembed(network, target, hidden.features), levels)
     path_kv = select_nodes(hidden.new_kv, accepted.path)
     return (
         hidden,

@@ -70,8 +70,13 @@ def integer_factor(weights, x):
     return {"out": x["ids"][:, None] * jnp.asarray([[3, 5, 7]], jnp.int32)}
 
 
-def integer_factor_of_four_axes(weights, x):
+def repeated_integers(weights, x):
     factor = jnp.asarray([3, 5, 7], jnp.int32).reshape(1, 1, 1, 3)
+    return {"out": x["ids"].reshape(1, 1, 2, 1) * factor}
+
+
+def integers_for_each_row(weights, x):
+    factor = jnp.asarray([[3, 5, 7]] * 2, jnp.int32).reshape(1, 1, 2, 3)
     return {"out": x["ids"].reshape(1, 1, 2, 1) * factor}
 
 
@@ -89,12 +94,13 @@ BAD = {
     cosine: ("COS", "table"),
     one_hot_of_booleans: ("ONE_HOT", "of floats only"),
     integer_factor: ("MUL", "constant integers"),
+    repeated_integers: ("MUL", "first row only of constant integers"),
 }
 OF_FLOATS = (first_row_remedied, output_copied, side_by_side)
-GOOD = (*OF_FLOATS, one_hot_of_floats, integer_factor_of_four_axes)
+GOOD = (*OF_FLOATS, one_hot_of_floats, integers_for_each_row)
 
 
-WITH_ROWS = {*BAD, *OF_FLOATS} - {gather, one_hot_of_booleans, integer_factor}
+WITH_ROWS = {*BAD, *OF_FLOATS} - {gather, one_hot_of_booleans, integer_factor, repeated_integers}
 
 
 @pytest.fixture(scope="module")

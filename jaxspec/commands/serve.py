@@ -1,0 +1,54 @@
+"""`jaxspec serve`: an exported page for this machine's browser, or for a phone in the network."""
+
+import argparse
+import ipaddress
+import sys
+from pathlib import Path
+
+from jaxspec.mobile.serve import lan_address, page_server, qr_code
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec serve`."""
+    parser.description = (
+        "Serves a folder of `jaxspec export --web` with the headers that threads need. On loopback "
+        "unless told otherwise. Browsers give WebGPU, threads and storage to secure pages only: "
+        "loopback counts as one, another address does with --certificate."
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--lan", action="store_true", help="let other machines in, such as a phone")
+    parser.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="0: any (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--certificate", type=Path, metavar="FILE.pem", help="speak HTTPS with this certificate"
+    )
+    parser.add_argument("--key", type=Path, metavar="FILE.pem", help="of --certificate")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until interrupted."""
+    if args.key is not None and args.certificate is None:
+        raise ValueError("--key: needs --certificate FILE.")
+    host = "0.0.0.0" if args.lan else "127.0.0.1"
+    server = page_server(args.folder, host, args.port, args.certificate, args.key)
+    with server:
+        scheme = "https" if args.certificate else "http"
+        name = lan_address() if args.lan else "127.0.0.1"
+        address = f"{scheme}://{name}:{server.server_address[1]}/"
+        code = qr_code(address)
+        if code is None:
+            print("(for a QR code here: pip install 'jaxspec[web]')", file=sys.stderr)
+        else:
+            print(code)
+        print(address, flush=True)
+        if scheme == "http" and not ipaddress.ip_address(name).is_loopback:
+            port = server.server_address[1]
+            print(
+                "A page from this address is not secure to a browser: one thread, no WebGPU, and "
+                "the model is loaded anew each time. Give --certificate, or plug the phone in, "
+                f"`adb reverse tcp:{port} tcp:{port}`, and open http://localhost:{port}/ there.",
+                file=sys.stderr,
+            )
+        server.serve_forever()
+    return 0

@@ -1,0 +1,123 @@
+"""A web server for exported pages, with the headers that threads in a browser need."""
+
+import functools
+import socket
+import ssl
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from jaxspec.mobile.web import PROFILE_FILE
+
+POLICY = (
+    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; worker-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    # Both make a page "cross-origin isolated": without, it gets no SharedArrayBuffer, no threads.
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Embedder-Policy": "require-corp",
+    # Workers do not inherit what a page says of itself.
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".json": "application/json",
+    ".wasm": "application/wasm",
+    ".tflite": "application/octet-stream",
+}
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    """Files of one folder, and nothing of how it is called."""
+
+    extensions_map = _TYPES  # pyright: ignore[reportAssignmentType, reportIncompatibleUnannotatedOverride]
+
+    def end_headers(self) -> None:
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
+
+    def list_directory(self, path) -> None:
+        self.send_error(404, "no such file")
+
+    def version_string(self) -> str:
+        return "jaxspec"
+
+    def log_message(self, format: str, *args) -> None:
+        pass
+
+
+def page_server(
+    folder: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    certificate: str | Path | None = None,
+    key: str | Path | None = None,
+) -> ThreadingHTTPServer:
+    """A server that has the port, and answers from `serve_forever` on.
+
+    Args:
+        folder: of `jaxspec export --web`.
+        host: an address of this machine; "0.0.0.0": all of them.
+        port: 0: any that is free.
+        certificate: with `key` in PEM: speak HTTPS.
+        key: of the certificate; `None`: in the same file.
+
+    Raises:
+        ValueError: the folder holds no exported page, the port cannot be had, or the certificate
+            cannot be read.
+    """
+    folder = Path(folder)
+    if not (folder / PROFILE_FILE).is_file() or not (folder / "index.html").is_file():
+        raise ValueError(
+            f"{folder} holds no exported page: make one by `jaxspec export MODEL --web {folder} "
+            "--head HEAD`."
+        )
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--port must be in 0..65535, got {port}.")
+    handler = functools.partial(_Handler, directory=str(folder))
+    try:
+        server = ThreadingHTTPServer((host, port), handler)
+    except OSError as error:
+        raise ValueError(
+            f"--port: {host}:{port} cannot be had ({error.strerror}); take another, or 0 for any."
+        ) from None
+    if certificate is not None:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate, key)
+        except OSError as error:
+            server.server_close()
+            raise ValueError(f"--certificate {certificate}: cannot be used ({error}).") from None
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    return server
+
+
+def lan_address() -> str:
+    """This machine's address in its network, or loopback where there is none. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation: only routes are asked
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def qr_code(address: str) -> str | None:
+    """An address for a phone's camera, in characters of a terminal; `None` without `segno`."""
+    try:
+        import segno
+    except ImportError:
+        return None
+    import io
+
+    out = io.StringIO()
+    segno.make(address, error="m", micro=False).terminal(out, compact=True)
+    return out.getvalue()

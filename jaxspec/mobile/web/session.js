@@ -1,0 +1,130 @@
+// A model in use: compiled, tested, measured, answering. What surrounds it, a worker or a test in
+// Node, hands in LiteRT.js and a tokenizer, and shows what comes out.
+
+import {Chooser, measure} from './choose.js';
+import {Decoder, PLAIN, UserError, drop, generate, selfTest} from './engine.js';
+
+const GPU_OPTIONS = {precision: 'fp32'}; // half precision was never tried
+
+export class Session {
+  /**
+   * @param litert LiteRT.js: {loadAndCompile, Tensor}.
+   * @param profile contents of profile.json.
+   * @param coder a `TextCoder`.
+   * @param accelerator "webgpu" or "wasm"; one for all of a session, as int8 differs between them.
+   */
+  constructor(litert, profile, coder, accelerator) {
+    Object.assign(this, {litert, profile, coder, accelerator});
+    this.choices = [PLAIN, ...profile.trees.map(tree => tree.signature)];
+    this.chooser = null;
+    this.times = null;
+  }
+
+  /** Compiles the model's bytes. */
+  async open(bytes) {
+    const {accelerator} = this;
+    try {
+      this.model = await this.litert.loadAndCompile(bytes, {accelerator, gpuOptions: GPU_OPTIONS});
+    } catch (error) {
+      throw new UserError(`The model could not be compiled for ${accelerator}: ${error.message ?? error}`);
+    }
+    // LiteRT.js goes on in silence with a part on the CPU, where int8 gives other tokens.
+    if (accelerator === 'webgpu' && !(this.model.options?.accelerator === 'webgpu' && this.model.isFullyAccelerated)) {
+      throw new UserError('This GPU cannot take the whole model.');
+    }
+    this.decoder = new Decoder(this.model, this.litert.Tensor, this.profile);
+  }
+
+  close() {
+    this.decoder?.delete();
+    this.model?.delete();
+  }
+
+  selfTest() {
+    return selfTest(this.decoder, this.profile.self_test);
+  }
+
+  /** Times every function, and chooses. */
+  async measure(report) {
+    const prompt = this.profile.self_test?.prompt ?? [0];
+    this.forget();
+    await this.decoder.prefill(prompt);
+    this.times = await measure(choice => this.decoder.time(choice), this.choices, report);
+    this.forget();
+    this.chooser = new Chooser(this.profile.trees, this.times);
+    return this.times;
+  }
+
+  /** Forgets the conversation. */
+  forget() {
+    this.decoder.text = [];
+    this.decoder.known = 0;
+    this._reason = null;
+  }
+
+  /** Ids of all that is to be read for the next answer: the text so far, then what is new. */
+  prompt(text, mode) {
+    const {coder, decoder: {text: before}} = this, {chat} = coder;
+    if (mode !== 'chat' || !chat) return [...before, ...coder.encode(text, !before.length)];
+    if (!before.length) return coder.encode(chat.open + text + chat.reply, false);
+    const next = coder.encode(chat.turn + text + chat.reply, false);
+    // The model may have ended its answer with the token that the template puts there.
+    return [...before, ...(next[0] === before.at(-1) ? next.slice(1) : next)];
+  }
+
+  /**
+   * Answers.
+   * @param text what the person wrote.
+   * @param options {mode: "chat" or "text", maxTokens, choice: "auto" or a function's name,
+   *     stopped, report}.
+   * @yields what `generate` yields.
+   */
+  async *reply(text, {mode = 'chat', maxTokens = 256, choice = 'auto', stopped, report} = {}) {
+    const {decoder, chooser} = this, before = decoder.text.slice();
+    const prompt = this.prompt(text, mode);
+    try {
+      await decoder.prefill(prompt, at => report?.(at, prompt.length));
+    } catch (error) {
+      decoder.text = before; // a text that was refused leaves the conversation as it was
+      throw error;
+    }
+    chooser?.begin();
+    const choose = choice === 'auto' && chooser ? () => chooser.current : () => (choice === 'auto' ? PLAIN : choice);
+    for await (const step of generate(decoder, {maxTokens, stops: this.profile.stop_token_ids, choose, stopped})) {
+      if (step.choice) chooser?.observe(step.choice, step.accepted + 1, step.milliseconds);
+      yield step;
+    }
+  }
+}
+
+/**
+ * Times each function of a kit.
+ * @param model the kit, compiled.
+ * @param kit of the profile: integers to fill in, by function and input.
+ * @returns {name: [seconds, spread]}.
+ */
+export async function timeKit(model, Tensor, kit, report, now = () => performance.now()) {
+  const inputs = {};
+  for (const [name, integers] of Object.entries(kit.signatures)) {
+    inputs[name] = Object.fromEntries(model.signatures[name].getInputDetails().map(details => {
+      const size = details.shape.reduce((product, side) => product * side, 1);
+      const data = details.dtype === 'int32' ? new Int32Array(size).fill(integers[details.name]) : new Float32Array(size);
+      return [details.name, new Tensor(data, Array.from(details.shape))];
+    }));
+  }
+  const time = async name => {
+    const begin = now();
+    const outputs = await model.signatures[name].run(inputs[name]);
+    // The smallest is read: then the call is over, on a GPU too.
+    const smallest = Object.values(outputs).reduce((a, b) => (size(b) < size(a) ? b : a));
+    await smallest.data();
+    const passed = now() - begin;
+    drop(outputs);
+    return passed;
+  };
+  const times = await measure(time, Object.keys(kit.signatures), report, now);
+  Object.values(inputs).forEach(drop);
+  return Object.fromEntries(Object.entries(times).map(([name, {median, spread}]) => [name, [median / 1000, spread / 1000]]));
+}
+
+const size = tensor => tensor.type.layout.dimensions.reduce((product, side) => product * side, 1);

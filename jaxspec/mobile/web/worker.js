@@ -1,0 +1,179 @@
+// Runs the model beside the page, which so never freezes. A classic worker, as LiteRT.js loads its
+// wasm by importScripts.
+
+const base = self.location.href;
+const wasm = new URL('vendor/litert/wasm/', base).href;
+const FRAME = 16; // milliseconds between messages to the page
+const LISTEN = 50; // and between looks for messages from it
+
+const post = (type, rest = {}, transfer = []) => self.postMessage({type, ...rest}, transfer);
+const modules = Promise.all(
+  ['./engine.js', './session.js', './storage.js', './tokenizer.js', './vendor/litert/index.js', './vendor/tokenizers/tokenizers.js', './vendor/hashes/sha2.js']
+    .map(path => import(path)));
+let session = null, profile = null, stopping = false, bytes = null;
+
+/** Lets messages in, such as "stop": timers would wait for milliseconds. */
+const channel = new MessageChannel();
+let resume = null;
+channel.port1.onmessage = () => resume();
+const breathe = () => new Promise(resolve => {
+  resume = resolve;
+  channel.port2.postMessage(null);
+});
+
+self.onmessage = async ({data}) => {
+  if (data.type === 'stop') {
+    stopping = true;
+    return;
+  }
+  try {
+    await handlers[data.type](data);
+  } catch (error) {
+    const [{UserError}] = await modules.catch(() => [{UserError: Error}]);
+    const known = error instanceof UserError;
+    if (!known) console.error(error);
+    post('error', {during: data.type, message: known ? error.message : `Something went wrong that should not: ${error?.message ?? error}`});
+  }
+};
+
+const handlers = {
+  async start({profile: given, accelerator, threads, file, handed}) {
+    profile = given;
+    let loaded;
+    try {
+      loaded = await modules;
+    } catch (error) {
+      post('error', {during: 'start', message: 'A part of the page could not be loaded: check the connection, then reload.'});
+      return;
+    }
+    const [{UserError}, {Session}, {fetchFile}, {TextCoder}, litert, {Tokenizer}, {sha256}] = loaded;
+    post('progress', {part: 'download', done: 0, total: file.bytes});
+    bytes = handed ?? null;
+    let from = 'page', problem = null;
+    if (!bytes) {
+      ({bytes, from, problem} = await fetchFile(file, sha256, (done, total) => post('progress', {part: 'download', done, total})));
+    }
+    post('model', {from, problem});
+    const response = await fetch('./tokenizer.json').catch(() => null);
+    if (!response?.ok) throw new UserError('tokenizer.json could not be downloaded: check the connection, then try again.');
+    const coder = new TextCoder(Tokenizer, await response.json(), profile.chat);
+    post('progress', {part: 'compile'});
+    const script = `litert_wasm_${threads ? 'threaded_' : ''}internal.js`;
+    self.Module = {locateFile: name => wasm + name, mainScriptUrlOrBlob: wasm + script};
+    try {
+      await litert.loadLiteRt(wasm, {threads});
+    } catch (error) {
+      throw new UserError(`LiteRT.js could not be started: ${error.message ?? error}`);
+    }
+    session = new Session(litert, profile, coder, accelerator);
+    try {
+      await session.open(bytes);
+    } catch (error) {
+      if (!(error instanceof UserError)) throw error;
+      refuse(error.message);
+      return;
+    }
+    post('progress', {part: 'self-test'});
+    let tested;
+    try {
+      tested = await session.selfTest();
+    } catch (error) {
+      console.error(error);
+      tested = {ok: false, message: `The self-test broke off: ${error?.message ?? error}`};
+    }
+    if (!tested.ok && !tested.missing) {
+      refuse(tested.message);
+      return;
+    }
+    bytes = null;
+    post('tested', tested);
+    await handlers.measure();
+  },
+
+  async measure() {
+    const times = await session.measure(share => post('progress', {part: 'measure', done: share, total: 1}));
+    const {chooser} = session;
+    session.decoder.clock = {run: 0, read: 0};
+    post('ready', {accelerator: session.accelerator, times, expected: chooser.expected, speeds: chooser.speeds(), best: chooser.current});
+  },
+
+  async reply({text, mode, maxTokens, choice}) {
+    stopping = false;
+    const {coder, decoder} = session, growing = coder.stream();
+    const stops = new Set(profile.stop_token_ids);
+    const begin = performance.now();
+    decoder.clock = {run: 0, read: 0};
+    let pieces = [], ids = [], counts = [], view = null, last = begin, heard = begin, decoding = null, calls = 0, tokens = 0, decodeTime = 0, reason = null;
+    const flush = () => {
+      const {run, read} = decoder.clock;
+      post('text', {
+        pieces, ids, counts, tokens, calls, decodeTime, clock: {run, read},
+        choice: view?.choice ?? null,
+        view: view && {...view, names: view.drafted.map(id => coder.name(id))},
+        speeds: session.chooser?.speeds(),
+      });
+      [pieces, ids, counts] = [[], [], []];
+    };
+    const report = (done, total) => post('progress', {part: 'prompt', done, total});
+    for await (const step of session.reply(text, {mode, maxTokens, choice, stopped: () => stopping, report})) {
+      if (step.choice === null && decoding === null) {
+        decoding = performance.now();
+        decoder.clock = {run: 0, read: 0};
+      }
+      step.tokens.forEach((id, place) => {
+        ids.push(id);
+        const piece = stops.has(id) ? '' : growing.push(id);
+        if (piece) pieces.push([piece, place < step.accepted]);
+      });
+      if (step.choice) {
+        calls++;
+        tokens += step.tokens.length;
+        if (step.drafted.length) {
+          counts.push(step.accepted);
+          view = {choice: step.choice, drafted: step.drafted, path: step.path};
+        } else {
+          view = {choice: step.choice, drafted: [], path: []};
+        }
+      }
+      reason = step.reason ?? reason;
+      const now = performance.now();
+      decodeTime = now - decoding;
+      if (now - last >= FRAME) {
+        flush();
+        last = now;
+      }
+      if (now - heard >= LISTEN) {
+        await breathe();
+        heard = performance.now();
+      }
+    }
+    flush();
+    post('done', {reason, milliseconds: performance.now() - begin, room: decoder.room});
+  },
+
+  async forget() {
+    session.forget();
+    post('forgotten');
+  },
+
+  /** Times the kit: passes of several sizes, from which a tree can be searched for this device. */
+  async kit({file}) {
+    const [, {timeKit}, {fetchFile}, , litert, , {sha256}] = await modules;
+    const {bytes: kit} = await fetchFile(file, sha256, (done, total) => post('progress', {part: 'kit', done, total}));
+    post('progress', {part: 'kit-measure', done: 0, total: 1});
+    const model = await litert.loadAndCompile(kit, {accelerator: session.accelerator, gpuOptions: {precision: 'fp32'}});
+    try {
+      const seconds = await timeKit(model, litert.Tensor, profile.kit, share => post('progress', {part: 'kit-measure', done: share, total: 1}));
+      post('kit', {seconds});
+    } finally {
+      model.delete();
+    }
+  },
+};
+
+/** This accelerator will not do. The bytes go back, for the next one to be tried. */
+function refuse(message) {
+  const handed = bytes;
+  bytes = null;
+  post('refused', {message, handed}, handed ? [handed.buffer] : []);
+}

@@ -1,0 +1,101 @@
+"""Node, npm, Chromium and exported pages; what is missing is said and skipped."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mobile.web.models import SLOTS, TREES, page_model, table_of
+
+HERE = Path(__file__).resolve().parent
+NODE_TIMEOUT = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """An exported page.
+
+    folder: of it.
+    model: the target, loaded.
+    """
+
+    folder: Path
+    model: Any
+
+    @property
+    def profile(self) -> dict[str, Any]:
+        return json.loads((self.folder / "profile.json").read_text())
+
+
+def program(*names: str) -> str:
+    """The path of the first of some programs that is there; skips if none is."""
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip(f"needs {' or '.join(names)} on the PATH, which is not here")
+    return found
+
+
+@pytest.fixture(scope="session")
+def node() -> Callable[..., Any]:
+    """Runs a script of this folder with an object, and returns the object that it prints last."""
+    executable = program("node")
+
+    def run(script: str, task: dict[str, Any], **environment: str) -> Any:
+        done = subprocess.run(
+            [executable, str(HERE / script)],
+            input=json.dumps(task),
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=NODE_TIMEOUT,
+            check=False,
+        )
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return json.loads(done.stdout.strip().split("\n")[-1])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def vendored(tmp_path_factory) -> Path:
+    """What npm fetches, once for all tests."""
+    pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+    from jaxspec.mobile.web import vendor
+
+    program("npm")
+    folder = tmp_path_factory.mktemp("vendored") / "vendor"
+    try:
+        vendor(folder)
+    except ValueError as error:
+        pytest.skip(f"npm cannot fetch LiteRT.js here: {error}")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def page_of(vendored, tmp_path_factory) -> Callable[[str], Page]:
+    """The tiny model's page, by quantization."""
+    pages: dict[str, Page] = {}
+
+    def page(quantization: str) -> Page:
+        if quantization not in pages:
+            from jaxspec.drafters import Eagle
+            from jaxspec.mobile import ExportConfig, web
+
+            model, head = page_model()
+            folder = tmp_path_factory.mktemp(f"page-{quantization}")
+            config = ExportConfig(slots=SLOTS, prefill=(8, 32), quantization=quantization)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(web, "vendor", lambda target: shutil.copytree(vendored, target))
+                patch.setattr(web, "_KIT_TOKENS", (2, 4))
+                patch.setattr(web, "_KIT_NODES", (1, 2))
+                web.export_web(model, folder, Eagle.of(head), TREES, table_of(head), config)
+            pages[quantization] = Page(folder, model)
+        return pages[quantization]
+
+    return page

@@ -1,0 +1,329 @@
+"""The page in headless Chromium, by clicks and keys: what it shows, stores, sends and refuses."""
+
+import contextlib
+import functools
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+from jaxspec.cli import main
+from jaxspec.mobile import MobileModel
+from jaxspec.mobile.loops import Plain, Steps
+from jaxspec.mobile.serve import page_server
+from jaxspec.trees import load_profile
+from tests.mobile.web.conftest import HERE, program
+
+TEXT = "12 + 30 is 42, so"
+NUM_TOKENS = 64
+pytestmark = pytest.mark.slow
+
+
+class Browser:
+    """A running Chromium that takes scenarios of `browser.mjs`."""
+
+    def __init__(self, process: subprocess.Popen):
+        self._process = process
+
+    def __call__(self, scenario: str, url: str, **task: Any) -> dict[str, Any]:
+        line = json.dumps({"scenario": scenario, "url": url, **task})
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline() or '{"failed": "no answer"}')
+        assert "failed" not in answer, answer["failed"]
+        return answer
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    node, npm = program("node"), program("npm")
+    chromium = program("chromium", "chromium-browser", "google-chrome")
+    folder = tmp_path_factory.mktemp("playwright")
+    for name in ("package.json", "package-lock.json"):
+        shutil.copyfile(HERE / name, folder / name)
+    command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"npm cannot fetch playwright-core here: {done.stderr[-300:]}")
+    process = subprocess.Popen(
+        [node, str(HERE / "browser.mjs")],
+        env={**os.environ, "PLAYWRIGHT_FOLDER": str(folder), "CHROMIUM": chromium},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield Browser(process)
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(60)
+
+
+@contextlib.contextmanager
+def served(folder: Path, server=page_server) -> Iterator[str]:
+    with server(folder, port=0) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_address[1]}/"
+        running.shutdown()
+
+
+def bare_server(folder: Path, port: int) -> http.server.ThreadingHTTPServer:
+    """Any web server, which sends none of our headers."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    return http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+
+
+@pytest.fixture(scope="session")
+def page(page_of):
+    return page_of("int8")
+
+
+@pytest.fixture(scope="session")
+def url(page) -> Iterator[str]:
+    with served(page.folder) as address:
+        yield address
+
+
+@pytest.fixture
+def changed(page, tmp_path):
+    """The address of a copy of the page, whose profile and files a test changes."""
+    with contextlib.ExitStack() as stack:
+
+        def change(changes=None, files=None, server=page_server) -> str:
+            folder = tmp_path / f"changed-{len(list(tmp_path.iterdir()))}"
+            shutil.copytree(page.folder, folder)
+            profile = page.profile
+            for name, value in (changes or {}).items():
+                profile[name] = value
+            (folder / "profile.json").write_text(json.dumps(profile))
+            for name, data in (files or {}).items():
+                if data is None:
+                    (folder / name).unlink()
+                else:
+                    (folder / name).write_bytes(data)
+            return stack.enter_context(served(folder, server))
+
+        yield change
+
+
+def tokens_here(page, prompt, num_tokens, signature=None):
+    file = MobileModel(page.folder / "model.tflite", num_threads=1)
+    loop = Plain if signature is None else partial(Steps, signature=signature)
+    return file.generate(prompt, num_tokens, (), loop=loop).tokens.tolist()
+
+
+def bad(answer) -> str:
+    """The one thing that the page says, and that it stays usable."""
+    (said,) = [line for line in answer["notices"] if "COOP" not in line]
+    assert not answer["problems"]
+    return said
+
+
+@pytest.mark.parametrize("accelerator", ["wasm", "webgpu"])
+def test_a_visit(browser, page, url, accelerator, tmp_path):
+    """Loads, tests itself, measures, answers as Python does, is stopped, goes on, comes back."""
+    encode = page.model.tokenizer.encode
+    trees = [tree["signature"] for tree in page.profile["trees"]]
+    texts: list[dict[str, Any]] = [
+        {"text": TEXT, "choice": choice, "tokens": NUM_TOKENS, "fresh": True}
+        for choice in ("decode", *trees, "auto")
+    ]
+    texts.append({"text": " and on", "choice": trees[0], "tokens": 24})  # a second turn
+    texts.append(
+        {"text": "a long one", "choice": trees[1], "tokens": 200, "stopAfter": 4, "fresh": True}
+    )
+    chat = {"text": "what is it?", "mode": "chat", "tokens": 16, "choice": trees[0], "fresh": True}
+    texts += [chat, {**chat, "text": "and that?", "fresh": False}]
+    download = tmp_path / "profile.json"
+    seen = browser("visit", url, accelerator=accelerator, texts=texts, download=str(download))
+    assert not seen["problems"]
+    assert seen["paint"] < 1000
+    first = seen["first"]
+    assert first["accelerator"] == accelerator
+    assert first["from"] == "network"
+    assert "passed" in first["test"]
+    assert first["candidates"] == 1 + len(trees)
+    assert first["overflow"] <= 0, "a narrow screen scrolls sideways"
+    assert first["notices"] == []
+
+    *alike, second, stopped, chat_first, chat_second = seen["texts"]
+    expected = tokens_here(page, encode(TEXT), NUM_TOKENS)
+    for said in alike:
+        assert said["ids"] == expected
+        assert said["text"] == page.model.tokenizer.decode(expected)
+        assert said["reason"] == "length"
+    assert alike[0]["drafted"] == 0
+    assert all(said["drafted"] > 0 for said in alike[1:-1])
+    longer = [*encode(TEXT), *expected, *encode(" and on")]
+    assert second["ids"] == tokens_here(page, longer, 24, trees[0])
+    assert stopped["reason"] == "stopped"
+    assert 0 < len(stopped["ids"]) < 200
+    asked = encode("u:what is it?.a:")
+    assert chat_first["ids"] == tokens_here(page, asked, 16, trees[0])
+    asked += [*chat_first["ids"], *encode(".u:and that?.a:")]
+    assert chat_second["ids"] == tokens_here(page, asked, 16, trees[0])
+    assert all(said["elements"] == 0 for said in seen["texts"])
+
+    panel = seen["panel"]
+    assert panel["nodes"] == 1 + page.profile["trees"][0]["nodes"]
+    assert panel["bars"] == 1 + page.profile["depth"]
+    assert "times plain decoding" in panel["speed"]
+
+    models = [address for _, address in seen["requests"] if address.endswith("model.tflite")]
+    assert len(models) == 1, "the second visit reads it from storage"
+    assert seen["second"]["from"] == "storage"
+    assert "download" in seen["deleted"]
+    nothing_sent(seen["requests"], url)
+
+    imported = tmp_path / "imported.json"
+    assert main(["tune", "profile", "--import", str(download), "--out", str(imported)]) == 0
+    profile = load_profile(imported)
+    assert accelerator in profile.runtime
+    assert {timing.size for timing in profile.target} == {1, 2, 4}
+
+
+def nothing_sent(requests, url):
+    """Files of the page are fetched, and nothing else happens."""
+    for method, address in requests:
+        parts = urlsplit(address)
+        if parts.scheme in ("data", "blob"):
+            continue
+        assert (method, f"{parts.scheme}://{parts.netloc}/") == ("GET", url)
+        assert not parts.query
+
+
+def test_plain_decoding_is_picked_where_it_is_fastest(browser, page, changed):
+    trees = page.profile["trees"]
+    for tokens, best in ((1.0, "decode"), (90.0, trees[-1]["signature"])):
+        described = [{**tree, "tokens_per_step": 1.0} for tree in trees]
+        described[-1]["tokens_per_step"] = tokens
+        seen = browser("load", changed({"trees": described}))
+        assert seen["best"] == best
+
+
+def test_a_damaged_model_is_refused(browser, page, changed):
+    data = bytearray((page.folder / "model.tflite").read_bytes())
+    data[len(data) // 2] ^= 1
+    seen = browser("load", changed(files={"model.tflite": bytes(data)}))
+    assert "checksum" in bad(seen)
+    assert seen["load"] == "Try again"
+    assert seen["retry"]
+
+
+def test_a_short_file_is_refused(browser, page, changed):
+    data = (page.folder / "model.tflite").read_bytes()
+    seen = browser("load", changed(files={"model.tflite": data[: len(data) // 2]}))
+    assert "it ended after" in bad(seen)
+    assert seen["retry"]
+
+
+def test_a_failed_download_is_said(browser, changed):
+    seen = browser("load", changed(files={"model.tflite": None}))
+    assert "could not be downloaded: the server answered 404" in bad(seen)
+    assert seen["retry"]
+
+
+def test_no_profile_is_said(browser, changed):
+    seen = browser("load", changed(files={"profile.json": None}, server=bare_server))
+    assert "profile.json, which describes the model, cannot be read" in bad(seen)
+
+
+@pytest.mark.parametrize("accelerator", ["wasm", "webgpu"])
+def test_a_self_test_that_differs_is_believed(browser, page, changed, accelerator):
+    """Wrong on wasm there is nothing left; wrong on WebGPU wasm is tried, and it is wrong here."""
+    test = page.profile["self_test"]
+    name = page.profile["trees"][0]["signature"]
+    tokens = [*test["steps"][name]]
+    tokens[2] = (tokens[2] + 1) % 48
+    steps = {**test["steps"], name: tokens}
+    seen = browser(
+        "load", changed({"self_test": {**test, "steps": steps}}), accelerator=accelerator
+    )
+    said = [line for line in seen["notices"] if "self-test failed" in line]
+    assert f"of {name} gave token" in said[0]
+    assert "cannot be trusted" in said[-1]
+    if accelerator == "webgpu":
+        assert "goes on with wasm" in said[0]
+        assert len(said) == 2
+    assert seen["retry"]
+
+
+def test_no_self_test_is_said(browser, changed):
+    seen = browser("load", changed({"self_test": None}))
+    assert "no self-test" in bad(seen)
+    assert seen["ready"]
+
+
+def test_without_webgpu_the_cpu_does_it(browser, url):
+    seen = browser("load", url, accelerator="auto", noWebGpu=True)
+    assert "no WebGPU" in bad(seen)
+    assert seen["accelerator"] == "wasm"
+    assert "threads" in seen["facts"] or os.cpu_count() == 1
+
+
+def test_without_headers_one_thread_does_it(browser, page):
+    with served(page.folder, bare_server) as address:
+        seen = browser("load", address)
+    (said,) = seen["notices"]
+    assert "SharedArrayBuffer" in said
+    assert seen["ready"]
+    assert "threads" not in seen["facts"]
+
+
+def test_an_insecure_address_has_no_storage(browser, url):
+    """As a phone sees a page of another machine over http."""
+    seen = browser("load", url.replace("127.0.0.1", "phone.test"), accelerator="auto")
+    said = " ".join(seen["notices"])
+    assert "secure addresses only" in said
+    assert "SharedArrayBuffer" in said
+    assert "no storage" in said
+    assert seen["ready"]
+
+
+def test_full_storage_is_said(browser, url):
+    seen = browser("load", url, quota=20000)
+    assert "storage is full" in bad(seen)
+    assert seen["ready"]
+
+
+def test_too_much_for_the_heap_is_refused_beforehand(browser, changed):
+    seen = browser("load", changed({"heap_bytes": 3 << 30}))
+    said = bad(seen)
+    assert "3221 MB" in said
+    assert "2080 MB" in said
+    assert not [address for _, address in seen["requests"] if address.endswith(".tflite")]
+
+
+def test_bad_text_leaves_the_page_usable(browser, page, url):
+    texts = [
+        {"text": "a" * 300},
+        {"text": "what about \u00fc and \u4e2d?"},
+        {"text": "half \ud83d of it"},
+        {"text": "<img src=x onerror=alert>"},
+        {"text": "fine", "tokens": 8},
+    ]
+    seen = browser("load", url, texts=texts)
+    long, unknown, half, markup, fine = seen["texts"]
+    assert "300 tokens" in long["notices"][0]
+    assert "below 256" in long["notices"][0]
+    assert "no tokens for" in unknown["notices"][0]
+    assert '"\u00fc", "\u4e2d"' in unknown["notices"][0]
+    assert half["notices"]
+    assert '"<"' in markup["notices"][0]
+    assert not seen["problems"]
+    assert len(fine["ids"]) == 8
+    assert seen["still"]

@@ -1,0 +1,115 @@
+"""The server of a page: its headers, what it gives out, and what it refuses."""
+
+import http.client
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+from jaxspec.cli import main
+from jaxspec.commands import serve as command
+from jaxspec.mobile.serve import page_server, qr_code
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "vendor").mkdir()
+    for name in ("index.html", "profile.json", "page.js", "model.tflite", "vendor/a.wasm"):
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+@contextmanager
+def running(folder):
+    with page_server(folder, port=0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def answer_to(server, path, method="GET"):
+    connection = http.client.HTTPConnection(*server.server_address[:2], timeout=10)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    return answer, answer.read()
+
+
+def test_it_serves_with_the_headers_that_threads_need(folder):
+    with running(folder) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        for path, kind in (
+            ("/", "text/html; charset=utf-8"),
+            ("/page.js", "text/javascript; charset=utf-8"),
+            ("/vendor/a.wasm", "application/wasm"),
+            ("/profile.json", "application/json"),
+            ("/model.tflite", "application/octet-stream"),
+        ):
+            answer, _ = answer_to(server, path)
+            assert answer.status == 200
+            assert answer.headers["Content-Type"] == kind
+            assert answer.headers["Cross-Origin-Opener-Policy"] == "same-origin"
+            assert answer.headers["Cross-Origin-Embedder-Policy"] == "require-corp"
+            policy = answer.headers["Content-Security-Policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe-inline" not in policy
+
+
+def test_it_lists_no_folders_and_leaves_its_own(folder):
+    (folder.parent / "secret.txt").write_text("secret")
+    with running(folder) as server:
+        for path in ("/vendor/", "/../secret.txt", "/%2e%2e/secret.txt", "/nothing"):
+            answer, body = answer_to(server, path)
+            assert answer.status == 404, path
+            assert b"secret" not in body
+        answer, _ = answer_to(server, "/", method="POST")
+        assert answer.status == 501
+
+
+def test_the_command_prints_the_address(folder, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "http.server.ThreadingHTTPServer.serve_forever", lambda *_: (_ for _ in ()).throw(OSError)
+    )
+    assert main(["serve", str(folder), "--port", "0"]) == 2
+    out = capsys.readouterr().out
+    assert "http://127.0.0.1:" in out
+    assert qr_code("http://127.0.0.1:1/") is None or "\u2588" in out
+
+
+def test_another_machine_is_told_what_it_will_lack(folder, capsys, monkeypatch):
+    monkeypatch.setattr(command, "lan_address", lambda: "192.0.2.7")
+    monkeypatch.setattr(
+        "http.server.ThreadingHTTPServer.serve_forever", lambda *_: (_ for _ in ()).throw(OSError)
+    )
+    main(["serve", str(folder), "--port", "0", "--lan"])
+    told = capsys.readouterr()
+    assert "http://192.0.2.7:" in told.out
+    assert "adb reverse" in told.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--port", "70000"], "--port must be in"),
+        (["--key", "key.pem"], "--key: needs --certificate"),
+        (["--certificate", "none.pem", "--port", "0"], "--certificate none.pem: cannot be used"),
+    ],
+)
+def test_bad_flags_are_refused(folder, capsys, flags, message):
+    assert main(["serve", str(folder), *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_a_page_is_refused(tmp_path, capsys):
+    assert main(["serve", str(tmp_path)]) == 2
+    assert "holds no exported page" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_refused(folder):
+    with (
+        running(folder) as server,
+        pytest.raises(ValueError, match="cannot be had"),
+    ):
+        page_server(folder, port=server.server_address[1])

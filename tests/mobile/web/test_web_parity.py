@@ -1,0 +1,57 @@
+"""The page's engine, in Node on wasm, gives the tokens of LiteRT's CPU in Python."""
+
+from functools import partial
+
+import pytest
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+from jaxspec.mobile import MobileModel
+from jaxspec.mobile.loops import Plain, Steps
+
+NUM_TOKENS = 140
+PROMPTS = ("12 + 30 is 42, so", "a" * 70, "it's so: yes")
+TIED = "the first of them"
+"""In int8 a near tie turns within it, as kernels of wasm and of CPUs round differently."""
+
+
+def decoded_here(page, prompts, num_tokens):
+    """Tokens and counts of every function, by LiteRT's CPU."""
+    file = MobileModel(page.folder / "model.tflite", num_threads=1)
+    trees = file.manifest.trees
+    loops = {"decode": Plain, **{name: partial(Steps, signature=name) for name in trees}}
+    return {
+        name: [file.generate(prompt, num_tokens, (), loop=loop) for prompt in prompts]
+        for name, loop in loops.items()
+    }
+
+
+def check(page, node, prompts, num_tokens=NUM_TOKENS):
+    task = {"folder": str(page.folder), "prompts": prompts, "numTokens": num_tokens}
+    found = node("parity.mjs", {**task, "switching": True})
+    expected = decoded_here(page, prompts, num_tokens)
+    for name, texts in expected.items():
+        for ours, theirs in zip(found["texts"][name], texts, strict=True):
+            assert ours["tokens"] == theirs.tokens.tolist(), name
+            assert len(ours["tokens"]) == num_tokens
+    (switched,) = found["texts"]["switching"]
+    assert switched["tokens"] == expected["decode"][0].tokens.tolist()
+    assert found["selfTest"]["ok"], found["selfTest"]
+    return found, expected
+
+
+@pytest.mark.parametrize("quantization", ["float32", "int8"])
+def test_every_tree_gives_the_same_tokens_in_node(page_of, node, quantization):
+    page = page_of(quantization)
+    prompts = [page.model.tokenizer.encode(text) for text in PROMPTS]
+    found, expected = check(page, node, prompts)
+    tied = {"folder": str(page.folder), "prompts": [page.model.tokenizer.encode(TIED)]}
+    texts = node("parity.mjs", {**tied, "numTokens": NUM_TOKENS, "switching": False})["texts"]
+    assert all(text[0]["tokens"] == texts["decode"][0]["tokens"] for text in texts.values())
+    # Drafts are accepted, so that the trees do something.
+    for name in page.profile["self_test"]["steps"]:
+        if name != "decode":
+            assert max(found["texts"][name][0]["counts"]) > 1
+            # The page keeps of the last step what the budget leaves.
+            assert found["texts"][name][0]["counts"][:-1] == list(expected[name][0].counts)[:-1]
