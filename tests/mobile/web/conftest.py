@@ -2,10 +2,9 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,10 @@ def node() -> Callable[..., Any]:
     """Runs a script of this folder with an object, and returns the object that it prints last."""
     executable = program("node")
 
-    def run(script: str, task: dict[str, Any], **environment: str) -> Any:
+    def run(script: str, task: dict[str, Any], arguments: Sequence[str] = ()) -> Any:
         done = subprocess.run(
-            [executable, str(HERE / script)],
+            [executable, "--expose-gc", str(HERE / script), *arguments],
             input=json.dumps(task),
-            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             timeout=NODE_TIMEOUT,
