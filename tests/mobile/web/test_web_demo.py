@@ -12,8 +12,7 @@ from jaxspec.commands.demo import PROMPTS
 from jaxspec.drafters import Eagle
 from jaxspec.mobile import ExportConfig, web
 from jaxspec.trees import load_acceptance
-from tests.mobile.web.conftest import Page
-from tests.mobile.web.test_page import browser, served  # noqa: F401
+from tests.mobile.web.conftest import Page, served
 from tests.mobile.web.test_web_parity import check
 
 pytestmark = pytest.mark.slow
@@ -49,7 +48,7 @@ def test_the_loop_of_the_page_costs_little(demo, node):
         assert each["overhead"] <= LARGEST_OVERHEAD, (name, each)
 
 
-def test_a_gpu_passes_the_self_test(demo, browser):  # noqa: F811
+def test_a_gpu_passes_the_self_test(demo, browser):
     """Siblings of a head with a reduced vocabulary were once the same token in browsers."""
     assert any(len(set(tree["parents"])) < tree["nodes"] for tree in demo.profile["trees"])
     with served(demo.folder) as url:
