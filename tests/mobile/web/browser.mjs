@@ -89,7 +89,13 @@ const scenarios = {
   async visit(task) {
     const {page, requests, problems} = await open(task), answer = {requests, problems};
     await page.waitForSelector('#load:enabled');
-    answer.paint = await page.evaluate(() => performance.getEntriesByType('paint').find(({name}) => name === 'first-contentful-paint')?.startTime);
+    const paint = () => page.evaluate(() => performance.getEntriesByType('paint').find(({name}) => name === 'first-contentful-paint')?.startTime);
+    answer.paints = [await paint()];
+    while (answer.paints.length < 3) { // what else the machine does is not counted
+      await page.reload();
+      await page.waitForSelector('#load:enabled');
+      answer.paints.push(await paint());
+    }
     await load(page, task.accelerator);
     answer.first = {...await facts(page), notices: await notices(page)};
     answer.texts = [];
