@@ -61,7 +61,10 @@ _CONTENTS_TO_STRINGS = """\
   {%- set told.messages = told.messages + [{'role': message['role'], 'content': content}] -%}
 {%- endfor -%}
 {%- set messages = told.messages %}"""
-_WITHOUT_MEANING = ("bundle", "verify", "levels", "drafts", "block_length", "check_gpu_ops")
+_WITHOUT_MEANING = (
+    *("bundle", "verify", "levels", "drafts", "block_length"),
+    *("check_gpu_ops", "trees"),
+)
 
 
 def export_litertlm(

@@ -157,16 +157,9 @@ def export_web(
         kit = _write_kit(model, staging, drafter, drafts, shapes)
         advance("looking for a self-test")
         test = find_self_test(staging / MODEL_FILE)
-        size = (staging / MODEL_FILE).stat().st_size
-        memory = estimate_phone_memory(
-            model.config,
-            config.quantization,
-            config.slots,
-            drafter.params.params,
-            draft_pass_weights(model.params, drafter),
-            sum(max(map(len, paths)) for paths in drafts),
-            separate_signatures=len(manifest.signatures),
-        )
+        passes = sum(max(map(len, paths)) for paths in drafts)
+        heap = partial(_heap_bytes, model, drafter, config)
+        kit["heap_bytes"] = heap(staging / KIT_FILE, len(kit["signatures"]), len(kit["signatures"]))
         profile = {
             "format": FORMAT,
             "model": manifest.model,
@@ -179,8 +172,7 @@ def export_web(
             "trees": [_described(acceptance, *each) for each in manifest.trees.items()],
             "acceptance": acceptance.source,
             "chat": chat_affixes(model.tokenizer),
-            # The file lies in the heap, and every use of a weight is packed apart.
-            "heap_bytes": size + memory.total - memory.table,
+            "heap_bytes": heap(staging / MODEL_FILE, len(manifest.signatures), passes),
             "heap_limit": HEAP_LIMIT,
             "self_test": test,
             "files": {name: _fingerprint(staging / name) for name in (MODEL_FILE, KIT_FILE)},
@@ -335,6 +327,27 @@ def _write_kit(
         "levels": manifest.depth,
         "signatures": {name: valid_integers(manifest, name) for name in timed_signatures(manifest)},
     }
+
+
+def _heap_bytes(
+    model: Model,
+    drafter: LoadedDrafter,
+    config: ExportConfig,
+    path: Path,
+    signatures: int,
+    draft_passes: int,
+) -> int:
+    """Of wasm, at most: the file lies there, and every use of a weight is packed apart."""
+    memory = estimate_phone_memory(
+        model.config,
+        config.quantization,
+        config.slots,
+        drafter.params.params,
+        draft_pass_weights(model.params, drafter),
+        draft_passes,
+        separate_signatures=signatures,
+    )
+    return path.stat().st_size + memory.total - memory.table
 
 
 def _described(

@@ -116,14 +116,6 @@ export class Decoder {
     return passed;
   }
 
-  /** Holds the text as it is, to return to it: see `restore`. Costs a read of the text's end. */
-  async restore(text) {
-    this.text = text.slice();
-    this.known = Math.max(0, Math.min(this.known, text.length - 2));
-    this.recent = 0;
-    this._stale = true;
-  }
-
   async _decode() {
     this._uploadPending(false);
     const outputs = await this._call(PLAIN);
@@ -157,10 +149,9 @@ export class Decoder {
 
   /** Lets the head read what plain decoding emitted since it last drafted. */
   async _catchUp() {
-    if (this.recent && !this._stale) return;
+    if (this.recent) return;
     const text = this.text;
     await this._read(text.slice(0, -1), Math.min(this.known, text.length - 2), () => {});
-    this._stale = false;
     this.known = text.length - 2;
     this.recent = 1;
     this._forget('tokens', 'count', 'length', 'pending');
@@ -169,7 +160,6 @@ export class Decoder {
   async _read(prompt, start, report) {
     const {slots} = this.profile, sizes = this.prefillSizes, length = prompt.length;
     this._forget('tokens', 'count', 'length', 'pending');
-    this._stale = false;
     let at = start, next = 0;
     while (at < length) {
       const size = sizes.find(n => n >= length - at) ?? sizes.at(-1);

@@ -412,6 +412,11 @@ $('measure').addEventListener('click', () => {
   worker.postMessage({type: 'measure'});
 });
 $('profile').addEventListener('click', () => {
+  const {heap_bytes: model, heap_limit: limit, kit} = profile;
+  if (model + kit.heap_bytes > limit) {
+    notice('Model and kit together need more memory than a page gets: the profile cannot be measured here.', true);
+    return;
+  }
   enable(true, true);
   worker.postMessage({type: 'kit', file: fileOf('kit.tflite')});
 });

@@ -46,11 +46,11 @@ export class Session {
 
   /** Times every function, and chooses. */
   async measure(report) {
-    const prompt = this.profile.self_test?.prompt ?? [0];
+    const {decoder} = this, before = decoder.text;
     this.forget();
-    await this.decoder.prefill(prompt);
-    this.times = await measure(choice => this.decoder.time(choice), this.choices, report);
-    this.forget();
+    await decoder.prefill(this.profile.self_test?.prompt ?? [0]);
+    this.times = await measure(choice => decoder.time(choice), this.choices, report);
+    Object.assign(decoder, {text: before, known: 0}); // a conversation goes on, and is read again
     this.chooser = new Chooser(this.profile.trees, this.times);
     return this.times;
   }
@@ -59,7 +59,6 @@ export class Session {
   forget() {
     this.decoder.text = [];
     this.decoder.known = 0;
-    this._reason = null;
   }
 
   /** Ids of all that is to be read for the next answer: the text so far, then what is new. */

@@ -86,6 +86,7 @@ const handlers = {
       return;
     }
     bytes = null;
+    session.forget();
     post('tested', tested);
     await handlers.measure();
   },

@@ -1,11 +1,13 @@
 """Node, npm, Chromium and exported pages; what is missing is said and skipped."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,10 @@ def node() -> Callable[..., Any]:
     """Runs a script of this folder with an object, and returns the object that it prints last."""
     executable = program("node")
 
-    def run(script: str, task: dict[str, Any], **environment: str) -> Any:
+    def run(script: str, task: dict[str, Any], arguments: Sequence[str] = ()) -> Any:
         done = subprocess.run(
-            [executable, str(HERE / script)],
+            [executable, "--expose-gc", str(HERE / script), *arguments],
             input=json.dumps(task),
-            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             timeout=NODE_TIMEOUT,
@@ -99,3 +100,56 @@ def page_of(vendored, tmp_path_factory) -> Callable[[str], Page]:
         return pages[quantization]
 
     return page
+
+
+class Browser:
+    """A running Chromium that takes scenarios of `browser.mjs`."""
+
+    def __init__(self, process: subprocess.Popen):
+        self._process = process
+
+    def __call__(self, scenario: str, url: str, **task: Any) -> dict[str, Any]:
+        line = json.dumps({"scenario": scenario, "url": url, **task})
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline() or '{"failed": "no answer"}')
+        assert "failed" not in answer, answer["failed"]
+        return answer
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    node, npm = program("node"), program("npm")
+    chromium = program("chromium", "chromium-browser", "google-chrome")
+    folder = tmp_path_factory.mktemp("playwright")
+    for name in ("package.json", "package-lock.json"):
+        shutil.copyfile(HERE / name, folder / name)
+    command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"npm cannot fetch playwright-core here: {done.stderr[-300:]}")
+    process = subprocess.Popen(
+        [node, str(HERE / "browser.mjs")],
+        env={**os.environ, "PLAYWRIGHT_FOLDER": str(folder), "CHROMIUM": chromium},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    yield Browser(process)
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(60)
+
+
+@contextlib.contextmanager
+def served(folder: Path, server: Callable[..., Any] | None = None) -> Iterator[str]:
+    """The address of a folder, by `page_server` or another."""
+    from jaxspec.mobile.serve import page_server
+
+    with (server or page_server)(folder, port=0) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_address[1]}/"
+        running.shutdown()

@@ -6,8 +6,6 @@ import http.server
 import json
 import os
 import shutil
-import subprocess
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,63 +20,12 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 from jaxspec.cli import main
 from jaxspec.mobile import MobileModel
 from jaxspec.mobile.loops import Plain, Steps
-from jaxspec.mobile.serve import page_server
 from jaxspec.trees import load_profile
-from tests.mobile.web.conftest import HERE, program
+from tests.mobile.web.conftest import served
 
 TEXT = "12 + 30 is 42, so"
 NUM_TOKENS = 64
 pytestmark = pytest.mark.slow
-
-
-class Browser:
-    """A running Chromium that takes scenarios of `browser.mjs`."""
-
-    def __init__(self, process: subprocess.Popen):
-        self._process = process
-
-    def __call__(self, scenario: str, url: str, **task: Any) -> dict[str, Any]:
-        line = json.dumps({"scenario": scenario, "url": url, **task})
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline() or '{"failed": "no answer"}')
-        assert "failed" not in answer, answer["failed"]
-        return answer
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory) -> Iterator[Browser]:
-    node, npm = program("node"), program("npm")
-    chromium = program("chromium", "chromium-browser", "google-chrome")
-    folder = tmp_path_factory.mktemp("playwright")
-    for name in ("package.json", "package-lock.json"):
-        shutil.copyfile(HERE / name, folder / name)
-    command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"npm cannot fetch playwright-core here: {done.stderr[-300:]}")
-    process = subprocess.Popen(
-        [node, str(HERE / "browser.mjs")],
-        env={**os.environ, "PLAYWRIGHT_FOLDER": str(folder), "CHROMIUM": chromium},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield Browser(process)
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(60)
-
-
-@contextlib.contextmanager
-def served(folder: Path, server=page_server) -> Iterator[str]:
-    with server(folder, port=0) as running:
-        thread = threading.Thread(target=running.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{running.server_address[1]}/"
-        running.shutdown()
 
 
 def bare_server(folder: Path, port: int) -> http.server.ThreadingHTTPServer:
@@ -103,7 +50,7 @@ def changed(page, tmp_path):
     """The address of a copy of the page, whose profile and files a test changes."""
     with contextlib.ExitStack() as stack:
 
-        def change(changes=None, files=None, server=page_server) -> str:
+        def change(changes=None, files=None, server=None) -> str:
             folder = tmp_path / f"changed-{len(list(tmp_path.iterdir()))}"
             shutil.copytree(page.folder, folder)
             profile = page.profile
@@ -134,8 +81,17 @@ def bad(answer) -> str:
 
 
 @pytest.mark.parametrize("accelerator", ["wasm", "webgpu"])
-def test_a_visit(browser, page, url, accelerator, tmp_path):
-    """Loads, tests itself, measures, answers as Python does, is stopped, goes on, comes back."""
+def test_a_visit(browser, page_of, accelerator, tmp_path):
+    """Loads, tests itself, measures, answers as Python does, is stopped, goes on, comes back.
+
+    In float32, as int8 gives other numbers on a GPU, and where a text is read again.
+    """
+    page = page_of("float32")
+    with served(page.folder) as url:
+        visit(browser, page, url, accelerator, tmp_path)
+
+
+def visit(browser, page, url, accelerator, tmp_path):
     encode = page.model.tokenizer.encode
     trees = [tree["signature"] for tree in page.profile["trees"]]
     texts: list[dict[str, Any]] = [
@@ -151,7 +107,7 @@ def test_a_visit(browser, page, url, accelerator, tmp_path):
     download = tmp_path / "profile.json"
     seen = browser("visit", url, accelerator=accelerator, texts=texts, download=str(download))
     assert not seen["problems"]
-    assert seen["paint"] < 1000
+    assert min(seen["paints"]) < 1000  # milliseconds
     first = seen["first"]
     assert first["accelerator"] == accelerator
     assert first["from"] == "network"
@@ -207,9 +163,10 @@ def nothing_sent(requests, url):
 
 
 def test_plain_decoding_is_picked_where_it_is_fastest(browser, page, changed):
+    """The tiny model's calls all cost about the same, so a step is made out to give less."""
     trees = page.profile["trees"]
-    for tokens, best in ((1.0, "decode"), (90.0, trees[-1]["signature"])):
-        described = [{**tree, "tokens_per_step": 1.0} for tree in trees]
+    for tokens, best in ((0.1, "decode"), (90.0, trees[-1]["signature"])):
+        described = [{**tree, "tokens_per_step": 0.1} for tree in trees]
         described[-1]["tokens_per_step"] = tokens
         seen = browser("load", changed({"trees": described}))
         assert seen["best"] == best

@@ -41,6 +41,14 @@ def check(page, node, prompts, num_tokens=NUM_TOKENS):
     return found, expected
 
 
+def test_the_heap_stays_as_it_is_over_500_steps(page_of, node):
+    found = node("heap.mjs", {}, arguments=(str(page_of("int8").folder), "500"))
+    assert found["before"]["wasm"] > 0
+    assert found["growth"] <= 0.02
+    # Every step has 8 caches, 8 kB each: kept, they would be 30 MB.
+    assert found["after"]["javascript"] - found["before"]["javascript"] < 4e6
+
+
 @pytest.mark.parametrize("quantization", ["float32", "int8"])
 def test_every_tree_gives_the_same_tokens_in_node(page_of, node, quantization):
     page = page_of(quantization)
