@@ -32,6 +32,7 @@ COMMANDS = (
     Command(("bench",), "measure drafters against plain decoding", "jaxspec.commands.bench"),
     Command(("train", "lm"), "train a small language or draft model", "jaxspec.training.command"),
     Command(("train", "eagle"), "train an EAGLE head", "jaxspec.training.eagle_command"),
+    Command(("train", "masked"), "train a diffusion model", "jaxspec.training.masked_command"),
     Command(("tune", "skips"), "search layers to skip in drafting", "jaxspec.commands.tune_skips"),
     Command(("tune", "profile"), "time passes on a device", "jaxspec.commands.tune_profile"),
     Command(("tune", "tree"), "search the fastest draft tree", "jaxspec.commands.tune_tree"),

@@ -227,8 +227,10 @@ def run(
             slots,
         )
         for group in groups:
-            if not books.interrupted:
-                _Batch(job, group, fit_batch(job, group, batch, memory), prefix).run()
+            if books.interrupted or job.should_stop():
+                books.interrupted = True
+                break
+            _Batch(job, group, fit_batch(job, group, batch, memory), prefix).run()
         return job.report()
 
 

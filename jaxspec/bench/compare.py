@@ -284,20 +284,40 @@ def find_divergence(
 
     An end for another reason, or in another place, is a divergence that nothing ties.
     """
-    common = min(len(plain.tokens), len(other.tokens))
-    differs = plain.tokens[:common] != other.tokens[:common]
+    bias = request.prompts.warp.bias
+    return divergence_of(
+        model,
+        prompt_index,
+        plain.prompt_tokens,
+        plain.tokens,
+        other.tokens,
+        same_end=plain.finish_reason == other.finish_reason,
+        bias=None if bias is None else np.asarray(bias[0]),
+    )
+
+
+def divergence_of(
+    model: Model,
+    prompt_index: int,
+    prompt: np.ndarray,
+    plain: np.ndarray,
+    other: np.ndarray,
+    same_end: bool = True,
+    bias: np.ndarray | None = None,
+) -> Divergence | None:
+    """The same of token ids. `bias` is added to the logits that the gap is read from."""
+    common = min(len(plain), len(other))
+    differs = plain[:common] != other[:common]
     if not differs.any():
-        if len(plain.tokens) == len(other.tokens) and plain.finish_reason == other.finish_reason:
+        if len(plain) == len(other) and same_end:
             return None
-        following = [
-            int(row.tokens[common]) if common < len(row.tokens) else None for row in (plain, other)
-        ]
+        following = [int(row[common]) if common < len(row) else None for row in (plain, other)]
         return Divergence(prompt_index, common, *following, gap=None)
     position = int(np.argmax(differs))
-    logits = score(model, [*plain.prompt_tokens, *plain.tokens[:position]]).logits[-1]
-    if request.prompts.warp.bias is not None:
-        logits = logits + request.prompts.warp.bias[0]
-    pair = int(plain.tokens[position]), int(other.tokens[position])
+    logits = score(model, [*prompt, *plain[:position]]).logits[-1]
+    if bias is not None:
+        logits = logits + bias
+    pair = int(plain[position]), int(other[position])
     gap = float(np.max(logits) - np.min(logits[list(pair)]))
     return Divergence(prompt_index, position, *pair, gap)
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
+from jaxspec.batch.suite import BATCH_SUITES, measure_batch_suite, plot_curve, plot_place
+from jaxspec.batch.suite import as_dict as batch_as_dict
 from jaxspec.bench.compare import compare, describe
 from jaxspec.bench.page import write_part
 from jaxspec.bench.prompts import FIELDS, read_prompts
@@ -36,6 +38,7 @@ from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.suites import LITERT_SUITES, measure_litert
 from jaxspec.progress import progress_bar
 from jaxspec.trees import load_tree
+from jaxspec.trees.plots import check_plots
 
 _NEW_TOKENS = 64
 """Of each text on LiteRT."""
@@ -84,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares `--suite` and its settings."""
-    suites = {**SUITES, **LITERT_SUITES}
+    suites = {**SUITES, **LITERT_SUITES, **BATCH_SUITES}
     counts = ", ".join(f"{suite.prompts_per_set} of {name}" for name, suite in suites.items())
     group = parser.add_argument_group("suite, in place of MODEL and PROMPTS")
     group.add_argument("--suite", choices=tuple(suites), help="measure the models shipped here")
@@ -201,6 +204,20 @@ def run_litert_suite(args: argparse.Namespace) -> int:
     return 0 if measured.as_it_should else EXIT_DIFFERENT
 
 
+def run_batch_suite(args: argparse.Namespace) -> int:
+    """Measures the suite of jobs, writes its part of the page, and draws the guard's curve."""
+    check_plots()
+    suite = BATCH_SUITES[args.suite]
+    if args.prompts_per_set is not None:
+        suite = suite._replace(prompts_per_set=args.prompts_per_set)
+    figures, markdown = measure_batch_suite(suite, args.data_folder, args.repeats)
+    publish(markdown, batch_as_dict(figures), args)
+    place = plot_place(args.out)
+    plot_curve(figures.curve, place)
+    print(f"wrote {place}", file=sys.stderr)
+    return 0 if figures.as_it_should else EXIT_DIFFERENT
+
+
 def publish(markdown: str, figures: dict[str, Any], args: argparse.Namespace) -> None:
     """Puts a part into the page `--out`, and shows it; with all figures where `--json` says."""
     write_part(markdown, args.out)
@@ -219,13 +236,15 @@ def run(args: argparse.Namespace) -> int:
 def run_suite(args: argparse.Namespace) -> int:
     """Measures a suite and writes its page."""
     settings = ["suite", "out", "json", "debug"]
-    if args.suite in SUITES:
+    if args.suite in SUITES or args.suite in BATCH_SUITES:
         settings.append("repeats")
-    if args.suite in SUITES or LITERT_SUITES[args.suite].prompt_sets:
+    if "repeats" in settings or LITERT_SUITES[args.suite].prompt_sets:
         settings += _PROMPTS_OF_SUITES
     _refuse_foreign(args, settings, f"--suite {args.suite} fixes")
     check_writable(args.json)
     check_writable(args.out, "--out")
+    if args.suite in BATCH_SUITES:
+        return run_batch_suite(args)
     if args.suite not in SUITES:
         return run_litert_suite(args)
     suite = SUITES[args.suite]

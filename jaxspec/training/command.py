@@ -48,7 +48,7 @@ _LM = {
     "soft_share": "soft_share",
     "own_text_weight": "own_text_weight",
 }
-_MODEL = {
+MODEL_FLAGS = {
     "vocab_size": "vocab_size",
     "embed_dim": "embed_dim",
     "layers": "num_layers",
@@ -89,9 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the teacher first writes N texts, which are read beside the sources",
     )
     run.add_argument("--own-text-weight", type=float, help="passes over them (default: 1)")
-    model = parser.add_argument_group("model")
-    for flag in _MODEL:
-        model.add_argument(spelled(flag), type=int)
+    add_model_arguments(parser)
     add_optimizer_arguments(parser)
 
 
@@ -133,6 +131,12 @@ def add_run_arguments(parser: argparse.ArgumentParser):
     return data, run
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    for flag in MODEL_FLAGS:
+        model.add_argument(spelled(flag), type=int)
+
+
 def add_optimizer_arguments(parser: argparse.ArgumentParser) -> None:
     optimizer = parser.add_argument_group("optimizer")
     optimizer.add_argument("--optimizer", choices=OPTIMIZERS)
@@ -147,7 +151,7 @@ def settings_from_arguments(args: argparse.Namespace) -> LMTrainingSettings:
     Raises:
         ValueError: naming the flag or the field that is wrong.
     """
-    sections = {"model": _MODEL, "optimizer": OPTIMIZER_FLAGS}
+    sections = {"model": MODEL_FLAGS, "optimizer": OPTIMIZER_FLAGS}
     return settings_from_json(plain_settings(args, RUN_FLAGS | _LM, sections))
 
 

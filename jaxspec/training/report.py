@@ -19,6 +19,7 @@ from jaxspec.training.settings import (
     TAU,
     EagleTrainingSettings,
     LMTrainingSettings,
+    MaskedTrainingSettings,
     RunSettings,
 )
 
@@ -46,15 +47,7 @@ def write_recipe(
     names = {name for figures in metrics["validation"].values() for name in figures}
     lines = [
         *_training(settings, metrics, command, cost),
-        "## Data",
-        "",
-        *_sources(settings, fingerprints, metrics),
-        *_models_read(settings, fingerprints),
-        *_own_text(settings, metrics),
-        "A text is `<|bos|>`, the text, `<|eos|>`. To ask for an answer, give a prompt in the "
-        "shape of the text column, up to where the answer begins. The weight says how many passes "
-        "are made over a source while one of weight 1 is passed once.",
-        "",
+        *_text_read(settings, fingerprints, metrics),
         "## Figures on the held-out text",
         "",
         *_table(metrics["validation"]),
@@ -67,6 +60,54 @@ def write_recipe(
         "",
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_masked_recipe(
+    path: Path,
+    settings: MaskedTrainingSettings,
+    fingerprints: Mapping[str, str],
+    metrics: Mapping[str, Any],
+    command: str,
+) -> None:
+    """How a diffusion model came about; arguments as for `write_recipe`."""
+    block = settings.block
+    cost = (
+        "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, "
+        "appendix B" + (", twice, for a masked and a clean copy of the text" if block else "")
+    )
+    sees = f"its own block of {block} slots and all before it" if block else "both sides"
+    lines = [
+        *_training(settings, metrics, command, cost),
+        f"A diffusion language model; a slot sees {sees}.",
+        "",
+        *_text_read(settings, fingerprints, metrics),
+        "## Figures on the held-out text",
+        "",
+        *_table(metrics["validation"]),
+        "nats: upper bound of the negative log-likelihood per token, from one draw of hidden slots "
+        "per text. top1: share of the hidden tokens that were the most likely one.",
+        "",
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _text_read(
+    settings: LMTrainingSettings | MaskedTrainingSettings,
+    fingerprints: Mapping[str, str],
+    metrics: Mapping[str, Any],
+) -> list[str]:
+    """The sources, the models and the texts that they wrote."""
+    return [
+        "## Data",
+        "",
+        *_sources(settings, fingerprints, metrics),
+        *_models_read(settings, fingerprints),
+        *_own_text(settings, metrics),
+        "A text is `<|bos|>`, the text, `<|eos|>`. To ask for an answer, give a prompt in the "
+        "shape of the text column, up to where the answer begins. The weight says how many passes "
+        "are made over a source while one of weight 1 is passed once.",
+        "",
+    ]
 
 
 def write_head_recipe(
@@ -195,14 +236,18 @@ def _own_text_of_target(settings: EagleTrainingSettings, metrics: Mapping[str, A
     ]
 
 
-def _models_read(settings: LMTrainingSettings, fingerprints: Mapping[str, str]) -> list[str]:
+def _models_read(
+    settings: LMTrainingSettings | MaskedTrainingSettings, fingerprints: Mapping[str, str]
+) -> list[str]:
     lines = []
     for name, folder in settings.models_read.items():
         lines += [f"{name}: `{folder}`, whose files have the SHA-256 `{fingerprints[name]}`.", ""]
     return lines
 
 
-def _own_text(settings: LMTrainingSettings, metrics: Mapping[str, Any]) -> list[str]:
+def _own_text(
+    settings: LMTrainingSettings | MaskedTrainingSettings, metrics: Mapping[str, Any]
+) -> list[str]:
     if not settings.own_text:
         return []
     tokens = metrics["tokens_of_one_pass"][OWN_TEXT]

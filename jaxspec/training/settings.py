@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from jaxspec.core.tree import EAGLE_PATHS, normalize_paths
 from jaxspec.models import (
+    Diffusion,
     DynamicScaling,
     Experts,
     LinearScaling,
@@ -206,6 +207,61 @@ class LMTrainingSettings(RunSettings):
 
 
 @dataclasses.dataclass(frozen=True)
+class MaskedTrainingSettings(RunSettings):
+    """What a run of `train_masked` depends on besides.
+
+    block: the network sees its own block of so many slots and all blocks before it; 0: both sides.
+    shift: the output at a slot decides the next slot; None: as the model of `start_from` does it,
+        where a causal one is kept as it is (True); for random weights False.
+    start_from: folder of a causal or a diffusion model with weights to begin with; None: random
+        ones of `model`.
+    layers: which layers of `start_from` to keep, in this order; None: all.
+    model: what to train where `start_from` is None; its `diffusion` is set from the rest.
+    tokenizer: folder with the tokenizer; None: that of `start_from`.
+    random_lengths, answers_only: see `MaskedTokens`.
+    teacher: folder of a causal model that writes `own_text` texts to be read too; None: nobody.
+    own_text_weight: passes over those texts while a source of weight 1 is passed once.
+    """
+
+    block: int = 0
+    shift: bool | None = None
+    start_from: str | None = None
+    layers: tuple[int, ...] | None = None
+    model: ModelConfig = SMALL
+    tokenizer: str | None = None
+    random_lengths: float = 0.01
+    answers_only: bool = False
+    teacher: str | None = None
+    own_text_weight: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tokenizer is None and self.start_from is None:
+            raise ValueError(
+                "A tokenizer is needed: name a folder with one (--tokenizer FOLDER), or a model to "
+                "start from (--start-from FOLDER)."
+            )
+        if bool(self.own_text) != (self.teacher is not None):
+            raise ValueError(
+                "teacher and own_text go together: name who writes (--teacher FOLDER) and how many "
+                f"texts (--own-text N); got teacher={self.teacher!r}, own_text={self.own_text}."
+            )
+        if self.layers is not None and self.start_from is None:
+            raise ValueError("layers are those of start_from: name a model (--start-from FOLDER).")
+        check_positive(self, "own_text_weight")
+        if self.block < 0:
+            raise ValueError(f"block must be 0 (both sides) or more, got {self.block}.")
+        if not 0 <= self.random_lengths <= 1:
+            raise ValueError(f"random_lengths must be in [0, 1], got {self.random_lengths}.")
+
+    @property
+    def models_read(self) -> dict[str, str]:
+        """Folders of models that the run depends on, by the name of their setting."""
+        folders = {name: getattr(self, name) for name in ("teacher", "start_from", "tokenizer")}
+        return {name: folder for name, folder in folders.items() if folder is not None}
+
+
+@dataclasses.dataclass(frozen=True)
 class EagleTrainingSettings(RunSettings):
     """What a run of `train_eagle` depends on besides.
 
@@ -321,6 +377,7 @@ def _model_from_json(entry: Mapping[str, Any]) -> ModelConfig:
         "rope": _rope_from_json,
         "sliding_rope": _rope_from_json,
         "experts": lambda fields: _build(Experts, fields),
+        "diffusion": lambda fields: _build(Diffusion, fields),
     }
     values = {
         name: readers[name](value) if name in readers and value is not None else value

@@ -1,0 +1,211 @@
+"""Training a diffusion language model, or converting a causal one: files in, a folder out."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from jaxspec.checkpoint import load
+from jaxspec.checkpoint.files import replacing_files, write_json
+from jaxspec.checkpoint.huggingface import load_network, write_network
+from jaxspec.checkpoint.tokenizer import load_tokenizer
+from jaxspec.models import Diffusion, ModelConfig, Network, init_params, param_shapes
+from jaxspec.training.data import Sequences, fingerprint, read_source
+from jaxspec.training.devices import spread_rows
+from jaxspec.training.efficiency import flops_per_token
+from jaxspec.training.loop import History
+from jaxspec.training.masked import MaskedTokens
+from jaxspec.training.report import draw_losses, write_masked_recipe
+from jaxspec.training.run import (
+    Task,
+    claim,
+    model_fingerprint,
+    pack_own_text,
+    pack_sources,
+    prepare_devices,
+    train,
+)
+from jaxspec.training.settings import MaskedTrainingSettings, settings_to_json
+from jaxspec.training.tokenizer import (
+    BOS,
+    MASK,
+    PAD,
+    RESERVED,
+    check_tokenizer,
+    save_tokenizer,
+    stop_ids,
+)
+from jaxspec.training.train import Trained
+
+
+def train_masked(
+    settings: MaskedTrainingSettings,
+    state_folder: Path,
+    out: Path | None = None,
+    *,
+    num_devices: int | None = None,
+    command: str = "",
+    console: Console | None = None,
+) -> Trained:
+    """Trains a diffusion language model, or goes on with a run that was interrupted.
+
+    Args:
+        settings: what to train, on what.
+        state_folder: holds all that a run needs to go on, see `train_lm`.
+        out: folder for the finished checkpoint, in LLaDA's layout; None: nothing written.
+        num_devices: how many of this process's devices share every batch; None: all.
+        command: how a person would repeat the run, for `recipe.md`.
+        console: where progress goes; standard error unless given.
+
+    Raises:
+        ValueError: for data that cannot be read, a model that cannot be started from as asked, a
+            state folder of another run, or batches that cannot be divided among the devices.
+        DivergedError: when the loss is no longer finite.
+    """
+    console = console or Console(stderr=True)
+    mesh = prepare_devices(settings, out, num_devices)
+    fingerprints = {source.name: fingerprint(source) for source in settings.sources}
+    fingerprints |= {
+        name: model_fingerprint(name, folder) for name, folder in settings.models_read.items()
+    }
+    tokenizer = _tokenizer(settings)
+    start = first_network(settings, tokenizer.get_vocab_size())
+    config = start.config
+    if settings.sequence_length > config.max_positions:
+        raise ValueError(
+            f"sequence_length must be at most the model's positions ({config.max_positions}), got "
+            f"{settings.sequence_length}."
+        )
+    claim(state_folder, settings, fingerprints)
+    with console.status("reading and packing text"):
+        parts = [read_source(source) for source in settings.sources]
+        corpus = pack_sources(settings, tokenizer, parts)
+    if settings.teacher is not None:
+        writer, weight = load(settings.teacher), settings.own_text_weight
+        corpus |= pack_own_text(corpus, writer, settings, weight, state_folder, console)
+
+    def as_batch(sequences: Sequences) -> Sequences:
+        return spread_rows(mesh, sequences)
+
+    objective = partial(_objective, settings, config)
+    task = Task(
+        objective,
+        evaluation=lambda dtype: objective(dtype).measured,
+        # A copy: an update gives away the memory of what it is given.
+        first_params=lambda: jax.tree.map(jnp.copy, start.params),
+        num_params=sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config))),
+        as_batch=as_batch,
+        flops_per_token=_flops_per_token(settings, config),
+    )
+    outcome = train(task, corpus, settings, state_folder, mesh, console)
+    trained = Trained(Network(outcome.params, config), tokenizer, outcome.metrics)
+    if out is not None:
+        settings = dataclasses.replace(settings, dtype=outcome.dtype)
+        _write(trained, settings, fingerprints, outcome.history, out, command)
+        console.print(f"saved {out}", highlight=False, soft_wrap=True)
+    return trained
+
+
+def first_network(settings: MaskedTrainingSettings, vocab_size: int) -> Network:
+    """The network that a run begins with: random, or another one whose mask and layers change.
+
+    Args:
+        settings: of the run.
+        vocab_size: of the tokenizer.
+
+    Raises:
+        ValueError: `start_from` has another vocabulary, or lacks layers that are asked for.
+    """
+    mask = RESERVED.index(MASK)
+    block = settings.block or None
+    if settings.start_from is None:
+        diffusion = Diffusion(mask, bool(settings.shift), block)
+        config = settings.model.replace(vocab_size=vocab_size, diffusion=diffusion)
+        return Network(init_params(config, jax.random.key(settings.seed)), config)
+    source = load_network(Path(settings.start_from), "float32")
+    if source.config.vocab_size != vocab_size:
+        raise ValueError(
+            f"start_from ({settings.start_from}) has a vocabulary of {source.config.vocab_size}, "
+            f"the tokenizer one of {vocab_size}: give the tokenizer that it was trained with."
+        )
+    before = source.config.diffusion
+    shift = settings.shift
+    if shift is None:
+        shift = True if before is None else before.shift
+    return with_layers(source, settings.layers, Diffusion(mask, shift, block))
+
+
+def with_layers(
+    network: Network, layers: tuple[int, ...] | None, diffusion: Diffusion | None
+) -> Network:
+    """A network with some of another's layers, in this order, and its own way of decoding.
+
+    Raises:
+        ValueError: `layers` is empty or names one that is not there.
+    """
+    config, params = network.config, dict(network.params)
+    kept = tuple(range(config.num_layers)) if layers is None else layers
+    missing = sorted({layer for layer in kept if not 0 <= layer < config.num_layers})
+    if not kept or missing:
+        raise ValueError(
+            f"layers must name some of the {config.num_layers} layers, 0..{config.num_layers - 1}, "
+            f"got {kept}."
+        )
+    taken = {f"layer_{new}": params[f"layer_{old}"] for new, old in enumerate(kept)}
+    rest = {name: leaf for name, leaf in params.items() if not name.startswith("layer_")}
+    changed = config.replace(
+        num_layers=len(kept),
+        layer_types=tuple(config.layer_types[layer] for layer in kept),
+        diffusion=diffusion,
+    )
+    return Network(rest | taken, changed)
+
+
+def _tokenizer(settings: MaskedTrainingSettings) -> Tokenizer:
+    given = settings.tokenizer or settings.start_from
+    assert given is not None  # checked with the settings
+    tokenizer = load_tokenizer(given).backend
+    check_tokenizer(tokenizer, given)
+    return tokenizer
+
+
+def _objective(settings: MaskedTrainingSettings, config: ModelConfig, dtype: str) -> MaskedTokens:
+    return MaskedTokens(
+        config,
+        random_lengths=settings.random_lengths,
+        answers_only=settings.answers_only,
+        dtype=dtype,
+    )
+
+
+def _flops_per_token(settings: MaskedTrainingSettings, config: ModelConfig) -> float:
+    flops = flops_per_token(config, settings.sequence_length)
+    return 2 * flops if settings.block else flops
+
+
+def _write(
+    trained: Trained,
+    settings: MaskedTrainingSettings,
+    fingerprints: dict[str, str],
+    history: History,
+    out: Path,
+    command: str,
+) -> None:
+    config = trained.network.config
+    ids = {
+        "bos_token_id": RESERVED.index(BOS),
+        "eos_token_id": stop_ids(),
+        "pad_token_id": RESERVED.index(PAD),
+    }
+    with replacing_files(out) as staging:
+        write_network(trained.network, staging, "bfloat16", ids)
+        save_tokenizer(trained.tokenizer, staging, config.max_positions)
+        write_json(staging / "generation_config.json", ids)
+        write_json(staging / "training.json", settings_to_json(settings))
+        write_json(staging / "metrics.json", trained.metrics)
+        write_masked_recipe(staging / "recipe.md", settings, fingerprints, trained.metrics, command)
+        draw_losses(staging / "losses.png", history.records, label="bound of nats per token")

@@ -1,0 +1,292 @@
+"""Diffusion training: what is hidden, what it weighs, who sees whom, and a run from end to end."""
+
+import dataclasses
+import io
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+import jaxspec
+from jaxspec.checkpoint import load
+from jaxspec.core.masks import block_causal
+from jaxspec.diffusion.process import LOWEST_SHARE, block_training_mask, mask_number, mask_share
+from jaxspec.models import Diffusion, ModelConfig, Network, init_params
+from jaxspec.training.data import LastRows, Sequences, Source, pack
+from jaxspec.training.masked import MaskedTokens
+from jaxspec.training.settings import (
+    LMTrainingSettings,
+    MaskedTrainingSettings,
+    OptimizerSettings,
+    settings_from_json,
+    settings_to_json,
+)
+from jaxspec.training.tokenizer import MASK, RESERVED
+from jaxspec.training.train import train_lm
+from jaxspec.training.train_masked import first_network, train_masked, with_layers
+
+GOLDEN = Path(__file__).parents[3] / "shared/golden/diffusion"
+QUIET = Console(file=io.StringIO())
+MASK_ID = RESERVED.index(MASK)
+TINY = ModelConfig(
+    vocab_size=300,
+    embed_dim=16,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=32,
+    max_positions=64,
+    tied_head=True,
+)
+
+
+def tiny(shift, block):
+    return TINY.replace(diffusion=Diffusion(MASK_ID, shift, block))
+
+
+def rows(*documents, length=24):
+    return pack([np.asarray(document, np.int32) for document in documents], length)
+
+
+@pytest.mark.parametrize("draw", [mask_share, mask_number])
+def test_each_pattern_weighs_what_the_bound_says(draw):
+    # The integral over t of t^k (1 - t)^(n - k) / t is (k - 1)! (n - k)! / n!.
+    size, draws = 3, 60_000
+    maskable = jnp.asarray([True, True, True, False])
+    groups = jnp.zeros(4, jnp.int32)
+    keys = jax.random.split(jax.random.key(0), draws)
+    masked = jax.vmap(lambda key: draw(key, maskable, groups))(keys)
+    hidden, weights = np.asarray(masked.hidden), np.asarray(masked.weights)
+    assert not hidden[:, 3].any()
+    np.testing.assert_array_equal(weights > 0, hidden)
+    for pattern in itertools.product([False, True], repeat=size):
+        number = sum(pattern)
+        if not number:
+            continue
+        expected = math.factorial(number - 1) * math.factorial(size - number) / math.factorial(size)
+        found = np.where((hidden[:, :3] == pattern).all(1), weights.max(1), 0.0)
+        # Shares near 0 weigh much: the mean is that of few draws.
+        assert abs(found.mean() - expected) < 5 * found.std() / math.sqrt(draws) + LOWEST_SHARE
+
+
+def test_every_group_draws_for_itself():
+    groups = jnp.repeat(jnp.arange(4), 8)
+    maskable = jnp.arange(32) % 8 > 0
+    masked = mask_number(jax.random.key(1), maskable, groups)
+    for group in range(4):
+        hidden = np.asarray(masked.hidden)[group * 8 : group * 8 + 8]
+        weights = np.asarray(masked.weights)[group * 8 : group * 8 + 8]
+        assert 1 <= hidden.sum() <= 7
+        np.testing.assert_allclose(weights[hidden], 7 / hidden.sum())
+    assert len({int(n) for n in np.asarray(masked.hidden).reshape(4, 8).sum(1)}) > 1
+
+
+def test_the_mask_of_two_copies_is_the_recorded_one():
+    if not GOLDEN.is_dir():
+        pytest.skip(f"{GOLDEN} is not there")
+    recorded = np.load(GOLDEN / "bd3lm_train_mask.npz")
+    for name in recorded.files:
+        slots, block = map(int, re.findall(r"\d+", name))
+        ours = block_training_mask(jnp.zeros(slots, jnp.int32), jnp.arange(slots) // block)
+        np.testing.assert_array_equal(np.asarray(ours), recorded[name].astype(bool), err_msg=name)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_a_block_is_foreseen_as_decoding_foresees_it(shift):
+    """The pass over two copies says of a block what a pass over its canvas says."""
+    block, config = 4, tiny(shift, 4)
+    network = Network(init_params(config, jax.random.key(0)), config)
+    tokens = np.random.default_rng(0).integers(20, 300, 16).astype(np.int32)
+    batch = rows(tokens, length=16)
+    objective = MaskedTokens(config, random_lengths=0.0)
+    seen = objective._seen(network, *(jnp.asarray(field[0]) for field in batch), jax.random.key(3))
+    hidden = np.asarray(seen.masked.hidden)
+    canvas = np.where(hidden, MASK_ID, tokens)
+    for first in range(0, 16, block):
+        upto = first + block
+        text = np.concatenate([tokens[:first], canvas[first:upto]]).astype(np.int32)
+        features = network.forward(
+            text, np.arange(upto, dtype=np.int32), block_causal(upto, block), None
+        ).features
+        logits = np.asarray(network.unembed(features))
+        for slot in np.flatnonzero(hidden[first:upto]) + first:
+            # Shifted, a block's first slot is read off the block before, which is finished.
+            said = logits[slot - shift]
+            np.testing.assert_allclose(np.asarray(seen.logits)[slot], said, atol=2e-5)
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_documents_of_one_row_do_not_see_each_other(block):
+    config = tiny(True, block)
+    network = Network(init_params(config, jax.random.key(0)), config)
+    objective = MaskedTokens(config, random_lengths=0.0)
+
+    def logits(second):
+        # One row, the documents in this order.
+        tokens = np.asarray([*range(20, 30), *second], np.int32)
+        segments = np.asarray([1] * 10 + [2] * 6, np.int32)
+        positions = np.asarray([*range(10), *range(6)], np.int32)
+        seen = objective._seen(
+            network, *map(jnp.asarray, (tokens, segments, positions)), jax.random.key(5)
+        )
+        return np.asarray(seen.logits)[1:10]
+
+    np.testing.assert_allclose(logits(range(40, 46)), logits(range(90, 96)), atol=1e-6)
+
+
+def test_fine_tuning_hides_answers_alone_and_counts_each_the_same():
+    bos, eos, user, end, assistant = (
+        RESERVED.index(name)
+        for name in ("<|bos|>", "<|eos|>", "<|user|>", "<|end|>", "<|assistant|>")
+    )
+    short = [bos, user, 50, 51, end, assistant, 60, end, eos]
+    long = [bos, user, 52, end, assistant, 61, 62, 63, 64, end, eos]
+    tokens = jnp.asarray([*short, *long], jnp.int32)
+    segments = jnp.asarray([1] * len(short) + [2] * len(long), jnp.int32)
+    positions = jnp.asarray([*range(len(short)), *range(len(long))], jnp.int32)
+    config = tiny(False, None)
+    network = Network(init_params(config, jax.random.key(0)), config)
+    objective = MaskedTokens(config, random_lengths=0.0, answers_only=True, steady=True)
+    seen = objective._seen(network, tokens, segments, positions, jax.random.key(0))
+    answers = [6, 7, *(len(short) + slot for slot in (5, 6, 7, 8, 9))]
+    assert np.flatnonzero(np.asarray(seen.maskable)).tolist() == answers
+
+    batch = Sequences(*(np.asarray(field)[None] for field in (tokens, segments, positions)))
+    key = jax.random.key(7)
+    bound, _ = objective(network.params, batch, key)
+    seen = objective._seen(network, tokens, segments, positions, jax.random.split(key, 1)[0])
+    nats = (
+        jax.nn.logsumexp(seen.logits, -1)
+        - jnp.take_along_axis(seen.logits, tokens[:, None], 1)[:, 0]
+    )
+    summed = np.asarray(nats * seen.masked.weights)
+    expected = (summed[: len(short)].sum() / 2 + summed[len(short) :].sum() / 5) / 2
+    assert float(bound) == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_are_cut_at_random_lengths():
+    config = tiny(False, None)
+    network = Network(init_params(config, jax.random.key(0)), config)
+    batch = rows(range(20, 44))
+    objective = MaskedTokens(config, random_lengths=1.0)
+    sizes = {
+        int(
+            objective._seen(
+                network, *(jnp.asarray(field[0]) for field in batch), jax.random.key(seed)
+            ).maskable.sum()
+        )
+        for seed in range(6)
+    }
+    assert len(sizes) > 3
+
+
+def test_a_bound_needs_a_diffusion_model():
+    with pytest.raises(ValueError, match="diffusion"):
+        MaskedTokens(TINY)
+
+
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    lines = [
+        {"question": f"{a} and {b}?", "answer": f"{a + b}"} for a in range(9) for b in range(9)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Source("sums", str(path), template="{question} {answer}", split=LastRows(8))
+
+
+@pytest.fixture(scope="module")
+def causal_folder(sums, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("causal")
+    settings = LMTrainingSettings(
+        (sums,),
+        TINY,
+        num_steps=5,
+        minutes=None,
+        sequence_length=32,
+        rows_per_batch=4,
+        dtype="float32",
+        optimizer=OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=5),
+    )
+    train_lm(settings, folder / "state", folder / "out", console=QUIET)
+    return str(folder / "out")
+
+
+@pytest.fixture(scope="module")
+def masked_settings(sums, causal_folder):
+    return MaskedTrainingSettings(
+        (sums,),
+        block=4,
+        start_from=causal_folder,
+        layers=(1, 0),
+        num_steps=40,
+        minutes=None,
+        sequence_length=32,
+        rows_per_batch=4,
+        dtype="float32",
+        optimizer=OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=5),
+    )
+
+
+def test_a_run_learns_and_its_folder_decodes(masked_settings, tmp_path):
+    trained = train_masked(masked_settings, tmp_path / "state", tmp_path / "out", console=QUIET)
+    diffusion = trained.network.config.diffusion
+    assert diffusion == Diffusion(MASK_ID, shift=True, block=4)
+    lines = (tmp_path / "state/history.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    assert losses[-1] < losses[0] - 0.5
+    model = load(tmp_path / "out")
+    assert model.config == trained.network.config
+    result = jaxspec.denoise(
+        model, "3 and 4?", jaxspec.DenoiseConfig(max_new_tokens=4, block_length=4)
+    )
+    assert MASK_ID not in result[0].tokens
+    recipe = (tmp_path / "out/recipe.md").read_text()
+    assert "its own block of 4 slots" in recipe
+    assert "upper bound" in recipe
+
+
+def test_settings_are_read_back(masked_settings):
+    plain = json.loads(json.dumps(settings_to_json(masked_settings)))
+    assert settings_from_json(plain, MaskedTrainingSettings) == masked_settings
+    scratch = dataclasses.replace(
+        masked_settings, start_from=None, layers=None, tokenizer="x", model=tiny(False, None)
+    )
+    plain = json.loads(json.dumps(settings_to_json(scratch)))
+    assert settings_from_json(plain, MaskedTrainingSettings) == scratch
+
+
+def test_layers_are_taken_in_the_order_asked_for(masked_settings, causal_folder):
+    source = load(causal_folder, dtype="float32").network
+    taken = first_network(masked_settings, source.config.vocab_size)
+    for new, old in ((0, 1), (1, 0)):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            taken.params[f"layer_{new}"],
+            source.params[f"layer_{old}"],
+        )
+    with pytest.raises(ValueError, match=r"layers must name some of the 2 layers"):
+        with_layers(source, (0, 2), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"start_from": None, "layers": None}, "tokenizer is needed"),
+        ({"own_text": 5}, "teacher and own_text go together"),
+        ({"start_from": None, "tokenizer": "x"}, "layers are those of start_from"),
+        ({"block": -1}, "block must be"),
+        ({"random_lengths": 1.5}, "random_lengths must be"),
+    ],
+)
+def test_wrong_settings_are_named(masked_settings, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(masked_settings, **changes)
