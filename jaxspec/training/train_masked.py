@@ -14,8 +14,8 @@ from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.checkpoint.huggingface import load_network, write_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.models import Diffusion, ModelConfig, Network, init_params, param_shapes
+from jaxspec.sharding import spread_rows
 from jaxspec.training.data import Sequences, fingerprint, read_source
-from jaxspec.training.devices import spread_rows
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.loop import History
 from jaxspec.training.masked import MaskedTokens
