@@ -21,22 +21,20 @@ class GuardSettings:
     Attributes:
         margin: drafting must be faster than plain decoding by this share, so that noise never
             drafts.
-        clear: a speed-up that differs from 1 by this share is believed after one chunk.
-        samples: chunks of each kind to look at where it is not clear.
+        samples: chunks of each kind to look at before the first decision.
         probe_seconds: a chunk that is run to be timed lasts about this long: short ones are mostly
             noise.
         probe_share: of the job's time, what trying the other way again may take.
         expected: tokens per second of drafting over those of plain decoding, as a curve that was
-            measured before says for this many rows; `None` without one. Where it says that drafting
-            loses, the job begins plainly.
+            measured before says for this many rows; the job begins as it says. `None`: without a
+            curve, it begins with chunks of both kinds.
 
     Raises:
         ValueError: a number is out of range.
     """
 
     margin: float = 0.03
-    clear: float = 0.15
-    samples: int = 3
+    samples: int = 2
     probe_seconds: float = 0.1
     probe_share: float = 0.01
     expected: float | None = None
@@ -69,7 +67,7 @@ class _Kind:
     """What is known of one way to step. The first chunk warms up and is not booked."""
 
     warm: bool = False
-    seconds: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=7))
+    seconds: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=15))
     probing: int = 0
 
     @property
@@ -89,12 +87,11 @@ class Guard:
         self._longest = longest
         self._kinds = {True: _Kind(), False: _Kind()}
         self._tokens, self._row_steps = 0.0, 0.0
-        self._elapsed = 0.0
+        self._elapsed = self._first_step = 0.0
         self._probed, self._probe_cost = 0.0, 0.0
         expected = self.settings.expected
         self._drafting = expected is None or expected > 1 + self.settings.margin
-        # What a curve denies is tried once it is cheap, what it grants is tried at once.
-        self._settled = not self._drafting
+        self._settled = expected is not None
         self._probing: bool | None = None
 
     @property
@@ -157,24 +154,39 @@ class Guard:
             self._probe_cost += seconds + extra_seconds
             if not kind.probing:
                 self._probing, self._probed = None, self._elapsed
-        self._decide()
+                self._decide(drafted=drafting)
+                return
+        elif extra_seconds:
+            self._probe_cost += extra_seconds  # what a plain probe left behind
+        self._decide(drafted=False)
 
-    def _decide(self) -> None:
+    def _decide(self, drafted: bool) -> None:
+        """Begins to draft only upon trying it, `drafted`, and then for as long as it is faster.
+
+        Otherwise noise would make rows change again and again, which costs a reading of their text.
+        """
         speedup = self.speedup
         if speedup is None:
             return
-        fewest = min(len(kind.seconds) for kind in self._kinds.values())
-        clear = abs(speedup - 1) > self.settings.clear
-        if not self._settled and (clear or fewest >= self.settings.samples):
+        faster = speedup > 1 + self.settings.margin
+        if not self._settled:
+            fewest = min(len(kind.seconds) for kind in self._kinds.values())
+            if fewest < self.settings.samples:
+                return
             self._settled, self._probed = True, self._elapsed
             self._probe_cost = self._elapsed / 2
-        if self._settled:
-            self._drafting = speedup > 1 + self.settings.margin
+            self._drafting = faster
+        elif self._drafting and not faster:
+            self._drafting, self._probed = False, self._elapsed
+        elif drafted:
+            self._drafting = self._drafting or faster
 
     def _to_find_out(self) -> Chunk:
-        """Drafts first, while rows are as a drafter left them; then plainly; then in turns."""
-        draft, plain = self._kinds[True], self._kinds[False]
-        return self._probe(len(draft.seconds) <= len(plain.seconds))
+        """Drafts first, while rows are as a drafter left them, and only then plainly.
+
+        In turns, rows would have to let the drafter read their text again and again.
+        """
+        return self._probe(len(self._kinds[True].seconds) < self.settings.samples)
 
     def _probe(self, drafting: bool) -> Chunk:
         kind = self._kinds[drafting]
@@ -187,7 +199,7 @@ class Guard:
     def _may_probe(self) -> bool:
         """True where what the last try cost, or a guess of it, is a small share of the time since.
 
-        Before a first try of what a curve denied, a try is taken to cost ten probes.
+        Before the first try, one is taken to cost ten probes.
         """
         cost = self._probe_cost or 10 * self.settings.probe_seconds
         return self._elapsed - self._probed >= cost / self.settings.probe_share

@@ -8,9 +8,9 @@ import pytest
 
 import jaxspec
 from jaxspec import DraftModel, Eagle, GenerationConfig, PromptLookup
-from jaxspec.batch import Collector, GuardSettings, Row, rows_of, run
-from jaxspec.batch import guard as guard_module
+from jaxspec.batch import Collector, Guard, Row, rows_of, run
 from jaxspec.batch import job as job_module
+from jaxspec.batch.guard import Chunk
 from jaxspec.batch.slots import run_chunk
 from jaxspec.checkpoint import Model
 from jaxspec.drafters import LoadedDrafter
@@ -49,15 +49,14 @@ def decoded(model, config, drafter=None, rows=None, **settings) -> dict:
     return tokens_by_line(output)
 
 
-def in_turns(seconds_of_drafting: float):
-    """A guard whose clock says what the test wants, whatever the machine says."""
+class InTurns(Guard):
+    """A guard that never makes up its mind: two steps with drafts, two without."""
 
-    class Fake(guard_module.Guard):
-        def book(self, drafting, steps, row_steps, tokens, seconds, extra_seconds=0.0):
-            seconds = steps * (seconds_of_drafting if drafting else 0.01)
-            super().book(drafting, steps, row_steps, tokens, seconds, extra_seconds)
+    turn = 0
 
-    return Fake
+    def choose(self) -> Chunk:
+        self.turn += 1
+        return Chunk(self.turn % 2 == 1, 2)
 
 
 @pytest.mark.parametrize("name", ["plain", "lookup", "draft model", "eagle"])
@@ -68,11 +67,10 @@ def test_greedy_rows_are_those_of_generate(model, name):
 
 @pytest.mark.parametrize("name", ["lookup", "eagle"])
 def test_changing_between_drafts_and_plain_steps_changes_no_row(model, name, monkeypatch):
-    """A guard that is never settled tries both in turns, and rows rejoin again and again."""
-    settings = GuardSettings(samples=10_000, clear=1e9, probe_seconds=0.01)
-    monkeypatch.setattr(job_module, "Guard", in_turns(0.01))
+    """Rows rejoin again and again, and guards may decide as they like."""
+    monkeypatch.setattr(job_module, "Guard", InTurns)
     output, drafter = Collector(), drafter_for(model, name)
-    report = run(model, rows_of(PROMPTS), output, GREEDY, drafter, batch=3, guard=settings)
+    report = run(model, rows_of(PROMPTS), output, GREEDY, drafter, batch=3)
     assert tokens_by_line(output) == expected_tokens(model, GREEDY)
     assert 0 < report.num_drafted_steps < report.num_steps
     metrics = [record["metrics"] for record in output.records]
@@ -83,11 +81,10 @@ def test_changing_between_drafts_and_plain_steps_changes_no_row(model, name, mon
 def test_a_row_that_rejoins_is_drafted_for_as_before(model, monkeypatch):
     """The target drafts for itself: every draft is accepted, before and after plain steps."""
     drafter = LoadedDrafter(DraftModel(num_speculative_tokens=3), model.network)
-    settings = GuardSettings(samples=10_000, clear=1e9, probe_seconds=0.01)
-    monkeypatch.setattr(job_module, "Guard", in_turns(0.01))
+    monkeypatch.setattr(job_module, "Guard", InTurns)
     config = dataclasses.replace(GREEDY, max_new_tokens=64)
     output = Collector()
-    report = run(model, rows_of(PROMPTS[:1]), output, config, drafter, batch=1, guard=settings)
+    report = run(model, rows_of(PROMPTS[:1]), output, config, drafter, batch=1)
     plain = report.num_steps - report.num_drafted_steps
     assert plain > 2
     # The last step may be cut by the budget.
