@@ -565,9 +565,7 @@ def _time_batch(
     costs = measure_costs(model, prompts, setting.config, drafting)
     ways = {
         "stepwise": SelfSpeculation(0),
-        "N = 1": SelfSpeculation(1),
-        "N = 2": SelfSpeculation(2),
-        f"N = {_DRAFTS}": drafting,
+        **{f"N = {n}": SelfSpeculation(n) for n in (1, 2, _DRAFTS) if n <= _DRAFTS},
         "as pays": dataclasses.replace(drafting, costs=costs),
     }
     requests = {
