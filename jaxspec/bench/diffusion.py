@@ -612,7 +612,7 @@ _PROMPTS: tuple[PromptSet, ...] = SUITES["shipped"].prompt_sets
 
 DIFFUSION_SUITES: Mapping[str, DiffusionSuite] = {
     "diffusion": DiffusionSuite(
-        "Diffusion language models: calls saved by drafting", _PROMPTS, 20, 37, _measure_calls
+        "Diffusion language models: calls saved by drafting", _PROMPTS, 20, 34, _measure_calls
     ),
     "diffusion-variants": DiffusionSuite(
         "Diffusion language models: other drafts, and what is lossy",
