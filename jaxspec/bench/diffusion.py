@@ -565,9 +565,7 @@ def _time_batch(
     costs = measure_costs(model, prompts, setting.config, drafting)
     ways = {
         "stepwise": SelfSpeculation(0),
-        "N = 1": SelfSpeculation(1),
-        "N = 2": SelfSpeculation(2),
-        f"N = {_DRAFTS}": drafting,
+        **{f"N = {n}": SelfSpeculation(n) for n in (1, 2, _DRAFTS) if n <= _DRAFTS},
         "as pays": dataclasses.replace(drafting, costs=costs),
     }
     requests = {
@@ -614,7 +612,7 @@ _PROMPTS: tuple[PromptSet, ...] = SUITES["shipped"].prompt_sets
 
 DIFFUSION_SUITES: Mapping[str, DiffusionSuite] = {
     "diffusion": DiffusionSuite(
-        "Diffusion language models: calls saved by drafting", _PROMPTS, 20, 37, _measure_calls
+        "Diffusion language models: calls saved by drafting", _PROMPTS, 20, 34, _measure_calls
     ),
     "diffusion-variants": DiffusionSuite(
         "Diffusion language models: other drafts, and what is lossy",
