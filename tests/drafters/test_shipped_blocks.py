@@ -5,10 +5,10 @@ Slow, and skipped without the checkpoints and the prompts.
 
 import pytest
 
-from jaxspec import GenerationConfig, generate, load, load_dflash
+from jaxspec import GenerationConfig, generate, load
 from jaxspec.bench.compare import find_divergence, prepare
 from jaxspec.bench.shipped import DEER, DFLASH, MADE_FOR, SUITES, first_that_fit, read_prompt_set
-from jaxspec.checkpoint import shipped_heads, shipped_models
+from jaxspec.checkpoint import load_dflash, shipped_heads, shipped_models
 from jaxspec.drafters import Deer, DFlash
 
 pytestmark = pytest.mark.slow
