@@ -22,6 +22,7 @@ from jaxspec.commands import demo, options
 from jaxspec.commands.generate import Session, Shown, add_arguments
 from jaxspec.commands.options import drafter_spec, generation_config
 from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.drafters import AdaptiveBlock
 from jaxspec.models import Diffusion, EagleHead, ModelConfig, init_eagle_params
 from jaxspec.training.loop import DivergedError
 from tests.bench.models import WrongRoot, tiny_model
@@ -185,7 +186,7 @@ class TestDrafters:
         )
         jaxspec.save(jaxspec.Model(random_network(config)), tmp_path)
         made = self.make(f"deer:model={tmp_path},block=5,num_nodes=7,temperature=0,adaptive=1")
-        adaptive = jaxspec.AdaptiveBlock()
+        adaptive = AdaptiveBlock()
         assert made.drafter == jaxspec.Deer(5, num_nodes=7, temperature=0.0, adaptive=adaptive)
         assert made.params.config.diffusion == Diffusion(23, True, 4)
         made = self.make(f"deer:model={tmp_path},steps=2")

@@ -19,6 +19,7 @@ from jaxspec.bench.shipped import (
     SuiteResult,
     TargetResult,
 )
+from jaxspec.bench.step import StepTimes
 from jaxspec.bench.table import (
     divergence_lines,
     divergences_as_dicts,
@@ -50,6 +51,8 @@ _COLUMNS = {
     "longest": "most draft tokens accepted in one step, bonus EXCLUDED.",
     "whole": "steps that accepted a chain as deep as any draft of the method, and all steps.",
     "share": "of a step's time, what drafting and the target's pass take.",
+    "rows": "prompts decoded together: tokens per second of all of them, and in brackets how many "
+    "times those of plain decoding of as many rows that is.",
     "building": "milliseconds of drafting that choosing a dynamic tree takes: what it takes longer "
     "than drafting over a static tree with the same passes of the head. A static tree is chosen "
     "beforehand.",
@@ -242,7 +245,7 @@ def _detail_table(setting: Setting) -> str:
     categories = list(setting.comparison.plain.by_category)
     return table(
         [
-            *("method", "accepted", "longest", "whole"),
+            *("method", "accepted", "longest", "whole", "share"),
             *(f"{name} speed-up [95 %]" for name in categories),
             "peak",
         ],
@@ -252,6 +255,7 @@ def _detail_table(setting: Setting) -> str:
                 f"{row.overall.acceptance_rate:.0%}",
                 str(row.overall.max_accepted_tokens),
                 _whole_drafts(row.overall),
+                _shares(setting.steps[row.name].times),
                 *(speedup_text(row.by_category[name]) for name in categories),
                 f"{row.peak_bytes / 1e6:.1f} MB",
             ]
@@ -263,6 +267,10 @@ def _detail_table(setting: Setting) -> str:
 def _whole_drafts(figures: Figures) -> str:
     histogram = figures.acceptance_histogram
     return f"{histogram[-1]} of {sum(histogram)}" if len(histogram) > 1 else ""
+
+
+def _shares(times: StepTimes) -> str:
+    return f"{times.draft / times.step:.0%}, {times.target / times.step:.0%}"
 
 
 def _batch_table(setting: Setting) -> str:
@@ -308,14 +316,11 @@ def _steps_table(setting: Setting) -> str:
             row.name,
             str(steps.nodes),
             *("" if seconds is None else f"{1e3 * seconds:.2f}" for seconds in parts),
-            f"{steps.times.draft / steps.times.step:.0%}, "
-            f"{steps.times.target / steps.times.step:.0%}",
             f"{row.overall.mean_acceptance_length:.2f}",
             f"{row.overall.tokens_per_second:.0f}",
         ]
 
-    columns = ["budget", "drafting", "building", "verification", "step", "share", "tau"]
-    columns += ["tokens/s"]
+    columns = ["budget", "drafting", "building", "verification", "step", "tau", "tokens/s"]
     return table(["method", *columns], [cells(row) for row in setting.comparison.rows])
 
 

@@ -219,7 +219,7 @@ def _holds_model(folder: Path) -> bool:
 
 
 # What a head is called, and what loads it.
-_HEADS = {"eagle": ("an EAGLE", "load_eagle"), "dflash": ("a DFlash", "load_dflash")}
+_HEADS = {"eagle": ("an EAGLE", "load_eagle"), "dflash": ("a DFlash", "checkpoint.load_dflash")}
 
 
 def _kind_of_head(folder: Path) -> str | None:

@@ -31,7 +31,7 @@ from jaxspec.checkpoint import hub, save_eagle
 from jaxspec.cli import main
 from jaxspec.commands import bench as command
 from jaxspec.core.tree import EAGLE_PATHS
-from jaxspec.models import EagleHead, init_eagle_params
+from jaxspec.models import Diffusion, EagleHead, Network, init_eagle_params
 from tests.bench.models import WrongRoot
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -450,3 +450,43 @@ class TestTransformers:
         row = AssistedRow("other", figures, None, {}, (Divergence(0, 3, 1, 2, gap),))
         assert setting.outputs_agree
         assert setting._replace(assisted=Assisted((row,), "v")).outputs_agree is agree
+
+
+class TestBlocks:
+    """The suite of block drafters, with the target's own weights as a diffusion model."""
+
+    @pytest.fixture(scope="class")
+    def blocks(self, model, checkpoints, data_folder, tmp_path_factory):
+        root = tmp_path_factory.mktemp("with-deer")
+        shutil.copytree(checkpoints, root / "checkpoints")
+        diffusion = Diffusion(3, shift=True, block=4)
+        network = Network(model.params, model.config.replace(diffusion=diffusion))
+        drafter = dataclasses.replace(model, network=network)
+        jaxspec.save(drafter, root / "checkpoints" / "demo-deer")
+        methods = SUITES["blocks"].methods
+        kept = ("DEER, chain of 4", "DEER, tree of 4", "DFlash, chain")
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            small_suite(
+                monkeypatch,
+                root / "checkpoints",
+                "blocks",
+                methods={name: methods[name] for name in kept},
+                temperatures={"greedy": 0.0},
+                batches=(1, 2),
+                batch_methods=("DEER, chain of 4",),
+            )
+            return measure("blocks", data_folder, prompts_per_set=1, repeats=1, progress=False)
+
+    def test_chains_and_trees_give_the_text_of_plain_decoding(self, blocks):
+        assert blocks.outputs_agree
+        assert blocks.missing == ("demo-small",)
+        (target,) = blocks.targets.values()
+        assert target.left_out == ("DFlash, chain",)
+
+    def test_batches_are_in_the_page(self, blocks):
+        page = as_markdown(blocks)
+        assert "Rows decoded together: tokens/s of all of them" in page
+        assert "| 1 rows | 2 rows |" in page
+        figures = as_dict(blocks)["targets"]["demo"]["settings"]["greedy"]["batches"]
+        assert figures["2"].keys() == {"plain", "DEER, chain of 4"}
+        assert figures["2"]["plain"]["mean_acceptance_length"] == 1.0

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
 
 from jaxspec import GenerationConfig, generate
-from jaxspec.checkpoint import CheckpointError, Model, load_dflash, save_dflash
+from jaxspec.checkpoint import CheckpointError, Model, Tokenizer, load_dflash, save_dflash
 from jaxspec.core.cache import append
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode
@@ -17,7 +18,8 @@ from jaxspec.core.masks import block_causal
 from jaxspec.core.types import Params, Warp
 from jaxspec.drafters import AdaptiveBlock, Deer, DFlash, LoadedDrafter
 from jaxspec.drafters.block import Acceptance
-from jaxspec.models import DFlashHead, dflash_taps, init_dflash_params
+from jaxspec.models import DFlashHead, Diffusion, Network, dflash_taps, init_dflash_params
+from tests.bench.models import tiny_model
 from tests.laws.drafters import dflash_head, diffuser, network
 from tests.laws.test_block_enumeration import TEXT, context_of
 
@@ -279,3 +281,37 @@ def test_a_dflash_block_sees_the_context_through_its_cache(target):
     once, twice = features([taps]), features([taps[:4], taps[4:]])
     np.testing.assert_allclose(once, twice, atol=1e-5)
     assert np.abs(once - features([taps[:5]])).max() > 1e-3
+
+
+def test_a_checkpoint_in_the_layout_of_a_causal_model_is_told_its_mask(target):
+    """Open-dCoder's are: both sides seen, outputs shifted, a mask among the added tokens."""
+    reader = tiny_model()
+    mask = reader.tokenizer.token_id("Ġ")
+    loaded = Deer.of(reader, 4, mask="Ġ", sep="Ċ")
+    assert loaded.params.config.diffusion == Diffusion(mask, shift=True)
+    assert loaded.drafter.sep_token_id == reader.tokenizer.token_id("Ċ")
+    config = GenerationConfig(max_new_tokens=12)
+    (row,) = generate(reader, "abcabc", config, loaded)
+    assert row.tokens.tolist() == generate(reader, "abcabc", config)[0].tokens.tolist()
+
+
+def with_tokens(*added: str) -> Tokenizer:
+    tokenizer = tiny_model().tokenizer
+    backend = Backend.from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens(list(added))
+    return Tokenizer(backend, {}, {})
+
+
+def test_a_drafter_may_know_a_mask_besides():
+    model = tiny_model()
+    network = Network(
+        model.params,
+        model.config.replace(diffusion=Diffusion(3, shift=True)),
+    )
+    config = GenerationConfig(max_new_tokens=4)
+    more = LoadedDrafter(Deer(3), network, with_tokens("[MASK]"))
+    assert len(generate(model, "abc", config, more)[0].tokens) == 4
+    # But not the other way round: a token of the target that the drafter does not know.
+    knows_more = dataclasses.replace(model, tokenizer=with_tokens("[MORE]"))
+    with pytest.raises(ValueError, match="its tokenizer differs"):
+        generate(knows_more, "abc", config, LoadedDrafter(Deer(3), network, model.tokenizer))

@@ -8,6 +8,7 @@ from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import Model
 from jaxspec.drafters import AdaptiveBlock, Deer, LoadedDrafter
 from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
+from jaxspec.mobile.gpu import _loops
 from jaxspec.models import Network, init_params
 from tests.laws.drafters import diffuser
 from tests.mobile.models import CONFIG, successor_model
@@ -99,3 +100,9 @@ def test_what_no_file_drafts_is_refused(model, tmp_path):
     causal = Network(init_params(CONFIG, jax.random.key(0)), CONFIG)
     with pytest.raises(ValueError, match="needs a diffusion model"):
         export(model, tmp_path, LoadedDrafter(Deer(3), causal), SHAPES)
+
+
+def test_a_check_on_the_gpu_calls_draft_block(exported):
+    file, _ = exported
+    assert file.manifest.sizes("draft") == ()
+    assert "draft_block, verify, commit" in _loops(file.manifest, ())

@@ -1,0 +1,78 @@
+"""The shipped block drafters on the shipped target: the same text as plain decoding, at any length.
+
+Slow, and skipped without the checkpoints and the prompts.
+"""
+
+import pytest
+
+from jaxspec import GenerationConfig, generate, load
+from jaxspec.bench.compare import find_divergence, prepare
+from jaxspec.bench.shipped import DEER, DFLASH, MADE_FOR, SUITES, first_that_fit, read_prompt_set
+from jaxspec.checkpoint import load_dflash, shipped_heads, shipped_models
+from jaxspec.drafters import Deer, DFlash
+
+pytestmark = pytest.mark.slow
+CONFIG = GenerationConfig(max_new_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def target():
+    if MADE_FOR not in shipped_models():
+        pytest.skip(f"needs checkpoints/{MADE_FOR}, which is not here")
+    return load(MADE_FOR)
+
+
+@pytest.fixture(scope="module")
+def prompts(target, shared_folder) -> list[str]:
+    """Sixty, of three kinds."""
+    folder = shared_folder("data", "eval")
+    return [
+        prompt.text
+        for group in SUITES["shipped"].prompt_sets
+        for prompt in first_that_fit(read_prompt_set(group, folder), target, 128, 20)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts):
+    return [generate(target, prompt, CONFIG)[0] for prompt in prompts]
+
+
+def deer(block: int, **settings):
+    if DEER not in shipped_models():
+        pytest.skip(f"needs checkpoints/{DEER}, which is not here")
+    return Deer.of(load(DEER), block, **settings)
+
+
+def assert_same(target, prompts, plain, drafter):
+    """Every output is plain decoding's; near ties of its two best logits aside."""
+    for index, (prompt, expected) in enumerate(zip(prompts, plain, strict=True)):
+        (row,) = generate(target, prompt, CONFIG, drafter)
+        request = prepare(target, prompt, CONFIG, None, 0)
+        divergence = find_divergence(target, request, index, expected, row)
+        assert divergence is None or divergence.is_tie
+
+
+@pytest.mark.parametrize("num_nodes", [None, 8])
+@pytest.mark.parametrize("block", [4, 8, 16, 32])
+def test_every_block_size_gives_the_text_of_plain_decoding(
+    target, prompts, plain, block, num_nodes
+):
+    drafter = deer(block, num_nodes=num_nodes)
+    assert_same(target, prompts, plain, drafter)
+
+
+def test_a_dflash_head_gives_the_text_of_plain_decoding(target, prompts, plain):
+    if DFLASH not in shipped_heads("dflash"):
+        pytest.skip(f"needs checkpoints/{DFLASH}, which is not here")
+    assert_same(target, prompts, plain, DFlash.of(load_dflash(DFLASH, target.network)))
+
+
+def test_a_batch_of_eight_decodes_as_each_alone(target, prompts):
+    drafter = deer(8)
+    together = generate(target, prompts[:8], CONFIG, drafter)
+    for prompt, row in zip(prompts[:8], together, strict=True):
+        (alone,) = generate(target, prompt, CONFIG, drafter)
+        request = prepare(target, prompt, CONFIG, None, 0)
+        divergence = find_divergence(target, request, 0, alone, row)
+        assert divergence is None or divergence.is_tie
