@@ -430,7 +430,9 @@ def fit_batch(job: _Job, group: Group, batch: int | None, memory: int | None) ->
                 f"{memory / 1e6:.1f} MB may be used. Decode fewer rows at once, shorter prompts, "
                 "or fewer new tokens."
             )
-        size //= 2
+        # Every try compiles; what is needed grows with the rows.
+        fitting = max(1, int(size * memory / needed))
+        size = min(size // 2, 1 << (fitting.bit_length() - 1))
 
 
 def _scratch_bytes(job: _Job, shapes: DecodeState) -> int:
