@@ -102,6 +102,8 @@ def train_deer(
     model = load(settings.target)
     start = load_network(Path(settings.start_from), "float32")
     check_drafter_of(start.config, model, settings)
+    if settings.stage == 2:
+        start = Network(start.params, _with_window(start.config, settings.longest))
     claim(state_folder, settings, fingerprints)
     assert model.tokenizer is not None  # checked above
     with console.status("reading and packing text"):
@@ -172,6 +174,12 @@ def check_drafter_of(config: ModelConfig, target: Model, settings: DeerTrainingS
             f"sequence_length must be at most the drafter's positions ({config.max_positions}), "
             f"got {settings.sequence_length}."
         )
+
+
+def _with_window(config: ModelConfig, longest: int) -> ModelConfig:
+    """The config of a drafter that is trained to fill in so many slots behind a text at most."""
+    assert config.diffusion is not None  # checked by the caller
+    return config.replace(diffusion=dataclasses.replace(config.diffusion, window=longest))
 
 
 def read_answers(path: str, model: Model) -> OwnText:

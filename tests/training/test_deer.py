@@ -270,6 +270,7 @@ def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path):
     )
     aligned = train_deer(second, tmp_path / "s2", tmp_path / "two", console=QUIET)
     assert aligned.metrics["validation"][DECODING][TAU] >= 1
+    assert load(tmp_path / "two").config.diffusion.window == 8
     recipe = (tmp_path / "two/recipe.md").read_text()
     assert "Stage II, refinement (the last 1 to 8 slots hidden" in recipe
     assert "the bonus token INCLUDED" in recipe
