@@ -248,7 +248,8 @@ def _repeated_integers(graph: Graph, op: Op) -> str | None:
     if op.name != "MUL" or out.dtype != "INT32" or len(out.shape) != MAX_RANK:
         return None
     for tensor in graph.ins(op):
-        if tensor.constant is not None and tensor.shape[-1] > 1 and tensor.shape[2] < out.shape[2]:
+        shape = (1,) * (MAX_RANK - len(tensor.shape)) + tensor.shape
+        if tensor.constant is not None and shape[-1] > 1 and shape[2] < out.shape[2]:
             return "browsers read the first row only of constant integers; repeat it for each row."
     return None
 

@@ -302,7 +302,7 @@ def test_one_command_times_searches_and_exports(folders, tmp_path):
         (["--report"], "needs --prompts"),
         (["--report", "--prompts", "P", "--check-gpu"], "--check-gpu: --report keeps no file"),
         (["--report", "--prompts", "P", "--quantize", "int4"], "--quantize: --report writes every"),
-        (["--prompts", "P"], "--prompts: needs --auto, --report or --check-lm"),
+        (["--prompts", "P"], "--prompts: needs --auto, --report, --web or --check-lm"),
         (["--acceptance", "A"], "--acceptance: needs --auto"),
         (["--threads", "2"], "--threads: needs --auto or --check-lm"),
         (["--limit", "0"], "--limit: needs --prompts"),

@@ -139,7 +139,9 @@ def test_errors_of_predictions_leave_plain_decoding_out():
 
 def test_only_static_trees_are_tuned(drafter):
     assert with_tree(drafter, [(1,), (0,)]).drafter == DraftModel(paths=((0,), (1,)))
-    with pytest.raises(ValueError, match=r"static tree \(Eagle, DraftModel\), got PromptLookup"):
+    with pytest.raises(
+        ValueError, match=r"static tree \(Eagle, DraftModel, Deer, DFlash\), got PromptLookup"
+    ):
         with_tree(LoadedDrafter(PromptLookup(), ()), [(0,)])
     with pytest.raises(ValueError, match="no gap"):
         with_tree(drafter, [(1,)])
