@@ -39,7 +39,7 @@ def mask_share(
         groups: such as documents; slots of one number lie together.
     """
     share_key, slot_key = jax.random.split(key)
-    drawn = _drawn_per_group(share_key, groups)
+    drawn = drawn_per_group(share_key, groups)
     shares = (1.0 - LOWEST_SHARE) * drawn + LOWEST_SHARE
     hidden = maskable & (jax.random.uniform(slot_key, groups.shape) < shares)
     return Masked(hidden, jnp.where(hidden, 1.0 / shares, 0.0))
@@ -57,7 +57,7 @@ def mask_number(
     together = (groups[:, None] == groups[None, :]) & maskable[None, :]
     size = jnp.sum(together, axis=1)
     rank = jnp.sum(together & (order[None, :] < order[:, None]), axis=1)
-    number = 1 + jnp.floor(_drawn_per_group(number_key, groups) * size)
+    number = 1 + jnp.floor(drawn_per_group(number_key, groups) * size)
     hidden = maskable & (rank < number)
     return Masked(hidden, jnp.where(hidden, size / number, 0.0))
 
@@ -82,7 +82,7 @@ def block_training_mask(
     return jnp.block([[own, earlier], [nothing, own | earlier]])
 
 
-def _drawn_per_group(key: PRNGKeyArray, groups: Int[Array, " slots"]) -> Float[Array, " slots"]:
+def drawn_per_group(key: PRNGKeyArray, groups: Int[Array, " slots"]) -> Float[Array, " slots"]:
     """A number from [0, 1) for each group, at each of its slots."""
     first = jnp.argmax(groups[:, None] == groups[None, :], axis=1)
     return jax.random.uniform(key, groups.shape)[first]

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.masks import same_document
 from jaxspec.core.types import PyTree
-from jaxspec.diffusion.process import Masked, mask_number, mask_share
+from jaxspec.diffusion.process import Masked, drawn_per_group, mask_number, mask_share
 from jaxspec.models import ModelConfig, Network
 from jaxspec.training.data import Answers
 from jaxspec.training.lm import products_in
@@ -124,7 +124,7 @@ class Refinement:
         tokens, segments, left = _cut(row, cut_key, self.config, self.separator)
         # How many slots of the answer are left from each slot on, itself included.
         behind = _count_from(segments, left)
-        number = 1 + jnp.floor(_per_document(length_key, segments) * self.longest)
+        number = 1 + jnp.floor(drawn_per_group(length_key, segments) * self.longest)
         number = jnp.minimum(number, _count(segments, left))
         masked = tail_weights(left, behind, number, self.alpha)
         total = _sum(segments, masked.weights) if self.normalise else jnp.ones(len(tokens))
@@ -206,7 +206,7 @@ def _cut(
     answer = jnp.asarray(row.answer, bool) & (segments > 0)
     length = _count(segments, answer)
     before = length - _count_from(segments, answer)
-    kept = 1.0 + jnp.floor(_per_document(key, segments) * length)
+    kept = 1.0 + jnp.floor(drawn_per_group(key, segments) * length)
     if config.diffusion.block is not None:
         prompt = _count(segments, ~answer)
         whole = config.diffusion.block
@@ -216,12 +216,6 @@ def _cut(
     gone = answer & ~left & ~ends
     tokens = jnp.where(ends, RESERVED.index(SEPARATOR), jnp.asarray(row.tokens))
     return tokens, jnp.where(gone, 0, segments), left
-
-
-def _per_document(key: PRNGKeyArray, segments: Int[Array, " slots"]) -> Float[Array, " slots"]:
-    """A number from [0, 1) for each document, at each of its slots."""
-    first = jnp.argmax(same_document(segments), axis=1)
-    return jax.random.uniform(key, segments.shape)[first]
 
 
 def _sum(segments: Int[Array, " slots"], values: Float[Array, " slots"]) -> Float[Array, " slots"]:

@@ -16,7 +16,9 @@ from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
+from jaxspec.checkpoint.huggingface import write_network
 from jaxspec.core.types import PyTree
+from jaxspec.models import Network
 from jaxspec.sharding import on_every_device
 from jaxspec.training.data import (
     Batches,
@@ -41,6 +43,7 @@ from jaxspec.training.settings import (
     settings_to_json,
 )
 from jaxspec.training.state import StateKeeper, TrainState, initial_state
+from jaxspec.training.tokenizer import BOS, PAD, RESERVED, save_tokenizer, stop_ids
 
 # What a run that goes on may do otherwise than before: how long it takes, and what it shows.
 _MAY_CHANGE = (
@@ -225,6 +228,34 @@ def pack_own_text(
         for part in read_own_text(folder, settings.own_text)
     )
     return Corpus({OWN_TEXT: train}, {OWN_TEXT: validation}, {OWN_TEXT: weight})
+
+
+def write_model(
+    folder: Path,
+    network: Network,
+    tokenizer: Tokenizer,
+    settings: RunSettings,
+    metrics: dict[str, Any],
+) -> None:
+    """A trained model as readers expect it, weights in bfloat16, and how it came about in numbers.
+
+    Args:
+        folder: must exist. Interruption is the caller's affair: see `replacing_files`.
+        network: what was trained.
+        tokenizer: with the reserved tokens in front.
+        settings: of the run.
+        metrics: of the run.
+    """
+    ids = {
+        "bos_token_id": RESERVED.index(BOS),
+        "eos_token_id": stop_ids(),
+        "pad_token_id": RESERVED.index(PAD),
+    }
+    write_network(network, folder, "bfloat16", ids)
+    save_tokenizer(tokenizer, folder, network.config.max_positions)
+    write_json(folder / "generation_config.json", ids)
+    write_json(folder / "training.json", settings_to_json(settings))
+    write_json(folder / "metrics.json", metrics)
 
 
 def train(

@@ -10,8 +10,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import load
-from jaxspec.checkpoint.files import replacing_files, write_json
-from jaxspec.checkpoint.huggingface import load_network, write_network
+from jaxspec.checkpoint.files import replacing_files
+from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.types import PyTree
 from jaxspec.models import ModelConfig, Network, init_params, param_shapes
@@ -29,15 +29,11 @@ from jaxspec.training.run import (
     pack_sources,
     prepare_devices,
     train,
+    write_model,
 )
-from jaxspec.training.settings import LMTrainingSettings, settings_to_json
+from jaxspec.training.settings import LMTrainingSettings
 from jaxspec.training.tokenizer import (
-    BOS,
-    PAD,
-    RESERVED,
     check_tokenizer,
-    save_tokenizer,
-    stop_ids,
     train_tokenizer,
 )
 
@@ -185,17 +181,7 @@ def _write(
     out: Path,
     command: str,
 ) -> None:
-    config = trained.network.config
-    ids = {
-        "bos_token_id": RESERVED.index(BOS),
-        "eos_token_id": stop_ids(),
-        "pad_token_id": RESERVED.index(PAD),
-    }
     with replacing_files(out) as staging:
-        write_network(trained.network, staging, "bfloat16", ids)
-        save_tokenizer(trained.tokenizer, staging, config.max_positions)
-        write_json(staging / "generation_config.json", ids)
-        write_json(staging / "training.json", settings_to_json(settings))
-        write_json(staging / "metrics.json", trained.metrics)
+        write_model(staging, trained.network, trained.tokenizer, settings, trained.metrics)
         write_recipe(staging / "recipe.md", settings, fingerprints, trained.metrics, command)
         draw_losses(staging / "losses.png", history.records)

@@ -13,8 +13,8 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec.checkpoint import Model, load
-from jaxspec.checkpoint.files import replacing_files, write_json
-from jaxspec.checkpoint.huggingface import load_network, write_network
+from jaxspec.checkpoint.files import replacing_files
+from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import Deer, LoadedDrafter
 from jaxspec.models import ModelConfig, Network, param_shapes
@@ -40,15 +40,13 @@ from jaxspec.training.run import (
     pack_sources,
     prepare_devices,
     train,
+    write_model,
 )
-from jaxspec.training.settings import OWN_TEXT, DeerTrainingSettings, settings_to_json
+from jaxspec.training.settings import OWN_TEXT, DeerTrainingSettings
 from jaxspec.training.tokenizer import (
-    BOS,
-    PAD,
     RESERVED,
     SEPARATOR,
     check_tokenizer,
-    save_tokenizer,
     stop_ids,
 )
 
@@ -285,18 +283,8 @@ def _write(
     out: Path,
     command: str,
 ) -> None:
-    config = aligned.network.config
     assert target.tokenizer is not None  # checked before training
-    ids = {
-        "bos_token_id": RESERVED.index(BOS),
-        "eos_token_id": stop_ids(),
-        "pad_token_id": RESERVED.index(PAD),
-    }
     with replacing_files(out) as staging:
-        write_network(aligned.network, staging, "bfloat16", ids)
-        save_tokenizer(target.tokenizer.backend, staging, config.max_positions)
-        write_json(staging / "generation_config.json", ids)
-        write_json(staging / "training.json", settings_to_json(settings))
-        write_json(staging / "metrics.json", aligned.metrics)
+        write_model(staging, aligned.network, target.tokenizer.backend, settings, aligned.metrics)
         write_deer_recipe(staging / "recipe.md", settings, fingerprints, aligned.metrics, command)
         draw_losses(staging / "losses.png", history.records, label="nats per hidden token")
