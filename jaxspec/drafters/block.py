@@ -257,11 +257,10 @@ class BlockSettings:
             kept, choices = None, []
             share = -(-self.block // self.steps)
             for step, step_key in enumerate(jax.random.split(key, self.steps)):
-                features, of_pass = read(tokens)
-                kept = of_pass if kept is None else kept
                 part = slice(step * share, min((step + 1) * share, self.depth))
                 if part.start >= part.stop:
                     break
+                features, kept = read(tokens)
                 logits = fit_vocab(unembed(features[part]), vocab_size)
                 if mask_token_id < vocab_size:
                     logits = logits.at[:, mask_token_id].set(-jnp.inf)
