@@ -10,7 +10,7 @@ from jax import export as jax_export
 
 from jaxspec.core.types import PyTree
 from jaxspec.mobile.extra import needs_extra
-from jaxspec.mobile.signatures import Signature
+from jaxspec.mobile.records import Signature
 from jaxspec.mobile.weights import PREFIX
 
 # Debug information stays: the scopes of JAX become the names of tensors.

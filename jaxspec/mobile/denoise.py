@@ -22,16 +22,16 @@ from jaxspec.core import masks
 from jaxspec.core.cache import select_nodes
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.types import LayerKV, Params
-from jaxspec.mobile.signatures import (
+from jaxspec.mobile.records import (
     Record,
     Signature,
     Target,
-    _cache,
-    _ints,
-    _kv,
-    _outgoing,
-    _signature,
-    _write,
+    ints,
+    kv_inputs,
+    make_signature,
+    outgoing,
+    read_cache,
+    write_kv,
 )
 from jaxspec.models import Diffusion, lookup_rows
 
@@ -110,17 +110,17 @@ def prefill_signature(canvases: Canvases, size: int) -> Signature:
             inputs["prompt"][0],
             length + np.arange(size, dtype=np.int32),
             seen,
-            _cache(inputs, "kv", target.config.num_layers, length),
+            read_cache(inputs, "kv", target.config.num_layers, length),
         )
-        outputs = _outgoing(_write(inputs, "kv", hidden.new_kv, length))
+        outputs = outgoing(write_kv(inputs, "kv", hidden.new_kv, length))
         if canvases.diffusion.shift:
             outputs["o_edge"] = lookup_rows(hidden.features, inputs["last"])
         return outputs
 
-    inputs = {"prompt": _ints(1, size), "length": _ints(1), **_kv(target)}
+    inputs = {"prompt": ints(1, size), "length": ints(1), **kv_inputs(target)}
     if canvases.diffusion.shift:
-        inputs["last"] = _ints(1)
-    return _signature(target, prefill, inputs)
+        inputs["last"] = ints(1)
+    return make_signature(target, prefill, inputs)
 
 
 def _pass(canvases: Canvases, num_drafts: int, blocks: int) -> Signature:
@@ -168,17 +168,17 @@ def _pass(canvases: Canvases, num_drafts: int, blocks: int) -> Signature:
         }
         return outputs | carry(last, over, decided)
 
-    inputs = {"window": _ints(1, width), "length": _ints(1), "end": _ints(1)}
+    inputs = {"window": ints(1, width), "length": ints(1), "end": ints(1)}
     if num_drafts:
-        inputs["choices"] = _ints(1, width)
+        inputs["choices"] = ints(1, width)
         inputs["doubts"] = jax.ShapeDtypeStruct((1, width), jnp.float32)
     if canvases.is_causal:
-        inputs |= _kv(target)
+        inputs |= kv_inputs(target)
         if canvases.diffusion.shift:
             inputs["edge"] = jax.ShapeDtypeStruct((1, target.config.embed_dim), jnp.float32)
     else:
-        inputs["canvas"] = _ints(1, target.slots)
-    return _signature(target, denoise, inputs)
+        inputs["canvas"] = ints(1, target.slots)
+    return make_signature(target, denoise, inputs)
 
 
 _Carry = Callable[[Array, Array, Array], Record]
@@ -198,7 +198,7 @@ def _read_blocks(
         tokens[..., :width].reshape(-1),
         length + slot,
         jnp.asarray(own),
-        _cache(inputs, "kv", target.config.num_layers, length),
+        read_cache(inputs, "kv", target.config.num_layers, length),
     )
     features = hidden.features
     if canvases.diffusion.shift:
@@ -228,7 +228,7 @@ def _read_blocks(
             pick = (last * same_slot).reshape(block, rows * width)
             kv, edge = select_nodes(hidden.new_kv, pick), pick[block - 1 :] @ hidden.features
         # Written even if it has masks: then it lies behind what is seen, until it is written again.
-        outputs = _outgoing(_write(inputs, "kv", kv, length))
+        outputs = outgoing(write_kv(inputs, "kv", kv, length))
         if canvases.diffusion.shift:
             on = over.reshape(1, 1)
             outputs["o_edge"] = on * edge + (1.0 - on) * inputs["edge"]

@@ -22,12 +22,11 @@ from jaxspec.mobile.manifest import KEY, Manifest, describe, fingerprint, seal
 from jaxspec.mobile.memory import estimate_phone_memory
 from jaxspec.mobile.opset import require_opset
 from jaxspec.mobile.quantize import check_quantization
+from jaxspec.mobile.records import Signature, Target
 from jaxspec.mobile.signatures import (
     BlockDrafting,
     EagleStep,
     LayerSkipStep,
-    Signature,
-    Target,
     commit_signature,
     decode_signature,
     prefill_signature,

@@ -36,14 +36,14 @@ from jaxspec.drafters import LayerSkip, LoadedDrafter, NoDraft
 from jaxspec.mobile.export import ExportConfig, check_model, lower_all, to_tflite
 from jaxspec.mobile.extra import needs_extra
 from jaxspec.mobile.forms import litert_forms
-from jaxspec.mobile.signatures import (
+from jaxspec.mobile.records import (
     Record,
     Signature,
     Target,
-    _cache,
-    _kv,
-    _unembed,
-    _write,
+    kv_inputs,
+    read_cache,
+    unembed_rows,
+    write_kv,
 )
 from jaxspec.models import ModelConfig, Network, Skips, lookup_rows
 from jaxspec.models.rope import rotations
@@ -285,7 +285,7 @@ def embed_signature(target: Target, carried: Carried) -> Signature:
         table = params.target.params["embed"]["embedding"]
         return {"embeddings": carried.pad(lookup_rows(table, inputs["token_ids"][0]))[None]}
 
-    return _signature(target, embed, {"token_ids": jax.ShapeDtypeStruct((1, 1), jnp.int32)})
+    return make_signature(target, embed, {"token_ids": jax.ShapeDtypeStruct((1, 1), jnp.int32)})
 
 
 def prefill_signature(target: Target, carried: Carried, size: int) -> Signature:
@@ -294,7 +294,7 @@ def prefill_signature(target: Target, carried: Carried, size: int) -> Signature:
     def prefill(params: Params, inputs: Record) -> Record:
         return _pass(params.target, target, inputs)[1]
 
-    return _signature(target, prefill, _pass_inputs(target, carried, size))
+    return make_signature(target, prefill, _pass_inputs(target, carried, size))
 
 
 def verify_signature(target: Target, carried: Carried, size: int) -> Signature:
@@ -302,13 +302,13 @@ def verify_signature(target: Target, carried: Carried, size: int) -> Signature:
 
     def verify(params: Params, inputs: Record) -> Record:
         hidden, caches = _pass(params.target, target, inputs)
-        logits = _unembed(params.target, target, hidden.features)
+        logits = unembed_rows(params.target, target, hidden.features)
         outputs = {"logits": logits[None], **caches}
         if carried.skip is not None:
             outputs["activations"] = carried.pad(hidden.features)[None]
         return outputs
 
-    return _signature(target, verify, _pass_inputs(target, carried, size))
+    return make_signature(target, verify, _pass_inputs(target, carried, size))
 
 
 def draft_signature(target: Target, carried: Carried) -> Signature:
@@ -328,21 +328,21 @@ def draft_signature(target: Target, carried: Carried) -> Signature:
             embedded[None],
             length + jnp.sum(filled).astype(jnp.int32),
             (jnp.concatenate([filled, jnp.ones(1)]) > 0)[None],
-            _cache(inputs, _CACHE, target.config.num_layers, length[0]),
+            read_cache(inputs, _CACHE, target.config.num_layers, length[0]),
             scratch=scratch,
             skip=carried.skip,
         )
         return {
-            "logits": _unembed(params.target, target, hidden.features)[None],
+            "logits": unembed_rows(params.target, target, hidden.features)[None],
             "projected_activations": carried.pack(filled, scratch, hidden)[None],
         }
 
     inputs = {
         "activations": jax.ShapeDtypeStruct((1, 1, 2 * carried.width), jnp.float32),
         "input_pos": jax.ShapeDtypeStruct((1,), jnp.int32),
-        **_kv(target, _CACHE),
+        **kv_inputs(target, _CACHE),
     }
-    return _signature(target, draft, inputs)
+    return make_signature(target, draft, inputs)
 
 
 def _pass(network: Network, target: Target, inputs: Record) -> tuple[Hidden, Record]:
@@ -352,18 +352,18 @@ def _pass(network: Network, target: Target, inputs: Record) -> tuple[Hidden, Rec
     """
     positions = inputs["input_pos"]
     length = positions[0]
-    cache = _cache(inputs, _CACHE, target.config.num_layers, length)
+    cache = read_cache(inputs, _CACHE, target.config.num_layers, length)
     embedded = inputs["embeddings"][0]
     seen = masks.causal(len(positions))
     hidden = _forward(network, target, embedded, positions, seen, cache)
-    return hidden, _write(inputs, _CACHE, hidden.new_kv, length)
+    return hidden, write_kv(inputs, _CACHE, hidden.new_kv, length)
 
 
 def _pass_inputs(target: Target, carried: Carried, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
     return {
         "embeddings": jax.ShapeDtypeStruct((1, size, carried.width), jnp.float32),
         "input_pos": jax.ShapeDtypeStruct((size,), jnp.int32),
-        **_kv(target, _CACHE),
+        **kv_inputs(target, _CACHE),
     }
 
 
@@ -395,7 +395,7 @@ def _forms(target: Target) -> Mapping[Any, Any]:
     return forms
 
 
-def _signature(
+def make_signature(
     target: Target, function: Any, inputs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Signature:
     def traced(params: Params, record: Record) -> Record:

@@ -1,13 +1,12 @@
 """What an exported file computes: passes and whole steps of one row, at fixed shapes.
 
-Every function takes the weights and a record of inputs by name, and returns a record of outputs.
-State that goes from call to call comes out as `o_NAME` and goes in as NAME. Tensors lead with an
-axis of 1. In contrast to `core`, `length` counts the cached tokens: the pending one is not in it.
+See `records` for how they take and give tensors. In contrast to `core`, `length` counts the cached
+tokens: the pending one is not in it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +15,27 @@ from jaxtyping import Array
 
 from jaxspec.core import masks
 from jaxspec.core.cache import select_nodes, select_path
-from jaxspec.core.forms import exchanged
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.tree import chain
-from jaxspec.core.types import Hidden, KVCache, LayerKV, Params, Tree, Warp
+from jaxspec.core.types import Hidden, KVCache, Params, Tree, Warp
 from jaxspec.drafters import Deer, Eagle, LayerSkip
 from jaxspec.drafters.growth import extend, grow_tree, lookup_ids
 from jaxspec.mobile.acceptance import Accepted, accept_greedy, accept_sampled
-from jaxspec.mobile.forms import litert_forms
+from jaxspec.mobile.records import (
+    Record,
+    Signature,
+    Target,
+    ints,
+    kv_inputs,
+    kv_record,
+    make_signature,
+    outgoing,
+    read_cache,
+    unembed_rows,
+    write_kv,
+)
 from jaxspec.models import Network, lookup_rows
 
-Record = dict[str, Array]
-Function = Callable[[Params, Record], Record]
 Accept = Callable[[Tree, Array, Array, int], Accepted]
 """Decides from a tree, its tokens, the target's logits after each, and the rows to give."""
 
@@ -37,45 +45,24 @@ LEVEL_CHILDREN = 8
 """Likeliest children that `absorb` and `draft_N` give of each node."""
 
 
-class Signature(NamedTuple):
-    """One function of a file, and what it takes.
-
-    function: of the weights and of a record of inputs; gives a record of outputs.
-    inputs: shape and dtype of each.
-    """
-
-    function: Function
-    inputs: Mapping[str, jax.ShapeDtypeStruct]
-
-
-class Target(NamedTuple):
-    """How a file reads its target.
-
-    slots: of the cache; also the longest text.
-    num_tokens: ids that may be emitted; those above pad the vocabulary.
-    """
-
-    config: Any
-    slots: int
-    num_tokens: int
-
-
 def decode_signature(target: Target) -> Signature:
     """One token of plain decoding: `pending` in, its successor out."""
 
     def decode(params: Params, inputs: Record) -> Record:
         length = inputs["length"][0]
-        cache = _cache(inputs, "kv", target.config.num_layers, length)
+        cache = read_cache(inputs, "kv", target.config.num_layers, length)
         hidden = params.target.forward(inputs["pending"], inputs["length"], masks.causal(1), cache)
-        logits = _unembed(params.target, target, hidden.features)
+        logits = unembed_rows(params.target, target, hidden.features)
         return {
             "o_pending": argmax_rows(logits),
             "o_length": inputs["length"] + 1,
             "logits": logits,
-            **_outgoing(_write(inputs, "kv", hidden.new_kv, length)),
+            **outgoing(write_kv(inputs, "kv", hidden.new_kv, length)),
         }
 
-    return _signature(target, decode, {"pending": _ints(1), "length": _ints(1), **_kv(target)})
+    return make_signature(
+        target, decode, {"pending": ints(1), "length": ints(1), **kv_inputs(target)}
+    )
 
 
 def prefill_signature(target: Target, size: int, drafting: "EagleStep | None" = None) -> Signature:
@@ -88,17 +75,17 @@ def prefill_signature(target: Target, size: int, drafting: "EagleStep | None" = 
 
     def prefill(params: Params, inputs: Record) -> Record:
         length, prompt, last = inputs["length"][0], inputs["prompt"][0], inputs["count"] - 1
-        cache = _cache(inputs, "kv", target.config.num_layers, length)
+        cache = read_cache(inputs, "kv", target.config.num_layers, length)
         positions = length + np.arange(size, dtype=np.int32)
         taps = () if drafting is None else drafting.drafter.taps
         hidden = params.target.forward(prompt, positions, masks.causal(size), cache, taps=taps)
-        logits = _unembed(params.target, target, lookup_rows(hidden.features, last))
+        logits = unembed_rows(params.target, target, lookup_rows(hidden.features, last))
         pending = argmax_rows(logits)
         outputs = {
             "o_pending": pending,
             "o_length": inputs["length"] + inputs["count"],
             "logits": logits,
-            **_outgoing(_write(inputs, "kv", hidden.new_kv, length)),
+            **outgoing(write_kv(inputs, "kv", hidden.new_kv, length)),
         }
         if drafting is None:
             return outputs
@@ -109,20 +96,20 @@ def prefill_signature(target: Target, size: int, drafting: "EagleStep | None" = 
             head.states_of(read, read),
             positions,
             masks.causal(size),
-            _cache(inputs, "head", 1, length),
+            read_cache(inputs, "head", 1, length),
         )
         rest = drafting.levels - 1
         states = lookup_rows(read, last)
         return outputs | {
             "o_tokens": jnp.concatenate([pending, jnp.zeros(rest, jnp.int32)])[None],
             "o_states": jnp.concatenate([states, jnp.zeros((rest, states.shape[1]))])[None],
-            **_outgoing(_write(inputs, "head", pairs.new_kv, length)),
+            **outgoing(write_kv(inputs, "head", pairs.new_kv, length)),
         }
 
-    inputs = {"prompt": _ints(1, size), "count": _ints(1), "length": _ints(1), **_kv(target)}
+    inputs = {"prompt": ints(1, size), "count": ints(1), "length": ints(1), **kv_inputs(target)}
     if drafting is not None:
-        inputs |= {"following": _ints(1), **drafting.head_kv(target)}
-    return _signature(target, prefill, inputs)
+        inputs |= {"following": ints(1), **drafting.head_kv(target)}
+    return make_signature(target, prefill, inputs)
 
 
 def verify_signature(target: Target, size: int, drafting: "EagleStep | None" = None) -> Signature:
@@ -135,7 +122,7 @@ def verify_signature(target: Target, size: int, drafting: "EagleStep | None" = N
     taps = () if drafting is None else drafting.drafter.taps
 
     def verify(params: Params, inputs: Record) -> Record:
-        cache = _cache(inputs, "kv", target.config.num_layers, inputs["length"][0])
+        cache = read_cache(inputs, "kv", target.config.num_layers, inputs["length"][0])
         hidden = params.target.forward(
             inputs["tokens"][0],
             inputs["positions"][0],
@@ -143,21 +130,21 @@ def verify_signature(target: Target, size: int, drafting: "EagleStep | None" = N
             cache,
             taps=taps,
         )
-        logits = _unembed(params.target, target, hidden.features)
+        logits = unembed_rows(params.target, target, hidden.features)
         outputs = {"logits": logits[None], "choices": argmax_rows(logits)[None]}
         if drafting is None:
             outputs["features"] = hidden.features[None]
         else:
             outputs["o_new_states"] = drafting.read(hidden)[None]
-        return outputs | _outgoing(_record(hidden.new_kv, "new"))
+        return outputs | outgoing(kv_record(hidden.new_kv, "new"))
 
     inputs = {
-        "tokens": _ints(1, size),
-        "positions": _ints(1, size),
-        "visible": _ints(1, 1, size, size),
-        "length": _ints(1),
+        "tokens": ints(1, size),
+        "positions": ints(1, size),
+        "visible": ints(1, 1, size, size),
+        "length": ints(1),
     }
-    return _signature(target, verify, {**inputs, **_kv(target)})
+    return make_signature(target, verify, {**inputs, **kv_inputs(target)})
 
 
 def commit_signature(target: Target, size: int, drafting: "EagleStep | None" = None) -> Signature:
@@ -170,12 +157,12 @@ def commit_signature(target: Target, size: int, drafting: "EagleStep | None" = N
     def commit(params: Params, inputs: Record) -> Record:
         del params
         length, path = inputs["length"][0], inputs["path"][0]
-        new_kv = _cache(inputs, "new", target.config.num_layers, length).layers
+        new_kv = read_cache(inputs, "new", target.config.num_layers, length).layers
         # Of one node there is nothing to choose, and the converter refuses a choice of one.
         path_kv = new_kv if size == 1 else select_path(new_kv, path)
         outputs = {
             "o_length": inputs["length"] + inputs["count"],
-            **_outgoing(_write(inputs, "kv", path_kv, length)),
+            **outgoing(write_kv(inputs, "kv", path_kv, length)),
         }
         if drafting is not None and size == 1:
             none = jnp.zeros((drafting.levels - 1, drafting.width))
@@ -187,11 +174,11 @@ def commit_signature(target: Target, size: int, drafting: "EagleStep | None" = N
             outputs["o_states"] = (rows @ inputs["new_states"][0])[None]
         return outputs
 
-    inputs = {"path": _ints(1, size), "count": _ints(1), "length": _ints(1), **_kv(target)}
-    inputs |= _kv(target, "new", size)
+    inputs = {"path": ints(1, size), "count": ints(1), "length": ints(1), **kv_inputs(target)}
+    inputs |= kv_inputs(target, "new", size)
     if drafting is not None:
         inputs["new_states"] = jax.ShapeDtypeStruct((1, size, drafting.width), jnp.float32)
-    return _signature(target, commit, inputs)
+    return make_signature(target, commit, inputs)
 
 
 class EagleStep:
@@ -212,12 +199,12 @@ class EagleStep:
         return hidden.taps if self.drafter.taps else hidden.features
 
     def head_kv(self, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
-        return _kv(target._replace(config=self.head_config), "head")
+        return kv_inputs(target._replace(config=self.head_config), "head")
 
     def signature(self, target: Target) -> Signature:
         """`step`: draft, target pass, greedy acceptance, commit."""
         function = partial(self._step, target, _greedy)
-        return _signature(target, function, self._inputs(target) | _kv(target))
+        return make_signature(target, function, self._inputs(target) | kv_inputs(target))
 
     def reporting_signature(self, target: Target) -> Signature:
         """`step_N`: the same for hosts to which every read is dear.
@@ -226,23 +213,23 @@ class EagleStep:
         token first.
         """
         function = partial(self._step, target, _greedy, report=True)
-        return _signature(target, function, self._inputs(target) | _kv(target))
+        return make_signature(target, function, self._inputs(target) | kv_inputs(target))
 
     def sampled_signature(self, target: Target) -> Signature:
         """`step_sampled`: the same with acceptance at a temperature; drafts are not drawn."""
-        inputs = self._inputs(target) | _kv(target) | _sampling(self.tree)
-        return _signature(target, partial(_step_sampled, partial(self._step, target)), inputs)
+        inputs = self._inputs(target) | kv_inputs(target) | _sampling(self.tree)
+        return make_signature(target, partial(_step_sampled, partial(self._step, target)), inputs)
 
     def draft_signature(self, target: Target) -> Signature:
         """`draft`: absorbs what the last step emitted, and drafts the whole static tree."""
 
         def draft(params: Params, inputs: Record) -> Record:
             absorbed, state = self._absorb(params, inputs)
-            cache = _cache(absorbed, "head", 1, inputs["length"][0])
+            cache = read_cache(absorbed, "head", 1, inputs["length"][0])
             tokens = self._draft(params, inputs, cache, state, target)
-            return {"drafted": tokens[None], **_outgoing(absorbed)}
+            return {"drafted": tokens[None], **outgoing(absorbed)}
 
-        return _signature(target, draft, self._inputs(target))
+        return make_signature(target, draft, self._inputs(target))
 
     def absorb_signature(self, target: Target) -> Signature:
         """`absorb`: only the first half, for hosts that grow the tree themselves.
@@ -253,11 +240,11 @@ class EagleStep:
         def absorb(params: Params, inputs: Record) -> Record:
             absorbed, state = self._absorb(params, inputs)
             children = self._children(params, state, target)
-            return {"state": state, **children, **_outgoing(absorbed)}
+            return {"state": state, **children, **outgoing(absorbed)}
 
         inputs = self._inputs(target)
         del inputs["pending"]
-        return _signature(target, absorb, inputs)
+        return make_signature(target, absorb, inputs)
 
     def level_signature(self, target: Target, size: int, slots: int) -> Signature:
         """`draft_N`: the head over `size` nodes of one level, of a tree that the host grows.
@@ -269,39 +256,39 @@ class EagleStep:
 
         def draft(params: Params, inputs: Record) -> Record:
             length, head = inputs["length"][0], params.draft
-            scratch = _cache(inputs, "scratch", 1, length).layers
+            scratch = read_cache(inputs, "scratch", 1, length).layers
             hidden = head.forward(
                 params.target.embed(inputs["tokens"][0]),
                 inputs["states"][0],
                 inputs["position"],
                 inputs["visible"][0, 0] > 0,
-                _cache(inputs, "head", 1, length),
+                read_cache(inputs, "head", 1, length),
                 scratch=scratch,
             )
             children = self._children(params, hidden.features, target)
-            written = _write(inputs, "scratch", hidden.new_kv, inputs["drafted"][0])
-            return {"next_states": hidden.features[None], **children, **_outgoing(written)}
+            written = write_kv(inputs, "scratch", hidden.new_kv, inputs["drafted"][0])
+            return {"next_states": hidden.features[None], **children, **outgoing(written)}
 
         head = target._replace(config=self.head_config)
         width = self.head_config.embed_dim
         inputs = {
-            "tokens": _ints(1, size),
+            "tokens": ints(1, size),
             "states": jax.ShapeDtypeStruct((1, size, width), jnp.float32),
-            "position": _ints(1),
-            "length": _ints(1),
-            "drafted": _ints(1),
-            "visible": _ints(1, 1, size, slots + size),
+            "position": ints(1),
+            "length": ints(1),
+            "drafted": ints(1),
+            "visible": ints(1, 1, size, slots + size),
         }
-        return _signature(
-            target, draft, {**inputs, **_kv(head, "scratch", slots), **self.head_kv(target)}
+        return make_signature(
+            target, draft, {**inputs, **kv_inputs(head, "scratch", slots), **self.head_kv(target)}
         )
 
     def _inputs(self, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
         return {
-            "tokens": _ints(1, self.levels),
-            "count": _ints(1),
-            "length": _ints(1),
-            "pending": _ints(1),
+            "tokens": ints(1, self.levels),
+            "count": ints(1),
+            "length": ints(1),
+            "pending": ints(1),
             "states": jax.ShapeDtypeStruct((1, self.levels, self.width), jnp.float32),
             **self.head_kv(target),
         }
@@ -311,7 +298,7 @@ class EagleStep:
     ) -> Record:
         length = inputs["length"][0]
         absorbed, root_state = self._absorb(params, inputs)
-        head_cache = _cache(absorbed, "head", 1, length)
+        head_cache = read_cache(absorbed, "head", 1, length)
         tokens = self._draft(params, inputs, head_cache, root_state, target)
         hidden, path, outputs = _verify_and_commit(
             params.target, target, self.tree, tokens, inputs, self.drafter.taps, accept, self.levels
@@ -320,7 +307,7 @@ class EagleStep:
         if report:
             parts = [outputs["o_count"], outputs["o_tokens"][0], tokens]
             outputs["report"] = jnp.concatenate(parts)[None]
-        return outputs | {"o_states": states[None], **_outgoing(absorbed)}
+        return outputs | {"o_states": states[None], **outgoing(absorbed)}
 
     def _absorb(self, params: Params, inputs: Record) -> tuple[Record, Array]:
         """Caches the pairs that the last step made known, from the target's true states."""
@@ -331,9 +318,9 @@ class EagleStep:
             head.states_of(states, states),
             start + np.arange(self.levels, dtype=np.int32),
             masks.causal(self.levels),
-            _cache(inputs, "head", 1, start),
+            read_cache(inputs, "head", 1, start),
         )
-        absorbed = _write(inputs, "head", hidden.new_kv, start)
+        absorbed = write_kv(inputs, "head", hidden.new_kv, start)
         return absorbed, lookup_rows(hidden.features, inputs["count"] - 1)
 
     def _children(self, params: Params, states: Array, target: Target) -> Record:
@@ -389,12 +376,12 @@ class LayerSkipStep:
     def signature(self, target: Target) -> Signature:
         """`step`."""
         function = partial(self._step, target, _greedy)
-        return _signature(target, function, self._inputs(target))
+        return make_signature(target, function, self._inputs(target))
 
     def sampled_signature(self, target: Target) -> Signature:
         """`step_sampled`."""
         inputs = self._inputs(target) | _sampling(self.tree)
-        return _signature(target, partial(_step_sampled, partial(self._step, target)), inputs)
+        return make_signature(target, partial(_step_sampled, partial(self._step, target)), inputs)
 
     def draft_signature(self, target: Target) -> Signature:
         """`draft`: the whole chain."""
@@ -402,10 +389,10 @@ class LayerSkipStep:
         def draft(params: Params, inputs: Record) -> Record:
             return {"drafted": self._draft(target, params, inputs)[None]}
 
-        return _signature(target, draft, self._inputs(target))
+        return make_signature(target, draft, self._inputs(target))
 
     def _inputs(self, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
-        return {"length": _ints(1), "pending": _ints(1), **_kv(target)}
+        return {"length": ints(1), "pending": ints(1), **kv_inputs(target)}
 
     def _step(self, target: Target, accept: Accept, params: Params, inputs: Record) -> Record:
         tokens = self._draft(target, params, inputs)
@@ -415,7 +402,7 @@ class LayerSkipStep:
         return outputs
 
     def _draft(self, target: Target, params: Params, inputs: Record) -> Array:
-        cache = _cache(inputs, "kv", target.config.num_layers, inputs["length"][0])
+        cache = read_cache(inputs, "kv", target.config.num_layers, inputs["length"][0])
         token, tokens, scratch = inputs["pending"], [inputs["pending"]], None
         for drafted in range(self.levels - 1):
             hidden = params.target.forward(
@@ -427,7 +414,7 @@ class LayerSkipStep:
                 skip=self.skip,
             )
             scratch = extend(scratch, hidden.new_kv)
-            token = argmax_rows(_unembed(params.target, target, hidden.features))
+            token = argmax_rows(unembed_rows(params.target, target, hidden.features))
             tokens.append(token)
         return jnp.concatenate(tokens)
 
@@ -481,7 +468,7 @@ class BlockDrafting:
                 inputs["window"][0],
                 start + np.arange(self.size, dtype=np.int32),
                 inputs["visible"][0, 0] > 0,
-                _cache(inputs, "block", self.config.num_layers, start),
+                read_cache(inputs, "block", self.config.num_layers, start),
             )
             rows = inputs["first"] + np.arange(self.block, dtype=np.int32)
             logits = network.unembed(lookup_rows(hidden.features, rows))[:, : target.num_tokens]
@@ -489,17 +476,17 @@ class BlockDrafting:
             return {
                 "children": ids[None],
                 "logprobs": jnp.log(probs)[None],
-                **_outgoing(_write(inputs, "block", hidden.new_kv, start)),
+                **outgoing(write_kv(inputs, "block", hidden.new_kv, start)),
             }
 
         inputs = {
-            "window": _ints(1, self.size),
-            "start": _ints(1),
-            "first": _ints(1),
-            "visible": _ints(1, 1, self.size, self.size),
-            **_kv(own, "block"),
+            "window": ints(1, self.size),
+            "start": ints(1),
+            "first": ints(1),
+            "visible": ints(1, 1, self.size, self.size),
+            **kv_inputs(own, "block"),
         }
-        return _signature(own, draft, inputs)
+        return make_signature(own, draft, inputs)
 
 
 def _greedy(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
@@ -511,7 +498,7 @@ def _sampling(tree: Tree) -> dict[str, jax.ShapeDtypeStruct]:
     return {
         "uniforms": jax.ShapeDtypeStruct((1, len(tree.parents)), jnp.float32),
         "temperature": jax.ShapeDtypeStruct((1,), jnp.float32),
-        "top_k": _ints(1),
+        "top_k": ints(1),
     }
 
 
@@ -557,10 +544,10 @@ def _verify_and_commit(
         tokens,
         length + tree.depths,
         jnp.asarray(tree.ancestors),
-        _cache(inputs, "kv", target.config.num_layers, length),
+        read_cache(inputs, "kv", target.config.num_layers, length),
         taps=taps,
     )
-    accepted = accept(tree, tokens, _unembed(network, target, hidden.features), levels)
+    accepted = accept(tree, tokens, unembed_rows(network, target, hidden.features), levels)
     path_kv = select_nodes(hidden.new_kv, accepted.path)
     return (
         hidden,
@@ -570,66 +557,6 @@ def _verify_and_commit(
             "o_count": accepted.count[None],
             "o_length": (length + accepted.count)[None],
             "o_pending": accepted.last[None],
-            **_outgoing(_write(inputs, "kv", path_kv, length)),
+            **outgoing(write_kv(inputs, "kv", path_kv, length)),
         },
     )
-
-
-def _unembed(network: Network, target: Target, features: Array) -> Array:
-    return network.unembed(features)[:, : target.num_tokens]
-
-
-def _cache(inputs: Record, prefix: str, num_layers: int, length: Array) -> KVCache:
-    """Layers from a record. There both keys and values lie as [1, kv_heads, slots, head_dim]."""
-    layers = (
-        LayerKV(inputs[f"{prefix}_k_{i}"][0].transpose(0, 2, 1), inputs[f"{prefix}_v_{i}"][0])
-        for i in range(num_layers)
-    )
-    return KVCache(tuple(layers), length)
-
-
-def _record(layers: tuple[LayerKV, ...], prefix: str) -> Record:
-    record = {}
-    for i, layer in enumerate(layers):
-        record[f"{prefix}_k_{i}"] = layer.keys.transpose(0, 2, 1)[None]
-        record[f"{prefix}_v_{i}"] = layer.values[None]
-    return record
-
-
-def _write(inputs: Record, prefix: str, new_kv: tuple[LayerKV, ...], at: Array) -> Record:
-    """Caches with new slots from `at`; the host owes the room.
-
-    Keys are written as they lie in the file: as `core.cache.write` has them, whole caches would be
-    turned over twice in every call.
-    """
-    return {
-        name: jax.lax.dynamic_update_slice(
-            inputs[name], new, (0, 0, at, 0), allow_negative_indices=False
-        )
-        for name, new in _record(new_kv, prefix).items()
-    }
-
-
-def _outgoing(state: Record) -> Record:
-    return {f"o_{name}": value for name, value in state.items()}
-
-
-def _kv(target: Target, prefix: str = "kv", slots: int | None = None):
-    config = target.config
-    shape = (1, config.num_kv_heads, slots or target.slots, config.head_dim)
-    names = (f"{prefix}_{kind}_{i}" for i in range(config.num_layers) for kind in "kv")
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in names}
-
-
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def _signature(
-    target: Target, function: Function, inputs: Mapping[str, jax.ShapeDtypeStruct]
-) -> Signature:
-    def traced(params: Params, record: Record) -> Record:
-        with exchanged(litert_forms(target.slots)):
-            return function(params, record)
-
-    return Signature(traced, inputs)

@@ -41,8 +41,8 @@ from jaxspec.mobile.loops import (
     Verified,
     drafted_by,
 )
+from jaxspec.mobile.records import Signature
 from jaxspec.mobile.runtime import verify_drafts
-from jaxspec.mobile.signatures import Signature
 
 SLOTS, NUM_NEW = 64, 40
 SHAPES = ExportConfig(slots=SLOTS, prefill=(8,), quantization="float32")
@@ -437,7 +437,7 @@ def test_a_missing_extra_is_named(path, monkeypatch):
 def test_lookup_gets_a_pass_of_its_size(pair):
     from jaxspec.drafters import LoadedDrafter
     from jaxspec.mobile.export import _signatures
-    from jaxspec.mobile.signatures import Target
+    from jaxspec.mobile.records import Target
 
     target = Target(pair[0].config, SLOTS, 48)
     functions, paths = _signatures(target, LoadedDrafter(PromptLookup(4), ()), SHAPES)

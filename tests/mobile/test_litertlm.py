@@ -34,7 +34,7 @@ from jaxspec.mobile.litertlm import (
     prefill_signature,
 )
 from jaxspec.mobile.litertlm_check import check_litertlm
-from jaxspec.mobile.signatures import Target
+from jaxspec.mobile.records import Target
 
 SLOTS, NUM_NEW, DRAFTS = 64, 40, 3
 SHAPES = ExportConfig(slots=SLOTS, prefill=(8,), quantization="float32")

@@ -108,7 +108,7 @@ def found():
     pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
     pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
     from jaxspec.mobile.convert import lower, to_flatbuffer
-    from jaxspec.mobile.signatures import Signature
+    from jaxspec.mobile.records import Signature
     from jaxspec.mobile.weights import Leaf, fill_in
 
     rows = jax.ShapeDtypeStruct((3, 8), jnp.float32)

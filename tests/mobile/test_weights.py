@@ -12,7 +12,7 @@ from ai_edge_litert.interpreter import Interpreter
 
 from jaxspec.mobile.convert import lower, to_flatbuffer
 from jaxspec.mobile.opset import read_graphs
-from jaxspec.mobile.signatures import Signature
+from jaxspec.mobile.records import Signature
 from jaxspec.mobile.weights import Leaf, fill_in
 
 _draws = np.random.default_rng(0)
