@@ -285,7 +285,7 @@ def embed_signature(target: Target, carried: Carried) -> Signature:
         table = params.target.params["embed"]["embedding"]
         return {"embeddings": carried.pad(lookup_rows(table, inputs["token_ids"][0]))[None]}
 
-    return make_signature(target, embed, {"token_ids": jax.ShapeDtypeStruct((1, 1), jnp.int32)})
+    return _signature(target, embed, {"token_ids": jax.ShapeDtypeStruct((1, 1), jnp.int32)})
 
 
 def prefill_signature(target: Target, carried: Carried, size: int) -> Signature:
@@ -294,7 +294,7 @@ def prefill_signature(target: Target, carried: Carried, size: int) -> Signature:
     def prefill(params: Params, inputs: Record) -> Record:
         return _pass(params.target, target, inputs)[1]
 
-    return make_signature(target, prefill, _pass_inputs(target, carried, size))
+    return _signature(target, prefill, _pass_inputs(target, carried, size))
 
 
 def verify_signature(target: Target, carried: Carried, size: int) -> Signature:
@@ -308,7 +308,7 @@ def verify_signature(target: Target, carried: Carried, size: int) -> Signature:
             outputs["activations"] = carried.pad(hidden.features)[None]
         return outputs
 
-    return make_signature(target, verify, _pass_inputs(target, carried, size))
+    return _signature(target, verify, _pass_inputs(target, carried, size))
 
 
 def draft_signature(target: Target, carried: Carried) -> Signature:
@@ -342,7 +342,7 @@ def draft_signature(target: Target, carried: Carried) -> Signature:
         "input_pos": jax.ShapeDtypeStruct((1,), jnp.int32),
         **kv_inputs(target, _CACHE),
     }
-    return make_signature(target, draft, inputs)
+    return _signature(target, draft, inputs)
 
 
 def _pass(network: Network, target: Target, inputs: Record) -> tuple[Hidden, Record]:
@@ -395,7 +395,7 @@ def _forms(target: Target) -> Mapping[Any, Any]:
     return forms
 
 
-def make_signature(
+def _signature(
     target: Target, function: Any, inputs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Signature:
     def traced(params: Params, record: Record) -> Record:
