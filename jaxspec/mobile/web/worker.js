@@ -68,8 +68,8 @@ const handlers = {
     if (!bytes) {
       ({bytes, from, problem} = await fetchFile(file, sha256, (done, total) => post('progress', {part: 'download', done, total})));
     }
-    post('model', {from, problem});
     const {bytes: settings} = await fetchFile(coderFile, sha256, () => {});
+    post('model', {from, problem});
     const coder = new TextCoder(Tokenizer, JSON.parse(TEXT.decode(settings)), profile.chat);
     post('progress', {part: 'runtime'});
     session = new Session(litert, profile, coder, accelerator);

@@ -312,7 +312,7 @@ def test_without_relaxed_simd_one_thread_does_it(browser, page, changed):
     """As in Safari: LiteRT.js then refuses threads, whatever the server sends."""
     refuse = b"""
     const given = WebAssembly.instantiate;
-    WebAssembly.instantiate = (bytes, ...rest) => (bytes.length === 39 && bytes[31] === 253
+    WebAssembly.instantiate = (bytes, ...rest) => (bytes.length < 64 && bytes.includes(123)
       ? Promise.reject(new Error("no relaxed SIMD")) : given(bytes, ...rest));
     """
     worker = (page.folder / "worker.js").read_bytes()
@@ -366,7 +366,8 @@ def test_it_looks_well_on_any_screen_and_is_used_without_a_mouse(browser, page, 
         assert look["unnamed"] == look["small"] == [], where
         assert look["overflow"] <= 0, where
     controls = {"accelerator", "delete", "log", "prompt", "send", "new", "mode", "tokens"}
-    assert controls | {"choice", "tree", "measure", "profile"} <= set(seen["reached"])
+    controls |= {"choice", "tree", "measure", "profile"}
+    assert controls - set(seen["reached"]) == set()
 
 
 def test_the_policy_refuses_what_the_page_does_not_do(browser, url):
@@ -403,7 +404,7 @@ def test_a_failure_in_the_middle_is_survived(browser, page, changed):
     broken = engine.replace(call, f"if (self.broken) throw new Error('out of memory'); {call}")
     url = changed(files={"engine.js": broken.encode()})
     seen = browser("broken", url, texts=[{"text": TEXT, "tokens": 24}])
-    assert "out of memory" in seen["failed"]["notices"][0]
+    assert "out of memory" in seen["refused"]["notices"][0]
     assert seen["prompt"] == TEXT
     assert seen["second"]["ids"] == seen["first"]["ids"]
     assert "begins anew" in seen["divider"]
