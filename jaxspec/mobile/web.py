@@ -213,6 +213,8 @@ def vendor(folder: Path) -> None:
                 shutil.copytree(path, target)
             else:
                 shutil.copyfile(path, target)
+    # LiteRT.js is under the same licence, whose text its package does not bring.
+    shutil.copyfile(folder / "tokenizers/LICENSE", folder / "litert/LICENSE")
     loader = folder / _VENDORED[f"{_LITERT}/dist/index.js"]
     source = loader.read_text(encoding="utf-8")
     assert source.count(_BARE) == 1, "another version of LiteRT.js than package.json pins"

@@ -21,8 +21,10 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 from jaxspec.cli import main
 from jaxspec.mobile import MobileModel
 from jaxspec.mobile.loops import Plain, Steps
-from jaxspec.trees import load_profile
+from jaxspec.mobile.web import choose_trees
+from jaxspec.trees import load_profile, search_tree
 from tests.mobile.web.conftest import served
+from tests.mobile.web.models import page_model, table_of
 
 TEXT = "12 + 30 is 42, so"
 NUM_TOKENS = 64
@@ -151,6 +153,9 @@ def visit(browser, page, url, accelerator, tmp_path):
     profile = load_profile(imported)
     assert accelerator in profile.runtime
     assert {timing.size for timing in profile.target} == {1, 2, 4}
+    table = table_of(page_model()[1])
+    here = search_tree(table, profile, max_nodes=3).best_draft.paths
+    assert here in choose_trees(table, profile), "the next export has the tree for this device"
 
 
 def nothing_sent(requests, url):
