@@ -73,10 +73,10 @@ async function boot() {
     $('mode').value = 'text';
     $('mode').disabled = true;
   }
-  await showStored();
+  const whole = await showStored();
   $('accelerator').value = recall('accelerator') ?? 'auto';
   $('load').disabled = false;
-  if (await stored(NEEDED)) start();
+  if (whole) start();
 }
 
 function fileOf(name) {
@@ -86,19 +86,16 @@ function fileOf(name) {
 
 const modelFile = () => fileOf('model.tflite');
 
-/** Bytes stored of some files, or 0 where one of them is missing. */
-async function stored(names) {
-  const sizes = await Promise.all(names.map(name => storedBytes(fileOf(name))));
-  return sizes.includes(0) ? 0 : sizes.reduce((sum, size) => sum + size, 0);
-}
-
+/** Shows what is stored; says whether that is all that is needed. */
 async function showStored() {
+  const names = Object.keys(profile.files), sizes = await Promise.all(names.map(name => storedBytes(fileOf(name))));
+  const kept = sizes.reduce((sum, size) => sum + size, 0), whole = NEEDED.every(name => sizes[names.indexOf(name)]);
   const bytes = NEEDED.reduce((sum, name) => sum + fileOf(name).bytes, 0);
-  const model = await stored(NEEDED), kept = model && model + await stored(['kit.tflite']);
-  const where = kept ? `kept in this browser (${megabytes(kept)})` : `a download of ${megabytes(bytes)}`;
+  const where = whole ? `kept in this browser (${megabytes(kept)})` : `a download of ${megabytes(bytes)}`;
   $('model-facts').textContent = `${profile.model} in ${profile.quantization}, texts of up to ${profile.slots} tokens: ${where}.`;
   $('delete').hidden = !kept;
-  if (!ready && !started) $('load').textContent = kept ? 'Load the model' : `Load the model (${megabytes(bytes)})`;
+  if (!ready && !started) $('load').textContent = whole ? 'Load the model' : `Load the model (${megabytes(bytes)})`;
+  return whole;
 }
 
 async function pickAccelerator() {
@@ -108,7 +105,7 @@ async function pickAccelerator() {
   const software = adapter?.info?.isFallbackAdapter ?? adapter?.isFallbackAdapter ?? false;
   if (adapter && !(software && wish === 'auto')) return 'webgpu';
   if (adapter) {
-    notice('WebGPU is computed by the CPU in this browser: the model runs there by wasm, which is faster.');
+    notice('WebGPU is computed by the CPU in this browser: the model runs there by wasm instead.');
     return 'wasm';
   }
   const why = isSecureContext ? 'This browser or device offers no WebGPU' : 'Browsers offer WebGPU to secure addresses only (https, or localhost)';
