@@ -3,6 +3,7 @@
 import functools
 import socket
 import ssl
+import sys
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -54,6 +55,13 @@ class _Handler(SimpleHTTPRequestHandler):
         pass
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request, client_address) -> None:
+        # Who leaves in the middle of a file, or does not trust the certificate, is no error here.
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError | ssl.SSLError):
+            super().handle_error(request, client_address)
+
+
 def page_server(
     folder: str | Path,
     host: str = "127.0.0.1",
@@ -84,7 +92,7 @@ def page_server(
         raise ValueError(f"--port must be in 0..65535, got {port}.")
     handler = functools.partial(_Handler, directory=str(folder))
     try:
-        server = ThreadingHTTPServer((host, port), handler)
+        server = _Server((host, port), handler)
     except OSError as error:
         raise ValueError(
             f"--port: {host}:{port} cannot be had ({error.strerror}); take another, or 0 for any."
@@ -96,7 +104,10 @@ def page_server(
         except OSError as error:
             server.server_close()
             raise ValueError(f"--certificate {certificate}: cannot be used ({error}).") from None
-        server.socket = context.wrap_socket(server.socket, server_side=True)
+        # A visitor shakes hands in a thread of their own: who does not would stop all others.
+        server.socket = context.wrap_socket(
+            server.socket, server_side=True, do_handshake_on_connect=False
+        )
     return server
 
 

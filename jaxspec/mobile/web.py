@@ -43,6 +43,8 @@ PAGE_FILES = (
     *("index.html", "style.css", "page.js", "worker.js", "session.js", "engine.js", "choose.js"),
     *("storage.js", "tokenizer.js", "tree_view.js"),
 )
+_TOKENIZER_FILE = "tokenizer.json"
+_CHECKED_FILES = (MODEL_FILE, KIT_FILE, _TOKENIZER_FILE)
 _PACKAGE_FILES = ("package.json", "package-lock.json")
 _LITERT = "@litertjs/core"
 # What the page loads of each package, and where it lies beside the page.
@@ -175,8 +177,7 @@ def export_web(
             "heap_bytes": heap(staging / MODEL_FILE, len(manifest.signatures), passes),
             "heap_limit": HEAP_LIMIT,
             "self_test": test,
-            "files": {name: _fingerprint(staging / name) for name in (MODEL_FILE, KIT_FILE)},
-            "tokenizer": _fingerprint(staging / "tokenizer.json"),
+            "files": {name: _fingerprint(staging / name) for name in _CHECKED_FILES},
             "kit": kit,
         }
         write_json(staging / PROFILE_FILE, profile)
@@ -212,6 +213,8 @@ def vendor(folder: Path) -> None:
                 shutil.copytree(path, target)
             else:
                 shutil.copyfile(path, target)
+    # LiteRT.js is under the same licence, whose text its package does not bring.
+    shutil.copyfile(folder / "tokenizers/LICENSE", folder / "litert/LICENSE")
     loader = folder / _VENDORED[f"{_LITERT}/dist/index.js"]
     source = loader.read_text(encoding="utf-8")
     assert source.count(_BARE) == 1, "another version of LiteRT.js than package.json pins"
@@ -383,7 +386,7 @@ def _payload(folder: Path) -> dict[str, int]:
         "LiteRT.js, one of its builds": max(builds) + max(glue) + _size(loader),
         "tokenizer's code": _size((folder / "vendor/tokenizers").glob("*.js")),
         "checksum's code": _size((folder / "vendor/hashes").glob("*.js")),
-        "tokenizer.json": _size([folder / "tokenizer.json"]),
+        "tokenizer.json": _size([folder / _TOKENIZER_FILE]),
         "profile.json": _size([folder / PROFILE_FILE]),
         "model.tflite": _size([folder / MODEL_FILE]),
         "kit.tflite, on request only": _size([folder / KIT_FILE]),

@@ -68,10 +68,10 @@ export class Decoder {
 
   /**
    * Reads a prompt, but for what the caches hold of it already, and appends the next token.
-   * @param report called with how many tokens of the prompt have been read.
-   * @returns that token.
+   * @param report awaited with how many tokens of the prompt have been read; `false` ends it.
+   * @returns that token, or null where `report` ended it: then the text is as it was.
    */
-  async prefill(prompt, report = () => {}) {
+  async prefill(prompt, report = () => true) {
     const {slots, num_tokens: known} = this.profile;
     if (!prompt.length) throw new UserError('There is nothing to continue: write something first.');
     if (prompt.length >= slots) {
@@ -83,9 +83,14 @@ export class Decoder {
     while (same < prompt.length && prompt[same] === this.text[same]) same++;
     // A head's pair joins a state with the token after it, so that token must be the same too.
     const start = Math.max(0, Math.min(this.known, same - 1, prompt.length - 1));
+    const before = this.text;
     this.text = [];
     this.known = 0;
     const next = await this._read(prompt, start, report);
+    if (next === null) {
+      Object.assign(this, {text: before, known: start, recent: 0});
+      return null;
+    }
     this.text = [...prompt, next];
     this.known = prompt.length - 1;
     this.recent = 1;
@@ -151,7 +156,7 @@ export class Decoder {
   async _catchUp() {
     if (this.recent) return;
     const text = this.text;
-    await this._read(text.slice(0, -1), Math.min(this.known, text.length - 2), () => {});
+    await this._read(text.slice(0, -1), Math.min(this.known, text.length - 2), () => true);
     this.known = text.length - 2;
     this.recent = 1;
     this._forget('tokens', 'count', 'length', 'pending');
@@ -176,7 +181,10 @@ export class Decoder {
       at += count;
       if (at >= length) [next] = await outputs.o_pending.data();
       this._keep(outputs);
-      report(at);
+      if (await report(at) === false && at < length) {
+        next = null;
+        break;
+      }
     }
     this._forget('prompt', 'following', 'tokens', 'count', 'length', 'pending');
     return next;

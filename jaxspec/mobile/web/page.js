@@ -1,11 +1,15 @@
 // The page: what is clicked and typed goes to the worker, what comes back is shown, as text only.
 
-import {deleteStored, megabytes, storedBytes} from './storage.js';
+import {deleteStored, megabytes, recall, remember, storedBytes} from './storage.js';
 import {treePicture} from './tree_view.js';
 
 const $ = id => document.getElementById(id);
 const PLAIN = 'decode';
 const REDRAW = 150; // milliseconds
+const NEEDED = ['model.tflite', 'tokenizer.json'];
+const CONTROLS = ['prompt', 'send', 'measure', 'profile', 'new', 'accelerator'];
+// On a touch screen, focus in the prompt brings up a keyboard that hides the text.
+const touch = matchMedia('(pointer: coarse)');
 const ENDS = {stop: '', length: 'The token budget ended here.', room: 'The text is as long as the model can read: begin a new one.', stopped: 'Stopped.'};
 
 let profile = null, worker = null, ready = null, answer = null, started = false;
@@ -31,6 +35,7 @@ function progress(label, share) {
 
 const shares = {
   download: ({done, total}) => [`Downloading the model: ${megabytes(done)} of ${megabytes(total)}`, done / total],
+  runtime: () => ['Loading LiteRT.js, which runs the model (about 10 MB, once)', null],
   compile: () => ['Compiling the model for this device', null],
   'self-test': () => ['Testing that this device computes rightly', null],
   measure: ({done}) => ['Measuring this device: plain decoding and each tree, in turns', done],
@@ -68,9 +73,10 @@ async function boot() {
     $('mode').value = 'text';
     $('mode').disabled = true;
   }
-  await showStored();
+  const whole = await showStored();
+  $('accelerator').value = recall('accelerator') ?? 'auto';
   $('load').disabled = false;
-  if (await storedBytes(modelFile())) start();
+  if (whole) start();
 }
 
 function fileOf(name) {
@@ -80,19 +86,28 @@ function fileOf(name) {
 
 const modelFile = () => fileOf('model.tflite');
 
+/** Shows what is stored; says whether that is all that is needed. */
 async function showStored() {
-  const kept = await storedBytes(modelFile()), {bytes} = modelFile();
-  const where = kept ? `kept in this browser (${megabytes(kept)})` : `a download of ${megabytes(bytes)}`;
+  const names = Object.keys(profile.files), sizes = await Promise.all(names.map(name => storedBytes(fileOf(name))));
+  const kept = sizes.reduce((sum, size) => sum + size, 0), whole = NEEDED.every(name => sizes[names.indexOf(name)]);
+  const bytes = NEEDED.reduce((sum, name) => sum + fileOf(name).bytes, 0);
+  const where = whole ? `kept in this browser (${megabytes(kept)})` : `a download of ${megabytes(bytes)}`;
   $('model-facts').textContent = `${profile.model} in ${profile.quantization}, texts of up to ${profile.slots} tokens: ${where}.`;
   $('delete').hidden = !kept;
-  if (!ready && !started) $('load').textContent = kept ? 'Load the model' : `Load the model (${megabytes(bytes)})`;
+  if (!ready && !started) $('load').textContent = whole ? 'Load the model' : `Load the model (${megabytes(bytes)})`;
+  return whole;
 }
 
 async function pickAccelerator() {
   const wish = $('accelerator').value;
   if (wish === 'wasm') return 'wasm';
   const adapter = await navigator.gpu?.requestAdapter().catch(() => null);
-  if (adapter) return 'webgpu';
+  const software = adapter?.info?.isFallbackAdapter ?? adapter?.isFallbackAdapter ?? false;
+  if (adapter && !(software && wish === 'auto')) return 'webgpu';
+  if (adapter) {
+    notice('WebGPU is computed by the CPU in this browser: the model runs there by wasm instead.');
+    return 'wasm';
+  }
   const why = isSecureContext ? 'This browser or device offers no WebGPU' : 'Browsers offer WebGPU to secure addresses only (https, or localhost)';
   notice(`${why}: the model runs on the CPU, by wasm.`);
   return 'wasm';
@@ -120,28 +135,44 @@ function begin(accelerator, handed = null) {
   worker?.terminate();
   worker = new Worker('worker.js');
   worker.onmessage = ({data}) => receivers[data.type](data);
-  worker.onerror = event => failed(`The worker stopped: ${event.message ?? 'worker.js could not be loaded'}.`);
+  worker.onerror = event => failed(`The worker stopped: ${event.message || 'worker.js could not be loaded'}.`);
   worker.accelerator = accelerator;
+  worker.asked = threads;
   worker.threads = threads ? navigator.hardwareConcurrency : 1;
-  worker.postMessage({type: 'start', profile, accelerator, threads, file: modelFile(), handed}, handed ? [handed.buffer] : []);
+  const times = recall('times')?.[kind()] ?? null;
+  const task = {profile, accelerator, threads, file: modelFile(), coderFile: fileOf('tokenizer.json'), times, handed};
+  worker.postMessage({type: 'start', ...task}, handed ? [handed.buffer] : []);
+}
+
+/** What the times of a visit hold for. */
+const kind = () => [modelFile().sha256, worker.accelerator, worker.asked, navigator.userAgent].join(' ');
+
+/** Ends the model's worker, with all that it knows. */
+function end() {
+  progress(null);
+  takeBack();
+  worker?.terminate();
+  worker = ready = null;
+  started = false;
+  if ($('log').lastElementChild?.classList.contains('turn')) {
+    const line = document.createElement('p');
+    line.className = 'divider';
+    line.textContent = 'Here the model begins anew: it has not read what stands above.';
+    $('log').append(line);
+  }
+  enable(false);
 }
 
 function failed(message) {
   notice(message, true);
-  progress(null);
-  worker?.terminate();
-  worker = null;
-  started = false;
-  ready = null;
-  answer = null;
+  end();
   $('load').disabled = false;
   $('load').textContent = 'Try again';
   $('accelerator').disabled = false;
-  enable(false);
 }
 
 function enable(on, busy = false) {
-  for (const id of ['prompt', 'send', 'measure', 'profile', 'new']) $(id).disabled = !on || busy;
+  for (const id of CONTROLS) $(id).disabled = !on || busy;
   $('stop').disabled = !(on && busy && answer);
   $('log').setAttribute('aria-busy', String(busy));
 }
@@ -158,8 +189,10 @@ const receivers = {
     showStored();
   },
 
-  notice({message}) {
-    notice(message);
+  runtime({threads}) {
+    if (worker.accelerator !== 'wasm' || threads === worker.asked) return;
+    worker.threads = 1;
+    notice('This browser\u2019s wasm lacks relaxed SIMD, without which LiteRT.js has no threads: one core does all the work.');
   },
 
   tested({missing, message}) {
@@ -187,7 +220,9 @@ const receivers = {
     showCandidates(ready.speeds, ready.best);
     showTally();
     enable(true);
-    $('prompt').focus({preventScroll: true});
+    const others = Object.entries(recall('times') ?? {}).filter(([key]) => key.startsWith(modelFile().sha256));
+    remember('times', {...Object.fromEntries(others), [kind()]: ready.times});
+    focusPrompt();
   },
 
   text(message) {
@@ -203,45 +238,59 @@ const receivers = {
 
   done({reason}) {
     progress(null);
-    showPanel();
-    const end = document.createElement('span');
-    end.className = 'end';
-    end.textContent = ENDS[reason] ? `\n${ENDS[reason]}` : '';
-    answer.line.append(end);
-    Object.assign(answer.line.dataset, {ids: JSON.stringify(answer.ids), reason});
-    answer = null;
+    if (reason === 'unread') {
+      takeBack();
+    } else {
+      showPanel();
+      const why = document.createElement('span');
+      why.className = 'end';
+      why.textContent = ENDS[reason];
+      answer.line.append(why);
+      Object.assign(answer.line.dataset, {ids: JSON.stringify(answer.ids), reason});
+      answer = null;
+    }
     enable(true);
-    $('prompt').focus({preventScroll: true});
+    focusPrompt();
   },
 
   forgotten() {
     $('log').replaceChildren();
     $('speed').hidden = true;
-    $('prompt').focus();
+    focusPrompt();
   },
 
   kit({seconds}) {
     progress(null);
     enable(true);
     save(seconds);
+    showStored();
   },
 
-  error({during, message}) {
-    if (during === 'start') {
+  error({fatal, message}) {
+    if (fatal) {
       failed(message);
       return;
     }
     notice(message, true);
     progress(null);
-    if (answer) {
-      answer.line.remove();
-      answer.asked.remove();
-      if (!$('prompt').value) $('prompt').value = answer.prompt;
-    }
-    answer = null;
+    takeBack();
     enable(true);
+    focusPrompt();
   },
 };
+
+/** A text that was not answered stands in the prompt again. */
+function takeBack() {
+  if (!answer) return;
+  answer.line.remove();
+  answer.asked.remove();
+  if (!$('prompt').value) $('prompt').value = answer.prompt;
+  answer = null;
+}
+
+function focusPrompt() {
+  if (!touch.matches) $('prompt').focus({preventScroll: true});
+}
 
 // ---- the conversation ---------------------------------------------------------------------------
 
@@ -350,9 +399,11 @@ function showTally() {
     bars($('time'), ['the model', 'reading back', 'the page'].map(name => ({name, value: 0, label: ''})));
     return;
   }
-  const parts = {'the model': clock.run, 'reading back': clock.read, 'the page': Math.max(0, time - clock.run - clock.read)};
+  // Calls of a GPU return before it has computed; to read what they give is to wait for it.
+  const reading = ready.accelerator === 'webgpu' ? 'waiting for the GPU' : 'reading back';
+  const parts = {'the model': clock.run, [reading]: clock.read, 'the page': Math.max(0, time - clock.run - clock.read)};
   bars($('time'), Object.entries(parts).map(([name, spent]) => ({
-    name, value: spent, best: name === 'the model', label: `${(spent / calls).toFixed(2)} ms, ${(100 * spent / time).toFixed(1)} %`,
+    name, value: spent, best: name !== 'the page', label: `${(spent / calls).toFixed(2)} ms, ${(100 * spent / time).toFixed(1)} %`,
   })));
   const speed = 1000 * tokens / time, plain = 1000 / ready.times[PLAIN].median;
   const small = document.createElement('small');
@@ -387,9 +438,16 @@ function save(seconds) {
 // ---- clicks and keys ----------------------------------------------------------------------------
 
 $('load').addEventListener('click', start);
+$('accelerator').addEventListener('change', () => {
+  remember('accelerator', $('accelerator').value);
+  if (!ready) return;
+  end();
+  start();
+});
 $('delete').addEventListener('click', async () => {
   await deleteStored();
   await showStored();
+  $(ready ? 'accelerator' : 'load').focus({preventScroll: true}); // its own button is gone
   notice('The stored model was deleted; it will be downloaded again when it is next loaded.');
 });
 $('form').addEventListener('submit', event => {

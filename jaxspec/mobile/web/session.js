@@ -22,16 +22,7 @@ export class Session {
 
   /** Compiles the model's bytes. */
   async open(bytes) {
-    const {accelerator} = this;
-    try {
-      this.model = await this.litert.loadAndCompile(bytes, {accelerator, gpuOptions: GPU_OPTIONS});
-    } catch (error) {
-      throw new UserError(`The model could not be compiled for ${accelerator}: ${error.message ?? error}`);
-    }
-    // LiteRT.js goes on in silence with a part on the CPU, where int8 gives other tokens.
-    if (accelerator === 'webgpu' && !(this.model.options?.accelerator === 'webgpu' && this.model.isFullyAccelerated)) {
-      throw new UserError('This GPU cannot take the whole model.');
-    }
+    this.model = await compile(this.litert, bytes, this.accelerator);
     this.decoder = new Decoder(this.model, this.litert.Tensor, this.profile);
   }
 
@@ -51,8 +42,14 @@ export class Session {
     await decoder.prefill(this.profile.self_test?.prompt ?? [0]);
     this.times = await measure(choice => decoder.time(choice), this.choices, report);
     Object.assign(decoder, {text: before, known: 0}); // a conversation goes on, and is read again
-    this.chooser = new Chooser(this.profile.trees, this.times);
+    this.assume(this.times);
     return this.times;
+  }
+
+  /** Chooses by times of an earlier visit. */
+  assume(times) {
+    this.times = times;
+    this.chooser = new Chooser(this.profile.trees, times);
   }
 
   /** Forgets the conversation. */
@@ -75,17 +72,20 @@ export class Session {
    * Answers.
    * @param text what the person wrote.
    * @param options {mode: "chat" or "text", maxTokens, choice: "auto" or a function's name,
-   *     stopped, report}.
-   * @yields what `generate` yields.
+   *     stopped, report}: `report` is awaited with the tokens read, and those to be read.
+   * @yields what `generate` yields; once, with the reason "unread", where it was stopped before the
+   *     text was read: the conversation is as it was.
    */
   async *reply(text, {mode = 'chat', maxTokens = 256, choice = 'auto', stopped, report} = {}) {
-    const {decoder, chooser} = this, before = decoder.text.slice();
+    const {decoder, chooser} = this;
     const prompt = this.prompt(text, mode);
-    try {
-      await decoder.prefill(prompt, at => report?.(at, prompt.length));
-    } catch (error) {
-      decoder.text = before; // a text that was refused leaves the conversation as it was
-      throw error;
+    const next = await decoder.prefill(prompt, async at => {
+      await report?.(at, prompt.length);
+      return !stopped?.();
+    });
+    if (next === null) {
+      yield {tokens: [], drafted: [], path: [], accepted: 0, choice: null, milliseconds: 0, reason: 'unread'};
+      return;
     }
     chooser?.begin();
     const choose = choice === 'auto' && chooser ? () => chooser.current : () => (choice === 'auto' ? PLAIN : choice);
@@ -94,6 +94,22 @@ export class Session {
       yield step;
     }
   }
+}
+
+/** A file's bytes, compiled, all of it for one accelerator. */
+export async function compile(litert, bytes, accelerator) {
+  let model;
+  try {
+    model = await litert.loadAndCompile(bytes, {accelerator, gpuOptions: GPU_OPTIONS});
+  } catch (error) {
+    throw new UserError(`The model's file could not be compiled for ${accelerator}: ${error.message ?? error}`);
+  }
+  // LiteRT.js goes on in silence with a part on the CPU, where int8 gives other tokens.
+  if (accelerator === 'webgpu' && !(model.options?.accelerator === 'webgpu' && model.isFullyAccelerated)) {
+    model.delete();
+    throw new UserError('This GPU cannot take the whole model.');
+  }
+  return model;
 }
 
 /**

@@ -1,14 +1,27 @@
-// The model's file: from the browser's own storage if it lies there, else from the server.
+// The model's files: from the browser's own storage if they lie there, else from the server. And
+// small facts that the page remembers. Other pages of the same server keep theirs.
 
 import {UserError} from './engine.js';
 
 const CACHE = 'jaxspec-models';
 
-const place = ({sha256}) => new URL(`stored/${sha256}`, self.location.href).href;
+const folder = new URL('stored/', self.location.href).href;
+const place = ({sha256}) => `${folder}${sha256}`;
 
 function storage() {
-  // Browsers keep it from pages that are not secure, such as http: from another machine.
-  return 'caches' in self ? self.caches : null;
+  try {
+    // Browsers keep it from pages that are not secure, such as http: from another machine.
+    return self.caches ?? null;
+  } catch {
+    return null; // switched off
+  }
+}
+
+/** Deletes what is stored of this page, but for the files that are named. */
+async function sweep(cache, kept = []) {
+  const current = new Set(kept.map(sha256 => place({sha256})));
+  const old = (await cache.keys()).filter(({url}) => url.startsWith(folder) && !current.has(url));
+  await Promise.all(old.map(request => cache.delete(request)));
 }
 
 /** Bytes kept of a file, or 0. */
@@ -21,9 +34,37 @@ export async function storedBytes(file) {
   }
 }
 
-/** Removes all models of this page's origin. */
+/** Removes all files and facts of this page. */
 export async function deleteStored() {
-  return (await storage()?.delete(CACHE)) ?? false;
+  const cache = await storage()?.open(CACHE);
+  if (cache) await sweep(cache);
+  try {
+    localStorage.removeItem(folder);
+  } catch {
+    // Denied: nothing was kept.
+  }
+}
+
+/** What `remember` was given under a name, or null. */
+export function recall(name) {
+  return facts()[name] ?? null;
+}
+
+/** Keeps a fact where the browser lets it. */
+export function remember(name, fact) {
+  try {
+    localStorage.setItem(folder, JSON.stringify({...facts(), [name]: fact}));
+  } catch {
+    // Denied or full: it is found out anew at the next visit.
+  }
+}
+
+function facts() {
+  try {
+    return JSON.parse(localStorage.getItem(folder)) ?? {};
+  } catch {
+    return {};
+  }
 }
 
 /**
@@ -67,7 +108,7 @@ async function download(file, report) {
     throw failed('the server does not answer');
   }
   if (!response.ok) throw failed(`the server answered ${response.status} ${response.statusText}`);
-  const bytes = new Uint8Array(file.bytes), reader = response.body.getReader();
+  const bytes = room(file), reader = response.body.getReader();
   let at = 0;
   while (true) {
     let part;
@@ -86,14 +127,21 @@ async function download(file, report) {
   return bytes;
 }
 
+function room({name, bytes}) {
+  try {
+    return new Uint8Array(bytes);
+  } catch {
+    throw new UserError(`${name} needs ${megabytes(bytes)} of memory, which this device does not have free: close other pages, then try again.`);
+  }
+}
+
 /** Stores a file; says why where that fails. */
 async function keep(file, bytes) {
   const again = 'it will be downloaded again the next time';
   if (!storage()) return `The browser gives this page no storage (the address is not secure, or storage is switched off): ${again}.`;
   try {
     const cache = await storage().open(CACHE);
-    const current = new Set(file.current.map(sha256 => place({sha256})));
-    await Promise.all((await cache.keys()).filter(({url}) => !current.has(url)).map(old => cache.delete(old)));
+    await sweep(cache, file.current);
     await cache.put(place(file), new Response(bytes, {headers: {'Content-Length': String(bytes.length)}}));
     return null;
   } catch (error) {

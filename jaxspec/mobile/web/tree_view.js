@@ -1,7 +1,8 @@
 // A draft tree as a picture: what was drafted, and the path that was accepted.
 
 const SVG = 'http://www.w3.org/2000/svg';
-const WIDTH = 78, HEIGHT = 24, COLUMN = 98, ROW = 32, LETTERS = 9;
+const WIDTH = 72, HEIGHT = 24, COLUMN = 90, ROW = 32, LETTERS = 8; // pixels
+const SMALLEST = 0.85; // of that; a deep tree is scrolled rather than drawn smaller
 
 function element(name, attributes, parent) {
   const made = document.createElementNS(SVG, name);
@@ -41,6 +42,8 @@ export function treePicture(parents, names, path) {
   const width = (columns - 1) * COLUMN + WIDTH + 4, height = (rows - 1) * ROW + HEIGHT + 4;
   const words = path.map(node => names[node]).join('');
   const svg = element('svg', {viewBox: `0 0 ${width} ${height}`, class: 'tree', role: 'img', 'aria-label': `Tree of ${parents.length - 1} drafted tokens, ${path.length - 1} accepted: ${words}`});
+  svg.style.minWidth = `${SMALLEST * width}px`;
+  svg.style.maxWidth = `${width}px`;
   const at = node => [2 + places[node][0] * COLUMN, 2 + places[node][1] * ROW];
   parents.forEach((parent, node) => {
     if (parent < 0) return;

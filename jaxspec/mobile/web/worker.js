@@ -3,6 +3,7 @@
 
 const base = self.location.href;
 const wasm = new URL('vendor/litert/wasm/', base).href;
+const TEXT = new TextDecoder();
 const FRAME = 16; // milliseconds between messages to the page
 const LISTEN = 50; // and between looks for messages from it
 
@@ -32,45 +33,53 @@ self.onmessage = async ({data}) => {
     const [{UserError}] = await modules.catch(() => [{UserError: Error}]);
     const known = error instanceof UserError;
     if (!known) console.error(error);
-    post('error', {during: data.type, message: known ? error.message : `Something went wrong that should not: ${error?.message ?? error}`});
+    // After an error of LiteRT.js nothing of it can be relied on.
+    post('error', {fatal: !known || data.type === 'start', message: known ? error.message : `Something went wrong that should not: ${error?.message ?? error}.`});
   }
 };
 
+/** Starts LiteRT.js; says whether with threads, which it refuses where wasm lacks relaxed SIMD. */
+async function startLitert(litert, threads) {
+  self.Module = {locateFile: name => wasm + name, mainScriptUrlOrBlob: `${wasm}litert_wasm_threaded_internal.js`};
+  try {
+    await litert.loadLiteRt(wasm, {threads});
+    return threads;
+  } catch (error) {
+    if (threads) return startLitert(litert, false);
+    const [{UserError}] = await modules;
+    throw new UserError(`LiteRT.js could not be started: ${error?.message ?? error}. Check the connection, then try again.`);
+  }
+}
+
 const handlers = {
-  async start({profile: given, accelerator, threads, file, handed}) {
+  async start({profile: given, accelerator, threads, file, coderFile, times, handed}) {
     profile = given;
     let loaded;
     try {
       loaded = await modules;
     } catch (error) {
-      post('error', {during: 'start', message: 'A part of the page could not be loaded: check the connection, then reload.'});
+      post('error', {fatal: true, message: 'A part of the page could not be loaded: check the connection, then reload.'});
       return;
     }
-    const [{UserError}, {Session}, {fetchFile}, {TextCoder}, litert, {Tokenizer}, {sha256}] = loaded;
+    const [, {Session}, {fetchFile}, {TextCoder}, litert, {Tokenizer}, {sha256}] = loaded;
     post('progress', {part: 'download', done: 0, total: file.bytes});
     bytes = handed ?? null;
     let from = 'page', problem = null;
     if (!bytes) {
       ({bytes, from, problem} = await fetchFile(file, sha256, (done, total) => post('progress', {part: 'download', done, total})));
     }
+    const {bytes: settings} = await fetchFile(coderFile, sha256, () => {});
     post('model', {from, problem});
-    const response = await fetch('./tokenizer.json').catch(() => null);
-    if (!response?.ok) throw new UserError('tokenizer.json could not be downloaded: check the connection, then try again.');
-    const coder = new TextCoder(Tokenizer, await response.json(), profile.chat);
-    post('progress', {part: 'compile'});
-    const script = `litert_wasm_${threads ? 'threaded_' : ''}internal.js`;
-    self.Module = {locateFile: name => wasm + name, mainScriptUrlOrBlob: wasm + script};
-    try {
-      await litert.loadLiteRt(wasm, {threads});
-    } catch (error) {
-      throw new UserError(`LiteRT.js could not be started: ${error.message ?? error}`);
-    }
+    const coder = new TextCoder(Tokenizer, JSON.parse(TEXT.decode(settings)), profile.chat);
+    post('progress', {part: 'runtime'});
     session = new Session(litert, profile, coder, accelerator);
     try {
+      post('runtime', {threads: await startLitert(litert, threads)});
+      post('progress', {part: 'compile'});
       await session.open(bytes);
     } catch (error) {
-      if (!(error instanceof UserError)) throw error;
-      refuse(error.message);
+      if (accelerator !== 'webgpu') throw error;
+      refuse(error?.message ?? String(error));
       return;
     }
     post('progress', {part: 'self-test'});
@@ -88,14 +97,20 @@ const handlers = {
     bytes = null;
     session.forget();
     post('tested', tested);
-    await handlers.measure();
+    if (accelerator === 'webgpu') {
+      litert.getWebGpuDevice().lost.then(({message}) => post('error', {fatal: true, message: `The browser took the GPU away: ${message || 'it does not say why'}.`}));
+    }
+    if (times) {
+      session.assume(times);
+      ready();
+    } else {
+      await handlers.measure();
+    }
   },
 
   async measure() {
-    const times = await session.measure(share => post('progress', {part: 'measure', done: share, total: 1}));
-    const {chooser} = session;
-    session.decoder.clock = {run: 0, read: 0};
-    post('ready', {accelerator: session.accelerator, times, expected: chooser.expected, speeds: chooser.speeds(), best: chooser.current});
+    await session.measure(share => post('progress', {part: 'measure', done: share, total: 1}));
+    ready();
   },
 
   async reply({text, mode, maxTokens, choice}) {
@@ -115,7 +130,10 @@ const handlers = {
       });
       [pieces, ids, counts] = [[], [], []];
     };
-    const report = (done, total) => post('progress', {part: 'prompt', done, total});
+    const report = (done, total) => {
+      post('progress', {part: 'prompt', done, total});
+      return breathe();
+    };
     for await (const step of session.reply(text, {mode, maxTokens, choice, stopped: () => stopping, report})) {
       if (step.choice === null && decoding === null) {
         decoding = performance.now();
@@ -159,10 +177,10 @@ const handlers = {
 
   /** Times the kit: passes of several sizes, from which a tree can be searched for this device. */
   async kit({file}) {
-    const [, {timeKit}, {fetchFile}, , litert, , {sha256}] = await modules;
+    const [, {compile, timeKit}, {fetchFile}, , litert, , {sha256}] = await modules;
     const {bytes: kit} = await fetchFile(file, sha256, (done, total) => post('progress', {part: 'kit', done, total}));
     post('progress', {part: 'kit-measure', done: 0, total: 1});
-    const model = await litert.loadAndCompile(kit, {accelerator: session.accelerator, gpuOptions: {precision: 'fp32'}});
+    const model = await compile(litert, kit, session.accelerator);
     try {
       const seconds = await timeKit(model, litert.Tensor, profile.kit, share => post('progress', {part: 'kit-measure', done: share, total: 1}));
       post('kit', {seconds});
@@ -171,6 +189,11 @@ const handlers = {
     }
   },
 };
+
+function ready() {
+  const {accelerator, chooser, times} = session;
+  post('ready', {accelerator, times, expected: chooser.expected, speeds: chooser.speeds(), best: chooser.current});
+}
 
 /** This accelerator will not do. The bytes go back, for the next one to be tried. */
 function refuse(message) {

@@ -19,13 +19,48 @@ async function open(task) {
   const page = await context.newPage();
   page.setDefaultTimeout(LONG);
   page.on('pageerror', error => problems.push(error.message));
+  page.on('console', message => /Content Security Policy/i.test(message.text()) && problems.push(message.text()));
   if (task.quota) {
     const devtools = await context.newCDPSession(page);
     await devtools.send('Storage.overrideQuotaForOrigin', {origin: new URL(task.url).origin, quotaSize: task.quota});
   }
   if (task.noWebGpu) await context.addInitScript(() => Object.defineProperty(Navigator.prototype, 'gpu', {get: () => undefined}));
+  if (task.noStorage) await context.addInitScript(() => ['caches', 'localStorage'].forEach(name => Object.defineProperty(self, name, {get() { throw new DOMException('denied', 'SecurityError'); }})));
   await page.goto(task.url);
   return {context, page, requests, problems};
+}
+
+/** What people with weak eyes, a small screen or no mouse would stumble over. */
+function looks() {
+  const parse = color => color.match(/[\d.]+/g).map(Number);
+  const opaque = color => color !== 'none' && (parse(color)[3] ?? 1) === 1;
+  const light = color => parse(color).slice(0, 3).map(each => (each / 255 <= 0.03928 ? each / 255 / 12.92 : ((each / 255 + 0.055) / 1.055) ** 2.4)).reduce((sum, each, at) => sum + each * [0.2126, 0.7152, 0.0722][at], 0);
+  const contrast = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
+  const behind = element => {
+    const {backgroundColor} = getComputedStyle(element);
+    return opaque(backgroundColor) ? backgroundColor : behind(element.parentElement);
+  };
+  const shown = element => element.checkVisibility() && !element.closest('.hidden') && !element.closest(':disabled');
+  const texts = [], edges = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const {parentElement: element, textContent: text} = walker.currentNode;
+    if (!text.trim() || !shown(element) || element.closest('script, noscript, option')) continue;
+    const box = element.closest('svg') && element.parentElement.querySelector('rect');
+    const [ink, ground] = box ? [getComputedStyle(element).fill, getComputedStyle(box).fill] : [getComputedStyle(element).color, behind(element)];
+    texts.push({text: text.trim().slice(0, 30), contrast: contrast(ink, ground), size: parseFloat(getComputedStyle(element).fontSize) * (box ? box.getBoundingClientRect().width / box.width.baseVal.value : 1)});
+  }
+  const prompt = document.querySelector('#prompt');
+  texts.push({text: 'placeholder', contrast: contrast(getComputedStyle(prompt, '::placeholder').color, behind(prompt)), size: 16});
+  const controls = [...document.querySelectorAll('button, select, input, textarea')].filter(shown);
+  for (const each of controls) edges.push({id: each.id, contrast: Math.max(contrast(getComputedStyle(each).borderColor, behind(each.parentElement)), contrast(behind(each), behind(each.parentElement)))});
+  for (const each of document.querySelectorAll('.bars .fill')) edges.push({id: 'bar', contrast: contrast(getComputedStyle(each).backgroundColor, behind(each.parentElement))});
+  return {
+    texts, edges,
+    unnamed: controls.filter(each => !(each.labels?.length || each.textContent.trim() || each.ariaLabel)).map(({id}) => id),
+    small: controls.filter(each => each.getBoundingClientRect().height < 24).map(({id}) => id),
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  };
 }
 
 const settled = page => page.waitForFunction(() => !document.querySelector('#send').disabled || document.querySelector('.notice.bad'));
@@ -122,6 +157,104 @@ const scenarios = {
     await page.click('#delete');
     await page.waitForSelector('#delete', {state: 'hidden'});
     answer.deleted = (await facts(page)).model;
+    return answer;
+  },
+
+  /** After an answer: contrast and sizes, wide and narrow, light and dark; what Tab reaches. */
+  async look(task) {
+    const {page, problems} = await open(task), answer = {problems, looks: []};
+    await load(page, 'wasm');
+    for (const each of task.texts) await write(page, each.text, each);
+    for (const width of task.widths) {
+      for (const scheme of ['light', 'dark']) {
+        await page.setViewportSize({width, height: 800});
+        await page.emulateMedia({colorScheme: scheme});
+        answer.looks.push({width, scheme, ...await page.evaluate(looks)});
+      }
+    }
+    await page.evaluate(() => document.activeElement.blur());
+    answer.reached = [];
+    for (let press = 0; press < 20; press++) {
+      await page.keyboard.press('Tab');
+      answer.reached.push(await page.evaluate(() => document.activeElement.id));
+    }
+    return answer;
+  },
+
+  /** Loads each address in turn, in one visit to a server, doing something with storage between. */
+  async again(task) {
+    const {page, requests, problems} = await open(task), answer = {requests, problems, visits: []};
+    for (const {url, damage, remove} of task.visits) {
+      await page.goto(url);
+      await page.waitForFunction(() => !document.querySelector('#load').disabled || !document.querySelector('#send').disabled || document.querySelector('#load').textContent === 'Loaded');
+      if (await page.isEnabled('#load')) await load(page, 'wasm');
+      else await settled(page);
+      answer.visits.push({...await facts(page), notices: await notices(page)});
+      if (damage) {
+        await page.evaluate(async () => {
+          const cache = await caches.open('jaxspec-models');
+          for (const request of await cache.keys()) {
+            const {size} = await (await cache.match(request)).blob();
+            await cache.put(request, new Response(new Uint8Array(size), {headers: {'Content-Length': String(size)}}));
+          }
+        });
+      }
+      if (remove) {
+        await page.click('#delete');
+        await page.waitForSelector('#delete', {state: 'hidden'});
+      }
+    }
+    return answer;
+  },
+
+  /** What the policy refuses, in the page and in its worker. */
+  async policy(task) {
+    const {page} = await open(task);
+    await load(page, 'wasm');
+    const send = url => new Promise(resolve => {
+      self.addEventListener('securitypolicyviolation', event => resolve(event.effectiveDirective), {once: true});
+      fetch(url, {method: 'POST', mode: 'no-cors', body: 'text'}).then(() => resolve('sent'), () => setTimeout(resolve, 1000, 'failed'));
+    });
+    const answer = {page: await page.evaluate(send, task.elsewhere), worker: await page.workers()[0].evaluate(send, task.elsewhere)};
+    answer.markup = await page.evaluate(async () => {
+      const found = new Set();
+      document.addEventListener('securitypolicyviolation', event => found.add(event.effectiveDirective));
+      const script = document.createElement('script');
+      script.textContent = 'window.ran = true';
+      const box = document.createElement('div');
+      box.innerHTML = '<img src="data:," onerror="window.ran = true"><p style="color: red">x</p>';
+      document.body.append(script, box);
+      await new Promise(resolve => setTimeout(resolve, 500));
+      return {ran: window.ran ?? false, found: [...found]};
+    });
+    return answer;
+  },
+
+  /** LiteRT.js fails in the middle of an answer; the page is then loaded again, and asked again. */
+  async broken(task) {
+    const {page} = await open(task), [each] = task.texts;
+    await load(page, 'wasm');
+    const first = await write(page, each.text, each);
+    await page.workers()[0].evaluate(() => { self.broken = true; });
+    const failed = await write(page, each.text, each);
+    const prompt = await page.inputValue('#prompt');
+    await load(page, 'wasm');
+    return {first, refused: failed, prompt, second: await write(page, each.text, each), divider: await page.textContent('.divider')};
+  },
+
+  /** Loads on wasm, takes WebGPU instead, comes back. */
+  async switch(task) {
+    const {page, problems} = await open(task), answer = {problems}, [each] = task.texts;
+    const chart = () => page.textContent('#candidates');
+    const loaded = accelerator => page.waitForFunction(accelerator => document.querySelector('#panel').dataset.accelerator === accelerator && !document.querySelector('#send').disabled, accelerator);
+    await load(page, 'wasm');
+    await page.selectOption('#accelerator', 'webgpu');
+    await loaded('webgpu');
+    const before = await chart(); // what is learnt in use is for that visit
+    answer.switched = {...await facts(page), ...await write(page, each.text, each)};
+    await page.reload();
+    await loaded('webgpu');
+    answer.again = {...await facts(page), alike: before === await chart()};
     return answer;
   },
 

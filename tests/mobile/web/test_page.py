@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import http.server
 import json
 import os
@@ -20,8 +21,10 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 from jaxspec.cli import main
 from jaxspec.mobile import MobileModel
 from jaxspec.mobile.loops import Plain, Steps
-from jaxspec.trees import load_profile
+from jaxspec.mobile.web import choose_trees
+from jaxspec.trees import load_profile, search_tree
 from tests.mobile.web.conftest import served
+from tests.mobile.web.models import page_model, table_of
 
 TEXT = "12 + 30 is 42, so"
 NUM_TOKENS = 64
@@ -150,6 +153,9 @@ def visit(browser, page, url, accelerator, tmp_path):
     profile = load_profile(imported)
     assert accelerator in profile.runtime
     assert {timing.size for timing in profile.target} == {1, 2, 4}
+    table = table_of(page_model()[1])
+    here = search_tree(table, profile, max_nodes=3).best_draft.paths
+    assert here in choose_trees(table, profile), "the next export has the tree for this device"
 
 
 def nothing_sent(requests, url):
@@ -284,3 +290,145 @@ def test_bad_text_leaves_the_page_usable(browser, page, url):
     assert not seen["problems"]
     assert len(fine["ids"]) == 8
     assert seen["still"]
+
+
+def test_a_damaged_tokenizer_is_refused(browser, page, changed):
+    data = (page.folder / "tokenizer.json").read_bytes().replace(b'"a"', b'"z"', 1)
+    seen = browser("load", changed(files={"tokenizer.json": data}))
+    said = bad(seen)
+    assert "tokenizer.json" in said
+    assert "checksum" in said
+    assert seen["retry"]
+
+
+def test_a_missing_runtime_is_said(browser, page, changed):
+    url = changed(files={path: None for path in litert_files(page)})
+    seen = browser("load", url)
+    assert "LiteRT.js could not be started" in bad(seen)
+    assert seen["retry"]
+
+
+def litert_files(page) -> list[str]:
+    wasm = page.folder / "vendor" / "litert" / "wasm"
+    return [str(path.relative_to(page.folder)) for path in wasm.iterdir()]
+
+
+def test_without_relaxed_simd_one_thread_does_it(browser, page, changed):
+    """As in Safari: LiteRT.js then refuses threads, whatever the server sends."""
+    refuse = b"""
+    const given = WebAssembly.instantiate;
+    WebAssembly.instantiate = (bytes, ...rest) => (bytes.length < 64 && bytes.includes(123)
+      ? Promise.reject(new Error("no relaxed SIMD")) : given(bytes, ...rest));
+    """
+    worker = (page.folder / "worker.js").read_bytes()
+    seen = browser("load", changed(files={"worker.js": refuse + worker}))
+    (said,) = seen["notices"]
+    assert "relaxed SIMD" in said
+    assert seen["ready"]
+    assert "threads" not in seen["facts"]
+    assert any("compat" in address for _, address in seen["requests"])
+
+
+def test_denied_storage_is_said(browser, page, changed):
+    deny = b"""
+    Object.defineProperty(self, "caches", {get() { throw new DOMException("", "SecurityError"); }});
+    """
+    worker = (page.folder / "worker.js").read_bytes()
+    seen = browser("load", changed(files={"worker.js": deny + worker}), noStorage=True)
+    assert "no storage" in bad(seen)
+    assert seen["ready"]
+
+
+def test_a_damaged_stored_file_is_downloaded_again(browser, page, url):
+    visits = [{"url": url, "damage": True}, {"url": url}, {"url": url}]
+    seen = browser("again", url, visits=visits)
+    assert [visit["from"] for visit in seen["visits"]] == ["network", "network", "storage"]
+    assert not seen["problems"]
+
+
+def test_pages_of_one_server_keep_their_own_models(browser, page, tmp_path):
+    for name in ("one", "two"):
+        shutil.copytree(page.folder, tmp_path / name)
+    with served(tmp_path, bare_server) as address:
+        one, two = (f"{address}{name}/" for name in ("one", "two"))
+        visits = [{"url": one}, {"url": two}, {"url": one, "remove": True}, {"url": two}]
+        seen = browser("again", one, visits=visits)["visits"]
+    assert [visit["from"] for visit in seen] == ["network", "network", "storage", "storage"]
+
+
+def test_it_looks_well_on_any_screen_and_is_used_without_a_mouse(browser, page, url):
+    """WCAG 2.2 AA: contrast of text 4.5, of what marks a control or a bar 3; targets 24 pixels."""
+    deepest = max(page.profile["trees"], key=lambda tree: tree["nodes"])["signature"]
+    texts = [{"text": TEXT, "choice": deepest, "tokens": NUM_TOKENS}]
+    seen = browser("look", url, texts=texts, widths=[320, 1200])
+    assert len(seen["looks"]) == 4
+    for look in seen["looks"]:
+        where = (look["width"], look["scheme"])
+        assert len(look["texts"]) > 40, where
+        assert [each for each in look["texts"] if each["contrast"] < 4.5] == [], where
+        assert [each for each in look["texts"] if each["size"] < 11] == [], where
+        assert [each for each in look["edges"] if each["contrast"] < 3] == [], where
+        assert look["unnamed"] == look["small"] == [], where
+        assert look["overflow"] <= 0, where
+    controls = {"accelerator", "delete", "log", "prompt", "send", "new", "mode", "tokens"}
+    controls |= {"choice", "tree", "measure", "profile"}
+    assert controls - set(seen["reached"]) == set()
+
+
+def test_the_policy_refuses_what_the_page_does_not_do(browser, url):
+    elsewhere = url.replace("127.0.0.1", "phone.test")
+    seen = browser("policy", url, elsewhere=elsewhere)
+    assert seen["page"] == seen["worker"] == "connect-src"
+    assert not seen["markup"]["ran"]
+    assert set(seen["markup"]["found"]) == {"script-src-elem", "script-src-attr", "style-src-attr"}
+
+
+def test_what_the_model_writes_is_text(browser, page, changed):
+    """Its tokens are made to read as markup; those of the prompt stay."""
+    source = json.loads((page.folder / "tokenizer.json").read_text())
+    vocabulary = source["model"]["vocab"]
+    source["model"]["vocab"] = {
+        text if text in {*TEXT, "\u0120"} else f"<b>{text}</b>": place
+        for text, place in vocabulary.items()
+    }
+    data = json.dumps(source).encode()
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    files = {**page.profile["files"], "tokenizer.json": entry}
+    url = changed({"files": files}, {"tokenizer.json": data})
+    tree = page.profile["trees"][0]["signature"]
+    seen = browser("load", url, texts=[{"text": TEXT, "choice": tree, "tokens": NUM_TOKENS}])
+    (said,) = seen["texts"]
+    assert said["text"].count("<b>") > 10
+    assert said["elements"] == 0
+
+
+def test_a_failure_in_the_middle_is_survived(browser, page, changed):
+    engine = (page.folder / "engine.js").read_text()
+    call = "const outputs = await signature.run(given);"
+    assert engine.count(call) == 1
+    broken = engine.replace(call, f"if (self.broken) throw new Error('out of memory'); {call}")
+    url = changed(files={"engine.js": broken.encode()})
+    seen = browser("broken", url, texts=[{"text": TEXT, "tokens": 24}])
+    assert "out of memory" in seen["refused"]["notices"][0]
+    assert seen["prompt"] == TEXT
+    assert seen["second"]["ids"] == seen["first"]["ids"]
+    assert "begins anew" in seen["divider"]
+
+
+def test_another_accelerator_is_taken_and_remembered(browser, page_of):
+    page = page_of("float32")
+    texts = [{"text": TEXT, "choice": page.profile["trees"][0]["signature"], "tokens": 24}]
+    with served(page.folder) as url:
+        seen = browser("switch", url, texts=texts)
+    expected = tokens_here(page, page.model.tokenizer.encode(TEXT), 24)
+    assert seen["switched"]["accelerator"] == seen["again"]["accelerator"] == "webgpu"
+    assert seen["switched"]["ids"] == expected
+    assert seen["again"]["from"] == "storage"
+    assert seen["again"]["alike"], "what was measured is kept"
+    assert not seen["problems"]
+
+
+def test_a_gpu_in_software_is_left_out(browser, url):
+    seen = browser("load", url, accelerator="auto")
+    assert "computed by the CPU" in bad(seen)
+    assert seen["accelerator"] == "wasm"

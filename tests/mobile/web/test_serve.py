@@ -1,6 +1,11 @@
 """The server of a page: its headers, what it gives out, and what it refuses."""
 
 import http.client
+import re
+import shutil
+import socket
+import ssl
+import subprocess
 import threading
 from contextlib import contextmanager
 
@@ -11,7 +16,8 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 from jaxspec.cli import main
 from jaxspec.commands import serve as command
-from jaxspec.mobile.serve import page_server, qr_code
+from jaxspec.mobile.serve import POLICY, page_server, qr_code
+from jaxspec.mobile.web import PAGE_FOLDER
 
 
 @pytest.fixture
@@ -66,6 +72,52 @@ def test_it_lists_no_folders_and_leaves_its_own(folder):
             assert b"secret" not in body
         answer, _ = answer_to(server, "/", method="POST")
         assert answer.status == 501
+
+
+def test_the_page_brings_the_policy_of_the_server():
+    """For other servers; only a header may say who frames a page."""
+    page = (PAGE_FOLDER / "index.html").read_text()
+    found = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert found is not None
+    assert found[1] + "; frame-ancestors 'none'" == POLICY
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs openssl on the PATH, which is not here")
+    path = tmp_path / "page.pem"
+    command = [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    command += ["-days", "2", "-keyout", str(path), "-out", str(tmp_path / "public.pem")]
+    subprocess.run(command, check=True, capture_output=True)
+    path.write_text(path.read_text() + (tmp_path / "public.pem").read_text())
+    return path
+
+
+def test_who_never_shakes_hands_stops_nobody(folder, certificate, capsys):
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with page_server(folder, port=0, certificate=certificate) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        with socket.create_connection(("127.0.0.1", port)) as silent:
+            connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=20)
+            connection.request("GET", "/page.js")
+            assert connection.getresponse().read() == b"page.js"
+            silent.sendall(b"no handshake at all\r\n\r\n")
+        server.shutdown()
+    assert capsys.readouterr().err == ""
+
+
+def test_who_leaves_is_no_error(folder, capsys):
+    with running(folder) as server:
+        for error, told in ((ConnectionResetError, False), (KeyError, True)):
+            try:
+                raise error("gone")
+            except error:
+                server.handle_error(None, ("127.0.0.1", 1))
+            assert (error.__name__ in capsys.readouterr().err) == told
 
 
 def test_the_command_prints_the_address(folder, capsys, monkeypatch):

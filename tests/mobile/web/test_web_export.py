@@ -90,6 +90,9 @@ def test_the_folder_is_whole(page_of):
     profile, files = page.profile, {path.name for path in page.folder.iterdir()}
     assert {*web.PAGE_FILES, "model.tflite", "kit.tflite", "profile.json"} <= files
     assert {"manifest.json", "tokenizer.json", "vendor"} <= files
+    assert set(profile["files"]) == {"model.tflite", "kit.tflite", "tokenizer.json"}
+    for package in ("litert", "tokenizers", "hashes"):
+        assert (page.folder / "vendor" / package / "LICENSE").is_file()
     for name, entry in profile["files"].items():
         data = (page.folder / name).read_bytes()
         assert entry == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

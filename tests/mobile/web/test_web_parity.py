@@ -63,3 +63,37 @@ def test_every_tree_gives_the_same_tokens_in_node(page_of, node, quantization):
             assert max(found["texts"][name][0]["counts"]) > 1
             # The page keeps of the last step what the budget leaves.
             assert found["texts"][name][0]["counts"][:-1] == list(expected[name][0].counts)[:-1]
+
+
+def test_a_second_turn_reads_what_is_new(page_of, node):
+    """And one that was stopped while its text was read leaves the conversation as it was."""
+    page = page_of("float32")
+    encode = page.model.tokenizer.encode
+    tree = page.profile["trees"][0]["signature"]
+    texts, num_tokens = ["so it is: yes, ", "a" * 100, " and on"], 24
+    task = {"folder": str(page.folder), "texts": texts, "choice": tree, "numTokens": num_tokens}
+    found = node("turns.mjs", {**task, "stopAt": 60})
+    first, stopped, second = (found[name] for name in ("first", "stopped", "second"))
+    prompt = encode(texts[0])
+    assert first["read"] == len(prompt)
+    assert stopped["reason"] == "unread"
+    assert stopped["tokens"] == []
+    assert 60 <= stopped["read"] < 100
+    assert stopped["length"] == first["length"] == len(prompt) + num_tokens
+    longer = [*prompt, *first["tokens"], *encode(texts[2])]
+    loop = partial(Steps, signature=tree)
+    file = MobileModel(page.folder / "model.tflite", num_threads=1)
+    assert second["tokens"] == file.generate(longer, num_tokens, (), loop=loop).tokens.tolist()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_turns_continue_on_the_caches(page_of, node, place):
+    """With plain decoding the head has read nothing of the answer, and does so first."""
+    page = page_of("float32")
+    choice = ("decode", page.profile["trees"][0]["signature"])[place]
+    texts = ["so it is: yes, " * 4, " and on"]
+    task = {"folder": str(page.folder), "texts": texts, "choice": choice, "numTokens": 24}
+    found = node("turns.mjs", task)
+    new, depth = len(page.model.tokenizer.encode(texts[1])), page.profile["depth"]
+    unread = 24 if choice == "decode" else depth + 1
+    assert new < found["second"]["read"] <= new + unread + 1
