@@ -4,7 +4,7 @@
 const base = self.location.href;
 const wasm = new URL('vendor/litert/wasm/', base).href;
 const TEXT = new TextDecoder();
-const FRAME = 16; // milliseconds between messages to the page
+const FRAME = 33; // milliseconds between messages to the page
 const LISTEN = 50; // and between looks for messages from it
 
 const post = (type, rest = {}, transfer = []) => self.postMessage({type, ...rest}, transfer);
