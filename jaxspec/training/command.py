@@ -231,7 +231,9 @@ def plain_settings(
 
 def plain_answers_settings(args: argparse.Namespace, top: Mapping[str, str]) -> dict[str, Any]:
     """`plain_settings` of a trainer that reads answers; `top` holds the flags of its own."""
-    plain = plain_settings(args, RUN_FLAGS | ANSWERS_FLAGS | top, {"optimizer": OPTIMIZER_FLAGS})
+    plain = plain_settings(
+        args, {**RUN_FLAGS, **ANSWERS_FLAGS, **top}, {"optimizer": OPTIMIZER_FLAGS}
+    )
     if "target" not in plain:
         raise ValueError("No target to draft for: give --target FOLDER.")
     if plain.get("answers") is None:

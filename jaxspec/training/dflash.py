@@ -127,25 +127,26 @@ class AnchoredBlocks:
         Bool[Array, "anchors block-1"],
     ]:
         """Of one row: logits of all masks, the tokens that stand there, and which count."""
-        length, steps = len(row.tokens), jnp.arange(self.block)
-        masks = jnp.full(self.block - 1, self.mask_token_id, row.tokens.dtype)
+        tokens, segments, positions, _ = map(jnp.asarray, row)
+        length, steps = len(tokens), jnp.arange(self.block)
+        masks = jnp.full(self.block - 1, self.mask_token_id, tokens.dtype)
         with products_in(self.dtype):
-            context = head.remember(taps, row.positions)
+            context = head.remember(taps, positions)
 
         def read(place: Int[Array, ""]) -> Float[Array, "block-1 embed"]:
-            before = (row.segments == row.segments[place]) & (jnp.arange(length) < place)
-            behind = jnp.broadcast_to(before[None], (self.block, length))
+            behind = (segments == segments[place]) & (jnp.arange(length) < place)
+            behind = jnp.broadcast_to(behind[None], (self.block, length))
             seen = jnp.concatenate([behind, bidirectional(self.block)], axis=1)
-            embedded = target.embed(jnp.concatenate([row.tokens[place][None], masks]))
-            positions = row.positions[place] + steps
-            return head.forward(embedded, positions, seen, None, scratch=context).features[1:]
+            embedded = target.embed(jnp.concatenate([tokens[place][None], masks]))
+            ahead = positions[place] + steps
+            return head.forward(embedded, ahead, seen, None, scratch=context).features[1:]
 
         with products_in(self.dtype):
             logits = target.unembed(jax.vmap(read)(anchors.places).reshape(-1, target.embed_dim))
         logits = logits.at[:, self.mask_token_id].set(-jnp.inf)
         slots = anchors.places[:, None] + steps[None, 1:]
         inside = jnp.minimum(slots, length - 1)
-        own = row.segments[inside] == row.segments[anchors.places][:, None]
-        wanted = row.tokens[inside]
+        own = segments[inside] == segments[anchors.places][:, None]
+        wanted = tokens[inside]
         counted = anchors.counted[:, None] & (slots < length) & own & (wanted != self.mask_token_id)
         return logits.reshape(*slots.shape, -1), wanted, counted

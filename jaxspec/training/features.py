@@ -30,6 +30,13 @@ class TargetStates(NamedTuple):
     taps: Float[Array, "*rows length tapped"]
 
 
+class StoredStates(NamedTuple):
+    """The same of rows of text, on disk until they are read."""
+
+    features: Float[np.ndarray, "rows length embed"]
+    taps: Float[np.ndarray, "rows length tapped"]
+
+
 def target_states(
     target: Network, sequences: Sequences, taps: tuple[int, ...] = ()
 ) -> TargetStates:
@@ -46,7 +53,7 @@ def target_states(
 def with_states(
     corpus: Corpus[Rows],
     observe: Callable[[Rows], TargetStates],
-    joined: Callable[[Rows, TargetStates], Any],
+    joined: Callable[[Rows, StoredStates], Any],
     rows_per_batch: int,
     state_folder: Path,
     console: Console,
@@ -82,7 +89,7 @@ def cached_states(
     rows_per_batch: int,
     folder: Path,
     console: Console,
-) -> dict[str, TargetStates]:
+) -> dict[str, StoredStates]:
     """The states that a target gives rows of text, in the dtype they were computed in.
 
     The states lie in one folder per part, which appears when it is complete; parts that are there
@@ -122,7 +129,7 @@ def cached_states(
                         array.flush()
     return {
         # As plain arrays over the maps: JAX takes no subclasses.
-        name: TargetStates(*map(np.asarray, _open(folder / name, shapes[name], "r")))
+        name: StoredStates(*map(np.asarray, _open(folder / name, shapes[name], "r")))
         for name in parts
     }
 
