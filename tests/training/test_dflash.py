@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import io
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -160,15 +161,18 @@ def test_a_mask_in_the_text_and_empty_rows_do_not_count(target, params, answers)
 
 def test_states_from_before_are_those_computed_anew(target, params, answers):
     objective, key = objective_for(target), jax.random.key(1)
-    states = target_states(target, Sequences(*answers[:3]), objective.taps)
-    anew = objective(params, Answered(answers, target), key)[0]
-    kept = objective(params, Answered(answers, target, states.taps), key)[0]
+    observe = jax.jit(partial(target_states, taps=objective.taps))
+    states = observe(target, Sequences(*answers[:3]))
+    anew = jax.jit(objective)(params, Answered(answers, target), key)[0]
+    kept = jax.jit(objective)(params, Answered(answers, target, states.taps), key)[0]
     np.testing.assert_allclose(anew, kept, rtol=1e-6)
 
 
 def test_narrow_products_give_nearly_the_same_loss(target, params, answers):
     exact, narrow = (
-        objective_for(target, dtype=dtype)(params, Answered(answers, target), jax.random.key(0))[0]
+        jax.jit(objective_for(target, dtype=dtype))(
+            params, Answered(answers, target), jax.random.key(0)
+        )[0]
         for dtype in ("float32", "bfloat16")
     )
     assert float(exact) != float(narrow)
@@ -231,12 +235,13 @@ def test_the_loss_falls_and_the_folder_says_how(run):
     lines = (place / "state" / "history.jsonl").read_text().splitlines()
     losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
     assert len(losses) == settings.num_steps
-    assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])
+    # Half of the texts are draws of a random target: little of them can be learned.
+    assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:3])
     metrics = json.loads((place / "out" / "metrics.json").read_text())
     assert metrics == trained.metrics
     assert metrics["validation"][OWN_TEXT].keys() == {"nats", "top1_at_1", "top1_at_2", "top1_at_3"}
     tau = metrics["validation"][DECODING][TAU]
-    assert 1 <= tau <= 4
+    assert 2 <= tau <= 4
     recipe = (place / "out" / "recipe.md").read_text()
     assert f"tau = {tau:.3f} tokens per target pass, the bonus token INCLUDED" in recipe
     assert "drafts of 3 tokens" in recipe
@@ -262,7 +267,7 @@ def test_the_folder_is_read_back_and_drafts_without_changing_the_text(run):
     fast = generate(model, prompts, config, DFlash.of(head))
     for one, other in zip(plain, fast, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
-    assert fast.metrics.num_accepted_tokens > 0
+    assert fast.metrics.mean_acceptance_length > 1.5
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
