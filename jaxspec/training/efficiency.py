@@ -87,7 +87,7 @@ def block_flops_per_token(
     length: int,
     block: int,
     anchors: int,
-    reads_target: bool,
+    target_share: float,
 ) -> float:
     """FLOPs that one token of text costs in training a DFlash head, counted as above.
 
@@ -101,7 +101,8 @@ def block_flops_per_token(
         length: tokens in a sequence.
         block: slots of a block, the anchor included.
         anchors: blocks of a sequence.
-        reads_target: whether the target's pass is part of every update.
+        target_share: of the target's layers, those that every update passes through: up to the
+            last tapped one, or none where its states are kept.
     """
     kernels = _kernels(shapes)
     fusion = kernels.pop("fc/kernel")
@@ -111,7 +112,7 @@ def block_flops_per_token(
     of_mask = 4 * target.embed_dim * target.vocab_size
     of_block = block * of_slot + (block - 1) * of_mask
     flops = 6 * (fusion + context) + anchors / length * of_block
-    return flops + (_pass_flops_per_token(target, length) if reads_target else 0)
+    return flops + target_share * _pass_flops_per_token(target, length)
 
 
 def _kernels(shapes: PyTree) -> dict[str, int]:

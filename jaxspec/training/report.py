@@ -203,7 +203,11 @@ def write_dflash_recipe(
         "block, 6 x the layers' weights in products + 12 x layers x heads x head dim x (sequence "
         "length + block); for each mask, 4 x those of the target's output head; the target's "
         "forward pass "
-        + ("left out, since it was made once" if settings.cache_features else "included")
+        + (
+            "left out, since it was made once"
+            if settings.cache_features
+            else "up to the last layer read included"
+        )
     )
     lines = [
         *_training(settings, metrics, command, cost),

@@ -125,7 +125,7 @@ def train_dflash(
             settings.sequence_length,
             settings.block,
             settings.anchors,
-            reads_target=not settings.cache_features,
+            0.0 if settings.cache_features else max(taps) / model.config.num_layers,
         ),
         decode=decoding_of(
             model,
