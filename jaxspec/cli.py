@@ -35,6 +35,7 @@ COMMANDS = (
     Command(("train", "eagle"), "train an EAGLE head", "jaxspec.training.eagle_command"),
     Command(("train", "masked"), "train a diffusion model", "jaxspec.training.masked_command"),
     Command(("train", "deer"), "align a drafter of blocks", "jaxspec.training.deer_command"),
+    Command(("train", "dflash"), "train a DFlash head", "jaxspec.training.dflash_command"),
     Command(("tune", "skips"), "search layers to skip in drafting", "jaxspec.commands.tune_skips"),
     Command(("tune", "profile"), "time passes on a device", "jaxspec.commands.tune_profile"),
     Command(("tune", "tree"), "search the fastest draft tree", "jaxspec.commands.tune_tree"),

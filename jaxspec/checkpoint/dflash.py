@@ -50,8 +50,8 @@ def load_dflash(source: str | Path, target: Network, dtype: Any = None) -> DFlas
 
     Raises:
         CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
-            listed), the head was made for a target of another width, vocabulary or depth, or it
-            reads layers that the target lacks.
+            listed), the head was made for a target of another width, vocabulary or depth, it
+            reads layers that the target lacks, or some of its layers have a sliding window.
     """
     folder = find_head(source, "dflash")
     raw = read_json(folder / "config.json")
@@ -62,6 +62,12 @@ def load_dflash(source: str | Path, target: Network, dtype: Any = None) -> DFlas
         )
     _check_dialect(folder, {**raw, **own})
     config = config_from_json({**raw, "model_type": "qwen3", "tie_word_embeddings": False})
+    if config.sliding_window is not None:
+        sliding = [i for i, kind in enumerate(config.layer_types) if kind == "sliding"]
+        raise CheckpointError(
+            f"{folder}: layers {sliding} of this DFlash head see {config.sliding_window} positions "
+            "only (sliding_window), which is not supported: its layers must see the whole text."
+        )
     layers = raw.get("num_target_layers", target.num_layers)
     problems = [
         f"{name} is {theirs} in config.json, {ours} in the target"

@@ -49,8 +49,10 @@ class DFlashLayer(nn.Module):
         rotation: Rotation,
         visible: Visible,
         prefix: LayerKV | None,
+        scratch: LayerKV | None,
     ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
-        output, own = self.attention(self.attention_norm(residual), rotation, visible, prefix, None)
+        normed = self.attention_norm(residual)
+        output, own = self.attention(normed, rotation, visible, prefix, scratch)
         residual = residual + output
         return residual + self.mlp(self.mlp_norm(residual)), own
 
@@ -80,14 +82,16 @@ class DFlashLayers(nn.Module):
         self,
         embedded: Float[Array, "nodes embed"],
         positions: Int[Array, " nodes"],
-        mask: Bool[Array, "nodes nodes"],
+        mask: Bool[Array, "nodes scratch+nodes"],
         cache: KVCache | None,
+        scratch: tuple[LayerKV, ...] | None,
     ) -> Hidden:
         rotation, visible = self._rotation(positions), visible_to(positions, mask, cache, None)
         residual, new_kv = embedded, []
         for i, layer in enumerate(self.layers):
             prefix = None if cache is None else cache.layers[i]
-            residual, own = layer(residual, rotation, visible, prefix)
+            beside = None if scratch is None else scratch[i]
+            residual, own = layer(residual, rotation, visible, prefix, beside)
             new_kv.append(own)
         return Hidden(self.norm(residual), residual[:, :0], tuple(new_kv))
 
@@ -100,7 +104,7 @@ class DFlashLayers(nn.Module):
     def everything(self, taps, embedded, positions, mask) -> Hidden:
         """Reads every weight: what `init` traces."""
         layers = self.remember(taps, positions)
-        return self(embedded, positions, mask, KVCache(layers, jnp.int32(1)))
+        return self(embedded, positions, mask, KVCache(layers, jnp.int32(1)), None)
 
     def _rotation(self, positions: Int[Array, " nodes"]) -> Rotation:
         config = self.config
@@ -144,21 +148,24 @@ class DFlashHead:
         self,
         embedded: Float[Array, "nodes embed"],
         positions: Int[Array, " nodes"],
-        mask: Bool[Array, "nodes nodes"],
+        mask: Bool[Array, "nodes scratch+nodes"],
         cache: KVCache | None,
+        *,
+        scratch: tuple[LayerKV, ...] | None = None,
     ) -> Hidden:
         """One pass over the embeddings of a block.
 
         Args:
             embedded: by the target's embedding.
             positions: in the text.
-            mask: which of the block's slots each sees.
+            mask: which scratch slots, then which of the block's slots, each sees.
             cache: of `remember`; seen up to `cache.length`.
+            scratch: of `remember`, of texts that lie side by side; the mask says what is seen.
 
         Returns:
             In `features`, what the target's output head reads a slot's own token from.
         """
-        return self._apply(embedded, positions, mask, cache)
+        return self._apply(embedded, positions, mask, cache, scratch)
 
     def empty_cache(self, slots: int) -> KVCache:
         config = self.config

@@ -58,6 +58,9 @@ MODEL_FLAGS = {
     "mlp_dim": "mlp_dim",
     "max_positions": "max_positions",
 }
+TARGET_FLAGS = {"target": "target", "decoding_prompts": "decoding_prompts"}
+ANSWERS_FLAGS = TARGET_FLAGS | {"answers": "answers", "texts": "texts"}
+_OWN_TEXT = 4000  # texts, where answers are needed and none are given
 OPTIMIZER_FLAGS = {
     "optimizer": "name",
     "learning_rate": "learning_rate",
@@ -131,6 +134,44 @@ def add_run_arguments(parser: argparse.ArgumentParser):
     return data, run
 
 
+def add_decoding_argument(run) -> None:
+    """Declares how many prompts validation decodes, in the group that `add_run_arguments` gave."""
+    run.add_argument(
+        "--decoding-prompts",
+        type=int,
+        metavar="N",
+        help="held-out prompts that every validation decodes, for tau (default: 8)",
+    )
+
+
+def add_answers_arguments(data) -> None:
+    """Declares which answers of a target are read, in the group that `add_run_arguments` gave."""
+    answers = data.add_mutually_exclusive_group()
+    answers.add_argument(
+        "--own-text",
+        type=int,
+        metavar="N",
+        help="the target first writes N texts, each from the beginning of a document "
+        f"(default: {_OWN_TEXT})",
+    )
+    answers.add_argument(
+        "--answers", metavar="FILE", help="JSON Lines of 'prompt' and the target's 'answer'"
+    )
+    data.add_argument(
+        "--texts", metavar="FOLDER", help="where the target's texts lie, for several runs"
+    )
+
+
+def add_cache_argument(run) -> None:
+    """Declares whether states are kept, in the group that `add_run_arguments` gave."""
+    run.add_argument(
+        "--cache-features",
+        action="store_true",
+        default=None,
+        help="keep the target's states on disk instead of computing them with every batch",
+    )
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     for flag in MODEL_FLAGS:
@@ -186,6 +227,23 @@ def plain_settings(
         changes = {field: given[flag] for flag, field in fields.items() if flag in given}
         plain[section] = {**plain.get(section, {}), **changes}
     return plain
+
+
+def plain_answers_settings(args: argparse.Namespace, top: Mapping[str, str]) -> dict[str, Any]:
+    """`plain_settings` of a trainer that reads answers; `top` holds the flags of its own."""
+    plain = plain_settings(
+        args, {**RUN_FLAGS, **ANSWERS_FLAGS, **top}, {"optimizer": OPTIMIZER_FLAGS}
+    )
+    if "target" not in plain:
+        raise ValueError("No target to draft for: give --target FOLDER.")
+    if plain.get("answers") is None:
+        plain.setdefault("own_text", _OWN_TEXT)
+    return plain
+
+
+def layers_from_text(text: str) -> tuple[int, ...]:
+    """Layers, as `0,1,2` on the command line."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -370,7 +370,20 @@ class Answers(NamedTuple):
     answer: Int[Array | np.ndarray, "rows length"]
 
 
-Rows = TypeVar("Rows", Sequences, SeenSequences, Answers)
+class SeenAnswers(NamedTuple):
+    """Rows of prompts with their answers, and what a target made of them; see `Answers`.
+
+    taps: see `TargetStates`.
+    """
+
+    tokens: Int[Array | np.ndarray, "rows length"]
+    segments: Int[Array | np.ndarray, "rows length"]
+    positions: Int[Array | np.ndarray, "rows length"]
+    answer: Int[Array | np.ndarray, "rows length"]
+    taps: Float[Array | np.ndarray, "rows length tapped"]
+
+
+Rows = TypeVar("Rows", Sequences, SeenSequences, Answers, SeenAnswers)
 """Records of arrays whose first axis counts rows."""
 
 

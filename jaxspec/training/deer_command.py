@@ -3,28 +3,23 @@
 import argparse
 
 from jaxspec.training.command import (
-    OPTIMIZER_FLAGS,
-    RUN_FLAGS,
+    add_answers_arguments,
+    add_decoding_argument,
     add_optimizer_arguments,
     add_run_arguments,
-    plain_settings,
+    plain_answers_settings,
     run_trainer,
 )
 from jaxspec.training.settings import DEER_STAGES, DeerTrainingSettings, settings_from_json
 
-OWN_TEXT_DEFAULT = 4000
 _DEER = {
-    "target": "target",
     "start_from": "start_from",
     "stage": "stage",
-    "answers": "answers",
-    "texts": "texts",
     "separator": "separator",
     "longest": "longest",
     "alpha": "alpha",
     "normalise": "normalise",
     "block": "block",
-    "decoding_prompts": "decoding_prompts",
 }
 
 
@@ -38,20 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="folder of the model to draft for")
     parser.add_argument("--start-from", help="folder of the diffusion model to align")
     data, run = add_run_arguments(parser)
-    answers = data.add_mutually_exclusive_group()
-    answers.add_argument(
-        "--own-text",
-        type=int,
-        metavar="N",
-        help="the target first writes N texts, each from the beginning of a document "
-        f"(default: {OWN_TEXT_DEFAULT})",
-    )
-    answers.add_argument(
-        "--answers", metavar="FILE", help="JSON Lines of 'prompt' and the target's 'answer'"
-    )
-    data.add_argument(
-        "--texts", metavar="FOLDER", help="where the target's texts lie, for both stages"
-    )
+    add_answers_arguments(data)
     run.add_argument("--stage", type=int, choices=DEER_STAGES, help="default: 1")
     run.add_argument(
         "--separator",
@@ -68,12 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--block", type=int, help="tokens of the drafts that validation decodes with (default: 8)"
     )
-    run.add_argument(
-        "--decoding-prompts",
-        type=int,
-        metavar="N",
-        help="held-out prompts that every validation decodes, for tau (default: 8)",
-    )
+    add_decoding_argument(run)
     add_optimizer_arguments(parser)
 
 
@@ -83,12 +60,9 @@ def settings_from_arguments(args: argparse.Namespace) -> DeerTrainingSettings:
     Raises:
         ValueError: naming the flag or the field that is wrong.
     """
-    plain = plain_settings(args, RUN_FLAGS | _DEER, {"optimizer": OPTIMIZER_FLAGS})
-    for field, flag in (("target", "--target"), ("start_from", "--start-from")):
-        if field not in plain:
-            raise ValueError(f"No {field}: give {flag} FOLDER.")
-    if plain.get("answers") is None:
-        plain.setdefault("own_text", OWN_TEXT_DEFAULT)
+    plain = plain_answers_settings(args, _DEER)
+    if "start_from" not in plain:
+        raise ValueError("No diffusion model to align: give --start-from FOLDER.")
     return settings_from_json(plain, DeerTrainingSettings)
 
 

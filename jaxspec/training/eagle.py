@@ -17,19 +17,9 @@ from jaxspec.core.types import PyTree
 from jaxspec.drafters.growth import extend
 from jaxspec.models import DraftVocabulary, Eagle3Head, EagleHead, ModelConfig, Network
 from jaxspec.training.data import Sequences
+from jaxspec.training.features import TargetStates, target_states
 from jaxspec.training.lm import products_in
 from jaxspec.training.loop import Metrics, Objective
-
-
-class TargetStates(NamedTuple):
-    """What a target makes of sequences.
-
-    features: after its final norm: what its output head reads.
-    taps: the inputs of the tapped layers side by side; of width 0 for EAGLE-1.
-    """
-
-    features: Float[Array, "*rows length embed"]
-    taps: Float[Array, "*rows length tapped"]
 
 
 class Observed(NamedTuple):
@@ -43,19 +33,6 @@ class Observed(NamedTuple):
     target: Network
     draft_ids: Int[Array, " draft_vocab"] | None = None
     states: TargetStates | None = None
-
-
-def target_states(
-    target: Network, sequences: Sequences, taps: tuple[int, ...] = ()
-) -> TargetStates:
-    """One pass of the target over rows of documents, which do not see each other."""
-
-    def read(tokens, segments, positions) -> TargetStates:
-        mask = causal(len(tokens)) & same_document(segments)
-        hidden = target.forward(tokens, positions, mask, None, taps=taps)
-        return TargetStates(hidden.features, hidden.taps)
-
-    return jax.lax.stop_gradient(jax.vmap(read)(*_on_device(sequences)))
 
 
 @dataclasses.dataclass(frozen=True)

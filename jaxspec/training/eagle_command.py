@@ -5,8 +5,12 @@ import argparse
 from jaxspec.training.command import (
     OPTIMIZER_FLAGS,
     RUN_FLAGS,
+    TARGET_FLAGS,
+    add_cache_argument,
+    add_decoding_argument,
     add_optimizer_arguments,
     add_run_arguments,
+    layers_from_text,
     plain_settings,
     run_trainer,
 )
@@ -19,7 +23,6 @@ from jaxspec.trees import load_tree
 
 OWN_TEXT_DEFAULT = 2000
 _HEAD = {
-    "target": "target",
     "version": "version",
     "sources_weight": "sources_weight",
     "draft_vocab": "draft_vocab",
@@ -29,7 +32,6 @@ _HEAD = {
     "decay": "decay",
     "taps": "taps",
     "cache_features": "cache_features",
-    "decoding_prompts": "decoding_prompts",
 }
 
 
@@ -54,18 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="read the sources too: passes over one of weight 1 (default: 0, prompts only)",
     )
-    run.add_argument(
-        "--cache-features",
-        action="store_true",
-        default=None,
-        help="keep the target's states on disk instead of computing them with every batch",
-    )
-    run.add_argument(
-        "--decoding-prompts",
-        type=int,
-        metavar="N",
-        help="held-out prompts that every validation decodes, for tau (default: 8)",
-    )
+    add_cache_argument(run)
+    add_decoding_argument(run)
     head = parser.add_argument_group("head")
     head.add_argument("--version", type=int, choices=EAGLE_VERSIONS, help="default: 1")
     head.add_argument(
@@ -85,7 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     head.add_argument("--unroll", type=int, metavar="N", help="EAGLE-3: passes of the head")
     head.add_argument("--decay", type=float, help="EAGLE-3: weight of a pass over the one before")
     head.add_argument(
-        "--taps", type=_layers, metavar="LAYER,...", help="EAGLE-3: layers whose inputs to read"
+        "--taps",
+        type=layers_from_text,
+        metavar="LAYER,...",
+        help="EAGLE-3: layers whose inputs to read",
     )
     add_optimizer_arguments(parser)
 
@@ -96,7 +91,7 @@ def settings_from_arguments(args: argparse.Namespace) -> EagleTrainingSettings:
     Raises:
         ValueError: naming the flag or the field that is wrong.
     """
-    plain = plain_settings(args, RUN_FLAGS | _HEAD, {"optimizer": OPTIMIZER_FLAGS})
+    plain = plain_settings(args, RUN_FLAGS | TARGET_FLAGS | _HEAD, {"optimizer": OPTIMIZER_FLAGS})
     if "target" not in plain:
         raise ValueError("No target to draft for: give --target FOLDER.")
     plain.setdefault("own_text", OWN_TEXT_DEFAULT)
@@ -111,7 +106,3 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.training.train_eagle import train_eagle
 
     return run_trainer(train_eagle, settings_from_arguments(args), args)
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))

@@ -69,11 +69,7 @@ def head_flops_per_token(
             too.
         reads_target: whether the target's pass is part of every update.
     """
-    kernels = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): math.prod(leaf.shape)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
-        if "kernel" in jax.tree_util.keystr(path)
-    }
+    kernels = _kernels(shapes)
     attention = 12 * config.num_heads * config.head_dim * length
     if num_unrolled is None:
         flops = 6 * sum(kernels.values()) + attention + 6 * config.embed_dim * num_drafted
@@ -81,7 +77,54 @@ def head_flops_per_token(
         fusion = kernels.pop("fc/kernel")
         flops = num_unrolled * (6 * sum(kernels.values()) + attention) + 6 * fusion
         flops += 2 * target.embed_dim * target.vocab_size
-    if reads_target:  # forward, and not its output head
-        output_head = 6 * target.embed_dim * target.vocab_size
-        flops += (flops_per_token(target, length) - output_head) / 3
-    return flops
+    return flops + (_pass_flops_per_token(target, length) if reads_target else 0)
+
+
+def block_flops_per_token(
+    shapes: PyTree,
+    config: ModelConfig,
+    target: ModelConfig,
+    length: int,
+    block: int,
+    anchors: int,
+    target_share: float,
+) -> float:
+    """FLOPs that one token of text costs in training a DFlash head, counted as above.
+
+    Every token is made context of; besides, `anchors` blocks of each sequence pass through the
+    layers, and their masks through the target's output head, which gets no gradient of its own.
+
+    Args:
+        shapes: of the head's weights.
+        config: of its layers.
+        target: whose tokens it foresees.
+        length: tokens in a sequence.
+        block: slots of a block, the anchor included.
+        anchors: blocks of a sequence.
+        target_share: of the target's layers, those that every update passes through: up to the
+            last tapped one, or none where its states are kept.
+    """
+    kernels = _kernels(shapes)
+    fusion = kernels.pop("fc/kernel")
+    context = 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.embed_dim
+    attention = 12 * config.num_layers * config.num_heads * config.head_dim * (length + block)
+    of_slot = 6 * sum(kernels.values()) + attention
+    of_mask = 4 * target.embed_dim * target.vocab_size
+    of_block = block * of_slot + (block - 1) * of_mask
+    flops = 6 * (fusion + context) + anchors / length * of_block
+    return flops + target_share * _pass_flops_per_token(target, length)
+
+
+def _kernels(shapes: PyTree) -> dict[str, int]:
+    """How many weights each kernel has, by its path."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): math.prod(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+        if "kernel" in jax.tree_util.keystr(path)
+    }
+
+
+def _pass_flops_per_token(config: ModelConfig, length: int) -> float:
+    """FLOPs of a token in a network's forward pass without its output head."""
+    output_head = 6 * config.embed_dim * config.vocab_size
+    return (flops_per_token(config, length) - output_head) / 3

@@ -1,36 +1,105 @@
-"""A target's states on disk: computed once, read by memory map."""
+"""A target's states: computed with every batch, or once, and then read by memory map."""
 
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 from rich.console import Console
 
 from jaxspec.checkpoint.files import recover_files, replacing_files
-from jaxspec.training.data import SeenSequences, Sequences, in_order
-from jaxspec.training.eagle import TargetStates
+from jaxspec.core.masks import causal, same_document
+from jaxspec.models import Network
+from jaxspec.training.data import Rows, Sequences, in_order
 from jaxspec.training.report import progress_bar
+from jaxspec.training.run import Corpus
+
+
+class TargetStates(NamedTuple):
+    """What a target makes of sequences.
+
+    features: after its final norm: what its output head reads.
+    taps: the inputs of the tapped layers side by side; of width 0 for EAGLE-1.
+    """
+
+    features: Float[Array, "*rows length embed"]
+    taps: Float[Array, "*rows length tapped"]
+
+
+class StoredStates(NamedTuple):
+    """The same of rows of text, on disk until they are read."""
+
+    features: Float[np.ndarray, "rows length embed"]
+    taps: Float[np.ndarray, "rows length tapped"]
+
+
+def target_states(
+    target: Network, sequences: Sequences, taps: tuple[int, ...] = ()
+) -> TargetStates:
+    """One pass of the target over rows of documents, which do not see each other."""
+
+    def read(tokens, segments, positions) -> TargetStates:
+        mask = causal(len(tokens)) & same_document(segments)
+        hidden = target.forward(tokens, positions, mask, None, taps=taps)
+        return TargetStates(hidden.features, hidden.taps)
+
+    return jax.lax.stop_gradient(jax.vmap(read)(*map(jnp.asarray, sequences)))
+
+
+def with_states(
+    corpus: Corpus[Rows],
+    observe: Callable[[Rows], TargetStates],
+    joined: Callable[[Rows, StoredStates], Any],
+    rows_per_batch: int,
+    state_folder: Path,
+    console: Console,
+) -> Corpus[Any]:
+    """The corpus with the target's states, from files beside the run's other ones.
+
+    Args:
+        corpus: whose rows are observed.
+        observe: see `cached_states`.
+        joined: rows with their states.
+        rows_per_batch: of each call of `observe`.
+        state_folder: of the run.
+        console: where progress goes.
+    """
+
+    def seen(kind: str, texts: dict[str, Rows]) -> dict[str, Any]:
+        # By number: a source's name may hold any character.
+        parts = {f"{kind}-{i}": rows for i, rows in enumerate(texts.values()) if len(rows.tokens)}
+        states = cached_states(observe, parts, rows_per_batch, state_folder / "features", console)
+        names = [name for name, rows in texts.items() if len(rows.tokens)]
+        return {
+            name: joined(parts[part], states[part]) for name, part in zip(names, parts, strict=True)
+        }
+
+    return Corpus(
+        seen("train", corpus.train), seen("validation", corpus.validation), corpus.weights
+    )
 
 
 def cached_states(
-    observe: Callable[[Sequences], TargetStates],
-    parts: Mapping[str, Sequences],
+    observe: Callable[[Rows], TargetStates],
+    parts: Mapping[str, Rows],
     rows_per_batch: int,
     folder: Path,
     console: Console,
-) -> dict[str, SeenSequences]:
-    """Sequences with the states that a target gives them, in the dtype they were computed in.
+) -> dict[str, StoredStates]:
+    """The states that a target gives rows of text, in the dtype they were computed in.
 
     The states lie in one folder per part, which appears when it is complete; parts that are there
     are not computed again.
 
     Args:
         observe: computes the states of a batch of rows.
-        parts: sequences by name.
+        parts: rows by name.
         rows_per_batch: of each call of `observe`.
-        folder: where; what lies there must come from the same sequences and target.
+        folder: where; what lies there must come from the same rows and target.
         console: where progress goes.
 
     Raises:
@@ -60,14 +129,14 @@ def cached_states(
                         array.flush()
     return {
         # As plain arrays over the maps: JAX takes no subclasses.
-        name: SeenSequences(*part, *map(np.asarray, _open(folder / name, shapes[name], "r")))
-        for name, part in parts.items()
+        name: StoredStates(*map(np.asarray, _open(folder / name, shapes[name], "r")))
+        for name in parts
     }
 
 
-def _shapes(observe, part: Sequences, rows_per_batch: int) -> TargetStates:
+def _shapes(observe: Callable, part: Any, rows_per_batch: int) -> TargetStates:
     """What the states of all rows look like."""
-    batch = Sequences(*(np.zeros((rows_per_batch, field.shape[1]), np.int32) for field in part))
+    batch = type(part)(*(np.zeros((rows_per_batch, field.shape[1]), np.int32) for field in part))
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((len(part.tokens), *leaf.shape[1:]), leaf.dtype),
         jax.eval_shape(observe, batch),

@@ -9,6 +9,7 @@ from jaxspec.training.command import (
     add_model_arguments,
     add_optimizer_arguments,
     add_run_arguments,
+    layers_from_text,
     plain_settings,
     run_trainer,
 )
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--start-from", help="folder of a causal or diffusion model to begin with")
     run.add_argument(
         "--keep-layers",
-        type=_layers,
+        type=layers_from_text,
         metavar="LAYER,...",
         help="of --start-from, in this order (default: all)",
     )
@@ -91,7 +92,3 @@ def run(args: argparse.Namespace) -> int:
     from jaxspec.training.train_masked import train_masked
 
     return run_trainer(train_masked, settings_from_arguments(args), args)
-
-
-def _layers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))

@@ -17,7 +17,9 @@ from jaxspec.training.settings import (
     OWN_TEXT,
     TARGET,
     TAU,
+    AnswersSettings,
     DeerTrainingSettings,
+    DFlashTrainingSettings,
     EagleTrainingSettings,
     LMTrainingSettings,
     MaskedTrainingSettings,
@@ -163,6 +165,86 @@ def write_deer_recipe(
         "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, "
         "appendix B"
     )
+    stage = (
+        "I, continuation distillation"
+        if settings.stage == 1
+        else f"II, refinement (the last 1 to {settings.longest} slots hidden, alpha "
+        f"{settings.alpha:g}, {'' if settings.normalise else 'not '}normalised)"
+    )
+    lines = [
+        *_training(settings, metrics, command, cost),
+        f"A drafter of blocks (DEER) for the target in `{settings.target}`, whose files have the "
+        f"SHA-256 `{fingerprints[TARGET]}`, from the diffusion model in `{settings.start_from}` "
+        f"(`{fingerprints['start_from']}`). Stage {stage}.",
+        "",
+        *_answers_read(
+            settings,
+            fingerprints,
+            metrics,
+            "nats: cross-entropy of a hidden token. top1: share of them that were the most likely "
+            "one.",
+            f"blocks of {settings.block} tokens",
+        ),
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def write_dflash_recipe(
+    path: Path,
+    settings: DFlashTrainingSettings,
+    taps: Sequence[int],
+    fingerprints: Mapping[str, str],
+    metrics: Mapping[str, Any],
+    command: str,
+) -> None:
+    """How a DFlash head came about; `taps` are the layers it reads, others as `write_recipe`."""
+    cost = (
+        "for each token of text, 6 x the weights that make context of it; for each slot of a "
+        "block, 6 x the layers' weights in products + 12 x layers x heads x head dim x (sequence "
+        "length + block); for each mask, 4 x those of the target's output head; the target's "
+        "forward pass "
+        + (
+            "left out, since it was made once"
+            if settings.cache_features
+            else "up to the last layer read included"
+        )
+    )
+    lines = [
+        *_training(settings, metrics, command, cost),
+        f"A DFlash head of {settings.layers} layers for the target in `{settings.target}`, whose "
+        f"files have the SHA-256 `{fingerprints[TARGET]}`. It reads the inputs of the target's "
+        f"layers {', '.join(map(str, taps))}. Blocks of {settings.block} slots, the pending token "
+        f"counted, from {settings.anchors} anchors a sequence; the i-th mask weighs "
+        f"exp(-(i - 1) / {settings.decay:g}).",
+        "",
+        *_answers_read(
+            settings,
+            fingerprints,
+            metrics,
+            "nats: cross-entropy of a masked token, all weighing the same. top1_at_D: share of "
+            "the D-th masks whose token was the most likely one.",
+            f"drafts of {settings.block - 1} tokens",
+        ),
+    ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _answers_read(
+    settings: AnswersSettings,
+    fingerprints: Mapping[str, str],
+    metrics: Mapping[str, Any],
+    meaning: str,
+    drafts: str,
+) -> list[str]:
+    """What a drafter learned from, and its figures on what was held out of that.
+
+    Args:
+        settings: of the run.
+        fingerprints: by source.
+        metrics: of the run.
+        meaning: of the figures.
+        drafts: what decoding verified in a pass.
+    """
     validation = dict(metrics["validation"])
     decoding = validation.pop(DECODING, None)
     if settings.answers is None:
@@ -176,18 +258,7 @@ def write_deer_recipe(
             f"the answers in `{settings.answers}`, whose SHA-256 is `{fingerprints['answers']}`; "
             "one in twenty is held out"
         )
-    stage = (
-        "I, continuation distillation"
-        if settings.stage == 1
-        else f"II, refinement (the last 1 to {settings.longest} slots hidden, alpha "
-        f"{settings.alpha:g}, {'' if settings.normalise else 'not '}normalised)"
-    )
-    lines = [
-        *_training(settings, metrics, command, cost),
-        f"A drafter of blocks (DEER) for the target in `{settings.target}`, whose files have the "
-        f"SHA-256 `{fingerprints[TARGET]}`, from the diffusion model in `{settings.start_from}` "
-        f"(`{fingerprints['start_from']}`). Stage {stage}.",
-        "",
+    return [
         "## Data",
         "",
         *_sources(settings, fingerprints, metrics),
@@ -196,11 +267,10 @@ def write_deer_recipe(
         "## Figures on the held-out answers",
         "",
         *_table(validation),
-        "nats: cross-entropy of a hidden token. top1: share of them that were the most likely one.",
+        meaning,
         "",
-        *_decoded(decoding, settings.decoding_prompts, f"blocks of {settings.block} tokens"),
+        *_decoded(decoding, settings.decoding_prompts, drafts),
     ]
-    path.write_text("\n".join(lines), encoding="utf-8")
 
 
 def _decoded(decoding: Mapping[str, float] | None, prompts: int, drafts: str) -> list[str]:
@@ -392,5 +462,5 @@ def draw_losses(
             linestyle=":",
             marker="x",
         )
-        beside.set_ylabel("tau of the tree, bonus included (crosses)")
+        beside.set_ylabel("tau, bonus included (crosses)")
     figure.savefig(path, dpi=90)

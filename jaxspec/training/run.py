@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from jaxspec.checkpoint import Model
+from jaxspec.checkpoint import Model, load
 from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
 from jaxspec.checkpoint.huggingface import write_network
 from jaxspec.core.types import PyTree
@@ -26,6 +26,7 @@ from jaxspec.training.data import (
     Rows,
     Sequences,
     encode_documents,
+    fingerprint,
     in_order,
     pack,
 )
@@ -38,12 +39,16 @@ from jaxspec.training.own_text import PROMPTS_PER_PART, read_own_text, write_own
 from jaxspec.training.plan import make_plan, seconds_per_step
 from jaxspec.training.settings import (
     OWN_TEXT,
+    DraftingSettings,
     RunSettings,
     settings_from_json,
     settings_to_json,
 )
 from jaxspec.training.state import StateKeeper, TrainState, initial_state
-from jaxspec.training.tokenizer import BOS, PAD, RESERVED, save_tokenizer, stop_ids
+from jaxspec.training.tokenizer import BOS, PAD, RESERVED, check_tokenizer, save_tokenizer, stop_ids
+
+STORED = "bfloat16"
+"""The dtype that trained weights are written in."""
 
 # What a run that goes on may do otherwise than before: how long it takes, and what it shows.
 _MAY_CHANGE = (
@@ -153,6 +158,35 @@ def model_fingerprint(name: str, folder: str) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def fingerprints_of(settings: RunSettings) -> dict[str, str]:
+    """SHA-256 of the sources and the models that a run reads, by name.
+
+    Raises:
+        ValueError: one of them is not there.
+    """
+    sources = {source.name: fingerprint(source) for source in settings.sources}
+    folders = settings.models_read.items()
+    return sources | {name: model_fingerprint(name, folder) for name, folder in folders}
+
+
+def load_target(settings: DraftingSettings, out: Path | None) -> tuple[Model, Tokenizer]:
+    """The model to draft for, with its tokenizer.
+
+    Raises:
+        ValueError: nothing can be trained to draft for it, or `out` is its own folder.
+    """
+    folder = settings.target
+    if out is not None and out.resolve() == Path(folder).resolve():
+        raise ValueError(f"out must not be the target's own folder, {out}: name another.")
+    model = load(folder)
+    if model.config.diffusion is not None:
+        raise ValueError(f"target must be a causal model, but {folder} is a diffusion one.")
+    if model.tokenizer is None:
+        raise ValueError(f"The target in {folder} must have a tokenizer.json.")
+    check_tokenizer(model.tokenizer.backend, folder)
+    return model, model.tokenizer.backend
+
+
 def claim(state_folder: Path, settings: RunSettings, fingerprints: Mapping[str, str]) -> None:
     """Writes down whose folder this is, or checks that it is this run's.
 
@@ -237,7 +271,7 @@ def write_model(
     settings: RunSettings,
     metrics: dict[str, Any],
 ) -> None:
-    """A trained model as readers expect it, weights in bfloat16, and how it came about in numbers.
+    """A trained model as readers expect it, weights in `STORED`, and how it came about in numbers.
 
     Args:
         folder: must exist. Interruption is the caller's affair: see `replacing_files`.
@@ -251,11 +285,23 @@ def write_model(
         "eos_token_id": stop_ids(),
         "pad_token_id": RESERVED.index(PAD),
     }
-    write_network(network, folder, "bfloat16", ids)
+    write_network(network, folder, STORED, ids)
     save_tokenizer(tokenizer, folder, network.config.max_positions)
     write_json(folder / "generation_config.json", ids)
+    write_figures(folder, settings, metrics)
+
+
+def write_figures(folder: Path, settings: RunSettings, metrics: dict[str, Any]) -> None:
+    """How weights came about in numbers: what lies beside all that is trained."""
     write_json(folder / "training.json", settings_to_json(settings))
     write_json(folder / "metrics.json", metrics)
+
+
+def as_stored(params: PyTree, target: Network) -> PyTree:
+    """A drafter's weights as its folder holds them, where and in the dtype that its target has."""
+    (device,) = jax.tree.leaves(target.params)[0].devices()
+    params = jax.device_put(params, device)
+    return jax.tree.map(lambda leaf: leaf.astype(STORED).astype(target.dtype), params)
 
 
 def train(

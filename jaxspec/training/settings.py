@@ -34,6 +34,8 @@ TAU = "tau_with_bonus"
 EAGLE_VERSIONS = (1, 3)
 DEER_STAGES = (1, 2)
 DTYPES = ("float32", "bfloat16")
+# Settings of the trainers that name a model's folder.
+_MODELS = (TARGET, "teacher", "start_from", "tokenizer")
 _SCALINGS = {
     kind.__name__: kind
     for kind in (LinearScaling, DynamicScaling, Llama3Scaling, YarnScaling, LongRopeScaling)
@@ -155,6 +157,12 @@ class RunSettings:
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}.")
 
+    @property
+    def models_read(self) -> dict[str, str]:
+        """Folders of models that the run depends on, by the name of their setting."""
+        folders = {name: getattr(self, name, None) for name in _MODELS}
+        return {name: folder for name, folder in folders.items() if folder is not None}
+
 
 def check_positive(settings: RunSettings, *names: str) -> None:
     """Refuses settings that are given and not above 0."""
@@ -199,12 +207,6 @@ class LMTrainingSettings(RunSettings):
         for name in ("layer_drop", "early_exit"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}.")
-
-    @property
-    def models_read(self) -> dict[str, str]:
-        """Folders of models that the run depends on, by the name of their setting."""
-        folders = {name: getattr(self, name) for name in ("teacher", "start_from", "tokenizer")}
-        return {name: folder for name, folder in folders.items() if folder is not None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,20 +257,34 @@ class MaskedTrainingSettings(RunSettings):
         if not 0 <= self.random_lengths <= 1:
             raise ValueError(f"random_lengths must be in [0, 1], got {self.random_lengths}.")
 
-    @property
-    def models_read(self) -> dict[str, str]:
-        """Folders of models that the run depends on, by the name of their setting."""
-        folders = {name: getattr(self, name) for name in ("teacher", "start_from", "tokenizer")}
-        return {name: folder for name, folder in folders.items() if folder is not None}
-
 
 @dataclasses.dataclass(frozen=True)
-class EagleTrainingSettings(RunSettings):
-    """What a run of `train_eagle` depends on besides.
+class DraftingSettings(RunSettings):
+    """What a run depends on besides that makes a drafter for a target.
 
     The prompts of the target's own texts are the beginnings of the sources' documents.
 
-    target: folder of the model that the head is to draft for.
+    target: folder of the causal model to draft for.
+    decoding_prompts: how many held-out beginnings each validation decodes; 0: none.
+    """
+
+    target: str
+    _: dataclasses.KW_ONLY
+    decoding_prompts: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        taken = {DECODING, *self.models_read} & {source.name for source in self.sources}
+        if taken:
+            raise ValueError(f"The names {sorted(taken)} are taken: rename these sources.")
+        if self.decoding_prompts < 0:
+            raise ValueError(f"decoding_prompts must be 0 or more, got {self.decoding_prompts}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleTrainingSettings(DraftingSettings):
+    """What a run of `train_eagle` depends on besides.
+
     version: 1 for EAGLE-1, whose heads EAGLE-2 uses too; 3 for EAGLE-3.
     sources_weight: passes over a source of weight 1 while the own text is passed once; 0: the
         sources give prompts only.
@@ -280,10 +296,8 @@ class EagleTrainingSettings(RunSettings):
     cache_features: compute the target's states once and keep them on disk, instead of anew with
         every batch.
     paths: the tree that validation decodes with, as for `tree_from_paths`.
-    decoding_prompts: how many held-out beginnings each validation decodes; 0: none.
     """
 
-    target: str
     version: int = 1
     sources_weight: float = 0.0
     draft_vocab: int = 0
@@ -294,16 +308,12 @@ class EagleTrainingSettings(RunSettings):
     taps: tuple[int, ...] | None = None
     cache_features: bool = False
     paths: tuple[tuple[int, ...], ...] = EAGLE_PATHS
-    decoding_prompts: int = 8
 
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "paths", normalize_paths(self.paths))
         if not self.paths:
             raise ValueError("paths must have at least one node; got none.")
-        taken = {TARGET, DECODING} & {source.name for source in self.sources}
-        if taken:
-            raise ValueError(f"The names {sorted(taken)} are taken: rename these sources.")
         if self.version not in EAGLE_VERSIONS:
             raise ValueError(
                 f"version must be one of {EAGLE_VERSIONS}, got {self.version}; EAGLE-2 drafts "
@@ -317,62 +327,96 @@ class EagleTrainingSettings(RunSettings):
                 "--own-text N or --sources-weight X."
             )
         check_positive(self, "num_unrolled", "decay")
-        for name in (
-            *("sources_weight", "draft_vocab", "noise", "token_weight", "decoding_prompts"),
-        ):
+        for name in ("sources_weight", "draft_vocab", "noise", "token_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}.")
 
 
 @dataclasses.dataclass(frozen=True)
-class DeerTrainingSettings(RunSettings):
-    """What a run of `train_deer` depends on besides.
+class AnswersSettings(DraftingSettings):
+    """What a run depends on besides whose drafter learns from what its target answers.
 
-    The prompts that the target answers are the beginnings of the sources' documents.
-
-    target: folder of the causal model that the drafter is to draft for.
-    start_from: folder of the diffusion model to align with it.
-    stage: 1 for `Continuation`, 2 for `Refinement`.
     answers: a JSON Lines file of prompts with the target's answers ("prompt", "answer"), read in
         place of texts that the target writes; None: it writes `own_text` of them.
-    texts: folder in which the target's texts lie or will lie, so that both stages read the same;
+    texts: folder in which the target's texts lie or will lie, so that several runs read the same;
         None: in the run's state folder.
-    separator: see `Continuation`; None: for drafters that see both sides.
-    longest, alpha, normalise: of stage 2, see `Refinement`.
-    block: tokens of the drafts that validation decodes with.
-    decoding_prompts: how many held-out beginnings each validation decodes; 0: none.
     """
 
-    target: str
-    start_from: str
-    stage: int = 1
+    _: dataclasses.KW_ONLY
     answers: str | None = None
     texts: str | None = None
-    separator: bool | None = None
-    longest: int = 96
-    alpha: float = 1.01
-    normalise: bool = True
-    block: int = 8
-    decoding_prompts: int = 8
 
     def __post_init__(self):
         super().__post_init__()
-        if self.stage not in DEER_STAGES:
-            raise ValueError(f"stage must be one of {DEER_STAGES}, got {self.stage}.")
         if bool(self.own_text) == (self.answers is not None):
             raise ValueError(
                 "A drafter learns from what the target answers: let it write texts (--own-text N) "
                 f"or give a file of them (--answers FILE), one of both; got own_text="
                 f"{self.own_text}, answers={self.answers!r}."
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class DeerTrainingSettings(AnswersSettings):
+    """What a run of `train_deer` depends on besides.
+
+    start_from: folder of the diffusion model to align with the target.
+    stage: 1 for `Continuation`, 2 for `Refinement`.
+    separator: see `Continuation`; None: for drafters that see both sides.
+    longest, alpha, normalise: of stage 2, see `Refinement`.
+    block: tokens of the drafts that validation decodes with.
+    """
+
+    start_from: str
+    stage: int = 1
+    separator: bool | None = None
+    longest: int = 96
+    alpha: float = 1.01
+    normalise: bool = True
+    block: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.stage not in DEER_STAGES:
+            raise ValueError(f"stage must be one of {DEER_STAGES}, got {self.stage}.")
         check_positive(self, "longest", "alpha", "block")
-        if self.decoding_prompts < 0:
-            raise ValueError(f"decoding_prompts must be 0 or more, got {self.decoding_prompts}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashTrainingSettings(AnswersSettings):
+    """What a run of `train_dflash` depends on besides.
+
+    layers: of the head.
+    mlp_dim: hidden units of a layer's MLP; None: as many as the target's layers have.
+    taps: layers of the target whose inputs to read; None: `dflash_taps`, as many as `layers`.
+    block, anchors, gamma: see `AnchoredBlocks`; validation decodes with drafts of `block` - 1
+        tokens. gamma None: 7 for a block of 16, as in the paper, and for others in proportion.
+    cache_features: compute the target's states once and keep them on disk, instead of anew with
+        every batch.
+    """
+
+    layers: int = 2
+    mlp_dim: int | None = None
+    taps: tuple[int, ...] | None = None
+    block: int = 8
+    anchors: int = 32
+    gamma: float | None = None
+    cache_features: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "layers", "mlp_dim", "anchors", "gamma")
+        if self.block < 2:
+            raise ValueError(
+                f"block must be at least 2 slots, the pending token counted, got {self.block}."
+            )
+        if self.taps is not None and not self.taps:
+            raise ValueError("taps must name at least one layer of the target; got none.")
 
     @property
-    def models_read(self) -> dict[str, str]:
-        """Folders of models that the run depends on, by the name of their setting."""
-        return {TARGET: self.target, "start_from": self.start_from}
+    def decay(self) -> float:
+        """`gamma`, or what it is by default."""
+        return 7 / 16 * self.block if self.gamma is None else self.gamma
 
 
 def settings_to_json(settings: RunSettings) -> dict[str, Any]:

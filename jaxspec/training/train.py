@@ -16,7 +16,7 @@ from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.types import PyTree
 from jaxspec.models import ModelConfig, Network, init_params, param_shapes
 from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import Sequences, document_texts, fingerprint, read_source
+from jaxspec.training.data import Sequences, document_texts, read_source
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.lm import NextToken, SoftLabels, Taught
 from jaxspec.training.loop import History
@@ -24,7 +24,7 @@ from jaxspec.training.report import draw_losses, write_recipe
 from jaxspec.training.run import (
     Task,
     claim,
-    model_fingerprint,
+    fingerprints_of,
     pack_own_text,
     pack_sources,
     prepare_devices,
@@ -80,10 +80,7 @@ def train_lm(
     mesh = prepare_devices(settings, out, num_devices)
     teacher = None if settings.teacher is None else load_network(Path(settings.teacher))
     teacher = jax.device_put(teacher, on_every_device(mesh))
-    fingerprints = {source.name: fingerprint(source) for source in settings.sources}
-    fingerprints |= {
-        name: model_fingerprint(name, folder) for name, folder in settings.models_read.items()
-    }
+    fingerprints = fingerprints_of(settings)
     claim(state_folder, settings, fingerprints)
     with console.status("reading and packing text"):
         parts = [read_source(source) for source in settings.sources]

@@ -1,7 +1,7 @@
 """Training an EAGLE head for a target: files in, a folder that `load_eagle` reads out."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Int
 from rich.console import Console
 
-from jaxspec.checkpoint import Model, Tokenizer, eagle3_taps, load, save_eagle
-from jaxspec.checkpoint.files import replacing_files, write_json
+from jaxspec.checkpoint import Model, eagle3_taps, save_eagle
+from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import Eagle
 from jaxspec.models import (
@@ -21,44 +21,38 @@ from jaxspec.models import (
     EagleHead,
     ModelConfig,
     Network,
-    Rope,
     init_eagle3_params,
     init_eagle_params,
 )
 from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import SeenSequences, Sequences, fingerprint, read_source
+from jaxspec.training.data import SeenSequences, Sequences, read_source
 from jaxspec.training.decoding import decoding_of
 from jaxspec.training.eagle import (
     FeatureRegression,
     Observed,
-    TargetStates,
     TrainingTimeTest,
     evaluation_of,
-    target_states,
 )
 from jaxspec.training.efficiency import head_flops_per_token
-from jaxspec.training.features import cached_states
+from jaxspec.training.features import TargetStates, target_states, with_states
+from jaxspec.training.head import check_length, check_taps, head_config
 from jaxspec.training.report import draw_losses, write_head_recipe
 from jaxspec.training.run import (
+    STORED,
     Corpus,
     Outcome,
     Task,
+    as_stored,
     claim,
-    model_fingerprint,
+    fingerprints_of,
+    load_target,
     pack_own_text,
     pack_sources,
     prepare_devices,
     train,
+    write_figures,
 )
-from jaxspec.training.settings import (
-    OWN_TEXT,
-    TARGET,
-    EagleTrainingSettings,
-    settings_to_json,
-)
-from jaxspec.training.tokenizer import check_tokenizer
-
-_STORED = jnp.bfloat16
+from jaxspec.training.settings import OWN_TEXT, EagleTrainingSettings
 
 
 class TrainedHead(NamedTuple):
@@ -102,16 +96,13 @@ def train_eagle(
     """
     console = console or Console(stderr=True)
     mesh = prepare_devices(settings, out, num_devices)
-    if out is not None and out.resolve() == Path(settings.target).resolve():
-        raise ValueError(f"out must not be the target's own folder, {out}: name another.")
-    fingerprints = {source.name: fingerprint(source) for source in settings.sources}
-    fingerprints[TARGET] = model_fingerprint(TARGET, settings.target)
-    model = load(settings.target)
-    tokenizer, taps = _check_target(settings, model)
+    fingerprints = fingerprints_of(settings)
+    model, tokenizer = load_target(settings, out)
+    taps = _check_target(settings, model)
     claim(state_folder, settings, fingerprints)
     with console.status("reading and packing text"):
         parts = [read_source(source) for source in settings.sources]
-        sources = pack_sources(settings, tokenizer.backend, parts)
+        sources = pack_sources(settings, tokenizer, parts)
     corpus = _what_to_read(sources, model, settings, state_folder, console)
     ids, coverage = _draft_ids(corpus, settings.draft_vocab, model.vocab_size)
     num_drafted = model.vocab_size if ids is None else len(ids)
@@ -126,9 +117,10 @@ def train_eagle(
     shapes = jax.eval_shape(first_params)
     if settings.cache_features:
         observe = jax.jit(partial(target_states, taps=taps))
-        corpus = _with_states(
+        corpus = with_states(
             corpus,
             lambda sequences: observe(target, spread_rows(mesh, sequences)),
+            lambda sequences, states: SeenSequences(*sequences, *states),
             settings.rows_per_batch,
             state_folder,
             console,
@@ -162,7 +154,7 @@ def train_eagle(
             settings.decoding_prompts,
             settings.seed,
             lambda params: Eagle.of(
-                _as_stored(objective("float32"), params, model.network, ids), settings.paths
+                _stored(objective("float32"), params, model.network, ids), settings.paths
             ),
         ),
     )
@@ -180,34 +172,9 @@ def train_eagle(
     return trained
 
 
-def head_config(target: ModelConfig) -> ModelConfig:
-    """The one layer of a head for a target: of its shape, and of the kind that files describe."""
-    return ModelConfig(
-        vocab_size=target.vocab_size,
-        embed_dim=target.embed_dim,
-        num_layers=1,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        mlp_dim=target.mlp_dim,
-        max_positions=target.max_positions,
-        norm_eps=target.norm_eps,
-        rope=Rope(theta=target.rope.theta),
-    )
-
-
-def _check_target(
-    settings: EagleTrainingSettings, model: Model
-) -> tuple[Tokenizer, tuple[int, ...]]:
-    """The target's tokenizer and the layers to tap, once the settings are known to fit it."""
-    if model.tokenizer is None:
-        raise ValueError(f"The target in {settings.target} must have a tokenizer.json.")
-    check_tokenizer(model.tokenizer.backend, settings.target)
-    if settings.sequence_length > model.config.max_positions:
-        raise ValueError(
-            f"sequence_length must be at most the target's max_positions "
-            f"({model.config.max_positions}), got {settings.sequence_length}."
-        )
+def _check_target(settings: EagleTrainingSettings, model: Model) -> tuple[int, ...]:
+    """The layers to tap, once the settings are known to fit the target."""
+    check_length(settings.sequence_length, model)
     if settings.draft_vocab >= model.vocab_size:
         raise ValueError(
             f"draft_vocab must be below the target's vocabulary ({model.vocab_size}), got "
@@ -220,13 +187,10 @@ def _check_target(
             "children: draft from more tokens."
         )
     if settings.version == 1:
-        return model.tokenizer, ()
+        return ()
     taps = eagle3_taps(model.config.num_layers) if settings.taps is None else settings.taps
-    if not taps or not all(0 <= layer < model.config.num_layers for layer in taps):
-        raise ValueError(
-            f"taps must be layers in 0..{model.config.num_layers - 1} of the target, got {taps}."
-        )
-    return model.tokenizer, taps
+    check_taps(taps, model)
+    return taps
 
 
 def _what_to_read(
@@ -282,38 +246,15 @@ def _first_params(settings: EagleTrainingSettings, config: ModelConfig, tapped: 
     return init_eagle3_params(config, tapped, key)
 
 
-def _as_stored(
+def _stored(
     objective: FeatureRegression | TrainingTimeTest,
     params: PyTree,
     target: Network,
     ids: Int[Array, " draft_vocab"] | None,
 ) -> EagleHead | Eagle3Head:
-    """A head of the weights as its folder holds them, on the target's one device."""
+    """A head of the weights as its folder holds them."""
     (device,) = jax.tree.leaves(target.params)[0].devices()
-    params, ids = jax.device_put((params, ids), device)
-    stored = jax.tree.map(lambda leaf: leaf.astype(_STORED).astype(target.dtype), params)
-    return objective.head(stored, target, ids)
-
-
-def _with_states(
-    corpus: Corpus[Sequences],
-    observe: Callable[[Sequences], TargetStates],
-    rows_per_batch: int,
-    state_folder: Path,
-    console: Console,
-) -> Corpus[SeenSequences]:
-    """The corpus with the target's states, from files beside the run's other ones."""
-
-    def seen(kind: str, texts: dict[str, Sequences]) -> dict[str, SeenSequences]:
-        # By number: a source's name may hold any character.
-        parts = {f"{kind}-{i}": rows for i, rows in enumerate(texts.values()) if len(rows.tokens)}
-        cached = cached_states(observe, parts, rows_per_batch, state_folder / "features", console)
-        names = [name for name, rows in texts.items() if len(rows.tokens)]
-        return dict(zip(names, cached.values(), strict=True))
-
-    return Corpus(
-        seen("train", corpus.train), seen("validation", corpus.validation), corpus.weights
-    )
+    return objective.head(as_stored(params, target), target, jax.device_put(ids, device))
 
 
 def _write(
@@ -326,8 +267,7 @@ def _write(
     command: str,
 ) -> None:
     with replacing_files(out) as staging:
-        save_eagle(trained.head, staging, _STORED, target_layers=target_layers)
-        write_json(staging / "training.json", settings_to_json(settings))
-        write_json(staging / "metrics.json", trained.metrics)
+        save_eagle(trained.head, staging, STORED, target_layers=target_layers)
+        write_figures(staging, settings, trained.metrics)
         write_head_recipe(staging / "recipe.md", settings, fingerprints, trained.metrics, command)
         draw_losses(staging / "losses.png", outcome.history.records, "loss", "loss")

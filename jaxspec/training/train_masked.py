@@ -15,7 +15,7 @@ from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.models import Diffusion, ModelConfig, Network, init_params, param_shapes
 from jaxspec.sharding import spread_rows
-from jaxspec.training.data import Sequences, fingerprint, read_source
+from jaxspec.training.data import Sequences, read_source
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.loop import History
 from jaxspec.training.masked import MaskedTokens
@@ -23,7 +23,7 @@ from jaxspec.training.report import draw_losses, write_masked_recipe
 from jaxspec.training.run import (
     Task,
     claim,
-    model_fingerprint,
+    fingerprints_of,
     pack_own_text,
     pack_sources,
     prepare_devices,
@@ -65,10 +65,7 @@ def train_masked(
     """
     console = console or Console(stderr=True)
     mesh = prepare_devices(settings, out, num_devices)
-    fingerprints = {source.name: fingerprint(source) for source in settings.sources}
-    fingerprints |= {
-        name: model_fingerprint(name, folder) for name, folder in settings.models_read.items()
-    }
+    fingerprints = fingerprints_of(settings)
     tokenizer = _tokenizer(settings)
     start = first_network(settings, tokenizer.get_vocab_size())
     config = start.config

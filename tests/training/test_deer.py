@@ -17,6 +17,7 @@ from jaxspec.diffusion.process import Masked
 from jaxspec.models import Diffusion, ModelConfig, Network, init_params
 from jaxspec.training import deer
 from jaxspec.training import train_deer as module
+from jaxspec.training.answers import read_answers
 from jaxspec.training.data import Answers, LastRows, Source, pack_answers
 from jaxspec.training.deer import Continuation, Refinement, tail_weights
 from jaxspec.training.settings import (
@@ -31,7 +32,7 @@ from jaxspec.training.settings import (
 )
 from jaxspec.training.tokenizer import MASK, RESERVED, SEPARATOR
 from jaxspec.training.train import train_lm
-from jaxspec.training.train_deer import read_answers, train_deer
+from jaxspec.training.train_deer import train_deer
 from jaxspec.training.train_masked import train_masked
 
 GOLDEN = Path(__file__).parents[3] / "shared/golden/diffusion"

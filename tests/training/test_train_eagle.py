@@ -18,8 +18,7 @@ from jaxspec.generation import GenerationConfig, generate
 from jaxspec.models import ModelConfig, Network, init_params
 from jaxspec.training import eagle_command
 from jaxspec.training.data import LastRows, Sequences, Source
-from jaxspec.training.eagle import TargetStates
-from jaxspec.training.features import cached_states
+from jaxspec.training.features import TargetStates, cached_states
 from jaxspec.training.loop import make_train_step
 from jaxspec.training.settings import (
     EagleTrainingSettings,
@@ -275,7 +274,6 @@ def test_states_are_computed_once_and_survive_an_interruption(tmp_path):
             assert cached[name].features.dtype == expected.features.dtype
             np.testing.assert_array_equal(cached[name].features, expected.features)
             assert cached[name].taps.shape == (len(part.tokens), 3, 0)
-            np.testing.assert_array_equal(cached[name].tokens, part.tokens)
     assert calls == [2] * 5  # three batches of the first part, one of the other, done twice
 
 

@@ -1,0 +1,118 @@
+"""What drafters of blocks learn from: prompts with what their target answers."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from jaxspec.checkpoint import Model
+from jaxspec.training.data import Answers, Sequences, pack_answers
+from jaxspec.training.own_text import (
+    PROMPTS_PER_PART,
+    OwnText,
+    Written,
+    read_own_text,
+    write_own_text,
+)
+from jaxspec.training.run import Corpus
+from jaxspec.training.settings import OWN_TEXT, AnswersSettings
+from jaxspec.training.tokenizer import stop_ids
+
+_HELD_OUT = 20
+
+
+def answers_fingerprint(settings: AnswersSettings) -> dict[str, str]:
+    """SHA-256 of the file of answers, under the name "answers", where there is one."""
+    if settings.answers is None:
+        return {}
+    with open(settings.answers, "rb") as file:
+        return {"answers": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def answers_of(
+    target: Model,
+    sources: Corpus[Sequences],
+    settings: AnswersSettings,
+    state_folder: Path,
+    console: Console,
+) -> Corpus[Answers]:
+    """Prompts with the target's answers in rows of tokens: from a file, or written now.
+
+    Args:
+        target: who answers.
+        sources: whose documents begin with the prompts.
+        settings: of the run.
+        state_folder: of the run.
+        console: where progress goes.
+
+    Raises:
+        ValueError: the file of answers cannot be used; the lines that are wrong are named.
+    """
+    if settings.answers is not None:
+        texts = read_answers(settings.answers, target)
+    else:
+        folder = state_folder / "own_text" if settings.texts is None else Path(settings.texts)
+        rows = sources.batches(PROMPTS_PER_PART, settings.seed)
+        write_own_text(target, rows, settings.own_text, folder, console)
+        texts = read_own_text(folder, settings.own_text)
+    learned, held_out = (
+        pack_answers(
+            [text.tokens for text in part],
+            [text.prompt_size for text in part],
+            settings.sequence_length,
+        )
+        for part in texts
+    )
+    return Corpus({OWN_TEXT: learned}, {OWN_TEXT: held_out}, {OWN_TEXT: 1.0})
+
+
+def read_answers(path: str, model: Model) -> OwnText:
+    """Prompts with a target's answers, from a file; the last of every twenty is held out.
+
+    Args:
+        path: JSON Lines, each with "prompt" and "answer", texts.
+        model: whose tokenizer reads them.
+
+    Raises:
+        ValueError: naming the lines that are wrong.
+    """
+    assert model.tokenizer is not None  # checked by the caller
+    texts: list[Written] = []
+    wrong: list[str] = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            pair = _prompt_and_answer(line)
+            if pair is None:
+                wrong.append(str(number))
+                continue
+            beginning = model.tokenizer.encode(pair[0])
+            rest = model.tokenizer.backend.encode(pair[1], add_special_tokens=False).ids
+            tokens = np.asarray([*beginning, *rest, stop_ids()[0]], np.int32)
+            texts.append(Written(tokens, len(beginning)))
+    if wrong:
+        raise ValueError(
+            f"answers: {path} must hold a prompt and an answer that is not empty in every line; "
+            f"lines {', '.join(wrong[:10])}{' and more' if len(wrong) > 10 else ''} do not."
+        )
+    if len(texts) < 2:
+        raise ValueError(f"answers: {path} must hold at least 2 answers, got {len(texts)}.")
+    out = [
+        index % _HELD_OUT == _HELD_OUT - 1 or index == len(texts) - 1 for index in range(len(texts))
+    ]
+    return OwnText(
+        [text for text, held in zip(texts, out, strict=True) if not held],
+        [text for text, held in zip(texts, out, strict=True) if held],
+    )
+
+
+def _prompt_and_answer(line: str) -> tuple[str, str] | None:
+    """What a line of a file of answers holds; None where it is not as it should be."""
+    try:
+        record = json.loads(line)
+        prompt, answer = record["prompt"], record["answer"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None
+    whole = isinstance(prompt, str) and isinstance(answer, str) and answer.strip()
+    return (prompt, answer) if whole else None

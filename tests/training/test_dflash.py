@@ -1,0 +1,385 @@
+"""DFlash heads: what a block is trained on is what the drafter does; a run from end to end."""
+
+import argparse
+import dataclasses
+import io
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxspec.checkpoint import load, load_dflash
+from jaxspec.core.masks import causal
+from jaxspec.core.types import Context, Params, Recent, Warp
+from jaxspec.drafters import DFlash
+from jaxspec.generation import GenerationConfig, generate
+from jaxspec.models import Diffusion, ModelConfig, Network, init_dflash_params, param_shapes
+from jaxspec.training import dflash_command
+from jaxspec.training.data import Answers, LastRows, Sequences, Source, pack_answers
+from jaxspec.training.dflash import AnchoredBlocks, Answered
+from jaxspec.training.efficiency import block_flops_per_token
+from jaxspec.training.features import target_states
+from jaxspec.training.head import head_config
+from jaxspec.training.loop import make_train_step
+from jaxspec.training.settings import (
+    DECODING,
+    OWN_TEXT,
+    TAU,
+    DFlashTrainingSettings,
+    OptimizerSettings,
+    Pace,
+    settings_from_json,
+    settings_to_json,
+)
+from jaxspec.training.tokenizer import MASK, RESERVED
+from jaxspec.training.train_dflash import layers_config, train_dflash
+from tests.training.test_train_eagle import CONFIG, write_target
+
+QUIET = Console(file=io.StringIO())
+MASK_ID = RESERVED.index(MASK)
+LENGTH, BLOCK = 24, 5
+
+
+# The objective
+
+
+@pytest.fixture(scope="module")
+def target(tiny_network):
+    return tiny_network
+
+
+def objective_for(target, **changes) -> AnchoredBlocks:
+    values = {"taps": (1, 0), "mask_token_id": MASK_ID, "block": BLOCK, "anchors": 6, "gamma": 2.0}
+    return AnchoredBlocks(layers_config(target.config, 2, 24), **{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def params(target):
+    return init_dflash_params(objective_for(target).config, 64, jax.random.key(7))
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """Four texts in rows of 24 slots, two of them in one row; one prompt is a single token."""
+    rng = np.random.default_rng(0)
+    sizes, prompts = (22, 11, 9, 17), (6, 4, 1, 12)
+    texts = [rng.integers(10, 90, size).astype(np.int32) for size in sizes]
+    packed = pack_answers(texts, prompts, LENGTH)
+    assert len(packed.tokens) == 3
+    return packed
+
+
+def row_of(answers: Answers, index: int) -> Answers:
+    return Answers(*(jnp.asarray(field[index]) for field in answers))
+
+
+@jax.jit
+def drafted(target: Network, head, text, length):
+    """The laws of a block that the drafter itself states behind the first `length` tokens."""
+    drafter, slots = DFlash(head.block - 1, taps=head.taps), len(text)
+    read = target.forward(text, jnp.arange(slots), causal(slots), None, taps=head.taps)
+    nothing = jnp.zeros((head.block, head.params["fc"]["kernel"].shape[0]))
+    recent = Recent(jnp.zeros(head.block, jnp.int32), nothing[:, :0], nothing, jnp.int32(0))
+    warp = Warp(temperature=jnp.float32(1.0))
+    stop_ids, cache = jnp.array([-1]), target.empty_cache(1)
+    context = Context(text, length, jnp.int32(99), stop_ids, warp, cache, recent)
+    pair = Params(target, head)
+    state = drafter.init(pair, read, context)
+    return drafter.propose(pair, jax.random.key(0), state, context)[0].draft_logprobs
+
+
+def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, answers):
+    objective, key = objective_for(target), jax.random.key(3)
+    loss, metrics = jax.jit(objective)(params, Answered(answers, target), key)
+    head = objective.head(params, target)
+    total = weight = nats = tokens = 0.0
+    hits, places = np.zeros(BLOCK - 1), np.zeros(BLOCK - 1)
+    for index, row_key in enumerate(jax.random.split(key, len(answers.tokens))):
+        row = row_of(answers, index)
+        for place, counted in zip(*objective.draw(row, row_key), strict=True):
+            if not counted:
+                continue
+            document = np.asarray(row.segments) == int(row.segments[place])
+            start = int(np.flatnonzero(document)[0])
+            text = np.asarray(row.tokens)[document]
+            pending = int(place) - start
+            padded = np.zeros(LENGTH + 2 * BLOCK, np.int32)
+            padded[: pending + 1] = text[: pending + 1]
+            laws = drafted(target, head, jnp.asarray(padded), jnp.int32(pending + 1))
+            for i, token in enumerate(text[pending + 1 : pending + BLOCK]):
+                share = np.exp(-i / objective.gamma)
+                said = float(laws[i, token])
+                total, weight = total - share * said, weight + share
+                nats, tokens = nats - said, tokens + 1
+                hits[i] += said >= float(jnp.max(laws[i]))
+                places[i] += 1
+    assert tokens > 40
+    assert float(metrics["tokens"]) == tokens
+    np.testing.assert_allclose(loss, total / weight, rtol=1e-5)
+    np.testing.assert_allclose(metrics["nats"], nats / tokens, rtol=1e-5)
+    at_depth = [float(metrics[f"top1_at_{i + 1}"]) for i in range(BLOCK - 1)]
+    np.testing.assert_allclose(at_depth, hits / places, rtol=1e-6)
+
+
+def test_anchors_are_what_may_be_pending_within_an_answer(target, answers):
+    """Of the prompt its last token alone, of the answer all but its last; each at most once."""
+    row = row_of(answers, 0)
+    follows = {i for i in range(LENGTH - 1) if row.answer[i + 1]}
+    assert follows == set(range(5, 21))
+    seen = set()
+    for seed in range(20):
+        places, counted = objective_for(target).draw(row, jax.random.key(seed))
+        assert np.all(counted)
+        assert len(set(places.tolist())) == 6
+        seen |= set(places.tolist())
+    assert seen == follows
+    places, counted = objective_for(target, anchors=99).draw(row, jax.random.key(0))
+    assert set(places[counted].tolist()) == follows
+    assert len(places) == LENGTH
+
+
+def test_a_mask_in_the_text_and_empty_rows_do_not_count(target, params, answers):
+    objective = objective_for(target, anchors=99)
+    one = Answers(*(field[:1] for field in answers))
+    with_mask = one._replace(tokens=np.where(np.arange(LENGTH) == 12, MASK_ID, one.tokens))
+    empty = Answers(*(np.zeros_like(field) for field in one))
+    key, counts = jax.random.key(0), []
+    for rows in (one, with_mask, empty):
+        loss, metrics = jax.jit(objective)(params, Answered(rows, target), key)
+        gradient = jax.jit(jax.grad(objective, has_aux=True))(params, Answered(rows, target), key)[
+            0
+        ]
+        assert np.isfinite(float(loss))
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+        counts.append(int(metrics["tokens"]))
+    whole = sum(min(BLOCK - 1, 21 - anchor) for anchor in range(5, 21))
+    assert counts == [whole, whole - (BLOCK - 1), 0]
+
+
+def test_states_from_before_are_those_computed_anew(target, params, answers):
+    objective, key = objective_for(target), jax.random.key(1)
+    observe = jax.jit(partial(target_states, taps=objective.taps))
+    states = observe(target, Sequences(*answers[:3]))
+    anew = jax.jit(objective)(params, Answered(answers, target), key)[0]
+    kept = jax.jit(objective)(params, Answered(answers, target, states.taps), key)[0]
+    np.testing.assert_allclose(anew, kept, rtol=1e-6)
+
+
+def test_narrow_products_give_nearly_the_same_loss(target, params, answers):
+    exact, narrow = (
+        jax.jit(objective_for(target, dtype=dtype))(
+            params, Answered(answers, target), jax.random.key(0)
+        )[0]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert float(exact) != float(narrow)
+    np.testing.assert_allclose(exact, narrow, rtol=0.02)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_flops_of_a_token_are_what_the_compiler_counts(kept):
+    """So nothing is computed that training does not need, such as what the context attends to."""
+    config = ModelConfig(512, 128, 2, 4, 2, 32, 256, 128, tied_head=True)
+    layers, length, rows = layers_config(config, 2, None), 64, 2
+    objective = AnchoredBlocks(layers, (0, 1), MASK_ID, block=8, anchors=16, gamma=3.5)
+    first = partial(init_dflash_params, layers, 2 * config.embed_dim)
+    shapes = jax.eval_shape(first, jax.random.key(0))
+    field = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    taps = jax.ShapeDtypeStruct((rows, length, 2 * config.embed_dim), jnp.float32)
+    answers, network = Answers(field, field, field, field), Network(param_shapes(config), config)
+    batch = Answered(answers, network, taps if kept else None)
+    step = jax.jit(jax.grad(objective, has_aux=True))
+    compiled = step.lower(shapes, batch, jax.eval_shape(lambda: jax.random.key(0))).compile()
+    share = 0.0 if kept else 0.5  # the second layer's input is all that is read behind the first
+    expected = rows * length * block_flops_per_token(shapes, layers, config, length, 8, 16, share)
+    assert expected < compiled.cost_analysis()["flops"] < 1.25 * expected
+
+
+def test_the_heads_layers_are_of_the_targets_shape(target):
+    config = layers_config(target.config, 3, None)
+    assert (config.num_layers, config.mlp_dim, config.qk_norm) == (3, 64, True)
+    assert head_config(target.config).num_layers == 1
+
+
+# A run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target with random weights, and text for it to go on with."""
+    folder = tmp_path_factory.mktemp("dflash")
+    texts = [f"{a} and {b} make {a + b}" for a in range(9) for b in range(9)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    write_target(folder / "target", CONFIG, texts)
+    return folder
+
+
+def settings_for(folder, **changes) -> DFlashTrainingSettings:
+    values = {
+        "target": str(folder / "target"),
+        "layers": 1,
+        "mlp_dim": 24,
+        "taps": (0, 1),
+        "block": 4,
+        "anchors": 8,
+        "num_steps": 40,
+        "minutes": None,
+        "sequence_length": 32,
+        "rows_per_batch": 4,
+        "dtype": "float32",
+        "own_text": 40,
+        "texts": str(folder / "texts"),
+        "optimizer": OptimizerSettings("muon", 0.02, 0.01, warmup_steps=5),
+        "pace": Pace(record_steps=1),
+        "decoding_prompts": 2,
+    }
+    source = Source("sums", str(folder / "sums.jsonl"), split=LastRows(8))
+    return DFlashTrainingSettings((source,), **{**values, **changes})
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["anew", "cached"])
+def run(folder, request):
+    """Settings, what training gave, and the folder that holds `state` and `out`."""
+    settings = settings_for(folder, cache_features=request.param)
+    place = folder / f"run-{request.param}"
+    trained = train_dflash(settings, place / "state", place / "out", command="c", console=QUIET)
+    return settings, trained, place
+
+
+def test_the_loss_falls_and_the_folder_says_how(run):
+    settings, trained, place = run
+    lines = (place / "state" / "history.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    assert len(losses) == settings.num_steps
+    # Half of the texts are draws of a random target: little of them can be learned.
+    assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:3])
+    metrics = json.loads((place / "out" / "metrics.json").read_text())
+    assert metrics == trained.metrics
+    assert metrics["validation"][OWN_TEXT].keys() == {"nats", "top1_at_1", "top1_at_2", "top1_at_3"}
+    tau = metrics["validation"][DECODING][TAU]
+    assert 2 <= tau <= 4
+    recipe = (place / "out" / "recipe.md").read_text()
+    assert f"tau = {tau:.3f} tokens per target pass, the bonus token INCLUDED" in recipe
+    assert "drafts of 3 tokens" in recipe
+    assert "layers 0, 1. Blocks of 4 slots" in recipe
+    assert "exp(-(i - 1) / 1.75)" in recipe
+    assert (place / "out" / "losses.png").exists()
+    stored = json.loads((place / "out" / "training.json").read_text())
+    assert settings_from_json(stored, DFlashTrainingSettings) == settings
+
+
+def test_the_folder_is_read_back_and_drafts_without_changing_the_text(run):
+    settings, trained, place = run
+    model = load(settings.target)
+    head = load_dflash(place / "out", model.network)
+    assert dataclasses.replace(head, params=()) == dataclasses.replace(trained.head, params=())
+    for loaded, given in zip(
+        jax.tree.leaves(head.params), jax.tree.leaves(trained.head.params), strict=True
+    ):
+        np.testing.assert_array_equal(loaded, given.astype("bfloat16").astype("float32"))
+    prompts = ["3 and 4", "8 and 2 make", "5 and", "1 and 7 make 8"]
+    config = GenerationConfig(max_new_tokens=16)
+    plain = generate(model, prompts, config)
+    fast = generate(model, prompts, config, DFlash.of(head))
+    for one, other in zip(plain, fast, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+    assert fast.metrics.mean_acceptance_length > 1
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
+    settings, _, place = run
+
+    def interrupted(*args):
+        step = make_train_step(*args)
+
+        def or_stop(state, batch):
+            if int(state.step) == 7:
+                raise KeyboardInterrupt
+            return step(state, batch)
+
+        return or_stop
+
+    saving = dataclasses.replace(settings, pace=Pace(save_seconds=1e-9))
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxspec.training.run.make_train_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train_dflash(saving, tmp_path / "state", console=QUIET)
+    train_dflash(settings, tmp_path / "state", tmp_path / "out", console=QUIET)
+    again, whole = (path / "out" / "model.safetensors" for path in (tmp_path, place))
+    assert again.read_bytes() == whole.read_bytes()
+
+
+def test_a_state_folder_belongs_to_one_run(run):
+    settings, _, place = run
+    other = dataclasses.replace(settings, anchors=9)
+    with pytest.raises(ValueError, match="anchors: 8 before, 9 now"):
+        train_dflash(other, place / "state", console=QUIET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target": "nowhere"}, "must be a model's folder"),
+        ({"sequence_length": 65}, r"at most the target's max_positions \(64\), got 65"),
+        ({"taps": (1, 2)}, r"layers in 0\.\.1 of the target, got \(1, 2\)"),
+        ({"taps": ()}, "at least one layer"),
+        ({"taps": None, "layers": 2}, "no 2 different ones"),
+        ({"block": 1}, "at least 2 slots"),
+        ({"block": 33}, r"at most sequence_length \(32\), got 33"),
+        ({"layers": 0}, "layers must be above 0"),
+        ({"anchors": 0}, "anchors must be above 0"),
+        ({"gamma": 0.0}, "gamma must be above 0"),
+        ({"mlp_dim": 0}, "mlp_dim must be above 0"),
+        ({"own_text": 0}, "one of both"),
+        ({"decoding_prompts": -1}, "decoding_prompts must be 0 or more"),
+    ],
+)
+def test_what_does_not_fit_is_named_before_anything_is_done(folder, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train_dflash(settings_for(folder, **changes), tmp_path / "state", console=QUIET)
+    assert not (tmp_path / "state").exists()
+
+
+def test_only_causal_targets_and_other_folders_than_theirs(folder, tmp_path):
+    with pytest.raises(ValueError, match="the target's own folder"):
+        train_dflash(settings_for(folder), tmp_path, folder / "target", console=QUIET)
+    filling = CONFIG.replace(diffusion=Diffusion(MASK_ID))
+    write_target(tmp_path / "filling", filling, ["some text"])
+    settings = settings_for(folder, target=str(tmp_path / "filling"))
+    with pytest.raises(ValueError, match="target must be a causal model"):
+        train_dflash(settings, tmp_path / "state", console=QUIET)
+
+
+# Settings and the command line
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    dflash_command.add_arguments(parser)
+    return dflash_command.settings_from_arguments(parser.parse_args(["--out", "x", *arguments]))
+
+
+def test_flags_become_settings():
+    settings = parsed(
+        "--target", "t", "--data", "notes=notes.txt", "--layers", "3", "--mlp-dim", "480",
+        "--taps", "2,6,10", "--block", "10", "--anchors", "16", "--gamma", "4", "--steps", "9",
+        "--texts", "written", "--cache-features", "--decoding-prompts", "2",
+    )  # fmt: skip
+    assert (settings.layers, settings.mlp_dim, settings.taps) == (3, 480, (2, 6, 10))
+    assert (settings.block, settings.anchors, settings.decay) == (10, 16, 4.0)
+    assert (settings.own_text, settings.texts, settings.cache_features) == (4000, "written", True)
+    assert (settings.num_steps, settings.decoding_prompts) == (9, 2)
+    plain = json.loads(json.dumps(settings_to_json(settings)))
+    assert settings_from_json(plain, DFlashTrainingSettings) == settings
+    assert parsed("--target", "t", "--data", "a=a.txt", "--block", "16").decay == 7.0
+    answered = parsed("--target", "t", "--data", "a=a.txt", "--answers", "answers.jsonl")
+    assert (answered.own_text, answered.answers) == (0, "answers.jsonl")
+
+
+def test_a_target_must_be_named():
+    with pytest.raises(ValueError, match="--target FOLDER"):
+        parsed("--data", "notes=notes.txt")
