@@ -70,7 +70,15 @@ def test_a_file_of_prompts_becomes_a_file_of_records(argv, model, capsys):
 def test_what_cannot_be_a_job_is_refused_before_anything_is_written(argv, capsys, tmp_path):
     name, source, out, *rest = argv
     before = Path(source).read_bytes()
-    assert "must not be the input" in fails(capsys, [name, source, source, *rest])
+    assert "the output must not be the input" in fails(capsys, [name, source, source, *rest])
+    for place in (source, out, out + ".progress"):
+        assert "the file of --json must not be" in fails(capsys, [*argv, "--json", place])
+    assert not Path(out).exists()
+    taken = Path(out + ".progress")
+    taken.write_bytes(before)
+    assert "must not be the input" in fails(capsys, [name, str(taken), out, *rest, "--resume"])
+    assert taken.read_bytes() == before
+    taken.unlink()
     folders = [name, source, str(tmp_path / "no" / "out.jsonl"), *rest]
     assert "in a folder that exists" in fails(capsys, folders)
     assert "No such file" in fails(capsys, [name, str(tmp_path / "none.jsonl"), out, *rest])

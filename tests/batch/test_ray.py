@@ -37,6 +37,14 @@ def test_counts_begin_with_one(name):
         stage.decode(Dataset(), "demo", **{name: 0})
 
 
+@pytest.mark.parametrize("row_id", [None, -1, 1 << 31, "\ud800", 0.5])
+def test_an_id_that_names_nothing_is_an_error_of_its_row(row_id):
+    row = stage._row(1, row_id, "abc")
+    assert "id must be" in row.error
+    assert row.prompt is None
+    assert stage._row(1, "a", "abc").error is None
+
+
 @pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
 def test_without_ray_the_extra_is_named():
     with pytest.raises(ImportError, match=r"pip install 'jaxspec\[ray\]'"):
