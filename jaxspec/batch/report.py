@@ -32,8 +32,8 @@ class JobReport:
         slots: of each row's cache, by group.
         state_bytes_foretold: of caches and states, the most of any group, from shapes.
         state_bytes_held: the same of the arrays that were there.
-        scratch_bytes: that the compiled steps need besides, by XLA's memory analysis; 0 where it
-            does not say.
+        scratch_bytes: that the compiled programs need besides, and a row that was read, by XLA's
+            memory analysis; 0 where it does not say.
         speedup: what drafting brings by the guard's books, as `Guard.speedup`; `None` without it.
         interrupted: the job was asked to stop and has not come to its end.
     """

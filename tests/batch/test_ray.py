@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -53,13 +52,13 @@ def test_without_ray_the_extra_is_named():
 
 @pytest.mark.slow
 @needs_ray
-def test_two_actors_of_which_one_is_killed_lose_nothing(folder, tmp_path):
+def test_two_actors_of_which_one_is_killed_lose_nothing(folder, environment, tmp_path):
     """In a process of its own: Ray starts several, and they must end with it."""
     out = tmp_path / "out.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.batch.ray_job", folder, str(out), str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=900,
