@@ -589,8 +589,9 @@ class _Batch:
                 drafter=job.drafter,
                 place=job.place,
             )
-            # While the device is at it:
-            self._keep_finished()
+            if self.finished is not None:
+                with books.writing(info.steps):
+                    self._keep_finished()
             info: ChunkInfo = jax.device_get(info)
         steps, row_steps, tokens = int(info.steps), int(info.row_steps), int(info.tokens)
         books.count(steps, row_steps, tokens, len(self.items), chunk.drafting)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
+
 from jaxspec.compilation import CompileClock
 
 
@@ -21,7 +23,8 @@ class JobReport:
         num_tokens: emitted in this process.
         seconds: that this process took so far; compiling left out.
         compile_seconds: spent compiling.
-        host_seconds: in which the device had neither a prompt to read nor a chunk to run.
+        host_seconds: in which the device had neither a prompt to read nor a chunk to run. Where a
+            chunk ended before its predecessor's records were written, all of that writing.
         read_seconds: in which prompts were read and put into slots.
         num_steps: of the batch.
         num_drafted_steps: of these, with drafts; the others were plain.
@@ -164,6 +167,14 @@ class Books:
         yield watch
         self._worked_until = self._now()
         watch.seconds = self._worked_until - start
+
+    @contextmanager
+    def writing(self, chunk: jax.Array) -> Iterator[None]:
+        """Around what the host does while `chunk` is made."""
+        start = self._now()
+        yield
+        if chunk.is_ready():
+            self._host_seconds += self._now() - start
 
     def count(self, steps: int, row_steps: int, tokens: int, batch: int, drafting: bool) -> None:
         """Books a chunk."""
