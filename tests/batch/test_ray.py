@@ -44,8 +44,8 @@ def test_an_id_that_names_nothing_is_an_error_of_its_row(row_id):
     assert stage._row(1, "a", "abc").error is None
 
 
-@pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
-def test_without_ray_the_extra_is_named():
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.data", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxspec\[ray\]'"):
         stage.decode(Dataset(), "demo")
 
