@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import jax
-
 from jaxspec.compilation import CompileClock
 
 
@@ -169,7 +167,7 @@ class Books:
         watch.seconds = self._worked_until - start
 
     @contextmanager
-    def writing(self, chunk: jax.Array) -> Iterator[None]:
+    def writing(self, chunk: Any) -> Iterator[None]:
         """Around what the host does while `chunk` is made."""
         start = self._now()
         yield
