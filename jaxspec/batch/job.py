@@ -35,9 +35,11 @@ from jaxspec.batch.slots import (
     Dormant,
     Place,
     RowSettings,
+    devices_in_one_memory,
     empty_states,
     insert,
     num_bytes,
+    placed_shapes,
     read_prefix,
     read_prompt,
     rejoin,
@@ -230,7 +232,8 @@ def run(
             if books.interrupted or job.should_stop():
                 books.interrupted = True
                 break
-            _Batch(job, group, fit_batch(job, group, batch, memory), prefix).run()
+            fit = fit_batch(job, group, batch, memory, prefix)
+            _Batch(job, group, fit, prefix).run()
         return job.report()
 
 
@@ -405,8 +408,10 @@ class _Fit(NamedTuple):
     scratch: int
 
 
-def fit_batch(job: _Job, group: Group, batch: int | None, memory: int | None) -> _Fit:
-    """Rows at once that fit into memory, with the scratch that the compiled steps ask for.
+def fit_batch(
+    job: _Job, group: Group, batch: int | None, memory: int | None, prefix: Prefix | None
+) -> _Fit:
+    """Rows at once that fit into memory, with what the compiled programs need besides.
 
     Raises:
         ValueError: not even one row does, or not the number asked for.
@@ -416,11 +421,11 @@ def fit_batch(job: _Job, group: Group, batch: int | None, memory: int | None) ->
         memory = None if available is None else int(SHARE_OF_MEMORY * available)
     size = batch or most_rows(len(group.rows) * job.config.num_samples)
     while True:
-        shapes = job.shapes(group, size)
+        shapes = placed_shapes(job.shapes(group, size), job.place)
         held = num_bytes(shapes)
         # A compilation is not tried where the states alone are too large.
         fits = memory is None or held <= memory
-        scratch = _scratch_bytes(job, shapes) if fits else 0
+        scratch = _scratch_bytes(job, group, shapes, prefix) if fits else 0
         needed = held + scratch
         if memory is None or needed <= memory:
             return _Fit(size, held, scratch)
@@ -435,19 +440,41 @@ def fit_batch(job: _Job, group: Group, batch: int | None, memory: int | None) ->
         size = min(size // 2, 1 << (fitting.bit_length() - 1))
 
 
-def _scratch_bytes(job: _Job, shapes: DecodeState) -> int:
-    if job.place is not None:
-        return 0  # Where states will lie is not known from shapes.
-    lowered = run_chunk.lower(
-        job.params,
-        shapes,
-        job.automaton,
-        *_chunk_arguments(Chunk(True, 1), 1),
-        drafter=job.drafter,
-        place=None,
+def _scratch_bytes(job: _Job, group: Group, shapes: DecodeState, prefix: Prefix | None) -> int:
+    """The row of the longest prompt, and what reading it or a chunk takes, whichever is more."""
+    settings = job.row_settings(group.slots)
+    longest = job.prompt_of(max(group.rows, key=lambda row: len(row.tokens)))
+    read = _bytes_of(
+        read_prompt.lower(job.params, longest, prefix, drafter=job.drafter, settings=settings)
     )
-    memory: Any = lowered.compile().memory_analysis()
-    return memory.temp_size_in_bytes if memory is not None else 0
+    chunk = _bytes_of(
+        run_chunk.lower(
+            job.params,
+            shapes,
+            job.automaton,
+            *_chunk_arguments(Chunk(True, 1), 1),
+            drafter=job.drafter,
+            place=job.place,
+        )
+    )
+    devices = 1 if job.place is None else devices_in_one_memory(shapes.stop.sharding.device_set)
+    return devices * (read.given + max(read.temporary, chunk.temporary + chunk.given))
+
+
+class _ProgramBytes(NamedTuple):
+    """On each device: while a program runs, and of what it gives that is not put in place."""
+
+    temporary: int
+    given: int
+
+
+def _bytes_of(lowered: Any) -> _ProgramBytes:
+    """By XLA's analysis; calls find the same compiled program."""
+    memory = lowered.compile().memory_analysis()
+    if memory is None:
+        return _ProgramBytes(0, 0)
+    given = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return _ProgramBytes(memory.temp_size_in_bytes, given)
 
 
 def _chunk_arguments(chunk: Chunk, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -562,8 +589,9 @@ class _Batch:
                 drafter=job.drafter,
                 place=job.place,
             )
-            # While the device is at it:
-            self._keep_finished()
+            if self.finished is not None:
+                with books.writing(info.steps):
+                    self._keep_finished()
             info: ChunkInfo = jax.device_get(info)
         steps, row_steps, tokens = int(info.steps), int(info.row_steps), int(info.tokens)
         books.count(steps, row_steps, tokens, len(self.items), chunk.drafting)

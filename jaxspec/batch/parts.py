@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxspec.batch.writer import PROGRESS, Key, OutputError, Writer
+from jaxspec.batch.writer import PROGRESS, Key, OutputError, Writer, progress_path
 
 _AT_ONCE = 1024
 """Records that are in memory at the same time while parts are put together."""
@@ -83,7 +83,7 @@ def put_together(writer: Writer, header: Mapping[str, Any], num: int) -> int:
             writer.append(records)
     for path in paths:
         path.unlink()
-        path.with_name(path.name + PROGRESS).unlink()
+        progress_path(path).unlink()
     return len(left)
 
 

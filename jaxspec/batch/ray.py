@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.batch.job import run
-from jaxspec.batch.rows import Row
+from jaxspec.batch.rows import Row, checked_id
 from jaxspec.batch.writer import Collector
 from jaxspec.checkpoint import Model, load
 from jaxspec.core.types import Drafter
@@ -120,7 +120,7 @@ class Decoder:
         """Records of a `pyarrow.Table` of rows, as another one."""
         prompts, ids = table[self._prompt].to_pylist(), table[self._row_id].to_pylist()
         rows = [
-            Row(line, row_id, prompt)
+            _row(line, row_id, prompt)
             for line, (row_id, prompt) in enumerate(zip(ids, prompts, strict=True), start=1)
         ]
         output = Collector()
@@ -153,6 +153,13 @@ class Decoder:
                 columns[name] = arrow.list_(arrow.float32())
         values = {name: [record.get(name) for record in records] for name in columns}
         return arrow.table(values, schema=arrow.schema(columns.items()))
+
+
+def _row(line: int, row_id: Any, prompt: Any) -> Row:
+    try:
+        return Row(line, checked_id(row_id), prompt)
+    except ValueError as error:
+        return Row(line, row_id, None, str(error))
 
 
 def _ray_data() -> Any:

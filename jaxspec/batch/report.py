@@ -21,7 +21,8 @@ class JobReport:
         num_tokens: emitted in this process.
         seconds: that this process took so far; compiling left out.
         compile_seconds: spent compiling.
-        host_seconds: in which the device had neither a prompt to read nor a chunk to run.
+        host_seconds: in which the device had neither a prompt to read nor a chunk to run. Where a
+            chunk ended before its predecessor's records were written, all of that writing.
         read_seconds: in which prompts were read and put into slots.
         num_steps: of the batch.
         num_drafted_steps: of these, with drafts; the others were plain.
@@ -32,8 +33,8 @@ class JobReport:
         slots: of each row's cache, by group.
         state_bytes_foretold: of caches and states, the most of any group, from shapes.
         state_bytes_held: the same of the arrays that were there.
-        scratch_bytes: that the compiled steps need besides, by XLA's memory analysis; 0 where it
-            does not say.
+        scratch_bytes: that the compiled programs need besides, and a row that was read, by XLA's
+            memory analysis; 0 where it does not say.
         speedup: what drafting brings by the guard's books, as `Guard.speedup`; `None` without it.
         interrupted: the job was asked to stop and has not come to its end.
     """
@@ -164,6 +165,14 @@ class Books:
         yield watch
         self._worked_until = self._now()
         watch.seconds = self._worked_until - start
+
+    @contextmanager
+    def writing(self, chunk: Any) -> Iterator[None]:
+        """Around what the host does while `chunk` is made."""
+        start = self._now()
+        yield
+        if chunk.is_ready():
+            self._host_seconds += self._now() - start
 
     def count(self, steps: int, row_steps: int, tokens: int, batch: int, drafting: bool) -> None:
         """Books a chunk."""

@@ -1,5 +1,6 @@
 """The rows of a job: what a file of prompts holds, line by line, good or bad."""
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -70,7 +71,7 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
         try:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    rows.append(_checked_id(_read_line(number, line, field, chat), lines_of_ids))
+                    rows.append(_with_own_id(_read_line(number, line, field, chat), lines_of_ids))
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is cut off or damaged: fetch it again.") from error
     if not rows:
@@ -81,6 +82,21 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
 def rows_of(prompts: PromptLike | Sequence[PromptLike]) -> list[Row]:
     """Prompts as rows: what `generate` calls prompt i is line i + 1 with id i."""
     return [Row(i + 1, i, prompt) for i, prompt in enumerate(prompt_list(prompts))]
+
+
+def checked_id(value: Any) -> str | int:
+    """An id as it is.
+
+    Raises:
+        ValueError: it is neither a text that UTF-8 can hold nor a number from 0 that 31 bits hold.
+    """
+    if type(value) is int and 0 <= value < 1 << 31:
+        return value
+    if isinstance(value, str):
+        with contextlib.suppress(UnicodeEncodeError):
+            value.encode()
+            return value
+    raise ValueError(f"id must be a text or a number from 0 to {(1 << 31) - 1}, got {value!a:.40}.")
 
 
 def number_of(row_id: str | int) -> int:
@@ -121,7 +137,7 @@ def _read_line(number: int, line: bytes, field: str | None, chat: bool) -> Row:
     try:
         value = json.loads(line.decode("utf-8"))
         if isinstance(value, Mapping) and "id" in value:
-            row_id = _as_id(value["id"])
+            row_id = checked_id(value["id"])
         return Row(number, row_id, _as_prompt(_prompt_in(value, field), chat))
     except UnicodeDecodeError as error:
         return Row(number, row_id, None, f"not UTF-8 text ({error}).")
@@ -131,13 +147,7 @@ def _read_line(number: int, line: bytes, field: str | None, chat: bool) -> Row:
         return Row(number, row_id, None, str(error))
 
 
-def _as_id(value: Any) -> str | int:
-    if isinstance(value, str) or (type(value) is int and 0 <= value < 1 << 31):
-        return value
-    raise ValueError(f"id must be a text or a number from 0 to {(1 << 31) - 1}, got {value!r:.40}.")
-
-
-def _checked_id(row: Row, lines_of_ids: dict[str | int, int]) -> Row:
+def _with_own_id(row: Row, lines_of_ids: dict[str | int, int]) -> Row:
     first = lines_of_ids.setdefault(row.id, row.line)
     if first == row.line or row.error is not None:
         return row

@@ -6,7 +6,8 @@ steps, whether to draft, is an argument. So nothing compiles twice.
 """
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -144,14 +145,38 @@ def state_shapes(
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((batch, *leaf.shape), leaf.dtype), row)
 
 
-def num_bytes(shapes: PyTree) -> int:
-    """Bytes of arrays, or of their shapes; a key is two numbers of 32 bits."""
+def placed_shapes(shapes: DecodeState, place: Place | None) -> DecodeState:
+    """The shapes with the shardings that `empty_states` gives them."""
+    if place is None:
+        return shapes
+    shardings = empty_states.lower(shapes, place).compile().output_shardings
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        shapes,
+        shardings,
+    )
+
+
+def num_bytes(arrays: PyTree) -> int:
+    """Bytes of arrays, or of their shapes, in one memory: of a device, or of virtual ones' host.
+
+    A key is two numbers of 32 bits.
+    """
 
     def of(leaf: Any) -> int:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return leaf.size * (8 if is_key else np.dtype(leaf.dtype).itemsize)
+        size = 8 if is_key else np.dtype(leaf.dtype).itemsize
+        if leaf.sharding is None:
+            return leaf.size * size
+        share = math.prod(leaf.sharding.shard_shape(leaf.shape)) * size
+        return share * devices_in_one_memory(leaf.sharding.device_set)
 
-    return sum(of(leaf) for leaf in jax.tree.leaves(shapes))
+    return sum(of(leaf) for leaf in jax.tree.leaves(arrays))
+
+
+def devices_in_one_memory(devices: Collection[jax.Device]) -> int:
+    """How many of them share the memory that `available_memory` tells of."""
+    return len(devices) if next(iter(devices)).platform == "cpu" else 1
 
 
 @partial(jax.jit, static_argnames=("shapes", "place"))

@@ -1,8 +1,12 @@
 """The suite of `jaxspec bench --suite batch`: what decoding files brings, measured."""
 
 import hashlib
+import json
+import os
 import random
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +48,8 @@ class BatchSuite(NamedTuple):
     batch: rows at once where that is not what is measured.
     rows_of_one: prompts decoded one at a time, for the ratio of `batch` rows to one.
     hashed: prompts whose outputs are compared in all ways.
-    sizes: rows at once of the guard's curve.
+    devices: virtual ones, which another process divides the rows over.
+    sizes: rows at once of the guard's curve, as far as there are prompts.
     waves: prompts for each row at once there.
     fewest: prompts at the fewest there.
     """
@@ -55,6 +60,7 @@ class BatchSuite(NamedTuple):
     batch: int = 32
     rows_of_one: int = 16
     hashed: int = 256
+    devices: int = 8
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     waves: int = 4
     fewest: int = 24
@@ -170,7 +176,8 @@ def measure_batch_suite(
         suite.prompts_per_set,
     )
     ids = [encode_prompt(model, prompt.text) for prompt in prompts]
-    figures = measure_batches(model, drafter, ids, suite, repeats, advance or _say)
+    flags = ("--model", MADE_FOR, "--drafter", f"eagle:head={EAGLE_HEAD}")
+    figures = measure_batches(model, drafter, ids, suite, repeats, advance or _say, flags)
     return figures, as_markdown(figures)
 
 
@@ -185,16 +192,20 @@ def measure_batches(
     suite: BatchSuite,
     repeats: int,
     advance: Advance,
+    flags: Sequence[str],
 ) -> BatchFigures:
-    """Measures any model and drafter on prompts given as ids."""
-    bench = _Bench(model, drafter, suite, repeats, advance)
+    """Measures any model and drafter on prompts given as ids.
+
+    `flags` give the same two to `jaxspec batch`, for a process of its own.
+    """
+    bench = _Bench(model, drafter, suite, repeats, advance, flags)
     rows = rows_of(prompts)
     return BatchFigures(
         suite=suite,
         repeats=repeats,
         drafter=describe(drafter),
         num_prompts=len(prompts),
-        curve=tuple(bench.point(rows, size) for size in suite.sizes),
+        curve=tuple(bench.point(rows, size) for size in suite.sizes if size <= len(rows)),
         ways=bench.ways(rows[: suite.hashed]),
         one=bench.speeds(rows[: suite.rows_of_one], 1),
         many=bench.speeds(rows[: suite.waves * suite.batch], suite.batch),
@@ -210,6 +221,7 @@ class _Bench(NamedTuple):
     suite: BatchSuite
     repeats: int
     advance: Advance
+    flags: Sequence[str]
 
     @property
     def config(self) -> GenerationConfig:
@@ -280,27 +292,73 @@ class _Bench(NamedTuple):
         shuffled = list(rows)
         random.Random(0).shuffle(shuffled)
         small, large = max(1, self.suite.batch // 4), self.suite.batch
-        found: dict[str, Collector] = {}
+        found: dict[str, dict[int, list[int]]] = {}
 
         def way(name: str, rows: Sequence[Row], batch: int, drafting: Drafting) -> None:
             self.advance(f"outputs: {name}")
-            output = found.setdefault(name, Collector())
+            output = Collector()
             self.job(rows, batch, drafting, output=output)
+            found[name] = _tokens_by_line(output.records)
 
         way(f"{small} rows at once, plain", rows, small, "never")
-        way("one row at a time, drafted", rows, 1, "always")
-        way(f"{small} rows at once, drafted", rows, small, "always")
-        way(f"{large} rows at once, drafted", rows, large, "always")
-        way("shuffled, plain", shuffled, large, "never")
+        for size in (1, small, large):
+            way(f"{size} row{'s' * (size > 1)} at once, drafted", rows, size, "always")
+        way("shuffled, drafted", shuffled, large, "always")
         way("guarded", rows, large, "auto")
-        way("stopped half-way and resumed", rows[: len(rows) // 2], large, "always")
-        way("stopped half-way and resumed", rows, large, "always")
-        tokens = {name: _tokens_by_line(output) for name, output in found.items()}
-        first = next(iter(tokens.values()))
+        for name, decode in (
+            ("stopped on the way and resumed, drafted", self._resumed),
+            (f"on {self.suite.devices} virtual devices, drafted", self._on_devices),
+        ):
+            self.advance(f"outputs: {name}")
+            found[name] = decode(rows)
+        first = next(iter(found.values()))
         return tuple(
             Way(name, _digest(by_line), self._divergences(rows, first, by_line))
-            for name, by_line in tokens.items()
+            for name, by_line in found.items()
         )
+
+    def _resumed(self, rows: Sequence[Row]) -> dict[int, list[int]]:
+        """Stopped once a quarter of the records is there."""
+        output, size = Collector(), self.suite.batch
+        enough = max(1, len(rows) // 4)
+        self.job(
+            rows, size, "always", output=output, should_stop=lambda: len(output.records) >= enough
+        )
+        self.job(rows, size, "always", output=output)
+        return _tokens_by_line(output.records)
+
+    def _on_devices(self, rows: Sequence[Row]) -> dict[int, list[int]]:
+        """What `jaxspec batch` writes in a process that sees several devices."""
+        count = self.suite.devices
+        flag = f"--xla_force_host_platform_device_count={count}"
+        settings = {
+            "--mesh": f"data={count}",
+            "--batch": self.suite.batch,
+            "--drafting": "always",
+            "--max-new-tokens": self.suite.max_new_tokens,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            source, out = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
+            lines = (json.dumps({"tokens": list(row.prompt or ())}) + "\n" for row in rows)
+            source.write_text("".join(lines))
+            done = subprocess.run(
+                [
+                    *(sys.executable, "-m", "jaxspec", "batch", source, out, *self.flags),
+                    *(str(word) for pair in settings.items() for word in pair),
+                ],
+                env={
+                    **os.environ,
+                    "JAX_PLATFORMS": "cpu",
+                    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip(),
+                },
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                raise ValueError(f"A job on {count} virtual devices failed:\n{done.stderr}")
+            records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+        return _tokens_by_line(records)
 
     def _divergences(
         self, rows: Sequence[Row], plain: Mapping[int, list[int]], other: Mapping[int, list[int]]
@@ -361,8 +419,8 @@ def _always(name: str) -> Drafting:
     return _KINDS[name]
 
 
-def _tokens_by_line(output: Collector) -> dict[int, list[int]]:
-    return {record["line"]: record["tokens"] for record in output.records}
+def _tokens_by_line(records: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
+    return {record["line"]: record["tokens"] for record in records}
 
 
 def _digest(tokens: Mapping[int, list[int]]) -> str:
@@ -453,7 +511,18 @@ def as_markdown(figures: BatchFigures) -> str:
         f"{min(suite.hashed, figures.num_prompts)} prompts in {len(figures.ways)} ways: "
         f"{len(digests)} hash{'' if len(digests) == 1 else 'es'} of all tokens. Where rows part "
         f"from the first way's, the gap is listed: a tie lies below {TIE_GAP:g}.",
-        table(["way", "hash"], [[way.name, f"`{way.digest}`"] for way in figures.ways]),
+        table(
+            ["way", "hash", "rows that part", "ties of them"],
+            [
+                [
+                    way.name,
+                    f"`{way.digest}`",
+                    str(len(way.divergences)),
+                    str(sum(each.is_tie for each in way.divergences)),
+                ]
+                for way in figures.ways
+            ],
+        ),
         *([bullets(*divergences)] if divergences else []),
         "## Where speculation pays, by rows at once",
         "plain, drafted: all steps so. guarded: the guard decides from the time of its own chunks. "

@@ -20,6 +20,11 @@ Key = tuple[int, int]
 PROGRESS = ".progress"
 
 
+def progress_path(out: Path) -> Path:
+    """Where it lies beside the output how far the job has come."""
+    return out.with_name(out.name + PROGRESS)
+
+
 class OutputError(ValueError):
     """An output that cannot be written, or must not be."""
 
@@ -66,7 +71,7 @@ class Writer:
 
     def __init__(self, path: str | Path, header: Mapping[str, Any], resume: bool = False):
         self.path = Path(path)
-        self.progress_path = self.path.with_name(self.path.name + PROGRESS)
+        self.progress_path = progress_path(self.path)
         self.done: set[Key] = set()
         there = [p for p in (self.path, self.progress_path) if p.exists()]
         if self.path.is_dir() or not self.path.parent.is_dir():
@@ -149,15 +154,16 @@ class Writer:
         self._end = self._entries_end = 0
         lines = self._progress.read().splitlines(keepends=True)
         if not lines or not _is_whole(lines[0]):
-            # A process that ended this early had not written a record.
-            if os.fstat(self._out.fileno()).st_size:
+            entry = _entry(header)
+            # A process that ended this early had written a part of this line and no record.
+            if os.fstat(self._out.fileno()).st_size or not entry.startswith(b"".join(lines)):
                 raise OutputError(
-                    f"{self.progress_path} is damaged, so how far the job came is not known; give "
-                    "another name."
+                    f"{self.progress_path} is damaged or no job's, so how far the job came is not "
+                    "known; give another name."
                 )
             self._cut_back()
             try:
-                _write(self._progress, _entry(header))
+                _write(self._progress, entry)
             except OSError as error:
                 raise OutputError(f"{self.progress_path}: {_reason(error)}.") from error
             self._entries_end = self._progress.tell()

@@ -17,6 +17,7 @@ from jaxspec.batch import JobReport, Row
 from jaxspec.batch.hosts import Processes, joined
 from jaxspec.batch.parts import check_parts, part_header, part_path, put_together
 from jaxspec.batch.rows import PROMPT_FIELDS
+from jaxspec.batch.writer import progress_path
 from jaxspec.bench.compare import describe
 from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.options import (
@@ -154,8 +155,7 @@ def decode_file(args: argparse.Namespace, processes: Processes | None = None) ->
     """
     config = generation_config(args)
     check_writable(args.json)
-    if args.input.resolve() == args.output.resolve():
-        raise ValueError(f"{args.output}: the output must not be the input.")
+    _check_paths(args.input, args.output, args.json)
     rows = batch.read_rows(args.input, args.field, args.chat)
     model = load_model(args, mesh_asked(args))
     drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
@@ -192,6 +192,18 @@ def decode_file(args: argparse.Namespace, processes: Processes | None = None) ->
         return decode_share(args, processes, rows, header, decode)
     with batch.Writer(args.output, header, args.resume) as writer:
         return decode(rows, writer)
+
+
+def _check_paths(source: Path, out: Path, figures: str | None) -> None:
+    """Refuses a file that would be two things, before anything is written."""
+    given = {"the input": source, "the output": out, "the output's progress": progress_path(out)}
+    if figures not in (None, "-"):
+        given["the file of --json"] = Path(figures)
+    named: dict[Path, str] = {}
+    for what, path in given.items():
+        other = named.setdefault(path.resolve(), what)
+        if other != what:
+            raise ValueError(f"{path}: {what} must not be {other}.")
 
 
 def decode_share(

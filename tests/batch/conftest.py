@@ -1,5 +1,8 @@
 """A tiny model, its folder, and prompts of different lengths."""
 
+import os
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -28,6 +31,19 @@ def folder(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     jaxspec.save(model, folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """Of processes that run jobs: each program is compiled once for all of them, and quickly."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAXSPEC_CACHE": str(tmp_path_factory.mktemp("programs")),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        "XLA_FLAGS": flags.strip(),
+    }
 
 
 @pytest.fixture(autouse=True, scope="module")

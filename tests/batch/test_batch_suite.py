@@ -15,41 +15,56 @@ from jaxspec.batch.suite import (
     plot_curve,
     plot_place,
 )
+from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
 from jaxspec.drafters import Eagle, LoadedDrafter
 from tests.laws.drafters import FORKED, eagle_head
 
 SMALL = BatchSuite(
-    prompts_per_set=10,
+    prompts_per_set=24,
     max_new_tokens=8,
-    batch=4,
+    batch=8,
     rows_of_one=2,
-    hashed=5,
-    sizes=(1, 2),
+    hashed=24,
+    sizes=(2, 32),
     waves=2,
     fewest=3,
 )
 
 
 @pytest.mark.slow
-def test_the_suite_measures_everything_once(model):
-    drafter = LoadedDrafter(Eagle(FORKED, chunk=8), eagle_head(model.network))
-    prompts = [list(range(1, 5 + 3 * i)) for i in range(10)]
+def test_the_suite_measures_everything_once(model, folder, tmp_path):
+    head = eagle_head(model.network)
+    save_eagle(head, tmp_path / "head")
+    (tmp_path / "tree.json").write_text(json.dumps(FORKED))
+    drafter = LoadedDrafter(Eagle(FORKED), head)
+    flags = ["--model", folder, "--drafter"]
+    flags.append(f"eagle:head={tmp_path / 'head'},tree={tmp_path / 'tree.json'}")
+    prompts = [list(range(1, 5 + i)) for i in range(24)]
     said = []
-    figures = measure_batches(model, drafter, prompts, SMALL, 1, said.append)
+    figures = measure_batches(model, drafter, prompts, SMALL, 1, said.append, flags)
     assert figures.as_it_should
     assert len({way.digest for way in figures.ways}) == 1
-    assert len(figures.ways) == 7
-    assert [point.rows for point in figures.curve] == [1, 2]
+    assert [way.name for way in figures.ways] == [
+        "2 rows at once, plain",
+        "1 row at once, drafted",
+        "2 rows at once, drafted",
+        "8 rows at once, drafted",
+        "shuffled, drafted",
+        "guarded",
+        "stopped on the way and resumed, drafted",
+        "on 8 virtual devices, drafted",
+    ]
+    assert [point.rows for point in figures.curve] == [2]  # there are no 32 prompts
     assert all(speed.ratio > 0 for speed in figures.speeds.values())
     assert {name: report.refilled.num_done for name, report in figures.speeds.items()} == {
-        "plain": 10,
-        "drafted": 10,
+        "plain": 24,
+        "drafted": 24,
     }
     page = as_markdown(figures)
-    assert "jaxspec bench --suite batch --prompts-per-set 10 --repeats 1" in page
-    assert "5 prompts in 7 ways: 1 hash of all tokens" in page
-    assert json.loads(json.dumps(as_dict(figures)))["num_prompts"] == 10
+    assert "jaxspec bench --suite batch --prompts-per-set 24 --repeats 1" in page
+    assert "24 prompts in 8 ways: 1 hash of all tokens" in page
+    assert json.loads(json.dumps(as_dict(figures)))["num_prompts"] == 24
     assert any("refilled slots, drafted" in doing for doing in said)
 
 

@@ -5,7 +5,6 @@ processes that are killed, are slow tests.
 """
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -23,7 +22,6 @@ from jaxspec.batch.parts import check_parts, part_header, part_path, put_togethe
 from jaxspec.cli import main
 from tests.batch.conftest import PROMPTS
 
-ROOT = Path(__file__).resolve().parents[2]
 HEADER = {"seed": 0}
 FACTS = {"jaxspec": "0.1.0"}
 
@@ -188,20 +186,37 @@ def test_flags_that_go_together(tmp_path, capsys):
 
 # --- Whole jobs -------------------------------------------------------------------------------
 
-TOKENS, ROWS = 96, 160
+TOKENS, ROWS = 96, 120
+SETTINGS = ("--max-new-tokens", str(TOKENS), "--temperature", "1", "--batch", "2")
+
+
+def command(folder: Path, model: str, out: str) -> list[str]:
+    """Over a file of prompts that it writes."""
+    rows = [{"id": 100 + i, "prompt": f"{PROMPTS[i % len(PROMPTS)]} {i}"} for i in range(ROWS)]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [sys.executable, "-m", "jaxspec", "batch", "in.jsonl", out, "--model", model, *SETTINGS]
+
+
+@pytest.fixture(scope="module")
+def of_one(folder, environment, tmp_path_factory):
+    """What one process writes."""
+    place = tmp_path_factory.mktemp("alone")
+    subprocess.run(
+        command(place, folder, "one.jsonl"),
+        cwd=place,
+        env=environment,
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
+    return records(place / "one.jsonl")
 
 
 @pytest.fixture
-def job(tmp_path, folder):
+def job(tmp_path, folder, environment):
     """Starts the processes of a job over a file of prompts, each with a log of its own."""
-    rows = [{"id": 100 + i, "prompt": f"{PROMPTS[i % len(PROMPTS)]} {i}"} for i in range(ROWS)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     started: list[subprocess.Popen] = []
-
-    def argv(out: str) -> list[str]:
-        command = [sys.executable, "-m", "jaxspec", "batch", "in.jsonl", out, "--model", folder]
-        settings = ["--max-new-tokens", str(TOKENS), "--temperature", "1", "--batch", "2"]
-        return [*command, *settings]
+    whole = command(tmp_path, folder, "out.jsonl")
 
     def start(num: int, *flags: str, changed: dict[int, list[str]] | None = None):
         port = free_port()
@@ -212,9 +227,9 @@ def job(tmp_path, folder):
             with (tmp_path / f"log{index}").open("wb") as log:
                 processes.append(
                     subprocess.Popen(
-                        [*argv("out.jsonl"), "--distributed", *places, *own, *flags],
+                        [*whole, "--distributed", *places, *own, *flags],
                         cwd=tmp_path,
-                        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+                        env=environment,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                     )
@@ -222,18 +237,7 @@ def job(tmp_path, folder):
         started.extend(processes)
         return processes
 
-    def alone() -> list[dict]:
-        subprocess.run(
-            argv("one.jsonl"),
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-            check=True,
-            capture_output=True,
-            timeout=600,
-        )
-        return records(tmp_path / "one.jsonl")
-
-    start.alone, start.folder = alone, tmp_path
+    start.folder = tmp_path
     yield start
     for process in started:
         if process.poll() is None:
@@ -266,13 +270,13 @@ def wait_for_a_record(folder: Path, index: int, num: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num", [2, 4])
-def test_several_processes_write_what_one_writes(job, num):
+def test_several_processes_write_what_one_writes(job, of_one, num):
     processes = job(num)
     assert ends(processes) == [0] * num, [log(job.folder, index) for index in range(num)]
     assert f"put together: {ROWS} records" in log(job.folder, 0)
     written = [json.loads(line) for line in (job.folder / "out.jsonl").read_text().splitlines()]
     assert [one["line"] for one in written] == list(range(1, ROWS + 1))
-    assert written == job.alone()
+    assert written == of_one
     assert not list(job.folder.glob("*.part-*"))
     # A job that is done is done: nothing is decoded again, and nothing changes.
     before = (job.folder / "out.jsonl").read_bytes()
@@ -282,7 +286,7 @@ def test_several_processes_write_what_one_writes(job, num):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("num", "victim"), [(2, 0), (2, 1), (4, 2)])
-def test_when_one_is_killed_the_others_say_so_and_the_job_resumes(job, num, victim):
+def test_when_one_is_killed_the_others_say_so_and_the_job_resumes(job, of_one, num, victim):
     processes = job(num)
     wait_for_a_record(job.folder, victim, num)
     processes[victim].send_signal(signal.SIGKILL)
@@ -295,7 +299,7 @@ def test_when_one_is_killed_the_others_say_so_and_the_job_resumes(job, num, vict
         assert last.endswith("start all processes again with --resume.")
     assert ends(job(num, "--resume")) == [0] * num
     assert (job.folder / "out.jsonl").read_text().count("\n") == ROWS
-    assert records(job.folder / "out.jsonl") == job.alone()
+    assert records(job.folder / "out.jsonl") == of_one
 
 
 @pytest.mark.slow

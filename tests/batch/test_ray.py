@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,21 +36,29 @@ def test_counts_begin_with_one(name):
         stage.decode(Dataset(), "demo", **{name: 0})
 
 
-@pytest.mark.skipif(HAS_RAY, reason="Ray is installed")
-def test_without_ray_the_extra_is_named():
+@pytest.mark.parametrize("row_id", [None, -1, 1 << 31, "\ud800", 0.5])
+def test_an_id_that_names_nothing_is_an_error_of_its_row(row_id):
+    row = stage._row(1, row_id, "abc")
+    assert "id must be" in row.error
+    assert row.prompt is None
+    assert stage._row(1, "a", "abc").error is None
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.data", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxspec\[ray\]'"):
         stage.decode(Dataset(), "demo")
 
 
 @pytest.mark.slow
 @needs_ray
-def test_two_actors_of_which_one_is_killed_lose_nothing(folder, tmp_path):
+def test_two_actors_of_which_one_is_killed_lose_nothing(folder, environment, tmp_path):
     """In a process of its own: Ray starts several, and they must end with it."""
     out = tmp_path / "out.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.batch.ray_job", folder, str(out), str(tmp_path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=900,

@@ -47,6 +47,7 @@ BAD = {
     b'{"other": 1}': "has no field 'prompt'",
     b'{"prompt": "p", "id": -1}': "id must be",
     b'{"prompt": "p", "id": 1.5}': "id must be",
+    b'{"prompt": "p", "id": "\\ud800"}': "id must be",
     b'{"prompt": "p", "id": 0}': "line 1's already",
 }
 

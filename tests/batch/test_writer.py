@@ -95,6 +95,16 @@ def test_what_is_not_this_jobs_is_refused_and_left_alone(path):
     refused(path, "changed after it was written: record 1")
 
 
+@pytest.mark.parametrize("foreign", [b'"a prompt"\n', b"no end of line"])
+def test_a_file_that_only_has_the_name_of_progress_is_left_alone(path, foreign):
+    path.with_name(path.name + ".progress").write_bytes(foreign)
+    before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    with pytest.raises(OutputError, match="no job's"):
+        Writer(path, HEADER, resume=True)
+    after = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    assert after == {**before, path.name: b""}
+
+
 def test_one_process_at_a_time(path):
     with Writer(path, HEADER):
         refused(path, "another process")

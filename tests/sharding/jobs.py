@@ -59,10 +59,14 @@ def main(out: Path) -> None:
     for name, spy in spies.items():
         setattr(job, name, spy)
 
+    reports: list[batch.JobReport] = []
+
     def records(model: Model) -> list[list[Any]]:
         output = batch.Collector()
         drafter = LoadedDrafter(case.make(), ())
-        batch.run(model, rows, output, config, drafter, 3, batch=BATCH, drafting="always")
+        reports.append(
+            batch.run(model, rows, output, config, drafter, 3, batch=BATCH, drafting="always")
+        )
         return sorted([one["line"], one["sample"], one["tokens"]] for one in output.records)
 
     found = {
@@ -72,6 +76,10 @@ def main(out: Path) -> None:
         "collectives": {name: spy.collectives() for name, spy in spies.items()},
         # Of the keys of one layer on one device, 64 slots.
         "cache_numbers": math.prod((BATCH, 2, 8, 64)) // DEVICES,
+        "bytes": [
+            (report.state_bytes_foretold, report.state_bytes_held, report.scratch_bytes)
+            for report in reports
+        ],
     }
     out.write_text(json.dumps(found))
 
