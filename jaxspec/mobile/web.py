@@ -340,7 +340,7 @@ def _heap_bytes(
     signatures: int,
     draft_passes: int,
 ) -> int:
-    """Of wasm, at most: the file lies there, and every use of a weight is packed apart."""
+    """Of wasm: the file, every use of a weight packed apart, and each function's own caches."""
     memory = estimate_phone_memory(
         model.config,
         config.quantization,
@@ -350,7 +350,7 @@ def _heap_bytes(
         draft_passes,
         separate_signatures=signatures,
     )
-    return path.stat().st_size + memory.total - memory.table
+    return path.stat().st_size + memory.total - memory.table + signatures * memory.caches
 
 
 def _described(

@@ -48,6 +48,15 @@ def test_the_loop_of_the_page_costs_little(demo, node):
         assert each["overhead"] <= LARGEST_OVERHEAD, (name, each)
 
 
+def test_the_heap_is_foretold(demo, node):
+    """What is refused beforehand rests on it. A heap grows by a fifth of itself at a time."""
+    found = node("heap.mjs", {}, arguments=(str(demo.folder), "500"))
+    before, after = (sum(found[when].values()) for when in ("before", "after"))
+    assert after <= 1.02 * before
+    foretold = demo.profile["heap_bytes"]
+    assert foretold / 1.25 <= found["after"]["wasm"] <= 1.25 * foretold
+
+
 def test_a_gpu_passes_the_self_test(demo, browser):
     """Siblings of a head with a reduced vocabulary were once the same token in browsers."""
     assert any(len(set(tree["parents"])) < tree["nodes"] for tree in demo.profile["trees"])
