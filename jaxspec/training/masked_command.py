@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="hide only what assistants say: fine-tuning",
     )
-    data.add_argument("--teacher", help="folder of a causal model that writes --own-text")
+    data.add_argument(
+        "--teacher", help="folder of the model, causal or diffusion, that writes --own-text"
+    )
     data.add_argument(
         "--own-text",
         type=int,

@@ -16,7 +16,9 @@ from rich.console import Console
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import recover_files, replacing_files
+from jaxspec.denoising import DenoiseConfig, denoise
 from jaxspec.generation import GenerationConfig, generate
+from jaxspec.models import Diffusion
 from jaxspec.training.data import Batches, Sequences
 from jaxspec.training.report import progress_bar
 
@@ -24,6 +26,8 @@ MAX_NEW_TOKENS = 128
 PROMPTS_PER_PART = 32
 _FEWEST_PROMPT_TOKENS = 8
 _TEMPERATURES = (0.0, 1.0)
+_BLOCK = 8
+"""Of diffusion models that see both sides, which any block would do for."""
 
 
 class Written(NamedTuple):
@@ -48,12 +52,15 @@ def write_own_text(
 ) -> None:
     """Lets a teacher continue the beginnings of documents, half greedily, half at temperature 1.
 
+    A diffusion model continues all of them greedily: it learns from its own decisions, those that
+    its drafts are checked against.
+
     The texts lie in `folder`, some in each `.jsonl` file, with the tokens as they were generated:
     decoding and encoding again may give others. Files that are there are kept, so a call that was
     interrupted goes on, and ends with the same texts.
 
     Args:
-        teacher: who writes.
+        teacher: who writes, a causal or a diffusion model.
         rows: draws packed documents, in batches of `PROMPTS_PER_PART`.
         count: how many texts.
         folder: where.
@@ -102,9 +109,14 @@ def _texts(teacher: Model, rows: Batches, part: int) -> list[str]:
     rng = np.random.default_rng((rows.seed, 2, part))
     packed = rows(part)
     prompts, new_tokens = beginnings(packed, teacher.config.max_positions, rng)
-    temperatures = [_TEMPERATURES[index % 2] for index in range(len(prompts))]
-    config = GenerationConfig(max_new_tokens=new_tokens, temperature=temperatures)
-    result = generate(teacher, prompts, config, seed=int(rng.integers(1 << 31)))
+    seed = int(rng.integers(1 << 31))
+    if teacher.config.diffusion is None:
+        temperatures = [_TEMPERATURES[index % 2] for index in range(len(prompts))]
+        config = GenerationConfig(max_new_tokens=new_tokens, temperature=temperatures)
+        result = generate(teacher, prompts, config, seed=seed)
+    else:
+        temperatures = [0.0] * len(prompts)
+        result = denoise(teacher, prompts, _filling_in(teacher.config.diffusion, new_tokens))
     return [
         json.dumps(
             {
@@ -118,6 +130,12 @@ def _texts(teacher: Model, rows: Batches, part: int) -> list[str]:
         + "\n"
         for prompt, temperature, row in zip(prompts, temperatures, result, strict=True)
     ]
+
+
+def _filling_in(diffusion: Diffusion, new_tokens: int) -> DenoiseConfig:
+    """Stepwise decoding of at most so many tokens, in whole blocks, greedily."""
+    block = min(diffusion.block or _BLOCK, new_tokens)
+    return DenoiseConfig(new_tokens - new_tokens % block, block)
 
 
 def beginnings(

@@ -382,9 +382,9 @@ def _own_text(
     tokens = metrics["tokens_of_one_pass"][OWN_TEXT]
     return [
         f"{OWN_TEXT}: {settings.own_text:,} texts ({tokens:,} tokens for training, weight "
-        f"{settings.own_text_weight:g}) that the teacher wrote itself, half greedily and half at "
-        "temperature 1, each from the beginning of a training document. One in twenty is held "
-        "out.",
+        f"{settings.own_text_weight:g}) that the teacher wrote itself (a causal one half greedily "
+        "and half at temperature 1, a diffusion model greedily), each from the beginning of a "
+        "training document. One in twenty is held out.",
         "",
     ]
 

@@ -222,7 +222,8 @@ class MaskedTrainingSettings(RunSettings):
     model: what to train where `start_from` is None; its `diffusion` is set from the rest.
     tokenizer: folder with the tokenizer; None: that of `start_from`.
     random_lengths, answers_only: see `MaskedTokens`.
-    teacher: folder of a causal model that writes `own_text` texts to be read too; None: nobody.
+    teacher: folder of a model, causal or diffusion, that writes `own_text` texts to be read too;
+        None: nobody.
     own_text_weight: passes over those texts while a source of weight 1 is passed once.
     """
 

@@ -254,6 +254,27 @@ def test_a_run_learns_and_its_folder_decodes(masked_settings, tmp_path):
     assert "upper bound" in recipe
 
 
+def test_a_diffusion_model_learns_from_its_own_decisions(masked_settings, tmp_path):
+    first = tmp_path / "first"
+    train_masked(
+        dataclasses.replace(masked_settings, num_steps=5),
+        tmp_path / "state",
+        first,
+        console=QUIET,
+    )
+    again = dataclasses.replace(
+        masked_settings, start_from=str(first), teacher=str(first), own_text=40, num_steps=5
+    )
+    train_masked(again, tmp_path / "again", tmp_path / "out", console=QUIET)
+    (path, _) = sorted((tmp_path / "again/own_text").iterdir())
+    texts = [json.loads(line) for line in path.open()]
+    prompts = [text["tokens"][: text["prompt_tokens"]] for text in texts]
+    expected = jaxspec.denoise(load(first), prompts, jaxspec.DenoiseConfig(16, 4))
+    for text, row in zip(texts, expected, strict=True):
+        assert text["tokens"][text["prompt_tokens"] :] == row.tokens.tolist()
+        assert text["temperature"] == 0
+
+
 def test_settings_are_read_back(masked_settings):
     plain = json.loads(json.dumps(settings_to_json(masked_settings)))
     assert settings_from_json(plain, MaskedTrainingSettings) == masked_settings
