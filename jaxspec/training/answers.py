@@ -1,11 +1,10 @@
 """What drafters of blocks learn from: prompts with what their target answers."""
 
-import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from jaxspec.checkpoint import Model
 from jaxspec.training.data import Answers, Sequences, pack_answers
@@ -16,46 +15,33 @@ from jaxspec.training.own_text import (
     read_own_text,
     write_own_text,
 )
-from jaxspec.training.run import Corpus
+from jaxspec.training.run import Corpus, Run
 from jaxspec.training.settings import OWN_TEXT, AnswersSettings
 from jaxspec.training.tokenizer import stop_ids
 
 _HELD_OUT = 20
 
 
-def answers_fingerprint(settings: AnswersSettings) -> dict[str, str]:
-    """SHA-256 of the file of answers, under the name "answers", where there is one."""
-    if settings.answers is None:
-        return {}
-    with open(settings.answers, "rb") as file:
-        return {"answers": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
 def answers_of(
-    target: Model,
-    sources: Corpus[Sequences],
-    settings: AnswersSettings,
-    state_folder: Path,
-    console: Console,
+    run: Run[AnswersSettings], target: Model, sources: Corpus[Sequences]
 ) -> Corpus[Answers]:
     """Prompts with the target's answers in rows of tokens: from a file, or written now.
 
     Args:
+        run: whose they are.
         target: who answers.
         sources: whose documents begin with the prompts.
-        settings: of the run.
-        state_folder: of the run.
-        console: where progress goes.
 
     Raises:
         ValueError: the file of answers cannot be used; the lines that are wrong are named.
     """
+    settings = run.settings
     if settings.answers is not None:
         texts = read_answers(settings.answers, target)
     else:
-        folder = state_folder / "own_text" if settings.texts is None else Path(settings.texts)
+        folder = run.state_folder / "own_text" if settings.texts is None else Path(settings.texts)
         rows = sources.batches(PROMPTS_PER_PART, settings.seed)
-        write_own_text(target, rows, settings.own_text, folder, console)
+        write_own_text(target, rows, settings.own_text, folder, run.console)
         texts = read_own_text(folder, settings.own_text)
     learned, held_out = (
         pack_answers(
@@ -66,6 +52,22 @@ def answers_of(
         for part in texts
     )
     return Corpus({OWN_TEXT: learned}, {OWN_TEXT: held_out}, {OWN_TEXT: 1.0})
+
+
+def answers_read(settings: AnswersSettings, sha256: Mapping[str, str]) -> str:
+    """What recipes say of the answers that a drafter learned from."""
+    if settings.answers is None:
+        answers = (
+            f"{settings.own_text:,} texts that the target wrote itself, half greedily and half at "
+            "temperature 1, each from the beginning of a training document; one in twenty is held "
+            "out"
+        )
+    else:
+        answers = (
+            f"the answers in `{settings.answers}`, whose SHA-256 is `{sha256['answers']}`; one in "
+            "twenty is held out"
+        )
+    return f"What it learned from: {answers}. The sources gave prompts only."
 
 
 def read_answers(path: str, model: Model) -> OwnText:

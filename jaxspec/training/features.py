@@ -16,7 +16,8 @@ from jaxspec.core.masks import causal, same_document
 from jaxspec.models import Network
 from jaxspec.training.data import Rows, Sequences, in_order
 from jaxspec.training.report import progress_bar
-from jaxspec.training.run import Corpus
+from jaxspec.training.run import Corpus, Run
+from jaxspec.training.settings import RunSettings
 
 
 class TargetStates(NamedTuple):
@@ -51,28 +52,25 @@ def target_states(
 
 
 def with_states(
+    run: Run[RunSettings],
     corpus: Corpus[Rows],
     observe: Callable[[Rows], TargetStates],
     joined: Callable[[Rows, StoredStates], Any],
-    rows_per_batch: int,
-    state_folder: Path,
-    console: Console,
 ) -> Corpus[Any]:
     """The corpus with the target's states, from files beside the run's other ones.
 
     Args:
+        run: whose text it is.
         corpus: whose rows are observed.
         observe: see `cached_states`.
         joined: rows with their states.
-        rows_per_batch: of each call of `observe`.
-        state_folder: of the run.
-        console: where progress goes.
     """
+    folder, rows_per_batch = run.state_folder / "features", run.settings.rows_per_batch
 
     def seen(kind: str, texts: dict[str, Rows]) -> dict[str, Any]:
         # By number: a source's name may hold any character.
         parts = {f"{kind}-{i}": rows for i, rows in enumerate(texts.values()) if len(rows.tokens)}
-        states = cached_states(observe, parts, rows_per_batch, state_folder / "features", console)
+        states = cached_states(observe, parts, rows_per_batch, folder, run.console)
         names = [name for name, rows in texts.items() if len(rows.tokens)]
         return {
             name: joined(parts[part], states[part]) for name, part in zip(names, parts, strict=True)

@@ -5,7 +5,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -15,268 +15,118 @@ from jaxspec.training.data import described
 from jaxspec.training.settings import (
     DECODING,
     OWN_TEXT,
-    TARGET,
     TAU,
-    AnswersSettings,
-    DeerTrainingSettings,
-    DFlashTrainingSettings,
-    EagleTrainingSettings,
-    LMTrainingSettings,
-    MaskedTrainingSettings,
+    DraftingSettings,
     RunSettings,
 )
 
+PALM_FLOPS = (
+    "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, appendix B"
+)
+"""How recipes name what `efficiency.flops_per_token` counts."""
+OWN_TEXT_OF_TEACHER = (
+    "the teacher wrote itself (a causal one half greedily and half at temperature 1, a diffusion "
+    "model greedily)"
+)
+HOW_TO_ASK = (
+    "A text is `<|bos|>`, the text, `<|eos|>`. To ask for an answer, give a prompt in the shape of "
+    "the text column, up to where the answer begins. The weight says how many passes are made over "
+    "a source while one of weight 1 is passed once."
+)
 
-def write_recipe(
-    path: Path,
-    settings: LMTrainingSettings,
-    fingerprints: Mapping[str, str],
+
+class Recipe(NamedTuple):
+    """What recipes of different trainers say differently.
+
+    cost: what the FLOPs of a token are made of.
+    meaning: of the figures.
+    about: what was trained; "" where the weights speak for themselves.
+    read: paragraphs about what was read beside the sources.
+    held_out: what the figures were measured on.
+    drafts: what decoding verified in a pass; "" where validation does not decode.
+    """
+
+    cost: str
+    meaning: str
+    about: str = ""
+    read: Sequence[str] = ()
+    held_out: str = "text"
+    drafts: str = ""
+
+
+def recipe_of(
+    settings: RunSettings,
+    sha256: Mapping[str, str],
     metrics: Mapping[str, Any],
     command: str,
-) -> None:
-    """How the weights came about: command, data, licences, figures.
+    said: Recipe,
+) -> str:
+    """How weights came about, for a person to read: command, data, licences, figures.
 
     Args:
-        path: the file to write.
         settings: of the run.
-        fingerprints: SHA-256 by source, as `data.fingerprint` gives it.
+        sha256: of what it read, by name.
         metrics: as in `metrics.json`.
         command: how to repeat it.
+        said: what the trainer has to say.
     """
-    cost = (
-        "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, "
-        "appendix B" + (", and the teacher's forward pass" if settings.teacher else "")
-    )
-    names = {name for figures in metrics["validation"].values() for name in figures}
-    lines = [
-        *_training(settings, metrics, command, cost),
-        *_text_read(settings, fingerprints, metrics),
-        "## Figures on the held-out text",
-        "",
-        *_table(metrics["validation"]),
-        "nats: cross-entropy per token. top1: share of tokens that were the most likely one."
-        + (
-            " agreement: share of tokens where the teacher's most likely token is this model's too."
-            if "agreement" in names
-            else ""
-        ),
-        "",
-    ]
-    path.write_text("\n".join(lines), encoding="utf-8")
-
-
-def write_masked_recipe(
-    path: Path,
-    settings: MaskedTrainingSettings,
-    fingerprints: Mapping[str, str],
-    metrics: Mapping[str, Any],
-    command: str,
-) -> None:
-    """How a diffusion model came about; arguments as for `write_recipe`."""
-    block = settings.block
-    cost = (
-        "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, "
-        "appendix B" + (", twice, for a masked and a clean copy of the text" if block else "")
-    )
-    sees = f"its own block of {block} slots and all before it" if block else "both sides"
-    lines = [
-        *_training(settings, metrics, command, cost),
-        f"A diffusion language model; a slot sees {sees}.",
-        "",
-        *_text_read(settings, fingerprints, metrics),
-        "## Figures on the held-out text",
-        "",
-        *_table(metrics["validation"]),
-        "nats: upper bound of the negative log-likelihood per token, from one draw of hidden slots "
-        "per text. top1: share of the hidden tokens that were the most likely one.",
-        "",
-    ]
-    path.write_text("\n".join(lines), encoding="utf-8")
-
-
-def _text_read(
-    settings: LMTrainingSettings | MaskedTrainingSettings,
-    fingerprints: Mapping[str, str],
-    metrics: Mapping[str, Any],
-) -> list[str]:
-    """The sources, the models and the texts that they wrote."""
-    return [
-        "## Data",
-        "",
-        *_sources(settings, fingerprints, metrics),
-        *_models_read(settings, fingerprints),
-        *_own_text(settings, metrics),
-        "A text is `<|bos|>`, the text, `<|eos|>`. To ask for an answer, give a prompt in the "
-        "shape of the text column, up to where the answer begins. The weight says how many passes "
-        "are made over a source while one of weight 1 is passed once.",
-        "",
-    ]
-
-
-def write_head_recipe(
-    path: Path,
-    settings: EagleTrainingSettings,
-    fingerprints: Mapping[str, str],
-    metrics: Mapping[str, Any],
-    command: str,
-) -> None:
-    """How an EAGLE head came about; arguments as for `write_recipe`."""
-    cost = (
-        "6 x the head's weights in products + 12 x heads x head dim x sequence length"
-        + (f", unrolled {settings.num_unrolled} times" if settings.version == 3 else "")
-        + ", and the output head; the target's forward pass "
-        + ("left out, since it was made once" if settings.cache_features else "included")
-    )
     validation = dict(metrics["validation"])
     decoding = validation.pop(DECODING, None)
     lines = [
-        *_training(settings, metrics, command, cost),
-        f"An EAGLE-{settings.version} head for the target in `{settings.target}`, whose files "
-        f"have the SHA-256 `{fingerprints[TARGET]}`. It drafts from "
-        f"{metrics['draft_vocab']:,} of {metrics['target_vocab']:,} tokens, which make up "
-        f"{100 * metrics['draft_vocab_coverage']:.2f} % of the text it learned from.",
-        "",
+        *_training(settings, metrics, command, said.cost),
+        *_paragraphs(said.about),
         "## Data",
         "",
-        *_sources(settings, fingerprints, metrics),
-        *_own_text_of_target(settings, metrics),
-        "## Figures on the held-out text",
+        *_sources(settings, sha256, metrics),
+        *_paragraphs(*said.read),
+        f"## Figures on the held-out {said.held_out}",
         "",
         *_table(validation),
-        "loss: what was trained for, without noise. topK_at_D: share of places where the target's "
-        "choice is among the K likeliest tokens of the draft's depth D, the draft before it being "
-        "fed the true text; tokens that cannot be drafted count as missed.",
-        "",
+        *_paragraphs(said.meaning),
     ]
-    tree = f"the tree of {len(settings.paths)} nodes (its root not counted) in `training.json`"
-    lines += _decoded(decoding, settings.decoding_prompts, f"over {tree}")
-    path.write_text("\n".join(lines), encoding="utf-8")
+    if decoding is not None:
+        assert isinstance(settings, DraftingSettings)
+        lines += _decoded(decoding, settings.decoding_prompts, said.drafts)
+    return "\n".join(lines)
 
 
-def write_deer_recipe(
-    path: Path,
-    settings: DeerTrainingSettings,
-    fingerprints: Mapping[str, str],
-    metrics: Mapping[str, Any],
-    command: str,
-) -> None:
-    """How a drafter was aligned with its target; arguments as for `write_recipe`."""
-    cost = (
-        "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, "
-        "appendix B"
-    )
-    stage = (
-        "I, continuation distillation"
-        if settings.stage == 1
-        else f"II, refinement (the last 1 to {settings.longest} slots hidden, alpha "
-        f"{settings.alpha:g}, {'' if settings.normalise else 'not '}normalised)"
-    )
-    lines = [
-        *_training(settings, metrics, command, cost),
-        f"A drafter of blocks (DEER) for the target in `{settings.target}`, whose files have the "
-        f"SHA-256 `{fingerprints[TARGET]}`, from the diffusion model in `{settings.start_from}` "
-        f"(`{fingerprints['start_from']}`). Stage {stage}.",
-        "",
-        *_answers_read(
-            settings,
-            fingerprints,
-            metrics,
-            "nats: cross-entropy of a hidden token. top1: share of them that were the most likely "
-            "one.",
-            f"blocks of {settings.block} tokens",
-        ),
+def models_read(settings: RunSettings, sha256: Mapping[str, str]) -> list[str]:
+    """What recipes say of the models that a run read, paragraph by paragraph."""
+    return [
+        f"{name}: `{folder}`, whose files have the SHA-256 `{sha256[name]}`."
+        for name, folder in settings.models_read.items()
     ]
-    path.write_text("\n".join(lines), encoding="utf-8")
 
 
-def write_dflash_recipe(
-    path: Path,
-    settings: DFlashTrainingSettings,
-    taps: Sequence[int],
-    fingerprints: Mapping[str, str],
-    metrics: Mapping[str, Any],
-    command: str,
-) -> None:
-    """How a DFlash head came about; `taps` are the layers it reads, others as `write_recipe`."""
-    cost = (
-        "for each token of text, 6 x the weights that make context of it; for each slot of a "
-        "block, 6 x the layers' weights in products + 12 x layers x heads x head dim x (sequence "
-        "length + block); for each mask, 4 x those of the target's output head; the target's "
-        "forward pass "
-        + (
-            "left out, since it was made once"
-            if settings.cache_features
-            else "up to the last layer read included"
-        )
-    )
-    lines = [
-        *_training(settings, metrics, command, cost),
-        f"A DFlash head of {settings.layers} layers for the target in `{settings.target}`, whose "
-        f"files have the SHA-256 `{fingerprints[TARGET]}`. It reads the inputs of the target's "
-        f"layers {', '.join(map(str, taps))}. Blocks of {settings.block} slots, the pending token "
-        f"counted, from {settings.anchors} anchors a sequence; the i-th mask weighs "
-        f"exp(-(i - 1) / {settings.decay:g}).",
-        "",
-        *_answers_read(
-            settings,
-            fingerprints,
-            metrics,
-            "nats: cross-entropy of a masked token, all weighing the same. top1_at_D: share of "
-            "the D-th masks whose token was the most likely one.",
-            f"drafts of {settings.block - 1} tokens",
-        ),
-    ]
-    path.write_text("\n".join(lines), encoding="utf-8")
-
-
-def _answers_read(
-    settings: AnswersSettings,
-    fingerprints: Mapping[str, str],
-    metrics: Mapping[str, Any],
-    meaning: str,
-    drafts: str,
+def own_text(
+    settings: RunSettings, metrics: Mapping[str, Any], written: str, weight: float | None = None
 ) -> list[str]:
-    """What a drafter learned from, and its figures on what was held out of that.
+    """What recipes say of the texts that a model wrote for a run; nothing where there are none.
 
     Args:
         settings: of the run.
-        fingerprints: by source.
         metrics: of the run.
-        meaning: of the figures.
-        drafts: what decoding verified in a pass.
+        written: by whom, and how.
+        weight: passes over them, where that was asked for.
     """
-    validation = dict(metrics["validation"])
-    decoding = validation.pop(DECODING, None)
-    if settings.answers is None:
-        answers = (
-            f"{settings.own_text:,} texts that the target wrote itself, half greedily and half at "
-            "temperature 1, each from the beginning of a training document; one in twenty is held "
-            "out"
-        )
-    else:
-        answers = (
-            f"the answers in `{settings.answers}`, whose SHA-256 is `{fingerprints['answers']}`; "
-            "one in twenty is held out"
-        )
+    if not settings.own_text:
+        return []
+    tokens = f"{metrics['tokens_of_one_pass'][OWN_TEXT]:,} tokens for training"
     return [
-        "## Data",
-        "",
-        *_sources(settings, fingerprints, metrics),
-        f"What it learned from: {answers}. The sources gave prompts only.",
-        "",
-        "## Figures on the held-out answers",
-        "",
-        *_table(validation),
-        meaning,
-        "",
-        *_decoded(decoding, settings.decoding_prompts, drafts),
+        f"{OWN_TEXT}: {settings.own_text:,} texts ({tokens}"
+        + ("" if weight is None else f", weight {weight:g}")
+        + f") that {written}, each from the beginning of a training document. One in twenty is "
+        "held out."
     ]
 
 
-def _decoded(decoding: Mapping[str, float] | None, prompts: int, drafts: str) -> list[str]:
-    """What decoding held-out beginnings gave; nothing where it was not asked for."""
-    if decoding is None:
-        return []
+def _paragraphs(*texts: str) -> list[str]:
+    """Lines of those that say something, an empty one behind each."""
+    return [line for text in texts if text for line in (text, "")]
+
+
+def _decoded(decoding: Mapping[str, float], prompts: int, drafts: str) -> list[str]:
+    """What decoding held-out beginnings gave."""
     shares = ", ".join(f"{value:.3f}" for name, value in decoding.items() if name != TAU)
     return [
         "## Figures of decoding",
@@ -349,42 +199,6 @@ def _table(validation: Mapping[str, Mapping[str, float]]) -> list[str]:
             f"| {source} | " + " | ".join(f"{values[name]:.3f}" for name in names) + " |"
             for source, values in validation.items()
         ),
-        "",
-    ]
-
-
-def _own_text_of_target(settings: EagleTrainingSettings, metrics: Mapping[str, Any]) -> list[str]:
-    if not settings.own_text:
-        return []
-    tokens = metrics["tokens_of_one_pass"][OWN_TEXT]
-    return [
-        f"{OWN_TEXT}: {settings.own_text:,} texts ({tokens:,} tokens for training) that the target "
-        "wrote itself, half greedily and half at temperature 1, each from the beginning of a "
-        "training document. One in twenty is held out.",
-        "",
-    ]
-
-
-def _models_read(
-    settings: LMTrainingSettings | MaskedTrainingSettings, fingerprints: Mapping[str, str]
-) -> list[str]:
-    lines = []
-    for name, folder in settings.models_read.items():
-        lines += [f"{name}: `{folder}`, whose files have the SHA-256 `{fingerprints[name]}`.", ""]
-    return lines
-
-
-def _own_text(
-    settings: LMTrainingSettings | MaskedTrainingSettings, metrics: Mapping[str, Any]
-) -> list[str]:
-    if not settings.own_text:
-        return []
-    tokens = metrics["tokens_of_one_pass"][OWN_TEXT]
-    return [
-        f"{OWN_TEXT}: {settings.own_text:,} texts ({tokens:,} tokens for training, weight "
-        f"{settings.own_text_weight:g}) that the teacher wrote itself (a causal one half greedily "
-        "and half at temperature 1, a diffusion model greedily), each from the beginning of a "
-        "training document. One in twenty is held out.",
         "",
     ]
 

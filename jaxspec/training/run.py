@@ -1,4 +1,4 @@
-"""What every trainer does: claim a state folder, lay out text, plan, train, measure."""
+"""What every trainer does: claim a state folder, lay out text, plan, train, measure, write."""
 
 import dataclasses
 import hashlib
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -29,6 +29,7 @@ from jaxspec.training.data import (
     fingerprint,
     in_order,
     pack,
+    read_source,
 )
 from jaxspec.training.devices import data_mesh, device_name, matmul_peak
 from jaxspec.training.efficiency import Efficiency
@@ -37,6 +38,7 @@ from jaxspec.training.loop import History, Objective, TrainStep, Validation, fit
 from jaxspec.training.optimizer import make_optimizer
 from jaxspec.training.own_text import PROMPTS_PER_PART, read_own_text, write_own_text
 from jaxspec.training.plan import make_plan, seconds_per_step
+from jaxspec.training.report import Recipe, draw_losses, recipe_of
 from jaxspec.training.settings import (
     OWN_TEXT,
     DraftingSettings,
@@ -55,6 +57,8 @@ _MAY_CHANGE = (
     *("num_steps", "minutes", "pace", "validation_rows"),
     *("paths", "decoding_prompts"),
 )
+
+Settings = TypeVar("Settings", bound=RunSettings, covariant=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +121,39 @@ class Outcome(NamedTuple):
     history: History
 
 
-def prepare_devices(settings: RunSettings, out: Path | None, num_devices: int | None) -> Mesh:
-    """The run's devices, once it is certain that they can share a batch and `out` be written.
+@dataclasses.dataclass(frozen=True)
+class Run(Generic[Settings]):
+    """One run of a trainer: what it depends on, and where its files and its progress go.
+
+    settings: of the run.
+    state_folder: holds all that the run needs to go on.
+    out: folder for what is trained; None: nothing is written.
+    mesh: the devices that share every batch.
+    sha256: of what the run reads, by name.
+    command: how a person would repeat the run.
+    console: where progress goes.
+    """
+
+    settings: Settings
+    state_folder: Path
+    out: Path | None
+    mesh: Mesh
+    sha256: dict[str, str]
+    command: str
+    console: Console
+
+
+def prepare(
+    settings: Settings,
+    state_folder: Path,
+    out: Path | None,
+    num_devices: int | None,
+    command: str,
+    console: Console | None,
+) -> Run[Settings]:
+    """A run whose devices can share a batch, whose `out` can be written and whose files are there.
+
+    Nothing is written yet. Arguments as every trainer takes them.
 
     Raises:
         ValueError: naming the argument that is wrong.
@@ -131,7 +166,9 @@ def prepare_devices(settings: RunSettings, out: Path | None, num_devices: int | 
             f"rows_per_batch must be a multiple of the number of devices ({mesh.size}), got "
             f"{settings.rows_per_batch}: choose other --rows, or fewer --devices (num_devices)."
         )
-    return mesh
+    sha256 = fingerprints_of(settings)
+    console = console or Console(stderr=True)
+    return Run(settings, state_folder, out, mesh, sha256, command, console)
 
 
 def model_fingerprint(name: str, folder: str) -> str:
@@ -159,23 +196,29 @@ def model_fingerprint(name: str, folder: str) -> str:
 
 
 def fingerprints_of(settings: RunSettings) -> dict[str, str]:
-    """SHA-256 of the sources and the models that a run reads, by name.
+    """SHA-256 of the sources, the models and the other files that a run reads, by name.
 
     Raises:
         ValueError: one of them is not there.
     """
-    sources = {source.name: fingerprint(source) for source in settings.sources}
-    folders = settings.models_read.items()
-    return sources | {name: model_fingerprint(name, folder) for name, folder in folders}
+    digests = {source.name: fingerprint(source) for source in settings.sources}
+    for name, folder in settings.models_read.items():
+        digests[name] = model_fingerprint(name, folder)
+    for name, path in settings.files_read.items():
+        if not Path(path).is_file():
+            raise ValueError(f"{name} must be a file, but {path} is none.")
+        with open(path, "rb") as file:
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
-def load_target(settings: DraftingSettings, out: Path | None) -> tuple[Model, Tokenizer]:
+def load_target(run: Run[DraftingSettings]) -> tuple[Model, Tokenizer]:
     """The model to draft for, with its tokenizer.
 
     Raises:
         ValueError: nothing can be trained to draft for it, or `out` is its own folder.
     """
-    folder = settings.target
+    folder, out = run.settings.target, run.out
     if out is not None and out.resolve() == Path(folder).resolve():
         raise ValueError(f"out must not be the target's own folder, {out}: name another.")
     model = load(folder)
@@ -187,22 +230,18 @@ def load_target(settings: DraftingSettings, out: Path | None) -> tuple[Model, To
     return model, model.tokenizer.backend
 
 
-def claim(state_folder: Path, settings: RunSettings, fingerprints: Mapping[str, str]) -> None:
-    """Writes down whose folder this is, or checks that it is this run's.
-
-    Args:
-        state_folder: made if it is not there.
-        settings: of the run.
-        fingerprints: SHA-256 of the files that it reads, by name.
+def claim(run: Run[RunSettings]) -> None:
+    """Writes down whose state folder this is, or checks that it is this run's.
 
     Raises:
         ValueError: the folder holds another run; says what differs.
     """
+    settings, state_folder = run.settings, run.state_folder
     state_folder.mkdir(parents=True, exist_ok=True)
     recover_files(state_folder)
     path = state_folder / "run.json"
-    run = {"settings": settings_to_json(settings), "sha256": dict(fingerprints)}
-    before = read_json(path) if path.exists() else run
+    now = {"settings": settings_to_json(settings), "sha256": run.sha256}
+    before = read_json(path) if path.exists() else now
     try:
         # Read and written again, so that settings which came later have their defaults.
         earlier = settings_to_json(settings_from_json(before["settings"], type(settings)))
@@ -213,12 +252,12 @@ def claim(state_folder: Path, settings: RunSettings, fingerprints: Mapping[str, 
         ) from None
     changed = [
         f"{name}: {earlier[name]!r} before, {value!r} now"
-        for name, value in run["settings"].items()
+        for name, value in now["settings"].items()
         if earlier[name] != value and name not in _MAY_CHANGE
     ]
     changed += [
         f"the files of {name!r}"
-        for name, digest in fingerprints.items()
+        for name, digest in run.sha256.items()
         if before["sha256"].get(name, digest) != digest
     ]
     if changed:
@@ -227,36 +266,37 @@ def claim(state_folder: Path, settings: RunSettings, fingerprints: Mapping[str, 
             "Choose another state folder, or delete this one."
         )
     with replacing_files(state_folder) as staging:
-        write_json(staging / path.name, run)
+        write_json(staging / path.name, now)
+
+
+def read_sources(run: Run[RunSettings]) -> list[Divided]:
+    """The documents of each source."""
+    with run.console.status("reading text"):
+        return [read_source(source) for source in run.settings.sources]
 
 
 def pack_sources(
-    settings: RunSettings, tokenizer: Tokenizer, parts: Sequence[Divided]
+    run: Run[RunSettings], tokenizer: Tokenizer, parts: Sequence[Divided]
 ) -> Corpus[Sequences]:
-    """The documents of all sources, as `read_source` gave them, in rows of tokens."""
+    """The documents of all sources, as `read_sources` gave them, in rows of tokens."""
     corpus = Corpus[Sequences]({}, {}, {})
-    for source, part in zip(settings.sources, parts, strict=True):
-        train, validation = (
-            pack(encode_documents(tokenizer, documents), settings.sequence_length)
-            for documents in part
-        )
-        corpus.train[source.name], corpus.validation[source.name] = train, validation
-        corpus.weights[source.name] = source.weight
+    with run.console.status("packing text"):
+        for source, part in zip(run.settings.sources, parts, strict=True):
+            corpus.train[source.name], corpus.validation[source.name] = (
+                pack(encode_documents(tokenizer, documents), run.settings.sequence_length)
+                for documents in part
+            )
+            corpus.weights[source.name] = source.weight
     return corpus
 
 
 def pack_own_text(
-    corpus: Corpus[Sequences],
-    model: Model,
-    settings: RunSettings,
-    weight: float,
-    state_folder: Path,
-    console: Console,
+    run: Run[RunSettings], corpus: Corpus[Sequences], model: Model, weight: float
 ) -> Corpus[Sequences]:
     """A corpus of what a model writes when it reads the documents of another one."""
-    folder = state_folder / "own_text"
+    settings, folder = run.settings, run.state_folder / "own_text"
     rows = corpus.batches(PROMPTS_PER_PART, settings.seed)
-    write_own_text(model, rows, settings.own_text, folder, console)
+    write_own_text(model, rows, settings.own_text, folder, run.console)
     train, validation = (
         pack([text.tokens for text in part], settings.sequence_length)
         for part in read_own_text(folder, settings.own_text)
@@ -264,21 +304,13 @@ def pack_own_text(
     return Corpus({OWN_TEXT: train}, {OWN_TEXT: validation}, {OWN_TEXT: weight})
 
 
-def write_model(
-    folder: Path,
-    network: Network,
-    tokenizer: Tokenizer,
-    settings: RunSettings,
-    metrics: dict[str, Any],
-) -> None:
-    """A trained model as readers expect it, weights in `STORED`, and how it came about in numbers.
+def write_model(folder: Path, network: Network, tokenizer: Tokenizer) -> None:
+    """A trained model as readers expect it, weights in `STORED`.
 
     Args:
         folder: must exist. Interruption is the caller's affair: see `replacing_files`.
         network: what was trained.
         tokenizer: with the reserved tokens in front.
-        settings: of the run.
-        metrics: of the run.
     """
     ids = {
         "bos_token_id": RESERVED.index(BOS),
@@ -288,13 +320,38 @@ def write_model(
     write_network(network, folder, STORED, ids)
     save_tokenizer(tokenizer, folder, network.config.max_positions)
     write_json(folder / "generation_config.json", ids)
-    write_figures(folder, settings, metrics)
 
 
-def write_figures(folder: Path, settings: RunSettings, metrics: dict[str, Any]) -> None:
-    """How weights came about in numbers: what lies beside all that is trained."""
-    write_json(folder / "training.json", settings_to_json(settings))
-    write_json(folder / "metrics.json", metrics)
+def write(
+    run: Run[RunSettings],
+    outcome: Outcome,
+    save: Callable[[Path], None],
+    recipe: Callable[[Any, Mapping[str, str], Mapping[str, Any]], Recipe],
+    label: str,
+    metric: str = "nats",
+) -> None:
+    """What was trained, and how it came about, into `run.out`; nothing where that is None.
+
+    Args:
+        run: that trained it.
+        outcome: of `train`.
+        save: writes the weights into a folder.
+        recipe: what is to be said of settings, fingerprints and metrics.
+        label: of the metric that is drawn.
+        metric: its name in the history.
+    """
+    if run.out is None:
+        return
+    settings = dataclasses.replace(run.settings, dtype=outcome.dtype)
+    said = recipe(settings, run.sha256, outcome.metrics)
+    text = recipe_of(settings, run.sha256, outcome.metrics, run.command, said)
+    with replacing_files(run.out) as staging:
+        save(staging)
+        write_json(staging / "training.json", settings_to_json(settings))
+        write_json(staging / "metrics.json", outcome.metrics)
+        (staging / "recipe.md").write_text(text, encoding="utf-8")
+        draw_losses(staging / "losses.png", outcome.history.records, metric, label)
+    run.console.print(f"saved {run.out}", highlight=False, soft_wrap=True)
 
 
 def as_stored(params: PyTree, target: Network) -> PyTree:
@@ -304,19 +361,13 @@ def as_stored(params: PyTree, target: Network) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.astype(STORED).astype(target.dtype), params)
 
 
-def train(
-    task: Task,
-    corpus: Corpus[Any],
-    settings: RunSettings,
-    state_folder: Path,
-    mesh: Mesh,
-    console: Console,
-) -> Outcome:
+def train(run: Run[RunSettings], task: Task, corpus: Corpus[Any]) -> Outcome:
     """Plans a run, trains, or goes on with what its state folder holds, and measures the end.
 
     Raises:
         DivergedError: when the loss is no longer finite.
     """
+    settings, state_folder, mesh, console = run.settings, run.state_folder, run.mesh, run.console
     drawn = corpus.batches(settings.rows_per_batch, settings.seed)
     on_all = on_every_device(mesh)
 

@@ -163,6 +163,11 @@ class RunSettings:
         folders = {name: getattr(self, name, None) for name in _MODELS}
         return {name: folder for name, folder in folders.items() if folder is not None}
 
+    @property
+    def files_read(self) -> dict[str, str]:
+        """Other files that the run depends on, by the name of their setting."""
+        return {}
+
 
 def check_positive(settings: RunSettings, *names: str) -> None:
     """Refuses settings that are given and not above 0."""
@@ -275,7 +280,8 @@ class DraftingSettings(RunSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        taken = {DECODING, *self.models_read} & {source.name for source in self.sources}
+        ours = {DECODING, *self.models_read, *self.files_read}
+        taken = ours & {source.name for source in self.sources}
         if taken:
             raise ValueError(f"The names {sorted(taken)} are taken: rename these sources.")
         if self.decoding_prompts < 0:
@@ -355,6 +361,10 @@ class AnswersSettings(DraftingSettings):
                 f"or give a file of them (--answers FILE), one of both; got own_text="
                 f"{self.own_text}, answers={self.answers!r}."
             )
+
+    @property
+    def files_read(self) -> dict[str, str]:
+        return {} if self.answers is None else {"answers": self.answers}
 
 
 @dataclasses.dataclass(frozen=True)

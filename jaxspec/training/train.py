@@ -1,6 +1,6 @@
 """Training a language model, or a draft model after it: files in, a checkpoint folder out."""
 
-import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,19 +16,26 @@ from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.types import PyTree
 from jaxspec.models import ModelConfig, Network, init_params, param_shapes
 from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import Sequences, document_texts, read_source
+from jaxspec.training.data import Sequences, document_texts
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.lm import NextToken, SoftLabels, Taught
-from jaxspec.training.loop import History
-from jaxspec.training.report import draw_losses, write_recipe
+from jaxspec.training.report import (
+    HOW_TO_ASK,
+    OWN_TEXT_OF_TEACHER,
+    PALM_FLOPS,
+    Recipe,
+    models_read,
+    own_text,
+)
 from jaxspec.training.run import (
     Task,
     claim,
-    fingerprints_of,
     pack_own_text,
     pack_sources,
-    prepare_devices,
+    prepare,
+    read_sources,
     train,
+    write,
     write_model,
 )
 from jaxspec.training.settings import LMTrainingSettings
@@ -76,16 +83,13 @@ def train_lm(
             cannot be divided among the devices.
         DivergedError: when the loss is no longer finite.
     """
-    console = console or Console(stderr=True)
-    mesh = prepare_devices(settings, out, num_devices)
+    run = prepare(settings, state_folder, out, num_devices, command, console)
     teacher = None if settings.teacher is None else load_network(Path(settings.teacher))
-    teacher = jax.device_put(teacher, on_every_device(mesh))
-    fingerprints = fingerprints_of(settings)
-    claim(state_folder, settings, fingerprints)
-    with console.status("reading and packing text"):
-        parts = [read_source(source) for source in settings.sources]
-        tokenizer = _tokenizer(settings, state_folder, parts)
-        corpus = pack_sources(settings, tokenizer, parts)
+    teacher = jax.device_put(teacher, on_every_device(run.mesh))
+    claim(run)
+    parts = read_sources(run)
+    tokenizer = _tokenizer(settings, state_folder, parts)
+    corpus = pack_sources(run, tokenizer, parts)
     config = settings.model.replace(vocab_size=tokenizer.get_vocab_size())
     if teacher is not None and teacher.vocab_size != config.vocab_size:
         raise ValueError(
@@ -94,11 +98,10 @@ def train_lm(
         )
     if settings.own_text:
         assert settings.teacher is not None
-        writer, weight = load(settings.teacher), settings.own_text_weight
-        corpus |= pack_own_text(corpus, writer, settings, weight, state_folder, console)
+        corpus |= pack_own_text(run, corpus, load(settings.teacher), settings.own_text_weight)
 
     def as_batch(sequences: Sequences) -> Sequences | Taught:
-        spread = spread_rows(mesh, sequences)
+        spread = spread_rows(run.mesh, sequences)
         return spread if teacher is None else Taught(spread, teacher)
 
     objective = partial(_objective, settings, config, teacher)
@@ -110,12 +113,10 @@ def train_lm(
         as_batch=as_batch,
         flops_per_token=_flops_per_token(settings, config, teacher),
     )
-    outcome = train(task, corpus, settings, state_folder, mesh, console)
+    outcome = train(run, task, corpus)
     trained = Trained(Network(outcome.params, config), tokenizer, outcome.metrics)
-    if out is not None:
-        settings = dataclasses.replace(settings, dtype=outcome.dtype)
-        _write(trained, settings, fingerprints, outcome.history, out, command)
-        console.print(f"saved {out}", highlight=False, soft_wrap=True)
+    save = partial(write_model, network=trained.network, tokenizer=tokenizer)
+    write(run, outcome, save, _recipe, "nats per token")
     return trained
 
 
@@ -170,15 +171,20 @@ def _flops_per_token(
     return flops
 
 
-def _write(
-    trained: Trained,
-    settings: LMTrainingSettings,
-    fingerprints: dict[str, str],
-    history: History,
-    out: Path,
-    command: str,
-) -> None:
-    with replacing_files(out) as staging:
-        write_model(staging, trained.network, trained.tokenizer, settings, trained.metrics)
-        write_recipe(staging / "recipe.md", settings, fingerprints, trained.metrics, command)
-        draw_losses(staging / "losses.png", history.records)
+def _recipe(
+    settings: LMTrainingSettings, sha256: Mapping[str, str], metrics: Mapping[str, Any]
+) -> Recipe:
+    names = {name for figures in metrics["validation"].values() for name in figures}
+    agreement = (
+        " agreement: share of tokens where the teacher's most likely token is this model's too."
+    )
+    return Recipe(
+        cost=PALM_FLOPS + (", and the teacher's forward pass" if settings.teacher else ""),
+        meaning="nats: cross-entropy per token. top1: share of tokens that were the most likely "
+        "one." + (agreement if "agreement" in names else ""),
+        read=(
+            *models_read(settings, sha256),
+            *own_text(settings, metrics, OWN_TEXT_OF_TEACHER, settings.own_text_weight),
+            HOW_TO_ASK,
+        ),
+    )

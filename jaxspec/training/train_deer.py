@@ -1,6 +1,7 @@
 """Aligning a diffusion model with the target that it is to draft for: DEER's two stages."""
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,34 +9,31 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import Model
-from jaxspec.checkpoint.files import replacing_files
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import Deer, LoadedDrafter
 from jaxspec.models import ModelConfig, Network, param_shapes
 from jaxspec.sharding import spread_rows
-from jaxspec.training.answers import answers_fingerprint, answers_of
-from jaxspec.training.data import read_source
+from jaxspec.training.answers import answers_of, answers_read
 from jaxspec.training.decoding import decoding_of
 from jaxspec.training.deer import Continuation, Refinement
 from jaxspec.training.efficiency import flops_per_token
-from jaxspec.training.loop import History
-from jaxspec.training.report import draw_losses, write_deer_recipe
+from jaxspec.training.report import PALM_FLOPS, Recipe
 from jaxspec.training.run import (
     Task,
     as_stored,
     claim,
-    fingerprints_of,
     load_target,
     pack_sources,
-    prepare_devices,
+    prepare,
+    read_sources,
     train,
+    write,
     write_model,
 )
-from jaxspec.training.settings import DeerTrainingSettings
+from jaxspec.training.settings import TARGET, DeerTrainingSettings
 from jaxspec.training.tokenizer import RESERVED, SEPARATOR
 
 
@@ -73,19 +71,15 @@ def train_deer(
             folder of another run, or batches that cannot be divided among the devices.
         DivergedError: when the loss is no longer finite.
     """
-    console = console or Console(stderr=True)
-    mesh = prepare_devices(settings, out, num_devices)
-    fingerprints = fingerprints_of(settings) | answers_fingerprint(settings)
-    model, tokenizer = load_target(settings, out)
+    run = prepare(settings, state_folder, out, num_devices, command, console)
+    model, tokenizer = load_target(run)
     start = load_network(Path(settings.start_from), "float32")
     check_drafter_of(start.config, model, settings)
     if settings.stage == 2:
         start = Network(start.params, _with_window(start.config, settings.longest))
-    claim(state_folder, settings, fingerprints)
-    with console.status("reading and packing text"):
-        parts = [read_source(source) for source in settings.sources]
-        sources = pack_sources(settings, tokenizer, parts)
-    corpus = answers_of(model, sources, settings, state_folder, console)
+    claim(run)
+    sources = pack_sources(run, tokenizer, read_sources(run))
+    corpus = answers_of(run, model, sources)
 
     objective = partial(_objective, settings, start.config)
     task = Task(
@@ -93,7 +87,7 @@ def train_deer(
         evaluation=lambda dtype: objective(dtype).measured,
         first_params=lambda: jax.tree.map(jnp.copy, start.params),
         num_params=sum(leaf.size for leaf in jax.tree.leaves(param_shapes(start.config))),
-        as_batch=lambda rows: spread_rows(mesh, rows),
+        as_batch=lambda rows: spread_rows(run.mesh, rows),
         flops_per_token=flops_per_token(start.config, settings.sequence_length),
         decode=decoding_of(
             model,
@@ -103,12 +97,10 @@ def train_deer(
             lambda params: _drafter(settings, start.config, model, params),
         ),
     )
-    outcome = train(task, corpus, settings, state_folder, mesh, console)
+    outcome = train(run, task, corpus)
     aligned = Aligned(Network(outcome.params, start.config), outcome.metrics)
-    if out is not None:
-        settings = dataclasses.replace(settings, dtype=outcome.dtype)
-        _write(aligned, tokenizer, settings, fingerprints, outcome.history, out, command)
-        console.print(f"saved {out}", highlight=False, soft_wrap=True)
+    save = partial(write_model, network=aligned.network, tokenizer=tokenizer)
+    write(run, outcome, save, _recipe, "nats per hidden token")
     return aligned
 
 
@@ -168,16 +160,23 @@ def _drafter(
     return LoadedDrafter(drafter, Network(stored, config), target.tokenizer)
 
 
-def _write(
-    aligned: Aligned,
-    tokenizer: Tokenizer,
-    settings: DeerTrainingSettings,
-    fingerprints: dict[str, str],
-    history: History,
-    out: Path,
-    command: str,
-) -> None:
-    with replacing_files(out) as staging:
-        write_model(staging, aligned.network, tokenizer, settings, aligned.metrics)
-        write_deer_recipe(staging / "recipe.md", settings, fingerprints, aligned.metrics, command)
-        draw_losses(staging / "losses.png", history.records, label="nats per hidden token")
+def _recipe(
+    settings: DeerTrainingSettings, sha256: Mapping[str, str], metrics: Mapping[str, Any]
+) -> Recipe:
+    stage = (
+        "I, continuation distillation"
+        if settings.stage == 1
+        else f"II, refinement (the last 1 to {settings.longest} slots hidden, alpha "
+        f"{settings.alpha:g}, {'' if settings.normalise else 'not '}normalised)"
+    )
+    return Recipe(
+        cost=PALM_FLOPS,
+        about=f"A drafter of blocks (DEER) for the target in `{settings.target}`, whose files "
+        f"have the SHA-256 `{sha256[TARGET]}`, from the diffusion model in "
+        f"`{settings.start_from}` (`{sha256['start_from']}`). Stage {stage}.",
+        read=[answers_read(settings, sha256)],
+        held_out="answers",
+        meaning="nats: cross-entropy of a hidden token. top1: share of them that were the most "
+        "likely one.",
+        drafts=f"blocks of {settings.block} tokens",
+    )

@@ -1,6 +1,6 @@
 """Training a DFlash head for a target: files in, a folder that `load_dflash` reads out."""
 
-import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,32 +10,30 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxspec.checkpoint import Model, save_dflash
-from jaxspec.checkpoint.files import replacing_files
 from jaxspec.drafters import DFlash
 from jaxspec.models import DFlashHead, ModelConfig, Network, dflash_taps, init_dflash_params
 from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.answers import answers_fingerprint, answers_of
-from jaxspec.training.data import Answers, SeenAnswers, Sequences, read_source
+from jaxspec.training.answers import answers_of, answers_read
+from jaxspec.training.data import Answers, SeenAnswers, Sequences
 from jaxspec.training.decoding import decoding_of
 from jaxspec.training.dflash import AnchoredBlocks, Answered
 from jaxspec.training.efficiency import block_flops_per_token
 from jaxspec.training.features import TargetStates, target_states, with_states
 from jaxspec.training.head import check_length, check_taps, head_config
-from jaxspec.training.loop import History
-from jaxspec.training.report import draw_losses, write_dflash_recipe
+from jaxspec.training.report import Recipe
 from jaxspec.training.run import (
     STORED,
     Task,
     as_stored,
     claim,
-    fingerprints_of,
     load_target,
     pack_sources,
-    prepare_devices,
+    prepare,
+    read_sources,
     train,
-    write_figures,
+    write,
 )
-from jaxspec.training.settings import DFlashTrainingSettings
+from jaxspec.training.settings import TARGET, DFlashTrainingSettings
 from jaxspec.training.tokenizer import MASK, RESERVED
 
 
@@ -78,19 +76,15 @@ def train_dflash(
             the devices.
         DivergedError: when the loss is no longer finite.
     """
-    console = console or Console(stderr=True)
-    mesh = prepare_devices(settings, out, num_devices)
-    fingerprints = fingerprints_of(settings) | answers_fingerprint(settings)
-    model, tokenizer = load_target(settings, out)
+    run = prepare(settings, state_folder, out, num_devices, command, console)
+    model, tokenizer = load_target(run)
     taps = _taps(settings, model)
-    claim(state_folder, settings, fingerprints)
-    with console.status("reading and packing text"):
-        parts = [read_source(source) for source in settings.sources]
-        sources = pack_sources(settings, tokenizer, parts)
-    corpus = answers_of(model, sources, settings, state_folder, console)
+    claim(run)
+    sources = pack_sources(run, tokenizer, read_sources(run))
+    corpus = answers_of(run, model, sources)
 
     config = layers_config(model.config, settings.layers, settings.mlp_dim)
-    target = jax.device_put(model.network, on_every_device(mesh))
+    target = jax.device_put(model.network, on_every_device(run.mesh))
     objective = partial(_objective, settings, config, taps)
     tapped = len(taps) * model.config.embed_dim
     first_params = partial(init_dflash_params, config, tapped, jax.random.key(settings.seed))
@@ -98,16 +92,14 @@ def train_dflash(
     if settings.cache_features:
         observe = jax.jit(partial(_observe, taps=taps))
         corpus = with_states(
+            run,
             corpus,
-            lambda answers: observe(target, spread_rows(mesh, answers)),
+            lambda answers: observe(target, spread_rows(run.mesh, answers)),
             lambda answers, states: SeenAnswers(*answers, states.taps),
-            settings.rows_per_batch,
-            state_folder,
-            console,
         )
 
     def as_batch(rows: Answers | SeenAnswers) -> Answered:
-        spread = spread_rows(mesh, rows)
+        spread = spread_rows(run.mesh, rows)
         if isinstance(spread, SeenAnswers):
             return Answered(Answers(*spread[:4]), target, jnp.asarray(spread.taps))
         return Answered(spread, target)
@@ -137,12 +129,10 @@ def train_dflash(
             ),
         ),
     )
-    outcome = train(task, corpus, settings, state_folder, mesh, console)
+    outcome = train(run, task, corpus)
     trained = TrainedBlocks(objective("float32").head(outcome.params, target), outcome.metrics)
-    if out is not None:
-        settings = dataclasses.replace(settings, dtype=outcome.dtype)
-        _write(trained, settings, fingerprints, outcome.history, out, command)
-        console.print(f"saved {out}", highlight=False, soft_wrap=True)
+    save = partial(save_dflash, trained.head, dtype=STORED)
+    write(run, outcome, save, partial(_recipe, taps=taps), "nats per masked token")
     return trained
 
 
@@ -187,23 +177,30 @@ def _objective(
     return AnchoredBlocks(config, taps, mask, block, anchors, settings.decay, dtype)
 
 
-def _write(
-    trained: TrainedBlocks,
+def _recipe(
     settings: DFlashTrainingSettings,
-    fingerprints: dict[str, str],
-    history: History,
-    out: Path,
-    command: str,
-) -> None:
-    with replacing_files(out) as staging:
-        save_dflash(trained.head, staging, STORED)
-        write_figures(staging, settings, trained.metrics)
-        write_dflash_recipe(
-            staging / "recipe.md",
-            settings,
-            trained.head.taps,
-            fingerprints,
-            trained.metrics,
-            command,
-        )
-        draw_losses(staging / "losses.png", history.records, label="nats per masked token")
+    sha256: Mapping[str, str],
+    metrics: Mapping[str, Any],
+    taps: tuple[int, ...],
+) -> Recipe:
+    states = (
+        "left out, since it was made once"
+        if settings.cache_features
+        else "up to the last layer read included"
+    )
+    return Recipe(
+        cost="for each token of text, 6 x the weights that make context of it; for each slot of a "
+        "block, 6 x the layers' weights in products + 12 x layers x heads x head dim x (sequence "
+        "length + block); for each mask, 4 x those of the target's output head; the target's "
+        f"forward pass {states}",
+        about=f"A DFlash head of {settings.layers} layers for the target in `{settings.target}`, "
+        f"whose files have the SHA-256 `{sha256[TARGET]}`. It reads the inputs of the target's "
+        f"layers {', '.join(map(str, taps))}. Blocks of {settings.block} slots, the pending token "
+        f"counted, from {settings.anchors} anchors a sequence; the i-th mask weighs "
+        f"exp(-(i - 1) / {settings.decay:g}).",
+        read=[answers_read(settings, sha256)],
+        held_out="answers",
+        meaning="nats: cross-entropy of a masked token, all weighing the same. top1_at_D: share of "
+        "the D-th masks whose token was the most likely one.",
+        drafts=f"drafts of {settings.block - 1} tokens",
+    )

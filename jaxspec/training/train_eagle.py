@@ -1,7 +1,7 @@
 """Training an EAGLE head for a target: files in, a folder that `load_eagle` reads out."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from jaxtyping import Array, Int
 from rich.console import Console
 
 from jaxspec.checkpoint import Model, eagle3_taps, save_eagle
-from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import Eagle
 from jaxspec.models import (
@@ -25,7 +24,7 @@ from jaxspec.models import (
     init_eagle_params,
 )
 from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import SeenSequences, Sequences, read_source
+from jaxspec.training.data import SeenSequences, Sequences
 from jaxspec.training.decoding import decoding_of
 from jaxspec.training.eagle import (
     FeatureRegression,
@@ -36,23 +35,23 @@ from jaxspec.training.eagle import (
 from jaxspec.training.efficiency import head_flops_per_token
 from jaxspec.training.features import TargetStates, target_states, with_states
 from jaxspec.training.head import check_length, check_taps, head_config
-from jaxspec.training.report import draw_losses, write_head_recipe
+from jaxspec.training.report import Recipe, own_text
 from jaxspec.training.run import (
     STORED,
     Corpus,
-    Outcome,
+    Run,
     Task,
     as_stored,
     claim,
-    fingerprints_of,
     load_target,
     pack_own_text,
     pack_sources,
-    prepare_devices,
+    prepare,
+    read_sources,
     train,
-    write_figures,
+    write,
 )
-from jaxspec.training.settings import OWN_TEXT, EagleTrainingSettings
+from jaxspec.training.settings import OWN_TEXT, TARGET, EagleTrainingSettings
 
 
 class TrainedHead(NamedTuple):
@@ -94,40 +93,34 @@ def train_eagle(
             the devices.
         DivergedError: when the loss is no longer finite.
     """
-    console = console or Console(stderr=True)
-    mesh = prepare_devices(settings, out, num_devices)
-    fingerprints = fingerprints_of(settings)
-    model, tokenizer = load_target(settings, out)
+    run = prepare(settings, state_folder, out, num_devices, command, console)
+    model, tokenizer = load_target(run)
     taps = _check_target(settings, model)
-    claim(state_folder, settings, fingerprints)
-    with console.status("reading and packing text"):
-        parts = [read_source(source) for source in settings.sources]
-        sources = pack_sources(settings, tokenizer, parts)
-    corpus = _what_to_read(sources, model, settings, state_folder, console)
+    claim(run)
+    sources = pack_sources(run, tokenizer, read_sources(run))
+    corpus = _what_to_read(run, sources, model)
     ids, coverage = _draft_ids(corpus, settings.draft_vocab, model.vocab_size)
     num_drafted = model.vocab_size if ids is None else len(ids)
     config = head_config(model.config)
     if settings.version == 3:
         config = config.replace(vocab_size=num_drafted)
 
-    target = jax.device_put(model.network, on_every_device(mesh))
-    ids = None if ids is None else jax.device_put(jnp.asarray(ids), on_every_device(mesh))
+    target = jax.device_put(model.network, on_every_device(run.mesh))
+    ids = None if ids is None else jax.device_put(jnp.asarray(ids), on_every_device(run.mesh))
     objective = partial(_objective, settings, config, taps)
     first_params = partial(_first_params, settings, config, len(taps) * model.config.embed_dim)
     shapes = jax.eval_shape(first_params)
     if settings.cache_features:
         observe = jax.jit(partial(target_states, taps=taps))
         corpus = with_states(
+            run,
             corpus,
-            lambda sequences: observe(target, spread_rows(mesh, sequences)),
+            lambda sequences: observe(target, spread_rows(run.mesh, sequences)),
             lambda sequences, states: SeenSequences(*sequences, *states),
-            settings.rows_per_batch,
-            state_folder,
-            console,
         )
 
     def as_batch(rows: Sequences | SeenSequences) -> Observed:
-        spread = spread_rows(mesh, rows)
+        spread = spread_rows(run.mesh, rows)
         if isinstance(spread, SeenSequences):
             states = TargetStates(jnp.asarray(spread.features), jnp.asarray(spread.taps))
             return Observed(Sequences(*spread[:3]), target, ids, states)
@@ -158,17 +151,19 @@ def train_eagle(
             ),
         ),
     )
-    outcome = train(task, corpus, settings, state_folder, mesh, console)
+    outcome = train(run, task, corpus)
     metrics = outcome.metrics | {
         "draft_vocab": num_drafted,
         "target_vocab": model.vocab_size,
         "draft_vocab_coverage": round(coverage, 4),
     }
+    outcome = outcome._replace(metrics=metrics)
     trained = TrainedHead(objective("float32").head(outcome.params, target, ids), metrics)
-    if out is not None:
-        settings = dataclasses.replace(settings, dtype=outcome.dtype)
-        _write(trained, target.num_layers, settings, fingerprints, outcome, out, command)
-        console.print(f"saved {out}", highlight=False, soft_wrap=True)
+
+    def save(folder: Path) -> None:
+        save_eagle(trained.head, folder, STORED, target_layers=target.num_layers)
+
+    write(run, outcome, save, _recipe, label="loss", metric="loss")
     return trained
 
 
@@ -194,21 +189,17 @@ def _check_target(settings: EagleTrainingSettings, model: Model) -> tuple[int, .
 
 
 def _what_to_read(
-    sources: Corpus[Sequences],
-    model: Model,
-    settings: EagleTrainingSettings,
-    state_folder: Path,
-    console: Console,
+    run: Run[EagleTrainingSettings], sources: Corpus[Sequences], model: Model
 ) -> Corpus[Sequences]:
     """What the target writes when it reads the sources, and these too if they are asked for."""
-    corpus = Corpus[Sequences]({}, {}, {})
+    settings, corpus = run.settings, Corpus[Sequences]({}, {}, {})
     if settings.sources_weight:
         weights = {
             name: weight * settings.sources_weight for name, weight in sources.weights.items()
         }
         corpus = dataclasses.replace(sources, weights=weights)
     if settings.own_text:
-        corpus |= pack_own_text(sources, model, settings, 1.0, state_folder, console)
+        corpus |= pack_own_text(run, sources, model, 1.0)
     return corpus
 
 
@@ -257,17 +248,26 @@ def _stored(
     return objective.head(as_stored(params, target), target, jax.device_put(ids, device))
 
 
-def _write(
-    trained: TrainedHead,
-    target_layers: int,
-    settings: EagleTrainingSettings,
-    fingerprints: dict[str, str],
-    outcome: Outcome,
-    out: Path,
-    command: str,
-) -> None:
-    with replacing_files(out) as staging:
-        save_eagle(trained.head, staging, STORED, target_layers=target_layers)
-        write_figures(staging, settings, trained.metrics)
-        write_head_recipe(staging / "recipe.md", settings, fingerprints, trained.metrics, command)
-        draw_losses(staging / "losses.png", outcome.history.records, "loss", "loss")
+def _recipe(
+    settings: EagleTrainingSettings, sha256: Mapping[str, str], metrics: Mapping[str, Any]
+) -> Recipe:
+    unrolled = f", unrolled {settings.num_unrolled} times" if settings.version == 3 else ""
+    states = "left out, since it was made once" if settings.cache_features else "included"
+    return Recipe(
+        cost="6 x the head's weights in products + 12 x heads x head dim x sequence length"
+        f"{unrolled}, and the output head; the target's forward pass {states}",
+        about=f"An EAGLE-{settings.version} head for the target in `{settings.target}`, whose "
+        f"files have the SHA-256 `{sha256[TARGET]}`. It drafts from "
+        f"{metrics['draft_vocab']:,} of {metrics['target_vocab']:,} tokens, which make up "
+        f"{100 * metrics['draft_vocab_coverage']:.2f} % of the text it learned from.",
+        read=own_text(
+            settings,
+            metrics,
+            "the target wrote itself, half greedily and half at temperature 1",
+        ),
+        meaning="loss: what was trained for, without noise. topK_at_D: share of places where the "
+        "target's choice is among the K likeliest tokens of the draft's depth D, the draft before "
+        "it being fed the true text; tokens that cannot be drafted count as missed.",
+        drafts=f"over the tree of {len(settings.paths)} nodes (its root not counted) in "
+        "`training.json`",
+    )

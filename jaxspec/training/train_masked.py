@@ -1,8 +1,9 @@
 """Training a diffusion language model, or converting a causal one: files in, a folder out."""
 
-import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +11,30 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import load
-from jaxspec.checkpoint.files import replacing_files
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.models import Diffusion, ModelConfig, Network, init_params, param_shapes
 from jaxspec.sharding import spread_rows
-from jaxspec.training.data import Sequences, read_source
+from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
-from jaxspec.training.loop import History
 from jaxspec.training.masked import MaskedTokens
-from jaxspec.training.report import draw_losses, write_masked_recipe
+from jaxspec.training.report import (
+    HOW_TO_ASK,
+    OWN_TEXT_OF_TEACHER,
+    PALM_FLOPS,
+    Recipe,
+    models_read,
+    own_text,
+)
 from jaxspec.training.run import (
     Task,
     claim,
-    fingerprints_of,
     pack_own_text,
     pack_sources,
-    prepare_devices,
+    prepare,
+    read_sources,
     train,
+    write,
     write_model,
 )
 from jaxspec.training.settings import MaskedTrainingSettings
@@ -63,9 +70,7 @@ def train_masked(
             state folder of another run, or batches that cannot be divided among the devices.
         DivergedError: when the loss is no longer finite.
     """
-    console = console or Console(stderr=True)
-    mesh = prepare_devices(settings, out, num_devices)
-    fingerprints = fingerprints_of(settings)
+    run = prepare(settings, state_folder, out, num_devices, command, console)
     tokenizer = _tokenizer(settings)
     start = first_network(settings, tokenizer.get_vocab_size())
     config = start.config
@@ -74,16 +79,13 @@ def train_masked(
             f"sequence_length must be at most the model's positions ({config.max_positions}), got "
             f"{settings.sequence_length}."
         )
-    claim(state_folder, settings, fingerprints)
-    with console.status("reading and packing text"):
-        parts = [read_source(source) for source in settings.sources]
-        corpus = pack_sources(settings, tokenizer, parts)
+    claim(run)
+    corpus = pack_sources(run, tokenizer, read_sources(run))
     if settings.teacher is not None:
-        writer, weight = load(settings.teacher), settings.own_text_weight
-        corpus |= pack_own_text(corpus, writer, settings, weight, state_folder, console)
+        corpus |= pack_own_text(run, corpus, load(settings.teacher), settings.own_text_weight)
 
     def as_batch(sequences: Sequences) -> Sequences:
-        return spread_rows(mesh, sequences)
+        return spread_rows(run.mesh, sequences)
 
     objective = partial(_objective, settings, config)
     task = Task(
@@ -95,12 +97,10 @@ def train_masked(
         as_batch=as_batch,
         flops_per_token=_flops_per_token(settings, config),
     )
-    outcome = train(task, corpus, settings, state_folder, mesh, console)
+    outcome = train(run, task, corpus)
     trained = Trained(Network(outcome.params, config), tokenizer, outcome.metrics)
-    if out is not None:
-        settings = dataclasses.replace(settings, dtype=outcome.dtype)
-        _write(trained, settings, fingerprints, outcome.history, out, command)
-        console.print(f"saved {out}", highlight=False, soft_wrap=True)
+    save = partial(write_model, network=trained.network, tokenizer=tokenizer)
+    write(run, outcome, save, _recipe, "bound of nats per token")
     return trained
 
 
@@ -181,15 +181,19 @@ def _flops_per_token(settings: MaskedTrainingSettings, config: ModelConfig) -> f
     return 2 * flops if settings.block else flops
 
 
-def _write(
-    trained: Trained,
-    settings: MaskedTrainingSettings,
-    fingerprints: dict[str, str],
-    history: History,
-    out: Path,
-    command: str,
-) -> None:
-    with replacing_files(out) as staging:
-        write_model(staging, trained.network, trained.tokenizer, settings, trained.metrics)
-        write_masked_recipe(staging / "recipe.md", settings, fingerprints, trained.metrics, command)
-        draw_losses(staging / "losses.png", history.records, label="bound of nats per token")
+def _recipe(
+    settings: MaskedTrainingSettings, sha256: Mapping[str, str], metrics: Mapping[str, Any]
+) -> Recipe:
+    block = settings.block
+    sees = f"its own block of {block} slots and all before it" if block else "both sides"
+    return Recipe(
+        cost=PALM_FLOPS + (", twice, for a masked and a clean copy of the text" if block else ""),
+        meaning="nats: upper bound of the negative log-likelihood per token, from one draw of "
+        "hidden slots per text. top1: share of the hidden tokens that were the most likely one.",
+        about=f"A diffusion language model; a slot sees {sees}.",
+        read=(
+            *models_read(settings, sha256),
+            *own_text(settings, metrics, OWN_TEXT_OF_TEACHER, settings.own_text_weight),
+            HOW_TO_ASK,
+        ),
+    )
