@@ -25,7 +25,7 @@ from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.drafters import AdaptiveBlock
 from jaxspec.models import Diffusion, EagleHead, ModelConfig, init_eagle_params
 from jaxspec.training.loop import DivergedError
-from tests.bench.models import WrongRoot, tiny_model
+from tests.bench.models import WrongRoot, filling_model, tiny_model
 from tests.checkpoint.networks import random_network
 
 
@@ -39,6 +39,14 @@ def folder(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     jaxspec.save(model, folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def drafter(tmp_path_factory):
+    """`--drafter` of a diffusion model with the same tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "filling"
+    jaxspec.save(filling_model("filling", 4), folder)
+    return f"deer:model={folder},block=3"
 
 
 @pytest.fixture
@@ -377,6 +385,31 @@ class TestGenerate:
         assert done.stdout.endswith(b"0\n")
         assert b"Traceback" not in done.stderr
         assert b"BrokenPipe" not in done.stderr
+
+
+class TestExtend:
+    """`jaxspec extend`."""
+
+    def test_the_drafter_writes_and_the_target_judges(self, capsys, folder, model, drafter):
+        argv = ["extend", folder, "one, two, one", "--drafter", drafter, "--max-new-tokens", "7"]
+        assert main([*argv, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["block"], len(found["tokens"])) == (3, 9)
+        said = jaxspec.score(model, found["prompt_tokens"] + found["tokens"]).logprobs
+        mean = said[len(found["prompt_tokens"]) - 1 :].mean()
+        assert found["target_mean_logprob"] == pytest.approx(mean, abs=1e-5)
+        assert main(argv) == 0
+        shown = capsys.readouterr().out
+        assert "one, two, one" in shown
+        assert "9 tokens in 3 blocks of 3" in " ".join(shown.split())
+        assert f"{mean:.3f}" in shown
+
+    def test_what_cannot_write_alone_is_named(self, capsys, folder, drafter):
+        assert "--drafter deer:model=MODEL is needed" in fails(capsys, "extend", folder, "abc")
+        line = fails(capsys, "extend", folder, "abc", "--drafter", "lookup")
+        assert "lookup has no weights to write with" in line
+        line = fails(capsys, "extend", folder, "abc", "--drafter", f"{drafter},num_nodes=3")
+        assert "can write by itself" in line
 
 
 class TestBench:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import DraftModel, GenerationConfig, PromptLookup
+from jaxspec import Deer, DraftModel, GenerationConfig, PromptLookup
 from jaxspec.bench import tuning
 from jaxspec.bench.tuning import (
     Decoy,
@@ -20,9 +20,17 @@ from jaxspec.bench.tuning import (
     with_tree,
 )
 from jaxspec.cli import main
+from jaxspec.core.tree import tree_from_paths
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.trees import Candidate, identity_of, load_acceptance, load_profile, probe_paths
-from tests.bench.models import tiny_model
+from jaxspec.trees import (
+    Candidate,
+    cost,
+    identity_of,
+    load_acceptance,
+    load_profile,
+    probe_paths,
+)
+from tests.bench.models import filling_model, tiny_model
 
 PHONE = "galaxy-s25-adreno830-vicuna7b-q4"
 INFERRED = "eagle1-vicuna7b-tau-4.06-inferred"
@@ -93,6 +101,19 @@ def test_a_profile_takes_draft_passes_apart(model, drafter, timed):
     drafts["with 2"] = 0.2
     with pytest.raises(ValueError, match="draft: a pass of 2 nodes cannot be told from noise"):
         measure_profile(model, drafter, **once)
+
+
+def test_a_profile_of_a_drafter_of_blocks_is_of_one_pass(model, timed):
+    """No pass by the number of nodes, and no deeper trees than its blocks."""
+    timed.update({"1": 0.8, "3": 1.0, "first 1": 0.2, "first 2": 0.22})
+    drafter = Deer.of(filling_model("filling", 4), 2)
+    once = {"num_steps": 2, "repeats": 1}
+    profile = measure_profile(model, drafter, tokens=(3,), levels=(2, 3), **once)
+    assert profile.one_pass
+    assert [timing.size for timing in profile.first_draft] == [1, 2]
+    assert profile.draft_seconds((1,)) == pytest.approx(0.1)
+    assert profile.draft_seconds((1, 3)) == pytest.approx(0.11)
+    assert cost(tree_from_paths([(0,), (0, 0)]), profile, 2.0) == pytest.approx((0.11 + 0.5) / 2)
 
 
 def test_acceptance_of_a_perfect_drafter(model, drafter):
