@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import io
 import json
 from functools import partial
 
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxspec.checkpoint import load, load_dflash
 from jaxspec.core.masks import causal
@@ -19,27 +17,30 @@ from jaxspec.drafters import DFlash
 from jaxspec.generation import GenerationConfig, generate
 from jaxspec.models import Diffusion, ModelConfig, Network, init_dflash_params, param_shapes
 from jaxspec.training import dflash_command
-from jaxspec.training.data import Answers, LastRows, Sequences, Source, pack_answers
+from jaxspec.training.data import Answers, Sequences, pack_answers
 from jaxspec.training.dflash import AnchoredBlocks, Answered
 from jaxspec.training.efficiency import block_flops_per_token
 from jaxspec.training.features import target_states
 from jaxspec.training.head import head_config
-from jaxspec.training.loop import make_train_step
 from jaxspec.training.settings import (
     DECODING,
     OWN_TEXT,
     TAU,
     DFlashTrainingSettings,
-    OptimizerSettings,
-    Pace,
     settings_from_json,
     settings_to_json,
 )
 from jaxspec.training.tokenizer import MASK, RESERVED
 from jaxspec.training.train_dflash import layers_config, train_dflash
-from tests.training.test_train_eagle import CONFIG, write_target
+from tests.training.runs import (
+    CONFIG,
+    DRAFTING,
+    QUIET,
+    assert_a_killed_run_ends_with_the_same_bits,
+    write_model,
+    write_sums,
+)
 
-QUIET = Console(file=io.StringIO())
 MASK_ID = RESERVED.index(MASK)
 LENGTH, BLOCK = 24, 5
 
@@ -212,9 +213,8 @@ def test_the_heads_layers_are_of_the_targets_shape(target):
 def folder(tmp_path_factory):
     """A target with random weights, and text for it to go on with."""
     folder = tmp_path_factory.mktemp("dflash")
-    texts = [f"{a} and {b} make {a + b}" for a in range(9) for b in range(9)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    write_target(folder / "target", CONFIG, texts)
+    write_sums(folder)
+    write_model(folder / "target", CONFIG)
     return folder
 
 
@@ -226,19 +226,9 @@ def settings_for(folder, **changes) -> DFlashTrainingSettings:
         "taps": (0, 1),
         "block": 4,
         "anchors": 8,
-        "num_steps": 40,
-        "minutes": None,
-        "sequence_length": 32,
-        "rows_per_batch": 4,
-        "dtype": "float32",
-        "own_text": 40,
         "texts": str(folder / "texts"),
-        "optimizer": OptimizerSettings("muon", 0.02, 0.01, warmup_steps=5),
-        "pace": Pace(record_steps=1),
-        "decoding_prompts": 2,
     }
-    source = Source("sums", str(folder / "sums.jsonl"), split=LastRows(8))
-    return DFlashTrainingSettings((source,), **{**values, **changes})
+    return DFlashTrainingSettings((write_sums(folder),), **{**DRAFTING, **values, **changes})
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["anew", "cached"])
@@ -292,25 +282,9 @@ def test_the_folder_is_read_back_and_drafts_without_changing_the_text(run):
 
 def test_an_interrupted_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
     settings, _, place = run
-
-    def interrupted(*args):
-        step = make_train_step(*args)
-
-        def or_stop(state, batch):
-            if int(state.step) == 7:
-                raise KeyboardInterrupt
-            return step(state, batch)
-
-        return or_stop
-
-    saving = dataclasses.replace(settings, pace=Pace(save_seconds=1e-9))
-    with monkeypatch.context() as patch:
-        patch.setattr("jaxspec.training.run.make_train_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train_dflash(saving, tmp_path / "state", console=QUIET)
-    train_dflash(settings, tmp_path / "state", tmp_path / "out", console=QUIET)
-    again, whole = (path / "out" / "model.safetensors" for path in (tmp_path, place))
-    assert again.read_bytes() == whole.read_bytes()
+    assert_a_killed_run_ends_with_the_same_bits(
+        train_dflash, settings, place / "out", tmp_path, monkeypatch
+    )
 
 
 def test_a_state_folder_belongs_to_one_run(run):
@@ -348,7 +322,7 @@ def test_only_causal_targets_and_other_folders_than_theirs(folder, tmp_path):
     with pytest.raises(ValueError, match="the target's own folder"):
         train_dflash(settings_for(folder), tmp_path, folder / "target", console=QUIET)
     filling = CONFIG.replace(diffusion=Diffusion(MASK_ID))
-    write_target(tmp_path / "filling", filling, ["some text"])
+    write_model(tmp_path / "filling", filling)
     settings = settings_for(folder, target=str(tmp_path / "filling"))
     with pytest.raises(ValueError, match="target must be a causal model"):
         train_dflash(settings, tmp_path / "state", console=QUIET)

@@ -2,86 +2,55 @@
 
 import argparse
 import dataclasses
-import io
 import json
 
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxspec.checkpoint import CheckpointError, load, load_eagle
-from jaxspec.checkpoint.files import replacing_files
-from jaxspec.checkpoint.huggingface import write_network
 from jaxspec.drafters import Eagle
 from jaxspec.generation import GenerationConfig, generate
-from jaxspec.models import ModelConfig, Network, init_params
+from jaxspec.models import Network, init_params
 from jaxspec.training import eagle_command
-from jaxspec.training.data import LastRows, Sequences, Source
+from jaxspec.training.data import Sequences
 from jaxspec.training.features import TargetStates, cached_states
-from jaxspec.training.loop import make_train_step
 from jaxspec.training.settings import (
     EagleTrainingSettings,
     LMTrainingSettings,
-    OptimizerSettings,
-    Pace,
     settings_from_json,
     settings_to_json,
 )
-from jaxspec.training.tokenizer import save_tokenizer, train_tokenizer
 from jaxspec.training.train import train_lm
 from jaxspec.training.train_eagle import train_eagle
-
-QUIET = Console(file=io.StringIO())
-CONFIG = ModelConfig(
-    vocab_size=280,
-    embed_dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    max_positions=64,
-    tied_head=True,
+from tests.training.runs import (
+    CONFIG,
+    DRAFTING,
+    QUIET,
+    assert_a_killed_run_ends_with_the_same_bits,
+    write_model,
+    write_sums,
 )
+
 TREE = ((0,), (1,), (0, 0))
-
-
-def write_target(folder, config, texts) -> None:
-    tokenizer = train_tokenizer(texts, config.vocab_size)
-    network = Network(init_params(config, jax.random.key(0)), config)
-    with replacing_files(folder) as staging:
-        write_network(network, staging, "float32")
-        save_tokenizer(tokenizer, staging, config.max_positions)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A target with random weights, and text for it to go on with."""
     folder = tmp_path_factory.mktemp("eagle")
-    texts = [f"{a} and {b} make {a + b}" for a in range(9) for b in range(9)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    write_target(folder / "target", CONFIG, texts)
+    write_sums(folder)
+    write_model(folder / "target", CONFIG)
     return folder
 
 
 def settings_for(folder, **changes) -> EagleTrainingSettings:
     values = {
         "target": str(folder / "target"),
-        "num_steps": 40,
-        "minutes": None,
-        "sequence_length": 32,
-        "rows_per_batch": 4,
-        "dtype": "float32",
-        "own_text": 40,
         "draft_vocab": 48,
-        "optimizer": OptimizerSettings("muon", 0.02, 0.01, warmup_steps=5),
-        "pace": Pace(record_steps=1),
         "paths": TREE,
-        "decoding_prompts": 2,
     }
-    source = Source("sums", str(folder / "sums.jsonl"), split=LastRows(8))
-    return EagleTrainingSettings((source,), **{**values, **changes})
+    return EagleTrainingSettings((write_sums(folder),), **{**DRAFTING, **values, **changes})
 
 
 KINDS = {
@@ -158,25 +127,9 @@ def test_the_draft_vocabulary_is_what_the_target_writes_most(run):
 
 def test_an_interrupted_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
     settings, _, place = run
-
-    def interrupted(*args):
-        step = make_train_step(*args)
-
-        def or_stop(state, batch):
-            if int(state.step) == 7:
-                raise KeyboardInterrupt
-            return step(state, batch)
-
-        return or_stop
-
-    saving = dataclasses.replace(settings, pace=Pace(save_seconds=1e-9))
-    with monkeypatch.context() as patch:
-        patch.setattr("jaxspec.training.run.make_train_step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            train_eagle(saving, tmp_path / "state", console=QUIET)
-    train_eagle(settings, tmp_path / "state", tmp_path / "out", console=QUIET)
-    again, whole = (path / "out" / "model.safetensors" for path in (tmp_path, place))
-    assert again.read_bytes() == whole.read_bytes()
+    assert_a_killed_run_ends_with_the_same_bits(
+        train_eagle, settings, place / "out", tmp_path, monkeypatch
+    )
 
 
 def test_a_state_folder_belongs_to_one_run_of_one_target(run, folder, tmp_path):
