@@ -8,8 +8,17 @@ from jaxspec.models import ModelConfig
 def reference_logits(params, config: ModelConfig, tokens) -> np.ndarray:
     """Logits [tokens, vocab] of a text read from its beginning."""
     weights = _as_float64(params)
+    residual = reference_residual(params, config, tokens, config.num_layers)
+    features = _norm(weights["norm"], config, residual)
+    head = weights["embed"]["embedding"].T if config.tied_head else weights["head"]["kernel"]
+    return _softcap(features @ head, config.final_softcap)
+
+
+def reference_residual(params, config: ModelConfig, tokens, num_layers: int) -> np.ndarray:
+    """What the first layers make of a text [tokens, embed]."""
+    weights = _as_float64(params)
     residual = weights["embed"]["embedding"][np.asarray(tokens)] * (config.embed_scale or 1.0)
-    for i in range(config.num_layers):
+    for i in range(num_layers):
         layer = weights[f"layer_{i}"]
         output = _attention(
             layer["attention"], config, i, _norm(layer["attention_norm"], config, residual)
@@ -20,9 +29,7 @@ def reference_logits(params, config: ModelConfig, tokens) -> np.ndarray:
             _experts(layer, config, normed) if "experts" in layer else _mlp(layer, config, normed)
         )
         residual = residual + _post(layer, "mlp_post_norm", config, output)
-    features = _norm(weights["norm"], config, residual)
-    head = weights["embed"]["embedding"].T if config.tied_head else weights["head"]["kernel"]
-    return _softcap(features @ head, config.final_softcap)
+    return residual
 
 
 def _attention(weights, config, layer, inputs):
