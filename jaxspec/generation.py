@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.memory import check_cache_fits
+from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.compilation import CompileClock
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
@@ -628,7 +629,7 @@ def _check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
     if theirs is not None and ours is not None:
         # Equal tokenizers suffice: families pad their vocabularies to different sizes. A diffusion
         # model's has its mask besides, which is never drafted.
-        if not _covers(theirs, ours):
+        if not covers(theirs, ours):
             raise ValueError(
                 "drafter: its tokenizer differs from the target's, so its tokens would mean "
                 "something else; use a draft model of the same family."
@@ -640,17 +641,6 @@ def _check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
             f"drafter: its vocabulary has {size} ids, the target's {model.vocab_size}; "
             "they must be the same."
         )
-
-
-@functools.lru_cache(maxsize=16)
-def _covers(theirs: "Tokenizer", ours: "Tokenizer") -> bool:
-    """Whether every token of ours has the same id in theirs, which has none between them."""
-    if theirs is ours:
-        return True
-    target = ours.backend.get_vocab()
-    drafter = theirs.backend.get_vocab()
-    added = [index for token, index in drafter.items() if token not in target]
-    return target.items() <= drafter.items() and min(added, default=len(target)) >= len(target)
 
 
 # Rules of `generation_config.json` that would change the output and are not applied, with the

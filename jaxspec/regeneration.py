@@ -85,20 +85,18 @@ def regenerate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
     num_blocks = -(-max_new_tokens // method.block)
-    config = GenerationConfig(
-        max_new_tokens=num_blocks * method.block, temperature=temperature, logprobs=True
-    )
+    num_new = num_blocks * method.block
+    config = GenerationConfig(max_new_tokens=num_new, temperature=temperature, logprobs=True)
     # Checks the prompt, too, and that drafter and target go together.
     generate(model, prompt, dataclasses.replace(config, max_new_tokens=1), drafter, seed)
-    (own,) = generate(model, prompt, config, seed=seed)
     ids = encode_prompt(model, prompt)
     positions = min(model.config.max_positions, drafter.params.config.max_positions)
-    num_new = num_blocks * method.block
     if len(ids) + num_new > positions:
         raise ValueError(
             f"prompt: its {len(ids)} tokens and {num_new} new ones do not fit into "
             f"{positions} positions; shorten either."
         )
+    (own,) = generate(model, prompt, config, seed=seed)
     bucket = -(-len(ids) // _BUCKET) * _BUCKET
     tokens = np.zeros(bucket, np.int32)
     tokens[: len(ids)] = ids

@@ -237,6 +237,17 @@ class Detokenizer:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
 
 
+@functools.lru_cache(maxsize=16)
+def covers(theirs: Tokenizer, ours: Tokenizer) -> bool:
+    """Whether every token of ours has the same id in theirs, which has none between them."""
+    if theirs is ours:
+        return True
+    target = ours.backend.get_vocab()
+    drafter = theirs.backend.get_vocab()
+    added = [index for token, index in drafter.items() if token not in target]
+    return target.items() <= drafter.items() and min(added, default=len(target)) >= len(target)
+
+
 def check_unicode(text: str, name: str) -> None:
     """Refuses half a surrogate pair: what undecodable bytes and broken JSON escapes become.
 

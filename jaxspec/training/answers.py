@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxspec.checkpoint import Model
+from jaxspec.checkpoint.files import read_json, replacing_files, write_json
 from jaxspec.training.data import Answers, Sequences, pack_answers
 from jaxspec.training.own_text import (
     PROMPTS_PER_PART,
@@ -16,7 +17,7 @@ from jaxspec.training.own_text import (
     write_own_text,
 )
 from jaxspec.training.run import Corpus, Run
-from jaxspec.training.settings import OWN_TEXT, AnswersSettings
+from jaxspec.training.settings import OWN_TEXT, TARGET, AnswersSettings
 from jaxspec.training.tokenizer import stop_ids
 
 _HELD_OUT = 20
@@ -33,13 +34,17 @@ def answers_of(
         sources: whose documents begin with the prompts.
 
     Raises:
-        ValueError: the file of answers cannot be used; the lines that are wrong are named.
+        ValueError: the file of answers cannot be used, and the lines that are wrong are named; or
+            the texts in a shared folder are another target's, or too few.
     """
     settings = run.settings
     if settings.answers is not None:
         texts = read_answers(settings.answers, target)
     else:
-        folder = run.state_folder / "own_text" if settings.texts is None else Path(settings.texts)
+        folder = run.state_folder / "own_text"
+        if settings.texts is not None:
+            folder = Path(settings.texts)
+            _claim_texts(folder, run)
         rows = sources.batches(PROMPTS_PER_PART, settings.seed)
         write_own_text(target, rows, settings.own_text, folder, run.console)
         texts = read_own_text(folder, settings.own_text)
@@ -52,6 +57,19 @@ def answers_of(
         for part in texts
     )
     return Corpus({OWN_TEXT: learned}, {OWN_TEXT: held_out}, {OWN_TEXT: 1.0})
+
+
+def _claim_texts(folder: Path, run: Run[AnswersSettings]) -> None:
+    """Writes down whose texts lie in a folder that runs share, or checks that they are these."""
+    path, digest = folder / "target.json", run.sha256[TARGET]
+    if not path.exists():
+        with replacing_files(folder) as staging:
+            write_json(staging / path.name, {"sha256": digest})
+    elif read_json(path).get("sha256") != digest:
+        raise ValueError(
+            f"texts: those in {folder} are of another target than {run.settings.target}: name "
+            "another folder."
+        )
 
 
 def answers_read(settings: AnswersSettings, sha256: Mapping[str, str]) -> str:
@@ -83,7 +101,7 @@ def read_answers(path: str, model: Model) -> OwnText:
     assert model.tokenizer is not None  # checked by the caller
     texts: list[Written] = []
     wrong: list[str] = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             pair = _prompt_and_answer(line)
             if pair is None:
@@ -109,12 +127,13 @@ def read_answers(path: str, model: Model) -> OwnText:
     )
 
 
-def _prompt_and_answer(line: str) -> tuple[str, str] | None:
+def _prompt_and_answer(line: bytes) -> tuple[str, str] | None:
     """What a line of a file of answers holds; None where it is not as it should be."""
     try:
         record = json.loads(line)
         prompt, answer = record["prompt"], record["answer"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        (prompt + answer).encode()  # half a surrogate pair is no text
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
     whole = isinstance(prompt, str) and isinstance(answer, str) and answer.strip()
     return (prompt, answer) if whole else None

@@ -83,13 +83,22 @@ def write_own_text(
 
 
 def read_own_text(folder: Path, count: int) -> OwnText:
-    """The texts that `write_own_text` wrote; the last pair of every twenty is held out."""
+    """The first `count` texts that `write_own_text` wrote; of twenty pairs the last is held out.
+
+    Raises:
+        ValueError: there are fewer, since fewer were asked for when they were written.
+    """
     records = [
         json.loads(line) for path in _paths(folder, count) for line in path.open(encoding="utf-8")
     ]
+    if len(records) < count:
+        raise ValueError(
+            f"own_text: {folder} holds {len(records)} texts, and {count} are asked for: ask for as "
+            "many as it holds, or name another folder."
+        )
     texts = [
         Written(np.asarray(record["tokens"], np.int32), record["prompt_tokens"])
-        for record in records
+        for record in records[:count]
     ]
     # In pairs, since greedy and sampled texts alternate.
     held_out = [index // 2 % 20 == 19 for index in range(len(texts))]

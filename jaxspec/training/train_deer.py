@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from rich.console import Console
 
-from jaxspec.checkpoint import Model
-from jaxspec.checkpoint.huggingface import load_network
-from jaxspec.core.types import PyTree
+from jaxspec.checkpoint import Model, load
+from jaxspec.checkpoint.tokenizer import covers
+from jaxspec.core.types import Params, PyTree
 from jaxspec.drafters import Deer, LoadedDrafter
 from jaxspec.models import ModelConfig, Network, param_shapes
 from jaxspec.sharding import spread_rows
@@ -73,10 +73,7 @@ def train_deer(
     """
     run = prepare(settings, state_folder, out, num_devices, command, console)
     model, tokenizer = load_target(run)
-    start = load_network(Path(settings.start_from), "float32")
-    check_drafter_of(start.config, model, settings)
-    if settings.stage == 2:
-        start = Network(start.params, _with_window(start.config, settings.longest))
+    start = _first_network(settings, load(settings.start_from, dtype="float32"), model)
     claim(run)
     sources = pack_sources(run, tokenizer, read_sources(run))
     corpus = answers_of(run, model, sources)
@@ -104,12 +101,13 @@ def train_deer(
     return aligned
 
 
-def check_drafter_of(config: ModelConfig, target: Model, settings: DeerTrainingSettings) -> None:
-    """Refuses a drafter that cannot draft for a target.
+def _first_network(settings: DeerTrainingSettings, start: Model, target: Model) -> Network:
+    """What to align, once it is known that it can draft for the target.
 
     Raises:
         ValueError: saying what does not fit.
     """
+    config = start.config
     if config.diffusion is None:
         raise ValueError(
             f"start_from must be a diffusion model, whose config.json has a mask_token_id, but "
@@ -120,17 +118,24 @@ def check_drafter_of(config: ModelConfig, target: Model, settings: DeerTrainingS
             f"start_from ({settings.start_from}) has a vocabulary of {config.vocab_size}, the "
             f"target one of {target.vocab_size}: they must share a tokenizer."
         )
+    theirs, ours = start.tokenizer, target.tokenizer
+    if theirs is not None and ours is not None and not covers(theirs, ours):
+        raise ValueError(
+            f"start_from ({settings.start_from}) has another tokenizer than the target, so its "
+            "tokens mean something else: start from a model that shares it."
+        )
     if settings.sequence_length > config.max_positions:
         raise ValueError(
             f"sequence_length must be at most the drafter's positions ({config.max_positions}), "
             f"got {settings.sequence_length}."
         )
-
-
-def _with_window(config: ModelConfig, longest: int) -> ModelConfig:
-    """The config of a drafter that is trained to fill in so many slots behind a text at most."""
-    assert config.diffusion is not None  # checked by the caller
-    return config.replace(diffusion=dataclasses.replace(config.diffusion, window=longest))
+    if settings.stage == 2:
+        diffusion = dataclasses.replace(config.diffusion, window=settings.longest)
+        config = config.replace(diffusion=diffusion)
+    network = Network(start.params, config)
+    # What validation decodes with, now and not after the first updates.
+    _method(settings, config).check_fit(Params(target.network, network))
+    return network
 
 
 def _separated(settings: DeerTrainingSettings, config: ModelConfig) -> bool:
@@ -150,14 +155,17 @@ def _objective(
     )
 
 
+def _method(settings: DeerTrainingSettings, config: ModelConfig) -> Deer:
+    sep = RESERVED.index(SEPARATOR) if _separated(settings, config) else None
+    return Deer(settings.block, sep_token_id=sep)
+
+
 def _drafter(
     settings: DeerTrainingSettings, config: ModelConfig, target: Model, params: PyTree
 ) -> LoadedDrafter:
     """The drafter of weights as its folder holds them."""
-    stored = as_stored(params, target.network)
-    sep = RESERVED.index(SEPARATOR) if _separated(settings, config) else None
-    drafter = Deer(settings.block, sep_token_id=sep)
-    return LoadedDrafter(drafter, Network(stored, config), target.tokenizer)
+    network = Network(as_stored(params, target.network), config)
+    return LoadedDrafter(_method(settings, config), network, target.tokenizer)
 
 
 def _recipe(

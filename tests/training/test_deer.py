@@ -1,15 +1,14 @@
 """DEER's two stages: recorded losses, what is cut and hidden, and a run from end to end."""
 
 import dataclasses
-import io
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 import jaxspec
 from jaxspec.checkpoint import load
@@ -34,9 +33,9 @@ from jaxspec.training.tokenizer import MASK, RESERVED, SEPARATOR
 from jaxspec.training.train import train_lm
 from jaxspec.training.train_deer import train_deer
 from jaxspec.training.train_masked import train_masked
+from tests.training.runs import QUIET, assert_a_killed_run_ends_with_the_same_bits, write_model
 
 GOLDEN = Path(__file__).parents[3] / "shared/golden/diffusion"
-QUIET = Console(file=io.StringIO())
 MASK_ID, SEP_ID = RESERVED.index(MASK), RESERVED.index(SEPARATOR)
 TINY = ModelConfig(
     vocab_size=300,
@@ -264,7 +263,7 @@ def settings(sums, models):
     )
 
 
-def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path):
+def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path, monkeypatch):
     train_deer(settings, tmp_path / "s1", tmp_path / "one", console=QUIET)
     second = dataclasses.replace(
         settings, stage=2, start_from=str(tmp_path / "one"), longest=8, num_steps=10
@@ -280,6 +279,24 @@ def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path):
     plain = jaxspec.generate(target, "3 and 4 and 3?", config)
     fast = jaxspec.generate(target, "3 and 4 and 3?", config, jaxspec.Deer.of(draft, block=4))
     assert fast[0].tokens.tolist() == plain[0].tokens.tolist()
+    assert_a_killed_run_ends_with_the_same_bits(
+        train_deer, second, tmp_path / "two", tmp_path / "killed", monkeypatch
+    )
+
+
+def test_texts_that_runs_share_are_of_one_target(settings, models, tmp_path):
+    """What another target wrote would be learned without a word; too few, too."""
+    texts = str(tmp_path / "texts")
+    few = dataclasses.replace(settings, texts=texts, own_text=3, num_steps=1, decoding_prompts=0)
+    train_deer(few, tmp_path / "s1", console=QUIET)
+    with pytest.raises(ValueError, match="holds 3 texts, and 4 are asked for"):
+        train_deer(dataclasses.replace(few, own_text=4), tmp_path / "s2", console=QUIET)
+    shutil.copytree(models / "target", tmp_path / "other")
+    with (tmp_path / "other/config.json").open("a") as file:
+        file.write("\n")
+    other = dataclasses.replace(few, target=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match=r"texts: those in .* are of another target"):
+        train_deer(other, tmp_path / "s3", console=QUIET)
 
 
 def test_settings_are_read_back(settings):
@@ -299,8 +316,14 @@ def test_answers_come_from_a_file_and_wrong_lines_are_named(models, tmp_path):
     assert written.tokens[: written.prompt_size].tolist() == list(prompt)
     lines[4] = json.dumps({"prompt": "x", "answer": "  "})
     lines[7] = "no json"
-    path.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ValueError, match=r"lines 5, 8 do not"):
+    lines[8] = "[]"
+    lines[9] = json.dumps({"prompt": 3, "answer": "3"})
+    lines[10] = '{"prompt": "x", "answer": "\\ud800"}'
+    path.write_bytes("\n".join(lines).encode() + b'\n{"prompt": "x", "answer": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"lines 5, 8, 9, 10, 11, 21 do not"):
+        read_answers(str(path), target)
+    path.write_text("")
+    with pytest.raises(ValueError, match="at least 2 answers, got 0"):
         read_answers(str(path), target)
 
 
@@ -319,13 +342,34 @@ def test_wrong_settings_are_named(settings, changes, message):
         dataclasses.replace(settings, **changes)
 
 
-def test_drafters_that_do_not_fit_are_refused(settings, models, tmp_path):
+def test_what_does_not_fit_is_named_before_anything_is_done(settings, models, tmp_path):
     causal = dataclasses.replace(settings, start_from=str(models / "target"))
     with pytest.raises(ValueError, match="start_from must be a diffusion model"):
         train_deer(causal, tmp_path / "state", console=QUIET)
     turned = dataclasses.replace(settings, target=str(models / "diffusion"))
     with pytest.raises(ValueError, match="target must be a causal model"):
         train_deer(turned, tmp_path / "state", console=QUIET)
-    config = TINY.replace(vocab_size=280, diffusion=Diffusion(MASK_ID))
+    diffusion = Diffusion(MASK_ID, True, 4)
+    write_model(tmp_path / "narrow", TINY.replace(vocab_size=280, diffusion=diffusion))
+    narrow = dataclasses.replace(settings, start_from=str(tmp_path / "narrow"))
     with pytest.raises(ValueError, match="must share a tokenizer"):
-        module.check_drafter_of(config, load(models / "target"), settings)
+        train_deer(narrow, tmp_path / "state", console=QUIET)
+    shutil.copytree(models / "diffusion", tmp_path / "foreign")
+    tokenizer = json.loads((models / "diffusion/tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (tmp_path / "foreign/tokenizer.json").write_text(json.dumps(tokenizer))
+    foreign = dataclasses.replace(settings, start_from=str(tmp_path / "foreign"))
+    with pytest.raises(ValueError, match="another tokenizer than the target"):
+        train_deer(foreign, tmp_path / "state", console=QUIET)
+    for changes, message in (
+        ({"block": 65}, "block must be at most the drafter's 64 positions, got 65"),
+        ({"sequence_length": 65}, r"at most the drafter's positions \(64\), got 65"),
+        ({"own_text": 0, "answers": str(tmp_path / "none")}, "answers must be a file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train_deer(dataclasses.replace(settings, **changes), tmp_path / "state", console=QUIET)
+    assert not (tmp_path / "state").exists()
+    beyond = dataclasses.replace(settings, stage=2, longest=3)
+    with pytest.warns(UserWarning, match="masked ends of up to 3"):
+        module._first_network(beyond, load(settings.start_from), load(settings.target))
