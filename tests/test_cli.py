@@ -16,7 +16,8 @@ import pytest
 
 import jaxspec
 from jaxspec import GenerationConfig, commands, generate
-from jaxspec.checkpoint import save_eagle
+from jaxspec.bench import shipped
+from jaxspec.checkpoint import hub, save_eagle
 from jaxspec.cli import COMMANDS, main
 from jaxspec.commands import demo, options
 from jaxspec.commands.generate import Session, Shown, add_arguments
@@ -434,6 +435,21 @@ class TestBench:
         out, err = capsys.readouterr()
         assert [row["name"] for row in json.loads(out)["rows"]] == ["plain"]
         assert "1 prompts one at a time" in err
+
+    def test_all_are_the_methods_that_are_here(
+        self, capsys, monkeypatch, folder, prompts, tmp_path
+    ):
+        monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
+        jaxspec.save(filling_model("filling", 4), tmp_path / "checkpoints" / "demo-deer")
+        kept = ("prompt lookup", "draft model", "EAGLE-1, searched tree", "DEER, tree of 8")
+        methods = {name: shipped.EVERY_METHOD[name] for name in kept}
+        monkeypatch.setattr("jaxspec.commands.bench.EVERY_METHOD", methods)
+        argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
+        assert main([*argv, "--limit", "1", "--drafter", "all"]) == 0
+        out, err = capsys.readouterr()
+        assert "left_out: draft model, EAGLE-1, searched tree" in err
+        assert "DEER, tree of 8" in out
+        assert "longest" in out
 
     def test_a_drafter_that_lies_makes_it_fail(self, capsys, monkeypatch, folder, prompts):
         planted = ({}, lambda args, settings, model: WrongRoot())

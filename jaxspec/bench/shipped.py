@@ -53,7 +53,7 @@ from jaxspec.trees import draft_batches, tree_of_head
 from jaxspec.trees.search import TREE_FILE
 
 EAGLE_HEAD, EAGLE3_HEAD, SKIPS = "demo-eagle", "demo-eagle3", "demo-skips"
-DEER, DFLASH = "demo-deer", "demo-dflash"
+DRAFT, DEER, DFLASH = "demo-draft", "demo-deer", "demo-dflash"
 MADE_FOR = "demo"
 """The target that heads and sets belong to."""
 Method = Drafter | LoadedDrafter
@@ -170,6 +170,17 @@ def searched_tree(name: str) -> Callable[[Model], LoadedDrafter | None]:
     return method
 
 
+def with_draft_model(name: str) -> Callable[[Model], LoadedDrafter | None]:
+    """A shipped causal model that drafts for every target with its tokenizer."""
+
+    def method(target: Model) -> LoadedDrafter | None:
+        if name not in shipped_models():
+            return None
+        return if_it_drafts_for(target, DraftModel.of(load(name)))
+
+    return method
+
+
 def with_deer(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | None]:
     """A shipped diffusion model that drafts for every target with its tokenizer."""
 
@@ -213,7 +224,7 @@ def dynamic_tree(head: EagleHead | Eagle3Head, paths: Sequence[RankPath]) -> Loa
 
 EVERY_METHOD: Mapping[str, Callable[[Model], Method | None]] = {
     "prompt lookup": lambda target: PromptLookup(),
-    "draft model": lambda target: if_it_drafts_for(target, DraftModel.of(load("demo-draft"))),
+    "draft model": with_draft_model(DRAFT),
     "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
     "EAGLE-2, 59 nodes": with_head(EAGLE_HEAD, Eagle2.of),
     "EAGLE-3, searched tree": searched_tree(EAGLE3_HEAD),
@@ -235,7 +246,7 @@ SUITES = {
         methods={
             # Both with the lengths that they draft by default.
             "prompt lookup": lambda target: PromptLookup(),
-            "draft model": lambda target: DraftModel.of(load("demo-draft")),
+            "draft model": with_draft_model(DRAFT),
             "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
             "EAGLE-1, 25 nodes": with_head(EAGLE_HEAD, Eagle.of),
             "EAGLE-2, 59 nodes": with_head(EAGLE_HEAD, Eagle2.of),
@@ -243,7 +254,7 @@ SUITES = {
             "layer skip, as searched": searched_set(),
         },
         temperatures={"greedy": 0.0, "temperature 1": 1.0},
-        assistant="demo-draft",
+        assistant=DRAFT,
         prompts_per_set=20,
         max_new_tokens=128,
     ),
@@ -285,7 +296,7 @@ SUITES = {
             "layer skip, as searched": searched_set(),
             "layer skip, K = 8": searched_set(num_speculative_tokens=8),
             "layer skip, K = 8, adaptive": adaptive_exit(),
-            "draft model": lambda target: DraftModel.of(load("demo-draft")),
+            "draft model": with_draft_model(DRAFT),
             "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
         },
         temperatures={"greedy": 0.0, "temperature 0.7, top-p 0.9": 0.7},
@@ -313,6 +324,19 @@ SUITES = {
         max_new_tokens=128,
         batches=(1, 2, 4, 8, 16),
         batch_methods=("EAGLE-1, searched tree", "DEER, chain of 8", "DEER, tree of 8"),
+    ),
+    # The same as `--drafter all`, in full.
+    "methods": Suite(
+        title="Every method that comes with the package",
+        prompt_sets=(_GSM8K, _HUMANEVAL, _MBPP),
+        targets=("demo", "demo-small"),
+        methods=EVERY_METHOD,
+        temperatures={"greedy": 0.0, "temperature 0.6": 0.6, "temperature 1": 1.0},
+        assistant=None,
+        prompts_per_set=5,
+        max_new_tokens=128,
+        batches=(1, 2, 4, 8, 16),
+        batch_methods=tuple(EVERY_METHOD),
     ),
     "skip-settings": Suite(
         title="Drafting with the target's own layers: exit threshold and length",

@@ -130,11 +130,12 @@ def _low_repetition_table(comparison: Comparison) -> Table:
 
 
 def _detail_table(comparison: Comparison) -> Table:
-    columns = ("first token", "compiling", "peak", "repeated", "log-prob")
+    columns = ("longest", "first token", "compiling", "peak", "repeated", "log-prob")
     table = _table("Details", "method", *columns)
     for row in comparison.rows:
         table.add_row(
             row.name,
+            str(row.overall.max_accepted_tokens),
             f"{row.first_token_seconds * 1e3:.1f} ms",
             f"{row.compile_seconds:.1f} s",
             f"{row.peak_bytes / 1e6:.1f} MB",
@@ -197,6 +198,7 @@ def _category_table(comparison: Comparison) -> Table:
 def _detail_notes(comparison: Comparison) -> list[str]:
     low = comparison.plain.low_repetition
     return [
+        "longest: most draft tokens accepted in one pass, bonus token EXCLUDED.",
         "repeated: share of 4-grams that the output already held. Low repetition: the "
         f"{low.num_prompts if low else 0} of {comparison.plain.overall.num_prompts} prompts whose "
         f"plain output repeats less than {LOW_REPETITION:.0%}.",
