@@ -58,7 +58,10 @@ def test_generate_fills_in(capsys, model, folder):
         (["--branch", "2"], "--branch: needs --drafts N"),
         (["--lookup", "--drafts", "0"], "--lookup: needs --drafts N"),
         (["--chat"], "--chat: not for diffusion language models"),
-        (["--drafts", "2", "--lossy-top-k", "0"], "lossy_top_k must be at least 1, got 0"),
+        (
+            ["--drafts", "2", "--lossy-top-k", "0"],
+            "lossy_top_k must be a whole number of at least 1, got 0",
+        ),
         (["--threshold", "1.5"], r"threshold must be in (0, 1], got 1.5"),
         (["--block-length", "8"], "block_length must be 4"),
         (["--drafts", "8"], "num_drafts must be below max_new_tokens (8)"),

@@ -59,7 +59,7 @@ def now_and_then(name: str):
     return name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", map(now_and_then, CASES))
+@pytest.mark.parametrize("name", [now_and_then(name) for name in CASES])
 def test_output_equals_stepwise_decoding(name):
     network, changes = CASES[name]
     model = tiny_model(**network)
@@ -328,6 +328,7 @@ def test_costs_are_measured_for_every_number_of_drafts():
     costs = measure_costs(tiny_model(), PROMPTS, PLAIN, one, repeats=1)
     assert len(costs) == 2
     assert SelfSpeculation(1, costs).node_counts == (1, 2)
+    assert hash(SelfSpeculation(1, list(costs))) == hash(SelfSpeculation(1, costs))
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
         measure_costs(tiny_model(), PROMPTS, PLAIN, repeats=0)
 
@@ -335,13 +336,17 @@ def test_costs_are_measured_for_every_number_of_drafts():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_drafts": -1}, "num_drafts must be at least 0, got -1"),
+        ({"num_drafts": -1}, "num_drafts must be a whole number of at least 0, got -1"),
         ({"num_drafts": 2, "costs": (1.0, 2.0)}, "costs must have 3 entries.*got 2"),
-        ({"num_drafts": 1, "costs": (1.0, 0.0)}, "costs must be positive, got 0.0"),
-        ({"branch": 0}, "branch must be at least 1, got 0"),
+        (
+            {"num_drafts": 1, "costs": (1.0, 0.0)},
+            r"costs must be positive and finite, got \(1.0, 0.0\)",
+        ),
+        ({"num_drafts": 1, "costs": (1.0, np.nan)}, "costs must be positive and finite, got"),
+        ({"branch": 0}, "branch must be a whole number of at least 1, got 0"),
         ({"num_drafts": 9, "branch": 2}, "branch: 2 successors of each of 9 drafts give 512 ends"),
         ({"num_drafts": 2, "limit": 3}, r"limit must be in 0..2 \(num_drafts\), got 3"),
-        ({"lossy_top_k": 0}, "lossy_top_k must be at least 1, got 0"),
+        ({"lossy_top_k": 0}, "lossy_top_k must be a whole number of at least 1, got 0"),
         ({"num_drafts": 0, "costs": (1.0,), "deterministic": True}, "costs: deterministic passes"),
     ],
 )
