@@ -52,6 +52,15 @@ def test_generate_fills_in(capsys, model, folder):
     assert shown(capsys, "generate", folder, PROMPT, *SHORT, *lossy)["tokens"] == [*relaxed.tokens]
 
 
+def test_chats_are_prompts_as_their_template_has_them(model):
+    chat = [{"role": "user", "content": PROMPT}]
+    (found,) = denoise(model, [chat], CONFIG)
+    assert found.prompt_tokens.tolist() == model.tokenizer.encode_chat(chat)
+    assert len(found.prompt_tokens) > len(model.tokenizer.encode(PROMPT))
+    (expected,) = denoise(model, model.tokenizer.encode_chat(chat), CONFIG)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

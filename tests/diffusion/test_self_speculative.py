@@ -272,6 +272,20 @@ def test_drafts_that_do_not_pay_are_not_made():
     assert tokens(dear) == tokens(flat) == tokens(denoise(model, PROMPTS, PLAIN))
 
 
+def test_each_row_drafts_what_pays_for_it():
+    """Some draft and some do not, and neighbours make no difference to that."""
+    model, speculation = tiny_model(), SelfSpeculation(2, costs=(1.0, 1.5, 2.0))
+    together = denoise(model, EIGHT, PLAIN, speculation)
+    drafting = [row.num_canvases > row.num_calls for row in together]
+    assert any(drafting)
+    assert not all(drafting)
+    for place in (drafting.index(True), drafting.index(False)):
+        (alone,) = denoise(model, EIGHT[place], PLAIN, speculation)
+        row = together[place]
+        assert alone.drafted.tolist() == row.drafted.tolist()
+        assert alone.accepted.tolist() == row.accepted.tolist()
+
+
 @pytest.mark.parametrize(("costs", "known"), [((1.0, 2.0, 3.0, 4.0), 1), (None, 2)])
 def test_a_row_that_drafts_nothing_reads_one_block(costs, known):
     """Only drafts may need the next one before this one is full."""

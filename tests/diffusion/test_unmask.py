@@ -120,12 +120,14 @@ def test_the_end_of_a_text():
     assert text(decide(stopped, said)) == [M] * 8
 
 
-def test_a_mask_that_is_chosen_stays_open_and_is_not_made_up_for():
+@pytest.mark.parametrize("pace", [EvenPace(jnp.int32(BLOCK)), ThresholdPace(jnp.log(0.5))])
+def test_a_mask_that_is_chosen_stays_open_and_is_not_made_up_for(pace):
+    """The block ends all the same, where Fast-dLLM's own loop would not."""
     rules = Rules(BLOCK, "low_confidence", MASK, 10, allow_mask_token=True)
     said = prediction([MASK, 5, 6, 7] + [8] * 4, [-1, -2, -3, -4, -1, -1, -1, -1])
     after = canvas(*[MASK] * 8)
     for _ in range(BLOCK):
-        after = decide(after, said, rules=rules)
+        after = decide(after, said, pace, rules)
     assert text(after) == [MASK] * 8  # always the surest
     assert after.start == LENGTH + BLOCK
 

@@ -93,7 +93,10 @@ def test_what_a_file_cannot_fill_in_is_said(exported):
     for call, said in (
         ({"max_new_tokens": 10}, r"max_new_tokens must be a multiple of the block \(4\), got 10"),
         ({"num_drafts": 2}, r"num_drafts: this file has rounds of \[1, 3\] drafts.*--drafts 2"),
-        ({"max_new_tokens": 64}, r"its 2 tokens and 64 new ones need \d+ slots, and this file has 48"),
+        (
+            {"max_new_tokens": 64},
+            r"its 2 tokens and 64 new ones need \d+ slots, and this file has 48",
+        ),
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": [1, MASK]}, "not the mask"),
     ):
