@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("even", "linear")
 _SLOTS_MULTIPLE = 32
-_DEFAULT_BLOCK = 32
+DEFAULT_BLOCK = 32
+"""Slots per block where neither the network nor the caller says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,13 +477,21 @@ def prepare_denoising(
     )
 
 
-def _block_length(own: int | None, config: DenoiseConfig) -> int:
-    if own is not None and config.block_length not in (None, own):
+def block_asked(own: int | None, block_length: int | None) -> int | None:
+    """Slots per block: a network's own, or those that are asked for; `None` for neither.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if own is not None and block_length not in (None, own):
         raise ValueError(
-            f"block_length must be {own}, which this network was trained with, got "
-            f"{config.block_length}."
+            f"block_length must be {own}, which this network was trained with, got {block_length}."
         )
-    block = own or config.block_length or min(_DEFAULT_BLOCK, config.max_new_tokens)
+    return own or block_length
+
+
+def _block_length(own: int | None, config: DenoiseConfig) -> int:
+    block = block_asked(own, config.block_length) or min(DEFAULT_BLOCK, config.max_new_tokens)
     if config.max_new_tokens % block:
         raise ValueError(
             f"max_new_tokens must be a multiple of block_length ({block}), got "
