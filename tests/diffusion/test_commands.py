@@ -1,12 +1,16 @@
 """`jaxspec generate` and `jaxspec export` with a diffusion language model."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec import DenoiseConfig, SelfSpeculation, denoise
 from jaxspec.cli import main
+from jaxspec.commands.canvas import _canvas
+from jaxspec.denoising import DenoiseStep
 from tests.bench.models import filling_model, tiny_model
 
 BLOCK = 4
@@ -50,6 +54,27 @@ def test_generate_fills_in(capsys, model, folder):
     (relaxed,) = denoise(model, PROMPT, CONFIG, SelfSpeculation(2, lossy_top_k=9))
     lossy = ["--drafts", "2", "--lossy-top-k", "9"]
     assert shown(capsys, "generate", folder, PROMPT, *SHORT, *lossy)["tokens"] == [*relaxed.tokens]
+
+
+def test_the_canvas_shows_decided_drafted_and_masked_slots(model):
+    """A character of two tokens is one; what a terminal would obey is not passed on."""
+    ids, mask = model.tokenizer.encode("aé\x1bb"), model.config.diffusion.mask_token_id
+    decided = np.asarray([*ids[:4], mask, mask])
+    step = DenoiseStep(decided, np.asarray([[*ids, mask]]), 0)
+    shown = _canvas(model.tokenizer, mask, step)
+    assert shown.plain == "aé\u241bb░"
+    assert [shown.plain[span.start : span.end] for span in shown.spans] == ["b", "░"]
+    plain = _canvas(None, mask, DenoiseStep(decided, np.zeros((0, 6)), 0)).plain
+    assert plain == "".join(f"{token} " for token in ids[:4]) + "░░"
+
+
+def test_a_terminal_sees_the_canvas_fill(capsys, monkeypatch, folder):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["generate", folder, PROMPT, *SHORT]) == 0
+    out = capsys.readouterr().out
+    counts = [len(masks) for masks in re.findall("░+", out)]
+    assert max(counts) == 8
+    assert len(set(counts)) > 1
 
 
 def test_chats_are_prompts_as_their_template_has_them(model):
