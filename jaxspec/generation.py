@@ -640,7 +640,7 @@ def check_ids(model: "Model", ids: Sequence[int], name: str, spare: int = 1) -> 
         left = f", and {places} must be left to decode into" if spare else ""
         raise ValueError(
             f"{name} has {len(ids)} tokens; the context of {model.name} holds {context}{left}. "
-            "Shorten it."
+            f"Shorten it{', or decode less' * (spare > 1)}."
         )
     wrong = [token for token in ids if not 0 <= token < vocab]
     if wrong:

@@ -246,10 +246,11 @@ def begin(
     mask = plan.rules.mask_token_id
     length = request.length
     slots = jnp.arange(plan.slots)
-    start, end = length, length + plan.max_new
+    start, wanted = length, length + plan.max_new
+    end = wanted
     if plan.block_causal:
         # Blocks are whole, so the last one may hold more than was asked for.
-        start, end = length - length % block, -(-end // block) * block
+        start, end = length - length % block, -(-wanted // block) * block
     prompt = jnp.pad(request.tokens, (0, plan.slots - request.tokens.shape[0]))
     tokens = jnp.where(slots < length, prompt, jnp.where(slots < end, mask, 0))
     of_block = (slots >= start) & (slots < start + block)
@@ -273,6 +274,7 @@ def begin(
     return DenoiseState(
         row=Row(
             length,
+            wanted,
             end,
             request.stop_ids,
             request.pace,
@@ -300,7 +302,8 @@ def _dtype_of(network: LanguageModel) -> jnp.dtype:
 
 def decide(plan: Plan, row: Row, canvas: Canvas, prediction: Prediction) -> Canvas:
     """The stepwise decision of a row; drafts are made and checked by it alike."""
-    return advance(plan.rules, row.pace, row.stop_ids, row.length, row.end, canvas, prediction)
+    until = row.wanted, row.end
+    return advance(plan.rules, row.pace, row.stop_ids, row.length, *until, canvas, prediction)
 
 
 def draft(plan: Plan, speculation: SelfSpeculation, state: DenoiseState) -> Drafts:

@@ -154,8 +154,8 @@ class _Text:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a mask is left that no stop id stands before."""
-        text = self.tokens[self._length : self._end]
+        """Whether a mask is left, in what was asked for, that no stop id stands before."""
+        text = self.continuation
         masks, ends = np.flatnonzero(text == self._mask), np.flatnonzero(self._is_stop(text))
         return len(masks) > 0 and (len(ends) == 0 or ends[0] > masks[0])
 

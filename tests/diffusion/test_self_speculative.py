@@ -324,6 +324,18 @@ def test_a_row_ends_with_its_first_stop_id():
     assert cut[0].num_calls < whole[0].num_calls
 
 
+def test_a_row_does_not_wait_for_what_will_be_cut():
+    """The last block reaches three slots behind what was asked for: no pass is for them alone."""
+    request = prepare_denoising(tiny_model(block=BLOCK), [1], PLAIN, None, 0)
+    outcome = request.denoise()
+    (row,) = request.result(outcome)
+    assert (len(row.tokens), row.finish_reason) == (12, "length")
+    filled = np.asarray(outcome.canvas.tokens[0, 1:16])
+    assert MASK not in filled[:12]
+    assert MASK in filled[12:]
+    assert row.num_calls == np.sum(filled != MASK)
+
+
 def test_weights_that_are_not_finite_end_a_row():
     model = tiny_model()
     params = {**model.params, "norm": {"scale": model.params["norm"]["scale"] * jnp.nan}}
