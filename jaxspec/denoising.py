@@ -35,7 +35,15 @@ from jaxspec.diffusion.unmask import (
     ThresholdPace,
     linear_shares,
 )
-from jaxspec.generation import PromptLike, check_ids, encode_prompt, prompt_list
+from jaxspec.generation import (
+    PromptLike,
+    check_id_list,
+    check_ids,
+    check_numbers,
+    encode_prompt,
+    one_per_prompt,
+    prompt_list,
+)
 from jaxspec.result import FINISH_REASONS
 
 if TYPE_CHECKING:
@@ -43,7 +51,8 @@ if TYPE_CHECKING:
 
 SCHEDULES = ("even", "linear")
 _SLOTS_MULTIPLE = 32
-_DEFAULT_BLOCK = 32
+DEFAULT_BLOCK = 32
+"""Slots per block where neither the network nor the caller says."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +66,7 @@ class DenoiseConfig:
         steps: decisions in all, spread evenly over the blocks; `None` for one per token.
         schedule: "even" spreads a block's masks over its steps; "linear" goes by time as Dream
             does, and fills in what is left at the block's last step.
+        eps: of the "linear" schedule: time runs from 1 down to it.
         threshold: fill in all tokens at least this probable, and at least one, in each step,
             however many steps that takes (Fast-dLLM). LOSSY: other tokens than one per step gives.
         order: which slots come first: "low_confidence" (the surest ones; named as LLaDA names it,
@@ -91,25 +101,29 @@ class DenoiseConfig:
     def __post_init__(self):
         for name in ("max_new_tokens", "block_length", "steps"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int | np.integer) or value < 1):
+            if value is None and name != "max_new_tokens":
+                continue
+            if not isinstance(value, int | np.integer) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
         for name, known in (("order", tuple(ORDERS)), ("schedule", SCHEDULES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}.")
         if self.cache is not None and self.cache not in CACHES:
             raise ValueError(f"cache must be one of {CACHES}, or None, got {self.cache!r}.")
-        if not 0 < self.eps < 1:
-            raise ValueError(f"eps must be in (0, 1), got {self.eps}.")
-        if not np.all(np.isfinite(self.temperature)) or np.min(self.temperature) < 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}.")
-        if not np.isfinite(self.guidance) or self.guidance < 0:
-            raise ValueError(f"guidance must be at least 0, got {self.guidance}.")
+        for name in ("eps", "guidance", "threshold"):
+            if np.ndim(getattr(self, name)):
+                raise ValueError(f"{name} must be one number, got {getattr(self, name)!r}.")
+        check_numbers("eps", self.eps, "in (0, 1)", lambda value: 0 < value < 1)
+        for name in ("temperature", "guidance"):
+            value = getattr(self, name)
+            check_numbers(name, value, "at least 0", lambda value: value >= 0)
+            check_numbers(name, value, "finite in float32", lambda value: value < 3e38)
+        check_id_list("stop_token_ids", self.stop_token_ids)
         if self.threshold is not None:
-            self._check_threshold(self.threshold)
+            self._check_threshold()
 
-    def _check_threshold(self, threshold: float) -> None:
-        if not 0 < threshold <= 1:
-            raise ValueError(f"threshold must be in (0, 1], got {threshold}.")
+    def _check_threshold(self) -> None:
+        check_numbers("threshold", self.threshold, "in (0, 1]", lambda value: 0 < value <= 1)
         if self.steps is not None or self.schedule != "even":
             raise ValueError("threshold: decides how many steps there are; leave out steps.")
         if self.order not in ("low_confidence", "maskgit_plus"):
@@ -389,7 +403,9 @@ def prepare_denoising(
         raise ValueError(f"config must be a DenoiseConfig, got {type(config).__name__}.")
     if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
         raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
-    speculation = speculation or STEPWISE
+    speculation = STEPWISE if speculation is None else speculation
+    if not isinstance(speculation, SelfSpeculation):
+        raise ValueError(f"speculation must be a SelfSpeculation, got {speculation!r:.80}.")
     block = _block_length(diffusion.block, config)
     num_blocks = config.max_new_tokens // block
     if speculation.num_drafts >= config.max_new_tokens:
@@ -461,13 +477,21 @@ def prepare_denoising(
     )
 
 
-def _block_length(own: int | None, config: DenoiseConfig) -> int:
-    if own is not None and config.block_length not in (None, own):
+def block_asked(own: int | None, block_length: int | None) -> int | None:
+    """Slots per block: a network's own, or those that are asked for; `None` for neither.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if own is not None and block_length not in (None, own):
         raise ValueError(
-            f"block_length must be {own}, which this network was trained with, got "
-            f"{config.block_length}."
+            f"block_length must be {own}, which this network was trained with, got {block_length}."
         )
-    block = own or config.block_length or min(_DEFAULT_BLOCK, config.max_new_tokens)
+    return own or block_length
+
+
+def _block_length(own: int | None, config: DenoiseConfig) -> int:
+    block = block_asked(own, config.block_length) or min(DEFAULT_BLOCK, config.max_new_tokens)
     if config.max_new_tokens % block:
         raise ValueError(
             f"max_new_tokens must be a multiple of block_length ({block}), got "
@@ -542,12 +566,8 @@ def _pace(config: DenoiseConfig, steps: int, rows: int) -> Pace:
 
 
 def _temperature(config: DenoiseConfig, rows: int) -> np.ndarray | None:
-    values = np.asarray(config.temperature, np.float32)
-    if values.ndim and len(values) != rows:
-        raise ValueError(
-            f"temperature: got {len(values)} values for {rows} prompts; give one, or one for each."
-        )
-    return np.broadcast_to(values, rows) if values.any() else None
+    values = one_per_prompt("temperature", config.temperature, rows, np.float32)
+    return values if values.any() else None
 
 
 def _round_up(slots: int) -> int:

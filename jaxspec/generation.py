@@ -91,24 +91,24 @@ class GenerationConfig:
 
     def __post_init__(self):
         for name in ("max_new_tokens", "top_k", "num_samples"):
-            _check(name, getattr(self, name), "a whole number", lambda value: value % 1 == 0)
-            _check(name, getattr(self, name), "below 2 ** 31", lambda value: value < 2**31)
-        _check("max_new_tokens", self.max_new_tokens, "at least 0", lambda value: value >= 0)
-        _check("temperature", self.temperature, "at least 0", lambda value: value >= 0)
-        _check("temperature", self.temperature, "finite in float32", lambda value: value < 3e38)
-        _check("top_k", self.top_k, "at least 0", lambda value: value >= 0)
-        _check("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
-        _check("min_p", self.min_p, "in [0, 1)", lambda value: 0 <= value < 1)
-        _check("num_samples", self.num_samples, "at least 1", lambda value: value >= 1)
+            check_numbers(name, getattr(self, name), "a whole number", lambda value: value % 1 == 0)
+            check_numbers(name, getattr(self, name), "below 2 ** 31", lambda value: value < 2**31)
+        check_numbers("max_new_tokens", self.max_new_tokens, "at least 0", lambda value: value >= 0)
+        check_numbers("temperature", self.temperature, "at least 0", lambda value: value >= 0)
+        check_numbers(
+            "temperature", self.temperature, "finite in float32", lambda value: value < 3e38
+        )
+        check_numbers("top_k", self.top_k, "at least 0", lambda value: value >= 0)
+        check_numbers("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
+        check_numbers("min_p", self.min_p, "in [0, 1)", lambda value: 0 <= value < 1)
+        check_numbers("num_samples", self.num_samples, "at least 1", lambda value: value >= 1)
         if not isinstance(self.num_samples, int | np.integer):
             raise ValueError(f"num_samples must be one int, got {self.num_samples!r}.")
         strings = self.stop_strings if isinstance(self.stop, str | Sequence) else None
         if strings is None or not all(isinstance(string, str) for string in strings):
             raise ValueError(f"stop must be a string or several, got {self.stop!r}.")
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-            ids = getattr(self, name)
-            if ids is not None and np.ndim(ids) != 1:
-                raise ValueError(f"{name} must be a list of token ids, got {ids!r}.")
+            check_id_list(name, getattr(self, name))
         if self.repetition_penalty not in (None, 1, 1.0):
             raise ValueError(
                 f"repetition_penalty: only 1 is supported, got {self.repetition_penalty}."
@@ -119,13 +119,51 @@ class GenerationConfig:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-def _check(name, values, requirement, holds) -> None:
+def check_numbers(
+    name: str, values: Any, requirement: str, holds: Callable[[Any], bool | np.bool_]
+) -> None:
+    """Refuses a setting, one number or one for each prompt, that is not as it must be.
+
+    Raises:
+        ValueError: something is no number, or `holds` is not true of it.
+    """
     numbers = np.atleast_1d(np.asarray(values))
     if numbers.dtype.kind not in "biuf":
         raise ValueError(f"{name} must be {requirement}, got {values!r}.")
     for value in numbers:
         if not holds(value):
             raise ValueError(f"{name} must be {requirement}, got {values}.")
+
+
+def check_id_list(name: str, ids: Any) -> None:
+    """Refuses token ids that are not a list of whole numbers, or `None`.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if ids is None:
+        return
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be a list of token ids, got {ids!r}.")
+
+
+def one_per_prompt(name: str, values: Any, num_prompts: int, dtype: type) -> np.ndarray:
+    """A setting as an array with one entry per prompt.
+
+    Raises:
+        ValueError: it is neither one number nor one for each prompt.
+    """
+    array = np.asarray(values, dtype)
+    if array.ndim > 1:
+        raise ValueError(
+            f"{name}: give one number, or a list of one for each prompt; got {values}."
+        )
+    if array.ndim and len(array) != num_prompts:
+        raise ValueError(
+            f"{name}: got {len(array)} values for {num_prompts} prompts; give one, or one for each."
+        )
+    return np.broadcast_to(array, num_prompts)
 
 
 def generate(
@@ -445,13 +483,7 @@ def prepare(
         tokens[prompt, : len(ids)] = ids
 
     def per_prompt(name: str, dtype: type) -> np.ndarray:
-        values = np.asarray(getattr(config, name), dtype)
-        if values.ndim and len(values) != len(encoded):
-            raise ValueError(
-                f"{name}: got {len(values)} values for {len(encoded)} prompts; "
-                "give one, or one for each."
-            )
-        return np.broadcast_to(values, len(encoded))
+        return one_per_prompt(name, getattr(config, name), len(encoded), dtype)
 
     budget = per_prompt("max_new_tokens", np.int32)
     index = np.arange(len(encoded), dtype=np.int32)
@@ -609,7 +641,7 @@ def check_ids(model: "Model", ids: Sequence[int], name: str, spare: int = 1) -> 
         left = f", and {places} must be left to decode into" if spare else ""
         raise ValueError(
             f"{name} has {len(ids)} tokens; the context of {model.name} holds {context}{left}. "
-            "Shorten it."
+            f"Shorten it{', or decode less' * (spare > 1)}."
         )
     wrong = [token for token in ids if not 0 <= token < vocab]
     if wrong:

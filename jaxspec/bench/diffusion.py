@@ -7,7 +7,8 @@ times on the batch that is named.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from textwrap import indent
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ BLOCKS, BOTH_SIDES, JUDGE = "demo-block-diffusion", "demo-diffusion", "demo"
 _NEW_TOKENS, _LONG, _SHORT = 128, 256, 64
 _MOST_DRAFTS = 5
 _DRAFTS = 4
+_SAMPLES = 5
 _ROOM = 320  # tokens that every prompt leaves of the context
 _MATHS = "GSM8K"
 
@@ -83,6 +85,11 @@ class Texts(NamedTuple):
     @property
     def num_calls(self) -> int:
         return sum(row.num_calls for row in self.rows)
+
+    @property
+    def bound(self) -> float:
+        """What so many drafts can save of the calls, at most."""
+        return self.num_drafts / (self.num_drafts + 1)
 
     @property
     def acceptance(self) -> float:
@@ -226,22 +233,34 @@ def beside_stepwise(
     for name, speculation in drafting.items():
         advance(f"{setting.name}, {name}")
         texts = decode(setting, model, prompts, speculation, name)
-        different = [
-            prompt
-            for prompt, one, other in zip(prompts, texts.rows, stepwise.rows, strict=True)
-            if one.tokens.tolist() != other.tokens.tolist()
-        ]
-        if different:
-            fixed = dataclasses.replace(speculation, deterministic=True)
-            again = decode(setting, model, different, fixed, name)
-            theirs = decode(setting, model, different, fixed.stepwise, name)
-            texts = texts._replace(still_different=len(different) - again.num_same(theirs))
-        found.append(texts)
+        found.append(with_one_shape(setting, model, prompts, speculation, texts, stepwise))
     return stepwise, found
 
 
-def _chains(most: int = _MOST_DRAFTS) -> dict[str, SelfSpeculation]:
-    return {f"N = {count}": SelfSpeculation(count) for count in range(1, most + 1)}
+def with_one_shape(
+    setting: Setting,
+    model: Model,
+    prompts: Sequence[str],
+    speculation: SelfSpeculation,
+    texts: Texts,
+    stepwise: Texts,
+) -> Texts:
+    """`texts`, those that are not stepwise decoding's decoded again with passes of one shape."""
+    different = [
+        prompt
+        for prompt, one, other in zip(prompts, texts.rows, stepwise.rows, strict=True)
+        if one.tokens.tolist() != other.tokens.tolist()
+    ]
+    if not different:
+        return texts
+    fixed = dataclasses.replace(speculation, deterministic=True, costs=None)
+    again = decode(setting, model, different, fixed, texts.name)
+    theirs = decode(setting, model, different, fixed.stepwise, texts.name)
+    return texts._replace(still_different=len(different) - again.num_same(theirs))
+
+
+def _chains() -> dict[str, SelfSpeculation]:
+    return {f"N = {count}": SelfSpeculation(count) for count in range(1, _MOST_DRAFTS + 1)}
 
 
 def _measure_calls(prompts: Prompts, advance: Advance) -> Page:
@@ -249,7 +268,7 @@ def _measure_calls(prompts: Prompts, advance: Advance) -> Page:
     maths = [place for place, prompt in enumerate(prompts.all) if prompt.category == _MATHS]
     parts = [_what_columns_say()]
     figures: dict[str, Any] = {}
-    right = True
+    right, samples = True, {}
     looked_up = {f"N = {_DRAFTS}, looked up": SelfSpeculation(_DRAFTS, lookup=True)}
     for setting, chosen in (
         (_BLOCK_CAUSAL, texts),
@@ -278,29 +297,45 @@ def _measure_calls(prompts: Prompts, advance: Advance) -> Page:
         parts += [title, _calls_table(stepwise, found, subsets, speeds)]
         parts.append(f"{share} Repeated 4-grams: {repeated:.0%}. {_refresh_bound(setting)}".strip())
         right &= all(texts_.still_different == 0 for texts_ in found)
+        if setting.config.cache != "dual":
+            pairs = zip(chosen, stepwise.rows, strict=True)
+            samples.setdefault(setting.model, _samples(setting, _spread(list(pairs), _SAMPLES)))
         key = f"{setting.name}, {setting.config.max_new_tokens} tokens"
         figures[key] = [_as_dict(each, stepwise, subsets, speeds) for each in (stepwise, *found)]
+    parts += samples.values()
     return Page(parts, {"settings": figures}, right)
 
 
-def _spread(texts: Sequence[str], count: int) -> list[str]:
+def _samples(setting: Setting, pairs: Sequence[tuple[str, Denoised]]) -> str:
+    """Prompts and what a model wrote behind them, as they are."""
+    parts = [f"## Texts by {setting.model}", f"Stepwise, exact ({setting.name}), up to a stop id."]
+    for prompt, row in pairs:
+        # Indented: no line of a text is a heading of the page.
+        parts += [indent(prompt, "    ", bool), "goes on:", indent(str(row.text), "    ", bool)]
+    return "\n\n".join(parts)
+
+
+_Item = TypeVar("_Item")
+
+
+def _spread(items: Sequence[_Item], count: int) -> list[_Item]:
     """So many of all, evenly."""
-    return list(texts[:: max(1, len(texts) // count)][:count])
+    return list(items[:: max(1, len(items) // count)][:count])
 
 
 def _repetition(row: Denoised) -> float:
     return repeated_ngrams([row.tokens.tolist()])
 
 
-def _speeds(setting: Setting, model: Model, prompt: str) -> dict[int, tuple[float, float]]:
-    """Of one prompt by number of drafts: tokens a second, and a pass's time over a stepwise one."""
+def _speeds(setting: Setting, model: Model, prompt: str) -> dict[str, tuple[float, float]]:
+    """Of one prompt by way of decoding: tokens a second, and a pass's time over a stepwise one."""
     costs = measure_costs(model, prompt, setting.config, SelfSpeculation(_MOST_DRAFTS))
     found = {}
-    for count in range(_MOST_DRAFTS + 1):
-        request = prepare_denoising(model, prompt, setting.config, SelfSpeculation(count), 0)
+    for name, speculation in {"stepwise": SelfSpeculation(0), **_chains()}.items():
+        request = prepare_denoising(model, prompt, setting.config, speculation, 0)
         seconds = float(np.median(time_in_turns({"": request.denoise}, 3)[""]))
         (row,) = request.result(request.denoise())
-        found[count] = len(row.tokens) / seconds, costs[count] / costs[0]
+        found[name] = len(row.tokens) / seconds, costs[speculation.num_drafts] / costs[0]
     return found
 
 
@@ -312,8 +347,8 @@ def _refresh_bound(setting: Setting) -> str:
     return (
         "Each block begins with a pass over the whole canvas, which no draft saves: of "
         f"{config.block_length} passes of a block {config.block_length - 1} can be drafted for, so "
-        f"at most {1 - 1 / config.block_length:.0%} of the calls, and what the whole canvas costs "
-        "bounds the time."
+        f"at most {1 - 1 / config.block_length:.0%} of the calls. The suite `diffusion-times` says "
+        "what that pass takes of the time."
     )
 
 
@@ -321,7 +356,7 @@ _Subsets = tuple[Sequence[int] | None, Sequence[int]]
 
 
 def _calls_table(
-    stepwise: Texts, found: Sequence[Texts], subsets: _Subsets, speeds: Mapping[int, Any]
+    stepwise: Texts, found: Sequence[Texts], subsets: _Subsets, speeds: Mapping[str, Any]
 ) -> str:
     columns = ["decoding", "same texts", "calls", "calls saved", "at most", f"saved, {_MATHS}"]
     columns += ["saved, low repetition", "accepted", "tokens/s", "c_b / c_1"]
@@ -331,28 +366,31 @@ def _calls_table(
 
 
 def _calls_row(
-    texts: Texts, stepwise: Texts, subsets: _Subsets, speeds: Mapping[int, Any]
+    texts: Texts, stepwise: Texts, subsets: _Subsets, speeds: Mapping[str, Any]
 ) -> list[str]:
     maths, low = subsets
     if texts is stepwise:
         cells = ["reference", f"{texts.num_calls}", "", "", "", "", ""]
     else:
-        same = f"{texts.num_same(stepwise)} of {len(texts.rows)}"
-        if texts.num_same(stepwise) < len(texts.rows):
-            same += f", {texts.still_different} differ in passes of one shape"
-        bound = texts.num_drafts / (texts.num_drafts + 1)
-        cells = [same, f"{texts.num_calls}", f"{texts.saved(stepwise):.1%}", f"{bound:.0%}"]
+        same = _same_texts(texts, stepwise)
+        cells = [same, f"{texts.num_calls}", f"{texts.saved(stepwise):.1%}", f"{texts.bound:.0%}"]
         cells += ["" if maths is None else f"{texts.saved(stepwise, maths):.1%}"]
         cells += [f"{texts.saved(stepwise, low):.1%}" if low else "no prompt"]
         cells += [f"{texts.acceptance:.0%}"]
-    known = speeds if "looked" not in texts.name else {}
-    tokens, ratio = known.get(texts.num_drafts, (None, None))
+    tokens, ratio = speeds.get(texts.name, (None, None))
     cells += ["" if tokens is None else f"{tokens:.0f}", "" if ratio is None else f"{ratio:.2f}"]
     return [texts.name, *cells]
 
 
+def _same_texts(texts: Texts, stepwise: Texts) -> str:
+    same = f"{texts.num_same(stepwise)} of {len(texts.rows)}"
+    if texts.num_same(stepwise) == len(texts.rows):
+        return same
+    return f"{same}, {texts.still_different} differ in passes of one shape"
+
+
 def _as_dict(
-    texts: Texts, stepwise: Texts, subsets: _Subsets, speeds: Mapping[int, Any]
+    texts: Texts, stepwise: Texts, subsets: _Subsets, speeds: Mapping[str, Any]
 ) -> dict[str, Any]:
     maths, low = subsets
     return {
@@ -367,7 +405,7 @@ def _as_dict(
         "calls_saved_low_repetition": texts.saved(stepwise, low) if low else None,
         "acceptance": texts.acceptance,
         "repeated_ngrams": float(np.mean([_repetition(row) for row in texts.rows])),
-        "speed": speeds.get(texts.num_drafts) if "looked" not in texts.name else None,
+        "speed": speeds.get(texts.name),
     }
 
 
@@ -396,20 +434,25 @@ def _measure_variants(prompts: Prompts, advance: Advance) -> Page:
         f"causal model {JUDGE}."
     ]
     figures: dict[str, Any] = {}
+    lossless = {name: way for name, way in _VARIANTS.items() if way.lossy_top_k is None}
+    right = True
     for setting in (_BLOCK_CAUSAL, _DUAL):
         model = load(setting.model)
-        advance(f"{setting.name}, stepwise")
-        stepwise = decode(setting, model, maths, SelfSpeculation(0), "stepwise")
-        found = [stepwise]
+        stepwise, drafted = beside_stepwise(setting, model, maths, lossless, advance)
+        right &= all(each.still_different == 0 for each in drafted)
+        found = [stepwise, *drafted]
         for name, speculation in _VARIANTS.items():
-            advance(f"{setting.name}, {name}")
-            found.append(decode(setting, model, maths, speculation, name))
+            if name not in lossless:
+                advance(f"{setting.name}, {name}")
+                found.append(decode(setting, model, maths, speculation, name))
         for threshold in _THRESHOLDS:
-            advance(f"{setting.name}, threshold {threshold}")
-            other = setting.having(threshold=threshold)
-            for count in (0, _DRAFTS):
-                name = f"threshold {threshold}, LOSSY" + (f", N = {count}" if count else "")
-                found.append(decode(other, model, maths, SelfSpeculation(count), name))
+            # Lossy by itself; drafting for it is not.
+            name = f"threshold {threshold}, LOSSY"
+            other = setting.having(threshold=threshold)._replace(name=f"{setting.name}, {name}")
+            ways = {f"{name}, N = {_DRAFTS}": SelfSpeculation(_DRAFTS)}
+            alone, drafted = beside_stepwise(other, model, maths, ways, advance)
+            right &= all(each.still_different == 0 for each in drafted)
+            found += [alone._replace(name=name), *drafted]
         rows = [_variant(each, stepwise, judge) for each in found]
         columns = ["decoding", "calls", "calls saved", "canvases", "same texts", "agreement"]
         lines = [
@@ -431,7 +474,7 @@ def _measure_variants(prompts: Prompts, advance: Advance) -> Page:
     parts += ["## Examples before the prompt", *shots.paragraphs]
     parts += ["## bfloat16", *halves.paragraphs]
     figures |= {**shots.figures, **halves.figures}
-    return Page(parts, figures)
+    return Page(parts, figures, right and shots.as_it_should)
 
 
 _VARIANTS = {
@@ -472,7 +515,7 @@ def _measure_shots(prompts: Prompts, advance: Advance) -> Page:
     solved = SUITES["shipped"].prompt_sets[0]._replace(template="{question}\n{answer}\n\n")
     examples = [row.text for row in read_prompt_set(solved, prompts.data_folder)]
     examples = sorted(examples[len(examples) // 2 :], key=len)[:3]
-    rows, figures = [], []
+    rows, figures, right = [], [], True
     for setting in (_BLOCK_CAUSAL, _DUAL):
         model = load(setting.model)
         for shots in range(4):
@@ -482,16 +525,17 @@ def _measure_shots(prompts: Prompts, advance: Advance) -> Page:
                 setting, model, texts, {f"N = {_DRAFTS}": SelfSpeculation(_DRAFTS)}
             )
             costs = measure_costs(model, texts[0], setting.config, SelfSpeculation(_DRAFTS))
+            right &= drafted.still_different == 0
             saved, ratio = drafted.saved(stepwise), costs[-1] / costs[0]
             length = int(np.mean([len(row.prompt_tokens) for row in stepwise.rows]))
-            same = f"{drafted.num_same(stepwise)} of {len(texts)}"
+            same = _same_texts(drafted, stepwise)
             gain = 1 / ((1 - saved) * ratio)
             cells = [setting.name, str(shots), str(length), same, f"{saved:.1%}", f"{ratio:.2f}"]
             rows.append([*cells, f"{gain:.2f}"])
             figures.append({"setting": setting.name, "shots": shots, "calls_saved": saved})
             figures[-1] |= {"cost_ratio": ratio, "prompt_tokens": length}
     columns = ["setting", "examples", "prompt tokens", "same texts", "calls saved", "c_5 / c_1"]
-    return Page([table([*columns, "expected speed-up"], rows)], {"shots": figures})
+    return Page([table([*columns, "expected speed-up"], rows)], {"shots": figures}, right)
 
 
 def _measure_half(prompts: Prompts, advance: Advance) -> Page:
@@ -523,12 +567,14 @@ def _measure_times(prompts: Prompts, advance: Advance) -> Page:
     parts = [
         f"The first prompts of {_MATHS}, so many at a time; seconds are medians, compiling left "
         "out, measured in turns. **As pays**: drafts 0 to "
-        f"{_DRAFTS} decisions by measured costs and what was kept so far; measuring the costs is "
-        "not counted. **Peak**: XLA's memory analysis of the program, weights included."
+        f"{_MOST_DRAFTS} decisions by measured costs and what was kept so far; measuring the costs "
+        "is not counted. **Accepted**: share of drafted decisions that were kept. **Peak**: XLA's "
+        "memory analysis of the program, weights included."
     ]
+    right = True
     for setting, batches, repeats in (
         (_BLOCK_CAUSAL, (1, 2, 4, 8, 16), 5),
-        (_DUAL, (1, 4, 16), 3),
+        (_DUAL, (1, 2, 4, 8, 16), 3),
         (_UNCACHED.having(max_new_tokens=32), (1, 4), 3),
     ):
         model, rows = load(setting.model), []
@@ -536,65 +582,116 @@ def _measure_times(prompts: Prompts, advance: Advance) -> Page:
             advance(f"{setting.name}, {batch} prompts")
             release_programs()
             timed = _time_batch(setting, model, prompts.maths[:batch], repeats)
-            figures[f"{setting.name}, batch {batch}"] = timed
-            rows += [
-                [
-                    str(batch),
-                    each["name"],
-                    f"{each['seconds']:.2f}",
-                    f"{each['tokens_per_second']:.0f}",
-                    f"{each['speedup']:.2f}",
-                    f"{each['calls_saved']:.1%}",
-                    each["costs"],
-                    f"{each['peak_bytes'] / 1e6:.1f} MB",
-                ]
-                for each in timed
-            ]
-        columns = ["prompts", "decoding", "s", "tokens/s", "x stepwise", "calls saved"]
-        columns += ["c_b / c_1", "peak"]
+            figures[f"{setting.name}, batch {batch}"] = [each.as_dict() for each in timed]
+            right &= all(each.texts.still_different == 0 for each in timed)
+            rows += [[str(batch), *each.cells()] for each in timed]
+        columns = ["prompts", "decoding", "same texts", "s", "tokens/s", "x stepwise"]
+        columns += ["calls saved", "at most", "accepted", "c_b / c_1", "peak"]
         title = f"## {setting.name}, {setting.config.max_new_tokens} tokens"
         parts += [title, table(columns, rows)]
-    return Page(parts, figures)
+        if setting.config.cache == "dual":
+            share = _share_of_first_passes(setting, model, prompts.maths[0])
+            figures[f"{setting.name}, first passes"] = share
+            parts.append(
+                f"Passes over the whole canvas, one for each block, take {share:.0%} of stepwise "
+                f"decoding's time of one prompt. No draft saves them: at most {1 / share:.2f} x."
+            )
+    return Page(parts, figures, right)
+
+
+class Timed(NamedTuple):
+    """One way to decode a batch.
+
+    costs: of a pass over a stepwise one; with as many drafts as pay, of all numbers of drafts.
+    """
+
+    texts: Texts
+    stepwise: Texts
+    seconds: float
+    stepwise_seconds: float
+    costs: tuple[float, ...]
+    peak_bytes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(len(row.tokens) for row in self.texts.rows) / self.seconds
+
+    @property
+    def speedup(self) -> float:
+        return self.stepwise_seconds / self.seconds
+
+    def cells(self) -> list[str]:
+        """Of a row of the table."""
+        texts, saved = self.texts, self.texts.saved(self.stepwise)
+        drafted = ["", "", ""]
+        if texts.num_drafts:
+            drafted = [f"{saved:.1%}", f"{texts.bound:.0%}", f"{texts.acceptance:.0%}"]
+        return [
+            texts.name,
+            _same_texts(texts, self.stepwise) if texts.num_drafts else "reference",
+            f"{self.seconds:.2f}",
+            f"{self.tokens_per_second:.0f}",
+            f"{self.speedup:.2f}",
+            *drafted,
+            ", ".join(f"{cost:.2f}" for cost in self.costs),
+            f"{self.peak_bytes / 1e6:.1f} MB",
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.texts.name,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "speedup": self.speedup,
+            "calls_saved": self.texts.saved(self.stepwise),
+            "acceptance": self.texts.acceptance,
+            "costs": self.costs,
+            "peak_bytes": self.peak_bytes,
+            "num_same": self.texts.num_same(self.stepwise),
+            "still_different": self.texts.still_different,
+        }
 
 
 def _time_batch(
     setting: Setting, model: Model, prompts: Sequence[str], repeats: int
-) -> list[dict[str, Any]]:
+) -> list[Timed]:
     """Stepwise, drafted and adaptive decoding of one batch."""
-    drafting = SelfSpeculation(_DRAFTS)
-    costs = measure_costs(model, prompts, setting.config, drafting)
-    ways = {
-        "stepwise": SelfSpeculation(0),
-        **{f"N = {n}": SelfSpeculation(n) for n in (1, 2, _DRAFTS) if n <= _DRAFTS},
-        "as pays": dataclasses.replace(drafting, costs=costs),
-    }
+    drafting = SelfSpeculation(_MOST_DRAFTS)
+    seconds = measure_costs(model, prompts, setting.config, drafting)
+    costs = tuple(cost / seconds[0] for cost in seconds)
+    ways = {"stepwise": SelfSpeculation(0), **_chains()}
+    ways["as pays"] = dataclasses.replace(drafting, costs=costs)
     requests = {
         name: prepare_denoising(model, prompts, setting.config, speculation, 0)
         for name, speculation in ways.items()
     }
-    seconds = time_in_turns({name: each.denoise for name, each in requests.items()}, repeats)
-    results = {name: each.result(each.denoise()) for name, each in requests.items()}
-    stepwise = Texts("stepwise", 0, tuple(results["stepwise"]))
-    base = float(np.median(seconds["stepwise"]))
-    found = []
-    for name, request in requests.items():
-        texts = Texts(name, ways[name].num_drafts, tuple(results[name]))
-        taken = float(np.median(seconds[name]))
-        ratios = ", ".join(f"{cost / costs[0]:.2f}" for cost in costs)
-        ratio = f"{costs[ways[name].num_drafts] / costs[0]:.2f}"
-        found.append(
-            {
-                "name": name,
-                "seconds": taken,
-                "tokens_per_second": sum(len(row.tokens) for row in texts.rows) / taken,
-                "speedup": base / taken,
-                "calls_saved": texts.saved(stepwise),
-                "costs": ratios if ways[name].costs else ratio,
-                "peak_bytes": peak_bytes(request),
-                "num_same": texts.num_same(stepwise),
-            }
+    timed = time_in_turns({name: each.denoise for name, each in requests.items()}, repeats)
+    texts = {
+        name: Texts(name, ways[name].num_drafts, tuple(each.result(each.denoise())))
+        for name, each in requests.items()
+    }
+    stepwise = texts["stepwise"]
+    return [
+        Timed(
+            with_one_shape(setting, model, prompts, way, texts[name], stepwise),
+            stepwise,
+            float(np.median(timed[name])),
+            float(np.median(timed["stepwise"])),
+            costs if way.costs else costs[way.num_drafts : way.num_drafts + 1],
+            peak_bytes(requests[name]),
         )
-    return found
+        for name, way in ways.items()
+    ]
+
+
+def _share_of_first_passes(setting: Setting, model: Model, prompt: str) -> float:
+    """What passes over the whole canvas, which open blocks, take of stepwise decoding's time."""
+    config = setting.config
+    assert config.block_length is not None, "set above"
+    whole = dataclasses.replace(config, cache="none")
+    (opening,) = measure_costs(model, prompt, whole, SelfSpeculation(0))
+    (average,) = measure_costs(model, prompt, config, SelfSpeculation(0))
+    return opening / (config.block_length * average)
 
 
 def peak_bytes(request: DenoiseRequest) -> int:
@@ -618,10 +715,10 @@ DIFFUSION_SUITES: Mapping[str, DiffusionSuite] = {
         "Diffusion language models: other drafts, and what is lossy",
         _PROMPTS[:1],
         20,
-        2 * (1 + len(_VARIANTS) + len(_THRESHOLDS)) + 12,
+        2 * (1 + len(_VARIANTS) + 2 * len(_THRESHOLDS)) + 12,
         _measure_variants,
     ),
     "diffusion-times": DiffusionSuite(
-        "Diffusion language models: time and memory", _PROMPTS[:1], 16, 10, _measure_times
+        "Diffusion language models: time and memory", _PROMPTS[:1], 16, 12, _measure_times
     ),
 }

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.commands import EXIT_INTERRUPTED
-from jaxspec.commands.live import DRAFTED_STYLE, waiting
+from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, waiting
 from jaxspec.commands.options import announce
 from jaxspec.denoising import (
     DenoiseConfig,
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 COMPILING = "compiling, once for this kind of request ..."
 _MASK = "░"
-# A model may write what a terminal would obey.
-_VISIBLE_ESCAPE = {0x1B: "\u241b"}
+_MASK_STYLE = "dim"
 
 
 def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
@@ -226,13 +225,25 @@ def _watch(
 def _canvas(tokenizer: Tokenizer | None, mask_token_id: int, step: DenoiseStep) -> Text:
     """Decided tokens as text, drafted ones coloured, masks as blocks."""
     latest = step.drafts[-1] if len(step.drafts) else step.tokens
-    shown = Text()
-    for token, decided in zip(latest.tolist(), step.tokens.tolist(), strict=True):
+
+    def style(pair: tuple[int, int]) -> str | None:
+        token, decided = pair
         if token == mask_token_id:
-            shown.append(_MASK, "dim")
-            continue
-        text = f"{token} " if tokenizer is None else tokenizer.decode([token])
-        shown.append(text.translate(_VISIBLE_ESCAPE), DRAFTED_STYLE if token != decided else None)
+            return _MASK_STYLE
+        return DRAFTED_STYLE if token != decided else None
+
+    shown = Text()
+    pairs = zip(latest.tolist(), step.tokens.tolist(), strict=True)
+    # Neighbours are decoded together: a character may take several tokens.
+    for kind, run in itertools.groupby(pairs, style):
+        ids = [token for token, _ in run]
+        if kind == _MASK_STYLE:
+            text = _MASK * len(ids)
+        elif tokenizer is None:
+            text = "".join(f"{token} " for token in ids)
+        else:
+            text = tokenizer.decode(ids)
+        shown.append(text.translate(VISIBLE_ESCAPE), kind)
     return shown
 
 

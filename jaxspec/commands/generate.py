@@ -87,10 +87,10 @@ def run(args: argparse.Namespace) -> int:
         check_none_given(args)
         return answer(_mobile_session(args, config, file, loop), args, prompt)
     model = load_model(args, mesh_asked(args))
-    drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     if model.config.diffusion is not None:
         return fill_in(args, model, prompt)
     check_none_given(args)
+    drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     announce(model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
     return answer(Session(model, config, drafter, args.seed), args, prompt)
 

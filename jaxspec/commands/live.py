@@ -17,7 +17,7 @@ from jaxspec.generation import StreamStep
 DRAFTED_STYLE = "green"
 REFRESH_SECONDS = 0.05
 # A model may write what a terminal would obey.
-_VISIBLE_ESCAPE = {0x1B: "\u241b"}
+VISIBLE_ESCAPE = {0x1B: "\u241b"}
 _TAB_SIZE = 8
 
 
@@ -140,7 +140,7 @@ class LiveText:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
         for text, drafted in pieces:
-            self._line.append(text.translate(_VISIBLE_ESCAPE), DRAFTED_STYLE if drafted else None)
+            self._line.append(text.translate(VISIBLE_ESCAPE), DRAFTED_STYLE if drafted else None)
         # Only the last row stays under the status line's control; the others scroll away.
         finished = self._finished_rows()
         for row in finished:

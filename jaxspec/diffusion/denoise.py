@@ -73,7 +73,8 @@ class Row(NamedTuple):
     """What stays the same while a row is filled in.
 
     length: of the prompt.
-    end: the slot after the last block.
+    wanted: the slot after the last one that was asked for.
+    end: the slot after the last block; behind `wanted` where whole blocks reach further.
     stop_ids: ids that end the text; -1 where unused.
     temperature: `None` if no row of the batch draws.
     guidance: how far to move away from what the network says without the prompt (classifier-free
@@ -81,6 +82,7 @@ class Row(NamedTuple):
     """
 
     length: Int[Array, ""]
+    wanted: Int[Array, ""]
     end: Int[Array, ""]
     stop_ids: Int[Array, " stop_ids"]
     pace: Pace

@@ -21,7 +21,7 @@ is a row of its own.
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ class SelfSpeculation:
     """
 
     num_drafts: int = 4
-    costs: tuple[float, ...] | None = None
+    costs: Sequence[float] | None = None
     branch: int = 1
     lookup: bool = False
     deterministic: bool = False
@@ -90,33 +90,40 @@ class SelfSpeculation:
     lossy_top_k: int | None = None
 
     def __post_init__(self):
-        if self.num_drafts < 0:
-            raise ValueError(f"num_drafts must be at least 0, got {self.num_drafts}.")
-        if self.branch < 1:
-            raise ValueError(f"branch must be at least 1, got {self.branch}.")
+        for name, least in (("num_drafts", 0), ("branch", 1), ("limit", 0), ("lossy_top_k", 1)):
+            value = getattr(self, name)
+            if value is None and name in ("limit", "lossy_top_k"):
+                continue
+            if not isinstance(value, int | np.integer) or value < least:
+                raise ValueError(
+                    f"{name} must be a whole number of at least {least}, got {value!r}."
+                )
         if self.branch > 1 and self.branch**self.num_drafts > _MOST_LEAVES:
             raise ValueError(
                 f"branch: {self.branch} successors of each of {self.num_drafts} drafts give "
                 f"{self.branch**self.num_drafts} ends, at most {_MOST_LEAVES} are possible; take "
                 "fewer drafts."
             )
-        if self.limit is not None and not 0 <= self.limit <= self.num_drafts:
+        if self.limit is not None and self.limit > self.num_drafts:
             raise ValueError(
                 f"limit must be in 0..{self.num_drafts} (num_drafts), got {self.limit}."
             )
-        if self.lossy_top_k is not None and self.lossy_top_k < 1:
-            raise ValueError(f"lossy_top_k must be at least 1, got {self.lossy_top_k}.")
-        if self.costs is None:
-            return
+        if self.costs is not None:
+            # What is static must hash.
+            costs = tuple(float(cost) for cost in self.costs)
+            object.__setattr__(self, "costs", costs)
+            self._check_costs(costs)
+
+    def _check_costs(self, costs: tuple[float, ...]) -> None:
         if self.deterministic:
             raise ValueError("costs: deterministic passes all cost the same; leave costs out.")
-        if len(self.costs) != self.num_drafts + 1:
+        if len(costs) != self.num_drafts + 1:
             raise ValueError(
                 f"costs must have {self.num_drafts + 1} entries, one for each number of drafts "
-                f"from 0 to {self.num_drafts}, got {len(self.costs)}."
+                f"from 0 to {self.num_drafts}, got {len(costs)}."
             )
-        if min(self.costs) <= 0:
-            raise ValueError(f"costs must be positive, got {min(self.costs)}.")
+        if not all(0 < cost < np.inf for cost in costs):
+            raise ValueError(f"costs must be positive and finite, got {costs}.")
 
     @property
     def stepwise(self) -> "SelfSpeculation":
@@ -239,10 +246,11 @@ def begin(
     mask = plan.rules.mask_token_id
     length = request.length
     slots = jnp.arange(plan.slots)
-    start, end = length, length + plan.max_new
+    start, wanted = length, length + plan.max_new
+    end = wanted
     if plan.block_causal:
         # Blocks are whole, so the last one may hold more than was asked for.
-        start, end = length - length % block, -(-end // block) * block
+        start, end = length - length % block, -(-wanted // block) * block
     prompt = jnp.pad(request.tokens, (0, plan.slots - request.tokens.shape[0]))
     tokens = jnp.where(slots < length, prompt, jnp.where(slots < end, mask, 0))
     of_block = (slots >= start) & (slots < start + block)
@@ -266,6 +274,7 @@ def begin(
     return DenoiseState(
         row=Row(
             length,
+            wanted,
             end,
             request.stop_ids,
             request.pace,
@@ -293,7 +302,8 @@ def _dtype_of(network: LanguageModel) -> jnp.dtype:
 
 def decide(plan: Plan, row: Row, canvas: Canvas, prediction: Prediction) -> Canvas:
     """The stepwise decision of a row; drafts are made and checked by it alike."""
-    return advance(plan.rules, row.pace, row.stop_ids, row.length, row.end, canvas, prediction)
+    until = row.wanted, row.end
+    return advance(plan.rules, row.pace, row.stop_ids, row.length, *until, canvas, prediction)
 
 
 def draft(plan: Plan, speculation: SelfSpeculation, state: DenoiseState) -> Drafts:

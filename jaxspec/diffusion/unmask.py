@@ -362,21 +362,24 @@ def advance(
     pace: Pace,
     stop_ids: Int[Array, " stop_ids"],
     length: Int[Array, ""],
+    wanted: Int[Array, ""],
     end: Int[Array, ""],
     canvas: Canvas,
     prediction: Prediction,
 ) -> Canvas:
     """The stepwise decision: fills in the slots whose turn it is, and moves on to the next block.
 
-    A row that has stopped stays as it is. A row stops when its last block is over, or when a stop
-    id stands before every mask: what follows it will be cut, so it need not be filled in.
+    A row that has stopped stays as it is. A row stops when its last block is over, when no mask is
+    left before `wanted`, or when a stop id stands before every mask: what follows will be cut, so
+    it need not be filled in.
 
     Args:
         rules: static settings.
         pace: how many slots to fill in.
         stop_ids: ids that end a text, padded with -1.
         length: of the prompt.
-        end: the slot after the last block.
+        wanted: the slot after the last one that was asked for.
+        end: the slot after the last block, which may lie behind that.
         canvas: must be covered by `prediction`, see `covers`.
         prediction: fresh for this canvas, or an older one when drafting.
     """
@@ -410,7 +413,8 @@ def advance(
     first_mask = jnp.min(jnp.where((tokens == mask) & (everywhere >= length), everywhere, end))
     ends = jnp.any(tokens[:, None] == stop_ids[None, :], axis=1) & (everywhere >= length)
     first_end = jnp.min(jnp.where(ends, everywhere, end))
-    stop = jnp.where(is_over & (following >= end), Stop.LENGTH, Stop.RUNNING)
+    is_last_block = is_over & (following >= end)
+    stop = jnp.where(is_last_block | (first_mask >= wanted), Stop.LENGTH, Stop.RUNNING)
     stop = jnp.where((first_end < first_mask) & (first_end < end), Stop.TOKEN, stop)
     moved = Canvas(
         tokens=tokens,

@@ -14,6 +14,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.types import ChecksFit, Drafter, Params
+from jaxspec.denoising import DEFAULT_BLOCK, block_asked
 from jaxspec.drafters import Deer, Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
 from jaxspec.mobile.convert import Lowered, lower, to_flatbuffer
 from jaxspec.mobile.denoise import Canvases, denoise_signatures
@@ -207,12 +208,7 @@ def canvases_of(
     given = [name for name in ("verify", "levels") if getattr(config, name)]
     if given:
         raise ValueError(f"{', '.join(given)}: for causal models, and this one fills in masks.")
-    block = diffusion.block or config.block_length or 32
-    if config.block_length not in (None, block):
-        raise ValueError(
-            f"block_length must be {block}, which this network was trained with, got "
-            f"{config.block_length}."
-        )
+    block = block_asked(diffusion.block, config.block_length) or DEFAULT_BLOCK
     for size in config.prefill if diffusion.block is not None else ():
         if size % block:
             raise ValueError(

@@ -21,7 +21,7 @@ class Filled(NamedTuple):
 
     tokens: ids, up to the stop id if there is one.
     counts: decisions of each pass: the drafts that were kept, and its own.
-    finish_reason: as of `jaxspec.Denoised`.
+    finish_reason: "stop_token" or "length".
     """
 
     tokens: np.ndarray
@@ -128,11 +128,12 @@ class _Text:
             # Blocks lie at multiples of their length; the window looks one past the last.
             start, end = start - start % self._block, -(-end // self._block) * self._block
             slots = end + self._block
-        if not prompt or slots > manifest.slots:
+        if not self._length:
+            raise ValueError("prompt is empty; give at least one token.")
+        if slots > manifest.slots:
             raise ValueError(
-                f"prompt: must hold one token at least, and {len(prompt)} with {max_new_tokens} "
-                f"new ones need {slots} slots of the {manifest.slots} that this file has; export "
-                "it with more."
+                f"prompt: its {self._length} tokens and {max_new_tokens} new ones need {slots} "
+                f"slots, and this file has {manifest.slots}; shorten it, or export with more."
             )
         for token in prompt:
             if not 0 <= token < manifest.num_tokens or token == self._mask:
@@ -153,8 +154,8 @@ class _Text:
 
     @property
     def goes_on(self) -> bool:
-        """Whether a mask is left that no stop id stands before."""
-        text = self.tokens[self._length : self._end]
+        """Whether a mask is left, in what was asked for, that no stop id stands before."""
+        text = self.continuation
         masks, ends = np.flatnonzero(text == self._mask), np.flatnonzero(self._is_stop(text))
         return len(masks) > 0 and (len(ends) == 0 or ends[0] > masks[0])
 

@@ -15,9 +15,11 @@ from jaxspec.bench.diffusion import (
     JUDGE,
     Setting,
     Texts,
+    _samples,
     beside_stepwise,
     measure_diffusion,
 )
+from jaxspec.bench.page import write_part
 from jaxspec.bench.shipped import SuitePrompt
 from jaxspec.checkpoint import Model
 from jaxspec.denoising import Denoised
@@ -66,6 +68,27 @@ def test_a_suite_writes_its_part(name, tmp_path):
     assert measured.markdown.startswith(f"# {suite.title}\n")
     assert f"jaxspec bench --suite {name} --prompts-per-set 2" in measured.markdown
     assert "N = 1" in measured.markdown
+    assert _ONE_OF[name] in measured.markdown
+
+
+_ONE_OF = {
+    "diffusion": f"## Texts by {BLOCKS}",
+    "diffusion-variants": "threshold 0.5, LOSSY, N = 1",
+    "diffusion-times": "No draft saves them: at most",
+}
+
+
+def test_texts_are_no_headings_of_the_page(tmp_path):
+    written = row([1], 1, [1], [1])
+    written = dataclasses.replace(written, text="# a comment\n\n# another\n")
+    part = _samples(Setting("blocks", BLOCKS, CONFIG), [("# asked\n", written)])
+    write_part(f"# Suite\n\n{part}", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert "\n    # asked\n" in page
+    assert "\n    # a comment\n    \n    # another" in page
+    write_part("# Other", tmp_path / "page.md")
+    assert "\n    # another" in (tmp_path / "page.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("# ")] == ["# Suite"]
 
 
 @pytest.mark.usefixtures("tiny")

@@ -1,12 +1,16 @@
 """`jaxspec generate` and `jaxspec export` with a diffusion language model."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec import DenoiseConfig, SelfSpeculation, denoise
 from jaxspec.cli import main
+from jaxspec.commands.canvas import _canvas
+from jaxspec.denoising import DenoiseStep
 from tests.bench.models import filling_model, tiny_model
 
 BLOCK = 4
@@ -52,13 +56,46 @@ def test_generate_fills_in(capsys, model, folder):
     assert shown(capsys, "generate", folder, PROMPT, *SHORT, *lossy)["tokens"] == [*relaxed.tokens]
 
 
+def test_the_canvas_shows_decided_drafted_and_masked_slots(model):
+    """A character of two tokens is one; what a terminal would obey is not passed on."""
+    ids, mask = model.tokenizer.encode("aé\x1bb"), model.config.diffusion.mask_token_id
+    decided = np.asarray([*ids[:4], mask, mask])
+    step = DenoiseStep(decided, np.asarray([[*ids, mask]]), 0)
+    shown = _canvas(model.tokenizer, mask, step)
+    assert shown.plain == "aé\u241bb░"
+    assert [shown.plain[span.start : span.end] for span in shown.spans] == ["b", "░"]
+    plain = _canvas(None, mask, DenoiseStep(decided, np.zeros((0, 6)), 0)).plain
+    assert plain == "".join(f"{token} " for token in ids[:4]) + "░░"
+
+
+def test_a_terminal_sees_the_canvas_fill(capsys, monkeypatch, folder):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["generate", folder, PROMPT, *SHORT]) == 0
+    out = capsys.readouterr().out
+    counts = [len(masks) for masks in re.findall("░+", out)]
+    assert max(counts) == 8
+    assert len(set(counts)) > 1
+
+
+def test_chats_are_prompts_as_their_template_has_them(model):
+    chat = [{"role": "user", "content": PROMPT}]
+    (found,) = denoise(model, [chat], CONFIG)
+    assert found.prompt_tokens.tolist() == model.tokenizer.encode_chat(chat)
+    assert len(found.prompt_tokens) > len(model.tokenizer.encode(PROMPT))
+    (expected,) = denoise(model, model.tokenizer.encode_chat(chat), CONFIG)
+    assert found.tokens.tolist() == expected.tokens.tolist()
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--branch", "2"], "--branch: needs --drafts N"),
         (["--lookup", "--drafts", "0"], "--lookup: needs --drafts N"),
         (["--chat"], "--chat: not for diffusion language models"),
-        (["--drafts", "2", "--lossy-top-k", "0"], "lossy_top_k must be at least 1, got 0"),
+        (
+            ["--drafts", "2", "--lossy-top-k", "0"],
+            "lossy_top_k must be a whole number of at least 1, got 0",
+        ),
         (["--threshold", "1.5"], r"threshold must be in (0, 1], got 1.5"),
         (["--block-length", "8"], "block_length must be 4"),
         (["--drafts", "8"], "num_drafts must be below max_new_tokens (8)"),

@@ -59,7 +59,7 @@ def now_and_then(name: str):
     return name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", map(now_and_then, CASES))
+@pytest.mark.parametrize("name", [now_and_then(name) for name in CASES])
 def test_output_equals_stepwise_decoding(name):
     network, changes = CASES[name]
     model = tiny_model(**network)
@@ -272,6 +272,20 @@ def test_drafts_that_do_not_pay_are_not_made():
     assert tokens(dear) == tokens(flat) == tokens(denoise(model, PROMPTS, PLAIN))
 
 
+def test_each_row_drafts_what_pays_for_it():
+    """Some draft and some do not, and neighbours make no difference to that."""
+    model, speculation = tiny_model(), SelfSpeculation(2, costs=(1.0, 1.5, 2.0))
+    together = denoise(model, EIGHT, PLAIN, speculation)
+    drafting = [row.num_canvases > row.num_calls for row in together]
+    assert any(drafting)
+    assert not all(drafting)
+    for place in (drafting.index(True), drafting.index(False)):
+        (alone,) = denoise(model, EIGHT[place], PLAIN, speculation)
+        row = together[place]
+        assert alone.drafted.tolist() == row.drafted.tolist()
+        assert alone.accepted.tolist() == row.accepted.tolist()
+
+
 @pytest.mark.parametrize(("costs", "known"), [((1.0, 2.0, 3.0, 4.0), 1), (None, 2)])
 def test_a_row_that_drafts_nothing_reads_one_block(costs, known):
     """Only drafts may need the next one before this one is full."""
@@ -310,6 +324,18 @@ def test_a_row_ends_with_its_first_stop_id():
     assert cut[0].num_calls < whole[0].num_calls
 
 
+def test_a_row_does_not_wait_for_what_will_be_cut():
+    """The last block reaches three slots behind what was asked for: no pass is for them alone."""
+    request = prepare_denoising(tiny_model(block=BLOCK), [1], PLAIN, None, 0)
+    outcome = request.denoise()
+    (row,) = request.result(outcome)
+    assert (len(row.tokens), row.finish_reason) == (12, "length")
+    filled = np.asarray(outcome.canvas.tokens[0, 1:16])
+    assert MASK not in filled[:12]
+    assert MASK in filled[12:]
+    assert row.num_calls == np.sum(filled != MASK)
+
+
 def test_weights_that_are_not_finite_end_a_row():
     model = tiny_model()
     params = {**model.params, "norm": {"scale": model.params["norm"]["scale"] * jnp.nan}}
@@ -328,6 +354,7 @@ def test_costs_are_measured_for_every_number_of_drafts():
     costs = measure_costs(tiny_model(), PROMPTS, PLAIN, one, repeats=1)
     assert len(costs) == 2
     assert SelfSpeculation(1, costs).node_counts == (1, 2)
+    assert hash(SelfSpeculation(1, list(costs))) == hash(SelfSpeculation(1, costs))
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
         measure_costs(tiny_model(), PROMPTS, PLAIN, repeats=0)
 
@@ -335,13 +362,17 @@ def test_costs_are_measured_for_every_number_of_drafts():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_drafts": -1}, "num_drafts must be at least 0, got -1"),
+        ({"num_drafts": -1}, "num_drafts must be a whole number of at least 0, got -1"),
         ({"num_drafts": 2, "costs": (1.0, 2.0)}, "costs must have 3 entries.*got 2"),
-        ({"num_drafts": 1, "costs": (1.0, 0.0)}, "costs must be positive, got 0.0"),
-        ({"branch": 0}, "branch must be at least 1, got 0"),
+        (
+            {"num_drafts": 1, "costs": (1.0, 0.0)},
+            r"costs must be positive and finite, got \(1.0, 0.0\)",
+        ),
+        ({"num_drafts": 1, "costs": (1.0, np.nan)}, "costs must be positive and finite, got"),
+        ({"branch": 0}, "branch must be a whole number of at least 1, got 0"),
         ({"num_drafts": 9, "branch": 2}, "branch: 2 successors of each of 9 drafts give 512 ends"),
         ({"num_drafts": 2, "limit": 3}, r"limit must be in 0..2 \(num_drafts\), got 3"),
-        ({"lossy_top_k": 0}, "lossy_top_k must be at least 1, got 0"),
+        ({"lossy_top_k": 0}, "lossy_top_k must be a whole number of at least 1, got 0"),
         ({"num_drafts": 0, "costs": (1.0,), "deterministic": True}, "costs: deterministic passes"),
     ],
 )

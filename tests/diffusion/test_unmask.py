@@ -44,11 +44,12 @@ def prediction(tokens, scores, start: int = LENGTH) -> Prediction:
     )
 
 
-def decide(before, said, pace=None, rules=RULES, stop_ids=(-1,), blocks: int = 2) -> Canvas:
-    end = LENGTH + blocks * BLOCK
+def decide(before, said, pace=None, rules=RULES, stop_ids=(-1,), blocks: int = 2, cut: int = 0):
+    """`cut` slots of the last block were not asked for."""
+    end = jnp.int32(LENGTH + blocks * BLOCK)
     pace = EvenPace(jnp.int32(BLOCK)) if pace is None else pace
     return advance(
-        rules, pace, jnp.asarray(stop_ids), jnp.int32(LENGTH), jnp.int32(end), before, said
+        rules, pace, jnp.asarray(stop_ids), jnp.int32(LENGTH), end - cut, end, before, said
     )
 
 
@@ -114,18 +115,25 @@ def test_the_end_of_a_text():
     assert behind.stop == Stop.RUNNING
     last = canvas(1, 1, 1, 1, 1, 1, M, 1)._replace(start=jnp.int32(LENGTH + BLOCK))
     assert decide(last, said).stop == Stop.LENGTH
+    # A last slot that will be cut is not waited for, nor does it end a text that is not whole.
+    two = canvas(1, 1, 1, 1, 1, 1, M, M)._replace(start=jnp.int32(LENGTH + BLOCK))
+    first, second = (prediction([4] * 8, [-9] * 6 + scores) for scores in ([-1, -2], [-2, -1]))
+    assert decide(two, first, cut=1).stop == Stop.LENGTH
+    assert decide(two, first).stop == decide(two, second, cut=1).stop == Stop.RUNNING
     broken = said._replace(finite=jnp.arange(8) != 2)
     stopped = decide(canvas(*[M] * 8), broken)
     assert (stopped.stop, text(stopped)) == (Stop.NOT_FINITE, [M] * 8)
     assert text(decide(stopped, said)) == [M] * 8
 
 
-def test_a_mask_that_is_chosen_stays_open_and_is_not_made_up_for():
+@pytest.mark.parametrize("pace", [EvenPace(jnp.int32(BLOCK)), ThresholdPace(jnp.log(0.5))])
+def test_a_mask_that_is_chosen_stays_open_and_is_not_made_up_for(pace):
+    """The block ends all the same, where Fast-dLLM's own loop would not."""
     rules = Rules(BLOCK, "low_confidence", MASK, 10, allow_mask_token=True)
     said = prediction([MASK, 5, 6, 7] + [8] * 4, [-1, -2, -3, -4, -1, -1, -1, -1])
     after = canvas(*[MASK] * 8)
     for _ in range(BLOCK):
-        after = decide(after, said, rules=rules)
+        after = decide(after, said, pace, rules)
     assert text(after) == [MASK] * 8  # always the surest
     assert after.start == LENGTH + BLOCK
 

@@ -57,7 +57,7 @@ def test_rounds_keep_drafts(model, exported):
     counts = [n for prompt in PROMPTS for n in fill_in(exported, prompt, NUM_NEW, ()).counts]
     assert max(counts) > 1
     calls = sum(row.num_calls for row in denoise(model, PROMPTS, CONFIG, SelfSpeculation(3)))
-    assert len(counts) == pytest.approx(calls, abs=3)
+    assert len(counts) == pytest.approx(calls, abs=1)
 
 
 def test_a_text_ends_with_its_first_stop_id(model, exported):
@@ -93,8 +93,11 @@ def test_what_a_file_cannot_fill_in_is_said(exported):
     for call, said in (
         ({"max_new_tokens": 10}, r"max_new_tokens must be a multiple of the block \(4\), got 10"),
         ({"num_drafts": 2}, r"num_drafts: this file has rounds of \[1, 3\] drafts.*--drafts 2"),
-        ({"max_new_tokens": 64}, "need .* slots of the 48 that this file has"),
-        ({"prompt": []}, "prompt: must hold one token at least"),
+        (
+            {"max_new_tokens": 64},
+            r"its 2 tokens and 64 new ones need \d+ slots, and this file has 48",
+        ),
+        ({"prompt": []}, "prompt is empty"),
         ({"prompt": [1, MASK]}, "not the mask"),
     ):
         arguments = {"prompt": [1, 2], "max_new_tokens": NUM_NEW, **call}
