@@ -20,8 +20,8 @@ class GuardSettings:
     """When to try what, and when to believe it.
 
     Attributes:
-        margin: drafting must be faster than plain decoding by this share, so that noise never
-            drafts.
+        margin: drafting must be faster than plain decoding by this share to begin, so that noise
+            never drafts. It goes on for as long as it is faster at all.
         samples: chunks of each kind to look at before the first decision.
         probe_seconds: a chunk that is run to be timed lasts about this long: short ones are mostly
             noise.
@@ -34,7 +34,7 @@ class GuardSettings:
         ValueError: a number is out of range.
     """
 
-    margin: float = 0.03
+    margin: float = 0.05
     samples: int = 2
     probe_seconds: float = 0.1
     probe_share: float = 0.01
@@ -271,7 +271,9 @@ class Guard:
         bounds = self._bounds()
         if bounds is None:
             return None
-        at_least, at_most = (speedup > 1 + self.settings.margin for speedup in bounds)
+        # What drafts goes on until it loses: to change back and forth costs more than it can bring.
+        enough = 1.0 if self._settled and self._drafting else 1 + self.settings.margin
+        at_least, at_most = (speedup > enough for speedup in bounds)
         return at_least if at_least == at_most else None
 
     def _to_find_out(self) -> Chunk:
@@ -287,7 +289,7 @@ class Guard:
             return Chunk(drafting, 1)
         step = kind.step_seconds if kind.seconds else self._first_step
         steps = math.ceil(self.settings.probe_seconds / max(step, 1e-6))
-        return Chunk(drafting, min(self._longest, max(2, steps)))
+        return Chunk(drafting, min(self._longest, steps))
 
     def _may_probe(self) -> bool:
         """True where what the last try cost, or a guess of it, is a small share of the time since.

@@ -182,7 +182,7 @@ def test_it_goes_on_plainly_until_it_knows_what_hangs_on_it():
     guard.book_reading(True, 8, 800, 0.8)
     while (chunk := guard.choose()).drafting:
         steps = chunk.limit
-        guard.book(True, steps, 8 * steps, 32 * steps, 0.036 * steps, waiting=True)
+        guard.book(True, steps, 8 * steps, 32 * steps, 0.034 * steps, waiting=True)
     for _ in range(20):
         drafting, steps = guard.choose()
         assert not drafting
@@ -191,3 +191,20 @@ def test_it_goes_on_plainly_until_it_knows_what_hangs_on_it():
     guard.book_reading(False, 4, 400, 0.39)
     guard.book(False, 10, 80, 80, 0.1, waiting=True)
     assert guard.choose() == (True, 32)  # reading takes as long either way, so steps decide
+
+
+def test_what_drafts_goes_on_until_it_loses():
+    """Rows that change back and forth have their text read again each time."""
+
+    def decided(guard: Guard, seconds: float) -> bool:
+        for _ in range(40):
+            drafting, steps = guard.choose()
+            took = steps * (seconds if drafting else 0.01)
+            guard.book(drafting, steps, 8 * steps, (32 if drafting else 8) * steps, took)
+        return guard.choose().drafting
+
+    assert not decided(Guard(), 0.04 / 1.02)
+    guard = Guard()
+    assert decided(guard, 0.04 / 1.1)
+    assert decided(guard, 0.04 / 1.02)
+    assert not decided(guard, 0.04 / 0.98)
