@@ -57,6 +57,15 @@ def test_wrong_arguments_are_refused(arguments, message):
         pass
 
 
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan"), float("inf")])
+def test_a_wait_without_an_end_or_a_beginning_is_refused(seconds):
+    with (
+        pytest.raises(HostError, match="join_seconds must be in 1"),
+        joined("localhost:1", 2, 1, seconds=seconds),
+    ):
+        pass
+
+
 def test_a_wrong_address_is_noticed():
     port = free_port()
     with pytest.raises(HostError, match=f"nobody answers at 127.0.0.1:{port} .* after 0.3 s"):
