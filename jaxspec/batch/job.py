@@ -153,8 +153,8 @@ def run(
         drafter: as for `generate`.
         seed: of the randomness.
         batch: rows at once; `None`: as many as help and as fit into memory.
-        slots: tokens that a row's cache holds; rows that need more become errors. `None`: what they
-            need.
+        slots: tokens that a row's cache holds, rounded up to a multiple of 64; rows that need more
+            become errors. `None`: what they need.
         drafting: "auto" lets a guard decide from the time that chunks take, where that changes no
             output: for greedy decoding in float32. "always" drafts, "never" does not.
         guard: settings of the guard.

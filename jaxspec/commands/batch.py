@@ -32,6 +32,7 @@ from jaxspec.commands.options import (
     mesh_asked,
     refuse_unused,
 )
+from jaxspec.core.loop import SLOTS_MULTIPLE
 
 _REQUIRED = ("coordinator", "num_processes", "process_id")
 _OF_SHARES = ("num_records", "num_done", "num_resumed", "num_errors", "num_tokens")
@@ -68,7 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how the job runs; no output depends on it")
     for flag, meaning in (
         ("--batch", "rows at once; auto: what helps and fits into memory (default)"),
-        ("--slots", "tokens that each row's cache holds; auto: what rows need (default)"),
+        (
+            "--slots",
+            "tokens that each row's cache holds, rounded up to a multiple of "
+            f"{SLOTS_MULTIPLE}; auto: what rows need (default)",
+        ),
     ):
         group.add_argument(flag, type=_count, metavar="auto|N", help=meaning)
     group.add_argument(
