@@ -4,7 +4,8 @@ A draft costs time whether or not it is accepted. With many rows a target pass i
 arithmetic and not by reading weights, so a pass over more tokens takes longer, and speculation may
 lose. No table of another day knows this job's texts and this machine's load, so the guard books
 the time of the job's own chunks: one number for the steps that draft, one for those that do not,
-and how many tokens a step that drafts emits.
+and how many tokens a step that drafts emits. Rows that draft also take longer to get into their
+slots, as the drafter reads their prompts too; so that time is booked as well, for both kinds.
 """
 
 import dataclasses
@@ -19,8 +20,8 @@ class GuardSettings:
     """When to try what, and when to believe it.
 
     Attributes:
-        margin: drafting must be faster than plain decoding by this share, so that noise never
-            drafts.
+        margin: drafting must be faster than plain decoding by this share to begin, so that noise
+            never drafts. It goes on for as long as it is faster at all.
         samples: chunks of each kind to look at before the first decision.
         probe_seconds: a chunk that is run to be timed lasts about this long: short ones are mostly
             noise.
@@ -33,7 +34,7 @@ class GuardSettings:
         ValueError: a number is out of range.
     """
 
-    margin: float = 0.03
+    margin: float = 0.05
     samples: int = 2
     probe_seconds: float = 0.1
     probe_share: float = 0.01
@@ -62,17 +63,51 @@ class Chunk(NamedTuple):
     limit: int
 
 
+_FADE = 0.98
+"""What older steps, or rows, weigh when one more is booked."""
+_FEWEST_READ = 4
+"""Rows, before it counts what reading their prompts took."""
+
+
+@dataclasses.dataclass
+class _Share:
+    """A sum over another, in which what is older weighs less."""
+
+    over: float = 0.0
+    under: float = 0.0
+
+    def add(self, over: float, under: float, num: int) -> None:
+        """Takes both in; they are of `num` steps, or rows."""
+        fade = _FADE**num
+        self.over, self.under = fade * self.over + over, fade * self.under + under
+
+    @property
+    def ratio(self) -> float | None:
+        return self.over / self.under if self.under else None
+
+
 @dataclasses.dataclass
 class _Kind:
-    """What is known of one way to step. The first chunk warms up and is not booked."""
+    """What is known of one way to step. The first chunk warms up and is not booked.
+
+    reading: seconds over tokens of the prompts that were read into slots.
+    num_read: of these prompts.
+    """
 
     warm: bool = False
+    reading: _Share = dataclasses.field(default_factory=_Share)
+    num_read: int = 0
     seconds: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=15))
     probing: int = 0
 
     @property
     def step_seconds(self) -> float:
         return median(self.seconds)
+
+    @property
+    def read_seconds(self) -> float | None:
+        """Per token of a prompt; `None` as long as too few were read."""
+        return self.reading.ratio if self.num_read >= _FEWEST_READ else None
 
 
 class Guard:
@@ -81,12 +116,16 @@ class Guard:
     Pure bookkeeping: time comes in as numbers, so that a test can make it up.
     """
 
-    def __init__(self, settings: GuardSettings | None = None, longest: int = 32):
-        """`longest`: steps of a chunk at most."""
+    def __init__(
+        self, settings: GuardSettings | None = None, longest: int = 32, most_tokens: int = 128
+    ):
+        """`longest`: steps of a chunk at most. `most_tokens`: that a row emits at most."""
         self.settings = settings or GuardSettings()
-        self._longest = longest
+        self._longest, self._most_tokens = longest, most_tokens
         self._kinds = {True: _Kind(), False: _Kind()}
-        self._tokens, self._row_steps = 0.0, 0.0
+        self._tau, self._running = _Share(), _Share()
+        self._row_tokens, self._prompt_tokens = _Share(), _Share()
+        self._waiting = False
         self._elapsed = self._first_step = 0.0
         self._probed, self._probe_cost = 0.0, 0.0
         expected = self.settings.expected
@@ -98,12 +137,39 @@ class Guard:
     def speedup(self) -> float | None:
         """Tokens per second of drafting over those of plain decoding; `None` until both are known.
 
-        Of rows that run: what the slots hold besides takes the same time in both.
+        With what it takes to fill slots, as long as rows wait for them. Where only one kind was
+        seen to fill any, the other is taken to be as fast at that.
+        """
+        bounds = self._bounds()
+        return None if bounds is None else bounds[1]
+
+    def _bounds(self) -> tuple[float, float] | None:
+        """The speed-up at least and at most: plain rows take no longer to fill slots than others.
+
+        Seconds per token: a step's over the tokens it emits, and a row's reading over all it emits.
         """
         draft, plain = self._kinds[True], self._kinds[False]
-        if not (draft.seconds and plain.seconds and self._row_steps):
+        tau, running = self._tau.ratio, self._running.ratio
+        if not (draft.seconds and plain.seconds and tau and running):
             return None
-        return self._tokens / self._row_steps * plain.step_seconds / draft.step_seconds
+        drafted = draft.step_seconds / (running * tau)
+        plainly = plain.step_seconds / running
+        slow, fast = draft.read_seconds, plain.read_seconds
+        if not self._waiting or (slow is None and fast is None):
+            return plainly / drafted, plainly / drafted
+        per_token = (self._prompt_tokens.ratio or 0.0) / self._tokens_of_a_row
+        if slow is None:
+            fill = per_token * (fast or 0.0)
+            return 0.0, (plainly + fill) / (drafted + fill)
+        drafted += per_token * slow
+        least, most = (0.0, slow) if fast is None else (min(fast, slow),) * 2
+        return (plainly + per_token * least) / drafted, (plainly + per_token * most) / drafted
+
+    @property
+    def _tokens_of_a_row(self) -> float:
+        """All that is emitted, over rows that came to their end: those that run count as well."""
+        mean = self._row_tokens.ratio
+        return self._most_tokens if mean is None else min(mean, self._most_tokens)
 
     def choose(self) -> Chunk:
         """What to run next."""
@@ -117,6 +183,21 @@ class Guard:
             return self._probe(self._probing)
         return Chunk(self._drafting, self._longest)
 
+    def book_reading(self, drafting: bool, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Takes in what it took to fill slots.
+
+        Args:
+            drafting: whether the drafter has read the prompts too.
+            num_rows: that were put into slots.
+            num_tokens: of their prompts, with padding.
+            seconds: for all of them.
+        """
+        self._elapsed += seconds
+        kind = self._kinds[drafting]
+        kind.reading.add(seconds, num_tokens, num_rows)
+        kind.num_read += num_rows
+        self._prompt_tokens.add(num_tokens, num_rows, num_rows)
+
     def book(
         self,
         drafting: bool,
@@ -125,6 +206,8 @@ class Guard:
         tokens: int,
         seconds: float,
         extra_seconds: float = 0.0,
+        num_stopped: int = 0,
+        waiting: bool = False,
     ) -> None:
         """Takes in what a chunk was.
 
@@ -135,6 +218,8 @@ class Guard:
             tokens: emitted by all rows.
             seconds: from its start until its results were there.
             extra_seconds: spent beforehand to let rows draft that had gone on plainly.
+            num_stopped: rows that came to their end.
+            waiting: whether rows wait for slots. If none do, what filling takes is paid.
         """
         kind = self._kinds[drafting]
         self._elapsed += seconds + extra_seconds
@@ -147,9 +232,10 @@ class Guard:
             kind.seconds.append(seconds / steps)
             kind.probing = max(0, kind.probing - 1)
         if drafting:
-            fade = 0.98**steps
-            self._tokens = fade * self._tokens + tokens
-            self._row_steps = fade * self._row_steps + row_steps
+            self._tau.add(tokens, row_steps, steps)
+        self._running.add(row_steps, steps, steps)
+        self._row_tokens.add(tokens, num_stopped, num_stopped)
+        self._waiting = waiting
         if self._probing == drafting:
             self._probe_cost += seconds + extra_seconds
             if not kind.probing:
@@ -165,10 +251,9 @@ class Guard:
 
         Otherwise noise would make rows change again and again, which costs a reading of their text.
         """
-        speedup = self.speedup
-        if speedup is None:
+        faster = self._faster()
+        if faster is None:
             return
-        faster = speedup > 1 + self.settings.margin
         if not self._settled:
             fewest = min(len(kind.seconds) for kind in self._kinds.values())
             if fewest < self.settings.samples:
@@ -180,6 +265,16 @@ class Guard:
             self._drafting, self._probed = False, self._elapsed
         elif drafted:
             self._drafting = self._drafting or faster
+
+    def _faster(self) -> bool | None:
+        """Whether drafting is; `None` as long as that hangs on what no chunk has shown yet."""
+        bounds = self._bounds()
+        if bounds is None:
+            return None
+        # What drafts goes on until it loses: to change back and forth costs more than it can bring.
+        enough = 1.0 if self._settled and self._drafting else 1 + self.settings.margin
+        at_least, at_most = (speedup > enough for speedup in bounds)
+        return at_least if at_least == at_most else None
 
     def _to_find_out(self) -> Chunk:
         """Drafts first, while rows are as a drafter left them, and only then plainly.
@@ -194,7 +289,7 @@ class Guard:
             return Chunk(drafting, 1)
         step = kind.step_seconds if kind.seconds else self._first_step
         steps = math.ceil(self.settings.probe_seconds / max(step, 1e-6))
-        return Chunk(drafting, min(self._longest, max(2, steps)))
+        return Chunk(drafting, min(self._longest, steps))
 
     def _may_probe(self) -> bool:
         """True where what the last try cost, or a guess of it, is a small share of the time since.

@@ -30,6 +30,8 @@ import jax
 
 EXIT_LOST = 2
 _HELLO_SECONDS = 10.0
+_LONGEST_WAIT = 1e6
+"""Seconds, more than a week."""
 _LONGEST_MESSAGE = 1 << 30
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -236,14 +238,14 @@ def joined(
         coordinator: HOST:PORT of process 0; PORT + 1 must be free as well.
         num_processes: of the job.
         process_id: of this one, from 0.
-        seconds: to wait for the others.
+        seconds: to wait for the others, at least 1.
         facts: that must agree; None: `code_in_use`.
 
     Raises:
         HostError: an argument is wrong, nobody answers there, not all came in time, or two
             processes differ in version.
     """
-    host, port = _checked(coordinator, num_processes, process_id)
+    host, port = _checked(coordinator, num_processes, process_id, seconds)
     facts = code_in_use() if facts is None else facts
     if process_id == 0:
         lines = _gathered(host, port, num_processes, facts, seconds)
@@ -270,7 +272,9 @@ def joined(
     processes.leave()
 
 
-def _checked(coordinator: str, num_processes: int, process_id: int) -> tuple[str, int]:
+def _checked(
+    coordinator: str, num_processes: int, process_id: int, seconds: float
+) -> tuple[str, int]:
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65535:
         raise HostError(f"coordinator must be HOST:PORT of process 0, got {coordinator!r}.")
@@ -278,6 +282,8 @@ def _checked(coordinator: str, num_processes: int, process_id: int) -> tuple[str
         raise HostError(f"num_processes must be at least 1, got {num_processes}.")
     if not 0 <= process_id < num_processes:
         raise HostError(f"process_id must be in 0..{num_processes - 1}, got {process_id}.")
+    if not 1 <= seconds <= _LONGEST_WAIT:
+        raise HostError(f"join_seconds must be in 1..{_LONGEST_WAIT:g}, got {seconds:g}.")
     host = host.strip("[]")
     try:
         socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)

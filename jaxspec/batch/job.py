@@ -153,8 +153,8 @@ def run(
         drafter: as for `generate`.
         seed: of the randomness.
         batch: rows at once; `None`: as many as help and as fit into memory.
-        slots: tokens that a row's cache holds; rows that need more become errors. `None`: what they
-            need.
+        slots: tokens that a row's cache holds, rounded up to a multiple of 64; rows that need more
+            become errors. `None`: what they need.
         drafting: "auto" lets a guard decide from the time that chunks take, where that changes no
             output: for greedy decoding in float32. "always" drafts, "never" does not.
         guard: settings of the guard.
@@ -196,6 +196,7 @@ def run(
     bad = [row for row in encoded if row.error is not None]
     with CompileClock() as clock, on_mesh_of(model.params):
         books = Books(clock)
+        most_tokens = _whole(config.max_new_tokens)
         is_guarded = drafting == "auto" and _guard_keeps_outputs(model, config, loaded)
         job = _Job(
             model=model,
@@ -206,7 +207,7 @@ def run(
             automaton=automaton_of(model, config),
             output=output,
             books=books,
-            guard=Guard(guard, LONGEST_CHUNK) if is_guarded else None,
+            guard=Guard(guard, LONGEST_CHUNK, most_tokens) if is_guarded else None,
             place=place or placement_of(model.params),
             should_stop=should_stop or (lambda: False),
             progress=progress or (lambda report: None),
@@ -222,7 +223,7 @@ def run(
         left = [row for row in good if job.items_of([row])]
         groups = group_rows(
             left,
-            _whole(config.max_new_tokens),
+            most_tokens,
             model.config.max_positions,
             loaded.drafter,
             batch or most_rows(len(left) * len(samples)),
@@ -517,8 +518,7 @@ class _Batch:
                 books.interrupted = bool(self.queue) or books.interrupted
                 self.queue.clear()
             chunk = Chunk(True, LONGEST_CHUNK) if job.guard is None else job.guard.choose()
-            with books.reading():
-                self._fill(chunk.drafting)
+            self._fill(chunk.drafting)
             if not any(self.items):
                 break
             self._run_chunk(chunk)
@@ -528,17 +528,23 @@ class _Batch:
 
     def _fill(self, drafting: bool) -> None:
         """Puts rows into free slots, and waits for them."""
-        free = [slot for slot, item in enumerate(self.items) if item is None]
-        for slot in free[: len(self.queue)]:
-            item = self.queue.popleft()
-            row = self._read(item.row, drafting)
-            self.states = insert(
-                self.states, row, _int32(slot), _int32(item.sample), place=self.job.place
-            )
-            self.items[slot] = item
-            self.lengths[slot] = len(item.row.tokens)
-            self.stale[slot] = not drafting
-        jax.block_until_ready(self.states.stop)
+        free = [slot for slot, item in enumerate(self.items) if item is None][: len(self.queue)]
+        drafting = drafting or not self.job.has_draft_state
+        num_tokens = 0
+        with self.job.books.reading() as watch:
+            for slot in free:
+                item = self.queue.popleft()
+                row = self._read(item.row, drafting)
+                self.states = insert(
+                    self.states, row, _int32(slot), _int32(item.sample), place=self.job.place
+                )
+                self.items[slot] = item
+                self.lengths[slot] = len(item.row.tokens)
+                self.stale[slot] = not drafting
+                num_tokens += bucket_of(len(item.row.tokens))
+            jax.block_until_ready(self.states.stop)
+        if free and self.job.guard is not None and self.job.has_draft_state:
+            self.job.guard.book_reading(drafting, len(free), num_tokens, watch.seconds)
 
     def _read(self, row: EncodedRow, drafting: bool) -> DecodeState:
         """A row behind its prompt; samples of one prompt share it."""
@@ -594,14 +600,24 @@ class _Batch:
                     self._keep_finished()
             info: ChunkInfo = jax.device_get(info)
         steps, row_steps, tokens = int(info.steps), int(info.row_steps), int(info.tokens)
-        books.count(steps, row_steps, tokens, len(self.items), chunk.drafting)
-        if job.guard is not None:
-            job.guard.book(chunk.drafting, steps, row_steps, tokens, watch.seconds, extra)
+        drafted = chunk.drafting and job.drafter != NoDraft()
+        books.count(steps, row_steps, tokens, len(self.items), drafted)
         if not chunk.drafting:
             self.stale[:] = True
         self.lengths = np.array(info.facts.context.length)
         stopped = np.asarray(info.facts.stop) != Stop.RUNNING
         slots = [slot for slot, item in enumerate(self.items) if item and stopped[slot]]
+        if job.guard is not None:
+            job.guard.book(
+                chunk.drafting,
+                steps,
+                row_steps,
+                tokens,
+                watch.seconds,
+                extra,
+                num_stopped=len(slots),
+                waiting=bool(self.queue),
+            )
         if slots:
             facts = jax.tree.map(lambda leaf: leaf[np.asarray(slots)], info.facts)
             items = [item for slot in slots if (item := self.items[slot])]

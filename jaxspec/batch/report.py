@@ -25,7 +25,7 @@ class JobReport:
             chunk ended before its predecessor's records were written, all of that writing.
         read_seconds: in which prompts were read and put into slots.
         num_steps: of the batch.
-        num_drafted_steps: of these, with drafts; the others were plain.
+        num_drafted_steps: of these, with drafts; the others were plain. None without a drafter.
         row_steps: of rows that were running.
         slot_steps: of rows that were running or not.
         prefix_tokens: that all prompts share and that were read once.

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,11 @@ from jaxspec.commands.options import (
     mesh_asked,
     refuse_unused,
 )
+from jaxspec.core.loop import SLOTS_MULTIPLE
 
 _REQUIRED = ("coordinator", "num_processes", "process_id")
+_OF_SHARES = ("num_records", "num_done", "num_resumed", "num_errors", "num_tokens")
+"""What adds up over processes."""
 _EVERY = 2.0
 """Seconds between lines that say how the job goes."""
 
@@ -66,7 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how the job runs; no output depends on it")
     for flag, meaning in (
         ("--batch", "rows at once; auto: what helps and fits into memory (default)"),
-        ("--slots", "tokens that each row's cache holds; auto: what rows need (default)"),
+        (
+            "--slots",
+            "tokens that each row's cache holds, rounded up to a multiple of "
+            f"{SLOTS_MULTIPLE}; auto: what rows need (default)",
+        ),
     ):
         group.add_argument(flag, type=_count, metavar="auto|N", help=meaning)
     group.add_argument(
@@ -86,7 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="write the job's figures; - or nothing for standard output",
+        help="write the job's figures; - or nothing for standard output. Of several processes the "
+        "first writes those of all",
     )
     parser.add_argument(
         "--progress",
@@ -127,17 +135,20 @@ def run(args: argparse.Namespace) -> int:
         with joined(
             args.coordinator, args.num_processes, args.process_id, seconds=seconds
         ) as processes:
-            return show(args, decode_file(args, processes))
+            return show(args, *decode_file(args, processes))
     refuse_unused(args, (*_REQUIRED, "join_seconds"), "needs --distributed.")
-    return show(args, decode_file(args))
+    return show(args, *decode_file(args))
 
 
-def show(args: argparse.Namespace, report: JobReport) -> int:
-    """Says how a job went, and where `--json` asks for it, in figures."""
+def show(args: argparse.Namespace, report: JobReport, figures: dict[str, Any] | None) -> int:
+    """Says how a job went, and where `--json` asks for it, in figures.
+
+    `figures` are `None` where another process has them.
+    """
     ended = "interrupted" if report.interrupted else "done"
     print(f"{ended}: {report}", file=sys.stderr)
-    if args.json is not None:
-        text = json.dumps(report.as_dict(), indent=2)
+    if args.json is not None and figures is not None:
+        text = json.dumps(figures, indent=2)
         if args.json == "-":
             print(text)
         else:
@@ -148,10 +159,15 @@ def show(args: argparse.Namespace, report: JobReport) -> int:
     return 0
 
 
-def decode_file(args: argparse.Namespace, processes: Processes | None = None) -> JobReport:
+def decode_file(
+    args: argparse.Namespace, processes: Processes | None = None
+) -> tuple[JobReport, dict[str, Any] | None]:
     """Reads, decodes and writes; every mistake is found before the output is begun.
 
     With `processes` only a share of the rows, and process 0 puts all shares together.
+
+    Returns:
+        How it went here, and the figures of the whole job; only process 0 has them.
     """
     config = generation_config(args)
     check_writable(args.json)
@@ -191,7 +207,8 @@ def decode_file(args: argparse.Namespace, processes: Processes | None = None) ->
     if processes is not None:
         return decode_share(args, processes, rows, header, decode)
     with batch.Writer(args.output, header, args.resume) as writer:
-        return decode(rows, writer)
+        report = decode(rows, writer)
+        return report, report.as_dict()
 
 
 def _check_paths(source: Path, out: Path, figures: str | None) -> None:
@@ -212,8 +229,12 @@ def decode_share(
     rows: list[Row],
     header: dict[str, Any],
     decode: Callable[[list[Row], batch.Writer], JobReport],
-) -> JobReport:
-    """Decodes the rows of this process into a part; process 0 then puts the parts together."""
+) -> tuple[JobReport, dict[str, Any] | None]:
+    """Decodes the rows of this process into a part; process 0 then puts the parts together.
+
+    Returns:
+        See `decode_file`.
+    """
     index, num = processes.index, processes.num
     with contextlib.ExitStack() as stack:
         whole = None
@@ -226,15 +247,29 @@ def decode_share(
         with batch.Writer(path, settings, resume=True) as part:
             part.done |= done
             report = decode(processes.share(rows), part)
-        stopped = processes.finish({"index": index, "interrupted": report.interrupted})
-        early = [str(one["index"]) for one in stopped if one["interrupted"]]
+        reports = processes.finish({"process": index, **report.as_dict()})
+        figures = figures_of_all(reports) if reports else None
+        early = [str(one["process"]) for one in reports if one["interrupted"]]
         if early:
             print(f"stopped early: process {', '.join(early)}", file=sys.stderr)
-            return dataclasses.replace(report, interrupted=True)
+            return dataclasses.replace(report, interrupted=True), figures
         if whole is not None:
             count = put_together(whole, header, num)
             print(f"put together: {count} records of {num} processes", file=sys.stderr)
-        return report
+        return report, figures
+
+
+def figures_of_all(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a job on several processes: of all together, then of each."""
+    total = {name: sum(one[name] for one in reports) for name in _OF_SHARES}
+    longest = max(one["seconds"] for one in reports)
+    return {
+        **total,
+        "seconds": longest,
+        "tokens_per_second": total["num_tokens"] / longest if longest else 0.0,
+        "interrupted": any(one["interrupted"] for one in reports),
+        "processes": list(reports),
+    }
 
 
 @contextmanager

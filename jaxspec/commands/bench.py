@@ -10,7 +10,9 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxspec.batch.suite import BATCH_SUITES, measure_batch_suite, plot_curve, plot_place
+from jaxspec.batch.guard_suite import GUARD_SUITES, measure_guard_suite, plot_curve, plot_place
+from jaxspec.batch.guard_suite import as_dict as guard_as_dict
+from jaxspec.batch.suite import BATCH_SUITES, measure_batch_suite
 from jaxspec.batch.suite import as_dict as batch_as_dict
 from jaxspec.bench.compare import compare, describe
 from jaxspec.bench.diffusion import DIFFUSION_SUITES, measure_diffusion
@@ -89,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_suite_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares `--suite` and its settings."""
-    suites = {**SUITES, **DIFFUSION_SUITES, **LITERT_SUITES, **BATCH_SUITES}
+    suites = {**SUITES, **DIFFUSION_SUITES, **LITERT_SUITES, **BATCH_SUITES, **GUARD_SUITES}
     counts = ", ".join(f"{suite.prompts_per_set} of {name}" for name, suite in suites.items())
     group = parser.add_argument_group("suite, in place of MODEL and PROMPTS")
     group.add_argument("--suite", choices=tuple(suites), help="measure the models shipped here")
@@ -199,7 +201,7 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
 def run_litert_suite(args: argparse.Namespace) -> int:
     """Measures a LiteRT suite and writes its part of the page."""
     suite = LITERT_SUITES[args.suite]
-    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
+    count = _prompts_asked(args, suite.prompts_per_set)
     with progress_bar(suite.num_parts) as advance:
         measured = measure_litert(args.suite, args.data_folder, count, advance)
     publish(measured.markdown, measured.figures, args)
@@ -209,24 +211,36 @@ def run_litert_suite(args: argparse.Namespace) -> int:
 def run_diffusion_suite(args: argparse.Namespace) -> int:
     """Measures a suite of diffusion language models and writes its part of the page."""
     suite = DIFFUSION_SUITES[args.suite]
-    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
+    count = _prompts_asked(args, suite.prompts_per_set)
     measured = measure_diffusion(args.suite, args.data_folder, count)
     publish(measured.markdown, measured.figures, args)
     return 0 if measured.as_it_should else EXIT_DIFFERENT
 
 
 def run_batch_suite(args: argparse.Namespace) -> int:
-    """Measures the suite of jobs, writes its part of the page, and draws the guard's curve."""
-    check_plots()
+    """Measures the suite of jobs and writes its part of the page."""
     suite = BATCH_SUITES[args.suite]
-    if args.prompts_per_set is not None:
-        suite = suite._replace(prompts_per_set=args.prompts_per_set)
+    suite = suite._replace(prompts_per_set=_prompts_asked(args, suite.prompts_per_set))
     figures, markdown = measure_batch_suite(suite, args.data_folder, args.repeats)
     publish(markdown, batch_as_dict(figures), args)
+    return 0 if figures.as_it_should else EXIT_DIFFERENT
+
+
+def run_guard_suite(args: argparse.Namespace) -> int:
+    """Measures the guard's curve, writes its part of the page, and draws it."""
+    check_plots()
+    suite = GUARD_SUITES[args.suite]
+    suite = suite._replace(prompts_per_set=_prompts_asked(args, suite.prompts_per_set))
+    figures, markdown = measure_guard_suite(suite, args.data_folder, args.repeats)
+    publish(markdown, guard_as_dict(figures), args)
     place = plot_place(args.out)
     plot_curve(figures.curve, place)
     print(f"wrote {place}", file=sys.stderr)
-    return 0 if figures.as_it_should else EXIT_DIFFERENT
+    return 0
+
+
+def _prompts_asked(args: argparse.Namespace, default: int) -> int:
+    return default if args.prompts_per_set is None else args.prompts_per_set
 
 
 def publish(markdown: str, figures: dict[str, Any], args: argparse.Namespace) -> None:
@@ -247,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
 def run_suite(args: argparse.Namespace) -> int:
     """Measures a suite and writes its page."""
     settings = ["suite", "out", "json", "debug"]
-    if args.suite in SUITES or args.suite in BATCH_SUITES:
+    if args.suite in {**SUITES, **BATCH_SUITES, **GUARD_SUITES}:
         settings.append("repeats")
     others = {**DIFFUSION_SUITES, **LITERT_SUITES}
     if "repeats" in settings or others[args.suite].prompt_sets:
@@ -259,10 +273,12 @@ def run_suite(args: argparse.Namespace) -> int:
         return run_diffusion_suite(args)
     if args.suite in BATCH_SUITES:
         return run_batch_suite(args)
+    if args.suite in GUARD_SUITES:
+        return run_guard_suite(args)
     if args.suite not in SUITES:
         return run_litert_suite(args)
     suite = SUITES[args.suite]
-    count = suite.prompts_per_set if args.prompts_per_set is None else args.prompts_per_set
+    count = _prompts_asked(args, suite.prompts_per_set)
     result = measure(args.suite, args.data_folder, count, args.repeats)
     publish(as_markdown(result), as_dict(result), args)
     return 0 if result.outputs_agree else EXIT_DIFFERENT

@@ -4,6 +4,7 @@ How processes find one another is tested without JAX's service, in threads; whol
 processes that are killed, are slow tests.
 """
 
+import argparse
 import json
 import signal
 import socket
@@ -15,11 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.batch import OutputError, Writer
+from jaxspec.batch import JobReport, OutputError, Writer
 from jaxspec.batch import hosts as module
 from jaxspec.batch.hosts import HostError, joined
 from jaxspec.batch.parts import check_parts, part_header, part_path, put_together
 from jaxspec.cli import main
+from jaxspec.commands import EXIT_INTERRUPTED
+from jaxspec.commands.batch import decode_share, show
 from tests.batch.conftest import PROMPTS
 
 HEADER = {"seed": 0}
@@ -51,6 +54,15 @@ def free_port() -> int:
 )
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(HostError, match=message), joined(*arguments):
+        pass
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, float("nan"), float("inf")])
+def test_a_wait_without_an_end_or_a_beginning_is_refused(seconds):
+    with (
+        pytest.raises(HostError, match="join_seconds must be in 1"),
+        joined("localhost:1", 2, 1, seconds=seconds),
+    ):
         pass
 
 
@@ -176,6 +188,57 @@ def test_parts_of_another_job_are_refused(tmp_path):
         check_parts(out, 4, resume=True)
 
 
+class Met:
+    """Processes of a job that runs in one: the last to finish is process 0."""
+
+    reports: list[dict]
+
+    def __init__(self, index: int, num: int, reports: list[dict]):
+        self.index, self.num, self.reports = index, num, reports
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    def begin(self, header: dict, done: set) -> set:
+        return done
+
+    def share(self, rows: list) -> list:
+        return rows[self.index :: self.num]
+
+    def finish(self, report: dict) -> list[dict]:
+        self.reports.insert(0, json.loads(json.dumps(report)))
+        return self.reports if self.is_first else []
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_figures_are_written_once_and_are_of_all_processes(stopped, tmp_path, capsys):
+    path, reports = tmp_path / "figures.json", []
+    args = argparse.Namespace(output=tmp_path / "out.jsonl", resume=True, json=str(path))
+
+    def decode(rows: list[int], writer: Writer) -> JobReport:
+        writer.append([record(line) for line in rows])
+        tokens = 10 * len(rows)
+        return JobReport(
+            num_records=len(rows),
+            num_done=len(rows),
+            num_tokens=tokens,
+            seconds=tokens / 5,
+            interrupted=stopped and 2 in rows,
+        )
+
+    for index in (2, 1, 0):
+        given = decode_share(args, Met(index, 3, reports), [1, 2, 3, 4], HEADER, decode)
+        assert path.exists() is False
+        assert show(args, *given) == (EXIT_INTERRUPTED if stopped and index < 2 else 0)
+    figures = json.loads(path.read_text())
+    assert [one["process"] for one in figures["processes"]] == [0, 1, 2]
+    assert [one["num_tokens"] for one in figures["processes"]] == [20, 10, 10]
+    assert (figures["num_done"], figures["num_tokens"], figures["seconds"]) == (4, 40, 4.0)
+    assert figures["tokens_per_second"] == 10.0  # the slowest process ends the job
+    assert figures["interrupted"] == stopped
+
+
 def test_flags_that_go_together(tmp_path, capsys):
     argv = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
     assert main([*argv, "--distributed", "--num-processes", "2"]) == 2
@@ -271,12 +334,15 @@ def wait_for_a_record(folder: Path, index: int, num: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num", [2, 4])
 def test_several_processes_write_what_one_writes(job, of_one, num):
-    processes = job(num)
+    processes = job(num, "--json", "figures.json")
     assert ends(processes) == [0] * num, [log(job.folder, index) for index in range(num)]
     assert f"put together: {ROWS} records" in log(job.folder, 0)
     written = [json.loads(line) for line in (job.folder / "out.jsonl").read_text().splitlines()]
     assert [one["line"] for one in written] == list(range(1, ROWS + 1))
     assert written == of_one
+    figures = json.loads((job.folder / "figures.json").read_text())
+    assert [one["process"] for one in figures["processes"]] == list(range(num))
+    assert figures["num_done"] == figures["num_records"] == ROWS
     assert not list(job.folder.glob("*.part-*"))
     # A job that is done is done: nothing is decoded again, and nothing changes.
     before = (job.folder / "out.jsonl").read_bytes()
