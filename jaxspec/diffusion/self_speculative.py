@@ -369,16 +369,49 @@ def denoise_step(
     Under `"prefix"` and `"dual"` rows that open a block and rows within one take different passes,
     so a batch in which both occur makes two.
     """
+    if speculation.costs is None or not speculation.num_drafts:
+        return _round(plan, speculation, params, states)
+    limits = jax.vmap(partial(_num_worth_drafting, speculation))(states)
+    drafting = jnp.any((limits > 0) & (states.canvas.stop == Stop.RUNNING))
+    rounds = partial(_round, plan, speculation), partial(_round_without_drafts, plan, speculation)
+    return jax.lax.cond(drafting, *rounds, params, states)
+
+
+def _round(
+    plan: Plan, speculation: SelfSpeculation, params: Params, states: DenoiseState
+) -> tuple[DenoiseState, DenoiseInfo]:
     drafts = jax.vmap(partial(draft, plan, speculation))(states)
-    network = params.target
-    if plan.cache == "blocks":
-        predictions, blocks = _pass_over_blocks(network, plan, states, drafts)
-    elif plan.reopens:
-        predictions, layers = _pass_over_rest(network, plan, states, drafts)
-        states, blocks = states._replace(kept=layers), ()
-    else:
-        predictions, blocks = _pass_over_canvases(network, plan, states, drafts), ()
+    states, predictions, blocks = _pass(params.target, plan, states, drafts)
     return jax.vmap(partial(_accept, plan, speculation))(states, drafts, predictions, blocks)
+
+
+def _round_without_drafts(
+    plan: Plan, speculation: SelfSpeculation, params: Params, states: DenoiseState
+) -> tuple[DenoiseState, DenoiseInfo]:
+    """The same for a batch in which no row drafts, without the work that drafts are.
+
+    The first of them is made all the same, to be judged: it may be worth reading again.
+    """
+    first = dataclasses.replace(speculation, num_drafts=1, limit=0, costs=None)
+    nodes, every = len(first.tree.parents), len(speculation.tree.parents)
+    drafts = jax.vmap(partial(draft, plan, first))(states)
+    alone = dataclasses.replace(plan, node_counts=(1,))
+    states, *found = _pass(params.target, alone, states, drafts)
+    predictions, blocks = _with_nodes(found, nodes)
+    states, info = jax.vmap(partial(_accept, plan, first))(states, drafts, predictions, blocks)
+    return states, info._replace(canvases=_with_nodes(info.canvases, every))
+
+
+def _pass(
+    network: LanguageModel, plan: Plan, states: DenoiseState, drafts: Drafts
+) -> tuple[DenoiseState, Prediction, Finished | tuple[()]]:
+    """What is predicted for every canvas, and what a pass over blocks finished of them."""
+    if plan.cache == "blocks":
+        return states, *_pass_over_blocks(network, plan, states, drafts)
+    if plan.reopens:
+        predictions, layers = _pass_over_rest(network, plan, states, drafts)
+        return states._replace(kept=layers), predictions, ()
+    return states, _pass_over_canvases(network, plan, states, drafts), ()
 
 
 def _pass_over_canvases(
@@ -484,8 +517,14 @@ def _of_nodes(read: Callable, count: int, plan: Plan, rows: Any, drafts: Drafts)
     canvases = jax.tree.map(lambda leaf: leaf[:, :count], drafts.canvases)
     found = jax.vmap(jax.vmap(read, in_axes=(None, 0)))(rows, canvases)
 
+    return _with_nodes(found, plan.num_nodes)
+
+
+def _with_nodes(found: Any, num_nodes: int) -> Any:
+    """Arrays of rows and nodes with more of the latter: zeros."""
+
     def widen(leaf: Array) -> Array:
-        others = [(0, 0), (0, plan.num_nodes - count)] + [(0, 0)] * (leaf.ndim - 2)
+        others = [(0, 0), (0, num_nodes - leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2)
         return jnp.pad(leaf, others)
 
     return jax.tree.map(widen, found)
@@ -539,7 +578,7 @@ def _accept(
             append(kept.cache, block.cache.layers, jnp.where(full, plan.block, 0)),
             jnp.where(full, block.edge, kept.edge),
         )
-    counts = jnp.arange(speculation.num_drafts + 1)
+    counts = jnp.arange(state.stats.drafted.shape[0])
     stats = DenoiseStats(
         num_calls=state.stats.num_calls + running,
         num_canvases=state.stats.num_canvases + jnp.sum(drafts.valid, dtype=jnp.int32),

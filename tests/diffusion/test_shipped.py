@@ -76,7 +76,7 @@ def test_calls_saved_with_four_drafts(shared_folder, model_name, only_low_repeti
     cache = None if model_name == BLOCKS else "none"
     config = DenoiseConfig(GENERATED, 8, cache=cache)
     stepwise = denoise(model, prompts, config)
-    drafted = denoise(model, prompts, config, SelfSpeculation(4, lookup=True))
+    drafted = denoise(model, prompts, config, SelfSpeculation(4))
     pairs = [
         (one, other)
         for one, other in zip(drafted, stepwise, strict=True)
