@@ -15,11 +15,12 @@ What is kept between passes:
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import pad_slots, settled
@@ -41,7 +42,7 @@ class Plan:
     max_new: slots to fill in, per row, but for what completes a last block.
     window: slots that a prediction is about.
     node_counts: canvases per row and pass worth compiling, ascending.
-    one_shape: with `"blocks"`, a pass reads two blocks whether or not it needs the second.
+    one_shape: with `"blocks"`, every pass reads as many blocks as any may need.
     """
 
     rules: Rules
@@ -164,37 +165,83 @@ class Finished(NamedTuple):
     edge: Float[Array, " embed"]
 
 
+class Blocks(NamedTuple):
+    """Blocks that a pass reads of a row's canvases: the first that is not cached, or the next one.
+
+    What canvases have in common is read once: those that drafts lead into the next block share the
+    block before it, which is full.
+
+    canvas: whose tokens to read.
+    is_next: whether the block is the one behind the first.
+    before: of a next block: the entry that holds the first block of its canvas.
+    firsts, nexts: of each canvas: the entries that hold its blocks.
+    has_first, has_next: whether they are read.
+    """
+
+    canvas: Int[Array, " blocks"]
+    is_next: Bool[Array, " blocks"]
+    before: Int[Array, " blocks"]
+    firsts: Int[Array, " nodes"]
+    nexts: Int[Array, " nodes"]
+    has_first: Bool[Array, " nodes"]
+    has_next: Bool[Array, " nodes"]
+
+
 def read_blocks(
-    network: LanguageModel, plan: Plan, row: Row, canvas: Canvas, finished: Finished, width: int
+    network: LanguageModel,
+    plan: Plan,
+    row: Row,
+    canvases: Canvas,
+    finished: Finished,
+    blocks: Blocks,
 ) -> tuple[Prediction, Finished]:
-    """One pass over the block after the finished ones, or over it and the next (`width` slots).
+    """One pass over some blocks of several canvases, each of which sees the finished ones.
 
     Returns:
-        What it says of `plan.window` slots, known for `width` of them; and the first block's keys,
-        values and last features: what to append once that block is full.
+        What it says of each canvas, `plan.window` slots; and the keys, values and last features of
+        each canvas's first block: what to append once that block is full.
     """
-    begin = finished.cache.length
-    tokens = jax.lax.dynamic_slice_in_dim(canvas.tokens, begin, width)
-    positions = begin + jnp.arange(width)
-    seen = masks.block_causal(width, plan.block)
-    hidden = network.forward(tokens, positions, seen, finished.cache)
-    features = hidden.features
+    begin, block = finished.cache.length, plan.block
+    count = blocks.canvas.shape[0]
+    starts = begin + block * blocks.is_next
+    tokens = jax.vmap(lambda canvas, start: jax.lax.dynamic_slice(canvas, (start,), (block,)))(
+        canvases.tokens[blocks.canvas], starts
+    )
+    positions = starts[:, None] + jnp.arange(block)[None]
+    entries = jnp.arange(count)
+    is_before = (blocks.before[:, None] == entries[None]) & blocks.is_next[:, None]
+    seen = (entries[:, None] == entries[None]) | is_before
+    seen = jnp.repeat(jnp.repeat(seen, block, axis=0), block, axis=1)
+    hidden = network.forward(tokens.reshape(-1), positions.reshape(-1), seen, finished.cache)
+    of_blocks = hidden.features.reshape(count, block, -1)
+    features, lasts = of_blocks, of_blocks[:, -1]
     if plan.shift:
-        features = jnp.concatenate([finished.edge[None], features[:-1]])
-    prediction = predict(plan.rules, network.unembed(features), begin, row.key, row.temperature)
+        edges = jnp.where(blocks.is_next[:, None], lasts[blocks.before], finished.edge[None])
+        features = jnp.concatenate([edges[:, None], features[:, :-1]], axis=1)
+    logits = network.unembed(features.reshape(count * block, -1)).reshape(count, block, -1)
+    said = jax.vmap(partial(predict, plan.rules), in_axes=(0, 0, None, None))(
+        logits, starts, row.key, row.temperature
+    )
 
-    def widen(entries: Array) -> Array:
-        if not entries.ndim:
-            return entries
-        return jnp.pad(entries, [(0, plan.window - width)] + [(0, 0)] * (entries.ndim - 1))
+    def of_canvases(entries: Array) -> Array:
+        both = jnp.concatenate([entries[blocks.firsts], entries[blocks.nexts]], axis=1)
+        return jnp.pad(both, [(0, 0), (0, plan.window - 2 * block)] + [(0, 0)] * (both.ndim - 2))
 
-    prediction = jax.tree.map(widen, prediction)
+    prediction = jax.tree.map(of_canvases, said._replace(start=()))
+    is_read = jnp.stack([blocks.has_first, blocks.has_next], axis=1)
+    is_read = jnp.repeat(is_read, block, axis=1, total_repeat_length=2 * block)
+    is_read = jnp.pad(is_read, [(0, 0), (0, plan.window - 2 * block)])
+    nodes = blocks.firsts.shape[0]
+    prediction = prediction._replace(start=jnp.full(nodes, begin), known=prediction.known & is_read)
     layers = tuple(
-        LayerKV(layer.keys[:, :, : plan.block], layer.values[:, : plan.block])
+        LayerKV(
+            jnp.moveaxis(layer.keys.reshape(*layer.keys.shape[:2], count, block), 2, 0),
+            jnp.moveaxis(layer.values.reshape(-1, count, *(block, layer.values.shape[2])), 1, 0),
+        )
         for layer in settled(hidden)
     )
-    block = KVCache(layers, begin)
-    return prediction, Finished(block, hidden.features[plan.block - 1])
+    layers, edges = jax.tree.map(lambda leaf: leaf[blocks.firsts], (layers, lasts))
+    return prediction, Finished(KVCache(layers, jnp.full(nodes, begin)), edges)
 
 
 def read_prompt(

@@ -16,7 +16,8 @@ path of confirmed ones is kept.
 
 A canvas cannot be checked from within another's pass, as a draft's prefix is in a causal network:
 where every token sees all others, one token filled in changes all keys and values. So each canvas
-is a row of its own.
+is a row of its own. A network that is causal over blocks reads the blocks in which canvases differ
+side by side, as it would read the nodes of a tree: what they have in common is read once.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ from jaxspec.core.sampling import at_least_float32
 from jaxspec.core.tree import tree_from_paths
 from jaxspec.core.types import LanguageModel, Params, PyTree, Stop, Tree
 from jaxspec.diffusion.denoise import (
+    Blocks,
     Finished,
     Plan,
     Row,
@@ -381,7 +383,7 @@ def _round(
     plan: Plan, speculation: SelfSpeculation, params: Params, states: DenoiseState
 ) -> tuple[DenoiseState, DenoiseInfo]:
     drafts = jax.vmap(partial(draft, plan, speculation))(states)
-    states, predictions, blocks = _pass(params.target, plan, states, drafts)
+    states, predictions, blocks = _pass(params.target, plan, speculation.tree, states, drafts)
     return jax.vmap(partial(_accept, plan, speculation))(states, drafts, predictions, blocks)
 
 
@@ -396,18 +398,18 @@ def _round_without_drafts(
     nodes, every = len(first.tree.parents), len(speculation.tree.parents)
     drafts = jax.vmap(partial(draft, plan, first))(states)
     alone = dataclasses.replace(plan, node_counts=(1,))
-    states, *found = _pass(params.target, alone, states, drafts)
+    states, *found = _pass(params.target, alone, first.tree, states, drafts)
     predictions, blocks = _with_nodes(found, nodes)
     states, info = jax.vmap(partial(_accept, plan, first))(states, drafts, predictions, blocks)
     return states, info._replace(canvases=_with_nodes(info.canvases, every))
 
 
 def _pass(
-    network: LanguageModel, plan: Plan, states: DenoiseState, drafts: Drafts
+    network: LanguageModel, plan: Plan, tree: Tree, states: DenoiseState, drafts: Drafts
 ) -> tuple[DenoiseState, Prediction, Finished | tuple[()]]:
     """What is predicted for every canvas, and what a pass over blocks finished of them."""
     if plan.cache == "blocks":
-        return states, *_pass_over_blocks(network, plan, states, drafts)
+        return states, *_pass_over_blocks(network, plan, tree, states, drafts)
     if plan.reopens:
         predictions, layers = _pass_over_rest(network, plan, states, drafts)
         return states._replace(kept=layers), predictions, ()
@@ -462,41 +464,85 @@ def _pass_over_rest(
 
 
 def _pass_over_blocks(
-    network: LanguageModel, plan: Plan, states: DenoiseState, drafts: Drafts
+    network: LanguageModel, plan: Plan, tree: Tree, states: DenoiseState, drafts: Drafts
 ) -> tuple[Prediction, Finished]:
-    """Reads the first block that is not cached, and the next one too where a row needs it."""
-
-    def needs_next(state: DenoiseState, drafts: Drafts) -> Bool[Array, ""]:
-        begin = state.kept.cache.length
-        following = begin + plan.block
-        reads = drafts.valid & (drafts.canvases.stop == Stop.RUNNING)
-        is_past = jnp.any(reads & (drafts.canvases.start > begin))
-        # A canvas with few masks left may be kept, and then drafts will run on into the next block.
-        slots = jnp.arange(drafts.canvases.tokens.shape[1])
-        of_block = (slots >= begin) & (slots < following)
-        masked = drafts.canvases.tokens == plan.rules.mask_token_id
-        left = jnp.sum(masked & of_block[None], axis=1)
-        runs_on = jnp.any(reads & (left <= drafts.limit)) & (following < state.row.end)
-        return is_past | runs_on
-
-    def branch(width: int, count: int, states: DenoiseState, drafts: Drafts):
-        def read(row_and_kept: tuple[Row, Finished], canvas: Canvas):
-            row, kept = row_and_kept
-            return read_blocks(network, plan, row, canvas, kept, width)
-
-        return _of_nodes(read, count, plan, (states.row, states.kept), drafts)
-
-    needed = _needed(plan, drafts.valid)
+    """Reads each canvas's first block that is not cached, and the next one where it is needed."""
+    wanted = jax.vmap(partial(_blocks_wanted, plan, tree))(states, drafts)
+    widths = _block_counts(tree, plan.node_counts)
     if plan.one_shape:
-        wide = [partial(branch, 2 * plan.block, count) for count in plan.node_counts]
-        return _switch(needed, wide, states, drafts)
-    branches = [
-        partial(branch, width, count)
-        for count in plan.node_counts
-        for width in (plan.block, 2 * plan.block)
-    ]
-    wide = jnp.any(jax.vmap(needs_next)(states, drafts))
-    return _switch(2 * needed + wide, branches, states, drafts)
+        widths = widths[-1:]
+
+    def branch(width: int, states: DenoiseState, drafts: Drafts, wanted: tuple[Array, Array]):
+        def read(row: Row, canvases: Canvas, kept: Finished, wanted: tuple[Array, Array]):
+            return read_blocks(network, plan, row, canvases, kept, _listed(tree, width, *wanted))
+
+        return jax.vmap(read)(states.row, drafts.canvases, states.kept, wanted)
+
+    most = jnp.max(jnp.sum(jnp.stack(wanted), axis=(0, 2)))
+    index = jnp.sum(most > jnp.asarray(widths[:-1], jnp.int32), dtype=jnp.int32)
+    return _switch(index, [partial(branch, width) for width in widths], states, drafts, wanted)
+
+
+def _blocks_wanted(
+    plan: Plan, tree: Tree, state: DenoiseState, drafts: Drafts
+) -> tuple[Bool[Array, " nodes"], Bool[Array, " nodes"]]:
+    """Of which canvases to read the first block that is not cached, and of which the next one.
+
+    A canvas whose parent has that block full already has the same one.
+    """
+    canvases, parents = drafts.canvases, np.maximum(tree.parents, 0)
+    begin = state.kept.cache.length
+    following = begin + plan.block
+    reads = drafts.valid & (canvases.stop == Stop.RUNNING)
+    is_past = reads & (canvases.start > begin)
+    shares = is_past & is_past[parents] & (jnp.asarray(tree.parents) >= 0)
+    # The next drafts may run on into the next block, most likely if all of a path is kept.
+    slots = jnp.arange(canvases.tokens.shape[1])
+    of_block = (slots >= begin) & (slots < following)
+    left = jnp.sum((canvases.tokens == plan.rules.mask_token_id) & of_block[None], axis=1)
+    is_child = tree.parents[:, None] == np.arange(len(parents))[None]
+    is_last = reads & ~jnp.any(reads[:, None] & is_child, axis=0)
+    runs_on = is_last & (left <= drafts.limit) & (following < state.row.end)
+    return reads & ~shares, is_past | runs_on
+
+
+def _block_counts(tree: Tree, node_counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Blocks per row and pass worth compiling: one of each canvas, and of each path's last two."""
+    counts = set()
+    for nodes in node_counts:
+        num_leaves = nodes - len(set(tree.parents[1:nodes].tolist()))
+        counts |= {nodes, nodes + num_leaves}
+    return tuple(sorted(counts))
+
+
+def _listed(
+    tree: Tree, width: int, firsts: Bool[Array, " nodes"], nexts: Bool[Array, " nodes"]
+) -> Blocks:
+    """A list of the blocks that are wanted: the first ones, then the next ones."""
+    nodes = len(tree.parents)
+    index = jnp.arange(nodes)
+    ancestors = jnp.asarray(tree.ancestors)
+    # The nearest canvas on the path whose first block is read.
+    holder = jnp.max(jnp.where(ancestors & firsts[None], index[None], 0), axis=1)
+    # What is said of the next block for a canvas that is not there yet is there to draft from, and
+    # what is said for one that comes after it will do.
+    later = jnp.argmax(ancestors.T & nexts[None], axis=1)
+    first_entries = jnp.cumsum(firsts) - 1
+    next_entries = jnp.cumsum(nexts) - 1 + jnp.sum(firsts)
+    entries = jnp.arange(width)
+    is_first = firsts[None] & (first_entries[None] == entries[:, None])
+    is_next = nexts[None] & (next_entries[None] == entries[:, None])
+    canvas = jnp.argmax(is_first | is_next, axis=1)
+    of_nodes = jnp.clip(jnp.stack([first_entries[holder], next_entries[later]]), 0, width - 1)
+    return Blocks(
+        canvas=canvas,
+        is_next=jnp.any(is_next, axis=1),
+        before=of_nodes[0][canvas],
+        firsts=of_nodes[0],
+        nexts=of_nodes[1],
+        has_first=firsts | nexts,
+        has_next=nexts[later],
+    )
 
 
 def _needed(plan: Plan, valid: Bool[Array, "rows nodes"]) -> Int[Array, ""]:

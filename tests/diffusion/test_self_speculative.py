@@ -10,6 +10,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.core.types import Params, Stop
 from jaxspec.denoising import measure_costs, prepare_denoising
 from jaxspec.diffusion import self_speculative
+from jaxspec.diffusion.denoise import Blocks, read_blocks, read_canvas
 from jaxspec.diffusion.self_speculative import begin, denoise_rows, draft, step_stream
 from jaxspec.diffusion.unmask import Canvas, Prediction, Rules, look_up
 from jaxspec.models import Network
@@ -182,6 +183,41 @@ def test_passes_of_one_shape_agree_in_half_precision(network):
     assert all(row.num_canvases == row.num_calls for row in stepwise)
     assert sum(row.num_calls for row in drafted) < sum(row.num_calls for row in stepwise)
     assert tokens(drafted) == tokens(stepwise)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_blocks_side_by_side_say_what_whole_canvases_say(shift):
+    """Three canvases of a path into the next block; two share the full block before it."""
+    model = tiny_model(block=BLOCK, shift=shift)
+    request = prepare_denoising(model, PROMPTS[0], PLAIN, SelfSpeculation(2), 0)
+    state, M = first_state(request), MASK
+    texts = [[5, 7, 8, M, M, M, M, M], [5, 7, 8, 9, M, M, M, M], [5, 7, 8, 9, M, 2, M, M]]
+    later = [state.canvas.tokens.at[BLOCK : 3 * BLOCK].set(jnp.asarray(text)) for text in texts]
+    canvases = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), state.canvas)
+    canvases = canvases._replace(tokens=jnp.stack(later), start=jnp.asarray([4, 8, 8]))
+    blocks = Blocks(
+        canvas=jnp.asarray([0, 1, 1, 2]),
+        is_next=jnp.asarray([False, False, True, True]),
+        before=jnp.asarray([0, 1, 1, 1]),
+        firsts=jnp.asarray([0, 1, 1]),
+        nexts=jnp.asarray([0, 2, 3]),
+        has_first=jnp.ones(3, bool),
+        has_next=jnp.asarray([False, True, True]),
+    )
+    network, plan, row = request.params.target, request.plan, state.row
+    said, finished = read_blocks(network, plan, row, canvases, state.kept, blocks)
+    assert said.known.tolist() == [[True] * 4 + [False] * 4, [True] * 8, [True] * 8]
+    for node in range(3):
+        canvas = jax.tree.map(lambda leaf, node=node: leaf[node], canvases)
+        alone, layers = read_canvas(network, plan, row, canvas)
+        inside, whole = canvas.start - said.start[node], canvas.start - alone.start
+        for entries, others in zip(said[1:3], alone[1:3], strict=True):
+            np.testing.assert_allclose(
+                entries[node][inside : inside + BLOCK], others[whole : whole + BLOCK], rtol=1e-5
+            )
+        for one, other in zip(finished.cache.layers, layers, strict=True):
+            of_block = other.values[:, BLOCK : 2 * BLOCK]
+            np.testing.assert_allclose(one.values[node], of_block, rtol=1e-4, atol=1e-6)
 
 
 def first_state(request):
