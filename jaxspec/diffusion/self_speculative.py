@@ -371,12 +371,19 @@ def denoise_step(
     Under `"prefix"` and `"dual"` rows that open a block and rows within one take different passes,
     so a batch in which both occur makes two.
     """
-    if speculation.costs is None or not speculation.num_drafts:
+    if not _adapts(speculation):
         return _round(plan, speculation, params, states)
-    limits = jax.vmap(partial(_num_worth_drafting, speculation))(states)
-    drafting = jnp.any((limits > 0) & (states.canvas.stop == Stop.RUNNING))
     rounds = partial(_round, plan, speculation), partial(_round_without_drafts, plan, speculation)
-    return jax.lax.cond(drafting, *rounds, params, states)
+    return jax.lax.cond(_any_drafts(speculation, states), *rounds, params, states)
+
+
+def _adapts(speculation: SelfSpeculation) -> bool:
+    return speculation.costs is not None and speculation.num_drafts > 0
+
+
+def _any_drafts(speculation: SelfSpeculation, states: DenoiseState) -> Bool[Array, ""]:
+    limits = jax.vmap(partial(_num_worth_drafting, speculation))(states)
+    return jnp.any((limits > 0) & (states.canvas.stop == Stop.RUNNING))
 
 
 def _round(
@@ -398,8 +405,12 @@ def _round_without_drafts(
     nodes, every = len(first.tree.parents), len(speculation.tree.parents)
     drafts = jax.vmap(partial(draft, plan, first))(states)
     alone = dataclasses.replace(plan, node_counts=(1,))
-    states, *found = _pass(params.target, alone, first.tree, states, drafts)
-    predictions, blocks = _with_nodes(found, nodes)
+    if plan.cache == "none" and not plan.rules.allow_mask_token:
+        # What drafts beyond the current block would be made of is half of what is unembedded.
+        alone = dataclasses.replace(alone, window=plan.block)
+    states, predictions, blocks = _pass(params.target, alone, first.tree, states, drafts)
+    predictions = jax.tree.map(partial(_widen, axis=2, size=plan.window), predictions)
+    predictions, blocks = _with_nodes((predictions, blocks), nodes)
     states, info = jax.vmap(partial(_accept, plan, first))(states, drafts, predictions, blocks)
     return states, info._replace(canvases=_with_nodes(info.canvases, every))
 
@@ -568,12 +579,15 @@ def _of_nodes(read: Callable, count: int, plan: Plan, rows: Any, drafts: Drafts)
 
 def _with_nodes(found: Any, num_nodes: int) -> Any:
     """Arrays of rows and nodes with more of the latter: zeros."""
+    return jax.tree.map(partial(_widen, axis=1, size=num_nodes), found)
 
-    def widen(leaf: Array) -> Array:
-        others = [(0, 0), (0, num_nodes - leaf.shape[1])] + [(0, 0)] * (leaf.ndim - 2)
-        return jnp.pad(leaf, others)
 
-    return jax.tree.map(widen, found)
+def _widen(leaf: Array, axis: int, size: int) -> Array:
+    if axis >= leaf.ndim:
+        return leaf
+    return jnp.pad(
+        leaf, [(0, size - leaf.shape[axis] if i == axis else 0) for i in range(leaf.ndim)]
+    )
 
 
 def _repeat_nodes(predictions: Prediction, plan: Plan) -> Prediction:
@@ -679,8 +693,28 @@ def denoise_rows(
     """Fills in a batch of rows to the end: one program."""
     step = partial(denoise_step, plan=plan, speculation=speculation)
     states = begin_rows(params, requests, plan=plan, speculation=speculation)
+    if _adapts(speculation):
+        # Rounds without drafts have a loop of their own, out of which XLA moves what is the same in
+        # all of them, as it does in stepwise decoding; out of a conditional it does not.
+        step = partial(_rounds_up_to_drafts, plan, speculation)
     states = run(step, params, states, unfinished)
     return Outcome(states.canvas, states.stats)
+
+
+def _rounds_up_to_drafts(
+    plan: Plan, speculation: SelfSpeculation, params: Params, states: DenoiseState
+) -> tuple[DenoiseState, tuple[()]]:
+    """Rounds without drafts for as long as no row drafts, then one with drafts."""
+
+    def alone(states: DenoiseState) -> Bool[Array, ""]:
+        return unfinished(states) & ~_any_drafts(speculation, states)
+
+    def with_drafts(states: DenoiseState) -> DenoiseState:
+        return _round(plan, speculation, params, states)[0]
+
+    without = partial(_round_without_drafts, plan, speculation)
+    states = run(without, params, states, alone)
+    return jax.lax.cond(unfinished(states), with_drafts, lambda states: states, states), ()
 
 
 def unfinished(states: DenoiseState) -> Bool[Array, ""]:
