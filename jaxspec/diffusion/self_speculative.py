@@ -406,7 +406,7 @@ def _round_without_drafts(
     drafts = jax.vmap(partial(draft, plan, first))(states)
     alone = dataclasses.replace(plan, node_counts=(1,))
     if plan.cache == "none" and not plan.rules.allow_mask_token:
-        # What drafts beyond the current block would be made of is half of what is unembedded.
+        # What lies beyond is for drafts alone, and half of what would be unembedded.
         alone = dataclasses.replace(alone, window=plan.block)
     states, predictions, blocks = _pass(params.target, alone, first.tree, states, drafts)
     predictions = jax.tree.map(partial(_widen, axis=2, size=plan.window), predictions)
@@ -437,7 +437,15 @@ def _pass_over_canvases(
         return _of_nodes(read, count, plan, states.row, drafts)
 
     branches = [partial(branch, count) for count in plan.node_counts]
-    return _switch(_needed(plan, drafts.valid), branches, states, drafts)
+    predictions = _switch(_needed(plan, drafts.valid), branches, states, drafts)
+    if plan.rules.allow_mask_token:
+        return predictions
+    # A row that drafts nothing knows of its own block alone, whatever its neighbours draft.
+    slots = predictions.start[:, :, None] + jnp.arange(plan.window)[None, None]
+    starts = drafts.canvases.start[:, : slots.shape[1], None]
+    of_block = (slots >= starts) & (slots < starts + plan.block)
+    known = predictions.known & (of_block | (drafts.limit > 0)[:, None, None])
+    return predictions._replace(known=known)
 
 
 def _pass_over_rest(
@@ -676,7 +684,7 @@ def _agrees(
 
 
 # What is left of a past draft's weight in the estimate after each round.
-_FORGETTING = 0.9
+_FORGETTING = 0.95
 
 
 class Outcome(NamedTuple):

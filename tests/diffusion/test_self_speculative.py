@@ -310,7 +310,7 @@ def test_drafts_that_do_not_pay_are_not_made():
 
 def test_each_row_drafts_what_pays_for_it():
     """Some draft and some do not, and neighbours make no difference to that."""
-    model, speculation = tiny_model(), SelfSpeculation(2, costs=(1.0, 1.5, 2.0))
+    model, speculation = tiny_model(), SelfSpeculation(2, costs=(1.0, 1.6, 2.2))
     together = denoise(model, EIGHT, PLAIN, speculation)
     drafting = [row.num_canvases > row.num_calls for row in together]
     assert any(drafting)
