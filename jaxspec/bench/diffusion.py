@@ -578,7 +578,8 @@ def _measure_times(prompts: Prompts, advance: Advance) -> Page:
         (_UNCACHED.having(max_new_tokens=32), (1, 4), 3),
     ):
         model, rows = load(setting.model), []
-        for batch in batches:
+        # Of as many as there are: what is called a batch of 16 must be one.
+        for batch in sorted({min(batch, len(prompts.maths)) for batch in batches}):
             advance(f"{setting.name}, {batch} prompts")
             release_programs()
             timed = _time_batch(setting, model, prompts.maths[:batch], repeats)
