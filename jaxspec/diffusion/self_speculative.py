@@ -69,9 +69,9 @@ class SelfSpeculation:
         lookup: draft tokens that followed the same two tokens earlier in the text, where there are
             such, in place of those that the last pass predicts.
         costs: what a pass with 0, 1, ..., `num_drafts` drafts costs, in any unit, as
-            `jaxspec.denoising.measure_costs` measures it. Each row then drafts as many decisions as
-            pay best by how often its drafts were kept so far, which may be none. `None` drafts all
-            it can.
+            `jaxspec.denoising.measure_costs` measures it. A batch then drafts as many decisions as
+            pay best by how often its rows' drafts were kept so far, which may be none. `None`
+            drafts all it can.
         deterministic: every pass has one shape, whatever is drafted, so that no kernel is chosen by
             it. `stepwise` then gives the stepwise decoding of that shape.
         limit: so many of `num_drafts` are drafted, at most; `None` for all.
@@ -308,10 +308,11 @@ def decide(plan: Plan, row: Row, canvas: Canvas, prediction: Prediction) -> Canv
     return advance(plan.rules, row.pace, row.stop_ids, row.length, *until, canvas, prediction)
 
 
-def draft(plan: Plan, speculation: SelfSpeculation, state: DenoiseState) -> Drafts:
-    """The decisions that the prediction in hand leads to, as far as it reaches."""
+def draft(
+    plan: Plan, speculation: SelfSpeculation, limit: Int[Array, ""], state: DenoiseState
+) -> Drafts:
+    """The decisions that the prediction in hand leads to, as far as it reaches; `limit` of them."""
     running = state.canvas.stop == Stop.RUNNING
-    limit = _num_worth_drafting(speculation, state)
     tree, row = speculation.tree, state.row
     nodes = len(tree.parents)
 
@@ -350,48 +351,48 @@ def _can_be_read(plan: Plan, state: DenoiseState, canvas: Canvas) -> Bool[Array,
     return jnp.bool_(True)
 
 
-def _num_worth_drafting(speculation: SelfSpeculation, state: DenoiseState) -> Int[Array, ""]:
-    """How many drafts give most decisions per cost, if each is kept as often as those before."""
+def _num_worth_drafting(speculation: SelfSpeculation, states: DenoiseState) -> Int[Array, ""]:
+    """How many drafts give most decisions per cost, if each is kept as often as those before.
+
+    One number for a batch: a pass is as wide as its widest row, whatever the others draft.
+    """
     most = speculation.num_drafts if speculation.limit is None else speculation.limit
     if speculation.costs is None:
         return jnp.int32(most)
-    rate = state.hits / state.trials
-    kept = jnp.cumprod(jnp.full(speculation.num_drafts, rate))
-    decisions = 1.0 + jnp.concatenate([jnp.zeros(1), jnp.cumsum(kept)])
+    running = states.canvas.stop == Stop.RUNNING
+    rates = jnp.where(running, states.hits / states.trials, 0.0)
+    kept = jnp.cumprod(jnp.repeat(rates[:, None], speculation.num_drafts, axis=1), axis=1)
+    drafted = jnp.concatenate([jnp.zeros(1), jnp.cumsum(jnp.sum(kept, axis=0))])
     # `argmax` takes the first: no drafts, where it makes no difference.
-    best = jnp.argmax(decisions / jnp.asarray(speculation.costs, jnp.float32))
+    best = jnp.argmax((jnp.sum(running) + drafted) / jnp.asarray(speculation.costs, jnp.float32))
     return jnp.minimum(best, most).astype(jnp.int32)
 
 
 def denoise_step(
     params: Params, states: DenoiseState, *, plan: Plan, speculation: SelfSpeculation = STEPWISE
 ) -> tuple[DenoiseState, DenoiseInfo]:
-    """One round of every row of a batch: drafts, one pass, as many decisions as it confirms.
+    """One round of a batch: drafts, one pass, as many decisions as it confirms.
 
-    Under `"prefix"` and `"dual"` rows that open a block and rows within one take different passes,
-    so a batch in which both occur makes two.
+    Under `"prefix"` and `"dual"` rows that open a block and rows within one need different passes:
+    the former wait for the latter.
     """
     if not _adapts(speculation):
         return _round(plan, speculation, params, states)
     rounds = partial(_round, plan, speculation), partial(_round_without_drafts, plan, speculation)
-    return jax.lax.cond(_any_drafts(speculation, states), *rounds, params, states)
+    return jax.lax.cond(_num_worth_drafting(speculation, states) > 0, *rounds, params, states)
 
 
 def _adapts(speculation: SelfSpeculation) -> bool:
     return speculation.costs is not None and speculation.num_drafts > 0
 
 
-def _any_drafts(speculation: SelfSpeculation, states: DenoiseState) -> Bool[Array, ""]:
-    limits = jax.vmap(partial(_num_worth_drafting, speculation))(states)
-    return jnp.any((limits > 0) & (states.canvas.stop == Stop.RUNNING))
-
-
 def _round(
     plan: Plan, speculation: SelfSpeculation, params: Params, states: DenoiseState
 ) -> tuple[DenoiseState, DenoiseInfo]:
-    drafts = jax.vmap(partial(draft, plan, speculation))(states)
-    states, predictions, blocks = _pass(params.target, plan, speculation.tree, states, drafts)
-    return jax.vmap(partial(_accept, plan, speculation))(states, drafts, predictions, blocks)
+    limit = _num_worth_drafting(speculation, states)
+    drafts = jax.vmap(partial(draft, plan, speculation, limit))(states)
+    found = _pass(params.target, plan, speculation.tree, states, drafts)
+    return _accept_rows(plan, speculation, states, drafts, *found)
 
 
 def _round_without_drafts(
@@ -401,30 +402,29 @@ def _round_without_drafts(
 
     The first of them is made all the same, to be judged: it may be worth reading again.
     """
-    first = dataclasses.replace(speculation, num_drafts=1, limit=0, costs=None)
+    first = dataclasses.replace(speculation, num_drafts=1, limit=None, costs=None)
     nodes, every = len(first.tree.parents), len(speculation.tree.parents)
-    drafts = jax.vmap(partial(draft, plan, first))(states)
+    drafts = jax.vmap(partial(draft, plan, first, jnp.int32(0)))(states)
     alone = dataclasses.replace(plan, node_counts=(1,))
     if plan.cache == "none" and not plan.rules.allow_mask_token:
         # What lies beyond is for drafts alone, and half of what would be unembedded.
         alone = dataclasses.replace(alone, window=plan.block)
-    states, predictions, blocks = _pass(params.target, alone, first.tree, states, drafts)
+    kept, predictions, blocks = _pass(params.target, alone, first.tree, states, drafts)
     predictions = jax.tree.map(partial(_widen, axis=2, size=plan.window), predictions)
     predictions, blocks = _with_nodes((predictions, blocks), nodes)
-    states, info = jax.vmap(partial(_accept, plan, first))(states, drafts, predictions, blocks)
+    states, info = _accept_rows(plan, first, states, drafts, kept, predictions, blocks)
     return states, info._replace(canvases=_with_nodes(info.canvases, every))
 
 
 def _pass(
     network: LanguageModel, plan: Plan, tree: Tree, states: DenoiseState, drafts: Drafts
-) -> tuple[DenoiseState, Prediction, Finished | tuple[()]]:
-    """What is predicted for every canvas, and what a pass over blocks finished of them."""
+) -> tuple[PyTree, Prediction, Finished | tuple[()]]:
+    """What is kept, what is predicted for every canvas, and what blocks a pass finished of them."""
     if plan.cache == "blocks":
-        return states, *_pass_over_blocks(network, plan, tree, states, drafts)
+        return states.kept, *_pass_over_blocks(network, plan, tree, states, drafts)
     if plan.reopens:
-        predictions, layers = _pass_over_rest(network, plan, states, drafts)
-        return states._replace(kept=layers), predictions, ()
-    return states, _pass_over_canvases(network, plan, states, drafts), ()
+        return *_pass_over_rest(network, plan, states, drafts), ()
+    return states.kept, _pass_over_canvases(network, plan, states, drafts), ()
 
 
 def _pass_over_canvases(
@@ -448,20 +448,28 @@ def _pass_over_canvases(
     return predictions._replace(known=known)
 
 
+def _take_part(plan: Plan, states: DenoiseState) -> Bool[Array, " rows"]:
+    """Which rows a pass is for: all that run. Rows that open a block wait for those within one.
+
+    Drafts take rows to the ends of their blocks after different numbers of passes. Were a block
+    opened whenever a row is ready, nearly every step of a large batch would read whole canvases.
+    """
+    running = states.canvas.stop == Stop.RUNNING
+    if not plan.reopens:
+        return running
+    within = running & (states.canvas.step > 0)
+    return jnp.where(jnp.any(within), within, running)
+
+
 def _pass_over_rest(
     network: LanguageModel, plan: Plan, states: DenoiseState, drafts: Drafts
-) -> tuple[Prediction, PyTree]:
-    """The pass that opens a block for rows at its beginning, the short one for the others."""
-    running = states.canvas.stop == Stop.RUNNING
-    opens = running & (states.canvas.step == 0)
-    unknown = _repeat_nodes(states.prediction, plan)
+) -> tuple[PyTree, Prediction]:
+    """The short pass, for rows within a block; if there are none, the one that opens a block."""
+    takes_part = _take_part(plan, states)
 
-    def reopen(states: DenoiseState) -> tuple[Prediction, PyTree]:
+    def reopen(states: DenoiseState, drafts: Drafts) -> tuple[PyTree, Prediction]:
         fresh, layers = jax.vmap(partial(read_canvas, network, plan))(states.row, states.canvas)
-        return _repeat_nodes(fresh, plan), _choose(opens, layers, states.kept)
-
-    def stay_shut(states: DenoiseState) -> tuple[Prediction, PyTree]:
-        return unknown, states.kept
+        return _choose(takes_part, layers, states.kept), _repeat_nodes(fresh, plan)
 
     def branch(count: int, states: DenoiseState, drafts: Drafts) -> Prediction:
         def read(row_and_kept: tuple[Row, PyTree], canvas: Canvas) -> Prediction:
@@ -470,16 +478,13 @@ def _pass_over_rest(
 
         return _of_nodes(read, count, plan, (states.row, states.kept), drafts)
 
-    def within(states: DenoiseState, drafts: Drafts) -> Prediction:
+    def within(states: DenoiseState, drafts: Drafts) -> tuple[PyTree, Prediction]:
         branches = [partial(branch, count) for count in plan.node_counts]
-        needed = _needed(plan, drafts.valid & ~opens[:, None])
-        return _switch(needed, branches, states, drafts)
+        needed = _needed(plan, drafts.valid & takes_part[:, None])
+        return states.kept, _switch(needed, branches, states, drafts)
 
-    rest = jax.lax.cond(
-        jnp.any(running & ~opens), within, lambda states, drafts: unknown, states, drafts
-    )
-    opened, layers = jax.lax.cond(jnp.any(opens), reopen, stay_shut, states)
-    return _choose(opens, opened, rest), layers
+    is_within = jnp.any(takes_part & (states.canvas.step > 0))
+    return jax.lax.cond(is_within, within, reopen, states, drafts)
 
 
 def _pass_over_blocks(
@@ -610,6 +615,30 @@ def _choose(rows: Bool[Array, " rows"], chosen: Any, others: Any) -> Any:
     return jax.tree.map(choose, chosen, others)
 
 
+def _accept_rows(
+    plan: Plan,
+    speculation: SelfSpeculation,
+    states: DenoiseState,
+    drafts: Drafts,
+    kept: PyTree,
+    predictions: Prediction,
+    blocks: Finished | tuple[()],
+) -> tuple[DenoiseState, DenoiseInfo]:
+    """`_accept` for every row that the pass was for; the others stay as they are."""
+    accept = jax.vmap(partial(_accept, plan, speculation))
+    after, info = accept(states._replace(kept=kept), drafts, predictions, blocks)
+    if not plan.reopens:
+        return after, info
+    takes_part = _take_part(plan, states)
+    changed = ("canvas", "prediction", "hits", "trials", "stats")
+    moved, stayed = ({name: getattr(each, name) for name in changed} for each in (after, states))
+    after = after._replace(**_choose(takes_part, moved, stayed))
+    return after, info._replace(
+        num_drafted=jnp.where(takes_part, info.num_drafted, 0),
+        num_accepted=jnp.where(takes_part, info.num_accepted, 0),
+    )
+
+
 def _accept(
     plan: Plan,
     speculation: SelfSpeculation,
@@ -715,7 +744,7 @@ def _rounds_up_to_drafts(
     """Rounds without drafts for as long as no row drafts, then one with drafts."""
 
     def alone(states: DenoiseState) -> Bool[Array, ""]:
-        return unfinished(states) & ~_any_drafts(speculation, states)
+        return unfinished(states) & (_num_worth_drafting(speculation, states) == 0)
 
     def with_drafts(states: DenoiseState) -> DenoiseState:
         return _round(plan, speculation, params, states)[0]

@@ -152,7 +152,7 @@ def test_successors_differ_in_the_last_slot():
     state, M = first_state(request), MASK
     in_hand = says([5, 6, 7, 8, 1, 1, 1, 1], [0.5, 0.9, 0.8, 0.1, 0.99, 0.99, 0.99, 0.99])
     state = state._replace(prediction=in_hand)
-    drafts = draft(request.plan, request.speculation, state)
+    drafts = draft(request.plan, request.speculation, jnp.int32(2), state)
     assert drafts.canvases.tokens[:, 1:5].tolist() == [
         [M, M, M, M],
         *([M, 6, M, M], [M, M, 7, M]),
@@ -250,7 +250,7 @@ def test_the_worked_example_of_the_paper():
     in_hand = says([A, B, 7, 7, 1, C, 1, 1], [0.95, 0.6, 0.1, 0.1, 0.2, 0.75, 0.3, 0.1])
     canvas = state.canvas._replace(tokens=filled, step=jnp.int32(2))
     state = state._replace(canvas=canvas, prediction=in_hand)
-    chain = draft(plan, speculation, state)
+    chain = draft(plan, speculation, jnp.int32(speculation.num_drafts), state)
     assert chain.valid.tolist() == [True] * 4
     assert chain.canvases.tokens[:, 1:9].tolist() == [
         [M, M, 7, 7, M, M, M, M],
@@ -277,10 +277,7 @@ EIGHT = [[int(token) for token in range(1, 2 + length)] for length in range(8)]
 
 @pytest.mark.parametrize("cache", ["none", "blocks", "dual"])
 def test_a_row_depends_on_itself_only(cache):
-    """Its place among the prompts is part of its seed, so the greedy row is compared.
-
-    With the dual cache rows wait while others read the whole canvas.
-    """
+    """Its place among the prompts is part of its seed, so the greedy row is compared."""
     model = tiny_model(block=BLOCK if cache == "blocks" else None)
     together = denoise(model, EIGHT, config(cache=cache), SelfSpeculation(3))
     assert len({row.num_calls for row in together}) > 1
@@ -308,18 +305,38 @@ def test_drafts_that_do_not_pay_are_not_made():
     assert tokens(dear) == tokens(flat) == tokens(denoise(model, PROMPTS, PLAIN))
 
 
-def test_each_row_drafts_what_pays_for_it():
-    """Some draft and some do not, and neighbours make no difference to that."""
+def test_a_batch_drafts_what_pays_for_it():
+    """Alone some draft and some do not; together they draft alike, as copies of one do alone."""
     model, speculation = tiny_model(), SelfSpeculation(2, costs=(1.0, 1.6, 2.2))
-    together = denoise(model, EIGHT, PLAIN, speculation)
-    drafting = [row.num_canvases > row.num_calls for row in together]
+    every = [denoise(model, prompt, PLAIN, speculation)[0] for prompt in EIGHT]
+    drafting = [row.num_canvases > row.num_calls for row in every]
     assert any(drafting)
     assert not all(drafting)
-    for place in (drafting.index(True), drafting.index(False)):
-        (alone,) = denoise(model, EIGHT[place], PLAIN, speculation)
-        row = together[place]
-        assert alone.drafted.tolist() == row.drafted.tolist()
-        assert alone.accepted.tolist() == row.accepted.tolist()
+    for alone in (every[drafting.index(True)], every[drafting.index(False)]):
+        for row in denoise(model, [alone.prompt_tokens.tolist()] * 3, PLAIN, speculation):
+            assert row.drafted.tolist() == alone.drafted.tolist()
+            assert row.accepted.tolist() == alone.accepted.tolist()
+    together = denoise(model, EIGHT, PLAIN, speculation)
+    assert tokens(together) == [row.tokens.tolist() for row in every]
+    most = [int(np.flatnonzero(row.drafted)[-1]) for row in together]
+    assert len(set(most)) == 1
+
+
+def test_rows_open_their_blocks_together():
+    """Whole canvases are read once for each block, however far drafts take which row."""
+    model = tiny_model()
+    request = prepare_denoising(model, EIGHT, config(cache="dual"), SelfSpeculation(3), 0)
+    states, static = request.begin(), {"plan": request.plan, "speculation": request.speculation}
+    openings = 0
+    while (running := np.asarray(states.canvas.stop) == Stop.RUNNING).any():
+        before = jax.device_get(states.canvas)
+        states, _ = step_stream(request.params, states, **static)
+        moved = (before.tokens != np.asarray(states.canvas.tokens)).any(axis=1)
+        assert moved.any()
+        opens = moved & (before.step == 0)
+        openings += opens.any()
+        assert not opens.any() or (opens == running).all()
+    assert openings == PLAIN.max_new_tokens // BLOCK
 
 
 @pytest.mark.parametrize(("costs", "known"), [((1.0, 2.0, 3.0, 4.0), 1), (None, 2)])
