@@ -229,7 +229,7 @@ def read_blocks(
 
     prediction = jax.tree.map(of_canvases, said._replace(start=()))
     is_read = jnp.stack([blocks.has_first, blocks.has_next], axis=1)
-    is_read = jnp.repeat(is_read, block, axis=1, total_repeat_length=2 * block)
+    is_read = jnp.repeat(is_read, block, axis=1)
     is_read = jnp.pad(is_read, [(0, 0), (0, plan.window - 2 * block)])
     nodes = blocks.firsts.shape[0]
     prediction = prediction._replace(start=jnp.full(nodes, begin), known=prediction.known & is_read)

@@ -136,6 +136,8 @@ def _pass(canvases: Canvases, num_drafts: int, blocks: int) -> Signature:
         tokens = jnp.concatenate(drafts, axis=2)
         if canvases.is_causal:
             choices, doubts, carry = _read_blocks(canvases, params, inputs, tokens, blocks)
+            if num_drafts:
+                choices, doubts = _say_alike(canvases, tokens, choices, doubts)
         else:
             choices, doubts, carry = _read_canvases(canvases, params, inputs, tokens)
         decided = _decide(canvases, _Window(tokens, choices, doubts))
@@ -235,6 +237,28 @@ def _read_blocks(
         return outputs
 
     return choices, doubts, carry
+
+
+def _say_alike(
+    canvases: Canvases, tokens: Array, choices: Array, doubts: Array
+) -> tuple[Array, Array]:
+    """Of the second block, what is drafted from: for rows within the first, what a later row says.
+
+    That is the first one whose own first block is full, or the last, as in
+    `diffusion.self_speculative`: so a round keeps the drafts that it keeps there.
+    """
+    first = _first_block(canvases)
+    open_slots = jnp.sum(_is_mask(canvases, tokens) * first, axis=3, keepdims=True)
+    is_past = 1.0 - jnp.minimum(open_slots, 1.0)
+    ends = jnp.concatenate([is_past[:, :, :-1], jnp.ones((1, 1, 1, 1))], axis=2)
+    before = jnp.concatenate([jnp.zeros((1, 1, 1, 1)), ends[:, :, :-1]], axis=2)
+    source, own = ends - before, jnp.maximum(is_past, first)
+
+    def alike(entries: Array) -> Array:
+        ours, theirs = (part.astype(entries.dtype) for part in (own, source))
+        return ours * entries + (1 - ours) * jnp.sum(theirs * entries, axis=2, keepdims=True)
+
+    return alike(choices), alike(doubts)
 
 
 def _read_canvases(
