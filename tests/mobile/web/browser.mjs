@@ -75,6 +75,16 @@ async function load(page, accelerator) {
   await settled(page);
 }
 
+/** Presses Escape as soon as a turn is longer: this script would hear of it when a tiny model has long come to its end. */
+function escapeAfter([turn, length]) {
+  const watch = new MutationObserver(() => {
+    if ((document.querySelectorAll('.turn.model')[turn]?.textContent.length ?? 0) <= length) return;
+    watch.disconnect();
+    document.activeElement.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', bubbles: true}));
+  });
+  watch.observe(document.body, {subtree: true, childList: true, characterData: true});
+}
+
 async function write(page, text, {choice = 'auto', mode = 'text', tokens = 64, stopAfter = null} = {}) {
   await page.selectOption('#choice', choice);
   await page.selectOption('#mode', mode);
@@ -83,11 +93,8 @@ async function write(page, text, {choice = 'auto', mode = 'text', tokens = 64, s
   await page.focus('#prompt');
   await page.keyboard.insertText(text);
   const before = (await page.$$('.turn.model')).length;
+  if (stopAfter !== null) await page.evaluate(escapeAfter, [before, stopAfter]);
   await page.keyboard.press('Enter');
-  if (stopAfter !== null) {
-    await page.waitForFunction(([before, length]) => (document.querySelectorAll('.turn.model')[before]?.textContent.length ?? 0) > length, [before, stopAfter]);
-    await page.keyboard.press('Escape');
-  }
   await page.waitForFunction(before => document.querySelectorAll('.turn.model')[before]?.dataset.reason || document.querySelector('.notice.bad'), before);
   const answer = await page.$$eval('.turn.model', (lines, before) => {
     const line = lines[before];

@@ -11,7 +11,7 @@ from jaxspec.models import EagleHead, Network
 from jaxspec.trees import AcceptanceTable, identity_of
 from tests.mobile.models import CONFIG, successor_model
 
-SLOTS = 256
+SLOTS = 1024
 TREES = (((0,), (0, 0)), ((0,), (1,), (0, 0), (0, 1)), ((0,), (0, 0), (0, 0, 0)))
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '.' }}"

@@ -24,7 +24,7 @@ from jaxspec.mobile.loops import Plain, Steps
 from jaxspec.mobile.web import choose_trees
 from jaxspec.trees import load_profile, search_tree
 from tests.mobile.web.conftest import served
-from tests.mobile.web.models import page_model, table_of
+from tests.mobile.web.models import SLOTS, page_model, table_of
 
 TEXT = "12 + 30 is 42, so"
 NUM_TOKENS = 64
@@ -103,7 +103,7 @@ def visit(browser, page, url, accelerator, tmp_path):
     ]
     texts.append({"text": " and on", "choice": trees[0], "tokens": 24})  # a second turn
     texts.append(
-        {"text": "a long one", "choice": trees[1], "tokens": 200, "stopAfter": 4, "fresh": True}
+        {"text": "a long one", "choice": "decode", "tokens": 900, "stopAfter": 4, "fresh": True}
     )
     chat = {"text": "what is it?", "mode": "chat", "tokens": 16, "choice": trees[0], "fresh": True}
     texts += [chat, {**chat, "text": "and that?", "fresh": False}]
@@ -130,7 +130,7 @@ def visit(browser, page, url, accelerator, tmp_path):
     longer = [*encode(TEXT), *expected, *encode(" and on")]
     assert second["ids"] == tokens_here(page, longer, 24, trees[0])
     assert stopped["reason"] == "stopped"
-    assert 0 < len(stopped["ids"]) < 200
+    assert 0 < len(stopped["ids"]) < 900
     asked = encode("u:what is it?.a:")
     assert chat_first["ids"] == tokens_here(page, asked, 16, trees[0])
     asked += [*chat_first["ids"], *encode(".u:and that?.a:")]
@@ -273,7 +273,7 @@ def test_too_much_for_the_heap_is_refused_beforehand(browser, changed):
 
 def test_bad_text_leaves_the_page_usable(browser, page, url):
     texts = [
-        {"text": "a" * 300},
+        {"text": "a" * (SLOTS + 44)},
         {"text": "what about \u00fc and \u4e2d?"},
         {"text": "half \ud83d of it"},
         {"text": "<img src=x onerror=alert>"},
@@ -281,8 +281,8 @@ def test_bad_text_leaves_the_page_usable(browser, page, url):
     ]
     seen = browser("load", url, texts=texts)
     long, unknown, half, markup, fine = seen["texts"]
-    assert "300 tokens" in long["notices"][0]
-    assert "below 256" in long["notices"][0]
+    assert f"{SLOTS + 44} tokens" in long["notices"][0]
+    assert f"below {SLOTS}" in long["notices"][0]
     assert "no tokens for" in unknown["notices"][0]
     assert '"\u00fc", "\u4e2d"' in unknown["notices"][0]
     assert half["notices"]
