@@ -45,6 +45,7 @@ from jaxspec.generation import (
     prompt_list,
 )
 from jaxspec.result import FINISH_REASONS
+from jaxspec.sharding import mesh_of
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Tokenizer
@@ -209,8 +210,8 @@ def denoise(
         seed: of the randomness. A row depends on it and its place among the prompts.
 
     Raises:
-        ValueError: for a causal model, settings that do not fit the model or each other, an empty
-            or too long prompt, or one that holds the mask.
+        ValueError: for a causal model or one on a mesh, settings that do not fit the model or each
+            other, an empty or too long prompt, or one that holds the mask.
     """
     request = prepare_denoising(model, prompts, config or DenoiseConfig(), speculation, seed)
     return request.result(request.denoise())
@@ -398,6 +399,11 @@ def prepare_denoising(
         raise ValueError(
             f"model: {model.name} is causal and cannot fill in masks; use `generate`, or load a "
             "diffusion language model."
+        )
+    if mesh_of(model.params) is not None:
+        raise ValueError(
+            f"model: {model.name} lies on a mesh, and masks are filled in on one device; load it "
+            "without a mesh."
         )
     if not isinstance(config, DenoiseConfig):
         raise ValueError(f"config must be a DenoiseConfig, got {type(config).__name__}.")

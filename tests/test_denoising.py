@@ -4,6 +4,7 @@ import pytest
 
 from jaxspec import DenoiseConfig, Model, SelfSpeculation, denoise, generate, score
 from jaxspec.models import Network
+from jaxspec.sharding import make_mesh, shard
 from tests.diffusion.networks import BLOCK, MASK, tiny_model
 
 
@@ -78,6 +79,13 @@ def test_more_drafts_than_slots():
 def test_what_is_no_speculation():
     with pytest.raises(ValueError, match="speculation must be a SelfSpeculation, got 4"):
         denoise(tiny_model(), [1], DenoiseConfig(**SHORT), 4)
+
+
+def test_a_model_on_a_mesh_is_refused():
+    model = tiny_model()
+    network = Network(shard(model.params, make_mesh()), model.config)
+    with pytest.raises(ValueError, match=r"meshed lies on a mesh, .* load it without a mesh"):
+        denoise(Model(network, name="meshed"), [1])
 
 
 def test_causal_models_and_diffusion_models_are_told_apart():

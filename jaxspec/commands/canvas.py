@@ -3,9 +3,8 @@
 import argparse
 import dataclasses
 import itertools
-import json
 import sys
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from jaxspec.checkpoint import Model, Tokenizer
-from jaxspec.commands import EXIT_INTERRUPTED
-from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, waiting
+from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, Shown, waiting
 from jaxspec.commands.options import announce
 from jaxspec.denoising import (
     DenoiseConfig,
@@ -25,7 +23,7 @@ from jaxspec.denoising import (
     denoise_stream,
 )
 from jaxspec.diffusion import SelfSpeculation
-from jaxspec.generation import GenerationConfig, encode_prompt
+from jaxspec.generation import GenerationConfig, PromptLike, encode_prompt
 
 if TYPE_CHECKING:
     from jaxspec.mobile import Filled, MobileModel
@@ -60,6 +58,7 @@ def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_OF_GENERATION = tuple(field.name for field in dataclasses.fields(GenerationConfig))
 _SHARED = ("max_new_tokens", "temperature", "stop_token_ids")
 _OWN = ("block_length", "steps", "schedule", "order", "threshold", "guidance", "cache")
 _DRAFTING = ("branch", "lookup", "lossy_top_k")
@@ -77,108 +76,178 @@ def check_none_given(args: argparse.Namespace) -> None:
         raise ValueError(f"{_flags(given)}: for diffusion language models, {args.model} is causal.")
 
 
-def fill_in(args: argparse.Namespace, model: Model, prompt: str | None) -> int:
-    """Fills in one continuation, showing the canvas on a terminal.
+@dataclasses.dataclass(frozen=True)
+class CanvasSession:
+    """A diffusion language model with everything that stays the same from prompt to prompt.
+
+    drafting: arguments of `SelfSpeculation`.
+    """
+
+    model: Model
+    config: DenoiseConfig
+    drafting: Mapping[str, Any]
+    seed: int
+
+    def show(self, prompt: PromptLike) -> Shown:
+        """Prints what was filled in; on a terminal the canvas is to be seen until then."""
+        try:
+            row = self._fill_in(prompt, Console(highlight=False))
+        except KeyboardInterrupt:
+            return _interrupted()
+        print(row.text if row.text is not None else row.tokens.tolist())
+        rate = row.acceptance_rate
+        drafted = "" if rate is None else f", {rate:.0%} of drafts kept"
+        print(
+            f"done: {len(row.tokens)} tokens, {row.num_calls} passes over {row.num_canvases} "
+            f"canvases, {row.tokens_per_call:.2f} tokens per pass{drafted}",
+            file=sys.stderr,
+        )
+        return Shown(row.text or "", False)
+
+    def as_json(self, prompt: PromptLike) -> dict[str, Any]:
+        """One object: the settings, then what was filled in and how."""
+        row = self._fill_in(prompt, Console(highlight=False, stderr=True))
+        values = {
+            "model": self.model.name,
+            "config": dataclasses.asdict(self.config),
+            "drafting": self.drafting,
+            "seed": self.seed,
+            "prompt_tokens": row.prompt_tokens.tolist(),
+            **{field.name: getattr(row, field.name) for field in dataclasses.fields(row)},
+        }
+        return {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in values.items()
+        }
+
+    def _fill_in(self, prompt: PromptLike, console: Console) -> Denoised:
+        speculation = SelfSpeculation(**self.drafting)
+        with waiting(COMPILING):
+            stream = denoise_stream(self.model, [prompt], self.config, speculation, self.seed)
+            steps = _Steps(stream)
+            first = next(steps, None)
+        (row,) = _watch(self.model, first, steps, console)
+        return row
+
+
+def canvas_session(args: argparse.Namespace, model: Model) -> CanvasSession:
+    """What the arguments ask of a diffusion language model.
 
     Raises:
-        ValueError: naming flags that mean nothing here, or what `denoise` refuses.
+        ValueError: naming flags that mean nothing here, or settings that are out of range.
     """
-    names = [field.name for field in dataclasses.fields(GenerationConfig)]
-    given = [name for name in names if getattr(args, name) is not None and name not in _SHARED]
-    given += ["drafter"] * (args.drafter is not None) + ["chat"] * args.chat
-    if given or prompt is None:
+    names = [name for name in _OF_GENERATION if name not in _SHARED]
+    given = [name for name in (*names, "drafter", "mesh") if getattr(args, name) is not None]
+    if given:
         raise ValueError(
-            f"{_flags(given or ['chat'])}: not for diffusion language models, and {args.model} is "
-            "one."
+            f"{_flags(given)}: not for diffusion language models, and {args.model} is one."
         )
-    given = {name: getattr(args, name) for name in (*_SHARED, *_OWN)}
-    config = DenoiseConfig(**{name: value for name, value in given.items() if value is not None})
+    values = {name: getattr(args, name) for name in (*_SHARED, *_OWN)}
+    config = DenoiseConfig(**{name: value for name, value in values.items() if value is not None})
     drafting = {name: getattr(args, name) for name in _DRAFTING}
     drafting = {name: value for name, value in drafting.items() if value is not None}
     if drafting and not args.drafts:
         raise ValueError(f"{_flags(drafting)}: needs --drafts N.")
-    drafting = {"num_drafts": args.drafts or 0, **drafting}
-    speculation = SelfSpeculation(**drafting)
+    session = CanvasSession(model, config, {"num_drafts": args.drafts or 0, **drafting}, args.seed)
+    SelfSpeculation(**session.drafting)
     drafter = f"{args.drafts or 0} of its own decisions"
     announce(model=args.model, drafter=drafter, config=config, seed=args.seed)
-    console = Console(highlight=False, stderr=args.json)
-    try:
-        with waiting(COMPILING):
-            steps = _Steps(denoise_stream(model, prompt, config, speculation, args.seed))
-            first = next(steps, None)
-        result = _watch(model, first, steps, console)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    (row,) = result
-    if args.json:
-        print(json.dumps(_as_json(row, config, drafting, args), ensure_ascii=False))
-        return 0
-    print(row.text if row.text is not None else row.tokens.tolist())
-    drafted = "" if row.acceptance_rate is None else f", {row.acceptance_rate:.0%} of drafts kept"
-    print(
-        f"done: {len(row.tokens)} tokens, {row.num_calls} passes over {row.num_canvases} canvases, "
-        f"{row.tokens_per_call:.2f} tokens per pass{drafted}",
-        file=sys.stderr,
-    )
-    return 0
+    return session
 
 
-def fill_in_litert(args: argparse.Namespace, model: "MobileModel", prompt: str | None) -> int:
+@dataclasses.dataclass(frozen=True)
+class LitertCanvasSession:
     """The same with an exported file, on LiteRT.
 
-    Raises:
-        ValueError: naming flags that were fixed by the export or mean nothing here, or what
-            `jaxspec.mobile.fill_in` refuses.
+    num_drafts: `None`: the most that the file can.
     """
-    from jaxspec.mobile import fill_in_stream
 
-    names = [field.name for field in dataclasses.fields(GenerationConfig)]
-    taken = ("max_new_tokens", "stop_token_ids")
-    given = [name for name in names if getattr(args, name) is not None and name not in taken]
-    given += [
-        name for name in (*_OWN, *_DRAFTING, "drafter", "loop") if getattr(args, name) is not None
-    ]
-    given += ["chat"] * args.chat
-    if given or prompt is None:
-        raise ValueError(
-            f"{_flags(given or ['chat'])}: not for a file of a diffusion language model, which "
-            "fills in as it was exported."
+    model: "MobileModel"
+    max_new_tokens: int
+    stop_token_ids: Sequence[int] | None
+    num_drafts: int | None
+
+    def show(self, prompt: PromptLike) -> Shown:
+        """Prints what was filled in; on a terminal the canvas is to be seen until then."""
+        try:
+            filled = self._fill_in(prompt, Console(highlight=False))
+        except KeyboardInterrupt:
+            return _interrupted()
+        text = self._text(filled)
+        print(filled.tokens.tolist() if text is None else text)
+        print(
+            f"done: {len(filled.tokens)} tokens, {filled.num_calls} passes, "
+            f"{len(filled.tokens) / max(1, filled.num_calls):.2f} tokens per pass",
+            file=sys.stderr,
         )
-    diffusion = model.manifest.diffusion
-    assert diffusion is not None, "told apart before"
-    count = DenoiseConfig.max_new_tokens if args.max_new_tokens is None else args.max_new_tokens
-    announce(model=args.model, runtime=f"LiteRT, {model.manifest.quantization}", **diffusion)
-    ids = encode_prompt(model, prompt)
-    stream = fill_in_stream(model, ids, count, args.stop_token_ids, args.drafts)
-    console = Console(highlight=False, stderr=args.json)
-    try:
-        with Live(console=console, transient=True, auto_refresh=False) as live:
-            while True:
-                tokens = next(stream)
-                if console.is_terminal:
-                    step = DenoiseStep(tokens, tokens[:0], 0)
-                    shown = _canvas(model.tokenizer, diffusion["mask_token_id"], step)
-                    live.update(shown, refresh=True)
-    except StopIteration as ended:
-        filled: Filled = ended.value
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    tokens = filled.tokens.tolist()
-    text = None if model.tokenizer is None else model.tokenizer.decode(tokens)
-    if args.json:
-        values = {"model": model.name, "runtime": "litert", "prompt": prompt, "text": text}
-        values |= {"tokens": tokens, "counts": filled.counts}
-        print(json.dumps({**values, "finish_reason": filled.finish_reason}, ensure_ascii=False))
-        return 0
-    print(tokens if text is None else text)
-    print(
-        f"done: {len(tokens)} tokens, {filled.num_calls} passes, "
-        f"{len(tokens) / max(1, filled.num_calls):.2f} tokens per pass",
-        file=sys.stderr,
+        return Shown(text or "", False)
+
+    def as_json(self, prompt: PromptLike) -> dict[str, Any]:
+        """One object: the settings, then what was filled in and how."""
+        filled = self._fill_in(prompt, Console(highlight=False, stderr=True))
+        return {
+            "model": self.model.name,
+            "runtime": "litert",
+            "prompt": prompt,
+            "text": self._text(filled),
+            "tokens": filled.tokens.tolist(),
+            "counts": filled.counts,
+            "finish_reason": filled.finish_reason,
+        }
+
+    def _text(self, filled: "Filled") -> str | None:
+        tokenizer = self.model.tokenizer
+        return None if tokenizer is None else tokenizer.decode(filled.tokens.tolist())
+
+    def _fill_in(self, prompt: PromptLike, console: Console) -> "Filled":
+        from jaxspec.mobile import fill_in_stream
+
+        diffusion = self.model.manifest.diffusion
+        assert diffusion is not None, "told apart before"
+        ids = encode_prompt(self.model, prompt)
+        stream = fill_in_stream(
+            self.model, ids, self.max_new_tokens, self.stop_token_ids, self.num_drafts
+        )
+        try:
+            with Live(console=console, transient=True, auto_refresh=False) as live:
+                while True:
+                    tokens = next(stream)
+                    if console.is_terminal:
+                        step = DenoiseStep(tokens, tokens[:0], 0)
+                        shown = _canvas(self.model.tokenizer, diffusion["mask_token_id"], step)
+                        live.update(shown, refresh=True)
+        except StopIteration as ended:
+            return ended.value
+
+
+def litert_canvas_session(args: argparse.Namespace, model: "MobileModel") -> LitertCanvasSession:
+    """What the arguments ask of an exported diffusion language model.
+
+    Raises:
+        ValueError: naming flags that were fixed by the export or mean nothing here.
+    """
+    taken = ("max_new_tokens", "stop_token_ids")
+    names = [name for name in _OF_GENERATION if name not in taken]
+    names += [*_OWN, *_DRAFTING, "drafter", "loop"]
+    given = [name for name in names if getattr(args, name) is not None]
+    if given:
+        raise ValueError(
+            f"{_flags(given)}: not for a file of a diffusion language model, which fills in as it "
+            "was exported."
+        )
+    assert model.manifest.diffusion is not None, "told apart before"
+    announce(
+        model=args.model,
+        runtime=f"LiteRT, {model.manifest.quantization}",
+        **model.manifest.diffusion,
     )
-    return 0
+    count = DenoiseConfig.max_new_tokens if args.max_new_tokens is None else args.max_new_tokens
+    return LitertCanvasSession(model, count, args.stop_token_ids, args.drafts)
+
+
+def _interrupted() -> Shown:
+    print("interrupted", file=sys.stderr)
+    return Shown("", True)
 
 
 class _Steps:
@@ -245,20 +314,3 @@ def _canvas(tokenizer: Tokenizer | None, mask_token_id: int, step: DenoiseStep) 
             text = tokenizer.decode(ids)
         shown.append(text.translate(VISIBLE_ESCAPE), kind)
     return shown
-
-
-def _as_json(
-    row: Denoised, config: DenoiseConfig, drafting: dict[str, Any], args: argparse.Namespace
-) -> dict[str, Any]:
-    values = {
-        "model": args.model,
-        "config": dataclasses.asdict(config),
-        "drafting": drafting,
-        "seed": args.seed,
-        "prompt_tokens": row.prompt_tokens.tolist(),
-        **{field.name: getattr(row, field.name) for field in dataclasses.fields(row)},
-    }
-    return {
-        name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in values.items()
-    }

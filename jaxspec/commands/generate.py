@@ -13,12 +13,14 @@ from rich.console import Console
 from jaxspec.bench.compare import describe
 from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.canvas import (
+    CanvasSession,
+    LitertCanvasSession,
     add_diffusion_arguments,
+    canvas_session,
     check_none_given,
-    fill_in,
-    fill_in_litert,
+    litert_canvas_session,
 )
-from jaxspec.commands.live import LiveText, Pace, Sources, waiting, waiting_for_first
+from jaxspec.commands.live import LiveText, Pace, Shown, Sources, waiting, waiting_for_first
 from jaxspec.commands.mobile import add_mobile_arguments, check_runtime, loop_of, open_mobile
 from jaxspec.commands.options import (
     add_drafter_arguments,
@@ -83,25 +85,25 @@ def run(args: argparse.Namespace) -> int:
     if args.runtime == "litert":
         loop, file = loop_of(args), open_mobile(args)
         if file.manifest.diffusion is not None:
-            return fill_in_litert(args, file, prompt)
+            return answer(litert_canvas_session(args, file), args, prompt)
         check_none_given(args)
         return answer(_mobile_session(args, config, file, loop), args, prompt)
     model = load_model(args, mesh_asked(args))
     if model.config.diffusion is not None:
-        return fill_in(args, model, prompt)
+        return answer(canvas_session(args, model), args, prompt)
     check_none_given(args)
     drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     announce(model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
     return answer(Session(model, config, drafter, args.seed), args, prompt)
 
 
-def answer(session: "Session", args: argparse.Namespace, prompt: str | None) -> int:
+def answer(session: "AnySession", args: argparse.Namespace, prompt: str | None) -> int:
     """Shows what a model says, in the way the arguments ask for."""
     if args.chat or prompt is None:
         return chat(session, args.system, prompt)
     if args.json:
         print(json.dumps(session.as_json(prompt), ensure_ascii=False))
-    elif session.config.num_samples > 1:
+    elif isinstance(session, Session) and session.config.num_samples > 1:
         session.print_samples(prompt)
     elif session.show(prompt).interrupted:
         return EXIT_INTERRUPTED
@@ -131,14 +133,6 @@ def _prompt(args: argparse.Namespace) -> str | None:
     if args.file is not None:
         return args.file.read_text(encoding="utf-8")
     return sys.stdin.read() if args.prompt == "-" else args.prompt
-
-
-@dataclasses.dataclass(frozen=True)
-class Shown:
-    """What a stream put on the screen."""
-
-    text: str
-    interrupted: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +259,10 @@ def _sample_as_json(row: Generation) -> dict[str, Any]:
     }
 
 
-def chat(session: Session, system: str | None, first: str | None) -> int:
+AnySession = Session | CanvasSession | LitertCanvasSession
+
+
+def chat(session: AnySession, system: str | None, first: str | None) -> int:
     """Reads turns from standard input and answers them until it ends.
 
     Ctrl-C while an answer appears ends that answer; at the prompt it ends the chat.

@@ -1,5 +1,6 @@
 """Text that appears as it is decoded, coloured by who wrote it."""
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,14 @@ REFRESH_SECONDS = 0.05
 # A model may write what a terminal would obey.
 VISIBLE_ESCAPE = {0x1B: "\u241b"}
 _TAB_SIZE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """What a stream put on the screen."""
+
+    text: str
+    interrupted: bool
 
 
 def waiting_for_first(steps: Iterator[StreamStep], message: str) -> Iterator[StreamStep]:

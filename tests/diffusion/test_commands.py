@@ -1,7 +1,10 @@
 """`jaxspec generate` and `jaxspec export` with a diffusion language model."""
 
+import dataclasses
+import io
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -86,12 +89,37 @@ def test_chats_are_prompts_as_their_template_has_them(model):
     assert found.tokens.tolist() == expected.tokens.tolist()
 
 
+def test_a_chat_remembers_its_turns(capsys, monkeypatch, model, folder):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
+    argv = ["generate", folder, "--chat", "--system", "be brief", "--drafts", "2", *SHORT]
+    assert main(argv) == 0
+    assert capsys.readouterr().out == turns(model, "one", "two")
+
+
+def test_a_chat_needs_a_template(capsys, model, tmp_path):
+    mute = dataclasses.replace(model.tokenizer, templates={})
+    jaxspec.save(dataclasses.replace(model, tokenizer=mute), tmp_path)
+    assert "has no chat template" in fails(capsys, "generate", str(tmp_path), "--chat", *SHORT)
+
+
+def turns(model, *said: str) -> str:
+    """What a chat shows, each answer being filled in behind all that was said before."""
+    messages, shown = [{"role": "system", "content": "be brief"}], ""
+    for turn in said:
+        messages.append({"role": "user", "content": turn})
+        text = denoise(model, [messages], CONFIG)[0].text
+        messages.append({"role": "assistant", "content": text})
+        shown += f"{text}\n"
+    return shown
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--branch", "2"], "--branch: needs --drafts N"),
         (["--lookup", "--drafts", "0"], "--lookup: needs --drafts N"),
-        (["--chat"], "--chat: not for diffusion language models"),
+        (["--drafter", "lookup"], "--drafter: not for diffusion language models"),
+        (["--mesh", "data=1"], "--mesh: not for diffusion language models"),
         (
             ["--drafts", "2", "--lossy-top-k", "0"],
             "lossy_top_k must be a whole number of at least 1, got 0",
@@ -134,6 +162,12 @@ class TestPhones:
             assert found["text"] == expected.text
         assert main(argv) == 0
         assert expected.text in capsys.readouterr().out
+
+    def test_a_chat_remembers_its_turns(self, capsys, monkeypatch, model, exported):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("1\n"))
+        argv = ["generate", exported, "--runtime", "litert", "--chat", "--system", "be brief"]
+        assert main([*argv, *SHORT]) == 0
+        assert capsys.readouterr().out == turns(model, "1")
 
     def test_what_was_fixed_by_the_export_is_refused(self, capsys, exported):
         argv = ["generate", exported, PROMPT, "--runtime", "litert", *SHORT]
