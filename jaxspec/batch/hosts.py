@@ -28,6 +28,8 @@ from typing import Any, NoReturn
 
 import jax
 
+from jaxspec.batch.writer import differences
+
 EXIT_LOST = 2
 _HELLO_SECONDS = 10.0
 _LONGEST_WAIT = 1e6
@@ -127,7 +129,7 @@ class Processes:
         header = json.loads(json.dumps(header))
         if self.is_first:
             for other, message in self._from_each("header").items():
-                different = _differences(message, header)
+                different = differences(message, header, "in process 0")
                 if different:
                     self.stop(f"process {other} was given another job: {different}")
             for line in self._lines.values():
@@ -360,18 +362,10 @@ def _refusal(
         )
     if other in lines or not 0 < other < num_processes:
         return f"two processes have the process_id {other}; give each its own."
-    different = _differences(hello["facts"], facts)
+    different = differences(hello["facts"], facts, "in process 0")
     if different:
         return f"mixed versions: process {other} differs from process 0: {different}"
     return None
-
-
-def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    return "; ".join(
-        f"{name} is {theirs.get(name)!r:.200} there and {ours.get(name)!r:.200} in process 0"
-        for name in {**ours, **theirs}
-        if theirs.get(name) != ours.get(name)
-    )
 
 
 def _listed(indices: list[int]) -> str:

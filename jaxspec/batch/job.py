@@ -91,8 +91,9 @@ def job_header(
     Not in it: how many rows at once, slots, devices, the guard. These decide how fast it is.
     """
     weights = drafter.params if isinstance(drafter, LoadedDrafter) else ()
+    settings = dataclasses.asdict(config or GenerationConfig())
     return {
-        "format": 1,
+        "format": 2,
         "jaxspec": _version(),
         "model": model.name,
         "architecture": repr(model.config),
@@ -100,7 +101,7 @@ def job_header(
         "weights": _sample_of(model.network),
         "drafter": describe(drafter),
         "draft_weights": _sample_of(weights),
-        "config": repr(config or GenerationConfig()),
+        "config": {name: repr(value) for name, value in settings.items()},
         "seed": seed,
         "num_rows": len(rows),
         "rows": digest_of(rows),

@@ -58,6 +58,8 @@ class Collector:
 class Writer:
     """An `Output` in a file, as a context manager. Nothing that is there is ever overwritten.
 
+    A job that fails before its first record leaves no file behind, so that its name is free.
+
     Args:
         path: of the output.
         header: the job's settings, from `job_header`, or any plain JSON.
@@ -85,6 +87,7 @@ class Writer:
                 f"{path} has no {self.progress_path.name} beside it, so it is not the output of a "
                 "job that can be resumed; give another name."
             )
+        self._is_new = not there
         try:
             # Opened for updating, never truncated: what is there may be another job's.
             self._progress = _open(self.progress_path)
@@ -93,22 +96,38 @@ class Writer:
             raise OutputError(f"{path} cannot be written: {error.strerror}.") from error
         try:
             self._lock()
-            self._begin(json.loads(json.dumps(header)))
         except BaseException:
             self.close()
+            raise
+        try:
+            self._begin(json.loads(json.dumps(header)))
+        except BaseException:
+            self._abandon()
             raise
 
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._abandon()
 
     def close(self) -> None:
         """Ends writing; records that were appended are safe without it."""
         for file in (self._out, self._progress):
             with contextlib.suppress(OSError):
                 file.close()
+
+    def _abandon(self) -> None:
+        """Ends writing; files that were begun here and hold no record go."""
+        if self._is_new and not self._end:
+            # While they are locked: nobody else has begun to write them.
+            for path in (self.path, self.progress_path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        self.close()
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """See `Output`.
@@ -176,14 +195,10 @@ class Writer:
         self._cut_back()
 
     def _check_header(self, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-        different = [
-            f"{name} is {theirs.get(name)!r:.200} there and {ours.get(name)!r:.200} here"
-            for name in {**theirs, **ours}
-            if theirs.get(name) != ours.get(name)
-        ]
+        different = differences(theirs, ours)
         if different:
             raise OutputError(
-                f"{self.path} is of another job: {'; '.join(different)}. Give that job's settings, "
+                f"{self.path} is of another job: {different}. Give that job's settings, "
                 "or another name."
             )
 
@@ -211,6 +226,21 @@ class Writer:
             with contextlib.suppress(OSError):
                 file.truncate(end)
                 file.seek(end)
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], here: str = "here") -> str:
+    """What two headers say otherwise, in words; none if they are the same."""
+    pairs = {name: (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
+    for name, (there, own) in list(pairs.items()):
+        if isinstance(there, Mapping) and isinstance(own, Mapping):
+            del pairs[name]
+            inner = {**there, **own}
+            pairs |= {f"{name}.{key}": (there.get(key), own.get(key)) for key in inner}
+    return "; ".join(
+        f"{name} is {there!s:.200} there and {own!s:.200} {here}"
+        for name, (there, own) in pairs.items()
+        if there != own
+    )
 
 
 def _open(path: Path) -> BinaryIO:

@@ -162,7 +162,7 @@ def show(args: argparse.Namespace, report: JobReport, figures: dict[str, Any] | 
 def decode_file(
     args: argparse.Namespace, processes: Processes | None = None
 ) -> tuple[JobReport, dict[str, Any] | None]:
-    """Reads, decodes and writes; every mistake is found before the output is begun.
+    """Reads, decodes and writes; a mistake found before the first record leaves no output.
 
     With `processes` only a share of the rows, and process 0 puts all shares together.
 

@@ -58,7 +58,8 @@ def test_a_file_of_prompts_becomes_a_file_of_records(argv, model, capsys):
 
     before = Path(argv[2]).read_bytes()
     assert "is there already" in fails(capsys, argv)
-    assert "max_new_tokens=20" in fails(capsys, [*argv[:-1], "21", "--resume"])
+    said = fails(capsys, [*argv[:-1], "21", "--resume"])
+    assert "another job: config.max_new_tokens is 20 there and 21 here. Give" in said
     assert "seed is 0 there and 1 here" in fails(capsys, [*argv, "--seed", "1", "--resume"])
     assert main([*argv, "--resume", "--batch", "auto"]) == 0
     assert "resuming: 8 records" in capsys.readouterr().err
@@ -84,6 +85,7 @@ def test_what_cannot_be_a_job_is_refused_before_anything_is_written(argv, capsys
     empty.write_text("")
     assert "holds no prompts" in fails(capsys, [name, str(empty), out, *rest])
     assert "top_k" in fails(capsys, [*argv, "--top-k", "999", "--temperature", "1"])
+    assert not list(Path(out).parent.glob(f"{Path(out).name}*"))
     for wrong in (["--batch", "0"], ["--slots", "many"], ["--drafting", "sometimes"]):
         with pytest.raises(SystemExit):
             main([*argv, *wrong])

@@ -8,7 +8,7 @@ import pytest
 from jaxspec.batch import Collector, OutputError, Writer
 from jaxspec.batch import writer as writer_module
 
-HEADER = {"model": "m", "seed": 0}
+HEADER = {"model": "m", "config": {"long": "x" * 300, "top_k": "0"}, "seed": 0}
 
 
 def record(line: int, sample: int = 0) -> dict:
@@ -90,6 +90,8 @@ def test_what_is_not_this_jobs_is_refused_and_left_alone(path):
     refused(path, "is there already.*--resume", resume=False)
     refused(path, "another job: seed is 0 there and 1 here", {**HEADER, "seed": 1})
     refused(path, "another job: extra is None there", {**HEADER, "extra": 2})
+    other = {**HEADER, "config": {**HEADER["config"], "top_k": "7"}}
+    refused(path, "another job: config.top_k is 0 there and 7 here. Give", other)
     data = path.read_bytes()
     path.write_bytes(data.replace(b"\\u00e9", b"\\u00e8").replace("é".encode(), "è".encode(), 1))
     refused(path, "changed after it was written: record 1")
@@ -108,6 +110,25 @@ def test_a_file_that_only_has_the_name_of_progress_is_left_alone(path, foreign):
 def test_one_process_at_a_time(path):
     with Writer(path, HEADER):
         refused(path, "another process")
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_job_that_fails_before_its_first_record_leaves_its_name_free(path, was_there):
+    if was_there:
+        Writer(path, HEADER).close()
+    before = sorted(path.parent.iterdir())
+    with pytest.raises(ValueError, match="mistake"), Writer(path, HEADER, was_there):
+        raise ValueError("mistake")
+    assert sorted(path.parent.iterdir()) == before
+
+
+def test_a_job_that_fails_later_keeps_its_records(path):
+    writer = Writer(path, HEADER)
+    writer.append([record(1)])
+    with pytest.raises(ValueError, match="mistake"), writer:
+        raise ValueError("mistake")
+    with Writer(path, HEADER, resume=True) as writer:
+        assert writer.done == {(1, 0)}
 
 
 def test_places_that_cannot_be_written(path, tmp_path):
