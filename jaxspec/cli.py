@@ -74,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, FloatingPointError) as error:
         if args.debug:
             raise
-        print("jaxspec: error:", " ".join(str(error).split()), file=sys.stderr)
+        said = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            said = f"{error.filename}: {error.strerror}; check the path and its permissions."
+        print("jaxspec: error:", " ".join(said.split()), file=sys.stderr)
         return EXIT_ERROR
 
 

@@ -303,7 +303,7 @@ class TestGenerate:
             (["MODEL", ""], "prompts[0] is empty"),
             (["MODEL", "x" * 3000], "has 3000 tokens; the context"),
             (["MODEL", "abc", "--file", "also"], "either PROMPT or --file"),
-            (["MODEL", "--file", "missing.txt"], "missing.txt"),
+            (["MODEL", "--file", "missing.txt"], "error: missing.txt: No such file"),
             (["MODEL", "abc", "--temperature", "-1"], "temperature must be at least 0, got -1.0"),
             (["MODEL", "abc", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
             (["MODEL", "abc", "--max-new-tokens", "-3"], "max_new_tokens must be at least 0"),
