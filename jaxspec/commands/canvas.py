@@ -16,7 +16,7 @@ from rich.text import Text
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, waiting
-from jaxspec.commands.options import announce
+from jaxspec.commands.options import OF_DRAFTERS, announce
 from jaxspec.denoising import (
     DenoiseConfig,
     Denoised,
@@ -63,6 +63,7 @@ def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
 _SHARED = ("max_new_tokens", "temperature", "stop_token_ids")
 _OWN = ("block_length", "steps", "schedule", "order", "threshold", "guidance", "cache")
 _DRAFTING = ("branch", "lookup", "lossy_top_k")
+_OF_CAUSAL_MODELS = ("drafter", *OF_DRAFTERS)
 
 
 def check_none_given(args: argparse.Namespace) -> None:
@@ -85,7 +86,8 @@ def fill_in(args: argparse.Namespace, model: Model, prompt: str | None) -> int:
     """
     names = [field.name for field in dataclasses.fields(GenerationConfig)]
     given = [name for name in names if getattr(args, name) is not None and name not in _SHARED]
-    given += ["drafter"] * (args.drafter is not None) + ["chat"] * args.chat
+    given += [name for name in _OF_CAUSAL_MODELS if getattr(args, name) is not None]
+    given += ["chat"] * args.chat
     if given or prompt is None:
         raise ValueError(
             f"{_flags(given or ['chat'])}: not for diffusion language models, and {args.model} is "
@@ -137,7 +139,9 @@ def fill_in_litert(args: argparse.Namespace, model: "MobileModel", prompt: str |
     taken = ("max_new_tokens", "stop_token_ids")
     given = [name for name in names if getattr(args, name) is not None and name not in taken]
     given += [
-        name for name in (*_OWN, *_DRAFTING, "drafter", "loop") if getattr(args, name) is not None
+        name
+        for name in (*_OWN, *_DRAFTING, *_OF_CAUSAL_MODELS, "loop")
+        if getattr(args, name) is not None
     ]
     given += ["chat"] * args.chat
     if given or prompt is None:

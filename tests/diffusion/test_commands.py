@@ -92,6 +92,7 @@ def test_chats_are_prompts_as_their_template_has_them(model):
         (["--branch", "2"], "--branch: needs --drafts N"),
         (["--lookup", "--drafts", "0"], "--lookup: needs --drafts N"),
         (["--chat"], "--chat: not for diffusion language models"),
+        (["--draft-model", "demo"], "--draft-model: not for diffusion language models"),
         (
             ["--drafts", "2", "--lossy-top-k", "0"],
             "lossy_top_k must be a whole number of at least 1, got 0",
