@@ -44,7 +44,9 @@ def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--order", metavar="NAME", help="default: low_confidence")
     group.add_argument("--threshold", type=float, metavar="P", help="fill in all this sure; lossy")
     group.add_argument("--guidance", type=float, metavar="W", help="classifier-free; 0: off")
-    group.add_argument("--cache", metavar="NAME", help="none, blocks, prefix or dual")
+    group.add_argument(
+        "--cache", metavar="NAME", help="none, blocks, prefix or dual; the last two: approximate"
+    )
     group.add_argument(
         "--drafts",
         type=int,

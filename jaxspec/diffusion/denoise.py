@@ -235,7 +235,7 @@ def read_blocks(
     layers = tuple(
         LayerKV(
             jnp.moveaxis(layer.keys.reshape(*layer.keys.shape[:2], count, block), 2, 0),
-            jnp.moveaxis(layer.values.reshape(-1, count, *(block, layer.values.shape[2])), 1, 0),
+            jnp.moveaxis(layer.values.reshape(-1, count, block, layer.values.shape[2]), 1, 0),
         )
         for layer in settled(hidden)
     )
