@@ -14,7 +14,7 @@ import jaxspec
 from jaxspec.checkpoint import load
 from jaxspec.core import masks
 from jaxspec.diffusion.process import Masked
-from jaxspec.models import Diffusion, ModelConfig, Network, init_params
+from jaxspec.models import Diffusion, Network, init_params
 from jaxspec.training import deer
 from jaxspec.training import train_deer as module
 from jaxspec.training.answers import read_answers
@@ -34,21 +34,16 @@ from jaxspec.training.tokenizer import MASK, RESERVED, SEPARATOR
 from jaxspec.training.train import train_lm
 from jaxspec.training.train_deer import train_deer
 from jaxspec.training.train_masked import train_masked
-from tests.training.runs import QUIET, assert_a_killed_run_ends_with_the_same_bits, write_model
+from tests.training.runs import (
+    CONFIG,
+    QUIET,
+    assert_a_killed_run_ends_with_the_same_bits,
+    write_model,
+)
 
 GOLDEN = Path(__file__).parents[3] / "shared/golden/diffusion"
 MASK_ID, SEP_ID = RESERVED.index(MASK), RESERVED.index(SEPARATOR)
-TINY = ModelConfig(
-    vocab_size=300,
-    embed_dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    max_positions=64,
-    tied_head=True,
-)
+TINY = CONFIG.replace(vocab_size=300)
 
 
 def drafter(shift, block):
