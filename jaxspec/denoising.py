@@ -240,6 +240,9 @@ def denoise_stream(
 ) -> Generator[list[DenoiseStep | None], None, DenoiseResult]:
     """The same decoding step by step: one entry per row, `None` for rows that have ended.
 
+    With the "prefix" and "dual" caches a row may wait for others before it opens a block: then its
+    step shows the canvas as it stays.
+
     Returns the `DenoiseResult` (the value of `yield from`). Args and errors: as for `denoise`.
     """
     request = prepare_denoising(model, prompts, config or DenoiseConfig(), speculation, seed)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, Shown, waiting
-from jaxspec.commands.options import announce
+from jaxspec.commands.options import OF_DRAFTERS, announce
 from jaxspec.denoising import (
     DenoiseConfig,
     Denoised,
@@ -42,7 +42,9 @@ def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--order", metavar="NAME", help="default: low_confidence")
     group.add_argument("--threshold", type=float, metavar="P", help="fill in all this sure; lossy")
     group.add_argument("--guidance", type=float, metavar="W", help="classifier-free; 0: off")
-    group.add_argument("--cache", metavar="NAME", help="none, blocks, prefix or dual")
+    group.add_argument(
+        "--cache", metavar="NAME", help="none, blocks, prefix or dual; the last two: approximate"
+    )
     group.add_argument(
         "--drafts",
         type=int,
@@ -62,6 +64,7 @@ _OF_GENERATION = tuple(field.name for field in dataclasses.fields(GenerationConf
 _SHARED = ("max_new_tokens", "temperature", "stop_token_ids")
 _OWN = ("block_length", "steps", "schedule", "order", "threshold", "guidance", "cache")
 _DRAFTING = ("branch", "lookup", "lossy_top_k")
+_OF_CAUSAL_MODELS = ("drafter", *OF_DRAFTERS)
 
 
 def check_none_given(args: argparse.Namespace) -> None:
@@ -137,7 +140,8 @@ def canvas_session(args: argparse.Namespace, model: Model) -> CanvasSession:
         ValueError: naming flags that mean nothing here, or settings that are out of range.
     """
     names = [name for name in _OF_GENERATION if name not in _SHARED]
-    given = [name for name in (*names, "drafter", "mesh") if getattr(args, name) is not None]
+    names += [*_OF_CAUSAL_MODELS, "mesh"]
+    given = [name for name in names if getattr(args, name) is not None]
     if given:
         raise ValueError(
             f"{_flags(given)}: not for diffusion language models, and {args.model} is one."
@@ -228,7 +232,7 @@ def litert_canvas_session(args: argparse.Namespace, model: "MobileModel") -> Lit
     """
     taken = ("max_new_tokens", "stop_token_ids")
     names = [name for name in _OF_GENERATION if name not in taken]
-    names += [*_OWN, *_DRAFTING, "drafter", "loop"]
+    names += [*_OWN, *_DRAFTING, *_OF_CAUSAL_MODELS, "loop"]
     given = [name for name in names if getattr(args, name) is not None]
     if given:
         raise ValueError(

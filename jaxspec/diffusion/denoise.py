@@ -109,11 +109,10 @@ def read_canvas(
 
     def pass_over(tokens: Int[Array, " slots"]) -> tuple[Array, Hidden]:
         hidden = network.forward(tokens, positions, seen, None)
-        # The slot before the text always exists: a prompt has one token at least.
-        of_window = jax.lax.dynamic_slice_in_dim(
-            hidden.features, start - int(plan.shift), plan.window
-        )
-        return network.unembed(of_window), hidden
+        # No slot lies before the first. What is said of that one means nothing, and it is the
+        # prompt's.
+        of_window = start - int(plan.shift) + jnp.arange(plan.window)
+        return network.unembed(hidden.features[jnp.maximum(of_window, 0)]), hidden
 
     logits, hidden = pass_over(canvas.tokens)
     if row.guidance is not None:
@@ -236,7 +235,7 @@ def read_blocks(
     layers = tuple(
         LayerKV(
             jnp.moveaxis(layer.keys.reshape(*layer.keys.shape[:2], count, block), 2, 0),
-            jnp.moveaxis(layer.values.reshape(-1, count, *(block, layer.values.shape[2])), 1, 0),
+            jnp.moveaxis(layer.values.reshape(-1, count, block, layer.values.shape[2]), 1, 0),
         )
         for layer in settled(hidden)
     )

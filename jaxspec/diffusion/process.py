@@ -63,7 +63,9 @@ def mask_number(
 
 
 def block_training_mask(
-    documents: Int[Array, " slots"], blocks: Int[Array, " slots"]
+    documents: Int[Array, " slots"],
+    blocks: Int[Array, " slots"],
+    firsts: Int[Array, " slots"] | None = None,
 ) -> Bool[Array, "2*slots 2*slots"]:
     """Who sees whom when a masked copy of a row is followed by a clean one (BD3-LM, section 3).
 
@@ -74,12 +76,16 @@ def block_training_mask(
     Args:
         documents: number of each slot's document; none sees another.
         blocks: number of each slot's block within its document.
+        firsts: where several blocks are foreseen together, the number of the first of them: a
+            masked slot sees these up to its own block masked, and clean ones only before them.
+            None: each block by itself.
     """
+    firsts = blocks if firsts is None else firsts
     same = documents[:, None] == documents[None, :]
-    own = same & (blocks[:, None] == blocks[None, :])
-    earlier = same & (blocks[:, None] > blocks[None, :])
-    nothing = jnp.zeros_like(own)
-    return jnp.block([[own, earlier], [nothing, own | earlier]])
+    reached = same & (blocks[:, None] >= blocks[None, :])
+    together = reached & (firsts[:, None] == firsts[None, :])
+    earlier = same & (firsts[:, None] > blocks[None, :])
+    return jnp.block([[together, earlier], [jnp.zeros_like(same), reached]])
 
 
 def drawn_per_group(key: PRNGKeyArray, groups: Int[Array, " slots"]) -> Float[Array, " slots"]:

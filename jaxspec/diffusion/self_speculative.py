@@ -437,15 +437,7 @@ def _pass_over_canvases(
         return _of_nodes(read, count, plan, states.row, drafts)
 
     branches = [partial(branch, count) for count in plan.node_counts]
-    predictions = _switch(_needed(plan, drafts.valid), branches, states, drafts)
-    if plan.rules.allow_mask_token:
-        return predictions
-    # A row that drafts nothing knows of its own block alone, whatever its neighbours draft.
-    slots = predictions.start[:, :, None] + jnp.arange(plan.window)[None, None]
-    starts = drafts.canvases.start[:, : slots.shape[1], None]
-    of_block = (slots >= starts) & (slots < starts + plan.block)
-    known = predictions.known & (of_block | (drafts.limit > 0)[:, None, None])
-    return predictions._replace(known=known)
+    return _switch(_needed(plan, drafts.valid), branches, states, drafts)
 
 
 def _take_part(plan: Plan, states: DenoiseState) -> Bool[Array, " rows"]:

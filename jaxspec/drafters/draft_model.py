@@ -76,6 +76,12 @@ class DraftModel:
                 "drafter: DraftModel needs a model's weights: DraftModel.of(load(...)); got "
                 f"{type(params.draft).__name__}."
             )
+        config = getattr(params.draft, "config", None)
+        if config is not None and config.diffusion is not None:
+            raise ValueError(
+                "drafter: DraftModel needs a causal model, and this is a diffusion language model; "
+                "Deer drafts with those."
+            )
 
     @cached_property
     def tree(self) -> Tree:

@@ -14,27 +14,37 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.masks import same_document
 from jaxspec.core.types import PyTree
-from jaxspec.diffusion.process import Masked, drawn_per_group, mask_number, mask_share
+from jaxspec.diffusion.process import (
+    Masked,
+    block_training_mask,
+    drawn_per_group,
+    mask_number,
+    mask_share,
+)
 from jaxspec.models import ModelConfig, Network
 from jaxspec.training.data import Answers
 from jaxspec.training.lm import products_in
 from jaxspec.training.loop import Metrics
-from jaxspec.training.settings import DTYPES
+from jaxspec.training.settings import CUTS, DTYPES
 from jaxspec.training.tokenizer import RESERVED, SEPARATOR
 
 
 class _Row(NamedTuple):
     """One row of packed texts, cut and hidden.
 
+    texts: number of each slot's text, as often as it was cut: its document where that was once.
     left: of the answers.
-    scale: what the weighted cross-entropies of a slot's document are divided by.
+    scale: what the weighted cross-entropies of a slot's text are divided by.
+    firsts: see `block_training_mask`; None: of every document one end is hidden, in place.
     """
 
     tokens: Int[Array, " slots"]
     segments: Int[Array, " slots"]
+    texts: Int[Array, " slots"]
     left: Bool[Array, " slots"]
     masked: Masked
     scale: Float[Array, " slots"]
+    firsts: Int[Array, " slots"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +86,8 @@ class Continuation:
         tokens, segments, left = _cut(row, cut_key, self.config, self.separator)
         draw = mask_number if self.steady else mask_share
         masked = draw(mask_key, left, segments)
-        return _Row(tokens, segments, left, masked, jnp.maximum(_count(segments, left), 1.0))
+        length = jnp.maximum(_count(segments, left), 1.0)
+        return _Row(tokens, segments, segments, left, masked, length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +101,10 @@ class Refinement:
     alpha: DEER's is 1.01.
     normalise: divide by the sum of the weights. False: as DEER writes it, the sum alone, whose
         size goes with alpha and R: at 1.05 it diverges.
+    cuts: "one": each answer is cut at one place, as in DEER. "all": behind every `longest` slots,
+        from one of the first blocks on, all in one pass that reads a clean copy beside the hidden
+        one: twice the work for as many ends as there is room for. Needs a network that is causal
+        over blocks and whole blocks of `longest` slots.
 
     Others as for `Continuation`.
     """
@@ -100,6 +115,7 @@ class Refinement:
     normalise: bool = True
     separator: bool = True
     dtype: str = "float32"
+    cuts: str = "one"
 
     def __post_init__(self):
         _check(self.config, self.dtype)
@@ -107,6 +123,25 @@ class Refinement:
             raise ValueError(f"longest must be at least 1, got {self.longest}.")
         if not self.alpha > 0:
             raise ValueError(f"alpha must be above 0, got {self.alpha}.")
+        if self.cuts not in CUTS:
+            raise ValueError(f"cuts must be one of {CUTS}, got {self.cuts!r}.")
+        diffusion = self.config.diffusion
+        assert diffusion is not None  # checked above
+        if self.cuts == "all" and diffusion.block is None:
+            raise ValueError(
+                'cuts "all" needs a drafter that is causal over blocks; this one sees both sides, '
+                'where each cut takes a pass of its own: take "one".'
+            )
+        if self.cuts == "all" and self.separator:
+            raise ValueError(
+                'cuts "all" are at the ends of blocks, where no slot would see a separator: set '
+                "separator to False."
+            )
+        if self.cuts == "all" and self.longest % (diffusion.block or 1):
+            raise ValueError(
+                f"longest must be a multiple of the drafter's block ({diffusion.block}) with cuts "
+                f'"all", got {self.longest}.'
+            )
 
     def __call__(
         self, params: PyTree, batch: Answers, key: PRNGKeyArray
@@ -121,14 +156,22 @@ class Refinement:
     def cut(self, row: Answers, key: PRNGKeyArray) -> _Row:
         """What the drafter is shown of one row, and what it has to foresee."""
         cut_key, length_key = jax.random.split(key)
-        tokens, segments, left = _cut(row, cut_key, self.config, self.separator)
+        if self.cuts == "all":
+            tokens, segments, left, firsts = _cut_everywhere(
+                row, cut_key, self.config, self.longest
+            )
+            texts = segments * len(segments) + firsts
+        else:
+            tokens, segments, left = _cut(row, cut_key, self.config, self.separator)
+            firsts, texts = None, segments
         # How many slots of the answer are left from each slot on, itself included.
-        behind = _count_from(segments, left)
-        number = 1 + jnp.floor(drawn_per_group(length_key, segments) * self.longest)
-        number = jnp.minimum(number, _count(segments, left))
+        behind = _count_from(texts, left)
+        number = 1 + jnp.floor(drawn_per_group(length_key, texts) * self.longest)
+        number = jnp.minimum(number, _count(texts, left))
         masked = tail_weights(left, behind, number, self.alpha)
-        total = _sum(segments, masked.weights) if self.normalise else jnp.ones(len(tokens))
-        return _Row(tokens, segments, left, masked, jnp.where(total > 0, total, 1.0))
+        total = _sum(texts, masked.weights) if self.normalise else jnp.ones(len(tokens))
+        scale = jnp.where(total > 0, total, 1.0)
+        return _Row(tokens, segments, texts, left, masked, scale, firsts)
 
 
 def tail_weights(
@@ -162,7 +205,7 @@ def _loss(
     chosen = jnp.take_along_axis(logits, arrays.tokens[:, :, None], axis=-1)[:, :, 0]
     nats = jax.nn.logsumexp(logits, axis=-1) - chosen
     hidden = rows.masked.hidden
-    lengths = jnp.maximum(jax.vmap(_count)(rows.segments, rows.left), 1.0)
+    lengths = jnp.maximum(jax.vmap(_count)(rows.texts, rows.left), 1.0)
     texts = jnp.sum(rows.left / lengths)
     loss = jnp.sum(nats * rows.masked.weights / rows.scale) / jnp.maximum(texts, 1.0)
     count = jnp.maximum(jnp.sum(hidden), 1)
@@ -181,16 +224,27 @@ def _foresee(
     diffusion = network.config.diffusion
     assert diffusion is not None  # checked when the objective was made
     cut = objective.cut(row, key)
-    shown = jnp.where(cut.masked.hidden, diffusion.mask_token_id, cut.tokens)
-    seen = same_document(cut.segments)
-    if diffusion.block is not None:
-        blocks = row.positions // diffusion.block
-        seen &= blocks[:, None] >= blocks[None, :]
+    hidden = jnp.where(cut.masked.hidden, diffusion.mask_token_id, cut.tokens)
     positions = jnp.asarray(row.positions)
-    features = network.forward(shown, positions, seen, None).features
-    if diffusion.shift:
-        features = jnp.roll(features, 1, axis=0)
-    return cut, network.unembed(features)
+    if cut.firsts is None:
+        seen = same_document(cut.segments)
+        if diffusion.block is not None:
+            blocks = positions // diffusion.block
+            seen &= blocks[:, None] >= blocks[None, :]
+        features = network.forward(hidden, positions, seen, None).features
+        before = jnp.roll(features, 1, axis=0)
+    else:
+        assert diffusion.block is not None  # checked when the objective was made
+        both = network.forward(
+            jnp.concatenate([hidden, cut.tokens]),
+            jnp.concatenate([positions, positions]),
+            block_training_mask(cut.segments, positions // diffusion.block, cut.firsts),
+            None,
+        ).features
+        features, clean = jnp.split(both, 2)
+        begins = positions == cut.firsts * diffusion.block
+        before = jnp.where(begins[:, None], jnp.roll(clean, 1, 0), jnp.roll(features, 1, 0))
+    return cut, network.unembed(before if diffusion.shift else features)
 
 
 def _cut(
@@ -216,6 +270,23 @@ def _cut(
     gone = answer & ~left & ~ends
     tokens = jnp.where(ends, RESERVED.index(SEPARATOR), jnp.asarray(row.tokens))
     return tokens, jnp.where(gone, 0, segments), left
+
+
+def _cut_everywhere(
+    row: Answers, key: PRNGKeyArray, config: ModelConfig, longest: int
+) -> tuple[Int[Array, " slots"], Int[Array, " slots"], Bool[Array, " slots"], Int[Array, " slots"]]:
+    """Ends every answer behind each `longest` slots: as `_cut`, and the first block of each part.
+
+    The first part has as many blocks as chance will have it, so that any may be the last of one.
+    """
+    assert config.diffusion is not None  # checked when the objective was made
+    assert config.diffusion.block is not None
+    segments = jnp.asarray(row.segments)
+    blocks = jnp.asarray(row.positions) // config.diffusion.block
+    together = longest // config.diffusion.block
+    skipped = jnp.floor(drawn_per_group(key, segments) * together).astype(jnp.int32)
+    firsts = jnp.maximum((blocks + skipped) // together * together - skipped, 0)
+    return jnp.asarray(row.tokens), segments, jnp.asarray(row.answer, bool) & (segments > 0), firsts
 
 
 def _sum(segments: Int[Array, " slots"], values: Float[Array, " slots"]) -> Float[Array, " slots"]:

@@ -10,7 +10,7 @@ from jaxspec.training.command import (
     plain_answers_settings,
     run_trainer,
 )
-from jaxspec.training.settings import DEER_STAGES, DeerTrainingSettings, settings_from_json
+from jaxspec.training.settings import CUTS, DEER_STAGES, DeerTrainingSettings, settings_from_json
 
 _DEER = {
     "start_from": "start_from",
@@ -19,6 +19,7 @@ _DEER = {
     "longest": "longest",
     "alpha": "alpha",
     "normalise": "normalise",
+    "cuts": "cuts",
     "block": "block",
 }
 
@@ -46,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--normalise",
         action=argparse.BooleanOptionalAction,
         help="stage 2: divide by the sum of weights (default)",
+    )
+    run.add_argument(
+        "--cuts",
+        choices=CUTS,
+        help="stage 2: cut an answer at one place (default), or in all, for drafters that are "
+        "causal over blocks: twice the work for as many ends as there is room for",
     )
     run.add_argument(
         "--block", type=int, help="tokens of the drafts that validation decodes with (default: 8)"

@@ -33,6 +33,7 @@ TAU = "tau_with_bonus"
 """Tokens per target pass; says its convention wherever it is printed."""
 EAGLE_VERSIONS = (1, 3)
 DEER_STAGES = (1, 2)
+CUTS = ("one", "all")
 DTYPES = ("float32", "bfloat16")
 # Settings of the trainers that name a model's folder.
 _MODELS = (TARGET, "teacher", "start_from", "tokenizer")
@@ -374,7 +375,7 @@ class DeerTrainingSettings(AnswersSettings):
     start_from: folder of the diffusion model to align with the target.
     stage: 1 for `Continuation`, 2 for `Refinement`.
     separator: see `Continuation`; None: for drafters that see both sides.
-    longest, alpha, normalise: of stage 2, see `Refinement`.
+    longest, alpha, normalise, cuts: of stage 2, see `Refinement`.
     block: tokens of the drafts that validation decodes with.
     """
 
@@ -384,12 +385,15 @@ class DeerTrainingSettings(AnswersSettings):
     longest: int = 96
     alpha: float = 1.01
     normalise: bool = True
+    cuts: str = "one"
     block: int = 8
 
     def __post_init__(self):
         super().__post_init__()
         if self.stage not in DEER_STAGES:
             raise ValueError(f"stage must be one of {DEER_STAGES}, got {self.stage}.")
+        if self.cuts not in CUTS:
+            raise ValueError(f"cuts must be one of {CUTS}, got {self.cuts!r}.")
         check_positive(self, "longest", "alpha", "block")
 
 

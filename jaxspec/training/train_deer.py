@@ -74,11 +74,12 @@ def train_deer(
     run = prepare(settings, state_folder, out, num_devices, command, console)
     model, tokenizer = load_target(run)
     start = _first_network(settings, load(settings.start_from, dtype="float32"), model)
+    objective = partial(_objective, settings, start.config)
+    objective(settings.dtype)  # says now what does not fit the drafter
     claim(run)
     sources = pack_sources(run, tokenizer, read_sources(run))
     corpus = answers_of(run, model, sources)
 
-    objective = partial(_objective, settings, start.config)
     task = Task(
         objective,
         evaluation=lambda dtype: objective(dtype).measured,
@@ -151,7 +152,13 @@ def _objective(
     if settings.stage == 1:
         return Continuation(config, separator, dtype)
     return Refinement(
-        config, settings.longest, settings.alpha, settings.normalise, separator, dtype
+        config,
+        settings.longest,
+        settings.alpha,
+        settings.normalise,
+        separator,
+        dtype,
+        settings.cuts,
     )
 
 
@@ -175,7 +182,8 @@ def _recipe(
         "I, continuation distillation"
         if settings.stage == 1
         else f"II, refinement (the last 1 to {settings.longest} slots hidden, alpha "
-        f"{settings.alpha:g}, {'' if settings.normalise else 'not '}normalised)"
+        f"{settings.alpha:g}, {'' if settings.normalise else 'not '}normalised, "
+        f"{'one cut' if settings.cuts == 'one' else 'cuts throughout'} of each answer)"
     )
     return Recipe(
         cost=PALM_FLOPS,

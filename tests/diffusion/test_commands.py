@@ -120,6 +120,7 @@ def turns(model, *said: str) -> str:
         (["--lookup", "--drafts", "0"], "--lookup: needs --drafts N"),
         (["--drafter", "lookup"], "--drafter: not for diffusion language models"),
         (["--mesh", "data=1"], "--mesh: not for diffusion language models"),
+        (["--draft-model", "demo"], "--draft-model: not for diffusion language models"),
         (
             ["--drafts", "2", "--lossy-top-k", "0"],
             "lossy_top_k must be a whole number of at least 1, got 0",

@@ -35,7 +35,7 @@ CASES = {
     "dual, shifted": ({"shift": True}, {"cache": "dual"}),
     "blocks": ({"block": BLOCK}, {}),
     "blocks, shifted": ({"block": BLOCK, "shift": True}, {"temperature": 0.5}),
-    "blocks, nothing kept": ({"block": BLOCK}, {"cache": "none"}),
+    "blocks, nothing kept": ({"block": BLOCK, "shift": True}, {"cache": "none"}),
 }
 EVERY_DAY = ("whole canvases", "sampling", "dual", "blocks", "two tokens per step")
 
@@ -287,8 +287,10 @@ def test_a_row_depends_on_itself_only(cache):
         assert (alone.num_calls, alone.num_canvases) == (row.num_calls, row.num_canvases)
 
 
-def test_keeping_finished_blocks_changes_nothing():
-    model = tiny_model(block=BLOCK)
+@pytest.mark.parametrize("shift", [False, True])
+def test_keeping_finished_blocks_changes_nothing(shift):
+    """One of the prompts is shorter than a block, so that the first one begins with it."""
+    model = tiny_model(block=BLOCK, shift=shift)
     kept = denoise(model, PROMPTS, PLAIN)
     whole = denoise(model, PROMPTS, config(cache="none"))
     assert tokens(kept) == tokens(whole)

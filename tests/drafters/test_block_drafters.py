@@ -18,7 +18,7 @@ from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode
 from jaxspec.core.masks import block_causal
 from jaxspec.core.types import Params, Warp
-from jaxspec.drafters import AdaptiveBlock, Deer, DFlash, LoadedDrafter
+from jaxspec.drafters import AdaptiveBlock, Deer, DFlash, DraftModel, LoadedDrafter
 from jaxspec.drafters.block import Acceptance
 from jaxspec.models import DFlashHead, Diffusion, Network, dflash_taps, init_dflash_params
 from tests.bench.models import tiny_model
@@ -199,6 +199,7 @@ def test_drafters_that_cannot_draft_are_refused(model, target):
 
     refused(Deer(3), target, "has no mask")
     refused(Deer(3), (), "needs a diffusion model")
+    refused(DraftModel(3), diffuser(target, 4), "DraftModel needs a causal model")
     refused(Deer(3), diffuser(network(VOCAB + 1), 4), "vocabulary")
     refused(Deer(600), diffuser(target, 4), "512 positions")
     refused(Deer(3, cache="blocks"), diffuser(target, None), "sees both")

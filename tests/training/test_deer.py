@@ -12,8 +12,9 @@ import pytest
 
 import jaxspec
 from jaxspec.checkpoint import load
+from jaxspec.core import masks
 from jaxspec.diffusion.process import Masked
-from jaxspec.models import Diffusion, ModelConfig, Network, init_params
+from jaxspec.models import Diffusion, Network, init_params
 from jaxspec.training import deer
 from jaxspec.training import train_deer as module
 from jaxspec.training.answers import read_answers
@@ -33,21 +34,16 @@ from jaxspec.training.tokenizer import MASK, RESERVED, SEPARATOR
 from jaxspec.training.train import train_lm
 from jaxspec.training.train_deer import train_deer
 from jaxspec.training.train_masked import train_masked
-from tests.training.runs import QUIET, assert_a_killed_run_ends_with_the_same_bits, write_model
+from tests.training.runs import (
+    CONFIG,
+    QUIET,
+    assert_a_killed_run_ends_with_the_same_bits,
+    write_model,
+)
 
 GOLDEN = Path(__file__).parents[3] / "shared/golden/diffusion"
 MASK_ID, SEP_ID = RESERVED.index(MASK), RESERVED.index(SEPARATOR)
-TINY = ModelConfig(
-    vocab_size=300,
-    embed_dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    max_positions=64,
-    tied_head=True,
-)
+TINY = CONFIG.replace(vocab_size=300)
 
 
 def drafter(shift, block):
@@ -173,6 +169,69 @@ def test_stage_two_hides_the_end_and_weighs_what_comes_first_most(block):
     assert sizes == {1, 2, 3, 4, 5}
 
 
+def test_cuts_throughout_foresee_what_each_cut_by_itself_would():
+    """Every part of an answer ends in hidden slots, foreseen as if the text ended there."""
+    network = drafter(True, 4)
+    row = one_row(prompt_size=6, answer_size=30, length=40)
+    objective = Refinement(network.config, 8, 1.5, separator=False, cuts="all")
+    lasts, sizes = set(), set()
+    for seed in range(8):
+        cut, logits = deer._foresee(network, objective, row, jax.random.key(seed))
+        hidden, firsts = np.asarray(cut.masked.hidden), np.asarray(cut.firsts)
+        for first in np.unique(firsts[:36]):
+            part = np.flatnonzero(firsts[:36] == first)
+            end = int(part[-1]) + 1
+            lasts.add(end)
+            tail = part[hidden[part]]
+            assert tail.tolist() == list(range(end - len(tail), end))
+            assert (len(tail) > 0) == (end > 6)
+            if len(tail) == 0:
+                continue
+            sizes.add(len(tail))
+            expected = 1.5 ** np.arange(len(tail))[::-1]
+            np.testing.assert_allclose(np.asarray(cut.masked.weights)[tail], expected, rtol=1e-5)
+            np.testing.assert_allclose(np.asarray(cut.scale)[tail], expected.sum(), rtol=1e-5)
+            tokens = jnp.where(jnp.arange(end) < tail[0], row.tokens[:end], MASK_ID)
+            seen = masks.block_causal(end, 4)
+            alone = network.forward(jnp.asarray(tokens, jnp.int32), jnp.arange(end), seen, None)
+            expected = network.unembed(jnp.roll(alone.features, 1, axis=0))
+            np.testing.assert_allclose(logits[tail], expected[tail], atol=1e-5)
+    assert lasts == {4, 8, 12, 16, 20, 24, 28, 32, 36}
+    assert sizes == set(range(1, 9))
+
+
+def test_cuts_throughout_weigh_each_end_the_same():
+    """The loss is the mean over parts of their weighted means."""
+    network = drafter(True, 4)
+    row = one_row(prompt_size=6, answer_size=30, length=40)
+    batch, key = Answers(*(field[None] for field in row)), jax.random.key(3)
+    objective = Refinement(network.config, 8, 1.5, separator=False, cuts="all")
+    loss, metrics = objective(network.params, batch, key)
+    cut, logits = deer._foresee(network, objective, row, jax.random.split(key, 1)[0])
+    nats = -np.asarray(jax.nn.log_softmax(logits))[np.arange(40), np.asarray(row.tokens)]
+    weights, means = np.asarray(cut.masked.weights), []
+    for first in np.unique(np.asarray(cut.firsts)[6:36]):
+        part = (np.asarray(cut.firsts) == first) & (np.arange(40) < 36)
+        means.append((nats * weights)[part].sum() / weights[part].sum())
+    assert float(loss) == pytest.approx(np.mean(means), rel=1e-5)
+    assert metrics["tokens"] == np.asarray(cut.masked.hidden).sum()
+
+
+@pytest.mark.parametrize(
+    ("block", "changes", "message"),
+    [
+        (None, {}, "sees both sides"),
+        (4, {"longest": 6}, "multiple of the drafter's block"),
+        (4, {"separator": True}, "no slot would see a separator"),
+        (4, {"cuts": "some"}, "cuts must be one of"),
+    ],
+)
+def test_cuts_that_cannot_be_are_named(block, changes, message):
+    settings = {"longest": 8, "separator": False, "cuts": "all", **changes}
+    with pytest.raises(ValueError, match=message):
+        Refinement(drafter(True, block).config, **settings)
+
+
 def test_raw_losses_grow_with_alpha_and_normalised_ones_do_not():
     """Why 1.05 diverges: of 96 hidden slots the weights' mean is 22 (design of DEER)."""
     network = drafter(False, None)
@@ -271,6 +330,10 @@ def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path, 
     aligned = train_deer(second, tmp_path / "s2", tmp_path / "two", console=QUIET)
     assert aligned.metrics["validation"][DECODING][TAU] >= 1
     assert load(tmp_path / "two").config.diffusion.window == 8
+    third = dataclasses.replace(second, cuts="all")
+    aligned = train_deer(third, tmp_path / "s3", tmp_path / "three", console=QUIET)
+    assert aligned.metrics["validation"][DECODING][TAU] >= 1
+    assert "cuts throughout of each answer" in (tmp_path / "three/recipe.md").read_text()
     recipe = (tmp_path / "two/recipe.md").read_text()
     assert "Stage II, refinement (the last 1 to 8 slots hidden" in recipe
     assert "the bonus token INCLUDED" in recipe
@@ -335,6 +398,7 @@ def test_answers_come_from_a_file_and_wrong_lines_are_named(models, tmp_path):
         ({"answers": "x.jsonl"}, "one of both"),
         ({"longest": 0}, "longest must be above 0"),
         ({"block": 0}, "block must be above 0"),
+        ({"cuts": "two"}, "cuts must be one of"),
     ],
 )
 def test_wrong_settings_are_named(settings, changes, message):
@@ -364,6 +428,7 @@ def test_what_does_not_fit_is_named_before_anything_is_done(settings, models, tm
         train_deer(foreign, tmp_path / "state", console=QUIET)
     for changes, message in (
         ({"block": 65}, "block must be at most the drafter's 64 positions, got 65"),
+        ({"stage": 2, "cuts": "all", "longest": 6}, "longest must be a multiple of the drafter's"),
         ({"sequence_length": 65}, r"at most the drafter's positions \(64\), got 65"),
         ({"own_text": 0, "answers": str(tmp_path / "none")}, "answers must be a file"),
     ):

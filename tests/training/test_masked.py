@@ -1,7 +1,6 @@
 """Diffusion training: what is hidden, what it weighs, who sees whom, and a run from end to end."""
 
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -12,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 import jaxspec
 from jaxspec.checkpoint import load
 from jaxspec.core.masks import block_causal
 from jaxspec.diffusion.process import LOWEST_SHARE, block_training_mask, mask_number, mask_share
-from jaxspec.models import Diffusion, ModelConfig, Network, init_params
+from jaxspec.models import Diffusion, Network, init_params
 from jaxspec.training.data import LastRows, Sequences, Source, pack
 from jaxspec.training.masked import MaskedTokens
 from jaxspec.training.settings import (
@@ -31,21 +29,11 @@ from jaxspec.training.settings import (
 from jaxspec.training.tokenizer import MASK, RESERVED
 from jaxspec.training.train import train_lm
 from jaxspec.training.train_masked import first_network, train_masked, with_layers
+from tests.training.runs import CONFIG, QUIET
 
 GOLDEN = Path(__file__).parents[3] / "shared/golden/diffusion"
-QUIET = Console(file=io.StringIO())
 MASK_ID = RESERVED.index(MASK)
-TINY = ModelConfig(
-    vocab_size=300,
-    embed_dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    max_positions=64,
-    tied_head=True,
-)
+TINY = CONFIG.replace(vocab_size=300)
 
 
 def tiny(shift, block):

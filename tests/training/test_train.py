@@ -16,7 +16,7 @@ from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.masks import causal
 from jaxspec.generation import GenerationConfig, generate
-from jaxspec.models import Experts, LinearScaling, ModelConfig, Rope
+from jaxspec.models import Experts, LinearScaling, Rope
 from jaxspec.training import command, own_text, plan
 from jaxspec.training.data import (
     Batches,
@@ -40,19 +40,9 @@ from jaxspec.training.settings import (
 )
 from jaxspec.training.tokenizer import RESERVED
 from jaxspec.training.train import train_lm
+from tests.training.runs import CONFIG, QUIET
 
-QUIET = Console(file=io.StringIO())
-TINY = ModelConfig(
-    vocab_size=300,
-    embed_dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    max_positions=64,
-    tied_head=True,
-)
+TINY = CONFIG.replace(vocab_size=300)
 
 
 @pytest.fixture(scope="module")
