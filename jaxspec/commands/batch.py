@@ -19,7 +19,7 @@ from jaxspec.batch.parts import check_parts, part_header, part_path, put_togethe
 from jaxspec.batch.rows import PROMPT_FIELDS
 from jaxspec.batch.writer import progress_path
 from jaxspec.bench.compare import describe
-from jaxspec.commands import EXIT_INTERRUPTED
+from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
 from jaxspec.commands.options import (
     add_drafter_arguments,
     add_generation_arguments,
@@ -125,7 +125,7 @@ def add_distributed_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decodes as the arguments say; 130 if Ctrl-C ended it before its time."""
+    """Decodes as the arguments say; 130 if Ctrl-C ended it before its time, 2 if no row was good."""
     if args.distributed:
         missing = [flag for flag in _REQUIRED if getattr(args, flag) is None]
         if missing:
@@ -156,6 +156,9 @@ def show(args: argparse.Namespace, report: JobReport, figures: dict[str, Any] | 
     if report.interrupted:
         print("the same command with --resume goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
+    if report.num_records and report.num_errors == report.num_records:
+        print(f"every row was bad: {args.output} says why of each", file=sys.stderr)
+        return EXIT_ERROR
     return 0
 
 

@@ -128,6 +128,14 @@ def test_ctrl_c_finishes_what_runs_and_resume_the_rest(argv, capsys, monkeypatch
     assert [record["line"] for record in records_in(argv[2])] == list(range(1, 9))
 
 
+def test_a_file_without_a_good_row_is_a_failure(argv, capsys):
+    assert main([*argv, "--field", "answer"]) == 2
+    err = capsys.readouterr().err
+    assert "8 of 8 records, 8 of them errors" in err
+    assert f"every row was bad: {argv[2]} says why of each" in err
+    assert all("answer" in record["error"] for record in records_in(argv[2]))
+
+
 def outputs(path) -> list[tuple]:
     """What may not change: how many steps a row took depends on when a guard decided."""
     kept = ("line", "sample", "tokens", "text", "finish_reason", "error")
