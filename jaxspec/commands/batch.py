@@ -125,7 +125,7 @@ def add_distributed_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decodes as the arguments say; 130 if Ctrl-C ended it before its time, 2 if no row was good."""
+    """Decodes as the arguments say; 130 if Ctrl-C ended it too early, 2 if no row was good."""
     if args.distributed:
         missing = [flag for flag in _REQUIRED if getattr(args, flag) is None]
         if missing:
