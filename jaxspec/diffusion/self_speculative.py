@@ -351,20 +351,28 @@ def _can_be_read(plan: Plan, state: DenoiseState, canvas: Canvas) -> Bool[Array,
     return jnp.bool_(True)
 
 
-def _num_worth_drafting(speculation: SelfSpeculation, states: DenoiseState) -> Int[Array, ""]:
-    """How many drafts give most decisions per cost, if each is kept as often as those before.
+def _num_worth_drafting(
+    plan: Plan, speculation: SelfSpeculation, states: DenoiseState
+) -> Int[Array, ""]:
+    """How many drafts cost least to the end, if each is kept as often as those before.
 
-    One number for a batch: a pass is as wide as its widest row, whatever the others draft.
+    One number for a batch: a pass is as wide as its widest row, whatever the others draft, and the
+    end is that of the slowest: of the text, or of the block where rows open blocks together.
     """
     most = speculation.num_drafts if speculation.limit is None else speculation.limit
     if speculation.costs is None:
         return jnp.int32(most)
-    running = states.canvas.stop == Stop.RUNNING
-    rates = jnp.where(running, states.hits / states.trials, 0.0)
-    kept = jnp.cumprod(jnp.repeat(rates[:, None], speculation.num_drafts, axis=1), axis=1)
-    drafted = jnp.concatenate([jnp.zeros(1), jnp.cumsum(jnp.sum(kept, axis=0))])
-    # `argmax` takes the first: no drafts, where it makes no difference.
-    best = jnp.argmax((jnp.sum(running) + drafted) / jnp.asarray(speculation.costs, jnp.float32))
+    kept = jnp.cumprod(
+        jnp.repeat((states.hits / states.trials)[:, None], speculation.num_drafts, axis=1), axis=1
+    )
+    decided = 1.0 + jnp.pad(jnp.cumsum(kept, axis=1), ((0, 0), (1, 0)))
+    canvas, slots = states.canvas, jnp.arange(plan.slots)
+    ends = canvas.start + plan.block if plan.reopens else states.row.end
+    masks = (canvas.tokens == plan.rules.mask_token_id) & (slots[None] < ends[:, None])
+    left = jnp.where(canvas.stop == Stop.RUNNING, jnp.sum(masks, axis=1), 0)
+    passes = jnp.max(left[:, None] / decided, axis=0)
+    # `argmin` takes the first: no drafts, where it makes no difference.
+    best = jnp.argmin(passes * jnp.asarray(speculation.costs, jnp.float32))
     return jnp.minimum(best, most).astype(jnp.int32)
 
 
@@ -379,7 +387,7 @@ def denoise_step(
     if not _adapts(speculation):
         return _round(plan, speculation, params, states)
     rounds = partial(_round, plan, speculation), partial(_round_without_drafts, plan, speculation)
-    return jax.lax.cond(_num_worth_drafting(speculation, states) > 0, *rounds, params, states)
+    return jax.lax.cond(_num_worth_drafting(plan, speculation, states) > 0, *rounds, params, states)
 
 
 def _adapts(speculation: SelfSpeculation) -> bool:
@@ -389,7 +397,7 @@ def _adapts(speculation: SelfSpeculation) -> bool:
 def _round(
     plan: Plan, speculation: SelfSpeculation, params: Params, states: DenoiseState
 ) -> tuple[DenoiseState, DenoiseInfo]:
-    limit = _num_worth_drafting(speculation, states)
+    limit = _num_worth_drafting(plan, speculation, states)
     drafts = jax.vmap(partial(draft, plan, speculation, limit))(states)
     found = _pass(params.target, plan, speculation.tree, states, drafts)
     return _accept_rows(plan, speculation, states, drafts, *found)
@@ -736,7 +744,7 @@ def _rounds_up_to_drafts(
     """Rounds without drafts for as long as no row drafts, then one with drafts."""
 
     def alone(states: DenoiseState) -> Bool[Array, ""]:
-        return unfinished(states) & (_num_worth_drafting(speculation, states) == 0)
+        return unfinished(states) & (_num_worth_drafting(plan, speculation, states) == 0)
 
     def with_drafts(states: DenoiseState) -> DenoiseState:
         return _round(plan, speculation, params, states)[0]

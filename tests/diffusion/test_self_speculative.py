@@ -11,7 +11,13 @@ from jaxspec.core.types import Params, Stop
 from jaxspec.denoising import measure_costs, prepare_denoising
 from jaxspec.diffusion import self_speculative
 from jaxspec.diffusion.denoise import Blocks, read_blocks, read_canvas
-from jaxspec.diffusion.self_speculative import begin, denoise_rows, draft, step_stream
+from jaxspec.diffusion.self_speculative import (
+    _num_worth_drafting,
+    begin,
+    denoise_rows,
+    draft,
+    step_stream,
+)
 from jaxspec.diffusion.unmask import Canvas, Prediction, Rules, look_up
 from jaxspec.models import Network
 from tests.diffusion.networks import BLOCK, MASK, tiny_model
@@ -322,6 +328,30 @@ def test_a_batch_drafts_what_pays_for_it():
     assert tokens(together) == [row.tokens.tolist() for row in every]
     most = [int(np.flatnonzero(row.drafted)[-1]) for row in together]
     assert len(set(most)) == 1
+
+
+def test_the_slowest_row_says_what_pays():
+    """9 masks at 1 + 0.1 a pass outlast 9 at 1 + 0.9, but not where only 3 are left of them."""
+    speculation = SelfSpeculation(1, costs=(1.0, 1.5))
+    request = prepare_denoising(tiny_model(), [[1, 2], [3]], config(cache="none"), speculation, 0)
+    states, plan = request.begin(), request.plan
+
+    def number(rates, masks, running=(True, True)):
+        slots = np.arange(plan.slots)
+        tokens = np.where(
+            (slots >= 2) & (slots < 2 + np.asarray(masks)[:, None]), plan.rules.mask_token_id, 5
+        )
+        stop = np.where(running, Stop.RUNNING, Stop.LENGTH)
+        canvas = states.canvas._replace(tokens=jnp.asarray(tokens), stop=jnp.asarray(stop))
+        given = states._replace(
+            canvas=canvas, hits=jnp.asarray(rates), trials=jnp.ones(2, jnp.float32)
+        )
+        return int(_num_worth_drafting(plan, request.speculation, given))
+
+    assert number((0.9, 0.9), (9, 9)) == 1
+    assert number((0.1, 0.9), (9, 9)) == 0
+    assert number((0.1, 0.9), (3, 9)) == 1
+    assert number((0.1, 0.9), (9, 9), (False, True)) == 1
 
 
 def test_rows_open_their_blocks_together():
