@@ -24,7 +24,11 @@ _HELD_OUT = 20
 
 
 def answers_of(
-    run: Run[AnswersSettings], target: Model, sources: Corpus[Sequences]
+    run: Run[AnswersSettings],
+    target: Model,
+    sources: Corpus[Sequences],
+    block: int = 1,
+    filler: int = 0,
 ) -> Corpus[Answers]:
     """Prompts with the target's answers in rows of tokens: from a file, or written now.
 
@@ -32,6 +36,8 @@ def answers_of(
         run: whose they are.
         target: who answers.
         sources: whose documents begin with the prompts.
+        block: of the drafter's slots; see `pack_answers`.
+        filler: the token that documents are filled with to whole blocks.
 
     Raises:
         ValueError: the file of answers cannot be used, and the lines that are wrong are named; or
@@ -53,6 +59,8 @@ def answers_of(
             [text.tokens for text in part],
             [text.prompt_size for text in part],
             settings.sequence_length,
+            block,
+            filler,
         )
         for part in texts
     )

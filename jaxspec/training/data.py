@@ -427,7 +427,11 @@ def pack(documents: Sequence[Int[np.ndarray, " tokens"]], length: int) -> Sequen
 
 
 def pack_answers(
-    documents: Sequence[Int[np.ndarray, " tokens"]], prompt_sizes: Sequence[int], length: int
+    documents: Sequence[Int[np.ndarray, " tokens"]],
+    prompt_sizes: Sequence[int],
+    length: int,
+    block: int = 1,
+    filler: int = 0,
 ) -> Answers:
     """Lays prompts with their answers into rows, as `pack` does.
 
@@ -435,12 +439,17 @@ def pack_answers(
         documents: tokens of each prompt and its answer. What does not fit into a row is left out.
         prompt_sizes: how many tokens of each are the prompt's.
         length: of a row.
+        block: each document is filled to a whole number of so many tokens, if there is room.
+        filler: the token that it is filled with, which is not of the answer.
     """
-    cut = [document[:length] for document in documents]
-    marks = [
-        (np.arange(len(document)) >= size).astype(np.int32)
-        for document, size in zip(cut, prompt_sizes, strict=True)
-    ]
+    cut, marks = [], []
+    for document, size in zip(documents, prompt_sizes, strict=True):
+        own = document[:length]
+        whole = np.full(min(-(-len(own) // block) * block, length), filler, own.dtype)
+        whole[: len(own)] = own
+        slots = np.arange(len(whole))
+        cut.append(whole)
+        marks.append(((slots >= size) & (slots < len(own))).astype(np.int32))
     packed = pack(cut, length)
     return Answers(*packed, pack(marks, length).tokens)
 

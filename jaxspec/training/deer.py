@@ -2,7 +2,7 @@
 
 Both stages of DEER's alignment (its section 3.2): the drafter reads what a target was asked, and
 has to foresee what the target answered. It sees each document by itself, as `jaxspec.Deer` shows it
-the text when it drafts.
+the text when it drafts: where it is causal over blocks, in whole ones, the last filled with masks.
 """
 
 import dataclasses
@@ -55,20 +55,21 @@ class Continuation:
     the sum is divided by the answer's length. A separator stands where it was cut.
 
     config: of the drafter; `config.diffusion` says what its slots see.
-    separator: put [SEP] behind an answer that was cut: "cut here, not finished". Slots of a
-        network that is causal over blocks see it only within their own block.
+    separator: put [SEP] behind an answer that was cut: "cut here, not finished". None: for
+        networks that see both sides. Those that are causal over blocks are cut at the ends of
+        blocks, where no slot would see it.
     dtype: of the operands of products; "bfloat16" still sums in float32.
     steady: draw numbers of hidden slots in place of shares; the expected loss is the same. For
         measuring: something is hidden of every answer.
     """
 
     config: ModelConfig
-    separator: bool = True
+    separator: bool | None = None
     dtype: str = "float32"
     steady: bool = False
 
     def __post_init__(self):
-        _check(self.config, self.dtype)
+        _check(self.config, self.separator, self.dtype)
 
     def __call__(
         self, params: PyTree, batch: Answers, key: PRNGKeyArray
@@ -83,7 +84,9 @@ class Continuation:
     def cut(self, row: Answers, key: PRNGKeyArray) -> _Row:
         """What the drafter is shown of one row, and what it has to foresee."""
         cut_key, mask_key = jax.random.split(key)
-        tokens, segments, left = _cut(row, cut_key, self.config, self.separator)
+        tokens, segments, left = _cut(
+            row, cut_key, self.config, separated(self.config, self.separator)
+        )
         draw = mask_number if self.steady else mask_share
         masked = draw(mask_key, left, segments)
         length = jnp.maximum(_count(segments, left), 1.0)
@@ -113,12 +116,12 @@ class Refinement:
     longest: int = 96
     alpha: float = 1.01
     normalise: bool = True
-    separator: bool = True
+    separator: bool | None = None
     dtype: str = "float32"
     cuts: str = "one"
 
     def __post_init__(self):
-        _check(self.config, self.dtype)
+        _check(self.config, self.separator, self.dtype)
         if self.longest < 1:
             raise ValueError(f"longest must be at least 1, got {self.longest}.")
         if not self.alpha > 0:
@@ -131,11 +134,6 @@ class Refinement:
             raise ValueError(
                 'cuts "all" needs a drafter that is causal over blocks; this one sees both sides, '
                 'where each cut takes a pass of its own: take "one".'
-            )
-        if self.cuts == "all" and self.separator:
-            raise ValueError(
-                'cuts "all" are at the ends of blocks, where no slot would see a separator: set '
-                "separator to False."
             )
         if self.cuts == "all" and self.longest % (diffusion.block or 1):
             raise ValueError(
@@ -162,7 +160,9 @@ class Refinement:
             )
             texts = segments * len(segments) + firsts
         else:
-            tokens, segments, left = _cut(row, cut_key, self.config, self.separator)
+            tokens, segments, left = _cut(
+                row, cut_key, self.config, separated(self.config, self.separator)
+            )
             firsts, texts = None, segments
         # How many slots of the answer are left from each slot on, itself included.
         behind = _count_from(texts, left)
@@ -248,7 +248,7 @@ def _foresee(
 
 
 def _cut(
-    row: Answers, key: PRNGKeyArray, config: ModelConfig, separator: bool
+    row: Answers, key: PRNGKeyArray, config: ModelConfig, separator: bool | None
 ) -> tuple[Int[Array, " slots"], Int[Array, " slots"], Bool[Array, " slots"]]:
     """Ends every answer at a random place: tokens, documents, and what is left of the answers.
 
@@ -258,16 +258,17 @@ def _cut(
     assert config.diffusion is not None  # checked when the objective was made
     segments = jnp.asarray(row.segments)
     answer = jnp.asarray(row.answer, bool) & (segments > 0)
-    length = _count(segments, answer)
-    before = length - _count_from(segments, answer)
+    length, behind = _count(segments, answer), _count_from(segments, answer)
+    before = length - behind
     kept = 1.0 + jnp.floor(drawn_per_group(key, segments) * length)
+    filler = (behind == 0) & (segments > 0)
     if config.diffusion.block is not None:
-        prompt = _count(segments, ~answer)
+        prompt = _count(segments, ~answer & ~filler)
         whole = config.diffusion.block
         kept = jnp.ceil((prompt + kept) / whole) * whole - prompt
     left = answer & (before < kept)
-    ends = answer & (before == kept) & separator
-    gone = answer & ~left & ~ends
+    ends = answer & (before == kept) & separated(config, separator)
+    gone = (answer & ~left & ~ends) | (filler & (kept < length))
     tokens = jnp.where(ends, RESERVED.index(SEPARATOR), jnp.asarray(row.tokens))
     return tokens, jnp.where(gone, 0, segments), left
 
@@ -310,8 +311,19 @@ def _count_from(
     return jnp.sum(jnp.where(later, counted[None, :].astype(jnp.float32), 0.0), axis=1)
 
 
-def _check(config: ModelConfig, dtype: str) -> None:
+def separated(config: ModelConfig, separator: bool | None) -> bool:
+    """Whether a separator stands where an answer was cut, see `Continuation`."""
+    assert config.diffusion is not None  # checked when the objective was made
+    return config.diffusion.block is None if separator is None else separator
+
+
+def _check(config: ModelConfig, separator: bool | None, dtype: str) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}.")
     if config.diffusion is None:
         raise ValueError("config must be of a diffusion model, but its `diffusion` is None.")
+    if separator and config.diffusion.block is not None:
+        raise ValueError(
+            "separator must be left out for a drafter that is causal over blocks: its answers are "
+            "cut at the ends of blocks, where no slot would see one."
+        )

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--separator",
         action=argparse.BooleanOptionalAction,
-        help="[SEP] where an answer is cut (default: for drafters that see both sides)",
+        help="[SEP] where an answer is cut, for drafters that see both sides (default)",
     )
     run.add_argument("--longest", type=int, help="stage 2: hidden slots at most (default: 96)")
     run.add_argument("--alpha", type=float, help="stage 2: weight of a slot over the next one")

@@ -374,7 +374,7 @@ class DeerTrainingSettings(AnswersSettings):
 
     start_from: folder of the diffusion model to align with the target.
     stage: 1 for `Continuation`, 2 for `Refinement`.
-    separator: see `Continuation`; None: for drafters that see both sides.
+    separator: see `Continuation`.
     longest, alpha, normalise, cuts: of stage 2, see `Refinement`.
     block: tokens of the drafts that validation decodes with.
     """
@@ -394,6 +394,13 @@ class DeerTrainingSettings(AnswersSettings):
             raise ValueError(f"stage must be one of {DEER_STAGES}, got {self.stage}.")
         if self.cuts not in CUTS:
             raise ValueError(f"cuts must be one of {CUTS}, got {self.cuts!r}.")
+        for field in dataclasses.fields(self):
+            of_stage_2 = field.name in ("longest", "alpha", "normalise", "cuts")
+            if of_stage_2 and self.stage == 1 and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"{field.name} is a setting of stage 2: leave it out in stage 1, got "
+                    f"{getattr(self, field.name)!r}."
+                )
         check_positive(self, "longest", "alpha", "block")
 
 

@@ -18,7 +18,7 @@ from jaxspec.models import ModelConfig, Network, param_shapes
 from jaxspec.sharding import spread_rows
 from jaxspec.training.answers import answers_of, answers_read
 from jaxspec.training.decoding import decoding_of
-from jaxspec.training.deer import Continuation, Refinement
+from jaxspec.training.deer import Continuation, Refinement, separated
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.report import PALM_FLOPS, Recipe
 from jaxspec.training.run import (
@@ -78,7 +78,10 @@ def train_deer(
     objective(settings.dtype)  # says now what does not fit the drafter
     claim(run)
     sources = pack_sources(run, tokenizer, read_sources(run))
-    corpus = answers_of(run, model, sources)
+    # A drafter of blocks is always shown whole ones.
+    diffusion = start.config.diffusion
+    assert diffusion is not None  # checked with the drafter
+    corpus = answers_of(run, model, sources, diffusion.block or 1, diffusion.mask_token_id)
 
     task = Task(
         objective,
@@ -86,7 +89,7 @@ def train_deer(
         first_params=lambda: jax.tree.map(jnp.copy, start.params),
         num_params=sum(leaf.size for leaf in jax.tree.leaves(param_shapes(start.config))),
         as_batch=lambda rows: spread_rows(run.mesh, rows),
-        flops_per_token=flops_per_token(start.config, settings.sequence_length),
+        flops_per_token=_copies(settings) * flops_per_token(start.config, settings.sequence_length),
         decode=decoding_of(
             model,
             sources.validation,
@@ -139,31 +142,30 @@ def _first_network(settings: DeerTrainingSettings, start: Model, target: Model) 
     return network
 
 
-def _separated(settings: DeerTrainingSettings, config: ModelConfig) -> bool:
-    assert config.diffusion is not None  # checked with the drafter
-    return config.diffusion.block is None if settings.separator is None else settings.separator
-
-
 def _objective(
     settings: DeerTrainingSettings, config: ModelConfig, dtype: str
 ) -> Continuation | Refinement:
     """What is trained for."""
-    separator = _separated(settings, config)
     if settings.stage == 1:
-        return Continuation(config, separator, dtype)
+        return Continuation(config, settings.separator, dtype)
     return Refinement(
         config,
         settings.longest,
         settings.alpha,
         settings.normalise,
-        separator,
+        settings.separator,
         dtype,
         settings.cuts,
     )
 
 
+def _copies(settings: DeerTrainingSettings) -> int:
+    """Of each row in a pass, see `Refinement.cuts`."""
+    return 2 if settings.cuts == "all" else 1
+
+
 def _method(settings: DeerTrainingSettings, config: ModelConfig) -> Deer:
-    sep = RESERVED.index(SEPARATOR) if _separated(settings, config) else None
+    sep = RESERVED.index(SEPARATOR) if separated(config, settings.separator) else None
     return Deer(settings.block, sep_token_id=sep)
 
 
@@ -186,7 +188,8 @@ def _recipe(
         f"{'one cut' if settings.cuts == 'one' else 'cuts throughout'} of each answer)"
     )
     return Recipe(
-        cost=PALM_FLOPS,
+        cost=PALM_FLOPS
+        + (", twice, for a hidden and a clean copy of each row" if _copies(settings) > 1 else ""),
         about=f"A drafter of blocks (DEER) for the target in `{settings.target}`, whose files "
         f"have the SHA-256 `{sha256[TARGET]}`, from the diffusion model in "
         f"`{settings.start_from}` (`{sha256['start_from']}`). Stage {stage}.",
