@@ -419,9 +419,10 @@ class Setting(NamedTuple):
 
     @property
     def outputs_agree(self) -> bool:
-        """True if every greedy output equals our plain decoding's, ties aside."""
+        """True if every greedy output equals our plain decoding's, in batches too, ties aside."""
         rows = () if isinstance(self.assisted, str) else self.assisted.rows
-        others = (divergence for row in rows for divergence in row.divergences)
+        together = (figures for methods in self.batches.values() for figures in methods.values())
+        others = (divergence for row in (*rows, *together) for divergence in row.divergences)
         return self.comparison.outputs_agree and all(divergence.is_tie for divergence in others)
 
 
@@ -537,7 +538,7 @@ def measure(
                 together = measure_batches(
                     model,
                     [prompt.text for prompt in prompts],
-                    {OUR_PLAIN: None, **chosen},
+                    chosen,
                     GenerationConfig(max_new_tokens=suite.max_new_tokens),
                     suite.batches,
                     repeats,

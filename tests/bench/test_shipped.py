@@ -12,6 +12,7 @@ import pytest
 import jaxspec
 from jaxspec.bench import assisted, shipped
 from jaxspec.bench.assisted import Pass, generation_of
+from jaxspec.bench.batches import measure_batches
 from jaxspec.bench.comparison import Divergence
 from jaxspec.bench.page import write_part
 from jaxspec.bench.results import MADE_BY, as_dict, as_markdown
@@ -490,3 +491,24 @@ class TestBlocks:
         figures = as_dict(blocks)["targets"]["demo"]["settings"]["greedy"]["batches"]
         assert figures["2"].keys() == {"plain", "DEER, chain of 4"}
         assert figures["2"]["plain"]["mean_acceptance_length"] == 1.0
+        assert "x; 1.00)" in page
+        assert figures["2"]["DEER, chain of 4"]["divergences"] == []
+
+    def test_a_batch_with_other_text_makes_it_fail(self, model, blocks):
+        config = jaxspec.GenerationConfig(max_new_tokens=4)
+        batches = measure_batches(model, [ONE, TWO], {"liar": WrongRoot()}, config, (2,), 1)
+        assert batches[2]["plain"].divergences == ()
+        assert len(batches[2]["liar"].divergences) == 2
+        (target,) = blocks.targets.values()
+        setting = target.settings["greedy"]._replace(batches=batches)
+        assert not setting.outputs_agree
+        result = blocks._replace(targets={"demo": target._replace(settings={"greedy": setting})})
+        assert not result.outputs_agree
+        assert "- DIFFERENT: liar, 2 rows, prompt 1, token " in as_markdown(result)
+        shown = as_dict(result)["targets"]["demo"]["settings"]["greedy"]["batches"]
+        assert len(json.loads(json.dumps(shown))["2"]["liar"]["divergences"]) == 2
+
+    def test_sampled_batches_are_refused(self, model):
+        config = jaxspec.GenerationConfig(max_new_tokens=4, temperature=1.0)
+        with pytest.raises(ValueError, match="temperature must be 0"):
+            measure_batches(model, [ONE], {}, config, (1,), 1)
