@@ -17,6 +17,7 @@ import pytest
 import jaxspec
 from jaxspec import GenerationConfig, commands, generate
 from jaxspec.bench import shipped
+from jaxspec.bench.step import StepTimes
 from jaxspec.checkpoint import hub, save_eagle
 from jaxspec.cli import COMMANDS, main
 from jaxspec.commands import demo, options
@@ -444,12 +445,20 @@ class TestBench:
         kept = ("prompt lookup", "draft model", "EAGLE-1, searched tree", "DEER, tree of 8")
         methods = {name: shipped.EVERY_METHOD[name] for name in kept}
         monkeypatch.setattr("jaxspec.commands.bench.EVERY_METHOD", methods)
+        times = StepTimes(step=0.008, draft=0.002, target=0.005, width=4.0)
+        monkeypatch.setattr(shipped, "measure_drafter", lambda *_, **__: times)
+        written = tmp_path / "figures.json"
         argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
-        assert main([*argv, "--limit", "1", "--drafter", "all"]) == 0
+        argv += ["--limit", "1", "--json", str(written)]
+        assert main([*argv, "--drafter", "all"]) == 0
         out, err = capsys.readouterr()
         assert "left_out: draft model, EAGLE-1, searched tree" in err
         assert "DEER, tree of 8" in out
         assert "longest" in out
+        assert out.count("25%, 62%") == 3
+        steps = json.loads(written.read_text())["steps"]
+        assert steps.keys() == {"plain", "prompt lookup", "DEER, tree of 8"}
+        assert steps["DEER, tree of 8"]["draft_seconds"] == 0.002
 
     def test_a_drafter_that_lies_makes_it_fail(self, capsys, monkeypatch, folder, prompts):
         planted = ({}, lambda args, settings, model: WrongRoot())

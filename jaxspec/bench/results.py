@@ -20,12 +20,12 @@ from jaxspec.bench.shipped import (
     SuiteResult,
     TargetResult,
 )
-from jaxspec.bench.step import StepTimes
 from jaxspec.bench.table import (
     divergence_lines,
     divergences_as_dicts,
     findings,
     outputs_text,
+    shares_text,
     speedup_text,
 )
 
@@ -115,7 +115,7 @@ def _target_as_dict(target: TargetResult) -> dict[str, Any]:
             label: {
                 "comparison": setting.comparison.as_dict(),
                 "transformers": _assisted_as_dict(setting.assisted),
-                "steps": {name: _steps_as_dict(steps) for name, steps in setting.steps.items()},
+                "steps": {name: steps_as_dict(steps) for name, steps in setting.steps.items()},
                 "batches": {
                     str(size): {name: _batch_as_dict(figures) for name, figures in methods.items()}
                     for size, methods in setting.batches.items()
@@ -130,7 +130,8 @@ def _batch_as_dict(figures: BatchFigures) -> dict[str, Any]:
     return {**figures._asdict(), "divergences": divergences_as_dicts(figures.divergences)}
 
 
-def _steps_as_dict(steps: MethodSteps) -> dict[str, Any]:
+def steps_as_dict(steps: MethodSteps) -> dict[str, Any]:
+    """Plain values, in seconds per step."""
     seconds = {f"{name}_seconds": getattr(steps.times, name) for name in _PARTS_OF_A_STEP}
     return {
         "nodes_without_root": steps.nodes,
@@ -263,7 +264,7 @@ def _detail_table(setting: Setting) -> str:
                 f"{row.overall.acceptance_rate:.0%}",
                 str(row.overall.max_accepted_tokens),
                 _whole_drafts(row.overall),
-                _shares(setting.steps[row.name].times),
+                shares_text(setting.steps[row.name].times),
                 *(speedup_text(row.by_category[name]) for name in categories),
                 f"{row.peak_bytes / 1e6:.1f} MB",
             ]
@@ -275,10 +276,6 @@ def _detail_table(setting: Setting) -> str:
 def _whole_drafts(figures: Figures) -> str:
     histogram = figures.acceptance_histogram
     return f"{histogram[-1]} of {sum(histogram)}" if len(histogram) > 1 else ""
-
-
-def _shares(times: StepTimes) -> str:
-    return f"{times.draft / times.step:.0%}, {times.target / times.step:.0%}"
 
 
 def _batch_table(setting: Setting) -> str:

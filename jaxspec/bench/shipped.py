@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxspec.bench.assisted import PLAIN, decode_with_transformers, why_not_here
 from jaxspec.bench.batches import BatchFigures, measure_batches
@@ -32,7 +31,7 @@ from jaxspec.checkpoint import (
 )
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
-from jaxspec.core.types import Drafter, Params, PyTree, Warp
+from jaxspec.core.types import Drafter, Params, PyTree
 from jaxspec.drafters import (
     AdaptiveBlock,
     AdaptiveExit,
@@ -507,15 +506,16 @@ def measure(
         loaded = {n: d for n, d in drafters.items() if isinstance(d, LoadedDrafter)}
         settings = {}
         for label, temperature in suite.temperatures.items():
+            config = GenerationConfig(
+                max_new_tokens=suite.max_new_tokens,
+                temperature=temperature,
+                top_p=suite.top_p if temperature else 1.0,
+            )
             comparison = compare(
                 model,
                 [prompt.text for prompt in prompts],
                 drafters,
-                GenerationConfig(
-                    max_new_tokens=suite.max_new_tokens,
-                    temperature=temperature,
-                    top_p=suite.top_p if temperature else 1.0,
-                ),
+                config,
                 repeats=repeats,
                 seed=suite.seed,
                 categories=[prompt.category for prompt in prompts],
@@ -529,9 +529,7 @@ def measure(
                 assisted = _assisted(
                     suite, suite.assistant, model, folders[target], prompts, comparison, progress
                 )
-            top_p = None if suite.top_p == 1.0 else jnp.full(1, suite.top_p)
-            warp = Warp(jnp.full(1, temperature), top_p=top_p) if temperature else Warp()
-            steps = _steps(model, drafters, warp, repeats, progress)
+            steps = time_steps(model, drafters, config, repeats, progress)
             together = {}
             if not temperature and suite.batches:
                 chosen = {n: drafters[n] for n in suite.batch_methods if n in drafters}
@@ -539,7 +537,7 @@ def measure(
                     model,
                     [prompt.text for prompt in prompts],
                     chosen,
-                    GenerationConfig(max_new_tokens=suite.max_new_tokens),
+                    config,
                     suite.batches,
                     repeats,
                 )
@@ -562,14 +560,18 @@ def measure(
     )
 
 
-def _steps(
+def time_steps(
     model: Model,
     drafters: Mapping[str, Method],
-    warp: Warp,
+    config: GenerationConfig,
     repeats: int,
-    progress: bool,
+    progress: bool = True,
 ) -> dict[str, MethodSteps]:
-    """Times the steps of plain decoding and of every method."""
+    """Times the steps of plain decoding and of every method, sampled as `config` says.
+
+    Behind a few ids again and again, not on prompts; see `measure_drafter`.
+    """
+    warp = prepare(model, [0], config, None, 0).prompts.warp
     methods = {OUR_PLAIN: NoDraft(), **drafters}
     steps = {}
     with progress_bar(len(methods), progress) as advance:
