@@ -199,6 +199,8 @@ class TestDrafters:
         adaptive = AdaptiveBlock()
         assert made.drafter == jaxspec.Deer(5, num_nodes=7, temperature=0.0, adaptive=adaptive)
         assert made.params.config.diffusion == Diffusion(23, True, 4)
+        made = self.make(f"deer:model={tmp_path},adaptive=1,draft_cost=0.5,token_cost=0")
+        assert made.drafter.adaptive == AdaptiveBlock(draft_cost=0.5, token_cost=0.0)
         made = self.make(f"deer:model={tmp_path},steps=2")
         assert made.drafter == jaxspec.Deer(8, steps=2)
 
@@ -207,6 +209,7 @@ class TestDrafters:
         [
             ("deer", "needs deer:model=MODEL"),
             ("deer:block=x", "block must be a number"),
+            ("deer:token_cost=0.1", "token_cost: needs adaptive=1"),
             ("dflash:block=3", "needs dflash:head=FOLDER"),
             ("lookup:size=3", "lookup has no setting 'size'; it has num_speculative_tokens,"),
             ("lookup:max_ngram=x", "max_ngram must be a number"),

@@ -25,6 +25,7 @@ from jaxspec.bench.shipped import (
     dynamic_tree,
     first_that_fit,
     measure,
+    measure_costs,
     read_prompt_set,
 )
 from jaxspec.bench.step import StepTimes
@@ -32,6 +33,7 @@ from jaxspec.checkpoint import hub, save_eagle
 from jaxspec.cli import main
 from jaxspec.commands import bench as command
 from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.drafters import LoadedDrafter
 from jaxspec.models import Diffusion, EagleHead, Network, init_eagle_params
 from tests.bench.models import WrongRoot
 
@@ -512,3 +514,15 @@ class TestBlocks:
         config = jaxspec.GenerationConfig(max_new_tokens=4, temperature=1.0)
         with pytest.raises(ValueError, match="temperature must be 0"):
             measure_batches(model, [ONE], {}, config, (1,), 1)
+
+    def test_an_adaptive_chain_is_told_what_passes_cost_here(self, model, monkeypatch):
+        """By hand: of 9 tokens a pass takes 4 ms, of one 2 ms, and drafting 1 ms."""
+        plain = StepTimes(step=0.003, draft=0.0, target=0.002, width=1.0)
+        whole = StepTimes(step=0.008, draft=0.001, target=0.004, width=9.0)
+
+        def measure_drafter(params, drafter, warp, repeats):
+            return plain if isinstance(drafter, jaxspec.NoDraft) else whole
+
+        monkeypatch.setattr(shipped, "measure_drafter", measure_drafter)
+        costs = measure_costs(model, LoadedDrafter(jaxspec.Deer(8), model.network))
+        assert (costs.draft_cost, costs.token_cost) == (0.5, 0.12)

@@ -269,15 +269,15 @@ def test_asking_the_drafter_again_is_caught(monkeypatch):
 
 def judged(target: np.ndarray, stated: np.ndarray, token: int) -> np.ndarray:
     """The law of what one position emits: the drafted token, or a draw from the residual."""
-    accepted = min(1, target[token] / stated[token])
+    accepted = 1 if target[token] >= stated[token] else target[token] / stated[token]
     residual = np.maximum(target - stated, 0)
     law = (1 - accepted) * residual / max(residual.sum(), 1e-300)
     law[token] += accepted
     return law
 
 
-def going_on(drafted: Drafted, target: enumeration.Laws, stated: np.ndarray, *, reread: bool):
-    """The law of the published program, which goes on behind a rejection and has no bonus token.
+def going_on(drafted: Drafted, target: enumeration.Laws, stated: np.ndarray, reread: bool) -> float:
+    """How far off the published program is: it goes on behind a rejection, without a bonus token.
 
     Its one target pass has read the drafted tokens; `reread`: it reads what was emitted instead.
     """
