@@ -119,7 +119,8 @@ class BlockSettings:
             of the most probable paths; its tokens are deterministic, at any temperature.
         branch: tokens of a position that such a tree considers.
         temperature: of drafting; `None`: the row's own. 0 drafts the likeliest tokens, which are
-            verified as deterministic ones. The row's filters hold in either case.
+            verified as deterministic ones. Tokens that are drawn pass the row's filters; the
+            likeliest are taken as they are, those of `num_nodes` too.
         steps: denoising passes for one chain. Each decides the next ceil(block / steps) positions,
             from left to right, so that every token's law depends on the tokens before it alone, as
             verification asks for.

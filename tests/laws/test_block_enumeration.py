@@ -233,6 +233,14 @@ def test_deterministic_blocks_keep_the_law(name, warp):
     assert deviation(drafted, static_tree(proposals), laws) < EXACT
 
 
+@pytest.mark.parametrize("name", ["arg-max tree", "dynamic tree"])
+def test_filters_leave_the_likeliest_as_they_are(name):
+    """Behind a filter siblings would be any tokens, as all but the best are impossible."""
+    warps = (WARPS["hot"], WARPS["hot"]._replace(top_k=jnp.int32(1)))
+    drafts = [propose(FIXED[name], context_of(warp, TEXT)).tokens for warp in warps]
+    np.testing.assert_array_equal(*drafts)
+
+
 def test_tokens_are_drawn_from_the_stated_laws():
     """What enumeration leaves out: the draw itself."""
     case, context = BLOCKS["two passes"], context_of(WARPS["hot"], TEXT)
