@@ -45,6 +45,7 @@ from jaxspec.drafters import (
     NoDraft,
     PromptLookup,
 )
+from jaxspec.drafters.fit import OtherTargetError
 from jaxspec.generation import GenerationConfig, prepare
 from jaxspec.models import Eagle3Head, EagleHead
 from jaxspec.progress import progress_bar
@@ -227,7 +228,7 @@ def if_it_drafts_for(target: Model, drafter: LoadedDrafter) -> LoadedDrafter | N
     """The drafter, or `None` where its tokens mean something else to the target."""
     try:
         prepare(target, [0], GenerationConfig(max_new_tokens=1), drafter, 0)
-    except ValueError:
+    except OtherTargetError:
         return None
     return drafter
 

@@ -24,6 +24,7 @@ from jaxspec.bench.shipped import (
     SuitePrompt,
     dynamic_tree,
     first_that_fit,
+    if_it_drafts_for,
     measure,
     measure_costs,
     read_prompt_set,
@@ -36,6 +37,7 @@ from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.models import Diffusion, EagleHead, Network, init_eagle_params
 from tests.bench.models import WrongRoot
+from tests.checkpoint.networks import random_network
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K, HUMANEVAL, MBPP = SUITES["shipped"].prompt_sets
@@ -526,3 +528,14 @@ class TestBlocks:
         monkeypatch.setattr(shipped, "measure_drafter", measure_drafter)
         costs = measure_costs(model, LoadedDrafter(jaxspec.Deer(8), model.network))
         assert (costs.draft_cost, costs.token_cost) == (0.5, 0.12)
+
+    def test_only_a_drafter_for_another_target_is_left_out(self, model):
+        network = Network(model.params, model.config.replace(diffusion=Diffusion(3, shift=True)))
+        drafter = jaxspec.Deer.of(dataclasses.replace(model, network=network))
+        assert if_it_drafts_for(model, drafter) is drafter
+        larger = random_network(model.config.replace(vocab_size=model.vocab_size + 1))
+        other = dataclasses.replace(model, tokenizer=None, network=larger)
+        assert if_it_drafts_for(other, drafter._replace(tokenizer=None)) is None
+        too_long = drafter._replace(drafter=jaxspec.Deer(4096))
+        with pytest.raises(ValueError, match="block must be at most"):
+            if_it_drafts_for(model, too_long)
