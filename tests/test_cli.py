@@ -494,18 +494,28 @@ class TestDemo:
     """`jaxspec demo`, on a model that is not shipped."""
 
     @pytest.fixture(autouse=True)
-    def one_short_prompt(self, monkeypatch):
+    def one_short_prompt(self, monkeypatch, tmp_path):
         monkeypatch.setattr(demo, "PROMPTS", ("one, two, one",))
+        monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")  # nothing is shipped
 
     def test_it_shows_every_method_without_a_terminal(self, capsys, folder, head):
         (head / "tree.json").write_text("[[0], [1]]")
         argv = ["demo", "--model", folder, "--draft-model", folder, "--head", str(head)]
         assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
         out = capsys.readouterr().out
-        for method in ("plain", "lookup", "draft model", "EAGLE"):
+        for method in ("plain", "prompt lookup", "draft model", "EAGLE"):
             assert f"# {method}" in out
         assert "All outputs are identical" in out
         assert "\x1b" not in out
+
+    def test_methods_are_those_that_come_with_the_package(self, capsys, monkeypatch, folder):
+        methods = {"one": lambda target: jaxspec.PromptLookup(), "for another": lambda target: None}
+        monkeypatch.setattr(demo, "EVERY_METHOD", methods)
+        argv = ["demo", "--model", folder, "--tokens", "6", "--repeats", "1"]
+        assert main(argv) == 0
+        out, err = capsys.readouterr()
+        assert "# one\n" in out
+        assert "left_out: for another" in err
 
     def test_json(self, capsys, folder):
         argv = ["demo", "--model", folder, "--draft-model", folder, "--json"]
@@ -513,7 +523,7 @@ class TestDemo:
         shown = json.loads(capsys.readouterr().out)
         assert shown["outputs_agree"] is True
         outputs = shown["prompts"][0]["outputs"]
-        assert set(outputs) == {"plain", "lookup", "draft model"}
+        assert set(outputs) == {"plain", "prompt lookup", "draft model"}
         assert len({tuple(output["tokens"]) for output in outputs.values()}) == 1
         assert not any(outputs["plain"]["from_draft"])
         assert shown["comparison"]["rows"][2]["overall"]["mean_acceptance_length"] > 1
