@@ -25,6 +25,7 @@ from jaxspec.core.masks import causal
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
 from jaxspec.core.types import CarriesOn, ChecksFit, DecodeState, Drafter, Info, Params, Warp
 from jaxspec.drafters import LoadedDrafter, NoDraft
+from jaxspec.drafters.fit import OtherTargetError
 from jaxspec.result import (
     FINISH_REASONS,
     Generation,
@@ -662,14 +663,14 @@ def _check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
         # Equal tokenizers suffice: families pad their vocabularies to different sizes. A diffusion
         # model's has its mask besides, which is never drafted.
         if not covers(theirs, ours):
-            raise ValueError(
+            raise OtherTargetError(
                 "drafter: its tokenizer differs from the target's, so its tokens would mean "
                 "something else; use a draft model of the same family."
             )
         return
     size = getattr(loaded.params, "vocab_size", model.vocab_size)
     if size != model.vocab_size:
-        raise ValueError(
+        raise OtherTargetError(
             f"drafter: its vocabulary has {size} ids, the target's {model.vocab_size}; "
             "they must be the same."
         )

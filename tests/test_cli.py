@@ -17,6 +17,7 @@ import pytest
 import jaxspec
 from jaxspec import GenerationConfig, commands, generate
 from jaxspec.bench import shipped
+from jaxspec.bench.step import StepTimes
 from jaxspec.checkpoint import hub, save_eagle
 from jaxspec.cli import COMMANDS, main
 from jaxspec.commands import demo, options
@@ -198,6 +199,8 @@ class TestDrafters:
         adaptive = AdaptiveBlock()
         assert made.drafter == jaxspec.Deer(5, num_nodes=7, temperature=0.0, adaptive=adaptive)
         assert made.params.config.diffusion == Diffusion(23, True, 4)
+        made = self.make(f"deer:model={tmp_path},adaptive=1,draft_cost=0.5,token_cost=0")
+        assert made.drafter.adaptive == AdaptiveBlock(draft_cost=0.5, token_cost=0.0)
         made = self.make(f"deer:model={tmp_path},steps=2")
         assert made.drafter == jaxspec.Deer(8, steps=2)
 
@@ -206,6 +209,7 @@ class TestDrafters:
         [
             ("deer", "needs deer:model=MODEL"),
             ("deer:block=x", "block must be a number"),
+            ("deer:token_cost=0.1", "token_cost: needs adaptive=1"),
             ("dflash:block=3", "needs dflash:head=FOLDER"),
             ("lookup:size=3", "lookup has no setting 'size'; it has num_speculative_tokens,"),
             ("lookup:max_ngram=x", "max_ngram must be a number"),
@@ -444,12 +448,20 @@ class TestBench:
         kept = ("prompt lookup", "draft model", "EAGLE-1, searched tree", "DEER, tree of 8")
         methods = {name: shipped.EVERY_METHOD[name] for name in kept}
         monkeypatch.setattr("jaxspec.commands.bench.EVERY_METHOD", methods)
+        times = StepTimes(step=0.008, draft=0.002, target=0.005, width=4.0)
+        monkeypatch.setattr(shipped, "measure_drafter", lambda *_, **__: times)
+        written = tmp_path / "figures.json"
         argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
-        assert main([*argv, "--limit", "1", "--drafter", "all"]) == 0
+        argv += ["--limit", "1", "--json", str(written)]
+        assert main([*argv, "--drafter", "all"]) == 0
         out, err = capsys.readouterr()
         assert "left_out: draft model, EAGLE-1, searched tree" in err
         assert "DEER, tree of 8" in out
         assert "longest" in out
+        assert out.count("25%, 62%") == 3
+        steps = json.loads(written.read_text())["steps"]
+        assert steps.keys() == {"plain", "prompt lookup", "DEER, tree of 8"}
+        assert steps["DEER, tree of 8"]["draft_seconds"] == 0.002
 
     def test_a_drafter_that_lies_makes_it_fail(self, capsys, monkeypatch, folder, prompts):
         planted = ({}, lambda args, settings, model: WrongRoot())
@@ -482,18 +494,28 @@ class TestDemo:
     """`jaxspec demo`, on a model that is not shipped."""
 
     @pytest.fixture(autouse=True)
-    def one_short_prompt(self, monkeypatch):
+    def one_short_prompt(self, monkeypatch, tmp_path):
         monkeypatch.setattr(demo, "PROMPTS", ("one, two, one",))
+        monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")  # nothing is shipped
 
     def test_it_shows_every_method_without_a_terminal(self, capsys, folder, head):
         (head / "tree.json").write_text("[[0], [1]]")
         argv = ["demo", "--model", folder, "--draft-model", folder, "--head", str(head)]
         assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
         out = capsys.readouterr().out
-        for method in ("plain", "lookup", "draft model", "EAGLE"):
+        for method in ("plain", "prompt lookup", "draft model", "EAGLE"):
             assert f"# {method}" in out
         assert "All outputs are identical" in out
         assert "\x1b" not in out
+
+    def test_methods_are_those_that_come_with_the_package(self, capsys, monkeypatch, folder):
+        methods = {"one": lambda target: jaxspec.PromptLookup(), "for another": lambda target: None}
+        monkeypatch.setattr(demo, "EVERY_METHOD", methods)
+        argv = ["demo", "--model", folder, "--tokens", "6", "--repeats", "1"]
+        assert main(argv) == 0
+        out, err = capsys.readouterr()
+        assert "# one\n" in out
+        assert "left_out: for another" in err
 
     def test_json(self, capsys, folder):
         argv = ["demo", "--model", folder, "--draft-model", folder, "--json"]
@@ -501,7 +523,7 @@ class TestDemo:
         shown = json.loads(capsys.readouterr().out)
         assert shown["outputs_agree"] is True
         outputs = shown["prompts"][0]["outputs"]
-        assert set(outputs) == {"plain", "lookup", "draft model"}
+        assert set(outputs) == {"plain", "prompt lookup", "draft model"}
         assert len({tuple(output["tokens"]) for output in outputs.values()}) == 1
         assert not any(outputs["plain"]["from_draft"])
         assert shown["comparison"]["rows"][2]["overall"]["mean_acceptance_length"] > 1

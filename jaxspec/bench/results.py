@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxspec.bench.assisted import ASSISTED
 from jaxspec.bench.assisted import PLAIN as TRANSFORMERS
+from jaxspec.bench.batches import BatchFigures
 from jaxspec.bench.compare import PLAIN
 from jaxspec.bench.comparison import TIE_GAP, ComparisonRow
 from jaxspec.bench.figures import LOW_REPETITION, Figures
@@ -19,12 +20,12 @@ from jaxspec.bench.shipped import (
     SuiteResult,
     TargetResult,
 )
-from jaxspec.bench.step import StepTimes
 from jaxspec.bench.table import (
     divergence_lines,
     divergences_as_dicts,
     findings,
     outputs_text,
+    shares_text,
     speedup_text,
 )
 
@@ -52,7 +53,7 @@ _COLUMNS = {
     "whole": "steps that accepted a chain as deep as any draft of the method, and all steps.",
     "share": "of a step's time, what drafting and the target's pass take.",
     "rows": "prompts decoded together: tokens per second of all of them, and in brackets how many "
-    "times those of plain decoding of as many rows that is.",
+    "times those of plain decoding of as many rows that is, and tau.",
     "building": "milliseconds of drafting that choosing a dynamic tree takes: what it takes longer "
     "than drafting over a static tree with the same passes of the head. A static tree is chosen "
     "beforehand.",
@@ -114,9 +115,9 @@ def _target_as_dict(target: TargetResult) -> dict[str, Any]:
             label: {
                 "comparison": setting.comparison.as_dict(),
                 "transformers": _assisted_as_dict(setting.assisted),
-                "steps": {name: _steps_as_dict(steps) for name, steps in setting.steps.items()},
+                "steps": {name: steps_as_dict(steps) for name, steps in setting.steps.items()},
                 "batches": {
-                    str(size): {name: figures._asdict() for name, figures in methods.items()}
+                    str(size): {name: _batch_as_dict(figures) for name, figures in methods.items()}
                     for size, methods in setting.batches.items()
                 },
             }
@@ -125,7 +126,12 @@ def _target_as_dict(target: TargetResult) -> dict[str, Any]:
     }
 
 
-def _steps_as_dict(steps: MethodSteps) -> dict[str, Any]:
+def _batch_as_dict(figures: BatchFigures) -> dict[str, Any]:
+    return {**figures._asdict(), "divergences": divergences_as_dicts(figures.divergences)}
+
+
+def steps_as_dict(steps: MethodSteps) -> dict[str, Any]:
+    """Plain values, in seconds per step."""
     seconds = {f"{name}_seconds": getattr(steps.times, name) for name in _PARTS_OF_A_STEP}
     return {
         "nodes_without_root": steps.nodes,
@@ -217,9 +223,12 @@ def _setting_part(target: str, label: str, setting: Setting) -> str:
     parts += ["By category, and what it takes:", _detail_table(setting)]
     if setting.batches:
         parts += [
-            "Rows decoded together: tokens/s of all of them (over plain decoding of as many):",
+            "Rows decoded together: tokens/s of all of them (over plain decoding of as many; tau):",
             _batch_table(setting),
         ]
+        for size, methods in setting.batches.items():
+            for method, figures in methods.items():
+                lines += divergence_lines(f"{method}, {size} rows", figures.divergences)
     return "\n\n".join([*parts, bullets(*lines)])
 
 
@@ -255,7 +264,7 @@ def _detail_table(setting: Setting) -> str:
                 f"{row.overall.acceptance_rate:.0%}",
                 str(row.overall.max_accepted_tokens),
                 _whole_drafts(row.overall),
-                _shares(setting.steps[row.name].times),
+                shares_text(setting.steps[row.name].times),
                 *(speedup_text(row.by_category[name]) for name in categories),
                 f"{row.peak_bytes / 1e6:.1f} MB",
             ]
@@ -269,19 +278,16 @@ def _whole_drafts(figures: Figures) -> str:
     return f"{histogram[-1]} of {sum(histogram)}" if len(histogram) > 1 else ""
 
 
-def _shares(times: StepTimes) -> str:
-    return f"{times.draft / times.step:.0%}, {times.target / times.step:.0%}"
-
-
 def _batch_table(setting: Setting) -> str:
-    """Tokens per second of all rows, and how many times plain decoding's that is."""
+    """Tokens per second of all rows, how many times plain decoding's that is, and tau."""
     sizes = list(setting.batches)
     plain = [setting.batches[size][PLAIN].tokens_per_second for size in sizes]
 
     def cells(name: str) -> list[str]:
         found = [setting.batches[size][name] for size in sizes]
         return [
-            f"{each.tokens_per_second:.0f} ({each.tokens_per_second / base:.2f}x)"
+            f"{each.tokens_per_second:.0f} ({each.tokens_per_second / base:.2f}x; "
+            f"{each.mean_acceptance_length:.2f})"
             for each, base in zip(found, plain, strict=True)
         ]
 

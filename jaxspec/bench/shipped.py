@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from jaxspec.bench.assisted import PLAIN, decode_with_transformers, why_not_here
 from jaxspec.bench.batches import BatchFigures, measure_batches
@@ -46,6 +45,7 @@ from jaxspec.drafters import (
     NoDraft,
     PromptLookup,
 )
+from jaxspec.drafters.fit import OtherTargetError
 from jaxspec.generation import GenerationConfig, prepare
 from jaxspec.models import Eagle3Head, EagleHead
 from jaxspec.progress import progress_bar
@@ -192,11 +192,43 @@ def with_deer(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | N
     return method
 
 
+def adaptive_deer(name: str, block: int) -> Callable[[Model], LoadedDrafter | None]:
+    """Chains of a shipped diffusion model, as long as pays by what passes cost here."""
+    whole = with_deer(name, block=block)
+
+    def method(target: Model) -> LoadedDrafter | None:
+        chain = whole(target)
+        if chain is None:
+            return None
+        return with_deer(name, block=block, adaptive=measure_costs(target, chain))(target)
+
+    return method
+
+
+def measure_costs(target: Model, chain: LoadedDrafter) -> AdaptiveBlock:
+    """What drafting and each further token of a target pass cost on this machine.
+
+    Args:
+        target: the model.
+        chain: drafts that are always whole.
+    """
+    params = Params(target.network, chain.params)
+    one, whole = (
+        measure_drafter(params, drafter, Warp(), repeats=5)
+        for drafter in (NoDraft(), chain.drafter)
+    )
+    further = (whole.target - one.target) / (whole.width - 1)
+    return AdaptiveBlock(
+        draft_cost=round(whole.draft / one.target, 2),
+        token_cost=round(max(0.0, further / one.target), 2),
+    )
+
+
 def if_it_drafts_for(target: Model, drafter: LoadedDrafter) -> LoadedDrafter | None:
     """The drafter, or `None` where its tokens mean something else to the target."""
     try:
         prepare(target, [0], GenerationConfig(max_new_tokens=1), drafter, 0)
-    except ValueError:
+    except OtherTargetError:
         return None
     return drafter
 
@@ -231,7 +263,7 @@ EVERY_METHOD: Mapping[str, Callable[[Model], Method | None]] = {
     "layer skip, as searched": searched_set(),
     "DEER, chain of 8": with_deer(DEER, block=8),
     "DEER, tree of 8": with_deer(DEER, block=8, num_nodes=8),
-    "DEER, adaptive chain": with_deer(DEER, block=8, adaptive=AdaptiveBlock()),
+    "DEER, adaptive chain": adaptive_deer(DEER, block=8),
     "DFlash, chain": with_dflash(DFLASH),
 }
 """What `jaxspec bench --drafter all` measures; `None` where a method is not for a target."""
@@ -314,7 +346,7 @@ SUITES = {
             "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
             **{f"DEER, chain of {k}": with_deer(DEER, block=k) for k in _BLOCKS},
             **{f"DEER, tree of {k}": with_deer(DEER, block=k, num_nodes=k) for k in _BLOCKS},
-            "DEER, adaptive chain": with_deer(DEER, block=16, adaptive=AdaptiveBlock()),
+            "DEER, adaptive chain": adaptive_deer(DEER, block=16),
             "DFlash, chain": with_dflash(DFLASH),
             "DFlash, tree of 8": with_dflash(DFLASH, num_nodes=8),
         },
@@ -419,9 +451,10 @@ class Setting(NamedTuple):
 
     @property
     def outputs_agree(self) -> bool:
-        """True if every greedy output equals our plain decoding's, ties aside."""
+        """True if every greedy output equals our plain decoding's, in batches too, ties aside."""
         rows = () if isinstance(self.assisted, str) else self.assisted.rows
-        others = (divergence for row in rows for divergence in row.divergences)
+        together = (figures for methods in self.batches.values() for figures in methods.values())
+        others = (divergence for row in (*rows, *together) for divergence in row.divergences)
         return self.comparison.outputs_agree and all(divergence.is_tie for divergence in others)
 
 
@@ -506,15 +539,16 @@ def measure(
         loaded = {n: d for n, d in drafters.items() if isinstance(d, LoadedDrafter)}
         settings = {}
         for label, temperature in suite.temperatures.items():
+            config = GenerationConfig(
+                max_new_tokens=suite.max_new_tokens,
+                temperature=temperature,
+                top_p=suite.top_p if temperature else 1.0,
+            )
             comparison = compare(
                 model,
                 [prompt.text for prompt in prompts],
                 drafters,
-                GenerationConfig(
-                    max_new_tokens=suite.max_new_tokens,
-                    temperature=temperature,
-                    top_p=suite.top_p if temperature else 1.0,
-                ),
+                config,
                 repeats=repeats,
                 seed=suite.seed,
                 categories=[prompt.category for prompt in prompts],
@@ -528,17 +562,15 @@ def measure(
                 assisted = _assisted(
                     suite, suite.assistant, model, folders[target], prompts, comparison, progress
                 )
-            top_p = None if suite.top_p == 1.0 else jnp.full(1, suite.top_p)
-            warp = Warp(jnp.full(1, temperature), top_p=top_p) if temperature else Warp()
-            steps = _steps(model, drafters, warp, repeats, progress)
+            steps = time_steps(model, drafters, config, repeats, progress)
             together = {}
             if not temperature and suite.batches:
                 chosen = {n: drafters[n] for n in suite.batch_methods if n in drafters}
                 together = measure_batches(
                     model,
                     [prompt.text for prompt in prompts],
-                    {OUR_PLAIN: None, **chosen},
-                    GenerationConfig(max_new_tokens=suite.max_new_tokens),
+                    chosen,
+                    config,
                     suite.batches,
                     repeats,
                 )
@@ -561,14 +593,18 @@ def measure(
     )
 
 
-def _steps(
+def time_steps(
     model: Model,
     drafters: Mapping[str, Method],
-    warp: Warp,
+    config: GenerationConfig,
     repeats: int,
-    progress: bool,
+    progress: bool = True,
 ) -> dict[str, MethodSteps]:
-    """Times the steps of plain decoding and of every method."""
+    """Times the steps of plain decoding and of every method, sampled as `config` says.
+
+    Behind a few ids again and again, not on prompts; see `measure_drafter`.
+    """
+    warp = prepare(model, [0], config, None, 0).prompts.warp
     methods = {OUR_PLAIN: NoDraft(), **drafters}
     steps = {}
     with progress_bar(len(methods), progress) as advance:

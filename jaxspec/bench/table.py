@@ -1,7 +1,7 @@
 """A comparison as tables for people and as plain values for JSON."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import Any
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from jaxspec.bench.comparison import TIE_GAP, Comparison, ComparisonRow, Divergence
 from jaxspec.bench.figures import LOW_REPETITION, Figures
+from jaxspec.bench.step import StepTimes
 
 _SPEED_COLUMNS = ("tau", "accepted", "rate", "tokens/s", "speed-up [95 %]")
 _SPEED_NOTES = (
@@ -20,6 +21,10 @@ _SPEED_NOTES = (
     "rate: accepted / drafted, along the path.",
     "speed-up: plain decoding's time per token over the method's, over the same prompts [95 % "
     "bootstrap interval over prompts]. Prefill counts, compiling does not.",
+)
+_SHARE_NOTE = (
+    "draft, target: what they take of a step's time, one row, in a loop behind eight ids again and "
+    "again: drafts that may end early are as long as they come there, which is not as on prompts."
 )
 
 
@@ -30,15 +35,20 @@ def as_text(comparison: Comparison, width: int = 100) -> str:
     return text.getvalue().rstrip()
 
 
-def as_tables(comparison: Comparison) -> Group:
-    """Header, tables of speed, of details and of categories, and what the figures mean."""
-    parts = [Text(_header(comparison)), _speed_table(comparison)]
+def as_tables(comparison: Comparison, steps: Mapping[str, StepTimes] | None = None) -> Group:
+    """Header, tables of speed, of details and of categories, and what the figures mean.
+
+    With `steps`, of every row by its name, the table of speed says what drafting and the target's
+    pass take of a step, and holds the longest draft and the memory too.
+    """
+    parts = [Text(_header(comparison)), _speed_table(comparison, steps)]
     if comparison.plain.low_repetition is not None:
         parts.append(_low_repetition_table(comparison))
     parts.append(_detail_table(comparison))
     if comparison.plain.by_category:
         parts.append(_category_table(comparison))
-    notes = (*_SPEED_NOTES, *_detail_notes(comparison), *findings(comparison))
+    shares = (_SHARE_NOTE,) if steps else ()
+    notes = (*_SPEED_NOTES, *shares, *_detail_notes(comparison), *findings(comparison))
     return Group(*parts, *map(Text, notes))
 
 
@@ -112,10 +122,13 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _speed_table(comparison: Comparison) -> Table:
-    table = _table("All prompts", "method", *_SPEED_COLUMNS, "outputs")
+def _speed_table(comparison: Comparison, steps: Mapping[str, StepTimes] | None = None) -> Table:
+    joined = ("longest", "draft, target", "peak") if steps else ()
+    table = _table("All prompts", "method", *_SPEED_COLUMNS, *joined, "outputs")
     for row in comparison.rows:
-        table.add_row(row.name, *_speed_cells(row.overall), _outputs(comparison, row))
+        cells = (_longest(row), shares_text(steps[row.name]), _peak(row)) if steps else ()
+        outputs = _outputs(comparison, row)
+        table.add_row(row.name, *_speed_cells(row.overall), *cells, outputs)
     return table
 
 
@@ -135,10 +148,10 @@ def _detail_table(comparison: Comparison) -> Table:
     for row in comparison.rows:
         table.add_row(
             row.name,
-            str(row.overall.max_accepted_tokens),
+            _longest(row),
             f"{row.first_token_seconds * 1e3:.1f} ms",
             f"{row.compile_seconds:.1f} s",
-            f"{row.peak_bytes / 1e6:.1f} MB",
+            _peak(row),
             *_text_cells(row.overall),
         )
     return table
@@ -152,6 +165,19 @@ def _speed_cells(figures: Figures) -> tuple[str, ...]:
         f"{figures.tokens_per_second:.0f}",
         speedup_text(figures),
     )
+
+
+def _longest(row: ComparisonRow) -> str:
+    return str(row.overall.max_accepted_tokens)
+
+
+def _peak(row: ComparisonRow) -> str:
+    return f"{row.peak_bytes / 1e6:.1f} MB"
+
+
+def shares_text(times: StepTimes) -> str:
+    """What drafting and the target's pass take of a step."""
+    return f"{times.draft / times.step:.0%}, {times.target / times.step:.0%}"
 
 
 def _text_cells(figures: Figures) -> tuple[str, ...]:

@@ -18,8 +18,9 @@ from jaxspec.bench.compare import compare, describe
 from jaxspec.bench.diffusion import DIFFUSION_SUITES, measure_diffusion
 from jaxspec.bench.page import write_part
 from jaxspec.bench.prompts import FIELDS, read_prompts
-from jaxspec.bench.results import as_dict, as_markdown
-from jaxspec.bench.shipped import EVERY_METHOD, SUITES, measure
+from jaxspec.bench.results import as_dict, as_markdown, steps_as_dict
+from jaxspec.bench.shipped import EVERY_METHOD, SUITES, measure, time_steps
+from jaxspec.bench.table import as_tables
 from jaxspec.checkpoint import load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.options import (
@@ -294,7 +295,7 @@ def run_prompts(args: argparse.Namespace) -> int:
     config = generation_config(args)
     check_writable(args.json)
     rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)
-    specs = filter(None, args.drafter or [drafter_spec("lookup")])
+    specs = [spec for spec in args.drafter or [drafter_spec("lookup")] if spec is not None]
     model = load_model(args, mesh_asked(args))
     drafters = {}
     for spec in specs:
@@ -328,8 +329,13 @@ def run_prompts(args: argparse.Namespace) -> int:
         seed=args.seed,
         categories=categories if any(categories) else None,
     )
-    Console(stderr=args.json == "-", highlight=False).print(comparison)
-    write_figures(comparison.as_dict(), args.json)
+    every = any(spec.text == EVERY_DRAFTER for spec in specs)
+    steps = time_steps(model, drafters, config, args.repeats) if every else {}
+    tables = as_tables(comparison, {name: each.times for name, each in steps.items()})
+    width = None if sys.stdout.isatty() else 120
+    Console(stderr=args.json == "-", highlight=False, width=width).print(tables)
+    of_steps = {name: steps_as_dict(each) for name, each in steps.items()}
+    write_figures({**comparison.as_dict(), "steps": of_steps}, args.json)
     return 0 if comparison.outputs_agree else EXIT_DIFFERENT
 
 

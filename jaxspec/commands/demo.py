@@ -13,16 +13,17 @@ from rich.text import Text
 
 from jaxspec.bench.compare import PLAIN, compare
 from jaxspec.bench.comparison import Comparison
+from jaxspec.bench.shipped import EVERY_METHOD, MADE_FOR
 from jaxspec.bench.table import as_summary
-from jaxspec.checkpoint import Model, load, load_eagle, shipped_heads, shipped_models
+from jaxspec.checkpoint import Model, load, load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.live import DRAFTED_STYLE, LiveText, Pace, Sources
+from jaxspec.commands.options import announce
 from jaxspec.core.types import Drafter
-from jaxspec.drafters import Deer, DraftModel, Eagle, LoadedDrafter, PromptLookup
+from jaxspec.drafters import Deer, DraftModel, Eagle, LoadedDrafter
 from jaxspec.generation import GenerationConfig, stream
 from jaxspec.trees import tree_of_head
 
-_TARGET, _HEAD, _DEER = "demo", "demo-eagle", "demo-deer"
 _BLOCK = 8
 
 # Written for this demo. Their lengths share a bucket, so that one program serves them all.
@@ -40,17 +41,17 @@ PROMPTS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec demo`."""
     parser.description = (
-        "Decodes built-in prompts with the shipped models: plainly, with prompt lookup, with a "
-        "draft model, with an EAGLE head and with a diffusion model that drafts blocks, in a chain "
-        "and in a tree. Accepted draft tokens are coloured. Needs no network."
+        "Decodes built-in prompts with the shipped models: plainly, and with every method that "
+        "comes with the package for the target. Accepted draft tokens are coloured. Needs no "
+        "network."
     )
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="per prompt")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each")
-    parser.add_argument("--model", default=_TARGET, help="another target")
-    parser.add_argument("--draft-model", default="demo-draft", help="another draft model")
-    parser.add_argument("--head", help=f"an EAGLE head of the target (default for demo: {_HEAD})")
+    parser.add_argument("--model", default=MADE_FOR, help="another target")
+    parser.add_argument("--draft-model", metavar="MODEL", help="another draft model")
+    parser.add_argument("--head", metavar="FOLDER", help="an EAGLE head of the target besides")
     parser.add_argument(
-        "--deer", help=f"a diffusion model that drafts blocks (default for demo: {_DEER})"
+        "--deer", metavar="MODEL", help="a diffusion model that drafts blocks besides"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
@@ -61,22 +62,19 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--tokens must be at least 1, got {args.tokens}.")
     config = GenerationConfig(max_new_tokens=args.tokens)
     model = load(args.model)
-    drafters: dict[str, Drafter | LoadedDrafter] = {
-        "lookup": PromptLookup(),
-        "draft model": DraftModel.of(load(args.draft_model)),
-    }
-    head = args.head
-    if head is None and args.model == _TARGET and _HEAD in shipped_heads():
-        head = _HEAD
-    if head is not None:
-        drafters["EAGLE"] = Eagle.of(load_eagle(head, model.network), tree_of_head(head))
-    deer = args.deer
-    if deer is None and args.model == _TARGET and _DEER in shipped_models():
-        deer = _DEER
-    if deer is not None:
-        diffusion = load(deer)
-        drafters["DEER, chain"] = Deer.of(diffusion, _BLOCK)
-        drafters["DEER, tree"] = Deer.of(diffusion, _BLOCK, num_nodes=_BLOCK)
+    made = {name: make(model) for name, make in EVERY_METHOD.items()}
+    if args.draft_model is not None:
+        made["draft model"] = DraftModel.of(load(args.draft_model))
+    if args.head is not None:
+        head = load_eagle(args.head, model.network)
+        made["EAGLE"] = Eagle.of(head, tree_of_head(args.head))
+    if args.deer is not None:
+        diffusion = load(args.deer)
+        made["DEER, chain"] = Deer.of(diffusion, _BLOCK)
+        made["DEER, tree"] = Deer.of(diffusion, _BLOCK, num_nodes=_BLOCK)
+    drafters = {name: drafter for name, drafter in made.items() if drafter is not None}
+    left_out = [name for name in made if name not in drafters]
+    announce(left_out=", ".join(left_out) or "nothing")
     console = Console(highlight=False, stderr=args.json)
     outputs = show(console, model, config, {PLAIN: None, **drafters})
     _heading(console, "timing: every method on every prompt, in turns")

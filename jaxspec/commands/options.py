@@ -301,15 +301,23 @@ def _dflash(args: argparse.Namespace, settings: Mapping[str, Any], model: Model)
 
 
 def _block_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a block drafter, but for where its weights are."""
+    """Settings of a block drafter, but for where its weights are.
+
+    Raises:
+        ValueError: costs are given, but a draft is always whole.
+    """
     given = dict(settings)
     if "tree" in given:
         given["paths"] = load_tree(given.pop("tree"))
+    costs = {name: given.pop(name) for name in _COSTS if name in given}
     if given.pop("adaptive", 0):
-        given["adaptive"] = AdaptiveBlock()
+        given["adaptive"] = AdaptiveBlock(**costs)
+    elif costs:
+        raise ValueError(f"--drafter: {', '.join(costs)}: needs adaptive=1.")
     return given
 
 
+_COSTS = ("draft_cost", "token_cost")
 _OF_BLOCKS: Mapping[str, Callable[[str], Any]] = {
     "block": int,
     # A file of `tune tree`; or the nodes of a tree that is made anew for each step.
@@ -318,8 +326,9 @@ _OF_BLOCKS: Mapping[str, Callable[[str], Any]] = {
     "branch": int,
     "temperature": float,
     "steps": int,
-    # 1: so much of a block as has been worth it.
+    # 1: so much of a block as has been worth it, at costs in target passes over one token.
     "adaptive": int,
+    **dict.fromkeys(_COSTS, float),
 }
 
 # The only place where drafters have names: the kinds of their settings, and how they are built.

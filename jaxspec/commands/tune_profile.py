@@ -19,6 +19,7 @@ from jaxspec.commands.options import (
     announce,
     check_writable,
     load_model,
+    refuse_unused,
     sizes,
 )
 from jaxspec.drafters import Deer, DFlash, DraftModel, Eagle, LoadedDrafter
@@ -112,13 +113,20 @@ def add_tree_drafter_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_tree_drafter(args: argparse.Namespace, model: Model) -> LoadedDrafter:
-    """The drafter that was named."""
+    """The drafter that was named.
+
+    Raises:
+        ValueError: a flag would be ignored, or a setting is out of range.
+    """
+    if args.head or args.draft_model:
+        refuse_unused(args, ("block",), "needs --deer or --dflash.")
     if args.head:
         return Eagle.of(load_eagle(args.head, model.network))
     if args.draft_model:
         return DraftModel.of(load(args.draft_model, dtype=args.dtype))
     if args.deer:
-        return Deer.of(load(args.deer, dtype=args.dtype), args.block or 8)
+        block = Deer.block if args.block is None else args.block
+        return Deer.of(load(args.deer, dtype=args.dtype), block)
     if args.dflash:
         return DFlash.of(load_dflash(args.dflash, model.network), args.block)
     return args.parser.error(

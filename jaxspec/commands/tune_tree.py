@@ -114,9 +114,9 @@ def run(args: argparse.Namespace) -> int:
         return args.parser.error("give --acceptance FILE, or MODEL, PROMPTS and a drafter.")
     if args.model is not None and args.prompts is None and (not args.acceptance or args.measure):
         return args.parser.error("give PROMPTS.jsonl to decode.")
-    if args.model is None and named_drafter(args):
+    if args.model is None and (named_drafter(args) or args.block is not None):
         return args.parser.error(
-            "--head, --draft-model, --deer and --dflash need MODEL, which they draft for."
+            "--head, --draft-model, --deer, --dflash and --block need MODEL, to draft for."
         )
     if args.measure < 0 or args.repeats < 1:
         raise ValueError("--measure must be at least 0 and --repeats at least 1.")

@@ -36,7 +36,11 @@ class AdaptiveBlock:
     Each row keeps a running rate for each depth: of the steps that accepted all before it and
     offered it, the share that accepted it. The next draft has the length m, 0 among them, with the
     most expected tokens per cost, `(1 + sum of chances to depth m) / (1 + draft_cost + token_cost *
-    m)`, and 1 for m = 0. Where no row of a batch drafts, the draft pass is left out.
+    nodes)`, and 1 for m = 0; nodes are those to depth m, of a tree that is made anew for every step
+    at most so many. Where no row of a batch drafts, the draft pass is left out.
+
+    Costs differ by machine and models, as `jaxspec tune profile` measures them. Those given here
+    are about those of the shipped models on two CPU cores.
 
     Attributes:
         memory: weight of the past in each rate.
@@ -52,7 +56,7 @@ class AdaptiveBlock:
     memory: float = 0.9
     prior: float = 0.8
     draft_cost: float = 0.2
-    token_cost: float = 0.1
+    token_cost: float = 0.37
     explore: int = 8
 
     def __post_init__(self):
@@ -115,7 +119,8 @@ class BlockSettings:
             of the most probable paths; its tokens are deterministic, at any temperature.
         branch: tokens of a position that such a tree considers.
         temperature: of drafting; `None`: the row's own. 0 drafts the likeliest tokens, which are
-            verified as deterministic ones. The row's filters hold in either case.
+            verified as deterministic ones. Tokens that are drawn pass the row's filters; the
+            likeliest are taken as they are, those of `num_nodes` too.
         steps: denoising passes for one chain. Each decides the next ceil(block / steps) positions,
             from left to right, so that every token's law depends on the tokens before it alone, as
             verification asks for.
@@ -209,6 +214,14 @@ class BlockSettings:
     def max_branch(self) -> int:
         """The most children of a node."""
         return self.branch if self.tree is None else self.tree.children.shape[1]
+
+    @cached_property
+    def _nodes_to_depth(self) -> np.ndarray:
+        """Nodes of a draft that ends at each depth, the root not counted; at most so many."""
+        if self.num_nodes is not None:
+            return np.minimum(self.num_nodes, self.branch * np.cumsum(self._beams()))
+        assert self.tree is not None
+        return np.cumsum(np.bincount(self.tree.depths)[1:])
 
     @property
     def _num_candidates(self) -> int:
@@ -364,7 +377,8 @@ class BlockSettings:
         mixed = adaptive.memory * rates + (1 - adaptive.memory) * (accepted >= depths)
         rates = jnp.where(tried, mixed, rates)
         tokens = 1 + jnp.cumsum(jnp.cumprod(rates))
-        worth = tokens / (1 + adaptive.draft_cost + adaptive.token_cost * depths)
+        nodes = jnp.asarray(self._nodes_to_depth)
+        worth = tokens / (1 + adaptive.draft_cost + adaptive.token_cost * nodes)
         worth = jnp.concatenate([jnp.ones(1), worth])
         length = jnp.argmax(worth).astype(jnp.int32)
         return rates, jnp.where(acceptance.idle >= adaptive.explore, self.depth, length)

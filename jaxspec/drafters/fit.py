@@ -3,6 +3,10 @@
 from jaxspec.core.types import LanguageModel
 
 
+class OtherTargetError(ValueError):
+    """A drafter was made for another target."""
+
+
 def check_made_for(
     target: LanguageModel,
     kind: str,
@@ -21,7 +25,7 @@ def check_made_for(
         taps: layers of the target whose inputs it reads.
 
     Raises:
-        ValueError: naming all that differs.
+        OtherTargetError: naming all that differs.
     """
     different = [
         f"{name} is {theirs}, the target's {ours}"
@@ -32,14 +36,14 @@ def check_made_for(
         if theirs not in (None, ours)
     ]
     if different:
-        raise ValueError(
+        raise OtherTargetError(
             f"drafter: the {kind} is for another target: its {'; its '.join(different)}."
         )
     if taps:
         layers = len(target.empty_cache(1).layers)
         lacking = [layer for layer in taps if not 0 <= layer < layers]
         if lacking:
-            raise ValueError(
+            raise OtherTargetError(
                 f"drafter: the {kind} is for another target: it reads the inputs of layers "
                 f"{list(taps)}, and the target has {layers}, numbered from 0."
             )

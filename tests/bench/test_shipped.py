@@ -12,6 +12,7 @@ import pytest
 import jaxspec
 from jaxspec.bench import assisted, shipped
 from jaxspec.bench.assisted import Pass, generation_of
+from jaxspec.bench.batches import measure_batches
 from jaxspec.bench.comparison import Divergence
 from jaxspec.bench.page import write_part
 from jaxspec.bench.results import MADE_BY, as_dict, as_markdown
@@ -23,7 +24,9 @@ from jaxspec.bench.shipped import (
     SuitePrompt,
     dynamic_tree,
     first_that_fit,
+    if_it_drafts_for,
     measure,
+    measure_costs,
     read_prompt_set,
 )
 from jaxspec.bench.step import StepTimes
@@ -31,8 +34,10 @@ from jaxspec.checkpoint import hub, save_eagle
 from jaxspec.cli import main
 from jaxspec.commands import bench as command
 from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.drafters import LoadedDrafter
 from jaxspec.models import Diffusion, EagleHead, Network, init_eagle_params
 from tests.bench.models import WrongRoot
+from tests.checkpoint.networks import random_network
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K, HUMANEVAL, MBPP = SUITES["shipped"].prompt_sets
@@ -490,3 +495,47 @@ class TestBlocks:
         figures = as_dict(blocks)["targets"]["demo"]["settings"]["greedy"]["batches"]
         assert figures["2"].keys() == {"plain", "DEER, chain of 4"}
         assert figures["2"]["plain"]["mean_acceptance_length"] == 1.0
+        assert "x; 1.00)" in page
+        assert figures["2"]["DEER, chain of 4"]["divergences"] == []
+
+    def test_a_batch_with_other_text_makes_it_fail(self, model, blocks):
+        config = jaxspec.GenerationConfig(max_new_tokens=4)
+        batches = measure_batches(model, [ONE, TWO], {"liar": WrongRoot()}, config, (2,), 1)
+        assert batches[2]["plain"].divergences == ()
+        assert len(batches[2]["liar"].divergences) == 2
+        (target,) = blocks.targets.values()
+        setting = target.settings["greedy"]._replace(batches=batches)
+        assert not setting.outputs_agree
+        result = blocks._replace(targets={"demo": target._replace(settings={"greedy": setting})})
+        assert not result.outputs_agree
+        assert "- DIFFERENT: liar, 2 rows, prompt 1, token " in as_markdown(result)
+        shown = as_dict(result)["targets"]["demo"]["settings"]["greedy"]["batches"]
+        assert len(json.loads(json.dumps(shown))["2"]["liar"]["divergences"]) == 2
+
+    def test_sampled_batches_are_refused(self, model):
+        config = jaxspec.GenerationConfig(max_new_tokens=4, temperature=1.0)
+        with pytest.raises(ValueError, match="temperature must be 0"):
+            measure_batches(model, [ONE], {}, config, (1,), 1)
+
+    def test_an_adaptive_chain_is_told_what_passes_cost_here(self, model, monkeypatch):
+        """By hand: of 9 tokens a pass takes 4 ms, of one 2 ms, and drafting 1 ms."""
+        plain = StepTimes(step=0.003, draft=0.0, target=0.002, width=1.0)
+        whole = StepTimes(step=0.008, draft=0.001, target=0.004, width=9.0)
+
+        def measure_drafter(params, drafter, warp, repeats):
+            return plain if isinstance(drafter, jaxspec.NoDraft) else whole
+
+        monkeypatch.setattr(shipped, "measure_drafter", measure_drafter)
+        costs = measure_costs(model, LoadedDrafter(jaxspec.Deer(8), model.network))
+        assert (costs.draft_cost, costs.token_cost) == (0.5, 0.12)
+
+    def test_only_a_drafter_for_another_target_is_left_out(self, model):
+        network = Network(model.params, model.config.replace(diffusion=Diffusion(3, shift=True)))
+        drafter = jaxspec.Deer.of(dataclasses.replace(model, network=network))
+        assert if_it_drafts_for(model, drafter) is drafter
+        larger = random_network(model.config.replace(vocab_size=model.vocab_size + 1))
+        other = dataclasses.replace(model, tokenizer=None, network=larger)
+        assert if_it_drafts_for(other, drafter._replace(tokenizer=None)) is None
+        too_long = drafter._replace(drafter=jaxspec.Deer(4096))
+        with pytest.raises(ValueError, match="block must be at most"):
+            if_it_drafts_for(model, too_long)

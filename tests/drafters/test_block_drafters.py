@@ -142,6 +142,25 @@ def test_the_length_with_the_most_tokens_per_cost():
     assert length == 3  # idle for so long
 
 
+@pytest.mark.parametrize(
+    ("tree", "nodes", "token_cost", "expected"),
+    [
+        ({"paths": ((0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0))}, [3, 5, 6], 0.3, 0),
+        # Up to 2 on the first level, twice as many on the next; 7 in all.
+        ({"num_nodes": 7, "branch": 2}, [2, 6, 7], 0.1, 1),
+    ],
+)
+def test_a_level_of_a_tree_costs_as_much_as_its_nodes(tree, nodes, token_cost, expected):
+    """By hand, as above. With a node for each level both would draft two levels."""
+    drafter = Deer(3, adaptive=AdaptiveBlock(draft_cost=0.2, token_cost=token_cost), **tree)
+    rates, tokens = jnp.array([0.9, 0.5, 0.1]), np.array([1.9, 2.35, 2.395])
+    worth = [1, *(tokens / (1.2 + token_cost * np.array(nodes)))]
+    before = Acceptance(rates, jnp.int32(0), jnp.int32(0))
+    _, length = drafter._length(before, prompt_context())
+    assert length == int(np.argmax(worth)) == expected
+    assert np.argmax([1, *(tokens / (1.2 + token_cost * np.arange(1, 4)))]) == 2
+
+
 def test_rates_learn_from_what_was_tried_only():
     """Two of three offered were accepted: the first two rates rise, the third falls."""
     drafter = Deer(4, adaptive=AdaptiveBlock(memory=0.5))

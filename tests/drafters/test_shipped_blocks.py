@@ -26,11 +26,13 @@ def target():
 def prompts(target, shared_folder) -> list[str]:
     """Sixty, of three kinds."""
     folder = shared_folder("data", "eval")
-    return [
+    found = [
         prompt.text
         for group in SUITES["shipped"].prompt_sets
         for prompt in first_that_fit(read_prompt_set(group, folder), target, 128, 20)
     ]
+    assert len(found) == 60
+    return found
 
 
 @pytest.fixture(scope="module")

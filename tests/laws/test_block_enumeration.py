@@ -2,11 +2,13 @@
 
 The drawing of tokens is replaced by given ones, each in turn; laws, tree and valid nodes are what
 the drafter then states. Verification is measured as in `test_enumeration.py`, and the joint law of
-the text must be the target's own to 1e-12. The published pseudo-code of DEER, which asks the
-drafter again for the law behind each accepted token, must be caught.
+the text must be the target's own to 1e-12. The published pseudo-code of DEER asks the drafter
+again for the law behind each accepted token, and goes on behind a rejection with what the target
+said of the drafted text: each of the two must be caught.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -231,6 +233,14 @@ def test_deterministic_blocks_keep_the_law(name, warp):
     assert deviation(drafted, static_tree(proposals), laws) < EXACT
 
 
+@pytest.mark.parametrize("name", ["arg-max tree", "dynamic tree"])
+def test_filters_leave_the_likeliest_as_they_are(name):
+    """Behind a filter siblings would be any tokens, as all but the best are impossible."""
+    warps = (WARPS["hot"], WARPS["hot"]._replace(top_k=jnp.int32(1)))
+    drafts = [propose(FIXED[name], context_of(warp, TEXT)).tokens for warp in warps]
+    np.testing.assert_array_equal(*drafts)
+
+
 def test_tokens_are_drawn_from_the_stated_laws():
     """What enumeration leaves out: the draw itself."""
     case, context = BLOCKS["two passes"], context_of(WARPS["hot"], TEXT)
@@ -263,6 +273,47 @@ def test_asking_the_drafter_again_is_caught(monkeypatch):
     tree = static_tree(drafted.proposals)
     assert deviation(drafted, tree, laws) < EXACT
     assert deviation(drafted, tree, laws, requeried(case, warp, drafted)) > 1e-3
+
+
+def judged(target: np.ndarray, stated: np.ndarray, token: int) -> np.ndarray:
+    """The law of what one position emits: the drafted token, or a draw from the residual."""
+    accepted = 1 if target[token] >= stated[token] else target[token] / stated[token]
+    residual = np.maximum(target - stated, 0)
+    law = (1 - accepted) * residual / max(residual.sum(), 1e-300)
+    law[token] += accepted
+    return law
+
+
+def going_on(drafted: Drafted, target: enumeration.Laws, stated: np.ndarray, reread: bool) -> float:
+    """How far off the published program is: it goes on behind a rejection, without a bonus token.
+
+    Its one target pass has read the drafted tokens; `reread`: it reads what was emitted instead.
+    """
+    law = np.zeros((VOCAB,) * stated.shape[1])
+    drafts = zip(drafted.choices[:, :, 0], stated, drafted.probability, strict=True)
+    for tokens, rows, chance in drafts:
+        for text in np.ndindex(law.shape):
+            seen = text if reread else tuple(tokens)
+            emitted = (
+                judged(target[i][seen[:i]], rows[i], tokens[i])[token]
+                for i, token in enumerate(text)
+            )
+            law[text] += chance * math.prod(emitted)
+    return np.abs(law - enumeration.autoregressive_law(target[: law.ndim])).max()
+
+
+def test_going_on_behind_a_rejection_is_caught(monkeypatch):
+    """Its later positions are judged by what the target says behind tokens that were rejected."""
+    case, warp = Block(Deer(2)), WARPS["hot"]
+    drafted = every_draft(case, context_of(warp, TEXT), monkeypatch)
+    laws = random_laws(23, warp, 2, VOCAB)
+    stated = np.exp(drafted.proposals.draft_logprobs)
+    assert deviation(drafted, static_tree(drafted.proposals), laws) < EXACT
+    assert going_on(drafted, laws, stated, reread=True) < EXACT
+    assert going_on(drafted, laws, stated, reread=False) > 1e-3
+    # As published, with both faults.
+    again = np.exp(requeried(case, warp, drafted))
+    assert going_on(drafted, laws, again, reread=False) > 1e-3
 
 
 def test_laws_of_the_first_of_two_passes_are_caught(monkeypatch):

@@ -221,6 +221,24 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--deer", "FOLDER", "--block", "0"], "block must be at least 1, got 0"),
+        (["--draft-model", "FOLDER", "--block", "4"], "--block: needs --deer or --dflash"),
+        (["--head", "FOLDER", "--block", "4"], "--block: needs --deer or --dflash"),
+    ],
+)
+def test_a_block_that_means_nothing_is_refused(flags, message, capsys, tmp_path):
+    folder = str(tmp_path)
+    jaxspec.save(filling_model("drafter", 4), folder)
+    flags = [folder if flag == "FOLDER" else flag for flag in flags]
+    target = str(tmp_path / "target")
+    jaxspec.save(tiny_model(), target)
+    assert main(["tune", "profile", target, *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["profile", "--import", "nowhere.json"], "no such file"),
@@ -228,6 +246,7 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
         (["tree", "--profile", PHONE, "--acceptance", "x"], "no shipped table"),
         (["tree", "--profile", PHONE, "--acceptance", INFERRED, "--max-nodes", "30"], "not for 31"),
         (["tree", "--profile", PHONE, "--acceptance", INFERRED, "--measure", "-1"], "PROMPTS"),
+        (["tree", "--profile", PHONE, "--acceptance", INFERRED, "--block", "8"], "need MODEL"),
     ],
 )
 def test_bad_input_is_one_line(argv, message, capsys):
