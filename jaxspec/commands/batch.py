@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace, report: JobReport, figures: dict[str, Any] | None) -> int:
     """Says how a job went, and where `--json` asks for it, in figures.
 
-    `figures` are `None` where another process has them.
+    `figures` are `None` where another process has them; that one says whether any row was good.
     """
     ended = "interrupted" if report.interrupted else "done"
     print(f"{ended}: {report}", file=sys.stderr)
@@ -156,7 +156,7 @@ def show(args: argparse.Namespace, report: JobReport, figures: dict[str, Any] | 
     if report.interrupted:
         print("the same command with --resume goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
-    if report.num_records and report.num_errors == report.num_records:
+    if figures is not None and 0 < figures["num_records"] == figures["num_errors"]:
         print(f"every row was bad: {args.output} says why of each", file=sys.stderr)
         return EXIT_ERROR
     return 0

@@ -239,6 +239,25 @@ def test_figures_are_written_once_and_are_of_all_processes(stopped, tmp_path, ca
     assert figures["interrupted"] == stopped
 
 
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_whether_every_row_was_bad_is_asked_of_all_processes(num_good, tmp_path, capsys):
+    """A share without a good row, or without any row, is no failure of the job."""
+    reports = []
+    args = argparse.Namespace(output=tmp_path / "out.jsonl", resume=True, json=None)
+
+    def decode(rows: list[int], writer: Writer) -> JobReport:
+        writer.append([record(line) for line in rows])
+        bad = sum(line > num_good for line in rows)
+        return JobReport(num_records=len(rows), num_done=len(rows), num_errors=bad)
+
+    codes = {
+        index: show(args, *decode_share(args, Met(index, 3, reports), [1, 2], HEADER, decode))
+        for index in (2, 1, 0)
+    }
+    assert codes == {2: 0, 1: 0, 0: 0 if num_good else EXIT_ERROR}
+    assert ("every row was bad" in capsys.readouterr().err) == (not num_good)
+
+
 def test_flags_that_go_together(tmp_path, capsys):
     argv = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
     assert main([*argv, "--distributed", "--num-processes", "2"]) == 2
