@@ -66,7 +66,7 @@ from jaxspec.result import HostRow, host_rows
 from jaxspec.sharding import on_mesh_of, placement_of
 
 if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model
+    from jaxspec.checkpoint import Model, Tokenizer
 
 LONGEST_CHUNK = 32
 """Steps after which the host looks, if no row stops before."""
@@ -85,23 +85,34 @@ def job_header(
     config: GenerationConfig | None = None,
     drafter: Drafter | LoadedDrafter | None = None,
     seed: int = 0,
+    *,
+    drafting: Drafting = "auto",
+    slots: int | None = None,
 ) -> dict[str, Any]:
     """What decides a job's records, as plain values: what a job that is resumed must share.
 
-    Not in it: how many rows at once, slots, devices, the guard. These decide how fast it is.
+    Arguments are those of `run`. Not in it: how many rows at once, devices, and, where outputs are
+    the same either way, whether steps draft. These decide how fast it is.
     """
+    config = config or GenerationConfig()
     weights = drafter.params if isinstance(drafter, LoadedDrafter) else ()
-    settings = dataclasses.asdict(config or GenerationConfig())
+    steps = "plain" if drafter is None or drafting == "never" else "drafted"
+    # Slots hold what drafts overhang, so those decide which rows fit.
+    either = slots is None and _drafts_change_nothing(model, config)
     return {
-        "format": 2,
+        "format": 3,
         "jaxspec": _version(),
         "model": model.name,
         "architecture": repr(model.config),
         "dtype": str(np.dtype(model.network.dtype)),
         "weights": _sample_of(model.network),
+        "tokenizer": _checksum_of(model.tokenizer),
+        "stop_token_ids": list(model.stop_token_ids),
         "drafter": describe(drafter),
         "draft_weights": _sample_of(weights),
-        "config": {name: repr(value) for name, value in settings.items()},
+        "config": {name: repr(value) for name, value in dataclasses.asdict(config).items()},
+        "drafting": "either" if either else steps,
+        "slots": None if slots is None else round_up(slots),
         "seed": seed,
         "num_rows": len(rows),
         "rows": digest_of(rows),
@@ -122,6 +133,15 @@ def _sample_of(weights: PyTree) -> str:
         some = leaf[(0,) * (leaf.ndim - 1)][:_SAMPLED] if leaf.ndim else leaf
         checksum = zlib.crc32(np.asarray(some).tobytes(), checksum)
     return f"{checksum:08x}"
+
+
+def _checksum_of(tokenizer: "Tokenizer | None") -> str | None:
+    """Of how it splits texts and renders chats."""
+    if tokenizer is None:
+        return None
+    parts = [tokenizer.backend.to_str(), *sorted(tokenizer.templates.items())]
+    parts += sorted(tokenizer.special_tokens.items())
+    return f"{zlib.crc32(repr(parts).encode()):08x}"
 
 
 def run(
@@ -189,6 +209,8 @@ def run(
         raise ValueError(f"drafting must be 'auto', 'always' or 'never', got {drafting!r}.")
     if drafting == "never":
         loaded = LoadedDrafter(NoDraft(), ())
+    drafts = loaded.drafter != NoDraft()
+    is_guarded = drafting == "auto" and drafts and _drafts_change_nothing(model, config)
     slots = None if slots is None else round_up(slots)
     encoded = [
         _checked_slots(row, slots, model, config, loaded) for row in encode_rows(model, rows)
@@ -198,7 +220,6 @@ def run(
     with CompileClock() as clock, on_mesh_of(model.params):
         books = Books(clock)
         most_tokens = _whole(config.max_new_tokens)
-        is_guarded = drafting == "auto" and _guard_keeps_outputs(model, config, loaded)
         job = _Job(
             model=model,
             config=config,
@@ -245,10 +266,9 @@ def _check_one_for_all(config: GenerationConfig) -> None:
             raise ValueError(f"{field} must be one number for the whole job, got several.")
 
 
-def _guard_keeps_outputs(model: "Model", config: GenerationConfig, loaded: LoadedDrafter) -> bool:
+def _drafts_change_nothing(model: "Model", config: GenerationConfig) -> bool:
     """Drawn tokens depend on what was drafted, and 16 bits round coarsely."""
-    exact = np.dtype(model.network.dtype) == np.float32
-    return exact and not config.temperature and loaded.drafter != NoDraft()
+    return np.dtype(model.network.dtype) == np.float32 and not np.any(config.temperature)
 
 
 def _checked_slots(

@@ -66,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on where the same job stopped, if it did"
     )
-    group = parser.add_argument_group("how the job runs; no output depends on it")
+    group = parser.add_argument_group(
+        "how the job runs; outputs do not depend on it, except for --slots, "
+        "whose rows that do not fit become errors, and for --drafting when sampling or in 16 bits"
+    )
     for flag, meaning in (
         ("--batch", "rows at once; auto: what helps and fits into memory (default)"),
         (
@@ -179,7 +182,9 @@ def decode_file(
     model = load_model(args, mesh_asked(args))
     drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     guard = batch.GuardSettings(expected=args.expected_speedup)
-    header = batch.job_header(model, rows, config, drafter, args.seed)
+    header = batch.job_header(
+        model, rows, config, drafter, args.seed, drafting=args.drafting, slots=args.slots
+    )
 
     def decode(rows: list[Row], writer: batch.Writer) -> JobReport:
         announce(

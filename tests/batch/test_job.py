@@ -4,12 +4,13 @@ import dataclasses
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec import DraftModel, Eagle, GenerationConfig, PromptLookup
-from jaxspec.batch import Collector, Guard, Row, rows_of, run
+from jaxspec.batch import Collector, Guard, GuardSettings, Row, job_header, rows_of, run
 from jaxspec.batch import job as job_module
 from jaxspec.batch.guard import Chunk
 from jaxspec.batch.slots import run_chunk
@@ -203,6 +204,39 @@ def test_a_second_job_compiles_nothing(model):
     )
     assert run_chunk._cache_size() == sizes
     assert report.compile_seconds < 0.5
+
+
+def header(model, config=GREEDY, drafter=PromptLookup(), **settings) -> dict:
+    return job_header(model, rows_of(PROMPTS), config, drafter, **settings)
+
+
+def test_a_header_tells_of_all_that_decides_records(model):
+    never, auto, always = ("never", "auto", "always")
+    drawn = [header(model, SAMPLED, drafting=drafting) for drafting in (never, auto, always)]
+    assert drawn[0] != drawn[1] == drawn[2]
+    network = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.network)
+    rounded = dataclasses.replace(model, network=network)
+    assert header(rounded, drafting=never) != header(rounded, drafting=auto)
+    # Greedily in float32 drafts change nothing, unless rows must fit into given slots with them.
+    assert header(model, drafting=never) == header(model, drafting=always)
+    assert header(model, drafting=never, slots=64) != header(model, drafting=always, slots=64)
+    assert header(model, slots=60) == header(model, slots=64) != header(model, slots=128)
+    assert header(model) != header(model, slots=64)
+
+
+def test_a_header_tells_of_the_tokenizer_and_of_what_ends_a_text(model):
+    tokenizer = model.tokenizer
+    backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens(["<new>"])
+    templates = {"default": tokenizer.templates["default"] + " "}
+    for other in (
+        dataclasses.replace(tokenizer, backend=backend),
+        dataclasses.replace(tokenizer, templates=templates),
+        dataclasses.replace(tokenizer, settings={"bos_token": "a"}),
+        None,
+    ):
+        assert header(dataclasses.replace(model, tokenizer=other)) != header(model)
+    assert header(dataclasses.replace(model, stop_token_ids=(7,))) != header(model)
 
 
 def test_bytes_are_as_foretold_and_figures_add_up(model):
