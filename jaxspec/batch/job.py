@@ -178,7 +178,7 @@ def run(
             become errors. `None`: what they need.
         drafting: "auto" lets a guard decide from the time that chunks take, where that changes no
             output: for greedy decoding in float32. "always" drafts, "never" does not.
-        guard: settings of the guard.
+        guard: settings of the guard; what it is to expect, only where there is one.
         memory: bytes that caches, states and scratch may take; `None`: most of what is available.
         place: where states belong, see `slots.Place`; `None`: where the model's mesh says.
         should_stop: asked between chunks; once it says True, rows that run are finished, no other
@@ -211,6 +211,11 @@ def run(
         loaded = LoadedDrafter(NoDraft(), ())
     drafts = loaded.drafter != NoDraft()
     is_guarded = drafting == "auto" and drafts and _drafts_change_nothing(model, config)
+    if guard is not None and guard.expected is not None and not is_guarded:
+        raise ValueError(
+            "guard.expected (--expected-speedup) needs a guard. There is one for greedy "
+            "decoding in float32 with a drafter and drafting='auto'; else leave it out."
+        )
     slots = None if slots is None else round_up(slots)
     encoded = [
         _checked_slots(row, slots, model, config, loaded) for row in encode_rows(model, rows)

@@ -89,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expected-speedup",
         type=float,
         metavar="X",
-        help="of drafting with this many rows, as measured before: what auto begins with",
+        help="of drafting with this many rows, as measured before: what auto begins with where it "
+        "decides",
     )
     parser.add_argument(
         "--json",

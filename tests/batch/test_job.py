@@ -206,8 +206,8 @@ def test_a_second_job_compiles_nothing(model):
     assert report.compile_seconds < 0.5
 
 
-def header(model, config=GREEDY, drafter=PromptLookup(), **settings) -> dict:
-    return job_header(model, rows_of(PROMPTS), config, drafter, **settings)
+def header(model, config=GREEDY, **settings) -> dict:
+    return job_header(model, rows_of(PROMPTS), config, PromptLookup(), **settings)
 
 
 def test_a_header_tells_of_all_that_decides_records(model):
@@ -326,3 +326,18 @@ def test_auto_never_takes_more_than_it_may(model, seed):
 def test_settings_that_make_no_sense(model, settings, match):
     with pytest.raises(ValueError, match=match):
         run(model, rows_of(PROMPTS), Collector(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "drafter", "drafting"),
+    [
+        (SAMPLED, PromptLookup(), "auto"),
+        (GREEDY, None, "auto"),
+        (GREEDY, PromptLookup(), "always"),
+        (GREEDY, PromptLookup(), "never"),
+    ],
+)
+def test_what_a_guard_is_to_expect_is_refused_without_one(model, config, drafter, drafting):
+    settings = {"drafting": drafting, "guard": GuardSettings(expected=1.2)}
+    with pytest.raises(ValueError, match=r"guard.expected \(--expected-speedup\) needs a guard"):
+        run(model, rows_of(PROMPTS), Collector(), config, drafter, **settings)
