@@ -244,7 +244,6 @@ def run(
         keys |= {(row.line, sample) for row in good for sample in samples}
         books.num_records, books.num_errors = len(keys), len(bad)
         books.num_resumed = len(keys & output.done)
-        job.keep([_error(row) for row in bad if (row.line, 0) not in output.done])
         # Of all rows, not of those that are left: what is resumed is read as it would have been.
         prefix = job.read_prefix(shared_prefix(good, CHUNK))
         left = [row for row in good if job.items_of([row])]
@@ -256,6 +255,10 @@ def run(
             batch or most_rows(len(left) * len(samples)),
             slots,
         )
+        if batch is not None and groups:
+            # Of the most slots: if that fits, so do all, and else nothing is begun.
+            fit_batch(job, groups[-1], batch, memory, prefix)
+        job.keep([_error(row) for row in bad if (row.line, 0) not in output.done])
         for group in groups:
             if books.interrupted or job.should_stop():
                 books.interrupted = True

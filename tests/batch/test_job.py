@@ -282,6 +282,17 @@ def test_memory_decides_how_many_rows(model):
         report(10)
 
 
+def test_rows_at_once_that_some_group_has_no_room_for_are_refused_at_once(model):
+    rows = rows_of([*["short"] * 16, *["long" * 60] * 16, "?" * 3000])
+    alone = run(model, rows[:16], Collector(), GREEDY, batch=2)
+    memory = alone.state_bytes_foretold + alone.scratch_bytes
+    output = Collector()
+    with pytest.raises(ValueError, match=r"2 rows of .* slots need"):
+        run(model, rows, output, GREEDY, batch=2, memory=memory)
+    assert not output.records
+    assert run(model, rows[:16], Collector(), GREEDY, batch=2, memory=memory).num_done == 16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_auto_never_takes_more_than_it_may(model, seed):
