@@ -389,11 +389,16 @@ class _Job:
             if (row.line, sample) not in self.output.done
         ]
 
+    def longest_text(self, row: EncodedRow) -> int:
+        """Tokens of a row's prompt and of all that it may emit."""
+        wanted = len(row.tokens) + int(self.config.max_new_tokens)
+        return min(wanted, self.model.config.max_positions)
+
     def prompt_of(self, row: EncodedRow) -> Prompt:
         length = len(row.tokens)
         tokens = np.zeros(bucket_of(length), np.int32)
         tokens[:length] = row.tokens
-        room = min(_whole(self.config.max_new_tokens), self.model.config.max_positions - length)
+        room = self.longest_text(row) - length
         arrays: dict[str, Any] = {
             "tokens": tokens,
             "length": np.asarray(length, np.int32),
@@ -471,7 +476,7 @@ def fit_batch(
 
 
 def _scratch_bytes(job: _Job, group: Group, shapes: DecodeState, prefix: Prefix | None) -> int:
-    """The row of the longest prompt, and what reading it or a chunk takes, whichever is more."""
+    """The row of the longest prompt, and what reading it, a chunk or rejoining takes, if more."""
     settings = job.row_settings(group.slots)
     longest = job.prompt_of(max(group.rows, key=lambda row: len(row.tokens)))
     read = _bytes_of(
@@ -487,8 +492,23 @@ def _scratch_bytes(job: _Job, group: Group, shapes: DecodeState, prefix: Prefix 
             place=job.place,
         )
     )
+    rejoining = _ProgramBytes(0, 0)
+    if job.guard is not None and job.has_draft_state:
+        text = max(job.longest_text(row) for row in group.rows)
+        rejoining = _bytes_of(
+            rejoin.lower(
+                job.params,
+                shapes,
+                _int32(0),
+                drafter=job.drafter,
+                bucket=bucket_of(text),
+                place=job.place,
+            )
+        )
     devices = 1 if job.place is None else devices_in_one_memory(shapes.stop.sharding.device_set)
-    return devices * (read.given + max(read.temporary, chunk.temporary + chunk.given))
+    return devices * (
+        read.given + max(read.temporary, *(sum(program) for program in (chunk, rejoining)))
+    )
 
 
 class _ProgramBytes(NamedTuple):
@@ -563,15 +583,19 @@ class _Batch:
         with self.job.books.reading() as watch:
             for slot in free:
                 item = self.queue.popleft()
-                row = self._read(item.row, drafting)
                 self.states = insert(
-                    self.states, row, _int32(slot), _int32(item.sample), place=self.job.place
+                    self.states,
+                    self._read(item.row, drafting),
+                    _int32(slot),
+                    _int32(item.sample),
+                    place=self.job.place,
                 )
+                # One row at a time beside the batch: `_scratch_bytes` counts no more.
+                jax.block_until_ready(self.states.stop)
                 self.items[slot] = item
                 self.lengths[slot] = len(item.row.tokens)
                 self.stale[slot] = not drafting
                 num_tokens += bucket_of(len(item.row.tokens))
-            jax.block_until_ready(self.states.stop)
         if free and self.job.guard is not None and self.job.has_draft_state:
             self.job.guard.book_reading(drafting, len(free), num_tokens, watch.seconds)
 
@@ -579,6 +603,7 @@ class _Batch:
         """A row behind its prompt; samples of one prompt share it."""
         if self.latest is not None and self.latest[:2] == (row, drafting):
             return self.latest[2]
+        self.latest = None
         state = read_prompt(
             self.job.params,
             self.job.prompt_of(row),

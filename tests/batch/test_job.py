@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jaxspec import DraftModel, Eagle, GenerationConfig, PromptLookup
 from jaxspec.batch import Collector, Guard, GuardSettings, Row, job_header, rows_of, run
 from jaxspec.batch import job as job_module
 from jaxspec.batch.guard import Chunk
-from jaxspec.batch.slots import run_chunk
+from jaxspec.batch.slots import insert, read_prompt, run_chunk
 from jaxspec.checkpoint import Model
 from jaxspec.drafters import LoadedDrafter
 from tests.batch.conftest import PROMPTS
@@ -291,6 +292,43 @@ def test_rows_at_once_that_some_group_has_no_room_for_are_refused_at_once(model)
         run(model, rows, output, GREEDY, batch=2, memory=memory)
     assert not output.records
     assert run(model, rows[:16], Collector(), GREEDY, batch=2, memory=memory).num_done == 16
+
+
+def test_what_a_rejoining_row_takes_is_counted(model):
+    """Texts grow: what a drafter reads anew is longer than any prompt was."""
+    config = dataclasses.replace(GREEDY, max_new_tokens=900)
+    drafter = drafter_for(model, "draft model")
+
+    def scratch(drafting: str) -> int:
+        begun = iter([False, True]).__next__  # stops before the first prompt is read
+        settings = {"drafting": drafting, "batch": 1, "should_stop": begun}
+        return run(model, rows_of(["x"]), Collector(), config, drafter, **settings).scratch_bytes
+
+    assert scratch("auto") > scratch("always") > 0
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_one_row_at_a_time_lies_beside_the_batch(model, num_samples, monkeypatch):
+    rows, batches = [], []
+
+    def read(*args, **settings):
+        assert not any(row() for row in rows), "an earlier row is still there"
+        assert all(stop.is_ready() for stop in batches), "an earlier row is still put in place"
+        state = read_prompt(*args, **settings)
+        rows.append(weakref.ref(state.context.tokens))
+        return state
+
+    def put(*args, **settings):
+        states = insert(*args, **settings)
+        batches[:] = [states.stop]
+        return states
+
+    read.lower = read_prompt.lower
+    monkeypatch.setattr(job_module, "read_prompt", read)
+    monkeypatch.setattr(job_module, "insert", put)
+    config = dataclasses.replace(SAMPLED, num_samples=num_samples)
+    decoded(model, config, batch=8)
+    assert len(rows) == len(PROMPTS)
 
 
 @pytest.mark.slow
