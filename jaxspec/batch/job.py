@@ -63,7 +63,7 @@ from jaxspec.generation import (
     warps_of,
 )
 from jaxspec.result import HostRow, host_rows
-from jaxspec.sharding import on_mesh_of, placement_of
+from jaxspec.sharding import Placement, on_mesh_of, placement_of
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Tokenizer
@@ -173,7 +173,8 @@ def run(
         config: how to decode, one number of each kind for all rows.
         drafter: as for `generate`.
         seed: of the randomness.
-        batch: rows at once; `None`: as many as help and as fit into memory.
+        batch: rows at once, a multiple of the parts that a mesh divides them into; `None`: as many
+            as help and as fit into memory.
         slots: tokens that a row's cache holds, rounded up to a multiple of 64; rows that need more
             become errors. `None`: what they need.
         drafting: "auto" lets a guard decide from the time that chunks take, where that changes no
@@ -222,6 +223,13 @@ def run(
     ]
     good = [row for row in encoded if row.error is None]
     bad = [row for row in encoded if row.error is not None]
+    place = place or placement_of(model.params)
+    parts = _parts_of(place)
+    if batch is not None and batch % parts:
+        raise ValueError(
+            f"batch: {batch} rows cannot be divided over data={parts} of the mesh; give a multiple "
+            f"of {parts}."
+        )
     with CompileClock() as clock, on_mesh_of(model.params):
         books = Books(clock)
         most_tokens = _whole(config.max_new_tokens)
@@ -235,7 +243,7 @@ def run(
             output=output,
             books=books,
             guard=Guard(guard, LONGEST_CHUNK, most_tokens) if is_guarded else None,
-            place=place or placement_of(model.params),
+            place=place,
             should_stop=should_stop or (lambda: False),
             progress=progress or (lambda report: None),
         )
@@ -252,7 +260,7 @@ def run(
             most_tokens,
             model.config.max_positions,
             loaded.drafter,
-            batch or most_rows(len(left) * len(samples)),
+            batch or most_rows(len(left) * len(samples), parts),
             slots,
         )
         if batch is not None and groups:
@@ -443,10 +451,16 @@ class _Fit(NamedTuple):
     scratch: int
 
 
+def _parts_of(place: Place | None) -> int:
+    return place.data_axis_size if isinstance(place, Placement) else 1
+
+
 def fit_batch(
     job: _Job, group: Group, batch: int | None, memory: int | None, prefix: Prefix | None
 ) -> _Fit:
     """Rows at once that fit into memory, with what the compiled programs need besides.
+
+    On a mesh each of its parts gets as many.
 
     Raises:
         ValueError: not even one row does, or not the number asked for.
@@ -454,7 +468,8 @@ def fit_batch(
     if memory is None:
         available = available_memory()
         memory = None if available is None else int(SHARE_OF_MEMORY * available)
-    size = batch or most_rows(len(group.rows) * job.config.num_samples)
+    parts = _parts_of(job.place)
+    size = batch or most_rows(len(group.rows) * job.config.num_samples, parts)
     while True:
         shapes = placed_shapes(job.shapes(group, size), job.place)
         held = num_bytes(shapes)
@@ -464,7 +479,7 @@ def fit_batch(
         needed = held + scratch
         if memory is None or needed <= memory:
             return _Fit(size, held, scratch)
-        if size == 1 or batch is not None:
+        if size <= parts or batch is not None:
             raise ValueError(
                 f"batch: {size} rows of {group.slots} slots need {needed / 1e6:.1f} MB, and "
                 f"{memory / 1e6:.1f} MB may be used. Decode fewer rows at once, shorter prompts, "
@@ -473,6 +488,7 @@ def fit_batch(
         # Every try compiles; what is needed grows with the rows.
         fitting = max(1, int(size * memory / needed))
         size = min(size // 2, 1 << (fitting.bit_length() - 1))
+        size = max(1, size // parts) * parts
 
 
 def _scratch_bytes(job: _Job, group: Group, shapes: DecodeState, prefix: Prefix | None) -> int:

@@ -107,10 +107,14 @@ def round_up(slots: int) -> int:
     return -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
 
 
-def most_rows(num_rows: int) -> int:
-    """Rows at once to begin with, when nobody says: a power of two, no more than there are."""
+def most_rows(num_rows: int, parts: int = 1) -> int:
+    """Rows at once to begin with, when nobody says: a power of two, no more than there are.
+
+    Or a few more, so that each of `parts` gets as many.
+    """
     most = MOST_ROWS.get(jax.default_backend(), MOST_ROWS_ELSEWHERE)
-    return min(most, 1 << max(0, num_rows - 1).bit_length())
+    rows = min(most, 1 << max(0, num_rows - 1).bit_length())
+    return -(-rows // parts) * parts
 
 
 def shared_prefix(rows: Sequence[EncodedRow], chunk: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from jaxspec.batch import hosts as module
 from jaxspec.batch.hosts import HostError, joined
 from jaxspec.batch.parts import check_parts, part_header, part_path, put_together
 from jaxspec.cli import main
-from jaxspec.commands import EXIT_INTERRUPTED
+from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
 from jaxspec.commands.batch import decode_share, show
 from tests.batch.conftest import PROMPTS
 

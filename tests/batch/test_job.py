@@ -17,6 +17,7 @@ from jaxspec.batch.guard import Chunk
 from jaxspec.batch.slots import insert, read_prompt, run_chunk
 from jaxspec.checkpoint import Model
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.sharding import Placement
 from tests.batch.conftest import PROMPTS
 from tests.laws.drafters import FORKED, PATHS, blurred, eagle_head
 
@@ -281,6 +282,28 @@ def test_memory_decides_how_many_rows(model):
         report(needed - 1, batch=8)
     with pytest.raises(ValueError, match=r"1 rows of .* slots need"):
         report(10)
+
+
+class InThree(Placement):
+    """A mesh's placement, as far as a job asks."""
+
+    data_axis_size = 3
+
+    def __call__(self, states):
+        return states
+
+
+def test_each_part_of_a_mesh_gets_as_many_rows(model):
+    def report(**settings):
+        place = InThree(None)
+        return run(model, rows_of(PROMPTS), Collector(), GREEDY, place=place, **settings)
+
+    free = report()
+    assert free.batch == 9
+    assert report(memory=free.state_bytes_foretold + free.scratch_bytes - 1).batch == 3
+    assert report(batch=6).batch == 6
+    with pytest.raises(ValueError, match=r"batch: 8 rows .* data=3 of the mesh; give a multiple"):
+        report(batch=8)
 
 
 def test_rows_at_once_that_some_group_has_no_room_for_are_refused_at_once(model):
