@@ -215,6 +215,7 @@ def decode_file(
 
     if processes is not None:
         return decode_share(args, processes, rows, header, decode)
+    check_parts(args.output, 0, args.resume)
     with batch.Writer(args.output, header, args.resume) as writer:
         report = decode(rows, writer)
         return report, report.as_dict()

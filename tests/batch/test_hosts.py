@@ -186,6 +186,8 @@ def test_parts_of_another_job_are_refused(tmp_path):
         check_parts(out, 2, resume=False)
     with pytest.raises(OutputError, match="of a job with 2 processes; start as many"):
         check_parts(out, 4, resume=True)
+    with pytest.raises(OutputError, match="of a job with 2 processes"):
+        check_parts(out, 0, resume=True)
 
 
 class Met:
