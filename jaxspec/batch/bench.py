@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxspec.batch.job import Drafting, run
+from jaxspec.batch.plan import round_up, slots_needed
 from jaxspec.batch.report import JobReport
 from jaxspec.batch.rows import Row
 from jaxspec.batch.writer import Collector
@@ -42,6 +43,12 @@ class Bench(NamedTuple):
     @property
     def config(self) -> GenerationConfig:
         return GenerationConfig(max_new_tokens=self.max_new_tokens)
+
+    def slots_for(self, rows: Sequence[Row]) -> int:
+        """What holds each of some rows, with drafts or without."""
+        longest = max(len(row.prompt or ()) for row in rows)
+        positions, depth = self.model.config.max_positions, self.drafter.drafter.tree_shape[1]
+        return round_up(slots_needed(longest, self.max_new_tokens, positions, depth))
 
     def job(
         self,

@@ -16,7 +16,6 @@ from jaxspec.batch.bench import (
     shipped_bench,
 )
 from jaxspec.batch.guard import GuardSettings
-from jaxspec.batch.plan import round_up, slots_needed
 from jaxspec.batch.report import JobReport
 from jaxspec.batch.rows import Row, rows_of
 from jaxspec.bench.compare import describe
@@ -117,18 +116,11 @@ def measure_curve(bench: Bench, suite: GuardSuite, repeats: int) -> GuardFigures
     """Measures any model and drafter. All jobs have the same slots."""
     rows = rows_of(bench.prompts)
     sizes = [size for size in suite.sizes if size <= len(rows)]
-    slots = _slots(bench, rows[: max(map(suite.num_prompts, sizes))])
+    slots = bench.slots_for(rows[: max(map(suite.num_prompts, sizes))])
     curve = tuple(
         _point(bench, rows[: suite.num_prompts(size)], size, slots, repeats) for size in sizes
     )
     return GuardFigures(suite, repeats, describe(bench.drafter), len(rows), curve)
-
-
-def _slots(bench: Bench, rows: Sequence[Row]) -> int:
-    """What holds each of these rows."""
-    longest = max(len(row.prompt or ()) for row in rows)
-    positions, depth = bench.model.config.max_positions, bench.drafter.drafter.tree_shape[1]
-    return round_up(slots_needed(longest, bench.max_new_tokens, positions, depth))
 
 
 def _point(bench: Bench, rows: Sequence[Row], size: int, slots: int, repeats: int) -> CurvePoint:

@@ -63,10 +63,10 @@ from jaxspec.generation import (
     warps_of,
 )
 from jaxspec.result import HostRow, host_rows
-from jaxspec.sharding import on_mesh_of, placement_of
+from jaxspec.sharding import Placement, on_mesh_of, placement_of
 
 if TYPE_CHECKING:
-    from jaxspec.checkpoint import Model
+    from jaxspec.checkpoint import Model, Tokenizer
 
 LONGEST_CHUNK = 32
 """Steps after which the host looks, if no row stops before."""
@@ -85,23 +85,34 @@ def job_header(
     config: GenerationConfig | None = None,
     drafter: Drafter | LoadedDrafter | None = None,
     seed: int = 0,
+    *,
+    drafting: Drafting = "auto",
+    slots: int | None = None,
 ) -> dict[str, Any]:
     """What decides a job's records, as plain values: what a job that is resumed must share.
 
-    Not in it: how many rows at once, slots, devices, the guard. These decide how fast it is.
+    Arguments are those of `run`. Not in it: how many rows at once, devices, and, where outputs are
+    the same either way, whether steps draft. These decide how fast it is.
     """
+    config = config or GenerationConfig()
     weights = drafter.params if isinstance(drafter, LoadedDrafter) else ()
-    settings = dataclasses.asdict(config or GenerationConfig())
+    steps = "plain" if drafter is None or drafting == "never" else "drafted"
+    # Slots hold what drafts overhang, so those decide which rows fit.
+    either = slots is None and _drafts_change_nothing(model, config)
     return {
-        "format": 2,
+        "format": 3,
         "jaxspec": _version(),
         "model": model.name,
         "architecture": repr(model.config),
         "dtype": str(np.dtype(model.network.dtype)),
         "weights": _sample_of(model.network),
+        "tokenizer": _checksum_of(model.tokenizer),
+        "stop_token_ids": list(model.stop_token_ids),
         "drafter": describe(drafter),
         "draft_weights": _sample_of(weights),
-        "config": {name: repr(value) for name, value in settings.items()},
+        "config": {name: repr(value) for name, value in dataclasses.asdict(config).items()},
+        "drafting": "either" if either else steps,
+        "slots": None if slots is None else round_up(slots),
         "seed": seed,
         "num_rows": len(rows),
         "rows": digest_of(rows),
@@ -122,6 +133,15 @@ def _sample_of(weights: PyTree) -> str:
         some = leaf[(0,) * (leaf.ndim - 1)][:_SAMPLED] if leaf.ndim else leaf
         checksum = zlib.crc32(np.asarray(some).tobytes(), checksum)
     return f"{checksum:08x}"
+
+
+def _checksum_of(tokenizer: "Tokenizer | None") -> str | None:
+    """Of how it splits texts and renders chats."""
+    if tokenizer is None:
+        return None
+    parts = [tokenizer.backend.to_str(), *sorted(tokenizer.templates.items())]
+    parts += sorted(tokenizer.special_tokens.items())
+    return f"{zlib.crc32(repr(parts).encode()):08x}"
 
 
 def run(
@@ -153,12 +173,13 @@ def run(
         config: how to decode, one number of each kind for all rows.
         drafter: as for `generate`.
         seed: of the randomness.
-        batch: rows at once; `None`: as many as help and as fit into memory.
+        batch: rows at once, a multiple of the parts that a mesh divides them into; `None`: as many
+            as help and as fit into memory.
         slots: tokens that a row's cache holds, rounded up to a multiple of 64; rows that need more
             become errors. `None`: what they need.
         drafting: "auto" lets a guard decide from the time that chunks take, where that changes no
             output: for greedy decoding in float32. "always" drafts, "never" does not.
-        guard: settings of the guard.
+        guard: settings of the guard; what it is to expect, only where there is one.
         memory: bytes that caches, states and scratch may take; `None`: most of what is available.
         place: where states belong, see `slots.Place`; `None`: where the model's mesh says.
         should_stop: asked between chunks; once it says True, rows that run are finished, no other
@@ -189,16 +210,29 @@ def run(
         raise ValueError(f"drafting must be 'auto', 'always' or 'never', got {drafting!r}.")
     if drafting == "never":
         loaded = LoadedDrafter(NoDraft(), ())
+    drafts = loaded.drafter != NoDraft()
+    is_guarded = drafting == "auto" and drafts and _drafts_change_nothing(model, config)
+    if guard is not None and guard.expected is not None and not is_guarded:
+        raise ValueError(
+            "guard.expected (--expected-speedup) needs a guard. There is one for greedy "
+            "decoding in float32 with a drafter and drafting='auto'; else leave it out."
+        )
     slots = None if slots is None else round_up(slots)
     encoded = [
         _checked_slots(row, slots, model, config, loaded) for row in encode_rows(model, rows)
     ]
     good = [row for row in encoded if row.error is None]
     bad = [row for row in encoded if row.error is not None]
+    place = place or placement_of(model.params)
+    parts = _parts_of(place)
+    if batch is not None and batch % parts:
+        raise ValueError(
+            f"batch: {batch} rows cannot be divided over data={parts} of the mesh; give a multiple "
+            f"of {parts}."
+        )
     with CompileClock() as clock, on_mesh_of(model.params):
         books = Books(clock)
         most_tokens = _whole(config.max_new_tokens)
-        is_guarded = drafting == "auto" and _guard_keeps_outputs(model, config, loaded)
         job = _Job(
             model=model,
             config=config,
@@ -209,7 +243,7 @@ def run(
             output=output,
             books=books,
             guard=Guard(guard, LONGEST_CHUNK, most_tokens) if is_guarded else None,
-            place=place or placement_of(model.params),
+            place=place,
             should_stop=should_stop or (lambda: False),
             progress=progress or (lambda report: None),
         )
@@ -218,7 +252,6 @@ def run(
         keys |= {(row.line, sample) for row in good for sample in samples}
         books.num_records, books.num_errors = len(keys), len(bad)
         books.num_resumed = len(keys & output.done)
-        job.keep([_error(row) for row in bad if (row.line, 0) not in output.done])
         # Of all rows, not of those that are left: what is resumed is read as it would have been.
         prefix = job.read_prefix(shared_prefix(good, CHUNK))
         left = [row for row in good if job.items_of([row])]
@@ -227,9 +260,13 @@ def run(
             most_tokens,
             model.config.max_positions,
             loaded.drafter,
-            batch or most_rows(len(left) * len(samples)),
+            batch or most_rows(len(left) * len(samples), parts),
             slots,
         )
+        if batch is not None and groups:
+            # Of the most slots: if that fits, so do all, and else nothing is begun.
+            fit_batch(job, groups[-1], batch, memory, prefix)
+        job.keep([_error(row) for row in bad if (row.line, 0) not in output.done])
         for group in groups:
             if books.interrupted or job.should_stop():
                 books.interrupted = True
@@ -245,10 +282,9 @@ def _check_one_for_all(config: GenerationConfig) -> None:
             raise ValueError(f"{field} must be one number for the whole job, got several.")
 
 
-def _guard_keeps_outputs(model: "Model", config: GenerationConfig, loaded: LoadedDrafter) -> bool:
+def _drafts_change_nothing(model: "Model", config: GenerationConfig) -> bool:
     """Drawn tokens depend on what was drafted, and 16 bits round coarsely."""
-    exact = np.dtype(model.network.dtype) == np.float32
-    return exact and not config.temperature and loaded.drafter != NoDraft()
+    return np.dtype(model.network.dtype) == np.float32 and not np.any(config.temperature)
 
 
 def _checked_slots(
@@ -361,11 +397,16 @@ class _Job:
             if (row.line, sample) not in self.output.done
         ]
 
+    def longest_text(self, row: EncodedRow) -> int:
+        """Tokens of a row's prompt and of all that it may emit."""
+        wanted = len(row.tokens) + int(self.config.max_new_tokens)
+        return min(wanted, self.model.config.max_positions)
+
     def prompt_of(self, row: EncodedRow) -> Prompt:
         length = len(row.tokens)
         tokens = np.zeros(bucket_of(length), np.int32)
         tokens[:length] = row.tokens
-        room = min(_whole(self.config.max_new_tokens), self.model.config.max_positions - length)
+        room = self.longest_text(row) - length
         arrays: dict[str, Any] = {
             "tokens": tokens,
             "length": np.asarray(length, np.int32),
@@ -410,10 +451,16 @@ class _Fit(NamedTuple):
     scratch: int
 
 
+def _parts_of(place: Place | None) -> int:
+    return place.data_axis_size if isinstance(place, Placement) else 1
+
+
 def fit_batch(
     job: _Job, group: Group, batch: int | None, memory: int | None, prefix: Prefix | None
 ) -> _Fit:
     """Rows at once that fit into memory, with what the compiled programs need besides.
+
+    On a mesh each of its parts gets as many.
 
     Raises:
         ValueError: not even one row does, or not the number asked for.
@@ -421,7 +468,8 @@ def fit_batch(
     if memory is None:
         available = available_memory()
         memory = None if available is None else int(SHARE_OF_MEMORY * available)
-    size = batch or most_rows(len(group.rows) * job.config.num_samples)
+    parts = _parts_of(job.place)
+    size = batch or most_rows(len(group.rows) * job.config.num_samples, parts)
     while True:
         shapes = placed_shapes(job.shapes(group, size), job.place)
         held = num_bytes(shapes)
@@ -431,7 +479,7 @@ def fit_batch(
         needed = held + scratch
         if memory is None or needed <= memory:
             return _Fit(size, held, scratch)
-        if size == 1 or batch is not None:
+        if size <= parts or batch is not None:
             raise ValueError(
                 f"batch: {size} rows of {group.slots} slots need {needed / 1e6:.1f} MB, and "
                 f"{memory / 1e6:.1f} MB may be used. Decode fewer rows at once, shorter prompts, "
@@ -440,10 +488,11 @@ def fit_batch(
         # Every try compiles; what is needed grows with the rows.
         fitting = max(1, int(size * memory / needed))
         size = min(size // 2, 1 << (fitting.bit_length() - 1))
+        size = max(1, size // parts) * parts
 
 
 def _scratch_bytes(job: _Job, group: Group, shapes: DecodeState, prefix: Prefix | None) -> int:
-    """The row of the longest prompt, and what reading it or a chunk takes, whichever is more."""
+    """The row of the longest prompt, and what reading it, a chunk or rejoining takes, if more."""
     settings = job.row_settings(group.slots)
     longest = job.prompt_of(max(group.rows, key=lambda row: len(row.tokens)))
     read = _bytes_of(
@@ -459,8 +508,23 @@ def _scratch_bytes(job: _Job, group: Group, shapes: DecodeState, prefix: Prefix 
             place=job.place,
         )
     )
+    rejoining = _ProgramBytes(0, 0)
+    if job.guard is not None and job.has_draft_state:
+        text = max(job.longest_text(row) for row in group.rows)
+        rejoining = _bytes_of(
+            rejoin.lower(
+                job.params,
+                shapes,
+                _int32(0),
+                drafter=job.drafter,
+                bucket=bucket_of(text),
+                place=job.place,
+            )
+        )
     devices = 1 if job.place is None else devices_in_one_memory(shapes.stop.sharding.device_set)
-    return devices * (read.given + max(read.temporary, chunk.temporary + chunk.given))
+    return devices * (
+        read.given + max(read.temporary, *(sum(program) for program in (chunk, rejoining)))
+    )
 
 
 class _ProgramBytes(NamedTuple):
@@ -535,15 +599,19 @@ class _Batch:
         with self.job.books.reading() as watch:
             for slot in free:
                 item = self.queue.popleft()
-                row = self._read(item.row, drafting)
                 self.states = insert(
-                    self.states, row, _int32(slot), _int32(item.sample), place=self.job.place
+                    self.states,
+                    self._read(item.row, drafting),
+                    _int32(slot),
+                    _int32(item.sample),
+                    place=self.job.place,
                 )
+                # One row at a time beside the batch: `_scratch_bytes` counts no more.
+                jax.block_until_ready(self.states.stop)
                 self.items[slot] = item
                 self.lengths[slot] = len(item.row.tokens)
                 self.stale[slot] = not drafting
                 num_tokens += bucket_of(len(item.row.tokens))
-            jax.block_until_ready(self.states.stop)
         if free and self.job.guard is not None and self.job.has_draft_state:
             self.job.guard.book_reading(drafting, len(free), num_tokens, watch.seconds)
 
@@ -551,6 +619,7 @@ class _Batch:
         """A row behind its prompt; samples of one prompt share it."""
         if self.latest is not None and self.latest[:2] == (row, drafting):
             return self.latest[2]
+        self.latest = None
         state = read_prompt(
             self.job.params,
             self.job.prompt_of(row),

@@ -1,6 +1,7 @@
 """The output of a job on several processes: a part for each, which the first one puts together."""
 
 import contextlib
+import glob
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,19 +35,21 @@ def part_header(header: Mapping[str, Any], index: int, num: int) -> dict[str, An
 def check_parts(out: Path, num: int, resume: bool) -> None:
     """Refuses parts that this job would leave lying there.
 
+    `num` is of its processes, 0 for a job that makes no parts.
+
     Raises:
         OutputError: parts are there, of another number of processes, or of a job that is not
             resumed.
     """
-    pattern = f"{out.name}.part-*-of-*"
+    pattern = f"{glob.escape(out.name)}.part-*-of-*"
     for path in sorted(out.parent.glob(pattern)):
         if path.name.endswith(PROGRESS):
             continue
         theirs = path.name.rpartition("-")[2]
         if theirs != str(num):
             raise OutputError(
-                f"{path} is of a job with {theirs} processes; start as many with --resume, or take "
-                "its parts away."
+                f"{path} is of a job with {theirs} processes; start as many, with --distributed "
+                "and --resume, or take its parts away."
             )
         if not resume:
             raise OutputError(f"{path} is there already; resume that job with --resume.")

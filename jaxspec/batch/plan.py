@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -17,8 +19,13 @@ MOST_ROWS = {"cpu": 32}
 MOST_ROWS_ELSEWHERE = 256
 SHARE_OF_MEMORY = 0.8
 """Of what is available. The rest is for what is not foreseen."""
-_WORTH_A_GROUP = 8
-"""Times the rows decoded at once: a smaller group loses more in waiting for its last rows."""
+_FINEST = 512
+"""Slots up to which capacities are multiples of what caches come in; above, four to an octave."""
+_REST_OF_A_STEP = 1024
+"""Slots whose attention takes about as long as all else in a row's step."""
+_DRAINED, _COMPILED = 2, 16
+"""Rows that could be decoded in the time a further group costs: so many for each of those at once,
+as its last rows leave slots empty, and these for its programs."""
 _PREFIX_MULTIPLE = 16
 
 
@@ -32,10 +39,6 @@ class Group:
 
     slots: int
     rows: tuple[EncodedRow, ...]
-
-    @property
-    def largest_bucket(self) -> int:
-        return max(bucket_of(len(row.tokens)) for row in self.rows)
 
 
 def slots_needed(num_tokens: int, max_new_tokens: int, max_positions: int, depth: int) -> int:
@@ -58,8 +61,8 @@ def group_rows(
 ) -> list[Group]:
     """Puts rows that need about as many slots together, the shortest first.
 
-    Capacities halve from the largest that is needed; a group that would not keep `batch` rows busy
-    for a while joins the next larger one.
+    Attention pays for a capacity, and every group costs its end, so groups are those that together
+    take least by a rough model of both.
 
     Args:
         rows: good ones.
@@ -76,30 +79,37 @@ def group_rows(
     if slots is not None:
         return [Group(slots, tuple(rows))]
     largest = round_up(max(needed))
-    capacities = [largest]
-    while (half := round_up(capacities[0] // 2)) < capacities[0]:
-        capacities.insert(0, half)
-    groups, held = [], []
-    lower = 0
-    for capacity in capacities:
-        held += [
-            (place, row)
-            for place, (row, need) in enumerate(zip(rows, needed, strict=True))
-            if lower < need <= capacity
-        ]
-        lower = capacity
-        if len(held) >= _WORTH_A_GROUP * batch or capacity == largest:
-            groups.append((capacity, held))
-            held = []
-    if len(groups) > 1 and len(groups[-1][1]) < _WORTH_A_GROUP * batch:
-        # The largest has no larger one to join: the one below joins it.
-        _, longest = groups.pop()
-        groups[-1] = (largest, groups[-1][1] + longest)
-    return [
-        Group(capacity, tuple(row for _, row in sorted(placed, key=lambda pair: pair[0])))
-        for capacity, placed in groups
-        if placed
-    ]
+    counts = Counter(min(largest, capacity_of(need)) for need in needed)
+    chosen = _cheapest(counts, _DRAINED * batch + _COMPILED)
+    groups: dict[int, list[EncodedRow]] = {capacity: [] for capacity in chosen}
+    for row, need in zip(rows, needed, strict=True):
+        groups[chosen[bisect_left(chosen, need)]].append(row)
+    return [Group(capacity, tuple(placed)) for capacity, placed in groups.items()]
+
+
+def _cheapest(counts: Mapping[int, int], spent: int) -> list[int]:
+    """Some of the capacities that so many rows need, ascending, the largest always among them.
+
+    Rows whose own is not chosen go into the next larger one. A group costs as much as `spent` rows.
+    """
+    capacities = sorted(counts)
+    best: list[tuple[int, list[int]]] = [(0, [])]
+    for last, capacity in enumerate(capacities):
+        ways = []
+        for first in range(last + 1):
+            cost, chosen = best[first]
+            rows = spent + sum(counts[each] for each in capacities[first : last + 1])
+            ways.append((cost + rows * (_REST_OF_A_STEP + capacity), [*chosen, capacity]))
+        best.append(min(ways))
+    return best[-1][1]
+
+
+def capacity_of(needed: int) -> int:
+    """The smallest capacity of a cache that holds so many slots: there are few, so are programs."""
+    multiple = SLOTS_MULTIPLE
+    if needed > _FINEST:
+        multiple = (1 << (needed - 1).bit_length()) // 8
+    return -(-needed // multiple) * multiple
 
 
 def round_up(slots: int) -> int:
@@ -107,10 +117,14 @@ def round_up(slots: int) -> int:
     return -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
 
 
-def most_rows(num_rows: int) -> int:
-    """Rows at once to begin with, when nobody says: a power of two, no more than there are."""
+def most_rows(num_rows: int, parts: int = 1) -> int:
+    """Rows at once to begin with, when nobody says: a power of two, no more than there are.
+
+    Or a few more, so that each of `parts` gets as many.
+    """
     most = MOST_ROWS.get(jax.default_backend(), MOST_ROWS_ELSEWHERE)
-    return min(most, 1 << max(0, num_rows - 1).bit_length())
+    rows = min(most, 1 << max(0, num_rows - 1).bit_length())
+    return -(-rows // parts) * parts
 
 
 def shared_prefix(rows: Sequence[EncodedRow], chunk: int) -> np.ndarray:

@@ -82,6 +82,11 @@ class JobReport:
         return self.host_seconds / self.seconds if self.seconds else 0.0
 
     @property
+    def read_fraction(self) -> float:
+        """Share of the time in which prompts were read and put into slots."""
+        return self.read_seconds / self.seconds if self.seconds else 0.0
+
+    @property
     def drafted_fraction(self) -> float:
         """Share of steps that drafted."""
         return self.num_drafted_steps / self.num_steps if self.num_steps else 0.0
@@ -96,7 +101,8 @@ class JobReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure, ready for JSON."""
-        derived = ("tokens_per_second", "tau", "idle_fraction", "host_fraction", "drafted_fraction")
+        derived = ("tokens_per_second", "tau", "idle_fraction", "host_fraction", "read_fraction")
+        derived += ("drafted_fraction",)
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def __str__(self) -> str:

@@ -45,8 +45,7 @@ class BatchSuite(NamedTuple):
     prompts_per_set: prompts of the comparison with fixed batches.
     max_new_tokens: of every prompt, at most.
     batch: rows at once where that is not what is measured.
-    rows_of_one: prompts decoded one at a time, for the ratio of `batch` rows to one.
-    waves: prompts for each of `batch` rows in that ratio.
+    waves: prompts for each of `batch` rows, in the ratio of so many to one; both decode the same.
     hashed: prompts whose outputs are compared in all ways.
     devices: virtual ones, which another process divides the rows over.
     """
@@ -54,8 +53,7 @@ class BatchSuite(NamedTuple):
     prompts_per_set: int = 1319
     max_new_tokens: int = 128
     batch: int = 32
-    rows_of_one: int = 16
-    waves: int = 4
+    waves: int = 8
     hashed: int = 256
     devices: int = 8
 
@@ -94,8 +92,8 @@ class BatchFigures(NamedTuple):
     """All that the suite measures.
 
     speeds: by way to decode.
-    one: tokens per second of one row at a time, by way to decode.
-    many: of `batch` rows, the same prompts' neighbours.
+    one: jobs of one row at a time, by way to decode.
+    many: of `batch` rows: the same prompts, in the same slots.
     """
 
     suite: BatchSuite
@@ -103,8 +101,8 @@ class BatchFigures(NamedTuple):
     drafter: str
     num_prompts: int
     speeds: Mapping[str, Speed]
-    one: Mapping[str, float]
-    many: Mapping[str, float]
+    one: Mapping[str, JobReport]
+    many: Mapping[str, JobReport]
     ways: tuple[Way, ...]
 
     @property
@@ -146,14 +144,15 @@ def measure_batches(
     """
     measuring = _Measuring(bench, suite, repeats, flags)
     rows = rows_of(bench.prompts)
+    shared = rows[: suite.waves * suite.batch]
     return BatchFigures(
         suite=suite,
         repeats=repeats,
         drafter=describe(bench.drafter),
         num_prompts=len(rows),
         ways=measuring.ways(rows[: suite.hashed]),
-        one=measuring.speeds(rows[: suite.rows_of_one], 1),
-        many=measuring.speeds(rows[: suite.waves * suite.batch], suite.batch),
+        one=measuring.speeds(shared, 1),
+        many=measuring.speeds(shared, suite.batch),
         speeds={name: measuring.refill(rows, name) for name in DRAFTINGS},
     )
 
@@ -185,20 +184,21 @@ class _Measuring(NamedTuple):
             self.bench.advance(f"refilled slots, {name}, turn {turn + 1}")
             reports.append(self.bench.job(rows, size, DRAFTINGS[name]))
         release_programs()
-        reports.sort(key=lambda report: report.tokens_per_second)
-        return Speed(float(np.median(fixed)), reports[len(reports) // 2])
+        return Speed(float(np.median(fixed)), _median(reports))
 
-    def speeds(self, rows: Sequence[Row], batch: int) -> dict[str, float]:
-        """Tokens per second with so many rows at once."""
-        found: dict[str, list[float]] = {name: [] for name in DRAFTINGS}
+    def speeds(self, rows: Sequence[Row], batch: int) -> dict[str, JobReport]:
+        """So many rows at once, all of them in the slots that the longest needs."""
+        slots = self.bench.slots_for(rows)
+        found: dict[str, list[JobReport]] = {name: [] for name in DRAFTINGS}
         for turn in range(self.repeats + 1):
-            for name, figures in found.items():
+            for name, reports in found.items():
                 self.bench.advance(f"{batch} rows at once, {name}, turn {turn}")
-                # A first job warms up: the speed of one row at a time is that of a short run.
-                report = self.bench.job(rows if turn else rows[: 2 * batch], batch, DRAFTINGS[name])
+                # A first, short job warms up.
+                some = rows if turn else rows[: 2 * batch]
+                report = self.bench.job(some, batch, DRAFTINGS[name], slots=slots)
                 if turn:
-                    figures.append(report.tokens_per_second)
-        return {name: float(np.median(figures)) for name, figures in found.items()}
+                    reports.append(report)
+        return {name: _median(reports) for name, reports in found.items()}
 
     def ways(self, rows: Sequence[Row]) -> tuple[Way, ...]:
         """Decodes the same rows in every way that must not matter."""
@@ -290,6 +290,10 @@ class _Measuring(NamedTuple):
         return tuple(divergence for divergence in found if divergence is not None)
 
 
+def _median(reports: Sequence[JobReport]) -> JobReport:
+    return sorted(reports, key=lambda report: report.tokens_per_second)[len(reports) // 2]
+
+
 def _tokens_by_line(records: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
     return {record["line"]: record["tokens"] for record in records}
 
@@ -320,22 +324,19 @@ def as_markdown(figures: BatchFigures) -> str:
         f"## Refilled slots against fixed batches, {suite.batch} rows at once",
         "Fixed: `generate`, batch by batch in the order of the file. tokens/s: emitted over wall "
         "time, prompts included, compiling left out. idle: share of the slots' steps without a "
-        "running row. host: share of the time in which the device waited for the host. tau: tokens "
-        "per target pass of a row, bonus token INCLUDED.",
+        "running row. reading: share of the time in which prompts were read. host: share of the "
+        "time in which the device waited for the host. tau: tokens per target pass of a row, "
+        "bonus token INCLUDED.",
         _speeds_table(figures),
         f"## {suite.batch} rows over one",
+        "The same prompts in the same slots. reading: share of the time in which prompts were read "
+        "into slots, one at a time whatever the rows at once.",
         table(
-            ["", "one row, tokens/s", f"{suite.batch} rows, tokens/s", "ratio", "aim"],
             [
-                [
-                    name,
-                    f"{figures.one[name]:.0f}",
-                    f"{figures.many[name]:.0f}",
-                    f"{figures.many[name] / figures.one[name]:.2f}",
-                    f"{_AIMS['rows']:g}",
-                ]
-                for name in figures.one
+                *("", "one row, tokens/s", "reading"),
+                *(f"{suite.batch} rows, tokens/s", "reading", "ratio", "aim"),
             ],
+            [_rows_over_one(name, one, figures.many[name]) for name, one in figures.one.items()],
         ),
         "## The same outputs",
         f"{min(suite.hashed, figures.num_prompts)} prompts in {len(figures.ways)} ways: "
@@ -358,6 +359,18 @@ def as_markdown(figures: BatchFigures) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _rows_over_one(name: str, one: JobReport, many: JobReport) -> list[str]:
+    return [
+        name,
+        f"{one.tokens_per_second:.0f}",
+        f"{one.read_fraction:.1%}",
+        f"{many.tokens_per_second:.0f}",
+        f"{many.read_fraction:.1%}",
+        f"{many.tokens_per_second / one.tokens_per_second:.2f}",
+        f"{_AIMS['rows']:g}",
+    ]
+
+
 def _speeds_table(figures: BatchFigures) -> str:
     def cells(name: str, speed: Speed) -> list[str]:
         report = speed.refilled
@@ -368,13 +381,14 @@ def _speeds_table(figures: BatchFigures) -> str:
             f"{report.tokens_per_second:.0f}",
             f"{speed.ratio:.2f}",
             f"{report.idle_fraction:.1%}",
+            f"{report.read_fraction:.1%}",
             f"{report.host_fraction:.1%}",
             f"{report.tau:.2f}",
             f"{held / 1e6:.1f} MB, {held / foretold:.3f}",
         ]
 
     columns = ["", "fixed tokens/s", "refilled tokens/s", f"ratio (aim {_AIMS['refill']:g})"]
-    columns += ["idle", f"host (aim {_AIMS['host']:.0%})", "tau"]
+    columns += ["idle", "reading", f"host (aim {_AIMS['host']:.0%})", "tau"]
     columns += [f"states, over what was foretold (aim {_AIMS['memory']:g})"]
     return table(columns, [cells(name, speed) for name, speed in figures.speeds.items()])
 
@@ -396,8 +410,8 @@ def as_dict(figures: BatchFigures) -> dict[str, Any]:
             }
             for name, speed in figures.speeds.items()
         },
-        "one_row_tokens_per_second": dict(figures.one),
-        "many_rows_tokens_per_second": dict(figures.many),
+        "one_row": {name: report.as_dict() for name, report in figures.one.items()},
+        "many_rows": {name: report.as_dict() for name, report in figures.many.items()},
         "ways": [
             {
                 "name": way.name,

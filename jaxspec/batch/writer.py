@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -87,19 +87,16 @@ class Writer:
                 f"{path} has no {self.progress_path.name} beside it, so it is not the output of a "
                 "job that can be resumed; give another name."
             )
-        self._is_new = not there
+        self._files: dict[Path, BinaryIO] = {}
+        self._is_new, self._end, self._entries_end = False, 0, 0
         try:
-            # Opened for updating, never truncated: what is there may be another job's.
-            self._progress = _open(self.progress_path)
-            self._out = _open(self.path)
-        except OSError as error:
-            raise OutputError(f"{path} cannot be written: {error.strerror}.") from error
-        try:
+            self._progress = self._opened(self.progress_path)
             self._lock()
-        except BaseException:
-            self.close()
-            raise
-        try:
+            # From here on nobody else writes either file, or takes it away.
+            self._is_new = not there and not _size_of(self._progress)
+            if not (resume or self._is_new):
+                raise OutputError(f"{path}: another process has begun it; give another name.")
+            self._out = self._opened(self.path)
             self._begin(json.loads(json.dumps(header)))
         except BaseException:
             self._abandon()
@@ -116,7 +113,8 @@ class Writer:
 
     def close(self) -> None:
         """Ends writing; records that were appended are safe without it."""
-        for file in (self._out, self._progress):
+        # The progress last, as its lock is for both.
+        for file in reversed(self._files.values()):
             with contextlib.suppress(OSError):
                 file.close()
 
@@ -124,7 +122,7 @@ class Writer:
         """Ends writing; files that were begun here and hold no record go."""
         if self._is_new and not self._end:
             # While they are locked: nobody else has begun to write them.
-            for path in (self.path, self.progress_path):
+            for path in reversed(self._files):
                 with contextlib.suppress(OSError):
                     path.unlink()
         self.close()
@@ -148,7 +146,9 @@ class Writer:
             _write(self._out, b"".join(lines))
             _write(self._progress, b"".join(entries))
         except OSError as error:
-            self._cut_back()
+            # What stays after all is cut away when the job is taken up again.
+            with contextlib.suppress(OSError):
+                self._cut_back()
             raise OutputError(
                 f"{self.path}: {_reason(error)}; {len(self.done)} records are safe there. Make "
                 "room, then give the same command with --resume."
@@ -157,7 +157,20 @@ class Writer:
         self._entries_end += sum(map(len, entries))
         self.done |= {_key(record) for record in records}
 
+    def _opened(self, path: Path) -> BinaryIO:
+        """For updating, never truncated: what is there may be another job's."""
+        try:
+            self._files[path] = _open(path)
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be written: {error.strerror}.") from error
+        return self._files[path]
+
     def _lock(self) -> None:
+        """Locks what lies at the path of the progress, not what another one took away from there.
+
+        Raises:
+            OutputError: another process has the lock, or had it until now.
+        """
         try:
             import fcntl
         except ImportError:  # Windows
@@ -168,23 +181,30 @@ class Writer:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 return  # a file system without locks
             raise OutputError(f"{self.path}: another process is writing it.") from error
+        try:
+            in_place = os.path.samestat(
+                os.fstat(self._progress.fileno()), self.progress_path.stat()
+            )
+        except FileNotFoundError:
+            in_place = False
+        if not in_place:
+            raise OutputError(
+                f"{self.path}: another process was writing it and took it away; try again."
+            )
 
     def _begin(self, header: Mapping[str, Any]) -> None:
-        self._end = self._entries_end = 0
         lines = self._progress.read().splitlines(keepends=True)
         if not lines or not _is_whole(lines[0]):
             entry = _entry(header)
             # A process that ended this early had written a part of this line and no record.
-            if os.fstat(self._out.fileno()).st_size or not entry.startswith(b"".join(lines)):
+            if _size_of(self._out) or not entry.startswith(b"".join(lines)):
                 raise OutputError(
                     f"{self.progress_path} is damaged or no job's, so how far the job came is not "
                     "known; give another name."
                 )
-            self._cut_back()
-            try:
+            with self._said():
+                self._cut_back()
                 _write(self._progress, entry)
-            except OSError as error:
-                raise OutputError(f"{self.progress_path}: {_reason(error)}.") from error
             self._entries_end = self._progress.tell()
             return
         self._check_header(json.loads(lines[0][9:]), header)
@@ -192,7 +212,8 @@ class Writer:
         for line in lines[1:]:
             if not self._take(line):
                 break
-        self._cut_back()
+        with self._said():
+            self._cut_back()
 
     def _check_header(self, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
         different = differences(theirs, ours)
@@ -207,8 +228,7 @@ class Writer:
         if not _is_whole(line):
             return False
         end, checksum, *key = json.loads(line[9:])
-        size = os.fstat(self._out.fileno()).st_size
-        if end > size:  # the disk kept the entry and not its record
+        if end > _size_of(self._out):  # the disk kept the entry and not its record
             return False
         record = self._out.read(end - self._end)
         if zlib.crc32(record) != checksum:
@@ -223,9 +243,15 @@ class Writer:
     def _cut_back(self) -> None:
         """Takes away what follows the last record that counts."""
         for file, end in ((self._out, self._end), (self._progress, self._entries_end)):
-            with contextlib.suppress(OSError):
-                file.truncate(end)
-                file.seek(end)
+            file.truncate(end)
+            file.seek(end)
+
+    @contextlib.contextmanager
+    def _said(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OutputError(f"{self.path}: {_reason(error)}.") from error
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], here: str = "here") -> str:
@@ -246,6 +272,10 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], here: str = 
 def _open(path: Path) -> BinaryIO:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     return os.fdopen(descriptor, "r+b", buffering=0)
+
+
+def _size_of(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
 
 
 def _write(file: BinaryIO, data: bytes) -> None:

@@ -66,7 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on where the same job stopped, if it did"
     )
-    group = parser.add_argument_group("how the job runs; no output depends on it")
+    group = parser.add_argument_group(
+        "how the job runs; outputs do not depend on it, except for --slots, "
+        "whose rows that do not fit become errors, and for --drafting when sampling or in 16 bits"
+    )
     for flag, meaning in (
         ("--batch", "rows at once; auto: what helps and fits into memory (default)"),
         (
@@ -86,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--expected-speedup",
         type=float,
         metavar="X",
-        help="of drafting with this many rows, as measured before: what auto begins with",
+        help="of drafting with this many rows, as measured before: what auto begins with where it "
+        "decides",
     )
     parser.add_argument(
         "--json",
@@ -143,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 def show(args: argparse.Namespace, report: JobReport, figures: dict[str, Any] | None) -> int:
     """Says how a job went, and where `--json` asks for it, in figures.
 
-    `figures` are `None` where another process has them.
+    `figures` are `None` where another process has them; that one says whether any row was good.
     """
     ended = "interrupted" if report.interrupted else "done"
     print(f"{ended}: {report}", file=sys.stderr)
@@ -156,7 +160,7 @@ def show(args: argparse.Namespace, report: JobReport, figures: dict[str, Any] | 
     if report.interrupted:
         print("the same command with --resume goes on", file=sys.stderr)
         return EXIT_INTERRUPTED
-    if report.num_records and report.num_errors == report.num_records:
+    if figures is not None and 0 < figures["num_records"] == figures["num_errors"]:
         print(f"every row was bad: {args.output} says why of each", file=sys.stderr)
         return EXIT_ERROR
     return 0
@@ -179,7 +183,9 @@ def decode_file(
     model = load_model(args, mesh_asked(args))
     drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
     guard = batch.GuardSettings(expected=args.expected_speedup)
-    header = batch.job_header(model, rows, config, drafter, args.seed)
+    header = batch.job_header(
+        model, rows, config, drafter, args.seed, drafting=args.drafting, slots=args.slots
+    )
 
     def decode(rows: list[Row], writer: batch.Writer) -> JobReport:
         announce(
@@ -209,6 +215,7 @@ def decode_file(
 
     if processes is not None:
         return decode_share(args, processes, rows, header, decode)
+    check_parts(args.output, 0, args.resume)
     with batch.Writer(args.output, header, args.resume) as writer:
         report = decode(rows, writer)
         return report, report.as_dict()

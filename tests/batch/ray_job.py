@@ -3,6 +3,7 @@
 python -m tests.batch.ray_job MODEL_FOLDER OUT.json SCRATCH_FOLDER
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -30,16 +31,29 @@ def note(folder: Path):
     return make
 
 
-def kill_one(folder: Path, killed: list[int]) -> None:
-    """As soon as both actors are at work."""
+class SecondTable:
+    """Progress of an actor: the first that has begun a second table offers itself, and waits."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._tables = folder, 0
+
+    def __call__(self, report: batch.JobReport) -> None:
+        if report.num_done == report.num_records:
+            self._tables += 1
+        elif self._tables:
+            with contextlib.suppress(FileExistsError):
+                (self._folder / "victim").mkdir()
+                (self._folder / "victim" / f"{os.getpid()}-{self._tables}").touch()
+                time.sleep(300)  # until it is killed
+
+
+def kill_one(folder: Path, killed: list[str]) -> None:
+    """The actor that offers itself; notes it with the number of tables it had decoded."""
     until = time.monotonic() + 300
     while time.monotonic() < until:
-        actors = sorted(folder.glob("actor-*"))
-        if len(actors) == 2:
-            time.sleep(1.0)  # into the first of its rows, which compile
-            victim = int(actors[0].name.removeprefix("actor-"))
-            os.kill(victim, signal.SIGKILL)
-            killed.append(victim)
+        for offered in folder.glob("victim/*"):
+            os.kill(int(offered.name.partition("-")[0]), signal.SIGKILL)
+            killed.append(offered.name)
             return
         time.sleep(0.05)
 
@@ -51,12 +65,19 @@ def main(model: str, out: Path, folder: Path) -> None:
     rows: list[dict] = [{"id": i, "prompt": f"abc abc {i}"} for i in range(64)]
     rows.append({"id": 1000, "prompt": ""})
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
-    killed: list[int] = []
+    killed: list[str] = []
     thread = threading.Thread(target=kill_one, args=(folder, killed))
     thread.start()
     dataset = ray.data.from_items(rows)
     decoded = stage.decode(
-        dataset, model, CONFIG, note(folder), 7, actors=2, batch_size=8, settings={"batch": 4}
+        dataset,
+        model,
+        CONFIG,
+        note(folder),
+        7,
+        actors=2,
+        batch_size=8,
+        settings={"batch": 4, "progress": SecondTable(folder)},
     )
     found = sorted(decoded.take_all(), key=lambda row: row["id"])
     thread.join()
@@ -69,7 +90,7 @@ def main(model: str, out: Path, folder: Path) -> None:
     out.write_text(
         json.dumps(
             {
-                "killed": len(killed),
+                "killed": killed,
                 "actors": [path.name for path in folder.glob("actor-*")],
                 "with_ray": [_fields(row) for row in found],
                 "without": [_fields(row) for row in plain],

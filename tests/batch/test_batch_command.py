@@ -14,6 +14,7 @@ import pytest
 import jaxspec
 from jaxspec import GenerationConfig
 from jaxspec.batch import writer as writer_module
+from jaxspec.batch.parts import part_path
 from jaxspec.cli import main
 from jaxspec.commands import batch as command
 from tests.batch.conftest import PROMPTS
@@ -126,6 +127,18 @@ def test_ctrl_c_finishes_what_runs_and_resume_the_rest(argv, capsys, monkeypatch
     assert len(records_in(argv[2])) == 2
     assert main([*argv, "--batch", "2", "--resume"]) == 0
     assert [record["line"] for record in records_in(argv[2])] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("flags", [[], ["--resume"]])
+def test_parts_that_several_processes_left_are_not_decoded_again_alone(argv, capsys, flags):
+    name, source, out, *rest = argv
+    # Whose name is a pattern that is not its own.
+    out = Path(out).with_name("out[1].jsonl")
+    part = part_path(out, 1, 2)
+    part.write_text("")
+    said = fails(capsys, [name, source, str(out), *rest, *flags])
+    assert f"{part} is of a job with 2 processes; start as many, with --distributed" in said
+    assert not out.exists()
 
 
 def test_a_file_without_a_good_row_is_a_failure(argv, capsys):

@@ -1,9 +1,11 @@
 """Groups, slots and the shared prefix."""
 
+import itertools
+
 import numpy as np
 import pytest
 
-from jaxspec.batch.plan import group_rows, shared_prefix, slots_needed
+from jaxspec.batch.plan import capacity_of, group_rows, round_up, shared_prefix, slots_needed
 from jaxspec.batch.rows import EncodedRow
 from jaxspec.drafters import NoDraft, PromptLookup
 
@@ -39,8 +41,55 @@ def test_groups_hold_every_row_once_in_order_and_each_fits(seed):
         assert [row.line for row in group.rows] == sorted(row.line for row in group.rows)
         for row in group.rows:
             assert slots_needed(len(row.tokens), new, 512, depth) <= group.slots
+    capacities = [group.slots for group in groups]
+    assert capacities == sorted(set(capacities))
+    # A group more costs what some rows do, so it must take less of many.
     if len(groups) > 1:
-        assert all(len(group.rows) >= 8 * batch for group in groups)
+        assert all(len(group.rows) > batch for group in groups[:-1])
+
+
+def cost(sizes: dict[int, int], batch: int) -> int:
+    """Of groups, in slots: every step costs a thousand besides, and a group some rows."""
+    return sum((rows + 2 * batch + 16) * (1024 + slots) for slots, rows in sizes.items())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_other_grouping_by_the_same_capacities_takes_less(seed):
+    rng = np.random.default_rng(seed)
+    lengths, batch = rng.integers(1, 700, size=rng.integers(100, 900)), int(rng.integers(1, 32))
+    groups = group_rows(rows_of_lengths(*lengths), 64, 1024, NoDraft(), batch)
+    needed = [slots_needed(int(length), 64, 1024, 0) for length in lengths]
+    largest = round_up(max(needed))
+    ladder = sorted({min(largest, capacity_of(need)) for need in needed})
+    costs = []
+    for count in range(len(ladder)):
+        for chosen in itertools.combinations(ladder[:-1], count):
+            bounds = [0, *chosen, largest]
+            sizes = {
+                upper: sum(lower < need <= upper for need in needed)
+                for lower, upper in itertools.pairwise(bounds)
+            }
+            costs.append(cost(sizes, batch))
+    assert cost({group.slots: len(group.rows) for group in groups}, batch) == min(costs)
+
+
+def test_capacities_are_few_and_waste_little():
+    ladder = sorted({capacity_of(needed) for needed in range(1, 4097)})
+    assert ladder[:8] == list(range(64, 513, 64))
+    assert ladder[8:] == [
+        octave * part // 4 for octave in (512, 1024, 2048) for part in (5, 6, 7, 8)
+    ]
+    for needed in range(1, 4097):
+        assert needed <= capacity_of(needed) <= max(needed + 63, 1.25 * needed)
+
+
+def test_a_few_longer_prompts_do_not_make_a_file_of_others_pay():
+    """Of a thousand rows a tenth needs more than 256 slots: the others get no more."""
+    groups = group_rows(rows_of_lengths(*[90] * 900, *[200] * 100), 128, 2048, NoDraft(), 32)
+    assert [(group.slots, len(group.rows)) for group in groups] == [(256, 900), (384, 100)]
+    # Of fewer rows, the end of a further group would take longer than it saves.
+    groups = group_rows(rows_of_lengths(*[90] * 90, *[200] * 10), 128, 2048, NoDraft(), 32)
+    assert [(group.slots, len(group.rows)) for group in groups] == [(384, 100)]
 
 
 def test_without_rows_there_are_no_groups():

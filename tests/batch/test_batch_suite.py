@@ -15,7 +15,6 @@ SMALL = BatchSuite(
     prompts_per_set=24,
     max_new_tokens=8,
     batch=8,
-    rows_of_one=2,
     waves=2,
     hashed=24,
 )
@@ -50,6 +49,13 @@ def test_the_suite_measures_everything_once(model, folder, tmp_path):
         "plain": 24,
         "drafted": 24,
     }
+    for name, one in figures.one.items():
+        many = figures.many[name]
+        assert (one.batch, many.batch) == (1, 8)
+        assert one.num_done == many.num_done == 16
+        assert one.slots == many.slots
+        assert len(one.slots) == 1
+        assert 0 < one.read_fraction < 1
     page = as_markdown(figures)
     assert "jaxspec bench --suite batch --prompts-per-set 24 --repeats 1" in page
     assert "24 prompts in 8 ways: 1 hash of all tokens" in page

@@ -87,3 +87,12 @@ def test_the_tables_of_the_document_are_the_models(chip):
     for drafting in (TREE, CHAIN):
         assert f" {last_that_pays(*settings, drafting, range(1, 2000))} rows" in part
     assert f"{most_rows_that_fit(*settings)} rows" in text
+    # Prompts are read in passes so large that products count, not reading; alone and with sums.
+    passes = [pass_cost(LLAMA2_70B, each, 8, 1, 1 << 20, 0) for each in (A100, H100)]
+    spent = [TOKENS / HOSTS / (1 << 20) / 3600 * one.multiplying for one in passes]
+    assert f"{spent[0]:.1f} hours on those A100s and {spent[1]:.1f} on those H100s" in text
+    assert all(one.multiplying > one.reading for one in passes)
+    spent = [TOKENS / HOSTS / (1 << 20) / 3600 * one.seconds for one in passes]
+    assert f"{spent[0]:.1f} hours more on A100s, {spent[1]:.1f} on H100s" in text
+    reducing = [1e6 * one.reducing / (1 << 20) for one in passes]
+    assert f"{reducing[0]:.1f} and {reducing[1]:.1f} us a token and host" in text

@@ -21,7 +21,7 @@ from jaxspec.batch import hosts as module
 from jaxspec.batch.hosts import HostError, joined
 from jaxspec.batch.parts import check_parts, part_header, part_path, put_together
 from jaxspec.cli import main
-from jaxspec.commands import EXIT_INTERRUPTED
+from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
 from jaxspec.commands.batch import decode_share, show
 from tests.batch.conftest import PROMPTS
 
@@ -186,6 +186,8 @@ def test_parts_of_another_job_are_refused(tmp_path):
         check_parts(out, 2, resume=False)
     with pytest.raises(OutputError, match="of a job with 2 processes; start as many"):
         check_parts(out, 4, resume=True)
+    with pytest.raises(OutputError, match="of a job with 2 processes"):
+        check_parts(out, 0, resume=True)
 
 
 class Met:
@@ -237,6 +239,25 @@ def test_figures_are_written_once_and_are_of_all_processes(stopped, tmp_path, ca
     assert (figures["num_done"], figures["num_tokens"], figures["seconds"]) == (4, 40, 4.0)
     assert figures["tokens_per_second"] == 10.0  # the slowest process ends the job
     assert figures["interrupted"] == stopped
+
+
+@pytest.mark.parametrize("num_good", [0, 1])
+def test_whether_every_row_was_bad_is_asked_of_all_processes(num_good, tmp_path, capsys):
+    """A share without a good row, or without any row, is no failure of the job."""
+    reports = []
+    args = argparse.Namespace(output=tmp_path / "out.jsonl", resume=True, json=None)
+
+    def decode(rows: list[int], writer: Writer) -> JobReport:
+        writer.append([record(line) for line in rows])
+        bad = sum(line > num_good for line in rows)
+        return JobReport(num_records=len(rows), num_done=len(rows), num_errors=bad)
+
+    codes = {
+        index: show(args, *decode_share(args, Met(index, 3, reports), [1, 2], HEADER, decode))
+        for index in (2, 1, 0)
+    }
+    assert codes == {2: 0, 1: 0, 0: 0 if num_good else EXIT_ERROR}
+    assert ("every row was bad" in capsys.readouterr().err) == (not num_good)
 
 
 def test_flags_that_go_together(tmp_path, capsys):

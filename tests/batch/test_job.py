@@ -2,19 +2,22 @@
 
 import dataclasses
 import time
+import weakref
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxspec
 from jaxspec import DraftModel, Eagle, GenerationConfig, PromptLookup
-from jaxspec.batch import Collector, Guard, Row, rows_of, run
+from jaxspec.batch import Collector, Guard, GuardSettings, Row, job_header, rows_of, run
 from jaxspec.batch import job as job_module
 from jaxspec.batch.guard import Chunk
-from jaxspec.batch.slots import run_chunk
+from jaxspec.batch.slots import insert, read_prompt, run_chunk
 from jaxspec.checkpoint import Model
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.sharding import Placement
 from tests.batch.conftest import PROMPTS
 from tests.laws.drafters import FORKED, PATHS, blurred, eagle_head
 
@@ -205,6 +208,39 @@ def test_a_second_job_compiles_nothing(model):
     assert report.compile_seconds < 0.5
 
 
+def header(model, config=GREEDY, **settings) -> dict:
+    return job_header(model, rows_of(PROMPTS), config, PromptLookup(), **settings)
+
+
+def test_a_header_tells_of_all_that_decides_records(model):
+    never, auto, always = ("never", "auto", "always")
+    drawn = [header(model, SAMPLED, drafting=drafting) for drafting in (never, auto, always)]
+    assert drawn[0] != drawn[1] == drawn[2]
+    network = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.network)
+    rounded = dataclasses.replace(model, network=network)
+    assert header(rounded, drafting=never) != header(rounded, drafting=auto)
+    # Greedily in float32 drafts change nothing, unless rows must fit into given slots with them.
+    assert header(model, drafting=never) == header(model, drafting=always)
+    assert header(model, drafting=never, slots=64) != header(model, drafting=always, slots=64)
+    assert header(model, slots=60) == header(model, slots=64) != header(model, slots=128)
+    assert header(model) != header(model, slots=64)
+
+
+def test_a_header_tells_of_the_tokenizer_and_of_what_ends_a_text(model):
+    tokenizer = model.tokenizer
+    backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
+    backend.add_special_tokens(["<new>"])
+    templates = {"default": tokenizer.templates["default"] + " "}
+    for other in (
+        dataclasses.replace(tokenizer, backend=backend),
+        dataclasses.replace(tokenizer, templates=templates),
+        dataclasses.replace(tokenizer, settings={"bos_token": "a"}),
+        None,
+    ):
+        assert header(dataclasses.replace(model, tokenizer=other)) != header(model)
+    assert header(dataclasses.replace(model, stop_token_ids=(7,))) != header(model)
+
+
 def test_bytes_are_as_foretold_and_figures_add_up(model):
     output = Collector()
     drafter = drafter_for(model, "eagle")
@@ -246,6 +282,77 @@ def test_memory_decides_how_many_rows(model):
         report(needed - 1, batch=8)
     with pytest.raises(ValueError, match=r"1 rows of .* slots need"):
         report(10)
+
+
+class InThree(Placement):
+    """A mesh's placement, as far as a job asks."""
+
+    data_axis_size = 3
+
+    def __call__(self, states):
+        return states
+
+
+def test_each_part_of_a_mesh_gets_as_many_rows(model):
+    def report(**settings):
+        place = InThree(None)
+        return run(model, rows_of(PROMPTS), Collector(), GREEDY, place=place, **settings)
+
+    free = report()
+    assert free.batch == 9
+    assert report(memory=free.state_bytes_foretold + free.scratch_bytes - 1).batch == 3
+    assert report(batch=6).batch == 6
+    with pytest.raises(ValueError, match=r"batch: 8 rows .* data=3 of the mesh; give a multiple"):
+        report(batch=8)
+
+
+def test_rows_at_once_that_some_group_has_no_room_for_are_refused_at_once(model):
+    rows = rows_of([*["short"] * 16, *["long" * 60] * 16, "?" * 3000])
+    alone = run(model, rows[:16], Collector(), GREEDY, batch=2)
+    memory = alone.state_bytes_foretold + alone.scratch_bytes
+    output = Collector()
+    with pytest.raises(ValueError, match=r"2 rows of .* slots need"):
+        run(model, rows, output, GREEDY, batch=2, memory=memory)
+    assert not output.records
+    assert run(model, rows[:16], Collector(), GREEDY, batch=2, memory=memory).num_done == 16
+
+
+def test_what_a_rejoining_row_takes_is_counted(model):
+    """Texts grow: what a drafter reads anew is longer than any prompt was."""
+    config = dataclasses.replace(GREEDY, max_new_tokens=900)
+    drafter = drafter_for(model, "draft model")
+
+    def scratch(drafting: str) -> int:
+        begun = iter([False, True]).__next__  # stops before the first prompt is read
+        settings = {"drafting": drafting, "batch": 1, "should_stop": begun}
+        return run(model, rows_of(["x"]), Collector(), config, drafter, **settings).scratch_bytes
+
+    assert scratch("auto") > scratch("always") > 0
+
+
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_one_row_at_a_time_lies_beside_the_batch(model, num_samples, monkeypatch):
+    rows, batches = [], []
+
+    def read(*args, **settings):
+        assert not any(row() for row in rows), "an earlier row is still there"
+        ready = (stop.is_deleted() or stop.is_ready() for stop in batches)
+        assert all(ready), "an earlier row is still put in place"
+        state = read_prompt(*args, **settings)
+        rows.append(weakref.ref(state.context.tokens))
+        return state
+
+    def put(*args, **settings):
+        states = insert(*args, **settings)
+        batches[:] = [states.stop]
+        return states
+
+    read.lower = read_prompt.lower
+    monkeypatch.setattr(job_module, "read_prompt", read)
+    monkeypatch.setattr(job_module, "insert", put)
+    config = dataclasses.replace(SAMPLED, num_samples=num_samples)
+    decoded(model, config, batch=8)
+    assert len(rows) == len(PROMPTS)
 
 
 @pytest.mark.slow
@@ -292,3 +399,18 @@ def test_auto_never_takes_more_than_it_may(model, seed):
 def test_settings_that_make_no_sense(model, settings, match):
     with pytest.raises(ValueError, match=match):
         run(model, rows_of(PROMPTS), Collector(), **settings)
+
+
+@pytest.mark.parametrize(
+    ("config", "drafter", "drafting"),
+    [
+        (SAMPLED, PromptLookup(), "auto"),
+        (GREEDY, None, "auto"),
+        (GREEDY, PromptLookup(), "always"),
+        (GREEDY, PromptLookup(), "never"),
+    ],
+)
+def test_what_a_guard_is_to_expect_is_refused_without_one(model, config, drafter, drafting):
+    settings = {"drafting": drafting, "guard": GuardSettings(expected=1.2)}
+    with pytest.raises(ValueError, match=r"guard.expected \(--expected-speedup\) needs a guard"):
+        run(model, rows_of(PROMPTS), Collector(), config, drafter, **settings)

@@ -160,3 +160,54 @@ def test_a_full_disk_is_said_and_loses_nothing(path, monkeypatch, allowed):
         assert writer.done == {(1, 0)}
         writer.append([record(2)])
     assert records_in(path) == [record(1), record(2)]
+
+
+def test_a_file_that_another_process_has_just_taken_away_is_not_written(path, monkeypatch):
+    """It was opened while the other was there, and locked once that had failed and left."""
+    first, lock = Writer(path, HEADER), Writer._lock
+
+    def late(self):
+        first.__exit__(ValueError)
+        lock(self)
+
+    monkeypatch.setattr(Writer, "_lock", late)
+    with pytest.raises(OutputError, match="took it away; try again"):
+        Writer(path, HEADER, resume=True)
+    assert not list(path.parent.iterdir())
+
+
+def test_a_job_that_came_and_went_before_a_file_was_opened_is_left_alone(path, monkeypatch):
+    opened = writer_module._open
+
+    def late(file):
+        monkeypatch.setattr(writer_module, "_open", opened)
+        with Writer(path, HEADER) as first:
+            first.append([record(1)])
+        return opened(file)
+
+    monkeypatch.setattr(writer_module, "_open", late)
+    with pytest.raises(OutputError, match="another process has begun it"):
+        Writer(path, {**HEADER, "seed": 1})
+    assert records_in(path) == [record(1)]
+    with Writer(path, HEADER, resume=True) as writer:
+        assert writer.done == {(1, 0)}
+
+
+def test_an_output_that_cannot_be_opened_leaves_no_progress(path, tmp_path):
+    path.symlink_to(tmp_path / "missing" / "out.jsonl")
+    with pytest.raises(OutputError, match="cannot be written: No such file"):
+        Writer(path, HEADER)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_rest_that_cannot_be_cut_away_is_said(path, monkeypatch):
+    with Writer(path, HEADER) as writer:
+        writer.append([record(1)])
+
+    def fails(self):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Writer, "_cut_back", fails)
+    with pytest.raises(OutputError, match=r"cannot be written \(Input/output error\)"):
+        Writer(path, HEADER, resume=True)
+    assert records_in(path) == [record(1)]
