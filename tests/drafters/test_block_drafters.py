@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import warnings
 from functools import partial
 
 import jax
@@ -231,12 +232,22 @@ def test_drafters_that_cannot_draft_are_refused(model, target):
         Deer.of(model, mask="[MASK]")
 
 
-def test_a_block_beyond_the_trained_window_warns(model, target):
-    draft = diffuser(target, 4)
-    diffusion = dataclasses.replace(draft.config.diffusion, window=2)
-    draft = type(draft)(draft.params, draft.config.replace(diffusion=diffusion))
-    with pytest.warns(UserWarning, match="masked ends of up to 2"):
-        generate(model, [1, 2], GenerationConfig(max_new_tokens=2), LoadedDrafter(Deer(3), draft))
+@pytest.mark.parametrize(
+    ("own_block", "sep_token_id", "num_masks"), [(None, None, 3), (4, None, 6), (4, 0, 3)]
+)
+def test_more_masks_than_in_training_warn(target, own_block, sep_token_id, num_masks):
+    """Of 3 tokens; the last block of 4 that a drafter sees whole may hold 3 masks more."""
+
+    def check(window):
+        draft = diffuser(target, own_block)
+        diffusion = dataclasses.replace(draft.config.diffusion, window=window)
+        draft = Network(draft.params, draft.config.replace(diffusion=diffusion))
+        Deer(3, sep_token_id=sep_token_id).check_fit(Params(target, draft))
+
+    with pytest.warns(UserWarning, match=f"up to {num_masks} masks, .* ends of up to"):
+        check(num_masks - 1)
+    with warnings.catch_warnings(action="error"):
+        check(num_masks)
 
 
 def test_dflash_heads_of_another_target_are_refused(model, target):
