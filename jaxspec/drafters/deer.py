@@ -159,9 +159,9 @@ class Deer(BlockSettings):
         num_masks = self.block + behind
         if diffusion.window is not None and num_masks > diffusion.window:
             warnings.warn(
-                f"block: drafts of {self.block} tokens show up to {num_masks} masks, but this drafter "
-                f"was trained on masked ends of up to {diffusion.window}; what lies behind will be "
-                "guessed badly.",
+                f"block: drafts of {self.block} tokens show up to {num_masks} masks, but this "
+                f"drafter was trained on masked ends of up to {diffusion.window}; what lies behind "
+                "will be guessed badly.",
                 stacklevel=2,
             )
 

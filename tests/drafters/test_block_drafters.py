@@ -90,8 +90,9 @@ def test_drafts_from_kept_blocks_are_those_of_the_whole_text(model, target, bloc
             np.testing.assert_array_equal(one.tokens, other.tokens)
 
 
-def test_a_pass_reads_no_more_than_a_few_blocks(target, monkeypatch):
-    """The text is not read again: the width of a pass does not depend on its length."""
+@pytest.fixture
+def sizes(target, monkeypatch) -> list[int]:
+    """Tokens of every pass of a diffusion model that is traced, those over the prompt first."""
     sizes = []
     forward = type(target).forward
 
@@ -101,15 +102,30 @@ def test_a_pass_reads_no_more_than_a_few_blocks(target, monkeypatch):
         return forward(self, tokens, *args, **kwargs)
 
     monkeypatch.setattr(type(target), "forward", noted)
+    return sizes
+
+
+def trace(drafter: Deer, target, draft, slots: int) -> None:
+    plan = DecodePlan((slots,), chunk=16)
+    jax.eval_shape(
+        partial(decode, drafter=drafter, plan=plan), Params(target, draft), prompts_of([5])
+    )
+
+
+def test_a_pass_reads_no_more_than_a_few_blocks(target, sizes):
+    """The text is not read again: the width of a pass does not depend on its length."""
     for draft in (diffuser(target, 4), diffuser(target, None)):
         for slots in (64, 256):
-            plan = DecodePlan((slots,), chunk=16)
-            params = Params(target, draft)
-            requests = prompts_of([5])
-            jax.eval_shape(partial(decode, drafter=Deer(3), plan=plan), params, requests)
+            trace(Deer(3), target, draft, slots)
     prompt_passes, step_passes = sizes[::2], sizes[1::2]
     assert max(step_passes) <= 3 * 4
     assert max(prompt_passes) <= 16 + 3
+
+
+def test_every_denoising_step_is_a_pass(target, sizes):
+    """Five positions in four steps are two, one, one and one."""
+    trace(Deer(5, steps=4), target, diffuser(target, 4), 64)
+    assert len(sizes) == 1 + 4
 
 
 def test_an_adaptive_row_stops_drafting_and_tries_again(model, target):
