@@ -121,7 +121,7 @@ class BlockSettings:
         temperature: of drafting; `None`: the row's own. 0 drafts the likeliest tokens, which are
             verified as deterministic ones. Tokens that are drawn pass the row's filters; the
             likeliest are taken as they are, those of `num_nodes` too.
-        steps: denoising passes for one chain. Each decides the next ceil(block / steps) positions,
+        steps: denoising passes for one chain. Each decides an even share of the positions,
             from left to right, so that every token's law depends on the tokens before it alone, as
             verification asks for.
         adaptive: how much of a block is offered; `None`: all of it.
@@ -268,11 +268,9 @@ class BlockSettings:
         def choose() -> tuple[Choices, PyTree]:
             tokens = jnp.full(self.block, mask_token_id, jnp.int32)
             kept, choices = None, []
-            share = -(-self.block // self.steps)
+            ends = [-(-step * self.block // self.steps) for step in range(self.steps + 1)]
             for step, step_key in enumerate(jax.random.split(key, self.steps)):
-                part = slice(step * share, min((step + 1) * share, self.depth))
-                if part.start >= part.stop:
-                    break
+                part = slice(ends[step], min(ends[step + 1], self.depth))
                 features, kept = read(tokens)
                 logits = fit_vocab(unembed(features[part]), vocab_size)
                 if mask_token_id < vocab_size:

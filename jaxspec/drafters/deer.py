@@ -114,7 +114,7 @@ class Deer(BlockSettings):
         return LoadedDrafter(drafter, network, model.tokenizer)
 
     def check_fit(self, params: Params) -> None:
-        """See `core.types.ChecksFit`. Warns where a block is longer than those trained on."""
+        """See `core.types.ChecksFit`. Warns where more masks are shown than in training."""
         draft = params.draft
         config = getattr(draft, "config", None)
         if not isinstance(draft, Network):
@@ -154,10 +154,14 @@ class Deer(BlockSettings):
                 f"drafter: a node has up to {self.max_branch} children, but only "
                 f"{num_drafted - 1} tokens can be drafted; give a narrower tree."
             )
-        if diffusion.window is not None and self.block > diffusion.window:
+        # Without a separator the last block of its own is shown whole, and ends in masks.
+        behind = 0 if self.sep_token_id is not None else (diffusion.block or 1) - 1
+        num_masks = self.block + behind
+        if diffusion.window is not None and num_masks > diffusion.window:
             warnings.warn(
-                f"block: drafts of {self.block} tokens, but this drafter was trained on masked "
-                f"ends of up to {diffusion.window}; what lies behind will be guessed badly.",
+                f"block: drafts of {self.block} tokens show up to {num_masks} masks, but this "
+                f"drafter was trained on masked ends of up to {diffusion.window}; what lies behind "
+                "will be guessed badly.",
                 stacklevel=2,
             )
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import warnings
 from functools import partial
 
 import jax
@@ -89,8 +90,9 @@ def test_drafts_from_kept_blocks_are_those_of_the_whole_text(model, target, bloc
             np.testing.assert_array_equal(one.tokens, other.tokens)
 
 
-def test_a_pass_reads_no_more_than_a_few_blocks(target, monkeypatch):
-    """The text is not read again: the width of a pass does not depend on its length."""
+@pytest.fixture
+def sizes(target, monkeypatch) -> list[int]:
+    """Tokens of every pass of a diffusion model that is traced, those over the prompt first."""
     sizes = []
     forward = type(target).forward
 
@@ -100,15 +102,30 @@ def test_a_pass_reads_no_more_than_a_few_blocks(target, monkeypatch):
         return forward(self, tokens, *args, **kwargs)
 
     monkeypatch.setattr(type(target), "forward", noted)
+    return sizes
+
+
+def trace(drafter: Deer, target, draft, slots: int) -> None:
+    plan = DecodePlan((slots,), chunk=16)
+    jax.eval_shape(
+        partial(decode, drafter=drafter, plan=plan), Params(target, draft), prompts_of([5])
+    )
+
+
+def test_a_pass_reads_no_more_than_a_few_blocks(target, sizes):
+    """The text is not read again: the width of a pass does not depend on its length."""
     for draft in (diffuser(target, 4), diffuser(target, None)):
         for slots in (64, 256):
-            plan = DecodePlan((slots,), chunk=16)
-            params = Params(target, draft)
-            requests = prompts_of([5])
-            jax.eval_shape(partial(decode, drafter=Deer(3), plan=plan), params, requests)
+            trace(Deer(3), target, draft, slots)
     prompt_passes, step_passes = sizes[::2], sizes[1::2]
     assert max(step_passes) <= 3 * 4
     assert max(prompt_passes) <= 16 + 3
+
+
+def test_every_denoising_step_is_a_pass(target, sizes):
+    """Five positions in four steps are two, one, one and one."""
+    trace(Deer(5, steps=4), target, diffuser(target, 4), 64)
+    assert len(sizes) == 1 + 4
 
 
 def test_an_adaptive_row_stops_drafting_and_tries_again(model, target):
@@ -231,12 +248,22 @@ def test_drafters_that_cannot_draft_are_refused(model, target):
         Deer.of(model, mask="[MASK]")
 
 
-def test_a_block_beyond_the_trained_window_warns(model, target):
-    draft = diffuser(target, 4)
-    diffusion = dataclasses.replace(draft.config.diffusion, window=2)
-    draft = type(draft)(draft.params, draft.config.replace(diffusion=diffusion))
-    with pytest.warns(UserWarning, match="masked ends of up to 2"):
-        generate(model, [1, 2], GenerationConfig(max_new_tokens=2), LoadedDrafter(Deer(3), draft))
+@pytest.mark.parametrize(
+    ("own_block", "sep_token_id", "num_masks"), [(None, None, 3), (4, None, 6), (4, 0, 3)]
+)
+def test_more_masks_than_in_training_warn(target, own_block, sep_token_id, num_masks):
+    """Of 3 tokens; the last block of 4 that a drafter sees whole may hold 3 masks more."""
+
+    def check(window):
+        draft = diffuser(target, own_block)
+        diffusion = dataclasses.replace(draft.config.diffusion, window=window)
+        draft = Network(draft.params, draft.config.replace(diffusion=diffusion))
+        Deer(3, sep_token_id=sep_token_id).check_fit(Params(target, draft))
+
+    with pytest.warns(UserWarning, match=f"up to {num_masks} masks, .* ends of up to"):
+        check(num_masks - 1)
+    with warnings.catch_warnings(action="error"):
+        check(num_masks)
 
 
 def test_dflash_heads_of_another_target_are_refused(model, target):
