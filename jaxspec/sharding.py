@@ -2,7 +2,8 @@
 
 A mesh has two axes. Rows of a batch lie over "data", and what a model consists of lies over
 "model": heads, hidden units of MLPs, the vocabulary, experts. One table says which. XLA does the
-rest: each block ends in one sum over "model", and rows never meet.
+rest: each block ends in one sum over "model", and rows of different devices meet only where a
+drafter takes the best of a level of its tree.
 
 A model that lies on a mesh carries it with its weights, so nothing else needs to be told:
 `mesh_of` finds it, and whoever calls a compiled function does so `on` it. There a few functions

@@ -16,6 +16,7 @@ from jaxspec.batch.bench import (
     shipped_bench,
 )
 from jaxspec.batch.guard import GuardSettings
+from jaxspec.batch.plan import read_in
 from jaxspec.batch.report import JobReport
 from jaxspec.batch.rows import Row, rows_of
 from jaxspec.bench.compare import describe
@@ -23,7 +24,6 @@ from jaxspec.bench.machine import this_machine
 from jaxspec.bench.page import table
 from jaxspec.bench.timing import release_programs
 from jaxspec.checkpoint.files import replacing_files
-from jaxspec.generation import bucket_of
 from jaxspec.trees.plots import check_plots
 
 PLOT = "batch.png"
@@ -129,7 +129,7 @@ def _point(bench: Bench, rows: Sequence[Row], size: int, slots: int, repeats: in
     What grows slower or faster in the course of a turn does so the other way round in the next.
     """
     bench.advance(f"{size} rows at once, compiling")
-    of_each_bucket = {bucket_of(len(row.prompt or ())): row for row in rows}
+    of_each_bucket = {read_in(len(row.prompt or ())): row for row in rows}
     for drafting in DRAFTINGS.values():
         bench.job([*of_each_bucket.values()], size, drafting, slots=slots)
     reports: dict[str, list[JobReport]] = {way: [] for way in WAYS}

@@ -97,10 +97,12 @@ class Processes:
     Attributes:
         index: of this one.
         num: of all.
+        early: those that were asked to stop before their share was done; known after `finish`.
     """
 
     def __init__(self, index: int, num: int, lines: Mapping[int, Line]):
         self.index, self.num = index, num
+        self.early: list[int] = []
         self._lines = dict(lines)
         self._inbox: queue.Queue[tuple[int, Message]] = queue.Queue()
         self._leaving = threading.Event()
@@ -142,12 +144,17 @@ class Processes:
         """Waits until every share is done; gives process 0 the reports, the others none.
 
         The others go on when process 0 has what it needs of them: see `leave`.
+
+        Args:
+            report: of this one: its number as `process`, whether it was `interrupted`, and more.
         """
         if self.is_first:
-            reports = self._from_each("done")
-            return [dict(report), *(reports[other] for other in sorted(reports))]
+            others = self._from_each("done")
+            reports = [dict(report), *(others[other] for other in sorted(others))]
+            self.early = [one["process"] for one in reports if one["interrupted"]]
+            return reports
         self._lines[0].send(done=dict(report))
-        self._from_each("leave")
+        self.early = self._from_each("leave")[0]
         return []
 
     def leave(self) -> None:
@@ -155,7 +162,7 @@ class Processes:
         self._leaving.set()
         if self.is_first:
             for line in self._lines.values():
-                line.send(leave=True)
+                line.send(leave=self.early)
             for gone in self._gone.values():
                 gone.wait(_HELLO_SECONDS)
             jax.distributed.shutdown()

@@ -23,6 +23,7 @@ from jaxspec.batch.plan import (
     Group,
     group_rows,
     most_rows,
+    read_in,
     round_up,
     shared_prefix,
     slots_needed,
@@ -316,6 +317,7 @@ def _error(row: EncodedRow) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> int:
+    """A number that may be one for each prompt of `generate`, and was found to be one for all."""
     return int(value)
 
 
@@ -399,12 +401,12 @@ class _Job:
 
     def longest_text(self, row: EncodedRow) -> int:
         """Tokens of a row's prompt and of all that it may emit."""
-        wanted = len(row.tokens) + int(self.config.max_new_tokens)
+        wanted = len(row.tokens) + _whole(self.config.max_new_tokens)
         return min(wanted, self.model.config.max_positions)
 
     def prompt_of(self, row: EncodedRow) -> Prompt:
         length = len(row.tokens)
-        tokens = np.zeros(bucket_of(length), np.int32)
+        tokens = np.zeros(read_in(length), np.int32)
         tokens[:length] = row.tokens
         room = self.longest_text(row) - length
         arrays: dict[str, Any] = {
@@ -611,7 +613,7 @@ class _Batch:
                 self.items[slot] = item
                 self.lengths[slot] = len(item.row.tokens)
                 self.stale[slot] = not drafting
-                num_tokens += bucket_of(len(item.row.tokens))
+                num_tokens += read_in(len(item.row.tokens))
         if free and self.job.guard is not None and self.job.has_draft_state:
             self.job.guard.book_reading(drafting, len(free), num_tokens, watch.seconds)
 

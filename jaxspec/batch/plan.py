@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.batch.rows import EncodedRow
 from jaxspec.core.loop import SLOTS_MULTIPLE
 from jaxspec.core.types import Drafter
-from jaxspec.generation import bucket_of
+from jaxspec.generation import MIN_BUCKET, bucket_of
 
 MOST_ROWS = {"cpu": 32}
 """Rows at once by platform, when nobody says: more bring little there."""
@@ -27,6 +27,7 @@ _DRAINED, _COMPILED = 2, 16
 """Rows that could be decoded in the time a further group costs: so many for each of those at once,
 as its last rows leave slots empty, and these for its programs."""
 _PREFIX_MULTIPLE = 16
+_BUCKET_MULTIPLE, _ONE_PASS = 32, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +42,24 @@ class Group:
     rows: tuple[EncodedRow, ...]
 
 
+def read_in(num_tokens: int) -> int:
+    """Places that a prompt of so many tokens is read in, one pass up to 256 of them.
+
+    Of few sizes, so that programs are few, and finer than powers of two, as reading pays for each.
+    """
+    if num_tokens <= MIN_BUCKET or num_tokens > _ONE_PASS:
+        return bucket_of(num_tokens)
+    return -(-num_tokens // _BUCKET_MULTIPLE) * _BUCKET_MULTIPLE
+
+
 def slots_needed(num_tokens: int, max_new_tokens: int, max_positions: int, depth: int) -> int:
     """Cache slots of a row with a prompt of so many tokens, for drafts of so many levels.
 
-    What is emitted fits, with one step's overhang; and so does the bucket the prompt is read in.
+    What is emitted fits, with one step's overhang; and so does what the prompt is read in.
     """
     room = min(max_new_tokens, max_positions - num_tokens)
     overhang = depth + 1
-    return max(num_tokens + room, bucket_of(num_tokens)) + overhang
+    return max(num_tokens + room, read_in(num_tokens)) + overhang
 
 
 def group_rows(

@@ -259,9 +259,9 @@ def decode_share(
             report = decode(processes.share(rows), part)
         reports = processes.finish({"process": index, **report.as_dict()})
         figures = figures_of_all(reports) if reports else None
-        early = [str(one["process"]) for one in reports if one["interrupted"]]
-        if early:
-            print(f"stopped early: process {', '.join(early)}", file=sys.stderr)
+        if processes.early:
+            early = ", ".join(map(str, processes.early))
+            print(f"stopped early: process {early}", file=sys.stderr)
             return dataclasses.replace(report, interrupted=True), figures
         if whole is not None:
             count = put_together(whole, header, num)

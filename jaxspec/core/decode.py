@@ -99,7 +99,7 @@ def prefill(
 def read_prefix(
     model: LanguageModel, tokens: Int[Array, " read"], *, chunk: int, taps: tuple[int, ...] = ()
 ) -> Prefix:
-    """Reads what several prompts begin with; `chunk` must divide it if it is longer."""
+    """Reads what several prompts begin with, at most `chunk` tokens at a time."""
     hidden, cache = prefill(model, tokens, jnp.int32(len(tokens) + 1), chunk=chunk, taps=taps)
     return Prefix(hidden.features, hidden.taps, cache.layers)
 
@@ -117,9 +117,8 @@ def in_chunks(
         forward: gets a part of `inputs`, its positions, a mask and the cache so far.
         inputs: arrays with one entry per place of the sequence.
         empty_cache: makes one of so many slots.
-        chunk: must divide the length of a sequence that is longer.
-        prefix: what the sequence begins with, if that has been read; the rest is read in parts that
-            divide it.
+        chunk: at most; of a longer sequence it is the largest number that divides both.
+        prefix: what the sequence begins with, if that has been read; only the rest is read.
 
     Returns:
         Features and taps of every place, and their keys and values, which `new_kv` leaves out.
@@ -128,8 +127,6 @@ def in_chunks(
     if prefix is None and bucket <= chunk:
         hidden = forward(inputs, jnp.arange(bucket), masks.causal(bucket), None)
         return hidden._replace(new_kv=()), hidden.new_kv
-    if prefix is None and bucket % chunk:
-        raise ValueError(f"chunk: {chunk} does not divide the bucket of {bucket} tokens.")
     read = 0 if prefix is None else prefix.features.shape[0]
     rest = bucket - read
     chunk = rest if rest <= chunk else math.gcd(rest, chunk)

@@ -5,7 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxspec.batch.plan import capacity_of, group_rows, round_up, shared_prefix, slots_needed
+from jaxspec.batch.plan import (
+    capacity_of,
+    group_rows,
+    read_in,
+    round_up,
+    shared_prefix,
+    slots_needed,
+)
 from jaxspec.batch.rows import EncodedRow
 from jaxspec.drafters import NoDraft, PromptLookup
 
@@ -109,3 +116,10 @@ def test_the_shared_prefix_is_what_can_be_read_behind(length, read):
 def test_equal_prompts_leave_a_token_to_read():
     assert len(shared_prefix(prefixed(48, 0, 0), chunk=256)) == 32
     assert len(shared_prefix(prefixed(48, 0), chunk=256)) == 0
+
+
+def test_what_prompts_are_read_in_is_of_few_sizes():
+    sizes = [read_in(length) for length in range(1, 1025)]
+    assert sorted(set(sizes)) == [16, *range(32, 257, 32), 512, 1024]
+    assert all(length <= size for length, size in enumerate(sizes, start=1))
+    assert sizes == sorted(sizes)

@@ -197,6 +197,7 @@ class Met:
 
     def __init__(self, index: int, num: int, reports: list[dict]):
         self.index, self.num, self.reports = index, num, reports
+        self.early: list[int] = []
 
     @property
     def is_first(self) -> bool:
@@ -210,6 +211,7 @@ class Met:
 
     def finish(self, report: dict) -> list[dict]:
         self.reports.insert(0, json.loads(json.dumps(report)))
+        self.early = [one["process"] for one in self.reports if one["interrupted"]]
         return self.reports if self.is_first else []
 
 
@@ -258,6 +260,27 @@ def test_whether_every_row_was_bad_is_asked_of_all_processes(num_good, tmp_path,
     }
     assert codes == {2: 0, 1: 0, 0: 0 if num_good else EXIT_ERROR}
     assert ("every row was bad" in capsys.readouterr().err) == (not num_good)
+
+
+@pytest.mark.parametrize("stopped", [[], [1], [0, 2]])
+def test_every_process_hears_who_stopped_early(stopped, monkeypatch):
+    monkeypatch.setattr(module.jax.distributed, "shutdown", lambda: None)
+    pairs = {index: socket.socketpair() for index in (1, 2)}
+    lines = {index: module.Line(pair[0]) for index, pair in pairs.items()}
+    first = module.Processes(0, 3, lines)
+    others = [module.Processes(i, 3, {0: module.Line(pair[1])}) for i, pair in pairs.items()]
+
+    def finish(one):
+        one.finish({"process": one.index, "interrupted": one.index in stopped})
+        one.leave()
+
+    threads = [threading.Thread(target=finish, args=(one,)) for one in others]
+    for thread in threads:
+        thread.start()
+    finish(first)
+    for thread in threads:
+        thread.join(10.0)
+    assert [one.early for one in (first, *others)] == [stopped] * 3
 
 
 def test_flags_that_go_together(tmp_path, capsys):

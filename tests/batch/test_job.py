@@ -317,6 +317,23 @@ def test_rows_at_once_that_some_group_has_no_room_for_are_refused_at_once(model)
     assert run(model, rows[:16], Collector(), GREEDY, batch=2, memory=memory).num_done == 16
 
 
+def test_prompts_are_read_in_lengths_that_are_few_and_near(model, monkeypatch):
+    lengths = set()
+
+    def read(params, prompt, *args, **settings):
+        lengths.add((int(prompt.length), len(prompt.tokens)))
+        return read_prompt(params, prompt, *args, **settings)
+
+    read.lower = read_prompt.lower
+    monkeypatch.setattr(job_module, "read_prompt", read)
+    prompts = ["a" * 10, "b" * 70, "c" * 200, "d" * 300]
+    config = dataclasses.replace(GREEDY, max_new_tokens=4)
+    drafter = LoadedDrafter(DraftModel(paths=PATHS, chunk=64), blurred(model.network))
+    found = decoded(model, config, drafter, rows_of(prompts), batch=2, drafting="always")
+    assert lengths == {(10, 16), (70, 96), (200, 224), (300, 512)}
+    assert found == expected_tokens(model, config, prompts=prompts)
+
+
 def test_what_a_rejoining_row_takes_is_counted(model):
     """Texts grow: what a drafter reads anew is longer than any prompt was."""
     config = dataclasses.replace(GREEDY, max_new_tokens=900)
