@@ -262,10 +262,16 @@ def test_whether_every_row_was_bad_is_asked_of_all_processes(num_good, tmp_path,
     assert ("every row was bad" in capsys.readouterr().err) == (not num_good)
 
 
+def connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]
+
+
 @pytest.mark.parametrize("stopped", [[], [1], [0, 2]])
 def test_every_process_hears_who_stopped_early(stopped, monkeypatch):
     monkeypatch.setattr(module.jax.distributed, "shutdown", lambda: None)
-    pairs = {index: socket.socketpair() for index in (1, 2)}
+    pairs = {index: connection() for index in (1, 2)}
     lines = {index: module.Line(pair[0]) for index, pair in pairs.items()}
     first = module.Processes(0, 3, lines)
     others = [module.Processes(i, 3, {0: module.Line(pair[1])}) for i, pair in pairs.items()]
