@@ -39,8 +39,9 @@ class AdaptiveBlock:
     nodes)`, and 1 for m = 0; nodes are those to depth m, of a tree that is made anew for every step
     at most so many. Where no row of a batch drafts, the draft pass is left out.
 
-    Costs differ by machine and models, as `jaxspec tune profile` measures them. Those given here
-    are about those of the shipped models on two CPU cores.
+    Costs differ by machine and models: give what `jaxspec tune profile` measures. By default a
+    token costs what it does `demo` in the profile that ships with `demo-eagle` (two CPU cores), and
+    the draft pass what one much smaller than the target does.
 
     Attributes:
         memory: weight of the past in each rate.
