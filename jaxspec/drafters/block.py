@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.proposal import bank, choose_children, tree_proposal
+from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Proposal, PyTree, Tree, Warp
 from jaxspec.drafters.growth import fit_vocab, take_rows
@@ -384,12 +385,10 @@ class BlockSettings:
 
 
 def _where_wanted(wanted: Bool[Array, ""], compute: Callable[[], PyTree]) -> PyTree:
-    """`compute()`, or zeros without computing anything if no row of the batch wants it.
-
-    A loop of one turn at most: of a `cond`, a map over rows would run both branches.
-    """
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(compute))
-    _, found = jax.lax.while_loop(
-        lambda carry: carry[0], lambda _: (jnp.bool_(False), compute()), (wanted, nothing)
+    """`compute()`, or zeros without computing anything if no row of the batch wants it."""
+    shapes = jax.eval_shape(compute)
+    return jax.lax.cond(
+        largest_of_rows(wanted),
+        compute,
+        lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
     )
-    return found

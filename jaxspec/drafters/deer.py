@@ -16,17 +16,20 @@ What the drafter keeps of the text from step to step:
 import dataclasses
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxspec.core import masks
-from jaxspec.core.cache import append_within, settled
+from jaxspec.core.cache import KEY_SLOTS_AXIS, VALUE_SLOTS_AXIS, append_within, settled
 from jaxspec.core.decode import in_chunks
+from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path
-from jaxspec.core.types import Context, Hidden, KVCache, LayerKV, Params, Proposal
+from jaxspec.core.types import Context, Hidden, KVCache, LayerKV, Params, Proposal, PyTree
 from jaxspec.drafters.block import Acceptance, BlockSettings
 from jaxspec.drafters.fit import check_made_for
 from jaxspec.drafters.loaded import LoadedDrafter
@@ -47,6 +50,21 @@ class DeerState(NamedTuple):
 
     cache: KVCache | None
     acceptance: Acceptance
+
+
+class _Reading(NamedTuple):
+    """What a draft pass reads.
+
+    start: its first slot.
+    finished: the slot up to which what it reads can be kept.
+    kept: slots that it keeps at most.
+    sizes: of passes, in slots, smallest first; the last one is enough for any step.
+    """
+
+    start: Int[Array, ""]
+    finished: Int[Array, ""]
+    kept: int
+    sizes: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,18 +205,25 @@ class Deer(BlockSettings):
     ) -> tuple[Proposal, DeerState]:
         draft, cache = params.draft, state.cache
         diffusion = _diffusion_of(draft)
-        start, finished, size, rows = self._window(draft, cache, context)
-        positions = start + jnp.arange(size)
-        window = jnp.take(context.tokens, positions, mode="clip")
-        mask = self._sees(draft, positions, context.length)
+        reading = self._reading(draft, cache, context)
+        start, end = reading.start, self._end(draft, context.length)
         # The output that decides the first position.
         first = context.length - start - int(diffusion.shift)
 
-        def read(drafted: Int[Array, " block"]) -> tuple[Array, tuple[LayerKV, ...]]:
+        def read_slots(size: int, drafted: Int[Array, " block"]) -> tuple[Array, PyTree]:
+            positions = start + jnp.arange(size)
+            window = jnp.take(context.tokens, positions, mode="clip")
             tokens = self._canvas(draft, window, positions, drafted, context.length)
-            hidden = draft.forward(tokens, positions, mask, cache)
+            hidden = draft.forward(tokens, positions, self._sees(draft, positions, end), cache)
             features = jax.lax.dynamic_slice_in_dim(hidden.features, first, self.block)
-            return features, () if cache is None else _first_rows(settled(hidden), rows)
+            return features, () if cache is None else _first_slots(settled(hidden), reading.kept)
+
+        # All rows of a batch read as many slots: one pass, of the smallest size that is enough.
+        enough = largest_of_rows(jnp.searchsorted(np.array(reading.sizes), end - start))
+
+        def read(drafted: Int[Array, " block"]) -> tuple[Array, PyTree]:
+            passes = [partial(read_slots, size) for size in reading.sizes]
+            return jax.lax.switch(enough, passes, drafted)
 
         drafted = self.draft(
             key,
@@ -210,7 +235,7 @@ class Deer(BlockSettings):
             state.acceptance,
         )
         if cache is not None:
-            count = jnp.where(drafted.drafted, finished - cache.length, 0)
+            count = jnp.where(drafted.drafted, reading.finished - cache.length, 0)
             cache = append_within(cache, drafted.kept, count)
         return drafted.proposal, DeerState(cache, drafted.acceptance)
 
@@ -218,10 +243,8 @@ class Deer(BlockSettings):
         diffusion = _diffusion_of(draft)
         return self.cache or ("prefix" if diffusion.block is None else "blocks")
 
-    def _window(
-        self, draft: Network, cache: KVCache | None, context: Context
-    ) -> tuple[Int[Array, ""], Int[Array, ""], int, int]:
-        """Where a pass begins, what it finishes, how many slots it reads and how many it may keep.
+    def _reading(self, draft: Network, cache: KVCache | None, context: Context) -> _Reading:
+        """What a pass reads: what was emitted since the last one, and the block.
 
         At most `depth` + 1 tokens are emitted in a step, and `slack` in steps without a draft.
         """
@@ -229,14 +252,18 @@ class Deer(BlockSettings):
         behind = self.block + (self.sep_token_id is not None)
         if cache is None:
             size = context.tokens.shape[0] + behind + (diffusion.block or 0)
-            return jnp.int32(0), jnp.int32(0), size, 0
+            return _Reading(jnp.int32(0), jnp.int32(0), 0, (size,))
         news = self.depth + 1 + self.slack
         if diffusion.block is None:
-            return cache.length, context.length - 1, 1 + news + behind, news
+            sizes = (1 + news // 2 + behind, 1 + news + behind)
+            return _Reading(cache.length, context.length - 1, news, sizes)
         block = diffusion.block
         finished = (context.length - 1) // block * block
-        size = -(-(block + news + behind) // block) * block
-        return cache.length, finished, size, (block - 1 + news) // block * block
+        # Most steps finish no block of the text, or one.
+        least = -(-(1 + behind) // block) * block
+        most = -(-(block + news + behind) // block) * block
+        sizes = tuple(sorted({least, min(least + block, most), most}))
+        return _Reading(cache.length, finished, (block - 1 + news) // block * block, sizes)
 
     def _end(self, draft: Network, length: Int[Array, ""]) -> Int[Array, ""]:
         """The slot after the canvas."""
@@ -248,12 +275,10 @@ class Deer(BlockSettings):
         return -(-(length + self.block) // block) * block
 
     def _sees(
-        self, draft: Network, positions: Int[Array, " size"], length: Int[Array, ""]
+        self, draft: Network, positions: Int[Array, " size"], end: Int[Array, ""]
     ) -> Bool[Array, "size size"]:
         block = _diffusion_of(draft).block
-        seen = jnp.broadcast_to(
-            positions[None] < self._end(draft, length), (len(positions), len(positions))
-        )
+        seen = jnp.broadcast_to(positions[None] < end, (len(positions), len(positions)))
         if block is None:
             return seen
         blocks = positions // block
@@ -284,10 +309,8 @@ class Deer(BlockSettings):
         window = jnp.take(context.tokens, positions, mode="clip")
         nothing = jnp.full(self.block, _diffusion_of(draft).mask_token_id, jnp.int32)
         tokens = self._canvas(draft, window, positions, nothing, context.length)
-        hidden = draft.forward(
-            tokens, positions, self._sees(draft, positions, context.length), None
-        )
-        return _first_rows(settled(hidden), slots)
+        seen = self._sees(draft, positions, self._end(draft, context.length))
+        return _first_slots(settled(draft.forward(tokens, positions, seen, None)), slots)
 
 
 def _token_id(model: "Model", name: str, token: str) -> int:
@@ -323,5 +346,16 @@ def _read_blocks(
     return layers
 
 
-def _first_rows(layers: tuple[LayerKV, ...], rows: int) -> tuple[LayerKV, ...]:
-    return tuple(LayerKV(layer.keys[:, :, :rows], layer.values[:, :rows]) for layer in layers)
+def _first_slots(layers: tuple[LayerKV, ...], slots: int) -> tuple[LayerKV, ...]:
+    """So many slots of a pass; zeros behind its last one."""
+
+    def first(array: Array, axis: int) -> Array:
+        found = jax.lax.slice_in_dim(array, 0, min(slots, array.shape[axis]), axis=axis)
+        padding = [(0, 0)] * array.ndim
+        padding[axis] = (0, slots - found.shape[axis])
+        return jnp.pad(found, padding)
+
+    return tuple(
+        LayerKV(first(layer.keys, KEY_SLOTS_AXIS), first(layer.values, VALUE_SLOTS_AXIS))
+        for layer in layers
+    )

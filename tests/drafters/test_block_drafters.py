@@ -115,17 +115,45 @@ def trace(drafter: Deer, target, draft, slots: int) -> None:
 def test_a_pass_reads_no_more_than_a_few_blocks(target, sizes):
     """The text is not read again: the width of a pass does not depend on its length."""
     for draft in (diffuser(target, 4), diffuser(target, None)):
+        steps = []
         for slots in (64, 256):
+            sizes.clear()
             trace(Deer(3), target, draft, slots)
-    prompt_passes, step_passes = sizes[::2], sizes[1::2]
-    assert max(step_passes) <= 3 * 4
-    assert max(prompt_passes) <= 16 + 3
+            assert sizes[0] <= 16 + 3
+            steps.append(sizes[1:])
+        assert steps[0] == steps[1]
+        assert max(steps[0]) <= 3 * 4
+
+
+def test_a_step_runs_one_pass_of_the_smallest_size_that_is_enough(model, target, monkeypatch):
+    """Of 4, 8 or 12 slots: from the last block that is not kept to the end of the masks' last."""
+    sizes, forward = [], type(target).forward
+
+    def noted(self, tokens, *args, **kwargs):
+        if self.config.diffusion is not None:
+            jax.debug.callback(partial(sizes.append, tokens.shape[0]), ordered=True)
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(type(target), "forward", noted)
+    drafter = LoadedDrafter(Deer(3), diffuser(target, 4))
+    config = GenerationConfig(max_new_tokens=20)
+    (row,) = generate(model, PROMPT, config, drafter, return_trace=True)
+    jax.effects_barrier()
+    lengths = len(PROMPT) + np.cumsum([0, *(len(step.emitted) for step in row.trace[:-1])])
+    kept = (np.array([lengths[0], *lengths[:-1]]) - 1) // 4 * 4
+    ends = -(-(lengths + 3) // 4) * 4
+    assert sizes[1:] == (ends - kept).tolist()
+    assert len(set(sizes[1:])) > 1
+    sizes.clear()
+    batch = generate(model, [PROMPT, [9] * 12], config, drafter, return_trace=True)
+    jax.effects_barrier()
+    assert len(sizes) == 1 + max(len(row.trace) for row in batch)
 
 
 def test_every_denoising_step_is_a_pass(target, sizes):
-    """Five positions in four steps are two, one, one and one."""
+    """Five positions in four steps are two, one, one and one, each of 8, 12 or 16 slots."""
     trace(Deer(5, steps=4), target, diffuser(target, 4), 64)
-    assert len(sizes) == 1 + 4
+    assert sizes[1:] == [8, 12, 16] * 4
 
 
 def test_an_adaptive_row_stops_drafting_and_tries_again(model, target):
