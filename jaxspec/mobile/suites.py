@@ -357,7 +357,7 @@ def _measure_blocks(prompts: Prompts, advance: Advance) -> Page:
 
 
 _BLOCK_QUANTIZATIONS = ("float32", "int8")
-_BLOCKS = (4, 8, 16)
+_BLOCKS = (4, 8, 16, 32)
 
 
 def _measure_files(prompts: Prompts, advance: Advance) -> Page:
