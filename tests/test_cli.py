@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -516,6 +517,45 @@ class TestDemo:
         out, err = capsys.readouterr()
         assert "# one\n" in out
         assert "left_out: for another" in err
+
+    @pytest.fixture
+    def on_a_terminal(self, monkeypatch):
+        for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "100", "LINES": "40"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("TERM", "xterm")
+
+    @pytest.mark.usefixtures("on_a_terminal")
+    def test_on_a_terminal_it_is_a_race(self, capsys, folder):
+        argv = ["demo", "--model", folder, "--draft-model", folder, "--slow", "1.5"]
+        assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
+        out = capsys.readouterr().out
+        assert "1.5 times slower than it ran" in out
+        for method in ("plain", "prompt lookup", "draft model"):
+            assert re.search(rf"{method}: [\d.]+ s", out)
+        assert "the text, by the fastest: " in out
+        assert "All outputs are identical" in out
+
+    @pytest.mark.usefixtures("on_a_terminal")
+    def test_an_interrupted_race_leaves_the_cursor(self, capsys, monkeypatch, folder):
+        def interrupt(seconds):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("jaxspec.commands.race.time.sleep", interrupt)
+        assert main(["demo", "--model", folder, "--tokens", "6"]) == 130
+        out, err = capsys.readouterr()
+        assert out.rfind("\x1b[?25l") < out.rfind("\x1b[?25h")
+        assert "Traceback" not in out + err
+
+    @pytest.mark.usefixtures("on_a_terminal")
+    @pytest.mark.parametrize("slow", ["0.5", "nan", "inf"])
+    def test_a_race_is_not_shown_faster_than_it_ran(self, capsys, slow):
+        assert "--slow must be a number from 1" in fails(capsys, "demo", "--slow", slow)
+
+    @pytest.mark.parametrize("json_or_not", [[], ["--json"]])
+    def test_where_there_is_no_race_nothing_slows_it(self, capsys, json_or_not):
+        assert "--slow: the race needs a terminal" in fails(
+            capsys, "demo", "--slow", "2", *json_or_not
+        )
 
     def test_json(self, capsys, folder):
         argv = ["demo", "--model", folder, "--draft-model", folder, "--json"]

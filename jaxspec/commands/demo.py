@@ -3,7 +3,8 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from jaxspec.checkpoint import Model, load, load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.live import DRAFTED_STYLE, LiveText, Pace, Sources
 from jaxspec.commands.options import announce
+from jaxspec.commands.race import coloured, record, replay, slowdown
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import Deer, DraftModel, Eagle, LoadedDrafter
 from jaxspec.generation import GenerationConfig, stream
@@ -42,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec demo`."""
     parser.description = (
         "Decodes built-in prompts with the shipped models: plainly, and with every method that "
-        "comes with the package for the target. Accepted draft tokens are coloured. Needs no "
-        "network."
+        "comes with the package for the target. On a terminal they are shown side by side, "
+        "slowed down, with accepted draft tokens coloured. Needs no network."
     )
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="per prompt")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each")
@@ -53,6 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deer", metavar="MODEL", help="a diffusion model that drafts blocks besides"
     )
+    parser.add_argument(
+        "--slow",
+        type=float,
+        metavar="X",
+        help="how many times slower than it ran to show the race; default: such that plain "
+        "decoding takes 4 seconds",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -60,6 +69,12 @@ def run(args: argparse.Namespace) -> int:
     """Shows the demo; 1 if the outputs differ."""
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {args.tokens}.")
+    if args.slow is not None and not 1 <= args.slow < math.inf:
+        raise ValueError(f"--slow must be a number from 1 (as fast as it ran), got {args.slow:g}.")
+    console = Console(highlight=False, stderr=args.json)
+    in_turns = args.json or not console.is_terminal
+    if args.slow is not None and in_turns:
+        raise ValueError("--slow: the race needs a terminal, and no --json; leave --slow out.")
     config = GenerationConfig(max_new_tokens=args.tokens)
     model = load(args.model)
     made = {name: make(model) for name, make in EVERY_METHOD.items()}
@@ -75,8 +90,12 @@ def run(args: argparse.Namespace) -> int:
     drafters = {name: drafter for name, drafter in made.items() if drafter is not None}
     left_out = [name for name in made if name not in drafters]
     announce(left_out=", ".join(left_out) or "nothing")
-    console = Console(highlight=False, stderr=args.json)
-    outputs = show(console, model, config, {PLAIN: None, **drafters})
+    methods = {PLAIN: None, **drafters}
+    outputs = []
+    if in_turns:
+        outputs = show(console, model, config, methods)
+    else:
+        race(console, model, config, methods, args.slow)
     _heading(console, "timing: every method on every prompt, in turns")
     comparison = compare(model, PROMPTS, drafters, config, repeats=args.repeats)
     if args.json:
@@ -102,14 +121,10 @@ def show(
     config: GenerationConfig,
     methods: Mapping[str, Drafter | LoadedDrafter | None],
 ) -> list[dict[str, Output]]:
-    """Streams every prompt with every method onto the console."""
-    legend = Text("Accepted draft tokens are ")
-    legend.append("coloured", DRAFTED_STYLE)
-    console.print(legend.append("; all other tokens are the target's own."))
+    """Streams every prompt with every method onto the console, one after another."""
+    _legend(console)
     outputs = []
-    for number, prompt in enumerate(PROMPTS, start=1):
-        _heading(console, f"prompt {number} of {len(PROMPTS)}")
-        console.print(Text(prompt))
+    for prompt in _prompts_shown(console):
         outputs.append({})
         for name, drafter in methods.items():
             _heading(console, name)
@@ -138,6 +153,51 @@ def _show_one(
         tokens=np.concatenate([step.tokens for step in steps]).tolist(),
         from_draft=np.concatenate([step.from_draft for step in steps]).tolist(),
     )
+
+
+def race(
+    console: Console,
+    model: Model,
+    config: GenerationConfig,
+    methods: Mapping[str, Drafter | LoadedDrafter | None],
+    slowed: float | None,
+) -> None:
+    """Shows every prompt with all methods side by side, and then the text of the fastest.
+
+    Args:
+        console: of a terminal.
+        model: the target.
+        config: how to decode.
+        methods: plain decoding among them.
+        slowed: seconds on the screen for each second of decoding; `None`: see `slowdown`.
+    """
+    _legend(console)
+    console.print(
+        "Each method decodes alone, step by step. What was measured is then replayed side by side, "
+        "on one clock. Steps from Python take longer, which flatters methods with few of them: the "
+        "table at the end times whole programs. tau: tokens per target pass, bonus token included."
+    )
+    for prompt in _prompts_shown(console):
+        recordings = {
+            recording.name: recording for recording in record(model, prompt, config, methods)
+        }
+        replay(console, [*recordings.values()], slowed or slowdown(recordings[PLAIN]))
+        fastest = min(recordings.values(), key=lambda recording: recording.tally.seconds)
+        _heading(console, f"the text, by the fastest: {fastest.name}")
+        console.print(coloured(fastest.steps))
+
+
+def _legend(console: Console) -> None:
+    legend = Text("Accepted draft tokens are ")
+    legend.append("coloured", DRAFTED_STYLE)
+    console.print(legend.append("; all other tokens are the target's own."))
+
+
+def _prompts_shown(console: Console) -> Iterator[str]:
+    for number, prompt in enumerate(PROMPTS, start=1):
+        _heading(console, f"prompt {number} of {len(PROMPTS)}")
+        console.print(Text(prompt))
+        yield prompt
 
 
 def _heading(console: Console, title: str) -> None:

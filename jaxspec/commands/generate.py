@@ -235,10 +235,10 @@ class MobileSession(Session):
             "from_draft": [bool(drafted) for step in steps for drafted in step.from_draft],
             "finish_reason": steps[-1].finish_reason if steps else "length",
             "metrics": {
-                "num_tokens": len(pace.tokens),
-                "num_rounds": pace.num_steps,
-                "tokens_per_round_bonus_included": len(pace.tokens) / max(1, pace.num_steps),
-                "seconds": pace.seconds if steps else 0.0,
+                "num_tokens": pace.tally.num_tokens,
+                "num_rounds": pace.tally.num_steps,
+                "tokens_per_round_bonus_included": pace.tally.tau if steps else 0.0,
+                "seconds": pace.tally.seconds,
             },
         }
 

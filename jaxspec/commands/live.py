@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -82,14 +83,38 @@ def _runs(characters: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
     return [("".join(character for character, _ in run), drafted) for drafted, run in runs]
 
 
+class Tally(NamedTuple):
+    """What a stream had given by some time.
+
+    num_drafted: tokens that were drafted and accepted.
+    seconds: from the start to the last token, compiling left out.
+    """
+
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_drafted: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def tau(self) -> float:
+        """Tokens per step, bonus token included."""
+        return self.num_tokens / self.num_steps
+
+    @property
+    def drafted(self) -> float:
+        """Share of the tokens."""
+        return self.num_drafted / self.num_tokens
+
+
 class Pace:
     """Counts what a stream has given, and how fast."""
 
     def __init__(self):
-        self.tokens: list[int] = []
-        self.num_steps = 0
-        self.num_drafted = 0
-        self.first_token_seconds: float | None = None
+        self.tally = Tally()
         self._clock = CompileClock()
         self._start = 0.0
 
@@ -102,22 +127,29 @@ class Pace:
         self._clock.__exit__(*error)
 
     def push(self, step: StreamStep) -> None:
-        self.tokens.extend(step.tokens.tolist())
-        self.num_steps += 1
-        self.num_drafted += int(step.from_draft.sum())
-        self.seconds = time.perf_counter() - self._start - self._clock.seconds
-        if self.first_token_seconds is None:
-            self.first_token_seconds = time.perf_counter() - self._start
+        self.tally = Tally(
+            num_tokens=self.tally.num_tokens + len(step.tokens),
+            num_steps=self.tally.num_steps + 1,
+            num_drafted=self.tally.num_drafted + int(step.from_draft.sum()),
+            seconds=time.perf_counter() - self._start - self._clock.seconds,
+        )
 
     def __str__(self) -> str:
-        if not self.tokens:
+        tally = self.tally
+        if not tally.num_tokens:
             return f"no tokens, {self._clock.seconds:.1f} s of compiling"
         return (
-            f"{len(self.tokens)} tokens, {len(self.tokens) / self.seconds:.0f} tokens/s, "
-            f"tau {len(self.tokens) / self.num_steps:.2f} (bonus included), "
-            f"{self.num_drafted / len(self.tokens):.0%} drafted, "
+            f"{tally.num_tokens} tokens, {tally.tokens_per_second:.0f} tokens/s, "
+            f"tau {tally.tau:.2f} (bonus included), {tally.drafted:.0%} drafted, "
             f"{self._clock.seconds:.1f} s of compiling left out"
         )
+
+
+def append_coloured(text: Text, pieces: Iterable[tuple[str, bool]]) -> Text:
+    """Adds pieces, each with True if it was drafted, to the text, and returns it."""
+    for piece, drafted in pieces:
+        text.append(piece.translate(VISIBLE_ESCAPE), DRAFTED_STYLE if drafted else None)
+    return text
 
 
 class LiveText:
@@ -148,8 +180,7 @@ class LiveText:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-        for text, drafted in pieces:
-            self._line.append(text.translate(VISIBLE_ESCAPE), DRAFTED_STYLE if drafted else None)
+        append_coloured(self._line, pieces)
         # Only the last row stays under the status line's control; the others scroll away.
         finished = self._finished_rows()
         for row in finished:
