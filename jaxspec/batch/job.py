@@ -706,6 +706,7 @@ class _Batch:
         self.job.keep(
             [self.job.record(item, host) for item, host in zip(items, hosts, strict=True)]
         )
+        self.job.books.num_decoded += len(items)
 
 
 def _int32(number: int | np.integer) -> np.ndarray:
