@@ -467,30 +467,38 @@ def fit_batch(
     Raises:
         ValueError: not even one row does, or not the number asked for.
     """
-    if memory is None:
-        available = available_memory()
-        memory = None if available is None else int(SHARE_OF_MEMORY * available)
     parts = _parts_of(job.place)
     size = batch or most_rows(len(group.rows) * job.config.num_samples, parts)
     while True:
         shapes = placed_shapes(job.shapes(group, size), job.place)
         held = num_bytes(shapes)
         # A compilation is not tried where the states alone are too large.
-        fits = memory is None or held <= memory
+        usable = _usable(memory)
+        fits = usable is None or held <= usable
         scratch = _scratch_bytes(job, group, shapes, prefix) if fits else 0
         needed = held + scratch
-        if memory is None or needed <= memory:
+        # Asked again: what compiled programs and their making take is no longer there.
+        usable = _usable(memory)
+        if usable is None or needed <= usable:
             return _Fit(size, held, scratch)
         if size <= parts or batch is not None:
             raise ValueError(
                 f"batch: {size} rows of {group.slots} slots need {needed / 1e6:.1f} MB, and "
-                f"{memory / 1e6:.1f} MB may be used. Decode fewer rows at once, shorter prompts, "
+                f"{usable / 1e6:.1f} MB may be used. Decode fewer rows at once, shorter prompts, "
                 "or fewer new tokens."
             )
         # Every try compiles; what is needed grows with the rows.
-        fitting = max(1, int(size * memory / needed))
+        fitting = max(1, int(size * usable / needed))
         size = min(size // 2, 1 << (fitting.bit_length() - 1))
         size = max(1, size // parts) * parts
+
+
+def _usable(memory: int | None) -> int | None:
+    """Bytes that may be taken: those given, or else most of what is available now."""
+    if memory is not None:
+        return memory
+    available = available_memory()
+    return None if available is None else int(SHARE_OF_MEMORY * available)
 
 
 def _scratch_bytes(job: _Job, group: Group, shapes: DecodeState, prefix: Prefix | None) -> int:
@@ -706,6 +714,7 @@ class _Batch:
         self.job.keep(
             [self.job.record(item, host) for item, host in zip(items, hosts, strict=True)]
         )
+        self.job.books.num_decoded += len(items)
 
 
 def _int32(number: int | np.integer) -> np.ndarray:

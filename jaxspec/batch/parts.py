@@ -62,7 +62,8 @@ def put_together(writer: Writer, header: Mapping[str, Any], num: int) -> int:
         How many records were appended.
 
     Raises:
-        OutputError: a part is not there, is damaged, or is still being written.
+        OutputError: a part is not there, is damaged, or is still being written, or the whole output
+            cannot be; all parts are then kept.
     """
     paths = [part_path(writer.path, index, num) for index in range(num)]
     found: list[Record] = []
@@ -83,7 +84,10 @@ def put_together(writer: Writer, header: Mapping[str, Any], num: int) -> int:
             for record in left[first : first + _AT_ONCE]:
                 files[record.part].seek(record.start)
                 records.append(json.loads(files[record.part].read(record.size)))
-            writer.append(records)
+            try:
+                writer.append(records)
+            except OutputError as error:
+                raise OutputError(f"{error} All others are safe in the parts beside it.") from error
     for path in paths:
         path.unlink()
         progress_path(path).unlink()

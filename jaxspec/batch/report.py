@@ -18,6 +18,7 @@ class JobReport:
         num_done: of these, there now; those of an earlier process included.
         num_resumed: of these, there when this process began.
         num_errors: bad rows of the job.
+        num_decoded: records of good rows that this process made.
         num_tokens: emitted in this process.
         seconds: that this process took so far; compiling left out.
         compile_seconds: spent compiling.
@@ -43,6 +44,7 @@ class JobReport:
     num_done: int = 0
     num_resumed: int = 0
     num_errors: int = 0
+    num_decoded: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -93,11 +95,13 @@ class JobReport:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Until the end, at the pace so far; `None` before the first record."""
-        here = self.num_done - self.num_resumed
-        if not here:
+        """Until the end, at the pace of the rows decoded so far; `None` before the first.
+
+        Bad rows are done at once and say nothing of the pace.
+        """
+        if not self.num_decoded:
             return None
-        return self.seconds / here * (self.num_records - self.num_done)
+        return self.seconds / self.num_decoded * (self.num_records - self.num_done)
 
     def as_dict(self) -> dict[str, Any]:
         """Every figure, ready for JSON."""
@@ -140,6 +144,7 @@ class Books:
         )
         self._slots: list[int] = []
         self.num_records = self.num_resumed = self.num_written = self.num_errors = 0
+        self.num_decoded = 0
         self.prefix_tokens = 0
         self.interrupted = False
 
@@ -194,6 +199,7 @@ class Books:
             num_done=self.num_resumed + self.num_written,
             num_resumed=self.num_resumed,
             num_errors=self.num_errors,
+            num_decoded=self.num_decoded,
             seconds=self._now() - self._start,
             compile_seconds=self._clock.seconds,
             host_seconds=self._host_seconds,

@@ -162,7 +162,9 @@ class Writer:
         try:
             self._files[path] = _open(path)
         except OSError as error:
-            raise OutputError(f"{self.path} cannot be written: {error.strerror}.") from error
+            raise OutputError(
+                f"{path} cannot be written: {error.strerror}. Give another place for the output."
+            ) from error
         return self._files[path]
 
     def _lock(self) -> None:
@@ -251,7 +253,9 @@ class Writer:
         try:
             yield
         except OSError as error:
-            raise OutputError(f"{self.path}: {_reason(error)}.") from error
+            raise OutputError(
+                f"{self.path}: {_reason(error)}. Make room, or give another place."
+            ) from error
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], here: str = "here") -> str:

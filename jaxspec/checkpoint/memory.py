@@ -131,8 +131,8 @@ def _gigabytes(num_bytes: int) -> str:
 
 
 def _available_host_memory() -> int | None:
-    figures = [figure for figure in (_system_memory(), _container_memory()) if figure is not None]
-    return min(figures, default=None)
+    asked = (_system_memory(), _container_memory(), _process_memory())
+    return min((figure for figure in asked if figure is not None), default=None)
 
 
 def _system_memory() -> int | None:
@@ -156,3 +156,20 @@ def _container_memory(group: Path = Path("/sys/fs/cgroup")) -> int | None:
         return limit - int(entries["anon"])
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _process_memory(status: Path = Path("/proc/self/status")) -> int | None:
+    """What `ulimit -d` and `ulimit -v` leave this process; None without such limits."""
+    try:
+        import resource
+
+        lines = status.read_text().splitlines()
+    except (ImportError, OSError):  # Windows, macOS
+        return None
+    left = []
+    for kind, name in ((resource.RLIMIT_DATA, "VmData:"), (resource.RLIMIT_AS, "VmSize:")):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+            left.append(max(0, limit - used))
+    return min(left, default=None)

@@ -1,6 +1,8 @@
 """A tiny model, its folder, and prompts of different lengths."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -19,6 +21,31 @@ PROMPTS = (
     "zz",
     "to be or not to be, to be",
 )
+
+
+@contextlib.contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """As on a disk that fills up: what is written past so many bytes of a file is cut off."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def closed_folder(tmp_path):
+    """Where nobody may write; skips where the user is root and the system has no such place."""
+    folder = tmp_path / "closed"
+    folder.mkdir(mode=0o500)
+    if not os.access(folder, os.W_OK):
+        return folder
+    kernels = Path("/sys/kernel")
+    if not kernels.is_dir():
+        pytest.skip("this user may write everywhere; run as one who is not root")
+    return kernels
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -13,11 +14,11 @@ import pytest
 
 import jaxspec
 from jaxspec import GenerationConfig
-from jaxspec.batch import writer as writer_module
 from jaxspec.batch.parts import part_path
+from jaxspec.batch.writer import progress_path
 from jaxspec.cli import main
 from jaxspec.commands import batch as command
-from tests.batch.conftest import PROMPTS
+from tests.batch.conftest import PROMPTS, files_up_to
 
 
 @pytest.fixture
@@ -93,22 +94,31 @@ def test_what_cannot_be_a_job_is_refused_before_anything_is_written(argv, capsys
     assert Path(source).read_bytes() == before
 
 
-def test_a_full_disk_ends_in_one_line_and_the_job_goes_on(argv, capsys, monkeypatch):
-    real, written = writer_module._write, []
-
-    def write(file, data):
-        written.append(len(data))
-        if len(written) > 4:
-            raise OSError(28, "No space left on device")
-        real(file, data)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "_write", write)
-        assert "the disk is full" in fails(capsys, [*argv, "--batch", "3"])
-    kept = len(records_in(argv[2]))
+def test_a_full_disk_ends_in_one_line_and_the_same_command_goes_on(argv, capsys, tmp_path):
+    whole, out = tmp_path / "whole.jsonl", Path(argv[2])
+    argv += ["--batch", "3", "--logprobs"]
+    assert main([*argv[:2], str(whole), *argv[3:]]) == 0
+    capsys.readouterr()
+    header = len(progress_path(whole).read_bytes().splitlines()[0])
+    size = (header + whole.stat().st_size) // 2
+    assert header < size < whole.stat().st_size
+    with files_up_to(size):
+        said = fails(capsys, [*argv, "--resume"])
+    kept = len(records_in(out))
     assert 0 < kept < 8
-    assert main([*argv, "--batch", "3", "--resume"]) == 0
-    assert [record["line"] for record in records_in(argv[2])] == list(range(1, 9))
+    assert f"{out}: cannot be written (File too large); {kept} records are safe there." in said
+    assert said.endswith("Make room, then give the same command with --resume.")
+    assert main([*argv, "--resume"]) == 0
+    assert f"resuming: {kept} records are there" in capsys.readouterr().err
+    assert records_in(out) == records_in(whole)
+
+
+def test_an_output_that_may_not_be_written_is_said_in_one_line(argv, capsys, closed_folder):
+    name, source, _, *rest = argv
+    out = closed_folder / "out.jsonl"
+    said = fails(capsys, [name, source, str(out), *rest])
+    reason = "(Permission denied|Read-only file system)"
+    assert re.search(f"{out}.progress cannot be written: {reason}. Give another place", said)
 
 
 def test_ctrl_c_finishes_what_runs_and_resume_the_rest(argv, capsys, monkeypatch):

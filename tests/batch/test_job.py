@@ -161,6 +161,20 @@ def test_bad_rows_become_errors_and_the_job_goes_on(model):
     assert again.num_resumed == again.num_done == 11
 
 
+def test_bad_rows_are_done_at_once_and_say_nothing_of_the_time_left(model):
+    bad = [Row(line, line, None, "not valid JSON.") for line in range(9, 30)]
+    output, reports = Collector(), []
+    output.append([{"line": line, "sample": 0, "tokens": []} for line in (1, 9)])
+    run(model, [*rows_of(PROMPTS), *bad], output, GREEDY, batch=2, progress=reports.append)
+    assert reports[0].num_done == 2 + 20  # what was there, and the other bad rows
+    assert reports[0].eta_seconds is None
+    decoded = [report for report in reports if report.num_done > 22]
+    for report in decoded:
+        here = report.num_done - 22
+        assert report.eta_seconds == report.seconds / here * (7 - here)
+    assert [report.eta_seconds for report in decoded][-1] == 0.0
+
+
 @pytest.mark.parametrize("name", ["plain", pytest.param("eagle", marks=pytest.mark.slow)])
 def test_a_shared_prefix_is_read_once_and_changes_nothing(model, name):
     prompts = ["an example of what to do, then: " * 3 + prompt for prompt in PROMPTS]

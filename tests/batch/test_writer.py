@@ -136,6 +136,9 @@ def test_places_that_cannot_be_written(path, tmp_path):
         Writer(tmp_path / "missing" / "out.jsonl", HEADER)
     with pytest.raises(OutputError, match="in a folder that exists"):
         Writer(tmp_path, HEADER)
+    progress = path.with_name(path.name + ".progress")
+    progress.mkdir()
+    refused(path, f"{progress} cannot be written: Is a directory. Give another place")
 
 
 @pytest.mark.parametrize("allowed", [0, 10, 120])

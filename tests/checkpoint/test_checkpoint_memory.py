@@ -107,3 +107,20 @@ def test_a_container_has_what_its_limit_leaves(tmp_path):
     assert memory._container_memory(tmp_path) is None
     (tmp_path / "memory.max").write_text("1000\n")
     assert memory._container_memory(tmp_path) == 700
+
+
+def test_a_process_has_what_its_limits_leave(tmp_path, monkeypatch):
+    resource = pytest.importorskip("resource")
+    none = resource.RLIM_INFINITY
+    limits = {resource.RLIMIT_DATA: none, resource.RLIMIT_AS: none}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], none))
+    status = tmp_path / "status"
+    assert memory._process_memory(status) is None
+    status.write_text("Name:\tpython\nVmSize:\t     500 kB\nVmData:\t     300 kB\n")
+    assert memory._process_memory(status) is None
+    limits[resource.RLIMIT_DATA] = 1000 * 1024
+    assert memory._process_memory(status) == 700 * 1024
+    limits[resource.RLIMIT_AS] = 600 * 1024
+    assert memory._process_memory(status) == 100 * 1024
+    limits[resource.RLIMIT_AS] = 400 * 1024
+    assert memory._process_memory(status) == 0
