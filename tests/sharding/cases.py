@@ -113,6 +113,7 @@ def outcome(asked: Asked) -> dict:
         "gaps": gaps,
         "collectives": collectives(lowered.compile().as_text()),
         "cache_numbers": cache_numbers(request),
+        "width": asked.target.config.embed_dim,
     }
 
 

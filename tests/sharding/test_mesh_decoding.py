@@ -65,12 +65,17 @@ def assert_same_rows(name, outcome):
 
 
 def assert_caches_stay(name, outcome):
-    """Sums of blocks travel; no cache does, nor anything as large as one."""
+    """Sums of blocks travel; no cache does, nor anything else as large as one.
+
+    Sums have the model's width, which no cache's last axis has. They are large only where a drafter
+    that keeps nothing reads the whole text.
+    """
     moved = [
         shape
         for kind, shapes in outcome["collectives"].items()
         for shape in shapes
         if math.prod(shape) >= outcome["cache_numbers"]
+        and not (kind == "all-reduce" and shape[-1] == outcome["width"])
     ]
     assert moved == [], name
 
