@@ -135,7 +135,8 @@ def test_a_step_runs_one_pass_of_the_smallest_size_that_is_enough(model, target,
         return forward(self, tokens, *args, **kwargs)
 
     monkeypatch.setattr(type(target), "forward", noted)
-    drafter = LoadedDrafter(Deer(3), diffuser(target, 4))
+    # Settings of no other test, whose programs would not say what they run.
+    drafter = LoadedDrafter(Deer(3, chunk=96), diffuser(target, 4))
     config = GenerationConfig(max_new_tokens=20)
     (row,) = generate(model, PROMPT, config, drafter, return_trace=True)
     jax.effects_barrier()
