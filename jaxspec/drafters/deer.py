@@ -219,7 +219,7 @@ class Deer(BlockSettings):
             return features, () if cache is None else _first_slots(settled(hidden), reading.kept)
 
         # All rows of a batch read as many slots: one pass, of the smallest size that is enough.
-        enough = largest_of_rows(jnp.searchsorted(np.array(reading.sizes), end - start))
+        enough = largest_of_rows(jnp.sum(np.array(reading.sizes) < end - start))
 
         def read(drafted: Int[Array, " block"]) -> tuple[Array, PyTree]:
             passes = [partial(read_slots, size) for size in reading.sizes]
