@@ -1,14 +1,18 @@
-"""A progress bar for what takes longer than two seconds, where somebody is watching."""
+"""A progress bar for what takes longer than two seconds; in files a line a minute."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_SECONDS_A_LINE = 60
 
 
 @contextmanager
 def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Yields `advance(doing)`: call it before each of `total` parts, saying what it is.
 
-    Goes to standard error, and only to a terminal.
+    Goes to standard error: a bar on a terminal, elsewhere a line a minute at most.
     """
     # Here, because `import jaxspec` does without it.
     from rich.console import Console
@@ -22,16 +26,23 @@ def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[[str], Non
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    hidden = not (shown and console.is_terminal)
+    on_terminal = console.is_terminal
     with Progress(
-        *columns, TimeElapsedColumn(), console=console, disable=hidden, transient=True
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not (shown and on_terminal),
+        transient=True,
     ) as bar:
         task = bar.add_task("", total=total)
-        started = False
+        done, said = -1, time.monotonic()
 
         def advance(doing: str) -> None:
-            nonlocal started
-            bar.update(task, advance=1 if started else 0, description=doing)
-            started = True
+            nonlocal done, said
+            done += 1
+            bar.update(task, completed=done, description=doing)
+            if shown and not on_terminal and time.monotonic() - said >= _SECONDS_A_LINE:
+                print(f"{done} of {total} done, now {doing}", file=sys.stderr, flush=True)
+                said = time.monotonic()
 
         yield advance

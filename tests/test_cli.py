@@ -315,6 +315,11 @@ class TestGenerate:
             (["MODEL", "abc", "--top-k", "999"], "top_k must be at most the vocabulary, 256"),
             (["MODEL", "abc", "--drafter", "draft-model"], "needs --draft-model MODEL"),
             (["MODEL", "abc", "--drafter", "lookup", "--max-ngram", "0"], "max_ngram must be"),
+            (["MODEL", "abc", "--draft-model", "x"], "--draft-model: needs --drafter"),
+            (
+                ["MODEL", "abc", "--drafter", "lookup", "--draft-model", "x"],
+                "--draft-model: --drafter lookup has no such setting",
+            ),
             (["MODEL", "--chat", "--json"], "--chat: cannot be combined"),
             (["MODEL", "abc", "--system", "hi"], "--system: needs --chat"),
         ],

@@ -26,9 +26,9 @@ from jaxspec.commands.options import (
     add_mesh_argument,
     announce,
     check_writable,
+    drafter_asked,
     generation_config,
     load_model,
-    make_drafter,
     mesh_asked,
     refuse_unused,
 )
@@ -181,7 +181,7 @@ def decode_file(
     _check_paths(args.input, args.output, args.json)
     rows = batch.read_rows(args.input, args.field, args.chat)
     model = load_model(args, mesh_asked(args))
-    drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
+    drafter = drafter_asked(args, model)
     guard = batch.GuardSettings(expected=args.expected_speedup)
     header = batch.job_header(
         model, rows, config, drafter, args.seed, drafting=args.drafting, slots=args.slots

@@ -28,9 +28,9 @@ from jaxspec.commands.options import (
     add_mesh_argument,
     add_model_arguments,
     announce,
+    drafter_asked,
     generation_config,
     load_model,
-    make_drafter,
     mesh_asked,
 )
 from jaxspec.core.types import Drafter
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     if model.config.diffusion is not None:
         return answer(canvas_session(args, model), args, prompt)
     check_none_given(args)
-    drafter = None if args.drafter is None else make_drafter(args.drafter, args, model)
+    drafter = drafter_asked(args, model)
     announce(model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
     return answer(Session(model, config, drafter, args.seed), args, prompt)
 

@@ -183,6 +183,22 @@ def add_drafter_arguments(parser: argparse.ArgumentParser, repeatable: bool) -> 
     group.add_argument("--max-ngram", type=int, metavar="N", help="longest match of lookup")
 
 
+def drafter_asked(args: argparse.Namespace, model: Model) -> Drafter | LoadedDrafter | None:
+    """The drafter of `--drafter`, to draft for `model`; `None` if none is asked for.
+
+    Raises:
+        ValueError: for flags of drafters that this one does not read; or as `make_drafter` does.
+    """
+    if args.drafter is None:
+        refuse_unused(args, OF_DRAFTERS, "needs --drafter.")
+        return None
+    kinds, _ = DRAFTERS[args.drafter.name]
+    read = {"draft_model" if kind == "model" else kind for kind in kinds}
+    unread = [flag for flag in OF_DRAFTERS if flag not in read]
+    refuse_unused(args, unread, f"--drafter {args.drafter.name} has no such setting.")
+    return make_drafter(args.drafter, args, model)
+
+
 def make_drafter(
     spec: DrafterSpec, args: argparse.Namespace, model: Model
 ) -> Drafter | LoadedDrafter:
