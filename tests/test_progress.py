@@ -1,0 +1,24 @@
+"""What long work says of itself."""
+
+from types import SimpleNamespace
+
+from jaxspec import progress
+from jaxspec.progress import progress_bar
+
+
+def test_a_file_gets_a_line_a_minute(capsys, monkeypatch):
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(progress, "time", clock)
+    with progress_bar(4) as advance:
+        for doing, clock.now in (("a", 1.0), ("b", 61.0), ("c", 119.0), ("d", 121.0)):
+            advance(doing)
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["1 of 4 done, now b", "3 of 4 done, now d"]
+    assert said.out == ""
+
+
+def test_nothing_is_said_unless_it_is_to_be_shown(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "_SECONDS_A_LINE", 0)
+    with progress_bar(1, shown=False) as advance:
+        advance("a")
+    assert capsys.readouterr().err == ""
