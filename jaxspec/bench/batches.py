@@ -4,28 +4,35 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from jaxspec.bench.compare import PLAIN, find_divergence
 from jaxspec.bench.comparison import Divergence
+from jaxspec.bench.figures import speedup, speedup_interval
 from jaxspec.bench.timing import release_programs
 from jaxspec.checkpoint import Model
 from jaxspec.core.types import Drafter
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.generation import GenerationConfig, PromptLike, generate, prepare
+from jaxspec.progress import progress_bar
 from jaxspec.result import GenerationResult
 
 
 class BatchFigures(NamedTuple):
-    """One method on one batch.
+    """One method, with so many rows at once.
 
-    tokens_per_second: emitted by all rows, prefill included and compilation left out; of the median
-        of the repeats.
+    tokens_per_second: emitted by all rows, prefill included and compilation left out; medians of
+        the repeats.
+    speedup: over plain decoding of the same batches.
+    speedup_interval: 95 % bootstrap interval over batches; `None` for fewer than two.
     mean_acceptance_length: tau, tokens per target pass of a row, bonus INCLUDED.
     idle_fraction: share of row-steps spent on rows that had ended.
     divergences: rows that are not plain decoding's of the same batch.
     """
 
     tokens_per_second: float
+    speedup: float
+    speedup_interval: tuple[float, float] | None
     mean_acceptance_length: float
     idle_fraction: float
     divergences: tuple[Divergence, ...]
@@ -39,11 +46,13 @@ def measure_batches(
     batches: Sequence[int],
     repeats: int,
     seed: int = 0,
+    progress: bool = True,
 ) -> dict[int, dict[str, BatchFigures]]:
-    """Decodes the first prompts together, in turns; by rows of the batch and by method.
+    """Decodes all prompts, so many together, in turns; by rows of a batch and by method.
 
-    Prompts are repeated where there are fewer than rows. Plain decoding is always measured, and
-    what the other methods emit is compared with what it does.
+    A batch takes its prompts from all over the list, so that each has some of every kind; the first
+    prompts come twice where the last batch would not be full. Plain decoding is always measured,
+    and what the other methods emit is compared with what it does.
 
     Raises:
         ValueError: a number is below 1, or the rows would be sampled.
@@ -53,40 +62,92 @@ def measure_batches(
     if np.any(config.temperature):
         raise ValueError("config: temperature must be 0: rows are compared with plain decoding's.")
     every = {PLAIN: None, **methods}
-    found = {}
-    for size in batches:
-        rows = [prompts[index % len(prompts)] for index in range(size)]
-        release_programs()
-        results = {
-            name: generate(model, rows, config, method, seed) for name, method in every.items()
-        }
-        seconds = {name: [] for name in every}
-        for _ in range(repeats):
-            for name, method in every.items():
-                results[name] = generate(model, rows, config, method, seed)
-                seconds[name].append(results[name].metrics.seconds)
-        plain = results[PLAIN]
-        found[size] = {
-            name: BatchFigures(
-                result.metrics.num_tokens / float(np.median(seconds[name])),
-                result.metrics.mean_acceptance_length,
-                result.metrics.idle_fraction,
-                _divergences(model, rows, config, plain, result),
-            )
-            for name, result in results.items()
-        }
+    names, found = list(every), {}
+    with progress_bar(len(batches) * repeats, progress) as advance:
+        for size in batches:
+            groups = _groups(len(prompts), size)
+            release_programs()
+            for method in every.values():  # the first run of a program is slower
+                generate(model, [prompts[i] for i in groups[0]], config, method, seed)
+            runs: dict[str, list[list[GenerationResult]]] = {name: [] for name in names}
+            for repeat in range(repeats):
+                advance(f"{size} rows at once")
+                for name in names:
+                    runs[name].append([])
+                for turn, group in enumerate(groups):
+                    rows = [prompts[i] for i in group]
+                    for place in range(len(names)):
+                        name = names[(turn + repeat + place) % len(names)]
+                        result = generate(model, rows, config, every[name], seed)
+                        runs[name][-1].append(result)
+            plain = runs[PLAIN]
+            found[size] = {
+                name: _figures(model, prompts, groups, config, plain, results)
+                for name, results in runs.items()
+            }
     return found
+
+
+def _groups(num_prompts: int, size: int) -> list[list[int]]:
+    """Indices of prompts by batch: as many batches as hold all of them."""
+    count = -(-num_prompts // size)
+    return [[(first + count * row) % num_prompts for row in range(size)] for first in range(count)]
+
+
+def _figures(
+    model: Model,
+    prompts: Sequence[PromptLike],
+    groups: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    plain: Sequence[Sequence[GenerationResult]],
+    runs: Sequence[Sequence[GenerationResult]],
+) -> BatchFigures:
+    """Of one method: `plain` and `runs` hold results by repeat and batch."""
+    base, costs = _costs(plain), _costs(runs)
+    seconds, tokens = costs.sum(axis=0)
+    metrics = [result.metrics for result in runs[-1]]
+    steps = sum(each.num_verify_steps for each in metrics)
+    row_steps = sum(each.num_verify_steps / (1 - each.idle_fraction) for each in metrics)
+    return BatchFigures(
+        tokens_per_second=float(tokens / seconds),
+        speedup=float(speedup(base.sum(axis=0), costs.sum(axis=0))),
+        speedup_interval=speedup_interval(base, costs),
+        mean_acceptance_length=sum(each.num_tokens for each in metrics) / max(steps, 1),
+        idle_fraction=float(1 - steps / row_steps) if row_steps else 0.0,
+        divergences=tuple(
+            divergence
+            for group, expected, result in zip(groups, plain[-1], runs[-1], strict=True)
+            for divergence in _divergences(model, prompts, group, config, expected, result)
+        ),
+    )
+
+
+def _costs(runs: Sequence[Sequence[GenerationResult]]) -> Float[np.ndarray, "batches 2"]:
+    """Seconds, the median of the repeats, and tokens of each batch."""
+    return np.asarray(
+        [
+            (
+                np.median([result.metrics.seconds for result in repeats]),
+                repeats[-1].metrics.num_tokens,
+            )
+            for repeats in zip(*runs, strict=True)
+        ],
+        np.float64,
+    )
 
 
 def _divergences(
     model: Model,
-    rows: Sequence[PromptLike],
+    prompts: Sequence[PromptLike],
+    group: Sequence[int],
     config: GenerationConfig,
     plain: GenerationResult,
     result: GenerationResult,
 ) -> tuple[Divergence, ...]:
     found = (
-        find_divergence(model, prepare(model, prompt, config, None, 0), index, expected, row)
-        for index, (prompt, expected, row) in enumerate(zip(rows, plain, result, strict=True))
+        find_divergence(
+            model, prepare(model, prompts[index], config, None, 0), index, expected, row
+        )
+        for index, expected, row in zip(group, plain, result, strict=True)
     )
     return tuple(divergence for divergence in found if divergence is not None)

@@ -573,6 +573,7 @@ def measure(
                     config,
                     suite.batches,
                     repeats,
+                    progress=progress,
                 )
             settings[label] = Setting(comparison, assisted, steps, together)
         return TargetResult(

@@ -490,12 +490,12 @@ class TestBlocks:
 
     def test_batches_are_in_the_page(self, blocks):
         page = as_markdown(blocks)
-        assert "Rows decoded together: tokens/s of all of them" in page
-        assert "| 1 rows | 2 rows |" in page
+        assert "Rows decoded together, the same prompts in batches" in page
+        assert "| 1 row | 2 rows |" in page
         figures = as_dict(blocks)["targets"]["demo"]["settings"]["greedy"]["batches"]
         assert figures["2"].keys() == {"plain", "DEER, chain of 4"}
         assert figures["2"]["plain"]["mean_acceptance_length"] == 1.0
-        assert "x; 1.00)" in page
+        assert "(1.00x [1.00, 1.00]; 1.00)" in page
         assert figures["2"]["DEER, chain of 4"]["divergences"] == []
 
     def test_a_batch_with_other_text_makes_it_fail(self, model, blocks):
@@ -511,6 +511,16 @@ class TestBlocks:
         assert "- DIFFERENT: liar, 2 rows, prompt 1, token " in as_markdown(result)
         shown = as_dict(result)["targets"]["demo"]["settings"]["greedy"]["batches"]
         assert len(json.loads(json.dumps(shown))["2"]["liar"]["divergences"]) == 2
+
+    def test_batches_hold_every_prompt_and_some_of_each_kind(self, model):
+        config = jaxspec.GenerationConfig(max_new_tokens=4)
+        prompts = [ONE, ONE, TWO, TWO]
+        found = measure_batches(model, prompts, {"liar": WrongRoot()}, config, (1, 2, 3), 1)
+        assert [len(found[size]["liar"].divergences) for size in (1, 2, 3)] == [4, 4, 6]
+        of_pairs = [each.prompt_index for each in found[2]["liar"].divergences]
+        assert of_pairs == [0, 2, 1, 3]
+        assert found[2]["plain"].speedup == 1
+        assert found[2]["plain"].speedup_interval == (1, 1)
 
     def test_sampled_batches_are_refused(self, model):
         config = jaxspec.GenerationConfig(max_new_tokens=4, temperature=1.0)
