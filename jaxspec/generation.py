@@ -36,7 +36,7 @@ from jaxspec.result import (
     host_rows,
     trace_steps,
 )
-from jaxspec.sharding import mesh_of, on_mesh_of, shard, shares_of_memory, spread_rows
+from jaxspec.sharding import mesh_of, on_mesh_of, shares_of_memory, spread_rows
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Tokenizer
@@ -546,8 +546,7 @@ def check_request(
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(Params(model.network, loaded.params))
     check_rules(model, config)
-    mesh = mesh_of(model.params)
-    return loaded if mesh is None else loaded._replace(params=shard(loaded.params, mesh))
+    return loaded._replace(params=beside(model.params, loaded.params))
 
 
 def _loaded(drafter: Any) -> LoadedDrafter:

@@ -99,13 +99,13 @@ def parse_mesh(text: str) -> Mesh:
     Raises:
         ValueError: it says something else, or as for `make_mesh`.
     """
-    sizes = {DATA: 1, MODEL: 1}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
-        if axis not in sizes or not size.isdecimal():
+        if axis not in (DATA, MODEL) or axis in sizes or not size.isdecimal():
             raise ValueError(f"mesh must be like data=2,model=4, got {text!r}.")
         sizes[axis] = int(size)
-    return make_mesh(sizes[DATA], sizes[MODEL])
+    return make_mesh(sizes.get(DATA, 1), sizes.get(MODEL, 1))
 
 
 def check_divides(config: ModelConfig, mesh: Mesh) -> None:
@@ -206,6 +206,12 @@ def mesh_of(weights: PyTree) -> Mesh | None:
             mesh: Any = sharding.mesh
             return mesh
     return None
+
+
+def beside(target: PyTree, weights: T) -> T:
+    """Weights on the mesh that a target's lie on, if those do."""
+    mesh = mesh_of(target)
+    return weights if mesh is None else shard(weights, mesh)
 
 
 def shares_of_memory(mesh: Mesh | None, *, rows: bool = False) -> int:

@@ -44,10 +44,10 @@ class GuardSuite(NamedTuple):
     fewest: prompts at any size, if there are as many.
     """
 
-    prompts_per_set: int = 256
+    prompts_per_set: int = 1024
     max_new_tokens: int = 128
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    waves: int = 4
+    waves: int = 16
     fewest: int = 64
 
     def num_prompts(self, size: int) -> int:

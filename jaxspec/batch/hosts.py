@@ -22,15 +22,16 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 
-from jaxspec.batch.writer import differences
+import jaxspec
+from jaxspec.batch.writer import Key, differences
 
 EXIT_LOST = 2
+_RESUME = "Records that were written are safe: start all processes again with --resume."
 _HELLO_SECONDS = 10.0
 _LONGEST_WAIT = 1e6
 """Seconds, more than a week."""
@@ -49,11 +50,11 @@ def code_in_use() -> dict[str, str]:
     checksum = 0
     for path in sorted(_PACKAGE.rglob("*.py")):
         checksum = zlib.crc32(path.read_bytes(), checksum)
-    try:
-        ours = version("jaxspec")
-    except PackageNotFoundError:  # a checkout that is not installed
-        ours = "unknown"
-    return {"jaxspec": ours, "code of jaxspec": f"{checksum:08x}", "jax": jax.__version__}
+    return {
+        "jaxspec": jaxspec.__version__,
+        "code of jaxspec": f"{checksum:08x}",
+        "jax": jax.__version__,
+    }
 
 
 class Line:
@@ -118,26 +119,40 @@ class Processes:
         """The rows that fall to this process."""
         return rows[self.index :: self.num]
 
-    def begin(self, header: Mapping[str, Any], done: set[tuple[int, int]]) -> set[tuple[int, int]]:
-        """Waits until all are ready for the same job.
+    def agree(self, header: Mapping[str, Any]) -> None:
+        """Tells process 0 that this one is ready; process 0 waits until all are.
 
         Args:
             header: of the job, from `job_header`.
-            done: records that need not be made any more; what process 0 gives counts.
 
         Raises:
             HostError: the settings of two processes differ.
         """
+        if not self.is_first:
+            self._lines[0].send(header=dict(header))
+            return
         header = json.loads(json.dumps(header))
+        for other, message in self._from_each("header").items():
+            different = differences(message, header, "in process 0")
+            if different:
+                self.stop(
+                    f"process {other} was given another job: {different}. Give all processes the "
+                    "same settings."
+                )
+
+    def begin(self, done: set[Key]) -> set[Key]:
+        """Waits until process 0 has the output.
+
+        Args:
+            done: records that need not be made any more; what process 0 gives counts.
+
+        Returns:
+            What process 0 gave.
+        """
         if self.is_first:
-            for other, message in self._from_each("header").items():
-                different = differences(message, header, "in process 0")
-                if different:
-                    self.stop(f"process {other} was given another job: {different}")
             for line in self._lines.values():
                 line.send(begin=sorted(done))
             return done
-        self._lines[0].send(header=header)
         return {(line, sample) for line, sample in self._from_each("begin")[0]}
 
     def finish(self, report: Mapping[str, Any]) -> list[Message]:
@@ -187,21 +202,19 @@ class Processes:
         if self._leaving.is_set():
             return
         self._leaving.set()
-        why = f"process {self.index} failed: {' '.join(str(error).split()) or type(error).__name__}"
+        what = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        why = f"process {self.index} failed: {what}. {_RESUME}"
         for line in self._lines.values():
             line.send(stop=why)
 
     def end_at_once(self, why: str) -> None:
-        """Says why and ends this process, unless it is leaving anyway.
+        """Says why, in sentences, and ends this process, unless it is leaving anyway.
 
         Not by an exception: the main thread may be inside a program for long, and JAX ends a
         process whose coordinator is gone from within, before Python could say anything.
         """
         if not self._leaving.is_set():
-            sys.stderr.write(
-                f"jaxspec: error: {why}. Records that were written are safe: start all processes "
-                "again with --resume.\n"
-            )
+            sys.stderr.write(f"jaxspec: error: {why}\n")
             sys.stderr.flush()
         os._exit(EXIT_LOST)
 
@@ -215,7 +228,7 @@ class Processes:
         self._gone[other].set()
         if not self._leaving.is_set():
             who = "process 0, the coordinator," if other == 0 else f"process {other}"
-            why = f"{who} is gone: it was killed, or its host cannot be reached"
+            why = f"{who} is gone: it was killed, or its host cannot be reached. {_RESUME}"
             self._tell_the_others(other, why)
             self.end_at_once(why)
 
@@ -262,23 +275,39 @@ def joined(
         lines = {0: _reached(host, port, num_processes, process_id, facts, seconds)}
     processes = Processes(process_id, num_processes, lines)
     _speak_when_aborted(processes)
-    # Without this, JAX ends all processes when one is gone, and does not say which.
-    jax.config.update("jax_enable_recoverability", True)
-    # It would take SIGTERM for itself, and nobody here asks it whether that came.
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        f"{_bracketed(host)}:{port + 1}",
-        num_processes,
-        process_id,
-        initialization_timeout=round(seconds),
-        coordinator_bind_address=f"{_bracketed(host)}:{port + 1}",
-    )
     try:
+        _initialize(host, port + 1, num_processes, process_id, seconds)
         yield processes
     except BaseException as error:
         processes.fail(error)
         raise
     processes.leave()
+
+
+def _initialize(host: str, port: int, num_processes: int, process_id: int, seconds: float) -> None:
+    """Starts JAX's own service, or joins it.
+
+    Raises:
+        HostError: it cannot be.
+    """
+    # Without this, JAX ends all processes when one is gone, and does not say which.
+    jax.config.update("jax_enable_recoverability", True)
+    # It would take SIGTERM for itself, and nobody here asks it whether that came.
+    jax.config.update("jax_enable_preemption_service", False)
+    address = f"{_bracketed(host)}:{port}"
+    try:
+        jax.distributed.initialize(
+            address,
+            num_processes,
+            process_id,
+            initialization_timeout=round(seconds),
+            coordinator_bind_address=address,
+        )
+    except RuntimeError as error:
+        raise HostError(
+            f"coordinator: JAX's own service at {address} cannot be had ({error}); give process 0 "
+            "a port of which the next one is free as well."
+        ) from error
 
 
 def _checked(
@@ -334,7 +363,7 @@ def _gathered(
                     missing = sorted(set(range(1, num_processes)) - set(lines))
                     raise HostError(
                         f"{_listed(missing)} of {num_processes} did not come to {host}:{port} "
-                        f"within {seconds:g} s."
+                        f"within {seconds:g} s; start them, or wait longer with --join-seconds."
                     ) from None
                 line = Line(connection)
                 hello = line.receive(_HELLO_SECONDS)
@@ -371,7 +400,10 @@ def _refusal(
         return f"two processes have the process_id {other}; give each its own."
     different = differences(hello["facts"], facts, "in process 0")
     if different:
-        return f"mixed versions: process {other} differs from process 0: {different}"
+        return (
+            f"mixed versions: process {other} differs from process 0: {different}. Install the "
+            "same everywhere."
+        )
     return None
 
 
@@ -422,7 +454,7 @@ def _speak_when_aborted(processes: Processes) -> None:
     """
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(
         lambda number: processes.end_at_once(
-            "process 0, the coordinator, is gone: JAX gave this process up"
+            f"process 0, the coordinator, is gone: JAX gave this process up. {_RESUME}"
         )
     )
     _kept_alive.append(handler)

@@ -7,16 +7,16 @@ and writing, it does while the next chunk runs.
 
 import dataclasses
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 
+import jaxspec
 from jaxspec.batch.guard import Chunk, Guard, GuardSettings
 from jaxspec.batch.plan import (
     SHARE_OF_MEMORY,
@@ -102,7 +102,7 @@ def job_header(
     either = slots is None and _drafts_change_nothing(model, config)
     return {
         "format": 3,
-        "jaxspec": _version(),
+        "jaxspec": jaxspec.__version__,
         "model": model.name,
         "architecture": repr(model.config),
         "dtype": str(np.dtype(model.network.dtype)),
@@ -118,13 +118,6 @@ def job_header(
         "num_rows": len(rows),
         "rows": digest_of(rows),
     }
-
-
-def _version() -> str:
-    try:
-        return version("jaxspec")
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "unknown"
 
 
 def _sample_of(weights: PyTree) -> str:
@@ -176,8 +169,8 @@ def run(
         seed: of the randomness.
         batch: rows at once, a multiple of the parts that a mesh divides them into; `None`: as many
             as help and as fit into memory.
-        slots: tokens that a row's cache holds, rounded up to a multiple of 64; rows that need more
-            become errors. `None`: what they need.
+        slots: cache slots: tokens that a row's cache holds, rounded up to a multiple of 64; rows
+            that need more become errors. `None`: what they need.
         drafting: "auto" lets a guard decide from the time that chunks take, where that changes no
             output: for greedy decoding in float32. "always" drafts, "never" does not.
         guard: settings of the guard; what it is to expect, only where there is one.
@@ -189,7 +182,9 @@ def run(
 
     Raises:
         ValueError: the settings do not fit the model, as for `generate`, or are not one number for
-            all rows, or nothing fits into `memory`.
+            all rows; two rows have one line; `batch` or `slots` is below 1, or the mesh does not
+            divide `batch`; `drafting` is none of the three, or `guard.expected` is given where
+            there is no guard; or nothing fits into `memory`.
         OutputError: a record could not be written.
 
     Example:
@@ -218,6 +213,7 @@ def run(
             "guard.expected (--expected-speedup) needs a guard. There is one for greedy "
             "decoding in float32 with a drafter and drafting='auto'; else leave it out."
         )
+    _check_lines(rows)
     slots = None if slots is None else round_up(slots)
     encoded = [
         _checked_slots(row, slots, model, config, loaded) for row in encode_rows(model, rows)
@@ -266,13 +262,13 @@ def run(
         )
         if batch is not None and groups:
             # Of the most slots: if that fits, so do all, and else nothing is begun.
-            fit_batch(job, groups[-1], batch, memory, prefix)
+            _fit_batch(job, groups[-1], batch, memory, prefix)
         job.keep([_error(row) for row in bad if (row.line, 0) not in output.done])
         for group in groups:
             if books.interrupted or job.should_stop():
                 books.interrupted = True
                 break
-            fit = fit_batch(job, group, batch, memory, prefix)
+            fit = _fit_batch(job, group, batch, memory, prefix)
             _Batch(job, group, fit, prefix).run()
         return job.report()
 
@@ -281,6 +277,14 @@ def _check_one_for_all(config: GenerationConfig) -> None:
     for field in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p"):
         if np.ndim(getattr(config, field)):
             raise ValueError(f"{field} must be one number for the whole job, got several.")
+
+
+def _check_lines(rows: Sequence[Row]) -> None:
+    """Records are known by the line that they answer."""
+    lines = Counter(row.line for row in rows)
+    line, count = max(lines.items(), key=itemgetter(1), default=(0, 0))
+    if count > 1:
+        raise ValueError(f"rows: {count} of them have the line {line}; give each its own.")
 
 
 def _drafts_change_nothing(model: "Model", config: GenerationConfig) -> bool:
@@ -457,7 +461,7 @@ def _parts_of(place: Place | None) -> int:
     return place.data_axis_size if isinstance(place, Placement) else 1
 
 
-def fit_batch(
+def _fit_batch(
     job: _Job, group: Group, batch: int | None, memory: int | None, prefix: Prefix | None
 ) -> _Fit:
     """Rows at once that fit into memory, with what the compiled programs need besides.

@@ -20,18 +20,20 @@ class JobReport:
         num_errors: bad rows of the job.
         num_decoded: records of good rows that this process made.
         num_tokens: emitted in this process.
-        seconds: that this process took so far; compiling left out.
+        seconds: that this process took so far, once prompts were token ids; compiling left out.
         compile_seconds: spent compiling.
-        host_seconds: in which the device had neither a prompt to read nor a chunk to run. Where a
-            chunk ended before its predecessor's records were written, all of that writing.
-        read_seconds: in which prompts were read and put into slots.
+        host_seconds: between the first chunk of a group and the last, in which the device had
+            neither a prompt to read nor a chunk to run. Where a chunk ended before its
+            predecessor's records were written, all of that writing.
+        read_seconds: in which prompts were read and put into slots, the host's part of it included,
+            and in which drafters read what rows had emitted without them.
         num_steps: of the batch.
-        num_drafted_steps: of these, with drafts; the others were plain. None without a drafter.
+        num_drafted_steps: of these, with drafts; the others were plain.
         row_steps: of rows that were running.
         slot_steps: of rows that were running or not.
         prefix_tokens: that all prompts share and that were read once.
         batch: rows at once, the most of any group.
-        slots: of each row's cache, by group.
+        slots: tokens that each row's cache holds, by group.
         state_bytes_foretold: of caches and states, the most of any group, from shapes.
         state_bytes_held: the same of the arrays that were there.
         scratch_bytes: that the compiled programs need besides, and a row that was read, by XLA's
@@ -114,7 +116,7 @@ class JobReport:
             f"{self.num_done} of {self.num_records} records",
             f"{self.tokens_per_second:.0f} tokens/s",
             f"{self.tau:.2f} tokens per target pass (bonus included)",
-            f"{self.idle_fraction:.0%} of slots idle",
+            f"{self.batch} rows at once, {self.idle_fraction:.0%} of their slots idle",
             f"host {self.host_fraction:.1%}",
         ]
         if self.num_errors:

@@ -148,8 +148,10 @@ def _read_line(number: int, line: bytes, field: str | None, chat: bool) -> Row:
 
 
 def _with_own_id(row: Row, lines_of_ids: dict[str | int, int]) -> Row:
+    if row.error is not None:
+        return row  # decoded by nobody, so its id is free
     first = lines_of_ids.setdefault(row.id, row.line)
-    if first == row.line or row.error is not None:
+    if first == row.line:
         return row
     return row._replace(prompt=None, error=f"id {row.id!r} is line {first}'s already.")
 

@@ -29,6 +29,7 @@ from jaxspec.checkpoint.names import (
 from jaxspec.checkpoint.safetensors import SINGLE, find_tensors, read_tensor
 from jaxspec.models.dflash import DFlashHead, dflash_taps, init_dflash_params
 from jaxspec.models.transformer import Network
+from jaxspec.sharding import beside
 
 # Settings of later dialects that change what a head computes, and their meaning here.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -110,7 +111,7 @@ def load_dflash(source: str | Path, target: Network, dtype: Any = None) -> DFlas
             copy_into(placement, array, read_tensor(matched[placement.name]))
         arrays.append(jnp.asarray(array))
     params = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
-    return DFlashHead(params, config, taps, mask, block, layers)
+    return beside(target, DFlashHead(params, config, taps, mask, block, layers))
 
 
 def save_dflash(head: DFlashHead, folder: str | Path, dtype: Any = None) -> None:

@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +41,13 @@ from jaxspec.models.eagle import (
     init_eagle_params,
 )
 from jaxspec.models.transformer import Network
-from jaxspec.sharding import mesh_of, shard
+from jaxspec.sharding import beside
 
 TORCH_FILE = "pytorch_model.bin"
 # Settings of later dialects that change what a head computes, and their meaning here.
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 # Files carry the target's embedding and masks that follow from other tensors.
 _NOT_NEEDED = ("embed_tokens.weight", "t2d", "d2t")
-
-
-HeadT = TypeVar("HeadT", EagleHead, Eagle3Head)
 
 
 class HeadTensor(NamedTuple):
@@ -93,7 +90,7 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
         shapes = jax.eval_shape(partial(init_eagle_params, config, bias), jax.random.key(0))
         params = _fill(EAGLE, "layers.0", shapes, stored, dtype)
         vocabulary = None if ids is None else DraftVocabulary.of(target, ids)
-        return _beside(target, EagleHead(params, config, bool(bias), vocabulary))
+        return beside(target, EagleHead(params, config, bool(bias), vocabulary))
     unsupported = [name for name in _UNSUPPORTED if raw.get(name)]
     if unsupported:
         raise CheckpointError(
@@ -112,7 +109,7 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
     params = _fill(EAGLE3, layer, shapes, stored, dtype)
     normed = _flag(raw, "norm_before_residual", False)
     head = Eagle3Head(params, config, taps, target.vocab_size, ids, normed)
-    return _beside(target, head)
+    return beside(target, head)
 
 
 def save_eagle(
@@ -169,12 +166,6 @@ def eagle3_taps(num_layers: int) -> tuple[int, int, int]:
             f"has {num_layers}."
         )
     return taps
-
-
-def _beside(target: Network, head: HeadT) -> HeadT:
-    """The head on the target's mesh, if that lies on one."""
-    mesh = mesh_of(target)
-    return head if mesh is None else shard(head, mesh)
 
 
 def _stored_tensors(folder: Path) -> dict[str, HeadTensor]:

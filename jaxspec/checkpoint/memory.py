@@ -87,7 +87,8 @@ def check_network_fits(config: ModelConfig, dtype: np.dtype, shares: int = 1) ->
     slots = min(config.max_positions, _SHORT_TEXT)
     needed = estimate_memory(config, dtype, slots)
     _refuse_if_more(
-        needed.total // shares,
+        needed.total,
+        shares,
         f"This network needs {_gigabytes(needed.total)}: weights {_gigabytes(needed.weights)} in "
         f"{np.dtype(dtype).name}, and more by {_gigabytes(needed.transient)} while loading, or by "
         f"{_gigabytes(needed.cache)} for the cache of one text of {slots} tokens",
@@ -113,17 +114,21 @@ def check_cache_fits(
     """
     needed = _cache_bytes(config, dtype, slots, rows)
     _refuse_if_more(
-        needed // shares,
+        needed,
+        shares,
         f"The caches of {rows} texts of {slots} tokens need {_gigabytes(needed)}, "
         f"{needed // (rows * slots):,} bytes a token",
         "Decode fewer texts at once, or shorter ones.",
     )
 
 
-def _refuse_if_more(needed: int, what: str, remedy: str) -> None:
-    available = available_memory()
-    if available is not None and needed > available:
-        raise CheckpointError(f"{what}; {_gigabytes(available)} are available. {remedy}")
+def _refuse_if_more(needed: int, shares: int, what: str, remedy: str) -> None:
+    available, share = available_memory(), needed // shares
+    if available is None or share <= available:
+        return
+    if shares > 1:
+        what += f"; that is {_gigabytes(share)} on each of {shares} devices"
+    raise CheckpointError(f"{what}; {_gigabytes(available)} are available. {remedy}")
 
 
 def _gigabytes(num_bytes: int) -> str:

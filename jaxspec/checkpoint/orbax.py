@@ -88,11 +88,13 @@ def load_orbax(
     if mesh is not None:
         check_divides(config, mesh)
     path = (folder / PARAMS).absolute()
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+    wanted = param_shapes(config)
+    # All at once, unless told otherwise; it wants more than the largest leaf takes in float32.
+    at_once = 1 + 4 * max(leaf.size for leaf in jax.tree.leaves(wanted)) // 10**9
+    with orbax.checkpoint.StandardCheckpointer(restore_concurrent_gb=at_once) as checkpointer:
         try:
             stored = checkpointer.metadata(path).item_metadata.tree
             target = dtype or np.dtype(stored["norm"]["scale"].dtype)
-            wanted = param_shapes(config)
             _check_shapes(path, wanted, stored)
             check_network_fits(config, target, shares_of_memory(mesh))
             params = checkpointer.restore(path, _on_devices(wanted, target, mesh))

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--batch", "rows at once; auto: what helps and fits into memory (default)"),
         (
             "--slots",
-            "tokens that each row's cache holds, rounded up to a multiple of "
+            "cache slots: tokens that each row's cache holds, rounded up to a multiple of "
             f"{SLOTS_MULTIPLE}; auto: what rows need (default)",
         ),
     ):
@@ -194,6 +194,8 @@ def decode_file(
             drafter=describe(drafter),
             config=config,
             seed=args.seed,
+            drafting=args.drafting,
+            mesh=args.mesh or "one device",
         )
         if writer.done:
             print(f"resuming: {len(writer.done)} records are there", file=sys.stderr)
@@ -223,6 +225,8 @@ def decode_file(
 
 def _check_paths(source: Path, out: Path, figures: str | None) -> None:
     """Refuses a file that would be two things, before anything is written."""
+    if out.suffix == ".gz":
+        raise ValueError(f"{out}: the output is plain text, appended line by line; leave out .gz.")
     given = {"the input": source, "the output": out, "the output's progress": progress_path(out)}
     if figures not in (None, "-"):
         given["the file of --json"] = Path(figures)
@@ -250,8 +254,11 @@ def decode_share(
         whole = None
         if processes.is_first:
             check_parts(args.output, num, args.resume)
+        # Before there is an output: what another process finds wrong leaves its name free.
+        processes.agree(header)
+        if processes.is_first:
             whole = stack.enter_context(batch.Writer(args.output, header, args.resume))
-        done = processes.begin(header, set() if whole is None else whole.done)
+        done = processes.begin(set() if whole is None else whole.done)
         path, settings = part_path(args.output, index, num), part_header(header, index, num)
         # Whether parts may be there already, process 0 has said.
         with batch.Writer(path, settings, resume=True) as part:

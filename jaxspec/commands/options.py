@@ -25,7 +25,7 @@ from jaxspec.drafters import (
     published_skips,
 )
 from jaxspec.generation import GenerationConfig
-from jaxspec.sharding import parse_mesh
+from jaxspec.sharding import beside, parse_mesh
 from jaxspec.trees import load_tree, tree_of_head
 
 
@@ -208,7 +208,11 @@ def make_drafter(
         ValueError: for an unknown setting, or one that is out of range.
     """
     _, build = DRAFTERS[spec.name]
-    return build(args, drafter_settings(spec, args), model)
+    made = build(args, drafter_settings(spec, args), model)
+    if not isinstance(made, LoadedDrafter):
+        return made
+    # Once, not in each call of `generate`.
+    return made._replace(params=beside(model.params, made.params))
 
 
 def drafter_settings(spec: DrafterSpec, args: argparse.Namespace) -> dict[str, Any]:

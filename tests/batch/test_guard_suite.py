@@ -38,7 +38,7 @@ CURVE = (
 
 def test_every_job_is_long_enough():
     suite = GUARD_SUITES["batch-guard"]
-    assert [suite.num_prompts(size) for size in (1, 16, 32, 64)] == [64, 64, 128, 256]
+    assert [suite.num_prompts(size) for size in (1, 4, 32, 64)] == [64, 64, 512, 1024]
     assert suite.num_prompts(max(suite.sizes)) == suite.prompts_per_set
 
 
@@ -76,7 +76,7 @@ def test_figures_are_ratios_of_the_same_turn():
     figures = GuardFigures(GUARD_SUITES["batch-guard"], 3, "a drafter", 256, CURVE)
     page = as_markdown(figures)
     assert page.startswith("# Where speculation pays, by rows at once\n")
-    assert "jaxspec bench --suite batch-guard --prompts-per-set 256 --repeats 3" in page
+    assert "jaxspec bench --suite batch-guard --prompts-per-set 1024 --repeats 3" in page
     assert "| 2.000 [1.800..2.100] |" in page
     assert "guarded 1.000 at 8 rows, informed 1.000 at 1 row (aim: at least 0.97)" in page
     assert "Noise alone: 0.975 to 1.020." in page

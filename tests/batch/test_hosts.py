@@ -203,7 +203,10 @@ class Met:
     def is_first(self) -> bool:
         return self.index == 0
 
-    def begin(self, header: dict, done: set) -> set:
+    def agree(self, header: dict) -> None:
+        pass
+
+    def begin(self, done: set) -> set:
         return done
 
     def share(self, rows: list) -> list:
@@ -419,9 +422,16 @@ def test_when_one_is_killed_the_others_say_so_and_the_job_resumes(job, of_one, n
 
 
 @pytest.mark.slow
-def test_processes_of_different_jobs_are_refused(job):
-    processes = job(2, changed={1: ["--seed", "5"]})
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", "5"], "process 1 was given another job: seed is 5 there and 0 in process 0"),
+        (["--model", "nowhere"], "There is no folder 'nowhere'"),
+    ],
+)
+def test_processes_of_different_jobs_are_refused_and_leave_no_output(job, flags, message):
+    processes = job(2, changed={1: flags})
     assert ends(processes) == [2, 2]
     for index in range(2):
-        said = log(job.folder, index)
-        assert "process 1 was given another job: seed is 5 there and 0 in process 0" in said
+        assert message in log(job.folder, index)
+    assert not list(job.folder.glob("out.jsonl*"))

@@ -19,7 +19,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.sharding import Placement
 from tests.batch.conftest import PROMPTS
-from tests.laws.drafters import FORKED, PATHS, blurred, eagle_head
+from tests.laws.drafters import DRAFTERS, FORKED, PATHS, blurred, eagle_head, network
 
 GREEDY = GenerationConfig(max_new_tokens=20)
 SAMPLED = GenerationConfig(max_new_tokens=12, temperature=1.0, top_p=0.95)
@@ -82,6 +82,19 @@ def test_changing_between_drafts_and_plain_steps_changes_no_row(model, name, mon
     assert sum(m["num_tokens"] for m in metrics) == report.num_tokens == 8 * 20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_rests_and_rejoins_and_changes_no_row(model, name, monkeypatch):
+    """What a drafter keeps of a text is made anew behind each plain step, in any slot."""
+    monkeypatch.setattr(job_module, "Guard", InTurns)
+    case, deeper = DRAFTERS[name], dataclasses.replace(model, network=network(model.vocab_size))
+    drafter = LoadedDrafter(case.make(), case.draft(deeper.network))
+    output = Collector()
+    report = run(deeper, rows_of(PROMPTS), output, GREEDY, drafter, batch=3)
+    assert tokens_by_line(output) == expected_tokens(deeper, GREEDY)
+    assert 0 < report.num_drafted_steps < report.num_steps
+
+
 def test_a_row_that_rejoins_is_drafted_for_as_before(model, monkeypatch):
     """The target drafts for itself: every draft is accepted, before and after plain steps."""
     drafter = LoadedDrafter(DraftModel(num_speculative_tokens=3), model.network)
@@ -110,6 +123,19 @@ def test_order_changes_nothing(model):
     assert decoded(model, SAMPLED, rows=rows[::-1], batch=3) == expected
     parts = [decoded(model, SAMPLED, rows=rows[part::2], batch=3) for part in range(2)]
     assert parts[0] | parts[1] == expected
+
+
+def test_chats_are_rows_too(model):
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:3]]
+    expected = expected_tokens(model, GREEDY, prompts=chats)
+    assert decoded(model, GREEDY, rows=rows_of(chats), batch=2) == expected
+    assert expected != expected_tokens(model, GREEDY, prompts=PROMPTS[:3])
+
+
+def test_rows_of_one_line_are_refused(model):
+    rows = [Row(7, 0, "a"), Row(7, 1, "b")]
+    with pytest.raises(ValueError, match="rows: 2 of them have the line 7"):
+        run(model, rows, Collector(), GREEDY)
 
 
 def test_an_id_names_the_randomness_and_not_the_line(model):

@@ -71,6 +71,14 @@ def test_what_is_no_file_of_prompts_is_refused(tmp_path):
         read_rows(path)
 
 
+def test_a_broken_line_takes_no_id_from_a_good_one(tmp_path):
+    """It would have had the number of its place."""
+    broken = b'{"prompt": '
+    path = write(tmp_path / "in.jsonl", *lines_of(broken, {"prompt": "p", "id": 0}, broken))
+    first, good, _ = read_rows(path)
+    assert (first.id, good.id, good.prompt, good.error) == (0, 0, "p", None)
+
+
 def test_fields_and_chats(tmp_path):
     path = write(tmp_path / "in.jsonl", *lines_of({"body": "b", "prompt": "p"}))
     assert read_rows(path, field="body")[0].prompt == "b"
