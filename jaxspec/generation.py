@@ -36,7 +36,7 @@ from jaxspec.result import (
     host_rows,
     trace_steps,
 )
-from jaxspec.sharding import mesh_of, on_mesh_of, shares_of_memory, spread_rows
+from jaxspec.sharding import beside, mesh_of, on_mesh_of, shares_of_memory, spread_rows
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Tokenizer
@@ -542,7 +542,7 @@ def check_request(
     if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
         raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
     _check_causal(model)
-    _check_vocabulary(model, loaded)
+    check_vocabulary(model, loaded)
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(Params(model.network, loaded.params))
     check_rules(model, config)
@@ -656,7 +656,12 @@ def _check_causal(model: "Model") -> None:
         )
 
 
-def _check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
+def check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
+    """Refuses a drafter whose tokens mean something else to the target.
+
+    Raises:
+        OtherTargetError: saying what differs.
+    """
     theirs, ours = loaded.tokenizer, model.tokenizer
     if theirs is not None and ours is not None:
         # Equal tokenizers suffice: families pad their vocabularies to different sizes. A diffusion

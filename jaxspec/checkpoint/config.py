@@ -344,8 +344,8 @@ def _phi3_entries(config: ModelConfig) -> dict[str, Any]:
 def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
     """The fields of a network that fills in masks; `shift` where config.json does not say it.
 
-    `block_size` is the published name; `shift_logits` and `masked_window` are ours, for what is
-    published nowhere.
+    `block_size` is the published name; `shift_logits`, `masked_window` and `separator_token_id` are
+    ours, for what is published nowhere.
     """
     shift = text.get("shift_logits", shift)
     if not isinstance(shift, bool):
@@ -358,12 +358,14 @@ def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
             "config.json lacks 'mask_token_id', the id of the mask in the tokenizer: add it."
         )
     # Ids begin at 0, sizes at 1.
-    mask = text["mask_token_id"]
-    if type(mask) is not int or not 0 <= mask <= _LARGEST:
-        raise CheckpointError(f"mask_token_id must be an id; config.json has {mask!r}.")
+    for name in ("mask_token_id", "separator_token_id"):
+        token = text.get(name)
+        if token is not None and (type(token) is not int or not 0 <= token <= _LARGEST):
+            raise CheckpointError(f"{name} must be an id; config.json has {token!r}.")
+    mask, separator = text["mask_token_id"], text.get("separator_token_id")
     block = None if text.get("block_size") is None else _integer(text, "block_size")
     window = None if text.get("masked_window") is None else _integer(text, "masked_window")
-    return {"diffusion": Diffusion(mask, shift, block, window)}
+    return {"diffusion": Diffusion(mask, shift, block, window, separator)}
 
 
 def _diffusion_entries(config: ModelConfig) -> dict[str, Any]:
@@ -377,6 +379,8 @@ def _diffusion_entries(config: ModelConfig) -> dict[str, Any]:
         entries["block_size"] = diffusion.block
     if diffusion.window is not None:
         entries["masked_window"] = diffusion.window
+    if diffusion.separator is not None:
+        entries["separator_token_id"] = diffusion.separator
     return entries
 
 

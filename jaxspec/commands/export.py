@@ -321,7 +321,7 @@ def _check_memory(
     if isinstance(loaded.drafter, Deer | PromptLookup):
         verify.add(loaded.drafter.tree_shape[0])
     on_gpu = config.bundle == "gpu"
-    # `decode`, and `step` or `draft_block` where a drafter is baked in.
+    # `decode`, and `step` or `draft_block_N` where a drafter is baked in.
     separate = len(set(config.prefill)) + len(verify) + 1 + bool(draft_passes)
     needed = estimate_phone_memory(
         model.config,

@@ -11,8 +11,8 @@ from jaxspec.commands.options import (
     add_drafter_arguments,
     add_model_arguments,
     announce,
+    drafter_asked,
     load_model,
-    make_drafter,
 )
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.regeneration import Regenerated, regenerate
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.drafter is None:
         raise ValueError("--drafter deer:model=MODEL is needed: the diffusion model that writes.")
     model = load_model(args)
-    drafter = make_drafter(args.drafter, args, model)
+    drafter = drafter_asked(args, model)
     if not isinstance(drafter, LoadedDrafter):
         raise ValueError(f"--drafter {args.drafter.text} has no weights to write with; give deer.")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt

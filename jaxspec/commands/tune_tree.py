@@ -26,6 +26,8 @@ from jaxspec.commands.tune_profile import (
     named_drafter,
 )
 from jaxspec.core.tree import Path
+from jaxspec.core.types import Drafter
+from jaxspec.drafters.block import BlockSettings
 from jaxspec.generation import GenerationConfig
 from jaxspec.progress import progress_bar
 from jaxspec.trees import (
@@ -47,6 +49,9 @@ from jaxspec.trees.plots import check_plots, plot_cost, plot_predictions, plot_t
 from jaxspec.trees.search import TREE_FILE
 
 SEARCH_FILE = "search.json"
+_DEPTH = 5
+_BLOCK_DEPTH = 8
+"""Deeper ones cost little there, but the tree to measure with grows with its fourth power."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits of the search")
     for name, meaning in (
         ("nodes", "draft tokens, the root excluded (default: up to 25)"),
-        ("depth", "levels (default: up to 5)"),
+        ("depth", f"levels (default: up to {_DEPTH}; {_BLOCK_DEPTH} where a pass drafts a block)"),
         ("width", "nodes of a level (default: any)"),
         ("branch", "children of a node (default: up to 4)"),
     ):
@@ -135,13 +140,14 @@ def run(args: argparse.Namespace) -> int:
     if given is None:
         assert model is not None
         assert drafter is not None
+        depth = _depth_to_measure(drafter.drafter, args.max_depth)
         with progress_bar(len(prompts)) as advance:
             acceptance = measure_acceptance(
                 model,
                 drafter,
                 prompts,
                 config,
-                paths=probe_paths(args.max_depth or 5, args.max_branch or 4),
+                paths=probe_paths(depth, args.max_branch or 4),
                 seed=args.seed,
                 advance=advance,
             )
@@ -185,6 +191,19 @@ def run(args: argparse.Namespace) -> int:
     if args.out:
         _write(args.out, found, acceptance, predictions, measured_here=given is None)
     return 0
+
+
+def _depth_to_measure(drafter: Drafter, asked: int | None) -> int:
+    """Levels of the tree that acceptance is counted with.
+
+    Raises:
+        ValueError: more are asked for than a block has.
+    """
+    if not isinstance(drafter, BlockSettings):
+        return asked or _DEPTH
+    if asked is not None and asked > drafter.block:
+        raise ValueError(f"--max-depth must be at most --block, {drafter.block}, got {asked}.")
+    return asked or min(_BLOCK_DEPTH, drafter.block)
 
 
 def _show(

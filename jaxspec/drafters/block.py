@@ -88,6 +88,8 @@ class Acceptance(NamedTuple):
 class BlockDraft(NamedTuple):
     """A proposal, and what goes with it into the drafter's state.
 
+    proposal: what the target verifies.
+    acceptance: what the row remembers, with this draft's length.
     kept: of the pass; zeros where there was none.
     drafted: whether there was one.
     """
@@ -122,7 +124,7 @@ class BlockSettings:
         branch: tokens of a position that such a tree considers.
         temperature: of drafting; `None`: the row's own. 0 drafts the likeliest tokens, which are
             verified as deterministic ones. Tokens that are drawn pass the row's filters; the
-            likeliest are taken as they are, those of `num_nodes` too.
+            likeliest are taken as they are. Not for `num_nodes`, which takes the likeliest.
         steps: denoising passes for one chain. Each decides an even share of the positions,
             from left to right, so that every token's law depends on the tokens before it alone, as
             verification asks for.
@@ -146,6 +148,11 @@ class BlockSettings:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.temperature is not None and not self.temperature >= 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}.")
+        if self.temperature is not None and self.num_nodes is not None:
+            raise ValueError(
+                "temperature and num_nodes exclude each other: such a tree takes the likeliest "
+                "tokens, whatever the temperature."
+            )
         if self.paths is not None and self.num_nodes is not None:
             raise ValueError("paths and num_nodes exclude each other: a tree is one or the other.")
         if self.steps > self.block:

@@ -31,7 +31,6 @@ from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path
 from jaxspec.core.types import Context, Hidden, KVCache, LayerKV, Params, Proposal, PyTree
 from jaxspec.drafters.block import Acceptance, BlockSettings
-from jaxspec.drafters.fit import check_made_for
 from jaxspec.drafters.loaded import LoadedDrafter
 from jaxspec.models import Diffusion, Network
 
@@ -113,7 +112,8 @@ class Deer(BlockSettings):
             model: the drafter.
             block: tokens of a draft.
             paths: of a static tree; a chain without.
-            sep: the token that says that the text goes on, such as "[SEP]"; `None` for none.
+            sep: the token that says that the text goes on, such as "[SEP]", or "" for none; `None`:
+                the one that the drafter was trained with, as its config.json says.
             mask: the mask's token, such as "[MASK]", for a checkpoint whose config.json does not
                 say that it is a diffusion model: Open-dCoder and others in the Qwen-2 layout, which
                 see both sides and whose output at a slot decides the next one.
@@ -124,9 +124,18 @@ class Deer(BlockSettings):
         """
         network = model.network
         if mask is not None:
+            if network.config.diffusion is not None:
+                raise ValueError(
+                    f"mask: {model.name} is a diffusion model, whose config.json names its mask; "
+                    "leave it out."
+                )
             diffusion = Diffusion(_token_id(model, "mask", mask), shift=True)
             network = Network(network.params, network.config.replace(diffusion=diffusion))
-        sep_token_id = None if sep is None else _token_id(model, "sep", sep)
+        if sep is None:
+            diffusion = getattr(network, "config", None) and network.config.diffusion
+            sep_token_id = diffusion and diffusion.separator
+        else:
+            sep_token_id = _token_id(model, "sep", sep) if sep else None
         paths = None if paths is None else tuple(paths)
         drafter = cls(block, paths, sep_token_id=sep_token_id, **settings)
         return LoadedDrafter(drafter, network, model.tokenizer)
@@ -146,7 +155,6 @@ class Deer(BlockSettings):
                 "this one has no mask. If it is one in the layout of a causal model, give "
                 'Deer.of(model, mask="[MASK]"); for causal models there is DraftModel.'
             )
-        check_made_for(params.target, "drafter")
         diffusion = config.diffusion
         if self.sep_token_id is not None and not 0 <= self.sep_token_id < config.vocab_size:
             raise ValueError(
@@ -259,11 +267,20 @@ class Deer(BlockSettings):
             return _Reading(cache.length, context.length - 1, news, sizes)
         block = diffusion.block
         finished = (context.length - 1) // block * block
-        # Most steps finish no block of the text, or one.
-        least = -(-(1 + behind) // block) * block
-        most = -(-(block + news + behind) // block) * block
-        sizes = tuple(sorted({least, min(least + block, most), most}))
-        return _Reading(cache.length, finished, (block - 1 + news) // block * block, sizes)
+        kept = (block - 1 + news) // block * block
+        return _Reading(cache.length, finished, kept, self.window_sizes(block))
+
+    def window_sizes(self, own_block: int) -> tuple[int, ...]:
+        """Slots that a pass of a drafter may read that is causal over blocks of `own_block`.
+
+        Smallest first; the last one is enough for any step. Most steps finish no block of the text,
+        or one.
+        """
+        behind = self.block + (self.sep_token_id is not None)
+        news = self.depth + 1 + self.slack
+        least = -(-(1 + behind) // own_block) * own_block
+        most = -(-(own_block + news + behind) // own_block) * own_block
+        return tuple(sorted({least, min(least + own_block, most), most}))
 
     def _end(self, draft: Network, length: Int[Array, ""]) -> Int[Array, ""]:
         """The slot after the canvas."""

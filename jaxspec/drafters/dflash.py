@@ -64,6 +64,9 @@ class DFlash(BlockSettings):
             block: tokens of a draft; as many as it was trained on without.
             paths: of a static tree; a chain without.
             settings: further fields of `DFlash`.
+
+        Raises:
+            ValueError: a setting is out of range, or two exclude each other.
         """
         block = head.block - 1 if block is None else block
         paths = None if paths is None else tuple(paths)

@@ -48,6 +48,10 @@ ABOUT_COLUMNS = (
     "an output's 4-grams that it already held; low repetition: over the prompts, their number in "
     f"parentheses, whose plain output repeats less than {LOW_REPETITION:.0%}."
 )
+ABOUT_QUANTIZED = (
+    "Products with quantised weights are rounded otherwise in wider passes, so near ties may turn "
+    "there and texts differ (`litert-tokens` lists such gaps)."
+)
 _COLUMNS = (
     *("method", "nodes", "drafting ms", "verification ms", "round ms", "tau", "tokens/s"),
     *("x plain [95 %]", "repeated", "low repetition", "texts that differ"),

@@ -16,6 +16,7 @@ from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.types import ChecksFit, Drafter, Params
 from jaxspec.denoising import DEFAULT_BLOCK, block_asked
 from jaxspec.drafters import Deer, Eagle, LayerSkip, LoadedDrafter, NoDraft, PromptLookup
+from jaxspec.generation import check_vocabulary
 from jaxspec.mobile.convert import Lowered, lower, to_flatbuffer
 from jaxspec.mobile.denoise import Canvases, denoise_signatures
 from jaxspec.mobile.denoise import prefill_signature as read_blocks_signature
@@ -110,7 +111,7 @@ def export(
         model: the target.
         folder: made if it is not there; what else it holds stays.
         drafter: what `step` drafts with: an `Eagle` head over its static tree, or a `LayerSkip`
-            with its set baked in. A `Deer` that is causal over blocks gets `draft_block`, which
+            with its set baked in. A `Deer` that is causal over blocks gets `draft_block_N`, which
             the host calls before `verify_N`. `PromptLookup` runs on the host: it gets a
             `verify_N` that fits. `None`: plain decoding only.
         config: functions, shapes and quantization; 1024 tokens of text and int8 by default.
@@ -143,6 +144,7 @@ def export(
     else:
         canvases = canvases_of(target, network.config.diffusion, loaded.drafter, config)
         signatures, paths = _diffusion_signatures(canvases, config), ()
+    check_vocabulary(model, loaded)
     params = Params(network, loaded.params)
     for drafting in _drafters(loaded.drafter, config):
         if isinstance(drafting, ChecksFit):
@@ -302,7 +304,7 @@ def _signatures(
         **{f"commit_{n}": commit_signature(target, n, drafting) for n in sizes},
     }
     if blocks is not None:
-        functions["draft_block"] = blocks.signature(target)
+        functions |= {f"draft_block_{n}": blocks.signature(target, n) for n in blocks.sizes}
     if config.trees and drafting is not None:
         for number, tree in enumerate(_drafters(drafter, config), start=1):
             each = EagleStep(tree, loaded.params, drafting.levels)

@@ -219,7 +219,7 @@ def _loops(manifest: Manifest, texts: Sequence[Sequence[int]]) -> dict[str, tupl
         loops["step"] = Steps, Warp()
     if "draft" in manifest.signatures:
         loops["draft, verify, commit"] = verify_drafts, Warp()
-    if "draft_block" in manifest.signatures:
+    if manifest.sizes("draft_block"):
         loops["draft_block, verify, commit"] = verify_drafts, Warp()
     sizes = manifest.sizes("verify")
     for size in sizes:

@@ -444,10 +444,11 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 class BlockDraft:
-    """Calls `draft_block`: a diffusion model's whole block, as a chain or a tree.
+    """Calls `draft_block_N`: a diffusion model's whole block, as a chain or a tree.
 
-    The model keeps finished blocks of the text; what came since, and a prompt's blocks, it reads in
-    windows of one size. Drafts are deterministic, so that any acceptance does.
+    The model keeps finished blocks of the text; what came since it reads in the smallest window of
+    N slots that holds it, and a prompt's blocks in the largest. Drafts are deterministic, so that
+    any acceptance does.
     """
 
     absorbs = False
@@ -463,7 +464,7 @@ class BlockDraft:
         self._mask, self._shift = diffusion["mask_token_id"], int(diffusion["shift"])
         self._own_block = diffusion["block"]
         self._model, self.nodes = model, self._settings.tree_shape[0]
-        self._size = model.inputs("draft_block")["window"]["shape"][1]
+        self._sizes = model.manifest.sizes("draft_block")
         self._text: list[int] = []
         self._kept = 0
 
@@ -473,25 +474,29 @@ class BlockDraft:
         kept = min(self._kept, common_length(self._text, text)) // own * own
         finished = (length - 1) // own * own
         end = -(-(length + self._settings.block) // own) * own
-        while end - kept > self._size:
-            self._read(text, kept, 0)
-            kept = min(kept + self._size, finished)
-        self._read(text, kept, length - kept - self._shift)
+        while end - kept > self._sizes[-1]:
+            self._read(text, self._sizes[-1], kept, 0)
+            kept = min(kept + self._sizes[-1], finished)
+        size = next(size for size in self._sizes if size >= end - kept)
+        signature = self._read(text, size, kept, length - kept - self._shift)
         self._text, self._kept = list(text), finished
-        tokens = self._model.read("draft_block", "children")[0]
-        logprobs = self._model.read("draft_block", "logprobs")[0]
+        tokens = self._model.read(signature, "children")[0]
+        logprobs = self._model.read(signature, "logprobs")[0]
         tokens, logprobs = _without_token(tokens, logprobs, self._mask)
         return jax.device_get(_offer(self._settings, tokens, logprobs, np.int32(text[-1])))
 
-    def _read(self, text: Sequence[int], kept: int, first: int) -> None:
-        slots = np.arange(kept, kept + self._size)
-        window = np.full(self._size, self._mask, np.int32)
-        known = text[kept : kept + self._size]
+    def _read(self, text: Sequence[int], size: int, kept: int, first: int) -> str:
+        """Calls the signature of so many slots, and says which it was."""
+        slots = np.arange(kept, kept + size)
+        window = np.full(size, self._mask, np.int32)
+        known = text[kept : kept + size]
         window[: len(known)] = known
         blocks = slots // self._own_block
         # Masks behind the last block are seen by themselves alone.
         visible = (blocks[:, None] >= blocks[None]).astype(np.int32)
-        self._model.call("draft_block", window=window, start=[kept], first=[first], visible=visible)
+        signature = f"draft_block_{size}"
+        self._model.call(signature, window=window, start=[kept], first=[first], visible=visible)
+        return signature
 
 
 def _without_token(

@@ -88,7 +88,7 @@ def _check_known(signature: str, kind: str, name: str, known: Collection[str]) -
 
 def verify_drafts(model: "MobileModel", acceptance: Acceptance) -> Loop:
     """Verifies what the file's own drafter offers, and decides here."""
-    of_blocks = "draft_block" in model.manifest.signatures
+    of_blocks = model.manifest.sizes("draft_block")
     draft = BlockDraft(model) if of_blocks else TreeDraft(model)
     return Verified(model, draft, acceptance)
 
@@ -364,7 +364,7 @@ class MobileModel:
         step = "step" if warp.temperature is None else "step_sampled"
         if step in signatures and setting_beyond_steps(warp, self.manifest) is None:
             return Steps
-        if "draft" in signatures or "draft_block" in signatures:
+        if "draft" in signatures or self.manifest.sizes("draft_block"):
             return verify_drafts
         return Plain
 

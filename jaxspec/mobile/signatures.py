@@ -442,6 +442,7 @@ class BlockDrafting:
             "sep_token_id": drafter.sep_token_id is not None,
             "adaptive": drafter.adaptive is not None,
             "cache": drafter.cache not in (None, "blocks"),
+            "temperature": bool(drafter.temperature),
         }
         if given := [name for name, found in unsupported.items() if found]:
             raise ValueError(
@@ -449,24 +450,23 @@ class BlockDrafting:
                 f"{', '.join(given)}; leave that out."
             )
         self.config, self.block, self.mask = network.config, drafter.block, diffusion.mask_token_id
-        behind = diffusion.block + drafter.depth + 1 + drafter.block
-        self.size = -(-behind // diffusion.block) * diffusion.block
+        self.sizes = drafter.window_sizes(diffusion.block)
         # The mask may be among them, and is left out by the host.
         self.count = drafter.max_branch + 1
 
-    def signature(self, target: Target) -> Signature:
-        """`draft_block`: reads `window`, slots `start` on, and gives each position's likeliest.
+    def signature(self, target: Target, size: int) -> Signature:
+        """`draft_block_N`: reads `window`, N slots from `start` on, and gives each position's best.
 
         start: tokens that are cached, of finished blocks. visible: 1 where a slot of the window
         (row) sees another (column). first: the row whose output decides the first position.
         """
-        own = target._replace(config=self.config, slots=target.slots + self.size)
+        own = target._replace(config=self.config, slots=target.slots + self.sizes[-1])
 
         def draft(params: Params, inputs: Record) -> Record:
             start, network = inputs["start"][0], params.draft
             hidden = network.forward(
                 inputs["window"][0],
-                start + np.arange(self.size, dtype=np.int32),
+                start + np.arange(size, dtype=np.int32),
                 inputs["visible"][0, 0] > 0,
                 read_cache(inputs, "block", self.config.num_layers, start),
             )
@@ -480,10 +480,10 @@ class BlockDrafting:
             }
 
         inputs = {
-            "window": ints(1, self.size),
+            "window": ints(1, size),
             "start": ints(1),
             "first": ints(1),
-            "visible": ints(1, 1, self.size, self.size),
+            "visible": ints(1, 1, size, size),
             **kv_inputs(own, "block"),
         }
         return make_signature(own, draft, inputs)

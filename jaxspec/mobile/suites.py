@@ -35,6 +35,7 @@ from jaxspec.drafters import Deer, Eagle, LayerSkip, LoadedDrafter
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.comparison import (
     ABOUT_COLUMNS,
+    ABOUT_QUANTIZED,
     PLAIN,
     TITLE,
     Method,
@@ -343,15 +344,15 @@ def _measure_blocks(prompts: Prompts, advance: Advance) -> Page:
             advance(f"{name}: decoding in turns")
             results[name] = decode_in_turns(files, methods, ids, NEW_TOKENS)
     parts = [
-        f"{model.name} with {DEER}, which drafts a block in one call of `draft_block` whatever the "
-        f"draft's depth, verified by `verify_N`; trees are made anew for every round. {len(ids)} "
-        f"prompts, {NEW_TOKENS} new tokens, greedy, LiteRT on the CPU with 1 thread. "
-        f"{ABOUT_COLUMNS}"
+        f"{model.name} with {DEER}, which drafts a block in one call of `draft_block_N`, of the "
+        "fewest slots that hold what was emitted and the block, whatever the draft's depth; "
+        f"verified by `verify_N`; trees are made anew for every round. {len(ids)} prompts, "
+        f"{NEW_TOKENS} new tokens, greedy, LiteRT on the CPU with 1 thread. "
+        f"{ABOUT_COLUMNS} {ABOUT_QUANTIZED}"
     ]
     for name, rows in results.items():
         parts += [f"## {name}", methods_table(rows)]
     figures = {name: results_as_dicts(rows) for name, rows in results.items()}
-    # Where weights are quantised near ties may turn, as `litert-tokens` lists them.
     as_it_should = all(row.num_different == 0 for row in results["float32"])
     return Page(parts, {"results": figures}, as_it_should)
 
@@ -517,17 +518,21 @@ def _modelled_table(found: Modelled) -> str:
 
 def _measure_gpu(prompts: Prompts, advance: Advance) -> Page:
     model, ids = prompts
-    advance("decoding")
-    drafter = _head(model)
+    drafters = {EAGLE_HEAD: _head(model)}
+    if DEER in shipped_models():
+        drafters[DEER] = Deer.of(load(DEER), _FORCED, num_nodes=_FORCED)
     rows, found, notes = [], [], []
-    for bundle, name in (("gpu", "float32"), ("gpu", "int8"), ("gpu", "int4"), ("cpu", "float32")):
-        advance(f"{bundle}, {name}")
+    for label, bundle, name in _GPU_FILES:
+        advance(f"{label}, {bundle}, {name}")
+        if label not in drafters:
+            notes.append(f"{label} is not here, so no file with it was made.")
+            continue
         config = ExportConfig(slots=_SLOTS, bundle=bundle, quantization=name, verify=(_FORCED,))
         # Teacher-forced passes are compared with the CPU's float32, so only in that.
-        known = ids if (bundle, name) == ("gpu", "float32") else ()
+        known = ids if (label, bundle, name) == _GPU_FILES[0] else ()
         known = [text for text in known if len(text) > _FORCED]
         with TemporaryDirectory() as folder:
-            export(model, folder, drafter, config)
+            export(model, folder, drafters[label], config)
             path = Path(folder) / MODEL_FILE
             checked = check_gpu(path, ids[:4], _GPU_TOKENS, _GPU_TIMEOUT, known)
         passes = checked.passes
@@ -535,7 +540,7 @@ def _measure_gpu(prompts: Prompts, advance: Advance) -> Page:
             same = sum(at is None for at in loop.first_difference)
             rows.append(
                 [
-                    *(bundle, name, str(len(checked.signatures))),
+                    *(label, bundle, name, str(len(checked.signatures))),
                     "yes" if checked.fully_accelerated else "NO",
                     loop.name,
                     f"{same} of {len(loop.first_difference)}, {checked.reference}",
@@ -551,6 +556,7 @@ def _measure_gpu(prompts: Prompts, advance: Advance) -> Page:
         notes += checked.problems
         found.append(checked)
     columns = [
+        "drafter",
         "bundle",
         "weights",
         "functions",
@@ -559,13 +565,25 @@ def _measure_gpu(prompts: Prompts, advance: Advance) -> Page:
         "texts that are the same",
     ]
     parts = [
-        f"{model.name} with {EAGLE_HEAD} over its searched tree, {_SLOTS} slots, on LiteRT's GPU "
-        f"accelerator in float32: 4 prompts, {_GPU_TOKENS} new tokens.",
+        f"{model.name} with {EAGLE_HEAD} over its searched tree, and with {DEER} and trees of "
+        f"{_FORCED} nodes in blocks of {_FORCED}; {_SLOTS} slots, on LiteRT's GPU accelerator in "
+        f"float32: 4 prompts, {_GPU_TOKENS} new tokens.",
         table([*columns, "tokens per round, bonus included"], rows),
         bullets(*notes),
     ]
     as_it_should = not any(checked.problems for checked in found)
     return Page(parts, {"rows": rows, "notes": notes}, as_it_should)
+
+
+_GPU_FILES = (
+    (EAGLE_HEAD, "gpu", "float32"),
+    (EAGLE_HEAD, "gpu", "int8"),
+    (EAGLE_HEAD, "gpu", "int4"),
+    (EAGLE_HEAD, "cpu", "float32"),
+    (DEER, "gpu", "float32"),
+    (DEER, "gpu", "int8"),
+)
+"""Drafters, bundles and weights."""
 
 
 _FILLED = {BLOCKS: 64, BOTH_SIDES: 32}
@@ -703,5 +721,7 @@ LITERT_SUITES: Mapping[str, LitertSuite] = {
         len(_FILLED) * len(_DIFFUSION_QUANTIZATIONS),
         _measure_diffusion,
     ),
-    "litert-gpu": LitertSuite("LiteRT's GPU accelerator", _PROMPTS, 20, 5, _measure_gpu),
+    "litert-gpu": LitertSuite(
+        "LiteRT's GPU accelerator", _PROMPTS, 20, len(_GPU_FILES), _measure_gpu
+    ),
 }

@@ -142,16 +142,21 @@ class Diffusion:
         token sees all others.
     window: the longest masked end of a text that it was trained to fill in from one pass, as a
         drafter is; None: not said.
+    separator: stands behind a masked end where the text goes on, in drafters that were trained to
+        read it there; None: nothing does.
     """
 
     mask_token_id: int
     shift: bool = False
     block: int | None = None
     window: int | None = None
+    separator: int | None = None
 
     def __post_init__(self):
         if self.mask_token_id < 0:
             raise ValueError(f"mask_token_id must be an id, got {self.mask_token_id}.")
+        if self.separator is not None and self.separator < 0:
+            raise ValueError(f"diffusion.separator must be an id, or None, got {self.separator}.")
         if self.block is not None and self.block < 1:
             raise ValueError(f"diffusion.block must be at least 1, or None, got {self.block}.")
         if self.window is not None and self.window < 1:

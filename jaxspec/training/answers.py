@@ -45,7 +45,7 @@ def answers_of(
     """
     settings = run.settings
     if settings.answers is not None:
-        texts = read_answers(settings.answers, target)
+        texts = read_answers(settings.answers, target, settings.sequence_length)
     else:
         folder = run.state_folder / "own_text"
         if settings.texts is not None:
@@ -96,12 +96,13 @@ def answers_read(settings: AnswersSettings, sha256: Mapping[str, str]) -> str:
     return f"What it learned from: {answers}. The sources gave prompts only."
 
 
-def read_answers(path: str, model: Model) -> OwnText:
+def read_answers(path: str, model: Model, length: int) -> OwnText:
     """Prompts with a target's answers, from a file; the last of every twenty is held out.
 
     Args:
         path: JSON Lines, each with "prompt" and "answer", texts.
         model: whose tokenizer reads them.
+        length: of a row, which a prompt must leave room in for its answer.
 
     Raises:
         ValueError: naming the lines that are wrong.
@@ -109,6 +110,7 @@ def read_answers(path: str, model: Model) -> OwnText:
     assert model.tokenizer is not None  # checked by the caller
     texts: list[Written] = []
     wrong: list[str] = []
+    too_long: list[str] = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             pair = _prompt_and_answer(line)
@@ -117,12 +119,20 @@ def read_answers(path: str, model: Model) -> OwnText:
                 continue
             beginning = model.tokenizer.encode(pair[0])
             rest = model.tokenizer.backend.encode(pair[1], add_special_tokens=False).ids
+            if len(beginning) >= length:
+                too_long.append(str(number))
+                continue
             tokens = np.asarray([*beginning, *rest, stop_ids()[0]], np.int32)
             texts.append(Written(tokens, len(beginning)))
     if wrong:
         raise ValueError(
             f"answers: {path} must hold a prompt and an answer that is not empty in every line; "
-            f"lines {', '.join(wrong[:10])}{' and more' if len(wrong) > 10 else ''} do not."
+            f"lines {_first_of(wrong)} do not."
+        )
+    if too_long:
+        raise ValueError(
+            f"answers: prompts of {length} tokens or more (sequence_length) leave no room for an "
+            f"answer; lines {_first_of(too_long)} of {path} have such."
         )
     if len(texts) < 2:
         raise ValueError(f"answers: {path} must hold at least 2 answers, got {len(texts)}.")
@@ -133,6 +143,10 @@ def read_answers(path: str, model: Model) -> OwnText:
         [text for text, held in zip(texts, out, strict=True) if not held],
         [text for text, held in zip(texts, out, strict=True) if held],
     )
+
+
+def _first_of(lines: list[str]) -> str:
+    return ", ".join(lines[:10]) + (" and more" if len(lines) > 10 else "")
 
 
 def _prompt_and_answer(line: bytes) -> tuple[str, str] | None:

@@ -61,6 +61,9 @@ class Continuation:
     dtype: of the operands of products; "bfloat16" still sums in float32.
     steady: draw numbers of hidden slots in place of shares; the expected loss is the same. For
         measuring: something is hidden of every answer.
+
+    Raises:
+        ValueError: a setting is out of range, or the network is no diffusion model.
     """
 
     config: ModelConfig
@@ -110,6 +113,9 @@ class Refinement:
         over blocks and whole blocks of `longest` slots.
 
     Others as for `Continuation`.
+
+    Raises:
+        ValueError: a setting is out of range, or the network is no diffusion model.
     """
 
     config: ModelConfig

@@ -60,6 +60,9 @@ class AnchoredBlocks:
     anchors: how many of a row are drawn for an update, or all if it has fewer.
     gamma: 7 in the paper for blocks of 16.
     dtype: of the head's products, see `NextToken`. The target's are as exact as when it decodes.
+
+    Raises:
+        ValueError: a setting is out of range.
     """
 
     config: ModelConfig
@@ -73,6 +76,13 @@ class AnchoredBlocks:
     def __post_init__(self):
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}.")
+        if self.block < 2 or self.anchors < 1:
+            raise ValueError(
+                "block must be at least 2 slots, the anchor included, and anchors at least 1, got "
+                f"{self.block} and {self.anchors}."
+            )
+        if not self.gamma > 0:
+            raise ValueError(f"gamma must be above 0, got {self.gamma}.")
 
     def head(self, params: PyTree, target: Network) -> DFlashHead:
         return DFlashHead(

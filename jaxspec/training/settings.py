@@ -362,6 +362,11 @@ class AnswersSettings(DraftingSettings):
                 f"or give a file of them (--answers FILE), one of both; got own_text="
                 f"{self.own_text}, answers={self.answers!r}."
             )
+        if self.texts is not None and self.answers is not None:
+            raise ValueError(
+                f"texts ({self.texts}) are what the target writes itself, and it learns from "
+                f"answers ({self.answers}): leave one of them out."
+            )
 
     @property
     def files_read(self) -> dict[str, str]:

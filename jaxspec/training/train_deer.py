@@ -133,9 +133,11 @@ def _first_network(settings: DeerTrainingSettings, start: Model, target: Model) 
             f"sequence_length must be at most the drafter's positions ({config.max_positions}), "
             f"got {settings.sequence_length}."
         )
+    separator = RESERVED.index(SEPARATOR) if separated(config, settings.separator) else None
+    trained = {"separator": separator}
     if settings.stage == 2:
-        diffusion = dataclasses.replace(config.diffusion, window=settings.longest)
-        config = config.replace(diffusion=diffusion)
+        trained["window"] = settings.longest
+    config = config.replace(diffusion=dataclasses.replace(config.diffusion, **trained))
     network = Network(start.params, config)
     # What validation decodes with, now and not after the first updates.
     _method(settings, config).check_fit(Params(target.network, network))
@@ -165,8 +167,8 @@ def _copies(settings: DeerTrainingSettings) -> int:
 
 
 def _method(settings: DeerTrainingSettings, config: ModelConfig) -> Deer:
-    sep = RESERVED.index(SEPARATOR) if separated(config, settings.separator) else None
-    return Deer(settings.block, sep_token_id=sep)
+    assert config.diffusion is not None  # checked before
+    return Deer(settings.block, sep_token_id=config.diffusion.separator)
 
 
 def _drafter(

@@ -13,7 +13,15 @@ import pytest
 from tokenizers import Tokenizer as Backend
 
 from jaxspec import GenerationConfig, generate
-from jaxspec.checkpoint import CheckpointError, Model, Tokenizer, load_dflash, save_dflash
+from jaxspec.checkpoint import (
+    CheckpointError,
+    Model,
+    Tokenizer,
+    load,
+    load_dflash,
+    save,
+    save_dflash,
+)
 from jaxspec.core.cache import append
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode
@@ -23,6 +31,7 @@ from jaxspec.drafters import AdaptiveBlock, Deer, DFlash, DraftModel, LoadedDraf
 from jaxspec.drafters.block import Acceptance
 from jaxspec.models import DFlashHead, Diffusion, Network, dflash_taps, init_dflash_params
 from tests.bench.models import tiny_model
+from tests.checkpoint.networks import random_network
 from tests.laws.drafters import dflash_head, diffuser, network
 from tests.laws.test_block_enumeration import TEXT, context_of
 
@@ -275,6 +284,10 @@ def test_drafters_that_cannot_draft_are_refused(model, target):
         Deer.of(Model(diffuser(target, 4)), sep="[SEP]")
     with pytest.raises(ValueError, match=r"no token '\[MASK\]'"):
         Deer.of(model, mask="[MASK]")
+    with pytest.raises(ValueError, match=r"mask: .* names its mask; leave it out"):
+        Deer.of(Model(diffuser(target, 4)), mask="[MASK]")
+    with pytest.raises(ValueError, match="temperature and num_nodes exclude each other"):
+        Deer(3, num_nodes=2, temperature=0.5)
 
 
 @pytest.mark.parametrize(
@@ -386,6 +399,29 @@ def test_a_checkpoint_in_the_layout_of_a_causal_model_is_told_its_mask(target):
     config = GenerationConfig(max_new_tokens=12)
     (row,) = generate(reader, "abcabc", config, loaded)
     assert row.tokens.tolist() == generate(reader, "abcabc", config)[0].tokens.tolist()
+
+
+def test_a_folder_in_that_layout_drafts_with_the_mask_that_was_added(tmp_path):
+    target = tiny_model()
+    config = target.config.replace(vocab_size=target.vocab_size + 1, qkv_bias=True)
+    save(Model(random_network(config), with_tokens("[MASK]"), "reader"), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen2"
+    loaded = Deer.of(load(tmp_path), 4, mask="[MASK]")
+    assert loaded.params.config.diffusion == Diffusion(target.vocab_size, shift=True)
+    config = GenerationConfig(max_new_tokens=12)
+    (row,) = generate(target, "abcabc", config, loaded)
+    assert row.tokens.tolist() == generate(target, "abcabc", config)[0].tokens.tolist()
+
+
+def test_a_drafter_that_was_trained_with_a_separator_drafts_with_it(tmp_path):
+    reader = tiny_model()
+    diffusion = Diffusion(reader.tokenizer.token_id("Ġ"), shift=True, separator=9)
+    network = Network(reader.params, reader.config.replace(diffusion=diffusion))
+    save(dataclasses.replace(reader, network=network), tmp_path)
+    drafter = load(tmp_path)
+    assert Deer.of(drafter, 4).drafter.sep_token_id == 9
+    assert Deer.of(drafter, 4, sep="").drafter.sep_token_id is None
+    assert Deer.of(drafter, 4, sep="Ċ").drafter.sep_token_id == reader.tokenizer.token_id("Ċ")
 
 
 def with_tokens(*added: str) -> Tokenizer:

@@ -43,22 +43,26 @@ def exported(request, model, tmp_path_factory):
     drafter = drafter_of(model, DRAFTERS[name], shift=name == request.param)
     folder = tmp_path_factory.mktemp("blocks")
     manifest = export(model, folder, drafter, SHAPES)
-    assert "draft_block" in manifest.signatures
+    assert manifest.sizes("draft_block") == drafter.drafter.window_sizes(4)
     return MobileModel(folder / MODEL_FILE, num_threads=1), drafter
 
 
 def test_rounds_on_litert_are_those_in_jax(model, exported):
     """The same tokens, and as many accepted in every round."""
     file, drafter = exported
+    config = GenerationConfig(max_new_tokens=MOST - 1)
     counts = []
     for prompt in PROMPTS:
-        config = GenerationConfig(max_new_tokens=MOST)
-        (row,) = generate(model, prompt, config, drafter, return_trace=True)
         decoded = file.generate(prompt, MOST, stop_token_ids=())
-        assert decoded.tokens.tolist() == row.tokens.tolist()
         # LiteRT chooses the first token with the prompt, and counts it as a round.
-        if prompt is PROMPTS[0]:
-            counts += decoded.counts
+        first, *others = decoded.tokens.tolist()
+        (row,) = generate(model, [*prompt, first], config, drafter, return_trace=True)
+        assert others == row.tokens.tolist()
+        emitted = [1, *(len(step.emitted) for step in row.trace)]
+        # The budget cuts the last round, there behind the acceptance and here before it.
+        assert list(decoded.counts[:-1]) == emitted[:-1]
+        assert len(decoded.counts) == len(emitted)
+        counts += decoded.counts
     assert max(counts) > 1  # some drafts were accepted
 
 

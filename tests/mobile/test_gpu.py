@@ -7,9 +7,10 @@ import pytest
 
 from jaxspec import LayerSkip, load
 from jaxspec.checkpoint import load_eagle, shipped_folders
-from jaxspec.drafters import Eagle
+from jaxspec.drafters import Deer, Eagle, LoadedDrafter
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.trees import tree_of_head
+from tests.laws.drafters import diffuser
 from tests.mobile.models import successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -65,6 +66,21 @@ def test_layers_skipped_run_whole_and_right(tmp_path):
     drafter = LayerSkip(skips_of(2, attention=[1], mlp=[0]), 3)
     export(model, tmp_path, drafter, replace(SHAPES, bundle="gpu"))
     assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
+
+
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["float32", "int8"])
+def test_block_drafts_run_whole_and_right(tmp_path, quantization):
+    model, _ = successor_model()
+    drafter = LoadedDrafter(Deer(4, num_nodes=6, branch=3), diffuser(model.network, 4))
+    shapes = replace(SHAPES, quantization=quantization, bundle="gpu")
+    manifest = export(model, tmp_path, drafter, shapes)
+    assert len(manifest.sizes("draft_block")) > 1
+    checked = check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000)
+    assert checked.problems == ()
+    (rounds,) = [loop for loop in checked.loops if loop.name.startswith("draft_block")]
+    assert max(rounds.counts) > 1
 
 
 @needs_gpu

@@ -457,7 +457,7 @@ def test_answers_come_from_a_file_and_wrong_lines_are_named(models, tmp_path):
     path = tmp_path / "answers.jsonl"
     lines = [json.dumps({"prompt": f"{n} and", "answer": f" {n}"}) for n in range(20)]
     path.write_text("\n".join(lines) + "\n")
-    texts = read_answers(str(path), target)
+    texts = read_answers(str(path), target, 48)
     assert [len(part) for part in texts] == [19, 1]
     written = texts.train[3]
     prompt = target.tokenizer.encode("3 and")
@@ -469,10 +469,14 @@ def test_answers_come_from_a_file_and_wrong_lines_are_named(models, tmp_path):
     lines[10] = '{"prompt": "x", "answer": "\\ud800"}'
     path.write_bytes("\n".join(lines).encode() + b'\n{"prompt": "x", "answer": "\xff"}\n')
     with pytest.raises(ValueError, match=r"lines 5, 8, 9, 10, 11, 21 do not"):
-        read_answers(str(path), target)
+        read_answers(str(path), target, 48)
     path.write_text("")
     with pytest.raises(ValueError, match="at least 2 answers, got 0"):
-        read_answers(str(path), target)
+        read_answers(str(path), target, 48)
+    long = json.dumps({"prompt": "and " * 60, "answer": "x"})
+    path.write_text("\n".join([*lines[:4], long]) + "\n")
+    with pytest.raises(ValueError, match=r"prompts of 48 tokens or more .*; lines 5 of"):
+        read_answers(str(path), target, 48)
 
 
 @pytest.mark.parametrize(
@@ -481,6 +485,7 @@ def test_answers_come_from_a_file_and_wrong_lines_are_named(models, tmp_path):
         ({"stage": 3}, "stage must be one of"),
         ({"own_text": 0}, "one of both"),
         ({"answers": "x.jsonl"}, "one of both"),
+        ({"answers": "x.jsonl", "own_text": 0, "texts": "t"}, "leave one of them out"),
         ({"stage": 2, "longest": 0}, "longest must be above 0"),
         ({"block": 0}, "block must be above 0"),
         ({"cuts": "two"}, "cuts must be one of"),
