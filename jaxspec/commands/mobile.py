@@ -69,11 +69,15 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
     Raises:
         ValueError: for a drafter that is baked into files, or flags that contradict each other.
     """
-    from jaxspec.mobile.loops import LookupDraft, Plain, Steps, Verified, drafted_by
-    from jaxspec.mobile.runtime import MobileModel, verify_drafts
+    from jaxspec.mobile.loops import LookupDraft, Plain, Verified, drafted_by
+    from jaxspec.mobile.runtime import MobileModel, verify_drafts, whole_steps
 
     if args.drafter is None:
-        loops: dict[str | None, LoopOf] = {"plain": Plain, "verify": verify_drafts, "step": Steps}
+        loops: dict[str | None, LoopOf] = {
+            "plain": Plain,
+            "verify": verify_drafts,
+            "step": whole_steps,
+        }
         return loops.get(args.loop)
     if args.loop not in (None, "verify"):
         raise ValueError(f"--drafter {args.drafter.text}: drafts here, so --loop must be verify.")

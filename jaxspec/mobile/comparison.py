@@ -32,12 +32,11 @@ from jaxspec.mobile.loops import (
     Loop,
     LoopOf,
     Plain,
-    Steps,
     TreeDraft,
     Verified,
 )
 from jaxspec.mobile.profile import time_signatures
-from jaxspec.mobile.runtime import MobileModel
+from jaxspec.mobile.runtime import MobileModel, whole_steps
 from jaxspec.trees import load_profile
 
 TITLE = "Speculative decoding on LiteRT"
@@ -313,7 +312,7 @@ def plainly(watched: Watched) -> LoopOf:
 
 def stepping(watched: Watched) -> LoopOf:
     """One that calls whole steps."""
-    return lambda model, acceptance: watched.loop(Steps(model, acceptance))
+    return lambda model, acceptance: watched.loop(whole_steps(model, acceptance))
 
 
 def verifying(make: Callable[[MobileModel], Draft]) -> Callable[[Watched], LoopOf]:

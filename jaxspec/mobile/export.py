@@ -277,7 +277,8 @@ def _signatures(
             verify.add(drafter.tree_shape[0])
         case Deer():
             blocks = BlockDrafting(drafter, loaded.params)
-            verify.add(drafter.tree_shape[0])
+            if blocks.tree is None or config.bundle == "cpu":
+                verify.add(drafter.tree_shape[0])
         case _:
             raise ValueError(
                 f"drafter: {type(drafter).__name__} cannot be exported; Eagle, LayerSkip, Deer and "
@@ -304,7 +305,11 @@ def _signatures(
         **{f"commit_{n}": commit_signature(target, n, drafting) for n in sizes},
     }
     if blocks is not None:
-        functions |= {f"draft_block_{n}": blocks.signature(target, n) for n in blocks.sizes}
+        # A GPU holds the weights once for each; the largest does for every step.
+        windows = blocks.sizes if config.bundle == "cpu" else blocks.sizes[-1:]
+        functions |= {f"draft_block_{n}": blocks.signature(target, n) for n in windows}
+        if blocks.tree is not None:
+            functions |= {f"step_block_{n}": blocks.step_signature(target, n) for n in windows}
     if config.trees and drafting is not None:
         for number, tree in enumerate(_drafters(drafter, config), start=1):
             each = EagleStep(tree, loaded.params, drafting.levels)

@@ -31,7 +31,7 @@ from jaxspec.mobile.loops import (
 )
 from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.quantize import check_quantization
-from jaxspec.mobile.runtime import MobileModel, verify_drafts
+from jaxspec.mobile.runtime import MobileModel, verify_drafts, whole_steps
 
 TIMEOUT = 900.0
 """Seconds that a check may take."""
@@ -219,7 +219,9 @@ def _loops(manifest: Manifest, texts: Sequence[Sequence[int]]) -> dict[str, tupl
         loops["step"] = Steps, Warp()
     if "draft" in manifest.signatures:
         loops["draft, verify, commit"] = verify_drafts, Warp()
-    if manifest.sizes("draft_block"):
+    if manifest.sizes("step_block"):
+        loops["draft_block, step_block"] = whole_steps, Warp()
+    if manifest.sizes("draft_block") and manifest.sizes("verify"):
         loops["draft_block, verify, commit"] = verify_drafts, Warp()
     sizes = manifest.sizes("verify")
     for size in sizes:

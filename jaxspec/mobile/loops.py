@@ -443,15 +443,16 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-class BlockDraft:
-    """Calls `draft_block_N`: a diffusion model's whole block, as a chain or a tree.
+class BlockWindows:
+    """What a drafter of blocks has read of a text, and the window that it reads next.
 
-    The model keeps finished blocks of the text; what came since it reads in the smallest window of
-    N slots that holds it, and a prompt's blocks in the largest. Drafts are deterministic, so that
-    any acceptance does.
+    It keeps finished blocks; what came since it reads in the smallest window of N slots that holds
+    it, and a prompt's blocks in the largest, by calls of `draft_block_N`.
+
+    Attributes:
+        settings: of the drafter.
+        mask: never drafted.
     """
-
-    absorbs = False
 
     def __init__(self, model: "MobileModel"):
         described = model.manifest.drafter or {}
@@ -459,44 +460,82 @@ class BlockDraft:
         settings = {name: described[name] for name in names if name in described}
         if settings.get("paths") is not None:
             settings["paths"] = tuple(map(tuple, settings["paths"]))
-        self._settings = BlockSettings(**settings)
+        self.settings = BlockSettings(**settings)
         diffusion = described["diffusion"]
-        self._mask, self._shift = diffusion["mask_token_id"], int(diffusion["shift"])
+        self.mask, self._shift = diffusion["mask_token_id"], int(diffusion["shift"])
         self._own_block = diffusion["block"]
-        self._model, self.nodes = model, self._settings.tree_shape[0]
-        self._sizes = model.manifest.sizes("draft_block")
+        self._model, self._sizes = model, model.manifest.sizes("draft_block")
         self._text: list[int] = []
         self._kept = 0
 
-    def __call__(self, text: Sequence[int], recent: int) -> Proposal:
-        del recent
-        own, length = self._own_block, len(text)
+    def prepare(self, text: Sequence[int]) -> tuple[int, dict[str, Any]]:
+        """The slots of the last window of a text, and the inputs of a call that reads it."""
+        own, length, largest = self._own_block, len(text), self._sizes[-1]
         kept = min(self._kept, common_length(self._text, text)) // own * own
         finished = (length - 1) // own * own
-        end = -(-(length + self._settings.block) // own) * own
-        while end - kept > self._sizes[-1]:
-            self._read(text, self._sizes[-1], kept, 0)
-            kept = min(kept + self._sizes[-1], finished)
+        end = -(-(length + self.settings.block) // own) * own
+        while end - kept > largest:
+            self._model.call(f"draft_block_{largest}", **self._window(text, largest, kept, 0))
+            kept = min(kept + largest, finished)
         size = next(size for size in self._sizes if size >= end - kept)
-        signature = self._read(text, size, kept, length - kept - self._shift)
         self._text, self._kept = list(text), finished
-        tokens = self._model.read(signature, "children")[0]
-        logprobs = self._model.read(signature, "logprobs")[0]
-        tokens, logprobs = _without_token(tokens, logprobs, self._mask)
-        return jax.device_get(_offer(self._settings, tokens, logprobs, np.int32(text[-1])))
+        return size, self._window(text, size, kept, length - kept - self._shift)
 
-    def _read(self, text: Sequence[int], size: int, kept: int, first: int) -> str:
-        """Calls the signature of so many slots, and says which it was."""
+    def _window(self, text: Sequence[int], size: int, kept: int, first: int) -> dict[str, Any]:
         slots = np.arange(kept, kept + size)
-        window = np.full(size, self._mask, np.int32)
+        window = np.full(size, self.mask, np.int32)
         known = text[kept : kept + size]
         window[: len(known)] = known
         blocks = slots // self._own_block
         # Masks behind the last block are seen by themselves alone.
         visible = (blocks[:, None] >= blocks[None]).astype(np.int32)
+        return {"window": window, "start": [kept], "first": [first], "visible": visible}
+
+
+class BlockDraft:
+    """Calls `draft_block_N`: a diffusion model's whole block, as a chain or a tree.
+
+    Drafts are deterministic, so that any acceptance does.
+    """
+
+    absorbs = False
+
+    def __init__(self, model: "MobileModel"):
+        self._model, self._windows = model, BlockWindows(model)
+        self.nodes = self._windows.settings.tree_shape[0]
+
+    def __call__(self, text: Sequence[int], recent: int) -> Proposal:
+        del recent
+        size, inputs = self._windows.prepare(text)
         signature = f"draft_block_{size}"
-        self._model.call(signature, window=window, start=[kept], first=[first], visible=visible)
-        return signature
+        self._model.call(signature, **inputs)
+        tokens = self._model.read(signature, "children")[0]
+        logprobs = self._model.read(signature, "logprobs")[0]
+        tokens, logprobs = _without_token(tokens, logprobs, self._windows.mask)
+        return jax.device_get(_offer(self._windows.settings, tokens, logprobs, np.int32(text[-1])))
+
+
+class BlockSteps:
+    """Calls `step_block_N`: such a draft over a static tree, verified greedily in the same call."""
+
+    absorbs = False
+
+    def __init__(self, model: "MobileModel", acceptance: Acceptance):
+        if not acceptance.follows_choices:
+            raise ValueError(
+                "temperature, bias: whole steps of this file are greedy; accept on the host "
+                "instead (--loop verify, or plain)."
+            )
+        self._model, self._windows = model, BlockWindows(model)
+        self.rows = self._windows.settings.depth + 1
+
+    def advance(self, text: Sequence[int], recent: int) -> Emitted:
+        del recent
+        size, inputs = self._windows.prepare(text)
+        signature = f"step_block_{size}"
+        self._model.call(signature, pending=[text[-1]], length=[len(text) - 1], **inputs)
+        count = int(self._model.read(signature, "o_count")[0])
+        return Emitted(self._model.read(signature, "o_tokens")[0, :count].tolist(), count - 1)
 
 
 def _without_token(

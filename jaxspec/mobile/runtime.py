@@ -21,6 +21,7 @@ from jaxspec.mobile.extra import missing_for_gpu, needs_extra
 from jaxspec.mobile.loops import (
     Acceptance,
     BlockDraft,
+    BlockSteps,
     Emitted,
     Loop,
     LoopOf,
@@ -91,6 +92,12 @@ def verify_drafts(model: "MobileModel", acceptance: Acceptance) -> Loop:
     of_blocks = model.manifest.sizes("draft_block")
     draft = BlockDraft(model) if of_blocks else TreeDraft(model)
     return Verified(model, draft, acceptance)
+
+
+def whole_steps(model: "MobileModel", acceptance: Acceptance) -> Loop:
+    """Calls the file's own steps, which decide themselves."""
+    of_blocks = model.manifest.sizes("step_block")
+    return BlockSteps(model, acceptance) if of_blocks else Steps(model, acceptance)
 
 
 class MobileModel:
@@ -325,7 +332,7 @@ class MobileModel:
 
         Args:
             prompt: ids.
-            loop: `Plain`, `Steps`, or a function of a model and an `Acceptance` that makes a
+            loop: `Plain`, `whole_steps`, or a function of a model and an `Acceptance` that makes a
                 `Verified`; `None`: steps, if the file has them and they can sample as asked.
             warp: how to sample, see `core.types.Warp`; greedy by default.
             seed: of sampling.
@@ -360,11 +367,13 @@ class MobileModel:
 
     def _best_loop(self, warp: Warp) -> LoopOf:
         """Steps where they do what is asked, else `draft` with acceptance here, else plain."""
-        signatures = self.manifest.signatures
+        signatures, sizes = self.manifest.signatures, self.manifest.sizes
+        if sizes("step_block") and warp.temperature is None and warp.bias is None:
+            return whole_steps
         step = "step" if warp.temperature is None else "step_sampled"
         if step in signatures and setting_beyond_steps(warp, self.manifest) is None:
-            return Steps
-        if "draft" in signatures or self.manifest.sizes("draft_block"):
+            return whole_steps
+        if "draft" in signatures or (sizes("draft_block") and sizes("verify")):
             return verify_drafts
         return Plain
 

@@ -422,7 +422,8 @@ class LayerSkipStep:
 class BlockDrafting:
     """Drafting of whole blocks by a diffusion model that is causal over blocks: one pass.
 
-    The host says what the pass reads and what of it counts, see `loops.BlockDraft`.
+    The host says what the pass reads and what of it counts, see `loops.BlockWindows`. `tree` is
+    the static tree that whole steps verify; None where the host makes one for every round.
 
     Raises:
         ValueError: the drafter does what a file cannot.
@@ -451,6 +452,7 @@ class BlockDrafting:
             )
         self.config, self.block, self.mask = network.config, drafter.block, diffusion.mask_token_id
         self.sizes = drafter.window_sizes(diffusion.block)
+        self.tree, self.levels = drafter.tree, drafter.depth + 1
         # The mask may be among them, and is left out by the host.
         self.count = drafter.max_branch + 1
 
@@ -460,33 +462,67 @@ class BlockDrafting:
         start: tokens that are cached, of finished blocks. visible: 1 where a slot of the window
         (row) sees another (column). first: the row whose output decides the first position.
         """
-        own = target._replace(config=self.config, slots=target.slots + self.sizes[-1])
 
         def draft(params: Params, inputs: Record) -> Record:
-            start, network = inputs["start"][0], params.draft
-            hidden = network.forward(
-                inputs["window"][0],
-                start + np.arange(size, dtype=np.int32),
-                inputs["visible"][0, 0] > 0,
-                read_cache(inputs, "block", self.config.num_layers, start),
-            )
-            rows = inputs["first"] + np.arange(self.block, dtype=np.int32)
-            logits = network.unembed(lookup_rows(hidden.features, rows))[:, : target.num_tokens]
+            logits, written = self._read(target, size, params, inputs)
             probs, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.count)
-            return {
-                "children": ids[None],
-                "logprobs": jnp.log(probs)[None],
-                **outgoing(write_kv(inputs, "block", hidden.new_kv, start)),
-            }
+            return {"children": ids[None], "logprobs": jnp.log(probs)[None], **outgoing(written)}
 
-        inputs = {
+        return make_signature(target, draft, self._inputs(target, size))
+
+    def step_signature(self, target: Target, size: int) -> Signature:
+        """`step_block_N`: such a pass, then the static tree's: target pass, acceptance, commit.
+
+        pending, length: of the target, as for `step`.
+        """
+        tree = self.tree
+        assert tree is not None
+
+        def step(params: Params, inputs: Record) -> Record:
+            logits, written = self._read(target, size, params, inputs)
+            if self.mask < target.num_tokens:
+                never = np.zeros(target.num_tokens, np.float32)
+                never[self.mask] = -1e9
+                logits = logits + never[None]
+            branch = tree.children.shape[1]
+            best = argmax_rows(logits)[:, None]
+            if branch > 1:
+                best = jax.lax.top_k(logits, branch)[1]
+            nodes = zip(tree.depths[1:], tree.ranks[1:], strict=True)
+            drafted = [best[depth - 1, rank : rank + 1] for depth, rank in nodes]
+            tokens = jnp.concatenate([inputs["pending"], *drafted])
+            *_, outputs = _verify_and_commit(
+                params.target, target, tree, tokens, inputs, (), _greedy, self.levels
+            )
+            return outputs | outgoing(written)
+
+        inputs = {"pending": ints(1), "length": ints(1), **kv_inputs(target)}
+        return make_signature(target, step, inputs | self._inputs(target, size))
+
+    def _inputs(self, target: Target, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+        own = target._replace(config=self.config, slots=target.slots + self.sizes[-1])
+        return {
             "window": ints(1, size),
             "start": ints(1),
             "first": ints(1),
             "visible": ints(1, 1, size, size),
             **kv_inputs(own, "block"),
         }
-        return make_signature(own, draft, inputs)
+
+    def _read(
+        self, target: Target, size: int, params: Params, inputs: Record
+    ) -> tuple[Array, Record]:
+        """The logits of each position of a draft, and what the drafter keeps."""
+        start, network = inputs["start"][0], params.draft
+        hidden = network.forward(
+            inputs["window"][0],
+            start + np.arange(size, dtype=np.int32),
+            inputs["visible"][0, 0] > 0,
+            read_cache(inputs, "block", self.config.num_layers, start),
+        )
+        rows = inputs["first"] + np.arange(self.block, dtype=np.int32)
+        logits = network.unembed(lookup_rows(hidden.features, rows))[:, : target.num_tokens]
+        return logits, write_kv(inputs, "block", hidden.new_kv, start)
 
 
 def _greedy(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:

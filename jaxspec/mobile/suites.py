@@ -68,7 +68,8 @@ from jaxspec.mobile.profile import export_kit, measure_here
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.report import compare_quantizations, quality_table
 from jaxspec.mobile.runtime import MobileModel
-from jaxspec.trees import load_acceptance, search_tree, tree_of_head
+from jaxspec.trees import load_acceptance, load_tree, search_tree, tree_of_head
+from jaxspec.trees.search import TREE_FILE
 
 Advance = Callable[[str], None]
 
@@ -326,14 +327,19 @@ def _measure_blocks(prompts: Prompts, advance: Advance) -> Page:
             "and not here."
         )
     diffusion = load(DEER)
-    drafters = {f"DEER, chain of {k}": Deer.of(diffusion, k) for k in _BLOCKS}
-    drafters |= {f"DEER, tree of {k}": Deer.of(diffusion, k, num_nodes=k) for k in _BLOCKS}
+    steps = {f"DEER, chain of {k}, step": Deer.of(diffusion, k) for k in _BLOCKS}
+    if (tree := shipped_models()[DEER] / TREE_FILE).is_file():
+        paths = load_tree(tree)
+        steps["DEER, searched tree, step"] = Deer.of(diffusion, max(map(len, paths)), paths)
+    drafters = {f"DEER, tree of {k}": Deer.of(diffusion, k, num_nodes=k) for k in _BLOCKS}
+    drafters["DEER, chain of 4"] = steps["DEER, chain of 4, step"]
     results = {}
     for name in _BLOCK_QUANTIZATIONS:
-        shapes = ExportConfig(slots=_SLOTS, quantization=name, check_gpu_ops=False)
+        shapes = ExportConfig(slots=_SLOTS, quantization=name)
         methods, files = [], {}
         with TemporaryDirectory() as folder:
-            for label, drafter in {"EAGLE-1, searched tree": _head(model), **drafters}.items():
+            every = {"EAGLE-1, searched tree, step": _head(model), **steps, **drafters}
+            for label, drafter in every.items():
                 advance(f"{name}: exporting {label}")
                 export(model, Path(folder) / label, drafter, shapes)
                 files[label] = MobileModel(Path(folder) / label / MODEL_FILE, num_threads=1)
@@ -345,8 +351,10 @@ def _measure_blocks(prompts: Prompts, advance: Advance) -> Page:
             results[name] = decode_in_turns(files, methods, ids, NEW_TOKENS)
     parts = [
         f"{model.name} with {DEER}, which drafts a block in one call of `draft_block_N`, of the "
-        "fewest slots that hold what was emitted and the block, whatever the draft's depth; "
-        f"verified by `verify_N`; trees are made anew for every round. {len(ids)} prompts, "
+        "fewest slots that hold what was emitted and the block, whatever the draft's depth. Chains "
+        "and the searched tree are verified in the same call (step); where there is no step in the "
+        "name, `verify_N` and `commit_N` follow, and trees are made anew for every round. "
+        f"{len(ids)} prompts, "
         f"{NEW_TOKENS} new tokens, greedy, LiteRT on the CPU with 1 thread. "
         f"{ABOUT_COLUMNS} {ABOUT_QUANTIZED}"
     ]
@@ -700,7 +708,7 @@ LITERT_SUITES: Mapping[str, LitertSuite] = {
         "Drafting whole blocks on LiteRT",
         _PROMPTS,
         10,
-        len(_BLOCK_QUANTIZATIONS) * (2 + 2 * len(_BLOCKS)),
+        len(_BLOCK_QUANTIZATIONS) * (4 + 2 * len(_BLOCKS)),
         _measure_blocks,
     ),
     "litert-files": LitertSuite(

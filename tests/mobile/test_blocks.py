@@ -1,5 +1,7 @@
 """Block drafts on LiteRT: `draft_block` against the same drafter in JAX, in the same rounds."""
 
+from itertools import product
+
 import jax
 import numpy as np
 import pytest
@@ -43,17 +45,23 @@ def exported(request, model, tmp_path_factory):
     drafter = drafter_of(model, DRAFTERS[name], shift=name == request.param)
     folder = tmp_path_factory.mktemp("blocks")
     manifest = export(model, folder, drafter, SHAPES)
-    assert manifest.sizes("draft_block") == drafter.drafter.window_sizes(4)
+    sizes = drafter.drafter.window_sizes(4)
+    assert manifest.sizes("draft_block") == sizes
+    # The host makes dynamic trees, so their rounds are no steps of the file.
+    assert manifest.sizes("step_block") == (() if name == "dynamic tree" else sizes)
     return MobileModel(folder / MODEL_FILE, num_threads=1), drafter
 
 
 def test_rounds_on_litert_are_those_in_jax(model, exported):
     """The same tokens, and as many accepted in every round."""
+    from jaxspec.mobile.runtime import verify_drafts, whole_steps
+
     file, drafter = exported
     config = GenerationConfig(max_new_tokens=MOST - 1)
+    loops = [verify_drafts, *([whole_steps] if file.manifest.sizes("step_block") else [])]
     counts = []
-    for prompt in PROMPTS:
-        decoded = file.generate(prompt, MOST, stop_token_ids=())
+    for prompt, loop in product(PROMPTS, loops):
+        decoded = file.generate(prompt, MOST, stop_token_ids=(), loop=loop)
         # LiteRT chooses the first token with the prompt, and counts it as a round.
         first, *others = decoded.tokens.tolist()
         (row,) = generate(model, [*prompt, first], config, drafter, return_trace=True)
@@ -84,6 +92,26 @@ def test_drafts_do_not_depend_on_what_was_kept(model, exported):
         text += step.emitted.tolist()
 
 
+def test_a_greedy_text_takes_whole_steps_where_the_file_has_them(exported):
+    from jaxspec.core.types import Warp
+    from jaxspec.mobile.loops import Acceptance
+    from jaxspec.mobile.runtime import whole_steps
+
+    file, _ = exported
+    if not file.manifest.sizes("step_block"):
+        pytest.skip("dynamic trees are made by the host")
+    called, call = [], file.call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            file, "call", lambda name, **inputs: (called.append(name), call(name, **inputs))
+        )
+        file.generate(PROMPTS[0], 8, stop_token_ids=())
+    assert any(name.startswith("step_block_") for name in called)
+    assert not any(name.startswith("verify") for name in called)
+    with pytest.raises(ValueError, match="whole steps of this file are greedy"):
+        whole_steps(file, Acceptance(Warp(np.float32(0.5))))
+
+
 def test_sampling_accepts_block_drafts(exported):
     from jaxspec.core.types import Warp
 
@@ -109,4 +137,6 @@ def test_what_no_file_drafts_is_refused(model, tmp_path):
 def test_a_check_on_the_gpu_calls_draft_block(exported):
     file, _ = exported
     assert file.manifest.sizes("draft") == ()
-    assert "draft_block, verify, commit" in _loops(file.manifest, ())
+    loops = _loops(file.manifest, ())
+    assert "draft_block, verify, commit" in loops
+    assert ("draft_block, step_block" in loops) == bool(file.manifest.sizes("step_block"))
