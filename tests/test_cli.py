@@ -158,8 +158,9 @@ class TestDrafters:
         assert lookup == jaxspec.PromptLookup(2, 3, "recent")
         assert drafter_spec("none") is None
 
-    def test_draft_models_are_loaded(self, folder):
-        drafter = self.make("draft-model:num_speculative_tokens=2", draft_model=folder).drafter
+    def test_draft_models_are_loaded(self, model, folder):
+        made = self.make("draft-model:num_speculative_tokens=2", model, draft_model=folder)
+        drafter = made.drafter
         assert drafter == jaxspec.DraftModel(2)
 
     def test_heads_draft_over_the_tree_beside_them_unless_told_otherwise(self, model, head):
@@ -182,7 +183,7 @@ class TestDrafters:
         drafter = self.make(f"eagle2:head={head},depth=2,beam=3,num_nodes=7", model).drafter
         assert drafter == jaxspec.Eagle2(num_nodes=7, depth=2, beam=3)
 
-    def test_diffusion_models_draft_blocks(self, tmp_path):
+    def test_diffusion_models_draft_blocks(self, model, tmp_path):
         config = ModelConfig(
             vocab_size=24,
             embed_dim=16,
@@ -196,14 +197,16 @@ class TestDrafters:
             diffusion=Diffusion(23, True, 4),
         )
         jaxspec.save(jaxspec.Model(random_network(config)), tmp_path)
-        made = self.make(f"deer:model={tmp_path},block=5,num_nodes=7,temperature=0,adaptive=1")
-        adaptive = AdaptiveBlock()
-        assert made.drafter == jaxspec.Deer(5, num_nodes=7, temperature=0.0, adaptive=adaptive)
+
+        def make(settings):
+            return self.make(f"deer:model={tmp_path},{settings}", model)
+
+        made = make("block=5,num_nodes=7,adaptive=1")
+        assert made.drafter == jaxspec.Deer(5, num_nodes=7, adaptive=AdaptiveBlock())
         assert made.params.config.diffusion == Diffusion(23, True, 4)
-        made = self.make(f"deer:model={tmp_path},adaptive=1,draft_cost=0.5,token_cost=0")
+        made = make("adaptive=1,draft_cost=0.5,token_cost=0")
         assert made.drafter.adaptive == AdaptiveBlock(draft_cost=0.5, token_cost=0.0)
-        made = self.make(f"deer:model={tmp_path},steps=2")
-        assert made.drafter == jaxspec.Deer(8, steps=2)
+        assert make("steps=2,temperature=0").drafter == jaxspec.Deer(8, steps=2, temperature=0.0)
 
     @pytest.mark.parametrize(
         ("text", "message"),

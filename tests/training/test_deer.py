@@ -522,7 +522,10 @@ def test_what_does_not_fit_is_named_before_anything_is_done(settings, models, tm
         ({"block": 65}, "block must be at most the drafter's 64 positions, got 65"),
         ({"stage": 2, "cuts": "all", "longest": 6}, "longest must be a multiple of the drafter's"),
         ({"sequence_length": 65}, r"at most the drafter's positions \(64\), got 65"),
-        ({"own_text": 0, "answers": str(tmp_path / "none")}, "answers must be a file"),
+        (
+            {"own_text": 0, "texts": None, "answers": str(tmp_path / "none")},
+            "answers must be a file",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             train_deer(dataclasses.replace(settings, **changes), tmp_path / "state", console=QUIET)
