@@ -71,9 +71,11 @@ def test_layers_skipped_run_whole_and_right(tmp_path):
 @needs_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["float32", "int8"])
-def test_block_drafts_run_whole_and_right(tmp_path, quantization):
+@pytest.mark.parametrize("method", [Deer(4), Deer(4, num_nodes=6, branch=3)])
+def test_block_drafts_run_whole_and_right(tmp_path, method, quantization):
+    """A chain in whole steps, a tree that the host makes of what `draft_block_N` gives."""
     model, _ = successor_model()
-    drafter = LoadedDrafter(Deer(4, num_nodes=6, branch=3), diffuser(model.network, 4))
+    drafter = LoadedDrafter(method, diffuser(model.network, 4))
     shapes = replace(SHAPES, quantization=quantization, bundle="gpu")
     manifest = export(model, tmp_path, drafter, shapes)
     assert manifest.sizes("draft_block") == drafter.drafter.window_sizes(4)[-1:]
