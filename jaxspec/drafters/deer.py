@@ -274,13 +274,16 @@ class Deer(BlockSettings):
         """Slots that a pass of a drafter may read that is causal over blocks of `own_block`.
 
         Smallest first; the last one is enough for any step. Most steps finish no block of the text,
-        or one.
+        or one; more where rows went on without drafts.
         """
         behind = self.block + (self.sep_token_id is not None)
         news = self.depth + 1 + self.slack
         least = -(-(1 + behind) // own_block) * own_block
         most = -(-(own_block + news + behind) // own_block) * own_block
-        return tuple(sorted({least, min(least + own_block, most), most}))
+        sizes = [least, min(least + own_block, most)]
+        while sizes[-1] < most:
+            sizes.append(min(2 * sizes[-1], most))
+        return tuple(sorted(set(sizes)))
 
     def _end(self, draft: Network, length: Int[Array, ""]) -> Int[Array, ""]:
         """The slot after the canvas."""
