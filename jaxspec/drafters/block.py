@@ -39,7 +39,8 @@ class AdaptiveBlock:
     most expected tokens per cost, `(1 + sum of chances to depth m) / (1 + draft_cost + token_cost *
     nodes)`, and 1 for m = 0; nodes are those to depth m, of a tree that is made anew for every step
     at most so many. Now and then a row whose best length is 0 drafts the next best one, to see
-    whether that is still so. Where no row of a batch drafts, the draft pass is left out.
+    whether that is still so, unless no draft could be worth it. Where no row of a batch drafts, the
+    draft pass is left out.
 
     Costs differ by machine and models: give what `jaxspec tune profile` measures. By default a
     token costs what it does `demo` in the profile that ships with `demo-eagle` (two CPU cores), and
@@ -396,13 +397,15 @@ class BlockSettings:
         mixed = adaptive.memory * rates + (1 - adaptive.memory) * (accepted >= depths)
         rates = jnp.where(tried, mixed, rates)
         tokens = 1 + jnp.cumsum(jnp.cumprod(rates))
-        nodes = jnp.asarray(self._nodes_to_depth)
-        worth = tokens / (1 + adaptive.draft_cost + adaptive.token_cost * nodes)
+        costs = 1 + adaptive.draft_cost + adaptive.token_cost * self._nodes_to_depth
+        worth = tokens / jnp.asarray(costs, tokens.dtype)
         best, pays = jnp.argmax(worth).astype(jnp.int32) + 1, jnp.max(worth) > 1
         doubled = jnp.clip(2 * acceptance.wait, adaptive.explore, adaptive.patience)
         wait = jnp.where(acceptance.offered > 0, doubled, acceptance.wait)
         wait = jnp.where(pays, 0, wait)
-        return rates, jnp.where(pays | (acceptance.idle >= wait), best, 0), wait
+        could_pay = bool(np.any(1 + np.arange(1, self.depth + 1) > costs))
+        tries = (acceptance.idle >= wait) & could_pay
+        return rates, jnp.where(pays | tries, best, 0), wait
 
 
 def _where_wanted(wanted: Bool[Array, ""], compute: Callable[[], PyTree]) -> PyTree:

@@ -210,6 +210,9 @@ def test_a_row_that_waits_drafts_the_next_best_length_at_last():
     assert chosen(wait=8, offered=1) == (0, 16)  # in vain
     assert chosen(wait=16, offered=1) == (0, 20)
     assert chosen(wait=0, offered=1) == (0, 8)  # what paid until now
+    # Three drafted tokens of three would cost 4.1 plain steps.
+    drafter = Deer(3, adaptive=AdaptiveBlock(draft_cost=2.8, token_cost=0.1))
+    assert chosen(wait=8, idle=8) == (0, 8)
 
 
 @pytest.mark.parametrize(
