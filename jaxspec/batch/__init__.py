@@ -1,7 +1,7 @@
 """Files of prompts, decoded in slots that are refilled as rows finish."""
 
 from jaxspec.batch.guard import Guard, GuardSettings
-from jaxspec.batch.job import job_header, run
+from jaxspec.batch.job import check_job, job_header, run
 from jaxspec.batch.report import JobReport
 from jaxspec.batch.rows import Row, read_rows, rows_of
 from jaxspec.batch.slots import Place
@@ -17,6 +17,7 @@ __all__ = [
     "Place",
     "Row",
     "Writer",
+    "check_job",
     "job_header",
     "read_rows",
     "rows_of",

@@ -197,36 +197,27 @@ def run(
         [(1, 8), (2, 8)]
     """
     config = config or GenerationConfig()
-    loaded = check_request(model, config, drafter, seed)
-    _check_one_for_all(config)
-    for name, value in (("batch", batch), ("slots", slots)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
-    if drafting not in ("auto", "always", "never"):
-        raise ValueError(f"drafting must be 'auto', 'always' or 'never', got {drafting!r}.")
-    if drafting == "never":
-        loaded = LoadedDrafter(NoDraft(), ())
-    drafts = loaded.drafter != NoDraft()
-    is_guarded = drafting == "auto" and drafts and _drafts_change_nothing(model, config)
-    if guard is not None and guard.expected is not None and not is_guarded:
-        raise ValueError(
-            "guard.expected (--expected-speedup) needs a guard. There is one for greedy "
-            "decoding in float32 with a drafter and drafting='auto'; else leave it out."
-        )
-    _check_lines(rows)
+    place = place or placement_of(model.params)
+    loaded = check_job(
+        model,
+        rows,
+        config,
+        drafter,
+        seed,
+        batch=batch,
+        slots=slots,
+        drafting=drafting,
+        guard=guard,
+        place=place,
+    )
+    is_guarded = _is_guarded(model, config, loaded, drafting)
     slots = None if slots is None else round_up(slots)
     encoded = [
         _checked_slots(row, slots, model, config, loaded) for row in encode_rows(model, rows)
     ]
     good = [row for row in encoded if row.error is None]
     bad = [row for row in encoded if row.error is not None]
-    place = place or placement_of(model.params)
     parts = _parts_of(place)
-    if batch is not None and batch % parts:
-        raise ValueError(
-            f"batch: {batch} rows cannot be divided over data={parts} of the mesh; give a multiple "
-            f"of {parts}."
-        )
     with CompileClock() as clock, on_mesh_of(model.params):
         books = Books(clock)
         most_tokens = _whole(config.max_new_tokens)
@@ -271,6 +262,59 @@ def run(
             fit = _fit_batch(job, group, batch, memory, prefix)
             _Batch(job, group, fit, prefix).run()
         return job.report()
+
+
+def check_job(
+    model: "Model",
+    rows: Sequence[Row],
+    config: GenerationConfig,
+    drafter: Drafter | LoadedDrafter | None,
+    seed: int,
+    *,
+    batch: int | None,
+    slots: int | None,
+    drafting: Drafting,
+    guard: GuardSettings | None,
+    place: Place | None = None,
+) -> LoadedDrafter:
+    """What `run` asks of its arguments, for who wants to know before there is an output.
+
+    Returns:
+        The drafter with its weights; `NoDraft` where no step is to draft.
+
+    Raises:
+        ValueError: as `run` does, but for what does not fit into memory.
+    """
+    loaded = check_request(model, config, drafter, seed)
+    _check_one_for_all(config)
+    _check_lines(rows)
+    for name, value in (("batch", batch), ("slots", slots)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+    if drafting not in ("auto", "always", "never"):
+        raise ValueError(f"drafting must be 'auto', 'always' or 'never', got {drafting!r}.")
+    if drafting == "never":
+        loaded = LoadedDrafter(NoDraft(), ())
+    is_guarded = _is_guarded(model, config, loaded, drafting)
+    if guard is not None and guard.expected is not None and not is_guarded:
+        raise ValueError(
+            "guard.expected (--expected-speedup) needs a guard. There is one for greedy "
+            "decoding in float32 with a drafter and drafting='auto'; else leave it out."
+        )
+    parts = _parts_of(place or placement_of(model.params))
+    if batch is not None and batch % parts:
+        raise ValueError(
+            f"batch: {batch} rows cannot be divided over data={parts} of the mesh; give a multiple "
+            f"of {parts}."
+        )
+    return loaded
+
+
+def _is_guarded(
+    model: "Model", config: GenerationConfig, loaded: LoadedDrafter, drafting: Drafting
+) -> bool:
+    drafts = loaded.drafter != NoDraft()
+    return drafting == "auto" and drafts and _drafts_change_nothing(model, config)
 
 
 def _check_one_for_all(config: GenerationConfig) -> None:

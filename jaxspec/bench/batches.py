@@ -1,6 +1,7 @@
 """Batches of rows, plainly and with drafters: what sharing a pass leaves of a speed-up."""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -67,8 +68,13 @@ def measure_batches(
         for size in batches:
             groups = _groups(len(prompts), size)
             release_programs()
-            for method in every.values():  # the first run of a program is slower
-                generate(model, [prompts[i] for i in groups[0]], config, method, seed)
+            batches_of_each_shape = {}
+            for group in groups:
+                rows = [prompts[i] for i in group]
+                shape = prepare(model, rows, config, None, seed).prompts.tokens.shape
+                batches_of_each_shape.setdefault(shape, rows)
+            for rows, method in product(batches_of_each_shape.values(), every.values()):
+                generate(model, rows, config, method, seed)  # the first run of a program is slower
             runs: dict[str, list[list[GenerationResult]]] = {name: [] for name in names}
             for repeat in range(repeats):
                 advance(f"{size} rows at once")

@@ -183,6 +183,17 @@ def decode_file(
     model = load_model(args, mesh_asked(args))
     drafter = drafter_asked(args, model)
     guard = batch.GuardSettings(expected=args.expected_speedup)
+    batch.check_job(
+        model,
+        rows,
+        config,
+        drafter,
+        args.seed,
+        batch=args.batch,
+        slots=args.slots,
+        drafting=args.drafting,
+        guard=guard,
+    )
     header = batch.job_header(
         model, rows, config, drafter, args.seed, drafting=args.drafting, slots=args.slots
     )

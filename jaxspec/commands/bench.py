@@ -36,6 +36,7 @@ from jaxspec.commands.options import (
     load_model,
     make_drafter,
     mesh_asked,
+    refuse_unread,
 )
 from jaxspec.generation import encode_prompt
 from jaxspec.mobile.comparison import compare_on_litert, num_parts
@@ -296,6 +297,7 @@ def run_prompts(args: argparse.Namespace) -> int:
     check_writable(args.json)
     rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)
     specs = [spec for spec in args.drafter or [drafter_spec("lookup")] if spec is not None]
+    refuse_unread(args, specs)
     model = load_model(args, mesh_asked(args))
     drafters = {}
     for spec in specs:

@@ -23,8 +23,8 @@ from jaxspec.commands.options import (
     add_drafter_arguments,
     add_model_arguments,
     announce,
+    drafter_asked,
     load_model,
-    make_drafter,
     refuse_unused,
     sizes,
 )
@@ -318,11 +318,17 @@ def _check_memory(
     if isinstance(loaded.drafter, Deer):
         head = draft_pass = loaded.params.params
         draft_passes = 1
-    if isinstance(loaded.drafter, Deer | PromptLookup):
-        verify.add(loaded.drafter.tree_shape[0])
     on_gpu = config.bundle == "gpu"
-    # `decode`, and `step` or `draft_block_N` where a drafter is baked in.
-    separate = len(set(config.prefill)) + len(verify) + 1 + bool(draft_passes)
+    # `decode`, and `step` or `step_block_N` where a drafter is baked in.
+    steps = bool(draft_passes)
+    if isinstance(loaded.drafter, Deer):
+        steps = loaded.drafter.tree is not None
+        draft_passes += steps  # `draft_block_N` and `step_block_N`
+    if isinstance(loaded.drafter, PromptLookup) or (
+        isinstance(loaded.drafter, Deer) and not (on_gpu and steps)
+    ):
+        verify.add(loaded.drafter.tree_shape[0])
+    separate = len(set(config.prefill)) + len(verify) + 1 + steps
     needed = estimate_phone_memory(
         model.config,
         config.quantization,
@@ -481,7 +487,7 @@ def _drafter(args: argparse.Namespace, model: Model) -> Drafter | LoadedDrafter 
     if args.head is None:
         if args.tree is not None:
             raise ValueError("--tree: needs --head FOLDER, the head that drafts over it.")
-        return None if args.drafter is None else make_drafter(args.drafter, args, model)
+        return drafter_asked(args, model)
     if args.drafter is not None:
         raise ValueError("Give either --head or --drafter, not both.")
     if args.tree is not None:

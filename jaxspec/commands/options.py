@@ -189,14 +189,25 @@ def drafter_asked(args: argparse.Namespace, model: Model) -> Drafter | LoadedDra
     Raises:
         ValueError: for flags of drafters that this one does not read; or as `make_drafter` does.
     """
-    if args.drafter is None:
-        refuse_unused(args, OF_DRAFTERS, "needs --drafter.")
-        return None
-    kinds, _ = DRAFTERS[args.drafter.name]
-    read = {"draft_model" if kind == "model" else kind for kind in kinds}
-    unread = [flag for flag in OF_DRAFTERS if flag not in read]
-    refuse_unused(args, unread, f"--drafter {args.drafter.name} has no such setting.")
-    return make_drafter(args.drafter, args, model)
+    refuse_unread(args, [] if args.drafter is None else [args.drafter])
+    return None if args.drafter is None else make_drafter(args.drafter, args, model)
+
+
+def refuse_unread(args: argparse.Namespace, specs: Sequence[DrafterSpec]) -> None:
+    """Refuses flags of drafters that none of those asked for reads.
+
+    Raises:
+        ValueError: naming the flags.
+    """
+    read = {
+        "draft_model" if kind == "model" else kind
+        for spec in specs
+        if spec.name in DRAFTERS
+        for kind in DRAFTERS[spec.name][0]
+    }
+    names = ", ".join(spec.name for spec in specs)
+    why = f"--drafter {names} has no such setting." if specs else "needs --drafter."
+    refuse_unused(args, [flag for flag in OF_DRAFTERS if flag not in read], why)
 
 
 def make_drafter(

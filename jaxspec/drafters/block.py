@@ -38,7 +38,9 @@ class AdaptiveBlock:
     offered it, the share that accepted it. The next draft has the length m, 0 among them, with the
     most expected tokens per cost, `(1 + sum of chances to depth m) / (1 + draft_cost + token_cost *
     nodes)`, and 1 for m = 0; nodes are those to depth m, of a tree that is made anew for every step
-    at most so many. Where no row of a batch drafts, the draft pass is left out.
+    at most so many. Now and then a row whose best length is 0 drafts the next best one, to see
+    whether that is still so, unless no draft could be worth it. Where no row of a batch drafts, the
+    draft pass is left out.
 
     Costs differ by machine and models: give what `jaxspec tune profile` measures. By default a
     token costs what it does `demo` in the profile that ships with `demo-eagle` (two CPU cores), and
@@ -49,7 +51,9 @@ class AdaptiveBlock:
         prior: every rate before anything is known.
         draft_cost: of a draft pass, in target passes over one token.
         token_cost: of each further token of a target pass, in target passes over one token.
-        explore: a row that did not draft so many times drafts a whole block.
+        explore: a row that did not draft in so many steps drafts all the same. Each time that it
+            is still not worth it, it waits twice as long.
+        patience: steps that it waits at most.
 
     Raises:
         ValueError: a setting is out of range.
@@ -60,6 +64,7 @@ class AdaptiveBlock:
     draft_cost: float = 0.2
     token_cost: float = 0.37
     explore: int = 8
+    patience: int = 64
 
     def __post_init__(self):
         for name in ("memory", "prior"):
@@ -70,6 +75,10 @@ class AdaptiveBlock:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}.")
         if self.explore < 1:
             raise ValueError(f"explore must be at least 1 step, got {self.explore}.")
+        if self.patience < self.explore:
+            raise ValueError(
+                f"patience must be at least explore ({self.explore}), got {self.patience}."
+            )
 
 
 class Acceptance(NamedTuple):
@@ -78,11 +87,13 @@ class Acceptance(NamedTuple):
     rates: running, of each depth; see `AdaptiveBlock`.
     offered: depth of the draft that is being verified; 0 before the first.
     idle: steps since the last draft.
+    wait: how many there may be; 0 while drafting is worth it.
     """
 
     rates: Float[Array, " depth"]
     offered: Int[Array, ""]
     idle: Int[Array, ""]
+    wait: Int[Array, ""]
 
 
 class BlockDraft(NamedTuple):
@@ -199,7 +210,7 @@ class BlockSettings:
     @property
     def slack(self) -> int:
         """Tokens that may be emitted between two draft passes, beside those of one step."""
-        return 0 if self.adaptive is None else self.adaptive.explore
+        return 0 if self.adaptive is None else self.adaptive.patience
 
     @cached_property
     def tree(self) -> Tree | None:
@@ -246,8 +257,10 @@ class BlockSettings:
 
     def nothing_accepted(self) -> Acceptance:
         """What a row remembers before its first draft."""
-        prior = 0.0 if self.adaptive is None else self.adaptive.prior
-        return Acceptance(jnp.full(self.depth, prior), jnp.int32(0), jnp.int32(0))
+        adaptive = self.adaptive
+        prior, wait = (0.0, 0) if adaptive is None else (adaptive.prior, adaptive.explore)
+        zero = jnp.int32(0)
+        return Acceptance(jnp.full(self.depth, prior), zero, zero, jnp.int32(wait))
 
     def draft(
         self,
@@ -270,7 +283,7 @@ class BlockSettings:
             context: of the row.
             acceptance: as the last draft left it.
         """
-        rates, length = self._length(acceptance, context)
+        rates, length, wait = self._length(acceptance, context)
         length = jnp.minimum(length, jnp.maximum(context.room - 1, 0))
         warp = self._warp(context.warp)
 
@@ -299,7 +312,7 @@ class BlockSettings:
         proposal = self.offer(choices, root, drawn=warp.temperature is not None)
         proposal = proposal._replace(valid=self._valid(proposal, length, context))
         idle = jnp.where(drafted, 0, acceptance.idle + 1)
-        return BlockDraft(proposal, kept, drafted, Acceptance(rates, length, idle))
+        return BlockDraft(proposal, kept, drafted, Acceptance(rates, length, idle, wait))
 
     def _warp(self, warp: Warp) -> Warp:
         """How drafts are drawn in a row with this warp; without a temperature: the likeliest."""
@@ -373,22 +386,26 @@ class BlockSettings:
 
     def _length(
         self, acceptance: Acceptance, context: Context
-    ) -> tuple[Float[Array, " depth"], Int[Array, ""]]:
-        """Rates after the step that verified the last draft, and how deep the next one is."""
+    ) -> tuple[Float[Array, " depth"], Int[Array, ""], Int[Array, ""]]:
+        """Rates after the step that verified the last draft, how deep the next is, and the wait."""
         rates, adaptive = acceptance.rates, self.adaptive
         if adaptive is None:
-            return rates, jnp.int32(self.depth)
+            return rates, jnp.int32(self.depth), acceptance.wait
         accepted = jnp.maximum(context.recent.count - 1, 0)
         depths = jnp.arange(1, self.depth + 1)
         tried = (depths <= acceptance.offered) & (accepted >= depths - 1)
         mixed = adaptive.memory * rates + (1 - adaptive.memory) * (accepted >= depths)
         rates = jnp.where(tried, mixed, rates)
         tokens = 1 + jnp.cumsum(jnp.cumprod(rates))
-        nodes = jnp.asarray(self._nodes_to_depth)
-        worth = tokens / (1 + adaptive.draft_cost + adaptive.token_cost * nodes)
-        worth = jnp.concatenate([jnp.ones(1), worth])
-        length = jnp.argmax(worth).astype(jnp.int32)
-        return rates, jnp.where(acceptance.idle >= adaptive.explore, self.depth, length)
+        costs = 1 + adaptive.draft_cost + adaptive.token_cost * self._nodes_to_depth
+        worth = tokens / jnp.asarray(costs, tokens.dtype)
+        best, pays = jnp.argmax(worth).astype(jnp.int32) + 1, jnp.max(worth) > 1
+        doubled = jnp.clip(2 * acceptance.wait, adaptive.explore, adaptive.patience)
+        wait = jnp.where(acceptance.offered > 0, doubled, acceptance.wait)
+        wait = jnp.where(pays, 0, wait)
+        could_pay = bool(np.any(1 + np.arange(1, self.depth + 1) > costs))
+        tries = (acceptance.idle >= wait) & could_pay
+        return rates, jnp.where(pays | tries, best, 0), wait
 
 
 def _where_wanted(wanted: Bool[Array, ""], compute: Callable[[], PyTree]) -> PyTree:

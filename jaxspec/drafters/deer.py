@@ -263,7 +263,7 @@ class Deer(BlockSettings):
             return _Reading(jnp.int32(0), jnp.int32(0), 0, (size,))
         news = self.depth + 1 + self.slack
         if diffusion.block is None:
-            sizes = (1 + news // 2 + behind, 1 + news + behind)
+            sizes = _doubled([1 + (self.depth + 1) // 2 + behind], 1 + news + behind)
             return _Reading(cache.length, context.length - 1, news, sizes)
         block = diffusion.block
         finished = (context.length - 1) // block * block
@@ -274,13 +274,13 @@ class Deer(BlockSettings):
         """Slots that a pass of a drafter may read that is causal over blocks of `own_block`.
 
         Smallest first; the last one is enough for any step. Most steps finish no block of the text,
-        or one.
+        or one; more where rows went on without drafts.
         """
         behind = self.block + (self.sep_token_id is not None)
         news = self.depth + 1 + self.slack
         least = -(-(1 + behind) // own_block) * own_block
         most = -(-(own_block + news + behind) // own_block) * own_block
-        return tuple(sorted({least, min(least + own_block, most), most}))
+        return _doubled([least, min(least + own_block, most)], most)
 
     def _end(self, draft: Network, length: Int[Array, ""]) -> Int[Array, ""]:
         """The slot after the canvas."""
@@ -328,6 +328,13 @@ class Deer(BlockSettings):
         tokens = self._canvas(draft, window, positions, nothing, context.length)
         seen = self._sees(draft, positions, self._end(draft, context.length))
         return _first_slots(settled(draft.forward(tokens, positions, seen, None)), slots)
+
+
+def _doubled(sizes: list[int], most: int) -> tuple[int, ...]:
+    """Some sizes, then each twice the one before, up to the most."""
+    while sizes[-1] < most:
+        sizes = [*sizes, min(2 * sizes[-1], most)]
+    return tuple(sorted(set(sizes)))
 
 
 def _token_id(model: "Model", name: str, token: str) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxspec
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.tree import Path as RankPath
@@ -51,7 +51,8 @@ class ExportConfig:
         prefill: how many tokens of a prompt are read at a time, for each signature of that kind.
         bundle: "cpu": with a drafter also `draft`, `verify_N`, `commit_N` and `step_sampled`, for
             hosts that sample or choose what to verify. "gpu": few functions, as a GPU holds the
-            weights once for each.
+            weights once for each: of blocks the largest window alone, and `verify_N` only for
+            trees that the host makes.
         verify: sizes of further `verify_N` and `commit_N`, for hosts that draft themselves.
         levels: sizes of `draft_N`, and `absorb`, for hosts that grow trees with an EAGLE head.
         quantization: of weights, one of `QUANTIZATIONS`.
@@ -112,7 +113,8 @@ def export(
         folder: made if it is not there; what else it holds stays.
         drafter: what `step` drafts with: an `Eagle` head over its static tree, or a `LayerSkip`
             with its set baked in. A `Deer` that is causal over blocks gets `draft_block_N`, which
-            the host calls before `verify_N`. `PromptLookup` runs on the host: it gets a
+            the host calls before `verify_N`, and over a chain or a static tree `step_block_N`,
+            whole greedy steps. `PromptLookup` runs on the host: it gets a
             `verify_N` that fits. `None`: plain decoding only.
         config: functions, shapes and quantization; 1024 tokens of text and int8 by default.
 
@@ -151,7 +153,7 @@ def export(
             drafting.check_fit(params)
     lowered = lower_all(signatures, params, config.quantization)
     manifest = Manifest(
-        version=metadata.version("jaxspec"),
+        version=jaxspec.__version__,
         model=model.name,
         quantization=config.quantization,
         slots=config.slots,

@@ -28,6 +28,7 @@ from jaxspec.mobile.loops import (
     Steps,
     Verified,
     static_proposal,
+    verifies_drafts,
 )
 from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.quantize import check_quantization
@@ -221,7 +222,7 @@ def _loops(manifest: Manifest, texts: Sequence[Sequence[int]]) -> dict[str, tupl
         loops["draft, verify, commit"] = verify_drafts, Warp()
     if manifest.sizes("step_block"):
         loops["draft_block, step_block"] = whole_steps, Warp()
-    if manifest.sizes("draft_block") and manifest.sizes("verify"):
+    if manifest.sizes("draft_block") and verifies_drafts(manifest):
         loops["draft_block, verify, commit"] = verify_drafts, Warp()
     sizes = manifest.sizes("verify")
     for size in sizes:

@@ -455,13 +455,8 @@ class BlockWindows:
     """
 
     def __init__(self, model: "MobileModel"):
-        described = model.manifest.drafter or {}
-        names = [field.name for field in dataclasses.fields(BlockSettings)]
-        settings = {name: described[name] for name in names if name in described}
-        if settings.get("paths") is not None:
-            settings["paths"] = tuple(map(tuple, settings["paths"]))
-        self.settings = BlockSettings(**settings)
-        diffusion = described["diffusion"]
+        self.settings = block_settings(model.manifest)
+        diffusion = (model.manifest.drafter or {})["diffusion"]
         self.mask, self._shift = diffusion["mask_token_id"], int(diffusion["shift"])
         self._own_block = diffusion["block"]
         self._model, self._sizes = model, model.manifest.sizes("draft_block")
@@ -490,6 +485,27 @@ class BlockWindows:
         # Masks behind the last block are seen by themselves alone.
         visible = (blocks[:, None] >= blocks[None]).astype(np.int32)
         return {"window": window, "start": [kept], "first": [first], "visible": visible}
+
+
+def block_settings(manifest: Manifest) -> BlockSettings:
+    """How the drafter of blocks that a file was made with drafts."""
+    described = manifest.drafter or {}
+    names = [field.name for field in dataclasses.fields(BlockSettings)]
+    settings = {name: described[name] for name in names if name in described}
+    if settings.get("paths") is not None:
+        settings["paths"] = tuple(map(tuple, settings["paths"]))
+    return BlockSettings(**settings)
+
+
+def verifies_drafts(manifest: Manifest) -> bool:
+    """Whether a file drafts for the host, and verifies as many tokens as that drafts."""
+    if "draft" in manifest.signatures:
+        nodes = 1 + len(manifest.paths)
+    elif manifest.sizes("draft_block"):
+        nodes = block_settings(manifest).tree_shape[0]
+    else:
+        return False
+    return max(manifest.sizes("verify"), default=0) >= nodes
 
 
 class BlockDraft:

@@ -62,7 +62,7 @@ class Manifest:
 
     @property
     def depth(self) -> int:
-        """Of the deepest tree of a step; 0 without one."""
+        """Of the deepest tree of `step` or `step_N`; 0 without one."""
         every = (self.paths, *self.trees.values())
         return max((len(path) for paths in every for path in paths), default=0)
 

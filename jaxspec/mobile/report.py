@@ -111,7 +111,7 @@ def _laws(file: MobileModel, text: Sequence[int]) -> Float[np.ndarray, "tokens v
 
 
 def _tau(file: MobileModel, texts: Sequence[Sequence[int]]) -> float | None:
-    if "step" not in file.manifest.signatures:
+    if "step" not in file.manifest.signatures and not file.manifest.sizes("step_block"):
         return None
     counts = [n for text in texts for n in file.generate(text, NEW_TOKENS, ()).counts[1:]]
     return float(np.mean(counts)) if counts else None

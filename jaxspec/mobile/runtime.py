@@ -31,6 +31,7 @@ from jaxspec.mobile.loops import (
     Verified,
     common_length,
     setting_beyond_steps,
+    verifies_drafts,
 )
 from jaxspec.mobile.manifest import Manifest, fingerprint, read_manifest
 from jaxspec.mobile.quantize import check_quantization
@@ -216,6 +217,8 @@ class MobileModel:
             _check_known(signature, "input", name, described["inputs"])
         if "length" in described["inputs"]:
             self._check_room(signature, inputs)
+        if "block_k_0" in described["inputs"]:
+            self._check_block_room(signature, inputs)
             self._known = 0  # only a stream knows what a call leaves in the caches
         for name, value in inputs.items():
             entry = described["inputs"][name]
@@ -373,7 +376,7 @@ class MobileModel:
         step = "step" if warp.temperature is None else "step_sampled"
         if step in signatures and setting_beyond_steps(warp, self.manifest) is None:
             return whole_steps
-        if "draft" in signatures or (sizes("draft_block") and sizes("verify")):
+        if verifies_drafts(self.manifest):
             return verify_drafts
         return Plain
 
@@ -405,6 +408,17 @@ class MobileModel:
             if not 0 <= token < known:
                 raise ValueError(f"prompt: ids must be in 0..{known - 1}, got {token}.")
 
+    def _check_block_room(self, signature: str, inputs: dict[str, Any]) -> None:
+        """Of a drafter of blocks, which has slots of its own."""
+        described = self.inputs(signature)
+        slots, size = described["block_k_0"]["shape"][2], described["window"]["shape"][1]
+        start = int(np.asarray(inputs.get("start", -1)).reshape(()))
+        if not 0 <= start <= slots - size:
+            raise ValueError(
+                f"start: {signature} writes {size} slots from {start} on, and the drafter of this "
+                f"file has {slots}; say where it writes, or end the text."
+            )
+
     def _check_room(self, signature: str, inputs: dict[str, Any]) -> None:
         if "length" not in inputs:
             raise ValueError(f"length: say where {signature} writes; the host owes it the room.")
@@ -415,6 +429,8 @@ class MobileModel:
             rows = 1
         elif kind == "step" or signature == "step":
             rows = levels
+        elif kind == "step_block":
+            rows = self._described(signature)["outputs"]["o_tokens"]["shape"][1]
         elif signature in ("draft", "absorb") and "tokens" in self.inputs(signature):
             start, rows = start - int(np.asarray(inputs.get("count", 1)).reshape(())), levels
         elif kind in ("prefill", "commit"):

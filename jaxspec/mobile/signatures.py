@@ -448,7 +448,7 @@ class BlockDrafting:
         if given := [name for name, found in unsupported.items() if found]:
             raise ValueError(
                 f"drafter: an exported Deer drafts every block in one pass, without "
-                f"{', '.join(given)}; leave that out."
+                f'{", ".join(given)}; leave that out (sep="" where config.json names one).'
             )
         self.config, self.block, self.mask = network.config, drafter.block, diffusion.mask_token_id
         self.sizes = drafter.window_sizes(diffusion.block)

@@ -427,6 +427,7 @@ def test_when_one_is_killed_the_others_say_so_and_the_job_resumes(job, of_one, n
     [
         (["--seed", "5"], "process 1 was given another job: seed is 5 there and 0 in process 0"),
         (["--model", "nowhere"], "There is no folder 'nowhere'"),
+        (["--expected-speedup", "2"], "needs a guard"),
     ],
 )
 def test_processes_of_different_jobs_are_refused_and_leave_no_output(job, flags, message):

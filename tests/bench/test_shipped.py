@@ -5,12 +5,14 @@ import gzip
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec.bench import assisted, shipped
+from jaxspec.bench import assisted, batches, shipped
 from jaxspec.bench.assisted import Pass, generation_of
 from jaxspec.bench.batches import measure_batches
 from jaxspec.bench.comparison import Divergence
@@ -521,6 +523,27 @@ class TestBlocks:
         assert of_pairs == [0, 2, 1, 3]
         assert found[2]["plain"].speedup == 1
         assert found[2]["plain"].speedup_interval == (1, 1)
+
+    def test_speed_ups_are_of_all_batches_together(self, model, monkeypatch):
+        """By hand: two batches of 10 tokens take 2 and 4 s plainly, 1 and 4 s with drafts."""
+        seconds = {None: {"a": 2.0, "b": 4.0}, "drafter": {"a": 1.0, "b": 4.0}}
+
+        def generate(model, rows, config, method, seed):
+            facts = {"num_tokens": 10, "num_verify_steps": 5, "idle_fraction": 0.5}
+            metrics = SimpleNamespace(seconds=seconds[method][rows[0]], **facts)
+            return SimpleNamespace(metrics=metrics)
+
+        monkeypatch.setattr(batches, "generate", generate)
+        monkeypatch.setattr(batches, "_divergences", lambda *arguments: ())
+        shape = SimpleNamespace(tokens=np.zeros((2, 16)))
+        monkeypatch.setattr(batches, "prepare", lambda *arguments: SimpleNamespace(prompts=shape))
+        config = jaxspec.GenerationConfig(max_new_tokens=4)
+        found = measure_batches(model, ["a", "b", "c", "d"], {"m": "drafter"}, config, (2,), 3)
+        figures = found[2]["m"]
+        assert figures.tokens_per_second == 4.0
+        assert figures.speedup == pytest.approx(6 / 5)
+        assert figures.speedup_interval == pytest.approx((1.0, 2.0))
+        assert (figures.mean_acceptance_length, figures.idle_fraction) == (2.0, 0.5)
 
     def test_sampled_batches_are_refused(self, model):
         config = jaxspec.GenerationConfig(max_new_tokens=4, temperature=1.0)

@@ -167,7 +167,7 @@ def test_every_denoising_step_is_a_pass(target, sizes):
 
 
 def test_an_adaptive_row_stops_drafting_and_tries_again(model, target):
-    """A drafter that is never right: no drafts, but for one whole block now and then."""
+    """A drafter that is never right: no drafts, but for one token ever more seldom."""
     hopeless = diffuser(network(VOCAB, seed=9), 4)
     # Without features all logits are equal: the first token that is not banned is drafted.
     nothing = jax.tree.map(jnp.zeros_like, hopeless.params["norm"])
@@ -181,8 +181,8 @@ def test_an_adaptive_row_stops_drafting_and_tries_again(model, target):
     assert rows[0].tokens.tolist() == plain.tokens.tolist()
     offered = [int(step.valid.sum()) - 1 for step in rows[0].trace]
     # Rates begin at 0.8; one failure takes the first to 0.
-    assert offered[:6] == [3, 0, 0, 0, 3, 0]
-    assert {step.width for step in rows[0].trace} == {1, 4}
+    assert offered[:13] == [3, 0, 0, 0, 1, *[0] * 6, 1, 0]
+    assert {step.width for step in rows[0].trace} == {1, 2, 4}
 
 
 def test_the_length_with_the_most_tokens_per_cost():
@@ -191,10 +191,28 @@ def test_the_length_with_the_most_tokens_per_cost():
     rates = jnp.array([0.9, 0.5, 0.1])
     worth = [1.0, 1.9 / 1.3, 2.35 / 1.4, 2.395 / 1.5]
     context = prompt_context()
-    _, length = drafter._length(Acceptance(rates, jnp.int32(0), jnp.int32(0)), context)
+    _, length, wait = drafter._length(acceptance(rates), context)
     assert length == int(np.argmax(worth)) == 2
-    _, length = drafter._length(Acceptance(rates, jnp.int32(0), jnp.int32(8)), context)
-    assert length == 3  # idle for so long
+    assert wait == 0
+
+
+def test_a_row_that_waits_drafts_the_next_best_length_at_last():
+    """By hand: with rates 0.1 a draft is worth at most 1.1 / 1.3 of a plain step."""
+    drafter = Deer(3, adaptive=AdaptiveBlock(draft_cost=0.2, token_cost=0.1, patience=20))
+    rates, context = jnp.full(3, 0.1), prompt_context()
+
+    def chosen(**facts):
+        _, length, wait = drafter._length(acceptance(rates, **facts), context)
+        return int(length), int(wait)
+
+    assert chosen(wait=8, idle=7) == (0, 8)
+    assert chosen(wait=8, idle=8) == (1, 8)
+    assert chosen(wait=8, offered=1) == (0, 16)  # in vain
+    assert chosen(wait=16, offered=1) == (0, 20)
+    assert chosen(wait=0, offered=1) == (0, 8)  # what paid until now
+    # Three drafted tokens of three would cost 4.1 plain steps.
+    drafter = Deer(3, adaptive=AdaptiveBlock(draft_cost=2.8, token_cost=0.1))
+    assert chosen(wait=8, idle=8) == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +228,7 @@ def test_a_level_of_a_tree_costs_as_much_as_its_nodes(tree, nodes, token_cost, e
     drafter = Deer(3, adaptive=AdaptiveBlock(draft_cost=0.2, token_cost=token_cost), **tree)
     rates, tokens = jnp.array([0.9, 0.5, 0.1]), np.array([1.9, 2.35, 2.395])
     worth = [1, *(tokens / (1.2 + token_cost * np.array(nodes)))]
-    before = Acceptance(rates, jnp.int32(0), jnp.int32(0))
-    _, length = drafter._length(before, prompt_context())
+    _, length, _ = drafter._length(acceptance(rates), prompt_context())
     assert length == int(np.argmax(worth)) == expected
     assert np.argmax([1, *(tokens / (1.2 + token_cost * np.arange(1, 4)))]) == 2
 
@@ -221,9 +238,12 @@ def test_rates_learn_from_what_was_tried_only():
     drafter = Deer(4, adaptive=AdaptiveBlock(memory=0.5))
     context = prompt_context()
     context = context._replace(recent=context.recent._replace(count=jnp.int32(3)))
-    before = Acceptance(jnp.full(4, 0.8), jnp.int32(3), jnp.int32(0))
-    rates, _ = drafter._length(before, context)
+    rates, *_ = drafter._length(acceptance(jnp.full(4, 0.8), offered=3), context)
     np.testing.assert_allclose(rates, [0.9, 0.9, 0.4, 0.8])
+
+
+def acceptance(rates, offered=0, idle=0, wait=8) -> Acceptance:
+    return Acceptance(rates, jnp.int32(offered), jnp.int32(idle), jnp.int32(wait))
 
 
 def prompt_context():
@@ -257,6 +277,7 @@ def test_settings_that_mean_nothing_are_refused(settings, named):
         ({"memory": 1.5}, "memory"),
         ({"token_cost": -0.1}, "token_cost"),
         ({"explore": 0}, "explore"),
+        ({"explore": 8, "patience": 7}, "patience must be at least explore"),
     ],
 )
 def test_adaptive_settings_that_mean_nothing_are_refused(settings, named):

@@ -132,7 +132,7 @@ DRAFTERS: dict[str, Case] = {
     ),
     "deer": Case(lambda: Deer(3), lambda target: diffuser(target, 4)),
     "deer, adaptive": Case(
-        lambda: Deer(3, adaptive=AdaptiveBlock(token_cost=0.4, explore=2)),
+        lambda: Deer(3, adaptive=AdaptiveBlock(token_cost=0.4, explore=2, patience=4)),
         lambda target: diffuser(target, 4),
     ),
     "deer, both sides": Case(lambda: Deer(3), lambda target: diffuser(target, None)),
@@ -150,7 +150,7 @@ DRAFTERS: dict[str, Case] = {
     ),
     "dflash": Case(lambda: DFlash(3, taps=(1,)), dflash_head),
     "dflash, dynamic tree": Case(
-        lambda: DFlash(3, num_nodes=6, taps=(1,), adaptive=AdaptiveBlock(explore=1)),
+        lambda: DFlash(3, num_nodes=6, taps=(1,), adaptive=AdaptiveBlock(explore=1, patience=2)),
         dflash_head,
         slow=True,
     ),

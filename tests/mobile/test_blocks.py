@@ -1,5 +1,6 @@
 """Block drafts on LiteRT: `draft_block` against the same drafter in JAX, in the same rounds."""
 
+from dataclasses import replace
 from itertools import product
 
 import jax
@@ -112,6 +113,36 @@ def test_a_greedy_text_takes_whole_steps_where_the_file_has_them(exported):
         whole_steps(file, Acceptance(Warp(np.float32(0.5))))
 
 
+def test_a_file_that_verifies_too_few_decodes_plainly_at_a_temperature(model, tmp_path):
+    """A GPU's file with steps over a chain of 5 and a `verify_4` for hosts of their own."""
+    from jaxspec.core.types import Warp
+    from jaxspec.mobile.runtime import MobileModel
+
+    shapes = replace(SHAPES, bundle="gpu", verify=(4,))
+    manifest = export(model, tmp_path, drafter_of(model, DRAFTERS["chain"]), shapes)
+    assert manifest.sizes("verify") == (4,)
+    file = MobileModel(tmp_path / MODEL_FILE, num_threads=1)
+    warp = Warp(np.float32(0.5))
+    decoded = file.generate(PROMPTS[0], 8, stop_token_ids=(), warp=warp, seed=3)
+    assert decoded.counts == (1,) * 8
+    greedy = file.generate(PROMPTS[0], 8, stop_token_ids=())
+    (row,) = generate(model, PROMPTS[0], GenerationConfig(max_new_tokens=8))
+    assert greedy.tokens.tolist() == row.tokens.tolist()
+    assert len(greedy.counts) < 8
+    assert "draft_block, verify, commit" not in _loops(manifest, ())
+
+
+def test_what_would_be_written_past_the_end_is_refused(exported):
+    file, _ = exported
+    size = file.manifest.sizes("draft_block")[0]
+    slots = file.inputs(f"draft_block_{size}")["block_k_0"]["shape"][2]
+    with pytest.raises(ValueError, match=f"start: draft_block_{size} writes {size} slots from"):
+        file.call(f"draft_block_{size}", start=[slots - size + 1])
+    if file.manifest.sizes("step_block"):
+        with pytest.raises(ValueError, match=f"length: step_block_{size} writes . rows from 95 on"):
+            file.call(f"step_block_{size}", start=[0], length=[SHAPES.slots - 1])
+
+
 def test_sampling_accepts_block_drafts(exported):
     from jaxspec.core.types import Warp
 
@@ -128,7 +159,8 @@ def test_what_no_file_drafts_is_refused(model, tmp_path):
     refused(Deer(3), "sees both sides", block=None)
     refused(Deer(3, steps=2), "without steps")
     refused(Deer(3, adaptive=AdaptiveBlock()), "without adaptive")
-    refused(Deer(3, sep_token_id=1), "without sep_token_id")
+    refused(Deer(3, sep_token_id=1), 'without sep_token_id.*sep=""')
+    refused(Deer(3, temperature=0.5), "without temperature")
     causal = Network(init_params(CONFIG, jax.random.key(0)), CONFIG)
     with pytest.raises(ValueError, match="needs a diffusion model"):
         export(model, tmp_path, LoadedDrafter(Deer(3), causal), SHAPES)
