@@ -182,18 +182,13 @@ def decode_file(
     rows = batch.read_rows(args.input, args.field, args.chat)
     model = load_model(args, mesh_asked(args))
     drafter = drafter_asked(args, model)
-    guard = batch.GuardSettings(expected=args.expected_speedup)
-    batch.check_job(
-        model,
-        rows,
-        config,
-        drafter,
-        args.seed,
-        batch=args.batch,
-        slots=args.slots,
-        drafting=args.drafting,
-        guard=guard,
-    )
+    settings: dict[str, Any] = {
+        "batch": args.batch,
+        "slots": args.slots,
+        "drafting": args.drafting,
+        "guard": batch.GuardSettings(expected=args.expected_speedup),
+    }
+    batch.check_job(model, rows, config, drafter, args.seed, **settings)
     header = batch.job_header(
         model, rows, config, drafter, args.seed, drafting=args.drafting, slots=args.slots
     )
@@ -218,10 +213,7 @@ def decode_file(
                 config,
                 drafter,
                 args.seed,
-                batch=args.batch,
-                slots=args.slots,
-                drafting=args.drafting,
-                guard=guard,
+                **settings,
                 should_stop=lambda: bool(interrupts),
                 progress=_Progress(args.progress),
             )
