@@ -2,14 +2,13 @@
 
 from jaxspec.bench import Comparison, compare
 from jaxspec.check import DrafterReport, check_drafter
-from jaxspec.checkpoint import Model, Tokenizer, load, load_dflash, load_eagle, save
+from jaxspec.checkpoint import Model, Tokenizer, load, load_eagle, save
 from jaxspec.compilation import use_persistent_cache
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents, tree_from_paths
 from jaxspec.core.types import Tree
 from jaxspec.denoising import DenoiseConfig, DenoiseResult, denoise, denoise_stream
 from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import (
-    AdaptiveBlock,
     Deer,
     DFlash,
     DraftModel,
@@ -29,7 +28,6 @@ from jaxspec.trees import search_tree
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdaptiveBlock",
     "Comparison",
     "DFlash",
     "Deer",
@@ -62,7 +60,6 @@ __all__ = [
     "eagle_tree",
     "generate",
     "load",
-    "load_dflash",
     "load_eagle",
     "regenerate",
     "save",

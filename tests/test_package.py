@@ -249,7 +249,7 @@ def test_the_wheel_carries_the_models_of_the_demo_and_no_more(wheel):
     sets = [path.parent.name for path in (ROOT / "checkpoints").glob("demo*/skips.json")]
     of_sets = ("skips.json", "trace.jsonl", "recipe.md")
     expected |= {f"jaxspec/checkpoints/{name}/{file}" for name in sets for file in of_sets}
-    drawn = ("metrics.json", "first-stage/metrics.json")
+    drawn = ("metrics.json", "first-stage/metrics.json", *beside_heads)
     expected |= {f"jaxspec/checkpoints/demo-deer/{file}" for file in drawn}
     assert carried == expected
     assert set(SOURCES) <= names

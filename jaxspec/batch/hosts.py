@@ -27,8 +27,7 @@ from typing import Any, NoReturn
 
 import jax
 
-import jaxspec
-from jaxspec.batch.writer import Key, differences
+from jaxspec.batch.writer import Key, differences, version_in_use
 
 EXIT_LOST = 2
 _RESUME = "Records that were written are safe: start all processes again with --resume."
@@ -51,7 +50,7 @@ def code_in_use() -> dict[str, str]:
     for path in sorted(_PACKAGE.rglob("*.py")):
         checksum = zlib.crc32(path.read_bytes(), checksum)
     return {
-        "jaxspec": jaxspec.__version__,
+        "jaxspec": version_in_use(),
         "code of jaxspec": f"{checksum:08x}",
         "jax": jax.__version__,
     }

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-import jaxspec
 from jaxspec.batch.guard import Chunk, Guard, GuardSettings
 from jaxspec.batch.plan import (
     SHARE_OF_MEMORY,
@@ -47,7 +46,7 @@ from jaxspec.batch.slots import (
     run_chunk,
     state_shapes,
 )
-from jaxspec.batch.writer import Output
+from jaxspec.batch.writer import Output, version_in_use
 from jaxspec.bench.compare import describe
 from jaxspec.checkpoint.memory import available_memory
 from jaxspec.compilation import CompileClock
@@ -102,7 +101,7 @@ def job_header(
     either = slots is None and _drafts_change_nothing(model, config)
     return {
         "format": 3,
-        "jaxspec": jaxspec.__version__,
+        "jaxspec": version_in_use(),
         "model": model.name,
         "architecture": repr(model.config),
         "dtype": str(np.dtype(model.network.dtype)),

@@ -12,6 +12,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -256,6 +257,14 @@ class Writer:
             raise OutputError(
                 f"{self.path}: {_reason(error)}. Make room, or give another place."
             ) from error
+
+
+def version_in_use() -> str:
+    """Of this package, as headers and processes compare it."""
+    try:
+        return version("jaxspec")
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], here: str = "here") -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxspec
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.tree import Path as RankPath
@@ -153,7 +153,7 @@ def export(
             drafting.check_fit(params)
     lowered = lower_all(signatures, params, config.quantization)
     manifest = Manifest(
-        version=jaxspec.__version__,
+        version=metadata.version("jaxspec"),
         model=model.name,
         quantization=config.quantization,
         slots=config.slots,

@@ -19,6 +19,7 @@ import dataclasses
 import importlib
 import tempfile
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-import jaxspec
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core import masks
@@ -114,7 +114,7 @@ def export_litertlm(
         sections["mtp_drafter"] = {"draft": draft_signature(target, carried)}
     lm = _builder_module("litertlm_builder")
     builder = lm.LitertLmFileBuilder()
-    version = lm.Metadata("Authors", f"jaxspec {jaxspec.__version__}", lm.DType.STRING)
+    version = lm.Metadata("Authors", f"jaxspec {metadata.version('jaxspec')}", lm.DType.STRING)
     builder.add_system_metadata(version)
     with (
         replacing_files(Path(folder)) as staging,
