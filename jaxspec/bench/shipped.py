@@ -208,7 +208,8 @@ def adaptive_deer(name: str, block: int) -> Callable[[Model], LoadedDrafter | No
 def measure_costs(target: Model, chain: LoadedDrafter) -> AdaptiveBlock:
     """What drafting and each further token of a target pass cost on this machine.
 
-    To a tenth, as they are constants of the program: it is found again where they are the same.
+    Rounded, as they are constants of the program: it is found again where they are the same. A
+    token's to one digit, as it may be far below a tenth where passes are bound by memory.
 
     Args:
         target: the model.
@@ -222,7 +223,7 @@ def measure_costs(target: Model, chain: LoadedDrafter) -> AdaptiveBlock:
     further = (whole.target - one.target) / (whole.width - 1)
     return AdaptiveBlock(
         draft_cost=round(whole.draft / one.target, 1),
-        token_cost=round(max(0.0, further / one.target), 1),
+        token_cost=float(f"{max(0.0, further / one.target):.1g}"),
     )
 
 

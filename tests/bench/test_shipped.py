@@ -560,7 +560,7 @@ class TestBlocks:
 
         monkeypatch.setattr(shipped, "measure_drafter", measure_drafter)
         costs = measure_costs(model, LoadedDrafter(jaxspec.Deer(8), model.network))
-        assert (costs.draft_cost, costs.token_cost) == (0.5, 0.1)  # to a tenth
+        assert (costs.draft_cost, costs.token_cost) == (0.5, 0.1)  # 0.125 to one digit
 
     def test_only_a_drafter_for_another_target_is_left_out(self, model):
         network = Network(model.params, model.config.replace(diffusion=Diffusion(3, shift=True)))
