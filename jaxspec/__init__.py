@@ -1,12 +1,28 @@
-"""Speculative decoding in JAX: drafters, trees and lossless verification in one XLA program."""
+"""Speculative decoding in JAX: drafters, trees and lossless verification in one XLA program.
 
-from jaxspec.bench import Comparison, compare
-from jaxspec.check import DrafterReport, check_drafter
+- Models: `load`, `load_eagle`, `save`, `Model`, `Tokenizer`.
+- Decoding: `generate`, `stream`, `score`, `GenerationConfig`.
+- Results: `GenerationResult`, `Generation`, `StreamStep`, `Score`, `Metrics`, `TraceStep`.
+- Drafters: `PromptLookup`, `DraftModel`, `Eagle`, `Eagle2`, `DFlash`, `Deer`, `LayerSkip`,
+  `NoDraft`; a drafter with its weights is a `LoadedDrafter`.
+- Draft trees: `Tree`, `chain`, `tree_from_parents`, `tree_from_paths`, `eagle_tree`,
+  `search_tree`.
+- Diffusion models: `denoise`, `denoise_stream`, `DenoiseConfig`, `DenoiseResult`,
+  `SelfSpeculation`.
+- Measuring and checking: `compare`, `Comparison`, `check_drafter`, `DrafterReport`.
+- Compiled programs kept on disk: `use_persistent_cache`.
+"""
+
 from jaxspec.checkpoint import Model, Tokenizer, load, load_eagle, save
 from jaxspec.compilation import use_persistent_cache
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents, tree_from_paths
 from jaxspec.core.types import Tree
-from jaxspec.denoising import DenoiseConfig, DenoiseResult, denoise, denoise_stream
+from jaxspec.decoding.check import DrafterReport, check_drafter
+from jaxspec.decoding.denoise import DenoiseConfig, DenoiseResult, denoise, denoise_stream
+from jaxspec.decoding.generate import Score, StreamStep, generate, score, stream
+from jaxspec.decoding.metrics import Metrics
+from jaxspec.decoding.request import GenerationConfig
+from jaxspec.decoding.result import Generation, GenerationResult, TraceStep
 from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import (
     Deer,
@@ -19,11 +35,8 @@ from jaxspec.drafters import (
     NoDraft,
     PromptLookup,
 )
-from jaxspec.generation import GenerationConfig, Score, StreamStep, generate, score, stream
-from jaxspec.metrics import Metrics
-from jaxspec.regeneration import regenerate
-from jaxspec.result import Generation, GenerationResult, TraceStep
-from jaxspec.trees import search_tree
+from jaxspec.measure import Comparison, compare
+from jaxspec.tuning import search_tree
 
 __version__ = "0.1.0"
 
@@ -61,13 +74,11 @@ __all__ = [
     "generate",
     "load",
     "load_eagle",
-    "regenerate",
     "save",
     "score",
     "search_tree",
     "stream",
     "tree_from_parents",
     "tree_from_paths",
+    "use_persistent_cache",
 ]
-
-use_persistent_cache()

@@ -1,4 +1,4 @@
-"""A progress bar for what takes longer than two seconds; in files a line a minute."""
+"""A progress bar for long work on terminals; elsewhere one line a minute."""
 
 import sys
 import time

@@ -1,14 +1,13 @@
 """Models, caches and rows over a mesh of devices: tensor parallel and data parallel at once.
 
-A mesh has two axes. Rows of a batch lie over "data", and what a model consists of lies over
-"model": heads, hidden units of MLPs, the vocabulary, experts. One table says which. XLA does the
-rest: each block ends in one sum over "model", and rows of different devices meet only where a
-drafter takes the best of a level of its tree.
+A mesh has two axes. Rows of a batch lie over "data"; heads, hidden units of MLPs, the vocabulary
+and experts of a model lie over "model". One table assigns them. XLA does the rest: each block ends
+in one sum over "model", and rows of different devices meet only where a drafter takes the best
+nodes of a level of its tree.
 
-A model that lies on a mesh carries it with its weights, so nothing else needs to be told:
-`mesh_of` finds it, and whoever calls a compiled function does so `on` it. There a few functions
-take another form (`core.forms`), one that keeps every axis of a weight in its place: an axis that
-is merged into another cannot stay divided.
+A model carries its mesh with its weights: `mesh_of` finds it, and compiled functions are called
+`on` it. There a few functions take another form (`core.forms`) that keeps every axis of a weight in
+its place: an axis that is merged into another cannot stay divided.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ MESH_AXES: Mapping[str | None, str] = {
     "vocabulary": MODEL,
     "experts": MODEL,
 }
-"""Over which axis of a mesh a logical axis lies; those not named are whole on every device."""
+"""Axis of the mesh for each logical axis; all others are whole on every device."""
 
 PARAM_AXES: Mapping[tuple[str, int], Axes] = {
     ("embed/embedding", 2): ("vocabulary", None),
@@ -62,22 +61,26 @@ PARAM_AXES: Mapping[tuple[str, int], Axes] = {
 """
 
 CACHE_AXES: Axes = ("rows", "heads", None, None)
-"""Of a batch's keys and of its values, in the cache of any model."""
+"""Logical axes of a batch's keys and values, in the cache of any model."""
 
 
 def make_mesh(
     data: int | None = None, model: int = 1, *, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
-    """A mesh of two axes, "data" and "model".
+    """Returns a mesh of two axes, "data" and "model".
 
     Args:
-        data: parts that the rows of a batch are divided into; None: as many as there are devices
+        data: parts into which the rows of a batch are divided; `None`: as many as there are devices
             for.
-        model: parts that heads, MLPs, vocabulary and experts are divided into.
-        devices: to choose the first ones of; None: all of this process.
+        model: parts into which heads, MLPs, vocabulary and experts are divided.
+        devices: the mesh takes the first of these; `None`: of all devices of this process.
 
     Raises:
         ValueError: a size is below 1, or the mesh does not divide the devices.
+
+    Example:
+        >>> make_mesh(data=1, model=1).axis_names
+        ('data', 'model')
     """
     devices = jax.local_devices() if devices is None else devices
     kind = f"the {len(devices)} {devices[0].platform} devices here"
@@ -97,7 +100,11 @@ def parse_mesh(text: str) -> Mesh:
     """Reads "data=2,model=4"; an axis left out is 1.
 
     Raises:
-        ValueError: it says something else, or as for `make_mesh`.
+        ValueError: the text says something else, or as for `make_mesh`.
+
+    Example:
+        >>> dict(parse_mesh("data=1").shape)
+        {'data': 1, 'model': 1}
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -135,9 +142,9 @@ def check_divides(config: ModelConfig, mesh: Mesh) -> None:
 
 
 def partition(axes: Axes, shape: tuple[int, ...], mesh: Any) -> PartitionSpec:
-    """Where an array with these logical axes lies.
+    """Returns the partition of an array with these logical axes.
 
-    An axis of the mesh divides the first logical axis that it can; what it cannot divide is whole.
+    An axis of the mesh divides the first logical axis that it can; other axes are whole.
 
     Args:
         axes: one for each of the leading dimensions of `shape`.
@@ -154,22 +161,22 @@ def partition(axes: Axes, shape: tuple[int, ...], mesh: Any) -> PartitionSpec:
 
 
 def param_sharding(name: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """Where a weight lies. Of its name, parts joined by "/", the last two count."""
+    """Returns the sharding of a weight, by the last two parts of its name, which "/" joins."""
     end = "/".join(name.split("/")[-2:])
     axes = PARAM_AXES.get((end, len(shape)), ())
     return NamedSharding(mesh, partition(axes, shape, mesh))
 
 
 def put(array: np.ndarray, sharding: NamedSharding) -> Array:
-    """An array of the host on its shards: each device is handed its part and no more."""
+    """Puts an array of the host on its shards: each device receives its part and no more."""
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
 
 def shard(weights: T, mesh: Mesh) -> T:
-    """Weights of any model or head on a mesh: those that lie there already stay.
+    """Puts weights of any model or head on a mesh; those that lie there already stay.
 
-    Where the mesh does not divide them, as the one key head of a small draft model, they are whole
-    on every device.
+    Weights that the mesh does not divide, such as the one key head of a small draft model, are
+    whole on every device.
     """
 
     def place(path: Any, leaf: Any) -> Any:
@@ -182,14 +189,14 @@ def shard(weights: T, mesh: Mesh) -> T:
 
 
 def on_every_device(mesh: Mesh) -> NamedSharding:
-    """Whole copies."""
+    """Returns the sharding of arrays that are whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def spread_rows(mesh: Mesh, batch: PyTree) -> PyTree:
-    """A batch whose first axis lies over "data", an equal part on each device.
+    """Puts the first axis of a batch over "data", an equal part on each device.
 
-    Where that does not divide the rows, all of them are everywhere, and the work is done twice.
+    If "data" does not divide the rows, all of them are on every device, and the work is repeated.
     """
 
     def place(leaf: Any) -> Array:
@@ -199,7 +206,7 @@ def spread_rows(mesh: Mesh, batch: PyTree) -> PyTree:
 
 
 def mesh_of(weights: PyTree) -> Mesh | None:
-    """The mesh that weights lie on; None for those of a single device."""
+    """Returns the mesh of weights; `None` for those of a single device."""
     for leaf in jax.tree.leaves(weights):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == (DATA, MODEL):
@@ -208,47 +215,47 @@ def mesh_of(weights: PyTree) -> Mesh | None:
     return None
 
 
-def beside(target: PyTree, weights: T) -> T:
-    """Weights on the mesh that a target's lie on, if those do."""
+def shard_like(target: PyTree, weights: T) -> T:
+    """Puts weights on the mesh of a target's weights, if those lie on one."""
     mesh = mesh_of(target)
     return weights if mesh is None else shard(weights, mesh)
 
 
 def shares_of_memory(mesh: Mesh | None, *, rows: bool = False) -> int:
-    """How many devices, with memory of their own, a model is divided over; or rows' caches."""
+    """Returns the separate memories over which a model is divided, or, for `rows`, their caches."""
     if mesh is None or mesh.devices.flat[0].platform == "cpu":
         return 1
     return mesh.size if rows else mesh.shape[MODEL]
 
 
 def placement_of(weights: PyTree) -> "Placement | None":
-    """Where rows belong that weights are for; None: anywhere."""
+    """Returns the layout of rows for weights on a mesh; `None` for those of a single device."""
     mesh = mesh_of(weights)
     return None if mesh is None else Placement(mesh)
 
 
 def on_mesh_of(weights: PyTree) -> AbstractContextManager[None]:
-    """Within it, programs are traced and called for the mesh that weights lie on, if any."""
+    """Traces and calls programs within it for the mesh of the weights, if there is one."""
     mesh = mesh_of(weights)
     return nullcontext() if mesh is None else on(mesh)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Puts a batch of rows where it is to lie: rows over "data", their caches over "model" too.
+    """Lays out a batch of rows on a mesh: rows over "data", their caches over "model" too.
 
-    Works on arrays and, as a constraint, inside a program.
+    It works on arrays and, as a constraint, inside a program.
     """
 
     mesh: Mesh
 
     @property
     def data_axis_size(self) -> int:
-        """Parts that rows are divided into."""
+        """Number of parts into which rows are divided."""
         return self.mesh.shape[DATA]
 
     def __call__(self, states: T) -> T:
-        """The same states, placed."""
+        """Returns the same states, laid out."""
 
         def pin(array: Array, axes: Axes) -> Array:
             spec = partition(axes, array.shape, self.mesh)
@@ -264,9 +271,9 @@ class Placement:
 
 @contextmanager
 def on(mesh: Mesh) -> Iterator[None]:
-    """Within it, programs are traced and called for this mesh.
+    """Traces and calls programs within it for this mesh.
 
-    The mesh is part of what a compiled program is found by, so the forms are too.
+    The mesh is part of a compiled program's key, so the forms are too.
     """
     forms: dict[Any, Any] = {placed: Placement(mesh)}
     if mesh.shape[MODEL] > 1:
@@ -312,7 +319,7 @@ def _mix_experts(
 
 
 def _entry_name(entry: Any) -> str:
-    """Of a step on the path to a leaf: a dictionary's key, a field's name, a place."""
+    """Returns the name of a step on the path to a leaf: a key, a field's name, an index."""
     for field in ("key", "name", "idx"):
         if hasattr(entry, field):
             return str(getattr(entry, field))

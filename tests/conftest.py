@@ -1,4 +1,4 @@
-"""What the tests of several folders share."""
+"""Settings and fixtures that the tests of several folders share."""
 
 import os
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from jaxtyping import install_import_hook
 
 from tests.shapes import checked
 
+ROOT = Path(__file__).resolve().parents[1]
 # Compiled afresh: a program that another worker left on disk is not what a test is about.
 os.environ.setdefault("JAXSPEC_CACHE", "off")
 # Before anything of `jaxspec` is imported.
@@ -19,7 +20,7 @@ install_import_hook(
     f"{checked.__module__}.{checked.__name__}",
 )
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# How long an example takes says more of the machine than of the code.
+# The time of an example says more about the machine than about the code.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
@@ -31,14 +32,29 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
 
 
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides the terminal that the tests were started in; a test that is about one sets its own."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
 @pytest.fixture(scope="session")
-def shared_folder() -> Callable[..., Path]:
-    """The path of a folder of recorded reference data beside the repository; skips without it."""
+def recorded_folder() -> Callable[..., Path]:
+    """Returns the path of a folder of recorded reference data, `tests/recorded`."""
+    return (ROOT / "tests" / "recorded").joinpath
+
+
+@pytest.fixture(scope="session")
+def data_folder() -> Callable[..., Path]:
+    """Returns the path of a folder of fetched data sets, `data`; skips where it is absent."""
 
     def find(*parts: str) -> Path:
-        path = Path(__file__).resolve().parents[2].joinpath("shared", *parts)
+        path = (ROOT / "data").joinpath(*parts)
         if not path.exists():
-            pytest.skip(f"needs {path}, which is not here")
+            name = path.relative_to(ROOT).as_posix()
+            pytest.skip(f"needs {name}: run `python -m benchmarks.fetch`")
         return path
 
     return find
@@ -69,10 +85,28 @@ def tiny_network(tiny_config):
     return Network(init_params(tiny_config, jax.random.key(0)), tiny_config)
 
 
+@pytest.fixture(scope="session")
+def model():
+    """A model with a tokenizer, small enough for anything."""
+    from tests.measure.models import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def folder(model, tmp_path_factory) -> str:
+    """The folder of that model."""
+    import jaxspec
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    jaxspec.save(model, folder)
+    return str(folder)
+
+
 @pytest.fixture(autouse=True)
 def _few_programs_in_memory():
     """Lets go of compiled programs now and then."""
-    from jaxspec.bench.timing import release_programs
+    from jaxspec.measure.timing import release_programs
 
     yield
     release_programs()

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -51,3 +52,17 @@ def test_notebooks_run(path, monkeypatch):
     nbclient.NotebookClient(notebook, timeout=300, resources=where).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert any("text/html" in output.get("data", ()) for output in shown)
+
+
+def test_the_table_of_a_70b_target_is_what_the_notebook_computes():
+    notebook = json.loads((ROOT / "notebooks" / "07_batch_decoding.ipynb").read_text("utf-8"))
+    found: dict = {"plt": MagicMock()}
+    exec("".join(notebook["cells"][-1]["source"]), found)
+    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    table = page.split("| rows on a host |")[1].split("\n\n")[0].splitlines()[2:]
+    assert table == [
+        f"| {rows} | {1e3 * rows / plain:.1f} | {plain:.0f} | {drafted / plain:.2f} |"
+        for rows, plain, drafted in zip(
+            found["at_once"], found["plain"], found["drafted"], strict=True
+        )
+    ]

@@ -1,4 +1,4 @@
-"""What long work says of itself."""
+"""Messages of long work about its progress."""
 
 from types import SimpleNamespace
 

@@ -1,24 +1,30 @@
 """Files of prompts, decoded in slots that are refilled as rows finish."""
 
 from jaxspec.batch.guard import Guard, GuardSettings
-from jaxspec.batch.job import check_job, job_header, run
+from jaxspec.batch.header import job_header
+from jaxspec.batch.job import check_job, run
 from jaxspec.batch.report import JobReport
 from jaxspec.batch.rows import Row, read_rows, rows_of
-from jaxspec.batch.slots import Place
+from jaxspec.batch.settings import DraftingMode, JobSettings, Shard, parse_shard
+from jaxspec.batch.shards import merge
 from jaxspec.batch.writer import Collector, Output, OutputError, Writer
 
 __all__ = [
     "Collector",
+    "DraftingMode",
     "Guard",
     "GuardSettings",
     "JobReport",
+    "JobSettings",
     "Output",
     "OutputError",
-    "Place",
     "Row",
+    "Shard",
     "Writer",
     "check_job",
     "job_header",
+    "merge",
+    "parse_shard",
     "read_rows",
     "rows_of",
     "run",

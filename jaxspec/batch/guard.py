@@ -1,11 +1,10 @@
-"""Whether to draft: decided by what drafting and plain decoding really took in this job.
+"""The guard: decides from the measured time of a job's chunks whether steps draft.
 
-A draft costs time whether or not it is accepted. With many rows a target pass is bound by
+A draft takes time whether or not it is accepted. With many rows a target pass is bound by
 arithmetic and not by reading weights, so a pass over more tokens takes longer, and speculation may
-lose. No table of another day knows this job's texts and this machine's load, so the guard books
-the time of the job's own chunks: one number for the steps that draft, one for those that do not,
-and how many tokens a step that drafts emits. Rows that draft also take longer to get into their
-slots, as the drafter reads their prompts too; so that time is booked as well, for both kinds.
+lose. The guard therefore measures this job on this machine: seconds of steps with drafts, seconds
+of plain steps, and tokens that a step with drafts emits. Rows that draft also take longer to get
+into their slots, as the drafter reads their prompts too; the guard measures that time for both.
 """
 
 import dataclasses
@@ -17,18 +16,17 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class GuardSettings:
-    """When to try what, and when to believe it.
+    """Settings of a guard.
 
     Attributes:
-        margin: drafting must be faster than plain decoding by this share to begin, so that noise
-            never drafts. It goes on for as long as it is faster at all.
-        samples: chunks of each kind to look at before the first decision.
-        probe_seconds: a chunk that is run to be timed lasts about this long: short ones are mostly
-            noise.
-        probe_share: of the job's time, what trying the other way again may take.
-        expected: tokens per second of drafting over those of plain decoding, as a curve that was
-            measured before says for this many rows; the job begins as it says. `None`: without a
-            curve, it begins with chunks of both kinds.
+        margin: share by which drafting must be faster than plain decoding to begin, so that noise
+            alone never begins it. It continues for as long as it is faster at all.
+        samples: chunks of each kind to time before the first decision.
+        probe_seconds: length of a chunk that is run to be timed: short ones are mostly noise.
+        probe_share: share of the job's time for trying the other kind again.
+        expected: tokens per second of drafting over those of plain decoding with this many rows, as
+            measured before; the job begins accordingly. `None`: it begins with chunks of both
+            kinds.
 
     Raises:
         ValueError: a number is out of range.
@@ -53,10 +51,11 @@ class GuardSettings:
 
 
 class Chunk(NamedTuple):
-    """What to run next.
+    """The next chunk.
 
-    drafting: with drafts or plainly.
-    limit: steps at most.
+    Attributes:
+        drafting: True: steps draft. False: they decode plainly.
+        limit: most steps.
     """
 
     drafting: bool
@@ -64,20 +63,20 @@ class Chunk(NamedTuple):
 
 
 _FADE = 0.98
-"""What older steps, or rows, weigh when one more is booked."""
+"""Factor on the weight of older steps, or rows, for each new one."""
 _FEWEST_READ = 4
-"""Rows, before it counts what reading their prompts took."""
+"""Prompts that must be read before their time counts."""
 
 
 @dataclasses.dataclass
 class _Share:
-    """A sum over another, in which what is older weighs less."""
+    """A ratio of two sums in which older values weigh less."""
 
     over: float = 0.0
     under: float = 0.0
 
     def add(self, over: float, under: float, num: int) -> None:
-        """Takes both in; they are of `num` steps, or rows."""
+        """Adds to both sums the values of `num` steps, or rows."""
         fade = _FADE**num
         self.over, self.under = fade * self.over + over, fade * self.under + under
 
@@ -88,10 +87,14 @@ class _Share:
 
 @dataclasses.dataclass
 class _Kind:
-    """What is known of one way to step. The first chunk warms up and is not booked.
+    """Measurements of one kind of steps. The first chunk warms up and does not count.
 
-    reading: seconds over tokens of the prompts that were read into slots.
-    num_read: of these prompts.
+    Attributes:
+        warm: the first chunk is over.
+        reading: seconds over tokens of the prompts that were read into slots.
+        num_read: number of these prompts.
+        seconds: seconds per step of the latest chunks.
+        probing: chunks left to time.
     """
 
     warm: bool = False
@@ -106,20 +109,25 @@ class _Kind:
 
     @property
     def read_seconds(self) -> float | None:
-        """Per token of a prompt; `None` as long as too few were read."""
+        """Seconds per token of a prompt; `None` as long as too few were read."""
         return self.reading.ratio if self.num_read >= _FEWEST_READ else None
 
 
 class Guard:
-    """Says before each chunk whether it drafts, and is told afterwards what it took.
+    """Decides before each chunk whether it drafts; afterwards it is given the chunk's time.
 
-    Pure bookkeeping: time comes in as numbers, so that a test can make it up.
+    It reads no clock: time comes in as numbers, so that a test can make it up.
+
+    Example:
+        >>> guard = Guard(GuardSettings(expected=0.8))
+        >>> guard.choose()
+        Chunk(drafting=False, limit=32)
     """
 
     def __init__(
         self, settings: GuardSettings | None = None, longest: int = 32, most_tokens: int = 128
     ):
-        """`longest`: steps of a chunk at most. `most_tokens`: that a row emits at most."""
+        """Takes the most steps of a chunk and the most tokens of a row."""
         self.settings = settings or GuardSettings()
         self._longest, self._most_tokens = longest, most_tokens
         self._kinds = {True: _Kind(), False: _Kind()}
@@ -137,16 +145,17 @@ class Guard:
     def speedup(self) -> float | None:
         """Tokens per second of drafting over those of plain decoding; `None` until both are known.
 
-        With what it takes to fill slots, as long as rows wait for them. Where only one kind was
-        seen to fill any, the other is taken to be as fast at that.
+        It includes the time to fill slots, as long as rows wait for them. Where only one kind has
+        filled any, the other is assumed to be as fast at that.
         """
         bounds = self._bounds()
         return None if bounds is None else bounds[1]
 
     def _bounds(self) -> tuple[float, float] | None:
-        """The speed-up at least and at most: plain rows take no longer to fill slots than others.
+        """Returns bounds of the speed-up: plain rows fill slots at least as fast as others.
 
-        Seconds per token: a step's over the tokens it emits, and a row's reading over all it emits.
+        It compares seconds per token: a step's over the tokens that it emits, and reading a prompt
+        over all tokens of its row.
         """
         draft, plain = self._kinds[True], self._kinds[False]
         tau, running = self._tau.ratio, self._running.ratio
@@ -167,14 +176,14 @@ class Guard:
 
     @property
     def _tokens_of_a_row(self) -> float:
-        """All that is emitted, over rows that came to their end: those that run count as well."""
+        """Emitted tokens over rows that have ended; tokens of running rows count too."""
         mean = self._row_tokens.ratio
         return self._most_tokens if mean is None else min(mean, self._most_tokens)
 
     def choose(self) -> Chunk:
-        """What to run next."""
+        """Returns the next chunk."""
         if not self._settled:
-            return self._to_find_out()
+            return self._first_chunk()
         if self._probing is None and self._may_probe():
             other = self._kinds[not self._drafting]
             other.probing, other.warm = 1, False
@@ -184,13 +193,13 @@ class Guard:
         return Chunk(self._drafting, self._longest)
 
     def book_reading(self, drafting: bool, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """Takes in what it took to fill slots.
+        """Notes the time to fill slots.
 
         Args:
-            drafting: whether the drafter has read the prompts too.
-            num_rows: that were put into slots.
-            num_tokens: of their prompts, with padding.
-            seconds: for all of them.
+            drafting: the drafter has read the prompts too.
+            num_rows: rows that were put into slots.
+            num_tokens: tokens of their prompts, with padding.
+            seconds: time for all of them.
         """
         self._elapsed += seconds
         kind = self._kinds[drafting]
@@ -209,24 +218,24 @@ class Guard:
         num_stopped: int = 0,
         waiting: bool = False,
     ) -> None:
-        """Takes in what a chunk was.
+        """Notes a chunk.
 
         Args:
-            drafting: whether it drafted.
-            steps: that it made.
-            row_steps: the same, counted once for each row that was running.
-            tokens: emitted by all rows.
-            seconds: from its start until its results were there.
-            extra_seconds: spent beforehand to let rows draft that had gone on plainly.
-            num_stopped: rows that came to their end.
-            waiting: whether rows wait for slots. If none do, what filling takes is paid.
+            drafting: it drafted.
+            steps: steps of the batch.
+            row_steps: steps, counted once for each row that was running.
+            tokens: tokens emitted by all rows.
+            seconds: time from its start until its results were there.
+            extra_seconds: time before it, in which rows that were decoded plainly rejoined.
+            num_stopped: rows that have ended.
+            waiting: rows wait for slots. If none do, no more slots are filled.
         """
         kind = self._kinds[drafting]
         self._elapsed += seconds + extra_seconds
         if steps and not kind.warm:
             kind.warm = True
             if not kind.seconds:
-                # Too long, but it tells how many steps a probe should have.
+                # Too long, but good enough to choose the steps of a probe.
                 self._first_step = seconds / steps
         elif steps:
             kind.seconds.append(seconds / steps)
@@ -243,13 +252,13 @@ class Guard:
                 self._decide(drafted=drafting)
                 return
         elif extra_seconds:
-            self._probe_cost += extra_seconds  # what a plain probe left behind
+            self._probe_cost += extra_seconds  # a plain probe made rows rejoin
         self._decide(drafted=False)
 
     def _decide(self, drafted: bool) -> None:
-        """Begins to draft only upon trying it, `drafted`, and then for as long as it is faster.
+        """Begins to draft only after a probe that `drafted`; continues for as long as it is faster.
 
-        Otherwise noise would make rows change again and again, which costs a reading of their text.
+        Otherwise noise would make rows change again and again, and each change reads their text.
         """
         faster = self._faster()
         if faster is None:
@@ -267,19 +276,19 @@ class Guard:
             self._drafting = self._drafting or faster
 
     def _faster(self) -> bool | None:
-        """Whether drafting is; `None` as long as that hangs on what no chunk has shown yet."""
+        """Returns True if drafting is faster; `None` if that depends on times not measured yet."""
         bounds = self._bounds()
         if bounds is None:
             return None
-        # What drafts goes on until it loses: to change back and forth costs more than it can bring.
+        # Drafting continues until it loses: changing back and forth costs more than it can gain.
         enough = 1.0 if self._settled and self._drafting else 1 + self.settings.margin
         at_least, at_most = (speedup > enough for speedup in bounds)
         return at_least if at_least == at_most else None
 
-    def _to_find_out(self) -> Chunk:
-        """Drafts first, while rows are as a drafter left them, and only then plainly.
+    def _first_chunk(self) -> Chunk:
+        """Returns a first chunk of either kind: those with drafts first, then the plain ones.
 
-        In turns, rows would have to let the drafter read their text again and again.
+        In turns, the drafter would have to read the rows' text again and again.
         """
         return self._probe(len(self._kinds[True].seconds) < self.settings.samples)
 
@@ -292,9 +301,9 @@ class Guard:
         return Chunk(drafting, min(self._longest, steps))
 
     def _may_probe(self) -> bool:
-        """True where what the last try cost, or a guess of it, is a small share of the time since.
+        """Returns True where the last try's cost is a small share of the time since.
 
-        Before the first try, one is taken to cost ten probes.
+        Before the first try, its cost is estimated as ten probes.
         """
         cost = self._probe_cost or 10 * self.settings.probe_seconds
         return self._elapsed - self._probed >= cost / self.settings.probe_share

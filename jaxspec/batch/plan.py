@@ -1,4 +1,4 @@
-"""What a job needs: rows grouped by the cache slots they take, and how many fit into memory."""
+"""The plan of a job: rows grouped by the capacity of their caches, and rows at once."""
 
 import dataclasses
 import math
@@ -10,22 +10,20 @@ import jax
 import numpy as np
 
 from jaxspec.batch.rows import EncodedRow
-from jaxspec.core.loop import SLOTS_MULTIPLE
+from jaxspec.core.loop import CAPACITY_MULTIPLE, round_up
 from jaxspec.core.types import Drafter
-from jaxspec.generation import MIN_BUCKET, bucket_of
+from jaxspec.decoding.request import MIN_BUCKET, bucket_of
 
 MOST_ROWS = {"cpu": 32}
-"""Rows at once by platform, when nobody says: more bring little there."""
+"""Most rows at once by platform, if nobody asks for a number: more bring little there."""
 MOST_ROWS_ELSEWHERE = 256
-SHARE_OF_MEMORY = 0.8
-"""Of what is available. The rest is for what is not foreseen."""
 _FINEST = 512
-"""Slots up to which capacities are multiples of what caches come in; above, four to an octave."""
+"""Largest capacity in steps of `CAPACITY_MULTIPLE`; above, there are four to an octave."""
 _REST_OF_A_STEP = 1024
-"""Slots whose attention takes about as long as all else in a row's step."""
+"""Cached tokens whose attention takes about as long as everything else in a row's step."""
 _DRAINED, _COMPILED = 2, 16
-"""Rows that could be decoded in the time a further group costs: so many for each of those at once,
-as its last rows leave slots empty, and these for its programs."""
+"""Cost of one more group, in rows that could be decoded in its time: 2 for each row at once, as the
+group's last rows leave slots empty, and 16 for its programs."""
 _PREFIX_MULTIPLE = 16
 _BUCKET_MULTIPLE, _ONE_PASS = 32, 256
 
@@ -34,28 +32,40 @@ _BUCKET_MULTIPLE, _ONE_PASS = 32, 256
 class Group:
     """Rows that are decoded in the same slots.
 
-    slots: of each row's cache.
-    rows: in the order in which they are begun.
+    Attributes:
+        capacity: tokens that each row's cache holds.
+        rows: rows, in the order in which they are begun.
     """
 
-    slots: int
+    capacity: int
     rows: tuple[EncodedRow, ...]
 
 
 def read_in(num_tokens: int) -> int:
-    """Places that a prompt of so many tokens is read in, one pass up to 256 of them.
+    """Returns the padded length in which a prompt is read; up to 256 tokens, in one pass.
 
-    Of few sizes, so that programs are few, and finer than powers of two, as reading pays for each.
+    There are few such lengths, so that programs are few, and they are finer than powers of two, as
+    reading takes time for each token.
+
+    Example:
+        >>> [read_in(num_tokens) for num_tokens in (5, 40, 200, 300)]
+        [16, 64, 224, 512]
     """
     if num_tokens <= MIN_BUCKET or num_tokens > _ONE_PASS:
         return bucket_of(num_tokens)
-    return -(-num_tokens // _BUCKET_MULTIPLE) * _BUCKET_MULTIPLE
+    return round_up(num_tokens, _BUCKET_MULTIPLE)
 
 
-def slots_needed(num_tokens: int, max_new_tokens: int, max_positions: int, depth: int) -> int:
-    """Cache slots of a row with a prompt of so many tokens, for drafts of so many levels.
+def capacity_needed(num_tokens: int, max_new_tokens: int, max_positions: int, depth: int) -> int:
+    """Returns the cached tokens of a row: its prompt, its output, and one step's overhang.
 
-    What is emitted fits, with one step's overhang; and so does what the prompt is read in.
+    The padded prompt fits as well.
+
+    Args:
+        num_tokens: tokens of the prompt.
+        max_new_tokens: tokens that the row may emit.
+        max_positions: positions of the model.
+        depth: levels of a draft tree.
     """
     room = min(max_new_tokens, max_positions - num_tokens)
     overhang = depth + 1
@@ -67,31 +77,33 @@ def group_rows(
     max_new_tokens: int,
     max_positions: int,
     drafter: Drafter,
-    batch: int,
-    slots: int | None = None,
+    batch_size: int,
+    capacity: int | None = None,
 ) -> list[Group]:
-    """Puts rows that need about as many slots together, the shortest first.
+    """Groups rows that need about the same capacity, the smallest first.
 
-    Attention pays for a capacity, and every group costs its end, so groups are those that together
-    take least by a rough model of both.
+    Attention takes time for the whole capacity, and slots run empty at the end of every group. The
+    groups are those that together take least time by a rough model of both.
 
     Args:
         rows: good ones.
-        max_new_tokens: of each row.
-        max_positions: of the model.
+        max_new_tokens: tokens that each row may emit.
+        max_positions: positions of the model.
         drafter: its drafts lie past a text while they are verified.
-        batch: rows at once.
-        slots: one capacity for all; every row must fit.
+        batch_size: rows at once.
+        capacity: one capacity for all; every row must fit.
     """
     if not rows:
         return []
+    if capacity is not None:
+        return [Group(capacity, tuple(rows))]
     depth = drafter.tree_shape[1]
-    needed = [slots_needed(len(row.tokens), max_new_tokens, max_positions, depth) for row in rows]
-    if slots is not None:
-        return [Group(slots, tuple(rows))]
+    needed = [
+        capacity_needed(len(row.tokens), max_new_tokens, max_positions, depth) for row in rows
+    ]
     largest = round_up(max(needed))
-    counts = Counter(min(largest, capacity_of(need)) for need in needed)
-    chosen = _cheapest(counts, _DRAINED * batch + _COMPILED)
+    counts = Counter(min(largest, capacity_for(need)) for need in needed)
+    chosen = _cheapest(counts, _DRAINED * batch_size + _COMPILED)
     groups: dict[int, list[EncodedRow]] = {capacity: [] for capacity in chosen}
     for row, need in zip(rows, needed, strict=True):
         groups[chosen[bisect_left(chosen, need)]].append(row)
@@ -99,9 +111,13 @@ def group_rows(
 
 
 def _cheapest(counts: Mapping[int, int], spent: int) -> list[int]:
-    """Some of the capacities that so many rows need, ascending, the largest always among them.
+    """Chooses the capacities that take least time, ascending, the largest always among them.
 
-    Rows whose own is not chosen go into the next larger one. A group costs as much as `spent` rows.
+    Rows whose own capacity is not chosen go into the next larger one.
+
+    Args:
+        counts: number of rows that need each capacity.
+        spent: cost of a group, in rows.
     """
     capacities = sorted(counts)
     best: list[tuple[int, list[int]]] = [(0, [])]
@@ -115,34 +131,37 @@ def _cheapest(counts: Mapping[int, int], spent: int) -> list[int]:
     return best[-1][1]
 
 
-def capacity_of(needed: int) -> int:
-    """The smallest capacity of a cache that holds so many slots: there are few, so are programs."""
-    multiple = SLOTS_MULTIPLE
+def capacity_for(needed: int) -> int:
+    """Returns the smallest capacity that holds `needed` tokens.
+
+    There are few capacities, so there are few programs.
+
+    Example:
+        >>> [capacity_for(needed) for needed in (1, 65, 513, 1025)]
+        [64, 128, 640, 1280]
+    """
+    multiple = CAPACITY_MULTIPLE
     if needed > _FINEST:
         multiple = (1 << (needed - 1).bit_length()) // 8
-    return -(-needed // multiple) * multiple
-
-
-def round_up(slots: int) -> int:
-    """The next multiple that caches come in."""
-    return -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+    return round_up(needed, multiple)
 
 
 def most_rows(num_rows: int, parts: int = 1) -> int:
-    """Rows at once to begin with, when nobody says: a power of two, no more than there are.
+    """Returns rows at once if nobody asks for a number: a power of two that holds all rows.
 
-    Or a few more, so that each of `parts` gets as many.
+    It is limited by what helps on the platform, and rounded up so that each of the mesh's `parts`
+    gets the same number.
     """
     most = MOST_ROWS.get(jax.default_backend(), MOST_ROWS_ELSEWHERE)
     rows = min(most, 1 << max(0, num_rows - 1).bit_length())
-    return -(-rows // parts) * parts
+    return round_up(rows, parts)
 
 
 def shared_prefix(rows: Sequence[EncodedRow], chunk: int) -> np.ndarray:
-    """The ids that every prompt begins with, as far as reading them once is worth a program.
+    """Returns the ids that every prompt begins with, if reading them once is worth a program.
 
-    At least one token of each prompt is left. The number is one that the rest can be read behind in
-    passes of some size.
+    At least one token of each prompt is left. The length is one behind which the rest can be read
+    in passes of `chunk` tokens or a fraction of it.
     """
     if len(rows) < 2:
         return np.zeros(0, np.int32)

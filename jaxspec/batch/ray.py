@@ -1,9 +1,9 @@
 """A stage of a Ray Data pipeline: rows with prompts in, records out, decoded by a pool of actors.
 
-Needs the extra `ray`. Ray moves the rows, feeds the actors, and starts another one and gives it the
-rows again where one is lost; each actor is a process that loads the model once and decodes what it
-is handed as `jaxspec.batch.run` does. A row's output depends on the settings, the seed and its id,
-not on which actor decodes it, or how often.
+Needs the extra `ray`. Ray moves the rows and feeds the actors; where one is lost, it starts another
+and gives it the rows again. Each actor is a process that loads the model once and decodes tables of
+rows as `jaxspec.batch.run` does. A row's output depends on the settings, the seed and its id, not
+on the actor, or on how often it is decoded.
 """
 
 import importlib
@@ -12,16 +12,15 @@ from typing import Any
 
 from jaxspec.batch.job import run
 from jaxspec.batch.rows import Row, checked_id
+from jaxspec.batch.settings import JobSettings
 from jaxspec.batch.writer import Collector
 from jaxspec.checkpoint import Model, load
-from jaxspec.core.types import Drafter
-from jaxspec.drafters import LoadedDrafter
-from jaxspec.generation import GenerationConfig
+from jaxspec.decoding.request import GenerationConfig
+from jaxspec.drafters import DrafterLike
+from jaxspec.extras import needs_extra
 from jaxspec.sharding import parse_mesh
 
-MakeDrafter = Callable[[Model], Drafter | LoadedDrafter]
-
-_BATCH = 256
+MakeDrafter = Callable[[Model], DrafterLike]
 
 
 def decode(
@@ -34,28 +33,29 @@ def decode(
     prompt: str = "prompt",
     row_id: str = "id",
     actors: int = 1,
-    batch_size: int = _BATCH,
+    rows_per_call: int = 256,
     dtype: str | None = None,
     mesh: str | None = None,
     resources: Mapping[str, Any] | None = None,
-    settings: Mapping[str, Any] | None = None,
+    settings: JobSettings | None = None,
 ) -> Any:
     """Decodes every row of a Ray dataset.
 
     Args:
         dataset: a `ray.data.Dataset` with a column of prompts (text or token ids) and one of ids.
         model: folder, shipped name or Hub id, which every actor can load.
-        config: how to decode; greedy, 128 tokens by default.
+        config: settings of decoding; greedy, 128 tokens by default.
         drafter: makes the drafter for a model, in each actor: `lambda model: PromptLookup()`.
-        seed: of the randomness.
+        seed: seed of the randomness.
         prompt: name of the column of prompts.
-        row_id: name of the column of ids: numbers or texts, each row its own.
+        row_id: name of the column of ids: numbers or texts, no two alike.
         actors: processes that decode.
-        batch_size: rows that an actor is handed at once. It refills slots within them.
-        dtype: of the weights, as for `load`.
+        rows_per_call: rows of the table that Ray hands an actor (Ray's `batch_size`). Slots are
+            refilled within a table.
+        dtype: dtype of the weights, see `load`.
         mesh: "data=2,model=4": devices of each actor to divide the work over.
-        resources: what an actor occupies, for Ray: `{"num_gpus": 8}`, `{"num_cpus": 4}`.
-        settings: of `jaxspec.batch.run`, such as `{"batch": 32}`.
+        resources: resources of an actor, for Ray: `{"num_gpus": 8}`, `{"num_cpus": 4}`.
+        settings: see `jaxspec.batch.run`.
 
     Returns:
         A dataset, lazy as Ray's are, with a row for each sample: `id`, `sample`, `text`, `tokens`,
@@ -64,9 +64,9 @@ def decode(
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError: the dataset lacks a column, or `actors` or `batch_size` is below 1.
+        ValueError: the dataset lacks a column, or `actors` or `rows_per_call` is below 1.
     """
-    for name, value in (("actors", actors), ("batch_size", batch_size)):
+    for name, value in (("actors", actors), ("rows_per_call", rows_per_call)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}.")
     ray_data = _ray_data()
@@ -87,9 +87,9 @@ def decode(
             "row_id": row_id,
             "dtype": dtype,
             "mesh": mesh,
-            "settings": dict(settings or {}),
+            "settings": settings,
         },
-        batch_size=batch_size,
+        batch_size=rows_per_call,
         batch_format="pyarrow",
         compute=ray_data.ActorPoolStrategy(size=actors),
         **(resources or {}),
@@ -97,7 +97,7 @@ def decode(
 
 
 class Decoder:
-    """What an actor is: a model that stays loaded, and tables of rows one after the other."""
+    """An actor: keeps a model loaded, and decodes tables of rows."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Decoder:
         row_id: str,
         dtype: str | None,
         mesh: str | None,
-        settings: Mapping[str, Any],
+        settings: JobSettings | None,
     ):
         self._model = load(model, dtype=dtype, mesh=None if mesh is None else parse_mesh(mesh))
         self._drafter = None if drafter is None else drafter(self._model)
@@ -117,7 +117,7 @@ class Decoder:
         self._prompt, self._row_id = prompt, row_id
 
     def __call__(self, table: Any) -> Any:
-        """Records of a `pyarrow.Table` of rows, as another one."""
+        """Returns the records of a `pyarrow.Table` of rows, as another table."""
         prompts, ids = table[self._prompt].to_pylist(), table[self._row_id].to_pylist()
         rows = [
             _row(line, row_id, prompt)
@@ -131,13 +131,13 @@ class Decoder:
             self._config,
             self._drafter,
             self._seed,
-            **self._settings,
+            self._settings,
         )
         records = sorted(output.records, key=lambda record: (record["line"], record["sample"]))
         return self._table(records, table.schema.field(self._row_id).type)
 
     def _table(self, records: list[Mapping[str, Any]], id_type: Any) -> Any:
-        """With the same columns whatever the records: Ray joins tables of all actors."""
+        """Returns a table with the same columns for any records: Ray joins tables of all actors."""
         arrow: Any = importlib.import_module("pyarrow")
         columns = {
             "id": id_type,
@@ -163,9 +163,5 @@ def _row(line: int, row_id: Any, prompt: Any) -> Row:
 
 
 def _ray_data() -> Any:
-    try:
+    with needs_extra("jaxspec.batch.ray", "ray"):
         return importlib.import_module("ray.data")
-    except ImportError as error:
-        raise ImportError(
-            "jaxspec.batch.ray needs Ray: pip install 'jaxspec[ray]' (or 'ray[data]')."
-        ) from error

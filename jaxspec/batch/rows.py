@@ -1,4 +1,4 @@
-"""The rows of a job: what a file of prompts holds, line by line, good or bad."""
+"""The rows of a job: a file of prompts, line by line, good or bad."""
 
 import contextlib
 import gzip
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.bench.prompts import FIELDS
-from jaxspec.generation import PromptLike, check_ids, encode_prompt, prompt_list
+from jaxspec.decoding.request import PromptLike, check_ids, encode_prompt, prompt_list
+from jaxspec.measure.prompts import FIELDS, field_in
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -21,13 +21,14 @@ PROMPT_FIELDS = (*FIELDS, "messages", "tokens")
 
 
 class Row(NamedTuple):
-    """One prompt of a job, or what is wrong with it.
+    """One prompt of a job, or the reason why there is none.
 
-    line: where it is in its file, from 1.
-    id: names its randomness: the field `id` of its line, or else one less than `line`, which is its
-        place among the prompts of a call of `generate`.
-    prompt: text, chat messages or token ids; `None` for a bad row.
-    error: what is wrong with the row; `None` for a good one.
+    Attributes:
+        line: number of its line in the file, from 1.
+        id: decides its randomness: the field `id` of its line, or else one less than `line`, which
+            is its place among the prompts of a call of `generate`.
+        prompt: text, chat messages or token ids; `None` for a bad row.
+        error: the reason why the row is bad; `None` for a good one.
     """
 
     line: int
@@ -37,10 +38,13 @@ class Row(NamedTuple):
 
 
 class EncodedRow(NamedTuple):
-    """A row as a job decodes it.
+    """A row with its prompt as token ids.
 
-    tokens: ids of the prompt; empty for a bad row.
-    error: see `Row`.
+    Attributes:
+        line: see `Row`.
+        id: see `Row`.
+        tokens: ids of the prompt; empty for a bad row.
+        error: see `Row`.
     """
 
     line: int
@@ -50,19 +54,27 @@ class EncodedRow(NamedTuple):
 
 
 def read_rows(path: str | Path, field: str | None = None, chat: bool = False) -> list[Row]:
-    """Reads one prompt per line; a line that cannot be used is a row with an error.
+    r"""Reads one prompt per line; a line that cannot be used is a row with an error.
 
     Args:
         path: JSON per line, gzipped if its name ends so; empty lines are skipped. A line is a text,
             a list of token ids, a chat (a list of messages), or an object that has one of them in a
             field, or a list of turns of which the first is taken. Its field `id`, if it has one, is
             a text or a number from 0, and no other line may have it.
-        field: where the prompt of an object is; `None`: the first of `PROMPT_FIELDS` that it has.
+        field: name of the prompt's field in an object; `None`: the first of `PROMPT_FIELDS` that
+            it has.
         chat: wrap texts as messages of a user.
 
     Raises:
         ValueError: the file holds no line, or is cut off.
         OSError: it cannot be opened.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "in.jsonl"
+        >>> _ = path.write_text('{"prompt": "Two and two"}\n[5, 6]\n')
+        >>> [(row.line, row.prompt) for row in read_rows(path)]
+        [(1, 'Two and two'), (2, [5, 6])]
     """
     path = Path(path)
     open_file = gzip.open if path.suffix == ".gz" else open
@@ -80,12 +92,17 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
 
 
 def rows_of(prompts: PromptLike | Sequence[PromptLike]) -> list[Row]:
-    """Prompts as rows: what `generate` calls prompt i is line i + 1 with id i."""
+    """Returns prompts as rows: prompt i of a call of `generate` is line i + 1 with id i.
+
+    Example:
+        >>> [(row.line, row.id) for row in rows_of(["one", "two"])]
+        [(1, 0), (2, 1)]
+    """
     return [Row(i + 1, i, prompt) for i, prompt in enumerate(prompt_list(prompts))]
 
 
 def checked_id(value: Any) -> str | int:
-    """An id as it is.
+    """Returns a valid id as it is.
 
     Raises:
         ValueError: it is neither a text that UTF-8 can hold nor a number from 0 that 31 bits hold.
@@ -100,19 +117,19 @@ def checked_id(value: Any) -> str | int:
 
 
 def number_of(row_id: str | int) -> int:
-    """What an id adds to the seed: a number itself, a text its checksum in 31 bits."""
+    """Returns the number that an id adds to the seed: itself, or a text's checksum in 31 bits."""
     if isinstance(row_id, int):
         return row_id
     return int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:4], "big") >> 1
 
 
 def encode_rows(model: "Model", rows: Sequence[Row]) -> list[EncodedRow]:
-    """Token ids of every row; what a model cannot read becomes an error of its row."""
+    """Returns the token ids of every row; a prompt that the model cannot read becomes an error."""
     return [_encode(model, row) for row in rows]
 
 
 def digest_of(rows: Sequence[Row]) -> str:
-    """A checksum of lines, ids, prompts and errors, in their order."""
+    """Returns a checksum of lines, ids, prompts and errors, in their order."""
     digest = hashlib.sha256()
     for row in rows:
         prompt = row.prompt.tolist() if isinstance(row.prompt, np.ndarray) else row.prompt
@@ -149,7 +166,7 @@ def _read_line(number: int, line: bytes, field: str | None, chat: bool) -> Row:
 
 def _with_own_id(row: Row, lines_of_ids: dict[str | int, int]) -> Row:
     if row.error is not None:
-        return row  # decoded by nobody, so its id is free
+        return row  # not decoded, so its id is free
     first = lines_of_ids.setdefault(row.id, row.line)
     if first == row.line:
         return row
@@ -159,14 +176,7 @@ def _with_own_id(row: Row, lines_of_ids: dict[str | int, int]) -> Row:
 def _prompt_in(value: Any, field: str | None) -> Any:
     if not isinstance(value, Mapping):
         return value
-    fields = PROMPT_FIELDS if field is None else (field,)
-    found = next((name for name in fields if name in value), None)
-    if found is None:
-        raise ValueError(
-            f"has no field {' or '.join(map(repr, fields))}, only "
-            f"{', '.join(map(repr, value)) or 'none'}; name it with --field."
-        )
-    return value[found]
+    return value[field_in(value, PROMPT_FIELDS if field is None else (field,))]
 
 
 def _as_prompt(value: Any, chat: bool) -> PromptLike:

@@ -1,13 +1,14 @@
 """The programs of a job: read a prompt, put its row into a slot, run a chunk of steps.
 
-A batch of rows stays on the device from the first chunk to the last. Its arrays are given to each
-program and come back changed in place; what differs from call to call, a slot's number, how many
-steps, whether to draft, is an argument. So nothing compiles twice.
+A slot is a row's place in the batch. The batch stays on the device from the first chunk to the
+last: its arrays are donated to each program, which returns them changed in place. Everything that
+differs from call to call (a slot's number, the number of steps, drafting) is an argument, so
+nothing compiles twice.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from jaxspec.core.cache import pad_slots
+from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import Prefix, Prompt, begin, prefill, speculative_step
 from jaxspec.core.decode import read_prefix as read_prefix_of
-from jaxspec.core.loop import run
+from jaxspec.core.loop import CHUNK, run
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import (
     Context,
@@ -33,32 +34,31 @@ from jaxspec.core.types import (
     Stop,
 )
 from jaxspec.drafters import NoDraft
-
-CHUNK = 256
-"""Tokens of a prompt that are read in one pass."""
-
-Place = Callable[[DecodeState], DecodeState]
-"""Puts states where they belong, inside a program and outside of one: a mesh's constraint."""
+from jaxspec.sharding import Placement
 
 
 class RowSettings(NamedTuple):
-    """What is static about a row.
+    """Static settings of a row.
 
-    slots: of its cache and its text.
+    Attributes:
+        capacity: tokens that its cache and its text hold.
+        logprobs: keep log-probabilities of emitted tokens.
+        warped_logprobs: keep them after temperature and filters, too.
     """
 
-    slots: int
+    capacity: int
     logprobs: bool = False
     warped_logprobs: bool = False
 
 
 class ChunkInfo(NamedTuple):
-    """What a chunk was.
+    """Results of a chunk.
 
-    facts: the states without what only the next step reads; not the same buffers.
-    steps: that were made.
-    row_steps: the same, counted once for each row that was running.
-    tokens: emitted by all rows.
+    Attributes:
+        facts: the states without the parts that only the next step reads; other buffers.
+        steps: steps of the batch.
+        row_steps: steps, counted once for each row that was running.
+        tokens: tokens emitted by all rows.
     """
 
     facts: DecodeState
@@ -69,7 +69,7 @@ class ChunkInfo(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dormant:
-    """A drafter that leaves prompts unread: for rows that are decoded plainly."""
+    """A drafter that does not read prompts: for rows that are decoded plainly."""
 
     drafter: Drafter
 
@@ -97,7 +97,7 @@ class Dormant:
 
 @partial(jax.jit, static_argnames=("drafter",))
 def read_prefix(params: Params, tokens: Int[Array, " read"], *, drafter: Drafter) -> Prefix:
-    """Reads what all prompts begin with, for the target."""
+    """Reads the prefix that all prompts share, for the target."""
     return read_prefix_of(params.target, tokens, chunk=min(CHUNK, len(tokens)), taps=drafter.taps)
 
 
@@ -112,7 +112,7 @@ def _begin(
         params,
         prompt,
         drafter=drafter,
-        text_slots=settings.slots,
+        text_capacity=settings.capacity,
         chunk=min(CHUNK, prompt.tokens.shape[0]),
         logprobs=settings.logprobs,
         warped_logprobs=settings.warped_logprobs,
@@ -129,24 +129,26 @@ def read_prompt(
     drafter: Drafter,
     settings: RowSettings,
 ) -> DecodeState:
-    """One row, without a batch axis, its cache as long as its bucket."""
+    """Returns the state of one row, without a batch axis, its cache as long as its bucket."""
     return _begin(params, prompt, prefix, drafter, settings)
 
 
 def state_shapes(
-    params: Params, prompt: Prompt, batch: int, *, drafter: Drafter, settings: RowSettings
+    params: Params, prompt: Prompt, batch_size: int, *, drafter: Drafter, settings: RowSettings
 ) -> DecodeState:
-    """`jax.ShapeDtypeStruct`s of a batch; takes no memory. Any prompt will do."""
+    """Returns the shapes of the state of a batch, from any prompt."""
 
     def padded(params: Params, prompt: Prompt) -> DecodeState:
-        return pad_slots(_begin(params, prompt, None, drafter, settings), settings.slots)
+        return pad_caches(_begin(params, prompt, None, drafter, settings), settings.capacity)
 
     row = jax.eval_shape(padded, params, prompt)
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((batch, *leaf.shape), leaf.dtype), row)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((batch_size, *leaf.shape), leaf.dtype), row
+    )
 
 
-def placed_shapes(shapes: DecodeState, place: Place | None) -> DecodeState:
-    """The shapes with the shardings that `empty_states` gives them."""
+def placed_shapes(shapes: DecodeState, place: Placement | None) -> DecodeState:
+    """Returns the shapes with the shardings that `empty_states` gives them."""
     if place is None:
         return shapes
     shardings = empty_states.lower(shapes, place).compile().output_shardings
@@ -157,10 +159,11 @@ def placed_shapes(shapes: DecodeState, place: Place | None) -> DecodeState:
     )
 
 
-def num_bytes(arrays: PyTree) -> int:
-    """Bytes of arrays, or of their shapes, in one memory: of a device, or of virtual ones' host.
+def bytes_in_one_memory(arrays: PyTree) -> int:
+    """Returns the bytes of arrays, or of their shapes, in one memory.
 
-    A key is two numbers of 32 bits.
+    That is the memory of a device, or of the host that virtual devices share. A key is two numbers
+    of 32 bits.
     """
 
     def of(leaf: Any) -> int:
@@ -175,13 +178,13 @@ def num_bytes(arrays: PyTree) -> int:
 
 
 def devices_in_one_memory(devices: Collection[jax.Device]) -> int:
-    """How many of them share the memory that `available_memory` tells of."""
+    """Returns the number of devices that share the memory of `available_memory`."""
     return len(devices) if next(iter(devices)).platform == "cpu" else 1
 
 
 @partial(jax.jit, static_argnames=("shapes", "place"))
-def empty_states(shapes: DecodeState, place: Place | None = None) -> DecodeState:
-    """A batch of rows that have stopped, all of them free slots."""
+def empty_states(shapes: DecodeState, place: Placement | None = None) -> DecodeState:
+    """Returns a batch whose slots are all free: rows that have stopped."""
 
     def zeros(leaf: jax.ShapeDtypeStruct) -> Array:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -202,7 +205,7 @@ def insert(
     index: Int[Array, ""],
     sample: Int[Array, ""],
     *,
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> DecodeState:
     """Puts a row into a slot, as the sample of its prompt with this number."""
     row = row._replace(key=jax.random.fold_in(row.key, sample))
@@ -218,20 +221,19 @@ def rejoin(
     *,
     drafter: Drafter,
     bucket: int,
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> DecodeState:
-    """Lets a row draft that has gone on plainly: the drafter reads its text as if it were a prompt.
+    """Lets a row that was decoded plainly draft again: the drafter reads its text like a prompt.
 
     `bucket` must hold the text.
     """
     context = jax.tree.map(lambda leaf: leaf[index], states.context._replace(cache=()))
     cache_length = states.context.cache.length[index]
-    slots = context.tokens.shape[0]
-    tokens = jnp.pad(context.tokens, (0, max(0, bucket - slots)))[:bucket]
+    whole = jnp.pad(context.tokens, (0, max(0, bucket - context.tokens.shape[0])))
+    tokens = whole[:bucket]
     hidden, cache = prefill(
         params.target, tokens, cache_length + 1, chunk=min(CHUNK, bucket), taps=drafter.taps
     )
-    whole = jnp.pad(context.tokens, (0, max(0, bucket - slots)))
     seen = context._replace(tokens=whole, cache=cache, recent=_forgotten(context.recent))
     draft = _put(states.draft, drafter.init(params, hidden, seen), index)
     states = states._replace(draft=draft)
@@ -239,7 +241,7 @@ def rejoin(
 
 
 def _put(whole: PyTree, part: PyTree, index: Int[Array, ""]) -> PyTree:
-    """Writes a row's arrays into those of a batch, from each one's beginning, as far as they go."""
+    """Writes a row's arrays into the beginning of its slot in those of a batch."""
 
     def put(array: Array, row: Array) -> Array:
         row = row[tuple(slice(size) for size in array.shape[1:])]
@@ -259,22 +261,22 @@ def run_chunk(
     wanted: Int[Array, ""],
     *,
     drafter: Drafter,
-    place: Place | None = None,
+    place: Placement | None = None,
 ) -> tuple[DecodeState, ChunkInfo]:
-    """Some steps of all rows.
+    """Runs some steps of all rows.
 
-    Two loops, of which one runs: a branch around a loop would copy caches. Whether it is the one
-    that drafts or the plain one, greedy outputs are the same up to rounding.
+    There are two loops, one that drafts and a plain one, and one of them runs: a branch around a
+    loop would copy caches. Greedy outputs of both are the same up to rounding.
 
     Args:
         params: target and drafter.
-        states: given away.
+        states: donated.
         automaton: stop strings.
-        drafting: which loop.
-        limit: steps at most.
-        wanted: rows that, once they have stopped, end the chunk.
+        drafting: runs the loop that drafts.
+        limit: most steps.
+        wanted: number of rows that end the chunk once they have stopped.
         drafter: static.
-        place: static; where the new states belong.
+        place: static; the layout of the new states on a mesh.
     """
     before = _running(states)
     row_steps, length = jnp.sum(states.stats.num_steps), jnp.sum(states.context.length)
@@ -285,12 +287,12 @@ def run_chunk(
             states, info = speculative_step(params, states, drafter=method, automaton=automaton)
             return (states, count + 1), info
 
-        def goes_on(carry) -> Bool[Array, ""]:
+        def continues(carry) -> Bool[Array, ""]:
             states, count = carry
             running = _running(states)
             return chosen & (count < limit) & (running > 0) & (before - running < wanted)
 
-        return run(step, params, (states, jnp.int32(0)), goes_on)
+        return run(step, params, (states, jnp.int32(0)), continues)
 
     states, steps = loop(drafter, states, drafting)
     if drafter != NoDraft():
@@ -307,7 +309,7 @@ def run_chunk(
 
 
 def without_caches(states: DecodeState) -> DecodeState:
-    """What a record is made of."""
+    """Returns the part of the states that records are made from."""
     context = states.context._replace(cache=(), recent=(), warp=(), stop_ids=())
     return states._replace(context=context, draft=(), key=(), automaton=())
 
@@ -317,7 +319,7 @@ def _running(states: DecodeState) -> Int[Array, ""]:
 
 
 def _as_plain(states: DecodeState) -> DecodeState:
-    """The same rows as plain decoding carries them."""
+    """Returns the same rows in the form that plain decoding carries."""
     context, stats = states.context, states.stats
     recent = Recent(
         tokens=context.recent.tokens[:, :1],
@@ -330,7 +332,7 @@ def _as_plain(states: DecodeState) -> DecodeState:
 
 
 def _from_plain(plain: DecodeState, drafted: DecodeState, chosen: Bool[Array, ""]) -> DecodeState:
-    """Back again. A drafter knows nothing of plain steps: see `rejoin`."""
+    """Returns rows to the form with drafts. A drafter has not seen plain steps: see `rejoin`."""
     recent = drafted.context.recent
     count = jnp.where(chosen, 0, recent.count)
     return plain._replace(

@@ -1,9 +1,9 @@
-"""The output of a job: one line per record, appended, and beside it how far the job has come.
+"""The output of a job: a file of records, and next to it a file that says how far the job is.
 
-`OUT.jsonl.progress` holds a line of settings, then for each record where it ends in the output and
-its checksum. A record counts when its line there is whole and agrees with the output; whatever
-follows the last such record was cut off by the end of a process, and is cut away when the job is
-taken up again.
+`OUT.jsonl.progress` holds a line with the job's header, then a line for each record: where the
+record ends in the output, its checksum, and which row it answers. A record counts when its entry is
+whole and agrees with the output. Anything after the last such record was cut off by the end of a
+process; resuming the job removes it.
 """
 
 import contextlib
@@ -11,19 +11,19 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
+
+from jaxspec.batch.header import header_differences
 
 Key = tuple[int, int]
 """Line of the input and number of the sample: what a record answers."""
-PROGRESS = ".progress"
 
 
 def progress_path(out: Path) -> Path:
-    """Where it lies beside the output how far the job has come."""
-    return out.with_name(out.name + PROGRESS)
+    """Returns the path of the progress file next to an output."""
+    return out.with_name(out.name + ".progress")
 
 
 class OutputError(ValueError):
@@ -31,11 +31,11 @@ class OutputError(ValueError):
 
 
 class Output(Protocol):
-    """Where a job's records go."""
+    """A place for a job's records."""
 
     @property
     def done(self) -> set[Key]:
-        """What need not be decoded any more."""
+        """Records that need not be decoded any more."""
         ...
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
@@ -44,7 +44,18 @@ class Output(Protocol):
 
 
 class Collector:
-    """An `Output` in memory."""
+    """An `Output` in memory.
+
+    Attributes:
+        records: all records, in the order in which rows finished.
+        done: line and sample of each.
+
+    Example:
+        >>> output = Collector()
+        >>> output.append([{"line": 1, "sample": 0, "text": "one"}])
+        >>> output.done
+        {(1, 0)}
+    """
 
     def __init__(self):
         self.records: list[Mapping[str, Any]] = []
@@ -56,20 +67,97 @@ class Collector:
         self.done |= {_key(record) for record in records}
 
 
-class Writer:
-    """An `Output` in a file, as a context manager. Nothing that is there is ever overwritten.
+class Span(NamedTuple):
+    """Place of a record in its output.
 
-    A job that fails before its first record leaves no file behind, so that its name is free.
+    Attributes:
+        key: line and sample that the record answers.
+        start: offset of its first byte.
+        end: offset behind its last byte, which is a line's end.
+    """
+
+    key: Key
+    start: int
+    end: int
+
+
+class OutputContents(NamedTuple):
+    """Everything that counts in an output.
+
+    Attributes:
+        header: settings of its job.
+        spans: records, in the order in which they were written.
+        progress_end: length of the part of the progress file that counts.
+    """
+
+    header: Mapping[str, Any]
+    spans: list[Span]
+    progress_end: int
+
+    @property
+    def end(self) -> int:
+        """Length of the part of the output that counts."""
+        return self.spans[-1].end if self.spans else 0
+
+
+def read_contents(path: Path, out: BinaryIO, progress: BinaryIO) -> OutputContents | None:
+    """Reads what counts in an output and checks every record; changes nothing.
 
     Args:
-        path: of the output.
-        header: the job's settings, from `job_header`, or any plain JSON.
-        resume: take up what an earlier process of the same job left. Without an output there,
+        path: name of the output, for messages.
+        out: the output, at its beginning.
+        progress: its progress file, at its beginning.
+
+    Returns:
+        `None` if the progress file does not begin with a whole header.
+
+    Raises:
+        OutputError: a record is not the one that was written.
+    """
+    lines = iter(progress)
+    header = next(lines, b"")
+    if not _is_whole(header):
+        return None
+    spans, start, progress_end, size = [], 0, len(header), _size_of(out)
+    for line in lines:
+        if not _is_whole(line):
+            break
+        end, checksum, *key = json.loads(line[9:])
+        if end > size:  # the disk kept the entry and not its record
+            break
+        if zlib.crc32(out.read(end - start)) != checksum:
+            raise OutputError(
+                f"{path} was changed after it was written: record {len(spans) + 1} is not the one "
+                "that was written. Give another name."
+            )
+        spans.append(Span((key[0], key[1]), start, end))
+        start, progress_end = end, progress_end + len(line)
+    return OutputContents(json.loads(header[9:]), spans, progress_end)
+
+
+class Writer:
+    """An `Output` in a file, as a context manager. It never overwrites a file.
+
+    A job that fails before its first record leaves no file behind, so its name is free.
+
+    Args:
+        path: path of the output.
+        header: settings of the job, from `job_header`, or any plain JSON.
+        resume: continue the output of an earlier process of the same job. Without an output there,
             the job begins.
 
     Raises:
-        OutputError: there is an output and `resume` is False, or it is of a job with another
+        OutputError: there is an output and `resume` is False, or it belongs to a job with another
             header, or was changed, or another process writes it, or it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "out.jsonl"
+        >>> with Writer(path, {"seed": 0}) as output:
+        ...     output.append([{"line": 1, "sample": 0, "text": "one"}])
+        >>> with Writer(path, {"seed": 0}, resume=True) as output:
+        ...     output.done
+        {(1, 0)}
     """
 
     def __init__(self, path: str | Path, header: Mapping[str, Any], resume: bool = False):
@@ -85,19 +173,18 @@ class Writer:
             )
         if there == [self.path] and self.path.stat().st_size:
             raise OutputError(
-                f"{path} has no {self.progress_path.name} beside it, so it is not the output of a "
+                f"{path} has no {self.progress_path.name} next to it, so it is not the output of a "
                 "job that can be resumed; give another name."
             )
+        self._is_new = not there
+        self._end = self._progress_end = 0
         self._files: dict[Path, BinaryIO] = {}
-        self._is_new, self._end, self._entries_end = False, 0, 0
         try:
-            self._progress = self._opened(self.progress_path)
+            # Whoever creates the progress file has begun the job.
+            new = os.O_EXCL if self._is_new else 0
+            self._progress = self._open(self.progress_path, new)
             self._lock()
-            # From here on nobody else writes either file, or takes it away.
-            self._is_new = not there and not _size_of(self._progress)
-            if not (resume or self._is_new):
-                raise OutputError(f"{path}: another process has begun it; give another name.")
-            self._out = self._opened(self.path)
+            self._out = self._open(self.path)
             self._begin(json.loads(json.dumps(header)))
         except BaseException:
             self._abandon()
@@ -114,19 +201,10 @@ class Writer:
 
     def close(self) -> None:
         """Ends writing; records that were appended are safe without it."""
-        # The progress last, as its lock is for both.
+        # The progress file last: its lock is for both.
         for file in reversed(self._files.values()):
             with contextlib.suppress(OSError):
                 file.close()
-
-    def _abandon(self) -> None:
-        """Ends writing; files that were begun here and hold no record go."""
-        if self._is_new and not self._end:
-            # While they are locked: nobody else has begun to write them.
-            for path in reversed(self._files):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        self.close()
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """See `Output`.
@@ -143,11 +221,11 @@ class Writer:
             lines.append(line)
             entries.append(_entry([end, zlib.crc32(line), *_key(record)]))
         try:
-            # The record first: an entry vouches for what is in the output.
+            # The record first: an entry vouches for a record that is in the output.
             _write(self._out, b"".join(lines))
             _write(self._progress, b"".join(entries))
         except OSError as error:
-            # What stays after all is cut away when the job is taken up again.
+            # Resuming the job removes whatever stays after all.
             with contextlib.suppress(OSError):
                 self._cut_back()
             raise OutputError(
@@ -155,13 +233,27 @@ class Writer:
                 "room, then give the same command with --resume."
             ) from error
         self._end = end
-        self._entries_end += sum(map(len, entries))
+        self._progress_end += sum(map(len, entries))
         self.done |= {_key(record) for record in records}
 
-    def _opened(self, path: Path) -> BinaryIO:
-        """For updating, never truncated: what is there may be another job's."""
+    def _abandon(self) -> None:
+        """Ends writing, and removes files that were begun here and hold no record."""
+        if self._is_new and not self._end:
+            # Still locked: no other process has begun to write them.
+            for path in reversed(self._files):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        self.close()
+
+    def _open(self, path: Path, flags: int = 0) -> BinaryIO:
+        """Opens for updating and never truncates: the file may belong to another job."""
         try:
-            self._files[path] = _open(path)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
+            self._files[path] = os.fdopen(descriptor, "r+b", buffering=0)
+        except FileExistsError as error:
+            raise OutputError(
+                f"{self.path}: another process has begun it; give another name."
+            ) from error
         except OSError as error:
             raise OutputError(
                 f"{path} cannot be written: {error.strerror}. Give another place for the output."
@@ -169,10 +261,10 @@ class Writer:
         return self._files[path]
 
     def _lock(self) -> None:
-        """Locks what lies at the path of the progress, not what another one took away from there.
+        """Locks both files, by the progress file; the end of the process frees them.
 
         Raises:
-            OutputError: another process has the lock, or had it until now.
+            OutputError: another process has the lock, or had it and removed the file.
         """
         try:
             import fcntl
@@ -183,108 +275,65 @@ class Writer:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 return  # a file system without locks
+            self._is_new = False  # the other process's now
             raise OutputError(f"{self.path}: another process is writing it.") from error
-        try:
-            in_place = os.path.samestat(
-                os.fstat(self._progress.fileno()), self.progress_path.stat()
-            )
-        except FileNotFoundError:
-            in_place = False
-        if not in_place:
+        if not os.fstat(self._progress.fileno()).st_nlink:
             raise OutputError(
-                f"{self.path}: another process was writing it and took it away; try again."
+                f"{self.path}: another process was writing it and removed it; try again."
             )
 
     def _begin(self, header: Mapping[str, Any]) -> None:
-        lines = self._progress.read().splitlines(keepends=True)
-        if not lines or not _is_whole(lines[0]):
-            entry = _entry(header)
-            # A process that ended this early had written a part of this line and no record.
-            if _size_of(self._out) or not entry.startswith(b"".join(lines)):
+        """Reads what an earlier process left, or writes the header."""
+        entry, begun = _entry(header), self._progress.read()
+        self._progress.seek(0)
+        contents = read_contents(self.path, self._out, self._progress)
+        if contents is not None:
+            different = header_differences(contents.header, header)
+            if different:
                 raise OutputError(
-                    f"{self.progress_path} is damaged or no job's, so how far the job came is not "
-                    "known; give another name."
+                    f"{self.path} is of another job: {different}. Give that job's settings, "
+                    "or another name."
                 )
-            with self._said():
-                self._cut_back()
-                _write(self._progress, entry)
-            self._entries_end = self._progress.tell()
-            return
-        self._check_header(json.loads(lines[0][9:]), header)
-        self._entries_end = len(lines[0])
-        for line in lines[1:]:
-            if not self._take(line):
-                break
-        with self._said():
+            self.done = {span.key for span in contents.spans}
+            self._end, self._progress_end = contents.end, contents.progress_end
+        # A process that ended this early had written a part of this line and no record.
+        elif _size_of(self._out) or not entry.startswith(begun):
+            raise OutputError(
+                f"{self.progress_path} is damaged or no job's, so how far the job came is not "
+                "known; give another name."
+            )
+        try:
             self._cut_back()
-
-    def _check_header(self, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-        different = differences(theirs, ours)
-        if different:
-            raise OutputError(
-                f"{self.path} is of another job: {different}. Give that job's settings, "
-                "or another name."
-            )
-
-    def _take(self, line: bytes) -> bool:
-        """Counts one entry in; False where the job came no further."""
-        if not _is_whole(line):
-            return False
-        end, checksum, *key = json.loads(line[9:])
-        if end > _size_of(self._out):  # the disk kept the entry and not its record
-            return False
-        record = self._out.read(end - self._end)
-        if zlib.crc32(record) != checksum:
-            raise OutputError(
-                f"{self.path} was changed after it was written: record {len(self.done) + 1} is not "
-                "what was put there. Give another name."
-            )
-        self._end, self._entries_end = end, self._entries_end + len(line)
-        self.done.add((key[0], key[1]))
-        return True
+            if contents is None:
+                _write(self._progress, entry)
+                self._progress_end = len(entry)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
 
     def _cut_back(self) -> None:
-        """Takes away what follows the last record that counts."""
-        for file, end in ((self._out, self._end), (self._progress, self._entries_end)):
+        """Removes whatever follows the last record that counts."""
+        for file, end in ((self._out, self._end), (self._progress, self._progress_end)):
             file.truncate(end)
             file.seek(end)
 
-    @contextlib.contextmanager
-    def _said(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OutputError(
-                f"{self.path}: {_reason(error)}. Make room, or give another place."
-            ) from error
 
+def write_whole(path: Path, parts: Iterable[bytes]) -> None:
+    """Writes a new file under a temporary name, then renames it; a failure leaves no file.
 
-def version_in_use() -> str:
-    """Of this package, as headers and processes compare it."""
+    Raises:
+        OutputError: it cannot be written.
+    """
+    draft = path.with_name(path.name + ".draft")
     try:
-        return version("jaxspec")
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "unknown"
-
-
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any], here: str = "here") -> str:
-    """What two headers say otherwise, in words; none if they are the same."""
-    pairs = {name: (theirs.get(name), ours.get(name)) for name in {**theirs, **ours}}
-    for name, (there, own) in list(pairs.items()):
-        if isinstance(there, Mapping) and isinstance(own, Mapping):
-            del pairs[name]
-            inner = {**there, **own}
-            pairs |= {f"{name}.{key}": (there.get(key), own.get(key)) for key in inner}
-    return "; ".join(
-        f"{name} is {there!s:.200} there and {own!s:.200} {here}"
-        for name, (there, own) in pairs.items()
-        if there != own
-    )
-
-
-def _open(path: Path) -> BinaryIO:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    return os.fdopen(descriptor, "r+b", buffering=0)
+        with draft.open("wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise _cannot_write(path, error) from error
 
 
 def _size_of(file: BinaryIO) -> int:
@@ -299,7 +348,7 @@ def _write(file: BinaryIO, data: bytes) -> None:
 
 
 def _entry(value: Any) -> bytes:
-    """A line that shows whether it is whole: a checksum, then JSON."""
+    """Returns a line that shows whether it is whole: a checksum, then JSON."""
     text = json.dumps(value).encode()
     return b"%08x " % zlib.crc32(text) + text + b"\n"
 
@@ -310,6 +359,10 @@ def _is_whole(line: bytes) -> bool:
 
 def _key(record: Mapping[str, Any]) -> Key:
     return record["line"], record["sample"]
+
+
+def _cannot_write(path: Path, error: OSError) -> OutputError:
+    return OutputError(f"{path}: {_reason(error)}. Make room, or give another place.")
 
 
 def _reason(error: OSError) -> str:

@@ -10,26 +10,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json
-from jaxspec.checkpoint.files import CheckpointError, read_json, replacing_files, write_json
-from jaxspec.checkpoint.hub import find_head
-from jaxspec.checkpoint.huggingface import leaves_by_path
-from jaxspec.checkpoint.names import (
-    DFLASH,
-    copy_into,
-    copy_out,
-    match_tensors,
-    placements_by,
+from jaxspec.checkpoint.files import CheckpointError, read_json
+from jaxspec.checkpoint.folder import CONFIG
+from jaxspec.checkpoint.heads import (
+    differences,
+    load_head_params,
+    refuse_other_target,
+    write_head,
 )
-from jaxspec.checkpoint.safetensors import SINGLE, find_tensors, read_tensor
+from jaxspec.checkpoint.hub import find_head
+from jaxspec.checkpoint.names import DFLASH, TIED_HEAD
+from jaxspec.checkpoint.safetensors import find_tensors
 from jaxspec.models.dflash import DFlashHead, dflash_taps, init_dflash_params
+from jaxspec.models.storage import kept_like
 from jaxspec.models.transformer import Network
-from jaxspec.sharding import beside
+from jaxspec.sharding import shard_like
 
 # Settings of later dialects that change what a head computes, and their meaning here.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -47,15 +45,34 @@ def load_dflash(source: str | Path, target: Network, dtype: Any = None) -> DFlas
         source: a folder with config.json and model.safetensors, the name of a head that comes with
             the package, or "owner/name" on the Hugging Face Hub.
         target: what the head was trained for.
-        dtype: of the weights; None: the target's.
+        dtype: of the weights; `None`: the target's, and its form of matrices.
 
     Raises:
         CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
             listed), the head was made for a target of another width, vocabulary or depth, it
             reads layers that the target lacks, or some of its layers have a sliding window.
+
+    Example:
+        >>> import tempfile
+        >>> import jax
+        >>> from jaxspec.checkpoint import load_dflash, save_dflash
+        >>> from jaxspec.models import DFlashHead, ModelConfig, Network
+        >>> from jaxspec.models import dflash_taps, init_dflash_params, init_params
+        >>> config = ModelConfig(
+        ...     vocab_size=64, embed_dim=32, num_layers=8, num_heads=4, num_kv_heads=2,
+        ...     head_dim=8, mlp_dim=64, max_positions=128, qk_norm=True,
+        ... )
+        >>> target = Network(init_params(config, jax.random.key(0)), config)
+        >>> one_layer = config.replace(num_layers=1, layer_types=())
+        >>> params = init_dflash_params(one_layer, 2 * 32, jax.random.key(1))
+        >>> head = DFlashHead(params, one_layer, dflash_taps(8, 2), mask_token_id=63, block=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_dflash(head, folder)
+        ...     load_dflash(folder, target).block
+        4
     """
     folder = find_head(source, "dflash")
-    raw = read_json(folder / "config.json")
+    raw = read_json(folder / CONFIG)
     own = raw.get("dflash_config")
     if not isinstance(own, Mapping):
         raise CheckpointError(
@@ -70,15 +87,13 @@ def load_dflash(source: str | Path, target: Network, dtype: Any = None) -> DFlas
             "only (sliding_window), which is not supported: its layers must see the whole text."
         )
     layers = raw.get("num_target_layers", target.num_layers)
-    problems = [
-        f"{name} is {theirs} in config.json, {ours} in the target"
-        for name, theirs, ours in (
+    problems = differences(
+        (
             ("hidden_size", config.embed_dim, target.embed_dim),
             ("vocab_size", config.vocab_size, target.vocab_size),
             ("num_target_layers", layers, target.num_layers),
         )
-        if theirs != ours
-    ]
+    )
     taps = _taps(own, target.num_layers, config.num_layers)
     if not all(0 <= layer < target.num_layers for layer in taps):
         outputs = [layer - 1 for layer in taps]
@@ -92,26 +107,16 @@ def load_dflash(source: str | Path, target: Network, dtype: Any = None) -> DFlas
     block = raw.get("block_size")
     if type(block) is not int or block < 2:
         problems.append(f"block_size is {block}, and must be at least 2, the pending token counted")
-    if problems:
-        raise CheckpointError(f"The head is for another target: {'; '.join(problems)}.")
+    refuse_other_target(problems)
     assert isinstance(mask, int)
     assert isinstance(block, int)
 
-    tapped = len(taps) * target.embed_dim
-    shapes = jax.eval_shape(partial(init_dflash_params, config, tapped), jax.random.key(0))
-    leaves = leaves_by_path(shapes)
-    sizes = {path: leaf.shape for path, leaf in leaves.items()}
-    placed = placements_by(DFLASH, config, sizes)
-    matched = match_tensors(placed, sizes, find_tensors(folder), tied_head=True)
-    dtype = np.dtype(target.dtype if dtype is None else dtype)
-    arrays = []
-    for path, shape in sizes.items():
-        array = np.empty(shape, dtype)
-        for placement in placed[path]:
-            copy_into(placement, array, read_tensor(matched[placement.name]))
-        arrays.append(jnp.asarray(array))
-    params = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
-    return beside(target, DFlashHead(params, config, taps, mask, block, layers))
+    as_target, dtype = dtype is None, np.dtype(target.dtype if dtype is None else dtype)
+    init = partial(init_dflash_params, config, len(taps) * target.embed_dim)
+    stored = find_tensors(folder)
+    params = load_head_params(DFLASH, config, init, stored, dtype, TIED_HEAD)
+    params = kept_like(params, target.params) if as_target else params
+    return shard_like(target, DFlashHead(params, config, taps, mask, block, layers))
 
 
 def save_dflash(head: DFlashHead, folder: str | Path, dtype: Any = None) -> None:
@@ -120,16 +125,24 @@ def save_dflash(head: DFlashHead, folder: str | Path, dtype: Any = None) -> None
     Args:
         head: what to write.
         folder: made if it is not there; an interruption leaves it as it was.
-        dtype: to store the weights in; None: the one they have.
+        dtype: to store the weights in; `None`: the one they have.
+
+    Example:
+        >>> import os, tempfile
+        >>> import jax
+        >>> from jaxspec.checkpoint import save_dflash
+        >>> from jaxspec.models import DFlashHead, ModelConfig, init_dflash_params
+        >>> config = ModelConfig(
+        ...     vocab_size=64, embed_dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
+        ...     head_dim=8, mlp_dim=64, max_positions=128, qk_norm=True,
+        ... )
+        >>> params = init_dflash_params(config, 2 * 32, jax.random.key(1))
+        >>> head = DFlashHead(params, config, taps=(2, 5), mask_token_id=63, block=4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_dflash(head, folder)
+        ...     sorted(os.listdir(folder))
+        ['config.json', 'model.safetensors']
     """
-    leaves = leaves_by_path(head.params)
-    placed = placements_by(DFLASH, head.config, {k: leaf.shape for k, leaf in leaves.items()})
-    tensors = {
-        placement.name: copy_out(placement, leaf, np.dtype(dtype or leaf.dtype))
-        for path, group in placed.items()
-        for leaf in (np.asarray(leaves[path]),)
-        for placement in group
-    }
     raw = {
         **config_to_json(head.config),
         "model_type": "qwen3",
@@ -142,9 +155,7 @@ def save_dflash(head: DFlashHead, folder: str | Path, dtype: Any = None) -> None
     }
     if head.target_layers is not None:
         raw["num_target_layers"] = head.target_layers
-    with replacing_files(Path(folder)) as staging:
-        write_json(staging / "config.json", raw)
-        (staging / SINGLE).write_bytes(save(tensors))
+    write_head(folder, raw, head.params, DFLASH, head.config, dtype)
 
 
 def _taps(own: Mapping[str, Any], num_layers: int, num_features: int) -> tuple[int, ...]:

@@ -23,15 +23,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 from safetensors import safe_open
-from safetensors.numpy import save
 
 from jaxspec.checkpoint.config import config_from_json
-from jaxspec.checkpoint.files import CheckpointError, read_json, replacing_files, write_json
+from jaxspec.checkpoint.files import CheckpointError, read_json
+from jaxspec.checkpoint.folder import CONFIG
+from jaxspec.checkpoint.heads import (
+    differences,
+    load_head_params,
+    refuse_other_target,
+    write_head,
+)
 from jaxspec.checkpoint.hub import find_head
-from jaxspec.checkpoint.huggingface import leaves_by_path
-from jaxspec.checkpoint.names import EAGLE, EAGLE3, Placement, Rule, copy_into, copy_out
-from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors, read_tensor
-from jaxspec.core.types import PyTree
+from jaxspec.checkpoint.names import Tensor, eagle3_rules, eagle_rules
+from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.eagle import (
     DraftVocabulary,
@@ -40,21 +44,31 @@ from jaxspec.models.eagle import (
     init_eagle3_params,
     init_eagle_params,
 )
+from jaxspec.models.storage import kept_like
 from jaxspec.models.transformer import Network
-from jaxspec.sharding import beside
+from jaxspec.sharding import shard_like
 
 TORCH_FILE = "pytorch_model.bin"
 # Settings of later dialects that change what a head computes, and their meaning here.
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 # Files carry the target's embedding and masks that follow from other tensors.
 _NOT_NEEDED = ("embed_tokens.weight", "t2d", "d2t")
+_EAGLE, _EAGLE3 = eagle_rules("layers.0"), eagle3_rules("midlayer")
 
 
 class HeadTensor(NamedTuple):
-    """A stored tensor that is read when it is needed."""
+    """A stored tensor that is read when it is needed.
+
+    Attributes:
+        shape: its shape.
+        make: reads it.
+    """
 
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
+    make: Callable[[], np.ndarray]
+
+    def read(self) -> np.ndarray:
+        return self.make()
 
 
 def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleHead | Eagle3Head:
@@ -65,17 +79,23 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
             is installed (read by its `weights_only` path, which runs no code); the name of a head
             that comes with the package; or "owner/name" on the Hugging Face Hub.
         target: what the head was trained for.
-        dtype: of the weights; None: the target's.
+        dtype: of the weights; `None`: the target's, and its form of matrices.
 
     Raises:
         CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
             listed), or the head was made for a target of another width, vocabulary or depth.
+
+    Example:
+        >>> from jaxspec import load
+        >>> head = load_eagle("demo-eagle", load("demo").network)
+        >>> head.config.num_layers
+        1
     """
     folder = find_head(source)
-    raw = _unfolded(read_json(folder / "config.json"))
+    raw = _unfolded(read_json(folder / CONFIG))
     stored = _stored_tensors(folder)
     config = _layer_config(raw, stored, target)
-    dtype = np.dtype(target.dtype if dtype is None else dtype)
+    as_target, dtype = dtype is None, np.dtype(target.dtype if dtype is None else dtype)
     ids = _draft_ids(stored, target.vocab_size)
     num_drafted = target.vocab_size if ids is None else len(ids)
     stated = raw.get("draft_vocab_size", num_drafted)
@@ -87,10 +107,11 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
         )
     if not any(name.endswith("hidden_norm.weight") for name in stored):
         bias = _flag(raw, "bias", True)
-        shapes = jax.eval_shape(partial(init_eagle_params, config, bias), jax.random.key(0))
-        params = _fill(EAGLE, "layers.0", shapes, stored, dtype)
+        init = partial(init_eagle_params, config, bias)
+        params = load_head_params(_EAGLE, config, init, stored, dtype, _NOT_NEEDED)
         vocabulary = None if ids is None else DraftVocabulary.of(target, ids)
-        return beside(target, EagleHead(params, config, bool(bias), vocabulary))
+        params = kept_like(params, target.params) if as_target else params
+        return shard_like(target, EagleHead(params, config, bool(bias), vocabulary))
     unsupported = [name for name in _UNSUPPORTED if raw.get(name)]
     if unsupported:
         raise CheckpointError(
@@ -103,13 +124,14 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
             f"The head is for another target: it reads layers {list(taps)}, the target has "
             f"{target.num_layers} (eagle_aux_hidden_state_layer_ids in config.json)."
         )
-    tapped = len(taps) * target.embed_dim
-    shapes = jax.eval_shape(partial(init_eagle3_params, config, tapped), jax.random.key(0))
-    layer = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
-    params = _fill(EAGLE3, layer, shapes, stored, dtype)
+    published = any(name.startswith("midlayer.") for name in stored)
+    rules = _EAGLE3 if published else eagle3_rules("layers.0")
+    init = partial(init_eagle3_params, config, len(taps) * target.embed_dim)
+    params = load_head_params(rules, config, init, stored, dtype, _NOT_NEEDED)
+    params = kept_like(params, target.params) if as_target else params
     normed = _flag(raw, "norm_before_residual", False)
     head = Eagle3Head(params, config, taps, target.vocab_size, ids, normed)
-    return beside(target, head)
+    return shard_like(target, head)
 
 
 def save_eagle(
@@ -128,29 +150,29 @@ def save_eagle(
     Args:
         head: what to write.
         folder: made if it is not there; an interruption leaves it as it was.
-        dtype: to store the weights in; None: the one they have.
-        target_layers: of the target, so that loading for a deeper one is refused; None: not said.
+        dtype: to store the weights in; `None`: the one they have.
+        target_layers: of the target, so that loading for a deeper one is refused; `None`: not said.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxspec import load, load_eagle
+        >>> from jaxspec.checkpoint import save_eagle
+        >>> target = load("demo").network
+        >>> head = load_eagle("demo-eagle", target)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_eagle(head, folder, target_layers=target.num_layers)
+        ...     load_eagle(folder, target).config == head.config
+        True
     """
-    third = isinstance(head, Eagle3Head)
-    leaves = leaves_by_path(head.params)
-    placed = _placements(EAGLE3 if third else EAGLE, "midlayer" if third else "layers.0", leaves)
-    tensors = {
-        placement.name: copy_out(placement, leaf, np.dtype(dtype or leaf.dtype))
-        for path, group in placed.items()
-        for leaf in (np.asarray(leaves[path]),)
-        for placement in group
-    }
-    raw = _config_to_json(head)
+    raw, more = _config_to_json(head), {}
     if target_layers is not None:
         raw["target_num_hidden_layers"] = target_layers
     if head.draft_ids is not None:
         ids = np.asarray(head.draft_ids, np.int64)
-        tensors["d2t"] = ids - np.arange(len(ids))
+        more["d2t"] = ids - np.arange(len(ids))
         raw["draft_vocab_size"] = len(ids)
-    with replacing_files(Path(folder)) as staging:
-        write_json(staging / "config.json", raw)
-        # Not `save_file`, whose files only their owner may read.
-        (staging / SINGLE).write_bytes(save(tensors))
+    rules = _EAGLE3 if isinstance(head, Eagle3Head) else _EAGLE
+    write_head(folder, raw, head.params, rules, head.config, dtype, more)
 
 
 def eagle3_taps(num_layers: int) -> tuple[int, int, int]:
@@ -158,6 +180,11 @@ def eagle3_taps(num_layers: int) -> tuple[int, int, int]:
 
     Raises:
         ValueError: the target has too few layers for three different ones.
+
+    Example:
+        >>> from jaxspec.checkpoint import eagle3_taps
+        >>> eagle3_taps(32)
+        (2, 16, 29)
     """
     taps = (2, num_layers // 2, num_layers - 3)
     if not 2 < taps[1] < taps[2]:
@@ -168,18 +195,21 @@ def eagle3_taps(num_layers: int) -> tuple[int, int, int]:
     return taps
 
 
-def _stored_tensors(folder: Path) -> dict[str, HeadTensor]:
+def _stored_tensors(folder: Path) -> Mapping[str, Tensor]:
     path = folder / TORCH_FILE
     if path.is_file() and not (folder / SINGLE).is_file():
         found = _torch_tensors(path)
     else:
-        found = {name: _lazy(name, tensor) for name, tensor in find_tensors(folder).items()}
+        stored = find_tensors(folder)
+        found = {
+            name: tensor if tensor.dtype in FLOATS else _other_tensor(name, tensor)
+            for name, tensor in stored.items()
+        }
     return {name.removeprefix("model."): tensor for name, tensor in found.items()}
 
 
-def _lazy(name: str, tensor: StoredTensor) -> HeadTensor:
-    if tensor.dtype in FLOATS:
-        return HeadTensor(tensor.shape, partial(read_tensor, tensor))
+def _other_tensor(name: str, tensor: StoredTensor) -> HeadTensor:
+    """A tensor that is not of floats, as maps between vocabularies are."""
 
     def read() -> np.ndarray:
         with safe_open(tensor.file, "np") as file:
@@ -212,11 +242,11 @@ def _torch_tensors(path: Path) -> dict[str, HeadTensor]:
 
 
 def _layer_config(
-    raw: Mapping[str, Any], stored: Mapping[str, HeadTensor], target: Network
+    raw: Mapping[str, Any], stored: Mapping[str, Tensor], target: Network
 ) -> ModelConfig:
     """The one layer's shape. Positions are the target's: published heads state shorter ones."""
     has_bias = any(name.endswith("q_proj.bias") for name in stored)
-    # Of a Qwen2 head whose file has no biases, they are missing: without them it drafts worse.
+    # A Qwen2 head whose file has no biases is refused: without them it drafts worse.
     with_bias = _flag(raw, "qkv_bias", has_bias or raw.get("model_type") == "qwen2")
     text = {
         **raw,
@@ -227,17 +257,12 @@ def _layer_config(
     }
     config = config_from_json(text)
     layers = raw.get("target_num_hidden_layers", target.num_layers)
-    problems = [
-        f"{name} is {ours} in config.json, {theirs} in the target"
-        for name, ours, theirs in (
-            ("hidden_size", config.embed_dim, target.embed_dim),
-            ("vocab_size", config.vocab_size, target.vocab_size),
-            ("target_num_hidden_layers", layers, target.num_layers),
-        )
-        if ours != theirs
-    ]
-    if problems:
-        raise CheckpointError(f"The head is for another target: {'; '.join(problems)}.")
+    facts = (
+        ("hidden_size", config.embed_dim, target.embed_dim),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("target_num_hidden_layers", layers, target.num_layers),
+    )
+    refuse_other_target(differences(facts))
     return config
 
 
@@ -258,7 +283,7 @@ def _taps(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _draft_ids(
-    stored: Mapping[str, HeadTensor], vocab_size: int
+    stored: Mapping[str, Tensor], vocab_size: int
 ) -> Int[jax.Array, " draft_vocab"] | None:
     """Target ids by draft id; files store the difference."""
     if "d2t" not in stored:
@@ -271,62 +296,6 @@ def _draft_ids(
             f"{len(np.unique(ids))} different ones from {ids.min()} to {ids.max()}."
         )
     return jnp.asarray(ids, jnp.int32)
-
-
-def _fill(
-    rules: tuple[Rule, ...],
-    layer: str,
-    shapes: PyTree,
-    stored: Mapping[str, HeadTensor],
-    dtype: np.dtype,
-) -> PyTree:
-    leaves = leaves_by_path(shapes)
-    placed = _placements(rules, layer, {path: leaf.shape for path, leaf in leaves.items()})
-    wanted = {
-        placement.name: placement.stored_shape(leaves[path].shape)
-        for path, group in placed.items()
-        for placement in group
-    }
-    problems = [
-        f"missing: {name}, of shape {list(shape)}"
-        for name, shape in wanted.items()
-        if name not in stored
-    ]
-    problems += [
-        f"of another shape: {name} is {list(stored[name].shape)}, "
-        f"config.json makes it {list(shape)}"
-        for name, shape in wanted.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    problems += [
-        f"unknown: {name}, of shape {list(stored[name].shape)}"
-        for name in stored.keys() - wanted.keys()
-        if name not in _NOT_NEEDED and not name.endswith(".rotary_emb.inv_freq")
-    ]
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in sorted(problems))
-        raise CheckpointError(
-            f"The head's weights do not fit its config.json; {len(problems)} tensors are wrong:"
-            f"{lines}"
-        )
-    arrays = []
-    for path, leaf in leaves.items():
-        array = np.empty(leaf.shape, dtype)
-        for placement in placed[path]:
-            copy_into(placement, array, stored[placement.name].read())
-        arrays.append(jnp.asarray(array))
-    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
-
-
-def _placements(
-    rules: tuple[Rule, ...], layer: str, leaves: Mapping[str, Any]
-) -> dict[str, list[Placement]]:
-    placed: dict[str, list[Placement]] = {path: [] for path in leaves}
-    for rule in rules:
-        if rule.path in leaves:
-            name = rule.name.format(layer=layer)
-            placed[rule.path].append(Placement(name, rule.path, None, rule.regions))
-    return placed
 
 
 def _config_to_json(head: EagleHead | Eagle3Head) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class CheckpointError(ValueError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Reads the JSON object in a file.
 
     Raises:
         CheckpointError: the file is missing, is not JSON, or holds something else than an object.
@@ -82,7 +82,16 @@ def replacing_files(folder: Path, obsolete: Sequence[str] = ()) -> Iterator[Path
 
 
 def recover_files(folder: str | Path) -> None:
-    """Puts back what a killed `replacing_files` had moved away, and clears what it left."""
+    """Puts back what a killed `replacing_files` had moved away, and clears what it left.
+
+    Example:
+        >>> from jaxspec.checkpoint import recover_files
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     os.mkdir(f"{folder}/.saving-1234")  # A save was killed here.
+        ...     recover_files(folder)
+        ...     os.listdir(folder)
+        []
+    """
     for staging in Path(folder).glob(f"{_STAGING}*"):
         _undo(staging)
         shutil.rmtree(staging, ignore_errors=True)
@@ -92,7 +101,7 @@ def check_whole(folder: Path) -> None:
     """Refuses a folder in which files are being replaced, or were when the process was killed.
 
     Raises:
-        CheckpointError: it may hold new files beside old ones.
+        CheckpointError: it may hold new files next to old ones.
     """
     if any(folder.glob(f"{_STAGING}*/{_JOURNAL}")):
         raise CheckpointError(

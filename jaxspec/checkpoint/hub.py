@@ -4,27 +4,33 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files import (
     CheckpointError,
     check_whole,
-    read_json,
     replacing_files,
     write_json,
 )
-from jaxspec.checkpoint.huggingface import DTYPES, as_dtype, load_network, write_network
-from jaxspec.checkpoint.orbax import CONFIG, PARAMS, holds_orbax, load_orbax, write_orbax
+from jaxspec.checkpoint.folder import (
+    CONFIG,
+    GENERATION,
+    ORBAX_CONFIG,
+    ORBAX_PARAMS,
+    Folder,
+    Kind,
+    read_folder,
+)
+from jaxspec.checkpoint.huggingface import load_network, write_network
+from jaxspec.checkpoint.orbax import load_orbax, write_orbax
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.core.types import PyTree
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import Network
 
-# What is fetched from the Hub. Other weight formats, often a second copy, are left alone.
+# Files to fetch from the Hub. Other weight formats, often a second copy, are left alone.
 _HUB_FILES = (
     "config.json",
     "generation_config.json",
@@ -38,10 +44,10 @@ _HUB_FILES = (
 )
 # Heads were first published as pickles, which torch reads without running them.
 _HUB_HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
-# What a saved model replaces in its folder, whether or not it writes a file of that name itself.
+# Files that a saved model replaces in its folder, also where it writes none of that name itself.
 _REPLACED = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*.safetensors"),
-    *("model.safetensors.index.json", CONFIG, PARAMS),
+    *("model.safetensors.index.json", ORBAX_CONFIG, ORBAX_PARAMS),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", "additional_chat_templates"),
 )
@@ -53,11 +59,17 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 class Model:
     """A network with what is needed to talk to it.
 
-    network: weights and the functions that read them.
-    tokenizer: None if the folder has no tokenizer.json; then only token ids go in and out.
-    name: what it was loaded as.
-    stop_token_ids: ids that end a text.
-    generation_defaults: generation_config.json as published; nothing in here applies it.
+    Attributes:
+        network: weights and the functions that read them.
+        tokenizer: `None` if the folder has no tokenizer.json; then only token ids go in and out.
+        name: what it was loaded as.
+        stop_token_ids: ids that end a text.
+        generation_defaults: generation_config.json as published; nothing in here applies it.
+
+    Example:
+        >>> model = load("demo")
+        >>> model.config.num_layers, model.vocab_size
+        (12, 4096)
     """
 
     network: Network
@@ -81,7 +93,7 @@ class Model:
 
     @property
     def vocab_size(self) -> int:
-        """Of the network; it may be padded beyond the tokenizer's."""
+        """Size of the network's vocabulary. It may be padded beyond the tokenizer's."""
         return self.network.vocab_size
 
 
@@ -90,6 +102,7 @@ def load(
     dtype: Any = None,
     max_positions: int | None = None,
     mesh: Mesh | None = None,
+    weights: str | None = None,
 ) -> Model:
     """Loads a model.
 
@@ -97,16 +110,22 @@ def load(
         path_or_hub_id: a folder in the Hugging Face layout or written by `save_orbax`; the name of
             a model shipped with this package, such as "demo"; or the "owner/name" of a model on
             the Hugging Face Hub, which is downloaded once if it is not on this machine yet.
-        dtype: of the weights: "float32", "bfloat16" or "float16"; None: float32 on CPUs, where 16
-            bits only store, and as stored on accelerators.
-        max_positions: longest text, in tokens, to prepare for; None: what the model says of itself,
-            but for models with two LongRoPE tables the length up to which the short one is used.
-            More than it was trained for only as far as a RoPE scaling in its config stretches that.
-        mesh: devices to divide the model and its rows over, from `jaxspec.sharding.make_mesh`;
-            each tensor goes straight to its shards. None: one device.
+        dtype: of weights, activations and caches: "float32", "bfloat16" or "float16"; `None`:
+            float32 on CPUs, which do not compute in 16 bits, and as stored on accelerators.
+        max_positions: longest text, in tokens, to prepare for; `None`: what the model says of
+            itself. For models with two LongRoPE tables, `None` is the length up to which the
+            short one is used. More than the trained length is allowed only as far as a RoPE
+            scaling in the model's config stretches it.
+        mesh: devices to divide the model and its rows over, from `jaxspec.sharding.make_mesh`; each
+            tensor goes straight to its shards. `None`: one device.
+        weights: the form in which matrices are kept: "float32", "bfloat16" or "int8" (rounded, one
+            scale for each output channel). They are multiplied as numbers of `dtype`. `None`: of
+            `dtype`; but where native code runs and `dtype` is `None` too, matrices that are stored
+            in bfloat16 stay that, which gives the same results from half the memory.
 
     Raises:
-        ValueError: the mesh does not divide the model.
+        ValueError: the mesh does not divide the model, or `weights` is unknown or wider than
+            `dtype`.
         CheckpointError: nothing is there under this name, or it cannot be read, or it is too large
             for the memory, or `max_positions` is out of range. The message says what was found and
             what to do.
@@ -119,24 +138,23 @@ def load(
     if max_positions is not None and max_positions < 1:
         raise CheckpointError(f"max_positions must be at least 1, got {max_positions}.")
     folder = _find(path_or_hub_id)
-    if (kind := _kind_of_head(folder)) is not None:
-        name, loader = _HEADS[kind]
+    if folder.kind in _HEADS:
+        name, loader = _HEADS[folder.kind]
         raise CheckpointError(
             f"{path_or_hub_id} is {name} head, which drafts for a model: load that, then "
             f"jaxspec.{loader}({str(path_or_hub_id)!r}, model.network)."
         )
-    if holds_orbax(folder):
-        network = load_orbax(folder, _orbax_dtype(dtype), max_positions, mesh)
+    if folder.is_orbax:
+        network = load_orbax(folder.path, dtype, max_positions, mesh, weights)
     else:
-        network = load_network(folder, dtype, max_positions, mesh)
-    tokenizer = load_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-    defaults = _generation_defaults(folder)
+        network = load_network(folder.path, dtype, max_positions, mesh, folder.config, weights)
+    tokenizer = load_tokenizer(folder.path) if folder.has_tokenizer else None
     return Model(
         network,
         tokenizer,
         name=str(path_or_hub_id),
-        stop_token_ids=_stop_token_ids(folder, defaults, tokenizer),
-        generation_defaults=defaults,
+        stop_token_ids=folder.stop_token_ids(None if tokenizer is None else tokenizer.eos_id),
+        generation_defaults=folder.generation_defaults,
     )
 
 
@@ -150,10 +168,17 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
     Args:
         model: what to write.
         folder: where; made if it does not exist.
-        dtype: to store the weights in; None: the one they have.
+        dtype: to store the weights in; `None`: the one they have.
 
     Raises:
         CheckpointError: no Hugging Face family describes the network.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(load("demo"), folder)
+        ...     load(folder).vocab_size
+        4096
     """
     with replacing_files(Path(folder), _REPLACED) as staging:
         write_network(model.network, staging, dtype, _token_ids(model))
@@ -161,31 +186,56 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
 
 
 def save_orbax(model: Model, folder: str | Path) -> None:
-    """Writes a model as an Orbax folder: any network, its dtype as it is. As safe as `save`."""
+    """Writes a model as an Orbax folder: any network, its dtype as it is. As safe as `save`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_orbax(load("demo-draft"), folder)
+        ...     load(folder).vocab_size
+        4096
+    """
     with replacing_files(Path(folder), _REPLACED) as staging:
         write_orbax(model.network, staging)
         _write_companions(model, staging)
 
 
 def shipped_models() -> dict[str, Path]:
-    """Folders of the models that come with the package, by name."""
-    folders = shipped_folders().items()
-    return {
-        name: path for name, path in folders if _holds_model(path) and _kind_of_head(path) is None
-    }
+    """Returns the folders of the models that come with the package, by name.
+
+    Example:
+        >>> from jaxspec.checkpoint import shipped_models
+        >>> "demo" in shipped_models(), "demo-eagle" in shipped_models()
+        (True, False)
+    """
+    return _shipped("model")
 
 
-def shipped_heads(kind: str = "eagle") -> dict[str, Path]:
-    """Folders of the heads that come with the package, by name; `kind` is "eagle" or "dflash"."""
+def shipped_heads(kind: Literal["eagle", "dflash"] = "eagle") -> dict[str, Path]:
+    """Returns the folders of the heads of one kind that come with the package, by name.
+
+    Example:
+        >>> from jaxspec.checkpoint import shipped_heads
+        >>> sorted(shipped_heads())
+        ['demo-eagle', 'demo-eagle3']
+    """
+    return _shipped(kind)
+
+
+def _shipped(kind: Kind) -> dict[str, Path]:
     folders = shipped_folders().items()
-    return {
-        name: path for name, path in folders if _holds_model(path) and _kind_of_head(path) == kind
-    }
+    return {name: path for name, path in folders if read_folder(path).kind == kind}
 
 
 def shipped_folders() -> dict[str, Path]:
-    """Folders of all that was trained or searched and comes with the package, by name."""
-    # Beside the package in the repository, inside it when installed.
+    """Returns the folders of all that was trained or searched and comes with the package.
+
+    Example:
+        >>> from jaxspec.checkpoint import shipped_folders
+        >>> (shipped_folders()["demo-skips"] / "skips.json").is_file()
+        True
+    """
+    # Next to the package in the repository, inside it when installed.
     found = {}
     for root in (_PACKAGE.parent / "checkpoints", _PACKAGE / "checkpoints"):
         if root.is_dir():
@@ -193,13 +243,18 @@ def shipped_folders() -> dict[str, Path]:
     return found
 
 
-def find_head(source: str | Path, kind: str = "eagle") -> Path:
-    """The folder of a head: on this machine, shipped under this name, or from the Hub.
+def find_head(source: str | Path, kind: Literal["eagle", "dflash"] = "eagle") -> Path:
+    """Finds the folder of a head: on this machine, shipped under this name, or from the Hub.
 
     `kind` is that of `shipped_heads`.
 
     Raises:
         CheckpointError: there is none, or it cannot be downloaded.
+
+    Example:
+        >>> from jaxspec.checkpoint import find_head
+        >>> find_head("demo-eagle").name
+        'demo-eagle'
     """
     folder, shipped = Path(source).expanduser(), shipped_heads(kind)
     if not folder.is_dir() and str(source) in shipped:
@@ -214,43 +269,33 @@ def find_head(source: str | Path, kind: str = "eagle") -> Path:
     )
 
 
-def _holds_model(folder: Path) -> bool:
-    return holds_orbax(folder) or (folder / "config.json").is_file()
+# Names of the kinds of heads, and the functions that load them.
+_HEADS: dict[Kind | None, tuple[str, str]] = {
+    "eagle": ("an EAGLE", "load_eagle"),
+    "dflash": ("a DFlash", "checkpoint.load_dflash"),
+}
 
 
-# What a head is called, and what loads it.
-_HEADS = {"eagle": ("an EAGLE", "load_eagle"), "dflash": ("a DFlash", "checkpoint.load_dflash")}
-
-
-def _kind_of_head(folder: Path) -> str | None:
-    """Of what kind a head is whose settings lie here, as they are saved; `None` for a model."""
-    path = folder / "config.json"
-    raw = read_json(path) if path.is_file() else {}
-    if "dflash_config" in raw:
-        return "dflash"
-    one_layer = raw.get("num_hidden_layers") == 1
-    eagle = one_layer and ("bias" in raw or "eagle_aux_hidden_state_layer_ids" in raw)
-    return "eagle" if eagle else None
-
-
-def _find(source: str | Path) -> Path:
+def _find(source: str | Path) -> Folder:
     folder, name = Path(source).expanduser(), str(source)
     check_whole(folder)
-    if _holds_model(folder):
-        return folder
-    shipped, heads = shipped_models(), shipped_heads() | shipped_heads("dflash")
-    if name in shipped or name in heads:
-        return (shipped | heads)[name]
+    found = read_folder(folder)
+    if found.kind is not None:
+        return found
+    known = {path.name: read_folder(path) for path in shipped_folders().values()}
+    if name in known and known[name].kind is not None:
+        return known[name]
+    shipped = [name for name, found in known.items() if found.kind == "model"]
     if folder.is_dir():
         entries = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(
-            f"{folder} holds no model: expected config.json with safetensors, or {CONFIG} with "
-            f"{PARAMS}; found {entries}."
+            f"{folder} holds no model: expected {CONFIG} with safetensors, or {ORBAX_CONFIG} with "
+            f"{ORBAX_PARAMS}; found {entries}."
         )
     if folder.exists():
         raise CheckpointError(f"{folder} is a file; give the folder that it lies in.")
     if isinstance(source, str) and _HUB_ID.fullmatch(name):
-        return _download(name, _HUB_FILES)
+        return read_folder(_download(name, _HUB_FILES))
     raise CheckpointError(
         f"There is no folder {name!r}, nor a shipped model of that name (shipped: "
         f"{', '.join(shipped) or 'none'}). Models on the Hugging Face Hub are called owner/name."
@@ -286,42 +331,6 @@ def _download(hub_id: str, files: tuple[str, ...]) -> Path:
         ) from error
 
 
-def _orbax_dtype(dtype: Any) -> np.dtype | None:
-    if dtype is not None:
-        return as_dtype(dtype)
-    return DTYPES["float32"] if jax.default_backend() == "cpu" else None
-
-
-def _generation_defaults(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    entries = read_json(path) if path.is_file() else {}
-    bookkeeping = ("_from_model_config", "transformers_version")
-    return {name: value for name, value in entries.items() if name not in bookkeeping}
-
-
-def _stop_token_ids(
-    folder: Path, defaults: Mapping[str, Any], tokenizer: Tokenizer | None
-) -> tuple[int, ...]:
-    """From generation_config.json, else config.json, else the tokenizer.
-
-    The first may list more ids than the others, such as the end of a turn.
-    """
-    found = defaults.get("eos_token_id")
-    if found is None and (folder / "config.json").is_file():
-        raw = read_json(folder / "config.json")
-        found = raw.get("eos_token_id")
-        if found is None:
-            found = (raw.get("text_config") or {}).get("eos_token_id")
-    if found is None and tokenizer is not None:
-        found = tokenizer.eos_id
-    listed = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(token_id) is int and token_id >= 0 for token_id in listed):
-        raise CheckpointError(
-            f"eos_token_id of {folder} must be an id or a list of ids, got {found!r}."
-        )
-    return tuple(dict.fromkeys(listed))
-
-
 def _token_ids(model: Model) -> dict[str, Any]:
     tokenizer, stops = model.tokenizer, list(model.stop_token_ids)
     ids = {
@@ -336,8 +345,6 @@ def _token_ids(model: Model) -> dict[str, Any]:
 
 
 def _write_companions(model: Model, folder: Path) -> None:
-    write_json(
-        folder / "generation_config.json", {**model.generation_defaults, **_token_ids(model)}
-    )
+    write_json(folder / GENERATION, {**model.generation_defaults, **_token_ids(model)})
     if model.tokenizer is not None:
         model.tokenizer.write(folder)

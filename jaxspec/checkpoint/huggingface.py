@@ -1,5 +1,6 @@
 """A network from, and into, a folder in the Hugging Face layout."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,34 +11,41 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json, model_type
 from jaxspec.checkpoint.files import read_json, write_json
+from jaxspec.checkpoint.folder import CONFIG
 from jaxspec.checkpoint.memory import check_network_fits
-from jaxspec.checkpoint.names import Placement, copy_into, copy_out, match_tensors, placements
+from jaxspec.checkpoint.names import (
+    TIED_HEAD,
+    TensorPlacement,
+    copy_out,
+    match_tensors,
+    placements,
+)
+from jaxspec.checkpoint.params import (
+    leaves_by_path,
+    matrices_as_stored,
+    read_params,
+    shapes_by_path,
+)
 from jaxspec.checkpoint.safetensors import (
     SINGLE,
-    StoredTensor,
     TensorToWrite,
     find_tensors,
     float_dtype,
-    read_tensor,
     write_safetensors,
 )
+from jaxspec.models.storage import STORAGES, stored_as, widened
 from jaxspec.models.transformer import Network, param_shapes
-from jaxspec.progress import progress_bar
-from jaxspec.sharding import check_divides, param_sharding, put, shares_of_memory
+from jaxspec.sharding import check_divides, shares_of_memory
 
 DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-# XLA takes a NumPy buffer as it is, without a copy, when it is aligned like this.
-_ALIGNMENT = 64
-# Weights, from which on loading takes long enough to watch.
-_LARGE = 500_000_000
 
 
 def as_dtype(dtype: Any) -> np.dtype:
-    """A dtype that weights can have, from its name or any NumPy or JAX spelling.
+    """Returns a dtype that weights can have, from its name or any NumPy or JAX spelling.
 
     Raises:
         ValueError: it is not one of `DTYPES`.
@@ -56,50 +64,44 @@ def load_network(
     dtype: Any = None,
     max_positions: int | None = None,
     mesh: Mesh | None = None,
+    raw: Mapping[str, Any] | None = None,
+    weights: str | None = None,
 ) -> Network:
-    """Reads config.json and the safetensors beside it.
+    """Reads config.json and the safetensors next to it.
 
-    Holds the weights in their final dtype, and of the files one tensor at a time.
+    Holds the weights in their final dtype, and one tensor of the files at a time.
 
     Args:
         folder: in the Hugging Face layout.
-        dtype: of the weights; None: as stored on accelerators, float32 on CPUs, which do not
-            compute in 16 bits.
+        dtype: dtype of the weights; `None`: as stored on accelerators, float32 on CPUs, which do
+            not compute in 16 bits.
         max_positions: as for `config_from_json`.
-        mesh: to put each tensor on as it is read, see `jaxspec.sharding`; None: one device.
+        mesh: to put each tensor on as it is read, see `jaxspec.sharding`; `None`: one device.
+        raw: the contents of config.json, if they were read already.
+        weights: the form in which matrices are kept, as for `jaxspec.load`.
 
     Raises:
-        ValueError: the mesh does not divide the network.
+        ValueError: the mesh does not divide the network, or `weights` is no form for it.
         CheckpointError: the folder does not hold one complete, consistent network of a known
             family, or it does not fit into memory.
     """
-    raw = read_json(folder / "config.json")
+    raw = read_json(folder / CONFIG) if raw is None else raw
     config = config_from_json(raw, max_positions)
     stored = find_tensors(folder)
     shapes = param_shapes(config)
-    leaves = {path: leaf.shape for path, leaf in leaves_by_path(shapes).items()}
+    leaves = shapes_by_path(shapes)
     placed = placements(model_type(raw), config, leaves)
-    matched = match_tensors(placed, leaves, stored, config.tied_head)
-    target = _default_dtype(matched) if dtype is None else as_dtype(dtype)
+    matched = match_tensors(placed, leaves, stored, TIED_HEAD if config.tied_head else ())
+    largest = float_dtype(max(matched.values(), key=lambda tensor: tensor.num_bytes))
+    target = _default_dtype(largest) if dtype is None else as_dtype(dtype)
     if mesh is not None:
         check_divides(config, mesh)
-    check_network_fits(config, target, shares_of_memory(mesh))
-
-    arrays = {}
-    large = sum(leaf.size for leaf in jax.tree.leaves(shapes)) > _LARGE
-    with progress_bar(len(leaves), shown=large) as advance:
-        for path, shape in leaves.items():
-            advance("loading weights")
-            leaf = _aligned_empty(shape, target)
-            for placement in placed[path]:
-                copy_into(placement, leaf, read_tensor(matched[placement.name]))
-            # Waiting keeps the host from running ahead with leaves that a device has yet to take.
-            arrays[path] = jax.block_until_ready(
-                jax.device_put(leaf)
-                if mesh is None
-                else put(leaf, param_sharding(path, shape, mesh))
-            )
-    return Network(jax.tree.unflatten(jax.tree.structure(shapes), arrays.values()), config)
+    if weights is None and dtype is None and matrices_as_stored(target, largest, mesh):
+        weights = "bfloat16"
+    matrices = dtype_of_matrices(weights, target)
+    check_network_fits(config, target, shares_of_memory(mesh), matrices)
+    params = read_params(shapes, placed, matched, target, mesh, matrices)
+    return Network(stored_as(params, "int8") if weights == "int8" else params, config)
 
 
 def write_network(
@@ -107,23 +109,26 @@ def write_network(
 ) -> None:
     """Writes config.json and model.safetensors.
 
+    Matrices of int8 are written as the numbers that they stand for, in float32; read with
+    `weights="int8"`, they become the same integers.
+
     Args:
         network: what to write.
         folder: must exist. Interruption is the caller's affair: see `replacing_files`.
-        dtype: to store the weights in; None: the one they have.
-        token_ids: `bos_token_id` and so on. Readers fill in ids of their own for those not given,
+        dtype: to store the weights in; `None`: the one they have.
+        token_ids: `bos_token_id` and so on. Readers fill in their own ids for those not given,
             so they are written as null.
 
     Raises:
         CheckpointError: no Hugging Face family describes the network.
     """
-    raw = config_to_json(network.config)
+    raw, network = config_to_json(network.config), widened(network)
     target = np.dtype(network.dtype) if dtype is None else as_dtype(dtype)
     params = leaves_by_path(network.params)
-    leaves = {path: leaf.shape for path, leaf in params.items()}
+    leaves = shapes_by_path(network.params)
     placed = placements(raw["model_type"], network.config, leaves)
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | (token_ids or {})
-    write_json(folder / "config.json", {**raw, **ids, "torch_dtype": target.name})
+    write_json(folder / CONFIG, {**raw, **ids, "torch_dtype": target.name})
 
     held: dict[str, np.ndarray] = {}  # the one leaf that was fetched last
 
@@ -133,7 +138,7 @@ def write_network(
             held[path] = np.asarray(params[path])
         return held[path]
 
-    def to_write(placement: Placement) -> TensorToWrite:
+    def to_write(placement: TensorPlacement) -> TensorToWrite:
         shape = placement.stored_shape(leaves[placement.path])
         return TensorToWrite(
             placement.name, shape, lambda: copy_out(placement, fetch(placement.path), target)
@@ -143,22 +148,23 @@ def write_network(
     write_safetensors(folder / SINGLE, tensors, target)
 
 
-def leaves_by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of nested dictionaries by path, in the order of `jax.tree.leaves`."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {"/".join(entry.key for entry in path): leaf for path, leaf in flat}
-
-
-def _default_dtype(stored: dict[str, StoredTensor]) -> np.dtype:
+def _default_dtype(stored: np.dtype) -> np.dtype:
     if jax.default_backend() == "cpu":
         return DTYPES["float32"]
-    largest = max(stored.values(), key=lambda tensor: tensor.num_bytes)
-    name = float_dtype(largest).name
-    return DTYPES.get(name, DTYPES["float32"])
+    return DTYPES.get(stored.name, DTYPES["float32"])
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
+def dtype_of_matrices(weights: str | None, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype in which matrices are read for a network of `dtype`.
+
+    Raises:
+        ValueError: `weights` is unknown or wider than `dtype`.
+    """
+    if weights is None:
+        return dtype
+    if weights not in STORAGES:
+        raise ValueError(f"weights must be one of {', '.join(STORAGES)}, got {weights!r}.")
+    read = DTYPES.get(weights, dtype)
+    if read.itemsize > dtype.itemsize:
+        raise ValueError(f"weights={weights!r} is wider than dtype={dtype.name!r}: use that dtype.")
+    return read

@@ -1,14 +1,17 @@
-"""Whether a network fits, in figures, before anything large is allocated."""
+"""Checks, before anything large is allocated, that a network and its caches fit."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.core.types import PyTree
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.storage import is_matrix
 from jaxspec.models.transformer import param_shapes
 
 _SHORT_TEXT = 1024  # tokens: with less room than this, loading is of no use
@@ -17,10 +20,11 @@ _SHORT_TEXT = 1024  # tokens: with less room than this, loading is of no use
 class MemoryEstimate(NamedTuple):
     """Bytes that a network needs.
 
-    weights: all leaves in the dtype asked for.
-    cache: keys and values of `rows` texts of `slots` tokens.
-    transient: while loading: the largest leaf's worth twice over, an upper bound on the tensors
-        that are read and cast.
+    Attributes:
+        weights: all leaves in the dtype asked for.
+        cache: keys and values of `batch_size` texts of `capacity` tokens.
+        transient: while loading: the largest leaf's worth twice over, an upper bound on the tensors
+            that are read and cast.
     """
 
     weights: int
@@ -34,36 +38,51 @@ class MemoryEstimate(NamedTuple):
 
 
 def estimate_memory(
-    config: ModelConfig, dtype: np.dtype, slots: int = 0, rows: int = 1
+    config: ModelConfig,
+    dtype: np.dtype,
+    capacity: int = 0,
+    batch_size: int = 1,
+    matrices: np.dtype | None = None,
 ) -> MemoryEstimate:
-    """What the weights and the cache of a network take.
+    """Estimates the memory that the weights and the caches of a network take.
 
     Args:
         config: the network.
         dtype: of weights and cache.
-        slots: tokens that each row's cache holds.
-        rows: texts decoded at once.
+        capacity: tokens that each row's cache holds.
+        batch_size: texts decoded at once.
+        matrices: dtype of those that `jaxspec.models.storage` calls matrices; `None`: `dtype`.
 
     Example:
         >>> config = ModelConfig(
         ...     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,
         ...     head_dim=8, mlp_dim=64, max_positions=128,
         ... )
-        >>> estimate_memory(config, np.dtype("float32"), slots=128).cache
+        >>> estimate_memory(config, np.dtype("float32"), capacity=128).cache
         32768
     """
-    itemsize = np.dtype(dtype).itemsize
-    sizes = [leaf.size * itemsize for leaf in jax.tree.leaves(param_shapes(config))]
-    return MemoryEstimate(sum(sizes), _cache_bytes(config, dtype, slots, rows), 2 * max(sizes))
+    narrow = np.dtype(dtype if matrices is None else matrices)
+    sizes = [
+        leaf.size * (narrow if is_matrix(path) else np.dtype(dtype)).itemsize
+        for path, leaf in _leaves_by_path(param_shapes(config))
+    ]
+    return MemoryEstimate(
+        sum(sizes), _cache_bytes(config, dtype, capacity, batch_size), 2 * max(sizes)
+    )
 
 
-def _cache_bytes(config: ModelConfig, dtype: np.dtype, slots: int, rows: int) -> int:
+def _leaves_by_path(tree: PyTree) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        yield tuple(entry.key for entry in path), leaf
+
+
+def _cache_bytes(config: ModelConfig, dtype: np.dtype, capacity: int, batch_size: int) -> int:
     entries = 2 * config.num_layers * config.num_kv_heads * config.head_dim
-    return rows * slots * entries * np.dtype(dtype).itemsize
+    return batch_size * capacity * entries * np.dtype(dtype).itemsize
 
 
 def available_memory() -> int | None:
-    """Bytes that can still be allocated where arrays go by default; None if nobody knows."""
+    """Returns the bytes that can still be allocated on the default device; `None`: unknown."""
     device = jax.local_devices()[0]
     if device.platform == "cpu":
         return _available_host_memory()
@@ -73,51 +92,79 @@ def available_memory() -> int | None:
     return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
 
 
-def check_network_fits(config: ModelConfig, dtype: np.dtype, shares: int = 1) -> None:
+def check_network_fits(
+    config: ModelConfig, dtype: np.dtype, shares: int = 1, matrices: np.dtype | None = None
+) -> None:
     """Refuses, before loading, a network that leaves no room for itself and one short text.
 
     Args:
         config: the network.
         dtype: of weights and cache.
-        shares: devices with memory of their own that it is divided over.
+        shares: devices, each with its own memory, that it is divided over.
+        matrices: as for `estimate_memory`.
 
     Raises:
         CheckpointError: the estimate is larger than the memory that is available; with figures.
+
+    Example:
+        >>> from jaxspec.models import ModelConfig
+        >>> config = ModelConfig(
+        ...     vocab_size=10**8, embed_dim=10**5, num_layers=1, num_heads=4, num_kv_heads=2,
+        ...     head_dim=8, mlp_dim=64, max_positions=128,
+        ... )
+        >>> check_network_fits(config, np.dtype("bfloat16"))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        jaxspec.checkpoint.files.CheckpointError: This network needs ...
     """
-    slots = min(config.max_positions, _SHORT_TEXT)
-    needed = estimate_memory(config, dtype, slots)
+    capacity = min(config.max_positions, _SHORT_TEXT)
+    matrices = np.dtype(dtype if matrices is None else matrices)
+    needed = estimate_memory(config, dtype, capacity, matrices=matrices)
     _refuse_if_more(
         needed.total,
         shares,
         f"This network needs {_gigabytes(needed.total)}: weights {_gigabytes(needed.weights)} in "
-        f"{np.dtype(dtype).name}, and more by {_gigabytes(needed.transient)} while loading, or by "
-        f"{_gigabytes(needed.cache)} for the cache of one text of {slots} tokens",
+        f"{matrices.name}, and more by {_gigabytes(needed.transient)} while loading, or by "
+        f"{_gigabytes(needed.cache)} for the cache of one text of {capacity} tokens",
         "Use a smaller network, or more devices (mesh)"
-        + (", or dtype='bfloat16'." if np.dtype(dtype).itemsize > 2 else "."),
+        + (", or dtype='bfloat16'." if matrices.itemsize > 2 else "."),
     )
 
 
 def check_cache_fits(
-    config: ModelConfig, dtype: np.dtype, slots: int, rows: int, shares: int = 1
+    config: ModelConfig, dtype: np.dtype, capacity: int, batch_size: int, shares: int = 1
 ) -> None:
     """Refuses, before decoding with a network that is already loaded, caches that cannot fit.
 
     Args:
         config: the network.
         dtype: of the cache.
-        slots: tokens that each row's cache holds.
-        rows: texts decoded at once.
-        shares: devices with memory of their own that they are divided over.
+        capacity: tokens that each row's cache holds.
+        batch_size: texts decoded at once.
+        shares: devices, each with its own memory, that they are divided over.
 
     Raises:
         CheckpointError: the caches are larger than the memory that is available; with figures.
+
+    Example:
+        >>> config = ModelConfig(
+        ...     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,
+        ...     head_dim=8, mlp_dim=64, max_positions=128,
+        ... )
+        >>> check_cache_fits(config, np.dtype("float32"), capacity=128, batch_size=8)
+        >>> check_cache_fits(
+        ...     config, np.dtype("float32"), capacity=128, batch_size=10**12
+        ... )  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        jaxspec.checkpoint.files.CheckpointError: The caches of 1000000000000 texts ...
     """
-    needed = _cache_bytes(config, dtype, slots, rows)
+    needed = _cache_bytes(config, dtype, capacity, batch_size)
     _refuse_if_more(
         needed,
         shares,
-        f"The caches of {rows} texts of {slots} tokens need {_gigabytes(needed)}, "
-        f"{needed // (rows * slots):,} bytes a token",
+        f"The caches of {batch_size} texts of {capacity} tokens need {_gigabytes(needed)}, "
+        f"{needed // (batch_size * capacity):,} bytes a token",
         "Decode fewer texts at once, or shorter ones.",
     )
 
@@ -164,7 +211,7 @@ def _container_memory(group: Path = Path("/sys/fs/cgroup")) -> int | None:
 
 
 def _process_memory(status: Path = Path("/proc/self/status")) -> int | None:
-    """What `ulimit -d` and `ulimit -v` leave this process; None without such limits."""
+    """Returns what `ulimit -d` and `ulimit -v` leave this process; `None` without such limits."""
     try:
         import resource
 

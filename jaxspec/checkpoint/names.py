@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face checkpoint is which part of the parameter tree.
+"""Tables from the tensors of Hugging Face checkpoints to parts of the parameter tree.
 
 One table per family, read in both directions: a rule says where a tensor's numbers lie in a leaf,
 as NumPy views of the leaf. Loading copies the tensor into the views, saving copies the views out.
@@ -6,21 +6,35 @@ as NumPy views of the leaf. Loading copies the tensor into the views, saving cop
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError
-from jaxspec.checkpoint.safetensors import StoredTensor
 from jaxspec.models.config import ModelConfig
+
+
+class Tensor(Protocol):
+    """A stored tensor that is read when it is needed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self) -> np.ndarray: ...
+
+
+T = TypeVar("T", bound=Tensor)
+# Tensors that some files hold although the head is the embedding table.
+TIED_HEAD = ("lm_head.weight",)
 
 
 class Region(NamedTuple):
     """A part of a leaf that is a run of rows of a stored tensor.
 
-    view: the part, its axes in the order of the stored tensor.
-    num_row_axes: how many leading axes of `view` make up the tensor's first axis; the others, if
-        any, make up its second.
+    Attributes:
+        view: the part, its axes in the order of the stored tensor.
+        num_row_axes: how many leading axes of `view` make up the tensor's first axis; the others,
+            if any, make up its second.
     """
 
     view: np.ndarray
@@ -39,10 +53,11 @@ Regions = Callable[[np.ndarray], tuple[Region, ...]]
 class Rule(NamedTuple):
     """One line of a table.
 
-    name: of the stored tensor, with `{layer}` and `{expert}` to fill in. Experts are the leading
-        axis of their leaf.
-    path: of the leaf. The rule holds for the networks that have such a leaf.
-    regions: where the tensor's rows lie in the leaf, from its first row to its last.
+    Attributes:
+        name: of the stored tensor, with `{layer}` and `{expert}` to fill in. Experts are the
+            leading axis of their leaf.
+        path: of the leaf. The rule holds for the networks that have such a leaf.
+        regions: where the tensor's rows lie in the leaf, from its first row to its last.
     """
 
     name: str
@@ -50,10 +65,11 @@ class Rule(NamedTuple):
     regions: Regions
 
 
-class Placement(NamedTuple):
+class TensorPlacement(NamedTuple):
     """A rule filled in: one tensor of one network.
 
-    expert: which entry of the leaf's leading axis it belongs to; None: the whole leaf.
+    Attributes:
+        expert: which entry of the leaf's leading axis it belongs to; `None`: the whole leaf.
     """
 
     name: str
@@ -238,24 +254,30 @@ TABLES: dict[str, tuple[Rule, ...]] = {
     "sdar": _LLAMA,
 }
 
-# EAGLE heads are one layer without the surroundings of a model, and have files of their own.
-_ALONE = ("{layer}", "")
-EAGLE = (
-    *_attention(*_ALONE),
-    *_attention_out(*_ALONE),
-    *_mlp(*_ALONE),
-    *_mlp_out(*_ALONE),
-    Rule("{layer}.post_attention_layernorm.weight", "mlp_norm/scale", _same),
-    Rule("fc.weight", "fc/kernel", _linear),
-    Rule("fc.bias", "fc/bias", _same),
-)
-EAGLE3 = (
-    *EAGLE,
-    Rule("{layer}.input_layernorm.weight", "embed_norm/scale", _same),
-    Rule("{layer}.hidden_norm.weight", "state_norm/scale", _same),
-    Rule("norm.weight", "norm/scale", _same),
-    Rule("lm_head.weight", "head/kernel", _linear),
-)
+
+def eagle_rules(layer: str) -> tuple[Rule, ...]:
+    """Returns the table of EAGLE-1 heads: one layer of that name, without the ends of a model."""
+    return (
+        *_attention(layer, ""),
+        *_attention_out(layer, ""),
+        *_mlp(layer, ""),
+        *_mlp_out(layer, ""),
+        Rule(f"{layer}.post_attention_layernorm.weight", "mlp_norm/scale", _same),
+        Rule("fc.weight", "fc/kernel", _linear),
+        Rule("fc.bias", "fc/bias", _same),
+    )
+
+
+def eagle3_rules(layer: str) -> tuple[Rule, ...]:
+    """Returns the table of EAGLE-3 heads, whose layer has that name."""
+    return (
+        *eagle_rules(layer),
+        Rule(f"{layer}.input_layernorm.weight", "embed_norm/scale", _same),
+        Rule(f"{layer}.hidden_norm.weight", "state_norm/scale", _same),
+        Rule("norm.weight", "norm/scale", _same),
+        Rule("lm_head.weight", "head/kernel", _linear),
+    )
+
 
 # DFlash heads are the layers of a Qwen-3 without its ends, and what makes their context.
 _LAYERS = ("layers.{layer}", "layer_{layer}/")
@@ -270,7 +292,7 @@ DFLASH = (
     Rule("norm.weight", "norm/scale", _same),
 )
 
-# Multimodal Gemma-3 keeps its text model under one of these, beside parts that are not needed here.
+# Multimodal Gemma-3 keeps its text model under one of these, next to parts that are not read.
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -281,22 +303,22 @@ _OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 
 def placements(
     model_type: str, config: ModelConfig, leaves: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[Placement]]:
-    """`placements_by` the table of a family, a key of `TABLES`."""
+) -> dict[str, list[TensorPlacement]]:
+    """Returns the tensors of each leaf by the table of a family, a key of `TABLES`."""
     return placements_by(TABLES[model_type], config, leaves)
 
 
 def placements_by(
     rules: tuple[Rule, ...], config: ModelConfig, leaves: Mapping[str, tuple[int, ...]]
-) -> dict[str, list[Placement]]:
-    """The tensors that make up each leaf of a network.
+) -> dict[str, list[TensorPlacement]]:
+    """Returns the tensors that make up each leaf of a network.
 
     Args:
         rules: the table to go by.
         config: how many layers and experts there are.
         leaves: shape of each leaf by its path.
     """
-    placed: dict[str, list[Placement]] = {path: [] for path in leaves}
+    placed: dict[str, list[TensorPlacement]] = {path: [] for path in leaves}
     for rule in rules:
         layers = range(config.num_layers) if "{layer}" in rule.name else (0,)
         for layer in layers:
@@ -306,19 +328,25 @@ def placements_by(
             experts = range(leaves[path][0]) if "{expert}" in rule.name else (None,)
             for expert in experts:
                 name = rule.name.format(layer=layer, expert=expert)
-                placed[path].append(Placement(name, path, expert, rule.regions))
+                placed[path].append(TensorPlacement(name, path, expert, rule.regions))
     without = [path for path, tensors in placed.items() if not tensors]
     assert not without, f"no rule fills {without}"
     return placed
 
 
 def match_tensors(
-    placed: Mapping[str, list[Placement]],
+    placed: Mapping[str, list[TensorPlacement]],
     leaves: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, StoredTensor],
-    tied_head: bool,
-) -> dict[str, StoredTensor]:
-    """The stored tensor of each placement, by the placement's name.
+    stored: Mapping[str, T],
+    not_needed: tuple[str, ...] = (),
+) -> dict[str, T]:
+    """Returns the stored tensor of each placement, by the placement's name.
+
+    Args:
+        placed: the tensors that make up each leaf.
+        leaves: shape of each leaf by its path.
+        stored: the tensors that there are, by name.
+        not_needed: names of tensors that may be stored and are not used.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
@@ -339,7 +367,9 @@ def match_tensors(
                 f"config.json makes it {list(shape)}"
             )
     for name in stored:
-        if name not in wanted and not _ignorable(name, tied_head):
+        # Old files hold tables of frequencies, which follow from config.json.
+        ignored = name in not_needed or name.endswith(".rotary_emb.inv_freq")
+        if name not in wanted and not ignored:
             problems.append(f"unknown: {name}, of shape {list(stored[name].shape)}")
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems)
@@ -350,7 +380,7 @@ def match_tensors(
     return {name: stored[name] for name in wanted}
 
 
-def copy_into(placement: Placement, leaf: np.ndarray, tensor: np.ndarray) -> None:
+def copy_into(placement: TensorPlacement, leaf: np.ndarray, tensor: np.ndarray) -> None:
     """Puts a stored tensor into its leaf, cast to the leaf's dtype."""
     row = 0
     for region in placement.regions_in(leaf):
@@ -359,8 +389,8 @@ def copy_into(placement: Placement, leaf: np.ndarray, tensor: np.ndarray) -> Non
         row += num_rows
 
 
-def copy_out(placement: Placement, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A leaf's numbers as the tensor to store, cast to `dtype`."""
+def copy_out(placement: TensorPlacement, leaf: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Returns the tensor to store for a leaf, cast to `dtype`."""
     tensor = np.empty(placement.stored_shape(leaf.shape), dtype)
     row = 0
     for region in placement.regions_in(leaf):
@@ -388,8 +418,8 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
             to[row : row + 128] = block
 
 
-def _text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors of the text model under the names that a model of text alone gives them."""
+def _text_tensors(stored: Mapping[str, T]) -> dict[str, T]:
+    """Returns the tensors of the text model under the names that they have in text-only models."""
     if not any(name.startswith(tuple(_TEXT_PREFIXES)) for name in stored):
         return dict(stored)
     found = {}
@@ -402,8 +432,3 @@ def _text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
                 break
         found[name] = tensor
     return found
-
-
-def _ignorable(name: str, tied_head: bool) -> bool:
-    # Some files carry the tied head all the same; old ones, a table that follows from config.json.
-    return (tied_head and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")

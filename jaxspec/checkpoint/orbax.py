@@ -4,7 +4,9 @@ The folder holds `network.json` (the config) and `params` (what Orbax writes).
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint.config import prepared_for
 from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
+from jaxspec.checkpoint.folder import ORBAX_CONFIG, ORBAX_PARAMS
+from jaxspec.checkpoint.huggingface import DTYPES, as_dtype, dtype_of_matrices
 from jaxspec.checkpoint.memory import check_network_fits
+from jaxspec.checkpoint.params import matrices_as_stored
 from jaxspec.models.config import (
     Diffusion,
     DynamicScaling,
@@ -26,11 +31,10 @@ from jaxspec.models.config import (
     Rope,
     YarnScaling,
 )
+from jaxspec.models.storage import is_matrix, stored_as
 from jaxspec.models.transformer import Network, param_shapes
 from jaxspec.sharding import check_divides, param_sharding, shares_of_memory
 
-CONFIG = "network.json"
-PARAMS = "params"
 _RECORDS = {
     record.__name__: record
     for record in (
@@ -47,72 +51,88 @@ _RECORDS = {
 }
 
 
-def holds_orbax(folder: Path) -> bool:
-    """Whether a folder was written by `write_orbax`."""
-    return (folder / CONFIG).is_file() and (folder / PARAMS).is_dir()
-
-
 def write_orbax(network: Network, folder: Path) -> None:
     """Writes the config and the weights, in the dtype they have, into an existing folder."""
     import orbax.checkpoint
 
-    write_json(folder / CONFIG, _to_record(network.config))
+    write_json(folder / ORBAX_CONFIG, _to_record(network.config))
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save((folder / PARAMS).absolute(), network.params)
+        checkpointer.save((folder / ORBAX_PARAMS).absolute(), network.params)
 
 
 def load_orbax(
     folder: Path,
-    dtype: np.dtype | None = None,
+    dtype: Any = None,
     max_positions: int | None = None,
     mesh: Mesh | None = None,
+    weights: str | None = None,
 ) -> Network:
     """Reads what `write_orbax` wrote.
 
     Args:
         folder: the folder.
-        dtype: of the weights; None: as stored.
-        max_positions: longest text to prepare for; None: as stored.
-        mesh: to put the weights on, see `jaxspec.sharding`; None: one device.
+        dtype: dtype of the network; `None`: as stored on accelerators, float32 on CPUs.
+        max_positions: longest text to prepare for; `None`: as stored.
+        mesh: to put the weights on, see `jaxspec.sharding`; `None`: one device.
+        weights: the form in which matrices are kept, as for `jaxspec.load`; matrices that are
+            stored in int8 stay that unless it says otherwise.
 
     Raises:
         CheckpointError: a part is missing or damaged, or the weights do not fit the config or the
             memory, or their positions do not reach as far as `max_positions`.
-        ValueError: the mesh does not divide the network.
+        ValueError: the mesh does not divide the network, or `weights` is no form for it.
     """
     import orbax.checkpoint
 
-    config = _from_record(read_json(folder / CONFIG), folder / CONFIG)
+    config = _from_record(read_json(folder / ORBAX_CONFIG), folder / ORBAX_CONFIG)
     if max_positions is not None:
         config = prepared_for(config, max_positions)
     if mesh is not None:
         check_divides(config, mesh)
-    path = (folder / PARAMS).absolute()
+    path = (folder / ORBAX_PARAMS).absolute()
     wanted = param_shapes(config)
-    # All at once, unless told otherwise; it wants more than the largest leaf takes in float32.
+    # Orbax restores all at once unless it is given a limit, which must exceed the largest leaf
+    # in float32.
     at_once = 1 + 4 * max(leaf.size for leaf in jax.tree.leaves(wanted)) // 10**9
     with orbax.checkpoint.StandardCheckpointer(restore_concurrent_gb=at_once) as checkpointer:
         try:
             stored = checkpointer.metadata(path).item_metadata.tree
-            target = dtype or np.dtype(stored["norm"]["scale"].dtype)
+            largest = max(jax.tree.leaves(stored), key=lambda leaf: math.prod(leaf.shape))
+            whole = largest.dtype == np.int8
+            if whole:
+                wanted = jax.eval_shape(partial(stored_as, storage="int8"), wanted)
+            target = _dtype_of_network(np.dtype(stored["norm"]["scale"].dtype), dtype)
+            kept = np.dtype(largest.dtype)
+            if weights is None and dtype is None and matrices_as_stored(target, kept, mesh):
+                weights = "bfloat16"
+            matrices = kept if whole else dtype_of_matrices(weights, target)
             _check_shapes(path, wanted, stored)
-            check_network_fits(config, target, shares_of_memory(mesh))
-            params = checkpointer.restore(path, _on_devices(wanted, target, mesh))
+            check_network_fits(config, target, shares_of_memory(mesh), matrices)
+            params = checkpointer.restore(path, _on_devices(wanted, target, mesh, matrices))
         except CheckpointError:
             raise
         except Exception as error:  # Orbax and its storage raise many kinds for damaged files.
             raise CheckpointError(f"{path} cannot be read as an Orbax folder: {error}") from error
+    if weights == "int8" or (whole and weights is not None):
+        params = stored_as(params, weights)
     return Network(params, config)
 
 
-def _on_devices(wanted: Any, dtype: np.dtype, mesh: Mesh | None) -> Any:
-    """What to restore, and where each leaf goes."""
+def _dtype_of_network(stored: np.dtype, asked: Any) -> np.dtype:
+    if asked is not None:
+        return as_dtype(asked)
+    return DTYPES["float32"] if jax.default_backend() == "cpu" else stored
+
+
+def _on_devices(wanted: Any, dtype: np.dtype, mesh: Mesh | None, matrices: np.dtype) -> Any:
+    """Describes each leaf to restore: its shape, its dtype and its devices."""
     alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def leaf_on_devices(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        name = "/".join(entry.key for entry in path)
-        place = alone if mesh is None else param_sharding(name, leaf.shape, mesh)
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=place)
+        keys = tuple(entry.key for entry in path)
+        place = alone if mesh is None else param_sharding("/".join(keys), leaf.shape, mesh)
+        own = matrices if is_matrix(keys) else dtype
+        return jax.ShapeDtypeStruct(leaf.shape, own, sharding=place)
 
     return jax.tree_util.tree_map_with_path(leaf_on_devices, wanted)
 
@@ -129,7 +149,7 @@ def _check_shapes(path: Path, wanted: Any, stored: Any) -> None:
             f"\n  {name}: {shapes[1].get(name, 'absent')}, not {shapes[0].get(name, 'known')}"
             for name in sorted({name for name, _ in different})
         )
-        raise CheckpointError(f"The weights in {path} do not fit {CONFIG}:{lines}")
+        raise CheckpointError(f"The weights in {path} do not fit {ORBAX_CONFIG}:{lines}")
 
 
 def _to_record(value: Any) -> Any:

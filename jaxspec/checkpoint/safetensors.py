@@ -22,7 +22,7 @@ INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_AXES, _MAX_SIZE = 32, 2**48  # what NumPy can describe, with room to spare
 
-# What weights may be stored as. `<` because files are little-endian whatever the machine is.
+# Types that weights may be stored as. `<`: files are little-endian whatever the machine is.
 FLOATS = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
@@ -41,10 +41,11 @@ _OTHER_BITS = {
 
 
 class StoredTensor(NamedTuple):
-    """Where one tensor lies.
+    """The place of one tensor in a file.
 
-    dtype: the format's name of it, such as "BF16".
-    start, num_bytes: the byte range in `file`.
+    Attributes:
+        dtype: the format's name of it, such as "BF16".
+        start, num_bytes: the byte range in `file`.
     """
 
     file: Path
@@ -52,6 +53,10 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+
+    def read(self) -> np.ndarray:
+        """See `read_tensor`."""
+        return read_tensor(self)
 
 
 class TensorToWrite(NamedTuple):
@@ -63,7 +68,7 @@ class TensorToWrite(NamedTuple):
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, checked against the file's size.
+    """Reads the tensors of one file, checked against the file's size.
 
     Raises:
         CheckpointError: the file is truncated, or its header is damaged.
@@ -76,7 +81,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def find_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint folder, in one file or in shards named by an index.
+    """Finds all tensors of a checkpoint folder, in one file or in shards named by an index.
 
     Raises:
         CheckpointError: there are no safetensors, or the index and the shards do not agree, or the
@@ -100,7 +105,7 @@ def find_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensor(tensor: StoredTensor) -> np.ndarray:
-    """One tensor as it is stored: a fresh array, in C order.
+    """Reads one tensor as it is stored into a new array, in C order.
 
     Raises:
         CheckpointError: the file ends early, or its dtype is not a float that weights can have.
@@ -118,11 +123,11 @@ def read_tensor(tensor: StoredTensor) -> np.ndarray:
 
 
 def float_dtype(tensor: StoredTensor) -> np.dtype:
-    """The NumPy dtype of a stored weight."""
+    """Returns the NumPy dtype of a stored weight."""
     if tensor.dtype not in FLOATS:
         raise CheckpointError(
             f"{tensor.file} stores weights as {tensor.dtype}; known are {', '.join(FLOATS)}. "
-            "Quantised checkpoints must be converted to one of these first."
+            "Quantized checkpoints must be converted to one of these first."
         )
     return FLOATS[tensor.dtype]
 

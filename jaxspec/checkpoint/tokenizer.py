@@ -21,9 +21,10 @@ Message = Mapping[str, Any]
 class Tokenizer:
     """A tokenizer and what its folder says about special tokens and chats.
 
-    backend: does the splitting; complete in itself (normaliser, merges, added tokens, bos).
-    settings: the contents of `tokenizer_config.json`, chat templates excepted.
-    templates: chat templates by name; the usual one is "default".
+    Attributes:
+        backend: does the splitting; complete in itself (normaliser, merges, added tokens, bos).
+        settings: the contents of `tokenizer_config.json`, chat templates excepted.
+        templates: chat templates by name; the usual one is "default".
 
     Example:
         >>> tokenizer = load_tokenizer("checkpoints/demo")
@@ -68,11 +69,11 @@ class Tokenizer:
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token given as it stands in the vocabulary, or None."""
+        """Returns the id of a token, spelled as in the vocabulary, or `None`."""
         return self.backend.token_to_id(token)
 
     def encode(self, text: str, special_tokens: bool = True) -> list[int]:
-        """Ids of a text.
+        """Returns the ids of a text.
 
         Args:
             text: any string.
@@ -86,7 +87,7 @@ class Tokenizer:
         return self.backend.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of some ids. Ids outside the vocabulary have no text."""
+        """Returns the text of ids. Ids outside the vocabulary have no text."""
         ids = [int(token_id) for token_id in ids]
         return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -95,7 +96,7 @@ class Tokenizer:
         return Detokenizer(self, skip_special_tokens)
 
     def token_bytes(self, skip_special_tokens: bool = True) -> list[bytes]:
-        """What each id adds to a text, as UTF-8 bytes; empty for ids that add nothing.
+        """Returns what each id adds to a text, as UTF-8 bytes; empty for ids that add nothing.
 
         The bytes of a text are those of its tokens in order, except that tokenizers of the
         SentencePiece kind drop one space at the very beginning.
@@ -121,13 +122,13 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> str:
-        """A conversation as the text its model was trained on.
+        """Renders a conversation as the text that its model was trained on.
 
         Args:
             messages: `{"role": "user", "content": "..."}` and so on, oldest first.
             add_generation_prompt: end with the opening of the assistant's turn.
-            template: which of `templates`; None: "tool_use" where there is one and tools are given,
-                else "default".
+            template: which of `templates`; `None`: "tool_use" where there is one and tools are
+                given, else "default".
             tools: JSON schemas of functions that the model may call.
             documents: texts to answer from, for templates that know them.
             extra: further variables of the template, such as `enable_thinking` for Qwen3.
@@ -165,7 +166,7 @@ class Tokenizer:
             ) from error
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Ids of a rendered conversation; options as for `render_chat`."""
+        """Returns the ids of a rendered conversation; options as for `render_chat`."""
         return self.encode(self.render_chat(messages, **options), special_tokens=False)
 
     def write(self, folder: Path) -> None:
@@ -228,7 +229,7 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """The text still held back, incomplete characters as U+FFFD."""
+        """Returns the text still held back, incomplete characters as U+FFFD."""
         piece = self._decode(self._window)[self._num_shown :]
         self._window, self._context, self._num_shown = [], 0, 0
         return piece
@@ -239,7 +240,7 @@ class Detokenizer:
 
 @functools.lru_cache(maxsize=16)
 def covers(theirs: Tokenizer, ours: Tokenizer) -> bool:
-    """Whether every token of ours has the same id in theirs, which has none between them."""
+    """Says whether all our tokens have the same ids in theirs, with no other token between them."""
     if theirs is ours:
         return True
     target = ours.backend.get_vocab()
@@ -264,10 +265,15 @@ def check_unicode(text: str, name: str) -> None:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Reads `tokenizer.json`, and the settings and chat templates beside it if there are any.
+    """Reads `tokenizer.json`, and the settings and chat templates next to it, if any.
 
     Raises:
         CheckpointError: there is no `tokenizer.json`, or a file cannot be understood.
+
+    Example:
+        >>> from jaxspec.checkpoint import load_tokenizer, shipped_models
+        >>> len(load_tokenizer(shipped_models()["demo"]).encode("Two and two"))
+        5
     """
     import tokenizers
 
@@ -353,7 +359,7 @@ def _compile_template(source: str):
     import jinja2.sandbox
     import jinja2.utils
 
-    class Generation(jinja2.ext.Extension):
+    class _Generation(jinja2.ext.Extension):
         """`{% generation %}` marks what the assistant said, for training; it prints its body."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -363,7 +369,10 @@ def _compile_template(source: str):
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     class PublicNamespace(jinja2.utils.Namespace):
-        """Jinja's own stores attributes of any name, also those that Python gives a meaning."""
+        """Refuses the attributes that Python gives a meaning, which Jinja's own stores.
+
+        Filters call `__html__` of what they are given, past the sandbox's check of calls.
+        """
 
         def __init__(self, **values):
             super().__init__()
@@ -391,7 +400,7 @@ def _compile_template(source: str):
         return datetime.datetime.now().strftime(form)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     # Jinja's own filter escapes HTML, which no model was trained on.
     environment.filters["tojson"] = to_json
@@ -413,7 +422,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 def _decoder_of(description: dict[str, Any]):
-    """The function from a token, as spelled in the vocabulary, to its bytes."""
+    """Returns the function from a token, as spelled in the vocabulary, to its bytes."""
     root: dict[str, Any] = description.get("decoder") or {"type": "none"}
     steps: list[dict[str, Any]] = root.get("decoders", [root])
     kinds = {step["type"] for step in steps}

@@ -1,4 +1,4 @@
-"""`jaxspec demo`: the shipped models at work, plain and speculative, side by side."""
+"""`jaxspec demo`: the shipped models decode built-in prompts, plain and speculatively."""
 
 import argparse
 import dataclasses
@@ -12,23 +12,19 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from jaxspec.bench.compare import PLAIN, compare
-from jaxspec.bench.comparison import Comparison
-from jaxspec.bench.shipped import EVERY_METHOD, MADE_FOR
-from jaxspec.bench.table import as_summary
-from jaxspec.checkpoint import Model, load, load_eagle
+from jaxspec.checkpoint import Model, load
 from jaxspec.commands import EXIT_DIFFERENT
-from jaxspec.commands.live import DRAFTED_STYLE, LiveText, Pace, Sources
-from jaxspec.commands.options import announce
+from jaxspec.commands.live import DRAFTED_STYLE, LiveText, Sources, StreamClock
+from jaxspec.commands.methods import EVERY_METHOD, MADE_FOR
+from jaxspec.commands.options import announce, drafter_spec, make_drafter
 from jaxspec.commands.race import coloured, record, replay, slowdown
-from jaxspec.core.types import Drafter
-from jaxspec.drafters import Deer, DraftModel, Eagle, LoadedDrafter
-from jaxspec.generation import GenerationConfig, stream
-from jaxspec.trees import tree_of_head
+from jaxspec.decoding.generate import stream
+from jaxspec.decoding.request import GenerationConfig
+from jaxspec.drafters import DrafterLike
+from jaxspec.measure.compare import PLAIN, compare
+from jaxspec.measure.comparison import Comparison, as_summary
 
-_BLOCK = 8
-
-# Written for this demo. Their lengths share a bucket, so that one program serves them all.
+# Written for this demo. Their lengths share a bucket, so that one program serves all of them.
 PROMPTS = (
     "Question: A baker makes 12 trays of rolls with 8 rolls on each tray. She sells 70 rolls in "
     "the morning and half of the rest in the afternoon. How many rolls are left?\nAnswer:",
@@ -44,29 +40,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec demo`."""
     parser.description = (
         "Decodes built-in prompts with the shipped models: plainly, and with every method that "
-        "comes with the package for the target. On a terminal they are shown side by side, "
-        "slowed down, with accepted draft tokens coloured. Needs no network."
+        "comes with the package for the target. A terminal shows them side by side, slowed down, "
+        "with accepted draft tokens coloured. Needs no network."
     )
-    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="per prompt")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each")
-    parser.add_argument("--model", default=MADE_FOR, help="another target")
-    parser.add_argument("--draft-model", metavar="MODEL", help="another draft model")
-    parser.add_argument("--head", metavar="FOLDER", help="an EAGLE head of the target besides")
     parser.add_argument(
-        "--deer", metavar="MODEL", help="a diffusion model that drafts blocks besides"
+        "--tokens", type=int, default=96, metavar="N", help="tokens per prompt (default: 96)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="timed runs of each (default: 3)"
+    )
+    parser.add_argument("--model", default=MADE_FOR, help=f"another target (default: {MADE_FOR})")
+    parser.add_argument(
+        "--drafter",
+        type=drafter_spec,
+        action="append",
+        default=[],
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="a further method, as of `jaxspec generate`; repeatable",
     )
     parser.add_argument(
         "--slow",
         type=float,
         metavar="X",
-        help="how many times slower than it ran to show the race; default: such that plain "
-        "decoding takes 4 seconds",
+        help="slow the race down by this factor (default: plain decoding takes 4 seconds)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows the demo; 1 if the outputs differ."""
+    """Shows the demo; returns 1 if the outputs differ."""
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {args.tokens}.")
     if args.slow is not None and not 1 <= args.slow < math.inf:
@@ -78,15 +80,8 @@ def run(args: argparse.Namespace) -> int:
     config = GenerationConfig(max_new_tokens=args.tokens)
     model = load(args.model)
     made = {name: make(model) for name, make in EVERY_METHOD.items()}
-    if args.draft_model is not None:
-        made["draft model"] = DraftModel.of(load(args.draft_model))
-    if args.head is not None:
-        head = load_eagle(args.head, model.network)
-        made["EAGLE"] = Eagle.of(head, tree_of_head(args.head))
-    if args.deer is not None:
-        diffusion = load(args.deer)
-        made["DEER, chain"] = Deer.of(diffusion, _BLOCK)
-        made["DEER, tree"] = Deer.of(diffusion, _BLOCK, num_nodes=_BLOCK)
+    for spec in filter(None, args.drafter):
+        made[spec.text] = make_drafter(spec, args, model)
     drafters = {name: drafter for name, drafter in made.items() if drafter is not None}
     left_out = [name for name in made if name not in drafters]
     announce(left_out=", ".join(left_out) or "nothing")
@@ -107,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
-    """What one method wrote after one prompt."""
+class MethodOutput:
+    """The output of one method for one prompt."""
 
     text: str
     tokens: list[int]
@@ -119,9 +114,9 @@ def show(
     console: Console,
     model: Model,
     config: GenerationConfig,
-    methods: Mapping[str, Drafter | LoadedDrafter | None],
-) -> list[dict[str, Output]]:
-    """Streams every prompt with every method onto the console, one after another."""
+    methods: Mapping[str, DrafterLike | None],
+) -> list[dict[str, MethodOutput]]:
+    """Prints every prompt with the output of every method, one after another."""
     _legend(console)
     outputs = []
     for prompt in _prompts_shown(console):
@@ -137,18 +132,18 @@ def _show_one(
     model: Model,
     prompt: str,
     config: GenerationConfig,
-    drafter: Drafter | LoadedDrafter | None,
-) -> Output:
+    drafter: DrafterLike | None,
+) -> MethodOutput:
     sources, steps = Sources(model.tokenizer), []
-    with Pace() as pace:
+    with StreamClock() as clock:
         with LiveText(console) as live:
             live.push([], "compiling; kept for the next time")
             for step in stream(model, prompt, config, drafter):
-                pace.push(step)
+                clock.push(step)
                 steps.append(step)
-                live.push(sources.push(step), pace)
-        console.print(Text(f"({pace})", style="dim"))
-    return Output(
+                live.push(sources.push(step), clock)
+        console.print(Text(f"({clock})", style="dim"))
+    return MethodOutput(
         text="".join(step.text for step in steps),
         tokens=np.concatenate([step.tokens for step in steps]).tolist(),
         from_draft=np.concatenate([step.from_draft for step in steps]).tolist(),
@@ -159,30 +154,30 @@ def race(
     console: Console,
     model: Model,
     config: GenerationConfig,
-    methods: Mapping[str, Drafter | LoadedDrafter | None],
+    methods: Mapping[str, DrafterLike | None],
     slowed: float | None,
 ) -> None:
     """Shows every prompt with all methods side by side, and then the text of the fastest.
 
     Args:
-        console: of a terminal.
+        console: console of a terminal.
         model: the target.
-        config: how to decode.
-        methods: plain decoding among them.
+        config: settings of decoding.
+        methods: the methods, plain decoding included.
         slowed: seconds on the screen for each second of decoding; `None`: see `slowdown`.
     """
     _legend(console)
     console.print(
-        "Each method decodes alone, step by step. What was measured is then replayed side by side, "
-        "on one clock. Steps from Python take longer, which flatters methods with few of them: the "
-        "table at the end times whole programs. tau: tokens per target pass, bonus token included."
+        "Each method decodes alone, step by step; the measured times are then replayed side by "
+        "side. Steps from Python take longer, which favours methods with few steps: the table at "
+        "the end times whole programs. tau: tokens per target pass, bonus token included."
     )
     for prompt in _prompts_shown(console):
         recordings = {
             recording.name: recording for recording in record(model, prompt, config, methods)
         }
         replay(console, [*recordings.values()], slowed or slowdown(recordings[PLAIN]))
-        fastest = min(recordings.values(), key=lambda recording: recording.tally.seconds)
+        fastest = min(recordings.values(), key=lambda recording: recording.seconds)
         _heading(console, f"the text, by the fastest: {fastest.name}")
         console.print(coloured(fastest.steps))
 
@@ -204,7 +199,7 @@ def _heading(console: Console, title: str) -> None:
     if console.is_terminal:
         console.print(Rule(Text(title, style="bold"), align="left", style="dim"))
     else:
-        console.print(Text(f"# {title}"))
+        console.print(Text(f"# {title}"), soft_wrap=True)
 
 
 def _say_whether_identical(console: Console, comparison: Comparison) -> None:
@@ -217,7 +212,7 @@ def _say_whether_identical(console: Console, comparison: Comparison) -> None:
 
 
 def _as_json(
-    model: Model, outputs: list[dict[str, Output]], comparison: Comparison
+    model: Model, outputs: list[dict[str, MethodOutput]], comparison: Comparison
 ) -> dict[str, Any]:
     return {
         "model": model.name,

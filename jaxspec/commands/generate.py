@@ -10,17 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from jaxspec.bench.compare import describe
 from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.canvas import (
+    COMPILING,
     CanvasSession,
-    LitertCanvasSession,
     add_diffusion_arguments,
     canvas_session,
-    check_none_given,
+    check_kind,
     litert_canvas_session,
 )
-from jaxspec.commands.live import LiveText, Pace, Shown, Sources, waiting, waiting_for_first
+from jaxspec.commands.live import (
+    LiveText,
+    Shown,
+    Sources,
+    StreamClock,
+    waiting,
+    waiting_for_first,
+)
 from jaxspec.commands.mobile import add_mobile_arguments, check_runtime, loop_of, open_mobile
 from jaxspec.commands.options import (
     add_drafter_arguments,
@@ -33,25 +39,25 @@ from jaxspec.commands.options import (
     load_model,
     mesh_asked,
 )
-from jaxspec.core.types import Drafter
-from jaxspec.drafters import LoadedDrafter
-from jaxspec.generation import GenerationConfig, PromptLike, StreamStep, generate, stream
-from jaxspec.result import Generation, GenerationResult
+from jaxspec.decoding.generate import StreamStep, generate, stream
+from jaxspec.decoding.request import GenerationConfig, PromptLike
+from jaxspec.decoding.result import Generation, GenerationResult
+from jaxspec.drafters import DrafterLike
+from jaxspec.measure.compare import describe
 
 if TYPE_CHECKING:
     from jaxspec.mobile import MobileModel
     from jaxspec.mobile.loops import LoopOf
 
-COMPILING = "compiling, once for this kind of request ..."
-# `generate` returns when all is decoded.
+# `generate` returns when everything is decoded.
 COMPILING_AND_DECODING = "compiling, once for this kind of request, then decoding ..."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec generate`."""
     parser.description = (
-        "Continues a prompt and shows the text as it is decoded: on a terminal, accepted draft "
-        "tokens are coloured. Ctrl-C keeps what is there."
+        "Continues a prompt and prints the text while it is decoded. On a terminal, accepted draft "
+        "tokens are coloured. Ctrl-C ends the text and keeps what was printed."
     )
     add_model_arguments(parser)
     add_mesh_argument(parser)
@@ -60,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat", action="store_true", help="talk in turns, with the model's chat template"
     )
-    parser.add_argument("--system", metavar="TEXT", help="what to tell the model before a chat")
+    parser.add_argument("--system", metavar="TEXT", help="system message of the chat")
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object when done, instead of the text"
+        "--json", action="store_true", help="print one JSON object at the end instead of the text"
     )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=False)
@@ -86,19 +92,19 @@ def run(args: argparse.Namespace) -> int:
         loop, file = loop_of(args), open_mobile(args)
         if file.manifest.diffusion is not None:
             return answer(litert_canvas_session(args, file), args, prompt)
-        check_none_given(args)
+        check_kind(args, "causal")
         return answer(_mobile_session(args, config, file, loop), args, prompt)
     model = load_model(args, mesh_asked(args))
     if model.config.diffusion is not None:
         return answer(canvas_session(args, model), args, prompt)
-    check_none_given(args)
+    check_kind(args, "causal")
     drafter = drafter_asked(args, model)
     announce(model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
     return answer(Session(model, config, drafter, args.seed), args, prompt)
 
 
 def answer(session: "AnySession", args: argparse.Namespace, prompt: str | None) -> int:
-    """Shows what a model says, in the way the arguments ask for."""
+    """Answers a prompt or a chat, in the form that the arguments ask for."""
     if args.chat or prompt is None:
         return chat(session, args.system, prompt)
     if args.json:
@@ -141,26 +147,26 @@ class Session:
 
     model: Any
     config: GenerationConfig
-    drafter: Drafter | LoadedDrafter | None
+    drafter: DrafterLike | None
     seed: int
 
     def show(self, prompt: PromptLike) -> Shown:
-        """Streams a continuation onto standard output, and its figures onto standard error."""
+        """Prints a continuation while it is decoded, and its figures on standard error."""
         console = Console(highlight=False)
         sources, text, interrupted = Sources(self.model.tokenizer), "", False
-        with Pace() as pace, LiveText(console) as live:
+        with StreamClock() as clock, LiveText(console) as live:
             try:
                 for step in waiting_for_first(self.stream(prompt), COMPILING):
-                    pace.push(step)
+                    clock.push(step)
                     text += step.text
-                    live.push(sources.push(step), pace)
+                    live.push(sources.push(step), clock)
             except KeyboardInterrupt:
                 interrupted = True
                 held = sources.rest()
                 text += "".join(piece for piece, _ in held)
-                live.push(held, pace)
+                live.push(held, clock)
         ended = "interrupted" if interrupted else "done"
-        print(f"{ended}: {pace}", file=sys.stderr)
+        print(f"{ended}: {clock}", file=sys.stderr)
         return Shown(text, interrupted)
 
     def stream(self, prompt: PromptLike) -> Iterator[StreamStep]:
@@ -184,7 +190,7 @@ class Session:
         )
 
     def as_json(self, prompt: PromptLike) -> dict[str, Any]:
-        """One object: the resolved settings, then the continuation, or a list of `samples`."""
+        """Returns the settings and the continuation (or a list of `samples`), ready for JSON."""
         result = self._generate(prompt)
         settings = {
             "model": self.model.name,
@@ -203,7 +209,8 @@ class Session:
 class MobileSession(Session):
     """The same on LiteRT.
 
-    loop: how to decode; `None`: the best that the file has.
+    Attributes:
+        loop: the loop of decoding; `None`: the best one of the file.
     """
 
     loop: "LoopOf | None" = None
@@ -214,15 +221,15 @@ class MobileSession(Session):
         return stream_text(self.model, prompt, self.config, self.loop, self.seed)
 
     def print_samples(self, prompt: PromptLike) -> None:
-        """Says that there is one at most, as streaming does."""
+        """Streams; LiteRT refuses more than one sample."""
         self.show(prompt)
 
     def as_json(self, prompt: PromptLike) -> dict[str, Any]:
-        """One object, as without LiteRT, with the figures that a stream has."""
-        with Pace() as pace:
+        """Returns the settings, the continuation and the figures of the stream, ready for JSON."""
+        with StreamClock() as clock:
             steps = []
             for step in self.stream(prompt):
-                pace.push(step)
+                clock.push(step)
                 steps.append(step)
         return {
             "model": self.model.name,
@@ -235,10 +242,10 @@ class MobileSession(Session):
             "from_draft": [bool(drafted) for step in steps for drafted in step.from_draft],
             "finish_reason": steps[-1].finish_reason if steps else "length",
             "metrics": {
-                "num_tokens": pace.tally.num_tokens,
-                "num_rounds": pace.tally.num_steps,
-                "tokens_per_round_bonus_included": pace.tally.tau if steps else 0.0,
-                "seconds": pace.tally.seconds,
+                "num_tokens": clock.counts.num_tokens,
+                "num_rounds": clock.counts.num_steps,
+                "tokens_per_round_bonus_included": clock.counts.tau,
+                "seconds": clock.seconds,
             },
         }
 
@@ -259,16 +266,16 @@ def _sample_as_json(row: Generation) -> dict[str, Any]:
     }
 
 
-AnySession = Session | CanvasSession | LitertCanvasSession
+AnySession = Session | CanvasSession
 
 
 def chat(session: AnySession, system: str | None, first: str | None) -> int:
     """Reads turns from standard input and answers them until it ends.
 
-    Ctrl-C while an answer appears ends that answer; at the prompt it ends the chat.
+    Ctrl-C during an answer ends that answer; at the prompt it ends the chat.
 
     Raises:
-        ValueError: if the model has no chat template.
+        ValueError: the model has no chat template.
     """
     tokenizer = session.model.tokenizer
     if tokenizer is None or not tokenizer.templates:
@@ -286,7 +293,7 @@ def chat(session: AnySession, system: str | None, first: str | None) -> int:
 
 
 def _read_turn() -> str | None:
-    """The next non-empty line, `None` at the end of the input."""
+    """Reads the next non-empty line; `None` at the end of the input."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "")

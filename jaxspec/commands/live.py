@@ -1,11 +1,14 @@
-"""Text that appears as it is decoded, coloured by who wrote it."""
+"""Text that appears while it is decoded; accepted draft tokens are coloured.
+
+Rich's own `Live` shows no more than a screen. `LiveText` prints finished rows above it instead, so
+that a long text scrolls away as in any terminal.
+"""
 
 import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import NamedTuple
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -14,25 +17,26 @@ from rich.text import Text
 
 from jaxspec.checkpoint import Tokenizer
 from jaxspec.compilation import CompileClock
-from jaxspec.generation import StreamStep
+from jaxspec.decoding.generate import StreamStep
+from jaxspec.decoding.metrics import Counts
 
 DRAFTED_STYLE = "green"
 REFRESH_SECONDS = 0.05
-# A model may write what a terminal would obey.
+# A model may write control sequences of terminals.
 VISIBLE_ESCAPE = {0x1B: "\u241b"}
 _TAB_SIZE = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """What a stream put on the screen."""
+    """The text that a session printed, and True if Ctrl-C ended it."""
 
     text: str
     interrupted: bool
 
 
 def waiting_for_first(steps: Iterator[StreamStep], message: str) -> Iterator[StreamStep]:
-    """The same steps, with a message on standard error until the first is there."""
+    """Yields the same steps; shows a message on standard error until the first one."""
     with waiting(message):
         first = next(steps, None)
     if first is not None:
@@ -41,35 +45,34 @@ def waiting_for_first(steps: Iterator[StreamStep], message: str) -> Iterator[Str
 
 
 def waiting(message: str) -> Status:
-    """Shows a message, if standard error is a terminal, for as long as its `with` block runs."""
+    """Shows a message during a `with` block if standard error is a terminal."""
     return Console(stderr=True).status(Text(message, style="dim"))
 
 
 class Sources:
-    """Cuts streamed text into runs that the draft or the target wrote."""
+    """Cuts streamed text into pieces that come from the draft or from the target."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._detokenizer = tokenizer.detokenizer() if tokenizer else None
         self._held: deque[tuple[str, bool]] = deque()  # characters not streamed yet
 
     def push(self, step: StreamStep) -> list[tuple[str, bool]]:
-        """The step's text in pieces, each with True if it was drafted and accepted."""
+        """Returns the text of a step in pieces, each with True if it was drafted and accepted."""
         if self._detokenizer is None:
             return []
         for token, drafted in zip(step.tokens, step.from_draft, strict=True):
             text = self._detokenizer.push([token])
             self._held.extend((character, bool(drafted)) for character in text)
-        # What is left at the end are incomplete characters, of whichever token came last.
+        # Incomplete characters are left at the end; they count as the target's.
         flags = [self._held.popleft()[1] if self._held else False for _ in step.text]
-        if (
-            step.finish_reason is not None
-        ):  # what is still held is a stop string: no part of the text
+        if step.finish_reason is not None:
+            # The rest is a stop string and no part of the text.
             self._detokenizer.finish()
             self._held.clear()
         return _runs(zip(step.text, flags, strict=True))
 
     def rest(self) -> list[tuple[str, bool]]:
-        """What a stream that was interrupted still held back, in pieces like those of `push`."""
+        """Returns the text that an interrupted stream still held back, in pieces as of `push`."""
         if self._detokenizer is None:
             return []
         incomplete = [(character, False) for character in self._detokenizer.finish()]
@@ -83,85 +86,62 @@ def _runs(characters: Iterable[tuple[str, bool]]) -> list[tuple[str, bool]]:
     return [("".join(character for character, _ in run), drafted) for drafted, run in runs]
 
 
-class Tally(NamedTuple):
-    """What a stream had given by some time.
+class StreamClock:
+    """Counts and times the steps of a stream, as a context manager.
 
-    num_drafted: tokens that were drafted and accepted.
-    seconds: from the start to the last token, compiling left out.
+    Attributes:
+        counts: tokens, steps and accepted draft tokens so far.
+        seconds: time from the start to the last step, without compiling.
     """
 
-    num_tokens: int = 0
-    num_steps: int = 0
-    num_drafted: int = 0
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
-
-    @property
-    def tau(self) -> float:
-        """Tokens per step, bonus token included."""
-        return self.num_tokens / self.num_steps
-
-    @property
-    def drafted(self) -> float:
-        """Share of the tokens."""
-        return self.num_drafted / self.num_tokens
-
-
-class Pace:
-    """Counts what a stream has given, and how fast."""
-
     def __init__(self):
-        self.tally = Tally()
-        self._clock = CompileClock()
+        self.counts, self.seconds = Counts(), 0.0
+        self._compiling = CompileClock()
         self._start = 0.0
 
-    def __enter__(self) -> "Pace":
-        self._clock.__enter__()
+    def __enter__(self) -> "StreamClock":
+        self._compiling.__enter__()
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *error) -> None:
-        self._clock.__exit__(*error)
+        self._compiling.__exit__(*error)
 
     def push(self, step: StreamStep) -> None:
-        self.tally = Tally(
-            num_tokens=self.tally.num_tokens + len(step.tokens),
-            num_steps=self.tally.num_steps + 1,
-            num_drafted=self.tally.num_drafted + int(step.from_draft.sum()),
-            seconds=time.perf_counter() - self._start - self._clock.seconds,
+        """Adds a step that has just come."""
+        self.seconds = time.perf_counter() - self._start - self._compiling.seconds
+        self.counts += Counts(
+            num_tokens=len(step.tokens), num_steps=1, num_from_draft=int(step.from_draft.sum())
         )
 
     def __str__(self) -> str:
-        tally = self.tally
-        if not tally.num_tokens:
-            return f"no tokens, {self._clock.seconds:.1f} s of compiling"
+        counts, compiling = self.counts, f"{self._compiling.seconds:.1f} s of compiling"
+        if not counts.num_tokens:
+            return f"no tokens, {compiling}"
         return (
-            f"{tally.num_tokens} tokens, {tally.tokens_per_second:.0f} tokens/s, "
-            f"tau {tally.tau:.2f} (bonus included), {tally.drafted:.0%} drafted, "
-            f"{self._clock.seconds:.1f} s of compiling left out"
+            f"{counts.num_tokens} tokens, {counts.num_tokens / self.seconds:.0f} tokens/s, "
+            f"tau {counts.tau:.2f} (bonus included), "
+            f"{counts.num_from_draft / counts.num_tokens:.0%} drafted, {compiling} left out"
         )
 
 
 def append_coloured(text: Text, pieces: Iterable[tuple[str, bool]]) -> Text:
-    """Adds pieces, each with True if it was drafted, to the text, and returns it."""
+    """Adds pieces, each with True if it was drafted, to the text and returns the text."""
     for piece, drafted in pieces:
         text.append(piece.translate(VISIBLE_ESCAPE), DRAFTED_STYLE if drafted else None)
     return text
 
 
 class LiveText:
-    """A growing text, on a terminal with a status line below it; elsewhere just the text.
+    """A growing text with a status line below it; without a terminal only the text.
 
-    Leaving the `with` block, also by an exception, keeps all the text on the screen.
+    All text stays on the screen when the `with` block ends, also by an exception.
     """
 
     def __init__(self, console: Console):
         self._console = console
-        self._line = Text()  # from the start of the last row, with the spaces that no row shows
-        self._row = Text()  # the last row, as it is shown
+        self._line = Text()  # the text from the start of the last row, with trailing spaces
+        self._row = Text()  # the last row as it is shown
         self._live: Live | None = None
         self._any = False
         self._refreshed = 0.0
@@ -192,11 +172,11 @@ class LiveText:
             self._refreshed = now
 
     def _finished_rows(self) -> list[Text]:
-        """Takes the rows that no later text can change out of the line."""
+        """Removes the rows that no later text can change from the line and returns them."""
         *ended, self._line = self._line.split(allow_blank=True)
         finished = [row for line in ended for row in line.wrap(self._console, self._console.width)]
         self._line.expand_tabs(_TAB_SIZE)
-        # Wrapping trims spaces at the right edge; those at the end must wait for the next word.
+        # Wrapping trims spaces at the right edge; trailing spaces wait for the next word.
         shown = self._line.copy()
         shown.rstrip()
         *full, self._row = shown.wrap(self._console, self._console.width)

@@ -1,4 +1,4 @@
-"""Flags of `jaxspec generate` for exported files, and what they stand for."""
+"""Flags of `jaxspec generate` for exported files, and their meaning."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -11,33 +11,35 @@ if TYPE_CHECKING:
     from jaxspec.mobile.loops import LoopOf
 
 _ONLY_LITERT = ("loop", "threads", "weight_cache")
-_ONLY_JAX = ("dtype", "max_positions", "mesh")
+_ONLY_JAX = ("dtype", "weights", "max_positions", "mesh")
 LOOPS = ("plain", "verify", "step")
 
 
 def add_mobile_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares `--runtime` and what belongs to it."""
+    """Declares `--runtime` and the flags that belong to it."""
     group = parser.add_argument_group("LiteRT")
     group.add_argument(
         "--runtime",
         choices=("jax", "litert"),
         default="jax",
-        help="litert: MODEL is a .tflite of `jaxspec export` (default: jax)",
+        help="litert: MODEL is a .tflite of `jaxspec export tflite` (default: jax)",
     )
     group.add_argument(
         "--loop",
         choices=LOOPS,
         help="plain: decode; verify: draft, verify_N, accept here, commit_N; step: whole steps "
-        "(default: steps where the file has them and they can do what is asked)",
+        "(default: steps if the file has them and they can do what is asked)",
     )
     group.add_argument("--threads", type=int, metavar="N", help="default: one per core")
     group.add_argument(
-        "--weight-cache", metavar="FILE", help="keep packed weights there: signatures share them"
+        "--weight-cache",
+        metavar="FILE",
+        help="keep packed weights there: signatures share them",
     )
 
 
 def check_runtime(args: argparse.Namespace) -> None:
-    """Refuses flags that mean nothing to the runtime that is asked for.
+    """Refuses flags that the chosen runtime would ignore.
 
     Raises:
         ValueError: naming the flags.
@@ -55,7 +57,7 @@ def check_runtime(args: argparse.Namespace) -> None:
 
 
 def open_mobile(args: argparse.Namespace) -> "MobileModel":
-    """The file that `MODEL` names, with the tokenizer beside it."""
+    """Opens the file that `MODEL` names, with the tokenizer in its folder."""
     from jaxspec.mobile import MobileModel
 
     if args.threads is not None and args.threads < 1:
@@ -64,13 +66,14 @@ def open_mobile(args: argparse.Namespace) -> "MobileModel":
 
 
 def loop_of(args: argparse.Namespace) -> "LoopOf | None":
-    """How to decode; a drafter of the host's own goes with `verify_N`.
+    """Chooses how to decode; drafts that are made on the host need `verify_N`.
 
     Raises:
-        ValueError: for a drafter that is baked into files, or flags that contradict each other.
+        ValueError: for a drafter that is part of files, or flags that contradict each other.
     """
-    from jaxspec.mobile.loops import LookupDraft, Plain, Verified, drafted_by
-    from jaxspec.mobile.runtime import MobileModel, verify_drafts, whole_steps
+    from jaxspec.mobile.drafts import LookupDraft
+    from jaxspec.mobile.loops import Plain, Verified, drafted_by, verify_drafts, whole_steps
+    from jaxspec.mobile.runtime import MobileModel
 
     if args.drafter is None:
         loops: dict[str | None, LoopOf] = {
@@ -85,7 +88,7 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
     if args.drafter.name == "lookup":
         lookup = PromptLookup(**settings)
         return lambda model, acceptance: Verified(
-            model, LookupDraft(lookup, model.manifest.slots), acceptance
+            model, LookupDraft(lookup, model.manifest.capacity), acceptance
         )
     if args.drafter.name == "draft-model":
         source = settings.get("model", args.draft_model)
@@ -95,5 +98,5 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
         draft = MobileModel(source, num_threads=args.threads)
         return drafted_by(draft, count)
     raise ValueError(
-        f"--drafter {args.drafter.text}: it is baked into a file by `jaxspec export`; leave it out."
+        f"--drafter {args.drafter.text}: it is part of a file (`jaxspec export`); leave it out."
     )

@@ -1,21 +1,24 @@
-"""Flags that several verbs share, and what they stand for."""
+"""Flags that several verbs share, and the objects that they ask for."""
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint import Model, load, load_dflash, load_eagle, shipped_heads
-from jaxspec.core.types import Drafter
+from jaxspec.checkpoint.huggingface import DTYPES
+from jaxspec.commands.flags import help_texts
+from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import (
     PUBLISHED_SKIPS,
     AdaptiveBlock,
     Deer,
     DFlash,
+    DrafterLike,
     DraftModel,
     Eagle,
     Eagle2,
@@ -24,27 +27,42 @@ from jaxspec.drafters import (
     PromptLookup,
     published_skips,
 )
-from jaxspec.generation import GenerationConfig
-from jaxspec.sharding import beside, parse_mesh
-from jaxspec.trees import load_tree, tree_of_head
+from jaxspec.models.storage import STORAGES
+from jaxspec.sharding import parse_mesh, shard_like
+from jaxspec.tuning import load_tree, tree_of_head
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Declares which target to load and how."""
+    """Declares the target and how to load it."""
     count = None if required else "?"
     parser.add_argument(
         "model", nargs=count, metavar="MODEL", help="folder, shipped name or Hub id"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights")
-    parser.add_argument("--max-positions", type=int, metavar="N", help="longest text, in tokens")
+    add_loading_arguments(parser)
+
+
+def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares how to load the target."""
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="type of weights, activations and caches"
+    )
+    parser.add_argument(
+        "--weights",
+        choices=STORAGES,
+        help="form in which matrices are kept; default: --dtype, or as stored",
+    )
+    parser.add_argument(
+        "--max-positions", type=int, metavar="N", help="length of the longest text, in tokens"
+    )
 
 
 def load_model(args: argparse.Namespace, mesh: Mesh | None = None) -> Model:
-    return load(args.model, dtype=args.dtype, max_positions=args.max_positions, mesh=mesh)
+    """Loads the target, as `add_loading_arguments` asks."""
+    return load(args.model, args.dtype, args.max_positions, mesh, args.weights)
 
 
 def add_mesh_argument(parser: argparse.ArgumentParser) -> None:
-    """Declares which devices to divide the work over."""
+    """Declares the devices to divide the work over."""
     parser.add_argument(
         "--mesh",
         metavar="data=N,model=M",
@@ -53,49 +71,38 @@ def add_mesh_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def mesh_asked(args: argparse.Namespace) -> Mesh | None:
-    """The mesh of `--mesh`, if it is given.
+    """Returns the mesh of `--mesh`, or `None` without it.
 
     Raises:
-        ValueError: it cannot be read, or does not divide the devices.
+        ValueError: the text is not a mesh, or it does not fit the devices.
     """
     return None if args.mesh is None else parse_mesh(args.mesh)
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares every field of `GenerationConfig`, and the seed."""
+    """Declares a flag for every field of `GenerationConfig`, and the seed."""
     group = parser.add_argument_group("decoding")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="default: 128")
-    group.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default)")
-    group.add_argument("--top-k", type=int, metavar="K", help="0: off")
-    group.add_argument("--top-p", type=float, metavar="P", help="1: off")
-    group.add_argument("--min-p", type=float, metavar="P", help="0: off")
+    texts = help_texts(GenerationConfig)
+    for field in dataclasses.fields(GenerationConfig):
+        text = texts[field.name]
+        if type(field.default) in (int, float):
+            text += f" (default: {field.default:g})"
+        group.add_argument(
+            "--" + field.name.replace("_", "-"),
+            dest=field.name,
+            default=None,
+            **{"help": text.replace("%", "%%"), **_GENERATION_OPTIONS[field.name]},
+        )
     group.add_argument(
-        "--logit-bias", type=_bias, action="append", metavar="ID=VALUE", help="repeatable"
+        "--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)"
     )
-    for flag, meaning in (
-        ("--allowed-token-ids", "emit nothing else"),
-        ("--banned-token-ids", "never emit these"),
-        ("--stop-token-ids", "end after any of these; '' for none (default: the model's own)"),
-    ):
-        group.add_argument(flag, type=_token_ids, metavar="ID,...", help=meaning)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before it; repeatable")
-    group.add_argument("--num-samples", type=int, metavar="N", help="continuations per prompt")
-    for flag, meaning in (
-        ("--logprobs", "record the target's log-probabilities (see --json)"),
-        ("--warped-logprobs", "the same after temperature and filters"),
-    ):
-        group.add_argument(flag, action="store_true", default=None, help=meaning)
-    group.add_argument(
-        "--repetition-penalty", type=float, metavar="X", help="1 overrides the model's own"
-    )
-    group.add_argument("--seed", type=int, default=0, metavar="N")
 
 
 def generation_config(args: argparse.Namespace) -> GenerationConfig:
-    """The settings asked for; flags left out keep the defaults.
+    """Returns the settings asked for; flags left out keep the defaults.
 
     Raises:
-        ValueError: naming the setting that is out of range.
+        ValueError: a setting is out of range; the message names it.
     """
     names = [field.name for field in dataclasses.fields(GenerationConfig)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
@@ -107,7 +114,12 @@ def generation_config(args: argparse.Namespace) -> GenerationConfig:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Reads N,...: positive numbers."""
+    """Reads positive numbers, separated by commas.
+
+    Example:
+        >>> sizes("1,2,8")
+        (1, 2, 8)
+    """
     numbers = tuple(int(part) for part in text.split(","))
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"sizes count from 1, got {text!r}.")
@@ -123,13 +135,38 @@ def _bias(text: str) -> tuple[int, float]:
     return int(token), float(value)
 
 
+# A setting may be one value per prompt; a flag gives one value for all prompts.
+_COUNT: dict[str, Any] = {"type": int, "metavar": "N"}
+_NUMBER: dict[str, Any] = {"type": float, "metavar": "X"}
+_IDS: dict[str, Any] = {"type": _token_ids, "metavar": "ID,..."}
+_SWITCH: dict[str, Any] = {"action": "store_true"}
+_GENERATION_OPTIONS: Mapping[str, dict[str, Any]] = {
+    **dict.fromkeys(("max_new_tokens", "top_k", "num_samples"), _COUNT),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("allowed_token_ids", "banned_token_ids"), _IDS),
+    "stop_token_ids": {
+        **_IDS,
+        "help": "end a row after any of these; '' for none (default: the model's own)",
+    },
+    **dict.fromkeys(("logprobs", "warped_logprobs"), _SWITCH),
+    "logit_bias": {"type": _bias, "action": "append", "metavar": "ID=VALUE"},
+    "stop": {"action": "append", "metavar": "TEXT"},
+}
+
+
 NO_DRAFTER = "none"
 OF_DRAFTERS = ("draft_model", "num_speculative_tokens", "max_ngram")
-"""Flags that `--drafter` gives a meaning."""
+"""Flags that need `--drafter`."""
 
 
 class DrafterSpec(NamedTuple):
-    """A drafter as a command line names it: "lookup" or "lookup:max_ngram=3,match=recent"."""
+    """A drafter as a command line names it: "lookup" or "lookup:max_ngram=3,match=recent".
+
+    Attributes:
+        text: the whole text.
+        name: the part before the colon.
+        settings: the settings after it, as texts.
+    """
 
     text: str
     name: str
@@ -137,10 +174,14 @@ class DrafterSpec(NamedTuple):
 
 
 def drafter_spec(text: str) -> DrafterSpec | None:
-    """Reads NAME or NAME:SETTING=VALUE,...; "none" is `None`.
+    """Reads NAME or NAME:SETTING=VALUE,...; "none" gives `None`.
 
     Raises:
-        argparse.ArgumentTypeError: for an unknown name or something else than SETTING=VALUE.
+        argparse.ArgumentTypeError: the name is unknown, or a part is not SETTING=VALUE.
+
+    Example:
+        >>> drafter_spec("lookup:max_ngram=3").settings
+        {'max_ngram': '3'}
     """
     if text == NO_DRAFTER:
         return None
@@ -161,14 +202,14 @@ EVERY_DRAFTER = "all"
 
 
 def drafter_spec_or_all(text: str) -> DrafterSpec | None:
-    """`drafter_spec`, or "all" for every method that comes with the package."""
+    """Reads what `drafter_spec` reads, or "all": every method that comes with the package."""
     return DrafterSpec(text, text, {}) if text == EVERY_DRAFTER else drafter_spec(text)
 
 
 def add_drafter_arguments(parser: argparse.ArgumentParser, repeatable: bool) -> None:
     """Declares `--drafter` and the settings of drafters."""
     group = parser.add_argument_group("drafting")
-    names = f"{', '.join((NO_DRAFTER, *DRAFTERS))}; settings given here precede the flags below"
+    names = f"{', '.join((NO_DRAFTER, *DRAFTERS))}; settings given here override the flags below"
     if repeatable:
         names += f"; {EVERY_DRAFTER}: each method that comes with the package for this model"
     group.add_argument(
@@ -179,25 +220,54 @@ def add_drafter_arguments(parser: argparse.ArgumentParser, repeatable: bool) -> 
         help=f"{names}; repeatable" if repeatable else names,
     )
     group.add_argument("--draft-model", metavar="MODEL", help="folder, shipped name or Hub id")
-    group.add_argument("--num-speculative-tokens", type=int, metavar="N", help="longest draft")
-    group.add_argument("--max-ngram", type=int, metavar="N", help="longest match of lookup")
+    group.add_argument(
+        "--num-speculative-tokens", type=int, metavar="N", help="length of the longest draft"
+    )
+    group.add_argument(
+        "--max-ngram", type=int, metavar="N", help="length of the longest match of lookup"
+    )
 
 
-def drafter_asked(args: argparse.Namespace, model: Model) -> Drafter | LoadedDrafter | None:
-    """The drafter of `--drafter`, to draft for `model`; `None` if none is asked for.
+def add_drafter_argument(parser: argparse.ArgumentParser) -> None:
+    """Declares `--drafter` for a verb that tunes one drafter."""
+    parser.add_argument(
+        "--drafter",
+        type=drafter_spec,
+        metavar="NAME[:SETTING=VALUE,...]",
+        help="eagle:head=FOLDER, draft-model:model=MODEL, deer:model=MODEL,block=N or "
+        "dflash:head=FOLDER,block=N; folders may be shipped names",
+    )
+
+
+def loaded_drafter_asked(args: argparse.Namespace, model: Model) -> LoadedDrafter:
+    """Builds the drafter of `--drafter`, which must have weights.
 
     Raises:
-        ValueError: for flags of drafters that this one does not read; or as `make_drafter` does.
+        ValueError: none is given, or it has no weights; or as `make_drafter` raises.
+    """
+    made = None if args.drafter is None else make_drafter(args.drafter, args, model)
+    if not isinstance(made, LoadedDrafter):
+        raise ValueError(
+            "--drafter: name one that drafts over a tree: eagle, draft-model, deer or dflash."
+        )
+    return made
+
+
+def drafter_asked(args: argparse.Namespace, model: Model) -> DrafterLike | None:
+    """Builds the drafter of `--drafter` for `model`; returns `None` without one.
+
+    Raises:
+        ValueError: a flag is given that this drafter does not read; or as `make_drafter` raises.
     """
     refuse_unread(args, [] if args.drafter is None else [args.drafter])
     return None if args.drafter is None else make_drafter(args.drafter, args, model)
 
 
 def refuse_unread(args: argparse.Namespace, specs: Sequence[DrafterSpec]) -> None:
-    """Refuses flags of drafters that none of those asked for reads.
+    """Refuses flags that none of these drafters reads.
 
     Raises:
-        ValueError: naming the flags.
+        ValueError: such flags are given; the message names them.
     """
     read = {
         "draft_model" if kind == "model" else kind
@@ -210,29 +280,27 @@ def refuse_unread(args: argparse.Namespace, specs: Sequence[DrafterSpec]) -> Non
     refuse_unused(args, [flag for flag in OF_DRAFTERS if flag not in read], why)
 
 
-def make_drafter(
-    spec: DrafterSpec, args: argparse.Namespace, model: Model
-) -> Drafter | LoadedDrafter:
-    """Builds what a spec asks for, to draft for `model`; flags fill in what it leaves open.
+def make_drafter(spec: DrafterSpec, args: argparse.Namespace, model: Model) -> DrafterLike:
+    """Builds the drafter of a spec for `model`; flags give the settings that the spec leaves out.
 
     Raises:
-        ValueError: for an unknown setting, or one that is out of range.
+        ValueError: a setting is unknown or out of range.
     """
     _, build = DRAFTERS[spec.name]
     made = build(args, drafter_settings(spec, args), model)
     if not isinstance(made, LoadedDrafter):
         return made
-    # Once, not in each call of `generate`.
-    return made._replace(params=beside(model.params, made.params))
+    # Placed once here, not in each call of `generate`.
+    return made._replace(params=shard_like(model.params, made.params))
 
 
 def drafter_settings(spec: DrafterSpec, args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of a spec by name, as what they are; flags fill in what it leaves open.
+    """Reads the settings of a spec; flags give the settings that the spec leaves out.
 
     Raises:
-        ValueError: for an unknown setting, or text in place of a number.
+        ValueError: a setting is unknown, or is not a number where one is needed.
     """
-    flags = {name: getattr(args, name) for name in ("num_speculative_tokens", "max_ngram")}
+    flags = {name: getattr(args, name, None) for name in ("num_speculative_tokens", "max_ngram")}
     kinds, _ = DRAFTERS[spec.name]
     unknown = sorted(set(spec.settings) - set(kinds))
     if unknown:
@@ -251,91 +319,80 @@ def drafter_settings(spec: DrafterSpec, args: argparse.Namespace) -> dict[str, A
     return settings
 
 
-def _lookup(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> PromptLookup:
-    del args, model
-    return PromptLookup(**settings)
+def _taken(settings: dict[str, Any], name: str, drafter: str, needs: str) -> str:
+    """Takes the setting that names a drafter's weights out of the others.
 
-
-def _draft_model(
-    args: argparse.Namespace, settings: Mapping[str, Any], model: Model
-) -> LoadedDrafter:
-    del model
-    settings = dict(settings)
-    source = settings.pop("model", args.draft_model)
+    Raises:
+        ValueError: it is not given.
+    """
+    source = settings.pop(name, None)
     if source is None:
-        raise ValueError(
-            "--drafter draft-model needs --draft-model MODEL: a smaller model with the same "
-            "tokenizer (for the shipped demo: --draft-model demo-draft)."
-        )
-    return DraftModel.of(load(source, dtype=args.dtype), **settings)
+        raise ValueError(f"--drafter {drafter} needs {needs}.")
+    return source
 
 
-def _eagle(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LoadedDrafter:
-    del args
-    head = _head("eagle", settings)
-    tree = settings.get("tree")
-    paths = tree_of_head(head) if tree is None else load_tree(tree)
-    return Eagle.of(load_eagle(head, model.network), paths)
+def _loaded(args: argparse.Namespace, settings: dict[str, Any], drafter: str, needs: str) -> Model:
+    """Loads the model of the setting `model`, or of `--draft-model`."""
+    settings.setdefault("model", getattr(args, "draft_model", None))
+    return load(_taken(settings, "model", drafter, needs), dtype=getattr(args, "dtype", None))
 
 
-def _eagle2(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LoadedDrafter:
-    del args
-    head = _head("eagle2", settings)
-    given = {name: value for name, value in settings.items() if name != "head"}
-    return Eagle2.of(load_eagle(head, model.network), **given)
+def _draft_model(args: argparse.Namespace, settings: dict[str, Any], _: Model) -> LoadedDrafter:
+    needs = (
+        "--draft-model MODEL or draft-model:model=MODEL, a smaller model with the same tokenizer "
+        "(for the shipped demo: demo-draft)"
+    )
+    return DraftModel.of(_loaded(args, settings, "draft-model", needs), **settings)
 
 
-def _head(drafter: str, settings: Mapping[str, Any]) -> str:
-    if "head" not in settings:
-        raise ValueError(
-            f"--drafter {drafter} needs {drafter}:head=FOLDER, of an EAGLE-1 or EAGLE-3 head, or "
-            f"the name of a shipped one: {', '.join(shipped_heads()) or 'none is here'}."
-        )
-    return settings["head"]
+def _eagle(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
+    source, tree = _head("eagle", settings), settings.get("tree")
+    paths = tree_of_head(source) if tree is None else load_tree(tree)
+    return Eagle.of(load_eagle(source, model.network), paths)
 
 
-def _layer_skip(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LayerSkip:
-    del args
-    settings = dict(settings)
-    source = settings.pop("skips", None)
-    if source is None:
-        raise ValueError(
-            "--drafter layer-skip needs layer-skip:skips=FILE, a result of `jaxspec tune skips`, "
-            f"or a published set: {', '.join(PUBLISHED_SKIPS)}."
-        )
+def _eagle2(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
+    head = load_eagle(_head("eagle2", settings), model.network)
+    return Eagle2.of(head, **settings)
+
+
+def _head(drafter: str, settings: dict[str, Any]) -> str:
+    shipped = ", ".join(shipped_heads()) or "there is none"
+    kind = "EAGLE-1 or EAGLE-3 head, or the name of a shipped one"
+    return _taken(settings, "head", drafter, f"{drafter}:head=FOLDER, of an {kind}: {shipped}")
+
+
+def _layer_skip(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LayerSkip:
+    published = f"or a published set: {', '.join(PUBLISHED_SKIPS)}"
+    needs = f"layer-skip:skips=FILE, a result of `jaxspec tune skips`, {published}"
+    source = _taken(settings, "skips", "layer-skip", needs)
     if source in PUBLISHED_SKIPS:
         return LayerSkip(published_skips(source, model.config.num_layers), **settings)
     return LayerSkip.read(source, **settings)
 
 
-def _deer(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LoadedDrafter:
-    del model
+def _deer(args: argparse.Namespace, settings: dict[str, Any], _: Model) -> LoadedDrafter:
+    needs = (
+        "deer:model=MODEL, a diffusion model with the target's tokenizer (for the shipped demo: "
+        "deer:model=demo-deer)"
+    )
     given = _block_settings(settings)
-    source = given.pop("model", args.draft_model)
-    if source is None:
-        raise ValueError(
-            "--drafter deer needs deer:model=MODEL, a diffusion model with the target's tokenizer "
-            "(for the shipped demo: deer:model=demo-deer)."
-        )
-    return Deer.of(load(source, dtype=args.dtype), **given)
+    return Deer.of(_loaded(args, given, "deer", needs), **given)
 
 
-def _dflash(args: argparse.Namespace, settings: Mapping[str, Any], model: Model) -> LoadedDrafter:
-    del args
+def _dflash(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
+    shipped = ", ".join(shipped_heads("dflash")) or "there is none"
+    needs = f"dflash:head=FOLDER, of a DFlash head, or the name of a shipped one: {shipped}"
     given = _block_settings(settings)
-    if "head" not in given:
-        raise ValueError(
-            "--drafter dflash needs dflash:head=FOLDER, of a DFlash head, or the name of a shipped "
-            f"one: {', '.join(shipped_heads('dflash')) or 'none is here'}."
-        )
-    return DFlash.of(load_dflash(given.pop("head"), model.network), **given)
+    head = load_dflash(_taken(given, "head", "dflash", needs), model.network)
+    return DFlash.of(head, **given)
 
 
 def _block_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a block drafter, but for where its weights are.
+    """Reads the settings of a drafter of blocks, except the place of its weights.
 
     Raises:
-        ValueError: costs are given, but a draft is always whole.
+        ValueError: costs are given without `adaptive=1`.
     """
     given = dict(settings)
     if "tree" in given:
@@ -351,20 +408,23 @@ def _block_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 _COSTS = ("draft_cost", "token_cost")
 _OF_BLOCKS: Mapping[str, Callable[[str], Any]] = {
     "block": int,
-    # A file of `tune tree`; or the nodes of a tree that is made anew for each step.
+    # tree: a file of `tune tree`; num_nodes: nodes of a tree that is built anew in each step.
     "tree": str,
     "num_nodes": int,
     "branch": int,
     "temperature": float,
     "steps": int,
-    # 1: so much of a block as has been worth it, at costs in target passes over one token.
+    # 1: draft only as much of a block as pays; costs are in target passes over one token.
     "adaptive": int,
     **dict.fromkeys(_COSTS, float),
 }
 
-# The only place where drafters have names: the kinds of their settings, and how they are built.
+# The only place that names drafters: the types of their settings, and how they are built.
 DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
-    "lookup": ({"num_speculative_tokens": int, "max_ngram": int, "match": str}, _lookup),
+    "lookup": (
+        {"num_speculative_tokens": int, "max_ngram": int, "match": str},
+        lambda args, settings, model: PromptLookup(**settings),
+    ),
     "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
     # tree: a file of `tune tree` or a published name.
     "eagle": ({"head": str, "tree": str}, _eagle),
@@ -375,30 +435,39 @@ DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]
 }
 
 
+def flags_of_names(names: Iterable[str]) -> str:
+    """Returns flags as they are typed, for messages.
+
+    Example:
+        >>> flags_of_names(["max_new_tokens", "seed"])
+        '--max-new-tokens, --seed'
+    """
+    return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
 def refuse_unused(args: argparse.Namespace, names: Sequence[str], why: str) -> None:
     """Refuses flags that would be ignored.
 
     Raises:
-        ValueError: naming those that are given, and why they mean nothing.
+        ValueError: one of them is given; the message names it and the reason.
     """
     values = {name: getattr(args, name) for name in names}
     given = [name for name, value in values.items() if value is not None and value is not False]
     if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"{flags}: {why}")
+        raise ValueError(f"{flags_of_names(given)}: {why}")
 
 
 def announce(**facts: Any) -> None:
-    """Prints the resolved settings of a run on standard error."""
+    """Prints the settings of a run on standard error."""
     for name, value in facts.items():
         print(f"{name}: {value}", file=sys.stderr)
 
 
 def check_writable(path: str | Path | None, flag: str = "--json") -> None:
-    """Notices a wrong file to write, given by `flag`, before the work, not after it.
+    """Checks a file to write, given by `flag`, before the work and not after it.
 
     Raises:
-        ValueError: if the folder does not exist, or the path is a folder.
+        ValueError: its folder does not exist, or the path is a folder.
     """
     if path is None or path == "-":
         return

@@ -1,4 +1,4 @@
-"""A race: methods that decoded alone, one after another, replayed side by side on one clock."""
+"""A race: methods decode alone, one after another; their times are replayed side by side."""
 
 import dataclasses
 import math
@@ -15,10 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxspec.checkpoint import Model, Tokenizer
-from jaxspec.commands.live import REFRESH_SECONDS, Pace, Sources, Tally, append_coloured
-from jaxspec.core.types import Drafter
-from jaxspec.drafters import LoadedDrafter
-from jaxspec.generation import GenerationConfig, PromptLike, StreamStep, stream
+from jaxspec.commands.live import REFRESH_SECONDS, Sources, StreamClock, append_coloured
+from jaxspec.decoding.generate import StreamStep, stream
+from jaxspec.decoding.metrics import Counts
+from jaxspec.decoding.request import GenerationConfig, PromptLike
+from jaxspec.drafters import DrafterLike
 from jaxspec.progress import progress_bar
 
 _SHOWN_SECONDS = 4.0
@@ -30,46 +31,50 @@ _BORDERS = 2
 class RecordedStep(NamedTuple):
     """A step of a stream.
 
-    tally: everything that the stream had given with it; its seconds say when.
-    pieces: the text that it added, each piece with True if it was drafted and accepted.
+    Attributes:
+        counts: counts of the stream so far, this step included.
+        seconds: time from the start of the stream to this step, without compiling.
+        pieces: the text of the step, each piece with True if it was drafted and accepted.
     """
 
-    tally: Tally
+    counts: Counts
+    seconds: float
     pieces: Sequence[tuple[str, bool]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """A stream from its start to its end."""
+    """The whole stream of one method."""
 
     name: str
     steps: Sequence[RecordedStep]
 
     @property
-    def tally(self) -> Tally:
-        return self.steps[-1].tally
+    def seconds(self) -> float:
+        """Time of the whole stream, without compiling."""
+        return self.steps[-1].seconds
 
     def until(self, seconds: float) -> Sequence[RecordedStep]:
-        """The steps that were there after so many seconds of the method's own decoding."""
-        return self.steps[: bisect_right(self.steps, seconds, key=lambda s: s.tally.seconds)]
+        """Returns the steps that had come after this many seconds of the method's decoding."""
+        return self.steps[: bisect_right(self.steps, seconds, key=lambda step: step.seconds)]
 
 
 def record(
     model: Model,
     prompt: PromptLike,
     config: GenerationConfig,
-    methods: Mapping[str, Drafter | LoadedDrafter | None],
+    methods: Mapping[str, DrafterLike | None],
 ) -> list[Recording]:
-    """Decodes a prompt with every method, alone on the machine, and keeps when each step came.
+    """Decodes a prompt with every method, one after another, and records when each step came.
 
-    So a clock counts nothing but its own method's decoding, the prompt included. Every method
-    decodes everything once beforehand: what is new then compiles, outside all clocks.
+    Each clock counts its own method's decoding only, prefill included. Every method first decodes
+    everything once, so that compiling is outside all clocks.
     """
     with progress_bar(len(methods)) as advance:
         for name, drafter in methods.items():
             advance(f"first run of {name}: compiles, kept for the next time")
             deque(stream(model, prompt, config, drafter), maxlen=0)
-    # No bar moves from here on: it would take its time from the method's.
+    # No bar from here on: it would take time from the methods.
     return [
         _recording(name, model.tokenizer, stream(model, prompt, config, drafter))
         for name, drafter in methods.items()
@@ -77,34 +82,40 @@ def record(
 
 
 def _recording(name: str, tokenizer: Tokenizer | None, steps: Iterable[StreamStep]) -> Recording:
-    given, tallies = [], []
-    with Pace() as pace:
+    given, times = [], []
+    with StreamClock() as clock:
         for step in steps:
-            pace.push(step)
+            clock.push(step)
             given.append(step)
-            tallies.append(pace.tally)
+            times.append((clock.counts, clock.seconds))
     sources = Sources(tokenizer)
-    return Recording(name, [*map(RecordedStep, tallies, map(sources.push, given))])
+    return Recording(
+        name,
+        [
+            RecordedStep(counts, seconds, sources.push(step))
+            for (counts, seconds), step in zip(times, given, strict=True)
+        ],
+    )
 
 
 def slowdown(plain: Recording) -> float:
-    """How many times slower a race must be shown to be seen: plain decoding takes 4 seconds.
+    """Returns the factor by which to slow a race down, so that plain decoding takes 4 seconds.
 
-    One that takes longer is shown as fast as it ran.
+    A slower race is shown as fast as it ran: the factor is at least 1.
     """
-    return max(1.0, round(_SHOWN_SECONDS / plain.tally.seconds, 1))
+    return max(1.0, round(_SHOWN_SECONDS / plain.seconds, 1))
 
 
 def replay(console: Console, recordings: Sequence[Recording], slowed: float) -> None:
-    """Shows the recordings on a terminal until the last has ended, and leaves that there.
+    """Shows the recordings on a terminal until the last one has ended, and leaves the end visible.
 
     Args:
-        console: of a terminal.
-        recordings: at least one.
+        console: console of a terminal.
+        recordings: at least one recording.
         slowed: seconds on the screen for each second of decoding.
     """
     start, seconds = time.perf_counter(), 0.0
-    last = max(recording.tally.seconds for recording in recordings)
+    last = max(recording.seconds for recording in recordings)
     with Live(console=console, auto_refresh=False) as live:
         while seconds < last:
             seconds = min(last, (time.perf_counter() - start) / slowed)
@@ -114,10 +125,12 @@ def replay(console: Console, recordings: Sequence[Recording], slowed: float) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Race:
-    """All recordings at one time: a line for the clock, and panels in a grid that fits.
+    """All recordings at one time: a line with the clock, and a grid of panels.
 
-    seconds: of every method's own decoding.
-    slowed: seconds on the screen for each of them.
+    Attributes:
+        recordings: the recordings.
+        seconds: time of every method's own decoding.
+        slowed: seconds on the screen for each second of decoding.
     """
 
     recordings: Sequence[Recording]
@@ -151,9 +164,9 @@ class Race:
         steps = recording.until(self.seconds)
         title, figures, border = recording.name, "", "dim"
         if steps:
-            figures = _figures(steps[-1].tally)
+            figures = _figures(steps[-1])
         if len(steps) == len(recording.steps):
-            title, border = f"{title}: {recording.tally.seconds:.3f} s", "bold"
+            title, border = f"{title}: {recording.seconds:.3f} s", "bold"
         return Panel(
             Text("\n").join(_wrapped(steps, console, width)[-num_lines:]),
             title=Text(title, overflow="ellipsis"),
@@ -168,7 +181,7 @@ class Race:
 
 
 def columns_that_fit(num_panels: int, width: int, height: int) -> int:
-    """Columns of a grid: as many as are wide enough, more where a screen is too low for those."""
+    """Returns as many columns as are wide enough; more if the screen is too low for those."""
     wide, most = (max(1, min(num_panels, width // of)) for of in (_PANEL_WIDTH, _NARROWEST))
     for num_columns in range(wide, most):
         if math.ceil(num_panels / num_columns) * (1 + _BORDERS) <= height:
@@ -177,7 +190,7 @@ def columns_that_fit(num_panels: int, width: int, height: int) -> int:
 
 
 def coloured(steps: Iterable[RecordedStep]) -> Text:
-    """The text of the steps, accepted draft tokens coloured."""
+    """Returns the text of the steps, accepted draft tokens coloured."""
     text = Text()
     for step in steps:
         append_coloured(text, step.pieces)
@@ -188,9 +201,11 @@ def _wrapped(steps: Iterable[RecordedStep], console: Console, width: int) -> lis
     return [*coloured(steps).wrap(console, width - _BORDERS)]
 
 
-def _figures(tally: Tally) -> str:
-    if not tally.num_tokens:
+def _figures(step: RecordedStep) -> str:
+    counts = step.counts
+    if not counts.num_tokens:
         return "no tokens"
     return (
-        f"{tally.tokens_per_second:.0f} tokens/s, tau {tally.tau:.2f}, {tally.drafted:.0%} drafts"
+        f"{counts.num_tokens / step.seconds:.0f} tokens/s, tau {counts.tau:.2f}, "
+        f"{counts.num_from_draft / counts.num_tokens:.0%} drafts"
     )

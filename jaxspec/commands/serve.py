@@ -1,29 +1,30 @@
-"""`jaxspec serve`: an exported page for this machine's browser, or for a phone in the network."""
+"""`jaxspec serve`: serves an exported page to this machine or to a phone in the network."""
 
 import argparse
 import ipaddress
 import sys
 from pathlib import Path
 
+from jaxspec.extras import install_hint
 from jaxspec.mobile.serve import lan_address, page_server, qr_code
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec serve`."""
     parser.description = (
-        "Serves a folder of `jaxspec export --web` with the headers that threads need. On loopback "
-        "unless told otherwise. Browsers give WebGPU, threads and storage to secure pages only: "
-        "loopback counts as one, another address does with --certificate."
+        "Serves a folder of `jaxspec export web` with the headers that threads need, on loopback "
+        "only unless --lan is given. Browsers give WebGPU, threads and storage to secure pages "
+        "only: pages of loopback, or of another address with --certificate."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--lan", action="store_true", help="let other machines in, such as a phone")
+    parser.add_argument("--lan", action="store_true", help="accept other machines, such as a phone")
     parser.add_argument(
         "--port", type=int, default=8000, metavar="N", help="0: any (default: %(default)s)"
     )
     parser.add_argument(
         "--certificate", type=Path, metavar="FILE.pem", help="speak HTTPS with this certificate"
     )
-    parser.add_argument("--key", type=Path, metavar="FILE.pem", help="of --certificate")
+    parser.add_argument("--key", type=Path, metavar="FILE.pem", help="key of --certificate")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         address = f"{scheme}://{name}:{server.server_address[1]}/"
         code = qr_code(address)
         if code is None:
-            print("(for a QR code here: pip install 'jaxspec[web]')", file=sys.stderr)
+            print(f"(for a QR code here: {install_hint('web')})", file=sys.stderr)
         else:
             print(code)
         print(address, flush=True)

@@ -1,28 +1,39 @@
-"""`jaxspec tune skips`: which sub-layers the target should skip when it drafts for itself."""
+"""`jaxspec tune skips`: the sub-layers that the target skips when it drafts for itself."""
 
 import argparse
-import importlib.util
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from jaxspec.bench import compare
-from jaxspec.bench.machine import Machine, this_machine
 from jaxspec.checkpoint import Model
 from jaxspec.commands.options import add_model_arguments, announce, load_model
+from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LayerSkip
-from jaxspec.generation import GenerationConfig
+from jaxspec.extras import needs_extra
+from jaxspec.measure import compare
+from jaxspec.measure.machine import Machine, this_machine
+from jaxspec.progress import progress_bar
+from jaxspec.tuning import skip_costs, skip_search
+from jaxspec.tuning.skip_agreement import SHARES, measure_agreement
+from jaxspec.tuning.skip_objective import ExpectedSeconds, MeasuredSeconds
+from jaxspec.tuning.skip_search import Evaluation, SearchTrace
+from jaxspec.tuning.skip_text import (
+    FixedText,
+    check_window,
+    generated_window,
+    given_window,
+    held_out_rows,
+)
 
-METHODS = ("bayes", "random", "greedy")
-# Where an exit is worth trying; 0 never exits.
+METHODS = tuple(skip_search.METHODS)
+# Thresholds of the exit to try; 0 never exits.
 THRESHOLDS = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
@@ -30,9 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec tune skips`."""
     parser.description = (
         "Searches the attention and MLP sub-layers to skip in drafting (Draft & Verify), on "
-        "held-out rows of training text. Running the same command again goes on from the trace; "
-        "with more --evaluations it searches on. `generate --drafter layer-skip:skips=FILE` "
-        "drafts with what it found."
+        "held-out rows of training text. The same command continues an interrupted search from its "
+        "trace; with more --evaluations it searches further. `generate --drafter "
+        "layer-skip:skips=FILE` drafts with the result."
     )
     add_model_arguments(parser)
     parser.add_argument(
@@ -41,28 +52,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--agreement",
         action="store_true",
-        help="search nothing: print how often the model agrees with itself when half, two thirds "
+        help="do not search: print how often the model agrees with itself when half, two thirds "
         "and three quarters of its sub-layers are skipped in regular patterns",
     )
     data = parser.add_argument_group("text, of which the held-out part is read")
     data.add_argument(
-        "--data-folder", type=Path, help="holds gsm8k/train.jsonl.gz and mbpp/train.jsonl.gz"
+        "--data-folder", type=Path, help="folder of gsm8k/train.jsonl.gz and mbpp/train.jsonl.gz"
     )
     data.add_argument("--data", action="append", default=[], metavar="NAME=PATH")
     data.add_argument("--template", action="append", default=[], metavar="NAME=TEXT")
-    data.add_argument("--rows", type=int, default=16, metavar="N", help="default: %(default)s")
-    data.add_argument(
-        "--prompt-tokens", type=int, default=64, metavar="N", help="default: %(default)s"
-    )
-    data.add_argument(
-        "--new-tokens", type=int, default=96, metavar="N", help="default: %(default)s"
-    )
     data.add_argument(
         "--text",
-        choices=("own", "given"),
-        default="own",
-        help="judge drafts of what the model itself writes after each prompt (default), or of what "
-        "stands there",
+        choices=("generated", "given"),
+        default="generated",
+        help="generated: the model continues the prompts (default); given: the documents",
     )
     tune = parser.add_argument_group("search")
     tune.add_argument(
@@ -75,109 +78,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds per token: computed from drafts on fixed text and measured costs (default), "
         "or measured in decoding, which compiles every set",
     )
-    tune.add_argument(
-        "--evaluations", type=int, default=200, metavar="N", help="default: %(default)s"
-    )
-    tune.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="searches of each random method"
-    )
-    tune.add_argument(
-        "--num-speculative-tokens",
-        type=int,
-        default=8,
-        metavar="K",
-        help="longest draft (default: %(default)s); the best length up to it counts",
-    )
+    for group, flag, default, meaning in (
+        (data, "--rows", 16, "rows of text"),
+        (data, "--prompt-tokens", 64, "tokens of each prompt"),
+        (data, "--new-tokens", 96, "tokens after each prompt"),
+        (tune, "--evaluations", 200, "evaluations of each search"),
+        (tune, "--seeds", 1, "searches of each random method"),
+        (tune, "--num-speculative-tokens", 8, "longest draft to try"),
+    ):
+        group.add_argument(
+            flag, type=int, default=default, metavar="N", help=f"{meaning} (default: {default})"
+        )
     tune.add_argument(
         "--threshold",
         type=float,
         metavar="P",
-        help="of the exit (default: the best of several; 0.8 if measured)",
+        help="threshold of the exit (default: the best of several; 0.8 if measured)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches as the arguments say and writes what was found; 0 when it is there."""
-    # Imported here, so that other commands do not wait for optax and Orbax.
-    from jaxspec.training import skip_search
-    from jaxspec.training.skip_objective import (
-        Costs,
-        ExpectedSeconds,
-        MeasuredSeconds,
-        costs_from,
-        measure_costs,
-    )
-
+    """Searches as the arguments say, writes and measures the best set; returns 0."""
     _check_counts(args)
     if args.agreement:
         return _show_agreement(args)
     if args.out is None:
-        raise ValueError("--out FOLDER is needed, for what the search finds.")
+        raise ValueError("--out FOLDER is needed for the result of the search.")
+    # A fault of the arguments is reported before a package that is missing.
+    _sources(args)
     methods = tuple(dict.fromkeys(args.method or METHODS[:1]))
-    if "bayes" in methods and importlib.util.find_spec("bayes_opt") is None:
-        raise ValueError(f"--method bayes: {skip_search.NEEDS_EXTRA}")
-    thresholds = _thresholds(args)
+    if "bayes" in methods:
+        with needs_extra("--method bayes", "search"):
+            import bayes_opt  # noqa: F401
     model = load_model(args)
-    # As many again are for the check at the end.
+    # The second half is for the check at the end.
     rows = _held_out_rows(model, args, 2 * args.rows)
     rows, fresh = rows[::2], [row[: args.prompt_tokens] for row in rows[1::2]]
     prompts = [row[: args.prompt_tokens] for row in rows]
-    about = {
-        "model": skip_search.fingerprint(model.network),
-        # Traces of before drafts were walked step by step hold means over all slots: not these.
-        "objective": f"{args.objective}, step by step",
-        "num_speculative_tokens": args.num_speculative_tokens,
-        "thresholds": thresholds,
-        "text": args.text,
-        "new_tokens": args.new_tokens,
-        "rows": [row.tolist() for row in rows],
-    }
+    text = f"{args.rows} rows of {args.prompt_tokens} + {args.new_tokens} tokens, {args.text}"
     announce(
         model=args.model,
         sub_layers=2 * model.config.num_layers,
-        text=f"{args.rows} rows of {args.prompt_tokens} + {args.new_tokens} tokens, {args.text}",
+        text=text,
         methods=", ".join(methods),
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    depth = args.num_speculative_tokens
-    trace = skip_search.Trace(
-        args.out / "trace.jsonl",
-        model.config.num_layers,
-        about,
-        lambda: {
-            "machine": this_machine()._asdict(),
-            "costs": measure_costs(model.network, depth).as_dict(),
-        },
-    )
-    costs: Costs = costs_from(trace.measured["costs"])
-    machine = Machine(**trace.measured["machine"])
-    if machine.busy:
-        print(
-            f"NOTE: costs were measured at a load of {machine.load:.1f} on {machine.cores} cores: "
-            "do not trust them, move the trace away and search when the machine is quiet.",
-            file=sys.stderr,
-        )
+    trace = _open_trace(args, model, rows)
+    costs = skip_costs.costs_from(trace.measured["costs"])
+    depth, thresholds = args.num_speculative_tokens, _thresholds(args)
     if args.objective == "measured":
         objective = MeasuredSeconds(model, prompts, args.new_tokens, depth, thresholds[0])
     else:
         window = _window(model, args, rows)
         objective = ExpectedSeconds(model.network, window, costs, depth, thresholds)
-
-    histories: dict[str, Sequence[skip_search.Evaluation]] = {}
-    for method in methods:
-        for seed in range(1 if method == "greedy" else args.seeds):
-            name = f"{method} {seed}"
-            with _Bar(name, args.evaluations) as watch:
-                histories[name] = skip_search.search(
-                    objective,
-                    skip_search.METHODS[method],
-                    args.evaluations,
-                    trace,
-                    name,
-                    seed=seed,
-                    watch=watch,
-                )
+    histories = _search_all(args, methods, objective, trace)
     best = skip_search.best_of([each for history in histories.values() for each in history])
+    _report(histories, best, costs)
+    length, threshold = best.score.num_speculative_tokens, best.score.threshold
+    drafter = LayerSkip(best.skip, length, threshold, adaptive=None)
     facts = {
         "plain_seconds_per_token": costs.passes[1],
         "found_by": [name for name, history in histories.items() if best in history],
@@ -185,27 +142,75 @@ def run(args: argparse.Namespace) -> int:
         "best_seconds_per_token": {
             name: skip_search.best_of(history).seconds for name, history in histories.items()
         },
-        "model": about["model"],
+        "model": skip_search.network_fingerprint(model.network),
         "objective": args.objective,
-        "machine": str(machine),
-        "text": f"{args.rows} rows of {args.prompt_tokens} + {args.new_tokens} tokens, {args.text}",
+        "machine": str(Machine(**trace.measured["machine"])),
+        "text": text,
         "search_seconds": {name: trace.seconds(name) for name in histories},
+        "measured": _measure(model, drafter, {"these": prompts, "other": fresh}, args.new_tokens),
     }
-    _report(histories, best, costs)
-    length, threshold = best.worth.num_speculative_tokens, best.worth.threshold
-    drafter = LayerSkip(best.skip, length, threshold, adaptive=None)
-    measured = _measure(model, drafter, {"these": prompts, "other": fresh}, args.new_tokens)
-    skip_search.write_result(args.out, best, {**facts, "measured": measured})
+    skip_search.write_result(args.out, best, facts)
     skip_search.draw_searches(args.out / "search.png", histories)
     print(f"wrote {args.out / 'skips.json'}", file=sys.stderr)
     return 0
 
 
+def _open_trace(args: argparse.Namespace, model: Model, rows: Sequence[Any]) -> SearchTrace:
+    """Opens the trace; a new one begins with measured costs."""
+
+    def measured() -> dict[str, Any]:
+        costs = skip_costs.measure_skip_costs(model.network, args.num_speculative_tokens)
+        return {"machine": this_machine()._asdict(), "costs": costs.as_dict()}
+
+    about = {
+        "model": skip_search.network_fingerprint(model.network),
+        "objective": f"{args.objective}, step by step",
+        "num_speculative_tokens": args.num_speculative_tokens,
+        "thresholds": _thresholds(args),
+        "text": args.text,
+        "new_tokens": args.new_tokens,
+        "rows": [row.tolist() for row in rows],
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    trace = SearchTrace(args.out / "trace.jsonl", model.config.num_layers, about, measured)
+    machine = Machine(**trace.measured["machine"])
+    if machine.busy:
+        print(
+            f"NOTE: costs were measured at a load of {machine.load:.1f} on {machine.cores} cores. "
+            "Do not trust them: move the trace away and search again on an idle machine.",
+            file=sys.stderr,
+        )
+    return trace
+
+
+def _search_all(
+    args: argparse.Namespace,
+    methods: Sequence[str],
+    objective: skip_search.Objective,
+    trace: SearchTrace,
+) -> dict[str, Sequence[Evaluation]]:
+    """Searches with each method, random ones once per seed."""
+    histories: dict[str, Sequence[Evaluation]] = {}
+    for method in methods:
+        for seed in range(1 if method == "greedy" else args.seeds):
+            name = f"{method} {seed}"
+            remaining = max(0, args.evaluations - len(trace.evaluations(name)))
+            with progress_bar(remaining) as advance:
+                advance(f"{name}: compiling")
+                histories[name] = skip_search.search(
+                    objective,
+                    skip_search.METHODS[method],
+                    args.evaluations,
+                    trace,
+                    name,
+                    seed=seed,
+                    watch=_watch(name, advance),
+                )
+    return histories
+
+
 def _show_agreement(args: argparse.Namespace) -> int:
     """Prints a row for each share of sub-layers and a column for each pattern."""
-    from jaxspec.training.skip_agreement import SHARES, measure_agreement
-    from jaxspec.training.skip_objective import FixedText
-
     model = load_model(args)
     rows = _held_out_rows(model, args, args.rows)
     text = FixedText(model.network, _window(model, args, rows), args.num_speculative_tokens)
@@ -235,19 +240,15 @@ def _show_agreement(args: argparse.Namespace) -> int:
 
 
 def _held_out_rows(model: Model, args: argparse.Namespace, count: int):
-    from jaxspec.training.skip_objective import check_window, held_out_rows
-
     check_window(model, args.prompt_tokens + args.new_tokens)
     length = args.prompt_tokens + (args.new_tokens if args.text == "given" else 0)
     return held_out_rows(model, _sources(args), length, count)
 
 
 def _window(model: Model, args: argparse.Namespace, rows: Sequence[Any]):
-    from jaxspec.training.skip_objective import given_window, own_window
-
     if args.text == "given":
         return given_window(model, rows, args.prompt_tokens)
-    return own_window(model, [row[: args.prompt_tokens] for row in rows], args.new_tokens)
+    return generated_window(model, [row[: args.prompt_tokens] for row in rows], args.new_tokens)
 
 
 def _check_counts(args: argparse.Namespace) -> None:
@@ -255,7 +256,7 @@ def _check_counts(args: argparse.Namespace) -> None:
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag} must be at least 1, got {getattr(args, name)}.")
-    # Out of range, these are refused by the drafter's own words.
+    # The drafter itself checks its settings.
     LayerSkip(None, args.num_speculative_tokens, args.threshold or 0.0)
 
 
@@ -266,7 +267,7 @@ def _thresholds(args: argparse.Namespace) -> tuple[float, ...]:
 
 
 def _sources(args: argparse.Namespace):
-    from jaxspec.training.command import sources_from_arguments
+    from jaxspec.commands.train import sources_from_arguments
 
     sources = sources_from_arguments(argparse.Namespace(**vars(args), weight=[]))
     if not sources:
@@ -274,39 +275,18 @@ def _sources(args: argparse.Namespace):
     return sources
 
 
-class _Bar:
-    """A bar on a terminal, a line now and then elsewhere."""
+def _watch(name: str, advance: Callable[[str], None]) -> Callable[[Sequence[Evaluation]], None]:
+    def watch(history: Sequence[Evaluation]) -> None:
+        seconds = min(evaluation.seconds for evaluation in history)
+        advance(f"{name}: best {1e3 * seconds:.3f} ms/token")
 
-    def __init__(self, name: str, total: int):
-        self.console = Console(stderr=True, highlight=False)
-        self.bar = Progress(
-            TextColumn(name),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self.name, self.total = name, total
-        self.task = self.bar.add_task("", total=total, figures="compiling")
-
-    def __enter__(self):
-        self.bar.start()
-        return self.watch
-
-    def __exit__(self, *exception: object) -> None:
-        self.bar.stop()
-
-    def watch(self, history: Sequence[Any]) -> None:
-        figures = f"best {1e3 * min(each.seconds for each in history):.3f} ms/token"
-        self.bar.update(self.task, completed=len(history), figures=figures)
-        if not self.console.is_terminal and len(history) % 25 == 0:
-            self.console.print(f"{self.name}: {len(history)}/{self.total}  {figures}")
+    return watch
 
 
-def _report(histories: Mapping[str, Sequence[Any]], best: Any, costs: Any) -> None:
-    """The arithmetic behind the best set, and what every method came to."""
+def _report(
+    histories: Mapping[str, Sequence[Evaluation]], best: Evaluation, costs: skip_costs.Costs
+) -> None:
+    """Prints the result of each method and the arithmetic of the best set."""
     plain = costs.passes[1]
     for method in METHODS:
         found = [
@@ -319,22 +299,22 @@ def _report(histories: Mapping[str, Sequence[Any]], best: Any, costs: Any) -> No
                 f"{method}: {1e3 * statistics.median(found):.3f} ms/token, median of {len(found)} "
                 f"searches ({1e3 * min(found):.3f} to {1e3 * max(found):.3f})"
             )
-    worth = best.worth
+    score = best.score
     draft = costs.draft_token(*(len(part) - sum(part) for part in best.skip))
-    step = worth.seconds_per_token * worth.tau
-    passes = step - worth.drafted * draft
-    agreement = "" if worth.agreement is None else f"; agreement {worth.agreement:.1%}"
+    step = score.seconds_per_token * score.tau
+    passes = step - score.drafted * draft
+    agreement = "" if score.agreement is None else f"; agreement {score.agreement:.1%}"
     print(
         f"best: skips {sum(best.skip.attention)} attention and {sum(best.skip.mlp)} MLP sub-layers "
-        f"of {len(best.skip.mlp)} each; up to {worth.num_speculative_tokens} tokens, exit below "
-        f"{worth.threshold:g}{agreement}\n"
+        f"of {len(best.skip.mlp)} each; up to {score.num_speculative_tokens} tokens, exit below "
+        f"{score.threshold:g}{agreement}\n"
         f"a plain pass takes {1e3 * plain:.3f} ms; of that a draft token takes {draft / plain:.2f} "
         f"and the pass that verifies {passes / plain:.2f}\n"
-        f"a step drafts {worth.drafted:.2f} tokens, {worth.acceptance_rate:.0%} of them accepted: "
-        f"tau {worth.tau:.2f} (bonus token included)\n"
-        f"which allows tau / ({worth.drafted:.2f} * {draft / plain:.2f} + {passes / plain:.2f}) = "
-        f"{plain / worth.seconds_per_token:.2f}x plain decoding, "
-        f"{1e3 * worth.seconds_per_token:.3f} ms/token"
+        f"a step drafts {score.drafted:.2f} tokens, {score.acceptance_rate:.0%} of them accepted: "
+        f"tau {score.tau:.2f} (bonus token included)\n"
+        f"which allows tau / ({score.drafted:.2f} * {draft / plain:.2f} + {passes / plain:.2f}) = "
+        f"{plain / score.seconds_per_token:.2f}x plain decoding, "
+        f"{1e3 * score.seconds_per_token:.3f} ms/token"
     )
 
 
@@ -344,7 +324,7 @@ def _measure(
     prompts: Mapping[str, Sequence[Any]],
     max_new_tokens: int,
 ) -> dict[str, Any]:
-    """What decoding itself does, on the prompts of the search and on others; prints and returns."""
+    """Decodes with the set and plainly, on the prompts of the search and on others."""
     config, measured = GenerationConfig(max_new_tokens=max_new_tokens), {}
     for name, some in prompts.items():
         if not some:

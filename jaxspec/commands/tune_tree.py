@@ -1,41 +1,36 @@
-"""`jaxspec tune tree`: which draft tree gives the most tokens per second on a device."""
+"""`jaxspec tune tree`: the draft tree that gives the most tokens per second on a device."""
 
 import argparse
 import sys
 from collections.abc import Sequence
-from itertools import starmap
 from pathlib import Path as FilePath
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.tree import Tree as Drawing
 
-from jaxspec.bench.prompts import FIELDS, read_prompts
-from jaxspec.bench.tuning import (
-    Prediction,
-    measure_acceptance,
-    measure_trees,
-    prediction_errors,
-)
+from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files, write_json
-from jaxspec.commands.options import add_model_arguments, announce, load_model
-from jaxspec.commands.tune_profile import (
-    add_tree_drafter_arguments,
-    load_tree_drafter,
-    named_drafter,
+from jaxspec.commands.options import (
+    add_drafter_argument,
+    add_model_arguments,
+    announce,
+    load_model,
+    loaded_drafter_asked,
 )
 from jaxspec.core.tree import Path
 from jaxspec.core.types import Drafter
+from jaxspec.decoding.request import GenerationConfig, PromptLike
+from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.block import BlockSettings
-from jaxspec.generation import GenerationConfig
+from jaxspec.measure.prompts import FIELDS, read_prompts
 from jaxspec.progress import progress_bar
-from jaxspec.trees import (
+from jaxspec.tuning import (
     AcceptanceTable,
     Candidate,
-    LatencyProfile,
     TreeSearch,
-    calibration_sensitivity,
     load_acceptance,
     load_profile,
     probe_paths,
@@ -45,116 +40,96 @@ from jaxspec.trees import (
     shipped_profiles,
     shipped_tables,
 )
-from jaxspec.trees.plots import check_plots, plot_cost, plot_predictions, plot_tree
-from jaxspec.trees.search import TREE_FILE
+from jaxspec.tuning.measuring import (
+    SpeedPrediction,
+    measure_acceptance,
+    measure_trees,
+    prediction_errors,
+)
+from jaxspec.tuning.plots import check_plots, draw_cost, draw_predictions, draw_tree, plot
+from jaxspec.tuning.tree_search import TREE_FILE
 
 SEARCH_FILE = "search.json"
 _DEPTH = 5
 _BLOCK_DEPTH = 8
-"""Deeper ones cost little there, but the tree to measure with grows with its fourth power."""
+"""Depth is cheap for drafters of blocks, but the tree to measure with grows with its 4th power."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec tune tree`."""
     parser.description = (
         "Searches the draft tree with the most tokens per second, from a latency profile and an "
-        "acceptance table. With MODEL, PROMPTS and a drafter the table is measured; with --measure "
-        "the best trees are then decoded with, in turns. Give held-out rows of training text, "
-        "never what you evaluate on."
+        "acceptance table. MODEL, PROMPTS and --drafter measure the table; with --measure the best "
+        "trees are then decoded with, in turns. Give held-out rows of training text, never the "
+        "text that you evaluate on."
     )
     add_model_arguments(parser, required=False)
     parser.add_argument("prompts", type=FilePath, nargs="?", metavar="PROMPTS.jsonl[.gz]")
-    add_tree_drafter_arguments(parser)
+    add_drafter_argument(parser)
     parser.add_argument(
         "--profile",
         required=True,
         metavar="FILE",
-        help=f"of `tune profile`, or one of {', '.join(shipped_profiles())}",
+        help=f"a file of `tune profile`, or one of {', '.join(shipped_profiles())}",
     )
     parser.add_argument(
         "--acceptance",
         metavar="FILE",
         help=f"a table measured before, or one of {', '.join(shipped_tables())}",
     )
-    text = parser.add_argument_group("decoding")
-    text.add_argument(
-        "--field", help=f"where the prompt is (default: the first of {', '.join(FIELDS)})"
-    )
-    text.add_argument("--limit", type=int, metavar="N", help="so many prompts at most")
-    text.add_argument(
-        "--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s"
-    )
-    text.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy")
-    text.add_argument("--seed", type=int, default=0, metavar="N")
-    limits = parser.add_argument_group("limits of the search")
-    for name, meaning in (
-        ("nodes", "draft tokens, the root excluded (default: up to 25)"),
-        ("depth", f"levels (default: up to {_DEPTH}; {_BLOCK_DEPTH} where a pass drafts a block)"),
-        ("width", "nodes of a level (default: any)"),
-        ("branch", "children of a node (default: up to 4)"),
-    ):
-        limits.add_argument(f"--max-{name}", type=int, metavar="N", help=meaning)
-    parser.add_argument(
-        "--measure", type=int, default=0, metavar="K", help="decode with the K best trees, in turns"
-    )
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="of --measure")
-    parser.add_argument(
-        "--sensitivity",
-        action="store_true",
-        help="search again under other calibrations of the inferred table",
-    )
     parser.add_argument(
         "--out",
         type=FilePath,
         metavar="FOLDER",
-        help="write tree.json, search.json, tree.png and cost.png (acceptance.json if measured, "
-        "predicted.png with --measure)",
+        help="write tree.json, search.json, tree.png and cost.png; acceptance.json if it is "
+        "measured here; predicted.png with --measure",
     )
+    text = parser.add_argument_group("decoding")
+    text.add_argument(
+        "--field", help=f"field of the prompt (default: the first of {', '.join(FIELDS)})"
+    )
+    for flag, default, meaning in (
+        ("--limit", None, "read at most N prompts (default: all)"),
+        ("--max-new-tokens", 128, "tokens per prompt (default: 128)"),
+        ("--seed", 0, "seed of sampling (default: 0)"),
+        ("--measure", 0, "decode with the N best trees, in turns (default: 0)"),
+        ("--repeats", 3, "timed runs of --measure (default: 3)"),
+    ):
+        text.add_argument(flag, type=int, default=default, metavar="N", help=meaning)
+    text.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)"
+    )
+    limits = parser.add_argument_group("limits of the search")
+    for name, meaning in (
+        ("nodes", "draft tokens, the root excluded (default: up to 25)"),
+        ("depth", f"levels (default: up to {_DEPTH}; {_BLOCK_DEPTH} if a pass drafts a block)"),
+        ("width", "nodes of a level (default: no limit)"),
+        ("branch", "children of a node (default: up to 4)"),
+    ):
+        limits.add_argument(f"--max-{name}", type=int, metavar="N", help=meaning)
     parser.set_defaults(parser=parser, late_argument="prompts")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Searches, measures if asked to, shows and writes."""
+    """Searches, measures if asked to, prints and writes the result."""
     if args.model is None and (args.acceptance is None or args.measure):
-        return args.parser.error("give --acceptance FILE, or MODEL, PROMPTS and a drafter.")
+        return args.parser.error("give --acceptance FILE, or MODEL, PROMPTS and --drafter.")
     if args.model is not None and args.prompts is None and (not args.acceptance or args.measure):
         return args.parser.error("give PROMPTS.jsonl to decode.")
-    if args.model is None and (named_drafter(args) or args.block is not None):
-        return args.parser.error(
-            "--head, --draft-model, --deer, --dflash and --block need MODEL, to draft for."
-        )
+    if args.model is None and args.drafter is not None:
+        return args.parser.error("--drafter needs MODEL, to draft for.")
     if args.measure < 0 or args.repeats < 1:
         raise ValueError("--measure must be at least 0 and --repeats at least 1.")
     if args.out:
         check_plots()
     profile = load_profile(args.profile)
-    given = load_acceptance(args.acceptance) if args.acceptance else None
-    prompts, model, drafter = [], None, None
-    config = GenerationConfig(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
-    if args.model is not None:
-        if args.prompts is not None:
-            prompts = [row.prompt for row in read_prompts(args.prompts, args.field, args.limit)]
-        model = load_model(args)
-        drafter = load_tree_drafter(args, model)
-        announce(model=args.model, prompts=len(prompts), drafter=drafter.drafter, config=config)
-    if given is None:
-        assert model is not None
-        assert drafter is not None
-        depth = _depth_to_measure(drafter.drafter, args.max_depth)
-        with progress_bar(len(prompts)) as advance:
-            acceptance = measure_acceptance(
-                model,
-                drafter,
-                prompts,
-                config,
-                paths=probe_paths(depth, args.max_branch or 4),
-                seed=args.seed,
-                advance=advance,
-            )
-    else:
-        acceptance = given
-        if drafter is not None:
-            acceptance.check_head(drafter.params)
+    acceptance = load_acceptance(args.acceptance) if args.acceptance else None
+    setting = None if args.model is None else _setting(args)
+    if setting is not None and acceptance is not None:
+        acceptance.check_head(setting.drafter.params)
+    if acceptance is None:
+        assert setting is not None, "asked for above"
+        acceptance = _measure_acceptance(args, setting)
     found = search_tree(
         acceptance,
         profile,
@@ -164,45 +139,76 @@ def run(args: argparse.Namespace) -> int:
         max_branch=args.max_branch,
         num_best=max(10, args.measure) + 1,  # plain decoding may be one of them
     )
-    predictions: list[Prediction] = []
+    predictions = []
     if args.measure:
-        trees = [candidate for candidate in found.ranking if candidate.paths]
-        chosen = [*trees[: args.measure], found.plain]
-        assert model is not None
-        assert drafter is not None
-        with progress_bar(len(prompts)) as advance:
-            measured = measure_trees(
-                model,
-                drafter,
-                [candidate.paths for candidate in chosen],
-                prompts,
-                config,
-                repeats=args.repeats,
-                seed=args.seed,
-                advance=advance,
-            )
-        predictions = list(starmap(Prediction, zip(chosen, measured, strict=True)))
+        assert setting is not None, "asked for above"
+        predictions = _measure_speeds(args, setting, found)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     _show(console, found, acceptance, predictions)
-    if args.sensitivity and acceptance.counts:
-        console.print("--sensitivity: left out, as this table was counted, not inferred.")
-    elif args.sensitivity:
-        console.print(_sensitivity(profile, found))
     if args.out:
-        _write(args.out, found, acceptance, predictions, measured_here=given is None)
+        _write(args.out, found, acceptance, predictions, measured_here=not args.acceptance)
     return 0
 
 
+class _Setting(NamedTuple):
+    """Arguments of the measurements."""
+
+    model: Model
+    drafter: LoadedDrafter
+    prompts: Sequence[PromptLike]
+    config: GenerationConfig
+
+
+def _setting(args: argparse.Namespace) -> _Setting:
+    prompts = []
+    if args.prompts is not None:
+        prompts = [row.prompt for row in read_prompts(args.prompts, args.field, args.limit)]
+    model = load_model(args)
+    drafter = loaded_drafter_asked(args, model)
+    config = GenerationConfig(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
+    announce(model=args.model, prompts=len(prompts), drafter=drafter.drafter, config=config)
+    return _Setting(model, drafter, prompts, config)
+
+
+def _measure_acceptance(args: argparse.Namespace, setting: _Setting) -> AcceptanceTable:
+    depth = _depth_to_measure(setting.drafter.drafter, args.max_depth)
+    paths = probe_paths(depth, args.max_branch or 4)
+    with progress_bar(len(setting.prompts)) as advance:
+        return measure_acceptance(*setting, paths=paths, seed=args.seed, advance=advance)
+
+
+def _measure_speeds(
+    args: argparse.Namespace, setting: _Setting, found: TreeSearch
+) -> list[SpeedPrediction]:
+    """Decodes with the best trees and plainly."""
+    trees = [candidate for candidate in found.ranking if candidate.paths]
+    chosen = [*trees[: args.measure], found.plain]
+    with progress_bar(len(setting.prompts)) as advance:
+        measured = measure_trees(
+            setting.model,
+            setting.drafter,
+            [candidate.paths for candidate in chosen],
+            setting.prompts,
+            setting.config,
+            repeats=args.repeats,
+            seed=args.seed,
+            advance=advance,
+        )
+    return [SpeedPrediction(*pair) for pair in zip(chosen, measured, strict=True)]
+
+
 def _depth_to_measure(drafter: Drafter, asked: int | None) -> int:
-    """Levels of the tree that acceptance is counted with.
+    """Returns the levels of the tree that acceptance is counted with.
 
     Raises:
-        ValueError: more are asked for than a block has.
+        ValueError: more levels are asked for than a block has.
     """
     if not isinstance(drafter, BlockSettings):
         return asked or _DEPTH
     if asked is not None and asked > drafter.block:
-        raise ValueError(f"--max-depth must be at most --block, {drafter.block}, got {asked}.")
+        raise ValueError(
+            f"--max-depth must be at most the block of the drafter, {drafter.block}, got {asked}."
+        )
     return asked or min(_BLOCK_DEPTH, drafter.block)
 
 
@@ -210,7 +216,7 @@ def _show(
     console: Console,
     found: TreeSearch,
     acceptance: AcceptanceTable,
-    predictions: Sequence[Prediction],
+    predictions: Sequence[SpeedPrediction],
 ) -> None:
     console.print(f"latency: {found.profile}")
     console.print(f"acceptance: {acceptance.source}")
@@ -218,33 +224,28 @@ def _show(
         main, neighbours = acceptance.shares()
         console.print(
             f"accepted drafts (bonus excluded): {main:.0%} on the path of first choices, "
-            f"{neighbours:.0%} beside it"
+            f"{neighbours:.0%} next to it"
         )
     limits = ", ".join(f"{name} {value}" for name, value in found.limits._asdict().items())
-    console.print(
-        f"searched {found.num_shapes} shapes within {limits}; {found.num_grid_trees} trees in the "
-        "paper's grid; draft passes no wider than the profile's widest"
-    )
-    for reason in found.left_out:
-        console.print(f"left out: {reason}")
+    console.print(f"searched {found.num_shapes} shapes within {limits}")
     console.print(_ranking(found, predictions))
     if predictions:
         errors = prediction_errors(predictions)
         console.print(
-            f"predicted beside measured tokens/s of {errors.num_trees} trees: off by "
+            f"predicted against measured tokens/s of {errors.num_trees} trees: off by "
             f"{errors.median:.1%} in the median, {errors.worst:.1%} at worst; speed-up over plain "
-            f"decoding, where a change of the machine's own speed since the profile cancels: "
+            f"decoding, in which a change of the machine's speed since the profile cancels: "
             f"{errors.speedup_median:.1%} and {errors.speedup_worst:.1%}"
         )
     console.print(_drawing(found.best_draft, acceptance))
     if not found.best.paths:
         console.print(
-            f"Do not speculate here: no tree is worth its time, the best has "
-            f"{found.best_draft.tokens_per_second:.2f} tokens/s."
+            f"Do not speculate here: plain decoding is faster than the best tree "
+            f"({found.best_draft.tokens_per_second:.2f} tokens/s)."
         )
 
 
-def _ranking(found: TreeSearch, predictions: Sequence[Prediction]) -> Table:
+def _ranking(found: TreeSearch, predictions: Sequence[SpeedPrediction]) -> Table:
     table = Table(
         title="trees, fastest first; nodes exclude the root, tau includes the bonus token",
         title_justify="left",
@@ -256,7 +257,6 @@ def _ranking(found: TreeSearch, predictions: Sequence[Prediction]) -> Table:
     if predictions:
         for column in ("tau measured", "tokens/s measured", "error"):
             table.add_column(column, justify="right")
-    table.add_column("found by")
     for each in found.ranking:
         row = [
             str(each.nodes),
@@ -272,12 +272,12 @@ def _ranking(found: TreeSearch, predictions: Sequence[Prediction]) -> Table:
             row.append(f"{by_paths[each.paths].error:+.1%}")
         elif predictions:
             row += ["", "", ""]
-        table.add_row(*row, ", ".join(each.found_by))
+        table.add_row(*row)
     return table
 
 
 def _drawing(best: Candidate, acceptance: AcceptanceTable) -> Drawing:
-    """The tree in the terminal: ranks, and the chance that each node is accepted."""
+    """Draws the tree for the terminal: ranks and chances of acceptance."""
     root = Drawing(f"root ({best.nodes} nodes below)")
     branches: dict[Path, Drawing] = {(): root}
     for path in sorted(best.paths, key=lambda path: (len(path), path)):
@@ -286,40 +286,16 @@ def _drawing(best: Candidate, acceptance: AcceptanceTable) -> Drawing:
     return root
 
 
-def _sensitivity(profile: LatencyProfile, found: TreeSearch) -> Table:
-    table = Table(
-        title="the same search if the inferred rates were others: its best tree, and the one above",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    columns = ("rates by rank", "tau of EAGLE's tree", "decay", "nodes", "depth", "tau", "tokens/s")
-    for column in (*columns, "tau, tree above", "tokens/s, tree above"):
-        table.add_column(column, justify="left" if column == columns[0] else "right")
-    for row in calibration_sensitivity(profile, found.best.paths, min(12, found.limits.nodes)):
-        table.add_row(
-            row.shape,
-            f"{row.tau:.2f}",
-            f"{row.decay:.2f}",
-            str(row.best.nodes),
-            str(row.best.depth),
-            f"{row.best.tau:.2f}",
-            f"{row.best.tokens_per_second:.2f}",
-            f"{row.chosen.tau:.2f}",
-            f"{row.chosen.tokens_per_second:.2f}",
-        )
-    return table
-
-
 def _write(
     folder: FilePath,
     found: TreeSearch,
     acceptance: AcceptanceTable,
-    predictions: Sequence[Prediction],
+    predictions: Sequence[SpeedPrediction],
     measured_here: bool,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"profile": found.profile, "acceptance": acceptance.source, "head": acceptance.head}
-    # Where plain decoding is faster still, the best of the trees: who asks for a draft gets one.
+    # Even if plain decoding is faster: this file is for decoding with a draft.
     save_tree(found.best_draft, folder / TREE_FILE, **facts)
     measured = [prediction.as_dict() for prediction in predictions]
     errors = prediction_errors(predictions)._asdict() if predictions else None
@@ -328,17 +304,16 @@ def _write(
         write_json(staging / SEARCH_FILE, entry)
     if measured_here:
         save_acceptance(acceptance, folder / "acceptance.json")
-    plot_tree(found.best_draft, acceptance, folder / "tree.png")
-    pictures = ["tree.png", "cost.png"]
+    best, size = found.best_draft, (7.5, 1.5 + 1.1 * found.best_draft.depth)
+    plot(folder / "tree.png", draw_tree, best, acceptance, size=size)
     speeds = [(each.predicted.nodes, each.measured.tokens_per_second) for each in predictions]
-    plot_cost(found, folder / "cost.png", speeds)
+    plot(folder / "cost.png", draw_cost, found, speeds)
+    pictures = ["tree.png", "cost.png"]
     if predictions:
-        plot_predictions(
-            [
-                (each.predicted.tokens_per_second, each.measured.tokens_per_second)
-                for each in predictions
-            ],
-            folder / "predicted.png",
-        )
+        pairs = [
+            (each.predicted.tokens_per_second, each.measured.tokens_per_second)
+            for each in predictions
+        ]
+        plot(folder / "predicted.png", draw_predictions, pairs, size=(4.8, 4.5))
         pictures.append("predicted.png")
     print(f"wrote {', '.join((TREE_FILE, SEARCH_FILE, *pictures))} in {folder}", file=sys.stderr)

@@ -7,24 +7,25 @@ from jaxtyping import Array, Float, Int
 from jaxspec.core.forms import exchangeable
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 
-KEY_SLOTS_AXIS = 2  # LayerKV.keys: [kv_heads, head_dim, slots]
-VALUE_SLOTS_AXIS = 1  # LayerKV.values: [kv_heads, slots, head_dim]
+KEY_PLACES_AXIS = 2  # LayerKV.keys: [kv_heads, head_dim, capacity]
+VALUE_PLACES_AXIS = 1  # LayerKV.values: [kv_heads, capacity, head_dim]
 
 
-def empty_layer(kv_heads: int, head_dim: int, slots: int, dtype: jnp.dtype) -> LayerKV:
+def empty_layer(kv_heads: int, head_dim: int, capacity: int, dtype: jnp.dtype) -> LayerKV:
     """A layer's cache of zeros."""
     return LayerKV(
-        jnp.zeros((kv_heads, head_dim, slots), dtype), jnp.zeros((kv_heads, slots, head_dim), dtype)
+        jnp.zeros((kv_heads, head_dim, capacity), dtype),
+        jnp.zeros((kv_heads, capacity, head_dim), dtype),
     )
 
 
-def num_slots(cache: KVCache) -> int:
-    return cache.layers[0].values.shape[VALUE_SLOTS_AXIS]
+def capacity_of(cache: KVCache) -> int:
+    return cache.layers[0].values.shape[VALUE_PLACES_AXIS]
 
 
 def select_path(new_kv: tuple[LayerKV, ...], path: Int[Array, " length"]) -> tuple[LayerKV, ...]:
     """Gathers the path's nodes, in order. Entries of -1 give zeros."""
-    nodes, dtype = new_kv[0].values.shape[VALUE_SLOTS_AXIS], new_kv[0].values.dtype
+    nodes, dtype = new_kv[0].values.shape[VALUE_PLACES_AXIS], new_kv[0].values.dtype
     return select_nodes(new_kv, jax.nn.one_hot(path, nodes, dtype=dtype))
 
 
@@ -63,10 +64,10 @@ def settled(hidden: Hidden) -> tuple[LayerKV, ...]:
 
 
 def write(layer: LayerKV, new: LayerKV, start: Int[Array, ""] | int) -> LayerKV:
-    """Writes consecutive slots from `start`. The caller owes the room: XLA clamps the start."""
+    """Writes consecutive places from `start`. The caller owes the room: XLA clamps the start."""
     return LayerKV(
-        jax.lax.dynamic_update_slice_in_dim(layer.keys, new.keys, start, KEY_SLOTS_AXIS),
-        jax.lax.dynamic_update_slice_in_dim(layer.values, new.values, start, VALUE_SLOTS_AXIS),
+        jax.lax.dynamic_update_slice_in_dim(layer.keys, new.keys, start, KEY_PLACES_AXIS),
+        jax.lax.dynamic_update_slice_in_dim(layer.values, new.values, start, VALUE_PLACES_AXIS),
     )
 
 
@@ -85,35 +86,35 @@ def append(cache: KVCache, new_kv: tuple[LayerKV, ...], count: Int[Array, ""] | 
 def append_within(
     cache: KVCache, new_kv: tuple[LayerKV, ...], count: Int[Array, ""] | int
 ) -> KVCache:
-    """`append` for passes that reach past the last slot; what is counted in must fit."""
-    rows = min(new_kv[0].values.shape[VALUE_SLOTS_AXIS], num_slots(cache))
-    start = jnp.minimum(cache.length, num_slots(cache) - rows)
+    """`append` for passes that reach past the last place; what is counted in must fit."""
+    rows = min(new_kv[0].values.shape[VALUE_PLACES_AXIS], capacity_of(cache))
+    start = jnp.minimum(cache.length, capacity_of(cache) - rows)
 
     def place(array: Array, new: Array, axis: int) -> Array:
         held = jax.lax.dynamic_slice_in_dim(array, start, rows, axis)
         wide = jnp.concatenate([held, jnp.zeros_like(held)], axis)
         new = jax.lax.slice_in_dim(new, 0, rows, axis=axis)
-        # Slots that were in use stay, what does not fit behind them is dropped.
+        # Places that were in use stay, what does not fit behind them is dropped.
         wide = jax.lax.dynamic_update_slice_in_dim(wide, new, cache.length - start, axis)
         kept = jax.lax.slice_in_dim(wide, 0, rows, axis=axis)
         return jax.lax.dynamic_update_slice_in_dim(array, kept, start, axis)
 
     layers = tuple(
         LayerKV(
-            place(layer.keys, new.keys, KEY_SLOTS_AXIS),
-            place(layer.values, new.values, VALUE_SLOTS_AXIS),
+            place(layer.keys, new.keys, KEY_PLACES_AXIS),
+            place(layer.values, new.values, VALUE_PLACES_AXIS),
         )
         for layer, new in zip(cache.layers, new_kv, strict=True)
     )
     return KVCache(layers, cache.length + count)
 
 
-def pad_slots(state: PyTree, slots: int) -> PyTree:
-    """Widens every `KVCache` in `state`, batched or not, to `slots` slots."""
+def pad_caches(state: PyTree, capacity: int) -> PyTree:
+    """Widens every `KVCache` in `state`, batched or not, to `capacity` places."""
 
     def widen(array: Array, axis: int) -> Array:
         padding = [(0, 0)] * array.ndim
-        padding[axis] = (0, slots - array.shape[axis])
+        padding[axis] = (0, capacity - array.shape[axis])
         return jnp.pad(array, padding)
 
     def grow(node: PyTree) -> PyTree:
@@ -122,8 +123,8 @@ def pad_slots(state: PyTree, slots: int) -> PyTree:
         # Counted from the end, so that a leading batch axis does not matter.
         layers = tuple(
             LayerKV(
-                widen(layer.keys, KEY_SLOTS_AXIS - 3 + layer.keys.ndim),
-                widen(layer.values, VALUE_SLOTS_AXIS - 3 + layer.values.ndim),
+                widen(layer.keys, KEY_PLACES_AXIS - 3 + layer.keys.ndim),
+                widen(layer.values, VALUE_PLACES_AXIS - 3 + layer.values.ndim),
             )
             for layer in node.layers
         )

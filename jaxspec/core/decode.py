@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core import masks
-from jaxspec.core.cache import append, pad_slots, select_path, settled
+from jaxspec.core.cache import append, pad_caches, select_path, settled
 from jaxspec.core.sampling import at_least_float32, warp_logits
 from jaxspec.core.stopping import StopAutomaton, cut_emitted
 from jaxspec.core.types import (
@@ -44,12 +44,13 @@ from jaxspec.core.verify import verify, verify_greedy
 
 
 class Prompt(NamedTuple):
-    """What one row is asked for, or several that differ in their randomness only: see `samples_of`.
+    """The request of one row, or of several that differ in their randomness only: see `samples_of`.
 
-    tokens: right-padded to a bucket; `length` >= 1 of them are real.
-    room: `max_new_tokens`, or less where the context ends.
-    seed: numbers that name the randomness: a seed, then what tells the prompt from others of that
-        seed. A row depends on these and its sample's number alone, not on its neighbours.
+    Attributes:
+        tokens: right-padded to a bucket; `length` >= 1 of them are real.
+        room: `max_new_tokens`, or less where the context ends.
+        seed: numbers that name the randomness: a seed, then what tells the prompt from others of
+            that seed. A row depends on these and its sample's number alone, not on its neighbours.
     """
 
     tokens: Int[Array, " bucket"]
@@ -63,7 +64,8 @@ class Prompt(NamedTuple):
 class Prefix(NamedTuple):
     """Tokens that several prompts begin with, read once. Every one of them is real.
 
-    layers: their keys and values, as many slots as tokens.
+    Attributes:
+        layers: their keys and values, as many places as tokens.
     """
 
     features: Float[Array, "read embed"]
@@ -85,8 +87,8 @@ def prefill(
     With a `prefix`, which must be shorter than the prompt, only what follows it is run.
 
     Returns:
-        Features (and taps) of every slot of the bucket, and a cache of `length - 1` tokens with
-        as many slots as the bucket. Slots from `length - 1` on mean nothing. `new_kv` is empty.
+        Features (and taps) of every place of the bucket, and a cache of `length - 1` tokens with
+        as many places as the bucket. Places from `length - 1` on mean nothing. `new_kv` is empty.
     """
 
     def forward(tokens, positions, mask, cache) -> Hidden:
@@ -116,7 +118,7 @@ def in_chunks(
     Args:
         forward: gets a part of `inputs`, its positions, a mask and the cache so far.
         inputs: arrays with one entry per place of the sequence.
-        empty_cache: makes one of so many slots.
+        empty_cache: makes a cache of that capacity.
         chunk: at most; of a longer sequence it is the largest number that divides both.
         prefix: what the sequence begins with, if that has been read; only the rest is read.
 
@@ -141,7 +143,7 @@ def in_chunks(
     if prefix is None:
         cache = empty_cache(bucket)
     else:
-        cache = pad_slots(KVCache(prefix.layers, jnp.int32(read)), bucket)
+        cache = pad_caches(KVCache(prefix.layers, jnp.int32(read)), bucket)
     cache, (features, tapped) = jax.lax.scan(run_chunk, cache, starts)
     # Zero columns where nothing is tapped: -1 would not say how many.
     hidden = Hidden(
@@ -160,7 +162,7 @@ def begin(
     prompt: Prompt,
     *,
     drafter: Drafter,
-    text_slots: int,
+    text_capacity: int,
     chunk: int,
     logprobs: bool = False,
     warped_logprobs: bool = False,
@@ -168,7 +170,7 @@ def begin(
 ) -> DecodeState:
     """Prefills one row and the drafter's state; of a prompt whose `prefix` was read, the rest.
 
-    `text_slots` must hold the prompt, all that may be emitted, and one step's overhang.
+    `text_capacity` must hold the prompt, all that may be emitted, and one step's overhang.
     """
     hidden, cache = prefill(
         params.target,
@@ -179,8 +181,8 @@ def begin(
         prefix=prefix,
     )
     depth = drafter.tree_shape[1]
-    assert text_slots >= prompt.tokens.shape[0] + depth + 1, "no headroom for one step"
-    tokens = jnp.pad(prompt.tokens, (0, text_slots - prompt.tokens.shape[0]))
+    assert text_capacity >= prompt.tokens.shape[0] + depth + 1, "no headroom for one step"
+    tokens = jnp.pad(prompt.tokens, (0, text_capacity - prompt.tokens.shape[0]))
     recent = Recent(
         tokens=jnp.zeros(depth + 1, jnp.int32),
         features=jnp.zeros((depth + 1, hidden.features.shape[-1]), hidden.features.dtype),
@@ -190,15 +192,15 @@ def begin(
     context = Context(
         tokens, prompt.length, prompt.room, prompt.stop_ids, prompt.warp, cache, recent
     )
-    none = jnp.zeros(text_slots, jnp.float32)
+    none = jnp.zeros(text_capacity, jnp.float32)
     return DecodeState(
         context=context,
         draft=drafter.init(params, hidden, context),
-        key=_named_key(prompt.seed),
+        key=named_key(prompt.seed),
         stop=jnp.where(prompt.room > 0, Stop.RUNNING, Stop.LENGTH).astype(jnp.int32),
         automaton=jnp.int32(0),
         emitted=Emitted(
-            from_draft=jnp.zeros(text_slots, bool),
+            from_draft=jnp.zeros(text_capacity, bool),
             logprobs=none if logprobs else None,
             warped_logprobs=none if warped_logprobs else None,
         ),
@@ -211,7 +213,8 @@ def begin(
     )
 
 
-def _named_key(seed: Int[Array, " numbers"]) -> PRNGKeyArray:
+def named_key(seed: Int[Array, " numbers"]) -> PRNGKeyArray:
+    """Returns the key that numbers name: the first makes it, the others are folded in."""
     key = jax.random.key(seed[0])
     for number in seed[1:]:
         key = jax.random.fold_in(key, number)
@@ -219,7 +222,7 @@ def _named_key(seed: Int[Array, " numbers"]) -> PRNGKeyArray:
 
 
 def samples_of(state: DecodeState, num_samples: int) -> DecodeState:
-    """The rows, stacked, that continue one prompt: its state, each with randomness of its own."""
+    """The rows, stacked, that continue one prompt: its state, each with its own randomness."""
 
     def sample(number: Int[Array, ""]) -> DecodeState:
         return state._replace(key=jax.random.fold_in(state.key, number))
@@ -228,7 +231,7 @@ def samples_of(state: DecodeState, num_samples: int) -> DecodeState:
 
 
 class _Outcome(NamedTuple):
-    """What a target pass of any width leaves behind: as wide as a path, not as the pass."""
+    """Results of a target pass of any width: as wide as a path, not as the pass."""
 
     verdict: Verdict
     path_kv: tuple[LayerKV, ...]

@@ -28,6 +28,11 @@ def exchangeable(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def is_exchanged() -> bool:
+    """Says whether a model is being lowered for another runtime."""
+    return _forms.get() is not None
+
+
 @contextmanager
 def exchanged(forms: Mapping[Callable, Callable]) -> Iterator[None]:
     """Within it, calls of the functions in `forms` run what they are mapped to.

@@ -12,15 +12,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.core.cache import pad_slots
+from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import Prompt, begin, samples_of, speculative_step
 from jaxspec.core.forms import exchangeable
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import DecodeState, Drafter, Info, Params, StateT, StepFn, Stop
 
-SLOTS_MULTIPLE = 64
+CAPACITY_MULTIPLE = 64
+CHUNK = 256
+"""Tokens of a prompt that are read in one pass."""
 
-# What a host loop asks after each step, in one fetch: is any row running, how long is the longest.
+# One fetch of a host loop after each step: whether any row is running, the longest row's length.
 Progress = tuple[Bool[Array, ""], Int[Array, ""]]
 
 
@@ -50,12 +52,13 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """What is static about a decoding program, besides the drafter and the models' settings.
+    """Static settings of a decoding program, except the drafter and the models' settings.
 
-    capacities: cache slots, ascending. Rows are decoded in the smallest cache that holds them,
-        which grows between loops, so that attention pays for little more than the slots in use.
-    chunk: tokens per pass over a prompt.
-    num_samples: rows per prompt; they lie side by side and share one prefill.
+    Attributes:
+        capacities: of the caches, ascending. Rows are decoded in the smallest cache that holds
+            them, which grows between loops. So attention reads little more than the places in use.
+        chunk: tokens per pass over a prompt.
+        num_samples: rows per prompt; they lie side by side and share one prefill.
     """
 
     capacities: tuple[int, ...]
@@ -70,7 +73,6 @@ def plan_decoding(
     max_new_tokens: int,
     drafter: Drafter,
     *,
-    chunk: int = 256,
     num_samples: int = 1,
     logprobs: bool = False,
     warped_logprobs: bool = False,
@@ -81,16 +83,22 @@ def plan_decoding(
     long as they leave room to decode a while in.
     """
     overhang = drafter.tree_shape[1] + 1
-    capacities = [_round_up(bucket + max_new_tokens + overhang)]
-    while (half := _round_up(capacities[0] // 2)) >= bucket + overhang + SLOTS_MULTIPLE and (
+    capacities = [round_up(bucket + max_new_tokens + overhang)]
+    while (half := round_up(capacities[0] // 2)) >= bucket + overhang + CAPACITY_MULTIPLE and (
         half < capacities[0]
     ):
         capacities.insert(0, half)
-    return DecodePlan(tuple(capacities), min(chunk, bucket), num_samples, logprobs, warped_logprobs)
+    return DecodePlan(tuple(capacities), min(CHUNK, bucket), num_samples, logprobs, warped_logprobs)
 
 
-def _round_up(slots: int) -> int:
-    return -(-slots // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
+def round_up(size: int, multiple: int = CAPACITY_MULTIPLE) -> int:
+    """Returns the next multiple; caches come in multiples of 64.
+
+    Example:
+        >>> round_up(65), round_up(65, 32)
+        (128, 96)
+    """
+    return -(-size // multiple) * multiple
 
 
 def unfinished(states: DecodeState) -> Bool[Array, ""]:
@@ -99,7 +107,7 @@ def unfinished(states: DecodeState) -> Bool[Array, ""]:
 
 
 def _longest(states: DecodeState) -> Int[Array, ""]:
-    """Length of the longest running row: the next step needs that many slots and the depth.
+    """Length of the longest running row: the next step needs that many places and the depth.
 
     A stopped row still writes its overhang, past what it holds: where, no longer matters.
     """
@@ -130,12 +138,12 @@ def decode(
     """
     step = partial(speculative_step, drafter=drafter, automaton=automaton)
     states = _begin_batch(params, prompts, drafter, plan)
-    for slots in plan.capacities:
+    for capacity in plan.capacities:
 
-        def goes_on(states: DecodeState, slots: int = slots) -> Bool[Array, ""]:
-            return unfinished(states) & (_longest(states) + drafter.tree_shape[1] <= slots)
+        def goes_on(states: DecodeState, capacity: int = capacity) -> Bool[Array, ""]:
+            return unfinished(states) & (_longest(states) + drafter.tree_shape[1] <= capacity)
 
-        states = run(step, params, pad_slots(states, slots), goes_on)
+        states = run(step, params, pad_caches(states, capacity), goes_on)
     return states
 
 
@@ -152,14 +160,14 @@ def decode_stream(
     First comes the state after prefill, with `None`. A yielded state is donated to the next step:
     read what you need before asking for more.
     """
-    slots, *larger = plan.capacities
+    capacity, *larger = plan.capacities
     states, progress = _begin_stream(params, prompts, drafter=drafter, plan=plan)
     running, length = jax.device_get(progress)
     yield states, None
     while running:
-        if larger and length + drafter.tree_shape[1] > slots:
-            slots = larger.pop(0)
-            states = _grow_stream(states, slots=slots)
+        if larger and length + drafter.tree_shape[1] > capacity:
+            capacity = larger.pop(0)
+            states = _grow_stream(states, capacity=capacity)
         states, info, progress = _step_stream(params, states, automaton, drafter=drafter)
         running, length = jax.device_get(progress)
         yield states, info
@@ -171,7 +179,7 @@ def _begin_batch(
     row = partial(
         begin,
         drafter=drafter,
-        text_slots=plan.capacities[-1],
+        text_capacity=plan.capacities[-1],
         chunk=plan.chunk,
         logprobs=plan.logprobs,
         warped_logprobs=plan.warped_logprobs,
@@ -185,7 +193,7 @@ def _begin_batch(
 def _begin_stream(
     params: Params, prompts: Prompt, *, drafter: Drafter, plan: DecodePlan
 ) -> tuple[DecodeState, Progress]:
-    states = pad_slots(_begin_batch(params, prompts, drafter, plan), plan.capacities[0])
+    states = pad_caches(_begin_batch(params, prompts, drafter, plan), plan.capacities[0])
     return states, (unfinished(states), _longest(states))
 
 
@@ -197,4 +205,4 @@ def _step_stream(
     return states, info, (unfinished(states), _longest(states))
 
 
-_grow_stream = jax.jit(pad_slots, static_argnames=("slots",))
+_grow_stream = jax.jit(pad_caches, static_argnames=("capacity",))

@@ -37,5 +37,5 @@ def sliding_window(
     key_positions: Int[Array, " keys"],
     window: int,
 ) -> Bool[Array, "queries keys"]:
-    """What of a mask lies less than `window` positions behind each query."""
+    """Returns the part of a mask that lies less than `window` positions behind each query."""
     return mask & (query_positions[:, None] - key_positions[None, :] < window)

@@ -19,9 +19,9 @@ def tree_proposal(
     tree: Tree,
     tokens: Int[Array, " nodes"],
     valid: Bool[Array, " nodes"],
-    draft_logprobs: Float[Array, "laws vocab"] | None = None,
+    draft_logprobs: Float[Array, "distributions vocab"] | None = None,
 ) -> Proposal:
-    """A proposal over a static tree, with one law per expanded parent in node order.
+    """A proposal over a static tree, with one distribution per expanded parent in node order.
 
     Args:
         tree: from a constructor of `core.tree`; its arrays become constants.
@@ -29,6 +29,13 @@ def tree_proposal(
         valid: see `Proposal`.
         draft_logprobs: one row per parent that has children, in node order; `None` if tokens were
             chosen deterministically.
+
+    Example:
+        >>> from jaxspec import tree_from_parents
+        >>> tree = tree_from_parents([-1, 0, 0, 1])
+        >>> proposal = tree_proposal(tree, jnp.array([5, 7, 8, 9]), jnp.ones(4, bool))
+        >>> proposal.law_row.tolist()  # siblings share a distribution
+        [0, 0, 0, 1]
     """
     parents = np.asarray(tree.parents)
     expanded = np.unique(parents[1:])
@@ -43,7 +50,13 @@ def chain_proposal(
     valid: Bool[Array, " nodes"],
     draft_logprobs: Float[Array, "nodes-1 vocab"] | None = None,
 ) -> Proposal:
-    """A proposal without branches: the pending token, then each draft after the one before."""
+    """A proposal without branches: the pending token, then each draft after the one before.
+
+    Example:
+        >>> proposal = chain_proposal(jnp.array([5, 7, 8]), jnp.ones(3, bool))
+        >>> proposal.tree.parents.tolist()
+        [-1, 0, 1]
+    """
     return tree_proposal(chain(tokens.shape[0] - 1), tokens, valid, draft_logprobs)
 
 
@@ -52,6 +65,10 @@ def bank(num_tokens: int) -> tuple[int, ...]:
 
     Each width is one more copy of the model in the program, so one that would save less than a
     quarter of the pass is left out.
+
+    Example:
+        >>> bank(6)
+        (1, 2, 4, 6)
     """
     powers = (1 << exponent for exponent in range(num_tokens.bit_length()))
     return (*(width for width in powers if 4 * width <= 3 * num_tokens), num_tokens)
@@ -60,17 +77,24 @@ def bank(num_tokens: int) -> tuple[int, ...]:
 def choose_children(
     key: PRNGKeyArray, logits: Float[Array, "parents vocab"], warp: Warp, branch: int
 ) -> tuple[Int[Array, "parents branch"], Float[Array, "parents vocab"]]:
-    """Picks `branch` tokens under each parent, and says from which laws.
+    """Picks `branch` tokens under each parent, and says from which distributions they come.
 
-    Greedy: the likeliest, in order. Sampling: draws without replacement from the warped law.
+    Greedy: the likeliest, in order. Sampling: draws without replacement from the warped
+    distribution.
 
     Returns:
         Tokens, and the normalised log-probabilities they were drawn from.
+
+    Example:
+        >>> logits = jnp.array([[0.0, 3.0, 1.0], [2.0, 0.0, 1.0]])
+        >>> tokens, logprobs = choose_children(jax.random.key(0), logits, Warp(), branch=2)
+        >>> tokens.tolist()
+        [[1, 2], [0, 2]]
     """
     warped = warp_logits(logits, warp)
     logprobs = jax.nn.log_softmax(warped, axis=-1)
     if warp.temperature is None:
-        # Chosen before they are normalised: who has no use for laws does not pay for them.
+        # Chosen before they are normalised: callers that use no distributions do not pay for them.
         if branch == 1:
             return argmax_rows(warped)[:, None], logprobs
         return jax.lax.top_k(warped, branch)[1], logprobs

@@ -1,4 +1,4 @@
-"""What code that is written for one row may ask of all rows of its batch."""
+"""Questions that code written for one row may ask of all rows of its batch."""
 
 import jax
 import jax.numpy as jnp

@@ -17,7 +17,7 @@ Logits = Float[Array, "nodes vocab"]
 
 
 def at_least_float32(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Promotes half precisions; float64 stays, so that tests can enumerate laws exactly."""
+    """Promotes half precisions; float64 stays, for tests with exact probabilities."""
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
@@ -34,10 +34,10 @@ def warp_logits(logits: Logits, warp: Warp) -> Logits:
     if warp.bias is not None:
         logits = logits + warp.bias.astype(logits.dtype)[None, :]
     if warp.temperature is not None:
-        # The best logit keeps its value, so that a row of NaN or -inf does not turn into a law.
+        # The best logit keeps its value, so a row of NaN or -inf makes no distribution.
         best = jnp.max(logits, axis=-1, keepdims=True)
         only_best = jnp.where(_is_argmax(logits), best, -jnp.inf)
-        # Below 1e-30 the law is the arg-max's in any case, and the quotient would overflow.
+        # Below 1e-30 only the arg-max has probability, and the quotient would overflow.
         heated = logits / jnp.maximum(warp.temperature, 1e-30)
         logits = jnp.where(warp.temperature > 0, heated, only_best)
     if warp.top_k is not None:
@@ -131,7 +131,7 @@ def inverse_cdf(weights: Float[Array, " vocab"], uniform: Float[Array, ""]) -> I
 def draw_without_replacement(
     key: PRNGKeyArray, logprobs: Float[Array, "nodes vocab"], count: int
 ) -> Int[Array, "nodes count"]:
-    """Draws `count` distinct tokens from each row's law, in the order of a one-by-one draw.
+    """Draws `count` distinct tokens from each row's distribution, in order, one after the other.
 
     Gumbel top-k (Kool et al. 2019). Where fewer tokens have probability, the rest of the row is
     filled with impossible ones, which verification skips.

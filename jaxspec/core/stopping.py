@@ -1,4 +1,4 @@
-"""What ends a row: a stop id, a stop string, the token budget, or logits that are not finite."""
+"""Ends of a row: a stop id, a stop string, the token budget, or logits that are not finite."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,8 +14,9 @@ from jaxspec.core.types import Stop
 class StopAutomaton(NamedTuple):
     """Stop strings as a machine over tokens (Aho-Corasick over the bytes that tokens spell).
 
-    table: `table[state, token]` is the state after the token; the last state means "a stop string
-        has been completed" and is never left.
+    Attributes:
+        table: `table[state, token]` is the state after the token; the last state means "a stop
+            string has been completed" and is never left.
     """
 
     table: Int[Array, "states vocab"]
@@ -67,7 +68,7 @@ def _byte_automaton(strings: Sequence[bytes]) -> np.ndarray:
 
 
 class Ending(NamedTuple):
-    """How much of one step's tokens a row keeps, and why it ended, if it did."""
+    """The tokens of one step that a row keeps, and why it ended, if it did."""
 
     count: Int[Array, ""]
     stop: Int[Array, ""]
@@ -110,7 +111,7 @@ def cut_emitted(
         completes = reached == done
         visited = jnp.concatenate([automaton_state[None], reached])
 
-    # Where one token is both, the string counts: its text is to be cut.
+    # If one token is both, the string counts: its text is to be cut.
     reasons = jnp.where(completes, Stop.STRING, jnp.where(is_stop, Stop.TOKEN, Stop.RUNNING))
     never = emitted.shape[0] + 1  # past any number of tokens a step can give
     ends = (reasons != Stop.RUNNING) & (order < count)

@@ -30,7 +30,7 @@ def normalize_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
 
     A path lists, from the root down, which of its parent's choices each node takes. The set must
     hold every prefix of each path, and child r requires children 0..r-1: sampled siblings are
-    verified in the order they were drawn, so a gap would make the law dishonest.
+    verified in the order they were drawn, so a gap would falsify the distribution.
 
     Raises:
         ValueError: for a negative rank, a duplicate, a missing parent or a missing sibling.
@@ -102,6 +102,13 @@ def tree_from_parents(parents: Sequence[int]) -> Tree:
 def tree_from_paths(paths: Sequence[Sequence[int]]) -> Tree:
     """Builds a `Tree` from rank paths, EAGLE's and Medusa's way of writing one.
 
+    Args:
+        paths: for each node, which of its parent's choices to take, from the root down.
+
+    Example:
+        >>> tree_from_paths([[0], [1], [0, 0]]).parents.tolist()
+        [-1, 0, 0, 1]
+
     Raises:
         ValueError: see `normalize_paths`.
     """
@@ -111,7 +118,14 @@ def tree_from_paths(paths: Sequence[Sequence[int]]) -> Tree:
 
 
 def chain(num_nodes: int) -> Tree:
-    """A tree without branches: `num_nodes` draft tokens, each the child of the one before.
+    """Builds a tree without branches: each draft token is the child of the one before.
+
+    Args:
+        num_nodes: draft tokens; the root is not counted.
+
+    Example:
+        >>> chain(3).parents.tolist()
+        [-1, 0, 1, 2]
 
     Raises:
         ValueError: if `num_nodes` is negative. 0 is plain decoding: a root alone.
@@ -122,7 +136,12 @@ def chain(num_nodes: int) -> Tree:
 
 
 def eagle_tree() -> Tree:
-    """EAGLE-1's static tree: 25 nodes, depth 5, widths 4-8-8-3-2."""
+    """Builds EAGLE-1's static tree (Li et al. 2024): 25 nodes, depth 5, widths 4-8-8-3-2.
+
+    Example:
+        >>> len(eagle_tree().parents)  # the root is not among the 25
+        26
+    """
     return tree_from_paths(EAGLE_PATHS)
 
 
@@ -133,7 +152,7 @@ def traced_tree(
 
     Args:
         parents: -1 at node 0; elsewhere an earlier node.
-        valid: unused nodes are False; they get no rank and nobody's child slot.
+        valid: unused nodes are False; they get no rank and are nobody's child.
         max_depth: static bound on depth.
         branch: static bound on children per node.
     """
@@ -153,8 +172,8 @@ def traced_tree(
     earlier = index[None, :] < index[:, None]
     ranks = jnp.sum(sibling & earlier, axis=1).astype(jnp.int32)
     is_child = (parents[None, :] == index[:, None]) & valid[None, :]
-    slot = is_child[:, None, :] & (ranks[None, None, :] == jnp.arange(branch)[None, :, None])
-    children = jnp.max(jnp.where(slot, index[None, None, :], -1), axis=2)
+    has_rank = is_child[:, None, :] & (ranks[None, None, :] == jnp.arange(branch)[None, :, None])
+    children = jnp.max(jnp.where(has_rank, index[None, None, :], -1), axis=2)
     return Tree(parents, depths, ranks, ancestors, paths, children)
 
 

@@ -1,8 +1,8 @@
 """The records and protocols that everything else is written in.
 
 Every array here belongs to ONE row (one sequence). The step maps rows; nothing below knows of a
-batch. Axis names: `nodes` of a tree, root included; `levels` = its depth + 1; `slots` of a text or
-cache; `laws`, one for each parent whose children were sampled.
+batch. Axis names: `nodes` of a tree, root included; `levels` = its depth + 1; `places` of a text or
+cache; `distributions`, one for each parent whose children were sampled.
 """
 
 from enum import IntEnum
@@ -14,7 +14,7 @@ PyTree = Any
 
 
 class Stop(IntEnum):
-    """Why a row ended; `RUNNING` while it has not."""
+    """Reason why a row ended; `RUNNING` while it has not."""
 
     RUNNING = 0
     TOKEN = 1  # a stop id was emitted
@@ -24,14 +24,24 @@ class Stop(IntEnum):
 
 
 class LayerKV(NamedTuple):
-    """Keys and values of one layer. Keys keep slots last, as the score product reads them."""
+    """Keys and values of one layer. Keys keep places last, as the score product reads them.
 
-    keys: Float[Array, "kv_heads head_dim slots"]
-    values: Float[Array, "kv_heads slots head_dim"]
+    Attributes:
+        keys: `[kv_heads, head_dim, places]`, rotated by position, in the cache's dtype.
+        values: `[kv_heads, places, head_dim]`, in the same dtype.
+    """
+
+    keys: Float[Array, "kv_heads head_dim places"]
+    values: Float[Array, "kv_heads places head_dim"]
 
 
 class KVCache(NamedTuple):
-    """One row's cache. Slots at or past `length` mean nothing: masked, later overwritten."""
+    """One row's cache. Places at or past `length` mean nothing: masked, later overwritten.
+
+    Attributes:
+        layers: one entry per layer, in the model's order; all have the same capacity in places.
+        length: scalar, number of tokens in the cache.
+    """
 
     layers: tuple[LayerKV, ...]
     length: Int[Array, ""]
@@ -40,14 +50,21 @@ class KVCache(NamedTuple):
 class Tree(NamedTuple):
     """A draft tree as arrays. Node 0 is the root, the pending token; parents precede children.
 
-    parents: index of each node's parent, -1 at the root.
-    depths: number of edges between the root and each node.
-    ranks: 0 for a parent's first choice, 1 for its second, ...; 0 at the root.
-    ancestors: `ancestors[i, j]` is True when j is on the path root..i, i included;
-        used as it stands for the attention mask between draft nodes.
-    paths: `paths[i, d]` is the node at depth d on the path root..i; -1 past i. Its width is the
-        static bound on depth that commits and loops over levels rely on.
-    children: `children[i, r]` is the child of rank r of node i, or -1.
+    Attributes:
+        parents: index of each node's parent, -1 at the root.
+        depths: number of edges between the root and each node.
+        ranks: 0 for a parent's first choice, 1 for its second, ...; 0 at the root.
+        ancestors: `ancestors[i, j]` is True when j is on the path root..i, i included; used as it
+            stands for the attention mask between draft nodes.
+        paths: `paths[i, d]` is the node at depth d on the path root..i; -1 past i. Its width is the
+            static bound on depth that commits and loops over levels rely on.
+        children: `children[i, r]` is the child of rank r of node i, or -1.
+
+    Example:
+        >>> from jaxspec import tree_from_parents
+        >>> tree = tree_from_parents([-1, 0, 0, 1])
+        >>> tree.depths.tolist(), tree.ranks.tolist()
+        ([0, 1, 1, 2], [0, 0, 1, 0])
     """
 
     parents: Int[Array, " nodes"]
@@ -59,30 +76,34 @@ class Tree(NamedTuple):
 
 
 class Proposal(NamedTuple):
-    """What a drafter offers for verification.
+    """Tokens that a drafter offers for verification.
 
-    tokens: one per node; node 0 repeats the pending token.
-    valid: False where the budget was not used. It may depend on anything known BEFORE a node's own
-        token was drawn, never on that token: dropping a node for the token it drew is a bias.
-    draft_logprobs: row by row, the laws that tokens were really drawn from; `None` says that every
-        token was chosen deterministically given the text.
-    law_row: the row of `draft_logprobs` a node was drawn from (0 and unused at the root).
-        Siblings share a row and were drawn from it in order, without replacement.
+    Attributes:
+        tokens: one per node; node 0 repeats the pending token.
+        valid: False where the budget was not used. It may depend on anything known BEFORE a node's
+            own token was drawn, never on that token: dropping a node for the token it drew is a
+            bias.
+        draft_logprobs: row by row, log-probabilities of the distributions that tokens were really
+            drawn from; `None`: every token was chosen deterministically, given the text.
+        law_row: the row of `draft_logprobs` a node was drawn from (0 and unused at the root).
+            Siblings share a row and were drawn from it in order, without replacement.
     """
 
     tokens: Int[Array, " nodes"]
     tree: Tree
     valid: Bool[Array, " nodes"]
-    draft_logprobs: Float[Array, "laws vocab"] | None
+    draft_logprobs: Float[Array, "distributions vocab"] | None
     law_row: Int[Array, " nodes"]
 
 
 class Verdict(NamedTuple):
-    """What verification decided.
+    """Decision of a verification.
 
-    path: accepted nodes, root first; -1 past the last one.
-    num_emitted: accepted draft tokens plus one: the bonus (or corrected) token is counted.
-    next_token: that last token, sampled from the target's law or its residual; the next root.
+    Attributes:
+        path: accepted nodes, root first; -1 past the last one.
+        num_emitted: accepted draft tokens plus one: the bonus (or corrected) token is counted.
+        next_token: that last token, sampled from the target's distribution or its residual; the
+            next root.
     """
 
     path: Int[Array, " levels"]
@@ -91,11 +112,12 @@ class Verdict(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What a forward pass computes for n tokens. Unembedding is a separate call.
+    """Results of a forward pass over n tokens. Unembedding is a separate call.
 
-    features: the last hidden state AFTER the final norm: what the output head multiplies.
-    taps: inputs (pre-norm residual stream) of the layers asked for, side by side.
-    new_kv: keys and values of these n tokens, to be committed: slots are nodes.
+    Attributes:
+        features: the last hidden state AFTER the final norm: what the output head multiplies.
+        taps: inputs (pre-norm residual stream) of the layers asked for, side by side.
+        new_kv: keys and values of these n tokens, to be committed: places are nodes.
     """
 
     features: Float[Array, "nodes embed"]
@@ -106,9 +128,10 @@ class Hidden(NamedTuple):
 class Recent(NamedTuple):
     """The last committed path: what drafters learn from. Rows at or past `count` mean nothing.
 
-    tokens: `tokens[i]` is the token emitted AFTER the position that `features[i]` describes, so
-        that `(features[i], tokens[i])` are EAGLE's shifted pairs and `tokens[count - 1]` is the
-        pending token.
+    Attributes:
+        tokens: `tokens[i]` is the token emitted AFTER the position that `features[i]` describes, so
+            that `(features[i], tokens[i])` are EAGLE's shifted pairs and `tokens[count - 1]` is the
+            pending token.
     """
 
     tokens: Int[Array, " levels"]
@@ -122,9 +145,11 @@ class Warp(NamedTuple):
 
     The same record warps the target's logits and a drafter's.
 
-    temperature: `None` decodes greedily (the filters after it are then `None` too); 0 makes this
-        row greedy among rows that sample.
-    bias: added to the logits first: logit bias, -inf for banned ids and for ids past the tokenizer.
+    Attributes:
+        temperature: `None` decodes greedily (the filters after it are then `None` too); 0 makes
+            this row greedy among rows that sample.
+        bias: added to the logits first: logit bias, -inf for banned ids and for ids past the
+            tokenizer.
     """
 
     temperature: Float[Array, ""] | None = None
@@ -137,13 +162,14 @@ class Warp(NamedTuple):
 class Context(NamedTuple):
     """Read-only view of a row for drafters.
 
-    tokens: the text so far, prompt included; slots at or past `length` mean nothing.
-    length: tokens in the text. The last of them is pending: `cache.length == length - 1`.
-    room: tokens that may still be emitted.
-    stop_ids: ids that end the row; -1 where unused.
+    Attributes:
+        tokens: the text so far, prompt included; places at or past `length` mean nothing.
+        length: tokens in the text. The last of them is pending: `cache.length == length - 1`.
+        room: tokens that may still be emitted.
+        stop_ids: ids that end the row; -1 where unused.
     """
 
-    tokens: Int[Array, " slots"]
+    tokens: Int[Array, " places"]
     length: Int[Array, ""]
     room: Int[Array, ""]
     stop_ids: Int[Array, " stop_ids"]
@@ -153,25 +179,28 @@ class Context(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """Facts about each slot of the text.
+    """Facts about each place of the text.
 
-    from_draft: True where a draft token was accepted, False for the target's own tokens.
-    logprobs: the target's log-probability of the token before any warping; `None` if not asked for.
-    warped_logprobs: the same after temperature and filters; `None` if not asked for.
+    Attributes:
+        from_draft: True where a draft token was accepted, False for the target's own tokens.
+        logprobs: the target's log-probability of the token before any warping; `None` if not asked
+            for.
+        warped_logprobs: the same after temperature and filters; `None` if not asked for.
     """
 
-    from_draft: Bool[Array, " slots"]
-    logprobs: Float[Array, " slots"] | None
-    warped_logprobs: Float[Array, " slots"] | None
+    from_draft: Bool[Array, " places"]
+    logprobs: Float[Array, " places"] | None
+    warped_logprobs: Float[Array, " places"] | None
 
 
 class Stats(NamedTuple):
     """Counters of one row.
 
-    num_steps: target passes this row took part in while running.
-    accepted: `accepted[i]` counts steps that accepted exactly i draft tokens (bonus excluded).
-    drafted: `drafted[i]` counts steps whose deepest valid node had depth i.
-    num_nodes: draft nodes verified, roots excluded.
+    Attributes:
+        num_steps: target passes this row took part in while running.
+        accepted: `accepted[i]` counts steps that accepted exactly i draft tokens (bonus excluded).
+        drafted: `drafted[i]` counts steps whose deepest valid node had depth i.
+        num_nodes: draft nodes verified, roots excluded.
     """
 
     num_steps: Int[Array, ""]
@@ -183,8 +212,9 @@ class Stats(NamedTuple):
 class DecodeState(NamedTuple):
     """Everything one row carries from step to step.
 
-    draft: the drafter's own state, `()` if it has none.
-    automaton: where the row stands in the stop-string automaton; 0 without one.
+    Attributes:
+        draft: the drafter's own state, `()` if it has none.
+        automaton: where the row stands in the stop-string automaton; 0 without one.
     """
 
     context: Context
@@ -197,10 +227,11 @@ class DecodeState(NamedTuple):
 
 
 class Info(NamedTuple):
-    """What is worth seeing of one step of one row, and not worth carrying.
+    """Information about one step of one row, which later steps do not need.
 
-    emitted: the tokens this step added, in order; entries at or past `count` mean nothing.
-    width: tokens in the target pass, root included; the same for every row of a batch.
+    Attributes:
+        emitted: the tokens this step added, in order; entries at or past `count` mean nothing.
+        width: tokens in the target pass, root included; the same for every row of a batch.
     """
 
     proposal: Proposal
@@ -211,7 +242,12 @@ class Info(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Both models of a step. `draft` is `()` for drafters without weights of their own."""
+    """Both models of a step.
+
+    Attributes:
+        target: the model whose output is wanted, a `LanguageModel`.
+        draft: weights of the drafter, any pytree; `()` for drafters without own weights.
+    """
 
     target: Any
     draft: Any
@@ -239,7 +275,7 @@ class LanguageModel(Protocol):
         scratch: tuple[LayerKV, ...] | None = None,
         taps: tuple[int, ...] = (),
     ) -> Hidden:
-        """One pass. `mask` says which scratch slots and which of the n tokens each token sees.
+        """One pass. `mask` says which scratch places and which of the n tokens each token sees.
 
         The cached prefix is always seen up to `cache.length`. Nothing is written.
         """
@@ -247,7 +283,7 @@ class LanguageModel(Protocol):
 
     def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]: ...
 
-    def empty_cache(self, slots: int) -> KVCache: ...
+    def empty_cache(self, capacity: int) -> KVCache: ...
 
 
 class Drafter(Protocol):
@@ -285,7 +321,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class ChecksFit(Protocol):
-    """What a drafter may have besides: a check made before anything is compiled."""
+    """An optional part of a drafter: a check made before anything is compiled."""
 
     def check_fit(self, params: Params) -> None:
         """Raises ValueError, naming `drafter`, where its weights are not for this target."""
@@ -294,7 +330,7 @@ class ChecksFit(Protocol):
 
 @runtime_checkable
 class CarriesOn(Protocol):
-    """What a drafter that learns from prompt to prompt has besides."""
+    """A further part of drafters that learn from prompt to prompt."""
 
     def carried(self, params: PyTree, draft: PyTree, context: Context) -> PyTree:
         """Its own params for a next prompt, `params.draft`, from a row's final state.
@@ -315,14 +351,3 @@ class StepFn(Protocol[StateT, InfoT]):
     """One step of any decoder, over a batch of rows."""
 
     def __call__(self, params: Params, state: StateT, /) -> tuple[StateT, InfoT]: ...
-
-
-class VerifyFn(Protocol):
-    """Decides from given uniforms in [0, 1), one per node; entry 0 draws the emitted token."""
-
-    def __call__(
-        self,
-        uniforms: Float[Array, " nodes"],
-        proposal: Proposal,
-        target_logits: Float[Array, "nodes vocab"],
-    ) -> Verdict: ...

@@ -1,9 +1,10 @@
 """Verification: which drafted tokens stand, and what the target says next. Lossless.
 
 Every rule is a pure function of given uniforms: `uniforms[i]` decides on node i, `uniforms[0]`
-draws the emitted token. So a test can enumerate the law of a function itself, and a key only
-enters where a step draws the uniforms. Target logits come in warped; row i scores what follows
-node i. Log space or plain products, at least float32, no epsilon in a ratio that must be exact.
+draws the emitted token. So a test can enumerate the distribution of a function itself, and a key
+only enters where a step draws the uniforms. Target logits come in warped; row i scores what
+follows node i. Log space or plain products, at least float32, no epsilon in a ratio that must be
+exact.
 """
 
 import jax
@@ -34,8 +35,8 @@ def verify(
 ) -> Verdict:
     """Rejection sampling by the rule that the proposal calls for, seen from its structure.
 
-    No law: tokens were chosen deterministically. Laws on a chain: the ratio test. Laws on a tree:
-    the recursive rule for siblings drawn without replacement.
+    Without distributions, tokens were chosen deterministically. With them, a chain takes the ratio
+    test, and a tree the recursive rule for siblings drawn without replacement.
     """
     if proposal.draft_logprobs is None:
         return verify_deterministic(uniforms, proposal, target_logits)
@@ -51,9 +52,9 @@ def verify_chain(
 ) -> Verdict:
     """Rejection sampling over a chain of sampled tokens (Leviathan et al. 2023, algorithm 1)."""
     target_logprobs = jax.nn.log_softmax(at_least_float32(target_logits), axis=-1)
-    laws = proposal.draft_logprobs
-    assert laws is not None, "a chain without laws is verified as deterministic"
-    draft_logprobs = laws[proposal.law_row[1:]].astype(target_logprobs.dtype)
+    distributions = proposal.draft_logprobs
+    assert distributions is not None, "a chain without distributions is verified as deterministic"
+    draft_logprobs = distributions[proposal.law_row[1:]].astype(target_logprobs.dtype)
 
     drafted = proposal.tokens[1:, None]
     log_ratio = jnp.take_along_axis(target_logprobs[:-1] - draft_logprobs, drafted, axis=1)
@@ -61,7 +62,7 @@ def verify_chain(
     num_kept = jnp.sum(jnp.cumprod(keep.astype(jnp.int32)))
 
     # A zero row stands for "nothing was drafted here": at the end of the chain, and where the
-    # draft stopped early, the residual is the target's own law and needs no special case.
+    # draft stopped early, the residual is the target's own distribution and needs no special case.
     draft_probs = jnp.where(proposal.valid[1:, None], jnp.exp(draft_logprobs), 0.0)
     draft_probs = jnp.pad(draft_probs, ((0, 1), (0, 0)))[num_kept]
     next_token = _draw_residual(uniforms[0], jnp.exp(target_logprobs[num_kept]), draft_probs)
@@ -75,9 +76,9 @@ def verify_deterministic(
 ) -> Verdict:
     """Tries deterministically chosen children in order, each with the probability left to it.
 
-    A rejected child is struck from the law and the rest renormalised, so a child is accepted with
-    exactly the target's probability of its token (EAGLE-2's rule; Li et al. 2024b). Only scalars
-    are needed per node; the whole law is read once, for the emitted token.
+    A rejected child is struck from the distribution and the rest renormalised, so a child is
+    accepted with exactly the target's probability of its token (EAGLE-2's rule; Li et al. 2024b).
+    Only scalars are needed per node; the whole distribution is read once, for the emitted token.
     """
     tree, tokens = proposal.tree, proposal.tokens
     logits = at_least_float32(target_logits)
@@ -97,9 +98,9 @@ def verify_deterministic(
     last = _deepest(tree, first_kept)
 
     rejected = (tree.parents == last) & proposal.valid
-    law = jnp.exp(logits[last] - log_totals[last])
-    strike = jnp.zeros_like(law).at[tokens].max(rejected.astype(law.dtype))
-    next_token = _draw_residual(uniforms[0], law, law * strike)
+    distribution = jnp.exp(logits[last] - log_totals[last])
+    strike = jnp.zeros_like(distribution).at[tokens].max(rejected.astype(distribution.dtype))
+    next_token = _draw_residual(uniforms[0], distribution, distribution * strike)
     return Verdict(tree.paths[last], tree.depths[last] + 1, next_token)
 
 
@@ -108,40 +109,40 @@ def verify_tree(
     proposal: Proposal,
     target_logits: Float[Array, "nodes vocab"],
 ) -> Verdict:
-    """Walks down a tree whose siblings were drawn from one law without replacement.
+    """Walks down a tree whose siblings were drawn from one distribution without replacement.
 
     At each node, children are tried in the order they were drawn: accepted with probability
-    min(1, target / draft); after a rejection the target's law becomes its normalised residual,
-    and the draft's law loses the token and is renormalised (EAGLE section 1.8; SpecInfer).
+    min(1, target / draft); after a rejection the target's distribution becomes its normalised
+    residual, and the draft's loses the token and is renormalised (EAGLE section 1.8; SpecInfer).
     """
-    tree, laws = proposal.tree, proposal.draft_logprobs
-    assert laws is not None, "a tree without laws is verified as deterministic"
+    tree, distributions = proposal.tree, proposal.draft_logprobs
+    assert distributions is not None, "a tree without distributions is verified as deterministic"
     logits = at_least_float32(target_logits)
     depth = tree.paths.shape[-1] - 1
 
     def try_children(_, walk):
-        node, arrived, law = walk
+        node, arrived, distribution = walk
         first = jnp.maximum(tree.children[node, 0], 0)
-        draft = jnp.exp(laws[proposal.law_row[first]]).astype(law.dtype)
+        draft = jnp.exp(distributions[proposal.law_row[first]]).astype(distribution.dtype)
         accepted = jnp.int32(-1)
         for rank in range(tree.children.shape[-1]):
             child = tree.children[node, rank]
-            slot = jnp.maximum(child, 0)
-            token = proposal.tokens[slot]
+            index = jnp.maximum(child, 0)
+            token = proposal.tokens[index]
             drawn = (child >= 0) & arrived & (accepted < 0) & (draft[token] > 0)
-            tried = drawn & proposal.valid[slot]
-            keep = tried & (uniforms[slot] * draft[token] < law[token])
+            tried = drawn & proposal.valid[index]
+            keep = tried & (uniforms[index] * draft[token] < distribution[token])
             accepted = jnp.where(keep, child, accepted)
-            law = jnp.where(tried & ~keep, _residual(law, draft), law)
+            distribution = jnp.where(tried & ~keep, _residual(distribution, draft), distribution)
             # Later siblings were drawn without this token, whether it is of use or not.
             draft = jnp.where(drawn, _without(draft, token), draft)
         arrived = accepted >= 0
         node = jnp.where(arrived, accepted, node)
-        return node, arrived, jnp.where(arrived, jax.nn.softmax(logits[node]), law)
+        return node, arrived, jnp.where(arrived, jax.nn.softmax(logits[node]), distribution)
 
     root = (jnp.int32(0), jnp.bool_(True), jax.nn.softmax(logits[0]))
-    last, _, law = jax.lax.fori_loop(0, depth, try_children, root)
-    next_token = inverse_cdf(law, uniforms[0])
+    last, _, distribution = jax.lax.fori_loop(0, depth, try_children, root)
+    next_token = inverse_cdf(distribution, uniforms[0])
     return Verdict(tree.paths[last], tree.depths[last] + 1, next_token)
 
 
@@ -155,9 +156,9 @@ def _deepest(tree: Tree, accepted: Bool[Array, " nodes"]) -> Int[Array, ""]:
 def _residual(
     target: Float[Array, " vocab"], draft: Float[Array, " vocab"]
 ) -> Float[Array, " vocab"]:
-    """What the target still owes after the draft's share, normalised.
+    """Returns what the target still owes after the draft's share, normalized.
 
-    Where rounding leaves nothing, the two laws were equal: the target's own is returned.
+    Where rounding leaves nothing, the two distributions were equal: the target's own is returned.
     """
     owed = jnp.maximum(target - draft, 0.0)
     total = jnp.sum(owed)
@@ -170,8 +171,8 @@ def _draw_residual(
     return inverse_cdf(_residual(target, draft), uniform)
 
 
-def _without(law: Float[Array, " vocab"], token: Int[Array, ""]) -> Float[Array, " vocab"]:
-    """The law of a draw that leaves one token out; zeros if that was the only one."""
-    rest = law.at[token].set(0.0)
+def _without(distribution: Float[Array, " vocab"], token: Int[Array, ""]) -> Float[Array, " vocab"]:
+    """The distribution of a draw that leaves one token out; zeros if that was the only one."""
+    rest = distribution.at[token].set(0.0)
     total = jnp.sum(rest)
     return rest / jnp.where(total > 0, total, 1.0)

@@ -1,5 +1,5 @@
 """Masked-diffusion language models: orders of unmasking, passes, self-speculative decoding."""
 
-from jaxspec.diffusion.self_speculative import SelfSpeculation
+from jaxspec.diffusion.speculation import SelfSpeculation
 
 __all__ = ["SelfSpeculation"]

@@ -1,9 +1,9 @@
-"""Which masked slots of a canvas to fill in next, and with what.
+"""The stepwise decision: choosing masked positions of a canvas and their tokens.
 
-A pass over a canvas is boiled down to a `Prediction`: one token and one score for each slot. Then
-`advance` makes the stepwise decision. It is deterministic, so that drafting (decisions from an
-older prediction) and verifying (the same decisions from a fresh one) are this one function, with
-this one order: scores in log space, in float32 at least, ties to the lowest slot.
+The result of a pass over a canvas is a `Prediction`: one token and one score for each position.
+Then `advance` makes the stepwise decision. It is deterministic, so drafting (decisions from an
+older prediction) and verifying (the same decisions from a fresh one) share this one function and
+this one order: scores in log space, at least float32, ties to the lowest position.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,15 @@ from jaxspec.core.types import Stop
 class Canvas(NamedTuple):
     """One row's text while it is filled in, block by block.
 
-    tokens: prompt, then the slots to fill in, then padding.
-    start: first slot of the current block.
-    step: decisions made in this block so far.
-    num_masks: masks that this block began with.
+    Attributes:
+        tokens: prompt, then the positions to fill in, then padding.
+        start: first position of the current block.
+        step: decisions made in this block so far.
+        num_masks: masks that this block began with.
+        stop: a `Stop` code.
     """
 
-    tokens: Int[Array, " slots"]
+    tokens: Int[Array, " positions"]
     start: Int[Array, ""]
     step: Int[Array, ""]
     num_masks: Int[Array, ""]
@@ -36,14 +38,15 @@ class Canvas(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a pass says of consecutive slots.
+    """Tokens and scores that a pass predicts for consecutive positions, the window.
 
-    start: slot of the first entry.
-    tokens: what each slot would become.
-    scores: the order to fill them in, highest first.
-    known: False where the pass says nothing.
-    finite: False where the logits were NaN, or no token was possible.
-    likeliest: the best `Rules.num_likeliest` tokens of each slot; `None` if that is 0.
+    Attributes:
+        start: position of the first entry.
+        tokens: the token that each position would get.
+        scores: the order to fill them in, highest first.
+        known: False for entries without a prediction.
+        finite: False for entries whose logits were NaN, or without a possible token.
+        likeliest: the best `Rules.num_likeliest` tokens of each position; `None` if that is 0.
     """
 
     start: Int[Array, ""]
@@ -55,12 +58,13 @@ class Prediction(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What an order may be made of.
+    """Values that an order may be computed from.
 
-    logits: as the network gave them.
-    warped: logits over temperature, which tokens are drawn from.
-    tokens: the token drawn for each slot.
-    uniforms: a number in (0, 1) for each slot, the same in every step.
+    Attributes:
+        logits: as the network gave them.
+        warped: logits over temperature, which tokens are drawn from.
+        tokens: the token drawn for each position.
+        uniforms: a number in (0, 1) for each position, the same in every step.
     """
 
     logits: Float[Array, "window vocab"]
@@ -80,7 +84,7 @@ def maskgit_plus(evidence: Evidence) -> Float[Array, " window"]:
 
 
 def entropy(evidence: Evidence) -> Float[Array, " window"]:
-    """The negative entropy of the law (Dream)."""
+    """The negative entropy of the distribution (Dream)."""
     logprobs = jax.nn.log_softmax(evidence.warped, axis=-1)
     # An impossible token adds nothing, where 0 * -inf would be NaN.
     parts = jnp.where(jnp.isfinite(logprobs), jnp.exp(logprobs) * logprobs, 0.0)
@@ -97,7 +101,7 @@ def topk_margin(evidence: Evidence) -> Float[Array, " window"]:
 
 
 def random_order(evidence: Evidence) -> Float[Array, " window"]:
-    """A random permutation of the slots (LLaDA's `random` remasking)."""
+    """A random permutation of the positions (LLaDA's `random` remasking)."""
     return jnp.log(evidence.uniforms)
 
 
@@ -111,26 +115,29 @@ ORDERS: dict[str, Callable[[Evidence], Float[Array, " window"]]] = {
 
 
 def _logprob_of(logits: Float[Array, "window vocab"], tokens: Int[Array, " window"]) -> Array:
-    """From the other tokens' odds: as a difference, sure tokens would all be at 0."""
+    """Log-probabilities from the odds of the other tokens: a difference would round to 0."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     is_other = jnp.arange(logits.shape[1])[None] != tokens[:, None]
     odds = jnp.where(is_other, logits - chosen, -jnp.inf)
-    # Of a token that is far from the best one, odds may overflow.
+    # Odds of a token far from the best one may overflow.
     return -jnp.logaddexp(0.0, jax.nn.logsumexp(odds, axis=-1))
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What is static about decisions.
+    """Static settings of decisions.
 
-    block: slots per block.
-    order: a key of `ORDERS`.
-    mask_token_id: of the model.
-    num_tokens: ids from here on are never chosen: the tokenizer does not know them.
-    allow_mask_token: the mask may be chosen like any token, as in the published programs. A slot
-        that it is chosen for stays masked and open to later decisions, and is not made up for.
-    opens_with_first: a block's first decision fills in its first slot, whatever the order.
-    num_likeliest: tokens of each slot that predictions list.
+    Attributes:
+        block: positions per block.
+        order: a key of `ORDERS`.
+        mask_token_id: of the model.
+        num_tokens: ids from this one on are never chosen: the tokenizer does not know them.
+        allow_mask_token: the mask may be chosen like any token, as in the published programs. A
+            position that gets it stays masked and open to later decisions; no other position is
+            filled in instead.
+        opens_with_first: the first decision of a block fills in its first position, whatever the
+            order.
+        num_likeliest: tokens that predictions list for each position.
     """
 
     block: int
@@ -149,14 +156,14 @@ def predict(
     key: PRNGKeyArray,
     temperature: Float[Array, ""] | None,
 ) -> Prediction:
-    """Draws a token for each slot and scores it.
+    """Draws a token for each position and scores it.
 
-    Noise depends on the row's key and the slot alone, so that every pass over a row draws with the
+    Noise depends on the row's key and the position alone, so every pass over a row draws with the
     same noise, and a decision is a function of the canvas.
 
     Args:
         rules: static settings.
-        logits: of consecutive slots, the first of which is `start`.
+        logits: of consecutive positions, the first of which is `start`.
         start: see `logits`.
         key: of the row.
         temperature: `None` takes the likeliest tokens; so does 0.
@@ -192,7 +199,7 @@ def predict(
 
 
 def nothing_known(rules: Rules, window: int, dtype: jnp.dtype) -> Prediction:
-    """What is in hand before the first pass."""
+    """Returns the empty prediction that a row has before its first pass."""
     none, tokens = jnp.zeros(window, bool), jnp.zeros(window, jnp.int32)
     likeliest = None
     if rules.num_likeliest:
@@ -203,9 +210,9 @@ def nothing_known(rules: Rules, window: int, dtype: jnp.dtype) -> Prediction:
 def places(
     scores: Float[Array, " window"], eligible: Bool[Array, " window"]
 ) -> Int[Array, " window"]:
-    """Each eligible slot's place in the order, 0 for the first; ties go to the lowest slot.
+    """Returns each eligible position's rank, 0 for the first; ties go to the lowest position.
 
-    What is not eligible has a place past all that is.
+    Positions that are not eligible rank behind all that are.
     """
     index = jnp.arange(scores.shape[0])
     higher = scores[None, :] > scores[:, None]
@@ -215,10 +222,10 @@ def places(
 
 
 class Pace(Protocol):
-    """How many slots each step of a block fills in. Arrays are traced; one row's are scalars."""
+    """A rule for how many positions each step fills in. Its arrays are traced scalars per row."""
 
     def num_steps(self, block: int) -> Int[Array, ""] | int:
-        """Steps after which a block is over, whatever it holds."""
+        """Returns the steps after which a block is over, whatever it holds."""
         ...
 
     def fills(
@@ -228,12 +235,12 @@ class Pace(Protocol):
         scores: Float[Array, " window"],
         num_left: Int[Array, ""],
     ) -> Bool[Array, " window"]:
-        """Which slots to fill in; more than are eligible does no harm."""
+        """Returns the positions to fill in; those that are not eligible are ignored."""
         ...
 
 
 class EvenPace(NamedTuple):
-    """A block's masks spread over its steps; where that does not go up, the first take one more."""
+    """Spreads the masks of a block over its steps; the first steps take the remainder."""
 
     steps: Int[Array, ""]
 
@@ -248,10 +255,11 @@ class EvenPace(NamedTuple):
 
 
 class LinearPace(NamedTuple):
-    """Dream's: time runs from 1 to `eps`, and a step from t to s fills in floor(masks * (1 - s/t)).
+    """Dream's pace: time runs from 1 to `eps`; a step from t to s fills in floor(masks (1 - s/t)).
 
-    shares: 1 - s/t of each step, float32 as published, since a product may lie next to a whole
-        number; the last step fills in all that is left.
+    Attributes:
+        shares: 1 - s/t of each step, in float32 as published, since a product may lie next to a
+            whole number; the last step fills in all that is left.
     """
 
     shares: Float[Array, " steps"]
@@ -267,9 +275,10 @@ class LinearPace(NamedTuple):
 
 
 class ThresholdPace(NamedTuple):
-    """Fast-dLLM's: the surest slot, and all that are sure enough. LOSSY: not stepwise decoding.
+    """Fast-dLLM's pace: the surest position, and all above a threshold. LOSSY.
 
-    log_threshold: of the scores.
+    Attributes:
+        log_threshold: least score that is filled in, a log-probability.
     """
 
     log_threshold: Float[Array, ""]
@@ -283,7 +292,7 @@ class ThresholdPace(NamedTuple):
 
 
 def linear_shares(steps: int, eps: float) -> np.ndarray:
-    """The `shares` of a `LinearPace`: float32 arithmetic from both ends, as `torch.linspace` does.
+    """Returns the `shares` of a `LinearPace`, in float32 from both ends as `torch.linspace` does.
 
     Example:
         >>> linear_shares(4, 0.001).tolist()[-1]
@@ -301,28 +310,28 @@ def linear_shares(steps: int, eps: float) -> np.ndarray:
 
 
 def _may_be_filled(rules: Rules, canvas: Canvas, prediction: Prediction) -> Bool[Array, " window"]:
-    """Which slots that a prediction is about are masks of the current block, or before it."""
+    """True for positions of a prediction that are masks of the current block, or before it."""
     window = prediction.tokens.shape[0]
     inside = jax.lax.dynamic_slice_in_dim(canvas.tokens, prediction.start, window)
-    slots = prediction.start + jnp.arange(window)
-    return (inside == rules.mask_token_id) & (slots < canvas.start + rules.block)
+    positions = prediction.start + jnp.arange(window)
+    return (inside == rules.mask_token_id) & (positions < canvas.start + rules.block)
 
 
 def with_another_last(
     rules: Rules, before: Canvas, decided: Canvas, prediction: Prediction, rank: Int[Array, ""]
 ) -> tuple[Prediction, Bool[Array, ""]]:
-    """The prediction if the last slot of a decision had been another one.
+    """Returns the prediction that puts another position last in a decision.
 
     Args:
         rules: static settings.
         before: a canvas.
         decided: what `advance` makes of it with this prediction.
         prediction: of both.
-        rank: how many places behind the decision's last slot the one stands that comes first
-            instead; 0 changes nothing.
+        rank: how many ranks behind the decision's last position the other one stands; 0 changes
+            nothing.
 
     Returns:
-        It, and whether there is such a slot.
+        The prediction, and whether such a position exists.
     """
     order = places(prediction.scores, _may_be_filled(rules, before, prediction))
     num_filled = jnp.sum(before.tokens != decided.tokens)
@@ -333,27 +342,27 @@ def with_another_last(
 
 
 def look_up(rules: Rules, canvas: Canvas, prediction: Prediction) -> Prediction:
-    """The prediction with tokens that the text itself suggests.
+    """Returns the prediction with tokens that the text itself suggests.
 
-    Where the two slots before one are filled in, and the same two tokens stand earlier in the row
-    with a token after them, that token is taken; of several, the latest.
+    A position whose two predecessors are filled in takes the token that followed the same two
+    tokens earlier in the row; of several such tokens, the latest.
     """
-    text, slots = canvas.tokens, prediction.start + jnp.arange(prediction.tokens.shape[0])
+    text, positions = canvas.tokens, prediction.start + jnp.arange(prediction.tokens.shape[0])
     every = jnp.arange(text.shape[0])
     one, two = jnp.roll(text, 1), jnp.roll(text, 2)
     usable = (every >= 2) & (one != rules.mask_token_id) & (two != rules.mask_token_id)
-    same = (one[None] == one[slots][:, None]) & (two[None] == two[slots][:, None])
+    same = (one[None] == one[positions][:, None]) & (two[None] == two[positions][:, None])
     known = usable & (text != rules.mask_token_id)
-    earlier = same & known[None] & (every[None] < slots[:, None]) & usable[slots][:, None]
+    earlier = same & known[None] & (every[None] < positions[:, None]) & usable[positions][:, None]
     latest = jnp.max(jnp.where(earlier, every[None], -1), axis=1)
     tokens = jnp.where(latest >= 0, text[latest], prediction.tokens)
     return prediction._replace(tokens=tokens)
 
 
 def covers(prediction: Prediction, canvas: Canvas, block: int) -> Bool[Array, ""]:
-    """Whether a prediction says something of every slot of the canvas's current block."""
-    slots = prediction.start + jnp.arange(prediction.tokens.shape[0])
-    inside = (slots >= canvas.start) & (slots < canvas.start + block) & prediction.known
+    """Returns whether a prediction is known for every position of the canvas's current block."""
+    positions = prediction.start + jnp.arange(prediction.tokens.shape[0])
+    inside = (positions >= canvas.start) & (positions < canvas.start + block) & prediction.known
     return jnp.sum(inside) == block
 
 
@@ -367,40 +376,40 @@ def advance(
     canvas: Canvas,
     prediction: Prediction,
 ) -> Canvas:
-    """The stepwise decision: fills in the slots whose turn it is, and moves on to the next block.
+    """Makes the stepwise decision: fills in the next positions, and opens a block after the last.
 
     A row that has stopped stays as it is. A row stops when its last block is over, when no mask is
-    left before `wanted`, or when a stop id stands before every mask: what follows will be cut, so
-    it need not be filled in.
+    left before `wanted`, or when a stop id stands before every mask: the text after it will be cut,
+    so it need not be filled in.
 
     Args:
         rules: static settings.
-        pace: how many slots to fill in.
+        pace: number of positions to fill in.
         stop_ids: ids that end a text, padded with -1.
         length: of the prompt.
-        wanted: the slot after the last one that was asked for.
-        end: the slot after the last block, which may lie behind that.
+        wanted: the position after the last one that was asked for.
+        end: the position after the last block, which may lie past `wanted`.
         canvas: must be covered by `prediction`, see `covers`.
         prediction: fresh for this canvas, or an older one when drafting.
     """
     mask, block = rules.mask_token_id, rules.block
     window = prediction.tokens.shape[0]
-    slots = prediction.start + jnp.arange(window)
+    positions = prediction.start + jnp.arange(window)
     eligible = _may_be_filled(rules, canvas, prediction)
     num_left = jnp.sum(eligible)
     order = places(prediction.scores, eligible)
     fills = pace.fills(canvas, order, prediction.scores, num_left)
     is_last = canvas.step + 1 >= pace.num_steps(block)
     if not rules.allow_mask_token:
-        fills = fills | is_last  # Whatever a schedule has left over.
+        fills = fills | is_last  # All that a schedule has left over.
     if rules.opens_with_first:
-        fills = jnp.where(canvas.step == 0, slots == canvas.start, fills)
+        fills = jnp.where(canvas.step == 0, positions == canvas.start, fills)
     finite = jnp.all(prediction.finite | ~eligible)
-    # Not by writing the window into the canvas: XLA on CPUs does that slot by slot, in the very
-    # memory from which it still reads what the other slots' places depend on.
+    # Not by writing the window into the canvas: XLA on CPUs does that position by position, in the
+    # same memory from which it still reads what the ranks of the other positions depend on.
     everywhere = jnp.arange(canvas.tokens.shape[0])
     entry = jnp.clip(everywhere - prediction.start, 0, window - 1)
-    here = (slots[entry] == everywhere) & (fills & eligible)[entry]
+    here = (positions[entry] == everywhere) & (fills & eligible)[entry]
     tokens = jnp.where(here, prediction.tokens[entry], canvas.tokens)
 
     def masks_in(start: Int[Array, ""]) -> Int[Array, ""]:

@@ -1,4 +1,13 @@
-"""Drafting methods, one file each."""
+"""Drafting methods, one file each, and what several of them share.
+
+| file | what it holds |
+|---|---|
+| plain, lookup, draft_model, layer_skip, eagle, eagle2, deer, dflash | one method each |
+| block | settings and drafting of `Deer` and `DFlash` |
+| growth, pool | trees grown level by level; the best of a pool of candidates |
+| loaded, fit | a drafter with its weights; checks that weights belong to a target |
+| skip_sets | sets of sub-layers for `LayerSkip` |
+"""
 
 from jaxspec.drafters.block import AdaptiveBlock
 from jaxspec.drafters.deer import Deer
@@ -7,7 +16,7 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.eagle2 import Eagle2
 from jaxspec.drafters.layer_skip import AdaptiveExit, LayerSkip
-from jaxspec.drafters.loaded import LoadedDrafter
+from jaxspec.drafters.loaded import DrafterLike, LoadedDrafter, loaded_drafter
 from jaxspec.drafters.lookup import PromptLookup
 from jaxspec.drafters.plain import NoDraft
 from jaxspec.drafters.skip_sets import PUBLISHED_SKIPS, published_skips
@@ -19,11 +28,13 @@ __all__ = [
     "DFlash",
     "Deer",
     "DraftModel",
+    "DrafterLike",
     "Eagle",
     "Eagle2",
     "LayerSkip",
     "LoadedDrafter",
     "NoDraft",
     "PromptLookup",
+    "loaded_drafter",
     "published_skips",
 ]

@@ -1,8 +1,8 @@
-"""What drafters that predict a whole block in one pass have in common: everything but the pass.
+"""Shared parts of drafters that predict a whole block in one pass: all except the pass.
 
-The pass gives one law for each of the next positions, independent of one another (the marginals).
-They make a chain, a static tree whose nodes of one depth choose from one law, or a tree that is
-built for each row and step. Drafting costs one pass however deep the tree is.
+The pass gives one distribution for each of the next positions, independent of one another (the
+marginals). They make a chain, a static tree whose nodes of one depth choose from one distribution,
+or a tree that is built for each row and step. Drafting costs one pass at any depth of the tree.
 """
 
 import dataclasses
@@ -25,35 +25,36 @@ from jaxspec.drafters.pool import Pool, best_of_pool
 BlockPass = Callable[[Int[Array, " block"]], tuple[Float[Array, "block embed"], PyTree]]
 """A draft pass over a block.
 
-Gets the block's tokens, masks where they are not drafted yet. Gives the features that decide each
-position, and what the drafter keeps of the pass.
+It takes the block's tokens, masks if they are not drafted yet. It returns the features that decide
+each position, and what the drafter keeps of the pass.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveBlock:
-    """How much of a block is offered, by what was accepted of the last ones.
+    """Rule for the length of drafts, by how much of the last ones was accepted.
 
-    Each row keeps a running rate for each depth: of the steps that accepted all before it and
-    offered it, the share that accepted it. The next draft has the length m, 0 among them, with the
-    most expected tokens per cost, `(1 + sum of chances to depth m) / (1 + draft_cost + token_cost *
-    nodes)`, and 1 for m = 0; nodes are those to depth m, of a tree that is made anew for every step
-    at most so many. Now and then a row whose best length is 0 drafts the next best one, to see
-    whether that is still so, unless no draft could be worth it. Where no row of a batch drafts, the
-    draft pass is left out.
+    Each row keeps a running rate for each depth: the share of steps that accepted it, of those that
+    offered it and accepted all before it. The next draft has the length m, possibly 0, with the
+    most expected tokens per cost: `(1 + sum of chances to depth m) / (1 + draft_cost + token_cost *
+    nodes)`, and 1 for m = 0. `nodes` are those to depth m, or the most there can be if the tree is
+    built for every step.
 
-    Costs differ by machine and models: give what `jaxspec tune profile` measures. By default a
-    token costs what it does `demo` in the profile that ships with `demo-eagle` (two CPU cores), and
-    the draft pass what one much smaller than the target does.
+    A row whose best length is 0 drafts the next best one from time to time, to check whether 0 is
+    still best, unless no draft could pay. If no row of a batch drafts, the draft pass is left out.
+
+    Costs depend on machine and models: give those that `jaxspec tune profile` measures. The default
+    `token_cost` is that of `demo` in the profile that ships with `demo-eagle` (two CPU cores); the
+    default `draft_cost` is that of a drafter much smaller than the target.
 
     Attributes:
         memory: weight of the past in each rate.
         prior: every rate before anything is known.
         draft_cost: of a draft pass, in target passes over one token.
         token_cost: of each further token of a target pass, in target passes over one token.
-        explore: a row that did not draft in so many steps drafts all the same. Each time that it
-            is still not worth it, it waits twice as long.
-        patience: steps that it waits at most.
+        explore: steps without a draft after which a row drafts nevertheless. It waits twice as long
+            each time that drafting still does not pay.
+        patience: most steps that it waits.
 
     Raises:
         ValueError: a setting is out of range.
@@ -82,12 +83,13 @@ class AdaptiveBlock:
 
 
 class Acceptance(NamedTuple):
-    """What a row remembers of its drafts.
+    """Record of how a row's drafts were accepted.
 
-    rates: running, of each depth; see `AdaptiveBlock`.
-    offered: depth of the draft that is being verified; 0 before the first.
-    idle: steps since the last draft.
-    wait: how many there may be; 0 while drafting is worth it.
+    Attributes:
+        rates: running, of each depth; see `AdaptiveBlock`.
+        offered: depth of the draft that is being verified; 0 before the first.
+        idle: steps since the last draft.
+        wait: most steps before the next draft; 0 while drafting pays.
     """
 
     rates: Float[Array, " depth"]
@@ -97,12 +99,13 @@ class Acceptance(NamedTuple):
 
 
 class BlockDraft(NamedTuple):
-    """A proposal, and what goes with it into the drafter's state.
+    """A proposal, and the parts of the drafter's state that come with it.
 
-    proposal: what the target verifies.
-    acceptance: what the row remembers, with this draft's length.
-    kept: of the pass; zeros where there was none.
-    drafted: whether there was one.
+    Attributes:
+        proposal: for the target to verify.
+        kept: what the drafter keeps of the pass; zeros without a pass.
+        drafted: True if there was a pass.
+        acceptance: of the row, with this draft's length.
     """
 
     proposal: Proposal
@@ -112,10 +115,11 @@ class BlockDraft(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """What was chosen for each position.
+    """Tokens chosen for each position.
 
-    tokens: best or first drawn first.
-    logprobs: the laws they come from; for dynamic trees, those of the tokens alone.
+    Attributes:
+        tokens: the best, or the first drawn, first.
+        logprobs: the distributions they come from; for dynamic trees, those of the tokens alone.
     """
 
     tokens: Int[Array, "positions branch"]
@@ -124,22 +128,22 @@ class Choices(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSettings:
-    """How a block is drafted and offered. The default is a chain.
+    """Settings of drafting a block. The default is a chain.
 
     Attributes:
         block: positions that a draft pass predicts, k; the longest chain.
         paths: rank paths of a static tree, see `tree_from_paths`; siblings are the likeliest tokens
             of their position, or draws without replacement.
-        num_nodes: nodes, the root not counted, of a tree that is made anew for every row and step
-            of the most probable paths; its tokens are deterministic, at any temperature.
+        num_nodes: nodes, the root not counted, of a tree that is built of the most probable paths
+            for every row and step; its tokens are deterministic at any temperature.
         branch: tokens of a position that such a tree considers.
-        temperature: of drafting; `None`: the row's own. 0 drafts the likeliest tokens, which are
-            verified as deterministic ones. Tokens that are drawn pass the row's filters; the
-            likeliest are taken as they are. Not for `num_nodes`, which takes the likeliest.
-        steps: denoising passes for one chain. Each decides an even share of the positions,
-            from left to right, so that every token's law depends on the tokens before it alone, as
-            verification asks for.
-        adaptive: how much of a block is offered; `None`: all of it.
+        temperature: of drafting; `None`: the row's. 0 drafts the likeliest tokens, which are
+            verified as deterministic ones. Drawn tokens pass the row's filters; the likeliest are
+            taken as they are. Not for `num_nodes`, which takes the likeliest.
+        steps: denoising passes for one chain. Each decides an even share of the positions from left
+            to right, so each token's distribution depends on the tokens before it alone, as
+            verification requires.
+        adaptive: rule for the length of drafts; `None`: the whole block.
 
     Raises:
         ValueError: a setting is out of range, or two exclude each other.
@@ -198,6 +202,7 @@ class BlockSettings:
 
     @property
     def is_chain(self) -> bool:
+        """True without a tree."""
         return self.paths is None and self.num_nodes is None
 
     @property
@@ -209,12 +214,12 @@ class BlockSettings:
 
     @property
     def slack(self) -> int:
-        """Tokens that may be emitted between two draft passes, beside those of one step."""
+        """Most tokens emitted between two draft passes, in addition to those of one step."""
         return 0 if self.adaptive is None else self.adaptive.patience
 
     @cached_property
     def tree(self) -> Tree | None:
-        """The static tree; `None` where it is made for each step."""
+        """The static tree; `None` if it is built for each step."""
         if self.num_nodes is not None:
             return None
         return chain(self.block) if self.paths is None else tree_from_paths(self.paths)
@@ -237,7 +242,7 @@ class BlockSettings:
 
     @cached_property
     def _nodes_to_depth(self) -> np.ndarray:
-        """Nodes of a draft that ends at each depth, the root not counted; at most so many."""
+        """Most nodes of a draft that ends at each depth, the root not counted."""
         if self.num_nodes is not None:
             return np.minimum(self.num_nodes, self.branch * np.cumsum(self._beams()))
         assert self.tree is not None
@@ -248,7 +253,7 @@ class BlockSettings:
         return sum(beam * self.branch for beam in self._beams())
 
     def _beams(self) -> list[int]:
-        """Paths that are extended on each level: as many as could be in the tree."""
+        """Returns the number of paths that each level extends: all that could be in the tree."""
         assert self.num_nodes is not None
         beams = [1]
         while len(beams) < self.depth:
@@ -256,7 +261,7 @@ class BlockSettings:
         return beams
 
     def nothing_accepted(self) -> Acceptance:
-        """What a row remembers before its first draft."""
+        """Returns the record of a row before its first draft."""
         adaptive = self.adaptive
         prior, wait = (0.0, 0) if adaptive is None else (adaptive.prior, adaptive.explore)
         zero = jnp.int32(0)
@@ -281,7 +286,7 @@ class BlockSettings:
             mask_token_id: never drafted.
             vocab_size: of the target.
             context: of the row.
-            acceptance: as the last draft left it.
+            acceptance: after the last draft.
         """
         rates, length, wait = self._length(acceptance, context)
         length = jnp.minimum(length, jnp.maximum(context.room - 1, 0))
@@ -315,7 +320,7 @@ class BlockSettings:
         return BlockDraft(proposal, kept, drafted, Acceptance(rates, length, idle, wait))
 
     def _warp(self, warp: Warp) -> Warp:
-        """How drafts are drawn in a row with this warp; without a temperature: the likeliest."""
+        """Returns the warp of a row's drafts; without a temperature they are the likeliest."""
         if warp.temperature is None or self.temperature is None:
             return warp
         if self.temperature == 0:
@@ -326,11 +331,11 @@ class BlockSettings:
         self, key: PRNGKeyArray, logits: Float[Array, "positions vocab"], warp: Warp
     ) -> Choices:
         if self.num_nodes is None:
-            tokens, laws = choose_children(key, logits, warp, self.max_branch)
-            return Choices(tokens.astype(jnp.int32), laws)
+            tokens, distributions = choose_children(key, logits, warp, self.max_branch)
+            return Choices(tokens.astype(jnp.int32), distributions)
         if warp.bias is not None:
             logits = logits + warp.bias[None]
-        # Position by position: of three axes XLA sorts whole rows on CPUs.
+        # Position by position: with three axes XLA sorts whole rows on CPUs.
         best = [jax.lax.top_k(row, self.branch) for row in logits]
         scores, tokens = (jnp.stack(part) for part in zip(*best, strict=True))
         totals = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -352,7 +357,7 @@ class BlockSettings:
         return Proposal(tokens, tree, every_node, choices.logprobs, law_row)
 
     def _best_paths(self, choices: Choices, root: Int[Array, ""]) -> Proposal:
-        """The tree of the paths with the highest products of marginals."""
+        """Returns the tree of the paths with the highest products of marginals."""
         assert self.num_nodes is not None
         scores, places = jnp.zeros(1), jnp.full(1, -1, jnp.int32)
         pools, created = [], 0
@@ -376,7 +381,7 @@ class BlockSettings:
     def _valid(
         self, proposal: Proposal, length: Int[Array, ""], context: Context
     ) -> Bool[Array, " nodes"]:
-        """Nodes within the length that do not follow a drafted stop id."""
+        """Returns True for nodes within the length that do not follow a drafted stop id."""
         tree = proposal.tree
         is_stop = jnp.any(proposal.tokens[:, None] == context.stop_ids[None, :], axis=1)
         nodes = jnp.arange(is_stop.shape[0])
@@ -387,7 +392,7 @@ class BlockSettings:
     def _length(
         self, acceptance: Acceptance, context: Context
     ) -> tuple[Float[Array, " depth"], Int[Array, ""], Int[Array, ""]]:
-        """Rates after the step that verified the last draft, how deep the next is, and the wait."""
+        """Returns the rates after the last draft was verified, the next depth, and the wait."""
         rates, adaptive = acceptance.rates, self.adaptive
         if adaptive is None:
             return rates, jnp.int32(self.depth), acceptance.wait
@@ -409,7 +414,7 @@ class BlockSettings:
 
 
 def _where_wanted(wanted: Bool[Array, ""], compute: Callable[[], PyTree]) -> PyTree:
-    """`compute()`, or zeros without computing anything if no row of the batch wants it."""
+    """Returns `compute()`, or zeros without computing if no row of the batch wants it."""
     shapes = jax.eval_shape(compute)
     return jax.lax.cond(
         largest_of_rows(wanted),

@@ -1,15 +1,15 @@
 """DEER: a diffusion language model drafts a whole block in one pass, the target verifies it.
 
 Cheng et al. 2025, "DEER: Draft with Diffusion, Verify with Autoregressive Models" (2512.15176). The
-drafter fills in masks behind the text, every one from the same pass, so that its tokens do not
-depend on one another; their stated law is the one they were drawn from. The published pseudo-code
-asks the drafter again for the law after each accepted token, which is biased.
+drafter fills in masks after the text, all from the same pass, so its tokens do not depend on one
+another; the distribution it states is the one they were drawn from. The published pseudo-code asks
+the drafter again for the distribution after each accepted token, which is biased.
 
-What the drafter keeps of the text from step to step:
+Kept of the text from step to step:
 
 - `"blocks"`: keys and values of finished blocks, for drafters that are causal over blocks. Exact.
 - `"prefix"`: keys and values as they were when they were first read, for drafters that see both
-  sides. APPROXIMATE as a model, lossless all the same: the law of a draft is the one it came from.
+  sides. APPROXIMATE as a model, but lossless: a draft states the distribution it came from.
 - `"none"`: nothing; every pass reads the whole text.
 """
 
@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxspec.core import masks
-from jaxspec.core.cache import KEY_SLOTS_AXIS, VALUE_SLOTS_AXIS, append_within, settled
+from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS, append_within, settled
 from jaxspec.core.decode import in_chunks
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path
@@ -41,10 +41,12 @@ CACHES = ("none", "blocks", "prefix")
 
 
 class DeerState(NamedTuple):
-    """What a row carries.
+    """State of one row.
 
-    cache: the drafter's own, of a part of the text that ends before the pending token; `None` where
-        nothing is kept.
+    Attributes:
+        cache: the drafter's, of a part of the text that ends before the pending token; `None` if
+            nothing is kept.
+        acceptance: of the last drafts.
     """
 
     cache: KVCache | None
@@ -52,12 +54,13 @@ class DeerState(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """What a draft pass reads.
+    """Range of positions that a draft pass reads.
 
-    start: its first slot.
-    finished: the slot up to which what it reads can be kept.
-    kept: slots that it keeps at most.
-    sizes: of passes, in slots, smallest first; the last one is enough for any step.
+    Attributes:
+        start: first position.
+        finished: keys and values of positions before this one can be kept.
+        kept: most positions that are kept.
+        sizes: of passes, in positions, smallest first; the last one is enough for any step.
     """
 
     start: Int[Array, ""]
@@ -70,20 +73,31 @@ class _Reading(NamedTuple):
 class Deer(BlockSettings):
     """Drafts with a diffusion language model over the target's vocabulary, `params.draft`.
 
-    Whether its output at a slot decides that slot or the next, and whether it is causal over
-    blocks, `model.config.diffusion` says. A drafter that is causal over blocks always sees its last
-    block whole, as it was trained.
+    `model.config.diffusion` says whether the output at a position decides that position or the
+    next, and whether the model is causal over blocks. A drafter that is causal over blocks always
+    sees its last block whole, as in training.
 
     Attributes:
-        sep_token_id: stands behind the masks, in drafters that were trained to read there that the
-            text goes on; `None` for none.
+        sep_token_id: stands after the masks, for drafters that were trained with a sign there that
+            the text continues; `None` for none.
         cache: what the drafter keeps of the text, see above; `None`: "blocks" or "prefix", as fits.
         chunk: tokens per pass over the prompt, with "blocks".
 
     Raises:
         ValueError: see `BlockSettings`, or `cache` is unknown.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
+        >>> drafter = jaxspec.Deer.of(jaxspec.load("demo-deer"), block=4)
+        >>> plain = jaxspec.generate(model, "What is 2 + 3?", config)
+        >>> fast = jaxspec.generate(model, "What is 2 + 3?", config, drafter)
+        >>> fast.texts == plain.texts, fast.metrics.tau >= 1  # tau: bonus token included
+        (True, True)
     """
 
+    taps = ()
     sep_token_id: int | None = None
     cache: str | None = None
     chunk: int = 256
@@ -106,17 +120,17 @@ class Deer(BlockSettings):
         mask: str | None = None,
         **settings: Any,
     ) -> LoadedDrafter:
-        """Drafts with a diffusion model from `load`: what `generate(drafter=...)` takes.
+        """Returns a drafter for `generate` from a diffusion model that `load` gave.
 
         Args:
             model: the drafter.
             block: tokens of a draft.
-            paths: of a static tree; a chain without.
-            sep: the token that says that the text goes on, such as "[SEP]", or "" for none; `None`:
-                the one that the drafter was trained with, as its config.json says.
+            paths: of a static tree; `None` for a chain.
+            sep: the token that says that the text continues, such as "[SEP]", or "" for none;
+                `None`: the one that the drafter was trained with, as its config.json says.
             mask: the mask's token, such as "[MASK]", for a checkpoint whose config.json does not
                 say that it is a diffusion model: Open-dCoder and others in the Qwen-2 layout, which
-                see both sides and whose output at a slot decides the next one.
+                see both sides and whose output at a position decides the next one.
             settings: further fields of `Deer`.
 
         Raises:
@@ -140,8 +154,62 @@ class Deer(BlockSettings):
         drafter = cls(block, paths, sep_token_id=sep_token_id, **settings)
         return LoadedDrafter(drafter, network, model.tokenizer)
 
+    def init(self, params: Params, prompt: Hidden, context: Context) -> DeerState:
+        draft, bucket = params.draft, prompt.features.shape[0]
+        cache, diffusion = None, _diffusion_of(draft)
+        kind = self._cache(draft)
+        if kind == "blocks" and diffusion.block is not None:
+            # The pending token is read again with every block: later positions depend on it.
+            held = (context.length - 1) // diffusion.block * diffusion.block
+            layers = _read_blocks(draft, diffusion.block, context.tokens[:bucket], self.chunk)
+            cache = KVCache(layers, held)
+        elif kind == "prefix":
+            cache = KVCache(self._read_prefix(draft, context, bucket), context.length - 1)
+        return DeerState(cache, self.nothing_accepted())
+
+    def propose(
+        self, params: Params, key: PRNGKeyArray, state: DeerState, context: Context
+    ) -> tuple[Proposal, DeerState]:
+        draft, cache = params.draft, state.cache
+        diffusion = _diffusion_of(draft)
+        reading = self._reading(draft, cache, context)
+        start, end = reading.start, self._end(draft, context.length)
+        # Index of the output that decides the first drafted position.
+        first = context.length - start - int(diffusion.shift)
+
+        def read_positions(size: int, drafted: Int[Array, " block"]) -> tuple[Array, PyTree]:
+            positions = start + jnp.arange(size)
+            window = jnp.take(context.tokens, positions, mode="clip")
+            tokens = self._canvas(draft, window, positions, drafted, context.length)
+            hidden = draft.forward(tokens, positions, self._sees(draft, positions, end), cache)
+            features = jax.lax.dynamic_slice_in_dim(hidden.features, first, self.block)
+            return features, () if cache is None else _first_positions(
+                settled(hidden), reading.kept
+            )
+
+        # All rows of a batch share one pass, of the smallest size that is enough.
+        enough = largest_of_rows(jnp.sum(np.array(reading.sizes) < end - start))
+
+        def read(drafted: Int[Array, " block"]) -> tuple[Array, PyTree]:
+            passes = [partial(read_positions, size) for size in reading.sizes]
+            return jax.lax.switch(enough, passes, drafted)
+
+        drafted = self.draft(
+            key,
+            read,
+            draft.unembed,
+            diffusion.mask_token_id,
+            params.target.vocab_size,
+            context,
+            state.acceptance,
+        )
+        if cache is not None:
+            count = jnp.where(drafted.drafted, reading.finished - cache.length, 0)
+            cache = append_within(cache, drafted.kept, count)
+        return drafted.proposal, DeerState(cache, drafted.acceptance)
+
     def check_fit(self, params: Params) -> None:
-        """See `core.types.ChecksFit`. Warns where more masks are shown than in training."""
+        """See `core.types.ChecksFit`. Warns if more masks are shown than in training."""
         draft = params.draft
         config = getattr(draft, "config", None)
         if not isinstance(draft, Network):
@@ -180,81 +248,25 @@ class Deer(BlockSettings):
                 f"drafter: a node has up to {self.max_branch} children, but only "
                 f"{num_drafted - 1} tokens can be drafted; give a narrower tree."
             )
-        # Without a separator the last block of its own is shown whole, and ends in masks.
+        # Without a separator the drafter's last block is shown whole, and ends in masks.
         behind = 0 if self.sep_token_id is not None else (diffusion.block or 1) - 1
         num_masks = self.block + behind
         if diffusion.window is not None and num_masks > diffusion.window:
             warnings.warn(
                 f"block: drafts of {self.block} tokens show up to {num_masks} masks, but this "
-                f"drafter was trained on masked ends of up to {diffusion.window}; what lies behind "
-                "will be guessed badly.",
+                f"drafter was trained on masked ends of up to {diffusion.window}; it will guess "
+                "later tokens badly.",
                 stacklevel=2,
             )
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
-    def init(self, params: Params, prompt: Hidden, context: Context) -> DeerState:
-        draft, slots = params.draft, prompt.features.shape[0]
-        cache, diffusion = None, _diffusion_of(draft)
-        kind = self._cache(draft)
-        if kind == "blocks" and diffusion.block is not None:
-            # The pending token is read again with every block: what follows it may depend on it.
-            held = (context.length - 1) // diffusion.block * diffusion.block
-            layers = _read_blocks(draft, diffusion.block, context.tokens[:slots], self.chunk)
-            cache = KVCache(layers, held)
-        elif kind == "prefix":
-            cache = KVCache(self._read_prefix(draft, context, slots), context.length - 1)
-        return DeerState(cache, self.nothing_accepted())
-
-    def propose(
-        self, params: Params, key: PRNGKeyArray, state: DeerState, context: Context
-    ) -> tuple[Proposal, DeerState]:
-        draft, cache = params.draft, state.cache
-        diffusion = _diffusion_of(draft)
-        reading = self._reading(draft, cache, context)
-        start, end = reading.start, self._end(draft, context.length)
-        # The output that decides the first position.
-        first = context.length - start - int(diffusion.shift)
-
-        def read_slots(size: int, drafted: Int[Array, " block"]) -> tuple[Array, PyTree]:
-            positions = start + jnp.arange(size)
-            window = jnp.take(context.tokens, positions, mode="clip")
-            tokens = self._canvas(draft, window, positions, drafted, context.length)
-            hidden = draft.forward(tokens, positions, self._sees(draft, positions, end), cache)
-            features = jax.lax.dynamic_slice_in_dim(hidden.features, first, self.block)
-            return features, () if cache is None else _first_slots(settled(hidden), reading.kept)
-
-        # All rows of a batch read as many slots: one pass, of the smallest size that is enough.
-        enough = largest_of_rows(jnp.sum(np.array(reading.sizes) < end - start))
-
-        def read(drafted: Int[Array, " block"]) -> tuple[Array, PyTree]:
-            passes = [partial(read_slots, size) for size in reading.sizes]
-            return jax.lax.switch(enough, passes, drafted)
-
-        drafted = self.draft(
-            key,
-            read,
-            draft.unembed,
-            diffusion.mask_token_id,
-            params.target.vocab_size,
-            context,
-            state.acceptance,
-        )
-        if cache is not None:
-            count = jnp.where(drafted.drafted, reading.finished - cache.length, 0)
-            cache = append_within(cache, drafted.kept, count)
-        return drafted.proposal, DeerState(cache, drafted.acceptance)
 
     def _cache(self, draft: Network) -> str:
         diffusion = _diffusion_of(draft)
         return self.cache or ("prefix" if diffusion.block is None else "blocks")
 
     def _reading(self, draft: Network, cache: KVCache | None, context: Context) -> _Reading:
-        """What a pass reads: what was emitted since the last one, and the block.
+        """Returns the range of a pass: the tokens emitted since the last one, and the block.
 
-        At most `depth` + 1 tokens are emitted in a step, and `slack` in steps without a draft.
+        A step emits at most `depth` + 1 tokens, and steps without a draft at most `slack`.
         """
         diffusion = _diffusion_of(draft)
         behind = self.block + (self.sep_token_id is not None)
@@ -271,10 +283,10 @@ class Deer(BlockSettings):
         return _Reading(cache.length, finished, kept, self.window_sizes(block))
 
     def window_sizes(self, own_block: int) -> tuple[int, ...]:
-        """Slots that a pass of a drafter may read that is causal over blocks of `own_block`.
+        """Returns sizes of passes, in positions, for a drafter causal over blocks of `own_block`.
 
-        Smallest first; the last one is enough for any step. Most steps finish no block of the text,
-        or one; more where rows went on without drafts.
+        Smallest first; the last one is enough for any step. Most steps finish no block of the text
+        or one, and more if rows continued without drafts.
         """
         behind = self.block + (self.sep_token_id is not None)
         news = self.depth + 1 + self.slack
@@ -283,7 +295,7 @@ class Deer(BlockSettings):
         return _doubled([least, min(least + own_block, most)], most)
 
     def _end(self, draft: Network, length: Int[Array, ""]) -> Int[Array, ""]:
-        """The slot after the canvas."""
+        """Returns the position after the canvas."""
         block = _diffusion_of(draft).block
         if self.sep_token_id is not None:
             return length + self.block + 1
@@ -309,7 +321,7 @@ class Deer(BlockSettings):
         drafted: Int[Array, " block"],
         length: Int[Array, ""],
     ) -> Int[Array, " size"]:
-        """The text, then what is drafted of the block, then masks, then the separator."""
+        """Returns the text, the drafted part of the block, masks, and the separator."""
         diffusion = _diffusion_of(draft)
         masked = jnp.where(positions < length, window, diffusion.mask_token_id)
         if self.steps > 1:
@@ -320,18 +332,18 @@ class Deer(BlockSettings):
             masked = jnp.where(positions == length + self.block, self.sep_token_id, masked)
         return masked.astype(jnp.int32)
 
-    def _read_prefix(self, draft: Network, context: Context, slots: int) -> tuple[LayerKV, ...]:
-        """Keys and values of the prompt with a masked block behind it, from one pass."""
-        positions = jnp.arange(slots + self.block + (self.sep_token_id is not None))
+    def _read_prefix(self, draft: Network, context: Context, bucket: int) -> tuple[LayerKV, ...]:
+        """Returns keys and values of the prompt with a masked block after it, from one pass."""
+        positions = jnp.arange(bucket + self.block + (self.sep_token_id is not None))
         window = jnp.take(context.tokens, positions, mode="clip")
         nothing = jnp.full(self.block, _diffusion_of(draft).mask_token_id, jnp.int32)
         tokens = self._canvas(draft, window, positions, nothing, context.length)
         seen = self._sees(draft, positions, self._end(draft, context.length))
-        return _first_slots(settled(draft.forward(tokens, positions, seen, None)), slots)
+        return _first_positions(settled(draft.forward(tokens, positions, seen, None)), bucket)
 
 
 def _doubled(sizes: list[int], most: int) -> tuple[int, ...]:
-    """Some sizes, then each twice the one before, up to the most."""
+    """Returns the sizes, continued by doubling up to `most`."""
     while sizes[-1] < most:
         sizes = [*sizes, min(2 * sizes[-1], most)]
     return tuple(sorted(set(sizes)))
@@ -356,7 +368,7 @@ def _diffusion_of(draft: Network) -> Diffusion:
 def _read_blocks(
     draft: Network, block: int, tokens: Int[Array, " bucket"], chunk: int
 ) -> tuple[LayerKV, ...]:
-    """Keys and values of a prompt, of which those of whole blocks mean something."""
+    """Returns keys and values of a prompt; only those of whole blocks have a meaning."""
     bucket = tokens.shape[0]
     chunk = min(chunk, bucket)
     if chunk % block or bucket % chunk:
@@ -370,16 +382,16 @@ def _read_blocks(
     return layers
 
 
-def _first_slots(layers: tuple[LayerKV, ...], slots: int) -> tuple[LayerKV, ...]:
-    """So many slots of a pass; zeros behind its last one."""
+def _first_positions(layers: tuple[LayerKV, ...], size: int) -> tuple[LayerKV, ...]:
+    """Returns the first `size` positions of a pass; zeros after its last one."""
 
     def first(array: Array, axis: int) -> Array:
-        found = jax.lax.slice_in_dim(array, 0, min(slots, array.shape[axis]), axis=axis)
+        found = jax.lax.slice_in_dim(array, 0, min(size, array.shape[axis]), axis=axis)
         padding = [(0, 0)] * array.ndim
-        padding[axis] = (0, slots - found.shape[axis])
+        padding[axis] = (0, size - found.shape[axis])
         return jnp.pad(found, padding)
 
     return tuple(
-        LayerKV(first(layer.keys, KEY_SLOTS_AXIS), first(layer.values, VALUE_SLOTS_AXIS))
+        LayerKV(first(layer.keys, KEY_PLACES_AXIS), first(layer.values, VALUE_PLACES_AXIS))
         for layer in layers
     )

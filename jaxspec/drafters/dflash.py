@@ -1,8 +1,8 @@
 """DFlash: a small head that reads the target's hidden states drafts a whole block in one pass.
 
 Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding" (2602.06036), section 3.
-What tells it from `Deer` is where the draft comes from, see `jaxspec.models.dflash`: its context is
-made of the target's own states, so that nothing of the text is read twice.
+It differs from `Deer` in its context, see `jaxspec.models.dflash`: that is made of the target's
+states, so no part of the text is read twice.
 """
 
 import dataclasses
@@ -24,9 +24,11 @@ from jaxspec.models import DFlashHead
 
 
 class DFlashState(NamedTuple):
-    """What a row carries.
+    """State of one row.
 
-    cache: of the target's states at every position of the text but the pending token's.
+    Attributes:
+        cache: of the target's states at every position of the text, except the pending token.
+        acceptance: of the last drafts.
     """
 
     cache: KVCache
@@ -37,14 +39,24 @@ class DFlashState(NamedTuple):
 class DFlash(BlockSettings):
     """Drafts with a DFlash head, `params.draft`, for the target it was trained for.
 
-    A head whose blocks are of B slots was trained to predict `block` B - 1 of them: the pending
-    token is the first.
+    A head whose blocks have B positions was trained to predict B - 1 tokens (`block`): the first
+    position is the pending token.
 
     Attributes:
         taps: target layers that the head reads, its `taps`.
 
     Raises:
         ValueError: see `BlockSettings`.
+
+    Example:
+        >>> import jax, jaxspec
+        >>> from jaxspec.models import DFlashHead, init_dflash_params
+        >>> config = jaxspec.load("demo").config  # a random head in place of a trained one
+        >>> config = config.replace(num_layers=1, layer_types=("full",), qk_norm=True)
+        >>> params = init_dflash_params(config, config.embed_dim, jax.random.key(0))
+        >>> loaded = jaxspec.DFlash.of(DFlashHead(params, config, (1,), mask_token_id=0, block=5))
+        >>> loaded.drafter.block, loaded.drafter.taps
+        (4, (1,))
     """
 
     taps: tuple[int, ...] = ()
@@ -57,12 +69,12 @@ class DFlash(BlockSettings):
         paths: Sequence[Path] | None = None,
         **settings: Any,
     ) -> LoadedDrafter:
-        """Drafts with a head from `load_dflash`: what `generate(drafter=...)` takes.
+        """Returns a drafter for `generate` from a head that `load_dflash` gave.
 
         Args:
             head: the drafter.
-            block: tokens of a draft; as many as it was trained on without.
-            paths: of a static tree; a chain without.
+            block: tokens of a draft; `None` for as many as the head was trained on.
+            paths: of a static tree; `None` for a chain.
             settings: further fields of `DFlash`.
 
         Raises:
@@ -71,40 +83,6 @@ class DFlash(BlockSettings):
         block = head.block - 1 if block is None else block
         paths = None if paths is None else tuple(paths)
         return LoadedDrafter(cls(block, paths, taps=head.taps, **settings), head)
-
-    def check_fit(self, params: Params) -> None:
-        """See `core.types.ChecksFit`. Warns where a block is longer than those trained on."""
-        head, target = params.draft, params.target
-        if not isinstance(head, DFlashHead):
-            raise ValueError(
-                "drafter: DFlash needs a head: load_dflash(folder, model.network), then "
-                f"DFlash.of(head); got {type(head).__name__}."
-            )
-        check_made_for(
-            target,
-            "head",
-            vocab_size=head.config.vocab_size,
-            embed_dim=head.config.embed_dim,
-            taps=head.taps,
-        )
-        if head.taps != self.taps:
-            raise ValueError(f"drafter: taps must be the head's, {head.taps}, got {self.taps}.")
-        if self.block + 1 > head.config.max_positions:
-            raise ValueError(
-                f"block must be below the head's {head.config.max_positions} positions, got "
-                f"{self.block}."
-            )
-        if self.max_branch >= target.vocab_size:
-            raise ValueError(
-                f"drafter: a node has up to {self.max_branch} children, but only "
-                f"{target.vocab_size - 1} tokens can be drafted; give a narrower tree."
-            )
-        if self.block > head.block - 1:
-            warnings.warn(
-                f"block: drafts of {self.block} tokens, but this head was trained on "
-                f"{head.block - 1}; what lies behind will be guessed badly.",
-                stacklevel=2,
-            )
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> DFlashState:
         positions = jnp.arange(prompt.taps.shape[0])
@@ -135,3 +113,37 @@ class DFlash(BlockSettings):
             state.acceptance,
         )
         return drafted.proposal, DFlashState(cache, drafted.acceptance)
+
+    def check_fit(self, params: Params) -> None:
+        """See `core.types.ChecksFit`. Warns if a block is longer than those trained on."""
+        head, target = params.draft, params.target
+        if not isinstance(head, DFlashHead):
+            raise ValueError(
+                "drafter: DFlash needs a head: load_dflash(folder, model.network), then "
+                f"DFlash.of(head); got {type(head).__name__}."
+            )
+        check_made_for(
+            target,
+            "head",
+            vocab_size=head.config.vocab_size,
+            embed_dim=head.config.embed_dim,
+            taps=head.taps,
+        )
+        if head.taps != self.taps:
+            raise ValueError(f"drafter: taps must be the head's, {head.taps}, got {self.taps}.")
+        if self.block + 1 > head.config.max_positions:
+            raise ValueError(
+                f"block must be below the head's {head.config.max_positions} positions, got "
+                f"{self.block}."
+            )
+        if self.max_branch >= target.vocab_size:
+            raise ValueError(
+                f"drafter: a node has up to {self.max_branch} children, but only "
+                f"{target.vocab_size - 1} tokens can be drafted; give a narrower tree."
+            )
+        if self.block > head.block - 1:
+            warnings.warn(
+                f"block: drafts of {self.block} tokens, but this head was trained on "
+                f"{head.block - 1}; it will guess later tokens badly.",
+                stacklevel=2,
+            )

@@ -1,8 +1,8 @@
 """EAGLE: a one-layer head drafts from the target's hidden states, over a static tree.
 
-Li et al. 2024 (EAGLE-1) and 2025 (EAGLE-3). What tells the two apart is in their heads, see
-`jaxspec.models.eagle`; drafting is the same. Keys and values that came from predicted states live
-in scratch for one draft; the head's cache holds those of the target's true states only.
+Li et al. 2024 (EAGLE-1) and 2025 (EAGLE-3). The two differ in their heads, see
+`jaxspec.models.eagle`; drafting is the same. Keys and values of predicted states stay in scratch
+for one draft; the head's cache holds those of the target's true states only.
 """
 
 import dataclasses
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 
 
 class EagleState(NamedTuple):
-    """cache: of pairs (state at t, token t + 1), one fewer than there are tokens of text.
+    """State of one row.
 
-    state: predicted from the last pair; what the law after the pending token is read from.
+    Attributes:
+        cache: of pairs (state at t, token t + 1), one fewer than there are tokens of text.
+        state: predicted from the last pair; the distribution after the pending token comes from it.
     """
 
     cache: KVCache
@@ -40,17 +42,28 @@ class EagleState(NamedTuple):
 class Eagle:
     """Drafts with an EAGLE head, `params.draft`, for the target it was trained for.
 
-    A step costs one pass of the head over the tokens just emitted, and one per further level of
-    the tree that has nodes with children.
+    A step costs one pass of the head over the tokens just emitted, and one for each further level
+    of the tree that has nodes with children.
 
     Attributes:
-        paths: rank paths of the static tree, see `tree_from_paths`. The default is EAGLE's own of
-            25 nodes, the root not counted; a tree searched for the device is usually faster.
+        paths: rank paths of the static tree, see `tree_from_paths`. The default is the published
+            tree of EAGLE: 25 nodes, the root not counted. A tree searched for the device is
+            usually faster.
         taps: target layers that the head reads, its `taps`; `()` for EAGLE-1.
         chunk: tokens per pass over the prompt.
 
     Raises:
-        ValueError: for an invalid tree, or one without a node.
+        ValueError: the tree is invalid, or has no node.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
+        >>> drafter = jaxspec.Eagle.of(jaxspec.load_eagle("demo-eagle", model.network))
+        >>> plain = jaxspec.generate(model, "What is 2 + 3?", config)
+        >>> fast = jaxspec.generate(model, "What is 2 + 3?", config, drafter)
+        >>> fast.texts == plain.texts, fast.metrics.tau >= 1  # tau: bonus token included
+        (True, True)
     """
 
     paths: tuple[Path, ...] = EAGLE_PATHS
@@ -70,16 +83,12 @@ class Eagle:
     def of(
         cls, head: "EagleHead | Eagle3Head", paths: Sequence[Path] = EAGLE_PATHS
     ) -> LoadedDrafter:
-        """Drafts with a head from `load_eagle`: what `generate(drafter=...)` takes."""
+        """Returns a drafter for `generate` from a head that `load_eagle` gave."""
         return LoadedDrafter(cls(tuple(paths), head.taps), head)
-
-    def check_fit(self, params: Params) -> None:
-        """See `core.types.ChecksFit`."""
-        branch = self.tree.children.shape[1]
-        check_head(params, self.taps, depth=self.tree_shape[1], branch=branch)
 
     @cached_property
     def tree(self) -> Tree:
+        """The static tree."""
         return tree_from_paths(self.paths)
 
     @property
@@ -119,6 +128,11 @@ class Eagle:
         )
         return proposal, state
 
+    def check_fit(self, params: Params) -> None:
+        """See `core.types.ChecksFit`."""
+        branch = self.tree.children.shape[1]
+        check_head(params, self.taps, depth=self.tree_shape[1], branch=branch)
+
 
 def check_head(params: Params, taps: tuple[int, ...], depth: int, branch: int) -> None:
     """Refuses a head for another target or other layers, or too small for the trees.
@@ -157,26 +171,26 @@ def check_head(params: Params, taps: tuple[int, ...], depth: int, branch: int) -
 
 
 def read_prompt(params: Params, prompt: Hidden, context: Context, chunk: int) -> EagleState:
-    """The state of a head that has read all the prompt's pairs."""
-    head, slots = params.draft, prompt.features.shape[0]
-    # Pair t joins the state at t with the token after it; the last slot's means nothing.
+    """Returns the state of a head that has read all pairs of the prompt."""
+    head, bucket = params.draft, prompt.features.shape[0]
+    # Pair t joins the state at t with the token after it; the last pair means nothing.
     pairs = (
-        params.target.embed(jnp.roll(context.tokens[:slots], -1)),
+        params.target.embed(jnp.roll(context.tokens[:bucket], -1)),
         head.states_of(prompt.features, prompt.taps),
     )
 
     def forward(pairs, positions, mask, cache) -> Hidden:
         return head.forward(*pairs, positions, mask, cache)
 
-    hidden, layers = in_chunks(forward, pairs, head.empty_cache, min(chunk, slots))
+    hidden, layers = in_chunks(forward, pairs, head.empty_cache, min(chunk, bucket))
     num_pairs = context.length - 1
-    # A prompt of one token has no pair; what its first draft is read from is arbitrary.
+    # A prompt of one token has no pair: its first draft comes from an arbitrary state.
     newest = hidden.features[jnp.maximum(num_pairs - 1, 0)]
     return EagleState(KVCache(layers, num_pairs), newest)
 
 
 def absorb(params: Params, state: EagleState, context: Context) -> EagleState:
-    """Caches the pairs that the last step made known, from the target's true states."""
+    """Caches the pairs of the last step, made of the target's true states."""
     head, recent, cache = params.draft, context.recent, state.cache
     window = recent.tokens.shape[0]
     hidden = head.forward(

@@ -1,8 +1,8 @@
-"""EAGLE-2: the head's own confidence decides the shape of each tree.
+"""EAGLE-2: the head's confidence decides the shape of each tree.
 
 Li et al. 2024b, "EAGLE-2: Faster Inference of Language Models with Dynamic Draft Trees", section 4.
-A beam of nodes is expanded level by level; of all nodes seen, those of the highest joint
-probability make up the tree. Any head of `jaxspec.models.eagle` will do, EAGLE-3's too.
+A beam of nodes is expanded level by level. The nodes of highest joint probability, of all that were
+seen, make the tree. Any head of `jaxspec.models.eagle` can be used, also those of EAGLE-3.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Eagle2:
-    """Drafts with an EAGLE head over a tree that is built anew for every row and step.
+    """Drafts with an EAGLE head over a tree that is built for every row and step.
 
-    The tree is chosen by the head's probabilities alone, never by a drawn token, so verification
-    treats its nodes as deterministic, at any temperature.
+    The tree depends on the head's probabilities alone, never on a drawn token. Verification treats
+    its nodes as deterministic at any temperature.
 
     Attributes:
         num_nodes: of the tree, the root not counted (the paper's "60 draft tokens" count it).
@@ -37,7 +37,18 @@ class Eagle2:
         chunk: tokens per pass over the prompt.
 
     Raises:
-        ValueError: for a number below 1, or more nodes than are ever considered.
+        ValueError: a number is below 1, or there are fewer candidates than nodes.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
+        >>> head = jaxspec.load_eagle("demo-eagle", model.network)
+        >>> drafter = jaxspec.Eagle2.of(head, num_nodes=12, depth=3, beam=4)
+        >>> plain = jaxspec.generate(model, "What is 2 + 3?", config)
+        >>> fast = jaxspec.generate(model, "What is 2 + 3?", config, drafter)
+        >>> fast.texts == plain.texts, fast.metrics.tau >= 1  # tau: bonus token included
+        (True, True)
     """
 
     num_nodes: int = 59
@@ -58,12 +69,8 @@ class Eagle2:
 
     @classmethod
     def of(cls, head: "EagleHead | Eagle3Head", **settings: int) -> LoadedDrafter:
-        """Drafts with a head from `load_eagle`: what `generate(drafter=...)` takes."""
+        """Returns a drafter for `generate` from a head that `load_eagle` gave."""
         return LoadedDrafter(cls(**settings, taps=head.taps), head)
-
-    def check_fit(self, params: Params) -> None:
-        """See `core.types.ChecksFit`."""
-        check_head(params, self.taps, depth=self.depth + 1, branch=self.beam)
 
     @property
     def _num_candidates(self) -> int:
@@ -89,8 +96,12 @@ class Eagle2:
         root = context.tokens[context.length - 1]
         return best_of_pool(pool, root, self.num_nodes, self.depth + 1, self.beam), state
 
+    def check_fit(self, params: Params) -> None:
+        """See `core.types.ChecksFit`."""
+        check_head(params, self.taps, depth=self.depth + 1, branch=self.beam)
+
     def _expand(self, params: Params, state: EagleState, context: Context) -> Pool:
-        """Beam search with the head: every child that was considered."""
+        """Returns every child that a beam search with the head considers."""
         target, head, beam = params.target, params.draft, self.beam
 
         def best_children(states: Float[Array, "nodes embed"]):

@@ -1,4 +1,4 @@
-"""Whether a drafter's weights belong to a target."""
+"""Checks that a drafter's weights belong to a target."""
 
 from jaxspec.core.types import LanguageModel
 
@@ -18,14 +18,14 @@ def check_made_for(
     """Refuses a head or drafter of another target.
 
     Args:
-        target: what it is to draft for.
-        kind: what it is called in the message, such as "head".
-        vocab_size: of the target it was made for; `None` where it may differ.
-        embed_dim: of the target it was made for; `None` where it may differ.
+        target: the model to draft for.
+        kind: its name in the message, such as "head".
+        vocab_size: of the target it was made for; `None` if it may differ.
+        embed_dim: of the target it was made for; `None` if it may differ.
         taps: layers of the target whose inputs it reads.
 
     Raises:
-        OtherTargetError: naming all that differs.
+        OtherTargetError: the message names all differences.
     """
     different = [
         f"{name} is {theirs}, the target's {ours}"

@@ -1,4 +1,4 @@
-"""A static tree grown level by level: what drafters with a model of their own have in common."""
+"""Static trees grown level by level: shared by drafters that have a model or a head."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from jaxspec.core.cache import KEY_SLOTS_AXIS, VALUE_SLOTS_AXIS
+from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS
 from jaxspec.core.forms import exchangeable
 from jaxspec.core.proposal import choose_children, tree_proposal
 from jaxspec.core.types import Hidden, LayerKV, Proposal, Tree, Warp
@@ -25,8 +25,8 @@ LevelPass = Callable[
 ]
 """A draft pass over the nodes of one level that have children.
 
-Gets their depth, tokens, their parents' features, which scratch slots and which of the nodes each
-sees, and the keys and values of the levels above.
+It takes their depth, their tokens, the features of their parents, a mask of the scratch entries and
+nodes that each sees, and the keys and values of the levels above.
 """
 
 
@@ -41,20 +41,21 @@ def grow_tree(
     vocab_size: int,
     draft_ids: Int[Array, " draft_vocab"] | None = None,
 ) -> Proposal:
-    """Chooses every node's children from the draft model's law at it.
+    """Chooses the children of every node from the draft model's distribution at it.
 
-    Each level that has nodes with children costs one pass over those nodes, the root's level none.
+    Each level that has nodes with children costs one pass over those nodes; the root's level costs
+    none.
 
     Args:
         tree: static.
         key: for sampled children.
         root: the pending token.
         warp: of the row.
-        feature: what the law at the root is read from.
+        feature: gives the distribution at the root.
         unembed: features to draft logits.
         forward: the pass of one level.
         vocab_size: of the target.
-        draft_ids: the target's id of each draft logit; `None`: the same, but for padding.
+        draft_ids: the target's id of each draft logit; `None`: the same, except for padding.
 
     Raises:
         ValueError: a node has more children than there are tokens to draft.
@@ -72,7 +73,7 @@ def grow_tree(
         warp = warp._replace(bias=warp.bias[draft_ids])
     tokens = root[None]
     features, above = feature, np.zeros(1, np.int32)  # of the nodes `above`
-    scratch, scratch_nodes, laws = None, np.zeros(0, np.int32), []
+    scratch, scratch_nodes, distributions = None, np.zeros(0, np.int32), []
     depth = tree.paths.shape[1] - 1
     for level, level_key in enumerate(jax.random.split(key, depth)):
         expanded = np.flatnonzero((tree.depths == level) & has_child)
@@ -97,10 +98,10 @@ def grow_tree(
         tokens = jnp.concatenate(
             [tokens, chosen if draft_ids is None else lookup_ids(draft_ids, chosen)]
         )
-        laws.append(logprobs)
+        distributions.append(logprobs)
     draft_logprobs = None
     if warp.temperature is not None:
-        draft_logprobs = jnp.concatenate(laws)
+        draft_logprobs = jnp.concatenate(distributions)
         if draft_ids is not None:
             nowhere = jnp.full((draft_logprobs.shape[0], vocab_size), -jnp.inf)
             draft_logprobs = nowhere.at[:, draft_ids].set(draft_logprobs)
@@ -109,9 +110,13 @@ def grow_tree(
 
 
 def take_rows(array: Shaped[Array, "rows *row"], rows: np.ndarray) -> Shaped[Array, "taken *row"]:
-    """`array[rows]` for rows known beforehand: cut out in runs, as a gather is slower on CPUs.
+    """Returns `array[rows]` for static rows, cut out in runs: a gather is slower on CPUs.
 
-    A phone's GPU takes no gather at all.
+    The GPU of a phone has no gather at all.
+
+    Example:
+        >>> take_rows(jnp.arange(5), np.array([1, 2, 4])).tolist()
+        [1, 2, 4]
     """
     runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
     pieces = [jax.lax.slice_in_dim(array, run[0], run[-1] + 1) for run in runs]
@@ -120,26 +125,26 @@ def take_rows(array: Shaped[Array, "rows *row"], rows: np.ndarray) -> Shaped[Arr
 
 @exchangeable
 def lookup_ids(ids: Int[Array, " table"], index: Int[Array, " taken"]) -> Int[Array, " taken"]:
-    """`ids[index]`."""
+    """Returns `ids[index]`."""
     return ids[index]
 
 
 def fit_vocab(
     logits: Float[Array, "parents draft_vocab"], size: int
 ) -> Float[Array, "parents vocab"]:
-    """Cuts or fills up the padding at a vocabulary's end; families pad it to different sizes."""
+    """Cuts or pads logits to a vocabulary's size; families pad vocabularies differently."""
     missing = max(0, size - logits.shape[-1])
     return jnp.pad(logits[:, :size], ((0, 0), (0, missing)), constant_values=-jnp.inf)
 
 
 def extend(scratch: Scratch | None, new_kv: Scratch) -> Scratch:
-    """Scratch with the keys and values of another pass behind it."""
+    """Returns scratch with the keys and values of another pass appended."""
     if scratch is None:
         return new_kv
     return tuple(
         LayerKV(
-            jnp.concatenate([old.keys, new.keys], KEY_SLOTS_AXIS),
-            jnp.concatenate([old.values, new.values], VALUE_SLOTS_AXIS),
+            jnp.concatenate([old.keys, new.keys], KEY_PLACES_AXIS),
+            jnp.concatenate([old.values, new.values], VALUE_PLACES_AXIS),
         )
         for old, new in zip(scratch, new_kv, strict=True)
     )

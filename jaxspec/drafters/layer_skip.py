@@ -1,9 +1,9 @@
 """Draft & Verify: the target drafts for itself with some of its sub-layers skipped.
 
 Zhang et al. 2024, "Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative
-Decoding". The kept layers read the prefix's keys and values as the whole model computed them; those
-of drafted tokens live in scratch for one draft. Drafting ends early where the draft is unsure, by a
-threshold that follows the acceptance rate.
+Decoding". The kept layers read the keys and values of the prefix as the whole model computed them;
+those of drafted tokens stay in scratch for one draft. Drafting ends early if the draft is unsure,
+by a threshold that follows the acceptance rate.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ from jaxspec.models import Skips
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveExit:
-    """How the exit threshold follows the acceptance rate, once a step (section 3.3 of the paper).
+    """Rule by which the exit threshold follows the acceptance rate, once a step (paper, 3.3).
 
-    It settles where the running rate is below `target_rate` half of the time. With the short memory
-    of the defaults the mean rate is lower than that, by 0.03 to 0.1 with a synthetic drafter; with
-    `rate_memory` 0.98 it is within 0.03 of `target_rate`.
+    The threshold settles so that the running rate is below `target_rate` half of the time. With the
+    short memory of the defaults the mean rate is lower than that, by 0.03 to 0.1 with a synthetic
+    drafter; with `rate_memory` 0.98 it is within 0.03 of `target_rate`.
 
     Attributes:
         target_rate: alpha; above it the threshold falls and drafts grow longer.
-        step: epsilon, how far the threshold would move.
+        step: epsilon, the change of the threshold before `threshold_memory` smooths it.
         rate_memory: beta1, weight of the past in the running acceptance rate.
         threshold_memory: beta2, the same for the threshold.
         rule: "paper" raises the threshold while the rate is at most `target_rate`; "released", the
@@ -62,7 +62,7 @@ class AdaptiveExit:
         drafted: Int[Array, ""],
         longest: int,
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """The threshold and acceptance rate after a step that accepted some of its draft."""
+        """Returns the threshold and the acceptance rate after a step."""
         mixed = self.rate_memory * rate + (1 - self.rate_memory) * accepted / drafted
         rate = jnp.where(drafted > 0, mixed, rate)
         low = rate <= self.target_rate if self.rule == "paper" else rate < self.target_rate
@@ -75,11 +75,12 @@ class AdaptiveExit:
 
 
 class LayerSkipState(NamedTuple):
-    """What a row carries.
+    """State of one row.
 
-    threshold: drafting ends after a token that the draft gives less probability.
-    rate: running share of accepted among drafted tokens.
-    drafted: tokens in the draft that is being verified; 0 before the first.
+    Attributes:
+        threshold: drafting ends after a token that the draft gives less probability.
+        rate: running share of accepted among drafted tokens.
+        drafted: tokens in the draft that is being verified; 0 before the first.
     """
 
     threshold: Float[Array, ""]
@@ -88,10 +89,12 @@ class LayerSkipState(NamedTuple):
 
 
 class CarriedSkip(NamedTuple):
-    """What `LayerSkip` reads as `params.draft` where it goes on from another prompt.
+    """Weights of `LayerSkip` (`params.draft`) that continue from another prompt.
 
-    skip: the set, as arrays; `None` where it is compiled in.
-    threshold, rate: of `LayerSkipState`, to begin with.
+    Attributes:
+        skip: the set, as arrays; `None` if it is compiled in.
+        threshold: first value of `LayerSkipState.threshold`.
+        rate: first value of `LayerSkipState.rate`.
     """
 
     skip: Skips | None
@@ -102,7 +105,12 @@ class CarriedSkip(NamedTuple):
 class _Draft(NamedTuple):
     """A draft that is growing. Entries at or past `count` mean nothing.
 
-    scratch: keys and values of the drafted tokens; `None` in a layer without attention.
+    Attributes:
+        tokens: the pending token, then the drafted ones.
+        logprobs: distributions that they were drawn from; `None` for deterministic drafts.
+        scratch: keys and values of the drafted tokens; `None` in a layer without attention.
+        count: drafted tokens.
+        sure: False after a token below the threshold.
     """
 
     tokens: Int[Array, " nodes"]
@@ -114,24 +122,35 @@ class _Draft(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerSkip:
-    """Drafts with the target itself, some attention and MLP sub-layers left out with their norms.
+    """Drafts with the target itself, without some attention and MLP sub-layers and their norms.
 
-    A threshold that adapts goes on adapting from prompt to prompt if the next prompt of a row is
-    drafted with what the last call left, `GenerationResult.drafters`.
+    An adaptive threshold continues from prompt to prompt if the next prompt is decoded with the
+    drafter that the last call left, `GenerationResult.drafters`.
 
     Attributes:
-        skip: sub-layers to leave out, baked into the program. `None` reads a `Skips` of 0/1 arrays
-            from `params.draft`: slower, as the work is done and multiplied away, but another set
-            costs no compilation.
+        skip: sub-layers to leave out, compiled into the program. `None` reads a `Skips` of 0/1
+            arrays from `params.draft`: slower, as skipped work is done and multiplied by 0, but
+            another set costs no compilation.
         num_speculative_tokens: the longest draft, K.
-        threshold: where the exit threshold starts; drafting ends after a token whose probability,
+        threshold: first value of the exit threshold; drafting ends after a token whose probability,
             before any warping, is below it. 0 never exits early.
-        adaptive: how the threshold moves; `None`: not at all.
+        adaptive: rule by which the threshold moves; `None`: not at all.
 
     Raises:
-        ValueError: for a setting out of range.
+        ValueError: a setting is out of range.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
+        >>> drafter = jaxspec.LayerSkip.read("demo-skips")
+        >>> plain = jaxspec.generate(model, "What is 2 + 3?", config)
+        >>> fast = jaxspec.generate(model, "What is 2 + 3?", config, drafter)
+        >>> fast.texts == plain.texts, fast.metrics.tau >= 1  # tau: bonus token included
+        (True, True)
     """
 
+    taps = ()
     skip: Skips | None = None
     num_speculative_tokens: int = 8
     threshold: float = 0.8
@@ -159,6 +178,71 @@ class LayerSkip:
             plain = Skips(*(tuple(bool(entry) for entry in part) for part in self.skip))
             object.__setattr__(self, "skip", plain)
 
+    @classmethod
+    def of(cls, skip: Skips, **settings: Any) -> LoadedDrafter:
+        """Returns a drafter for `generate` that reads its set as 0/1 arrays.
+
+        Trying many sets this way costs one compilation. Entries of `skip` may be bools or arrays.
+
+        Raises:
+            ValueError: `skip` is not a `Skips`, or a setting is out of range.
+        """
+        _check_kind(skip)
+        # Bools in a tuple would be traced one by one, and look like a set that is compiled in.
+        arrays = Skips(*(jnp.asarray(part, jnp.float32) for part in skip))
+        return LoadedDrafter(cls(None, **settings), arrays)
+
+    @classmethod
+    def read(cls, source: str | Path, **settings: Any) -> "LayerSkip":
+        """Returns a drafter with the settings that a search found.
+
+        The threshold is constant, as in the search. `settings` replace what was found.
+
+        Args:
+            source: a folder that `jaxspec tune skips` wrote or its `skips.json`, or the name of a
+                set that comes with the package: "demo-skips" for the model "demo".
+            settings: of `LayerSkip`.
+
+        Raises:
+            ValueError: `source` does not exist, or is not a result of `jaxspec tune skips`.
+        """
+        return cls(**{"adaptive": None, **skip_settings(source), **settings})
+
+    @property
+    def tree_shape(self) -> tuple[int, int]:
+        return self.num_speculative_tokens + 1, self.num_speculative_tokens
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return bank(self.num_speculative_tokens + 1)
+
+    def carried(
+        self, params: Skips | CarriedSkip | tuple[()], draft: LayerSkipState, context: Context
+    ) -> Skips | CarriedSkip | tuple[()]:
+        """See `core.types.CarriesOn`; the row's last step is counted in."""
+        if self.adaptive is None:
+            return params
+        threshold, rate = self._moved(draft, context)
+        arrays = None if self.skip is not None else cast(Skips, self._set(params))
+        return CarriedSkip(arrays, threshold, rate)
+
+    def init(self, params: Params, prompt: Hidden, context: Context) -> LayerSkipState:
+        del prompt, context  # The target's own cache is all that drafting reads.
+        if isinstance(params.draft, CarriedSkip):
+            return LayerSkipState(params.draft.threshold, params.draft.rate, jnp.int32(0))
+        return LayerSkipState(jnp.float32(self.threshold), jnp.float32(0), jnp.int32(0))
+
+    def propose(
+        self, params: Params, key: PRNGKeyArray, state: LayerSkipState, context: Context
+    ) -> tuple[Proposal, LayerSkipState]:
+        threshold, rate = self._moved(state, context)
+        # The target adds one token, so a longer draft could not be emitted.
+        longest = jnp.minimum(self.num_speculative_tokens, context.room - 1)
+        draft = self._draft(params, key, threshold, longest, context)
+        valid = jnp.arange(self.num_speculative_tokens + 1) <= draft.count
+        proposal = chain_proposal(draft.tokens, valid, draft.logprobs)
+        return proposal, LayerSkipState(threshold, rate, draft.count)
+
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`."""
         skip = self._set(params.draft)
@@ -176,77 +260,8 @@ class LayerSkip:
             if not np.isin(np.asarray(entries), (0, 1)).all():
                 raise ValueError(f"drafter: skip.{name} must hold 0 or 1 for each layer.")
 
-    @classmethod
-    def of(cls, skip: Skips, **settings: Any) -> LoadedDrafter:
-        """Drafts with a set as 0/1 arrays, made here of what is none: for `generate(drafter=...)`.
-
-        Trying many sets this way costs one compilation.
-
-        Raises:
-            ValueError: `skip` is no `Skips`, or a setting is out of range.
-        """
-        _check_kind(skip)
-        # Bools in a tuple would be traced one by one, and look like a set that is compiled in.
-        arrays = Skips(*(jnp.asarray(part, jnp.float32) for part in skip))
-        return LoadedDrafter(cls(None, **settings), arrays)
-
-    @classmethod
-    def read(cls, source: str | Path, **settings: Any) -> "LayerSkip":
-        """Drafts as a search found best.
-
-        The threshold stands still, as the search took it to. `settings` replace what was found.
-
-        Args:
-            source: what `jaxspec tune skips` wrote, a folder or its `skips.json`, or the name of a
-                set that comes with the package: "demo-skips" for the model "demo".
-            settings: of `LayerSkip`.
-
-        Raises:
-            ValueError: nothing is there, or it does not hold what it should.
-        """
-        return cls(**{"adaptive": None, **skip_settings(source), **settings})
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def tree_shape(self) -> tuple[int, int]:
-        return self.num_speculative_tokens + 1, self.num_speculative_tokens
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return bank(self.num_speculative_tokens + 1)
-
-    def carried(
-        self, params: Skips | CarriedSkip | tuple[()], draft: LayerSkipState, context: Context
-    ) -> Skips | CarriedSkip | tuple[()]:
-        """See `core.types.CarriesOn`; the row's last step is booked here."""
-        if self.adaptive is None:
-            return params
-        threshold, rate = self._moved(draft, context)
-        arrays = None if self.skip is not None else cast(Skips, self._set(params))
-        return CarriedSkip(arrays, threshold, rate)
-
-    def init(self, params: Params, prompt: Hidden, context: Context) -> LayerSkipState:
-        del prompt, context  # The target's own cache is all that drafting reads.
-        if isinstance(params.draft, CarriedSkip):
-            return LayerSkipState(params.draft.threshold, params.draft.rate, jnp.int32(0))
-        return LayerSkipState(jnp.float32(self.threshold), jnp.float32(0), jnp.int32(0))
-
-    def propose(
-        self, params: Params, key: PRNGKeyArray, state: LayerSkipState, context: Context
-    ) -> tuple[Proposal, LayerSkipState]:
-        threshold, rate = self._moved(state, context)
-        # No longer than can be emitted beside the token that the target adds.
-        longest = jnp.minimum(self.num_speculative_tokens, context.room - 1)
-        draft = self._draft(params, key, threshold, longest, context)
-        valid = jnp.arange(self.num_speculative_tokens + 1) <= draft.count
-        proposal = chain_proposal(draft.tokens, valid, draft.logprobs)
-        return proposal, LayerSkipState(threshold, rate, draft.count)
-
     def _set(self, params: Skips | CarriedSkip | tuple[()]) -> Skips | tuple[()] | None:
-        """The sub-layers to leave out, from the drafter's own params where they are there."""
+        """Returns the sub-layers to leave out: the compiled set, or that of the params."""
         if self.skip is not None:
             return self.skip
         return params.skip if isinstance(params, CarriedSkip) else params
@@ -254,7 +269,7 @@ class LayerSkip:
     def _moved(
         self, state: LayerSkipState, context: Context
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        """Threshold and rate after the step that verified the last draft."""
+        """Returns threshold and rate after the step that verified the last draft."""
         if self.adaptive is None:
             return state.threshold, state.rate
         accepted = jnp.maximum(context.recent.count - 1, 0)
@@ -273,14 +288,14 @@ class LayerSkip:
         target, size = params.target, self.num_speculative_tokens
         skip = self._set(params.draft)
         keys = jax.random.split(key, size)
-        slots = jnp.arange(size)
+        places = jnp.arange(size)
 
-        def goes_on(draft: _Draft) -> Bool[Array, ""]:
+        def continues(draft: _Draft) -> Bool[Array, ""]:
             return draft.sure & (draft.count < longest)
 
         def draw(draft: _Draft) -> _Draft:
             at = draft.count
-            seen = jnp.concatenate([slots < at, jnp.ones(1, bool)])
+            seen = jnp.concatenate([places < at, jnp.ones(1, bool)])
             hidden = target.forward(
                 draft.tokens[at][None],
                 (context.length - 1 + at)[None],
@@ -292,7 +307,7 @@ class LayerSkip:
             logits = target.unembed(hidden.features)
             choices, logprobs = choose_children(keys[at], logits, context.warp, 1)
             token = choices[0, 0]
-            # The exit looks at the law before warping, and at a token that is kept either way.
+            # The exit reads the unwarped distribution, at a token that is kept either way.
             confidence = jax.nn.softmax(logits[0])[token]
             return _Draft(
                 tokens=draft.tokens.at[at + 1].set(token),
@@ -310,23 +325,23 @@ class LayerSkip:
         no_keys = empty_layer(kv_heads, head_dim, size, dtype)
         num_layers = len(context.cache.layers)
         absent = (False,) * num_layers if self.skip is None else self.skip.attention
-        laws = None
+        distributions = None
         if context.warp.temperature is not None:
-            # What is not drafted is drawn from nothing, but must be a law: verification reads it.
-            laws = jnp.full((size, target.vocab_size), -jnp.log(target.vocab_size))
+            # Verification reads all rows, also those of nodes that are not drafted.
+            distributions = jnp.full((size, target.vocab_size), -jnp.log(target.vocab_size))
         start = _Draft(
             tokens=jnp.zeros(size + 1, jnp.int32).at[0].set(context.tokens[context.length - 1]),
-            logprobs=laws,
+            logprobs=distributions,
             scratch=tuple(None if skipped else no_keys for skipped in absent),
             count=jnp.int32(0),
             sure=jnp.bool_(True),
         )
-        return jax.lax.while_loop(goes_on, draw, start)
+        return jax.lax.while_loop(continues, draw, start)
 
 
 def _check_kind(skip: object) -> None:
     if not isinstance(skip, Skips):
         raise ValueError(
-            "skip must be a `Skips`, for example of `skips_of` or `skips_of_bits`, got "
+            "skip must be a `Skips`, as `skips_of` and `skips_of_bits` return, got "
             f"{type(skip).__name__}."
         )

@@ -1,4 +1,4 @@
-"""Prompt lookup: draft the tokens that followed an earlier copy of the last few.
+"""Prompt lookup: drafts the tokens that followed an earlier copy of the last few.
 
 Saxena 2023, "Prompt Lookup Decoding"; the same rule as `prompt_lookup_num_tokens` of Hugging Face
 `generate`.
@@ -18,18 +18,28 @@ from jaxspec.core.types import Context, Hidden, Params, Proposal
 class PromptLookup:
     """Matches the text's last n tokens, n from `max_ngram` down to 1, against what came before.
 
-    Needs no weights: it pays where output repeats its input (summaries, edits, code).
+    It needs no weights, and pays if output repeats input (summaries, edits, code).
 
     Attributes:
         num_speculative_tokens: longest continuation to draft.
         max_ngram: longest match to look for.
-        match: which of several matches to continue: the "first" (as Hugging Face does) or the
+        match: the one of several matches to continue: the "first" (as Hugging Face does) or the
             most "recent".
 
     Raises:
-        ValueError: if a number is below 1 or `match` is unknown.
+        ValueError: a number is below 1, or `match` is unknown.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
+        >>> plain = jaxspec.generate(model, "What is 2 + 3?", config)
+        >>> fast = jaxspec.generate(model, "What is 2 + 3?", config, jaxspec.PromptLookup())
+        >>> fast.texts == plain.texts, fast.metrics.tau >= 1  # tau: bonus token included
+        (True, True)
     """
 
+    taps = ()
     num_speculative_tokens: int = 4
     max_ngram: int = 2
     match: Literal["first", "recent"] = "first"
@@ -43,10 +53,6 @@ class PromptLookup:
             raise ValueError(f"max_ngram must be at least 1, got {self.max_ngram}.")
         if self.match not in ("first", "recent"):
             raise ValueError(f"match must be 'first' or 'recent', got {self.match!r}.")
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
 
     @property
     def tree_shape(self) -> tuple[int, int]:
@@ -66,33 +72,33 @@ class PromptLookup:
         del params, key  # No weights, and deterministic.
         tokens, length = context.tokens, context.length
         start = self._continuation_start(tokens, length)
-        slots = start + jnp.arange(self.num_speculative_tokens)
-        # Past the last slot, the last token is read; it is past `length`, so never valid.
-        drafted = jnp.take(tokens, slots, mode="clip")
+        places = start + jnp.arange(self.num_speculative_tokens)
+        # Indices past the end read the last token; it is past `length`, so it is never valid.
+        drafted = jnp.take(tokens, places, mode="clip")
         is_stop = jnp.any(drafted[:, None] == context.stop_ids[None, :], axis=1)
         before_stop = jnp.cumsum(is_stop) == 0
-        valid = (start > 0) & (slots < length) & before_stop
+        valid = (start > 0) & (places < length) & before_stop
         root = tokens[length - 1]
         return chain_proposal(
             jnp.concatenate([root[None], drafted]), jnp.concatenate([jnp.ones(1, bool), valid])
         ), state
 
     def _continuation_start(
-        self, tokens: Int[Array, " slots"], length: Int[Array, ""]
+        self, tokens: Int[Array, " places"], length: Int[Array, ""]
     ) -> Int[Array, ""]:
-        """Slot that follows the chosen match of the longest n-gram that has one; 0 for none."""
-        slots = jnp.arange(tokens.shape[0])
+        """Returns the index after the chosen match of the longest n-gram with one; 0 for none."""
+        places = jnp.arange(tokens.shape[0])
         matches = jnp.ones(tokens.shape[0], bool)
         start = jnp.int32(0)
         for back in range(self.max_ngram):
-            # After this line `matches[s]` says that the back + 1 tokens up to slot s - 1 equal
+            # After this line `matches[s]` says that the back + 1 tokens up to place s - 1 equal
             # the last ones of the text.
             shifted = jnp.roll(tokens, back + 1)
-            matches &= (shifted == tokens[length - 1 - back]) & (slots > back)
-            found = matches & (slots < length) & (length > back)
+            matches &= (shifted == tokens[length - 1 - back]) & (places > back)
+            found = matches & (places < length) & (length > back)
             if self.match == "first":
-                chosen = jnp.min(jnp.where(found, slots, tokens.shape[0]))
+                chosen = jnp.min(jnp.where(found, places, tokens.shape[0]))
             else:
-                chosen = jnp.max(jnp.where(found, slots, -1))
+                chosen = jnp.max(jnp.where(found, places, -1))
             start = jnp.where(jnp.any(found), chosen, start)
         return start.astype(jnp.int32)

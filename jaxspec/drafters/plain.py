@@ -11,19 +11,22 @@ from jaxspec.core.types import Context, Hidden, Params, Proposal
 
 @dataclasses.dataclass(frozen=True)
 class NoDraft:
-    """Offers the pending token alone, so that each target pass emits one token."""
+    """Offers the pending token alone, so each target pass emits one token.
 
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
+    `generate` uses it if no drafter is given.
 
-    @property
-    def tree_shape(self) -> tuple[int, int]:
-        return 1, 0
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
+        >>> result = jaxspec.generate(model, "What is 2 + 3?", config, jaxspec.NoDraft())
+        >>> result.metrics.tau  # bonus token included
+        1.0
+    """
 
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return (1,)
+    taps = ()
+    tree_shape = (1, 0)
+    widths = (1,)
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> tuple[()]:
         del params, prompt, context

@@ -1,4 +1,4 @@
-"""A tree made of the best of many candidates: what drafters of dynamic trees have in common."""
+"""Trees made of the best of many candidates: shared by drafters of dynamic trees."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,10 @@ from jaxspec.core.types import Proposal
 class Pool(NamedTuple):
     """Candidates for the tree in the order of their creation, so that parents come first.
 
-    parents: places in the pool; -1 is the root.
-    scores: log-probability of the path from the root, by the drafter.
+    Attributes:
+        tokens: of the candidates.
+        parents: index in the pool; -1 is the root.
+        scores: the drafter's log-probability of the path from the root.
     """
 
     tokens: Int[Array, " candidates"]
@@ -25,7 +27,7 @@ class Pool(NamedTuple):
 def best_of_pool(
     pool: Pool, root: Int[Array, ""], num_nodes: int, max_depth: int, branch: int
 ) -> Proposal:
-    """The tree of the `num_nodes` best candidates, its tokens deterministic.
+    """Returns the tree of the `num_nodes` best candidates; its tokens are deterministic.
 
     Re-ranking of EAGLE-2 (Li et al. 2024b, section 4.2).
 
@@ -36,8 +38,8 @@ def best_of_pool(
         max_depth: static bound on depth.
         branch: static bound on children per node.
     """
-    # The best of the pool are closed under parents: no child scores above its parent, and on
-    # ties top_k takes the one created first.
+    # The best of the pool include their parents: no child scores above its parent, and on ties
+    # `top_k` takes the one created first.
     best = jnp.zeros(pool.scores.shape[0], bool)
     best = best.at[jax.lax.top_k(pool.scores, num_nodes)[1]].set(True)
     kept = jnp.nonzero(best, size=num_nodes)[0]  # ascending, without a sort

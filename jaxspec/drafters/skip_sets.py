@@ -1,4 +1,4 @@
-"""Sets of sub-layers to skip: by index, published, from a file."""
+"""Sets of sub-layers to skip: from indices, published ones, from a file."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ from jaxspec.models import Skips
 
 
 def skips_of(num_layers: int, attention: Iterable[int], mlp: Iterable[int]) -> Skips:
-    """The set that skips these layers' attention and those layers' MLP, as `LayerSkip` takes it.
+    """Returns the set for `LayerSkip` that skips the attention and the MLP of given layers.
 
     Raises:
-        ValueError: an index that is no layer, or is given twice.
+        ValueError: an index does not name a layer, or is given twice.
 
     Example:
         >>> skips_of(3, attention=[0, 2], mlp=[])
@@ -35,14 +35,14 @@ def skips_of(num_layers: int, attention: Iterable[int], mlp: Iterable[int]) -> S
 
 
 def skips_of_bits(bits: Sequence[int] | Int[np.ndarray, " entries"], num_layers: int) -> Skips:
-    """The set of a 0/1 vector z: one entry per sub-layer, attention first, or one per whole layer.
+    """Returns the set of a 0/1 vector: an entry per sub-layer, attention first, or per layer.
 
     Args:
-        bits: 1 where something is skipped; `2 * num_layers` or `num_layers` of them.
+        bits: 1 to skip; `2 * num_layers` or `num_layers` of them.
         num_layers: of the model.
 
     Raises:
-        ValueError: another number of entries, or something else than 0 and 1.
+        ValueError: the number of entries is another, or an entry is neither 0 nor 1.
 
     Example:
         >>> skips_of_bits([0, 1, 0], 3) == skips_of_bits([0, 1, 0, 0, 1, 0], 3)
@@ -61,7 +61,12 @@ def skips_of_bits(bits: Sequence[int] | Int[np.ndarray, " entries"], num_layers:
 
 
 def skipped_layers(skip: Skips) -> dict[str, list[int]]:
-    """The indices, as `skips_of` takes them."""
+    """Returns the indices, as `skips_of` takes them.
+
+    Example:
+        >>> skipped_layers(skips_of(3, attention=[0, 2], mlp=[]))
+        {'attention': [0, 2], 'mlp': []}
+    """
     return {
         name: [layer for layer, skipped in enumerate(part) if skipped]
         for name, part in zip(Skips._fields, skip, strict=True)
@@ -96,18 +101,18 @@ _PUBLISHED = {
     ),
 }
 PUBLISHED_SKIPS = tuple(_PUBLISHED)
-"""Names that `published_skips` knows: the models they were searched for."""
+"""Names for `published_skips`: the models that the sets were searched for."""
 
 
 def published_skips(name: str, num_layers: int | None = None) -> Skips:
-    """A set published with Draft & Verify (Zhang et al. 2024), for the model it is named after.
+    """Returns a set published with Draft & Verify (Zhang et al. 2024) for the model of that name.
 
     Args:
         name: one of `PUBLISHED_SKIPS`.
-        num_layers: of the model it is to serve, if that should be checked here already.
+        num_layers: of the model to draft with, to check it; `None` for no check.
 
     Raises:
-        ValueError: an unknown name, or a model of another depth.
+        ValueError: the name is unknown, or the model has another depth.
 
     Example:
         >>> [sum(part) for part in published_skips("llama-2-13b")]
@@ -130,14 +135,14 @@ def _listed(ranges: str) -> list[int]:
 
 
 def skip_settings(source: str | Path) -> dict[str, Any]:
-    """The settings of `LayerSkip` that `jaxspec tune skips` found.
+    """Reads the settings of `LayerSkip` that `jaxspec tune skips` found.
 
     Args:
         source: a file or folder that it wrote, or the name of a set that comes with the package,
             such as "demo-skips".
 
     Raises:
-        ValueError: nothing is there, or it does not hold what it should.
+        ValueError: `source` does not exist, or is not a result of `jaxspec tune skips`.
     """
     path = Path(source)
     if not path.exists() and str(source) in shipped_folders():

@@ -1,6 +1,7 @@
 """Models as LiteRT files for phones: export, the gate, the manifest, a runtime for the host."""
 
-from jaxspec.mobile.export import ExportConfig, export
+from jaxspec.mobile.contents import ExportConfig
+from jaxspec.mobile.export import export
 from jaxspec.mobile.filling import Filled, fill_in, fill_in_stream
 from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.memory import PhoneMemory, estimate_phone_memory

@@ -2,8 +2,8 @@
 
 The verification of `core` gathers by computed indices and reduces booleans; a phone's GPU takes
 neither. Here everything is a product with constants and a sum. Constants are [1, 1, rows, columns]:
-the GPU delegate reads only the first row of smaller ones. Token ids never become floats, which
-lose them in half precision; zeros and ones may.
+the GPU delegate reads only the first row of smaller ones. Token ids never become floats, as half
+precision would lose them; zeros and ones may.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,13 @@ from jaxspec.drafters.growth import take_rows
 
 
 class Accepted(NamedTuple):
-    """What verification decided.
+    """Result of verification.
 
-    path: `path[d]` is one-hot at the accepted node of depth d; zeros past the last one.
-    count: tokens emitted, the bonus token included.
-    tokens: the emitted tokens; zeros past them.
-    last: the last of them, the next root.
+    Attributes:
+        path: `path[d]` is one-hot at the accepted node of depth d; zeros past the last one.
+        count: tokens emitted, the bonus token INCLUDED.
+        tokens: the emitted tokens; zeros past them.
+        last: the last of them, the next root.
     """
 
     path: Float[Array, "levels nodes"]
@@ -46,7 +47,7 @@ def accept_greedy(
             the likeliest ones do: then no depth has two accepted nodes.
         tokens: the pending token, then one per node.
         choices: the target's own choice after each node.
-        levels: rows of what comes out, for trees that are to give as many; `None`: those it needs.
+        levels: rows of the result, equal for trees that share their state; `None`: those needed.
     """
     levels, nodes = levels or tree.paths.shape[1], len(tree.parents)
     is_parent = tree.parents[1:, None] == np.arange(nodes)[None]
@@ -54,7 +55,7 @@ def accept_greedy(
     agrees = jnp.sum(agrees.astype(jnp.float32) * _constant(is_parent), axis=3)
     path, ends = _walk(tree, agrees.reshape(1, 1, 1, nodes - 1), levels)
 
-    # What the target chose at the node of depth d is the token of depth d + 1, or the bonus.
+    # The target's choice at the node of depth d is the token of depth d + 1, or the bonus.
     emitted = jnp.sum(path.astype(jnp.int32) * choices.reshape(1, 1, 1, nodes), axis=3)
     emitted = emitted.reshape(1, 1, 1, levels)
     return _accepted(path, emitted, jnp.sum(ends.astype(jnp.int32) * emitted, axis=3))
@@ -67,18 +68,17 @@ def accept_sampled(
     probs: Float[Array, "nodes vocab"],
     levels: int | None = None,
 ) -> Accepted:
-    """`core.verify.verify_deterministic` for a static tree: children chosen, not drawn.
+    """Does `core.verify.verify_deterministic` for a static tree, whose children are not drawn.
 
-    Each child is tried in turn with the probability that the target still gives it; what is
-    emitted last is drawn from what is left of the law where the path ends. The law is exact, up to
-    the rounding of float32; a single draw may differ from the one of `core` where rounding
-    decides.
+    Each child is tried in turn with the probability that the target still gives it; the last token
+    is drawn from the rest of the distribution where the path ends. The distribution is exact up to
+    float32 rounding; a single draw may differ from that of `core` where rounding decides.
 
     Args:
         tree: as for `accept_greedy`.
         tokens: the pending token, then one per node.
         uniforms: in [0, 1); entry i decides on node i, entry 0 draws the emitted token.
-        probs: the target's law after each node, warped.
+        probs: the target's distribution after each node, warped.
         levels: as for `accept_greedy`.
     """
     levels, nodes, drafts = levels or tree.paths.shape[1], len(tree.parents), len(tree.parents) - 1
@@ -94,15 +94,15 @@ def accept_sampled(
     kept_before = jnp.sum(keep * _constant(earlier), axis=3).reshape(1, 1, 1, drafts)
     path, ends = _walk(tree, keep * jax.nn.relu(1.0 - kept_before), levels)
 
-    # The law where the path ends, without the children that were tried there in vain.
+    # The distribution where the path ends, without the children that were rejected there.
     last = jnp.sum(ends.reshape(1, 1, levels, 1) * path, axis=2).reshape(1, 1, 1, nodes)
     is_parent = parents[:, None] == np.arange(nodes)[None]
     tried = jnp.sum(last * _constant(is_parent), axis=3).reshape(1, drafts)
-    law = last.reshape(1, nodes) @ probs
-    left = law * (1.0 - tried @ drafted)
-    # Where rounding leaves nothing, the children had it all but for rounding.
+    ending = last.reshape(1, nodes) @ probs
+    left = ending * (1.0 - tried @ drafted)
+    # Nothing is left where, up to rounding, the children had the whole distribution.
     spent = jnp.equal(jnp.sum(left, axis=1, keepdims=True), 0.0).astype(jnp.float32)
-    left = left + spent * law
+    left = left + spent * ending
     cumulative = jnp.cumsum(left, axis=1)
     total = jnp.max(cumulative, axis=1, keepdims=True)
     reached = (cumulative >= uniforms[:1].reshape(1, 1) * total).astype(jnp.float32)
@@ -120,14 +120,14 @@ def accept_sampled(
 def _walk(
     tree: Tree, agrees: Float[Array, "1 1 1 drafts"], levels: int
 ) -> tuple[Float[Array, "1 1 levels nodes"], Float[Array, "1 1 1 levels"]]:
-    """The nodes all of whose ancestors agree, by depth, and where they end; one-hot rows."""
+    """Returns the nodes all of whose ancestors agree, by depth, and their end; one-hot rows."""
     nodes = len(tree.parents)
     missing = (1.0 - agrees) * _constant(tree.ancestors[:, 1:])
     accepted = jax.nn.relu(1.0 - jnp.sum(missing, axis=3)).reshape(1, 1, 1, nodes)
     path = accepted * _constant(tree.depths[None] == np.arange(levels)[:, None])
     reached = jnp.sum(path, axis=3).reshape(1, 1, 1, levels)
-    # Row d: depth d was reached but not d + 1. A slice with a zero behind it, which says the same,
-    # goes wrong in browsers.
+    # Row d: depth d was reached but not d + 1. A slice with a zero behind it would be the same, but
+    # browsers compute it wrongly.
     stopped = np.eye(levels) - np.eye(levels, k=1)
     ends = jnp.sum(reached * _constant(stopped), axis=3).reshape(1, 1, 1, levels)
     return path, ends

@@ -1,4 +1,4 @@
-"""Work in a process of its own: its memory is counted apart, and a crash there is an error here."""
+"""Work in a child process: its memory is counted apart, and a crash there is an error here."""
 
 import json
 import os
@@ -9,33 +9,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+_MESSAGES = 2000  # characters of a failed child's that are shown
+
 
 class ChildError(Exception):
-    """A child ended without an answer.
+    """A child that ended without an answer.
 
     Attributes:
         exit_code: negative: the signal that ended it.
-        log: what it wrote on standard error.
+        log: its output on standard error.
     """
 
     def __init__(self, exit_code: int, log: str):
         super().__init__(exit_code, log)
         self.exit_code, self.log = exit_code, log
 
+    @property
+    def last_messages(self) -> str:
+        """End of the log, without empty lines."""
+        lines = [line for line in self.log.splitlines() if line.strip()]
+        return "\n".join(lines)[-_MESSAGES:] or "it said nothing."
+
 
 def ask_child(module: str, task: Mapping[str, Any], timeout: float) -> tuple[dict[str, Any], str]:
     """Runs `python -m MODULE FILE`: the task goes to standard input, the answer comes in FILE.
 
+    Args:
+        module: with a main program.
+        task: as JSON.
+        timeout: seconds until the child is ended.
+
     Returns:
-        The answer, and what the child wrote on standard error.
+        The answer, and the child's output on standard error.
 
     Raises:
         ChildError: it ended without an answer.
-        TimeoutError: it took more than so many seconds, and was ended.
+        TimeoutError: it took longer than `timeout`.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        # Drivers want a place of their own; JAX, in the child too, shall stay away from GPUs.
+        # Drivers want a folder; JAX, in the child too, must leave GPUs alone.
         runtime = {"XDG_RUNTIME_DIR": os.environ.get("XDG_RUNTIME_DIR", folder)}
         try:
             child = subprocess.run(

@@ -1,4 +1,4 @@
-"""StableHLO to `.tflite`. The one module that knows the converter, as its interface may change."""
+"""Conversion of StableHLO to `.tflite`; the only module that calls the converter."""
 
 import importlib
 import re
@@ -9,7 +9,7 @@ import jax
 from jax import export as jax_export
 
 from jaxspec.core.types import PyTree
-from jaxspec.mobile.extra import needs_extra
+from jaxspec.extras import needs_extra
 from jaxspec.mobile.records import Signature
 from jaxspec.mobile.weights import PREFIX
 
@@ -23,7 +23,14 @@ _CONVERTED = {"tfl", "func", "builtin", "arith", "quant"}
 
 
 class Lowered(NamedTuple):
-    """A signature as StableHLO. Its first arguments are the weights."""
+    """A signature as StableHLO; its first arguments are the weights.
+
+    Attributes:
+        program: serialized.
+        num_weights: number of weights among the arguments.
+        inputs: shape and dtype of the other arguments, by name.
+        outputs: shape and dtype of the results, by name.
+    """
 
     program: bytes
     num_weights: int
@@ -32,7 +39,7 @@ class Lowered(NamedTuple):
 
 
 def lower(weights: PyTree, signature: Signature) -> Lowered:
-    """Traces a signature for weights of these shapes and dtypes; arrays will do."""
+    """Traces a signature for weights of these shapes and dtypes, given as shapes or as arrays."""
     names = list(signature.inputs)
     record: dict[str, Any] = {}
 
@@ -42,7 +49,7 @@ def lower(weights: PyTree, signature: Signature) -> Lowered:
         return list(outputs.values())
 
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
-    # Nothing unused may vanish, or inputs would be named after their neighbours.
+    # Unused inputs must stay, or the others would get the wrong names.
     exported = jax_export.export(jax.jit(flat, keep_unused=True), platforms=("cpu",))(
         shapes, *signature.inputs.values()
     )
@@ -55,15 +62,15 @@ def lower(weights: PyTree, signature: Signature) -> Lowered:
 
 
 def to_flatbuffer(signatures: Mapping[str, Lowered], metadata: Mapping[str, str]) -> bytes:
-    """One flatbuffer with all signatures, in which weights are inputs; see `weights.fill_in`.
+    """Makes one flatbuffer of all signatures, with weights as inputs; see `weights.put_weights`.
 
     Args:
         signatures: by name.
         metadata: texts to put into the file, by name.
 
     Raises:
-        ValueError: the extra is not installed, or the converter refused the program: it names where
-            the operation came from.
+        ValueError: the extra `mobile` is not installed, or the converter refused an operation,
+            named with its JAX scope.
     """
     ir, passmanager, api = _converter()
     context = ir.Context()
@@ -92,14 +99,14 @@ def to_flatbuffer(signatures: Mapping[str, Lowered], metadata: Mapping[str, str]
             config.canonicalizing_inf_as_min_max_float = True
             api.run_convert_to_tfl_passes(merged, passmanager.PassManager(), config)
             return api.export_flatbuffer_to_bytes(merged.operation)
-    except Exception as error:  # of the bindings' own kinds
+    except Exception as error:  # the bindings raise classes of their module
         left = [] if merged is None else sorted(set(_not_converted(merged.operation)))
         details = str(error) + (f" It has nothing for {', '.join(left)}." if left else "")
         raise ValueError(f"The converter refused the program: {details}") from error
 
 
 def _not_converted(operation: Any) -> Iterator[str]:
-    """Operations that are still StableHLO, with the JAX scopes that they came from."""
+    """Yields operations that are still StableHLO, with the JAX scopes that they came from."""
     for region in operation.regions:
         for block in region:
             for inner in block:
@@ -111,9 +118,9 @@ def _not_converted(operation: Any) -> Iterator[str]:
 
 
 def _converter() -> tuple[Any, Any, Any]:
-    """Its modules, which describe nothing of themselves to type checkers."""
+    """Imports the converter's modules, which have no types."""
     package = "litert_converter.mlir"
-    with needs_extra("Exporting"):
+    with needs_extra("Exporting", "mobile"):
         return (
             importlib.import_module(f"{package}.ir"),
             importlib.import_module(f"{package}.passmanager"),

@@ -1,7 +1,7 @@
 """Filling in masks with an exported diffusion language model, pass by pass.
 
-The runtime's buffers hold the canvas, the prediction in hand and what is cached; a pass decides in
-the graph, and the host sees a few integers: the window, and how far it moved.
+The runtime's buffers hold the canvas, the last prediction and the cache. A pass decides in the
+graph, and the host reads a few integers: the window, and how far it moved.
 """
 
 from collections.abc import Generator, Sequence
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxspec.core.types import Stop
-from jaxspec.result import FINISH_REASONS
+from jaxspec.decoding.result import FINISH_REASONS
+from jaxspec.mobile.room import check_token_ids, prompt_parts
 
 if TYPE_CHECKING:
     from jaxspec.mobile.runtime import MobileModel
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 class Filled(NamedTuple):
     """A filled-in continuation.
 
-    tokens: ids, up to the stop id if there is one.
-    counts: decisions of each pass: the drafts that were kept, and its own.
-    finish_reason: "stop_token" or "length".
+    Attributes:
+        tokens: ids, up to the stop id if there is one.
+        counts: decisions of each pass: the drafts that were kept, and its own.
+        finish_reason: "stop_token" or "length".
     """
 
     tokens: np.ndarray
@@ -30,6 +32,7 @@ class Filled(NamedTuple):
 
     @property
     def num_calls(self) -> int:
+        """Number of passes."""
         return len(self.counts)
 
 
@@ -51,6 +54,18 @@ def fill_in(
 
     Raises:
         ValueError: as `fill_in_stream`.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxspec import load
+        >>> from jaxspec.mobile import ExportConfig, MobileModel, export, fill_in
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     shapes = ExportConfig(capacity=64, prefill=(8,), quantization="float32")
+        ...     manifest = export(load("demo-block-diffusion"), folder, config=shapes)
+        ...     model = MobileModel(f"{folder}/model.tflite")
+        >>> prompt = model.tokenizer.encode("A farmer has 12 apples")
+        >>> model.tokenizer.decode(fill_in(model, prompt, max_new_tokens=16).tokens)
+        '.  The farmer has 10 apples and 10 apples.'
     """
     stream = fill_in_stream(model, prompt, max_new_tokens, stop_token_ids, num_drafts)
     while True:
@@ -67,17 +82,30 @@ def fill_in_stream(
     stop_token_ids: Sequence[int] | None = None,
     num_drafts: int | None = None,
 ) -> Generator[np.ndarray, None, Filled]:
-    """The same, yielding the slots after the prompt as they are after each pass.
+    """Does the same, and yields the tokens after the prompt as they are after each pass.
 
     Raises:
-        ValueError: the file continues texts, has no such number of drafts or too few slots, or
-            the prompt or the length cannot be.
+        ValueError: the model is causal, the file has no such number of drafts or too little
+            capacity, or the prompt or the length does not fit.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxspec import load
+        >>> from jaxspec.mobile import ExportConfig, MobileModel, export, fill_in_stream
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     shapes = ExportConfig(capacity=64, prefill=(8,), quantization="float32")
+        ...     manifest = export(load("demo-block-diffusion"), folder, config=shapes)
+        ...     model = MobileModel(f"{folder}/model.tflite")
+        >>> prompt = model.tokenizer.encode("A farmer has 12 apples")
+        >>> texts = [model.tokenizer.decode(tokens) for tokens in fill_in_stream(model, prompt, 16)]
+        >>> texts[2], texts[-1]
+        ('.  The far', '.  The farmer has 10 apples and 10 apples.')
     """
     text = _Text(model, prompt, max_new_tokens, stop_token_ids)
     rounds = _round_name(model, num_drafts)
     text.read_prompt()
     counts: list[int] = []
-    while text.goes_on:
+    while text.is_open:
         # Before the first pass there is nothing to draft from.
         counts.append(text.decide(rounds if counts else None))
         yield text.continuation
@@ -99,7 +127,9 @@ def _round_name(model: "MobileModel", num_drafts: int | None) -> str | None:
 class _Text:
     """One text that is filled in.
 
-    tokens: the whole canvas, as the host knows it. at: the first slot of the window.
+    Attributes:
+        tokens: the whole canvas, as the host knows it.
+        at: first position of the window.
     """
 
     def __init__(
@@ -123,25 +153,21 @@ class _Text:
             )
         self._length, self._count = len(prompt), max_new_tokens
         start, end = self._length, self._length + max_new_tokens
-        slots = end
+        needed = end
         if self._settings["causal"]:
-            # Blocks lie at multiples of their length; the window looks one past the last.
+            # Blocks begin at multiples of their length; the window reaches one past the last.
             start, end = start - start % self._block, -(-end // self._block) * self._block
-            slots = end + self._block
+            needed = end + self._block
         if not self._length:
             raise ValueError("prompt is empty; give at least one token.")
-        if slots > manifest.slots:
+        if needed > manifest.capacity:
             raise ValueError(
-                f"prompt: its {self._length} tokens and {max_new_tokens} new ones need {slots} "
-                f"slots, and this file has {manifest.slots}; shorten it, or export with more."
+                f"prompt: its {self._length} tokens and {max_new_tokens} new ones need a capacity "
+                f"of {needed}, and this file has {manifest.capacity}; shorten it, or export with "
+                "more."
             )
-        for token in prompt:
-            if not 0 <= token < manifest.num_tokens or token == self._mask:
-                raise ValueError(
-                    f"prompt: ids must be in 0..{manifest.num_tokens - 1} and not the mask "
-                    f"({self._mask}), got {token}."
-                )
-        self.tokens = np.zeros(manifest.slots + 2 * self._block, np.int32)
+        check_token_ids(manifest, prompt, never=self._mask)
+        self.tokens = np.zeros(manifest.capacity + 2 * self._block, np.int32)
         self.tokens[: self._length] = prompt
         self.tokens[self._length : end] = self._mask
         self.at, self._end = start, end
@@ -153,53 +179,41 @@ class _Text:
         return self.tokens[self._length : self._length + self._count].copy()
 
     @property
-    def goes_on(self) -> bool:
-        """Whether a mask is left, in what was asked for, that no stop id stands before."""
+    def is_open(self) -> bool:
+        """True while a mask is left in the continuation that no stop id precedes."""
         text = self.continuation
-        masks, ends = np.flatnonzero(text == self._mask), np.flatnonzero(self._is_stop(text))
+        masks, ends = np.flatnonzero(text == self._mask), self._ends(text)
         return len(masks) > 0 and (len(ends) == 0 or ends[0] > masks[0])
 
-    def _is_stop(self, text: np.ndarray) -> np.ndarray:
-        return np.isin(text, self._stops)
+    def _ends(self, text: np.ndarray) -> np.ndarray:
+        return np.flatnonzero(np.isin(text, self._stops))
 
     def read_prompt(self) -> None:
         """Caches the prompt's whole blocks, or lays out the canvas."""
-        model = self._model
+        model, capacity = self._model, self._model.manifest.capacity
+        self._inputs: dict[str, Any] = {"window": self._window}
         if not self._settings["causal"]:
-            self._inputs = {"canvas": self.tokens[: model.manifest.slots]}
-        else:
-            self._inputs = {}
-            sizes = model.manifest.sizes("prefill")
-            at = 0
-            while at < self.at:
-                left = self.at - at
-                size = next((n for n in sizes if n >= left), sizes[-1])
-                # The last part may overlap what is cached: reading it again changes nothing.
-                first = min(at, (model.manifest.slots - size) // self._block * self._block)
-                inputs = {"last": [min(self.at, first + size) - first - 1]}
-                known = model.inputs(f"prefill_{size}")
-                model.call(
-                    f"prefill_{size}",
-                    prompt=self.tokens[first : first + size],
-                    length=[first],
-                    **{name: value for name, value in inputs.items() if name in known},
-                )
-                at = first + size
-        self._inputs["window"] = self._window
+            self._inputs["canvas"] = self.tokens[:capacity]
+            return
+        sizes = model.manifest.sizes("prefill")
+        for first, size in prompt_parts(sizes, 0, self.at, capacity, self._block):
+            inputs = {"prompt": self.tokens[first : first + size], "length": [first]}
+            if "last" in model.inputs(f"prefill_{size}"):
+                inputs["last"] = [min(self.at, first + size) - first - 1]
+            model.call(f"prefill_{size}", **inputs)
 
     @property
     def _window(self) -> np.ndarray:
         return self.tokens[self.at : self.at + 2 * self._block]
 
     def decide(self, rounds: str | None) -> int:
-        """One pass, with a round's drafts or without; the decisions that it made."""
+        """Makes one pass, with a round's drafts or without, and returns its decisions."""
         model = self._model
         signature = rounds or "denoise"
         if rounds is None and self._settings["causal"]:
             has_masks = np.any(self._window[: self._block] == self._mask)
             signature = "denoise_1" if has_masks else "denoise_2"
-        inputs: dict[str, Any] = {"length": [self.at], "end": [self._end], **self._inputs}
-        model.call(signature, **inputs)
+        model.call(signature, length=[self.at], end=[self._end], **self._inputs)
         self._inputs = {}
         decided = model.read(signature, "decided")[0]
         count = int(model.read(signature, "count")[0])
@@ -209,7 +223,7 @@ class _Text:
 
     def filled(self, counts: Sequence[int]) -> Filled:
         text = self.continuation
-        ends = np.flatnonzero(self._is_stop(text))
+        ends = self._ends(text)
         reason = Stop.TOKEN if len(ends) else Stop.LENGTH
         text = text[: ends[0] + 1] if len(ends) else text
         return Filled(text, tuple(counts), FINISH_REASONS[reason])

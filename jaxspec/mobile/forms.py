@@ -1,7 +1,7 @@
-"""The forms that LiteRT takes, its GPU delegate included, of what a model does differently on XLA.
+"""Replacements of functions that LiteRT or its GPU delegate does not take as XLA does.
 
-Each computes what the function it stands for does. A phone's GPU refuses a gather and a whole graph
-for its sake, and its own cosines are off by 1e-3.
+Each computes the same as the function that it replaces. A phone's GPU refuses a whole graph for one
+gather, and its cosines are wrong by 1e-3.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ _UNSEEN = -1e4
 
 
 def litert_forms(num_positions: int) -> Mapping[Callable, Callable]:
-    """What `core.forms.exchanged` takes, for texts of at most `num_positions` tokens."""
+    """Returns the argument of `core.forms.exchanged`, for texts of up to `num_positions` tokens."""
     return {
         argmax_rows: _argmax_rows,
         attend: _attend,
@@ -42,7 +42,7 @@ def litert_forms(num_positions: int) -> Mapping[Callable, Callable]:
 
 
 def _argmax_rows(logits: Float[Array, "nodes vocab"]) -> Int[Array, " nodes"]:
-    """One ARG_MAX, which takes the lowest index on ties on CPU and GPU alike."""
+    """Becomes one ARG_MAX, which takes the lowest index on ties on CPU and GPU alike."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
@@ -52,18 +52,19 @@ def _attend(
     scale: float,
     softcap: float | None = None,
 ) -> Float[Array, "kv_heads group nodes head_dim"]:
-    """One softmax over the scores of all segments side by side.
+    """Computes one softmax over the scores of all segments side by side.
 
-    Query heads stay folded into the rows, masks are repeated to fit. Were scores unfolded for the
-    mask, the converter would merge that with the product, and of a product in which one key head
-    serves several others a GPU computes the first only, without a word.
+    Query heads stay folded into the rows, and masks are repeated to fit. If scores were unfolded
+    for the mask, the converter would merge that with the product; where one key head serves
+    several query heads, a GPU then computes the first only, in silence.
 
-    Masks are sums, as a choice by a constant is refused. Half precision holds what is added.
+    Masks are added, as GPUs refuse a choice by a constant. The added numbers fit into half
+    precision.
     """
     kv_heads, group, nodes, head_dim = queries.shape
     folded = (queries * scale).reshape(kv_heads, group * nodes, head_dim)
 
-    def scores(segment: Segment) -> Float[Array, "kv_heads rows slots"]:
+    def scores(segment: Segment) -> Float[Array, "kv_heads rows capacity"]:
         columns = softcapped(jnp.einsum("pnd,pdf->pnf", folded, segment.kv.keys), softcap)
         unseen = (1.0 - segment.mask.astype(columns.dtype)) * _UNSEEN
         rows = unseen if len(unseen) == 1 else jnp.concatenate([unseen] * group)
@@ -80,11 +81,11 @@ def _attend(
 
 
 def _lookup_ids(ids: Int[Array, " table"], index: Int[Array, " taken"]) -> Int[Array, " taken"]:
-    """A sum of integers: as floats, ids would be lost in half precision.
+    """Sums integers: as floats, ids would be lost in half precision.
 
-    The zeros and ones are floats at first, as GPUs make no others, and a constant factor of fewer
-    axes than four ends in a program that GPUs cannot compile. The table is there for each index:
-    of a product with one row of constant integers, GPUs in browsers compute the first row only.
+    The zeros and ones are floats at first, as GPUs make no others. A constant factor needs four
+    axes, or GPUs cannot compile it. The table is repeated for each index: of a product with one row
+    of constant integers, GPUs in browsers compute the first row only.
     """
     here = jax.nn.one_hot(index, ids.shape[0], dtype=jnp.float32).astype(jnp.int32)
     tables = jnp.concatenate([ids.reshape(1, 1, 1, -1)] * len(index), axis=2)
@@ -94,9 +95,9 @@ def _lookup_ids(ids: Int[Array, " table"], index: Int[Array, " taken"]) -> Int[A
 def _lookup_rows(
     table: Float[Array, "rows width"], ids: Int[Array, " nodes"]
 ) -> Float[Array, "nodes width"]:
-    """A product with one-hot rows: the converter makes it an EMBEDDING_LOOKUP, without a product.
+    """Multiplies one-hot rows, which the converter turns into an EMBEDDING_LOOKUP.
 
-    Ids must be rows of the table: on CPU any other ends the run with an error.
+    Ids must be rows of the table; on a CPU any other id ends the run with an error.
     """
     return jax.nn.one_hot(ids, table.shape[0], dtype=table.dtype) @ table
 
@@ -104,9 +105,9 @@ def _lookup_rows(
 def _select_nodes(
     new_kv: tuple[LayerKV, ...], pick: Float[Array, "length nodes"]
 ) -> tuple[LayerKV, ...]:
-    """Heads side by side, so that one plain product serves all.
+    """Lays heads side by side, so that one plain product serves all.
 
-    A GPU that repeats `pick` for each head computes the first head only, without a word.
+    A GPU that repeats `pick` for each head computes the first head only, in silence.
     """
 
     def picked(rows: Float[Array, "nodes kv_heads head_dim"]):
@@ -129,7 +130,7 @@ def _multiply(
     *,
     turned: bool = False,
 ) -> Float[Array, "rows out"]:
-    """One FULLY_CONNECTED, whatever the number of rows."""
+    """Becomes one FULLY_CONNECTED, whatever the number of rows."""
     kernel = kernel.T if turned else kernel
     return jnp.matmul(rows, kernel, preferred_element_type=dtype)
 
@@ -141,7 +142,7 @@ def _rotations(
     max_positions: int,
     positions: Int[Array, " nodes"],
 ) -> tuple[Float[Array, "nodes pairs"], Float[Array, "nodes pairs"]]:
-    """Read from a table that is computed here, once for all passes."""
+    """Reads a table that is computed here, once for all passes."""
     with jax.ensure_compile_time_eval(), exchanged({}):
         every = jnp.arange(num_positions, dtype=jnp.int32)
         table = jnp.concatenate(rotations(rope, head_dim, max_positions, every), -1)
@@ -155,9 +156,9 @@ def _sliding_window(
     key_positions: Int[Array, " keys"],
     window: int,
 ) -> Float[Array, "queries keys"]:
-    """A product, as GPUs take no logical operation; `_attend` reads masks as numbers.
+    """Multiplies, as GPUs take no logical operation; `_attend` reads masks as numbers.
 
-    It has four axes: of a constant mask with fewer, a GPU reads the first row only.
+    The product has four axes: of a constant mask with fewer, a GPU reads the first row only.
     """
     behind = query_positions.reshape(1, 1, -1, 1) - key_positions.reshape(1, 1, 1, -1)
     near = jnp.less(behind, window).astype(jnp.float32)

@@ -1,18 +1,18 @@
-"""From a model to a `.litertlm`, the file of the LiteRT-LM runtime.
+"""Export of a model to a `.litertlm`, the file of the LiteRT-LM runtime.
 
-There the runtime owns the loop, and a file holds what it calls: a table of token embeddings, which
-it reads one token at a time; the model, as `prefill_N` and `decode`; the tokenizer, and the tokens
-that begin and end a text. With a drafter also `verify`, a pass over G + 1 tokens, and one function
-that drafts one token.
+The runtime owns the loop, and the file holds the functions that it calls: a table of token
+embeddings, which it reads one token at a time; the model, as `prefill_N` and `decode`; the
+tokenizer, and the tokens that begin and end a text. With a drafter also `verify`, a pass over G + 1
+tokens, and one function that drafts one token.
 
 The runtime knows one kind of drafter: a greedy chain of always G tokens, accepted where the target
-would choose the same, without a cache of its own. It calls the function G times. Each time it hands
-over the embedding of the last token beside what the last call returned, or, the first time, what
-the target returned; and every time the same position and the same target's caches.
+would choose the same, without a separate cache. It calls the drafting function G times, each time
+with the embedding of the last token, the output of the last call (the first time, of the target),
+the same position and the same caches of the target.
 
-Layer skip fits that, as it reads the target's own caches: what drafted tokens add to them travels
-in what each call returns (`Carried`). The runtime wants that to be as wide as an embedding, so
-embeddings are padded with zeros to its width.
+Layer skip fits that, as it reads the target's own caches: the keys and values of drafted tokens
+travel in the output of each call (`Carried`). The runtime wants that output to be as wide as an
+embedding, so embeddings are padded with zeros to its width.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core import masks
 from jaxspec.core.forms import exchanged
-from jaxspec.core.types import Drafter, Hidden, KVCache, LayerKV, Params
-from jaxspec.drafters import LayerSkip, LoadedDrafter, NoDraft
-from jaxspec.mobile.export import ExportConfig, check_model, lower_all, to_tflite
-from jaxspec.mobile.extra import needs_extra
+from jaxspec.core.types import Hidden, KVCache, LayerKV, Params
+from jaxspec.drafters import DrafterLike, LayerSkip, NoDraft, loaded_drafter
+from jaxspec.extras import needs_extra
+from jaxspec.mobile.contents import ExportConfig, check_model, in_one_dtype
 from jaxspec.mobile.forms import litert_forms
 from jaxspec.mobile.records import (
     Record,
@@ -45,12 +45,13 @@ from jaxspec.mobile.records import (
     unembed_rows,
     write_kv,
 )
+from jaxspec.mobile.tflite import lower_all, to_tflite
 from jaxspec.models import ModelConfig, Network, Skips, lookup_rows
 from jaxspec.models.rope import rotations
 
 LITERTLM_FILE = "model.litertlm"
-_CACHE = "kv_cache"  # begins the names by which the runtime knows a cache
-# The runtime gives a message's content as a list of parts, and templates are written for strings.
+_CACHE = "kv_cache"  # prefix of the runtime's names of caches
+# The runtime passes a message's content as a list of parts; templates are written for strings.
 _CONTENTS_TO_STRINGS = """\
 {%- set told = namespace(messages=[]) -%}
 {%- for message in messages -%}
@@ -62,41 +63,40 @@ _CONTENTS_TO_STRINGS = """\
 {%- endfor -%}
 {%- set messages = told.messages %}"""
 _WITHOUT_MEANING = (
-    *("bundle", "verify", "levels", "drafts", "block_length"),
-    *("check_gpu_ops", "trees"),
+    *("bundle", "verify", "levels", "drafts", "block_length", "check_gpu_ops", "trees"),
 )
 
 
 def export_litertlm(
     model: Model,
     folder: str | Path,
-    drafter: Drafter | LoadedDrafter | None = None,
+    drafter: DrafterLike | None = None,
     config: ExportConfig | None = None,
 ) -> Path:
     """Writes `model.litertlm` into a folder.
 
     Args:
         model: the target, with its tokenizer.
-        folder: made if it is not there; what else it holds stays.
-        drafter: a `LayerSkip` with its set baked in, of which the runtime uses the whole length
-            each time; `None`: plain decoding only.
-        config: slots, sizes of prefill, and quantization; 1024 tokens of text and int8 by default.
+        folder: made if it does not exist; other files in it stay.
+        drafter: a `LayerSkip` with a fixed set, always drafted at full length; `None`: plain
+            decoding only.
+        config: capacity, prefill and quantization; 1024 tokens of text and int8 by default.
 
     Returns:
         The file.
 
     Raises:
         ValueError: the extra `mobile-lm` is not installed, the model has no tokenizer or fills in
-            masked slots, a setting does not fit, or the drafter is not one the runtime can run.
+            masks, a setting does not fit, or the runtime cannot run the drafter.
     """
-    config = config or ExportConfig()
+    config, model = config or ExportConfig(), in_one_dtype(model)[0]
     drafting = _drafting(drafter)
     _check(model, drafting, config)
     assert model.tokenizer is not None, "checked"
     widest = max(*config.prefill, drafting.num_speculative_tokens + 1 if drafting else 1)
-    # The runtime pads the last part of a prompt: what is written past the text needs room.
+    # The runtime pads the last part of a prompt, and the padding needs room behind the text.
     num_tokens = min(model.network.vocab_size, model.tokenizer.vocab_size)
-    target = Target(model.config, config.slots + widest, num_tokens)
+    target = Target(model.config, config.capacity + widest, num_tokens)
     params, carried = Params(model.network, ()), Carried.of(model.config, drafting)
     sections = {
         "embedder": {"embed": embed_signature(target, carried)},
@@ -114,14 +114,14 @@ def export_litertlm(
         sections["mtp_drafter"] = {"draft": draft_signature(target, carried)}
     lm = _builder_module("litertlm_builder")
     builder = lm.LitertLmFileBuilder()
-    version = lm.Metadata("Authors", f"jaxspec {metadata.version('jaxspec')}", lm.DType.STRING)
-    builder.add_system_metadata(version)
+    author = f"jaxspec {metadata.version('jaxspec-decoding')}"
+    builder.add_system_metadata(lm.Metadata("Authors", author, lm.DType.STRING))
     with (
         replacing_files(Path(folder)) as staging,
         tempfile.TemporaryDirectory(dir=staging) as parts_folder,
     ):
         parts = Path(parts_folder)
-        (parts / "metadata.pb").write_bytes(describe_text(model, model.tokenizer, config.slots))
+        (parts / "metadata.pb").write_bytes(describe_text(model, model.tokenizer, config.capacity))
         builder.add_llm_metadata(str(parts / "metadata.pb"))
         model.tokenizer.write(parts)
         builder.add_hf_tokenizer(str(parts / "tokenizer.json"))
@@ -130,7 +130,7 @@ def export_litertlm(
             path = parts / f"{name}.tflite"
             path.write_bytes(to_tflite(lowered, params, config.quantization, {"section": name}))
             kind = lm.TfLiteModelType[name.upper()]
-            # On a GPU the runtime refuses our drafter, with a message if it is told so.
+            # The runtime cannot run this drafter on a GPU; told so, it says it in a message.
             only = "cpu" if name == "mtp_drafter" else None
             builder.add_tflite_model(str(path), kind, backend_constraint=only)
         with (staging / LITERTLM_FILE).open("wb") as file:
@@ -138,53 +138,53 @@ def export_litertlm(
     return Path(folder) / LITERTLM_FILE
 
 
-def _drafting(drafter: Drafter | LoadedDrafter | None) -> LayerSkip | None:
-    inner = drafter.drafter if isinstance(drafter, LoadedDrafter) else drafter
+def _drafting(drafter: DrafterLike | None) -> LayerSkip | None:
+    inner = loaded_drafter(drafter).drafter
     match inner:
-        case None | NoDraft():
+        case NoDraft():
             return None
         case LayerSkip(skip=Skips()):
             return inner
         case LayerSkip():
-            raise ValueError("drafter: LayerSkip needs its set baked in: skip=Skips(...).")
+            raise ValueError("drafter: LayerSkip needs a fixed set: skip=Skips(...).")
     raise ValueError(
-        f"drafter: LiteRT-LM cannot run {type(inner).__name__}, as it gives a drafter no cache of "
-        "its own and no tree; LayerSkip it can."
+        f"drafter: LiteRT-LM cannot run {type(inner).__name__}, as it gives a drafter no separate "
+        "cache and no tree; take LayerSkip."
     )
 
 
 def _check(model: Model, drafting: LayerSkip | None, config: ExportConfig) -> None:
     if model.tokenizer is None:
         raise ValueError(
-            "model: has no tokenizer, and a .litertlm must hold one: put the model's "
+            "model: it has no tokenizer, and a .litertlm must hold one: put the model's "
             "tokenizer.json into its folder."
         )
-    check_model(model.config, config.slots)
     if model.config.diffusion is not None:
         raise ValueError(
-            "model: it fills in masked slots, and LiteRT-LM decodes from left to right; take a "
-            "causal model, or export a .tflite."
+            "model: it fills in masks, and LiteRT-LM decodes from left to right; take a causal "
+            "model, or export a .tflite."
         )
+    check_model(model.config, config.capacity)
     defaults = ExportConfig()
     for name in _WITHOUT_MEANING:
         if getattr(config, name) != getattr(defaults, name):
             raise ValueError(f"{name}: has no meaning in a .litertlm; leave it out.")
     if drafting is not None:
         drafting.check_fit(Params(model.network, ()))
-        if drafting.num_speculative_tokens + 1 >= config.slots:
+        if drafting.num_speculative_tokens + 1 >= config.capacity:
             raise ValueError(
-                f"slots: a draft of {drafting.num_speculative_tokens} tokens needs more than "
-                f"{config.slots} slots."
+                f"capacity: a draft of {drafting.num_speculative_tokens} tokens needs more than "
+                f"{config.capacity} tokens."
             )
 
 
-def describe_text(model: Model, tokenizer: Tokenizer, slots: int) -> bytes:
-    """What begins and ends a text, how chats are written, and how long texts may be."""
+def describe_text(model: Model, tokenizer: Tokenizer, capacity: int) -> bytes:
+    """Describes where a text begins and ends, how chats are written, and the longest text."""
     made = _builder_module("runtime.proto.llm_metadata_pb2").LlmMetadata()
-    made.max_num_tokens = slots
+    made.max_num_tokens = capacity
     made.llm_model_type.generic_model.SetInParent()
     made.supports_thinking = made.supports_function_calling = False
-    # The runtime's tokenizer adds nothing to a text; this is what ours puts before each.
+    # The runtime's tokenizer adds nothing to a text; ours puts this before each.
     before = tokenizer.encode("")
     if before:
         made.start_token.token_ids.ids.extend(before)
@@ -200,75 +200,77 @@ def describe_text(model: Model, tokenizer: Tokenizer, slots: int) -> bytes:
 
 
 def _builder_module(name: str) -> Any:
-    """A module of the package that writes such files, which describes nothing to type checkers."""
+    """Imports a module of the package that writes such files; it has no types."""
     with needs_extra("Exporting for LiteRT-LM", "mobile-lm"):
         return importlib.import_module(f"litert_lm_builder.{name}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """One row of numbers that a draft call hands to the next, and the target to the first.
+    """One row of numbers that a draft call passes to the next, and the target to the first.
 
-    In this order: features of the last token; for each token of the draft but the last 1 where its
+    In this order: features of the last token; 1 for each token of the draft, except the last, whose
     keys and values are known; these keys, then values, of each layer whose attention is kept. The
-    target fills in its features, and zeros.
+    target writes its features, then zeros.
 
     Attributes:
         config: of the target.
         skip: the layers that drafting skips; `None` without a drafter.
-        slots: tokens of a draft whose keys and values later ones read: all but the last.
+        capacity: tokens of a draft whose keys and values later ones read: all except the last.
     """
 
     config: ModelConfig
     skip: Skips | None
-    slots: int
+    capacity: int
 
     @classmethod
     def of(cls, config: ModelConfig, drafting: LayerSkip | None) -> "Carried":
+        """Makes the row for a drafter; it holds features only where there is none."""
         if drafting is None:
             return cls(config, None, 0)
         return cls(config, drafting.skip, drafting.num_speculative_tokens - 1)
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Those whose keys and values travel."""
+        """Indices of the layers whose keys and values travel."""
         if self.skip is None:
             return ()
         return tuple(i for i, skipped in enumerate(self.skip.attention) if not skipped)
 
     @property
     def width(self) -> int:
+        """Numbers of the row."""
         head = self.config.num_kv_heads * self.config.head_dim
-        return self.config.embed_dim + self.slots * (1 + 2 * head * len(self.layers))
+        return self.config.embed_dim + self.capacity * (1 + 2 * head * len(self.layers))
 
     def pad(self, rows: Float[Array, "nodes embed"]) -> Float[Array, "nodes width"]:
-        """Embeddings or features, followed by zeros."""
+        """Pads embeddings or features with zeros."""
         return jnp.pad(rows, ((0, 0), (0, self.width - rows.shape[1])))
 
     def unpack(
         self, row: Float[Array, " width"]
-    ) -> tuple[Float[Array, " slots"], tuple[LayerKV | None, ...]]:
-        """Which slots are filled, and the scratch as `Network.forward` takes it."""
-        heads, dim, slots = self.config.num_kv_heads, self.config.head_dim, self.slots
+    ) -> tuple[Float[Array, " capacity"], tuple[LayerKV | None, ...]]:
+        """Returns 1 for each known token, and the scratch as `Network.forward` takes it."""
+        heads, dim, capacity = self.config.num_kv_heads, self.config.head_dim, self.capacity
         rest = row[self.config.embed_dim :]
         scratch: list[LayerKV | None] = [None] * self.config.num_layers
-        filled, rest = rest[:slots], rest[slots:]
-        size = heads * dim * slots
+        filled, rest = rest[:capacity], rest[capacity:]
+        size = heads * dim * capacity
         for layer in self.layers:
             keys, values, rest = rest[:size], rest[size : 2 * size], rest[2 * size :]
             scratch[layer] = LayerKV(
-                keys.reshape(heads, dim, slots), values.reshape(heads, slots, dim)
+                keys.reshape(heads, dim, capacity), values.reshape(heads, capacity, dim)
             )
         return filled, tuple(scratch)
 
     def pack(
         self,
-        filled: Float[Array, " slots"],
+        filled: Float[Array, " capacity"],
         scratch: tuple[LayerKV | None, ...],
         hidden: Hidden,
     ) -> Float[Array, "1 width"]:
-        """The next row: the token of this pass goes into the first free slot, if there is one."""
-        free = (jnp.arange(self.slots) == jnp.sum(filled)).astype(jnp.float32)
+        """Makes the next row: the token of this pass takes the first free place, if any is left."""
+        free = (jnp.arange(self.capacity) == jnp.sum(filled)).astype(jnp.float32)
         parts = [hidden.features.reshape(-1), filled + free]
         for layer in self.layers:
             old, new = scratch[layer], hidden.new_kv[layer]
@@ -279,7 +281,7 @@ class Carried:
 
 
 def embed_signature(target: Target, carried: Carried) -> Signature:
-    """`embed`: one token's row of the table, as the model's passes take it."""
+    """Makes `embed`: one token's row of the table, as the model's passes take it."""
 
     def embed(params: Params, inputs: Record) -> Record:
         table = params.target.params["embed"]["embedding"]
@@ -289,7 +291,7 @@ def embed_signature(target: Target, carried: Carried) -> Signature:
 
 
 def prefill_signature(target: Target, carried: Carried, size: int) -> Signature:
-    """`prefill_N`: caches up to `size` tokens. What pads them is written behind them."""
+    """Makes `prefill_N`, which caches up to `size` tokens and writes their padding behind them."""
 
     def prefill(params: Params, inputs: Record) -> Record:
         return _pass(params.target, target, inputs)[1]
@@ -298,7 +300,7 @@ def prefill_signature(target: Target, carried: Carried, size: int) -> Signature:
 
 
 def verify_signature(target: Target, carried: Carried, size: int) -> Signature:
-    """`decode` and `verify`: the same over one or G + 1 tokens, with what follows each of them."""
+    """Makes `decode` and `verify`: logits behind each of one or G + 1 tokens."""
 
     def verify(params: Params, inputs: Record) -> Record:
         hidden, caches = _pass(params.target, target, inputs)
@@ -312,10 +314,10 @@ def verify_signature(target: Target, carried: Carried, size: int) -> Signature:
 
 
 def draft_signature(target: Target, carried: Carried) -> Signature:
-    """`draft`: one token of a draft, by the target with layers skipped.
+    """Makes `draft`: one token of a draft, by the target with layers skipped.
 
-    activations: the embedding of the last token, then what the last call returned. input_pos: of
-    the last token that is cached.
+    Inputs: `activations`, the embedding of the last token followed by the output of the last call;
+    `input_pos`, the position of the last cached token.
     """
 
     def draft(params: Params, inputs: Record) -> Record:
@@ -346,9 +348,9 @@ def draft_signature(target: Target, carried: Carried) -> Signature:
 
 
 def _pass(network: Network, target: Target, inputs: Record) -> tuple[Hidden, Record]:
-    """Reads some tokens behind the cached ones; the first one's position is the cached length.
+    """Reads tokens behind the cached ones; the first one's position is the cached length.
 
-    The runtime's own mask is not needed: a causal model's follows from the positions.
+    The runtime's mask is not needed, as a causal mask follows from the positions.
     """
     positions = inputs["input_pos"]
     length = positions[0]
@@ -376,7 +378,7 @@ def _forward(
     cache: KVCache,
     **options: Any,
 ) -> Hidden:
-    """`Network.forward` for tokens that the runtime has looked up: their rows in place of ids."""
+    """Runs `Network.forward` on rows of the table, which the runtime has looked up, not on ids."""
     forms = _forms(target)
     tokens = jnp.zeros(len(embedded), jnp.int32)
     rows = embedded[:, : target.config.embed_dim]
@@ -389,8 +391,8 @@ def _forward(
 
 
 def _forms(target: Target) -> Mapping[Any, Any]:
-    """LiteRT's, but rotations are computed: the runtime's GPU takes no table of floats."""
-    forms = dict(litert_forms(target.slots))
+    """Returns LiteRT's forms without a table of rotations, which the runtime's GPU refuses."""
+    forms = dict(litert_forms(target.capacity))
     del forms[rotations]
     return forms
 

@@ -1,6 +1,6 @@
-"""Whether LiteRT-LM decodes a `.litertlm`, and the same with its drafter as without. On its CPU.
+"""Check that LiteRT-LM decodes a `.litertlm`, with the same texts with its drafter and without.
 
-The runtime may end its process, so all of this happens in a child.
+It runs on the runtime's CPU backend. The runtime may end its process, so it runs in a child.
 """
 
 import importlib
@@ -13,21 +13,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxspec.checkpoint.tokenizer import REPLACEMENT
+from jaxspec.extras import needs_extra
 from jaxspec.mobile.child import ChildError, ask_child
-from jaxspec.mobile.extra import needs_extra
 
 PROMPTS = ("Question: What is 3 + 4?\n", "def add(a, b):\n", "Once upon a time", "1, 2, 3, 4,")
-_MESSAGES = 2000  # characters of a failed child's to show
+
 _SUCCESS = re.compile(r"Success rate: ([0-9.eE+-]+)")
 
 
 class LmRun(NamedTuple):
-    """Some texts decoded in one way.
+    """Texts decoded in one way.
 
-    texts: what follows each prompt.
-    ended: whether a text ended by itself, not by the budget or for want of slots.
-    tokens_per_second: of decoding, by the runtime's own count, prompts left out.
-    success_rate: accepted of all drafted tokens, bonus excluded; `None` without drafts.
+    Attributes:
+        texts: one behind each prompt.
+        ended: True for a text that a stop token ended, not its budget or the file's capacity.
+        tokens_per_second: of decoding, by the runtime's own count, prompts left out.
+        success_rate: share of drafted tokens that were accepted, bonus EXCLUDED; `None` without
+            drafts.
     """
 
     texts: tuple[str, ...]
@@ -37,16 +39,16 @@ class LmRun(NamedTuple):
 
 
 class LmCheck(NamedTuple):
-    """What LiteRT-LM makes of a file: plain, and with its drafter if it has one."""
+    """Runs of a file by LiteRT-LM: plain, and with its drafter if it has one."""
 
     plain: LmRun
     speculative: LmRun | None
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """Texts that the drafter changed; empty as it should be.
+        """Texts that the drafter changed; there should be none.
 
-        The runtime looks at its budget once a round, so with drafts it may end a few tokens later.
+        The runtime checks its budget once a round, so drafts may make a text a bit longer.
         """
         if self.speculative is None:
             return ()
@@ -89,14 +91,14 @@ def check_litertlm(
 
     Args:
         path: the `.litertlm`.
-        prompts: texts, continued as they stand, without a chat's template.
-        max_new_tokens: of each text; with drafts the runtime may go a few tokens further.
+        prompts: texts, continued as they are, without a chat's template.
+        max_new_tokens: of each text; with drafts the runtime may emit a few more.
         threads: of the backend.
         timeout: seconds for each of the two ways to decode.
 
     Raises:
         ValueError: the extra `mobile-lm` is not installed, or the runtime refused the file or ended
-            its process: with its own messages.
+            its process, with its own messages.
     """
     path = Path(path)
     if not path.is_file():
@@ -123,19 +125,18 @@ def _run(task: dict[str, Any], timeout: float) -> LmRun:
             "fewer prompts."
         ) from None
     except ChildError as error:
-        said = "\n".join(line for line in error.log.splitlines() if line.strip())
         raise ValueError(
             f"LiteRT-LM refused {task['path']}, or ended its process (exit code "
-            f"{error.exit_code}): {said[-_MESSAGES:] or 'it said nothing.'}"
+            f"{error.exit_code}): {error.last_messages}"
         ) from None
-    # The runtime says it only in its log, when the engine is closed.
+    # The runtime prints it only in its log, when the engine is closed.
     found = _SUCCESS.search(log)
     rate = float(found[1]) if found else None
     return LmRun(tuple(answer["texts"]), tuple(answer["ended"]), answer["tokens_per_second"], rate)
 
 
 def _child() -> None:
-    """What runs in the child: reads a task from standard input, writes a result."""
+    """Runs in the child: reads a task from standard input, writes the answer to a file."""
     litert_lm: Any = importlib.import_module("litert_lm")
     task, result = json.load(sys.stdin), Path(sys.argv[1])
     litert_lm.set_min_log_severity(litert_lm.LogSeverity.INFO)

@@ -1,7 +1,7 @@
-"""What an exported file says of itself: beside it as JSON, and inside it as metadata.
+"""Manifest of an exported file: in its folder as JSON, and inside the file as metadata.
 
-An app needs shapes and settings; whoever opens a file needs to know that it is ours, whole, and for
-this tokenizer. The copy inside makes one file enough.
+An app reads shapes and settings from it. Whoever opens the file checks by it that the file was made
+by jaxspec, is whole, and belongs to the tokenizer.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from jaxspec.checkpoint import CheckpointError, Tokenizer
 from jaxspec.mobile.convert import Lowered
 
 KEY = "jaxspec_manifest"
-"""Its name among a flatbuffer's metadata, and its first entry."""
-FORMAT = 1
+"""Name among a flatbuffer's metadata, and first entry of the JSON."""
+FORMAT = 2
 _NO_CHECKSUM = "0" * 64
 _LONGEST = 1 << 24  # bytes of a manifest
-_DAMAGED = "is damaged or incomplete: it is not what was exported. Copy or export it again."
+_DAMAGED = "is damaged or incomplete: copy it or export it again."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,28 +27,28 @@ class Manifest:
     """The settings of an exported file.
 
     Attributes:
-        version: of the jaxspec that wrote it.
+        version: jaxspec's, when it wrote the file.
         model: name of the target.
         quantization: of the weights.
-        slots: of the caches: the longest text, in tokens.
-        num_tokens: ids that it may emit.
+        capacity: of the caches, in tokens; also the longest text.
+        num_tokens: number of ids that it may emit.
         stop_token_ids: end a text.
         tokenizer: fingerprint of the vocabulary; `None`: there was no tokenizer.
-        drafter: what `step` drafts with, its settings by name; `None`: there is no `step`.
-        paths: rank paths of the tree of `step`, root left out.
-        trees: the same by signature, of files with a `step_N` for each of several trees.
+        drafter: settings of the drafter by name; `None`: plain decoding only.
+        paths: rank paths of the tree of `step`, the root left out.
+        trees: the same by signature, in files with a `step_N` for each of several trees.
         signatures: shape and dtype of every input and output, by signature and name.
-        generation_defaults: `generation_config.json` as it came with the model; no function of the
-            file applies it.
-        diffusion: of a diffusion language model: `mask_token_id`, `shift`, `block` and `causal`,
-            whether it is so over blocks; `None`: it continues texts.
+        generation_defaults: `generation_config.json` of the model; no function of the file applies
+            it.
+        diffusion: of a diffusion language model: `mask_token_id`, `shift`, `block` and `causal`
+            (True: over blocks); `None`: the model continues texts.
         checksum: SHA-256 of the file with this entry as zeros.
     """
 
     version: str
     model: str
     quantization: str
-    slots: int
+    capacity: int
     num_tokens: int
     stop_token_ids: tuple[int, ...]
     tokenizer: str | None
@@ -62,18 +62,18 @@ class Manifest:
 
     @property
     def depth(self) -> int:
-        """Of the deepest tree of `step` or `step_N`; 0 without one."""
+        """Depth of the deepest tree of `step` or `step_N`; 0 without one."""
         every = (self.paths, *self.trees.values())
         return max((len(path) for paths in every for path in paths), default=0)
 
     def sizes(self, kind: str) -> tuple[int, ...]:
-        """The token counts of the signatures KIND_N, ascending."""
+        """Returns N of all signatures KIND_N, ascending."""
         names = (name.rpartition("_") for name in self.signatures)
         sizes = (size for base, _, size in names if base == kind and size.isdigit())
         return tuple(sorted(map(int, sizes)))
 
     def to_json(self) -> str:
-        """One line, so that it is found in a file's bytes."""
+        """Writes one line, which can be found in a file's bytes."""
         return json.dumps({KEY: FORMAT, **dataclasses.asdict(self)}, separators=(",", ":"))
 
     @classmethod
@@ -81,12 +81,12 @@ class Manifest:
         """Reads `to_json`.
 
         Raises:
-            CheckpointError: it is of a later format, or incomplete.
+            CheckpointError: it has another format, or is incomplete.
         """
         entries = json.loads(text)
         if entries.pop(KEY) != FORMAT:
             raise CheckpointError(
-                "The file was exported by a later jaxspec: update jaxspec, or export it again."
+                "The file was exported by another version of jaxspec: export it again."
             )
         try:
             read = cls(**entries)
@@ -100,8 +100,8 @@ class Manifest:
         )
 
 
-def describe(signatures: dict[str, Lowered]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Shapes and dtypes as a manifest lists them."""
+def describe_signatures(signatures: dict[str, Lowered]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Returns shapes and dtypes as a manifest lists them."""
 
     def listed(record) -> dict[str, Any]:
         return {
@@ -115,8 +115,8 @@ def describe(signatures: dict[str, Lowered]) -> dict[str, dict[str, dict[str, An
     }
 
 
-def fingerprint(tokenizer: Tokenizer | None) -> str | None:
-    """Equal for tokenizers that give the same ids to the same pieces."""
+def tokenizer_fingerprint(tokenizer: Tokenizer | None) -> str | None:
+    """Returns a hash, equal for tokenizers that give the same ids to the same pieces."""
     if tokenizer is None:
         return None
     pieces = sorted(tokenizer.backend.get_vocab(with_added_tokens=True).items())
@@ -124,7 +124,7 @@ def fingerprint(tokenizer: Tokenizer | None) -> str | None:
 
 
 def seal(flatbuffer: bytearray, manifest: Manifest) -> Manifest:
-    """Puts the checksum into a file that already carries its manifest, in place."""
+    """Puts the checksum into a file that already holds its manifest, in place."""
     empty = manifest.to_json().encode()
     assert flatbuffer.count(empty) == 1, "the converter dropped or changed the metadata"
     sealed = dataclasses.replace(manifest, checksum=hashlib.sha256(flatbuffer).hexdigest())
@@ -134,10 +134,20 @@ def seal(flatbuffer: bytearray, manifest: Manifest) -> Manifest:
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """The manifest inside a file, after a check that the file is whole.
+    """Reads the manifest inside a file, and checks that the file is whole.
 
     Raises:
         CheckpointError: the file is missing, was not exported by jaxspec, or is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxspec import load
+        >>> from jaxspec.mobile import ExportConfig, export, read_manifest
+        >>> config = ExportConfig(capacity=64, prefill=(8,))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manifest = export(load("demo-draft"), folder, config=config)
+        ...     read_manifest(f"{folder}/model.tflite") == manifest
+        True
     """
     path = Path(path)
     if not path.is_file():
@@ -171,7 +181,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 
 def _first_object(data: bytes) -> str:
-    """The JSON object that some bytes begin with."""
+    """Returns the JSON object that some bytes begin with."""
     text = data.decode("utf-8", errors="replace")
     _, end = json.JSONDecoder().raw_decode(text)
     return text[:end]

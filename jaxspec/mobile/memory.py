@@ -1,27 +1,34 @@
-"""What an exported model needs on a phone, in figures, before anything is exported."""
+"""Memory that an exported model needs on a phone, estimated before anything is exported."""
 
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxspec.checkpoint import Model
 from jaxspec.core.types import PyTree
-from jaxspec.drafters import Eagle, LayerSkip, LoadedDrafter
+from jaxspec.drafters import Deer, DrafterLike, Eagle, LayerSkip, LoadedDrafter
+from jaxspec.mobile.contents import ExportConfig, contents_of, drafters_over_trees, in_one_dtype
 from jaxspec.mobile.quantize import QUANTIZATIONS, check_quantization
 from jaxspec.models import ModelConfig
 from jaxspec.models.transformer import param_shapes
 
 _SCALE_BYTES = 12  # scale, zero point and their index, of each output of a product
 _FLOAT_BYTES = 4
+_PASSES = ("prefill", "verify", "decode", "step", "step_block")
+"""Kinds of functions that read the whole target."""
+_DRAFT_PASSES = ("absorb", "draft", "draft_block", "step_block")
+"""Kinds of functions with one pass of the drafter; in `step` there is one for each level."""
 
 
 class PhoneMemory(NamedTuple):
     """Bytes of an exported model while it decodes, at most.
 
-    products: weights of all products, the output head and an EAGLE head's own included.
-    table: of token embeddings.
-    repeated: further copies of products, where every use of a weight is packed apart.
-    caches: keys and values of one text in float32, twice, as input and output take turns.
+    Attributes:
+        products: weights of all products, those of the output head and of a drafter included.
+        table: table of token embeddings.
+        repeated: further copies of products, where every use of a weight is packed separately.
+        caches: keys and values of one text in float32, twice, as input and output take turns.
     """
 
     products: int
@@ -31,34 +38,77 @@ class PhoneMemory(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Sum of all parts."""
         return sum(self)
+
+
+def phone_memory(model: Model, drafter: DrafterLike | None, config: ExportConfig) -> PhoneMemory:
+    """Estimates the memory of a file before it is written.
+
+    The file runs on a CPU with a weight cache or, for `bundle="gpu"`, on a GPU.
+
+    Args:
+        model: the target, causal.
+        drafter: as for `export`.
+        config: settings of the file.
+
+    Raises:
+        ValueError: as `export`, for what cannot be exported.
+    """
+    model, loaded = in_one_dtype(model, drafter)
+    names = (name.rpartition("_") for name in contents_of(model, loaded, config).signatures)
+    kinds = [kind if size.isdigit() else f"{kind}_{size}".strip("_") for kind, _, size in names]
+    head, draft_pass, in_steps = (), (), 0
+    if isinstance(loaded.drafter, Eagle | LayerSkip):
+        draft_pass = draft_pass_weights(model.params, loaded)
+        in_steps = sum(each.tree_shape[1] for each in drafters_over_trees(loaded.drafter, config))
+    if isinstance(loaded.drafter, Eagle | Deer):
+        head = loaded.params.params
+    if isinstance(loaded.drafter, Deer):
+        draft_pass = head
+    return estimate_phone_memory(
+        model.config,
+        config.quantization,
+        config.capacity,
+        head,
+        draft_pass,
+        in_steps + sum(kind in _DRAFT_PASSES for kind in kinds),
+        separate_signatures=sum(kind in _PASSES for kind in kinds) * (config.bundle == "gpu"),
+    )
 
 
 def estimate_phone_memory(
     config: ModelConfig,
     quantization: str,
-    slots: int,
+    capacity: int,
     head: PyTree = (),
     draft_pass: PyTree = (),
     draft_passes: int = 0,
     separate_signatures: int = 0,
 ) -> PhoneMemory:
-    """Estimates the memory of `step` with its weights and caches; buffers for a pass are small.
+    """Estimates the memory of weights and caches; buffers for a pass are small.
 
     Args:
         config: of the target.
         quantization: of weights, one of `QUANTIZATIONS`.
-        slots: of the caches.
+        capacity: of the caches, in tokens.
         head: weights of an EAGLE head, or their shapes; it has one layer.
         draft_pass: weights that one pass of the drafter reads, an output head among them.
-        draft_passes: of all functions: as many as a step's tree is deep, and one for each function
-            that only drafts.
-        separate_signatures: functions of the file that read all of the target, where each packs
-            what it reads for itself, once for every use: a GPU, or a CPU without a weight cache.
-            0: a CPU with one, which packs each weight once.
+        draft_passes: in all functions: the depth of a step's tree, and one for each function that
+            only drafts.
+        separate_signatures: functions that read the whole target and pack its weights separately,
+            on a GPU or on a CPU without a weight cache. 0: a CPU with a weight cache, which packs
+            each weight once.
 
     Raises:
         ValueError: the quantization is not known.
+
+    Example:
+        >>> import jaxspec
+        >>> config = jaxspec.load("demo").config
+        >>> needed = estimate_phone_memory(config, "int8", capacity=1024)
+        >>> needed.total == needed.products + needed.table + needed.caches
+        True
     """
     check_quantization(quantization)
     target: Any = param_shapes(config)
@@ -76,19 +126,19 @@ def estimate_phone_memory(
         products=products,
         table=stored_bytes(table.shape, "float32" if quantization == "float32" else "int8"),
         repeated=repeated,
-        caches=2 * slots * row,
+        caches=2 * capacity * row,
     )
 
 
 def draft_pass_weights(target: PyTree, drafter: LoadedDrafter) -> PyTree:
-    """What one pass of a drafter that can be baked in reads of its own weights and the target's."""
+    """Returns the weights that one pass of a drafter reads, its own and the target's."""
     method, embedding = drafter.drafter, target["embed"]["embedding"]
     output = target.get("head", embedding)
     if isinstance(method, Eagle):
         own = drafter.params.params
         return own if "head" in own else (own, output)
-    assert isinstance(method, LayerSkip), "no other drafter is baked in"
-    assert method.skip is not None, "a set that is compiled in"
+    assert isinstance(method, LayerSkip), "no other drafter is in a file"
+    assert method.skip is not None, "its set is fixed"
     skipped = {"attention": method.skip.attention, "mlp": method.skip.mlp}
     kept = [
         target[f"layer_{layer}"][part]
@@ -105,25 +155,29 @@ def _bytes_of_products(weights: PyTree, quantization: str) -> int:
 
 
 def check_phone_memory(needed: PhoneMemory, available: int) -> None:
-    """Refuses what cannot fit.
+    """Refuses a file that does not fit.
+
+    Args:
+        needed: estimated.
+        available: bytes of the phone.
 
     Raises:
-        ValueError: with figures.
+        ValueError: with all figures.
     """
     if needed.total <= available:
         return
     parts = ", ".join(f"{name} {size / 1e9:.2f} GB" for name, size in needed._asdict().items())
     raise ValueError(
         f"The file would need {needed.total / 1e9:.2f} GB on the phone ({parts}), which has "
-        f"{available / 1e9:.2f} GB: take fewer slots, fewer bits, or a smaller model."
+        f"{available / 1e9:.2f} GB: take less capacity, fewer bits, or a smaller model."
     )
 
 
 def stored_bytes(shape: tuple[int, ...], quantization: str) -> int:
-    """Bytes of a weight of this shape in a file, its scales included."""
-    size, recipe = int(np.prod(shape)), QUANTIZATIONS[quantization]
-    if recipe is None:
+    """Returns the bytes of a weight of this shape in a file, its scales included."""
+    size, weights = int(np.prod(shape)), QUANTIZATIONS[quantization]
+    if weights is None:
         return size * _FLOAT_BYTES
-    groups = size // recipe.block if recipe.block else max(shape)
-    scales = groups * (2 if recipe.block else _SCALE_BYTES)
-    return size * recipe.bits // 8 + scales
+    groups = size // weights.block if weights.block else max(shape)
+    scales = groups * (2 if weights.block else _SCALE_BYTES)
+    return size * weights.bits // 8 + scales

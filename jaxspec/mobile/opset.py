@@ -1,9 +1,9 @@
-"""The gate: what a phone's GPU delegate takes whole, and computes right.
+"""The gate: refuses files that a phone's GPU delegate does not take whole or computes wrongly.
 
-Every rule was measured on LiteRT's GPU accelerator. Some operations are refused by it, which sends
-a whole graph to the CPU; a few combinations it compiles and computes WRONGLY, without a word. The
-gate reads the finished file, so that it sees what the converter made of a model, and names each
-operation together with the JAX scope that it came from.
+Every rule was measured on LiteRT's GPU accelerator. It refuses some operations, which sends a whole
+graph to the CPU, and computes a few combinations WRONGLY, in silence. The gate reads the finished
+file, so it sees the converter's output, and names each operation with the JAX scope that it came
+from.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.mobile.extra import needs_extra
+from jaxspec.extras import needs_extra
 
 MAX_RANK = 4
 
@@ -51,10 +51,11 @@ _ELEMENTWISE = frozenset(
 class Violation(NamedTuple):
     """An operation that does not pass.
 
-    signature: where it is.
-    op: its builtin name.
-    scope: the name of what it computes: the JAX scope it came from.
-    problem: what is wrong, and what to write instead.
+    Attributes:
+        signature: name of its function.
+        op: its builtin name.
+        scope: the JAX scope that it came from.
+        problem: the fault, and what to write instead.
     """
 
     signature: str
@@ -67,7 +68,11 @@ class Violation(NamedTuple):
 
 
 class OpsetError(ValueError):
-    """A file with operations that a GPU delegate refuses or computes wrongly."""
+    """A file has operations that a GPU delegate refuses or computes wrongly.
+
+    Attributes:
+        violations: all of them.
+    """
 
     def __init__(self, violations: Sequence[Violation]):
         self.violations = tuple(violations)
@@ -76,17 +81,32 @@ class OpsetError(ValueError):
 
 
 def require_opset(flatbuffer: bytes | bytearray) -> None:
-    """Refuses a file that `violations` finds something in.
+    """Refuses a file with violations.
 
     Raises:
-        OpsetError: listing all of it.
+        OpsetError: listing all of them.
     """
     if found := violations(flatbuffer):
         raise OpsetError(found)
 
 
 def violations(flatbuffer: bytes | bytearray) -> list[Violation]:
-    """Everything in a `.tflite` that a GPU delegate refuses or is known to compute wrongly."""
+    """Lists the operations of a `.tflite` that a GPU delegate refuses or computes wrongly.
+
+    Raises:
+        ValueError: the extra `mobile` is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from jaxspec import load
+        >>> from jaxspec.mobile import ExportConfig, export, violations
+        >>> config = ExportConfig(capacity=64, prefill=(8,))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manifest = export(load("demo-draft"), folder, config=config)
+        ...     violations(Path(folder, "model.tflite").read_bytes())
+        []
+    """
     found = []
     for graph in read_graphs(flatbuffer):
         for op in graph.ops:
@@ -99,8 +119,16 @@ def violations(flatbuffer: bytes | bytearray) -> list[Violation]:
     return found
 
 
-class Tensor(NamedTuple):
-    """name: the JAX scope it came from. constant: its bytes, `None` if it is computed."""
+class GraphTensor(NamedTuple):
+    """A tensor of a graph.
+
+    Attributes:
+        name: the JAX scope that it came from.
+        shape: its axes.
+        dtype: name of the type.
+        static: True if its shape is known beforehand.
+        constant: its bytes; `None` if it is computed.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -110,7 +138,13 @@ class Tensor(NamedTuple):
 
 
 class Op(NamedTuple):
-    """inputs, outputs: indices of tensors, those left out dropped."""
+    """An operation of a graph.
+
+    Attributes:
+        name: builtin or custom.
+        inputs: indices of tensors, without omitted ones.
+        outputs: indices of tensors.
+    """
 
     name: str
     inputs: tuple[int, ...]
@@ -118,21 +152,28 @@ class Op(NamedTuple):
 
 
 class Graph(NamedTuple):
-    """One signature."""
+    """One signature.
+
+    Attributes:
+        signature: its name.
+        tensors: by index.
+        ops: in order.
+        outputs: indices of tensors.
+    """
 
     signature: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[GraphTensor, ...]
     ops: tuple[Op, ...]
     outputs: tuple[int, ...]
 
-    def ins(self, op: Op) -> list[Tensor]:
+    def ins(self, op: Op) -> list[GraphTensor]:
         return [self.tensors[index] for index in op.inputs]
 
-    def out(self, op: Op) -> Tensor:
+    def out(self, op: Op) -> GraphTensor:
         return self.tensors[op.outputs[0]]
 
     def scope(self, op: Op) -> str:
-        """Its own, or that of what reads it: functions jitted inside jax lose theirs."""
+        """Returns the scope, or a neighbour's: functions jitted inside jax lose theirs."""
         named = [op, *self.readers(op.outputs[0]), *filter(None, map(self.maker, op.inputs))]
         names = [self.out(other).name for other in named]
         return next((name for name in names if "/" in name), names[0])
@@ -145,14 +186,18 @@ class Graph(NamedTuple):
 
 
 def read_graphs(flatbuffer: bytes | bytearray) -> list[Graph]:
-    """The signatures of a `.tflite`."""
+    """Reads the signatures of a `.tflite`.
+
+    Raises:
+        ValueError: the extra `mobile` is not installed.
+    """
     schema = _schema()
     builtins = _names(schema.BuiltinOperator)
     model: Any = schema.Model.GetRootAs(flatbuffer)
     codes: list[str] = []
     for index in range(model.OperatorCodesLength()):
         code = model.OperatorCodes(index)
-        # Files from before the enumeration outgrew a byte have only the old field.
+        # Older files, whose enumeration fitted into a byte, have only the old field.
         number = max(code.BuiltinCode(), code.DeprecatedBuiltinCode())
         custom = code.CustomCode()
         codes.append(custom.decode() if custom else builtins[number])
@@ -169,7 +214,7 @@ def read_graphs(flatbuffer: bytes | bytearray) -> list[Graph]:
 
 
 def _schema() -> Any:
-    with needs_extra("Reading a .tflite"):
+    with needs_extra("Reading a .tflite", "mobile"):
         from ai_edge_litert import schema_py_generated
     return schema_py_generated
 
@@ -185,7 +230,7 @@ def _read_graph(schema: Any, model: Any, graph: Any, name: str, codes: Sequence[
         )
         constant = data.DataAsNumpy() if data.DataLength() else None
         tensors.append(
-            Tensor(tensor.Name().decode(), shape, dtypes[tensor.Type()], static, constant)
+            GraphTensor(tensor.Name().decode(), shape, dtypes[tensor.Type()], static, constant)
         )
     ops = []
     for op in map(graph.Operators, range(graph.OperatorsLength())):
@@ -206,7 +251,7 @@ def _refused(graph: Graph, op: Op) -> str | None:
     del graph
     if op.name in ALLOWED:
         return None
-    return f"not an operation that the GPU takes; {_INSTEAD.get(op.name, 'write it differently')}."
+    return f"the GPU does not take this operation; {_INSTEAD.get(op.name, 'write it differently')}."
 
 
 def _too_many_axes(graph: Graph, op: Op) -> str | None:
@@ -217,7 +262,7 @@ def _too_many_axes(graph: Graph, op: Op) -> str | None:
 def _not_static(graph: Graph, op: Op) -> str | None:
     tensors = [graph.tensors[index] for index in (*op.inputs, *op.outputs)]
     if not all(tensor.static for tensor in tensors):
-        return "a shape is not known beforehand."
+        return "a shape is not static."
     unknown = sorted({tensor.dtype for tensor in tensors} - _DTYPES)
     return f"it has tensors of {', '.join(unknown)}." if unknown else None
 
@@ -229,7 +274,7 @@ def _one_hot_of_others(graph: Graph, op: Op) -> str | None:
 
 
 def _integer_factor(graph: Graph, op: Op) -> str | None:
-    """Seen with one row of integers for several: the program for it does not compile."""
+    """Finds one row of constant integers for several rows: its program does not compile."""
     out = graph.out(op)
     if op.name != "MUL" or out.dtype != "INT32" or len(out.shape) not in (2, 3):
         return None
@@ -243,7 +288,7 @@ def _integer_factor(graph: Graph, op: Op) -> str | None:
 
 
 def _repeated_integers(graph: Graph, op: Op) -> str | None:
-    """Silent bug F: one row of constant integers for several; all but the first come out wrong."""
+    """Finds silent bug F: one row of constant integers for several; only the first is right."""
     out = graph.out(op)
     if op.name != "MUL" or out.dtype != "INT32" or len(out.shape) != MAX_RANK:
         return None
@@ -262,12 +307,12 @@ def _constant_where(graph: Graph, op: Op) -> str | None:
 
 def _constant_on_the_left(graph: Graph, op: Op) -> str | None:
     if op.name == "BATCH_MATMUL" and graph.ins(op)[0].constant is not None:
-        return "its left operand is constant; turn the product round."
+        return "its left operand is constant; exchange the operands."
     return None
 
 
 def _first_row_only(graph: Graph, op: Op) -> str | None:
-    """Silent bug A: of such a constant, only the first row is used."""
+    """Finds silent bug A: only the first row of such a constant is used."""
     if op.name not in ("ADD", "SUB", "MUL", "MAXIMUM") or graph.out(op).dtype != "FLOAT32":
         return None
     rank = len(graph.out(op).shape)
@@ -281,7 +326,7 @@ def _first_row_only(graph: Graph, op: Op) -> str | None:
 
 
 def _flattened_product(graph: Graph, op: Op) -> str | None:
-    """Silent bug B: all rows but the first come out wrong."""
+    """Finds silent bug B: all rows except the first are wrong."""
     if op.name != "FULLY_CONNECTED":
         return None
     rows, weights, out = graph.ins(op)[0], graph.ins(op)[1], graph.out(op)
@@ -292,8 +337,8 @@ def _flattened_product(graph: Graph, op: Op) -> str | None:
     return None
 
 
-def _output_that_goes_on(graph: Graph, op: Op) -> str | None:
-    """Silent bug C: such an output is never written."""
+def _output_that_is_read(graph: Graph, op: Op) -> str | None:
+    """Finds silent bug C: such an output is never written."""
     if op.name not in ("ADD", "MUL") or op.outputs[0] not in graph.outputs:
         return None
     if all(tensor.constant is None for tensor in graph.ins(op)):
@@ -304,7 +349,7 @@ def _output_that_goes_on(graph: Graph, op: Op) -> str | None:
 
 
 def _repeated_operand(graph: Graph, op: Op) -> str | None:
-    """Silent bug E: one operand for all of a batch; all but the first product come out wrong."""
+    """Finds silent bug E: one operand for a whole batch; only the first product is right."""
     if op.name != "BATCH_MATMUL":
         return None
     left, right = (tensor.shape[:-2] for tensor in graph.ins(op))
@@ -317,7 +362,7 @@ def _repeated_operand(graph: Graph, op: Op) -> str | None:
 
 
 def _zero_tail(graph: Graph, op: Op) -> str | None:
-    """Silent bug D: zeros behind a narrowed last axis come out as what was cut off."""
+    """Finds silent bug D: zeros behind a narrowed last axis become what was cut off."""
     if op.name in ("PAD", "PADV2"):
         inner = op.inputs[0]
     elif op.name == "CONCATENATION" and len(op.inputs) == 2:
@@ -352,7 +397,7 @@ _RULES: tuple[Callable[[Graph, Op], str | None], ...] = (
     _constant_on_the_left,
     _first_row_only,
     _flattened_product,
-    _output_that_goes_on,
+    _output_that_is_read,
     _repeated_operand,
     _zero_tail,
 )

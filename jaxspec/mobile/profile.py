@@ -1,8 +1,8 @@
-"""What passes cost where a file will run: measured there, and read into a `LatencyProfile`.
+"""Times of passes on the device where a file will run, read into a `LatencyProfile`.
 
-A kit is an exported file with target and draft passes of several sizes, each a signature of its
-own, and a script that times them on a phone with LiteRT's benchmark tool. The same file can be
-timed on this machine. `jaxspec tune tree` takes the profile, `jaxspec export` bakes the tree in.
+A kit is an exported file with target and draft passes of several sizes, each a separate signature,
+and a script that times them on a phone with LiteRT's benchmark tool. The same file can be timed on
+this machine. `jaxspec tune tree` reads the profile, `jaxspec export tflite --tree` the tree.
 """
 
 import dataclasses
@@ -17,26 +17,27 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxspec.bench.machine import this_machine
-from jaxspec.bench.timing import time_in_turns
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import read_json, replacing_files
 from jaxspec.drafters import Eagle, LoadedDrafter
-from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
+from jaxspec.measure.machine import this_machine
+from jaxspec.measure.timing import time_in_turns
+from jaxspec.mobile.contents import ExportConfig
+from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.runtime import MobileModel
-from jaxspec.trees import LatencyProfile, Timing
+from jaxspec.tuning import LatencyProfile, Timing
 
 TOKENS = (1, 2, 4, 6, 8, 16, 26, 32)
-"""Of target passes, the root included."""
+"""Sizes of target passes, the root included."""
 NODES = (1, 2, 4)
-"""Of draft passes."""
+"""Sizes of draft passes."""
 SCRIPT_FILE = "measure.sh"
 WEB_KEY = "jaxspec_web"
-"""First entry of what a page measured."""
+"""First entry of a file that a page measured."""
 _HEADER, _SECTION = "jaxspec kit: ", "jaxspec signature: "
-# What the tools of LiteRT and of TensorFlow Lite print: mean, spread, and their unit in seconds.
+# Output of the tools of LiteRT and of TensorFlow Lite: mean, spread, and their unit in seconds.
 _LOGS = (
     (r"Inference \(avg\): +([0-9.]+) ms", r"Inference \(std\): +([0-9.]+)", 1e-3),
     (r"Inference timings in us: .*Inference \(avg\): ([0-9.e+]+)", r"\bstd=([0-9.e+]+)", 1e-6),
@@ -46,22 +47,23 @@ _LOGS = (
 def export_kit(
     model: Model, folder: str | Path, drafter: LoadedDrafter, config: ExportConfig
 ) -> Manifest:
-    """Writes a file to be timed, and the script that times it on a phone.
+    """Writes a file of passes to be timed, and the script that times it on a phone.
 
     Args:
         model: the target.
         folder: as for `export`.
-        drafter: with an EAGLE head; its tree says how much a step's first draft pass absorbs.
-        config: slots, prefill and quantization of the file that will be shipped.
+        drafter: with an EAGLE head; the depth of its tree is the number of tokens that a step's
+            first draft pass absorbs, less one.
+        config: capacity, prefill and quantization of the file that will be used.
 
     Raises:
         ValueError: the drafter has no head, or as `export`.
     """
     if not isinstance(drafter.drafter, Eagle):
-        raise ValueError("--latency-kit times draft passes of an EAGLE head: give --head FOLDER.")
-    fitting = tuple(size for size in TOKENS if size <= config.slots // 2)
-    recipe = QUANTIZATIONS[config.quantization]
-    fewest = "gpu" if recipe is None or recipe.on_gpu else "cpu"
+        raise ValueError("drafter: a kit times draft passes of an EAGLE head; give one.")
+    fitting = tuple(size for size in TOKENS if size <= config.capacity // 2)
+    weights = QUANTIZATIONS[config.quantization]
+    fewest = "gpu" if weights is None or weights.on_gpu else "cpu"
     sizes = dataclasses.replace(config, bundle=fewest, verify=fitting, levels=NODES)
     manifest = export(model, folder, drafter, sizes)
     with replacing_files(Path(folder)) as staging:
@@ -72,7 +74,7 @@ def export_kit(
 
 
 def timed_signatures(manifest: Manifest) -> tuple[str, ...]:
-    """What a kit's script times: plain decoding, every pass, and the commit that belongs to it."""
+    """Returns the signatures that a kit's script times: `decode`, every pass, and its commit."""
     tokens, nodes = manifest.sizes("verify"), manifest.sizes("draft")
     return (
         "decode",
@@ -84,7 +86,7 @@ def timed_signatures(manifest: Manifest) -> tuple[str, ...]:
 
 
 def kit_script(manifest: Manifest) -> str:
-    """The script for `adb`: `./measure.sh cpu 1 > kit.txt`."""
+    """Writes the script for `adb`; called as `./measure.sh cpu 1 > kit.txt`."""
     facts = {
         "model": manifest.model,
         "quantization": manifest.quantization,
@@ -124,15 +126,15 @@ def kit_script(manifest: Manifest) -> str:
 
 
 def valid_integers(manifest: Manifest, signature: str) -> dict[str, int]:
-    """Numbers that every integer input may be filled with."""
+    """Returns a valid number for every integer input of a signature."""
     inputs = manifest.signatures[signature]["inputs"]
     integers = [name for name, entry in inputs.items() if entry["dtype"] == "int32"]
-    middle = {"length": manifest.slots // 2, "count": 1}
+    middle = {"length": manifest.capacity // 2, "count": 1}
     return {name: middle.get(name, 0) for name in integers}
 
 
 def read_kit_log(path: str | Path) -> LatencyProfile:
-    """The profile in what a kit's script printed.
+    """Reads the output of a kit's script.
 
     Raises:
         ValueError: it is something else, or a signature's times are missing.
@@ -142,8 +144,7 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
     header = next((line for line in lines if line.startswith(_HEADER)), None)
     if header is None:
         raise ValueError(
-            f"{path} has no line {_HEADER!r}: give what {SCRIPT_FILE} of a kit printed, from its "
-            "first line on."
+            f"{path} has no line {_HEADER!r}: give the whole output of a kit's {SCRIPT_FILE}."
         )
     try:
         facts = json.loads(header.removeprefix(_HEADER))
@@ -171,13 +172,13 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
         name=f"{model} on {device.removeprefix('jaxspec device: ')}",
         device=device.removeprefix("jaxspec device: "),
         runtime="LiteRT",
-        quantisation=str(quantization),
+        quantization=str(quantization),
         source="LiteRT's benchmark_model on the device: means of 50 runs of each signature",
     )
 
 
 def read_web_profile(path: str | Path) -> LatencyProfile:
-    """The profile in what a page of `jaxspec export --web` measured of its kit.
+    """Reads the file that a page of `jaxspec export web` measured with its kit.
 
     Raises:
         ValueError: it is something else, or a function's times are missing.
@@ -205,13 +206,13 @@ def read_web_profile(path: str | Path) -> LatencyProfile:
         name=f"{model} on {runtime}",
         device=device,
         runtime=runtime,
-        quantisation=quantization,
-        source="a page of `jaxspec export --web` on the device: medians of each function, in turns",
+        quantization=quantization,
+        source="a page of `jaxspec export web` on the device: medians of each function, in turns",
     )
 
 
 def _seconds_in(log: str) -> tuple[float, float | None] | None:
-    """Mean and spread of the runs that a tool's output tells of; `None` if it tells of none."""
+    """Finds mean and spread of the runs in a tool's output; `None` if there are none."""
     for mean, spread, unit in _LOGS:
         if found := re.search(mean, log):
             spreads = re.findall(spread, log)
@@ -227,8 +228,14 @@ def measure_here(
 ) -> LatencyProfile:
     """Times a kit's file on this machine's CPU, its signatures in turns.
 
+    Args:
+        path: the kit's `.tflite`.
+        num_threads: of the CPU.
+        repeats: runs of each signature.
+        advance: called once before.
+
     Raises:
-        ValueError: the file is no kit.
+        ValueError: the file is not a kit.
     """
     manifest = read_manifest(path)
     model = MobileModel(path, num_threads=num_threads)
@@ -243,7 +250,7 @@ def measure_here(
         name=f"{manifest.model} ({manifest.quantization}) on {machine.device}",
         device=str(machine),
         runtime=f"LiteRT, CPU, {num_threads} threads",
-        quantisation=manifest.quantization,
+        quantization=manifest.quantization,
         source=f"medians of {repeats} runs of each signature, in turns"
         + ("; THE MACHINE WAS BUSY" if machine.busy else ""),
     )
@@ -252,12 +259,12 @@ def measure_here(
 def time_signatures(
     model: MobileModel, signatures: Sequence[str], repeats: int
 ) -> dict[str, Float[np.ndarray, " repeats"]]:
-    """Seconds of every run of some signatures, in turns, behind half a context of zeros."""
+    """Times runs of signatures, in turns, behind half a context of zeros; in seconds."""
     return time_in_turns({name: signature_program(model, name) for name in signatures}, repeats)
 
 
 def signature_program(model: MobileModel, signature: str) -> Callable[[], None]:
-    """One call, behind half a context of zeros."""
+    """Returns a function that calls a signature once, behind half a context of zeros."""
     inputs: dict[str, Any] = {}
     for name, value in valid_integers(model.manifest, signature).items():
         inputs[name] = np.full(model.inputs(signature)[name]["shape"], value, np.int32)
@@ -272,12 +279,12 @@ def _spread(runs: Float[np.ndarray, " repeats"]) -> float:
 def _profile(
     seconds: Mapping[str, tuple[float, float | None]], where: str, levels: int, **facts: Any
 ) -> LatencyProfile:
-    """A target time is that of a pass and its commit; the host's acceptance is left out.
+    """Makes a profile from mean and spread of each signature.
 
-    One token is decoded by `decode`, which takes less than a pass over one and a commit.
-
-    Shapes in files are fixed: a kit's first draft pass reads as many tokens as its tree has
-    levels and one more. It stands for the trees with fewer, too.
+    A target time is that of a pass and its commit; acceptance on the host is left out. The time of
+    one token is that of `decode`, which takes less than a pass over one token and a commit. Shapes
+    in files are fixed: a kit's first draft pass reads one token more than its tree has levels, and
+    its time also stands for trees with fewer levels.
     """
 
     def timings(kind: str, also: str | None = None) -> tuple[Timing, ...]:
@@ -292,12 +299,12 @@ def _profile(
                 mean += seconds[f"{also}_{size}"][0]
             found.append(Timing(int(size), mean, spread))
         if not found:
-            raise ValueError(f"{where}: no {kind}_N was timed; make it with --latency-kit.")
+            raise ValueError(f"{where}: no {kind}_N was timed; make it by `jaxspec export kit`.")
         return tuple(found)
 
     for name in ("decode", "absorb"):
         if name not in seconds:
-            raise ValueError(f"{where}: {name} was not timed; make it with --latency-kit.")
+            raise ValueError(f"{where}: {name} was not timed; make it by `jaxspec export kit`.")
     wider = [timing for timing in timings("verify", "commit") if timing.size > 1]
     return LatencyProfile(
         target=(Timing(1, *seconds["decode"]), *wider),

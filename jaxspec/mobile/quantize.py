@@ -1,8 +1,8 @@
 """Weights of fewer bits.
 
-Only weights change: of products, and of the table of token embeddings. Activations stay float32 in
-the file; CPUs quantise them as they go, GPUs turn the weights back. Tables of rotations and the
-zeros and ones of acceptance are left alone: rounded, they would be wrong, not imprecise.
+Only the weights of products and the table of token embeddings change. Activations stay float32 in
+the file; CPUs quantize them while they compute, GPUs turn the weights back into floats. Tables of
+rotations and the zeros and ones of acceptance stay as they are: rounded, they would be wrong.
 """
 
 from typing import NamedTuple
@@ -12,12 +12,13 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 
-class Recipe(NamedTuple):
-    """How weights are stored.
+class WeightFormat(NamedTuple):
+    """Format of stored weights.
 
-    bits: of the weights of products; those of the token table are 8.
-    block: weights that share a scale; 0: all that make one output.
-    on_gpu: whether LiteRT's GPU accelerator takes it. Blocks end the process there.
+    Attributes:
+        bits: of the weights of products; the token table always has 8.
+        block: number of weights that share a scale; 0: all weights of one output.
+        on_gpu: True if LiteRT's GPU accelerator takes it. Blocks end the process there.
     """
 
     bits: int
@@ -25,24 +26,30 @@ class Recipe(NamedTuple):
     on_gpu: bool
 
 
-QUANTIZATIONS: dict[str, Recipe | None] = {
+QUANTIZATIONS: dict[str, WeightFormat | None] = {
     "float32": None,
-    "int8": Recipe(8, 0, on_gpu=True),
-    "int4": Recipe(4, 0, on_gpu=True),
-    "int4-block32": Recipe(4, 32, on_gpu=False),
+    "int8": WeightFormat(8, 0, on_gpu=True),
+    "int4": WeightFormat(4, 0, on_gpu=True),
+    "int4-block32": WeightFormat(4, 32, on_gpu=False),
 }
 
 
 def check_quantization(name: str, on_gpu: bool = False) -> None:
-    """Refuses a name that is not known, or what ends the process on a GPU.
+    """Refuses an unknown quantization, or one that ends the process of the GPU accelerator.
 
     Raises:
-        ValueError: naming what to take instead.
+        ValueError: naming those to take instead.
+
+    Example:
+        >>> check_quantization("int3")
+        Traceback (most recent call last):
+        ...
+        ValueError: quantization must be one of float32, int8, int4, int4-block32, got 'int3'.
     """
     if name not in QUANTIZATIONS:
         raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {name!r}.")
-    recipe = QUANTIZATIONS[name]
-    if on_gpu and recipe is not None and not recipe.on_gpu:
+    weights = QUANTIZATIONS[name]
+    if on_gpu and weights is not None and not weights.on_gpu:
         raise ValueError(
             f"quantization: {name} ends the process of LiteRT's GPU accelerator; for a GPU take "
             "int4 or int8."
@@ -54,18 +61,23 @@ def quantize_rows(
 ) -> tuple[
     UInt8[np.ndarray, " bytes"], Float[np.ndarray, " rows"] | Float[np.ndarray, "rows parts"]
 ]:
-    """Rounds weights to multiples of a scale, which the largest of those that share it decides.
+    """Rounds weights to multiples of a scale, which the largest of the weights that share it sets.
 
     Symmetric: zero stays zero, and the lowest number of `bits` bits is not used.
 
     Args:
         matrix: one row per output of a product, or per token.
-        bits: 8 or 4; of four, two share a byte, the earlier in its lower half.
-        block: as many weights of a row share a scale, which divide its width; 0: all of it.
+        bits: 8 or 4; two weights of 4 bits share a byte, the earlier in its lower half.
+        block: number of weights of a row that share a scale; divides its width; 0: the whole row.
 
     Returns:
-        The weights as a `.tflite` stores them, and their scales: float32 one per row; of blocks,
+        The weights as a `.tflite` stores them, and their scales: float32, one per row; for blocks
         float16 with the precision of bfloat16.
+
+    Example:
+        >>> stored, scales = quantize_rows(np.asarray([[1.0, -0.5]], np.float32), bits=8)
+        >>> stored.view(np.int8).tolist()
+        [127, -64]
     """
     rows, width = matrix.shape
     highest = (1 << (bits - 1)) - 1
@@ -73,7 +85,7 @@ def quantize_rows(
     scales = np.max(np.abs(parts), axis=2, keepdims=True) / highest
     if block:
         scales = scales.astype(np.dtype(jnp.bfloat16)).astype(np.float16)
-    # Also where rounding has made a tiny one zero: then the weights are as good as zero.
+    # Rounding may make a tiny scale zero as well: then the weights are as good as zero.
     scales = np.where(scales == 0.0, 1.0, scales).astype(scales.dtype)
     numbers = np.rint(parts / scales.astype(np.float32)).clip(-highest, highest).astype(np.int8)
     stored = numbers.reshape(-1).view(np.uint8)

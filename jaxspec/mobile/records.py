@@ -1,7 +1,7 @@
-"""What functions of an exported file are made of: tensors by name, and caches among them.
+"""Parts of the functions of an exported file: tensors by name, and caches among them.
 
-A function takes the weights and a record of inputs, and returns a record of outputs. State that
-goes from call to call comes out as `o_NAME` and goes in as NAME. Tensors lead with an axis of 1.
+A function takes the weights and a record of inputs and returns a record of outputs. State that
+passes from call to call comes out as `o_NAME` and goes in as NAME. Tensors lead with an axis of 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,14 +17,16 @@ from jaxspec.mobile.forms import litert_forms
 from jaxspec.models import Network
 
 Record = dict[str, Array]
+Shapes = dict[str, jax.ShapeDtypeStruct]
 Function = Callable[[Params, Record], Record]
 
 
 class Signature(NamedTuple):
-    """One function of a file, and what it takes.
+    """One function of a file.
 
-    function: of the weights and of a record of inputs; gives a record of outputs.
-    inputs: shape and dtype of each.
+    Attributes:
+        function: takes the weights and a record of inputs; returns a record of outputs.
+        inputs: shape and dtype of each input.
     """
 
     function: Function
@@ -32,23 +34,26 @@ class Signature(NamedTuple):
 
 
 class Target(NamedTuple):
-    """How a file reads its target.
+    """The target as a file reads it.
 
-    slots: of the cache; also the longest text.
-    num_tokens: ids that may be emitted; those above pad the vocabulary.
+    Attributes:
+        config: of the model.
+        capacity: of the cache, in tokens; also the longest text.
+        num_tokens: ids that may be emitted; those above pad the vocabulary.
     """
 
     config: Any
-    slots: int
+    capacity: int
     num_tokens: int
 
 
 def unembed_rows(network: Network, target: Target, features: Array) -> Array:
+    """Returns the logits of rows of features, without those that pad the vocabulary."""
     return network.unembed(features)[:, : target.num_tokens]
 
 
 def read_cache(inputs: Record, prefix: str, num_layers: int, length: Array) -> KVCache:
-    """Layers from a record. There both keys and values lie as [1, kv_heads, slots, head_dim]."""
+    """Reads a cache from a record, where keys and values are [1, kv_heads, capacity, head_dim]."""
     layers = (
         LayerKV(inputs[f"{prefix}_k_{i}"][0].transpose(0, 2, 1), inputs[f"{prefix}_v_{i}"][0])
         for i in range(num_layers)
@@ -57,6 +62,7 @@ def read_cache(inputs: Record, prefix: str, num_layers: int, length: Array) -> K
 
 
 def kv_record(layers: tuple[LayerKV, ...], prefix: str) -> Record:
+    """Returns keys and values as a record lists them."""
     record = {}
     for i, layer in enumerate(layers):
         record[f"{prefix}_k_{i}"] = layer.keys.transpose(0, 2, 1)[None]
@@ -65,10 +71,10 @@ def kv_record(layers: tuple[LayerKV, ...], prefix: str) -> Record:
 
 
 def write_kv(inputs: Record, prefix: str, new_kv: tuple[LayerKV, ...], at: Array) -> Record:
-    """Caches with new slots from `at`; the host owes the room.
+    """Writes new tokens into caches from `at`; the host checks that there is room.
 
-    Keys are written as they lie in the file: as `core.cache.write` has them, whole caches would be
-    turned over twice in every call.
+    Keys are written in the layout of the file: in the layout of `core.cache.write`, whole caches
+    would be transposed twice in every call.
     """
     return {
         name: jax.lax.dynamic_update_slice(
@@ -79,25 +85,35 @@ def write_kv(inputs: Record, prefix: str, new_kv: tuple[LayerKV, ...], at: Array
 
 
 def outgoing(state: Record) -> Record:
+    """Renames state to the outputs that carry it to the next call."""
     return {f"o_{name}": value for name, value in state.items()}
 
 
-def kv_inputs(target: Target, prefix: str = "kv", slots: int | None = None):
+def kv_inputs(target: Target, prefix: str = "kv", capacity: int | None = None) -> Shapes:
+    """Returns the shapes of the caches of every layer."""
     config = target.config
-    shape = (1, config.num_kv_heads, slots or target.slots, config.head_dim)
+    shape = (1, config.num_kv_heads, capacity or target.capacity, config.head_dim)
     names = (f"{prefix}_{kind}_{i}" for i in range(config.num_layers) for kind in "kv")
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in names}
+    return {name: floats(*shape) for name in names}
 
 
 def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an int32 input."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a float32 input."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def make_signature(
     target: Target, function: Function, inputs: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Signature:
+    """Makes a signature whose function is traced in the forms that LiteRT takes."""
+
     def traced(params: Params, record: Record) -> Record:
-        with exchanged(litert_forms(target.slots)):
+        with exchanged(litert_forms(target.capacity)):
             return function(params, record)
 
     return Signature(traced, inputs)

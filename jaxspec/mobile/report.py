@@ -1,4 +1,4 @@
-"""What fewer bits cost: size, agreement with float32 on held-out text, and drafts accepted."""
+"""Cost of fewer bits: size, agreement with float32 on held-out text, and tau."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxspec.checkpoint import Model
-from jaxspec.core.types import Drafter
-from jaxspec.drafters import LoadedDrafter
-from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
+from jaxspec.decoding.metrics import Counts
+from jaxspec.drafters import DrafterLike
+from jaxspec.mobile.contents import ExportConfig
+from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.runtime import MobileModel
 
@@ -22,29 +23,33 @@ SCORED_TOKENS, NEW_TOKENS = 128, 64
 class Quality(NamedTuple):
     """One quantization of a file, on this machine's CPU.
 
-    size: of the file, in bytes.
-    kl: mean divergence of its law from that of float32, in nats, over all scored positions.
-    top1: share of these positions at which both name the same likeliest token.
-    tau: tokens per round of `step`, bonus INCLUDED; the first token, which comes with the prompt,
-        left out. `None` without a drafter.
-    refused: why there is no such file; the figures then mean nothing.
+    Attributes:
+        quantization: its name.
+        size: of the file, in bytes.
+        kl: mean divergence of its distribution from that of float32, in nats, over all scored
+            positions; `None` if the file is refused.
+        top1: share of these positions at which both have the same likeliest token; `None` if the
+            file is refused.
+        tau: tokens per round of `step`, bonus INCLUDED; the tokens that come with the prompts are
+            left out. `None` without a drafter.
+        refused: the reason if there is no such file.
     """
 
     quantization: str
     size: int = 0
-    kl: float = float("nan")
-    top1: float = float("nan")
+    kl: float | None = None
+    top1: float | None = None
     tau: float | None = None
     refused: str | None = None
 
 
 def quality_table(qualities: Sequence[Quality]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows as text; the first row is that of float32."""
+    """Returns columns and rows as text; the first of `qualities` is that of float32."""
     exact = qualities[0]
     columns = ["weights", "MB", "x float32 file", "KL, nats", "same top-1", "tau"]
     rows = [
         [each.quantization, f"refused: {each.refused}", "", "", "", ""]
-        if each.refused is not None
+        if each.kl is None or each.top1 is None
         else [
             each.quantization,
             f"{each.size / 1e6:.1f}",
@@ -61,7 +66,7 @@ def quality_table(qualities: Sequence[Quality]) -> tuple[list[str], list[list[st
 def compare_quantizations(
     model: Model,
     texts: Sequence[Sequence[int]],
-    drafter: Drafter | LoadedDrafter | None = None,
+    drafter: DrafterLike | None = None,
     config: ExportConfig | None = None,
     advance: Callable[[str], None] = lambda _: None,
 ) -> list[Quality]:
@@ -70,13 +75,13 @@ def compare_quantizations(
     Args:
         model: the target.
         texts: ids of held-out texts; up to `SCORED_TOKENS` of each are scored, and each is
-            continued by `NEW_TOKENS` for tau.
+            continued by `NEW_TOKENS` tokens for tau.
         drafter: as for `export`.
-        config: functions and shapes; its quantization does not count.
+        config: functions and shapes; its quantization is not used.
         advance: called once per quantization.
     """
     shapes = dataclasses.replace(config or ExportConfig(), check_gpu_ops=False)
-    texts = [text[: min(SCORED_TOKENS, shapes.slots // 2)] for text in texts]
+    texts = [text[: min(SCORED_TOKENS, shapes.capacity // 2)] for text in texts]
     exact: list[np.ndarray] = []
     found = []
     with TemporaryDirectory() as folder:
@@ -89,9 +94,9 @@ def compare_quantizations(
                 continue
             path = Path(folder) / MODEL_FILE
             file = MobileModel(path)
-            laws = [_laws(file, text) for text in texts]
-            exact = exact or laws
-            pairs = list(zip(exact, laws, strict=True))
+            logprobs = [_logprobs(file, text) for text in texts]
+            exact = exact or logprobs
+            pairs = list(zip(exact, logprobs, strict=True))
             kl = np.concatenate([np.sum(np.exp(p) * (p - q), axis=1) for p, q in pairs])
             same = np.concatenate([p.argmax(1) == q.argmax(1) for p, q in pairs])
             size, tau = path.stat().st_size, _tau(file, texts)
@@ -99,8 +104,8 @@ def compare_quantizations(
     return found
 
 
-def _laws(file: MobileModel, text: Sequence[int]) -> Float[np.ndarray, "tokens vocab"]:
-    """Log-probabilities after each token of a text, read one by one."""
+def _logprobs(file: MobileModel, text: Sequence[int]) -> Float[np.ndarray, "tokens vocab"]:
+    """Returns the log-probabilities after each token of a text, read one by one."""
     rows = []
     for place, token in enumerate(text):
         file.call("decode", pending=[token], length=[place])
@@ -114,4 +119,4 @@ def _tau(file: MobileModel, texts: Sequence[Sequence[int]]) -> float | None:
     if "step" not in file.manifest.signatures and not file.manifest.sizes("step_block"):
         return None
     counts = [n for text in texts for n in file.generate(text, NEW_TOKENS, ()).counts[1:]]
-    return float(np.mean(counts)) if counts else None
+    return Counts(num_tokens=sum(counts), num_steps=len(counts)).tau if counts else None

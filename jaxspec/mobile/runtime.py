@@ -1,13 +1,12 @@
-"""Decoding with an exported file on this machine, as an app on a phone would.
+"""Decoding with an exported file on this machine, as an app on a phone does it.
 
-Caches stay in the runtime's buffers: each state has two, which take turns as input and output, so
-that the host copies none. A call still writes each of its caches once, from one buffer into the
-other: LiteRT nowhere promises that one buffer may be both. What is called in which order is in
-`jaxspec.mobile.loops`.
+Caches stay in the runtime's buffers. Each state has two buffers, which take turns as input and
+output, so the host copies none. A call still writes each of its caches once, from one buffer into
+the other, as LiteRT does not promise that one buffer may be both. `jaxspec.mobile.loops` decides
+which signatures are called in which order.
 """
 
 import dataclasses
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,29 +16,18 @@ import numpy as np
 from jaxspec.checkpoint import CheckpointError, Tokenizer, load_tokenizer
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import Stop, Warp
-from jaxspec.mobile.extra import missing_for_gpu, needs_extra
-from jaxspec.mobile.loops import (
-    Acceptance,
-    BlockDraft,
-    BlockSteps,
-    Emitted,
-    Loop,
-    LoopOf,
-    Plain,
-    Steps,
-    TreeDraft,
-    Verified,
-    common_length,
-    setting_beyond_steps,
-    verifies_drafts,
-)
-from jaxspec.mobile.manifest import Manifest, fingerprint, read_manifest
+from jaxspec.decoding.result import FINISH_REASONS
+from jaxspec.extras import needs_extra
+from jaxspec.mobile.drafts import common_length
+from jaxspec.mobile.extra import missing_for_gpu
+from jaxspec.mobile.loops import HostAcceptance, LoopOf, Plain, Round, best_loop
+from jaxspec.mobile.manifest import Manifest, read_manifest, tokenizer_fingerprint
 from jaxspec.mobile.quantize import check_quantization
+from jaxspec.mobile.room import check_room, check_token_ids, prompt_parts
 from jaxspec.models.linear import num_cores
-from jaxspec.result import FINISH_REASONS
 
 OUT = "o_"
-"""What the names of outputs begin with that go in again."""
+"""Prefix of the names of outputs that are inputs of the next call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +36,9 @@ class Decoded:
 
     Attributes:
         tokens: ids emitted, the stop id included.
-        counts: tokens that each call emitted, the bonus token included.
-        finish_reason: as of `jaxspec.result.Generation`.
+        counts: tokens that each call emitted, the bonus token INCLUDED; the first entry is the
+            token that comes with the prompt.
+        finish_reason: see `jaxspec.decoding.result.Generation`.
     """
 
     tokens: np.ndarray
@@ -58,17 +47,25 @@ class Decoded:
 
 
 class TextEnd:
-    """Cuts what rounds emit where a text ends: a budget, stop ids, stop strings."""
+    """The end of a text: cuts rounds at a budget, stop ids or stop strings.
+
+    Example:
+        >>> end = TextEnd(room=3, stop_token_ids=[0])
+        >>> end.cut([5, 6])
+        ([5, 6], None)
+        >>> end.cut([7, 8])
+        ([7], 'length')
+    """
 
     def __init__(
         self, room: int, stop_token_ids: Sequence[int], automaton: StopAutomaton | None = None
     ):
-        """`room` tokens may be emitted; strings are looked for by `automaton`."""
+        """Starts a text that may emit `room` tokens; `automaton` finds its stop strings."""
         self._room, self._stops, self._state = room, frozenset(stop_token_ids), 0
         self._table = None if automaton is None else np.asarray(automaton.table)
 
     def cut(self, tokens: Sequence[int]) -> tuple[list[int], str | None]:
-        """What is kept of one round's tokens, and why the text ends there, if it does."""
+        """Returns the tokens of one round that are kept, and why the text ends there, or `None`."""
         kept: list[int] = []
         for token in tokens[: self._room]:
             kept.append(token)
@@ -76,36 +73,18 @@ class TextEnd:
                 self._state = self._table[self._state, token]
                 if self._state == len(self._table) - 1:
                     return kept, FINISH_REASONS[Stop.STRING]
-            # Second: where one token is both, the string counts, as its text is to be cut.
+            # After the string: where one token ends both, the string counts and its text is cut.
             if token in self._stops:
                 return kept, FINISH_REASONS[Stop.TOKEN]
         self._room -= len(kept)
         return kept, None if self._room > 0 else FINISH_REASONS[Stop.LENGTH]
 
 
-def _check_known(signature: str, kind: str, name: str, known: Collection[str]) -> None:
-    if name not in known:
-        raise ValueError(f"{signature}: its {kind}s are {', '.join(known)}, and not {name}.")
-
-
-def verify_drafts(model: "MobileModel", acceptance: Acceptance) -> Loop:
-    """Verifies what the file's own drafter offers, and decides here."""
-    of_blocks = model.manifest.sizes("draft_block")
-    draft = BlockDraft(model) if of_blocks else TreeDraft(model)
-    return Verified(model, draft, acceptance)
-
-
-def whole_steps(model: "MobileModel", acceptance: Acceptance) -> Loop:
-    """Calls the file's own steps, which decide themselves."""
-    of_blocks = model.manifest.sizes("step_block")
-    return BlockSteps(model, acceptance) if of_blocks else Steps(model, acceptance)
-
-
 class MobileModel:
     """An exported file, compiled for this machine by LiteRT.
 
     Attributes:
-        manifest: what the file says of itself.
+        manifest: settings of the file.
         tokenizer: of the model; `None` if it has none.
         last_prefill: N of the `prefill_N` that read the end of the last prompt.
     """
@@ -122,31 +101,31 @@ class MobileModel:
 
         Args:
             path: the `.tflite`.
-            tokenizer: checked to be the one that it was exported with; `None`: the one beside the
-                file, if there is one.
+            tokenizer: must be the one that it was exported with; `None`: the one in the file's
+                folder, if there is one.
             num_threads: `None`: one per core.
-            weight_cache: a file to keep the weights in as the CPU reads them: signatures then
-                share one copy instead of packing one each. Its name is followed by a part of the
-                model's checksum, as the runtime does not look whose weights it finds.
+            weight_cache: a file that keeps the weights as the CPU reads them: signatures then share
+                one copy instead of packing one each. A part of the model's checksum is added to
+                its name, as the runtime does not check whose weights it finds.
             accelerator: "gpu" runs everything on a GPU, in float32, or raises; see
                 `jaxspec.mobile.gpu` for a check that survives what a driver may do.
 
         Raises:
             ValueError: the extra `mobile` is not installed, the machine lacks an accelerator or
-                driver, or the file is quantised in a way that ends the accelerator's process.
+                driver, or the file's quantization ends the accelerator's process.
             CheckpointError: the file is not ours, is damaged, or is for another tokenizer.
         """
         self.manifest: Manifest = read_manifest(path)
-        beside, found = Path(path).parent, "the one that was given"
-        if tokenizer is None and (beside / "tokenizer.json").is_file():
-            tokenizer, found = load_tokenizer(beside), "the tokenizer.json that lies beside it"
+        folder, found = Path(path).parent, "the one that was given"
+        if tokenizer is None and (folder / "tokenizer.json").is_file():
+            tokenizer, found = load_tokenizer(folder), "the tokenizer.json in its folder"
         self.tokenizer = tokenizer
-        if tokenizer is not None and fingerprint(tokenizer) != self.manifest.tokenizer:
+        if tokenizer is not None and tokenizer_fingerprint(tokenizer) != self.manifest.tokenizer:
             raise CheckpointError(
                 f"{path} was exported with another tokenizer than {found}, so its tokens mean "
                 "something else: take the tokenizer.json of the same export."
             )
-        with needs_extra("Running an exported model"):
+        with needs_extra("Running an exported model", "mobile"):
             from ai_edge_litert import compiled_model as litert
         if accelerator == "gpu":
             check_quantization(self.manifest.quantization, on_gpu=True)
@@ -166,10 +145,10 @@ class MobileModel:
                 ),
             )
         self._model = litert.CompiledModel.from_file(str(path), options=options)
-        # By name and shape, so that signatures share what they hand on.
+        # By name and shape, so that signatures share the state that they pass on.
         self._buffers: dict[tuple[str, tuple[int, ...]], list[Any]] = {}
         self._results: dict[tuple[str, str], Any] = {}
-        # The last text, and how many of its tokens lie in all caches, a head's included.
+        # The last text, and the number of its tokens in all caches, a head's included.
         self._text: list[int] = []
         self._known = 0
         self.last_prefill = 0
@@ -181,45 +160,47 @@ class MobileModel:
 
     @property
     def name(self) -> str:
+        """Name of the model."""
         return self.manifest.model
 
     @property
     def vocab_size(self) -> int:
+        """Number of ids that it may emit."""
         return self.manifest.num_tokens
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text."""
         return self.manifest.stop_token_ids
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:
+        """Entries of the model's `generation_config.json`."""
         return self.manifest.generation_defaults
 
     def inputs(self, signature: str) -> dict[str, dict[str, Any]]:
-        """Shape and dtype of each input of a signature."""
+        """Returns shape and dtype of each input of a signature."""
         return self._described(signature)["inputs"]
 
     def call(self, signature: str, **inputs: np.ndarray | Sequence[int]) -> None:
-        """Runs a signature on the state, with some of it set to new values first.
+        """Runs a signature on the state, after some of it is set to new values.
 
-        Outputs `o_NAME` become the state NAME; `read` gives the others.
+        Outputs `o_NAME` become the state NAME; `read` returns the others.
 
         Args:
             signature: its name.
             **inputs: arrays or lists. `length` must be among them if the signature takes it.
 
         Raises:
-            ValueError: there is no such signature or input, or the caches have no room for what it
-                writes, which LiteRT would put over other rows without a word.
+            ValueError: there is no such signature or input, or the caches have no room for the rows
+                that it writes.
         """
         described = self._described(signature)
         for name in inputs:
             _check_known(signature, "input", name, described["inputs"])
-        if "length" in described["inputs"]:
-            self._check_room(signature, inputs)
+        check_room(self.manifest, signature, inputs)
         if "block_k_0" in described["inputs"]:
-            self._check_block_room(signature, inputs)
-            self._known = 0  # only a stream knows what a call leaves in the caches
+            self._known = 0  # only a stream knows the state of the caches after a call
         for name, value in inputs.items():
             entry = described["inputs"][name]
             array = np.asarray(value, entry["dtype"]).reshape(entry["shape"])
@@ -239,7 +220,7 @@ class MobileModel:
             pair.reverse()
 
     def read(self, signature: str, output: str) -> np.ndarray:
-        """What the last call of a signature gave as this output.
+        """Returns an output of the last call of a signature.
 
         Raises:
             ValueError: there is no such signature or output.
@@ -255,7 +236,7 @@ class MobileModel:
         return buffer.read(size, np.dtype(entry["dtype"]).type).reshape(entry["shape"])
 
     def prefill(self, prompt: Sequence[int], start: int = 0) -> int:
-        """Reads a prompt from its token `start` on; those before are cached already.
+        """Reads a prompt from its token `start` on; those before it are cached already.
 
         Returns:
             The model's next token.
@@ -267,21 +248,18 @@ class MobileModel:
         self._check_prompt(prompt)
         if not 0 <= start < len(prompt):
             raise ValueError(f"start must be in 0..{len(prompt) - 1}, got {start}.")
-        sizes, length = self.manifest.sizes("prefill"), len(prompt)
-        at, name, size = start, "", 0
-        while at < length:
-            size = next((n for n in sizes if n >= length - at), sizes[-1])
-            # The last part may overlap what is cached: reading a token again changes nothing.
-            at = max(0, min(at, self.manifest.slots - size))
+        length, name, size = len(prompt), "", 0
+        sizes = self.manifest.sizes("prefill")
+        for first, size in prompt_parts(sizes, start, length, self.manifest.capacity):
             part = np.zeros(size, np.int32)
-            count = min(size, length - at)
-            part[:count] = prompt[at : at + count]
-            following = prompt[at + count] if at + count < length else 0
+            end = min(first + size, length)
+            part[: end - first] = prompt[first:end]
+            following = prompt[end] if end < length else 0
             name = f"prefill_{size}"
-            inputs = {"prompt": part, "count": [count], "length": [at], "following": [following]}
-            accepted = self._described(name)["inputs"]
-            self.call(name, **{key: value for key, value in inputs.items() if key in accepted})
-            at += count
+            inputs = {"prompt": part, "count": [end - first], "length": [first]}
+            if "following" in self.inputs(name):
+                inputs["following"] = [following]
+            self.call(name, **inputs)
         self.last_prefill = size
         return int(self.read(name, "o_pending")[0])
 
@@ -310,7 +288,7 @@ class MobileModel:
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be at least 0, got {max_new_tokens}.")
         stops = self.stop_token_ids if stop_token_ids is None else stop_token_ids
-        end = TextEnd(min(max_new_tokens, self.manifest.slots - len(prompt)), stops)
+        end = TextEnd(min(max_new_tokens, self.manifest.capacity - len(prompt)), stops)
         tokens: list[int] = []
         counts: list[int] = []
         for emitted in self.stream(prompt, loop, warp, seed):
@@ -319,7 +297,7 @@ class MobileModel:
             counts.append(len(emitted.tokens))
             if reason is not None:
                 return Decoded(np.asarray(tokens, np.int32), tuple(counts), reason)
-        raise AssertionError("a stream goes on to the end of the context")
+        raise AssertionError("a stream continues to the end of the context")
 
     def stream(
         self,
@@ -327,17 +305,17 @@ class MobileModel:
         loop: LoopOf | None = None,
         warp: Warp | None = None,
         seed: int = 0,
-    ) -> Iterator[Emitted]:
-        """Yields what each round emits, until the exported context is full.
+    ) -> Iterator[Round]:
+        """Yields the tokens of each round, until the exported context is full.
 
-        What the caches hold of the last text is kept, as far as the prompt begins with it: the
-        next turn of a chat reads only what is new.
+        The caches of the last text are used again as far as the prompt begins with it: the next
+        turn of a chat reads only its new tokens.
 
         Args:
             prompt: ids.
-            loop: `Plain`, `whole_steps`, or a function of a model and an `Acceptance` that makes a
-                `Verified`; `None`: steps, if the file has them and they can sample as asked.
-            warp: how to sample, see `core.types.Warp`; greedy by default.
+            loop: `Plain`, `whole_steps`, or a function that makes a `Verified`; `None`: the
+                `best_loop` of the file for this `warp`.
+            warp: settings of sampling, see `core.types.Warp`; greedy by default.
             seed: of sampling.
 
         Raises:
@@ -345,43 +323,31 @@ class MobileModel:
                 loop calls, or another text was begun with this file before this one was done.
         """
         self._check_prompt(prompt)
-        acceptance = Acceptance(warp or Warp(), seed)
+        acceptance = HostAcceptance(warp or Warp(), seed)
         plain = Plain(self, acceptance)
-        rounds = (loop or self._best_loop(acceptance.warp))(self, acceptance)
+        rounds = (loop or best_loop(self.manifest, acceptance.warp))(self, acceptance)
         text = list(prompt)
         self.prefill(text, self._reusable(text))
         text.append(plain.choose(f"prefill_{self.last_prefill}", text[-1]))
         self._text, self._known, recent = text, len(text) - 2, 1
-        yield Emitted(text[-1:], 0)
-        while len(text) < self.manifest.slots:
+        yield Round(text[-1:], 0)
+        while len(text) < self.manifest.capacity:
             if self._text is not text:
                 raise ValueError(
-                    "stream: another text was begun, and a file holds the caches of one: open it "
-                    "once for each text that goes on."
+                    "stream: another text was begun, and a file holds the caches of one text: open "
+                    "it once for each text that you continue."
                 )
             cached, known = len(text) - 1, self._known
             # A round writes a whole padded path. Where it does not fit, one token still does.
-            chosen = rounds if cached + rounds.rows <= self.manifest.slots else plain
+            chosen = rounds if cached + rounds.rows <= self.manifest.capacity else plain
             emitted = chosen.advance(text, recent)
             text += emitted.tokens
             recent = len(emitted.tokens)
             self._known = known if self._has_head and not chosen.absorbs else cached
             yield emitted
 
-    def _best_loop(self, warp: Warp) -> LoopOf:
-        """Steps where they do what is asked, else `draft` with acceptance here, else plain."""
-        signatures, sizes = self.manifest.signatures, self.manifest.sizes
-        if sizes("step_block") and warp.temperature is None and warp.bias is None:
-            return whole_steps
-        step = "step" if warp.temperature is None else "step_sampled"
-        if step in signatures and setting_beyond_steps(warp, self.manifest) is None:
-            return whole_steps
-        if verifies_drafts(self.manifest):
-            return verify_drafts
-        return Plain
-
     def _reusable(self, prompt: Sequence[int]) -> int:
-        """Tokens of a prompt that need not be read again.
+        """Returns the number of a prompt's tokens that need not be read again.
 
         A head's pair joins a state with the token after it, so that token must be the same too.
         """
@@ -398,65 +364,13 @@ class MobileModel:
             raise ValueError(
                 f"model: {self.name} fills in masks; use `jaxspec.mobile.fill_in`, which does."
             )
-        slots, known = self.manifest.slots, self.manifest.num_tokens
-        if not 1 <= len(prompt) < slots:
+        capacity = self.manifest.capacity
+        if not 1 <= len(prompt) < capacity:
             raise ValueError(
-                f"prompt: this file takes 1..{slots - 1} tokens, got {len(prompt)}; export with "
-                "more slots for longer texts."
+                f"prompt: this file takes 1..{capacity - 1} tokens, got {len(prompt)}; export with "
+                "more capacity for longer texts."
             )
-        for token in prompt:
-            if not 0 <= token < known:
-                raise ValueError(f"prompt: ids must be in 0..{known - 1}, got {token}.")
-
-    def _check_block_room(self, signature: str, inputs: dict[str, Any]) -> None:
-        """Of a drafter of blocks, which has slots of its own."""
-        described = self.inputs(signature)
-        slots, size = described["block_k_0"]["shape"][2], described["window"]["shape"][1]
-        start = int(np.asarray(inputs.get("start", -1)).reshape(()))
-        if not 0 <= start <= slots - size:
-            raise ValueError(
-                f"start: {signature} writes {size} slots from {start} on, and the drafter of this "
-                f"file has {slots}; say where it writes, or end the text."
-            )
-
-    def _check_room(self, signature: str, inputs: dict[str, Any]) -> None:
-        if "length" not in inputs:
-            raise ValueError(f"length: say where {signature} writes; the host owes it the room.")
-        kind, _, size = signature.rpartition("_")
-        rows, levels = 0, self.manifest.depth + 1
-        start = int(np.asarray(inputs["length"]).reshape(()))
-        if signature == "decode":
-            rows = 1
-        elif kind == "step" or signature == "step":
-            rows = levels
-        elif kind == "step_block":
-            rows = self._described(signature)["outputs"]["o_tokens"]["shape"][1]
-        elif signature in ("draft", "absorb") and "tokens" in self.inputs(signature):
-            start, rows = start - int(np.asarray(inputs.get("count", 1)).reshape(())), levels
-        elif kind in ("prefill", "commit"):
-            rows = int(size)
-        elif kind in ("denoise", "round") and "kv_k_0" in self.inputs(signature):
-            # Whole windows; that their second half has a place in the text is asked for as well.
-            rows = math.prod(self.inputs(signature)["window"]["shape"])
-        if start < 0 or start + rows > self.manifest.slots:
-            raise ValueError(
-                f"length: {signature} writes {rows} rows from {start} on, and this file has "
-                f"{self.manifest.slots} slots; export it with more, or end the text."
-            )
-        positions = int(np.max(inputs.get("positions", 0)))
-        if positions >= self.manifest.slots:
-            raise ValueError(
-                f"positions: must be below the {self.manifest.slots} slots of this file, got "
-                f"{positions}."
-            )
-        if kind == "draft":
-            first = int(np.asarray(inputs.get("drafted", -1)).reshape(()))
-            slots = self.inputs(signature)["scratch_k_0"]["shape"][2]
-            if not 0 <= first <= slots - int(size):
-                raise ValueError(
-                    f"drafted: {signature} writes {size} nodes from {first} on, and its scratch "
-                    f"has {slots} slots; say how many are drafted, of fewer levels."
-                )
+        check_token_ids(self.manifest, prompt)
 
     def _described(self, signature: str) -> dict[str, dict[str, Any]]:
         if signature not in self.manifest.signatures:
@@ -466,7 +380,7 @@ class MobileModel:
         return self.manifest.signatures[signature]
 
     def _state(self, signature: str, name: str) -> list[Any]:
-        """Both buffers of a state, as an input: its value, and a spare one."""
+        """Returns both buffers of a state, as an input: its value, and the spare one."""
         entry = self._described(signature)["inputs"][name]
         key = name, tuple(entry["shape"])
         if key not in self._buffers:
@@ -477,7 +391,7 @@ class MobileModel:
         return self._buffers[key]
 
     def _next_state(self, signature: str, output: str) -> list[Any]:
-        """The same as an output."""
+        """Returns both buffers of a state, as an output."""
         key = (
             output.removeprefix(OUT),
             tuple(self._described(signature)["outputs"][output]["shape"]),
@@ -489,8 +403,13 @@ class MobileModel:
         return self._buffers[key]
 
     def _result(self, signature: str, output: str) -> Any:
-        """The buffer of an output that does not go in again."""
+        """Returns the buffer of an output that is no input of the next call."""
         key = signature, output
         if key not in self._results:
             self._results[key] = self._model.create_output_buffer_by_name(signature, output)
         return self._results[key]
+
+
+def _check_known(signature: str, kind: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(f"{signature}: its {kind}s are {', '.join(known)}, and not {name}.")

@@ -15,10 +15,10 @@ POLICY = (
     "form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
-    # Both make a page "cross-origin isolated": without, it gets no SharedArrayBuffer, no threads.
+    # Both make a page "cross-origin isolated"; otherwise it has no SharedArrayBuffer, no threads.
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Embedder-Policy": "require-corp",
-    # Workers do not inherit what a page says of itself.
+    # Workers do not inherit the policy of a page.
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Resource-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
@@ -36,7 +36,7 @@ _TYPES = {
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Files of one folder, and nothing of how it is called."""
+    """Serves the files of one folder, without a list of them."""
 
     extensions_map = _TYPES  # pyright: ignore[reportAssignmentType, reportIncompatibleUnannotatedOverride]
 
@@ -56,8 +56,10 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 class _Server(ThreadingHTTPServer):
+    """Ignores visitors who leave in the middle of a file or do not trust the certificate."""
+
     def handle_error(self, request, client_address) -> None:
-        # Who leaves in the middle of a file, or does not trust the certificate, is no error here.
+
         if not isinstance(sys.exception(), ConnectionError | TimeoutError | ssl.SSLError):
             super().handle_error(request, client_address)
 
@@ -69,23 +71,23 @@ def page_server(
     certificate: str | Path | None = None,
     key: str | Path | None = None,
 ) -> ThreadingHTTPServer:
-    """A server that has the port, and answers from `serve_forever` on.
+    """Opens a server on a port; it answers once `serve_forever` is called.
 
     Args:
-        folder: of `jaxspec export --web`.
+        folder: written by `jaxspec export web`.
         host: an address of this machine; "0.0.0.0": all of them.
         port: 0: any that is free.
         certificate: with `key` in PEM: speak HTTPS.
         key: of the certificate; `None`: in the same file.
 
     Raises:
-        ValueError: the folder holds no exported page, the port cannot be had, or the certificate
+        ValueError: the folder holds no exported page, the port is not free, or the certificate
             cannot be read.
     """
     folder = Path(folder)
     if not (folder / PROFILE_FILE).is_file() or not (folder / "index.html").is_file():
         raise ValueError(
-            f"{folder} holds no exported page: make one by `jaxspec export MODEL --web {folder} "
+            f"{folder} holds no exported page: make one by `jaxspec export web MODEL {folder} "
             "--head HEAD`."
         )
     if not 0 <= port < 1 << 16:
@@ -95,7 +97,8 @@ def page_server(
         server = _Server((host, port), handler)
     except OSError as error:
         raise ValueError(
-            f"--port: {host}:{port} cannot be had ({error.strerror}); take another, or 0 for any."
+            f"--port: {host}:{port} cannot be opened ({error.strerror}); take another, or 0 for "
+            "any."
         ) from None
     if certificate is not None:
         try:
@@ -104,7 +107,7 @@ def page_server(
         except OSError as error:
             server.server_close()
             raise ValueError(f"--certificate {certificate}: cannot be used ({error}).") from None
-        # A visitor shakes hands in a thread of their own: who does not would stop all others.
+        # The handshake runs in the visitor's own thread, so that a slow one does not stop others.
         server.socket = context.wrap_socket(
             server.socket, server_side=True, do_handshake_on_connect=False
         )
@@ -112,17 +115,17 @@ def page_server(
 
 
 def lan_address() -> str:
-    """This machine's address in its network, or loopback where there is none. Nothing is sent."""
+    """Returns this machine's address in its network, or loopback; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address for documentation: only routes are asked
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation; only finds a route
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
 
 
 def qr_code(address: str) -> str | None:
-    """An address for a phone's camera, in characters of a terminal; `None` without `segno`."""
+    """Draws an address for a phone's camera, in characters; `None` without `segno`."""
     try:
         import segno
     except ImportError:

@@ -6,16 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.generation import (
+from jaxspec.decoding.generate import StreamStep
+from jaxspec.decoding.request import (
     GenerationConfig,
     PromptLike,
-    StreamStep,
-    TextStream,
     automaton_of,
     check_rules,
     encode_prompt,
     warps_of,
 )
+from jaxspec.decoding.result import TextStream
 from jaxspec.mobile.loops import LoopOf
 from jaxspec.mobile.runtime import MobileModel, TextEnd
 
@@ -27,17 +27,29 @@ def stream_text(
     loop: LoopOf | None = None,
     seed: int = 0,
 ) -> Iterator[StreamStep]:
-    """Continues ONE prompt, round by round as it happens.
+    """Continues ONE prompt and yields the text of every round.
 
     Args:
         model: an open file.
         prompt: text, ids or chat messages.
         config: how to decode; one row, without log-probabilities.
         loop: see `MobileModel.stream`.
-        seed: of sampling. Draws differ from those of `jaxspec.generate`.
+        seed: of sampling; draws differ from those of `jaxspec.generate`.
 
     Raises:
         ValueError: as `jaxspec.stream`, or for a setting that only JAX has.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxspec import GenerationConfig, load
+        >>> from jaxspec.mobile import ExportConfig, MobileModel, export, stream_text
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     shapes = ExportConfig(capacity=64, prefill=(8,), quantization="float32")
+        ...     manifest = export(load("demo-draft"), folder, config=shapes)
+        ...     model = MobileModel(f"{folder}/model.tflite")
+        >>> config = GenerationConfig(max_new_tokens=8)
+        >>> "".join(step.text for step in stream_text(model, "Two and two", config))
+        ' times as many times as the three times'
     """
     config = config or GenerationConfig()
     for name, value, only in (
@@ -61,7 +73,7 @@ def stream_text(
     budget = int(of_one_row("max_new_tokens", np.int32)[0])
     if budget == 0:
         return
-    room = min(budget, model.manifest.slots - len(ids))
+    room = min(budget, model.manifest.capacity - len(ids))
     end = TextEnd(room, stops, automaton_of(model, config))
     shown = TextStream(model.tokenizer, config.stop_strings)
     for emitted in model.stream(ids, loop, warp, seed):

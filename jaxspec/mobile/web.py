@@ -1,9 +1,9 @@
 """A model as a static folder: a page that runs it in a browser, by LiteRT.js.
 
-Beside the page and the `.tflite` lies `profile.json`: the trees, the tokens that a step over each
-is expected to give, a self-test, and checksums. The page times each tree on its device and takes
-the fastest, plain decoding among them. A second file, the kit, holds passes of several sizes; timed
-on request, they are what a tree is searched by.
+The folder holds the page, the `.tflite` and `profile.json`: the trees, the tokens that a step over
+each is expected to emit, a self-test, and checksums. The page times each tree on its device and
+takes the fastest, plain decoding among them. A second file, the kit, holds passes of several sizes;
+the page times them on request, and a tree is searched by their times.
 """
 
 import dataclasses
@@ -18,26 +18,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.bench.tuning import with_tree
 from jaxspec.checkpoint import CheckpointError, Model, Tokenizer
 from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.tree import normalize_paths
 from jaxspec.drafters import Eagle, LoadedDrafter
-from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
+from jaxspec.mobile.contents import ExportConfig, in_one_dtype
+from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.loops import Plain, Steps
 from jaxspec.mobile.memory import draft_pass_weights, estimate_phone_memory
 from jaxspec.mobile.profile import timed_signatures, valid_integers
 from jaxspec.mobile.runtime import MobileModel
-from jaxspec.trees import AcceptanceTable, LatencyProfile, Limits, likeliest_paths, search_tree
+from jaxspec.tuning import AcceptanceTable, LatencyProfile, Limits, likeliest_paths, search_tree
+from jaxspec.tuning.measuring import with_tree
 
 PROFILE_FILE, KIT_FILE = "profile.json", "kit.tflite"
-FORMAT = 1
-"""Of `profile.json`."""
+FORMAT = 2
+"""Version of `profile.json`."""
 PREFILL = (16, 64)
 MAX_TREES = 4
 HEAP_LIMIT = 1984 << 20
-"""Bytes of a wasm heap that could be allocated in a browser, of its 2 GiB."""
+"""Bytes of a wasm heap that a browser could allocate, of its 2 GiB."""
 PAGE_FOLDER = Path(__file__).resolve().parent / "web"
 PAGE_FILES = (
     *("index.html", "style.css", "page.js", "worker.js", "session.js", "engine.js", "choose.js"),
@@ -47,7 +48,7 @@ _TOKENIZER_FILE = "tokenizer.json"
 _CHECKED_FILES = (MODEL_FILE, KIT_FILE, _TOKENIZER_FILE)
 _PACKAGE_FILES = ("package.json", "package-lock.json")
 _LITERT = "@litertjs/core"
-# What the page loads of each package, and where it lies beside the page.
+# Files of each package that the page loads, and their place in its folder.
 _VENDORED = {
     f"{_LITERT}/dist/index.js": "litert/index.js",
     f"{_LITERT}/wasm": "litert/wasm",
@@ -76,10 +77,11 @@ _TEST_TOKENS, _TEST_ENOUGH = 64, 6
 
 
 class WebExport(NamedTuple):
-    """What was written.
+    """A written page.
 
-    profile: as in `profile.json`.
-    payload: bytes by part, as a browser loads them.
+    Attributes:
+        profile: as in `profile.json`.
+        payload: bytes by part, as a browser loads them.
     """
 
     profile: dict[str, Any]
@@ -91,10 +93,10 @@ def choose_trees(
     profile: LatencyProfile | None = None,
     given: Sequence[RankPath] | None = None,
 ) -> tuple[tuple[RankPath, ...], ...]:
-    """A few small trees for a page to choose from, a chain among them, the smallest first.
+    """Chooses a few small trees for a page, a chain among them, the smallest first.
 
-    On wasm further rows are dear, so the trees are those of 2, 4 and 8 nodes (the root excluded)
-    with the most expected tokens, and a chain.
+    On wasm every further row costs much time, so the trees are those of 2, 4 and 8 nodes (the root
+    excluded) with the most expected tokens, and a chain.
 
     Args:
         acceptance: of the drafter.
@@ -128,11 +130,11 @@ def export_web(
 
     Args:
         model: the target, with its tokenizer.
-        folder: made if it is not there; what else it holds stays.
+        folder: made if it does not exist; other files in it stay.
         drafter: with an EAGLE head; its own tree is not used.
         trees: rank paths of each, the root left out.
-        acceptance: measured with this head; says how many tokens a step is expected to give.
-        config: slots and quantization; int8 by default.
+        acceptance: measured with this head, for the tokens that a step is expected to emit.
+        config: capacity and quantization; int8 by default.
         advance: called before each part.
 
     Raises:
@@ -140,11 +142,13 @@ def export_web(
             on which each tree's whole path is accepted, or as `export`.
     """
     if not isinstance(drafter.drafter, Eagle):
-        raise ValueError("--web: the page drafts with an EAGLE head: give --head FOLDER.")
-    if model.tokenizer is None:
-        raise ValueError("--web: the page reads and writes text, and this model has no tokenizer.")
-    if acceptance.head:  # tables of none of our heads say where they are from
+        raise ValueError("drafter: the page drafts with an EAGLE head; give one.")
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise ValueError("model: the page reads and writes text, and this model has no tokenizer.")
+    if acceptance.head:  # published tables name no head
         acceptance.check_head(drafter.params)
+    model, drafter = in_one_dtype(model, drafter)
     config = config or ExportConfig(prefill=PREFILL)
     drafts = tuple(normalize_paths(paths) for paths in trees)
     shapes = dataclasses.replace(config, bundle="gpu", trees=drafts, verify=(), levels=())
@@ -166,14 +170,14 @@ def export_web(
             "format": FORMAT,
             "model": manifest.model,
             "quantization": manifest.quantization,
-            "slots": manifest.slots,
+            "capacity": manifest.capacity,
             "num_tokens": manifest.num_tokens,
             "stop_token_ids": list(manifest.stop_token_ids),
             "depth": manifest.depth,
             "prefill": list(manifest.sizes("prefill")),
             "trees": [_described(acceptance, *each) for each in manifest.trees.items()],
             "acceptance": acceptance.source,
-            "chat": chat_affixes(model.tokenizer),
+            "chat": chat_affixes(tokenizer),
             "heap_bytes": heap(staging / MODEL_FILE, len(manifest.signatures), passes),
             "heap_limit": HEAP_LIMIT,
             "self_test": test,
@@ -185,7 +189,7 @@ def export_web(
 
 
 def vendor(folder: Path) -> None:
-    """Fetches what the page loads besides itself, by npm: pinned, and checked by the lock file.
+    """Fetches the libraries of the page by npm, pinned and checked by the lock file.
 
     Raises:
         ValueError: npm is missing, or fails.
@@ -193,7 +197,7 @@ def vendor(folder: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise ValueError(
-            "--web: npm fetches LiteRT.js, and it is not on the PATH: install Node.js (Debian: "
+            "npm: it fetches LiteRT.js, and it is not on the PATH: install Node.js (Debian: "
             "apt-get install nodejs npm; it is needed for exporting only, not for serving)."
         )
     with TemporaryDirectory() as work:
@@ -203,8 +207,8 @@ def vendor(folder: Path) -> None:
         done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
         if done.returncode:
             raise ValueError(
-                f"--web: npm could not fetch LiteRT.js: {done.stderr.strip()[-600:]} -- It needs "
-                "the network once; later exports take it from npm's cache."
+                f"npm: it could not fetch LiteRT.js: {done.stderr.strip()[-600:]} -- It needs the "
+                "network once; later exports take it from npm's cache."
             )
         for source, place in _VENDORED.items():
             path, target = Path(work, "node_modules", source), folder / place
@@ -213,7 +217,7 @@ def vendor(folder: Path) -> None:
                 shutil.copytree(path, target)
             else:
                 shutil.copyfile(path, target)
-    # LiteRT.js is under the same licence, whose text its package does not bring.
+    # LiteRT.js has the same licence, and its package does not contain the text.
     shutil.copyfile(folder / "tokenizers/LICENSE", folder / "litert/LICENSE")
     loader = folder / _VENDORED[f"{_LITERT}/dist/index.js"]
     source = loader.read_text(encoding="utf-8")
@@ -222,12 +226,12 @@ def vendor(folder: Path) -> None:
 
 
 def chat_affixes(tokenizer: Tokenizer) -> dict[str, str] | None:
-    """What a chat template puts around messages, for hosts that cannot run it.
+    """Finds the text that a chat template puts around messages, for hosts that cannot run it.
 
     Returns:
-        open: before the first message of the user. reply: between a message and its answer. turn:
-        between an answer and the next message. `None`: there is no template, or it does more than
-        that.
+        Three texts: `open` before the first message of the user, `reply` between a message and its
+        answer, `turn` between an answer and the next message. `None`: there is no template, or it
+        does more than that.
     """
     user, answer, again = "\ue000one\ue001", "\ue000two\ue001", "\ue000three\ue001"
     first = [{"role": "user", "content": user}]
@@ -244,10 +248,10 @@ def chat_affixes(tokenizer: Tokenizer) -> dict[str, str] | None:
 
 
 def find_self_test(path: Path) -> dict[str, Any]:
-    """A text, and the tokens that follow it, on which every tree's whole path is accepted.
+    """Finds a text and its next tokens, on which every tree's whole path is accepted.
 
-    A page reads the text, then calls each step a few times and compares. Of several such texts it
-    is the one whose tokens are likeliest by the widest margin: backends round differently.
+    A page reads the text, calls each step a few times and compares. Of several such texts the one
+    whose tokens are likeliest by the widest margin is taken, as backends round differently.
 
     Raises:
         ValueError: no such text was found.
@@ -258,9 +262,9 @@ def find_self_test(path: Path) -> dict[str, Any]:
     assert file.tokenizer is not None
     found: list[tuple[float, dict[str, Any]]] = []
     for text in _TEST_PROMPTS:
-        prompt = file.tokenizer.encode(text)[: file.manifest.slots // 4]
+        prompt = file.tokenizer.encode(text)[: file.manifest.capacity // 4]
         steps = partial(Steps, signature=deepest)
-        tokens = min(_TEST_TOKENS, file.manifest.slots // 2)
+        tokens = min(_TEST_TOKENS, file.manifest.capacity // 2)
         decoded = file.generate(prompt, tokens, (), loop=steps)
         at = 0
         for count in decoded.counts:
@@ -271,7 +275,7 @@ def find_self_test(path: Path) -> dict[str, Any]:
                 found += [] if tested is None else [(_margin(file, start, tested), tested)]
     if not found:
         raise ValueError(
-            "--web: no text was found on which each tree's whole path is accepted, and a self-test "
+            "trees: no text was found on which each tree's whole path is accepted, and a self-test "
             "needs one: this head hardly drafts for this model, or a tree is too deep for it."
         )
     return max(found, key=lambda each: each[0])[1]
@@ -280,7 +284,7 @@ def find_self_test(path: Path) -> dict[str, Any]:
 def _tested(
     file: MobileModel, start: Sequence[int], trees: dict[str, int]
 ) -> dict[str, Any] | None:
-    """A self-test behind a text; `None` if one of the trees has no whole path in it."""
+    """Makes a self-test behind a text; `None` if one of the trees has no whole path in it."""
     expected: dict[str, list[int]] = {}
     for name, depth in trees.items():
         rounds = file.stream(start, loop=partial(Steps, signature=name))
@@ -298,7 +302,7 @@ def _tested(
 
 
 def _margin(file: MobileModel, start: Sequence[int], test: dict[str, Any]) -> float:
-    """The least distance of the two best logits over the tokens of a self-test."""
+    """Returns the smallest gap of the two best logits over the tokens of a self-test."""
     longest = max(test["steps"].values(), key=len)
     file.prefill(start)
     margin, length = np.inf, len(start)
@@ -316,10 +320,10 @@ def _write_kit(
     trees: Sequence[Sequence[RankPath]],
     config: ExportConfig,
 ) -> dict[str, Any]:
-    """A file with passes of several sizes, and how to time them."""
+    """Writes a file with passes of several sizes; returns the inputs to time them with."""
     deepest = max(trees, key=lambda paths: max(map(len, paths)))
     loaded = with_tree(drafter, deepest)
-    fitting = tuple(size for size in _KIT_TOKENS if size <= config.slots // 2)
+    fitting = tuple(size for size in _KIT_TOKENS if size <= config.capacity // 2)
     shapes = dataclasses.replace(
         config, prefill=config.prefill[:1], trees=(), verify=fitting, levels=_KIT_NODES
     )
@@ -340,11 +344,11 @@ def _heap_bytes(
     signatures: int,
     draft_passes: int,
 ) -> int:
-    """Of wasm: the file, every use of a weight packed apart, and each function's own caches."""
+    """Estimates wasm's heap: the file, every use of a weight packed, each function's caches."""
     memory = estimate_phone_memory(
         model.config,
         config.quantization,
-        config.slots,
+        config.capacity,
         drafter.params.params,
         draft_pass_weights(model.params, drafter),
         draft_passes,
@@ -356,7 +360,7 @@ def _heap_bytes(
 def _described(
     acceptance: AcceptanceTable, signature: str, paths: tuple[RankPath, ...]
 ) -> dict[str, Any]:
-    """A tree as the page takes it; parents count the root, which is node 0."""
+    """Describes a tree as the page takes it; parents count the root, which is node 0."""
     places = {(): 0, **{path: place for place, path in enumerate(paths, start=1)}}
     return {
         "signature": signature,
@@ -375,7 +379,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _payload(folder: Path) -> dict[str, int]:
-    """Bytes by part. Of LiteRT's four builds a browser loads one: the largest is counted."""
+    """Returns bytes by part. A browser loads one of LiteRT's builds: the largest is counted."""
     wasm = folder / "vendor" / "litert" / "wasm"
     builds = [path.stat().st_size for path in wasm.glob("*.wasm")]
     glue = [path.stat().st_size for path in wasm.glob("*.js")]

@@ -1,8 +1,7 @@
 """Weights into a converted graph, with fewer bits if asked for, one at a time.
 
-The converter sees only shapes: in its graphs weights are inputs. Here they become constants, stored
-once for all functions that read them. So the converter never holds a copy of the model, let alone
-one for each function.
+The converter sees only shapes: in its graphs weights are inputs. Here they become constants that
+are stored once for all functions that read them. So the converter never holds a copy of the model.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,22 +9,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.mobile.extra import needs_extra
-from jaxspec.mobile.quantize import QUANTIZATIONS, Recipe, quantize_rows
+from jaxspec.extras import needs_extra
+from jaxspec.mobile.quantize import QUANTIZATIONS, WeightFormat, quantize_rows
 
 PREFIX = "weight:"
-"""Begins the names of inputs that stand for weights; the place among the leaves follows."""
-_TABLE = Recipe(8, 0, on_gpu=True)  # of tokens, in all quantizations
+"""Prefix of inputs that stand for weights; the index of the leaf follows."""
+_TABLE = WeightFormat(8, 0, on_gpu=True)  # of tokens, in all quantizations
 _EMBEDDINGS = "/embed/"  # in the name of the table of tokens
 _ALIGNMENT = 16  # bytes, of what buffers hold
-_SPARE = 1 << 20  # bytes of a flatbuffer besides its buffers, at first
+_SPARE = 1 << 20  # bytes of a flatbuffer outside its buffers, at first
 
 
 class Leaf(NamedTuple):
     """A weight.
 
-    name: what its tensors are called.
-    make: gives it, as float32 or int32.
+    Attributes:
+        name: of its tensors.
+        make: returns it, as float32 or int32.
     """
 
     name: str
@@ -33,10 +33,11 @@ class Leaf(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A weight as a graph turns and reshapes it.
+    """A weight as a graph transposes and reshapes it.
 
-    weight: its place among the leaves.
-    changes: axes in a new order ("turn") or a new shape ("reshape"), first to last.
+    Attributes:
+        weight: index of the leaf.
+        changes: axes in a new order ("turn") or a new shape ("reshape"), first to last.
     """
 
     weight: int
@@ -46,7 +47,7 @@ class _View(NamedTuple):
         return _View(self.weight, (*self.changes, ("reshape", tuple(map(int, shape)))))
 
     def turned(self, axes: Iterable[int]) -> "_View":
-        """Turns that follow each other are one, or none: equal views are equal."""
+        """Adds a transposition; successive ones merge, so that equal views compare equal."""
         axes, before = tuple(map(int, axes)), self.changes
         if before and before[-1][0] == "turn":
             axes, before = tuple(before[-1][1][axis] for axis in axes), before[:-1]
@@ -56,7 +57,7 @@ class _View(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """What tensors need that show one view in one precision: the first is it, others its scales."""
+    """Stored data of one view in one format: its buffer, and its scales or blocks of scales."""
 
     buffer: int
     shape: tuple[int, ...]
@@ -65,11 +66,11 @@ class _Stored(NamedTuple):
     blocks: "_Stored | None" = None
 
 
-_Places = dict[tuple[_View, Recipe | None], int]
-"""The tensors of a graph that show weights, by what they show and how it is stored."""
+_Places = dict[tuple[_View, WeightFormat | None], int]
+"""Indices of the tensors of a graph that hold weights, by view and format."""
 
 
-def fill_in(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) -> bytearray:
+def put_weights(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) -> bytearray:
     """Puts weights into a flatbuffer whose inputs `PREFIX...` stand for them.
 
     Products with them become FULLY_CONNECTED, products of one-hot rows EMBEDDING_LOOKUP.
@@ -77,7 +78,7 @@ def fill_in(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) -> byt
     Args:
         flatbuffer: a `.tflite`.
         leaves: the weights.
-        quantization: one of `QUANTIZATIONS`: of what products read.
+        quantization: of the weights of products, one of `QUANTIZATIONS`.
 
     Raises:
         ValueError: the extra `mobile` is not installed, blocks do not divide a width, or the file
@@ -88,14 +89,14 @@ def fill_in(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) -> byt
 
 class _Filler:
     def __init__(self, flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str):
-        with needs_extra("Exporting"):
+        with needs_extra("Exporting", "mobile"):
             from ai_edge_litert import schema_py_generated as schema
             from ai_edge_litert.tools import flatbuffer_utils
         self._schema: Any = schema
         self._model: Any = flatbuffer_utils.read_model_from_bytearray(bytearray(flatbuffer))
         self._leaves, self._quantization = leaves, quantization
-        self._recipe = QUANTIZATIONS[quantization]
-        self._stored: dict[tuple[_View, Recipe | None], _Stored] = {}
+        self._format = QUANTIZATIONS[quantization]
+        self._stored: dict[tuple[_View, WeightFormat | None], _Stored] = {}
         self._codes = vars(schema.BuiltinOperator)
 
     def filled(self) -> bytearray:
@@ -105,12 +106,12 @@ class _Filler:
         return self._packed()
 
     def _packed(self) -> bytearray:
-        """The file. The builder gets its whole size at once: growing, it would copy itself."""
+        """Packs the file. The builder gets its whole size at once, as growing would copy it."""
         import flatbuffers
         from flatbuffers.builder import BuilderSizeError
 
         class Builder(flatbuffers.Builder):
-            """Aligns vectors of bytes as the schema asks for and generated code does not."""
+            """A builder that aligns vectors of bytes as the schema asks."""
 
             def StartVector(self, elemSize: int, numElems: int, alignment: int) -> int:
                 wanted = _ALIGNMENT if elemSize == 1 else alignment
@@ -150,7 +151,7 @@ class _Filler:
             if name == "BATCH_MATMUL" and inputs[1] in views and inputs[0] not in views:
                 self._to_weights(graph, op, makers.get(inputs[0]), views[inputs[1]], tensors)
             elif name == "FULLY_CONNECTED" and inputs[1] in views and inputs[0] not in views:
-                inputs[1] = self._tensor(graph, views[inputs[1]], self._recipe, tensors)
+                inputs[1] = self._tensor(graph, views[inputs[1]], self._format, tensors)
                 op.inputs = inputs
             elif any(index in views for index in inputs):
                 op.inputs = [
@@ -188,15 +189,15 @@ class _Filler:
         if width != 2 or options.adjX:
             op.inputs = [rows, self._tensor(graph, view, None, tensors)]
         elif maker is not None and self._name(maker) == "ONE_HOT" and not options.adjY:
-            # Only embeddings bear one scale a row: those of an expert are all its weights.
+            # Only rows of embeddings may share one scale each: an expert's row is a whole matrix.
             is_embedding = _EMBEDDINGS in self._leaves[view.weight].name
-            recipe = _TABLE if self._recipe is not None and is_embedding else None
-            op.inputs = [int(maker.inputs[0]), self._tensor(graph, view, recipe, tensors)]
+            form = _TABLE if self._format is not None and is_embedding else None
+            op.inputs = [int(maker.inputs[0]), self._tensor(graph, view, form, tensors)]
             op.opcodeIndex = self._code("EMBEDDING_LOOKUP")
             op.builtinOptionsType, op.builtinOptions = 0, None
         else:
             turned = view if options.adjY else view.turned((1, 0))
-            op.inputs = [rows, self._tensor(graph, turned, self._recipe, tensors), -1]
+            op.inputs = [rows, self._tensor(graph, turned, self._format, tensors), -1]
             op.opcodeIndex = self._code("FULLY_CONNECTED")
             op.builtinOptions = self._schema.FullyConnectedOptionsT()
             op.builtinOptions.keepNumDims = len(graph.tensors[rows].shape) > 2
@@ -213,14 +214,14 @@ class _Filler:
         codes.append(code)
         return len(codes) - 1
 
-    def _tensor(self, graph: Any, view: _View, recipe: Recipe | None, tensors: _Places) -> int:
-        """The number of a constant in a graph, made where it is not there yet."""
-        if (view, recipe) not in tensors:
-            if (view, recipe) not in self._stored:
-                self._stored[view, recipe] = self._store(view, recipe)
+    def _tensor(self, graph: Any, view: _View, form: WeightFormat | None, tensors: _Places) -> int:
+        """Returns the index of a constant in a graph; adds it if it is missing."""
+        if (view, form) not in tensors:
+            if (view, form) not in self._stored:
+                self._stored[view, form] = self._store(view, form)
             name = self._leaves[view.weight].name
-            tensors[view, recipe] = self._add(graph, name, self._stored[view, recipe])
-        return tensors[view, recipe]
+            tensors[view, form] = self._add(graph, name, self._stored[view, form])
+        return tensors[view, form]
 
     def _add(self, graph: Any, name: str, stored: _Stored) -> int:
         tensor = self._schema.TensorT()
@@ -242,22 +243,22 @@ class _Filler:
         graph.tensors.append(tensor)
         return len(graph.tensors) - 1
 
-    def _store(self, view: _View, recipe: Recipe | None) -> _Stored:
+    def _store(self, view: _View, form: WeightFormat | None) -> _Stored:
         leaf = self._leaves[view.weight]
         array = leaf.make()
         for change, numbers in view.changes:
             array = array.transpose(numbers) if change == "turn" else array.reshape(numbers)
-        if recipe is None:
+        if form is None:
             dtype = "INT32" if np.issubdtype(array.dtype, np.integer) else "FLOAT32"
             return _Stored(self._buffer(array), array.shape, dtype)
-        if array.shape[1] % (recipe.block or 1):
+        if array.shape[1] % (form.block or 1):
             raise ValueError(
-                f"quantization: {self._quantization} needs widths that {recipe.block} divides, and "
+                f"quantization: {self._quantization} needs widths that {form.block} divides, and "
                 f"{leaf.name} has {array.shape[1]}; take int4."
             )
-        packed, scales = quantize_rows(array, recipe.bits, recipe.block)
-        dtype, buffer = f"INT{recipe.bits}", self._buffer(packed)
-        if not recipe.block:
+        packed, scales = quantize_rows(array, form.bits, form.block)
+        dtype, buffer = f"INT{form.bits}", self._buffer(packed)
+        if not form.block:
             return _Stored(buffer, array.shape, dtype, scales=scales)
         blocks = _Stored(self._buffer(scales), scales.shape, "FLOAT16")
         return _Stored(buffer, array.shape, dtype, blocks=blocks)
@@ -270,7 +271,7 @@ class _Filler:
 
 
 def _drop_what_nobody_reads(graph: Any, signature: Any) -> None:
-    """Operations whose results nobody reads, and then tensors that nothing names any more."""
+    """Removes operations whose results nobody reads, and then tensors that nothing names."""
     while True:
         read = {int(i) for op in graph.operators for i in op.inputs} | set(map(int, graph.outputs))
         kept = [op for op in graph.operators if read & set(map(int, op.outputs))]

@@ -21,15 +21,16 @@ from jaxspec.models.linear import multiply_pairs
 class Segment(NamedTuple):
     """Some keys and values, and which of them each token sees.
 
-    mask: one row per token, or a single row that holds for all of them.
+    Attributes:
+        mask: one row per token, or a single row that holds for all of them.
     """
 
     kv: LayerKV
-    mask: Bool[Array, "nodes_or_one slots"]
+    mask: Bool[Array, "nodes_or_one places"]
 
 
 def at_least_float32(dtype: jnp.dtype) -> jnp.dtype:
-    """What sums, norms and softmaxes run in: float32, or wider if the network is."""
+    """Returns the dtype of sums, norms and softmaxes: float32, or wider if the network is."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -48,19 +49,19 @@ def attend(
         queries: rotated, not scaled. `group` are the query heads of one key head.
         segments: at least one.
         scale: multiplies scores.
-        softcap: c * tanh(score / c) before masking; None: left alone.
+        softcap: c * tanh(score / c) before masking; `None`: left alone.
     """
     kv_heads, group, nodes, head_dim = queries.shape
     wide = at_least_float32(queries.dtype)
     folded = (queries * scale).reshape(kv_heads, group * nodes, head_dim)
 
-    def scores(segment: Segment) -> Float[Array, "kv_heads group nodes slots"]:
+    def scores(segment: Segment) -> Float[Array, "kv_heads group nodes places"]:
         columns = softcapped(multiply_pairs(folded, segment.kv.keys, wide), softcap)
         seen = columns.reshape(kv_heads, group, nodes, -1)
         return jnp.where(segment.mask[None, None], seen, jnp.finfo(seen.dtype).min)
 
     columns = [scores(segment) for segment in segments]
-    # What is subtracted cancels: it has no gradient.
+    # The maximum cancels in the quotient: it has no gradient.
     highest = jax.lax.stop_gradient(
         reduce(jnp.maximum, [jnp.max(part, axis=-1, keepdims=True) for part in columns])
     )
@@ -73,12 +74,12 @@ def attend(
         )
         for part, segment in zip(weights, segments, strict=True)
     ]
-    # Dividing after the value product touches head_dim numbers a query instead of one per slot.
+    # Dividing after the value product touches head_dim numbers a query instead of one per place.
     totals = reduce(jnp.add, [jnp.sum(part, axis=-1, keepdims=True) for part in weights])
     attended = reduce(jnp.add, products).reshape(queries.shape) / totals
     return attended.astype(queries.dtype)
 
 
 def softcapped(values: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
-    """Values drawn into -cap..cap by a tanh, as Gemma 2 does; None: left alone."""
+    """Draws values into -cap..cap by a tanh, as Gemma 2 does; `None`: left alone."""
     return values if cap is None else cap * jnp.tanh(values / cap)

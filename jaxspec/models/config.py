@@ -1,4 +1,4 @@
-"""What one decoder of the Llama family is, in numbers. Families differ only in these fields.
+"""The numbers that describe one decoder. Families differ only in these fields.
 
 Everything here is frozen, hashable and compared by value: a config is static under `jit`, and an
 equal one never compiles again.
@@ -13,7 +13,11 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """All frequencies divided by `factor`."""
+    """All frequencies divided by `factor`.
+
+    Attributes:
+        factor: divisor of every frequency, at least 1.
+    """
 
     factor: float
 
@@ -26,6 +30,10 @@ class DynamicScaling:
     a pass of many tokens equals many passes of one. `transformers` agrees up to
     `original_max_positions`, and past it as long as it decodes token by token; when it reads a
     longer prompt in one pass it gives every token the base of the last one.
+
+    Attributes:
+        factor: rate of that growth per `original_max_positions`, at least 1.
+        original_max_positions: longest text of the pretraining, in tokens.
     """
 
     factor: float
@@ -34,7 +42,15 @@ class DynamicScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Long wavelengths divided by `factor`, short ones kept, a smooth ramp between."""
+    """Low frequencies divided by `factor`, high ones kept, a linear ramp between.
+
+    Attributes:
+        factor: divisor of low frequencies, at least 1.
+        low_freq_factor: full turns over the original length up to which a frequency is divided by
+            the whole factor.
+        high_freq_factor: full turns over the original length from which a frequency is kept.
+        original_max_positions: longest text of the pretraining, in tokens.
+    """
 
     factor: float
     low_freq_factor: float
@@ -46,9 +62,17 @@ class Llama3Scaling:
 class YarnScaling:
     """Slow dimensions divided by `factor`, fast ones kept, a linear ramp over dimensions between.
 
-    attention_factor: multiplies cosines and sines; None: derived from `factor`, `mscale` and
-        `mscale_all_dim`.
-    truncate: round the ends of the ramp outwards to whole dimensions.
+    Attributes:
+        factor: divisor of the frequencies of slow dimensions, at least 1.
+        original_max_positions: longest text of the pretraining, in tokens.
+        attention_factor: factor on cosines and sines; `None`: derived from `factor`, `mscale` and
+            `mscale_all_dim`.
+        beta_fast: full turns over the original length at the fast end of the ramp.
+        beta_slow: full turns over the original length at its slow end.
+        mscale: weight of log(`factor`) in the numerator of `attention_factor`.
+        mscale_all_dim: weight of log(`factor`) in its denominator. Unless both are given,
+            `attention_factor` is 0.1 log(`factor`) + 1.
+        truncate: round the ends of the ramp outwards to whole dimensions.
     """
 
     factor: float
@@ -70,8 +94,13 @@ class LongRopeScaling:
     length and throws its cache away at the crossing. To decode short texts as it does, set
     `max_positions` to `original_max_positions`; to decode longer ones, set it to their length.
 
-    factor: ratio of the long context to the original one; gives `attention_factor` when that is
-        None.
+    Attributes:
+        short_factors: divisor of each frequency for short texts, one per rotated pair.
+        long_factors: divisor of each frequency for long texts, one per rotated pair.
+        factor: ratio of the long context to the original one; gives `attention_factor` when that is
+            None.
+        original_max_positions: longest text of the pretraining, in tokens.
+        attention_factor: factor on cosines and sines; `None`: derived from `factor`.
     """
 
     short_factors: tuple[float, ...]
@@ -88,7 +117,10 @@ Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRop
 class Rope:
     """Rotary position embedding, in the halves form: dimension i turns with i + rotated / 2.
 
-    fraction: share of each head that is rotated, its first dimensions; the rest passes.
+    Attributes:
+        theta: base of the frequencies: pair i turns by theta^(-2i / rotated) radians per position.
+        fraction: share of each head that is rotated, its first dimensions; the rest passes.
+        scaling: change of the frequencies for longer texts; `None`: none.
     """
 
     theta: float = 10_000.0
@@ -104,7 +136,7 @@ class Rope:
             raise ValueError(f"scaling.factor must be at least 1, got {self.scaling.factor}.")
 
     def rotated_dim(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated."""
+        """Returns the number of dimensions of a head that are rotated."""
         return int(head_dim * self.fraction)
 
 
@@ -112,8 +144,9 @@ class Rope:
 class Experts:
     """A sparse MLP: each token goes through `per_token` of `num` gated MLPs of width `mlp_dim`.
 
-    normalize: divide the chosen experts' probabilities by their sum.
-    layers: which layers are sparse; the others have the dense MLP.
+    Attributes:
+        normalize: divide the chosen experts' probabilities by their sum.
+        layers: which layers are sparse; the others have the dense MLP.
     """
 
     num: int
@@ -133,17 +166,18 @@ class Experts:
 
 @dataclass(frozen=True)
 class Diffusion:
-    """What makes a network fill in masked slots, in any order, instead of continuing text.
+    """Settings of networks that fill in masked places, in any order, and do not continue text.
 
-    mask_token_id: stands in a slot whose token is not decided yet.
-    shift: the output at a slot decides the NEXT slot, as in networks converted from causal ones;
-        False: it decides its own.
-    block: tokens see their own block of so many slots whole and all blocks before it; None: every
-        token sees all others.
-    window: the longest masked end of a text that it was trained to fill in from one pass, as a
-        drafter is; None: not said.
-    separator: stands behind a masked end where the text goes on, in drafters that were trained to
-        read it there; None: nothing does.
+    Attributes:
+        mask_token_id: stands in a place whose token is not decided yet.
+        shift: the output at a place decides the NEXT place, as in networks converted from causal
+            ones; False: it decides its own.
+        block: places of a block; tokens see all of their own block and of those before it; `None`:
+            every token sees all others.
+        window: the longest masked end of a text that it was trained to fill in from one pass, as a
+            drafter is; `None`: not said.
+        separator: stands behind a masked end where the text continues, in drafters that were
+            trained to read it there; `None`: nothing does.
     """
 
     mask_token_id: int
@@ -167,21 +201,24 @@ class Diffusion:
 class ModelConfig:
     """A decoder-only transformer: pre-norm, RMSNorm, rotary positions, gated MLPs.
 
-    max_positions: longest text the network is meant for.
-    norm_plus_one: norms multiply by 1 + scale (Gemma).
-    post_norms: further norms after attention and after the MLP, before each residual sum (Gemma).
-    qk_norm: queries and keys are normalised per head before rotation.
-    qkv_bias, out_bias, mlp_bias: which projections add a bias.
-    tied_head: the output head is the embedding table.
-    rope: rotation in full layers, and in sliding ones unless `sliding_rope` is given.
-    layer_types: "full" or "sliding" for each layer; `()` stands for all full.
-    sliding_window: a sliding layer's token at position i sees positions i - window + 1 .. i.
-    query_scale: multiplies scores; None: head_dim ** -0.5.
-    attention_softcap, final_softcap: c * tanh(x / c) of scores and of logits; None: left alone.
-    embed_scale: multiplies embeddings; None: left alone.
-    experts: the sparse layers; None: all dense.
-    diffusion: how it fills in masked slots; None: it is causal. The pass itself does not read this:
-        its mask is an argument.
+    Attributes:
+        max_positions: longest text the network is meant for.
+        norm_plus_one: norms multiply by 1 + scale (Gemma).
+        post_norms: further norms after attention and after the MLP, before each residual sum
+            (Gemma).
+        qk_norm: queries and keys are normalised per head before rotation.
+        qkv_bias, out_bias, mlp_bias: which projections add a bias.
+        tied_head: the output head is the embedding table.
+        rope: rotation in full layers, and in sliding ones unless `sliding_rope` is given.
+        layer_types: "full" or "sliding" for each layer; `()` stands for all full.
+        sliding_window: a sliding layer's token at position i sees positions i - window + 1 .. i.
+        query_scale: multiplies scores; `None`: head_dim ** -0.5.
+        attention_softcap, final_softcap: c * tanh(x / c) of scores and of logits; `None`: left
+            alone.
+        embed_scale: multiplies embeddings; `None`: left alone.
+        experts: the sparse layers; `None`: all dense.
+        diffusion: how it fills in masked places; `None`: it is causal. The pass itself does not
+            read this: its mask is an argument.
     """
 
     vocab_size: int
@@ -246,21 +283,21 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     def layer_rope(self, layer: int) -> Rope:
-        """The rotation used in one layer."""
+        """Returns the rotation used in one layer."""
         if self.layer_types[layer] == "sliding" and self.sliding_rope is not None:
             return self.sliding_rope
         return self.rope
 
     def layer_window(self, layer: int) -> int | None:
-        """How far back one layer sees; None: to the beginning."""
+        """Returns how many positions back one layer sees; `None`: to the beginning."""
         return self.sliding_window if self.layer_types[layer] == "sliding" else None
 
     def sparse_layer(self, layer: int) -> bool:
-        """Whether one layer's MLP is a mixture of experts."""
+        """Says whether one layer's MLP is a mixture of experts."""
         return self.experts is not None and self.experts.layers[layer]
 
     def replace(self, **changes) -> "ModelConfig":
-        """A copy with some fields changed."""
+        """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def _check_layers(self):
@@ -290,7 +327,7 @@ class ModelConfig:
             )
         if "sliding" in self.layer_types:
             raise ValueError(
-                "diffusion: layers that slide look back only, but a masked slot must see both "
+                "diffusion: layers that slide look back only, but a masked place must see both "
                 "sides; layer_types must be all full."
             )
 

@@ -3,7 +3,7 @@
 Chen et al. 2026 (2602.06036). The states of some layers of the target, at every position of the
 text but the last, are fused into one context. Each layer of the head makes keys and values of the
 context by its own projections; queries come from the block alone: the pending token and masks,
-which see the context and all of the block. A mask's output decides its own slot, by the target's
+which see the context and all of the block. A mask's output decides its own place, by the target's
 output head; the embedding is the target's too.
 """
 
@@ -16,48 +16,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxspec.core.cache import empty_layer
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products
 from jaxspec.models.rope import rotations
 from jaxspec.models.transformer import (
-    MLP,
-    Attention,
+    Layer,
     Linear,
     RMSNorm,
     Rotation,
     Visible,
+    empty_kv_cache,
     visible_to,
 )
 
 
-class DFlashLayer(nn.Module):
-    """A pre-norm decoder layer, and the keys and values that it makes of the context."""
-
-    config: ModelConfig
-
-    def setup(self):
-        norm = partial(RMSNorm, self.config.norm_eps, self.config.norm_plus_one)
-        self.attention_norm, self.mlp_norm = norm(), norm()
-        self.attention = Attention(self.config)
-        self.mlp = MLP(self.config)
-
-    def __call__(
-        self,
-        residual: Float[Array, "nodes embed"],
-        rotation: Rotation,
-        visible: Visible,
-        prefix: LayerKV | None,
-        scratch: LayerKV | None,
-    ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
-        normed = self.attention_norm(residual)
-        output, own = self.attention(normed, rotation, visible, prefix, scratch)
-        residual = residual + output
-        return residual + self.mlp(self.mlp_norm(residual)), own
+class DFlashLayer(Layer):
+    """A decoder layer, and the keys and values that it makes of the context."""
 
     def remember(self, context: Float[Array, "nodes embed"], rotation: Rotation) -> LayerKV:
-        # What attention itself would yield is not used, so that XLA leaves it out.
+        # The output of attention is not used, so that XLA leaves it out.
         nobody = Visible(None, None, jnp.eye(context.shape[0], dtype=bool))
         return self.attention(context, rotation, nobody, None, None)[1]
 
@@ -65,7 +43,8 @@ class DFlashLayer(nn.Module):
 class DFlashLayers(nn.Module):
     """The head's weights: the fusion of states, the layers, the final norm.
 
-    tapped: width of the target's tapped layers side by side.
+    Attributes:
+        tapped: width of the target's tapped layers side by side.
     """
 
     config: ModelConfig
@@ -76,7 +55,8 @@ class DFlashLayers(nn.Module):
         norm = partial(RMSNorm, config.norm_eps, config.norm_plus_one)
         self.fc = Linear((self.tapped,), (config.embed_dim,))
         self.hidden_norm, self.norm = norm(), norm()
-        self.layers = [DFlashLayer(config, name=f"layer_{i}") for i in range(config.num_layers)]
+        layers = range(config.num_layers)
+        self.layers = [DFlashLayer(config, sparse=False, name=f"layer_{i}") for i in layers]
 
     def __call__(
         self,
@@ -90,8 +70,8 @@ class DFlashLayers(nn.Module):
         residual, new_kv = embedded, []
         for i, layer in enumerate(self.layers):
             prefix = None if cache is None else cache.layers[i]
-            beside = None if scratch is None else scratch[i]
-            residual, own = layer(residual, rotation, visible, prefix, beside)
+            scratch_kv = None if scratch is None else scratch[i]
+            residual, own = layer(residual, rotation, visible, prefix, scratch_kv)
             new_kv.append(own)
         return Hidden(self.norm(residual), residual[:, :0], tuple(new_kv))
 
@@ -120,11 +100,12 @@ class DFlashLayers(nn.Module):
 class DFlashHead:
     """A head for one target.
 
-    config: of its layers; `vocab_size` and `embed_dim` are the target's.
-    taps: target layers whose inputs it reads, side by side.
-    mask_token_id: an id of the target's vocabulary, whose embedding stands in open slots.
-    block: slots that it was trained on, the pending token included.
-    target_layers: of the target it was made for; None: not said.
+    Attributes:
+        config: of its layers; `vocab_size` and `embed_dim` are the target's.
+        taps: target layers whose inputs it reads, side by side.
+        mask_token_id: an id of the target's vocabulary, whose embedding stands in open places.
+        block: places that it was trained on, the pending token included.
+        target_layers: of the target it was made for; `None`: not said.
     """
 
     params: PyTree
@@ -141,7 +122,7 @@ class DFlashHead:
     def remember(
         self, taps: Float[Array, "nodes tapped"], positions: Int[Array, " nodes"]
     ) -> tuple[LayerKV, ...]:
-        """Keys and values of each layer, of the target's states at these positions."""
+        """Returns keys and values of each layer, of the target's states at these positions."""
         return self._apply(taps, positions, method=DFlashLayers.remember)
 
     def forward(
@@ -158,38 +139,33 @@ class DFlashHead:
         Args:
             embedded: by the target's embedding.
             positions: in the text.
-            mask: which scratch slots, then which of the block's slots, each sees.
+            mask: which scratch places, then which of the block's places, each sees.
             cache: of `remember`; seen up to `cache.length`.
             scratch: of `remember`, of texts that lie side by side; the mask says what is seen.
 
         Returns:
-            In `features`, what the target's output head reads a slot's own token from.
+            In `features`, what the target's output head reads a place's own token from.
         """
         return self._apply(embedded, positions, mask, cache, scratch)
 
-    def empty_cache(self, slots: int) -> KVCache:
-        config = self.config
-        layers = tuple(
-            empty_layer(config.num_kv_heads, config.head_dim, slots, self.dtype)
-            for _ in range(config.num_layers)
-        )
-        return KVCache(layers, jnp.zeros((), jnp.int32))
+    def empty_cache(self, capacity: int) -> KVCache:
+        """Returns an empty cache for up to `capacity` tokens of one row."""
+        return empty_kv_cache(self.config, self.config.num_layers, capacity, self.dtype)
 
-    def _apply(self, *args, method=None) -> Any:
-        tapped = self.params["fc"]["kernel"].shape[0]
+    def _apply(self, *args: Any, method: Any = None) -> Any:
+        layers = DFlashLayers(self.config, self.params["fc"]["kernel"].shape[0])
         with exact_products(self.dtype):
-            layers = DFlashLayers(self.config, tapped)
             return layers.apply({"params": self.params}, *args, method=method)
 
 
 def dflash_taps(num_layers: int, num_features: int) -> tuple[int, ...]:
-    """The layers whose inputs published heads read: evenly from the second to the third-last.
+    """Returns the layers whose inputs published heads read: evenly, second to third-last.
 
     Published files count layers by what comes out: `round(1 + i * (num_layers - 4) / (n - 1))`, or
     the middle one for a single feature. What comes out of one goes into the next.
 
     Raises:
-        ValueError: the target has too few layers for so many different ones.
+        ValueError: the target has too few layers for that many different ones.
 
     Example:
         >>> dflash_taps(36, 5)
@@ -210,7 +186,18 @@ def dflash_taps(num_layers: int, num_features: int) -> tuple[int, ...]:
 
 
 def init_dflash_params(config: ModelConfig, tapped: int, key: PRNGKeyArray) -> PyTree:
-    """Random weights of a `DFlashHead` over tapped layers of `tapped` numbers in all."""
+    """Random weights of a `DFlashHead` over tapped layers of `tapped` numbers in all.
+
+    Example:
+        >>> from jaxspec.models import ModelConfig, init_dflash_params
+        >>> config = ModelConfig(
+        ...     vocab_size=64, embed_dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
+        ...     head_dim=8, mlp_dim=64, max_positions=128,
+        ... )
+        >>> params = init_dflash_params(config, 3 * 32, jax.random.key(0))  # three taps
+        >>> params["fc"]["kernel"].shape
+        (96, 32)
+    """
     taps = jax.ShapeDtypeStruct((1, tapped), jnp.float32)
     row = jax.ShapeDtypeStruct((1, config.embed_dim), jnp.float32)
     one = jax.ShapeDtypeStruct((1,), jnp.int32)

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxspec.core.cache import empty_layer
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.attention import at_least_float32, softcapped
 from jaxspec.models.config import ModelConfig
@@ -29,12 +28,13 @@ from jaxspec.models.transformer import (
     RMSNorm,
     Rotation,
     Visible,
+    empty_kv_cache,
     visible_to,
 )
 
 
 class Seen(NamedTuple):
-    """What attention needs besides its inputs, in the order that `Attention` takes it."""
+    """Arguments of attention except its inputs, in the order that `Attention` takes it."""
 
     rotation: Rotation
     visible: Visible
@@ -45,7 +45,8 @@ class Seen(NamedTuple):
 class EagleLayer(nn.Module):
     """One decoder layer over embedding and state joined by a product; no norm before attention.
 
-    bias: whether that product has one.
+    Attributes:
+        bias: whether that product has one.
     """
 
     config: ModelConfig
@@ -73,8 +74,10 @@ class EagleLayer(nn.Module):
 class Eagle3Layer(nn.Module):
     """One decoder layer whose attention reads embedding and state side by side, each normed.
 
-    tapped: width of the target's tapped layers side by side.
-    norm_before_residual: whether the state that attention's output is added to is the normed one.
+    Attributes:
+        tapped: width of the target's tapped layers side by side.
+        norm_before_residual: whether the state that attention's output is added to is the normed
+            one.
     """
 
     config: ModelConfig
@@ -116,8 +119,9 @@ class Eagle3Layer(nn.Module):
 class DraftVocabulary(NamedTuple):
     """The part of the target's vocabulary that a head drafts from.
 
-    ids: the target's ids, ascending.
-    table: the target's output head, cut to them.
+    Attributes:
+        ids: the target's ids, ascending.
+        table: the target's output head, cut to them.
     """
 
     ids: Int[Array, " draft_vocab"]
@@ -131,45 +135,16 @@ class DraftVocabulary(NamedTuple):
         return cls(ids, target.params["head"]["kernel"][:, ids])
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["params", "vocabulary"],
-    meta_fields=["config", "bias"],
-)
-@dataclass(frozen=True)
-class EagleHead:
-    """EAGLE-1's head: its states are the target's features, read by the target's output head.
-
-    config: of its one layer; `vocab_size` is the target's.
-    vocabulary: `None` to draft from all tokens.
-    """
+class _OneLayerHead:
+    """The parts that do not differ between EAGLE heads."""
 
     params: PyTree
     config: ModelConfig
-    bias: bool = True
-    vocabulary: DraftVocabulary | None = None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
+    _layer: Any
 
     @property
     def dtype(self) -> jnp.dtype:
         return self.params["mlp_norm"]["scale"].dtype
-
-    @property
-    def target_vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def draft_ids(self) -> Int[Array, " draft_vocab"] | None:
-        return None if self.vocabulary is None else self.vocabulary.ids
-
-    def states_of(
-        self, features: Float[Array, "nodes embed"], taps: Float[Array, "nodes tapped"]
-    ) -> Float[Array, "nodes embed"]:
-        """The states that a pass of the target gave."""
-        return features
 
     def forward(
         self,
@@ -190,22 +165,65 @@ class EagleHead:
         """
         return self._apply(embedded, states, _seen(self.config, positions, mask, cache, scratch))
 
+    def empty_cache(self, capacity: int) -> KVCache:
+        """Returns an empty cache for up to `capacity` tokens of one row."""
+        return empty_kv_cache(self.config, 1, capacity, self.dtype)
+
+    def _apply(self, *args: Any, method: Any = None) -> Any:
+        with exact_products(self.dtype):
+            return self._layer.apply({"params": self.params}, *args, method=method)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["params", "vocabulary"],
+    meta_fields=["config", "bias"],
+)
+@dataclass(frozen=True)
+class EagleHead(_OneLayerHead):
+    """EAGLE-1's head: its states are the target's features, read by the target's output head.
+
+    Attributes:
+        config: of its one layer; `vocab_size` is the target's.
+        vocabulary: `None` to draft from all tokens.
+    """
+
+    params: PyTree
+    config: ModelConfig
+    bias: bool = True
+    vocabulary: DraftVocabulary | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def target_vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def draft_ids(self) -> Int[Array, " draft_vocab"] | None:
+        return None if self.vocabulary is None else self.vocabulary.ids
+
+    def states_of(
+        self, features: Float[Array, "nodes embed"], taps: Float[Array, "nodes tapped"]
+    ) -> Float[Array, "nodes embed"]:
+        """Returns the states that a pass of the target gave."""
+        return features
+
     def unembed(
         self, target: Network, states: Float[Array, "nodes embed"]
     ) -> Float[Array, "nodes draft_vocab"]:
-        """Logits of the token after each state, over `draft_ids`."""
+        """Returns the logits of the token after each state, over `draft_ids`."""
         if self.vocabulary is None:
             return target.unembed(states)
         with exact_products(self.dtype):
             logits = multiply(states, self.vocabulary.table, at_least_float32(self.dtype))
         return softcapped(logits, target.config.final_softcap)
 
-    def empty_cache(self, slots: int) -> KVCache:
-        return _empty_cache(self.config, slots, self.dtype)
-
-    def _apply(self, *args) -> Any:
-        with exact_products(self.dtype):
-            return EagleLayer(self.config, self.bias).apply({"params": self.params}, *args)
+    @property
+    def _layer(self) -> EagleLayer:
+        return EagleLayer(self.config, self.bias)
 
 
 @partial(
@@ -214,14 +232,15 @@ class EagleHead:
     meta_fields=["config", "taps", "target_vocab_size", "norm_before_residual"],
 )
 @dataclass(frozen=True)
-class Eagle3Head:
+class Eagle3Head(_OneLayerHead):
     """EAGLE-3's head: its states begin as a fusion of the target's tapped layers' inputs.
 
-    config: of its one layer; `vocab_size` counts the tokens it drafts from.
-    taps: target layers whose inputs it reads; three, by the paper: low, middle, high.
-    target_vocab_size: of the target.
-    draft_ids: the target's ids of those tokens; `None` if they are all tokens.
-    norm_before_residual: see `Eagle3Layer`; the paper's heads do not.
+    Attributes:
+        config: of its one layer; `vocab_size` counts the tokens it drafts from.
+        taps: target layers whose inputs it reads; three, by the paper: low, middle, high.
+        target_vocab_size: of the target.
+        draft_ids: the target's ids of those tokens; `None` if they are all tokens.
+        norm_before_residual: see `Eagle3Layer`; the paper's heads do not.
     """
 
     params: PyTree
@@ -234,51 +253,53 @@ class Eagle3Head:
     def states_of(
         self, features: Float[Array, "nodes embed"], taps: Float[Array, "nodes tapped"]
     ) -> Float[Array, "nodes embed"]:
-        """The states that a pass of the target gave."""
+        """Returns the states that a pass of the target gave."""
         return self._apply(taps, method=Eagle3Layer.fuse)
-
-    def forward(
-        self,
-        embedded: Float[Array, "nodes embed"],
-        states: Float[Array, "nodes embed"],
-        positions: Int[Array, " nodes_or_one"],
-        mask: Bool[Array, "nodes scratch+nodes"],
-        cache: KVCache | None,
-        *,
-        scratch: tuple[LayerKV, ...] | None = None,
-    ) -> Hidden:
-        """See `EagleHead.forward`."""
-        return self._apply(embedded, states, _seen(self.config, positions, mask, cache, scratch))
 
     def unembed(
         self, target: Network, states: Float[Array, "nodes embed"]
     ) -> Float[Array, "nodes draft_vocab"]:
-        """Logits of the token after each state, over `draft_ids`, by the head's own output head."""
+        """Returns the logits of the token after each state, over `draft_ids`."""
         return self._apply(states, method=Eagle3Layer.unembed)
 
-    def empty_cache(self, slots: int) -> KVCache:
-        return _empty_cache(self.config, slots, self.dtype)
-
     @property
-    def dtype(self) -> jnp.dtype:
-        return self.params["mlp_norm"]["scale"].dtype
-
-    def _apply(self, *args, method=None) -> Any:
+    def _layer(self) -> Eagle3Layer:
         tapped = self.params["fc"]["kernel"].shape[0]
-        layer = Eagle3Layer(self.config, tapped, self.norm_before_residual)
-        with exact_products(self.dtype):
-            return layer.apply({"params": self.params}, *args, method=method)
+        return Eagle3Layer(self.config, tapped, self.norm_before_residual)
 
 
 def init_eagle_params(config: ModelConfig, bias: bool, key: PRNGKeyArray) -> PyTree:
-    """Random weights of an `EagleHead`, as `jaxspec.models.init_params` draws them."""
+    """Random weights of an `EagleHead`, as `jaxspec.models.init_params` draws them.
+
+    Example:
+        >>> from jaxspec.models import EagleHead, ModelConfig, init_eagle_params
+        >>> config = ModelConfig(
+        ...     vocab_size=64, embed_dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
+        ...     head_dim=8, mlp_dim=64, max_positions=128,
+        ... )
+        >>> params = init_eagle_params(config, bias=False, key=jax.random.key(0))
+        >>> params["fc"]["kernel"].shape  # an embedding and a feature go in, side by side
+        (64, 32)
+        >>> head = EagleHead(params, config, bias=False)
+    """
     row = jax.ShapeDtypeStruct((1, config.embed_dim), jnp.float32)
     variables = EagleLayer(config, bias).lazy_init(key, row, row, _nothing_seen(config))
     return variables["params"]
 
 
 def init_eagle3_params(config: ModelConfig, tapped: int, key: PRNGKeyArray) -> PyTree:
-    """Random weights of an `Eagle3Head` over tapped layers of `tapped` numbers in all."""
+    """Random weights of an `Eagle3Head` over tapped layers of `tapped` numbers in all.
+
+    Example:
+        >>> from jaxspec.models import ModelConfig, init_eagle3_params
+        >>> config = ModelConfig(
+        ...     vocab_size=64, embed_dim=32, num_layers=1, num_heads=4, num_kv_heads=2,
+        ...     head_dim=8, mlp_dim=64, max_positions=128,
+        ... )
+        >>> params = init_eagle3_params(config, 3 * 32, jax.random.key(0))  # three taps
+        >>> params["fc"]["kernel"].shape
+        (96, 32)
+    """
     row = jax.ShapeDtypeStruct((1, config.embed_dim), jnp.float32)
     taps = jax.ShapeDtypeStruct((1, tapped), jnp.float32)
     layer = Eagle3Layer(config, tapped)
@@ -303,8 +324,3 @@ def _nothing_seen(config: ModelConfig) -> Seen:
 
 def _hidden(states: Float[Array, "nodes embed"], own: LayerKV) -> Hidden:
     return Hidden(states, states[:, :0], (own,))
-
-
-def _empty_cache(config: ModelConfig, slots: int, dtype: jnp.dtype) -> KVCache:
-    layer = empty_layer(config.num_kv_heads, config.head_dim, slots, dtype)
-    return KVCache((layer,), jnp.zeros((), jnp.int32))

@@ -1,6 +1,6 @@
 """Products of a few rows with a weight matrix: where a decoding pass spends its time.
 
-A primitive of its own for the sake of three rules. On a CPU one row is multiplied as a batch of
+A separate primitive, for the sake of three rules. On a CPU one row is multiplied as a batch of
 partial sums. Mapped over sequences, their rows become the rows of one product. And so do those of
 its transposes: left to itself XLA copies the gradients of a batch before it multiplies them, which
 takes longer than the product.
@@ -9,19 +9,18 @@ takes longer than the product.
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
-from jaxspec.core.forms import exchangeable
-
-NARROW = "BF16_BF16_F32"
-"""The matmul precision that means bfloat16 operands and float32 sums."""
+from jaxspec import native
+from jaxspec.core.forms import exchangeable, is_exchanged
+from jaxspec.models.narrow import MAX_ROWS, NARROW, NATIVE_WEIGHTS, asked_precision
 
 _MAX_PARTS = 8
 _MIN_PART = 64
@@ -32,9 +31,9 @@ def exact_products(dtype: jnp.dtype) -> AbstractContextManager[None]:
 
     GPUs and TPUs round those of float32 to TF32 or bfloat16 unless told otherwise, and then passes
     of different widths would differ by far more than rounding. A precision that is set through
-    jax, in a context or for good, is left as it is.
+    jax, in a context or for the whole process, is left as it is.
     """
-    if _asked_precision() is None and jnp.finfo(dtype).bits >= 32:
+    if asked_precision() is None and jnp.finfo(dtype).bits >= 32:
         return jax.default_matmul_precision("highest")
     return nullcontext()
 
@@ -42,29 +41,33 @@ def exact_products(dtype: jnp.dtype) -> AbstractContextManager[None]:
 @exchangeable
 def multiply(
     rows: Float[Array, "rows in"],
-    kernel: Float[Array, "in out"],
+    kernel: Shaped[Array, "in out"],
     dtype: jnp.dtype | None = None,
     *,
     turned: bool = False,
 ) -> Float[Array, "rows out"]:
-    """`rows @ kernel`, in the form that is fastest for so many rows on this backend.
+    """`rows @ kernel`, in the form that is fastest for that number of rows on this backend.
 
-    The result has `dtype`, the operands' own unless given. With `turned`, the kernel lies in memory
+    The result has `dtype`, the operands' own unless given. A kernel of fewer bits than the rows is
+    multiplied as the numbers that it holds. With `turned`, the kernel lies in memory
     the other way round, [out, in], as a table of embeddings that is the output head too; a
     transpose of it would be copied in every pass.
 
     Under `jax.default_matmul_precision("BF16_BF16_F32")` both are rounded to bfloat16 and summed in
     float32, also on CPUs, where XLA would ignore the request.
     """
-    common = jnp.promote_types(rows.dtype, kernel.dtype)
+    common = rows.dtype if kernel.dtype == jnp.int8 else jnp.promote_types(rows.dtype, kernel.dtype)
+    if common != jnp.float32:
+        kernel = kernel.astype(common)
     # Kept with the product, which is spelled out when it is lowered: outside of any context.
-    precision = _asked_precision()
+    precision = asked_precision()
     return _multiply_p.bind(
         rows.astype(common),
-        kernel.astype(common),
+        kernel,
         precision=precision,
         dtype=dtype or common,
         turned=turned,
+        natively=not is_exchanged() and native.status().instructions is not None,
     )
 
 
@@ -75,19 +78,21 @@ def multiply_pairs(
 
     The result has `dtype`. What `multiply` says of precisions holds here.
     """
-    if _asked_precision() == NARROW:
+    if asked_precision() == NARROW:
         return _narrow_pairs(left, right).astype(dtype)
     return jnp.einsum("pnd,pdf->pnf", left, right, preferred_element_type=dtype)
 
 
-def _asked_precision() -> str | None:
-    config: Any = jax.config  # jax does not declare its options
-    return config.jax_default_matmul_precision
-
-
 def _product(
-    rows: Array, kernel: Array, precision: str | None, dtype: jnp.dtype, turned: bool
+    rows: Array,
+    kernel: Array,
+    precision: str | None,
+    dtype: jnp.dtype,
+    turned: bool,
+    natively: bool = False,
 ) -> Array:
+    del natively
+    kernel = kernel.astype(rows.dtype)
     spec = "nd,fd->nf" if turned else "nd,df->nf"
     if precision == NARROW:
         return _narrow(spec, rows, kernel).astype(dtype)
@@ -139,12 +144,28 @@ _narrow_pairs.defvjp(_narrow_pairs_forward, _narrow_pairs_backward)
 
 
 def _on_cpu(
-    rows: Array, kernel: Array, precision: str | None, dtype: jnp.dtype, turned: bool
+    rows: Array,
+    kernel: Array,
+    precision: str | None,
+    dtype: jnp.dtype,
+    turned: bool,
+    natively: bool,
 ) -> Array:
     """One row is a batch of parts of the sum: XLA keeps a product with a vector on one core.
 
     Not so if the kernel is turned: XLA would copy it to cut it along the sum.
     """
+    if natively and precision != NARROW and _fits(rows, kernel, dtype):
+        shape = rows.shape[0], kernel.shape[0 if turned else 1]
+        absent = np.zeros(0, np.float32)
+        return native.call(
+            "product",
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+            *(rows, kernel, absent, absent),
+            turned=int(turned),
+            workers=num_cores(),
+        )
+    kernel = kernel.astype(rows.dtype)
     parts = _num_parts(rows.shape[1])
     if rows.shape[0] != 1 or parts == 1 or precision == NARROW or turned:
         return _product(rows, kernel, precision, dtype, turned)
@@ -156,6 +177,14 @@ def _on_cpu(
         preferred_element_type=dtype,
     )
     return jnp.sum(pieces, axis=0, keepdims=True)
+
+
+def _fits(rows: Array, kernel: Array, dtype: jnp.dtype) -> bool:
+    return (
+        rows.shape[0] <= MAX_ROWS
+        and rows.dtype == dtype == jnp.float32
+        and kernel.dtype in NATIVE_WEIGHTS
+    )
 
 
 def num_cores() -> int:
@@ -187,13 +216,13 @@ def _batch(operands, axes, **params):
     return outputs.reshape(*rows.shape[:-1], -1), 0
 
 
-def _gradient_of_rows(gradient, rows, kernel, precision, dtype, turned):
-    del dtype
+def _gradient_of_rows(gradient, rows, kernel, precision, dtype, turned, natively):
+    del dtype, natively
     return _product(gradient, kernel, precision, rows.aval.dtype, turned=not turned)
 
 
-def _gradient_of_kernel(gradient, rows, kernel, precision, dtype, turned):
-    del dtype
+def _gradient_of_kernel(gradient, rows, kernel, precision, dtype, turned, natively):
+    del dtype, natively
     left, right = (gradient, rows) if turned else (rows, gradient)
     if precision == NARROW:
         return _narrow_outer(left, right).astype(kernel.aval.dtype)
@@ -203,9 +232,11 @@ def _gradient_of_kernel(gradient, rows, kernel, precision, dtype, turned):
 
 
 _multiply_p = Primitive("multiply_rows")
-_multiply_p.def_impl(jax.jit(_multiply_p.bind, static_argnames=("precision", "dtype", "turned")))
+_multiply_p.def_impl(
+    jax.jit(_multiply_p.bind, static_argnames=("precision", "dtype", "turned", "natively"))
+)
 _multiply_p.def_abstract_eval(
-    lambda rows, kernel, precision, dtype, turned: rows.update(
+    lambda rows, kernel, precision, dtype, turned, natively: rows.update(
         shape=(rows.shape[0], kernel.shape[0 if turned else 1]), dtype=jnp.dtype(dtype)
     )
 )

@@ -14,20 +14,28 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from jaxspec.core.cache import empty_layer, num_slots
+from jaxspec.compilation import warn_of_wrong_sums
+from jaxspec.core.cache import capacity_of, empty_layer
 from jaxspec.core.forms import exchangeable
 from jaxspec.core.masks import sliding_window
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.attention import Segment, at_least_float32, attend, softcapped
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products, multiply
+from jaxspec.models.narrow import NarrowCall
+from jaxspec.models.native_forms import (
+    attention_fits,
+    mlp_fits,
+    native_attention,
+    native_mlp,
+)
 from jaxspec.models.rope import rotate, rotations
 
 
 class Skips(NamedTuple):
-    """Which sub-layers to leave out, norm included; their input passes unchanged.
+    """Sub-layers to leave out, norm included; their input passes unchanged.
 
     A tuple of bools is static: the work is absent from the program. An array holds 1 for skipped
     and 0 for kept, and may be traced: the work is done and multiplied away.
@@ -44,14 +52,19 @@ def lookup_rows(
     """Rows of a table. Every table read of the models goes through here.
 
     Ids outside the table are clamped: callers check what users give.
+
+    Example:
+        >>> from jaxspec.models import lookup_rows
+        >>> lookup_rows(jnp.eye(3), jnp.array([2, 0])).tolist()
+        [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
     return table.at[ids].get(mode="clip")
 
 
 class Visible(NamedTuple):
-    """What each token sees of every segment, for one kind of layer."""
+    """The part of every segment that each token sees, for one kind of layer."""
 
-    prefix: Bool[Array, "nodes_or_one slots"] | None
+    prefix: Bool[Array, "nodes_or_one places"] | None
     scratch: Bool[Array, "nodes scratch"] | None
     own: Bool[Array, "nodes nodes"]
 
@@ -73,18 +86,37 @@ class RMSNorm(nn.Module):
     def __call__(self, inputs: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
         init = nn.initializers.zeros if self.plus_one else nn.initializers.ones
         scale = self.param("scale", init, inputs.shape[-1:])
-        wide = inputs.astype(at_least_float32(inputs.dtype))
-        normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
-        shape = (1,) * (inputs.ndim - 1) + scale.shape
-        if self.plus_one:
-            # Gemma scales before it rounds, the others after.
-            return (normed * (1.0 + scale.astype(wide.dtype)).reshape(shape)).astype(inputs.dtype)
-        return normed.astype(inputs.dtype) * scale.reshape(shape)
+        return rms_norm(inputs, scale, self.eps, self.plus_one)
+
+
+class NormScale(nn.Module):
+    """The weights of an `RMSNorm` that is computed elsewhere."""
+
+    width: int
+    plus_one: bool
+
+    @nn.compact
+    def __call__(self) -> Float[Array, " width"]:
+        init = nn.initializers.zeros if self.plus_one else nn.initializers.ones
+        return self.param("scale", init, (self.width,))
+
+
+def rms_norm(
+    inputs: Float[Array, "*batch width"], scale: Float[Array, " width"], eps: float, plus_one: bool
+) -> Float[Array, "*batch width"]:
+    """X / rms(x), times scale; statistics in float32."""
+    wide = inputs.astype(at_least_float32(inputs.dtype))
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
+    shape = (1,) * (inputs.ndim - 1) + scale.shape
+    if plus_one:
+        # Gemma scales before it rounds, the others after.
+        return (normed * (1.0 + scale.astype(wide.dtype)).reshape(shape)).astype(inputs.dtype)
+    return normed.astype(inputs.dtype) * scale.reshape(shape)
 
 
 @exchangeable
 def project(
-    inputs: Float[Array, "nodes *ins"], kernel: Float[Array, "*ins_and_outs"]
+    inputs: Float[Array, "nodes *ins"], kernel: Shaped[Array, "*ins_and_outs"]
 ) -> Float[Array, "nodes *outs"]:
     """Contracts all axes of each input with the first ones of a kernel."""
     width = math.prod(inputs.shape[1:])
@@ -92,21 +124,99 @@ def project(
     return outputs.reshape(-1, *kernel.shape[inputs.ndim - 1 :])
 
 
-class Linear(nn.Module):
-    """A product that contracts all axes of `in_shape` and yields those of `out_shape`."""
+class Weights(NamedTuple):
+    """The weights of a product: [*ins, *outs], and [*outs] or `None`.
+
+    A kernel of int8 has scales, see `jaxspec.models.storage`.
+    """
+
+    kernel: Shaped[Array, "*ins_and_outs"]
+    bias: Float[Array, "*outs"] | None
+    scale: Float[Array, "*outs"] | None
+
+    def apply(self, inputs: Float[Array, "nodes *ins"]) -> Float[Array, "nodes *outs"]:
+        outputs = project(inputs, self.kernel)
+        if self.scale is not None:
+            outputs = outputs * self.scale[None]
+        return outputs if self.bias is None else outputs + self.bias[None]
+
+
+class ScaledTable(NamedTuple):
+    """A table of embeddings or an output head; the scales of one of int8 are of each token."""
+
+    table: Shaped[Array, "..."]
+    scale: Float[Array, " vocab"] | None
+
+
+class LinearWeights(nn.Module):
+    """Weights that contract all axes of `in_shape` and yield those of `out_shape`."""
 
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     bias: bool = False
 
     @nn.compact
+    def __call__(self) -> Weights:
+        init = _scaled_normal(math.prod(self.in_shape))
+        kernel = self.param("kernel", init, (*self.in_shape, *self.out_shape))
+        bias = self.param("bias", nn.initializers.zeros, self.out_shape) if self.bias else None
+        return Weights(kernel, bias, _scale_of(self))
+
+
+class Linear(LinearWeights):
+    """A product with such weights."""
+
+    @nn.compact
     def __call__(self, inputs: Float[Array, "nodes *ins"]) -> Float[Array, "nodes *outs"]:
-        width = math.prod(self.in_shape)
-        kernel = self.param("kernel", _scaled_normal(width), (*self.in_shape, *self.out_shape))
-        outputs = project(inputs, kernel)
-        if self.bias:
-            outputs = outputs + self.param("bias", nn.initializers.zeros, self.out_shape)[None]
-        return outputs
+        return super().__call__().apply(inputs)
+
+
+class AttentionWeights(NamedTuple):
+    """Weights of one attention.
+
+    Attributes:
+        qkv: [width, kv_heads, group + 2, head_dim]: queries of a group, its key, its value.
+        out: [kv_heads, group, head_dim, embed].
+        q_norm, k_norm: scales; `None` for models that norm neither.
+    """
+
+    qkv: Weights
+    out: Weights
+    q_norm: Float[Array, " head_dim"] | None
+    k_norm: Float[Array, " head_dim"] | None
+
+
+class AttentionRow(NamedTuple):
+    """Inputs of the attention of one row; see `Attention`."""
+
+    inputs: Float[Array, "nodes width"]
+    rotation: Rotation
+    visible: Visible
+    prefix: LayerKV | None
+    scratch: LayerKV | None
+
+
+def attention(
+    config: ModelConfig, weights: AttentionWeights, row: AttentionRow
+) -> tuple[Float[Array, "nodes embed"], LayerKV]:
+    """Grouped-query attention of one layer. Returns the tokens' own keys and values as well."""
+    group, norm = config.num_groups, (config.norm_eps, config.norm_plus_one)
+    heads = weights.qkv.apply(row.inputs)
+    turned = heads[:, :, : group + 1]
+    if weights.q_norm is not None and weights.k_norm is not None:
+        queries = rms_norm(turned[:, :, :-1], weights.q_norm, *norm)
+        keys = rms_norm(turned[:, :, -1:], weights.k_norm, *norm)
+        turned = jnp.concatenate([queries, keys], axis=2)
+    turned = rotate(turned, *row.rotation)
+    queries = turned[:, :, :group].transpose(1, 2, 0, 3)
+    own = LayerKV(turned[:, :, group].transpose(1, 2, 0), heads[:, :, group + 1].transpose(1, 0, 2))
+    segments = [
+        Segment(kv, mask)
+        for kv, mask in zip((row.prefix, row.scratch, own), row.visible, strict=True)
+        if kv is not None and mask is not None
+    ]
+    attended = attend(queries, segments, config.score_scale, config.attention_softcap)
+    return weights.out.apply(attended.transpose(2, 0, 1, 3)), own
 
 
 class Attention(nn.Module):
@@ -124,39 +234,36 @@ class Attention(nn.Module):
         scratch: LayerKV | None,
     ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
         config, group = self.config, self.config.num_groups
-        heads = Linear(
-            (inputs.shape[-1],),
-            (config.num_kv_heads, group + 2, config.head_dim),
-            config.qkv_bias,
-            name="qkv",
-        )(inputs)
-        rotated = rotate(self._normed(heads[:, :, : group + 1]), *rotation)
-        queries = rotated[:, :, :group].transpose(1, 2, 0, 3)
-        own = LayerKV(
-            rotated[:, :, group].transpose(1, 2, 0), heads[:, :, group + 1].transpose(1, 0, 2)
+        kv_heads, head_dim = config.num_kv_heads, config.head_dim
+        qkv = LinearWeights(
+            (inputs.shape[-1],), (kv_heads, group + 2, head_dim), config.qkv_bias, name="qkv"
+        )()
+        out = LinearWeights(
+            (kv_heads, group, head_dim), (config.embed_dim,), config.out_bias, name="out"
+        )()
+        q_norm = k_norm = None
+        if config.qk_norm:
+            q_norm = NormScale(head_dim, config.norm_plus_one, name="q_norm")()
+            k_norm = NormScale(head_dim, config.norm_plus_one, name="k_norm")()
+        weights = AttentionWeights(qkv, out, q_norm, k_norm)
+        return narrow_attention(
+            config, weights, AttentionRow(inputs, rotation, visible, prefix, scratch)
         )
-        segments = [
-            Segment(kv, mask)
-            for kv, mask in zip((prefix, scratch, own), visible, strict=True)
-            if kv is not None and mask is not None
-        ]
-        attended = attend(queries, segments, config.score_scale, config.attention_softcap)
-        outputs = Linear(
-            (config.num_kv_heads, group, config.head_dim),
-            (config.embed_dim,),
-            config.out_bias,
-            name="out",
-        )(attended.transpose(2, 0, 1, 3))
-        return outputs, own
 
-    def _normed(self, heads: Float[Array, "nodes kv_heads group head_dim"]) -> Array:
-        """Normalises queries and keys, each with its own scale. A group ends with its key."""
-        if not self.config.qk_norm:
-            return heads
-        norm = partial(RMSNorm, self.config.norm_eps, self.config.norm_plus_one)
-        queries = norm(name="q_norm")(heads[:, :, :-1])
-        keys = norm(name="k_norm")(heads[:, :, -1:])
-        return jnp.concatenate([queries, keys], axis=2)
+
+class MLPWeights(NamedTuple):
+    """Weights of one gated MLP: [embed, 2, hidden] and [hidden, embed]."""
+
+    gate_up: Weights
+    down: Weights
+
+
+def mlp(
+    config: ModelConfig, weights: MLPWeights, inputs: Float[Array, "nodes embed"]
+) -> Float[Array, "nodes embed"]:
+    """down(activation(gate x) * up x)."""
+    gate_up = weights.gate_up.apply(inputs)
+    return weights.down.apply(activate(config, gate_up[:, 0]) * gate_up[:, 1])
 
 
 class MLP(nn.Module):
@@ -166,10 +273,12 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, inputs: Float[Array, "nodes embed"]) -> Float[Array, "nodes embed"]:
-        width, bias = self.config.mlp_dim, self.config.mlp_bias
-        gate_up = Linear((self.config.embed_dim,), (2, width), bias, name="gate_up")(inputs)
-        hidden = activate(self.config, gate_up[:, 0]) * gate_up[:, 1]
-        return Linear((width,), (self.config.embed_dim,), bias, name="down")(hidden)
+        embed, width, bias = self.config.embed_dim, self.config.mlp_dim, self.config.mlp_bias
+        weights = MLPWeights(
+            LinearWeights((embed,), (2, width), bias, name="gate_up")(),
+            LinearWeights((width,), (embed,), bias, name="down")(),
+        )
+        return narrow_mlp(self.config, weights, inputs)
 
 
 class ExpertKernel(nn.Module):
@@ -257,7 +366,18 @@ class Layer(nn.Module):
     config: ModelConfig
     sparse: bool
 
-    @nn.compact
+    def setup(self):
+        config = self.config
+        norm = partial(RMSNorm, config.norm_eps, config.norm_plus_one)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention = Attention(config)
+        if self.sparse:
+            self.experts = MixtureOfExperts(config)
+        else:
+            self.mlp = MLP(config)
+        if config.post_norms:
+            self.attention_post_norm, self.mlp_post_norm = norm(), norm()
+
     def __call__(
         self,
         residual: Float[Array, "nodes embed"],
@@ -269,58 +389,63 @@ class Layer(nn.Module):
         keep_mlp: bool | Float[Array, ""] = True,
     ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
         config = self.config
-        norm = partial(RMSNorm, config.norm_eps, config.norm_plus_one)
 
         def add(residual, output, keep, name):
             if config.post_norms:
-                output = norm(name=name)(output)
+                output = getattr(self, name)(output)
             return residual + (output if keep is True else output * keep.astype(output.dtype))
 
         if keep_attention is False:
             nodes = residual.shape[0]
             own = empty_layer(config.num_kv_heads, config.head_dim, nodes, residual.dtype)
         else:
-            normed = norm(name="attention_norm")(residual)
-            output, own = Attention(config, name="attention")(
-                normed, rotation, visible, prefix, scratch
-            )
+            normed = self.attention_norm(residual)
+            output, own = self.attention(normed, rotation, visible, prefix, scratch)
             residual = add(residual, output, keep_attention, "attention_post_norm")
         if keep_mlp is not False:
-            normed = norm(name="mlp_norm")(residual)
-            if self.sparse:
-                output = MixtureOfExperts(config, name="experts")(normed)
-            else:
-                output = MLP(config, name="mlp")(normed)
+            output = (self.experts if self.sparse else self.mlp)(self.mlp_norm(residual))
             residual = add(residual, output, keep_mlp, "mlp_post_norm")
         return residual, own
 
 
+def _scale_of(module: nn.Module) -> Array | None:
+    """The scales of a module's matrix, if that is stored with any."""
+    return module.get_variable("params", "scale")
+
+
 class Embedding(nn.Module):
-    """The table of token embeddings."""
+    """The table of token embeddings, [vocab, embed]."""
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self) -> Float[Array, "vocab embed"]:
+    def __call__(self) -> ScaledTable:
         shape = (self.config.vocab_size, self.config.embed_dim)
-        return self.param("embedding", _scaled_normal(self.config.embed_dim), shape)
+        table = self.param("embedding", _scaled_normal(self.config.embed_dim), shape)
+        return ScaledTable(table, _scale_of(self))
 
 
 class Head(nn.Module):
-    """The output head, when it is not the embedding table."""
+    """The output head, [embed, vocab], when it is not the embedding table."""
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self) -> Float[Array, "embed vocab"]:
+    def __call__(self) -> ScaledTable:
         shape = (self.config.embed_dim, self.config.vocab_size)
-        return self.param("kernel", _scaled_normal(self.config.embed_dim), shape)
+        table = self.param("kernel", _scaled_normal(self.config.embed_dim), shape)
+        return ScaledTable(table, _scale_of(self))
 
 
 class Transformer(nn.Module):
-    """Embedding, layers, final norm; the head is a method of its own."""
+    """Embedding, layers, final norm; the head is a separate method.
+
+    Attributes:
+        dtype: of activations; matrices may be stored narrower.
+    """
 
     config: ModelConfig
+    dtype: Any = jnp.float32
 
     def setup(self):
         config = self.config
@@ -367,14 +492,19 @@ class Transformer(nn.Module):
         return Hidden(self.norm(residual), jnp.concatenate(tapped, axis=-1), tuple(new_kv))
 
     def embed(self, tokens: Int[Array, " nodes"]) -> Float[Array, "nodes embed"]:
-        embedded = lookup_rows(self.embedding(), tokens)
+        table, scales = self.embedding()
+        embedded = lookup_rows(table, tokens).astype(self.dtype)
+        if scales is not None:
+            embedded = embedded * lookup_rows(scales[:, None], tokens)
         scale = self.config.embed_scale
         return embedded if scale is None else embedded * scale
 
     def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]:
         tied = self.config.tied_head
-        table = self.embedding() if tied else self.head()
+        table, scales = self.embedding() if tied else self.head()
         logits = multiply(features, table, at_least_float32(features.dtype), turned=tied)
+        if scales is not None:
+            logits = logits * scales[None]
         return softcapped(logits, self.config.final_softcap)
 
     def everything(self, tokens, positions, mask) -> Float[Array, "nodes vocab"]:
@@ -387,7 +517,8 @@ class Transformer(nn.Module):
 class Network:
     """A `core.types.LanguageModel`: weights as a pytree, settings static.
 
-    params: nested dicts as `param_shapes` describes them.
+    Attributes:
+        params: nested dicts as `param_shapes` describes them.
     """
 
     params: PyTree
@@ -407,7 +538,10 @@ class Network:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of weights, activations and caches. Softmax, norms and logits are float32 at least."""
+        """Dtype of activations and caches. Softmax and logits are float32 at least.
+
+        Matrices have it too unless they are stored narrower, see `jaxspec.models.storage`.
+        """
         return self.params["norm"]["scale"].dtype
 
     def forward(
@@ -425,8 +559,8 @@ class Network:
 
         Args:
             tokens: ids.
-            positions: of each token in the text; a cached token's position is its slot.
-            mask: which scratch slots, then which of these tokens, each token sees. The cached
+            positions: of each token in the text; a cached token's position is its place.
+            mask: which scratch places, then which of these tokens, each token sees. The cached
                 prefix is seen up to `cache.length`. Sliding layers see less of the prefix and of
                 these tokens; scratch is taken to lie within their window.
             cache: the prefix; None for none.
@@ -452,25 +586,22 @@ class Network:
         return self._apply(tokens, positions, mask, cache, scratch, taps, skip)
 
     def embed(self, tokens: Int[Array, " nodes"]) -> Float[Array, "nodes embed"]:
-        """Token embeddings as the first layer reads them."""
+        """Returns token embeddings as the first layer reads them."""
         return self._apply(tokens, method=Transformer.embed)
 
     def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]:
-        """Logits of the next token, float32, from features after the final norm."""
+        """Returns the logits of the next token, float32, from features after the final norm."""
         return self._apply(features, method=Transformer.unembed)
 
-    def empty_cache(self, slots: int) -> KVCache:
-        """A cache of nothing, for up to `slots` tokens of one row."""
-        config = self.config
-        layers = tuple(
-            empty_layer(config.num_kv_heads, config.head_dim, slots, self.dtype)
-            for _ in range(config.num_layers)
-        )
-        return KVCache(layers, jnp.zeros((), jnp.int32))
+    def empty_cache(self, capacity: int) -> KVCache:
+        """Returns an empty cache for up to `capacity` tokens of one row."""
+        return empty_kv_cache(self.config, self.config.num_layers, capacity, self.dtype)
 
     def _apply(self, *args, method=None) -> Any:
+        warn_of_wrong_sums()
         with exact_products(self.dtype):
-            return Transformer(self.config).apply({"params": self.params}, *args, method=method)
+            transformer = Transformer(self.config, self.dtype)
+            return transformer.apply({"params": self.params}, *args, method=method)
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.float32) -> PyTree:
@@ -494,8 +625,33 @@ def init_params(config: ModelConfig, key: PRNGKeyArray, dtype: jnp.dtype = jnp.f
 
 
 def param_shapes(config: ModelConfig, dtype: jnp.dtype = jnp.float32) -> PyTree:
-    """The tree of `init_params` as `jax.ShapeDtypeStruct`s; takes no memory."""
+    """The tree of `init_params` as `jax.ShapeDtypeStruct`s; takes no memory.
+
+    Example:
+        >>> from jaxspec.models import ModelConfig, param_shapes
+        >>> config = ModelConfig(
+        ...     vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2,
+        ...     head_dim=8, mlp_dim=64, max_positions=128,
+        ... )
+        >>> sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config)))
+        22688
+    """
     return jax.eval_shape(partial(init_params, config, dtype=dtype), jax.random.key(0))
+
+
+def empty_kv_cache(
+    config: ModelConfig, num_layers: int, capacity: int, dtype: jnp.dtype
+) -> KVCache:
+    """Returns an empty cache for up to `capacity` tokens of one row, of that many layers."""
+    layers = tuple(
+        empty_layer(config.num_kv_heads, config.head_dim, capacity, dtype)
+        for _ in range(num_layers)
+    )
+    return KVCache(layers, jnp.zeros((), jnp.int32))
+
+
+narrow_attention = NarrowCall("narrow_attention", attention, native_attention, attention_fits)
+narrow_mlp = NarrowCall("narrow_mlp", mlp, native_mlp, mlp_fits)
 
 
 def _scaled_normal(width: int):
@@ -530,15 +686,15 @@ def visible_to(
     cache: KVCache | None,
     window: int | None,
 ) -> Visible:
-    """What the tokens of a pass see; `window` is how far back, themselves included, if bounded."""
+    """Returns what the tokens of a pass see, `window` positions back if that is bounded."""
     nodes = mask.shape[0]
     scratch, own = jnp.split(mask, (mask.shape[1] - nodes,), axis=1)
     if window is not None:
         own = sliding_window(own, positions, positions, window)
     prefix = None
     if cache is not None:
-        slots = jnp.arange(num_slots(cache))
-        prefix = slots[None] < cache.length
+        places = jnp.arange(capacity_of(cache))
+        prefix = places[None] < cache.length
         if window is not None:
-            prefix = sliding_window(prefix, positions, slots, window)
+            prefix = sliding_window(prefix, positions, places, window)
     return Visible(prefix, scratch, own)

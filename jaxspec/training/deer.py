@@ -1,19 +1,25 @@
-"""What drafters of blocks are aligned with: the target's own continuations (DEER).
+"""Drafters of blocks aligned with a target (DEER): both stages' objectives and `DeerTrainer`.
 
-Both stages of DEER's alignment (its section 3.2): the drafter reads what a target was asked, and
-has to foresee what the target answered. It sees each document by itself, as `jaxspec.Deer` shows it
-the text when it drafts: where it is causal over blocks, in whole ones, the last filled with masks.
+In both stages of DEER's alignment (its section 3.2) the drafter reads a prompt to the target and
+learns to predict the target's answer. It sees each document by itself, as `jaxspec.Deer` shows it
+the text when it drafts: in whole blocks, the last filled with masks, if it is causal over blocks.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from tokenizers import Tokenizer
 
+from jaxspec.checkpoint import Model, load
+from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.core.masks import same_document
-from jaxspec.core.types import PyTree
+from jaxspec.core.types import Params, PyTree
 from jaxspec.diffusion.process import (
     Masked,
     block_training_mask,
@@ -21,46 +27,64 @@ from jaxspec.diffusion.process import (
     mask_number,
     mask_share,
 )
+from jaxspec.drafters import Deer, LoadedDrafter
 from jaxspec.models import ModelConfig, Network
 from jaxspec.training.data import Answers
-from jaxspec.training.lm import products_in
-from jaxspec.training.loop import Metrics
-from jaxspec.training.settings import CUTS, DTYPES
+from jaxspec.training.efficiency import flops_per_token
+from jaxspec.training.generated import answers_of, answers_read
+from jaxspec.training.loop import Metrics, products_in
+from jaxspec.training.report import PALM_FLOPS, RecipeNotes
+from jaxspec.training.settings import (
+    CUTS,
+    DTYPES,
+    TARGET,
+    DeerTrainingSettings,
+    check_above_zero,
+    check_one_of,
+)
+from jaxspec.training.sources import Divided
+from jaxspec.training.target import as_stored, decoding_of, load_target
 from jaxspec.training.tokenizer import RESERVED, SEPARATOR
+from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
 
 
 class _Row(NamedTuple):
     """One row of packed texts, cut and hidden.
 
-    texts: number of each slot's text, as often as it was cut: its document where that was once.
-    left: of the answers.
-    scale: what the weighted cross-entropies of a slot's text are divided by.
-    firsts: see `block_training_mask`; None: of every document one end is hidden, in place.
+    Attributes:
+        tokens: tokens of the row, with separators.
+        segments: documents; 0 is padding.
+        texts: number of each place's text: its document, or the part of it behind a cut.
+        left: True at the places of an answer that remain after it is cut.
+        masked: hidden places and their weights.
+        scale: divisor of the weighted cross-entropies of a place's text.
+        firsts: see `block_training_mask`; `None`: one end of every document is hidden, in place.
     """
 
-    tokens: Int[Array, " slots"]
-    segments: Int[Array, " slots"]
-    texts: Int[Array, " slots"]
-    left: Bool[Array, " slots"]
+    tokens: Int[Array, " places"]
+    segments: Int[Array, " places"]
+    texts: Int[Array, " places"]
+    left: Bool[Array, " places"]
     masked: Masked
-    scale: Float[Array, " slots"]
-    firsts: Int[Array, " slots"] | None = None
+    scale: Float[Array, " places"]
+    firsts: Int[Array, " places"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """Stage I: an answer is cut at a random place and any of its slots may be hidden.
+    """Stage I: an answer is cut at a random place and any of its places may be hidden.
 
-    Each text has a share t ~ U(0, 1) of what is left of its answer hidden, each slot weighing 1/t;
-    the sum is divided by the answer's length. A separator stands where it was cut.
+    Each text has a share t ~ U(0, 1) of the rest of its answer hidden, each place weighing 1/t; the
+    sum is divided by the answer's length. A separator stands at the cut.
 
-    config: of the drafter; `config.diffusion` says what its slots see.
-    separator: put [SEP] behind an answer that was cut: "cut here, not finished". None: for
-        networks that see both sides. Those that are causal over blocks are cut at the ends of
-        blocks, where no slot would see it.
-    dtype: of the operands of products; "bfloat16" still sums in float32.
-    steady: draw numbers of hidden slots in place of shares; the expected loss is the same. For
-        measuring: something is hidden of every answer.
+    Attributes:
+        config: shape of the drafter; `config.diffusion` says what its places see.
+        separator: put [SEP] behind an answer that was cut: "cut here, not finished". `None`: for
+            networks that see the whole text. Those that are causal over blocks are cut at the ends
+            of blocks, where no place would see it.
+        dtype: dtype of the operands of products; "bfloat16" still sums in float32.
+        steady: draw numbers of hidden places instead of shares, for validation: the expected loss
+            is the same, and a part of every answer is hidden.
 
     Raises:
         ValueError: a setting is out of range, or the network is no diffusion model.
@@ -72,7 +96,7 @@ class Continuation:
     steady: bool = False
 
     def __post_init__(self):
-        _check(self.config, self.separator, self.dtype)
+        _check(self)
 
     def __call__(
         self, params: PyTree, batch: Answers, key: PRNGKeyArray
@@ -81,11 +105,11 @@ class Continuation:
 
     @property
     def measured(self) -> "Continuation":
-        """The same as validation measures it."""
+        """The objective of validation."""
         return dataclasses.replace(self, steady=True)
 
     def cut(self, row: Answers, key: PRNGKeyArray) -> _Row:
-        """What the drafter is shown of one row, and what it has to foresee."""
+        """Cuts a row and hides the places to predict."""
         cut_key, mask_key = jax.random.split(key)
         tokens, segments, left = _cut(
             row, cut_key, self.config, separated(self.config, self.separator)
@@ -98,21 +122,23 @@ class Continuation:
 
 @dataclasses.dataclass(frozen=True)
 class Refinement:
-    """Stage II: the last R ~ U{1..longest} slots of a cut answer are hidden, as in drafting.
+    """Stage II: the last R ~ U{1..longest} places of a cut answer are hidden, as in drafting.
 
-    The i-th of them, counted from 1 where the hidden ones begin, weighs alpha^(R - i): what comes
-    first decides whether the rest is read at all.
+    The i-th of them, counted from 1 at the first hidden one, weighs alpha^(R - i), because the
+    first tokens decide whether the rest is read at all.
 
-    longest: hidden slots at most; DEER's is 96.
-    alpha: DEER's is 1.01.
-    normalise: divide by the sum of the weights. False: as DEER writes it, the sum alone, whose
-        size goes with alpha and R: at 1.05 it diverges.
-    cuts: "one": each answer is cut at one place, as in DEER. "all": behind every `longest` slots,
-        from one of the first blocks on, all in one pass that reads a clean copy beside the hidden
-        one: twice the work for as many ends as there is room for. Needs a network that is causal
-        over blocks and whole blocks of `longest` slots.
-
-    Others as for `Continuation`.
+    Attributes:
+        config: see `Continuation`.
+        longest: most hidden places; 96 in DEER.
+        alpha: weight of a place over that of the next one; 1.01 in DEER.
+        normalise: divide by the sum of the weights. False: the sum alone, as DEER writes it, whose
+            size depends on alpha and R: at 1.05 it diverges.
+        separator: see `Continuation`.
+        dtype: see `Continuation`.
+        cuts: "one": each answer is cut at one place, as in DEER. "all": behind every `longest`
+            places, from one of the first blocks on, all in one pass that reads a clean copy next to
+            the hidden one: twice the work for as many ends as there is room for. Needs a network
+            that is causal over blocks, and `longest` in whole blocks.
 
     Raises:
         ValueError: a setting is out of range, or the network is no diffusion model.
@@ -127,19 +153,15 @@ class Refinement:
     cuts: str = "one"
 
     def __post_init__(self):
-        _check(self.config, self.separator, self.dtype)
-        if self.longest < 1:
-            raise ValueError(f"longest must be at least 1, got {self.longest}.")
-        if not self.alpha > 0:
-            raise ValueError(f"alpha must be above 0, got {self.alpha}.")
-        if self.cuts not in CUTS:
-            raise ValueError(f"cuts must be one of {CUTS}, got {self.cuts!r}.")
+        _check(self)
+        check_above_zero(self, "longest", "alpha")
+        check_one_of(self, CUTS, "cuts")
         diffusion = self.config.diffusion
         assert diffusion is not None  # checked above
         if self.cuts == "all" and diffusion.block is None:
             raise ValueError(
                 'cuts "all" needs a drafter that is causal over blocks; this one sees both sides, '
-                'where each cut takes a pass of its own: take "one".'
+                'where each cut takes another pass: take "one".'
             )
         if self.cuts == "all" and self.longest % (diffusion.block or 1):
             raise ValueError(
@@ -154,11 +176,11 @@ class Refinement:
 
     @property
     def measured(self) -> "Refinement":
-        """The same as validation measures it."""
+        """The objective of validation."""
         return self
 
     def cut(self, row: Answers, key: PRNGKeyArray) -> _Row:
-        """What the drafter is shown of one row, and what it has to foresee."""
+        """Cuts a row and hides the places to predict."""
         cut_key, length_key = jax.random.split(key)
         if self.cuts == "all":
             tokens, segments, left, firsts = _cut_everywhere(
@@ -170,7 +192,7 @@ class Refinement:
                 row, cut_key, self.config, separated(self.config, self.separator)
             )
             firsts, texts = None, segments
-        # How many slots of the answer are left from each slot on, itself included.
+        # Number of places of the answer from each place on, itself included.
         behind = _count_from(texts, left)
         number = 1 + jnp.floor(drawn_per_group(length_key, texts) * self.longest)
         number = jnp.minimum(number, _count(texts, left))
@@ -181,18 +203,23 @@ class Refinement:
 
 
 def tail_weights(
-    answer: Bool[Array, " slots"],
-    behind: Float[Array, " slots"],
-    number: Float[Array, " slots"],
+    answer: Bool[Array, " places"],
+    behind: Float[Array, " places"],
+    number: Float[Array, " places"],
     alpha: float,
 ) -> Masked:
-    """The last `number` slots of an answer, each weighing alpha^(slots that follow it).
+    """Hides the last `number` places of an answer, each weighing alpha^(places that follow it).
 
     Args:
-        answer: slots that may be hidden.
-        behind: how many slots of the answer are left from each slot on, itself included.
-        number: of slots to hide, by document, at each of its slots.
-        alpha: above 1, those that come first weigh most.
+        answer: places that may be hidden.
+        behind: number of places of the answer from each place on, itself included.
+        number: number of places to hide in each place's document.
+        alpha: weight of a place over that of the next one.
+
+    >>> answer = jnp.array([False, True, True, True])
+    >>> hidden, weights = tail_weights(answer, jnp.array([0.0, 3, 2, 1]), jnp.full(4, 2.0), 2.0)
+    >>> hidden.tolist(), weights.tolist()
+    ([False, False, True, True], [0.0, 0.0, 2.0, 1.0])
     """
     hidden = answer & (behind <= number)
     return Masked(hidden, jnp.where(hidden, alpha ** (behind - 1.0), 0.0))
@@ -201,11 +228,11 @@ def tail_weights(
 def _loss(
     objective: Continuation | Refinement, params: PyTree, batch: Answers, key: PRNGKeyArray
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The weighted cross-entropies of each text over its scale, averaged over texts."""
+    """Returns the weighted cross-entropies of each text over its scale, averaged over texts."""
     network = Network(params, objective.config)
     arrays = Answers(*map(jnp.asarray, batch))
     with products_in(objective.dtype):
-        rows, logits = jax.vmap(lambda row, key: _foresee(network, objective, row, key))(
+        rows, logits = jax.vmap(lambda row, key: _predict(network, objective, row, key))(
             arrays, jax.random.split(key, len(arrays.tokens))
         )
     chosen = jnp.take_along_axis(logits, arrays.tokens[:, :, None], axis=-1)[:, :, 0]
@@ -223,10 +250,10 @@ def _loss(
     return loss, metrics
 
 
-def _foresee(
+def _predict(
     network: Network, objective: Continuation | Refinement, row: Answers, key: PRNGKeyArray
-) -> tuple[_Row, Float[Array, "slots vocab"]]:
-    """One row: what was hidden, and the network's logits of each slot."""
+) -> tuple[_Row, Float[Array, "places vocab"]]:
+    """Returns a row with its hidden places, and the network's logits of each place."""
     diffusion = network.config.diffusion
     assert diffusion is not None  # checked when the objective was made
     cut = objective.cut(row, key)
@@ -255,11 +282,11 @@ def _foresee(
 
 def _cut(
     row: Answers, key: PRNGKeyArray, config: ModelConfig, separator: bool | None
-) -> tuple[Int[Array, " slots"], Int[Array, " slots"], Bool[Array, " slots"]]:
-    """Ends every answer at a random place: tokens, documents, and what is left of the answers.
+) -> tuple[Int[Array, " places"], Int[Array, " places"], Bool[Array, " places"]]:
+    """Ends every answer at a random place; returns tokens, documents, and places that are left.
 
-    With a network that is causal over blocks, at the end of a block: such a drafter fills in whole
-    blocks.
+    With a network that is causal over blocks the place is the end of a block, because such a
+    drafter fills in whole blocks.
     """
     assert config.diffusion is not None  # checked when the objective was made
     segments = jnp.asarray(row.segments)
@@ -281,10 +308,12 @@ def _cut(
 
 def _cut_everywhere(
     row: Answers, key: PRNGKeyArray, config: ModelConfig, longest: int
-) -> tuple[Int[Array, " slots"], Int[Array, " slots"], Bool[Array, " slots"], Int[Array, " slots"]]:
-    """Ends every answer behind each `longest` slots: as `_cut`, and the first block of each part.
+) -> tuple[
+    Int[Array, " places"], Int[Array, " places"], Bool[Array, " places"], Int[Array, " places"]
+]:
+    """Ends every answer behind each `longest` places; returns as `_cut`, and parts' first blocks.
 
-    The first part has as many blocks as chance will have it, so that any may be the last of one.
+    The length of the first part is random, so that any block may be the last of a part.
     """
     assert config.diffusion is not None  # checked when the objective was made
     assert config.diffusion.block is not None
@@ -296,40 +325,186 @@ def _cut_everywhere(
     return jnp.asarray(row.tokens), segments, jnp.asarray(row.answer, bool) & (segments > 0), firsts
 
 
-def _sum(segments: Int[Array, " slots"], values: Float[Array, " slots"]) -> Float[Array, " slots"]:
-    """The sum over each slot's document."""
+def _sum(
+    segments: Int[Array, " places"], values: Float[Array, " places"]
+) -> Float[Array, " places"]:
+    """Returns the sum over each place's document."""
     return jnp.sum(jnp.where(same_document(segments), values[None, :], 0.0), axis=1)
 
 
 def _count(
-    segments: Int[Array, " slots"], counted: Bool[Array, " slots"]
-) -> Float[Array, " slots"]:
-    """How many slots of each slot's document are counted."""
+    segments: Int[Array, " places"], counted: Bool[Array, " places"]
+) -> Float[Array, " places"]:
+    """Returns the number of counted places in each place's document."""
     return _sum(segments, counted.astype(jnp.float32))
 
 
 def _count_from(
-    segments: Int[Array, " slots"], counted: Bool[Array, " slots"]
-) -> Float[Array, " slots"]:
-    """The same of those at or behind each slot."""
+    segments: Int[Array, " places"], counted: Bool[Array, " places"]
+) -> Float[Array, " places"]:
+    """Returns the number of counted places at or behind each place, in its document."""
     order = jnp.arange(len(segments))
     later = same_document(segments) & (order[:, None] <= order[None, :])
     return jnp.sum(jnp.where(later, counted[None, :].astype(jnp.float32), 0.0), axis=1)
 
 
 def separated(config: ModelConfig, separator: bool | None) -> bool:
-    """Whether a separator stands where an answer was cut, see `Continuation`."""
+    """Returns True if a separator stands where an answer was cut, see `Continuation`."""
     assert config.diffusion is not None  # checked when the objective was made
     return config.diffusion.block is None if separator is None else separator
 
 
-def _check(config: ModelConfig, separator: bool | None, dtype: str) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}.")
-    if config.diffusion is None:
+def _check(objective: Continuation | Refinement) -> None:
+    """Refuses settings of a stage that do not fit its network."""
+    check_one_of(objective, DTYPES, "dtype")
+    diffusion = objective.config.diffusion
+    if diffusion is None:
         raise ValueError("config must be of a diffusion model, but its `diffusion` is None.")
-    if separator and config.diffusion.block is not None:
+    if objective.separator and diffusion.block is not None:
         raise ValueError(
             "separator must be left out for a drafter that is causal over blocks: its answers are "
-            "cut at the ends of blocks, where no slot would see one."
+            "cut at the ends of blocks, where no place would see one."
         )
+
+
+class OpenedDeer(NamedTuple):
+    """The target of a run, its tokenizer, and the network to align."""
+
+    model: Model
+    tokenizer: Tokenizer
+    start: Network
+
+
+@dataclasses.dataclass(frozen=True)
+class DeerTrainer:
+    """Aligns a diffusion model with the target that it drafts for: one of DEER's two stages.
+
+    Each validation also decodes held-out beginnings greedily with the drafter: `tau_with_bonus`
+    counts tokens per target pass, the bonus token included. The result is a `Network`.
+    """
+
+    settings: DeerTrainingSettings
+
+    def open(self, run: Run[DeerTrainingSettings]) -> OpenedDeer:
+        model, tokenizer = load_target(run)
+        drafter = load(self.settings.start_from, dtype="float32")
+        start = _first_network(self.settings, drafter, model)
+        self._objective(start.config, "float32")  # refuses what does not fit the drafter
+        return OpenedDeer(model, tokenizer, start)
+
+    def task(
+        self, run: Run[DeerTrainingSettings], opened: OpenedDeer, documents: Sequence[Divided]
+    ) -> Task:
+        settings, (model, tokenizer, start) = self.settings, opened
+        config, diffusion = start.config, start.config.diffusion
+        assert diffusion is not None  # checked with the drafter
+        sources = pack_sources(run, tokenizer, documents)
+        # A drafter that is causal over blocks always sees whole ones.
+        corpus = answers_of(run, model, sources, diffusion.block or 1, diffusion.mask_token_id)
+        objective = partial(self._objective, config)
+
+        def drafter(params: PyTree) -> LoadedDrafter:
+            network = Network(as_stored(params, model.network), config)
+            return LoadedDrafter(_method(settings, config), network, model.tokenizer)
+
+        return Task(
+            corpus,
+            tokenizer,
+            objective,
+            evaluation=lambda dtype: objective(dtype).measured,
+            first_params=lambda: start.params,
+            result=lambda params: Network(params, config),
+            flops_per_token=self._copies * flops_per_token(config, settings.sequence_length),
+            decode=decoding_of(run, model, sources.validation, drafter),
+        )
+
+    def save(self, opened: OpenedDeer, outcome: Outcome, folder: Path) -> None:
+        write_model(folder, outcome.result, outcome.tokenizer)
+
+    def recipe(
+        self, run: Run[DeerTrainingSettings], opened: OpenedDeer, metrics: Mapping[str, Any]
+    ) -> RecipeNotes:
+        settings = self.settings
+        stage = (
+            "I, continuation distillation"
+            if settings.stage == 1
+            else f"II, refinement (the last 1 to {settings.longest} places hidden, alpha "
+            f"{settings.alpha:g}, {'' if settings.normalise else 'not '}normalised, "
+            f"{'one cut' if settings.cuts == 'one' else 'cuts throughout'} of each answer)"
+        )
+        twice = ", twice, for a hidden and a clean copy of each row"
+        return RecipeNotes(
+            cost=PALM_FLOPS + (twice if self._copies > 1 else ""),
+            about=f"A drafter of blocks (DEER) for the target in `{settings.target}`, whose files "
+            f"have the SHA-256 `{run.sha256[TARGET]}`, from the diffusion model in "
+            f"`{settings.start_from}` (`{run.sha256['start_from']}`). Stage {stage}.",
+            read=[answers_read(settings, run.sha256)],
+            held_out="answers",
+            meaning="nats: cross-entropy of a hidden token. top1: share of them that were the most "
+            "likely one.",
+            drafts=f"blocks of {settings.block} tokens",
+            label="nats per hidden token",
+        )
+
+    @property
+    def _copies(self) -> int:
+        """Copies of each row in a pass, see `Refinement.cuts`."""
+        return 2 if self.settings.cuts == "all" else 1
+
+    def _objective(self, config: ModelConfig, dtype: str) -> Continuation | Refinement:
+        settings = self.settings
+        if settings.stage == 1:
+            return Continuation(config, settings.separator, dtype)
+        return Refinement(
+            config,
+            settings.longest,
+            settings.alpha,
+            settings.normalise,
+            settings.separator,
+            dtype,
+            settings.cuts,
+        )
+
+
+def _first_network(settings: DeerTrainingSettings, start: Model, target: Model) -> Network:
+    """Returns the network to align, after checks that it can draft for the target.
+
+    Raises:
+        ValueError: saying what does not fit.
+    """
+    config = start.config
+    if config.diffusion is None:
+        raise ValueError(
+            f"start_from must be a diffusion model, whose config.json has a mask_token_id, but "
+            f"{settings.start_from} is a causal one: convert it first (jaxspec train masked)."
+        )
+    if config.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"start_from ({settings.start_from}) has a vocabulary of {config.vocab_size}, the "
+            f"target one of {target.vocab_size}: they must share a tokenizer."
+        )
+    theirs, ours = start.tokenizer, target.tokenizer
+    if theirs is not None and ours is not None and not covers(theirs, ours):
+        raise ValueError(
+            f"start_from ({settings.start_from}) has another tokenizer than the target, so its "
+            "tokens mean something else: start from a model that shares it."
+        )
+    if settings.sequence_length > config.max_positions:
+        raise ValueError(
+            f"sequence_length must be at most the drafter's positions ({config.max_positions}), "
+            f"got {settings.sequence_length}."
+        )
+    separator = RESERVED.index(SEPARATOR) if separated(config, settings.separator) else None
+    trained = {"separator": separator}
+    if settings.stage == 2:
+        trained["window"] = settings.longest
+    config = config.replace(diffusion=dataclasses.replace(config.diffusion, **trained))
+    network = Network(start.params, config)
+    # The drafter of validation, checked now and not after the first updates.
+    _method(settings, config).check_fit(Params(target.network, network))
+    return network
+
+
+def _method(settings: DeerTrainingSettings, config: ModelConfig) -> Deer:
+    assert config.diffusion is not None  # checked before
+    return Deer(settings.block, sep_token_id=config.diffusion.separator)

@@ -1,30 +1,61 @@
-"""What DFlash heads are trained for: blocks of the target's answers, from its states before them.
+"""DFlash heads: their objective, blocks of the target's answers, and `DFlashTrainer`.
 
 Chen et al. 2026 (2602.06036), section 4.2. A batch holds prompts with the target's answers and the
-target, and may hold what the target makes of that text, which is not learned from.
+target, and may hold the target's states, which get no gradient.
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxspec.checkpoint import save_dflash
 from jaxspec.core.masks import bidirectional
 from jaxspec.core.types import PyTree
-from jaxspec.models import DFlashHead, ModelConfig, Network
-from jaxspec.training.data import Answers, Sequences
-from jaxspec.training.features import target_states
-from jaxspec.training.lm import products_in
-from jaxspec.training.loop import Metrics
-from jaxspec.training.settings import DTYPES
+from jaxspec.drafters import DFlash
+from jaxspec.models import DFlashHead, ModelConfig, Network, dflash_taps, init_dflash_params
+from jaxspec.sharding import on_every_device, spread_rows
+from jaxspec.training.data import Answers, SeenAnswers, Sequences
+from jaxspec.training.efficiency import block_flops_per_token
+from jaxspec.training.generated import answers_of, answers_read
+from jaxspec.training.loop import Metrics, products_in
+from jaxspec.training.report import RecipeNotes
+from jaxspec.training.settings import (
+    DTYPES,
+    TARGET,
+    DFlashTrainingSettings,
+    check_above_zero,
+    check_one_of,
+)
+from jaxspec.training.sources import Divided
+from jaxspec.training.target import (
+    OpenedTarget,
+    TargetStates,
+    as_stored,
+    check_length,
+    check_taps,
+    decoding_of,
+    head_config,
+    load_target,
+    target_states,
+    with_states,
+)
+from jaxspec.training.tokenizer import MASK, RESERVED
+from jaxspec.training.train import STORED, Outcome, Run, Task, pack_sources
 
 
 class Answered(NamedTuple):
     """A batch of answers with the target that gave them.
 
-    taps: the inputs of its tapped layers side by side; None: computed when they are needed.
+    Attributes:
+        answers: prompts with their answers.
+        target: the target.
+        taps: inputs of its tapped layers, concatenated; `None`: computed when they are needed.
     """
 
     answers: Answers
@@ -33,10 +64,11 @@ class Answered(NamedTuple):
 
 
 class Anchors(NamedTuple):
-    """Where the blocks of a row begin.
+    """Places of a row at which blocks begin.
 
-    places: of the anchors, the tokens that are pending.
-    counted: False where the row has no further token to draw.
+    Attributes:
+        places: places of the anchors, the tokens that are pending.
+        counted: False where the row has no further token to draw.
     """
 
     places: Int[Array, " anchors"]
@@ -45,21 +77,23 @@ class Anchors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AnchoredBlocks:
-    """Cross-entropy of the tokens behind anchors, each block foreseen in one pass.
+    """Cross-entropy of the tokens behind anchors, each block predicted in one pass.
 
     An anchor is any token that an answer's token follows: what may be pending when the drafter is
     asked. It stands open at the head of a block of masks, which sees the target's states at all
     places before the anchor, and all of itself; blocks do not see each other. The i-th mask weighs
-    exp(-(i - 1) / gamma); the sum is divided by that of the weights. As in drafting, the mask is no
-    token that could be meant.
+    exp(-(i - 1) / gamma); the sum is divided by that of the weights. As in drafting, the mask is
+    never the predicted token.
 
-    config: of the head's layers.
-    taps: target layers that the head reads.
-    mask_token_id: see `DFlashHead`.
-    block: slots of a block, the anchor included.
-    anchors: how many of a row are drawn for an update, or all if it has fewer.
-    gamma: 7 in the paper for blocks of 16.
-    dtype: of the head's products, see `NextToken`. The target's are as exact as when it decodes.
+    Attributes:
+        config: shape of the head's layers.
+        taps: target layers that the head reads.
+        mask_token_id: see `DFlashHead`.
+        block: places of a block, the anchor included.
+        anchors: anchors of a row that are drawn for an update; all if it has fewer.
+        gamma: decay length of the weights; 7 in the paper for blocks of 16.
+        dtype: dtype of the head's products, see `NextToken`. The target's are as exact as when it
+            decodes.
 
     Raises:
         ValueError: a setting is out of range.
@@ -74,15 +108,13 @@ class AnchoredBlocks:
     dtype: str = "float32"
 
     def __post_init__(self):
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}.")
+        check_one_of(self, DTYPES, "dtype")
         if self.block < 2 or self.anchors < 1:
             raise ValueError(
-                "block must be at least 2 slots, the anchor included, and anchors at least 1, got "
+                "block must be at least 2 places, the anchor included, and anchors at least 1, got "
                 f"{self.block} and {self.anchors}."
             )
-        if not self.gamma > 0:
-            raise ValueError(f"gamma must be above 0, got {self.gamma}.")
+        check_above_zero(self, "gamma")
 
     def head(self, params: PyTree, target: Network) -> DFlashHead:
         return DFlashHead(
@@ -99,7 +131,7 @@ class AnchoredBlocks:
             taps = target_states(target, Sequences(*answers[:3]), self.taps).taps
         keys = jax.random.split(key, len(answers.tokens))
         logits, wanted, counted = jax.vmap(
-            lambda row, taps, key: self._foresee(head, target, row, taps, self.draw(row, key))
+            lambda row, taps, key: self._predict(head, target, row, taps, self.draw(row, key))
         )(answers, jnp.asarray(taps), keys)
         chosen = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
         nats = jnp.where(counted, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0)
@@ -116,7 +148,7 @@ class AnchoredBlocks:
         return loss, metrics
 
     def draw(self, row: Answers, key: PRNGKeyArray) -> Anchors:
-        """Different tokens of a row, any as likely as another."""
+        """Draws different tokens of a row, each with the same chance."""
         follows = jnp.roll(row.segments, -1).at[-1].set(0)
         answered = jnp.roll(row.answer, -1) > 0
         possible = (row.segments > 0) & (row.segments == follows) & answered
@@ -124,7 +156,7 @@ class AnchoredBlocks:
         highest, places = jax.lax.top_k(order, min(self.anchors, len(order)))
         return Anchors(places, highest >= 0)
 
-    def _foresee(
+    def _predict(
         self,
         head: DFlashHead,
         target: Network,
@@ -136,7 +168,7 @@ class AnchoredBlocks:
         Int[Array, "anchors block-1"],
         Bool[Array, "anchors block-1"],
     ]:
-        """Of one row: logits of all masks, the tokens that stand there, and which count."""
+        """Returns logits of all masks of a row, the true tokens, and True where they count."""
         tokens, segments, positions, _ = map(jnp.asarray, row)
         length, steps = len(tokens), jnp.arange(self.block)
         masks = jnp.full(self.block - 1, self.mask_token_id, tokens.dtype)
@@ -154,9 +186,143 @@ class AnchoredBlocks:
         with products_in(self.dtype):
             logits = target.unembed(jax.vmap(read)(anchors.places).reshape(-1, target.embed_dim))
         logits = logits.at[:, self.mask_token_id].set(-jnp.inf)
-        slots = anchors.places[:, None] + steps[None, 1:]
-        inside = jnp.minimum(slots, length - 1)
+        predicted = anchors.places[:, None] + steps[None, 1:]
+        inside = jnp.minimum(predicted, length - 1)
         own = segments[inside] == segments[anchors.places][:, None]
         wanted = tokens[inside]
-        counted = anchors.counted[:, None] & (slots < length) & own & (wanted != self.mask_token_id)
-        return logits.reshape(*slots.shape, -1), wanted, counted
+        counted = (
+            anchors.counted[:, None] & (predicted < length) & own & (wanted != self.mask_token_id)
+        )
+        return logits.reshape(*predicted.shape, -1), wanted, counted
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashTrainer:
+    """Trains a DFlash head for a target, on answers of that target.
+
+    Each validation also decodes held-out beginnings greedily with the head, in drafts of
+    `settings.block` - 1 tokens: `tau_with_bonus` counts tokens per target pass, the bonus token
+    included. The result is a `DFlashHead`; `load_dflash` reads `out`.
+    """
+
+    settings: DFlashTrainingSettings
+
+    def open(self, run: Run[DFlashTrainingSettings]) -> OpenedTarget:
+        settings = self.settings
+        model, tokenizer = load_target(run)
+        check_length(settings.sequence_length, model)
+        if settings.block > settings.sequence_length:
+            raise ValueError(
+                f"block must be at most sequence_length ({settings.sequence_length}), got "
+                f"{settings.block}."
+            )
+        if settings.taps is None:
+            taps = dflash_taps(model.config.num_layers, settings.layers)
+            return OpenedTarget(model, tokenizer, taps)
+        check_taps(settings.taps, model)
+        return OpenedTarget(model, tokenizer, settings.taps)
+
+    def task(
+        self, run: Run[DFlashTrainingSettings], opened: OpenedTarget, documents: Sequence[Divided]
+    ) -> Task:
+        settings, (model, tokenizer, taps) = self.settings, opened
+        sources = pack_sources(run, tokenizer, documents)
+        corpus = answers_of(run, model, sources)
+        config = layers_config(model.config, settings.layers, settings.mlp_dim)
+        target = jax.device_put(model.network, on_every_device(run.mesh))
+        objective = partial(
+            AnchoredBlocks,
+            config,
+            taps,
+            RESERVED.index(MASK),
+            settings.block,
+            settings.anchors,
+            settings.decay,
+        )
+        tapped = len(taps) * model.config.embed_dim
+        first_params = partial(init_dflash_params, config, tapped, jax.random.key(settings.seed))
+        if settings.cache_features:
+            observe = jax.jit(partial(_observe, taps=taps))
+            corpus = with_states(
+                run,
+                corpus,
+                lambda answers: observe(target, spread_rows(run.mesh, answers)),
+                lambda answers, states: SeenAnswers(*answers, states.taps),
+            )
+
+        def as_batch(rows: Answers | SeenAnswers) -> Answered:
+            if isinstance(rows, SeenAnswers):
+                return Answered(Answers(*rows[:4]), target, jnp.asarray(rows.taps))
+            return Answered(rows, target)
+
+        def drafter(params: PyTree):
+            head = objective("float32").head(as_stored(params, model.network), model.network)
+            return DFlash.of(head)
+
+        return Task(
+            corpus,
+            tokenizer,
+            objective,
+            evaluation=objective,
+            first_params=first_params,
+            result=lambda params: objective("float32").head(params, target),
+            flops_per_token=block_flops_per_token(
+                jax.eval_shape(first_params),
+                config,
+                model.config,
+                settings.sequence_length,
+                settings.block,
+                settings.anchors,
+                0.0 if settings.cache_features else max(taps) / model.config.num_layers,
+            ),
+            as_batch=as_batch,
+            decode=decoding_of(run, model, sources.validation, drafter),
+        )
+
+    def save(self, opened: OpenedTarget, outcome: Outcome, folder: Path) -> None:
+        save_dflash(outcome.result, folder, dtype=STORED)
+
+    def recipe(
+        self, run: Run[DFlashTrainingSettings], opened: OpenedTarget, metrics: Mapping[str, Any]
+    ) -> RecipeNotes:
+        settings = self.settings
+        states = (
+            "left out, since it was made once"
+            if settings.cache_features
+            else "up to the last layer read included"
+        )
+        return RecipeNotes(
+            cost="for each token of text, 6 x the weights that make context of it; for each place "
+            "of a block, 6 x the layers' weights in products + 12 x layers x heads x head dim x "
+            "(sequence length + block); for each mask, 4 x those of the target's output head; the "
+            f"target's forward pass {states}",
+            about=f"A DFlash head of {settings.layers} layers for the target in "
+            f"`{settings.target}`, whose files have the SHA-256 `{run.sha256[TARGET]}`. It reads "
+            f"the inputs of the target's layers {', '.join(map(str, opened.taps))}. Blocks of "
+            f"{settings.block} places, the pending token counted, from {settings.anchors} anchors "
+            f"a sequence; the i-th mask weighs exp(-(i - 1) / {settings.decay:g}).",
+            read=[answers_read(settings, run.sha256)],
+            held_out="answers",
+            meaning="nats: cross-entropy of a masked token, all weighing the same. top1_at_D: "
+            "share of the D-th masks whose token was the most likely one.",
+            drafts=f"drafts of {settings.block - 1} tokens",
+            label="nats per masked token",
+        )
+
+
+def layers_config(target: ModelConfig, num_layers: int, mlp_dim: int | None) -> ModelConfig:
+    """Returns the layers of a head: of the target's shape and of Qwen-3's kind, as published.
+
+    Args:
+        target: shape of the model whose states the head reads.
+        num_layers: layers of the head.
+        mlp_dim: hidden units of an MLP; `None`: as many as the target's.
+    """
+    config = head_config(target, num_layers).replace(qk_norm=True)
+    return config if mlp_dim is None else config.replace(mlp_dim=mlp_dim)
+
+
+def _observe(target: Network, answers: Answers, taps: tuple[int, ...]) -> TargetStates:
+    """Returns the states that a head reads: the tapped ones alone."""
+    states = target_states(target, Sequences(*answers[:3]), taps)
+    return states._replace(features=states.features[..., :0])

@@ -1,32 +1,66 @@
-"""What EAGLE heads are trained for: the target's next features, or its tokens several steps on.
+"""EAGLE heads: their objectives and `EagleTrainer`.
 
-A batch holds text and the target, and may hold what the target makes of that text, which is not
-learned from. Pair t joins the target's state at t with token t + 1; see `jaxspec.models.eagle`.
+EAGLE-1 learns the target's next features, EAGLE-3 its tokens several steps ahead. A batch holds
+text and the target, and may hold the target's states, which get no gradient. Pair t joins the
+target's state at t with token t + 1; see `jaxspec.models.eagle`.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxspec.checkpoint import Model, eagle3_taps, save_eagle
 from jaxspec.core.masks import causal, same_document
 from jaxspec.core.types import PyTree
+from jaxspec.drafters import Eagle
 from jaxspec.drafters.growth import extend
-from jaxspec.models import DraftVocabulary, Eagle3Head, EagleHead, ModelConfig, Network
-from jaxspec.training.data import Sequences
-from jaxspec.training.features import TargetStates, target_states
-from jaxspec.training.lm import products_in
-from jaxspec.training.loop import Metrics, Objective
+from jaxspec.models import (
+    DraftVocabulary,
+    Eagle3Head,
+    EagleHead,
+    ModelConfig,
+    Network,
+    init_eagle3_params,
+    init_eagle_params,
+)
+from jaxspec.sharding import on_every_device, spread_rows
+from jaxspec.training.data import Corpus, SeenSequences, Sequences
+from jaxspec.training.efficiency import head_flops_per_token
+from jaxspec.training.generated import pack_generated
+from jaxspec.training.loop import Metrics, Objective, products_in
+from jaxspec.training.report import RecipeNotes, generated_texts
+from jaxspec.training.settings import OWN_TEXT, TARGET, EagleTrainingSettings
+from jaxspec.training.sources import Divided
+from jaxspec.training.target import (
+    OpenedTarget,
+    TargetStates,
+    as_stored,
+    check_length,
+    check_taps,
+    decoding_of,
+    head_config,
+    load_target,
+    target_states,
+    with_states,
+)
+from jaxspec.training.train import STORED, Outcome, Run, Task, pack_sources
 
 
 class Observed(NamedTuple):
-    """A batch with the target whose states or tokens are to be foreseen.
+    """A batch with the target whose states or tokens are to be predicted.
 
-    draft_ids: the target's ids of the tokens that the head drafts from, ascending; None: all.
-    states: what the target makes of the sequences; None: computed when they are needed.
+    Attributes:
+        sequences: rows of text.
+        target: the target.
+        draft_ids: the target's ids of the tokens that the head drafts from, ascending; `None`: all.
+        states: the target's states over the text; `None`: computed when they are needed.
     """
 
     sequences: Sequences
@@ -37,14 +71,16 @@ class Observed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FeatureRegression:
-    """EAGLE-1's objective (Li et al. 2024, section 4.2): features by SmoothL1, tokens beside it.
+    """EAGLE-1's objective (Li et al. 2024, section 4.2): SmoothL1 of features, and tokens.
 
-    config: of the head's one layer.
-    bias: see `EagleHead`.
-    token_weight: of the cross-entropy against the target's distribution.
-    noise: half the width of the uniform noise on the states read, at 512 tokens a sequence; it
-        scales with 512 / tokens, as in the published code.
-    dtype: of the head's products, see `NextToken`. The target's are as exact as when it decodes.
+    Attributes:
+        config: shape of the head's one layer.
+        bias: see `EagleHead`.
+        token_weight: weight of the cross-entropy against the target's distribution.
+        noise: half the width of the uniform noise on the states that are read, at 512 tokens a
+            sequence; it scales with 512 / tokens, as in the published code.
+        dtype: dtype of the head's products, see `NextToken`. The target's are as exact as when it
+            decodes.
     """
 
     config: ModelConfig
@@ -101,7 +137,7 @@ def feature_losses(
     target_logits: Float[Array, "rows length vocab"],
     counted: Bool[Array, "rows length"],
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """SmoothL1 of features (beta 1, mean over the width), and soft cross-entropy, per place."""
+    """Returns SmoothL1 of features (beta 1, mean over width) and soft cross-entropy per place."""
     difference = jnp.abs(predicted - jax.lax.stop_gradient(expected))
     smooth = jnp.where(difference < 1, 0.5 * difference**2, difference - 0.5)
     return (
@@ -114,14 +150,15 @@ def feature_losses(
 class TrainingTimeTest:
     """EAGLE-3's objective (Li et al. 2025, section 3.2): the head reads its own states, unrolled.
 
-    Step i predicts the token i + 2 places on from states that the head itself made i times over, so
-    that it is trained on what it will meet when it drafts.
+    Step i predicts the token i + 2 places ahead from states that the head made itself i times, so
+    that it is trained on what it will read when it drafts.
 
-    config: of the head's one layer.
-    taps: target layers that the head reads.
-    num_unrolled: how often it is unrolled; 7 in the paper.
-    decay: weight of a step over that of the one before.
-    dtype: of the head's products, see `FeatureRegression`.
+    Attributes:
+        config: shape of the head's one layer.
+        taps: target layers that the head reads.
+        num_unrolled: number of steps; 7 in the paper.
+        decay: weight of a step over that of the one before.
+        dtype: dtype of the head's products, see `FeatureRegression`.
     """
 
     config: ModelConfig
@@ -154,27 +191,28 @@ class TrainingTimeTest:
         return jnp.sum(weights * steps), metrics | {"tokens": tokens}
 
     def _losses(self, head: Eagle3Head, target: Network, row: Sequences, states: TargetStates):
-        """Per step and place: loss, agreement, and whether the place counts."""
+        """Returns loss, agreement and True where the place counts, per step and place."""
         target_logits = jax.lax.stop_gradient(target.unembed(states.features))
         draftable, _ = _draft_place(head, jnp.argmax(target_logits, axis=-1))
         if head.draft_ids is not None:
             target_logits = target_logits[:, head.draft_ids]
         results = []
-        for foreseen in unroll(head, target, row, states, self.num_unrolled, self.dtype):
-            wanted = target_logits[foreseen.places]
-            counted = foreseen.counted & draftable[foreseen.places]
-            loss = _soft_cross_entropy(foreseen.logits, wanted)
-            agreed = _same_choice(foreseen.logits, wanted)
+        for depth in unroll(head, target, row, states, self.num_unrolled, self.dtype):
+            wanted = target_logits[depth.places]
+            counted = depth.counted & draftable[depth.places]
+            loss = _soft_cross_entropy(depth.logits, wanted)
+            agreed = _same_choice(depth.logits, wanted)
             results.append((loss * counted, agreed & counted, counted))
         return tuple(jnp.stack(part) for part in zip(*results, strict=True))
 
 
-class Foreseen(NamedTuple):
-    """What a head says at one depth of a draft, from every place of a row at once.
+class DepthLogits(NamedTuple):
+    """Logits of a head at one depth of a draft, from every place of a row at once.
 
-    logits: of the token after each of `places`.
-    places: entry t: the last token read by the draft that starts behind place t.
-    counted: whether that is a token of the same document.
+    Attributes:
+        logits: logits of the token after each of `places`.
+        places: entry t: the last token read by the draft that starts behind place t.
+        counted: True where that is a token of the same document.
     """
 
     logits: Float[Array, "length draft_vocab"]
@@ -189,8 +227,8 @@ def unroll(
     states: TargetStates,
     num_steps: int,
     dtype: str,
-) -> Iterator[Foreseen]:
-    """A head that drafts from every place of one row and is fed the true text, depth by depth.
+) -> Iterator[DepthLogits]:
+    """Drafts from every place of one row, fed the true text, and yields each depth.
 
     The first depth reads the target's states, the others those that the head made itself; each
     draft sees the pairs before its place and its own.
@@ -202,14 +240,14 @@ def unroll(
     with products_in(dtype):
         inputs = head.states_of(states.features, states.taps)
     for step in range(num_steps):
-        # Place t reads token t + 1 + step and foresees what follows it.
+        # Place t reads token t + 1 + step and predicts the next one.
         places = jnp.minimum(jnp.arange(length) + 1 + step, length - 1)
         inside = (jnp.arange(length) + 1 + step < length) & (segments[places] == segments)
         embedded = target.embed(tokens[places])
         with products_in(dtype):
             hidden = head.forward(embedded, inputs, positions + step, mask, None, scratch=scratch)
             logits = head.unembed(target, hidden.features)
-        yield Foreseen(logits, places, inside & (segments > 0))
+        yield DepthLogits(logits, places, inside & (segments > 0))
         inputs = hidden.features
         scratch = extend(scratch, hidden.new_kv)
         mask = jnp.concatenate([mask, own_chain], axis=1)
@@ -217,16 +255,17 @@ def unroll(
 
 @dataclasses.dataclass(frozen=True)
 class HeadQuality:
-    """What validation asks of a head: its loss, and how often it foresees the target's choice.
+    """The objective of validation: a head's loss, and how often it predicts the target's choice.
 
     `top1_at_2` is the share of places where the likeliest token at depth 2 of the draft is what the
     target says there, `top4_at_2` where it is among the four likeliest. The draft before is fed the
     true text, and tokens that cannot be drafted count as missed: on text that the target wrote
     greedily these are the chances that a node of that rank is accepted after its parent was.
 
-    objective: what the head is trained for.
-    depth: of the tree that is drafted.
-    top_k: the most children that a node of it has.
+    Attributes:
+        objective: what the head is trained for.
+        depth: depth of the tree that is drafted.
+        top_k: most children of a node of it.
     """
 
     objective: FeatureRegression | TrainingTimeTest
@@ -246,12 +285,12 @@ class HeadQuality:
             draftable, draft_places = _draft_place(head, choices)
             results = []
             depths = unroll(head, batch.target, row, states, self.depth, self.objective.dtype)
-            for foreseen in depths:
-                wanted = draft_places[foreseen.places]
-                said = jnp.take_along_axis(foreseen.logits, wanted[:, None], axis=1)
-                rank = jnp.sum(foreseen.logits > said, axis=1)
-                counted = foreseen.counted
-                hit = counted & draftable[foreseen.places]
+            for depth in depths:
+                wanted = draft_places[depth.places]
+                said = jnp.take_along_axis(depth.logits, wanted[:, None], axis=1)
+                rank = jnp.sum(depth.logits > said, axis=1)
+                counted = depth.counted
+                hit = counted & draftable[depth.places]
                 results.append((hit & (rank < 1), hit & (rank < self.top_k), counted))
             return tuple(jnp.stack(part) for part in zip(*results, strict=True))
 
@@ -265,7 +304,12 @@ class HeadQuality:
 
 
 def evaluation_of(objective: FeatureRegression | TrainingTimeTest, paths) -> Objective:
-    """How validation measures a head that is to draft over a tree of these paths: no noise."""
+    """Returns the objective of validation, without noise, of a head that drafts over a tree.
+
+    Args:
+        objective: what the head is trained for.
+        paths: the tree, as for `tree_from_paths`.
+    """
     if isinstance(objective, FeatureRegression):
         objective = dataclasses.replace(objective, noise=0.0)
     return HeadQuality(objective, max(map(len, paths)), 1 + max(map(max, paths)))
@@ -280,7 +324,7 @@ def _states(batch: Observed, taps: tuple[int, ...]) -> TargetStates:
 def _draft_place(
     head: EagleHead | Eagle3Head, tokens: Int[Array, " length"]
 ) -> tuple[Bool[Array, " length"], Int[Array, " length"]]:
-    """Whether tokens can be drafted, and their places among the draft's logits."""
+    """Returns True where a token can be drafted, and places of tokens among the draft's logits."""
     ids = head.draft_ids
     if ids is None:
         return jnp.ones(tokens.shape, bool), tokens
@@ -312,3 +356,176 @@ def _same_choice(
 
 def _mean(values: Float[Array, "rows length"], counted: Bool[Array, "rows length"]):
     return jnp.sum(values * counted) / (jnp.sum(counted) + 1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleTrainer:
+    """Trains an EAGLE-1 or EAGLE-3 head for a target.
+
+    Each validation also decodes held-out beginnings greedily with the head over `settings.paths`:
+    `tau_with_bonus` counts tokens per target pass, the bonus token included. The result is an
+    `EagleHead` or `Eagle3Head`; `load_eagle` reads `out`.
+    """
+
+    settings: EagleTrainingSettings
+
+    def open(self, run: Run[EagleTrainingSettings]) -> OpenedTarget:
+        settings = self.settings
+        model, tokenizer = load_target(run)
+        check_length(settings.sequence_length, model)
+        if settings.draft_vocab >= model.vocab_size:
+            raise ValueError(
+                f"draft_vocab must be below the target's vocabulary ({model.vocab_size}), got "
+                f"{settings.draft_vocab}: 0 drafts from all tokens."
+            )
+        branch = 1 + max(map(max, settings.paths))
+        if 0 < settings.draft_vocab < branch:
+            raise ValueError(
+                f"draft_vocab is {settings.draft_vocab}, but a node of the tree (paths) has "
+                f"{branch} children: draft from more tokens."
+            )
+        if settings.version == 1:
+            return OpenedTarget(model, tokenizer, ())
+        layers = model.config.num_layers
+        taps = eagle3_taps(layers) if settings.taps is None else settings.taps
+        check_taps(taps, model)
+        return OpenedTarget(model, tokenizer, taps)
+
+    def task(
+        self, run: Run[EagleTrainingSettings], opened: OpenedTarget, documents: Sequence[Divided]
+    ) -> Task:
+        settings, (model, tokenizer, taps) = self.settings, opened
+        sources = pack_sources(run, tokenizer, documents)
+        corpus = self._corpus(run, sources, model)
+        ids, coverage = _draft_ids(corpus, settings.draft_vocab, model.vocab_size)
+        num_drafted = model.vocab_size if ids is None else len(ids)
+        config = head_config(model.config)
+        if settings.version == 3:
+            config = config.replace(vocab_size=num_drafted)
+
+        target = jax.device_put(model.network, on_every_device(run.mesh))
+        own_device = None if ids is None else jnp.asarray(ids)
+        ids = None if ids is None else jax.device_put(own_device, on_every_device(run.mesh))
+        objective = partial(self._objective, config, taps)
+        first_params = partial(self._first_params, config, len(taps) * model.config.embed_dim)
+        if settings.cache_features:
+            observe = jax.jit(partial(target_states, taps=taps))
+            corpus = with_states(
+                run,
+                corpus,
+                lambda sequences: observe(target, spread_rows(run.mesh, sequences)),
+                lambda sequences, states: SeenSequences(*sequences, *states),
+            )
+
+        def as_batch(rows: Sequences | SeenSequences) -> Observed:
+            if isinstance(rows, SeenSequences):
+                states = TargetStates(jnp.asarray(rows.features), jnp.asarray(rows.taps))
+                return Observed(Sequences(*rows[:3]), target, ids, states)
+            return Observed(rows, target, ids)
+
+        def drafter(params: PyTree):
+            stored = as_stored(params, model.network)
+            head = objective("float32").head(stored, model.network, own_device)
+            return Eagle.of(head, settings.paths)
+
+        return Task(
+            corpus,
+            tokenizer,
+            objective,
+            evaluation=lambda dtype: evaluation_of(objective(dtype), settings.paths),
+            first_params=first_params,
+            result=lambda params: objective("float32").head(params, target, ids),
+            flops_per_token=head_flops_per_token(
+                jax.eval_shape(first_params),
+                config,
+                model.config,
+                settings.sequence_length,
+                num_drafted,
+                settings.num_unrolled if settings.version == 3 else None,
+                reads_target=not settings.cache_features,
+            ),
+            as_batch=as_batch,
+            decode=decoding_of(run, model, sources.validation, drafter),
+            figures={
+                "draft_vocab": num_drafted,
+                "target_vocab": model.vocab_size,
+                "draft_vocab_coverage": round(coverage, 4),
+            },
+        )
+
+    def save(self, opened: OpenedTarget, outcome: Outcome, folder: Path) -> None:
+        layers = opened.model.network.num_layers
+        save_eagle(outcome.result, folder, STORED, target_layers=layers)
+
+    def recipe(
+        self, run: Run[EagleTrainingSettings], opened: OpenedTarget, metrics: Mapping[str, Any]
+    ) -> RecipeNotes:
+        settings = self.settings
+        unrolled = f", unrolled {settings.num_unrolled} times" if settings.version == 3 else ""
+        states = "left out, since it was made once" if settings.cache_features else "included"
+        return RecipeNotes(
+            cost="6 x the head's weights in products + 12 x heads x head dim x sequence length"
+            f"{unrolled}, and the output head; the target's forward pass {states}",
+            about=f"An EAGLE-{settings.version} head for the target in `{settings.target}`, whose "
+            f"files have the SHA-256 `{run.sha256[TARGET]}`. It drafts from "
+            f"{metrics['draft_vocab']:,} of {metrics['target_vocab']:,} tokens, which make up "
+            f"{100 * metrics['draft_vocab_coverage']:.2f} % of the text it learned from.",
+            read=generated_texts(
+                settings,
+                metrics,
+                "the target wrote itself, half greedily and half at temperature 1",
+            ),
+            meaning="loss: what was trained for, without noise. topK_at_D: share of places where "
+            "the target's choice is among the K likeliest tokens of the draft's depth D, the draft "
+            "before it being fed the true text; tokens that cannot be drafted count as missed.",
+            drafts=f"over the tree of {len(settings.paths)} nodes (its root not counted) in "
+            "`training.json`",
+            metric="loss",
+            label="loss",
+        )
+
+    def _corpus(
+        self, run: Run[EagleTrainingSettings], sources: Corpus[Sequences], model: Model
+    ) -> Corpus[Sequences]:
+        """Returns the target's texts and, if they are asked for, the sources."""
+        settings, corpus = self.settings, Corpus[Sequences]({}, {}, {})
+        if settings.sources_weight:
+            weights = {
+                name: weight * settings.sources_weight for name, weight in sources.weights.items()
+            }
+            corpus = dataclasses.replace(sources, weights=weights)
+        if settings.own_text:
+            corpus |= pack_generated(run, sources, model, 1.0)
+        return corpus
+
+    def _objective(
+        self, config: ModelConfig, taps: tuple[int, ...], dtype: str
+    ) -> FeatureRegression | TrainingTimeTest:
+        settings = self.settings
+        if settings.version == 1:
+            return FeatureRegression(
+                config, token_weight=settings.token_weight, noise=settings.noise, dtype=dtype
+            )
+        return TrainingTimeTest(config, taps, settings.num_unrolled, settings.decay, dtype)
+
+    def _first_params(self, config: ModelConfig, tapped: int) -> PyTree:
+        key = jax.random.key(self.settings.seed)
+        if self.settings.version == 1:
+            return init_eagle_params(config, True, key)
+        return init_eagle3_params(config, tapped, key)
+
+
+def _draft_ids(
+    corpus: Corpus[Sequences], count: int, vocab_size: int
+) -> tuple[Int[np.ndarray, " draft_vocab"] | None, float]:
+    """Returns the most frequent tokens, ascending, and their share of the text; `None` for all."""
+    if not count:
+        return None, 1.0
+    own = corpus.train.get(OWN_TEXT)
+    texts: Iterable[Sequences] = corpus.train.values() if own is None else [own]
+    frequencies = np.sum(
+        [np.bincount(rows.tokens[rows.segments > 0], minlength=vocab_size) for rows in texts],
+        axis=0,
+    )
+    ids = np.sort(np.argsort(-frequencies, kind="stable")[:count]).astype(np.int32)
+    return ids, float(frequencies[ids].sum() / frequencies.sum())

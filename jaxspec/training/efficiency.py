@@ -1,4 +1,4 @@
-"""How much of what a device can multiply a run makes use of."""
+"""FLOPs that a token costs in training, and the share of the devices' peak that a run reaches."""
 
 import math
 from typing import NamedTuple
@@ -10,26 +10,31 @@ from jaxspec.models import ModelConfig, param_shapes
 
 
 class Efficiency(NamedTuple):
-    """Turns a rate of tokens into a share of what the devices can do.
+    """Turns a rate of tokens into a share of the devices' peak.
 
-    flops_per_token: that training needs, see `flops_per_token`.
-    peak: FLOP/s of all devices in the dtype used, as measured.
+    Attributes:
+        flops_per_token: FLOPs that a token costs in training, see `flops_per_token`.
+        peak: measured FLOP/s of all devices in the dtype used.
+
+    >>> Efficiency(flops_per_token=7.0, peak=7000.0).utilisation(tokens_per_second=500.0)
+    0.5
     """
 
     flops_per_token: float
     peak: float
 
     def utilisation(self, tokens_per_second: float) -> float:
-        """Model FLOPs utilisation, 1 at the peak. Only the tokens handed over count."""
+        """Returns the model FLOPs utilisation, 1 at the peak."""
         return tokens_per_second * self.flops_per_token / self.peak
 
 
 def flops_per_token(config: ModelConfig, length: int) -> float:
-    """FLOPs that one token costs in training: 6 N + 12 L H Q T (PaLM, 2022, appendix B).
+    """Returns the FLOPs that one token costs in training: 6 N + 12 L H Q T.
 
-    N are the weights that a token is multiplied with: no embedding table, unless it is the head
-    too, and of experts those that a token visits. L layers, H heads, Q their width, T = `length`
-    tokens in a sequence, all of them counted as seen. A third is the forward pass.
+    PaLM (Chowdhery et al. 2022), appendix B. N are the weights that a token is multiplied with: no
+    embedding table, unless it is the head too, and only the experts that a token visits. L layers,
+    H heads, Q their width, T = `length` tokens in a sequence, all of them counted as seen. A third
+    is the forward pass.
     """
     weights = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(config)):
@@ -56,18 +61,18 @@ def head_flops_per_token(
     num_unrolled: int | None,
     reads_target: bool,
 ) -> float:
-    """FLOPs that one token costs in training an EAGLE head, counted as in `flops_per_token`.
+    """Returns the FLOPs that one token costs in training an EAGLE head, as `flops_per_token`.
 
     Args:
-        shapes: of the head's weights.
-        config: of its layer.
-        target: whose states it foresees.
+        shapes: shapes of the head's weights.
+        config: shape of its layer.
+        target: shape of the target.
         length: tokens in a sequence.
-        num_drafted: tokens that it drafts from.
-        num_unrolled: passes of EAGLE-3's head over each token; None: EAGLE-1, one pass, whose
+        num_drafted: number of tokens that it drafts from.
+        num_unrolled: passes of EAGLE-3's head over each token; `None`: EAGLE-1, one pass, whose
             output head is the target's and gets no gradient, but is read for the target's states
             too.
-        reads_target: whether the target's pass is part of every update.
+        reads_target: True if the target's pass is part of every update.
     """
     kernels = _kernels(shapes)
     attention = 12 * config.num_heads * config.head_dim * length
@@ -89,34 +94,34 @@ def block_flops_per_token(
     anchors: int,
     target_share: float,
 ) -> float:
-    """FLOPs that one token of text costs in training a DFlash head, counted as above.
+    """Returns the FLOPs that one token costs in training a DFlash head, as `flops_per_token`.
 
-    Every token is made context of; besides, `anchors` blocks of each sequence pass through the
-    layers, and their masks through the target's output head, which gets no gradient of its own.
+    Every token of text becomes context. `anchors` blocks of each sequence also pass through the
+    layers, and their masks through the target's output head, which gets no gradient.
 
     Args:
-        shapes: of the head's weights.
-        config: of its layers.
-        target: whose tokens it foresees.
+        shapes: shapes of the head's weights.
+        config: shape of its layers.
+        target: shape of the target.
         length: tokens in a sequence.
-        block: slots of a block, the anchor included.
+        block: places of a block, the anchor included.
         anchors: blocks of a sequence.
-        target_share: of the target's layers, those that every update passes through: up to the
-            last tapped one, or none where its states are kept.
+        target_share: share of the target's layers that every update passes through: up to the last
+            tapped one, or 0 where its states are kept.
     """
     kernels = _kernels(shapes)
     fusion = kernels.pop("fc/kernel")
     context = 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.embed_dim
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * (length + block)
-    of_slot = 6 * sum(kernels.values()) + attention
+    of_place = 6 * sum(kernels.values()) + attention
     of_mask = 4 * target.embed_dim * target.vocab_size
-    of_block = block * of_slot + (block - 1) * of_mask
+    of_block = block * of_place + (block - 1) * of_mask
     flops = 6 * (fusion + context) + anchors / length * of_block
     return flops + target_share * _pass_flops_per_token(target, length)
 
 
 def _kernels(shapes: PyTree) -> dict[str, int]:
-    """How many weights each kernel has, by its path."""
+    """Returns the number of weights of each kernel, by its path."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): math.prod(leaf.shape)
         for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
@@ -125,6 +130,6 @@ def _kernels(shapes: PyTree) -> dict[str, int]:
 
 
 def _pass_flops_per_token(config: ModelConfig, length: int) -> float:
-    """FLOPs of a token in a network's forward pass without its output head."""
+    """Returns the FLOPs of a token in a network's forward pass without its output head."""
     output_head = 6 * config.embed_dim * config.vocab_size
     return (flops_per_token(config, length) - output_head) / 3

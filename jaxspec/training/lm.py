@@ -1,25 +1,47 @@
-"""What language models are trained for: the next token, as it is or as a teacher sees it."""
+"""Language models and draft models: their objectives and `LMTrainer`.
+
+The objective is the next token, as it is or with a teacher's distributions.
+"""
 
 import dataclasses
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from tokenizers import Tokenizer
 
+from jaxspec.checkpoint import load
+from jaxspec.checkpoint.files import replacing_files
+from jaxspec.checkpoint.huggingface import load_network
+from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.masks import causal, same_document
 from jaxspec.core.types import PyTree
-from jaxspec.models import NARROW, ModelConfig, Network, Skips
+from jaxspec.models import ModelConfig, Network, Skips, init_params
+from jaxspec.sharding import on_every_device
 from jaxspec.training.data import Sequences
-from jaxspec.training.loop import Metrics, Objective
-from jaxspec.training.settings import DTYPES
+from jaxspec.training.efficiency import flops_per_token
+from jaxspec.training.generated import pack_generated
+from jaxspec.training.loop import Metrics, products_in
+from jaxspec.training.report import (
+    GENERATED_BY_TEACHER,
+    HOW_TO_ASK,
+    PALM_FLOPS,
+    RecipeNotes,
+    generated_texts,
+    models_read,
+)
+from jaxspec.training.settings import DTYPES, LMTrainingSettings, check_one_of
+from jaxspec.training.sources import Divided, document_texts
+from jaxspec.training.tokenizer import check_tokenizer, train_tokenizer
+from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
 
 
 class Taught(NamedTuple):
-    """A batch with the network that knows better."""
+    """A batch with the teacher."""
 
     sequences: Sequences
     teacher: Network
@@ -29,14 +51,15 @@ class Taught(NamedTuple):
 class NextToken:
     """Cross-entropy of every token given those before it in its document, in nats per token.
 
-    config: of the network being trained.
-    layer_drop: chance of leaving out a sub-layer of the last layer, per sequence; it rises from 0
-        at the first layer in a straight line (stochastic depth, Huang et al. 2016).
-    early_exit: share of the sequences that leave out all layers from a drawn one on, at the
-        earliest after a quarter of them: the head learns to read them (LayerSkip, Elhoushi et
-        al. 2024, section 3, without its rising weights).
-    dtype: of the operands of products; "bfloat16" still sums in float32. Weights, activations,
-        softmax and loss stay float32.
+    Attributes:
+        config: shape of the network that is trained.
+        layer_drop: chance to leave out a sub-layer of the last layer, per sequence; it rises from 0
+            at the first layer in a straight line (stochastic depth, Huang et al. 2016).
+        early_exit: share of the sequences that leave out all layers from a drawn one on, at the
+            earliest after a quarter of them: the head learns to read them (LayerSkip, Elhoushi et
+            al. 2024, section 3, without its rising weights).
+        dtype: dtype of the operands of products; "bfloat16" still sums in float32. Weights,
+            activations, softmax and loss stay float32.
     """
 
     config: ModelConfig
@@ -45,8 +68,7 @@ class NextToken:
     dtype: str = "float32"
 
     def __post_init__(self):
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}.")
+        check_one_of(self, DTYPES, "dtype")
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
@@ -57,7 +79,7 @@ class NextToken:
     def logits(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
     ) -> Float[Array, "rows length-1 vocab"]:
-        """What the network says of each next token, with layers left out as in training."""
+        """Returns the logits of each next token, with layers left out as in training."""
         draw = partial(
             _draw_skips,
             num_layers=self.config.num_layers,
@@ -70,17 +92,18 @@ class NextToken:
             return _logits(Network(params, self.config), batch, None if whole else skips)
 
     @property
-    def whole(self) -> "NextToken":
-        """The same with no layer left out: what is measured."""
+    def measured(self) -> "NextToken":
+        """The objective of validation: no layer is left out."""
         return dataclasses.replace(self, layer_drop=0.0, early_exit=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class SoftLabels:
-    """Cross-entropy against the teacher's whole distribution, and the next token's beside it.
+    """Cross-entropy against the teacher's whole distribution, and against the next token.
 
-    student: how logits come about.
-    soft_share: weight of the teacher's distribution; the rest goes to the text itself.
+    Attributes:
+        student: gives the student's logits.
+        soft_share: weight of the teacher's distribution; the rest goes to the text itself.
     """
 
     student: NextToken
@@ -91,9 +114,9 @@ class SoftLabels:
             raise ValueError(f"soft_share must be in [0, 1], got {self.soft_share}.")
 
     @property
-    def whole(self) -> "SoftLabels":
-        """The same with no layer left out: what is measured."""
-        return dataclasses.replace(self, student=self.student.whole)
+    def measured(self) -> "SoftLabels":
+        """The objective of validation: no layer is left out."""
+        return dataclasses.replace(self, student=self.student.measured)
 
     def __call__(
         self, params: PyTree, batch: Taught, key: PRNGKeyArray
@@ -109,31 +132,6 @@ class SoftLabels:
         }
         hard_share = 1.0 - self.soft_share
         return self.soft_share * _mean(soft, learned) + hard_share * metrics["nats"], metrics
-
-
-def products_in(dtype: str) -> AbstractContextManager[None]:
-    """Within it, networks multiply operands of this dtype, one of `DTYPES`, and sum in float32."""
-    return jax.default_matmul_precision(NARROW if dtype == "bfloat16" else "highest")
-
-
-Evaluation = Callable[[PyTree, Iterable[Any]], dict[str, float]]
-
-
-def make_evaluation(objective: Objective) -> Evaluation:
-    """A function of weights and batches: the objective's metrics, averaged over tokens."""
-    measure = jax.jit(lambda params, batch: objective(params, batch, jax.random.key(0))[1])
-
-    def evaluate(params: PyTree, batches: Iterable[Any]) -> dict[str, float]:
-        totals: dict[str, float] = {}
-        for batch in batches:
-            metrics = {name: float(value) for name, value in measure(params, batch).items()}
-            tokens = metrics.pop("tokens")
-            for name, value in (metrics | {"tokens": 1.0}).items():
-                totals[name] = totals.get(name, 0.0) + value * tokens
-        tokens = totals.pop("tokens")
-        return {name: total / tokens for name, total in totals.items()}
-
-    return evaluate
 
 
 def _logits(
@@ -164,7 +162,7 @@ def _draw_skips(
 def _targets(
     batch: Sequences,
 ) -> tuple[Int[Array, "rows length-1"], Bool[Array, "rows length-1"]]:
-    """Each token's successor, and whether that belongs to the same document."""
+    """Returns the successor of each token, and True where it belongs to the same document."""
     segments = jnp.asarray(batch.segments)
     learned = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
     return jnp.asarray(batch.tokens)[:, 1:], learned
@@ -190,3 +188,115 @@ def _mean(
     values: Float[Array, "rows length-1"], counted: Bool[Array, "rows length-1"]
 ) -> Float[Array, ""]:
     return jnp.sum(values * counted) / jnp.maximum(jnp.sum(counted), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class LMTrainer:
+    """Trains a language model in the Llama format, or a draft model after a teacher.
+
+    The result is a `Network`; `out` has the Hugging Face layout.
+    """
+
+    settings: LMTrainingSettings
+
+    def open(self, run: Run[LMTrainingSettings]) -> Network | None:
+        if self.settings.teacher is None:
+            return None
+        return jax.device_put(load_network(Path(self.settings.teacher)), on_every_device(run.mesh))
+
+    def task(
+        self, run: Run[LMTrainingSettings], opened: Network | None, documents: Sequence[Divided]
+    ) -> Task:
+        settings, teacher = self.settings, opened
+        tokenizer = _tokenizer(settings, run.state_folder, documents)
+        corpus = pack_sources(run, tokenizer, documents)
+        config = settings.model.replace(vocab_size=tokenizer.get_vocab_size())
+        flops = flops_per_token(config, settings.sequence_length)
+        if teacher is not None:
+            if teacher.vocab_size != config.vocab_size:
+                raise ValueError(
+                    f"The teacher in {settings.teacher} has a vocabulary of {teacher.vocab_size}, "
+                    f"the tokenizer one of {config.vocab_size}: they must be the same."
+                )
+            # The teacher's pass is a forward one, which is a third.
+            flops += flops_per_token(teacher.config, settings.sequence_length) / 3
+        if settings.own_text:
+            assert settings.teacher is not None  # checked with the settings
+            model = load(settings.teacher)
+            corpus |= pack_generated(run, corpus, model, settings.own_text_weight)
+        objective = partial(self._objective, config, teacher)
+        return Task(
+            corpus,
+            tokenizer,
+            objective,
+            evaluation=lambda dtype: objective(dtype).measured,
+            first_params=_first_params(settings, config),
+            result=lambda params: Network(params, config),
+            flops_per_token=flops,
+            as_batch=lambda rows: rows if teacher is None else Taught(rows, teacher),
+        )
+
+    def save(self, opened: Any, outcome: Outcome, folder: Path) -> None:
+        write_model(folder, outcome.result, outcome.tokenizer)
+
+    def recipe(
+        self, run: Run[LMTrainingSettings], opened: Any, metrics: Mapping[str, Any]
+    ) -> RecipeNotes:
+        settings = self.settings
+        names = {name for figures in metrics["validation"].values() for name in figures}
+        agreement = (
+            " agreement: share of tokens where the teacher's most likely token is this model's too."
+        )
+        return RecipeNotes(
+            cost=PALM_FLOPS + (", and the teacher's forward pass" if settings.teacher else ""),
+            meaning="nats: cross-entropy per token. top1: share of tokens that were the most "
+            "likely one." + (agreement if "agreement" in names else ""),
+            read=(
+                *models_read(settings, run.sha256),
+                *generated_texts(settings, metrics, GENERATED_BY_TEACHER, settings.own_text_weight),
+                HOW_TO_ASK,
+            ),
+        )
+
+    def _objective(
+        self, config: ModelConfig, teacher: Network | None, dtype: str
+    ) -> NextToken | SoftLabels:
+        settings = self.settings
+        student = NextToken(config, settings.layer_drop, settings.early_exit, dtype)
+        return student if teacher is None else SoftLabels(student, settings.soft_share)
+
+
+def _tokenizer(
+    settings: LMTrainingSettings, state_folder: Path, documents: Sequence[Divided]
+) -> Tokenizer:
+    """Loads the tokenizer of the settings, or trains one and keeps it in the state folder."""
+    given = settings.tokenizer or settings.teacher or settings.start_from
+    if given is not None:
+        tokenizer = load_tokenizer(given).backend
+        check_tokenizer(tokenizer, given)
+        return tokenizer
+    path = state_folder / "tokenizer.json"
+    if not path.exists():
+        texts = (
+            text
+            for source, part in zip(settings.sources, documents, strict=True)
+            for _ in range(max(1, round(source.weight)))
+            for text in document_texts(part.train)
+        )
+        tokenizer = train_tokenizer(texts, settings.model.vocab_size)
+        with replacing_files(state_folder) as staging:
+            tokenizer.save(str(staging / path.name))
+    return Tokenizer.from_file(str(path))
+
+
+def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> Callable[[], PyTree]:
+    """Returns what makes the weights to begin with: random ones, or those of `start_from`."""
+    if settings.start_from is None:
+        return lambda: init_params(config, jax.random.key(settings.seed))
+    network = load_network(Path(settings.start_from), "float32")
+    if network.config != config:
+        raise ValueError(
+            f"The weights of start_from ({settings.start_from}) are of {network.config}, but the "
+            f"model to train is {config}: make them equal."
+        )
+    return lambda: network.params

@@ -1,10 +1,10 @@
-"""The one training loop: any objective, any state, batches by step number."""
+"""The training loop: any objective, any state, batches by step number."""
 
 import contextlib
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxspec.core.types import PyTree
+from jaxspec.models import NARROW
 from jaxspec.sharding import on_every_device
 from jaxspec.training.efficiency import Efficiency
 from jaxspec.training.optimizer import make_optimizer
-from jaxspec.training.settings import OptimizerSettings, Pace
+from jaxspec.training.settings import OptimizerSettings, TrainingPace
 from jaxspec.training.state import StateKeeper, TrainState
 
 Metrics = dict[str, Float[Array, ""]]
@@ -36,16 +37,44 @@ class DivergedError(FloatingPointError):
 
 
 class Objective(Protocol):
-    """What a model is trained for.
+    """Loss of a model, as a function of weights, a batch and a key.
 
-    Hashable and compared by value, as a frozen dataclass is. A batch is any pytree: what is read
-    but not trained, such as a teacher, travels in it. The metrics must hold "tokens", the number
-    learned from.
+    Hashable and compared by value, as a frozen dataclass is. A batch is any pytree; it also holds
+    what is read but not trained, such as a teacher. The metrics must hold "tokens", the number of
+    tokens learned from.
     """
 
     def __call__(
         self, params: PyTree, batch: Any, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]: ...
+
+
+def products_in(dtype: str) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which networks multiply operands of a dtype and sum in float32.
+
+    Args:
+        dtype: one of `settings.DTYPES`.
+    """
+    return jax.default_matmul_precision(NARROW if dtype == "bfloat16" else "highest")
+
+
+def make_evaluation(
+    objective: Objective,
+) -> Callable[[PyTree, Iterable[Any]], dict[str, float]]:
+    """Returns a function of weights and batches: the objective's metrics, averaged over tokens."""
+    measure = jax.jit(lambda params, batch: objective(params, batch, jax.random.key(0))[1])
+
+    def evaluate(params: PyTree, batches: Iterable[Any]) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for batch in batches:
+            metrics = {name: float(value) for name, value in measure(params, batch).items()}
+            tokens = metrics.pop("tokens")
+            for name, value in (metrics | {"tokens": 1.0}).items():
+                totals[name] = totals.get(name, 0.0) + value * tokens
+        tokens = totals.pop("tokens")
+        return {name: total / tokens for name, total in totals.items()}
+
+    return evaluate
 
 
 class History:
@@ -61,10 +90,11 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Time spent on updates so far; compiling, saving and validating excluded."""
+        """Seconds of updates so far, without compiling, saving and validating."""
         return max((record["seconds"] for record in self.records), default=0.0)
 
     def add(self, **record: Any) -> None:
+        """Adds a record, in the file too."""
         self.records.append(record)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
@@ -85,17 +115,17 @@ def make_train_step(
     seed: int = 0,
     mesh: Mesh | None = None,
 ) -> TrainStep:
-    """One compiled update of a run of `num_steps` steps. It donates the state it is given.
+    """Returns a compiled update of a run of `num_steps` steps, which donates the state.
 
-    Equal objectives, settings, seeds and meshes share a compilation, whatever the number of steps.
+    Equal objectives, settings, seeds and meshes share a compilation for any number of steps.
 
     Args:
         objective: what to train for.
-        settings: how weights move.
-        num_steps: of the whole run.
-        seed: of what the objective draws.
-        mesh: keeps the whole state on each of its devices, as it was given; batches lie where
-            they were put. None: all on one device.
+        settings: settings of the optimizer.
+        num_steps: steps of the whole run.
+        seed: seed of the draws of the objective.
+        mesh: devices that each keep the whole state; batches lie where they were put. `None`: all
+            on one device.
     """
     return partial(
         _update,
@@ -142,38 +172,38 @@ def fit(
     keeper: StateKeeper | None = None,
     history: History | None = None,
     validate: Callable[[PyTree], Validation] | None = None,
-    pace: Pace | None = None,
+    pace: TrainingPace | None = None,
     efficiency: Efficiency | None = None,
     console: Console | None = None,
 ) -> TrainState:
     """Trains up to step `num_steps`, from the newest state kept or else from `state`.
 
-    A run that was killed and goes on by calling this again ends with the same bits as a run left
+    A run that was killed and is resumed by another call ends with the same bits as a run left
     alone, on the same machine and versions.
 
     Args:
-        train_step: such as `make_train_step` gives; may donate the state.
-        state: where to begin when nothing was saved.
-        batches: what `train_step` learns from, for each step from 0 on.
+        train_step: such as `make_train_step` returns; may donate the state.
+        state: state to begin with if none was saved.
+        batches: from a step, counted from 0, to what `train_step` learns from.
         num_steps: updates in all, those before a resume included.
-        keeper: saves the state now and then and at the end; None keeps nothing.
+        keeper: saves the state at intervals and at the end; `None`: nothing is kept.
         history: takes the figures; a resume drops those of steps that were lost.
-        validate: measures weights, now and then and at the end.
-        pace: how often.
-        efficiency: what a rate of tokens is of the devices' peak; None: not shown.
+        validate: measures weights at intervals and at the end.
+        pace: the intervals.
+        efficiency: turns a rate of tokens into a share of the devices' peak; `None`: not shown.
         console: where progress goes; standard error unless given.
 
     Raises:
         DivergedError: when a figure or a weight is not finite. The states kept are from before.
         ValueError: when the state is past `num_steps` already.
     """
-    pace = pace or Pace()
+    pace = pace or TrainingPace()
     if keeper is not None:
         state = keeper.restore(state) or state
     first = int(state.step)
     if first > num_steps:
         raise ValueError(
-            f"num_steps is {num_steps}, but the state to go on from is of step {first}: train "
+            f"num_steps is {num_steps}, but the state to resume is of step {first}: train "
             "longer, or begin with another state folder."
         )
     if history is not None:
@@ -221,13 +251,13 @@ def _check_weights(state: TrainState) -> None:
 
 
 class _Watch:
-    """What a person sees of a run: a bar on a terminal, lines elsewhere, records in a file."""
+    """Progress of a run: a bar on a terminal, lines elsewhere, records in a file."""
 
     def __init__(
         self,
         first: int,
         num_steps: int,
-        pace: Pace,
+        pace: TrainingPace,
         history: History | None,
         efficiency: Efficiency | None,
         console: Console,
@@ -253,7 +283,7 @@ class _Watch:
         self.reported_at = time.monotonic()
 
     def read(self, step: int, metrics: Metrics) -> None:
-        """Waits for the figures of a step and takes them in."""
+        """Waits for the figures of a step and adds them to the sums."""
         figures = {name: float(value) for name, value in metrics.items()}
         for name in ("loss", "gradient_norm"):
             if not math.isfinite(figures[name]):
@@ -272,7 +302,7 @@ class _Watch:
             self._record(step)
 
     def _record(self, step: int) -> None:
-        """Averages over the steps since the last record, for the file and for the eye."""
+        """Averages over the steps since the last record; writes and shows the means."""
         count = len(self.unrecorded)
         means = {
             name: sum(figures[name] for figures in self.unrecorded) / count
@@ -294,6 +324,7 @@ class _Watch:
         self.unrecorded, self.span, self.tokens = [], 0.0, 0.0
 
     def validated(self, step: int, validation: Validation) -> None:
+        """Writes and shows the figures of a validation."""
         if self.history is not None:
             self.history.add(step=step, seconds=round(self.seconds, 5), validation=validation)
         parts = [

@@ -1,50 +1,69 @@
-"""What diffusion language models are trained for: hidden slots, seen from both sides."""
+"""Diffusion language models: their objective, hidden tokens, and `MaskedTrainer`."""
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from tokenizers import Tokenizer
 
+from jaxspec.checkpoint import load
+from jaxspec.checkpoint.huggingface import load_network
+from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.masks import same_document
 from jaxspec.core.types import PyTree
 from jaxspec.diffusion.process import Masked, block_training_mask, mask_number, mask_share
-from jaxspec.models import ModelConfig, Network
+from jaxspec.models import Diffusion, ModelConfig, Network, init_params
 from jaxspec.training.data import Sequences
-from jaxspec.training.lm import products_in
-from jaxspec.training.loop import Metrics
-from jaxspec.training.settings import DTYPES
-from jaxspec.training.tokenizer import END_OF_TURN, RESERVED, ROLES
+from jaxspec.training.efficiency import flops_per_token
+from jaxspec.training.generated import pack_generated
+from jaxspec.training.loop import Metrics, products_in
+from jaxspec.training.report import (
+    GENERATED_BY_TEACHER,
+    HOW_TO_ASK,
+    PALM_FLOPS,
+    RecipeNotes,
+    generated_texts,
+    models_read,
+)
+from jaxspec.training.settings import DTYPES, MaskedTrainingSettings, check_one_of
+from jaxspec.training.sources import Divided
+from jaxspec.training.tokenizer import END_OF_TURN, MASK, RESERVED, ROLES, check_tokenizer
+from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
 
 
 class _Seen(NamedTuple):
-    """What was hidden of a row, and what the network said of each slot."""
+    """Hidden places of a row, places that may be hidden, and the network's logits of each place."""
 
     masked: Masked
-    maskable: Bool[Array, " slots"]
-    logits: Float[Array, "slots vocab"]
+    maskable: Bool[Array, " places"]
+    logits: Float[Array, "places vocab"]
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedTokens:
-    """An upper bound of a text's negative log-likelihood, in nats per token.
+    """Upper bound of a text's negative log-likelihood, in nats per token.
 
-    A network that sees both sides is trained as LLaDA (arXiv 2502.09992, section 2): each document
-    has a share t ~ U(0, 1) of its slots hidden, each weighing 1/t. One that is causal over blocks
-    is trained as BD3-LM (arXiv 2503.09573): a masked copy of the row beside a clean one, in each
-    block k ~ U{1..n} of its n slots hidden, each weighing n/k. Where outputs are shifted, the first
-    slot of a block is foreseen from the clean copy, as in decoding. A document's first token is
-    never hidden.
+    A network that sees the whole text is trained as LLaDA (arXiv 2502.09992, section 2): each text
+    has a share t ~ U(0, 1) of its places hidden, each weighing 1/t. One that is causal over blocks
+    is trained as BD3-LM (arXiv 2503.09573): a masked copy of the row next to a clean one, in each
+    block k ~ U{1..n} of its n places hidden, each weighing n/k. Where outputs are shifted, the
+    first place of a block is predicted from the clean copy, as in decoding. A document's first
+    token is never hidden.
 
-    config: of the network being trained; `config.diffusion` says of which kind it is.
-    random_lengths: share of the rows that are cut at a random slot, LLaDA's 1 %.
-    answers_only: only what an assistant says is hidden, the end of its turn included, and every
-        answer counts the same whatever its length (LLaDA's fine-tuning, section 2.3; without its
-        padding by ends of text). False: everything.
-    steady: draw numbers of hidden slots in place of shares for both kinds; the bound is the same
-        and varies less from draw to draw. For measuring.
-    dtype: of the operands of products; "bfloat16" still sums in float32.
+    Attributes:
+        config: shape of the network that is trained; `config.diffusion` says of which kind it is.
+        random_lengths: share of the rows that are cut at a random place; 1 % in LLaDA.
+        answers_only: hide only what an assistant says, the end of its turn included; every answer
+            counts the same at any length (LLaDA's fine-tuning, section 2.3; without its padding by
+            ends of text). False: hide everything.
+        steady: draw numbers of hidden places instead of shares for both kinds, for validation: the
+            bound is the same and varies less from draw to draw.
+        dtype: dtype of the operands of products; "bfloat16" still sums in float32.
     """
 
     config: ModelConfig
@@ -54,8 +73,7 @@ class MaskedTokens:
     dtype: str = "float32"
 
     def __post_init__(self):
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}.")
+        check_one_of(self, DTYPES, "dtype")
         if self.config.diffusion is None:
             raise ValueError("config must be of a diffusion model, but its `diffusion` is None.")
 
@@ -87,25 +105,25 @@ class MaskedTokens:
 
     @property
     def measured(self) -> "MaskedTokens":
-        """The same as validation measures it: whole rows, and draws that vary less."""
+        """The objective of validation: whole rows, and draws that vary less."""
         return dataclasses.replace(self, random_lengths=0.0, steady=True)
 
     def _seen(
         self,
         network: Network,
-        tokens: Int[Array, " slots"],
-        segments: Int[Array, " slots"],
-        positions: Int[Array, " slots"],
+        tokens: Int[Array, " places"],
+        segments: Int[Array, " places"],
+        positions: Int[Array, " places"],
         key: PRNGKeyArray,
     ) -> _Seen:
-        """One row."""
+        """Hides places of a row and runs the network."""
         diffusion = self.config.diffusion
         assert diffusion is not None  # checked when this object was made
         cut_key, length_key, mask_key = jax.random.split(key, 3)
-        slots = len(tokens)
+        num_places = len(tokens)
         cut = jax.random.bernoulli(cut_key, self.random_lengths)
-        length = jnp.where(cut, jax.random.randint(length_key, (), 1, slots + 1), slots)
-        segments = jnp.where(jnp.arange(slots) < length, segments, 0)
+        length = jnp.where(cut, jax.random.randint(length_key, (), 1, num_places + 1), num_places)
+        segments = jnp.where(jnp.arange(num_places) < length, segments, 0)
         maskable = (segments > 0) & (positions > 0)
         if self.answers_only:
             maskable &= _is_answer(tokens)
@@ -115,10 +133,10 @@ class MaskedTokens:
             hidden = jnp.where(masked.hidden, diffusion.mask_token_id, tokens)
             seen = network.forward(hidden, positions, same_document(segments), None).features
             clean = seen
-            begins = jnp.zeros(slots, bool)
+            begins = jnp.zeros(num_places, bool)
         else:
             blocks = positions // diffusion.block
-            within = segments * slots + blocks
+            within = segments * num_places + blocks
             masked = mask_number(mask_key, maskable, within)
             hidden = jnp.where(masked.hidden, diffusion.mask_token_id, tokens)
             seen, clean = jnp.split(
@@ -136,20 +154,157 @@ class MaskedTokens:
         return _Seen(masked, maskable, network.unembed(seen))
 
 
-def _is_answer(tokens: Int[Array, " slots"]) -> Bool[Array, " slots"]:
-    """What stands between the mark of an assistant and the end of its turn, that end included."""
+def _is_answer(tokens: Int[Array, " places"]) -> Bool[Array, " places"]:
+    """Returns True between the mark of an assistant and the end of its turn, the end included."""
     order = jnp.arange(len(tokens))
     roles = [RESERVED.index(f"<|{role}|>") for role in ROLES]
     assistant = tokens == RESERVED.index("<|assistant|>")
     marks = jnp.isin(tokens, jnp.asarray(roles)) | (tokens == RESERVED.index(END_OF_TURN))
-    # The newest mark before each slot; a document begins with none.
+    # The newest mark before each place; a document begins with none.
     newest = jax.lax.cummax(jnp.where(marks, order, -1))
     before = jnp.concatenate([jnp.full(1, -1), newest[:-1]])
     return (before >= 0) & assistant[before]
 
 
 def _answer_lengths(
-    maskable: Bool[Array, " slots"], segments: Int[Array, " slots"]
-) -> Float[Array, " slots"]:
-    """How many slots each slot's document has that may be hidden."""
+    maskable: Bool[Array, " places"], segments: Int[Array, " places"]
+) -> Float[Array, " places"]:
+    """Returns the number of places that may be hidden in each place's document."""
     return (same_document(segments) & maskable[None, :]).sum(axis=1).astype(jnp.float32)
+
+
+class OpenedMasked(NamedTuple):
+    """The network that a run begins with, and its tokenizer."""
+
+    start: Network
+    tokenizer: Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedTrainer:
+    """Trains a diffusion language model, or converts a causal one.
+
+    The result is a `Network`; `out` has LLaDA's layout.
+    """
+
+    settings: MaskedTrainingSettings
+
+    def open(self, run: Run[MaskedTrainingSettings]) -> OpenedMasked:
+        settings = self.settings
+        given = settings.tokenizer or settings.start_from
+        assert given is not None  # checked with the settings
+        tokenizer = load_tokenizer(given).backend
+        check_tokenizer(tokenizer, given)
+        start = first_network(settings, tokenizer.get_vocab_size())
+        if settings.sequence_length > start.config.max_positions:
+            raise ValueError(
+                f"sequence_length must be at most the model's positions "
+                f"({start.config.max_positions}), got {settings.sequence_length}."
+            )
+        return OpenedMasked(start, tokenizer)
+
+    def task(
+        self,
+        run: Run[MaskedTrainingSettings],
+        opened: OpenedMasked,
+        documents: Sequence[Divided],
+    ) -> Task:
+        settings, (start, tokenizer) = self.settings, opened
+        corpus = pack_sources(run, tokenizer, documents)
+        if settings.teacher is not None:
+            teacher = load(settings.teacher)
+            corpus |= pack_generated(run, corpus, teacher, settings.own_text_weight)
+        objective = partial(
+            MaskedTokens,
+            start.config,
+            settings.random_lengths,
+            settings.answers_only,
+        )
+        copies = 2 if settings.block else 1
+        return Task(
+            corpus,
+            tokenizer,
+            lambda dtype: objective(dtype=dtype),
+            evaluation=lambda dtype: objective(dtype=dtype).measured,
+            first_params=lambda: start.params,
+            result=lambda params: Network(params, start.config),
+            flops_per_token=copies * flops_per_token(start.config, settings.sequence_length),
+        )
+
+    def save(self, opened: OpenedMasked, outcome: Outcome, folder: Path) -> None:
+        write_model(folder, outcome.result, outcome.tokenizer)
+
+    def recipe(
+        self, run: Run[MaskedTrainingSettings], opened: OpenedMasked, metrics: Mapping[str, Any]
+    ) -> RecipeNotes:
+        settings, block = self.settings, self.settings.block
+        sees = f"its own block of {block} places and all before it" if block else "both sides"
+        twice = ", twice, for a masked and a clean copy of the text"
+        return RecipeNotes(
+            cost=PALM_FLOPS + (twice if block else ""),
+            meaning="nats: upper bound of the negative log-likelihood per token, from one draw of "
+            "hidden places per text. top1: share of the hidden tokens that were the most likely "
+            "one.",
+            about=f"A diffusion language model; a place sees {sees}.",
+            read=(
+                *models_read(settings, run.sha256),
+                *generated_texts(settings, metrics, GENERATED_BY_TEACHER, settings.own_text_weight),
+                HOW_TO_ASK,
+            ),
+            label="bound of nats per token",
+        )
+
+
+def first_network(settings: MaskedTrainingSettings, vocab_size: int) -> Network:
+    """Returns the network that a run begins with: random, or made from another one.
+
+    Args:
+        settings: settings of the run.
+        vocab_size: number of tokens of the tokenizer.
+
+    Raises:
+        ValueError: `start_from` has another vocabulary, or lacks layers that are asked for.
+    """
+    mask = RESERVED.index(MASK)
+    block = settings.block or None
+    if settings.start_from is None:
+        diffusion = Diffusion(mask, bool(settings.shift), block)
+        config = settings.model.replace(vocab_size=vocab_size, diffusion=diffusion)
+        return Network(init_params(config, jax.random.key(settings.seed)), config)
+    source = load_network(Path(settings.start_from), "float32")
+    if source.config.vocab_size != vocab_size:
+        raise ValueError(
+            f"start_from ({settings.start_from}) has a vocabulary of {source.config.vocab_size}, "
+            f"the tokenizer one of {vocab_size}: give the tokenizer that it was trained with."
+        )
+    before = source.config.diffusion
+    shift = settings.shift
+    if shift is None:
+        shift = True if before is None else before.shift
+    return with_layers(source, settings.layers, Diffusion(mask, shift, block))
+
+
+def with_layers(
+    network: Network, layers: tuple[int, ...] | None, diffusion: Diffusion | None
+) -> Network:
+    """Returns a network with some of another's layers, in this order, and other settings of masks.
+
+    Raises:
+        ValueError: `layers` is empty or names a layer that does not exist.
+    """
+    config, params = network.config, dict(network.params)
+    kept = tuple(range(config.num_layers)) if layers is None else layers
+    missing = sorted({layer for layer in kept if not 0 <= layer < config.num_layers})
+    if not kept or missing:
+        raise ValueError(
+            f"layers must name some of the {config.num_layers} layers, 0..{config.num_layers - 1}, "
+            f"got {kept}."
+        )
+    taken = {f"layer_{new}": params[f"layer_{old}"] for new, old in enumerate(kept)}
+    rest = {name: leaf for name, leaf in params.items() if not name.startswith("layer_")}
+    changed = config.replace(
+        num_layers=len(kept),
+        layer_types=tuple(config.layer_types[layer] for layer in kept),
+        diffusion=diffusion,
+    )
+    return Network(rest | taken, changed)

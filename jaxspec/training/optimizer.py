@@ -1,4 +1,4 @@
-"""Optimizers of the trainers: warm-up, cosine, clipping, and what decays."""
+"""Optimizers of the trainers: warm-up, cosine, clipping, decay of weights."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxspec.training.settings import OptimizerSettings
 def make_optimizer(
     settings: OptimizerSettings, num_steps: int | Int[Array, ""]
 ) -> optax.GradientTransformation:
-    """The optimizer of a run of `num_steps` steps, which may be traced."""
+    """Returns the optimizer of a run of `num_steps` steps, which may be traced."""
     if settings.name == "adamw":
         update = optax.adamw(
             cosine(settings.learning_rate, settings, num_steps),
@@ -37,7 +37,7 @@ def make_optimizer(
 def cosine(
     peak: float, settings: OptimizerSettings, num_steps: int | Int[Array, ""]
 ) -> optax.Schedule:
-    """Learning rate by step: a straight line up to `peak`, at the end half a cosine down."""
+    """Returns the learning rate by step: a line up to `peak`, at the end half a cosine down."""
     warmup = jnp.minimum(settings.warmup_steps, num_steps // 2)
     start = jnp.maximum(warmup, num_steps * (1.0 - settings.decay_fraction))
 
@@ -53,17 +53,17 @@ def cosine(
 
 
 def decays(params: PyTree) -> PyTree:
-    """True for the weights that decay: the kernels of layers and of an untied head."""
+    """Returns True for the weights that decay: the kernels of layers and of an untied head."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: "kernel" in _names(path) and "embed" not in _names(path), params
     )
 
 
 def matrix_axes(params: PyTree) -> PyTree:
-    """Which axes of a kernel a product sums over, for Muon; None leaves a weight to Adam.
+    """Returns the axes of each kernel that a product sums over, for Muon; `None`: left to Adam.
 
-    Projections that lie fused in one array are orthogonalised apart: every head's query, key and
-    value, the gate and the up projection, each expert.
+    Projections that are fused in one array are orthogonalised separately: every head's query, key
+    and value, the gate and the up projection, each expert.
     """
 
     def axes(path, weight) -> MuonDimensionNumbers | None:

@@ -1,4 +1,4 @@
-"""What goes beside trained weights for a person to read: the recipe and the loss curve."""
+"""Recipe and loss curve of trained weights, for people to read."""
 
 import json
 import shlex
@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxspec.training.data import described
 from jaxspec.training.settings import (
     DECODING,
     OWN_TEXT,
@@ -19,12 +16,13 @@ from jaxspec.training.settings import (
     DraftingSettings,
     RunSettings,
 )
+from jaxspec.training.sources import described
 
 PALM_FLOPS = (
     "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, appendix B"
 )
-"""How recipes name what `efficiency.flops_per_token` counts."""
-OWN_TEXT_OF_TEACHER = (
+"""Name of what `efficiency.flops_per_token` counts, in recipes."""
+GENERATED_BY_TEACHER = (
     "the teacher wrote itself (a causal one half greedily and half at temperature 1, a diffusion "
     "model greedily)"
 )
@@ -35,15 +33,18 @@ HOW_TO_ASK = (
 )
 
 
-class Recipe(NamedTuple):
-    """What recipes of different trainers say differently.
+class RecipeNotes(NamedTuple):
+    """Parts of a recipe that differ from trainer to trainer.
 
-    cost: what the FLOPs of a token are made of.
-    meaning: of the figures.
-    about: what was trained; "" where the weights speak for themselves.
-    read: paragraphs about what was read beside the sources.
-    held_out: what the figures were measured on.
-    drafts: what decoding verified in a pass; "" where validation does not decode.
+    Attributes:
+        cost: what the FLOPs of a token are made of.
+        meaning: meaning of the figures.
+        about: what was trained; "" where the weights speak for themselves.
+        read: paragraphs about what was read in addition to the sources.
+        held_out: what the figures were measured on.
+        drafts: what decoding verified in a pass; "" where validation does not decode.
+        metric: name of the metric to draw.
+        label: name of that metric in the picture.
     """
 
     cost: str
@@ -52,6 +53,8 @@ class Recipe(NamedTuple):
     read: Sequence[str] = ()
     held_out: str = "text"
     drafts: str = ""
+    metric: str = "nats"
+    label: str = "nats per token"
 
 
 def recipe_of(
@@ -59,55 +62,55 @@ def recipe_of(
     sha256: Mapping[str, str],
     metrics: Mapping[str, Any],
     command: str,
-    said: Recipe,
+    notes: RecipeNotes,
 ) -> str:
-    """How weights came about, for a person to read: command, data, licences, figures.
+    """Returns the recipe of trained weights in Markdown: command, data, licences, figures.
 
     Args:
-        settings: of the run.
-        sha256: of what it read, by name.
-        metrics: as in `metrics.json`.
-        command: how to repeat it.
-        said: what the trainer has to say.
+        settings: settings of the run.
+        sha256: fingerprints of what it read, by name.
+        metrics: figures, as in `metrics.json`.
+        command: command line that repeats the run.
+        notes: parts of this trainer.
     """
     validation = dict(metrics["validation"])
     decoding = validation.pop(DECODING, None)
     lines = [
-        *_training(settings, metrics, command, said.cost),
-        *_paragraphs(said.about),
+        *_training(settings, metrics, command, notes.cost),
+        *_paragraphs(notes.about),
         "## Data",
         "",
         *_sources(settings, sha256, metrics),
-        *_paragraphs(*said.read),
-        f"## Figures on the held-out {said.held_out}",
+        *_paragraphs(*notes.read),
+        f"## Figures on the held-out {notes.held_out}",
         "",
         *_table(validation),
-        *_paragraphs(said.meaning),
+        *_paragraphs(notes.meaning),
     ]
     if decoding is not None:
         assert isinstance(settings, DraftingSettings)
-        lines += _decoded(decoding, settings.decoding_prompts, said.drafts)
+        lines += _decoded(decoding, settings.decoding_prompts, notes.drafts)
     return "\n".join(lines)
 
 
 def models_read(settings: RunSettings, sha256: Mapping[str, str]) -> list[str]:
-    """What recipes say of the models that a run read, paragraph by paragraph."""
+    """Returns the paragraphs of a recipe about the models that a run read."""
     return [
         f"{name}: `{folder}`, whose files have the SHA-256 `{sha256[name]}`."
         for name, folder in settings.models_read.items()
     ]
 
 
-def own_text(
+def generated_texts(
     settings: RunSettings, metrics: Mapping[str, Any], written: str, weight: float | None = None
 ) -> list[str]:
-    """What recipes say of the texts that a model wrote for a run; nothing where there are none.
+    """Returns the paragraphs of a recipe about texts that a model wrote; none without such texts.
 
     Args:
-        settings: of the run.
-        metrics: of the run.
-        written: by whom, and how.
-        weight: passes over them, where that was asked for.
+        settings: settings of the run.
+        metrics: figures of the run.
+        written: who wrote them, and how.
+        weight: passes over them, if that was asked for.
     """
     if not settings.own_text:
         return []
@@ -121,12 +124,12 @@ def own_text(
 
 
 def _paragraphs(*texts: str) -> list[str]:
-    """Lines of those that say something, an empty one behind each."""
+    """Returns the texts that are not empty as lines, an empty line behind each."""
     return [line for text in texts if text for line in (text, "")]
 
 
 def _decoded(decoding: Mapping[str, float], prompts: int, drafts: str) -> list[str]:
-    """What decoding held-out beginnings gave."""
+    """Returns the section about decoding held-out beginnings."""
     shares = ", ".join(f"{value:.3f}" for name, value in decoding.items() if name != TAU)
     return [
         "## Figures of decoding",
@@ -141,7 +144,7 @@ def _decoded(decoding: Mapping[str, float], prompts: int, drafts: str) -> list[s
 def _training(
     settings: RunSettings, metrics: Mapping[str, Any], command: str, cost: str
 ) -> list[str]:
-    """The command, the run in figures, and what it ran on."""
+    """Returns the section about the command, the run in figures, and the machine."""
     rate = metrics["tokens_per_second"]
     return [
         "# Recipe",
@@ -208,37 +211,29 @@ def _in_table(text: str) -> str:
 
 
 def as_command(arguments: Sequence[str]) -> str:
-    """A command line that a shell reads back as these arguments."""
+    """Returns a command line that a shell reads back as these arguments.
+
+    >>> as_command(["train", "lm", "--data", "notes=my notes.txt"])
+    "jaxspec train lm --data 'notes=my notes.txt'"
+    """
     return shlex.join(["jaxspec", *arguments])
-
-
-def progress_bar(title: str, console: Console) -> Progress:
-    """A bar on a terminal, nothing elsewhere."""
-    return Progress(
-        TextColumn(title),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-        disable=not console.is_terminal,
-    )
 
 
 def draw_losses(
     path: Path,
     records: Sequence[Mapping[str, Any]],
-    metric: str = "nats",
-    label: str = "nats per token",
+    metric: str,
+    label: str,
 ) -> None:
-    """A metric by step, training and validation; nothing where matplotlib is not installed.
+    """Draws a metric by step, training and validation; nothing where matplotlib is not installed.
 
-    Where validation decoded, its tau is drawn too, on an axis of its own.
+    Where validation decoded, its tau is drawn too, on a second axis.
 
     Args:
-        path: the file to write.
-        records: as in `History`.
-        metric: its name in the records.
-        label: its name in the picture.
+        path: file to write.
+        records: records of a `History`.
+        metric: name of the metric in the records.
+        label: name of the metric in the picture.
     """
     try:
         from matplotlib.figure import Figure
@@ -268,13 +263,13 @@ def draw_losses(
     axes.set(xlabel="step", ylabel=label)
     axes.legend()
     if decoded:
-        beside = axes.twinx()
-        beside.plot(
+        second = axes.twinx()
+        second.plot(
             [record["step"] for record in decoded],
             [record["validation"][DECODING][TAU] for record in decoded],
             color="0.2",
             linestyle=":",
             marker="x",
         )
-        beside.set_ylabel("tau, bonus included (crosses)")
+        second.set_ylabel("tau, bonus included (crosses)")
     figure.savefig(path, dpi=90)

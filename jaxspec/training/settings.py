@@ -1,89 +1,85 @@
-"""What a run of training depends on, and how it is written down."""
+"""Settings of training runs, and their form as JSON."""
 
-import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxspec.core.tree import EAGLE_PATHS, normalize_paths
-from jaxspec.models import (
-    Diffusion,
-    DynamicScaling,
-    Experts,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    ModelConfig,
-    Rope,
-    YarnScaling,
-)
-from jaxspec.training.data import SPLITS, Source
+from jaxspec.models import ModelConfig, Rope
+from jaxspec.training.sources import SPLITS, Source, Split
 
 OPTIMIZERS = ("adamw", "muon")
 OWN_TEXT = "own-text"
-"""How figures name the source that the teacher writes."""
+"""Name of the source that the teacher or the target writes, in figures and recipes."""
 TARGET = "target"
-"""How a state folder names the files of the target among those of the sources."""
+"""Name of the target among the files that a state folder keeps fingerprints of."""
 DECODING = "decoding"
-"""How figures name what decoding with a head gave."""
+"""Name of the figures that decoding held-out prompts gives."""
 TAU = "tau_with_bonus"
-"""Tokens per target pass; says its convention wherever it is printed."""
+"""Name of tokens per target pass, the bonus token included."""
 EAGLE_VERSIONS = (1, 3)
 DEER_STAGES = (1, 2)
 CUTS = ("one", "all")
 DTYPES = ("float32", "bfloat16")
 # Settings of the trainers that name a model's folder.
 _MODELS = (TARGET, "teacher", "start_from", "tokenizer")
-_SCALINGS = {
-    kind.__name__: kind
-    for kind in (LinearScaling, DynamicScaling, Llama3Scaling, YarnScaling, LongRopeScaling)
-}
+# Metadata of fields for the command line, as `jaxspec.commands.flags` reads it.
+_FOLDER, _FILE, _NO_FLAG = {"metavar": "FOLDER"}, {"metavar": "FILE"}, {"flag": None}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OptimizerSettings:
-    """How weights move.
+    """The optimizer of a run and its learning rate.
 
-    name: "adamw", or "muon": orthogonalised momentum for the layers' matrices, Adam for the rest.
-    learning_rate: the highest, reached after `warmup_steps`.
-    decay_fraction: the last part of the run, in which half a cosine takes the learning rate down
-        to `final_fraction` of itself. With less than 1 it is constant before, so that a run may
-        be made longer or shorter until then.
-    adam_learning_rate: the same for what Muon leaves to Adam; unused by "adamw".
-    weight_decay: times the learning rate, each step; norms, biases and embeddings do not decay.
-    clip: the largest norm of a whole gradient; larger ones are scaled down to it.
+    Attributes:
+        name: "adamw", or "muon": orthogonalised momentum for the matrices of layers and Adam for
+            the rest.
+        learning_rate: the highest learning rate, reached after the warm-up.
+        adam_learning_rate: the same for the weights that "muon" leaves to Adam.
+        weight_decay: share of a weight that a step at learning rate 1 removes; norms, biases and
+            embeddings do not decay.
+        beta1: decay of the mean of gradients in Adam.
+        beta2: decay of the mean of squared gradients in Adam.
+        warmup_steps: steps in which the learning rate rises to its highest.
+        decay_fraction: last part of the run, in which half a cosine takes the learning rate down.
+            With less than 1 the length of the run may be changed until this part begins.
+        final_fraction: the last learning rate as a share of the highest.
+        clip: largest norm of a whole gradient; larger ones are scaled down to it.
     """
 
-    name: str = "muon"
+    name: str = field(default="muon", metadata={"flag": "--optimizer", "choices": OPTIMIZERS})
     learning_rate: float = 0.02
     adam_learning_rate: float = 0.004
     weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    warmup_steps: int = 50
+    beta1: float = field(default=0.9, metadata=_NO_FLAG)
+    beta2: float = field(default=0.95, metadata=_NO_FLAG)
+    warmup_steps: int = field(default=50, metadata={"flag": "--warmup"})
     decay_fraction: float = 1.0
-    final_fraction: float = 0.02
+    final_fraction: float = field(default=0.02, metadata=_NO_FLAG)
     clip: float = 1.0
 
     def __post_init__(self):
-        if self.name not in OPTIMIZERS:
-            raise ValueError(f"optimizer name must be one of {OPTIMIZERS}, got {self.name!r}.")
-        for name in ("learning_rate", "adam_learning_rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}.")
-        for name in ("weight_decay", "warmup_steps", "final_fraction"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}.")
+        check_one_of(self, OPTIMIZERS, "name")
+        check_above_zero(self, "learning_rate", "adam_learning_rate", "clip")
+        check_not_negative(self, "weight_decay", "warmup_steps", "final_fraction")
         if not 0 < self.decay_fraction <= 1:
             raise ValueError(f"decay_fraction must be in (0, 1], got {self.decay_fraction}.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Pace:
-    """How often `fit` does something besides training."""
+@dataclass(frozen=True)
+class TrainingPace:
+    """Intervals at which `fit` does something else than training.
+
+    Attributes:
+        save_seconds: between two saved states.
+        validate_steps: between two validations.
+        record_steps: between two records in the history.
+        report_seconds: between two lines of progress where there is no terminal.
+    """
 
     save_seconds: float = 120.0
     validate_steps: int = 200
@@ -91,9 +87,7 @@ class Pace:
     report_seconds: float = 30.0
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            if not getattr(self, field.name) > 0:
-                raise ValueError(f"{field.name} must be above 0, got {getattr(self, field.name)}.")
+        check_above_zero(self, *(entry.name for entry in fields(self)))
 
 
 SMALL = ModelConfig(
@@ -111,32 +105,42 @@ SMALL = ModelConfig(
 """About 3 M parameters, Llama format: a first run takes minutes on a CPU."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RunSettings:
-    """What a run of any trainer depends on, but for the files' contents and the machine.
+    """Settings of every trainer. They, the files they name and the machine make the run.
 
-    sources: what to read.
-    num_steps: updates; None: as many as fit into `minutes`, timed once at the beginning.
-    minutes: of updates; compiling, saving and validation come on top.
-    sequence_length, rows_per_batch: tokens of a sequence, sequences of an update.
-    dtype: of products, see `NextToken`; "auto": the faster one, timed once at the beginning.
-    validation_rows: sequences per source for validation during the run; the end takes all.
-    own_text: how many texts the teacher or target writes before training, as one more source; see
-        `write_own_text`.
+    The fields keep the names that the `training.json` files next to trained weights have.
+
+    Attributes:
+        sources: text to read.
+        num_steps: number of updates; `None`: as many as fit into `minutes`.
+        minutes: minutes of updates, timed once at the beginning; compiling, saving and validation
+            come on top.
+        sequence_length: tokens of a sequence.
+        rows_per_batch: sequences of one update.
+        optimizer: how weights move.
+        dtype: dtype of the operands of products; "auto": the faster one, timed once at the
+            beginning.
+        seed: seed of weights, order and all that is drawn.
+        validation_rows: sequences per source for a validation during the run; the last one takes
+            all.
+        own_text: number of texts that the teacher or the target writes before training, to be read
+            as one more source.
+        pace: intervals of saving, validation and reports.
     """
 
     sources: tuple[Source, ...]
-    _: dataclasses.KW_ONLY
-    num_steps: int | None = None
+    _: KW_ONLY
+    num_steps: int | None = field(default=None, metadata={"flag": "--steps"})
     minutes: float | None = 15.0
     sequence_length: int = 384
-    rows_per_batch: int = 6
-    optimizer: OptimizerSettings = dataclasses.field(default_factory=OptimizerSettings)
-    dtype: str = "auto"
+    rows_per_batch: int = field(default=6, metadata={"flag": "--rows"})
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    dtype: str = field(default="auto", metadata={"choices": ("auto", *DTYPES)})
     seed: int = 0
-    validation_rows: int = 24
+    validation_rows: int = field(default=24, metadata=_NO_FLAG)
     own_text: int = 0
-    pace: Pace = dataclasses.field(default_factory=Pace)
+    pace: TrainingPace = field(default_factory=TrainingPace)
 
     def __post_init__(self):
         if not self.sources:
@@ -145,8 +149,7 @@ class RunSettings:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"sources must have different names; given twice: {repeated}.")
-        if self.own_text < 0:
-            raise ValueError(f"own_text must be 0 or more, got {self.own_text}.")
+        check_not_negative(self, "own_text")
         if self.own_text and OWN_TEXT in names:
             raise ValueError(f"The name {OWN_TEXT!r} is taken by own_text: rename that source.")
         if (self.num_steps is None) == (self.minutes is None):
@@ -154,13 +157,12 @@ class RunSettings:
                 "Give either num_steps or minutes, and None for the other; got "
                 f"num_steps={self.num_steps}, minutes={self.minutes}."
             )
-        check_positive(self, "num_steps", "minutes", "sequence_length", "rows_per_batch")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype must be 'auto' or one of {DTYPES}, got {self.dtype!r}.")
+        check_above_zero(self, "num_steps", "minutes", "sequence_length", "rows_per_batch")
+        check_one_of(self, ("auto", *DTYPES), "dtype")
 
     @property
     def models_read(self) -> dict[str, str]:
-        """Folders of models that the run depends on, by the name of their setting."""
+        """Folders of the models that the run depends on, by the name of their setting."""
         folders = {name: getattr(self, name, None) for name in _MODELS}
         return {name: folder for name, folder in folders.items() if folder is not None}
 
@@ -170,33 +172,62 @@ class RunSettings:
         return {}
 
 
-def check_positive(settings: RunSettings, *names: str) -> None:
-    """Refuses settings that are given and not above 0."""
+def check_above_zero(settings: Any, *names: str) -> None:
+    """Refuses settings that are given and not above 0.
+
+    Raises:
+        ValueError: naming the setting and its value.
+    """
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be above 0, got {value}.")
 
 
-@dataclasses.dataclass(frozen=True)
-class LMTrainingSettings(RunSettings):
-    """What a run of `train_lm` depends on besides.
+def check_not_negative(settings: Any, *names: str) -> None:
+    """Refuses settings below 0.
 
-    model: what to train. Its `vocab_size` is the most the tokenizer may have.
-    layer_drop, early_exit: see `NextToken`.
-    tokenizer: folder with a tokenizer of an earlier run; None: the teacher's, or a new one.
-    start_from: folder with weights to begin with; None: random ones.
-    teacher: folder with a network whose distributions to learn; None: the text alone.
-    soft_share: see `SoftLabels`.
-    own_text_weight: passes over the teacher's own texts while a source of weight 1 is passed once.
+    Raises:
+        ValueError: naming the setting and its value.
+    """
+    for name in names:
+        if getattr(settings, name) < 0:
+            raise ValueError(f"{name} must be 0 or more, got {getattr(settings, name)}.")
+
+
+def check_one_of(settings: Any, choices: tuple, *names: str) -> None:
+    """Refuses settings that are none of `choices`.
+
+    Raises:
+        ValueError: naming the setting, the choices and its value.
+    """
+    for name in names:
+        if getattr(settings, name) not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {getattr(settings, name)!r}.")
+
+
+@dataclass(frozen=True)
+class LMTrainingSettings(RunSettings):
+    """Settings of `LMTrainer`, after those of every trainer.
+
+    Attributes:
+        model: shape of the model to train; its `vocab_size` is the most the tokenizer may have.
+        layer_drop: chance to leave out the last sub-layers, see `NextToken`.
+        early_exit: share of the sequences that leave the layers early, see `NextToken`.
+        tokenizer: folder with the tokenizer of an earlier run; `None`: that of the teacher, or a
+            new one.
+        start_from: folder with weights to begin with; `None`: random ones.
+        teacher: folder with the network whose distributions to learn; `None`: the text alone.
+        soft_share: weight of the teacher's distributions, see `SoftLabels`.
+        own_text_weight: passes over the teacher's texts while a source of weight 1 is passed once.
     """
 
     model: ModelConfig = SMALL
     layer_drop: float = 0.0
     early_exit: float = 0.0
-    tokenizer: str | None = None
-    start_from: str | None = None
-    teacher: str | None = None
+    tokenizer: str | None = field(default=None, metadata=_FOLDER)
+    start_from: str | None = field(default=None, metadata=_FOLDER)
+    teacher: str | None = field(default=None, metadata=_FOLDER)
     soft_share: float = 0.9
     own_text_weight: float = 1.0
 
@@ -204,7 +235,7 @@ class LMTrainingSettings(RunSettings):
         super().__post_init__()
         if self.own_text and self.teacher is None:
             raise ValueError("own_text is written by a teacher: name one (--teacher FOLDER).")
-        check_positive(self, "own_text_weight")
+        check_above_zero(self, "own_text_weight")
         if self.sequence_length > self.model.max_positions:
             raise ValueError(
                 f"sequence_length must be at most max_positions ({self.model.max_positions}), "
@@ -215,33 +246,37 @@ class LMTrainingSettings(RunSettings):
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}.")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MaskedTrainingSettings(RunSettings):
-    """What a run of `train_masked` depends on besides.
+    """Settings of `MaskedTrainer`, after those of every trainer.
 
-    block: the network sees its own block of so many slots and all blocks before it; 0: both sides.
-    shift: the output at a slot decides the next slot; None: as the model of `start_from` does it,
-        where a causal one is kept as it is (True); for random weights False.
-    start_from: folder of a causal or a diffusion model with weights to begin with; None: random
-        ones of `model`.
-    layers: which layers of `start_from` to keep, in this order; None: all.
-    model: what to train where `start_from` is None; its `diffusion` is set from the rest.
-    tokenizer: folder with the tokenizer; None: that of `start_from`.
-    random_lengths, answers_only: see `MaskedTokens`.
-    teacher: folder of a model, causal or diffusion, that writes `own_text` texts to be read too;
-        None: nobody.
-    own_text_weight: passes over those texts while a source of weight 1 is passed once.
+    Attributes:
+        block: tokens of a block; a token sees its own block and all blocks before it. 0: the whole
+            text.
+        shift: let the output at a token decide the next token; `None`: as the model of
+            `start_from` does it, where a causal one keeps its shift; random weights have none.
+        start_from: folder of a causal or a diffusion model with weights to begin with; `None`:
+            random ones of `model`.
+        layers: layers of `start_from` to keep, in this order; `None`: all.
+        model: shape of the model to train where `start_from` is `None`; its `diffusion` is set
+            from the rest.
+        tokenizer: folder with the tokenizer; `None`: that of `start_from`.
+        random_lengths: share of the rows that are cut at a random place, see `MaskedTokens`.
+        answers_only: hide only what assistants say in chats, for fine-tuning.
+        teacher: folder of a causal or a diffusion model that writes `own_text` texts; `None`: none
+            are written.
+        own_text_weight: passes over those texts while a source of weight 1 is passed once.
     """
 
     block: int = 0
     shift: bool | None = None
-    start_from: str | None = None
-    layers: tuple[int, ...] | None = None
+    start_from: str | None = field(default=None, metadata=_FOLDER)
+    layers: tuple[int, ...] | None = field(default=None, metadata={"flag": "--keep-layers"})
     model: ModelConfig = SMALL
-    tokenizer: str | None = None
+    tokenizer: str | None = field(default=None, metadata=_FOLDER)
     random_lengths: float = 0.01
     answers_only: bool = False
-    teacher: str | None = None
+    teacher: str | None = field(default=None, metadata=_FOLDER)
     own_text_weight: float = 1.0
 
     def __post_init__(self):
@@ -258,25 +293,26 @@ class MaskedTrainingSettings(RunSettings):
             )
         if self.layers is not None and self.start_from is None:
             raise ValueError("layers are those of start_from: name a model (--start-from FOLDER).")
-        check_positive(self, "own_text_weight")
+        check_above_zero(self, "own_text_weight")
         if self.block < 0:
-            raise ValueError(f"block must be 0 (both sides) or more, got {self.block}.")
+            raise ValueError(f"block must be 0 (the whole text) or more, got {self.block}.")
         if not 0 <= self.random_lengths <= 1:
             raise ValueError(f"random_lengths must be in [0, 1], got {self.random_lengths}.")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DraftingSettings(RunSettings):
-    """What a run depends on besides that makes a drafter for a target.
+    """Settings of trainers of drafters, after those of every trainer.
 
-    The prompts of the target's own texts are the beginnings of the sources' documents.
+    The target's texts continue the beginnings of the sources' documents.
 
-    target: folder of the causal model to draft for.
-    decoding_prompts: how many held-out beginnings each validation decodes; 0: none.
+    Attributes:
+        target: folder of the causal model to draft for.
+        decoding_prompts: held-out prompts that every validation decodes; 0: none.
     """
 
-    target: str
-    _: dataclasses.KW_ONLY
+    target: str = field(metadata=_FOLDER)
+    _: KW_ONLY
     decoding_prompts: int = 8
 
     def __post_init__(self):
@@ -285,37 +321,43 @@ class DraftingSettings(RunSettings):
         taken = ours & {source.name for source in self.sources}
         if taken:
             raise ValueError(f"The names {sorted(taken)} are taken: rename these sources.")
-        if self.decoding_prompts < 0:
-            raise ValueError(f"decoding_prompts must be 0 or more, got {self.decoding_prompts}.")
+        check_not_negative(self, "decoding_prompts")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class EagleTrainingSettings(DraftingSettings):
-    """What a run of `train_eagle` depends on besides.
+    """Settings of `EagleTrainer`, after those of every trainer of drafters.
 
-    version: 1 for EAGLE-1, whose heads EAGLE-2 uses too; 3 for EAGLE-3.
-    sources_weight: passes over a source of weight 1 while the own text is passed once; 0: the
-        sources give prompts only.
-    draft_vocab: how many tokens the head drafts from, the most frequent ones of the own text (of
-        the sources, where there is none); 0: all.
-    noise, token_weight: of EAGLE-1, see `FeatureRegression`.
-    num_unrolled, decay: of EAGLE-3, see `TrainingTimeTest`.
-    taps: of EAGLE-3, layers of the target whose inputs to read; None: `eagle3_taps`.
-    cache_features: compute the target's states once and keep them on disk, instead of anew with
-        every batch.
-    paths: the tree that validation decodes with, as for `tree_from_paths`.
+    Attributes:
+        version: 1 for EAGLE-1, whose heads EAGLE-2 uses too; 3 for EAGLE-3.
+        sources_weight: passes over a source of weight 1 while the target's texts are passed once;
+            0: the sources give prompts only.
+        draft_vocab: number of tokens to draft from, the most frequent ones of the target's texts
+            (of the sources, where there are none); 0: all.
+        noise: EAGLE-1: noise on the states that are read, see `FeatureRegression`.
+        token_weight: EAGLE-1: weight of the tokens' cross-entropy.
+        num_unrolled: EAGLE-3: passes of the head over each text, see `TrainingTimeTest`.
+        decay: EAGLE-3: weight of a pass over that of the one before.
+        taps: EAGLE-3: layers of the target whose inputs to read; `None`: `eagle3_taps`.
+        cache_features: compute the target's states once and keep them on disk, instead of anew
+            with every batch.
+        paths: tree that validation decodes with: a file of `jaxspec tune tree`, a JSON list of
+            rank paths, or eagle-25 (the default: EAGLE's 25 nodes, the root not counted). In
+            Python as for `tree_from_paths`.
     """
 
-    version: int = 1
+    version: int = field(default=1, metadata={"choices": EAGLE_VERSIONS})
     sources_weight: float = 0.0
     draft_vocab: int = 0
     noise: float = 0.1
     token_weight: float = 0.1
-    num_unrolled: int = 7
+    num_unrolled: int = field(default=7, metadata={"flag": "--unroll"})
     decay: float = 0.8
     taps: tuple[int, ...] | None = None
     cache_features: bool = False
-    paths: tuple[tuple[int, ...], ...] = EAGLE_PATHS
+    paths: tuple[tuple[int, ...], ...] = field(
+        default=EAGLE_PATHS, metadata={"flag": "--tree", **_FILE}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -334,25 +376,24 @@ class EagleTrainingSettings(DraftingSettings):
                 "There is nothing to learn from: own_text and sources_weight are both 0. Give "
                 "--own-text N or --sources-weight X."
             )
-        check_positive(self, "num_unrolled", "decay")
-        for name in ("sources_weight", "draft_vocab", "noise", "token_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}.")
+        check_above_zero(self, "num_unrolled", "decay")
+        check_not_negative(self, "sources_weight", "draft_vocab", "noise", "token_weight")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class AnswersSettings(DraftingSettings):
-    """What a run depends on besides whose drafter learns from what its target answers.
+    """Settings of trainers whose drafter learns from the target's answers.
 
-    answers: a JSON Lines file of prompts with the target's answers ("prompt", "answer"), read in
-        place of texts that the target writes; None: it writes `own_text` of them.
-    texts: folder in which the target's texts lie or will lie, so that several runs read the same;
-        None: in the run's state folder.
+    Attributes:
+        answers: JSON Lines file of prompts with the target's answers ("prompt", "answer"), read
+            instead of texts that the target writes; `None`: it writes `own_text` of them.
+        texts: folder of the target's texts, so that several runs read the same; `None`: in the
+            run's state folder.
     """
 
-    _: dataclasses.KW_ONLY
-    answers: str | None = None
-    texts: str | None = None
+    _: KW_ONLY
+    answers: str | None = field(default=None, metadata=_FILE)
+    texts: str | None = field(default=None, metadata=_FOLDER)
 
     def __post_init__(self):
         super().__post_init__()
@@ -373,53 +414,61 @@ class AnswersSettings(DraftingSettings):
         return {} if self.answers is None else {"answers": self.answers}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DeerTrainingSettings(AnswersSettings):
-    """What a run of `train_deer` depends on besides.
+    """Settings of `DeerTrainer`, after those of every trainer that reads answers.
 
-    start_from: folder of the diffusion model to align with the target.
-    stage: 1 for `Continuation`, 2 for `Refinement`.
-    separator: see `Continuation`.
-    longest, alpha, normalise, cuts: of stage 2, see `Refinement`.
-    block: tokens of the drafts that validation decodes with.
+    Attributes:
+        start_from: folder of the diffusion model to align with the target.
+        stage: 1 for `Continuation`, 2 for `Refinement`.
+        separator: put [SEP] where an answer is cut; `None`: for drafters that see the whole text.
+        longest: stage 2: most hidden tokens of an answer.
+        alpha: stage 2: weight of a hidden token over that of the next one.
+        normalise: stage 2: divide by the sum of the weights.
+        cuts: stage 2: cut an answer at "one" place or at "all" places, for drafters that are
+            causal over blocks: twice the work for as many ends as there is room for.
+        block: tokens of the drafts that validation decodes with.
     """
 
-    start_from: str
-    stage: int = 1
+    start_from: str = field(metadata=_FOLDER)
+    stage: int = field(default=1, metadata={"choices": DEER_STAGES})
     separator: bool | None = None
     longest: int = 96
     alpha: float = 1.01
     normalise: bool = True
-    cuts: str = "one"
+    cuts: str = field(default="one", metadata={"choices": CUTS})
     block: int = 8
 
     def __post_init__(self):
         super().__post_init__()
-        if self.stage not in DEER_STAGES:
-            raise ValueError(f"stage must be one of {DEER_STAGES}, got {self.stage}.")
-        if self.cuts not in CUTS:
-            raise ValueError(f"cuts must be one of {CUTS}, got {self.cuts!r}.")
-        for field in dataclasses.fields(self):
-            of_stage_2 = field.name in ("longest", "alpha", "normalise", "cuts")
-            if of_stage_2 and self.stage == 1 and getattr(self, field.name) != field.default:
+        check_one_of(self, DEER_STAGES, "stage")
+        check_one_of(self, CUTS, "cuts")
+        for entry in fields(self):
+            of_stage_2 = entry.name in ("longest", "alpha", "normalise", "cuts")
+            if of_stage_2 and self.stage == 1 and getattr(self, entry.name) != entry.default:
                 raise ValueError(
-                    f"{field.name} is a setting of stage 2: leave it out in stage 1, got "
-                    f"{getattr(self, field.name)!r}."
+                    f"{entry.name} is a setting of stage 2: leave it out in stage 1, got "
+                    f"{getattr(self, entry.name)!r}."
                 )
-        check_positive(self, "longest", "alpha", "block")
+        check_above_zero(self, "longest", "alpha", "block")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class DFlashTrainingSettings(AnswersSettings):
-    """What a run of `train_dflash` depends on besides.
+    """Settings of `DFlashTrainer`, after those of every trainer that reads answers.
 
-    layers: of the head.
-    mlp_dim: hidden units of a layer's MLP; None: as many as the target's layers have.
-    taps: layers of the target whose inputs to read; None: `dflash_taps`, as many as `layers`.
-    block, anchors, gamma: see `AnchoredBlocks`; validation decodes with drafts of `block` - 1
-        tokens. gamma None: 7 for a block of 16, as in the paper, and for others in proportion.
-    cache_features: compute the target's states once and keep them on disk, instead of anew with
-        every batch.
+    Attributes:
+        layers: layers of the head.
+        mlp_dim: hidden units of a layer's MLP; `None`: as many as the target's layers have.
+        taps: layers of the target whose inputs to read; `None`: `dflash_taps`, as many as
+            `layers`.
+        block: places of a block, the pending token counted; validation decodes with drafts of one
+            token less.
+        anchors: blocks of a sequence in an update.
+        gamma: decay length of the weights within a block; `None`: 7 for a block of 16, as in the
+            paper, and for others in proportion.
+        cache_features: compute the target's states once and keep them on disk, instead of anew
+            with every batch.
     """
 
     layers: int = 2
@@ -432,26 +481,32 @@ class DFlashTrainingSettings(AnswersSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive(self, "layers", "mlp_dim", "anchors", "gamma")
+        check_above_zero(self, "layers", "mlp_dim", "anchors", "gamma")
         if self.block < 2:
             raise ValueError(
-                f"block must be at least 2 slots, the pending token counted, got {self.block}."
+                f"block must be at least 2 places, the pending token counted, got {self.block}."
             )
         if self.taps is not None and not self.taps:
             raise ValueError("taps must name at least one layer of the target; got none.")
 
     @property
     def decay(self) -> float:
-        """`gamma`, or what it is by default."""
+        """`gamma`, or its default."""
         return 7 / 16 * self.block if self.gamma is None else self.gamma
 
 
 def settings_to_json(settings: RunSettings) -> dict[str, Any]:
-    """Plain values, as `settings_from_json` reads them."""
-    plain = dataclasses.asdict(settings)
+    """Returns plain values, as `settings_from_json` reads them.
+
+    >>> from jaxspec.training.sources import Source
+    >>> plain = settings_to_json(RunSettings((Source("notes", "notes.txt"),), seed=3))
+    >>> plain["seed"], plain["sources"][0]["split"]
+    (3, {'EveryNth': {'n': 20}})
+    """
+    plain = asdict(settings)
     for source, entry in zip(settings.sources, plain["sources"], strict=True):
         entry["split"] = {type(source.split).__name__: entry["split"]}
-    if isinstance(settings, LMTrainingSettings):
+    if isinstance(settings, LMTrainingSettings | MaskedTrainingSettings):
         for name in ("rope", "sliding_rope"):
             rope, entry = getattr(settings.model, name), plain["model"][name]
             if rope is not None and rope.scaling is not None:
@@ -465,71 +520,48 @@ Settings = TypeVar("Settings", bound=RunSettings)
 def settings_from_json(
     plain: Mapping[str, Any], kind: type[Settings] = LMTrainingSettings
 ) -> Settings:
-    """Settings from plain values; what is left out keeps its default.
+    """Returns settings of a kind from plain values; a field that is left out keeps its default.
+
+    >>> plain = {"sources": [{"name": "notes", "path": "notes.txt"}], "seed": 3}
+    >>> settings_from_json(plain, RunSettings).seed
+    3
 
     Raises:
         ValueError: a field that does not exist, or a value that is out of range.
     """
-    readers: dict[str, Callable[[Any], Any]] = {
-        "sources": lambda entries: tuple(_source_from_json(entry) for entry in entries),
-        "model": _model_from_json,
-        "optimizer": lambda entry: _build(OptimizerSettings, entry),
-        "pace": lambda entry: _build(Pace, entry),
-        "paths": lambda entries: tuple(map(tuple, entries)),
-    }
-    values = {name: readers.get(name, lambda value: value)(value) for name, value in plain.items()}
-    return _build(kind, values)
+    return _read(kind, plain)
 
 
 def default_state_folder(settings: RunSettings, name: str) -> Path:
-    """Where a run of these settings keeps its state: in the user's cache."""
+    """Returns the folder in the user's cache that keeps the state of a run of these settings."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     identity = json.dumps(settings_to_json(settings), sort_keys=True).encode()
     return Path(cache) / "jaxspec" / "train" / f"{name}-{hashlib.sha256(identity).hexdigest()[:12]}"
 
 
-def _source_from_json(entry: Mapping[str, Any]) -> Source:
-    values = dict(entry)
-    if "split" in values:
-        values["split"] = _build_one_of("split", SPLITS, values["split"])
-    return _build(Source, values)
-
-
-def _model_from_json(entry: Mapping[str, Any]) -> ModelConfig:
-    readers = {
-        "rope": _rope_from_json,
-        "sliding_rope": _rope_from_json,
-        "experts": lambda fields: _build(Experts, fields),
-        "diffusion": lambda fields: _build(Diffusion, fields),
-    }
-    values = {
-        name: readers[name](value) if name in readers and value is not None else value
-        for name, value in entry.items()
-    }
-    # The kinds of layers go by the number of layers unless they are listed.
-    base = {field.name: getattr(SMALL, field.name) for field in dataclasses.fields(SMALL)}
-    return _build(ModelConfig, base | {"layer_types": ()} | values)
-
-
-def _rope_from_json(entry: Mapping[str, Any]) -> Rope:
-    values = dict(entry)
-    if values.get("scaling") is not None:
-        values["scaling"] = _build_one_of("scaling", _SCALINGS, values["scaling"])
-    return _build(Rope, values)
-
-
-def _build_one_of(name: str, kinds: Mapping[str, type], entry: Mapping[str, Any]) -> Any:
-    """A settings object from its class's name and its fields."""
-    [(kind, fields)] = entry.items()
-    if kind not in kinds:
-        raise ValueError(f"{name} must be one of {sorted(kinds)}, got {kind!r}.")
-    return _build(kinds[kind], fields)
-
-
-def _build(kind: type, values: Mapping[str, Any]) -> Any:
-    """A settings object from plain values; lists become tuples."""
-    known = {field.name for field in dataclasses.fields(kind)}
-    unknown = sorted(values.keys() - known)
+def _read(kind: Any, value: Any) -> Any:
+    """Reads a value of a type from plain values; lists become tuples."""
+    kinds: list[Any] = [part for part in get_args(kind) or (kind,) if is_dataclass(part)]
+    if kind is Split or len(kinds) > 1:
+        # One of several dataclasses stands under its name.
+        named = SPLITS if kind is Split else {part.__name__: part for part in kinds}
+        [(name, value)] = value.items() if value is not None else [(None, None)]
+        if name is not None and name not in named:
+            raise ValueError(f"The kind must be one of {sorted(named)}, got {name!r}.")
+        return value if name is None else _read(named[name], value)
+    if isinstance(value, list | tuple):
+        part = get_args(kind)[0] if get_origin(kind) is tuple else Any
+        return tuple(_read(part, entry) for entry in value)
+    if not kinds or value is None:
+        return value
+    (kind,) = kinds
+    known = get_type_hints(kind)
+    unknown = sorted(value.keys() - {entry.name for entry in fields(kind)})
     if unknown:
-        raise ValueError(f"{kind.__name__} has no settings {unknown}; it has {sorted(known)}.")
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        names = sorted(entry.name for entry in fields(kind))
+        raise ValueError(f"{kind.__name__} has no settings {unknown}; it has {names}.")
+    values = {name: _read(known[name], entry) for name, entry in value.items()}
+    if kind is not ModelConfig:
+        return kind(**values)
+    # The kinds of layers follow from the number of layers unless they are listed.
+    return SMALL.replace(**{"layer_types": (), **values})

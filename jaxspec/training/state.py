@@ -1,4 +1,4 @@
-"""What a training run is at one moment, and how it survives being killed."""
+"""State of a training run, and its copies on disk that outlive a killed process."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,12 @@ from jaxspec.core.types import PyTree
 class TrainState(NamedTuple):
     """A run after `step` updates.
 
-    Batches and random keys follow from the seed and the step, so this is all there is to resume.
+    Batches and random keys follow from the seed and the step, so nothing else is needed to resume.
+
+    Attributes:
+        step: number of updates.
+        params: weights.
+        opt_state: state of the optimizer.
     """
 
     step: Int[Array, ""]
@@ -24,6 +29,7 @@ class TrainState(NamedTuple):
 
 
 def initial_state(params: PyTree, optimizer: optax.GradientTransformation) -> TrainState:
+    """Returns the state before the first update."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
@@ -43,16 +49,17 @@ class StateKeeper:
 
     @property
     def latest_step(self) -> int | None:
-        """The newest state's step; None where nothing was saved."""
+        """Step of the newest state; `None` where nothing was saved."""
         return self._manager.latest_step()
 
     def save(self, state: TrainState) -> None:
+        """Saves a state, unless one of its step is there."""
         step = int(state.step)
         if step != self.latest_step:
             self._manager.save(step, args=ocp.args.StandardSave(state))
 
     def restore(self, like: TrainState) -> TrainState | None:
-        """The newest state, or None where nothing was saved.
+        """Returns the newest state, or `None` where nothing was saved.
 
         Args:
             like: a state of the same shapes, such as the initial one.
@@ -66,4 +73,5 @@ class StateKeeper:
         return restored
 
     def close(self) -> None:
+        """Ends the use of the folder."""
         self._manager.close()

@@ -14,8 +14,8 @@ SEPARATOR = "[SEP]"
 END_OF_TURN = "<|end|>"
 ROLES = ("system", "user", "assistant")
 
-# Ids are positions in this tuple. Models that come later (masked diffusion, chat) find their
-# tokens here, so that they can share one tokenizer with the models before them.
+# Ids are positions in this tuple. All kinds of models find their tokens here, so that they can
+# share one tokenizer.
 RESERVED = (
     BOS,
     EOS,
@@ -46,11 +46,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
 
     Args:
         texts: training text; reserved tokens inside it are ordinary characters.
-        vocab_size: entries, reserved ids and the 256 bytes included. Fewer come out when the
-            texts hold no further pair worth merging.
+        vocab_size: most entries, reserved ids and the 256 bytes included. There are fewer where
+            the texts hold no further pair to merge.
 
     Raises:
-        ValueError: if there is no room for the reserved ids and the bytes.
+        ValueError: `vocab_size` is below the number of reserved ids and bytes.
+
+    >>> train_tokenizer(["one and one"], 300).get_vocab_size() <= 300
+    True
     """
     smallest = len(RESERVED) + len(BYTE_ALPHABET)
     if vocab_size < smallest:
@@ -77,14 +80,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
 
 
 def stop_ids() -> list[int]:
-    """Ids that end a text or a turn, for `generation_config.json`."""
+    """Returns the ids that end a text or a turn, for `generation_config.json`."""
     return [RESERVED.index(EOS), RESERVED.index(END_OF_TURN)]
 
 
 def without_reserved(tokenizer: Tokenizer) -> Tokenizer:
-    """A copy that reads reserved tokens in a text as ordinary characters.
+    """Returns a copy that reads reserved tokens in a text as ordinary characters.
 
-    Data must not be able to forge a turn or an end of text.
+    So data cannot forge a turn or an end of text.
     """
     copy = Tokenizer.from_str(tokenizer.to_str())
     copy.encode_special_tokens = True
@@ -92,7 +95,11 @@ def without_reserved(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer, origin: str) -> None:
-    """Raises a ValueError unless the reserved ids are where `RESERVED` says."""
+    """Checks that a tokenizer has the reserved ids of `RESERVED`.
+
+    Raises:
+        ValueError: naming the ids that it has.
+    """
     found = tuple(tokenizer.id_to_token(index) for index in range(len(RESERVED)))
     if found != RESERVED:
         raise ValueError(

@@ -1,190 +1,421 @@
-"""Training a language model, or a draft model after it: files in, a checkpoint folder out."""
+"""The frame of every training run: open models, read text, plan, train, measure, write."""
 
-from collections.abc import Mapping
+import dataclasses
+import hashlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from jaxspec.checkpoint import load
-from jaxspec.checkpoint.files import replacing_files
-from jaxspec.checkpoint.huggingface import load_network
-from jaxspec.checkpoint.tokenizer import load_tokenizer
+from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
+from jaxspec.checkpoint.huggingface import write_network
 from jaxspec.core.types import PyTree
-from jaxspec.models import ModelConfig, Network, init_params, param_shapes
+from jaxspec.models import Network
 from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import Sequences, document_texts
-from jaxspec.training.efficiency import flops_per_token
-from jaxspec.training.lm import NextToken, SoftLabels, Taught
-from jaxspec.training.report import (
-    HOW_TO_ASK,
-    OWN_TEXT_OF_TEACHER,
-    PALM_FLOPS,
-    Recipe,
-    models_read,
-    own_text,
+from jaxspec.training.data import Corpus, Sequences, encode_documents, in_order, pack
+from jaxspec.training.efficiency import Efficiency
+from jaxspec.training.loop import (
+    History,
+    Objective,
+    TrainStep,
+    Validation,
+    fit,
+    make_evaluation,
+    make_train_step,
 )
-from jaxspec.training.run import (
-    Task,
-    claim,
-    pack_own_text,
-    pack_sources,
-    prepare,
-    read_sources,
-    train,
-    write,
-    write_model,
+from jaxspec.training.optimizer import make_optimizer
+from jaxspec.training.plan import (
+    data_mesh,
+    device_name,
+    make_plan,
+    matmul_peak,
+    seconds_per_step,
 )
-from jaxspec.training.settings import LMTrainingSettings
-from jaxspec.training.tokenizer import (
-    check_tokenizer,
-    train_tokenizer,
+from jaxspec.training.report import RecipeNotes, draw_losses, recipe_of
+from jaxspec.training.settings import RunSettings, settings_from_json, settings_to_json
+from jaxspec.training.sources import Divided, fingerprint, read_source
+from jaxspec.training.state import StateKeeper, TrainState, initial_state
+from jaxspec.training.tokenizer import BOS, PAD, RESERVED, save_tokenizer, stop_ids
+
+STORED = "bfloat16"
+"""The dtype that trained weights are written in."""
+
+# Settings that a resumed run may change: how long it takes, and what it shows.
+_MAY_CHANGE = (
+    *("num_steps", "minutes", "pace", "validation_rows"),
+    *("paths", "decoding_prompts"),
 )
 
+Settings = TypeVar("Settings", bound=RunSettings, covariant=True)
+Opened = TypeVar("Opened")
 
-class Trained(NamedTuple):
-    """What a run gave.
 
-    metrics: figures of the run and, under "validation", by source.
+@dataclasses.dataclass(frozen=True)
+class Run(Generic[Settings]):
+    """A run of a trainer, with the places of its files and of its progress.
+
+    Attributes:
+        settings: settings of the trainer.
+        state_folder: folder of all that is needed to resume the run.
+        out: folder for the result; `None`: nothing is written.
+        mesh: devices that share every batch.
+        sha256: fingerprints of the files that the run reads, by name.
+        console: where progress goes.
     """
 
-    network: Network
+    settings: Settings
+    state_folder: Path
+    out: Path | None
+    mesh: Mesh
+    sha256: dict[str, str]
+    console: Console
+
+
+class Task(NamedTuple):
+    """Text and objective of a run.
+
+    Attributes:
+        corpus: packed text.
+        tokenizer: tokenizer of the text.
+        objective: from a dtype of products to what is trained for.
+        evaluation: from a dtype of products to what validation measures.
+        first_params: makes the weights to begin with; may be traced.
+        result: from weights to what they make: a network or a head.
+        flops_per_token: FLOPs that a token costs in an update.
+        as_batch: from rows on the devices to what the objective reads.
+        decode: from weights to figures of decoding; `None`: validation does not decode.
+        figures: what `metrics.json` says in addition.
+    """
+
+    corpus: Corpus
     tokenizer: Tokenizer
+    objective: Callable[[str], Objective]
+    evaluation: Callable[[str], Objective]
+    first_params: Callable[[], PyTree]
+    result: Callable[[PyTree], Any]
+    flops_per_token: float
+    as_batch: Callable[[Any], Any] = lambda rows: rows
+    decode: Callable[[PyTree], Validation] | None = None
+    figures: Mapping[str, Any] = {}
+
+
+class Outcome(NamedTuple):
+    """Result of a training run.
+
+    Attributes:
+        result: the trained network or head, float32.
+        tokenizer: tokenizer of the text.
+        dtype: dtype of the operands of products.
+        metrics: figures of the run and, under "validation", by source and of decoding.
+        history: figures by step.
+    """
+
+    result: Any
+    tokenizer: Tokenizer
+    dtype: str
     metrics: dict[str, Any]
+    history: History
 
 
-def train_lm(
-    settings: LMTrainingSettings,
+class Trainer(Protocol[Opened]):
+    """An objective with its settings: all that tells one training run from another.
+
+    A frozen dataclass of its settings, next to its objective. `train` calls the methods in the
+    order in which they stand here.
+    """
+
+    @property
+    def settings(self) -> RunSettings: ...
+
+    def open(self, run: Run[Any]) -> Opened:
+        """Loads the models that the run reads. Writes nothing.
+
+        Raises:
+            ValueError: saying what does not fit.
+        """
+        ...
+
+    def task(self, run: Run[Any], opened: Opened, documents: Sequence[Divided]) -> Task:
+        """Lays out text and says what to train for. May write into the state folder.
+
+        Args:
+            run: the run; its state folder is claimed.
+            opened: what `open` returned.
+            documents: documents of each source, in order.
+        """
+        ...
+
+    def save(self, opened: Opened, outcome: Outcome, folder: Path) -> None:
+        """Writes the result into a folder that exists, weights in `STORED`."""
+        ...
+
+    def recipe(self, run: Run[Any], opened: Opened, metrics: Mapping[str, Any]) -> RecipeNotes:
+        """Returns what `recipe.md` says of this trainer's runs alone."""
+        ...
+
+
+def train(
+    trainer: Trainer[Any],
     state_folder: Path,
     out: Path | None = None,
     *,
     num_devices: int | None = None,
     command: str = "",
     console: Console | None = None,
-) -> Trained:
-    """Trains a model, or goes on with a run that was interrupted.
+) -> Outcome:
+    """Trains, or resumes a run that was interrupted.
+
+    A resumed run ends with the same bits as one left alone, on the same machine and versions.
 
     Args:
-        settings: what to train, on what.
-        state_folder: holds all that a run needs to go on; a call with the same settings and folder
-            resumes. One folder, one run, though its length may change: see
+        trainer: what to train, such as `LMTrainer(settings)`.
+        state_folder: folder of all that is needed to resume; a call with equal settings and the
+            same folder resumes. One folder holds one run, though its length may change: see
             `OptimizerSettings.decay_fraction`.
-        out: folder for the finished checkpoint, in the Hugging Face layout; None: nothing written.
-        num_devices: how many of this process's devices share every batch; None: all. Figures and
-            weights do not depend on it but for rounding, and it may change when a run goes on.
-        command: how a person would repeat the run, for `recipe.md`.
+        out: folder for the result and its recipe; `None`: nothing is written.
+        num_devices: number of this process's devices that share every batch; `None`: all. Figures
+            and weights depend on it by rounding alone, and a resumed run may change it.
+        command: command line that repeats the run, for `recipe.md`.
         console: where progress goes; standard error unless given.
 
     Raises:
-        ValueError: for data that cannot be read, a state folder of another run, or batches that
-            cannot be divided among the devices.
+        ValueError: for models that do not fit, data that cannot be read, a state folder of another
+            run, or batches that cannot be divided among the devices. Nothing is written then.
         DivergedError: when the loss is no longer finite.
     """
-    run = prepare(settings, state_folder, out, num_devices, command, console)
-    teacher = None if settings.teacher is None else load_network(Path(settings.teacher))
-    teacher = jax.device_put(teacher, on_every_device(run.mesh))
-    claim(run)
-    parts = read_sources(run)
-    tokenizer = _tokenizer(settings, state_folder, parts)
-    corpus = pack_sources(run, tokenizer, parts)
-    config = settings.model.replace(vocab_size=tokenizer.get_vocab_size())
-    if teacher is not None and teacher.vocab_size != config.vocab_size:
+    run = _prepare(trainer.settings, state_folder, out, num_devices, console)
+    opened = trainer.open(run)
+    _claim(run)
+    with run.console.status("reading text"):
+        documents = [read_source(source) for source in run.settings.sources]
+    task = trainer.task(run, opened, documents)
+    outcome = _fit(run, task)
+    if out is not None:
+        settings = dataclasses.replace(run.settings, dtype=outcome.dtype)
+        notes = trainer.recipe(run, opened, outcome.metrics)
+        with replacing_files(out) as staging:
+            trainer.save(opened, outcome, staging)
+            write_json(staging / "training.json", settings_to_json(settings))
+            write_json(staging / "metrics.json", outcome.metrics)
+            recipe = recipe_of(settings, run.sha256, outcome.metrics, command, notes)
+            (staging / "recipe.md").write_text(recipe, encoding="utf-8")
+            records = outcome.history.records
+            draw_losses(staging / "losses.png", records, notes.metric, notes.label)
+        run.console.print(f"saved {out}", highlight=False, soft_wrap=True)
+    return outcome
+
+
+def pack_sources(
+    run: Run[RunSettings], tokenizer: Tokenizer, documents: Sequence[Divided]
+) -> Corpus[Sequences]:
+    """Packs the documents of all sources, in order, into rows of tokens."""
+    corpus = Corpus[Sequences]({}, {}, {})
+    with run.console.status("packing text"):
+        for source, part in zip(run.settings.sources, documents, strict=True):
+            corpus.train[source.name], corpus.validation[source.name] = (
+                pack(encode_documents(tokenizer, texts), run.settings.sequence_length)
+                for texts in part
+            )
+            corpus.weights[source.name] = source.weight
+    return corpus
+
+
+def write_model(folder: Path, network: Network, tokenizer: Tokenizer) -> None:
+    """Writes a trained model in the Hugging Face layout, weights in `STORED`.
+
+    Args:
+        folder: a folder that exists; for safety against interruption see `replacing_files`.
+        network: the network.
+        tokenizer: its tokenizer, with the reserved tokens in front.
+    """
+    ids = {
+        "bos_token_id": RESERVED.index(BOS),
+        "eos_token_id": stop_ids(),
+        "pad_token_id": RESERVED.index(PAD),
+    }
+    write_network(network, folder, STORED, ids)
+    save_tokenizer(tokenizer, folder, network.config.max_positions)
+    write_json(folder / "generation_config.json", ids)
+
+
+def _prepare(
+    settings: RunSettings,
+    state_folder: Path,
+    out: Path | None,
+    num_devices: int | None,
+    console: Console | None,
+) -> Run[RunSettings]:
+    """Returns a run after checks of its devices, its `out` and the files that it reads."""
+    if out is not None and out.is_file():
+        raise ValueError(f"out must be a folder, but {out} is a file: name another.")
+    mesh = data_mesh(num_devices)
+    if settings.rows_per_batch % mesh.size:
         raise ValueError(
-            f"The teacher in {settings.teacher} has a vocabulary of {teacher.vocab_size}, the "
-            f"tokenizer one of {config.vocab_size}: they must be the same."
+            f"rows_per_batch must be a multiple of the number of devices ({mesh.size}), got "
+            f"{settings.rows_per_batch}: choose other --rows, or fewer --devices (num_devices)."
         )
-    if settings.own_text:
-        assert settings.teacher is not None
-        corpus |= pack_own_text(run, corpus, load(settings.teacher), settings.own_text_weight)
-
-    def as_batch(sequences: Sequences) -> Sequences | Taught:
-        spread = spread_rows(run.mesh, sequences)
-        return spread if teacher is None else Taught(spread, teacher)
-
-    objective = partial(_objective, settings, config, teacher)
-    task = Task(
-        objective,
-        evaluation=lambda dtype: objective(dtype).whole,
-        first_params=partial(_first_params, settings, config),
-        num_params=sum(leaf.size for leaf in jax.tree.leaves(param_shapes(config))),
-        as_batch=as_batch,
-        flops_per_token=_flops_per_token(settings, config, teacher),
-    )
-    outcome = train(run, task, corpus)
-    trained = Trained(Network(outcome.params, config), tokenizer, outcome.metrics)
-    save = partial(write_model, network=trained.network, tokenizer=tokenizer)
-    write(run, outcome, save, _recipe, "nats per token")
-    return trained
+    sha256 = _fingerprints(settings)
+    return Run(settings, state_folder, out, mesh, sha256, console or Console(stderr=True))
 
 
-def _tokenizer(settings: LMTrainingSettings, state_folder: Path, parts) -> Tokenizer:
-    given = settings.tokenizer or settings.teacher or settings.start_from
-    if given is not None:
-        tokenizer = load_tokenizer(given).backend
-        check_tokenizer(tokenizer, given)
-        return tokenizer
-    path = state_folder / "tokenizer.json"
-    if not path.exists():
-        texts = (
-            text
-            for source, part in zip(settings.sources, parts, strict=True)
-            for _ in range(max(1, round(source.weight)))
-            for text in document_texts(part.train)
-        )
-        tokenizer = train_tokenizer(texts, settings.model.vocab_size)
-        with replacing_files(state_folder) as staging:
-            tokenizer.save(str(staging / path.name))
-    return Tokenizer.from_file(str(path))
+def _fingerprints(settings: RunSettings) -> dict[str, str]:
+    """Returns the SHA-256 of the sources, the models and the other files of a run, by name."""
+    digests = {source.name: fingerprint(source) for source in settings.sources}
+    for name, folder in settings.models_read.items():
+        digests[name] = _model_fingerprint(name, Path(folder))
+    for name, path in settings.files_read.items():
+        if not Path(path).is_file():
+            raise ValueError(f"{name} must be a file, but {path} is not a file.")
+        digests[name] = _digest(Path(path))
+    return digests
 
 
-def _objective(
-    settings: LMTrainingSettings, config: ModelConfig, teacher: Network | None, dtype: str
-) -> NextToken | SoftLabels:
-    """What is trained for."""
-    student = NextToken(config, settings.layer_drop, settings.early_exit, dtype)
-    if teacher is None:
-        return student
-    return SoftLabels(student, settings.soft_share)
+def _model_fingerprint(name: str, folder: Path) -> str:
+    """Returns the SHA-256 of the sorted lines `sha256  name` of the files of a model."""
+    if not folder.is_dir():
+        raise ValueError(f"{name} must be a model's folder, but {folder} is not a folder.")
+    patterns = ("config.json", "tokenizer.json", "*.safetensors")
+    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
+    lines = [f"{_digest(path)}  {path.name}\n" for path in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> PyTree:
-    if settings.start_from is None:
-        return init_params(config, jax.random.key(settings.seed))
-    network = load_network(Path(settings.start_from), "float32")
-    if network.config != config:
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _claim(run: Run[RunSettings]) -> None:
+    """Writes into the state folder whose it is, or checks that it is this run's.
+
+    Raises:
+        ValueError: the folder holds another run; says what differs.
+    """
+    settings, state_folder = run.settings, run.state_folder
+    state_folder.mkdir(parents=True, exist_ok=True)
+    recover_files(state_folder)
+    path = state_folder / "run.json"
+    now = {"settings": settings_to_json(settings), "sha256": run.sha256}
+    before = read_json(path) if path.exists() else now
+    try:
+        # Read and written again, so that settings which came later have their defaults.
+        earlier = settings_to_json(settings_from_json(before["settings"], type(settings)))
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"The weights of start_from ({settings.start_from}) are of {network.config}, but the "
-            f"model to train is {config}: make them equal."
+            f"The state folder {state_folder} holds a run of another kind: {error} Choose "
+            "another state folder, or delete this one."
+        ) from None
+    changed = [
+        f"{name}: {earlier[name]!r} before, {value!r} now"
+        for name, value in now["settings"].items()
+        if earlier[name] != value and name not in _MAY_CHANGE
+    ]
+    changed += [
+        f"the files of {name!r}"
+        for name, digest in run.sha256.items()
+        if before["sha256"].get(name, digest) != digest
+    ]
+    if changed:
+        raise ValueError(
+            f"The state folder {state_folder} holds a run that differs in {'; '.join(changed)}. "
+            "Choose another state folder, or delete this one."
         )
-    return network.params
+    with replacing_files(state_folder) as staging:
+        write_json(staging / path.name, now)
 
 
-def _flops_per_token(
-    settings: LMTrainingSettings, config: ModelConfig, teacher: Network | None
-) -> float:
-    flops = flops_per_token(config, settings.sequence_length)
-    if teacher is not None:  # which only looks: the forward third
-        flops += flops_per_token(teacher.config, settings.sequence_length) / 3
-    return flops
+def _fit(run: Run[RunSettings], task: Task) -> Outcome:
+    """Plans a run, trains or resumes it, and measures its result."""
+    settings, state_folder, mesh, console = run.settings, run.state_folder, run.mesh, run.console
+    drawn = task.corpus.batches(settings.rows_per_batch, settings.seed)
+    on_all = on_every_device(mesh)
 
+    def as_batch(rows: Any) -> Any:
+        return task.as_batch(spread_rows(mesh, rows))
 
-def _recipe(
-    settings: LMTrainingSettings, sha256: Mapping[str, str], metrics: Mapping[str, Any]
-) -> Recipe:
-    names = {name for figures in metrics["validation"].values() for name in figures}
-    agreement = (
-        " agreement: share of tokens where the teacher's most likely token is this model's too."
+    def batches(step: int) -> Any:
+        return as_batch(drawn(step))
+
+    def begin() -> TrainState:
+        # A copy, because the train step donates its input buffers.
+        params = jax.device_put(jax.tree.map(jnp.copy, task.first_params()), on_all)
+        return jax.device_put(initial_state(params, make_optimizer(settings.optimizer, 1)), on_all)
+
+    def train_step(dtype: str, num_steps: int) -> TrainStep:
+        objective = task.objective(dtype)
+        return make_train_step(objective, settings.optimizer, num_steps, settings.seed, mesh)
+
+    def time_step(dtypes: tuple[str, ...]) -> dict[str, float]:
+        train_steps = {dtype: train_step(dtype, 1000) for dtype in dtypes}
+        with console.status(f"timing a few steps in {' and '.join(dtypes)}"):
+            return seconds_per_step(train_steps, begin(), batches)
+
+    peak = partial(matmul_peak, mesh)
+    plan = make_plan(settings, state_folder, device_name(mesh), time_step, peak)
+    efficiency = Efficiency(task.flops_per_token, plan.peak)
+    evaluate = make_evaluation(task.evaluation(plan.dtype))
+
+    def validate(params: PyTree, rows: int | None = settings.validation_rows) -> Validation:
+        figures = {
+            name: evaluate(params, map(as_batch, in_order(held, settings.rows_per_batch, rows)))
+            for name, held in task.corpus.validation.items()
+            if len(held.tokens)
+        }
+        return figures | (task.decode(params) if task.decode else {})
+
+    shapes = jax.eval_shape(task.first_params)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    tokens_per_step = settings.rows_per_batch * settings.sequence_length
+    console.print(
+        f"{num_params:,} parameters, {plan.num_steps} steps of {tokens_per_step} tokens, products "
+        f"in {plan.dtype}, measured peak {plan.peak / 1e9:,.0f} GFLOP/s; state in {state_folder}",
+        highlight=False,
+        soft_wrap=True,
     )
-    return Recipe(
-        cost=PALM_FLOPS + (", and the teacher's forward pass" if settings.teacher else ""),
-        meaning="nats: cross-entropy per token. top1: share of tokens that were the most likely "
-        "one." + (agreement if "agreement" in names else ""),
-        read=(
-            *models_read(settings, sha256),
-            *own_text(settings, metrics, OWN_TEXT_OF_TEACHER, settings.own_text_weight),
-            HOW_TO_ASK,
-        ),
-    )
+    history = History(state_folder / "history.jsonl")
+    keeper = StateKeeper(state_folder / "states")
+    try:
+        state = fit(
+            train_step(plan.dtype, plan.num_steps),
+            begin(),
+            batches,
+            plan.num_steps,
+            keeper=keeper,
+            history=history,
+            validate=validate,
+            pace=settings.pace,
+            efficiency=efficiency,
+            console=console,
+        )
+    finally:
+        keeper.close()
+    with console.status("validating on everything held out"):
+        validation = validate(state.params, None)
+    rates = [record["tokens_per_second"] for record in history.records if "loss" in record]
+    rate = statistics.median(rates) if rates else None
+    metrics = {
+        "parameters": num_params,
+        "steps": plan.num_steps,
+        "dtype": plan.dtype,
+        "tokens_trained": plan.num_steps * tokens_per_step,
+        "minutes": round(history.seconds / 60, 1),
+        "tokens_per_second": None if rate is None else round(rate),
+        "flops_per_token": round(efficiency.flops_per_token),
+        "peak_gflops_per_second": round(efficiency.peak / 1e9, 1),
+        "utilisation": None if rate is None else round(efficiency.utilisation(rate), 4),
+        "device": device_name(mesh),
+        "tokens_of_one_pass": task.corpus.tokens_of_one_pass,
+        "validation": {
+            source: {name: round(value, 4) for name, value in figures.items()}
+            for source, figures in validation.items()
+        },
+        **task.figures,
+    }
+    return Outcome(task.result(state.params), task.tokenizer, plan.dtype, metrics, history)

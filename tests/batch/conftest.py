@@ -8,9 +8,6 @@ from pathlib import Path
 import jax
 import pytest
 
-import jaxspec
-from tests.bench.models import tiny_model
-
 PROMPTS = (
     "hello world",
     "abc abc abc abc abc",
@@ -25,7 +22,7 @@ PROMPTS = (
 
 @contextlib.contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """As on a disk that fills up: what is written past so many bytes of a file is cut off."""
+    """Cuts files off at `size` bytes, as on a disk that fills up."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -37,7 +34,7 @@ def files_up_to(size: int) -> Iterator[None]:
 
 @pytest.fixture
 def closed_folder(tmp_path):
-    """Where nobody may write; skips where the user is root and the system has no such place."""
+    """A folder where nobody may write; skips if the user is root and the system has none."""
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o500)
     if not os.access(folder, os.W_OK):
@@ -49,20 +46,8 @@ def closed_folder(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="session")
-def folder(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    jaxspec.save(model, folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-    """Of processes that run jobs: each program is compiled once for all of them, and quickly."""
+    """Environment of processes that run jobs: each program is compiled once, and quickly."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     return {
         **os.environ,

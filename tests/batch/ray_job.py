@@ -4,6 +4,7 @@ python -m tests.batch.ray_job MODEL_FOLDER OUT.json SCRATCH_FOLDER
 """
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -22,10 +23,11 @@ FIELDS = ("id", "sample", "text", "tokens", "finish_reason", "error")
 
 
 def note(folder: Path):
-    """Makes a drafter, and leaves word of the actor that asked for it."""
+    """Makes a drafter, leaves word of the actor that asked for it, and watches its jobs."""
 
     def make(model: Any) -> jaxspec.PromptLookup:
         (folder / f"actor-{os.getpid()}").touch()
+        stage.run = functools.partial(batch.run, progress=SecondTable(folder))
         return jaxspec.PromptLookup()
 
     return make
@@ -76,8 +78,8 @@ def main(model: str, out: Path, folder: Path) -> None:
         note(folder),
         7,
         actors=2,
-        batch_size=8,
-        settings={"batch": 4, "progress": SecondTable(folder)},
+        rows_per_call=8,
+        settings=batch.JobSettings(batch_size=4),
     )
     found = sorted(decoded.take_all(), key=lambda row: row["id"])
     thread.join()
@@ -85,7 +87,8 @@ def main(model: str, out: Path, folder: Path) -> None:
 
     output = batch.Collector()
     asked = [batch.Row(line, row["id"], row["prompt"]) for line, row in enumerate(rows, start=1)]
-    batch.run(jaxspec.load(model), asked, output, CONFIG, jaxspec.PromptLookup(), 7, batch=4)
+    drafter, settings = jaxspec.PromptLookup(), batch.JobSettings(batch_size=4)
+    batch.run(jaxspec.load(model), asked, output, CONFIG, drafter, 7, settings)
     plain = sorted(output.records, key=lambda record: record["id"])
     out.write_text(
         json.dumps(

@@ -14,7 +14,6 @@ import pytest
 
 import jaxspec
 from jaxspec import GenerationConfig
-from jaxspec.batch.parts import part_path
 from jaxspec.batch.writer import progress_path
 from jaxspec.cli import main
 from jaxspec.commands import batch as command
@@ -48,11 +47,11 @@ def fails(capsys, argv, code: int = 2) -> str:
 
 
 def test_a_file_of_prompts_becomes_a_file_of_records(argv, model, capsys):
-    assert main([*argv, "--batch", "3", "--json", "--progress"]) == 0
+    assert main([*argv, "--batch-size", "3", "--json", "--progress"]) == 0
     out, err = capsys.readouterr()
     figures = json.loads(out)
     assert figures["num_done"] == figures["num_records"] == 8
-    assert figures["batch"] == 3
+    assert figures["batch_size"] == 3
     assert "done: 8 of 8 records" in err
     rows = jaxspec.generate(model, PROMPTS, GenerationConfig(max_new_tokens=20))
     assert [record["tokens"] for record in records_in(argv[2])] == [r.tokens.tolist() for r in rows]
@@ -63,7 +62,7 @@ def test_a_file_of_prompts_becomes_a_file_of_records(argv, model, capsys):
     said = fails(capsys, [*argv[:-1], "21", "--resume"])
     assert "another job: config.max_new_tokens is 20 there and 21 here. Give" in said
     assert "seed is 0 there and 1 here" in fails(capsys, [*argv, "--seed", "1", "--resume"])
-    assert main([*argv, "--resume", "--batch", "auto"]) == 0
+    assert main([*argv, "--resume", "--batch-size", "auto"]) == 0
     assert "resuming: 8 records" in capsys.readouterr().err
     assert Path(argv[2]).read_bytes() == before
 
@@ -88,7 +87,7 @@ def test_what_cannot_be_a_job_is_refused_before_anything_is_written(argv, capsys
     assert "holds no prompts" in fails(capsys, [name, str(empty), out, *rest])
     assert "top_k" in fails(capsys, [*argv, "--top-k", "999", "--temperature", "1"])
     assert not list(Path(out).parent.glob(f"{Path(out).name}*"))
-    for wrong in (["--batch", "0"], ["--slots", "many"], ["--drafting", "sometimes"]):
+    for wrong in (["--batch-size", "0"], ["--capacity", "many"], ["--drafting", "sometimes"]):
         with pytest.raises(SystemExit):
             main([*argv, *wrong])
     assert Path(source).read_bytes() == before
@@ -96,7 +95,7 @@ def test_what_cannot_be_a_job_is_refused_before_anything_is_written(argv, capsys
 
 def test_a_full_disk_ends_in_one_line_and_the_same_command_goes_on(argv, capsys, tmp_path):
     whole, out = tmp_path / "whole.jsonl", Path(argv[2])
-    argv += ["--batch", "3", "--logprobs"]
+    argv += ["--batch-size", "3", "--logprobs"]
     assert main([*argv[:2], str(whole), *argv[3:]]) == 0
     capsys.readouterr()
     header = len(progress_path(whole).read_bytes().splitlines()[0])
@@ -129,26 +128,14 @@ def test_ctrl_c_finishes_what_runs_and_resume_the_rest(argv, capsys, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(command, "_Progress", Impatient)
-        assert main([*argv, "--batch", "2"]) == 130
+        assert main([*argv, "--batch-size", "2"]) == 130
     err = capsys.readouterr().err
-    assert "finishing the rows that run" in err
+    assert "finishing the running rows" in err
     assert "interrupted: 2 of 8 records" in err
-    assert "--resume goes on" in err
+    assert "--resume continues" in err
     assert len(records_in(argv[2])) == 2
-    assert main([*argv, "--batch", "2", "--resume"]) == 0
+    assert main([*argv, "--batch-size", "2", "--resume"]) == 0
     assert [record["line"] for record in records_in(argv[2])] == list(range(1, 9))
-
-
-@pytest.mark.parametrize("flags", [[], ["--resume"]])
-def test_parts_that_several_processes_left_are_not_decoded_again_alone(argv, capsys, flags):
-    name, source, out, *rest = argv
-    # Whose name is a pattern that is not its own.
-    out = Path(out).with_name("out[1].jsonl")
-    part = part_path(out, 1, 2)
-    part.write_text("")
-    said = fails(capsys, [name, source, str(out), *rest, *flags])
-    assert f"{part} is of a job with 2 processes; start as many, with --distributed" in said
-    assert not out.exists()
 
 
 def test_a_file_without_a_good_row_is_a_failure(argv, capsys):
@@ -160,13 +147,13 @@ def test_a_file_without_a_good_row_is_a_failure(argv, capsys):
 
 
 def outputs(path) -> list[tuple]:
-    """What may not change: how many steps a row took depends on when a guard decided."""
+    """Returns the fields that may not change; the steps of a row depend on when a guard decided."""
     kept = ("line", "sample", "tokens", "text", "finish_reason", "error")
     return [tuple(record.get(name) for name in kept) for record in records_in(path)]
 
 
 def run_job(argv: list[str], environment: dict[str, str]) -> None:
-    """In a process of its own."""
+    """Runs in a separate process."""
     os.environ.update(environment)
     sys.exit(main(argv))
 
@@ -179,7 +166,7 @@ def test_killed_at_twenty_moments_it_loses_doubles_and_changes_nothing(
     lines = [json.dumps({"prompt": f"row {i} " * (1 + i % 2), "id": f"r{i}"}) for i in range(300)]
     source.write_text("\n".join([*lines, "bad"]) + "\n")
     settings = ["--temperature", "0.8", "--num-samples", "2", "--max-new-tokens", "24"]
-    settings += ["--drafter", "lookup", "--batch", "4", "--resume"]
+    settings += ["--drafter", "lookup", "--batch-size", "4", "--resume"]
     # Processes of a server that has imported all but begun nothing: imports take half of a start.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from jaxspec.batch.plan import (
-    capacity_of,
+    capacity_for,
+    capacity_needed,
     group_rows,
     read_in,
-    round_up,
     shared_prefix,
-    slots_needed,
 )
 from jaxspec.batch.rows import EncodedRow
+from jaxspec.core.loop import round_up
 from jaxspec.drafters import NoDraft, PromptLookup
 
 
@@ -21,18 +21,18 @@ def rows_of_lengths(*lengths: int) -> list[EncodedRow]:
     return [EncodedRow(i + 1, i, np.arange(n, dtype=np.int32)) for i, n in enumerate(lengths)]
 
 
-def test_slots_hold_bucket_output_and_one_steps_overhang():
+def test_capacities_hold_bucket_output_and_one_steps_overhang():
     # 5 tokens are read in a bucket of 16; 10 more are emitted; a step of depth 3 writes 4.
-    assert slots_needed(5, 10, max_positions=100, depth=3) == 16 + 4
-    assert slots_needed(16, 10, max_positions=100, depth=3) == 26 + 4
-    assert slots_needed(16, 10, max_positions=20, depth=3) == 20 + 4
+    assert capacity_needed(5, 10, max_positions=100, depth=3) == 16 + 4
+    assert capacity_needed(16, 10, max_positions=100, depth=3) == 26 + 4
+    assert capacity_needed(16, 10, max_positions=20, depth=3) == 20 + 4
 
 
 def test_a_long_prompt_among_many_short_ones_does_not_make_them_pay():
     lengths = [20] * 40 + [900] * 40
-    groups = group_rows(rows_of_lengths(*lengths), 32, 1024, NoDraft(), batch=4)
+    groups = group_rows(rows_of_lengths(*lengths), 32, 1024, NoDraft(), batch_size=4)
     assert [len(group.rows) for group in groups] == [40, 40]
-    assert groups[0].slots <= 128 < 932 <= groups[1].slots
+    assert groups[0].capacity <= 128 < 932 <= groups[1].capacity
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -47,17 +47,17 @@ def test_groups_hold_every_row_once_in_order_and_each_fits(seed):
     for group in groups:
         assert [row.line for row in group.rows] == sorted(row.line for row in group.rows)
         for row in group.rows:
-            assert slots_needed(len(row.tokens), new, 512, depth) <= group.slots
-    capacities = [group.slots for group in groups]
+            assert capacity_needed(len(row.tokens), new, 512, depth) <= group.capacity
+    capacities = [group.capacity for group in groups]
     assert capacities == sorted(set(capacities))
     # A group more costs what some rows do, so it must take less of many.
     if len(groups) > 1:
         assert all(len(group.rows) > batch for group in groups[:-1])
 
 
-def cost(sizes: dict[int, int], batch: int) -> int:
-    """Of groups, in slots: every step costs a thousand besides, and a group some rows."""
-    return sum((rows + 2 * batch + 16) * (1024 + slots) for slots, rows in sizes.items())
+def cost(sizes: dict[int, int], batch_size: int) -> int:
+    """Cost of groups: every step costs a thousand cached tokens more, and a group some rows."""
+    return sum((rows + 2 * batch_size + 16) * (1024 + size) for size, rows in sizes.items())
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -65,9 +65,9 @@ def test_no_other_grouping_by_the_same_capacities_takes_less(seed):
     rng = np.random.default_rng(seed)
     lengths, batch = rng.integers(1, 700, size=rng.integers(100, 900)), int(rng.integers(1, 32))
     groups = group_rows(rows_of_lengths(*lengths), 64, 1024, NoDraft(), batch)
-    needed = [slots_needed(int(length), 64, 1024, 0) for length in lengths]
+    needed = [capacity_needed(int(length), 64, 1024, 0) for length in lengths]
     largest = round_up(max(needed))
-    ladder = sorted({min(largest, capacity_of(need)) for need in needed})
+    ladder = sorted({min(largest, capacity_for(need)) for need in needed})
     costs = []
     for count in range(len(ladder)):
         for chosen in itertools.combinations(ladder[:-1], count):
@@ -77,30 +77,30 @@ def test_no_other_grouping_by_the_same_capacities_takes_less(seed):
                 for lower, upper in itertools.pairwise(bounds)
             }
             costs.append(cost(sizes, batch))
-    assert cost({group.slots: len(group.rows) for group in groups}, batch) == min(costs)
+    assert cost({group.capacity: len(group.rows) for group in groups}, batch) == min(costs)
 
 
 def test_capacities_are_few_and_waste_little():
-    ladder = sorted({capacity_of(needed) for needed in range(1, 4097)})
+    ladder = sorted({capacity_for(needed) for needed in range(1, 4097)})
     assert ladder[:8] == list(range(64, 513, 64))
     assert ladder[8:] == [
         octave * part // 4 for octave in (512, 1024, 2048) for part in (5, 6, 7, 8)
     ]
     for needed in range(1, 4097):
-        assert needed <= capacity_of(needed) <= max(needed + 63, 1.25 * needed)
+        assert needed <= capacity_for(needed) <= max(needed + 63, 1.25 * needed)
 
 
 def test_a_few_longer_prompts_do_not_make_a_file_of_others_pay():
-    """Of a thousand rows a tenth needs more than 256 slots: the others get no more."""
+    """A tenth of a thousand rows needs a capacity above 256; the others do not get it."""
     groups = group_rows(rows_of_lengths(*[90] * 900, *[200] * 100), 128, 2048, NoDraft(), 32)
-    assert [(group.slots, len(group.rows)) for group in groups] == [(256, 900), (384, 100)]
-    # Of fewer rows, the end of a further group would take longer than it saves.
+    assert [(group.capacity, len(group.rows)) for group in groups] == [(256, 900), (384, 100)]
+    # With fewer rows, the end of a further group would take longer than it saves.
     groups = group_rows(rows_of_lengths(*[90] * 90, *[200] * 10), 128, 2048, NoDraft(), 32)
-    assert [(group.slots, len(group.rows)) for group in groups] == [(384, 100)]
+    assert [(group.capacity, len(group.rows)) for group in groups] == [(384, 100)]
 
 
 def test_without_rows_there_are_no_groups():
-    assert group_rows([], 8, 512, NoDraft(), batch=4) == []
+    assert group_rows([], 8, 512, NoDraft(), batch_size=4) == []
 
 
 def prefixed(length: int, *others: int) -> list[EncodedRow]:

@@ -9,7 +9,7 @@ from jaxspec.core.decode import Prompt
 from jaxspec.core.types import Params, Warp
 from jaxspec.models import Network, param_shapes
 from tests.laws.drafters import DRAFTERS, PLAIN
-from tests.laws.test_hlo import BUCKET, CONFIG, MOVES, SLOTS, moved_buffers, read_hlo
+from tests.laws.test_hlo import BUCKET, CAPACITY, CONFIG, MOVES, moved_buffers, read_hlo
 
 ROWS = 4
 
@@ -28,7 +28,7 @@ def compiled_chunk(name: str) -> str:
         stop_ids=np.full(1, -1, np.int32),
         warp=Warp(),
     )
-    shapes = state_shapes(params, prompt, ROWS, drafter=drafter, settings=RowSettings(SLOTS))
+    shapes = state_shapes(params, prompt, ROWS, drafter=drafter, settings=RowSettings(CAPACITY))
     lowered = run_chunk.lower(params, shapes, None, np.asarray(True), one, one, drafter=drafter)
     return lowered.compile().as_text()
 
@@ -36,7 +36,7 @@ def compiled_chunk(name: str) -> str:
 @pytest.mark.parametrize("name", ["plain", "lookup", "draft model, chain"])
 def test_no_cache_is_moved_anywhere(name):
     text = compiled_chunk(name)
-    size = ROWS * CONFIG.num_kv_heads * CONFIG.head_dim * SLOTS
+    size = ROWS * CONFIG.num_kv_heads * CONFIG.head_dim * CAPACITY
     assert moved_buffers(text, size) == []
     moved = [
         f"{each.name}: {each.opcode}"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.batch import OutputError, Writer, writer
-from jaxspec.batch.parts import part_header, part_path, put_together
+from jaxspec.batch import OutputError, Shard, Writer, merge, writer
 from tests.batch.conftest import files_up_to
 
-HEADER = {"model": "m", "config": {"long": "x" * 300}, "seed": 0}
+HEADER = {"model": "m", "config": {"long": "x" * 300}, "num_rows": 4, "num_samples": 1}
 LINES = range(1, 5)
+SHARDS = (Shard(1, 2), Shard(2, 2))
 
 
 def record(line: int) -> dict:
@@ -24,17 +24,16 @@ def record(line: int) -> dict:
 
 
 def decode_on_two(out: Path) -> Iterator[int]:
-    """What two processes write, and then the first of them; yields each line that is decoded."""
-    with Writer(out, HEADER, resume=True) as whole:
-        for index in range(2):
-            path = part_path(out, index, 2)
-            with Writer(path, part_header(HEADER, index, 2), resume=True) as part:
-                part.done |= whole.done
-                for line in LINES[index::2]:
-                    if (line, 0) not in part.done:
-                        part.append([record(line)])
-                        yield line
-        put_together(whole, HEADER, 2)
+    """Writes what two processes write, and merges it; yields each line that is decoded."""
+    parts = [out.with_name(f"part-{shard.index}.jsonl") for shard in SHARDS]
+    for shard, path in zip(SHARDS, parts, strict=True):
+        with Writer(path, {**HEADER, "shard": str(shard)}, resume=True) as part:
+            for line in shard.rows_of(LINES):
+                if (line, 0) not in part.done:
+                    part.append([record(line)])
+                    yield line
+    if not out.exists():
+        merge(out, parts)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -51,12 +50,12 @@ def expected(tmp_path_factory) -> dict[str, bytes]:
     return files_in(folder)
 
 
-CHANGING = {"open", "write", "truncate", "unlink"}
+CHANGING = {"open", "write", "writelines", "truncate", "unlink", "replace"}
 """Calls of the system after which files may be others than before."""
 
 
 def decode_until(out: Path, moment: int) -> None:
-    """Is killed in front of a call that changes files, after so many others.
+    """Is killed before a call that changes files, after `moment` others.
 
     Whatever is written is written in two halves.
     """
@@ -79,7 +78,7 @@ def decode_until(out: Path, moment: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL, which Windows has not")
-def test_killed_anywhere_from_the_header_to_the_last_part_put_together(expected, tmp_path):
+def test_killed_anywhere_from_the_header_to_the_merge(expected, tmp_path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     left = set()
@@ -95,12 +94,12 @@ def test_killed_anywhere_from_the_header_to_the_last_part_put_together(expected,
         left.add(frozenset(files_in(folder).items()))
         list(decode_on_two(folder / "out.jsonl"))
         assert files_in(folder) == expected
-    # Of each record alone, and then of its entry: a half, and the whole.
+    # Each record leaves two states, a half and the whole, and so does its entry after it.
     assert len(left) > 4 * len(LINES), "calls that change files were not seen"
 
 
-def test_full_at_any_byte_from_the_header_to_the_last_part_put_together(expected, tmp_path):
-    """What was decoded before is not decoded again."""
+def test_full_at_any_byte_from_the_header_to_the_merge(expected, tmp_path):
+    """Rows decoded before are not decoded again."""
     size = max(len(data) for data in expected.values())
     decoded = set()
     for limit in range(0, size, 29):
@@ -110,8 +109,9 @@ def test_full_at_any_byte_from_the_header_to_the_last_part_put_together(expected
         said = r"cannot be written \(File too large\).* Make room"
         with files_up_to(limit), pytest.raises(OutputError, match=said) as raised:
             before.extend(decode_on_two(folder / "out.jsonl"))
-        kept = "All others are safe in the parts" in str(raised.value)
-        assert kept == (len(before) == len(LINES))
+        merging = f"{folder / 'out.jsonl'}: cannot" in str(raised.value)
+        assert merging == (len(before) == len(LINES))
+        assert not list(folder.glob("out.jsonl*"))
         after = list(decode_on_two(folder / "out.jsonl"))
         assert sorted(before + after) == list(LINES)
         assert files_in(folder) == expected

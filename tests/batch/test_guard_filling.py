@@ -10,7 +10,7 @@ from jaxspec.batch import Guard, GuardSettings
 
 
 class Times(NamedTuple):
-    """Of a machine: seconds of a step, and of reading a token of a prompt, `True` where it drafts.
+    """Seconds that a machine takes for a step, and to read a token; `True` where it drafts.
 
     rejoin: seconds to let a row draft that went on plainly.
     noise: of each time, the deviation of its logarithm.
@@ -105,7 +105,7 @@ DEARER = Times(step={False: 0.01, True: 0.0364}, read={False: 0.0005, True: 0.00
 
 
 def both(times: Times, tau: float, num_slots: int, num_rows: int) -> float:
-    """How much faster a job is that always drafts."""
+    """Returns the speed-up of a job that always drafts."""
     plain = decode(times, tau, num_slots, num_rows)
     return plain.seconds / decode(times, tau, num_slots, num_rows, always=True).seconds
 

@@ -11,8 +11,18 @@ import pytest
 
 import jaxspec
 from jaxspec import DraftModel, Eagle, GenerationConfig, PromptLookup
-from jaxspec.batch import Collector, Guard, GuardSettings, Row, job_header, rows_of, run
+from jaxspec.batch import (
+    Collector,
+    Guard,
+    GuardSettings,
+    JobReport,
+    JobSettings,
+    Row,
+    job_header,
+    rows_of,
+)
 from jaxspec.batch import job as job_module
+from jaxspec.batch import programs as programs_module
 from jaxspec.batch.guard import Chunk
 from jaxspec.batch.slots import insert, read_prompt, run_chunk
 from jaxspec.checkpoint import Model
@@ -33,6 +43,32 @@ def drafter_for(model: Model, name: str):
         "draft model": lambda: LoadedDrafter(DraftModel(paths=PATHS), blurred(network)),
         "eagle": lambda: LoadedDrafter(Eagle(FORKED, chunk=8), eagle_head(network)),
     }[name]()
+
+
+def run(
+    model,
+    rows,
+    output,
+    config=None,
+    drafter=None,
+    seed=0,
+    *,
+    should_stop=None,
+    progress=None,
+    **how,
+) -> JobReport:
+    settings = JobSettings(**how)
+    return job_module.run(
+        model,
+        rows,
+        output,
+        config,
+        drafter,
+        seed,
+        settings,
+        should_stop=should_stop,
+        progress=progress,
+    )
 
 
 def tokens_by_line(output: Collector) -> dict:
@@ -66,7 +102,10 @@ class InTurns(Guard):
 @pytest.mark.parametrize("name", ["plain", "lookup", "draft model", "eagle"])
 def test_greedy_rows_are_those_of_generate(model, name):
     expected = expected_tokens(model, GREEDY)
-    assert decoded(model, GREEDY, drafter_for(model, name), batch=3, drafting="always") == expected
+    assert (
+        decoded(model, GREEDY, drafter_for(model, name), batch_size=3, drafting="always")
+        == expected
+    )
 
 
 @pytest.mark.parametrize("name", ["lookup", "eagle"])
@@ -74,23 +113,23 @@ def test_changing_between_drafts_and_plain_steps_changes_no_row(model, name, mon
     """Rows rejoin again and again, and guards may decide as they like."""
     monkeypatch.setattr(job_module, "Guard", InTurns)
     output, drafter = Collector(), drafter_for(model, name)
-    report = run(model, rows_of(PROMPTS), output, GREEDY, drafter, batch=3)
+    report = run(model, rows_of(PROMPTS), output, GREEDY, drafter, batch_size=3)
     assert tokens_by_line(output) == expected_tokens(model, GREEDY)
     assert 0 < report.num_drafted_steps < report.num_steps
     metrics = [record["metrics"] for record in output.records]
-    assert sum(m["num_verify_steps"] for m in metrics) == report.row_steps
-    assert sum(m["num_tokens"] for m in metrics) == report.num_tokens == 8 * 20
+    assert sum(m["num_verify_steps"] for m in metrics) == report.counts.num_steps
+    assert sum(m["num_tokens"] for m in metrics) == report.counts.num_tokens == 8 * 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_rests_and_rejoins_and_changes_no_row(model, name, monkeypatch):
-    """What a drafter keeps of a text is made anew behind each plain step, in any slot."""
+    """A drafter's state is made anew after each plain step, in any slot."""
     monkeypatch.setattr(job_module, "Guard", InTurns)
     case, deeper = DRAFTERS[name], dataclasses.replace(model, network=network(model.vocab_size))
     drafter = LoadedDrafter(case.make(), case.draft(deeper.network))
     output = Collector()
-    report = run(deeper, rows_of(PROMPTS), output, GREEDY, drafter, batch=3)
+    report = run(deeper, rows_of(PROMPTS), output, GREEDY, drafter, batch_size=3)
     assert tokens_by_line(output) == expected_tokens(deeper, GREEDY)
     assert 0 < report.num_drafted_steps < report.num_steps
 
@@ -101,7 +140,7 @@ def test_a_row_that_rejoins_is_drafted_for_as_before(model, monkeypatch):
     monkeypatch.setattr(job_module, "Guard", InTurns)
     config = dataclasses.replace(GREEDY, max_new_tokens=64)
     output = Collector()
-    report = run(model, rows_of(PROMPTS[:1]), output, config, drafter, batch=1)
+    report = run(model, rows_of(PROMPTS[:1]), output, config, drafter, batch_size=1)
     plain = report.num_steps - report.num_drafted_steps
     assert plain > 2
     # The last step may be cut by the budget.
@@ -112,23 +151,23 @@ def test_a_row_that_rejoins_is_drafted_for_as_before(model, monkeypatch):
 def test_sampled_rows_are_those_of_generate_at_any_batch_size(model, name):
     config, drafter = dataclasses.replace(SAMPLED, num_samples=2), drafter_for(model, name)
     expected = expected_tokens(model, config, drafter, seed=5)
-    assert decoded(model, config, drafter, seed=5, batch=3) == expected
-    assert decoded(model, config, drafter, seed=5, batch=16) == expected
+    assert decoded(model, config, drafter, seed=5, batch_size=3) == expected
+    assert decoded(model, config, drafter, seed=5, batch_size=16) == expected
     assert len({tuple(tokens) for tokens in expected.values()}) > 12
 
 
 def test_order_changes_nothing(model):
     rows = rows_of(PROMPTS)
-    expected = decoded(model, SAMPLED, rows=rows, batch=3)
-    assert decoded(model, SAMPLED, rows=rows[::-1], batch=3) == expected
-    parts = [decoded(model, SAMPLED, rows=rows[part::2], batch=3) for part in range(2)]
+    expected = decoded(model, SAMPLED, rows=rows, batch_size=3)
+    assert decoded(model, SAMPLED, rows=rows[::-1], batch_size=3) == expected
+    parts = [decoded(model, SAMPLED, rows=rows[part::2], batch_size=3) for part in range(2)]
     assert parts[0] | parts[1] == expected
 
 
 def test_chats_are_rows_too(model):
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS[:3]]
     expected = expected_tokens(model, GREEDY, prompts=chats)
-    assert decoded(model, GREEDY, rows=rows_of(chats), batch=2) == expected
+    assert decoded(model, GREEDY, rows=rows_of(chats), batch_size=2) == expected
     assert expected != expected_tokens(model, GREEDY, prompts=PROMPTS[:3])
 
 
@@ -141,18 +180,18 @@ def test_rows_of_one_line_are_refused(model):
 def test_an_id_names_the_randomness_and_not_the_line(model):
     prompts = ["same prompt"] * 3
     rows = [Row(i + 1, row_id, p) for i, (row_id, p) in enumerate(zip("aba", prompts, strict=True))]
-    found = decoded(model, SAMPLED, rows=rows, batch=2)
+    found = decoded(model, SAMPLED, rows=rows, batch_size=2)
     assert found[1, 0] == found[3, 0] != found[2, 0]
 
 
 def test_what_is_done_is_not_done_again(model):
     config = dataclasses.replace(SAMPLED, num_samples=2)
     whole = Collector()
-    run(model, rows_of(PROMPTS), whole, config, batch=3)
+    run(model, rows_of(PROMPTS), whole, config, batch_size=3)
     for kept in (1, 7, 16):
         output = Collector()
         output.append(whole.records[:kept])
-        report = run(model, rows_of(PROMPTS), output, config, batch=3)
+        report = run(model, rows_of(PROMPTS), output, config, batch_size=3)
         assert tokens_by_line(output) == tokens_by_line(whole)
         assert (report.num_records, report.num_done, report.num_resumed) == (16, 16, kept)
 
@@ -164,26 +203,26 @@ def test_asked_to_stop_it_finishes_what_runs_and_can_go_on(model):
         asked.append(1)
         return len(asked) > 2
 
-    report = run(model, rows_of(PROMPTS), output, GREEDY, batch=2, should_stop=should_stop)
+    report = run(model, rows_of(PROMPTS), output, GREEDY, batch_size=2, should_stop=should_stop)
     assert report.interrupted
     assert 0 < len(output.records) < len(PROMPTS)
-    assert not run(model, rows_of(PROMPTS), output, GREEDY, batch=2).interrupted
+    assert not run(model, rows_of(PROMPTS), output, GREEDY, batch_size=2).interrupted
     assert tokens_by_line(output) == expected_tokens(model, GREEDY)
 
 
 def test_bad_rows_become_errors_and_the_job_goes_on(model):
     bad = [Row(9, 8, None, "not valid JSON."), Row(10, 9, [5, 9999]), Row(11, 10, "x" * 100)]
     output = Collector()
-    report = run(model, [*rows_of(PROMPTS), *bad], output, GREEDY, batch=3, slots=128)
+    report = run(model, [*rows_of(PROMPTS), *bad], output, GREEDY, batch_size=3, capacity=128)
     errors = {r["line"]: r["error"] for r in output.records if "error" in r}
     assert sorted(errors) == [9, 10, 11]
     assert "100 tokens and needs" in errors[11]
-    assert "slots is 128" in errors[11]
+    assert "capacity is 128" in errors[11]
     assert (report.num_errors, report.num_done) == (3, 11)
     good = Collector()
     good.append([record for record in output.records if "error" not in record])
     assert tokens_by_line(good) == expected_tokens(model, GREEDY)
-    again = run(model, [*rows_of(PROMPTS), *bad], output, GREEDY, batch=3, slots=128)
+    again = run(model, [*rows_of(PROMPTS), *bad], output, GREEDY, batch_size=3, capacity=128)
     assert again.num_resumed == again.num_done == 11
 
 
@@ -191,7 +230,7 @@ def test_bad_rows_are_done_at_once_and_say_nothing_of_the_time_left(model):
     bad = [Row(line, line, None, "not valid JSON.") for line in range(9, 30)]
     output, reports = Collector(), []
     output.append([{"line": line, "sample": 0, "tokens": []} for line in (1, 9)])
-    run(model, [*rows_of(PROMPTS), *bad], output, GREEDY, batch=2, progress=reports.append)
+    run(model, [*rows_of(PROMPTS), *bad], output, GREEDY, batch_size=2, progress=reports.append)
     assert reports[0].num_done == 2 + 20  # what was there, and the other bad rows
     assert reports[0].eta_seconds is None
     decoded = [report for report in reports if report.num_done > 22]
@@ -206,7 +245,7 @@ def test_a_shared_prefix_is_read_once_and_changes_nothing(model, name):
     prompts = ["an example of what to do, then: " * 3 + prompt for prompt in PROMPTS]
     output = Collector()
     drafter = drafter_for(model, name)
-    report = run(model, rows_of(prompts), output, GREEDY, drafter, batch=3, drafting="always")
+    report = run(model, rows_of(prompts), output, GREEDY, drafter, batch_size=3, drafting="always")
     assert report.prefix_tokens == 96
     assert tokens_by_line(output) == expected_tokens(model, GREEDY, prompts=prompts)
 
@@ -219,7 +258,7 @@ def test_logprobs_texts_and_reasons_are_those_of_generate(model):
         GREEDY, logprobs=True, warped_logprobs=True, stop=(ending, "never in here")
     )
     output = Collector()
-    run(model, rows_of(PROMPTS), output, config, PromptLookup(), batch=3, drafting="always")
+    run(model, rows_of(PROMPTS), output, config, PromptLookup(), batch_size=3, drafting="always")
     records = {record["line"]: record for record in output.records}
     rows = jaxspec.generate(model, PROMPTS, config)
     assert {row.finish_reason for row in rows} == {"stop_string", "length"}
@@ -234,22 +273,29 @@ def test_logprobs_texts_and_reasons_are_those_of_generate(model):
 
 def test_nothing_to_emit_and_nothing_to_decode(model):
     config = GenerationConfig(max_new_tokens=0)
-    assert decoded(model, config, batch=3) == {(line, 0): [] for line in range(1, 9)}
+    assert decoded(model, config, batch_size=3) == {(line, 0): [] for line in range(1, 9)}
     assert decoded(model, GREEDY, rows=[]) == {}
 
 
 def test_a_second_job_compiles_nothing(model):
-    decoded(model, GREEDY, PromptLookup(), batch=3, drafting="always")
+    decoded(model, GREEDY, PromptLookup(), batch_size=3, drafting="always")
     sizes = run_chunk._cache_size()
     report = run(
-        model, rows_of(PROMPTS), Collector(), GREEDY, PromptLookup(), batch=3, drafting="always"
+        model,
+        rows_of(PROMPTS),
+        Collector(),
+        GREEDY,
+        PromptLookup(),
+        batch_size=3,
+        drafting="always",
     )
     assert run_chunk._cache_size() == sizes
     assert report.compile_seconds < 0.5
 
 
 def header(model, config=GREEDY, **settings) -> dict:
-    return job_header(model, rows_of(PROMPTS), config, PromptLookup(), **settings)
+    how = JobSettings(**settings)
+    return job_header(model, rows_of(PROMPTS), config, PromptLookup(), settings=how)
 
 
 def test_a_header_tells_of_all_that_decides_records(model):
@@ -259,11 +305,11 @@ def test_a_header_tells_of_all_that_decides_records(model):
     network = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.network)
     rounded = dataclasses.replace(model, network=network)
     assert header(rounded, drafting=never) != header(rounded, drafting=auto)
-    # Greedily in float32 drafts change nothing, unless rows must fit into given slots with them.
+    # Greedily in float32 drafts change nothing, unless rows must fit into a given capacity.
     assert header(model, drafting=never) == header(model, drafting=always)
-    assert header(model, drafting=never, slots=64) != header(model, drafting=always, slots=64)
-    assert header(model, slots=60) == header(model, slots=64) != header(model, slots=128)
-    assert header(model) != header(model, slots=64)
+    assert header(model, drafting=never, capacity=64) != header(model, drafting=always, capacity=64)
+    assert header(model, capacity=60) == header(model, capacity=64) != header(model, capacity=128)
+    assert header(model) != header(model, capacity=64)
 
 
 def test_a_header_tells_of_the_tokenizer_and_of_what_ends_a_text(model):
@@ -281,14 +327,14 @@ def test_a_header_tells_of_the_tokenizer_and_of_what_ends_a_text(model):
     assert header(dataclasses.replace(model, stop_token_ids=(7,))) != header(model)
 
 
-def test_bytes_are_as_foretold_and_figures_add_up(model):
+def test_bytes_are_as_estimated_and_figures_add_up(model):
     output = Collector()
     drafter = drafter_for(model, "eagle")
-    report = run(model, rows_of(PROMPTS), output, GREEDY, drafter, batch=3, drafting="always")
-    assert report.state_bytes_foretold == report.state_bytes_held > 0
-    assert report.slot_steps == 3 * report.num_steps >= report.row_steps
+    report = run(model, rows_of(PROMPTS), output, GREEDY, drafter, batch_size=3, drafting="always")
+    assert report.state_bytes_estimated == report.state_bytes_held > 0
+    assert report.slot_steps == 3 * report.num_steps >= report.counts.num_steps
     assert 0 <= report.host_fraction < 1
-    assert report.tau == report.num_tokens / report.row_steps
+    assert report.counts.tau == report.counts.num_tokens / report.counts.num_steps
     assert report.as_dict()["drafted_fraction"] == 1
 
 
@@ -299,28 +345,28 @@ def test_writing_that_outlasts_a_chunk_is_the_hosts_time(model):
             super().append(records)
 
     config = dataclasses.replace(GREEDY, max_new_tokens=4)
-    decoded(model, config, batch=2)
+    decoded(model, config, batch_size=2)
     output = Slow()
-    report = run(model, rows_of(PROMPTS), output, config, batch=2)
+    report = run(model, rows_of(PROMPTS), output, config, batch_size=2)
     # Four waves of two rows; the last is written when no chunk is left to wait for.
     assert report.host_seconds > 3 * 0.4
     assert report.host_fraction == report.host_seconds / report.seconds
 
 
 def test_memory_decides_how_many_rows(model):
-    def report(memory=None, batch=None):
-        settings = {"memory": memory, "batch": batch}
+    def report(memory=None, batch_size=None):
+        settings = {"memory": memory, "batch_size": batch_size}
         return run(model, rows_of(PROMPTS), Collector(), GREEDY, **settings)
 
     free = report()
-    assert free.batch == 8
-    needed = free.state_bytes_foretold + free.scratch_bytes
+    assert free.batch_size == 8
+    needed = free.state_bytes_estimated + free.scratch_bytes
     tight = report(needed - 1)
-    assert tight.batch == 4
+    assert tight.batch_size == 4
     assert tight.state_bytes_held + tight.scratch_bytes < needed
-    with pytest.raises(ValueError, match=r"8 rows of .* slots need"):
-        report(needed - 1, batch=8)
-    with pytest.raises(ValueError, match=r"1 rows of .* slots need"):
+    with pytest.raises(ValueError, match=r"8 rows of capacity .* need"):
+        report(needed - 1, batch_size=8)
+    with pytest.raises(ValueError, match=r"1 rows of capacity .* need"):
         report(10)
 
 
@@ -333,28 +379,31 @@ class InThree(Placement):
         return states
 
 
-def test_each_part_of_a_mesh_gets_as_many_rows(model):
+def test_each_part_of_a_mesh_gets_as_many_rows(model, monkeypatch):
+    monkeypatch.setattr(job_module, "placement_of", lambda weights: InThree(None))
+
     def report(**settings):
-        place = InThree(None)
-        return run(model, rows_of(PROMPTS), Collector(), GREEDY, place=place, **settings)
+        return run(model, rows_of(PROMPTS), Collector(), GREEDY, **settings)
 
     free = report()
-    assert free.batch == 9
-    assert report(memory=free.state_bytes_foretold + free.scratch_bytes - 1).batch == 3
-    assert report(batch=6).batch == 6
-    with pytest.raises(ValueError, match=r"batch: 8 rows .* data=3 of the mesh; give a multiple"):
-        report(batch=8)
+    assert free.batch_size == 9
+    assert report(memory=free.state_bytes_estimated + free.scratch_bytes - 1).batch_size == 3
+    assert report(batch_size=6).batch_size == 6
+    with pytest.raises(
+        ValueError, match=r"batch_size: 8 rows .* data=3 of the mesh; give a multiple"
+    ):
+        report(batch_size=8)
 
 
 def test_rows_at_once_that_some_group_has_no_room_for_are_refused_at_once(model):
     rows = rows_of([*["short"] * 16, *["long" * 60] * 16, "?" * 3000])
-    alone = run(model, rows[:16], Collector(), GREEDY, batch=2)
-    memory = alone.state_bytes_foretold + alone.scratch_bytes
+    alone = run(model, rows[:16], Collector(), GREEDY, batch_size=2)
+    memory = alone.state_bytes_estimated + alone.scratch_bytes
     output = Collector()
-    with pytest.raises(ValueError, match=r"2 rows of .* slots need"):
-        run(model, rows, output, GREEDY, batch=2, memory=memory)
+    with pytest.raises(ValueError, match=r"2 rows of capacity .* need"):
+        run(model, rows, output, GREEDY, batch_size=2, memory=memory)
     assert not output.records
-    assert run(model, rows[:16], Collector(), GREEDY, batch=2, memory=memory).num_done == 16
+    assert run(model, rows[:16], Collector(), GREEDY, batch_size=2, memory=memory).num_done == 16
 
 
 def test_prompts_are_read_in_lengths_that_are_few_and_near(model, monkeypatch):
@@ -364,12 +413,11 @@ def test_prompts_are_read_in_lengths_that_are_few_and_near(model, monkeypatch):
         lengths.add((int(prompt.length), len(prompt.tokens)))
         return read_prompt(params, prompt, *args, **settings)
 
-    read.lower = read_prompt.lower
-    monkeypatch.setattr(job_module, "read_prompt", read)
+    monkeypatch.setattr(programs_module, "read_prompt", read)
     prompts = ["a" * 10, "b" * 70, "c" * 200, "d" * 300]
     config = dataclasses.replace(GREEDY, max_new_tokens=4)
     drafter = LoadedDrafter(DraftModel(paths=PATHS, chunk=64), blurred(model.network))
-    found = decoded(model, config, drafter, rows_of(prompts), batch=2, drafting="always")
+    found = decoded(model, config, drafter, rows_of(prompts), batch_size=2, drafting="always")
     assert lengths == {(10, 16), (70, 96), (200, 224), (300, 512)}
     assert found == expected_tokens(model, config, prompts=prompts)
 
@@ -381,14 +429,14 @@ def test_what_a_rejoining_row_takes_is_counted(model):
 
     def scratch(drafting: str) -> int:
         begun = iter([False, True]).__next__  # stops before the first prompt is read
-        settings = {"drafting": drafting, "batch": 1, "should_stop": begun}
+        settings = {"drafting": drafting, "batch_size": 1, "should_stop": begun}
         return run(model, rows_of(["x"]), Collector(), config, drafter, **settings).scratch_bytes
 
     assert scratch("auto") > scratch("always") > 0
 
 
 @pytest.mark.parametrize("num_samples", [1, 2])
-def test_one_row_at_a_time_lies_beside_the_batch(model, num_samples, monkeypatch):
+def test_one_row_at_a_time_lies_next_to_the_batch(model, num_samples, monkeypatch):
     rows, batches = [], []
 
     def read(*args, **settings):
@@ -404,11 +452,10 @@ def test_one_row_at_a_time_lies_beside_the_batch(model, num_samples, monkeypatch
         batches[:] = [states.stop]
         return states
 
-    read.lower = read_prompt.lower
-    monkeypatch.setattr(job_module, "read_prompt", read)
-    monkeypatch.setattr(job_module, "insert", put)
+    monkeypatch.setattr(programs_module, "read_prompt", read)
+    monkeypatch.setattr(programs_module, "insert", put)
     config = dataclasses.replace(SAMPLED, num_samples=num_samples)
-    decoded(model, config, batch=8)
+    decoded(model, config, batch_size=8)
     assert len(rows) == len(PROMPTS)
 
 
@@ -438,16 +485,16 @@ def test_auto_never_takes_more_than_it_may(model, seed):
     output = Collector()
     report = run(model, rows_of(prompts), output, config, drafter, memory=memory, progress=watch)
     assert len(output.records) == 40
-    foretold = report.state_bytes_foretold + report.scratch_bytes
+    estimated = report.state_bytes_estimated + report.scratch_bytes
     assert report.state_bytes_held + report.scratch_bytes <= memory
-    assert peak <= foretold
+    assert peak <= estimated
 
 
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"batch": 0}, "batch must be at least 1"),
-        ({"slots": 0}, "slots must be at least 1"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"capacity": 0}, "capacity must be at least 1"),
         ({"drafting": "maybe"}, "drafting must be"),
         ({"seed": -1}, "seed must be"),
         ({"config": GenerationConfig(temperature=[0.0] * 8)}, "one number for the whole job"),

@@ -1,4 +1,4 @@
-"""What a job really takes: pages of a process of its own, in place of XLA's arithmetic."""
+"""The memory that a job really takes: pages of a separate process, in place of XLA's arithmetic."""
 
 import ctypes
 import gc
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxspec import Deer, DraftModel, Eagle, GenerationConfig, PromptLookup
-from jaxspec.batch import Collector, rows_of, run
+from jaxspec.batch import Collector, JobSettings, rows_of, run
 from jaxspec.checkpoint import Model
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.models import ModelConfig
@@ -38,7 +38,7 @@ CONFIG = ModelConfig(
     mlp_dim=128,
     max_positions=8192,
 )
-BYTES_PER_SLOT = {"plain": 4096, "lookup": 4096, "eagle": 8192, "draft model": 8192, "deer": 8192}
+BYTES_PER_TOKEN = {"plain": 4096, "lookup": 4096, "eagle": 8192, "draft model": 8192, "deer": 8192}
 """The drafter's cache included."""
 
 
@@ -74,7 +74,7 @@ class Taken(NamedTuple):
     """Bytes of a job.
 
     peak: the most that its process took, above what it had when the job began.
-    states, scratch: as foretold.
+    states, scratch: as estimated.
     """
 
     peak: int
@@ -82,10 +82,10 @@ class Taken(NamedTuple):
     scratch: int
 
 
-def taken(name: str, batch: int, slots: int, longest: int) -> Taken:
+def taken(name: str, batch_size: int, capacity: int, longest: int) -> Taken:
     """By the second of two equal jobs: whatever there is to compile and to load is there."""
     model, drafter = wide_model(name)
-    lengths = np.random.default_rng(0).integers(longest // 2, longest, batch + 2)
+    lengths = np.random.default_rng(0).integers(longest // 2, longest, batch_size + 2)
     rows = rows_of([[token % 251 for token in range(length)] for length in lengths])
     config = GenerationConfig(max_new_tokens=6)
     for _ in range(2):
@@ -93,12 +93,13 @@ def taken(name: str, batch: int, slots: int, longest: int) -> Taken:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what there is
         before = status("VmRSS")
-        report = run(model, rows, Collector(), config, drafter, batch=batch, slots=slots)
-    return Taken(status("VmHWM") - before, report.state_bytes_foretold, report.scratch_bytes)
+        settings = JobSettings(batch_size=batch_size, capacity=capacity)
+        report = run(model, rows, Collector(), config, drafter, settings=settings)
+    return Taken(status("VmHWM") - before, report.state_bytes_estimated, report.scratch_bytes)
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "slots", "longest"),
+    ("name", "batch_size", "capacity", "longest"),
     [
         ("plain", 32, 2048, 100),
         ("plain", 4, 8192, 7000),
@@ -108,27 +109,27 @@ def taken(name: str, batch: int, slots: int, longest: int) -> Taken:
         ("deer", 4, 8192, 7000),
     ],
 )
-def test_the_peak_of_a_process_is_what_was_foretold(process, name, batch, slots, longest):
-    found = process(taken, name, batch, slots, longest)
+def test_the_peak_of_a_process_is_what_was_estimated(process, name, batch_size, capacity, longest):
+    found = process(taken, name, batch_size, capacity, longest)
     assert found.states < found.peak <= 1.1 * (found.states + found.scratch)
 
 
 class Outcome(NamedTuple):
     num_done: int
-    batch: int
+    batch_size: int
 
 
 def decoded_within_a_limit(seed: int) -> Outcome:
-    """Of 20 rows, 2 to 24 of which would fill what the system still gives, and it gives no more."""
+    """Decodes 20 rows, 2 to 24 of which would fill the memory that the system still gives."""
     import resource
 
     rng = np.random.default_rng(seed)
     # The limit counts stacks of threads, and of these there are as many as cores.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    name = sorted(BYTES_PER_SLOT)[seed % len(BYTES_PER_SLOT)]
+    name = sorted(BYTES_PER_TOKEN)[seed % len(BYTES_PER_TOKEN)]
     model, drafter = wide_model(name)
     left = int(rng.uniform(7e8, 12e8))  # compiling alone takes up to 4e8
-    slots = int(left / rng.uniform(2, 24) / BYTES_PER_SLOT[name])
+    capacity = int(left / rng.uniform(2, 24) / BYTES_PER_TOKEN[name])
     longest = int(10 ** rng.uniform(1, 3.3))
     rows = rows_of([rng.integers(0, 255, n).tolist() for n in rng.integers(1, longest, 20)])
     config = GenerationConfig(
@@ -138,12 +139,12 @@ def decoded_within_a_limit(seed: int) -> Outcome:
     )
     limit = status("VmData") + left
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    report = run(model, rows, Collector(), config, drafter, slots=slots)
-    return Outcome(report.num_done, report.batch)
+    report = run(model, rows, Collector(), config, drafter, settings=JobSettings(capacity=capacity))
+    return Outcome(report.num_done, report.batch_size)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_automatic_rows_at_once_finish_in_what_memory_is_left(process, seed):
     found = process(decoded_within_a_limit, seed)
     assert found.num_done == 20
-    assert found.batch < 32, "any number fitted"
+    assert found.batch_size < 32, "any number fitted"

@@ -12,7 +12,7 @@ from jaxspec.batch import ray as stage
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_RAY = importlib.util.find_spec("ray") is not None
-needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install 'jaxspec[ray]'")
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="needs Ray: pip install '.[ray]'")
 
 
 class Dataset:
@@ -30,7 +30,7 @@ def test_a_missing_column_is_named(monkeypatch):
         stage.decode(Dataset(), "demo", prompt="question", row_id="name")
 
 
-@pytest.mark.parametrize("name", ["actors", "batch_size"])
+@pytest.mark.parametrize("name", ["actors", "rows_per_call"])
 def test_counts_begin_with_one(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         stage.decode(Dataset(), "demo", **{name: 0})
@@ -46,14 +46,14 @@ def test_an_id_that_names_nothing_is_an_error_of_its_row(row_id):
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.data", None)
-    with pytest.raises(ImportError, match=r"pip install 'jaxspec\[ray\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'jaxspec-decoding\[ray\]'"):
         stage.decode(Dataset(), "demo")
 
 
 @pytest.mark.slow
 @needs_ray
 def test_two_actors_of_which_one_is_killed_lose_nothing(folder, environment, tmp_path):
-    """In a process of its own: Ray starts several, and they must end with it."""
+    """Runs in a separate process: Ray starts several, and they must end with it."""
     out = tmp_path / "out.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.batch.ray_job", folder, str(out), str(tmp_path)],

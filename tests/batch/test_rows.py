@@ -1,4 +1,4 @@
-"""What lines of a file become: prompts, or errors of their own."""
+"""Lines of a file become prompts or errors."""
 
 import gzip
 import json

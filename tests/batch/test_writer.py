@@ -174,21 +174,21 @@ def test_a_file_that_another_process_has_just_taken_away_is_not_written(path, mo
         lock(self)
 
     monkeypatch.setattr(Writer, "_lock", late)
-    with pytest.raises(OutputError, match="took it away; try again"):
+    with pytest.raises(OutputError, match="removed it; try again"):
         Writer(path, HEADER, resume=True)
     assert not list(path.parent.iterdir())
 
 
 def test_a_job_that_came_and_went_before_a_file_was_opened_is_left_alone(path, monkeypatch):
-    opened = writer_module._open
+    opened = Writer._open
 
-    def late(file):
-        monkeypatch.setattr(writer_module, "_open", opened)
+    def late(self, *args):
+        monkeypatch.setattr(Writer, "_open", opened)
         with Writer(path, HEADER) as first:
             first.append([record(1)])
-        return opened(file)
+        return opened(self, *args)
 
-    monkeypatch.setattr(writer_module, "_open", late)
+    monkeypatch.setattr(Writer, "_open", late)
     with pytest.raises(OutputError, match="another process has begun it"):
         Writer(path, {**HEADER, "seed": 1})
     assert records_in(path) == [record(1)]

@@ -338,7 +338,7 @@ def test_published_diffusion_models_are_read():
     assert config_from_json(SDAR) == OURS.replace(qk_norm=True, diffusion=Diffusion(99, block=4))
 
 
-def test_which_slot_an_output_decides_is_what_config_json_says():
+def test_which_place_an_output_decides_is_what_config_json_says():
     assert config_from_json({**DREAM, "shift_logits": False}).diffusion == Diffusion(99)
     assert config_from_json({**SDAR, "shift_logits": True}).diffusion == Diffusion(99, True, 4)
     assert config_from_json({**LLADA, "shift_logits": True}).diffusion == Diffusion(99, True)

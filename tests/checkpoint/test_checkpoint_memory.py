@@ -32,7 +32,7 @@ def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
-load(sys.argv[1])
+small = load(sys.argv[1])  # kept: what it frees, the next one would take
 before = peak()
 load(sys.argv[2], dtype=sys.argv[3])
 print(before, peak())
@@ -71,7 +71,7 @@ def test_the_peak_is_the_weights_and_little_more(stored, target, tmp_path):
 
 def test_an_estimate_counts_what_is_allocated():
     config = CONFIG.replace(num_layers=2, layer_types=(), tied_head=True)
-    estimate = estimate_memory(config, np.dtype(np.float16), slots=100, rows=3)
+    estimate = estimate_memory(config, np.dtype(np.float16), capacity=100, batch_size=3)
     leaves = jax.tree.leaves(param_shapes(config, jnp.float16))
     cache = Network({"norm": {"scale": jnp.zeros(1, jnp.float16)}}, config).empty_cache(100)
     assert estimate.weights == sum(leaf.size * 2 for leaf in leaves)
@@ -83,16 +83,16 @@ def test_what_cannot_fit_is_refused_with_figures(monkeypatch, saved_folder):
     wide, one_layer = np.dtype(np.float32), CONFIG.replace(num_layers=1, layer_types=())
     monkeypatch.setattr(memory, "available_memory", lambda: 100_000_000)
     check_network_fits(one_layer, wide)
-    check_cache_fits(one_layer, wide, slots=4000, rows=5)
+    check_cache_fits(one_layer, wide, capacity=4000, batch_size=5)
     with pytest.raises(CheckpointError, match=r"weights 0\.30.* GB in float32.* 0\.1 GB are avail"):
         check_network_fits(CONFIG, wide)
     with pytest.raises(CheckpointError, match=r"50 texts of 4000 tokens need 0\.41 GB, 2,048 byte"):
-        check_cache_fits(one_layer, wide, slots=4000, rows=50)
+        check_cache_fits(one_layer, wide, capacity=4000, batch_size=50)
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     with pytest.raises(CheckpointError, match="GB are available"):
         load(saved_folder)
     monkeypatch.setattr(memory, "available_memory", lambda: None)
-    check_cache_fits(CONFIG, wide, slots=10**9, rows=1)
+    check_cache_fits(CONFIG, wide, capacity=10**9, batch_size=1)
 
 
 def test_memory_is_asked_for_where_arrays_go():

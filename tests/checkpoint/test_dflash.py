@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxspec.checkpoint import load_dflash
-from jaxspec.core.cache import pad_slots
+from jaxspec.core.cache import pad_caches
 from jaxspec.core.masks import causal
 from jaxspec.core.types import Context, Params, Recent, Warp
 from jaxspec.drafters import DFlash
@@ -148,7 +148,7 @@ def test_a_published_head_drafts_as_the_reference_says(target, tensors, tmp_path
     loaded = DFlash.of(head)
     params = Params(target, head)
     state = loaded.drafter.init(params, read, context)
-    state = state._replace(cache=pad_slots(state.cache, 11 + 2 * BLOCK))
+    state = state._replace(cache=pad_caches(state.cache, 11 + 2 * BLOCK))
     proposal, _ = loaded.drafter.propose(params, jax.random.key(0), state, context)
     expected = reference_laws(target, tensors, text)
     assert proposal.draft_logprobs.shape[0] == BLOCK - 1 == loaded.drafter.block

@@ -99,15 +99,15 @@ def test_weights_are_read_into_the_arrays_that_are_used(saved_folder, monkeypatc
     """On CPUs the buffer that a leaf was read into is the array's own: nothing is held twice."""
     if jax.default_backend() != "cpu":
         pytest.skip("elsewhere weights leave the host")
-    from jaxspec.checkpoint import huggingface
+    from jaxspec.checkpoint import params
 
-    buffers, aligned_empty = [], huggingface._aligned_empty
+    buffers, aligned_empty = [], params._aligned_empty
 
     def recorded(*args):
         buffers.append(aligned_empty(*args))
         return buffers[-1]
 
-    monkeypatch.setattr(huggingface, "_aligned_empty", recorded)
+    monkeypatch.setattr(params, "_aligned_empty", recorded)
     leaves = jax.tree.leaves(load(saved_folder).params)
     assert [leaf.unsafe_buffer_pointer() for leaf in leaves] == [
         buffer.ctypes.data for buffer in buffers
@@ -296,7 +296,7 @@ def test_a_folder_without_a_model_says_what_it_has(tmp_path):
 
 @pytest.mark.parametrize("place", ["checkpoints", "jaxspec/checkpoints"])
 def test_shipped_models_are_found_by_name(place, tmp_path, monkeypatch, tiny_network):
-    """In the repository they lie beside the package, in an installed one inside it."""
+    """In the repository they lie next to the package, in an installed one inside it."""
     monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
     save(Model(tiny_network), tmp_path / place / "tiny")
     (tmp_path / place / "notes").mkdir()
@@ -323,15 +323,21 @@ def test_shipped_models_are_found_by_name(place, tmp_path, monkeypatch, tiny_net
         load("tinny")
 
 
-def test_a_head_is_fetched_by_its_hub_id(monkeypatch, tmp_path):
+def hub_that_holds(folder, monkeypatch):
+    """Puts a folder in place of every repository; returns the hub's module and what was asked."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     calls = []
 
     def snapshot_download(hub_id, allow_patterns):
         calls.append((hub_id, allow_patterns))
-        return str(tmp_path)
+        return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return huggingface_hub, calls
+
+
+def test_a_head_is_fetched_by_its_hub_id(monkeypatch, tmp_path):
+    _, calls = hub_that_holds(tmp_path, monkeypatch)
     assert find_head("someone/a-head") == tmp_path
     ((hub_id, patterns),) = calls
     assert hub_id == "someone/a-head"
@@ -339,14 +345,7 @@ def test_a_head_is_fetched_by_its_hub_id(monkeypatch, tmp_path):
 
 
 def test_a_hub_id_is_fetched_without_what_is_not_needed(saved_folder, monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    calls = []
-
-    def snapshot_download(hub_id, allow_patterns):
-        calls.append((hub_id, allow_patterns))
-        return str(saved_folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    huggingface_hub, calls = hub_that_holds(saved_folder, monkeypatch)
     assert load("someone/something").name == "someone/something"
     ((hub_id, patterns),) = calls
     assert hub_id == "someone/something"

@@ -2,7 +2,6 @@
 
 import json
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +13,8 @@ FOLDERS = ("llama_gqa_dev", "qwen3_dev")
 
 
 @pytest.fixture(scope="module", params=FOLDERS)
-def folder(request, shared_folder):
-    return shared_folder("oracle_hf", request.param)
+def folder(request, recorded_folder):
+    return recorded_folder("checkpoints", request.param)
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +47,6 @@ def test_logits_and_hidden_states(folder, model):
     np.testing.assert_allclose(taps, expected[:-1], atol=2e-4)
     np.testing.assert_allclose(hidden.features, expected[-1], atol=2e-4)
     np.testing.assert_allclose(logits, arrays["logits"], atol=2e-4)
-
-
-def test_the_draft_model_beside_it_is_its_first_layers(folder, model):
-    draft = load(folder / "assistant")
-    num_layers = draft.config.num_layers
-    assert num_layers == model.config.num_layers - 1
-    for name, part in draft.params.items():
-        chex.assert_trees_all_equal(part, model.params[name])
 
 
 def test_stops(recorded, model):

@@ -62,7 +62,7 @@ def test_what_the_reference_library_writes_is_read_here(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_files_are_those_of_the_reference_library_to_the_byte(tmp_path, dtype):
-    """Where names come in the order that it sorts them into."""
+    """The names are given in the order that the library sorts them into."""
     arrays = {name: np.asarray(ARRAYS[name], dtype) for name in ("a", "b", "empty", "scalar")}
     write(tmp_path / "ours", dtype, arrays)
     assert (tmp_path / "ours").read_bytes() == safetensors.numpy.save(arrays, {"format": "pt"})
@@ -140,7 +140,7 @@ def test_weights_that_are_not_floats_are_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     write_raw(path, {"a": {"dtype": "I8", "shape": [8], "data_offsets": [0, 8]}}, b"\0" * 8)
     (tensor,) = find_tensors(tmp_path).values()
-    with pytest.raises(CheckpointError, match=r"as I8; known are .*Quantised"):
+    with pytest.raises(CheckpointError, match=r"as I8; known are .*Quantized"):
         read_tensor(tensor)
 
 

@@ -147,6 +147,7 @@ def test_the_date_is_there(tokenizer):
         "{{ messages.append(1) }}",
         "{{ ''.__class__.__mro__ }}",
         "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace(__html__='called'.upper) %}{{ ns|escape }}",
         "{{ messages[0].missing.deeper }}",
         "{{ 1 // 0 }}",
         "{% if %}",

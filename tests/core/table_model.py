@@ -35,9 +35,9 @@ class TableModel:
     def unembed(self, features: jax.Array) -> jax.Array:
         return features
 
-    def empty_cache(self, slots: int) -> KVCache:
-        return KVCache((_nothing(slots),), jnp.int32(0))
+    def empty_cache(self, capacity: int) -> KVCache:
+        return KVCache((_nothing(capacity),), jnp.int32(0))
 
 
-def _nothing(slots: int) -> LayerKV:
-    return empty_layer(1, 1, slots, jnp.dtype("float32"))
+def _nothing(capacity: int) -> LayerKV:
+    return empty_layer(1, 1, capacity, jnp.dtype("float32"))

@@ -31,8 +31,8 @@ PROBABILITY = 2e-5  # tolerance of recorded float32 probabilities
 
 
 @pytest.fixture(scope="module")
-def eagle(shared_folder):
-    return shared_folder("golden", "eagle")
+def eagle(recorded_folder):
+    return recorded_folder("eagle")
 
 
 def tree_from_rows(rows: np.ndarray) -> Tree:
@@ -45,7 +45,7 @@ def tree_from_rows(rows: np.ndarray) -> Tree:
 
 
 def by_node(rows: np.ndarray, values: np.ndarray, nodes: int) -> np.ndarray:
-    """What the references keep per (leaf row, depth), as one entry per node."""
+    """Returns one entry per node, from the references' entries per (leaf row, depth)."""
     used = rows >= 0
     found = np.zeros((nodes, *values.shape[2:]), values.dtype)
     found[rows[used]] = values[used]
@@ -119,7 +119,7 @@ def uniforms_by_node(tree: Tree, path: list[int], recorded: np.ndarray) -> jax.A
         for child in tried:
             uniforms[child] = next(left)
     assert next(left, None) is None
-    # What no decision may depend on is set so that it would show.
+    # A uniform that no decision may depend on is set so that a use of it would show.
     return jnp.asarray(np.where(np.isnan(uniforms), 0.0, uniforms))
 
 
@@ -225,8 +225,8 @@ def eagle2_trial(case: dict, arrays, nodes: int = 40, branch: int = 10) -> Trial
     )
 
 
-def test_the_chain_rule_of_draft_and_verify_is_the_recorded_one(shared_folder):
-    folder = shared_folder("golden", "draft_verify")
+def test_the_chain_rule_of_draft_and_verify_is_the_recorded_one(recorded_folder):
+    folder = recorded_folder("draft_verify")
     arrays = np.load(folder / "dv_sampling_accept.npz")
     cycles = json.loads((folder / "dv_sampling_accept.json").read_text())[0]["cycles"]
     longest = max(cycle["drafted"] for cycle in cycles)
@@ -260,9 +260,9 @@ def draft_verify_trial(cycle: dict, arrays, longest: int) -> Trial:
 
 
 @pytest.mark.parametrize("rule", [verify_chain, verify_tree, verify_deterministic])
-def test_speculative_sampling_draws_what_the_definition_draws(shared_folder, rule):
+def test_speculative_sampling_draws_what_the_definition_draws(recorded_folder, rule):
     """Every rule that applies to a chain gives the same tokens from the same numbers."""
-    cases = json.loads((shared_folder("golden", "diffusion") / "spec_sampling.json").read_text())
+    cases = json.loads((recorded_folder("diffusion") / "spec_sampling.json").read_text())
     if rule is verify_deterministic:
         cases = [case for case in cases if case["mode"] == "argmax_draft_point_mass"]
     assert cases

@@ -144,8 +144,8 @@ def test_rows_of_a_batch_have_settings_of_their_own():
         ("probs_minp01", {"temperature": 1.0, "min_p": 0.1}),
     ],
 )
-def test_warping_equals_the_recorded_laws(shared_folder, name, key, settings):
-    recorded = np.load(shared_folder("oracle_hf", name) / "oracle.npz")
+def test_warping_equals_the_recorded_laws(recorded_folder, name, key, settings):
+    recorded = np.load(recorded_folder("checkpoints", name) / "oracle.npz")
     ours = law(recorded["logits"][20:24], make_warp(settings))
     np.testing.assert_array_equal(ours > 0, recorded[key] > 0)
     np.testing.assert_allclose(ours, recorded[key], atol=1e-6)

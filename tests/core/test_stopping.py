@@ -1,4 +1,4 @@
-"""What ends a row: the automaton against a byte search, the cut against a plain loop."""
+"""Ends of rows: the automaton against a byte search, the cut against a plain loop."""
 
 from collections.abc import Sequence
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxspec import DenoiseConfig, SelfSpeculation, denoise_stream, load
-from jaxspec.denoising import DenoiseResult, DenoiseStep
+from jaxspec.decoding.denoise import DenoiseResult, DenoiseStep
 
 MASK = 300
 LLADA = ("off1", "off6", "off11", "off16", "off21", "off26", "off31", "off36", "off3", "off17")
@@ -30,11 +30,11 @@ CACHES = {
 
 
 @pytest.fixture(scope="module")
-def recorded(shared_folder):
+def recorded(recorded_folder):
     """Models by name, and cases by id."""
     models, cases = {}, {}
     for name in ("llada_tiny_mha", "dream_tiny"):
-        folder = shared_folder("golden", "diffusion", name)
+        folder = recorded_folder("diffusion", name)
         models[name] = load(folder)
         listed = json.loads((folder / "cases.json").read_text())["cases"]
         cases |= {case["id"]: (models[name], case) for case in listed}
@@ -111,8 +111,8 @@ def test_drafts_and_what_becomes_of_them(recorded, name, num_drafts):
     model, case = recorded[name]
     expected = case["ssd"][str(num_drafts)]
     mask = model.config.diffusion.mask_token_id
-    # A recorded draft may be the mask itself, which changes no canvas. The record then goes on with
-    # other slots, and we with the same one.
+    # A recorded draft may be the mask itself, which changes no canvas. The record then continues
+    # with other places, and we with the same one.
     speculation = SelfSpeculation(num_drafts)
     (found,), (steps,) = decode(model, case, speculation, allow_mask_token=True)
     length = len(case["prompt"][0])
@@ -123,9 +123,9 @@ def test_drafts_and_what_becomes_of_them(recorded, name, num_drafts):
     assert [step.num_accepted for step in rounds] == expected["accepted_per_iteration"]
     for step, iteration in zip(rounds, expected["iterations"], strict=True):
         canvases = np.stack([step.tokens, *step.drafts])
-        _, slots = np.nonzero(canvases[1:] != canvases[:-1])
-        tokens = canvases[-1][slots]
-        assert [[slot + length, token] for slot, token in zip(slots, tokens, strict=True)] == [
+        _, places = np.nonzero(canvases[1:] != canvases[:-1])
+        tokens = canvases[-1][places]
+        assert [[place + length, token] for place, token in zip(places, tokens, strict=True)] == [
             list(drafted)
             for drafted in itertools.takewhile(lambda one: one[1] != mask, iteration["draft"])
         ]

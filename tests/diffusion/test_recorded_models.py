@@ -12,8 +12,8 @@ MODELS = {"llada_tiny_mha": Diffusion(300), "dream_tiny": Diffusion(300, shift=T
 
 
 @pytest.fixture(scope="module", params=sorted(MODELS))
-def folder(request, shared_folder):
-    return shared_folder("golden", "diffusion", request.param)
+def folder(request, recorded_folder):
+    return recorded_folder("diffusion", request.param)
 
 
 @jax.jit

@@ -8,23 +8,23 @@ import pytest
 from jaxspec import DenoiseConfig, DenoiseResult, SelfSpeculation, denoise, denoise_stream
 from jaxspec.checkpoint import Model
 from jaxspec.core.types import Params, Stop
-from jaxspec.denoising import measure_costs, prepare_denoising
+from jaxspec.decoding.denoise import measure_costs, prepare_denoising
 from jaxspec.diffusion import self_speculative
-from jaxspec.diffusion.denoise import Blocks, read_blocks, read_canvas
+from jaxspec.diffusion.passes import Blocks, read_blocks, read_canvas
 from jaxspec.diffusion.self_speculative import (
-    _num_worth_drafting,
     begin,
     denoise_rows,
     draft,
     step_stream,
 )
+from jaxspec.diffusion.speculation import num_worth_drafting
 from jaxspec.diffusion.unmask import Canvas, Prediction, Rules, look_up
 from jaxspec.models import Network
 from tests.diffusion.networks import BLOCK, MASK, tiny_model
 
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2, 6])
 PLAIN = DenoiseConfig(max_new_tokens=12, block_length=BLOCK, stop_token_ids=())
-# What each decodes: network, settings.
+# By name: changes of the network, changes of the settings.
 CASES = {
     "whole canvases": ({}, {}),
     "shifted": ({"shift": True}, {}),
@@ -82,7 +82,7 @@ def test_output_equals_stepwise_decoding(name):
 
 
 def whole_stream(steps) -> tuple[list, DenoiseResult]:
-    """What a stream yields, and what it returns."""
+    """Returns all that a stream yields, and its return value."""
     seen = []
     while True:
         try:
@@ -92,7 +92,7 @@ def whole_stream(steps) -> tuple[list, DenoiseResult]:
 
 
 def test_accepting_by_the_token_alone_is_caught():
-    """The faulty rule: the token is what is predicted there, whatever slot would be filled in."""
+    """The faulty rule: the token is what is predicted there, whatever place would be filled in."""
     model = tiny_model(seed=2)  # one whose text depends on the order in which it is filled in
     stepwise = denoise(model, PROMPTS, PLAIN)
     faulty = denoise(model, PROMPTS, PLAIN, SelfSpeculation(3, lossy_top_k=1))
@@ -151,7 +151,7 @@ def test_a_tree_needs_no_more_passes_than_its_first_path():
     assert calls[1] < calls[0]
 
 
-def test_successors_differ_in_the_last_slot():
+def test_successors_differ_in_the_last_place():
     request = prepare_denoising(
         tiny_model(), [1], config(max_new_tokens=2 * BLOCK), SelfSpeculation(2, branch=2), 0
     )
@@ -170,10 +170,10 @@ def test_successors_differ_in_the_last_slot():
 def test_what_followed_the_same_two_tokens_is_drafted():
     rules = Rules(BLOCK, "low_confidence", MASK, MASK)
     text = jnp.asarray([4, 5, 6, 4, 5, 7, 1, 4, 5, MASK, MASK, 5], jnp.int32)
-    slots = jnp.int32(8)
-    canvas = Canvas(text, slots, jnp.int32(1), jnp.int32(4), jnp.int32(Stop.RUNNING))
-    said = says([9, 9, 9, 9], [0.5] * 4)._replace(start=slots)
-    # At 9 the latest of two; at 8 there is none, and further on the slots before are open.
+    places = jnp.int32(8)
+    canvas = Canvas(text, places, jnp.int32(1), jnp.int32(4), jnp.int32(Stop.RUNNING))
+    said = says([9, 9, 9, 9], [0.5] * 4)._replace(start=places)
+    # At 9 the latest of two; at 8 there is none, and further on the places before are open.
     assert look_up(rules, canvas, said).tokens.tolist() == [9, 7, 9, 9]
 
 
@@ -227,12 +227,12 @@ def test_blocks_side_by_side_say_what_whole_canvases_say(shift):
 
 
 def first_state(request):
-    first = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], request.requests)
+    first = jax.tree.map(lambda leaf: jnp.asarray(leaf)[0], request.prompts)
     return begin(request.params, first, plan=request.plan, speculation=request.speculation)
 
 
 def says(text: list[int], probs: list[float]) -> Prediction:
-    """A prediction from slot 1 on."""
+    """A prediction from place 1 on."""
     scores, every = jnp.log(jnp.asarray(probs, jnp.float32)), jnp.ones(len(text), bool)
     return Prediction(jnp.int32(1), jnp.asarray(text, jnp.int32), scores, every, every)
 
@@ -244,7 +244,7 @@ def test_the_worked_example_of_the_paper():
     """Two blocks, N = 3.
 
     In the current block A is sure (.95) and B less (.6); C (.75) lies in the next, so it comes
-    after B. The pass confirms A and has D for B's slot: D is put there, and C dropped.
+    after B. The pass confirms A and has D for B's place: D is put there, and C dropped.
     """
     request = prepare_denoising(
         tiny_model(), [1], config(max_new_tokens=2 * BLOCK), SelfSpeculation(3), 0
@@ -337,16 +337,16 @@ def test_the_slowest_row_says_what_pays():
     states, plan = request.begin(), request.plan
 
     def number(rates, masks, running=(True, True)):
-        slots = np.arange(plan.slots)
+        places = np.arange(plan.canvas_size)
         tokens = np.where(
-            (slots >= 2) & (slots < 2 + np.asarray(masks)[:, None]), plan.rules.mask_token_id, 5
+            (places >= 2) & (places < 2 + np.asarray(masks)[:, None]), plan.rules.mask_token_id, 5
         )
         stop = np.where(running, Stop.RUNNING, Stop.LENGTH)
         canvas = states.canvas._replace(tokens=jnp.asarray(tokens), stop=jnp.asarray(stop))
         given = states._replace(
             canvas=canvas, hits=jnp.asarray(rates), trials=jnp.ones(2, jnp.float32)
         )
-        return int(_num_worth_drafting(plan, request.speculation, given))
+        return int(num_worth_drafting(plan, request.speculation, given))
 
     assert number((0.9, 0.9), (9, 9)) == 1
     assert number((0.1, 0.9), (9, 9)) == 0
@@ -410,7 +410,7 @@ def test_a_row_ends_with_its_first_stop_id():
 
 
 def test_a_row_does_not_wait_for_what_will_be_cut():
-    """The last block reaches three slots behind what was asked for: no pass is for them alone."""
+    """The last block reaches three places behind what was asked for: no pass is for them alone."""
     request = prepare_denoising(tiny_model(block=BLOCK), [1], PLAIN, None, 0)
     outcome = request.denoise()
     (row,) = request.result(outcome)
@@ -427,7 +427,7 @@ def test_weights_that_are_not_finite_end_a_row():
     network = type(model.network)(params, model.config)
     request = prepare_denoising(model, PROMPTS, PLAIN, None, 0)
     outcome = denoise_rows(
-        Params(network, ()), request.requests, plan=request.plan, speculation=request.speculation
+        Params(network, ()), request.prompts, plan=request.plan, speculation=request.speculation
     )
     assert outcome.canvas.stop.tolist() == [Stop.NOT_FINITE] * 2
     rows = request.result(outcome)

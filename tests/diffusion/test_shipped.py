@@ -1,18 +1,18 @@
-"""What the shipped diffusion models must reach, on held-out prompts."""
+"""Figures that the shipped diffusion models must reach on held-out prompts."""
 
 import dataclasses
 
 import jax
 import pytest
 
+from benchmarks.prompts import PROMPT_SETS, first_that_fit, read_prompt_set
+from benchmarks.suites.diffusion import BLOCKS, BOTH_SIDES, Setting, next_to_stepwise
 from jaxspec import DenoiseConfig, SelfSpeculation, denoise, load
-from jaxspec.bench.diffusion import BLOCKS, BOTH_SIDES, Setting, beside_stepwise
-from jaxspec.bench.figures import LOW_REPETITION
-from jaxspec.bench.shipped import SUITES, first_that_fit, read_prompt_set
-from jaxspec.bench.timing import time_in_turns
 from jaxspec.checkpoint import shipped_models
-from jaxspec.denoising import measure_costs, prepare_denoising
-from jaxspec.metrics import repeated_ngrams
+from jaxspec.decoding.denoise import measure_costs, prepare_denoising
+from jaxspec.decoding.metrics import repeated_ngrams
+from jaxspec.measure.figures import LOW_REPETITION
+from jaxspec.measure.timing import time_in_turns
 
 pytestmark = pytest.mark.slow
 GENERATED, ROOM = 64, 320
@@ -26,7 +26,7 @@ def shipped(name: str):
 
 def held_out(shared_folder, model, per_set: int) -> list[str]:
     folder = shared_folder("data", "eval")
-    sets = [read_prompt_set(group, folder) for group in SUITES["shipped"].prompt_sets]
+    sets = [read_prompt_set(group, folder) for group in PROMPT_SETS]
     return [prompt.text for rows in sets for prompt in first_that_fit(rows, model, ROOM, per_set)]
 
 
@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_drafting_changes_no_text(shared_folder, name):
+def test_drafting_changes_no_text(data_folder, name):
     """60 prompts, or 12 without a cache, N = 1..5.
 
     Near ties, which kernels of another shape may decide in another way, must agree in passes of
@@ -47,20 +47,20 @@ def test_drafting_changes_no_text(shared_folder, name):
     """
     setting = SETTINGS[name]
     model = shipped(setting.model)
-    prompts = held_out(shared_folder, model, 4 if name == "no cache" else 20)
+    prompts = held_out(data_folder, model, 4 if name == "no cache" else 20)
     chains = {f"N = {count}": SelfSpeculation(count) for count in range(1, 6)}
-    stepwise, found = beside_stepwise(setting, model, prompts, chains)
+    stepwise, found = next_to_stepwise(setting, model, prompts, chains)
     for texts in found:
         assert texts.still_different == 0
-        assert texts.num_same(stepwise) >= len(prompts) - 2
+        assert texts.num_same >= len(prompts) - 2
         assert texts.num_calls < stepwise.num_calls
 
 
 @pytest.mark.parametrize("name", ["blocks", "dual, 8"])
-def test_a_batch_of_eight_equals_each_alone(shared_folder, name):
+def test_a_batch_of_eight_equals_each_alone(data_folder, name):
     setting = SETTINGS[name]
     model = shipped(setting.model)
-    prompts = held_out(shared_folder, model, 3)[:8]
+    prompts = held_out(data_folder, model, 3)[:8]
     together = denoise(model, prompts, setting.config, SelfSpeculation(4))
     for prompt, row in zip(prompts, together, strict=True):
         (alone,) = denoise(model, prompt, setting.config, SelfSpeculation(4))
@@ -69,10 +69,10 @@ def test_a_batch_of_eight_equals_each_alone(shared_folder, name):
 
 @pytest.mark.parametrize("only_low_repetition", [False, True])
 @pytest.mark.parametrize("model_name", [BLOCKS, BOTH_SIDES])
-def test_calls_saved_with_four_drafts(shared_folder, model_name, only_low_repetition):
+def test_calls_saved_with_four_drafts(data_folder, model_name, only_low_repetition):
     """At least a half on GSM8K, also where the text repeats little."""
     model = shipped(model_name)
-    prompts = held_out(shared_folder, model, 20)[:20]
+    prompts = held_out(data_folder, model, 20)[:20]
     cache = None if model_name == BLOCKS else "none"
     config = DenoiseConfig(GENERATED, 8, cache=cache)
     stepwise = denoise(model, prompts, config)
@@ -96,9 +96,9 @@ def seconds_of(model, prompts, config, ways) -> dict[str, float]:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures are of a CPU")
-def test_drafting_pays_where_blocks_are_cached(shared_folder):
+def test_drafting_pays_where_blocks_are_cached(data_folder):
     model = shipped(BLOCKS)
-    prompts, config = held_out(shared_folder, model, 1)[:1], DenoiseConfig(GENERATED)
+    prompts, config = held_out(data_folder, model, 1)[:1], DenoiseConfig(GENERATED)
     ways = {str(count): SelfSpeculation(count) for count in range(6)}
     costs = measure_costs(model, prompts, config, SelfSpeculation(4))
     ways["as pays"] = dataclasses.replace(SelfSpeculation(4), costs=costs)
@@ -109,10 +109,10 @@ def test_drafting_pays_where_blocks_are_cached(shared_folder):
     assert adaptive[0].num_canvases > adaptive[0].num_calls
 
 
-def test_drafts_are_as_many_as_pay(shared_folder):
-    """Where a pass costs what it does in memory-bound decoding, and where every canvas is paid."""
+def test_drafts_are_as_many_as_pay(data_folder):
+    """Drafts are many if memory bounds a pass, and none if each canvas costs a whole pass."""
     model = shipped(BLOCKS)
-    prompts, config = held_out(shared_folder, model, 1)[:1], DenoiseConfig(GENERATED)
+    prompts, config = held_out(data_folder, model, 1)[:1], DenoiseConfig(GENERATED)
     cheap, dear = (1.0, 1.05, 1.1, 1.15, 1.2), (1.0, 2.0, 3.0, 4.0, 5.0)
     (drafting,) = denoise(model, prompts, config, SelfSpeculation(4, costs=cheap))
     (stepwise,) = denoise(model, prompts, config, SelfSpeculation(4, costs=dear))
@@ -121,10 +121,10 @@ def test_drafts_are_as_many_as_pay(shared_folder):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="figures are of a CPU")
-def test_drafting_is_left_where_it_does_not_pay(shared_folder):
+def test_drafting_is_left_where_it_does_not_pay(data_folder):
     """Without a cache a CPU has no time to spare: a further canvas costs as much as the first."""
     model = shipped(BOTH_SIDES)
-    prompts, config = held_out(shared_folder, model, 1)[:1], DenoiseConfig(32, 8)
+    prompts, config = held_out(data_folder, model, 1)[:1], DenoiseConfig(32, 8)
     costs = measure_costs(model, prompts, config, SelfSpeculation(4))
     ways = {
         "stepwise": SelfSpeculation(0),

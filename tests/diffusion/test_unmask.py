@@ -45,7 +45,7 @@ def prediction(tokens, scores, start: int = LENGTH) -> Prediction:
 
 
 def decide(before, said, pace=None, rules=RULES, stop_ids=(-1,), blocks: int = 2, cut: int = 0):
-    """`cut` slots of the last block were not asked for."""
+    """`cut` places of the last block were not asked for."""
     end = jnp.int32(LENGTH + blocks * BLOCK)
     pace = EvenPace(jnp.int32(BLOCK)) if pace is None else pace
     return advance(
@@ -57,13 +57,13 @@ def text(after: Canvas, blocks: int = 2) -> list[int]:
     return after.tokens[LENGTH : LENGTH + blocks * BLOCK].tolist()
 
 
-def test_ties_go_to_the_lowest_slot():
+def test_ties_go_to_the_lowest_place():
     scores = jnp.asarray([-1.0, -0.5, -0.5, -3.0, -0.5])
     eligible = jnp.asarray([True, False, True, True, True])
     assert places(scores, eligible).tolist() == [2, 5, 0, 3, 1]
 
 
-def test_the_surest_slot_of_the_current_block_comes_first():
+def test_the_surest_place_of_the_current_block_comes_first():
     M = MASK
     said = prediction([4, 5, 6, 7, 8, 8, 8, 8], [-3, -1, -2, -4, -0.1, 0, 0, 0])
     after = decide(canvas(*[M] * 8), said)
@@ -115,7 +115,7 @@ def test_the_end_of_a_text():
     assert behind.stop == Stop.RUNNING
     last = canvas(1, 1, 1, 1, 1, 1, M, 1)._replace(start=jnp.int32(LENGTH + BLOCK))
     assert decide(last, said).stop == Stop.LENGTH
-    # A last slot that will be cut is not waited for, nor does it end a text that is not whole.
+    # A last place that will be cut is not waited for, nor does it end a text that is not whole.
     two = canvas(1, 1, 1, 1, 1, 1, M, M)._replace(start=jnp.int32(LENGTH + BLOCK))
     first, second = (prediction([4] * 8, [-9] * 6 + scores) for scores in ([-1, -2], [-2, -1]))
     assert decide(two, first, cut=1).stop == Stop.LENGTH
@@ -183,6 +183,6 @@ def test_tokens_are_drawn_from_the_tempered_law_without_the_mask():
     counts = np.bincount(said.tokens, minlength=4)
     assert counts[3] == 0
     assert stats.chisquare(counts[:3], law / law.sum() * 4000).pvalue > 1e-4
-    # The noise of a slot is the same wherever the window begins.
+    # The noise of a place is the same wherever the window begins.
     later = predict(rules, many[:10], jnp.int32(9), jax.random.key(1), jnp.float32(2.0))
     assert later.tokens.tolist() == said.tokens[2:12].tolist()

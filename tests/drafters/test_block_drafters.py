@@ -30,10 +30,10 @@ from jaxspec.core.types import Params, Warp
 from jaxspec.drafters import AdaptiveBlock, Deer, DFlash, DraftModel, LoadedDrafter
 from jaxspec.drafters.block import Acceptance
 from jaxspec.models import DFlashHead, Diffusion, Network, dflash_taps, init_dflash_params
-from tests.bench.models import tiny_model
 from tests.checkpoint.networks import random_network
 from tests.laws.drafters import dflash_head, diffuser, network
 from tests.laws.test_block_enumeration import TEXT, context_of
+from tests.measure.models import tiny_model
 
 VOCAB = 24
 BUCKET, BUDGET = 16, 20
@@ -79,8 +79,8 @@ def test_the_kept_blocks_equal_a_fresh_pass(target, block):
     for row in range(3):
         cache = jax.tree.map(lambda leaf, row=row: leaf[row], states.draft.cache)
         tokens = states.context.tokens[row]
-        slots = tokens.shape[0]
-        hidden = draft.forward(tokens, jnp.arange(slots), block_causal(slots, block), None)
+        places = tokens.shape[0]
+        hidden = draft.forward(tokens, jnp.arange(places), block_causal(places, block), None)
         held = slice(int(cache.length))
         assert cache.length % block == 0
         assert cache.length > 16 - block
@@ -114,8 +114,8 @@ def sizes(target, monkeypatch) -> list[int]:
     return sizes
 
 
-def trace(drafter: Deer, target, draft, slots: int) -> None:
-    plan = DecodePlan((slots,), chunk=16)
+def trace(drafter: Deer, target, draft, places: int) -> None:
+    plan = DecodePlan((places,), chunk=16)
     jax.eval_shape(
         partial(decode, drafter=drafter, plan=plan), Params(target, draft), prompts_of([5])
     )
@@ -125,9 +125,9 @@ def test_a_pass_reads_no_more_than_a_few_blocks(target, sizes):
     """The text is not read again: the width of a pass does not depend on its length."""
     for draft in (diffuser(target, 4), diffuser(target, None)):
         steps = []
-        for slots in (64, 256):
+        for places in (64, 256):
             sizes.clear()
-            trace(Deer(3), target, draft, slots)
+            trace(Deer(3), target, draft, places)
             assert sizes[0] <= 16 + 3
             steps.append(sizes[1:])
         assert steps[0] == steps[1]
@@ -135,7 +135,7 @@ def test_a_pass_reads_no_more_than_a_few_blocks(target, sizes):
 
 
 def test_a_step_runs_one_pass_of_the_smallest_size_that_is_enough(model, target, monkeypatch):
-    """Of 4, 8 or 12 slots: from the last block that is not kept to the end of the masks' last."""
+    """It has 4, 8 or 12 places, from the last block that is not kept to the masks' last one."""
     sizes, forward = [], type(target).forward
 
     def noted(self, tokens, *args, **kwargs):
@@ -161,7 +161,7 @@ def test_a_step_runs_one_pass_of_the_smallest_size_that_is_enough(model, target,
 
 
 def test_every_denoising_step_is_a_pass(target, sizes):
-    """Five positions in four steps are two, one, one and one, each of 8, 12 or 16 slots."""
+    """Five positions in four steps are two, one, one and one, each of 8, 12 or 16 places."""
     trace(Deer(5, steps=4), target, diffuser(target, 4), 64)
     assert sizes[1:] == [8, 12, 16] * 4
 
@@ -186,7 +186,7 @@ def test_an_adaptive_row_stops_drafting_and_tries_again(model, target):
 
 
 def test_the_length_with_the_most_tokens_per_cost():
-    """By hand: rates 0.9, 0.5, 0.1 and costs 1.2 + 0.1 m."""
+    """Checked by hand: rates 0.9, 0.5, 0.1 and costs 1.2 + 0.1 m."""
     drafter = Deer(3, adaptive=AdaptiveBlock(draft_cost=0.2, token_cost=0.1))
     rates = jnp.array([0.9, 0.5, 0.1])
     worth = [1.0, 1.9 / 1.3, 2.35 / 1.4, 2.395 / 1.5]
@@ -197,7 +197,7 @@ def test_the_length_with_the_most_tokens_per_cost():
 
 
 def test_a_row_that_waits_drafts_the_next_best_length_at_last():
-    """By hand: with rates 0.1 a draft is worth at most 1.1 / 1.3 of a plain step."""
+    """Checked by hand: with rates 0.1 a draft is worth at most 1.1 / 1.3 of a plain step."""
     drafter = Deer(3, adaptive=AdaptiveBlock(draft_cost=0.2, token_cost=0.1, patience=20))
     rates, context = jnp.full(3, 0.1), prompt_context()
 
@@ -315,7 +315,7 @@ def test_drafters_that_cannot_draft_are_refused(model, target):
     ("own_block", "sep_token_id", "num_masks"), [(None, None, 3), (4, None, 6), (4, 0, 3)]
 )
 def test_more_masks_than_in_training_warn(target, own_block, sep_token_id, num_masks):
-    """Of 3 tokens; the last block of 4 that a drafter sees whole may hold 3 masks more."""
+    """Three tokens are drafted; the last block of 4, if seen whole, may hold 3 masks more."""
 
     def check(window):
         draft = diffuser(target, own_block)
@@ -452,7 +452,7 @@ def with_tokens(*added: str) -> Tokenizer:
     return Tokenizer(backend, {}, {})
 
 
-def test_a_drafter_may_know_a_mask_besides():
+def test_a_drafter_may_also_know_a_mask():
     model = tiny_model()
     network = Network(
         model.params,

@@ -97,7 +97,7 @@ def test_trees_too_large_for_the_head_are_refused(first, make, message):  # noqa
         generate(Model(target, None), [1, 2, 3], GenerationConfig(4), drafter)
 
 
-# Of two nodes with children on a level, only the second has a child with children: the published
+# Two nodes of a level have children, and only the second has a child with children: the published
 # program takes the rows of parents wrongly here, and its output stays the same, only accepted less.
 LATE = ((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0, 0))
 

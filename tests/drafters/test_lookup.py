@@ -8,7 +8,7 @@ import pytest
 from jaxspec.core.types import Context, KVCache, Params, Recent, Warp
 from jaxspec.drafters import PromptLookup
 
-SLOTS, VOCAB, ROWS = 20, 4, 200
+CAPACITY, VOCAB, ROWS = 20, 4, 200
 KEY = jax.random.key(0)  # of no consequence: a lookup draws nothing
 
 
@@ -26,7 +26,7 @@ def search(text: list[int], drafter: PromptLookup, stop_ids: list[int]) -> list[
 
 
 def context(tokens: np.ndarray, length: int, stop_id: int) -> Context:
-    """What a lookup may read; the rest is absent."""
+    """Returns a context with the fields that a lookup may read; the rest is absent."""
     nothing = jnp.zeros((1, 0))
     return Context(
         tokens=jnp.asarray(tokens),
@@ -45,8 +45,8 @@ def test_drafts_equal_a_plain_search(num_tokens, max_ngram, match):
     """Random texts of few letters, from one token to a full buffer; stale tokens lie past them."""
     drafter = PromptLookup(num_tokens, max_ngram, match)
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB, (ROWS, SLOTS)).astype(np.int32)
-    lengths = rng.integers(1, SLOTS + 1, ROWS)
+    tokens = rng.integers(0, VOCAB, (ROWS, CAPACITY)).astype(np.int32)
+    lengths = rng.integers(1, CAPACITY + 1, ROWS)
     stop_ids = rng.integers(-1, VOCAB, ROWS)
     contexts = [context(*row) for row in zip(tokens, lengths, stop_ids, strict=True)]
     batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *contexts)

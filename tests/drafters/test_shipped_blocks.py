@@ -5,11 +5,12 @@ Slow, and skipped without the checkpoints and the prompts.
 
 import pytest
 
+from benchmarks.prompts import PROMPT_SETS, first_that_fit, read_prompt_set
 from jaxspec import GenerationConfig, generate, load
-from jaxspec.bench.compare import find_divergence, prepare
-from jaxspec.bench.shipped import DEER, DFLASH, MADE_FOR, SUITES, first_that_fit, read_prompt_set
 from jaxspec.checkpoint import load_dflash, shipped_heads, shipped_models
+from jaxspec.commands.methods import DEER, DFLASH, MADE_FOR
 from jaxspec.drafters import Deer, DFlash
+from jaxspec.measure.compare import find_divergence, prepare
 
 pytestmark = pytest.mark.slow
 CONFIG = GenerationConfig(max_new_tokens=64)
@@ -23,12 +24,12 @@ def target():
 
 
 @pytest.fixture(scope="module")
-def prompts(target, shared_folder) -> list[str]:
+def prompts(target, data_folder) -> list[str]:
     """Sixty, of three kinds."""
-    folder = shared_folder("data", "eval")
+    folder = data_folder("eval")
     found = [
         prompt.text
-        for group in SUITES["shipped"].prompt_sets
+        for group in PROMPT_SETS
         for prompt in first_that_fit(read_prompt_set(group, folder), target, 128, 20)
     ]
     assert len(found) == 60

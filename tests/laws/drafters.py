@@ -97,7 +97,7 @@ def eagle3_head(target: Network) -> Eagle3Head:
 def diffuser(target: Network, block: int | None, shift: bool = True) -> Network:
     """The target's weights as a diffusion model, whose mask is the last token.
 
-    The token after the pending one is guessed as the target would, but for what is seen besides.
+    It predicts the token after the pending one as the target does, except that it sees masks too.
     """
     diffusion = Diffusion(target.vocab_size - 1, shift, block)
     full = ("full",) * target.num_layers
@@ -143,7 +143,7 @@ DRAFTERS: dict[str, Case] = {
     "deer, two passes": Case(
         lambda: Deer(4, steps=2, sep_token_id=1), lambda target: diffuser(target, 4), slow=True
     ),
-    "deer, own slots, nothing kept": Case(
+    "deer, own places, nothing kept": Case(
         lambda: Deer(3, temperature=0.0, sep_token_id=1, cache="none"),
         lambda target: diffuser(target, None, shift=False),
         slow=True,

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.core.types import Proposal, Tree, VerifyFn
+from jaxspec.core.types import Proposal, Tree, Verdict
 
 ALMOST_ONE = 1 - 2.0**-53  # the largest uniform there is
 BISECTIONS = 54
@@ -27,6 +27,8 @@ CORNERS = 6
 INSET = 1e-14  # how far from a cell's edge its corner is probed: past rounding errors
 NARROW = 1e-9  # cells below this width are not probed
 
+# Decides from uniforms in [0, 1), one per node, a proposal and logits.
+VerifyFn = Callable[[jax.Array, Proposal, jax.Array], Verdict]
 # laws[d][prefix] is the law of the token that follows a prefix of d tokens.
 Laws = Sequence[np.ndarray]
 
@@ -43,7 +45,7 @@ class Drafts(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one draft leads to. The first axis counts the ways to end: at each node.
+    """Outcomes of one draft. The first axis counts the ways to end: at each node.
 
     weights: probability that verification ends at the node.
     emitted: law of the emitted token there.
@@ -167,7 +169,7 @@ def law_of_emitted(
 
 
 class _Question(NamedTuple):
-    """Where does a predicate of one uniform turn, the others being given?"""
+    """A question: the value of one uniform at which a predicate turns, the others being given."""
 
     others: jax.Array
     varied: jax.Array
@@ -188,7 +190,7 @@ def _walks(tree: Tree) -> tuple[jax.Array, jax.Array]:
 
 
 def _bisect(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Where a predicate over [0, 1) turns from true to false."""
+    """Finds the point at which a predicate over [0, 1) turns from true to false."""
 
     def halve(_, ends):
         low, high = ends

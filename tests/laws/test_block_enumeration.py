@@ -3,7 +3,7 @@
 The drawing of tokens is replaced by given ones, each in turn; laws, tree and valid nodes are what
 the drafter then states. Verification is measured as in `test_enumeration.py`, and the joint law of
 the text must be the target's own to 1e-12. The published pseudo-code of DEER asks the drafter
-again for the law behind each accepted token, and goes on behind a rejection with what the target
+again for the law behind each accepted token, and continues behind a rejection with what the target
 said of the drafted text: each of the two must be caught.
 """
 
@@ -29,7 +29,7 @@ from tests.laws.test_enumeration import EXACT, QUICK, WARPS, random_laws
 
 VOCAB = 4
 TEXT = [0, 2, 1, 1, 0]
-SLOTS = 24
+CAPACITY = 24
 TREE = ((0,), (1,), (0, 0), (1, 0), (1, 1))
 
 
@@ -79,8 +79,8 @@ FIXED = {
 def context_of(warp: Warp, text: list[int], stop_id: int = -1) -> Context:
     nothing = jnp.zeros((4, 0))
     recent = Recent(jnp.zeros(4, jnp.int32), nothing, nothing, jnp.int32(0))
-    cache = KVCache((empty_layer(1, 1, SLOTS, jnp.dtype("float32")),), jnp.int32(len(text) - 1))
-    tokens = jnp.zeros(SLOTS, jnp.int32).at[: len(text)].set(jnp.array(text))
+    cache = KVCache((empty_layer(1, 1, CAPACITY, jnp.dtype("float32")),), jnp.int32(len(text) - 1))
+    tokens = jnp.zeros(CAPACITY, jnp.int32).at[: len(text)].set(jnp.array(text))
     return Context(
         tokens, jnp.int32(len(text)), jnp.int32(9), jnp.array([stop_id]), warp, cache, recent
     )
@@ -92,7 +92,7 @@ def propose(case: Block, context: Context, key=None) -> Proposal:
     state = case.drafter.init(params, prompt, context)
     state = jax.tree.map(jnp.asarray, state)
     if state.cache is not None:
-        padding = SLOTS - state.cache.layers[0].values.shape[1]
+        padding = CAPACITY - state.cache.layers[0].values.shape[1]
         layers = tuple(
             type(layer)(
                 jnp.pad(layer.keys, ((0, 0), (0, 0), (0, padding))),
@@ -146,7 +146,7 @@ def every_draft(case: Block, context: Context, monkeypatch) -> Drafted:
     for position in range(positions):
         left, unused = laws[:, position].copy(), np.ones((len(choices), VOCAB))
         for rank in range(branch):
-            # Where a law has no token left, unused ones stand in, the lowest first or any other.
+            # If a law has no token left, unused ones stand in, the lowest first or any other.
             empty = left.sum(1, keepdims=True) <= 0
             now = np.where(empty, unused, left)
             token = choices[:, position, rank]
@@ -158,7 +158,7 @@ def every_draft(case: Block, context: Context, monkeypatch) -> Drafted:
 def deviation(
     drafted: Drafted, tree, target: enumeration.Laws, stated: np.ndarray | None = None
 ) -> float:
-    """How far the law of the text is from the target's; `stated` replaces the stated laws."""
+    """Returns the text's deviation from the target's law; `stated` replaces the stated laws."""
     proposals = drafted.proposals
     if stated is not None:
         proposals = proposals._replace(draft_logprobs=stated)
@@ -242,7 +242,7 @@ def test_filters_leave_the_likeliest_as_they_are(name):
 
 
 def test_tokens_are_drawn_from_the_stated_laws():
-    """What enumeration leaves out: the draw itself."""
+    """Enumeration leaves out the draw itself, which is tested here."""
     case, context = BLOCKS["two passes"], context_of(WARPS["hot"], TEXT)
     keys = jax.random.split(jax.random.key(1), 4096)
     proposals = jax.jit(jax.vmap(partial(propose, case, context)))(keys)
@@ -285,7 +285,7 @@ def judged(target: np.ndarray, stated: np.ndarray, token: int) -> np.ndarray:
 
 
 def going_on(drafted: Drafted, target: enumeration.Laws, stated: np.ndarray, reread: bool) -> float:
-    """How far off the published program is: it goes on behind a rejection, without a bonus token.
+    """Deviation of the published program: it continues after a rejection, without a bonus token.
 
     Its one target pass has read the drafted tokens; `reread`: it reads what was emitted instead.
     """

@@ -55,14 +55,14 @@ def target():
 
 
 class Request(NamedTuple):
-    """What `decode` is given besides the models."""
+    """Arguments of `decode` other than the models."""
 
     prompts: Prompt
     automaton: StopAutomaton
 
 
 def exact_plan(drafter: Drafter, *smaller: int) -> DecodePlan:
-    """Capacities without a slot to spare: the longest row ends where the cache ends."""
+    """Capacities without a place to spare: the longest row ends where the cache ends."""
     last = BUCKET + BUDGET + drafter.tree_shape[1] + 1
     return DecodePlan((*smaller, last), chunk=8, logprobs=True, warped_logprobs=True)
 
@@ -408,7 +408,7 @@ class Listener(NoDraft):
 
 
 def test_a_drafter_hears_the_features_of_every_committed_position():
-    """Of the prompt all at once, then step by step: the same as from one pass over the text."""
+    """The prompt's come at once, the rest step by step: the same as in one pass over the text."""
     asked, drafter = request("greedy"), Listener()
     states = decode(
         Params(target(), ()),
@@ -420,7 +420,7 @@ def test_a_drafter_hears_the_features_of_every_committed_position():
     for row, text in enumerate(texts(states)):
         tokens = states.context.tokens[row, : BUCKET + BUDGET]
         hidden, _ = fresh(tokens, len(text), taps=drafter.taps)
-        # What the last step told is still in `recent`.
+        # The features of the last step are still in `recent`.
         heard = len(text) - 2
         for ours, theirs in zip(states.draft, (hidden.features, hidden.taps), strict=True):
             np.testing.assert_allclose(ours[row, :heard], theirs[:heard], atol=1e-5)
@@ -486,7 +486,7 @@ def law_of_four() -> np.ndarray:
 
 
 def fit(drawn: np.ndarray, first: int) -> float:
-    """How probable a worse chi-square of two neighbouring tokens is under the target's law."""
+    """Returns the chance of a worse chi-square of two neighbours under the target's law."""
     expected = DRAWS * law_of_four().sum(axis=tuple({0, 1, 2, 3} - {first, first + 1}))
     observed = np.zeros_like(expected)
     np.add.at(observed, tuple(drawn[:, first : first + 2].T), 1)
@@ -498,7 +498,7 @@ def fit(drawn: np.ndarray, first: int) -> float:
 
 
 def drawn_from(name: str):
-    """So many draws take long; in the quick tests, enumeration vouches for the other drafters."""
+    """These draws take long; in the quick tests, enumeration vouches for the other drafters."""
     quick = name in ("plain", "draft model, tree")
     return name if quick else pytest.param(name, marks=pytest.mark.slow)
 

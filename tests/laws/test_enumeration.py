@@ -62,7 +62,7 @@ WARPS = {
 
 
 class Outcome(NamedTuple):
-    """How far the law of the text is from the target's, and whether decisions were in order.
+    """Deviation of the text's law from the target's, and whether decisions were in order.
 
     deviation: the largest difference of any probability of the joint law.
     consistent: every verdict was what its cell of the uniforms asks for.
@@ -178,7 +178,7 @@ def test_a_single_possible_token_leaves_fillers_among_its_siblings():
     assert_lossless(judge(honest("siblings"), SIBLINGS, target, drafts, draft))
 
 
-# What a node's validity may depend on: whatever was known before its own token was drawn.
+# Rules of validity: a node's may depend on all that was known before its own token was drawn.
 EARLY_EXITS = {
     "the text alone": lambda tokens: np.arange(tokens.shape[1])[None, :] < 3,
     "the token before": lambda tokens: np.roll(tokens, 1, axis=1) != 2,
@@ -207,7 +207,7 @@ SURE = 0.6
 
 
 def sure_of(tokens: np.ndarray, raw: enumeration.Laws) -> np.ndarray:
-    """Whether each node of a chain had at least the probability SURE, before any warping."""
+    """Marks nodes of a chain whose probability before any warping was at least SURE."""
     sure = np.ones(tokens.shape, bool)
     for node in range(1, tokens.shape[1]):
         law = raw[node - 1][tuple(tokens[:, 1:node].T)]
@@ -247,7 +247,7 @@ def test_throwing_the_unsure_token_away_is_caught(warp):
 
 
 def of_two_seeds(warp: str) -> list[tuple[int, Warp]]:
-    """Of the target, of the drafter, and of the drafter before warping."""
+    """Seeds and warps of the target, of the drafter, and of the drafter before warping."""
     return [(9, WARPS[warp]), (10, WARPS[warp]), (10, WARPS["plain"])]
 
 

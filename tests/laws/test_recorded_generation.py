@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxspec import DraftModel, GenerationConfig, Model, PromptLookup, generate, load
+from jaxspec.models import Network
 
 PLAIN = GenerationConfig(max_new_tokens=24, logprobs=True)
 DRAFTED = GenerationConfig(max_new_tokens=24)
@@ -18,7 +18,6 @@ DRAFTED = GenerationConfig(max_new_tokens=24)
 class Recorded(NamedTuple):
     """A checkpoint and what was recorded with it."""
 
-    folder: Path
     model: Model
     arrays: dict[str, np.ndarray]
     outcomes: dict
@@ -29,10 +28,9 @@ class Recorded(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=["llama_gqa_dev", "qwen3_dev"])
-def recorded(request, shared_folder) -> Recorded:
-    folder = shared_folder("oracle_hf", request.param)
+def recorded(request, recorded_folder) -> Recorded:
+    folder = recorded_folder("checkpoints", request.param)
     return Recorded(
-        folder,
         load(folder, dtype=jnp.float32),
         dict(np.load(folder / "oracle.npz")),
         json.loads((folder / "oracle.json").read_text()),
@@ -43,7 +41,16 @@ def drafted(recorded: Recorded, method: str):
     """The drafter that a recording was made with."""
     if method == "prompt_lookup":
         return PromptLookup(num_speculative_tokens=4, max_ngram=2)
-    return DraftModel.of(load(recorded.folder / "assistant", dtype=jnp.float32), 4)
+    return DraftModel.of(Model(first_layers(recorded.model.network, 2)), 4)
+
+
+def first_layers(network: Network, count: int) -> Network:
+    """The same network without its last layers."""
+    config = network.config
+    gone = {f"layer_{i}" for i in range(count, config.num_layers)}
+    params = {name: part for name, part in network.params.items() if name not in gone}
+    layer_types = config.layer_types[:count]
+    return Network(params, config.replace(num_layers=count, layer_types=layer_types))
 
 
 def test_greedy_tokens_and_their_logprobs(recorded):
@@ -67,7 +74,7 @@ def test_rounds_of_speculative_decoding(recorded, method):
         candidates = step.tokens[step.valid][1:].tolist()
         rounds.append((length, candidates, len(step.path) - 1))
         length += len(step.emitted)
-    # What could not be emitted is recorded as a candidate; it is never offered here.
+    # Tokens that could not be emitted are recorded as candidates; they are never offered here.
     assert rounds == [
         (one["prefix_len"], one["candidates"][: length - one["prefix_len"] - 1], one["accepted"])
         for one in outcome["rounds"]

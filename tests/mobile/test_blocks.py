@@ -10,8 +10,9 @@ import pytest
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import Model
 from jaxspec.drafters import AdaptiveBlock, Deer, LoadedDrafter
-from jaxspec.mobile.export import MODEL_FILE, ExportConfig, export
-from jaxspec.mobile.gpu import _loops
+from jaxspec.mobile.checks import every_loop
+from jaxspec.mobile.contents import ExportConfig
+from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.models import Network, init_params
 from tests.laws.drafters import diffuser
 from tests.mobile.models import CONFIG, successor_model
@@ -21,7 +22,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra `mobile`")
 
 MOST = 40
 PROMPTS = ([3, 7, 1, 19, 4, 9, 11], [5] * 20, list(range(2, 33)))
-SHAPES = ExportConfig(slots=96, prefill=(16,), quantization="float32")
+SHAPES = ExportConfig(capacity=96, prefill=(16,), quantization="float32")
 DRAFTERS = {
     "chain": Deer(5),
     "tree": Deer(4, ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))),
@@ -55,7 +56,7 @@ def exported(request, model, tmp_path_factory):
 
 def test_rounds_on_litert_are_those_in_jax(model, exported):
     """The same tokens, and as many accepted in every round."""
-    from jaxspec.mobile.runtime import verify_drafts, whole_steps
+    from jaxspec.mobile.loops import verify_drafts, whole_steps
 
     file, drafter = exported
     config = GenerationConfig(max_new_tokens=MOST - 1)
@@ -77,16 +78,16 @@ def test_rounds_on_litert_are_those_in_jax(model, exported):
 
 def test_drafts_do_not_depend_on_what_was_kept(model, exported):
     """A text read from the start gives the draft that it gives round by round."""
-    from jaxspec.mobile.loops import BlockDraft
+    from jaxspec.mobile.drafts import WindowDraft
 
     file, drafter = exported
     (row,) = generate(
         model, PROMPTS[2], GenerationConfig(max_new_tokens=24), drafter, return_trace=True
     )
-    text, going_on = list(PROMPTS[2]), BlockDraft(file)
+    text, going_on = list(PROMPTS[2]), WindowDraft(file)
     for step in row.trace:
         known = going_on(text, 1)
-        fresh = BlockDraft(file)(text, 1)
+        fresh = WindowDraft(file)(text, 1)
         np.testing.assert_array_equal(known.tokens, fresh.tokens)
         np.testing.assert_array_equal(known.tokens[step.valid], step.tokens[step.valid])
         going_on(text, 1)  # what a fresh one read lies in the same buffers
@@ -95,8 +96,7 @@ def test_drafts_do_not_depend_on_what_was_kept(model, exported):
 
 def test_a_greedy_text_takes_whole_steps_where_the_file_has_them(exported):
     from jaxspec.core.types import Warp
-    from jaxspec.mobile.loops import Acceptance
-    from jaxspec.mobile.runtime import whole_steps
+    from jaxspec.mobile.loops import HostAcceptance, whole_steps
 
     file, _ = exported
     if not file.manifest.sizes("step_block"):
@@ -110,7 +110,7 @@ def test_a_greedy_text_takes_whole_steps_where_the_file_has_them(exported):
     assert any(name.startswith("step_block_") for name in called)
     assert not any(name.startswith("verify") for name in called)
     with pytest.raises(ValueError, match="whole steps of this file are greedy"):
-        whole_steps(file, Acceptance(Warp(np.float32(0.5))))
+        whole_steps(file, HostAcceptance(Warp(np.float32(0.5))))
 
 
 def test_a_file_that_verifies_too_few_decodes_plainly_at_a_temperature(model, tmp_path):
@@ -129,18 +129,18 @@ def test_a_file_that_verifies_too_few_decodes_plainly_at_a_temperature(model, tm
     (row,) = generate(model, PROMPTS[0], GenerationConfig(max_new_tokens=8))
     assert greedy.tokens.tolist() == row.tokens.tolist()
     assert len(greedy.counts) < 8
-    assert "draft_block, verify, commit" not in _loops(manifest, ())
+    assert "draft_block, verify, commit" not in every_loop(manifest, 8, ())
 
 
 def test_what_would_be_written_past_the_end_is_refused(exported):
     file, _ = exported
     size = file.manifest.sizes("draft_block")[0]
-    slots = file.inputs(f"draft_block_{size}")["block_k_0"]["shape"][2]
-    with pytest.raises(ValueError, match=f"start: draft_block_{size} writes {size} slots from"):
-        file.call(f"draft_block_{size}", start=[slots - size + 1])
+    capacity = file.inputs(f"draft_block_{size}")["block_k_0"]["shape"][2]
+    with pytest.raises(ValueError, match=f"start: draft_block_{size} writes {size} tokens from"):
+        file.call(f"draft_block_{size}", start=[capacity - size + 1])
     if file.manifest.sizes("step_block"):
         with pytest.raises(ValueError, match=f"length: step_block_{size} writes . rows from 95 on"):
-            file.call(f"step_block_{size}", start=[0], length=[SHAPES.slots - 1])
+            file.call(f"step_block_{size}", start=[0], length=[SHAPES.capacity - 1])
 
 
 def test_sampling_accepts_block_drafts(exported):
@@ -169,6 +169,6 @@ def test_what_no_file_drafts_is_refused(model, tmp_path):
 def test_a_check_on_the_gpu_calls_draft_block(exported):
     file, _ = exported
     assert file.manifest.sizes("draft") == ()
-    loops = _loops(file.manifest, ())
+    loops = every_loop(file.manifest, 8, ())
     assert "draft_block, verify, commit" in loops
     assert ("draft_block, step_block" in loops) == bool(file.manifest.sizes("step_block"))

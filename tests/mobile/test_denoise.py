@@ -16,9 +16,9 @@ from jaxspec.mobile import ExportConfig, MobileModel, export, fill_in, fill_in_s
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.gpu import check_gpu
 
-SLOTS, NUM_NEW = 48, 12
+CAPACITY, NUM_NEW = 48, 12
 SHAPES = ExportConfig(
-    slots=SLOTS, prefill=(8,), quantization="float32", drafts=(1, 3), block_length=BLOCK
+    capacity=CAPACITY, prefill=(8,), quantization="float32", drafts=(1, 3), block_length=BLOCK
 )
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [2, 2, 2, 17, 20, 11, 8, 9]]
 CONFIG = DenoiseConfig(max_new_tokens=NUM_NEW, block_length=BLOCK, stop_token_ids=())
@@ -95,7 +95,7 @@ def test_what_a_file_cannot_fill_in_is_said(exported):
         ({"num_drafts": 2}, r"num_drafts: this file has rounds of \[1, 3\] drafts.*--drafts 2"),
         (
             {"max_new_tokens": 64},
-            r"its 2 tokens and 64 new ones need \d+ slots, and this file has 48",
+            r"its 2 tokens and 64 new ones need a capacity of \d+, and this file has 48",
         ),
         ({"prompt": []}, "prompt is empty"),
         ({"prompt": [1, MASK]}, "not the mask"),
@@ -111,8 +111,12 @@ def test_what_a_file_cannot_fill_in_is_said(exported):
     ("network", "values", "said"),
     [
         ({}, {"verify": (4,)}, "verify: for causal models"),
-        ({}, {"drafts": (8,)}, r"drafts: a round decides within two blocks \(8 slots\), got 8"),
-        ({}, {"slots": 7, "prefill": (4,)}, r"slots must be at least two blocks \(8\), got 7"),
+        ({}, {"drafts": (8,)}, r"drafts: a round decides within two blocks \(8 tokens\), got 8"),
+        (
+            {},
+            {"capacity": 7, "prefill": (4,)},
+            r"capacity must be at least two blocks \(8\), got 7",
+        ),
         ({"block": BLOCK}, {"block_length": 8}, "block_length must be 4"),
         ({"block": BLOCK}, {"prefill": (6,)}, r"multiples of the network's block \(4\), got 6"),
     ],

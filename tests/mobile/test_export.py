@@ -19,7 +19,7 @@ from jaxspec.core.types import KVCache, Params, Warp
 from jaxspec.drafters import DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.models import Eagle3Head, init_eagle3_params
-from tests.bench.models import tiny_model
+from tests.measure.models import tiny_model
 from tests.mobile.models import CONFIG, successor_model
 from tests.models.families import tiny
 
@@ -30,22 +30,21 @@ import flatbuffers
 
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
 from jaxspec.mobile.convert import lower, to_flatbuffer
-from jaxspec.mobile.export import _check_size
+from jaxspec.mobile.drafts import DynamicDraft, LookupDraft, TreeDraft
 from jaxspec.mobile.loops import (
-    Acceptance,
-    DynamicDraft,
-    LookupDraft,
+    HostAcceptance,
     Plain,
     Steps,
-    TreeDraft,
     Verified,
+    best_loop,
     drafted_by,
+    verify_drafts,
 )
 from jaxspec.mobile.records import Signature
-from jaxspec.mobile.runtime import verify_drafts
+from jaxspec.mobile.tflite import _check_size
 
-SLOTS, NUM_NEW = 64, 40
-SHAPES = ExportConfig(slots=SLOTS, prefill=(8,), quantization="float32")
+CAPACITY, NUM_NEW = 64, 40
+SHAPES = ExportConfig(capacity=CAPACITY, prefill=(8,), quantization="float32")
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [40, 2, 2, 2, 17, 20]]
 GREEDY = GenerationConfig(max_new_tokens=NUM_NEW)
@@ -92,7 +91,7 @@ def test_steps_give_the_same_tokens(exported, expected):
 DRAFTS = {
     "static tree": TreeDraft,
     "dynamic tree": lambda model: DynamicDraft(model, 6),
-    "lookup": lambda model: LookupDraft(PromptLookup(3), SLOTS),
+    "lookup": lambda model: LookupDraft(PromptLookup(3), CAPACITY),
 }
 
 
@@ -157,7 +156,7 @@ def test_another_file_may_draft(pair, exported, expected, tmp_path):
     [
         ({"num_tokens": 47}, "another tokenizer"),
         ({"tokenizer": "x"}, "another tokenizer"),
-        ({"slots": 32}, "--slots 64"),
+        ({"capacity": 32}, "--capacity 64"),
     ],
 )
 def test_draft_models_that_cannot_draft_are_refused(exported, path, change, said):
@@ -169,7 +168,7 @@ def test_draft_models_that_cannot_draft_are_refused(exported, path, change, said
 
 @pytest.mark.parametrize("loop", [Plain, Steps, None], ids=["plain", "step_sampled", "verified"])
 def test_samples_have_the_law_of_the_target(pair, exported, loop):
-    """Frequencies of the first two tokens, of 4 likely ones each, beside the network's own law."""
+    """Frequencies of the first two tokens, of 4 likely ones each, next to the network's own law."""
     warp = Warp(temperature=np.float32(1.5), top_k=np.int32(3))
     if loop is None:
         loop = verify_drafts
@@ -217,7 +216,7 @@ HALF = np.float32(0.5)
 def test_steps_refuse_what_they_would_ignore(exported, warp, named):
     with pytest.raises(ValueError, match=f"^{named}: whole steps .* at most 48, nothing else"):
         exported.generate(PROMPTS[1], 2, loop=Steps, warp=warp)
-    assert exported._best_loop(warp) is verify_drafts
+    assert best_loop(exported.manifest, warp) is verify_drafts
 
 
 class Reads(MobileModel):
@@ -297,8 +296,8 @@ def test_the_smallest_shapes(pair, expected, tmp_path):
 
     The last part of the longer prompt does not fit behind the others: it begins among them.
     """
-    for size, slots in ((1, SLOTS), (8, 2 * 8 + 5)):
-        shapes = replace(SHAPES, slots=slots, prefill=(size,))
+    for size, capacity in ((1, CAPACITY), (8, 2 * 8 + 5)):
+        shapes = replace(SHAPES, capacity=capacity, prefill=(size,))
         export(pair[0], tmp_path, Eagle.of(pair[1], ((0,),)), shapes)
         file = MobileModel(tmp_path / "model.tflite", num_threads=1)
         decoded = file.generate(PROMPTS[0], 10)
@@ -310,7 +309,7 @@ def test_the_smallest_shapes(pair, expected, tmp_path):
 
 
 def test_passes_and_commits_equal_the_network(pair, exported):
-    """Logits of a tree behind a prompt; then a committed path, beside the same text as a prompt."""
+    """Logits of a tree behind a prompt; then a committed path against the same text as a prompt."""
     network, prompt = pair[0].network, PROMPTS[0]
     exported.prefill(prompt)
     tree, tokens = tree_from_paths(PATHS), np.arange(9, dtype=np.int32)
@@ -340,7 +339,7 @@ def test_passes_and_commits_equal_the_network(pair, exported):
 
 def test_decoding_goes_on_to_the_end_of_the_context(exported):
     plain = exported.generate(PROMPTS[1], 1000, loop=Plain)
-    assert len(plain.tokens) == SLOTS - len(PROMPTS[1])
+    assert len(plain.tokens) == CAPACITY - len(PROMPTS[1])
     assert plain.finish_reason == "length"
     assert exported.generate(PROMPTS[1], 1000).tokens.tolist() == plain.tokens.tolist()
 
@@ -391,8 +390,8 @@ def test_mistakes_are_named(pair, exported, path, tmp_path):
         MobileModel(path, tokenizer=tiny_model().tokenizer)
     with pytest.raises(CheckpointError, match="does not exist"):
         MobileModel(tmp_path)
-    with pytest.raises(ValueError, match="more slots"):
-        exported.generate([1] * SLOTS)
+    with pytest.raises(ValueError, match="more capacity"):
+        exported.generate([1] * CAPACITY)
     with pytest.raises(ValueError, match="ids must be in"):
         exported.generate([48])
     with pytest.raises(ValueError, match=r"start must be in 0\.\.1, got 2"):
@@ -405,41 +404,41 @@ def test_mistakes_are_named(pair, exported, path, tmp_path):
         exported.call("decode", token=[1], length=[1])
     with pytest.raises(ValueError, match=r"decode: its outputs are .*logits, .*, and not logit"):
         exported.read("decode", "logit")
-    with pytest.raises(ValueError, match=r"draft_4 writes 4 nodes from 5 on, .* 8 slots"):
+    with pytest.raises(ValueError, match=r"draft_4 writes 4 nodes from 5 on, .* room for 8"):
         exported.call("draft_4", length=[8], drafted=[5])
     with pytest.raises(ValueError, match="writes 4 rows from 61 on"):
-        exported.call("step", length=[SLOTS - 3])
-    with pytest.raises(ValueError, match="say where decode writes"):
+        exported.call("step", length=[CAPACITY - 3])
+    with pytest.raises(ValueError, match="give where decode writes"):
         exported.call("decode", pending=[1])
-    with pytest.raises(ValueError, match=r"positions: must be below the 64 slots .*, got 64"):
+    with pytest.raises(ValueError, match=r"positions: must be below the capacity .*, 64, got 64"):
         exported.call("verify_9", positions=[56, *range(57, 65)], length=[56])
-    with pytest.raises(ValueError, match="num_nodes must be at most 280, what a beam of 26 ever"):
+    with pytest.raises(ValueError, match="num_nodes must be at most 280, which a beam of 26"):
         DynamicDraft(exported, 281, beam=26)
     with pytest.raises(ValueError, match="--verify 12"):
-        Verified(exported, LookupDraft(PromptLookup(11), SLOTS), Acceptance(Warp()))
-    with pytest.raises(ValueError, match="slots must be at most"):
-        export(pair[0], tmp_path, config=replace(SHAPES, slots=1000))
+        Verified(exported, LookupDraft(PromptLookup(11), CAPACITY), HostAcceptance(Warp()))
+    with pytest.raises(ValueError, match="capacity must be at most"):
+        export(pair[0], tmp_path, config=replace(SHAPES, capacity=1000))
     with pytest.raises(ValueError, match="baked in"):
         export(pair[0], tmp_path, LayerSkip(), SHAPES)
     with pytest.raises(ValueError, match="DraftModel cannot be exported"):
         export(pair[0], tmp_path, DraftModel.of(pair[0]), SHAPES)
     with pytest.raises(ValueError, match="sizes must be in"):
-        ExportConfig(slots=8, prefill=(9,))
+        ExportConfig(capacity=8, prefill=(9,))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_extra_is_named(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ai_edge_litert", None)
-    with pytest.raises(ValueError, match=r"pip install 'jaxspec\[mobile\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'jaxspec-decoding\[mobile\]'"):
         MobileModel(path)
 
 
 def test_lookup_gets_a_pass_of_its_size(pair):
     from jaxspec.drafters import LoadedDrafter
-    from jaxspec.mobile.export import _signatures
+    from jaxspec.mobile.contents import _signatures
     from jaxspec.mobile.records import Target
 
-    target = Target(pair[0].config, SLOTS, 48)
+    target = Target(pair[0].config, CAPACITY, 48)
     functions, paths = _signatures(target, LoadedDrafter(PromptLookup(4), ()), SHAPES)
     assert "verify_5" in functions
     assert "commit_5" in functions
@@ -451,7 +450,7 @@ def test_every_dense_family_decodes_as_in_jax(family, tmp_path):
     """Windows of 4 and 5 tokens: shorter than a part of the prompt, and than text and drafts."""
     model = Model(tiny(family), name=family)
     drafter = LayerSkip(skips_of(3, attention=[1], mlp=[0]), 3)
-    export(model, tmp_path, drafter, replace(SHAPES, slots=40, bundle="gpu"))
+    export(model, tmp_path, drafter, replace(SHAPES, capacity=40, bundle="gpu"))
     prompt = [5, 17, 40, 8, 22, 53, 3, 9, 31, 12, 44]
     config = GenerationConfig(max_new_tokens=16, stop_token_ids=())
     (row,) = generate(model, prompt, config)
@@ -497,16 +496,16 @@ def test_a_tied_table_counts_once_in_float32(monkeypatch):
     network = tiny("qwen2")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(network.params) if leaf.ndim > 1)
     params = Params(network, ())
-    monkeypatch.setattr(sys.modules["jaxspec.mobile.export"], "_LARGEST", weights)
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.tflite"], "_LARGEST", weights)
     _check_size(params, "float32")
-    monkeypatch.setattr(sys.modules["jaxspec.mobile.export"], "_LARGEST", weights - 1)
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.tflite"], "_LARGEST", weights - 1)
     with pytest.raises(ValueError, match="less than 2 GiB"):
         _check_size(params, "float32")
 
 
 def test_what_a_flatbuffer_cannot_hold_is_refused_beforehand(pair, tmp_path, monkeypatch):
-    """The token table counts with 8 bits beside the products' 4."""
-    monkeypatch.setattr(sys.modules["jaxspec.mobile.export"], "_LARGEST", 4000)
+    """The token table counts with 8 bits, the products with 4."""
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.tflite"], "_LARGEST", 4000)
     with pytest.raises(ValueError, match=r"a \.tflite holds less than 2 GiB; take fewer bits"):
         export(pair[0], tmp_path, config=replace(SHAPES, quantization="int4"))
 

@@ -17,7 +17,7 @@ from jaxspec.models.attention import Segment, attend
 from jaxspec.models.linear import multiply
 from jaxspec.models.rope import rotations
 
-SLOTS = 32
+CAPACITY = 32
 
 
 def test_a_form_holds_within_its_context_only():
@@ -39,10 +39,10 @@ def _cases():
     queries = jnp.asarray(draws.normal(size=(2, 2, 4, 3)), jnp.float32)
     prefix, own = (
         LayerKV(
-            jnp.asarray(draws.normal(size=(2, 3, slots)), jnp.float32),
-            jnp.asarray(draws.normal(size=(2, slots, 3)), jnp.float32),
+            jnp.asarray(draws.normal(size=(2, 3, capacity)), jnp.float32),
+            jnp.asarray(draws.normal(size=(2, capacity, 3)), jnp.float32),
         )
-        for slots in (6, 4)
+        for capacity in (6, 4)
     )
     segments = (Segment(prefix, jnp.arange(6)[None] < 5), Segment(own, masks.causal(4)))
     layer = LayerKV(
@@ -55,7 +55,7 @@ def _cases():
         "lookup_ids": lambda: lookup_ids(jnp.array([5, 7, 90_000_001]), jnp.array([2, 0])),
         "lookup_rows": lambda: lookup_rows(floats, jnp.array([4, 0, 0])),
         "multiply": lambda: multiply(floats[:, :5], floats),
-        "rotations": lambda: rotations(rope, 8, 64, jnp.array([0, 3, SLOTS - 1])),
+        "rotations": lambda: rotations(rope, 8, 64, jnp.array([0, 3, CAPACITY - 1])),
         "select_nodes": lambda: select_nodes((layer,), jax.nn.one_hot(jnp.array([2, 0, -1]), 5)),
         "attend": lambda: attend(queries, segments, 0.7),
         "attend, capped": lambda: attend(queries, segments[1:], 0.7, 2.0),
@@ -65,7 +65,7 @@ def _cases():
 @pytest.mark.parametrize("name", sorted(_cases()))
 def test_each_form_computes_what_it_stands_for(name):
     compute = _cases()[name]
-    with exchanged(litert_forms(SLOTS)):
+    with exchanged(litert_forms(CAPACITY)):
         other = compute()
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), compute(), other
@@ -74,12 +74,12 @@ def test_each_form_computes_what_it_stands_for(name):
 
 def test_a_whole_pass_is_the_same(tiny_network):
     tokens = jnp.array([3, 1, 4], jnp.int32)
-    cache = KVCache(tiny_network.empty_cache(SLOTS).layers, jnp.int32(2))
+    cache = KVCache(tiny_network.empty_cache(CAPACITY).layers, jnp.int32(2))
 
     def logits():
         hidden = tiny_network.forward(tokens, 2 + jnp.arange(3), masks.causal(3), cache)
         return tiny_network.unembed(hidden.features)
 
-    with exchanged(litert_forms(SLOTS)):
+    with exchanged(litert_forms(CAPACITY)):
         other = logits()
     np.testing.assert_allclose(logits(), other, atol=1e-5)

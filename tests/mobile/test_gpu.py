@@ -9,7 +9,8 @@ from jaxspec import LayerSkip, load
 from jaxspec.checkpoint import load_eagle, shipped_folders
 from jaxspec.drafters import Deer, Eagle, LoadedDrafter
 from jaxspec.drafters.skip_sets import skips_of
-from jaxspec.trees import tree_of_head
+from jaxspec.measure.comparison import Divergence
+from jaxspec.tuning import tree_of_head
 from tests.laws.drafters import diffuser
 from tests.mobile.models import successor_model
 
@@ -20,11 +21,12 @@ from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
 from jaxspec.mobile import child as child_module
 from jaxspec.mobile import gpu as gpu_module
 from jaxspec.mobile import runtime as runtime_module
+from jaxspec.mobile.checks import LoopCheck, compare_with_plain
 from jaxspec.mobile.extra import missing_for_gpu
-from jaxspec.mobile.gpu import GpuCheck, LoopCheck, PassCheck, check_gpu
+from jaxspec.mobile.gpu import GpuCheck, PassCheck, check_gpu
 
 PATHS = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1))
-SHAPES = ExportConfig(slots=64, prefill=(16,), quantization="float32")
+SHAPES = ExportConfig(capacity=64, prefill=(16,), quantization="float32")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [40, 2, 2, 2, 17, 20], [11, 13]]
 
 EVERY_LOOP = {
@@ -98,7 +100,7 @@ def test_the_shipped_model_runs_whole_and_right(tmp_path, quantization):
     drafter = Eagle.of(head, tree_of_head("demo-eagle"))
     bundle = "cpu" if quantization == "float32" else "gpu"
     shapes = ExportConfig(
-        slots=1024, prefill=(8, 64), bundle=bundle, quantization=quantization, verify=(8,)
+        capacity=1024, prefill=(8, 64), bundle=bundle, quantization=quantization, verify=(8,)
     )
     export(model, tmp_path, drafter, shapes)
     texts = ("How many are 3 + 4?\n", "def add(a, b):\n", "Once upon a time", "1, 2, 3, 4,")
@@ -145,12 +147,12 @@ def test_every_signature_is_run(everything):
     ours, reference = Watched(everything), MobileModel(everything, num_threads=1)
     prompts = gpu_module._some_prompts(ours.manifest)
     assert {8, 16, 19} <= set(map(len, prompts))
-    checks = gpu_module.compare_loops(ours, reference, prompts, 16)
+    checks = compare_with_plain(ours, reference, prompts, 16)
     assert {check.name for check in checks} == EVERY_LOOP
     assert ours.called == set(ours.manifest.signatures)
     assert GpuCheck((), True, "", tuple(checks)).problems == ()
-    (foretold,) = [check for check in checks if check.name == "verify_4, commit_4"]
-    assert set(foretold.counts) == {1, 4}
+    (verified,) = [check for check in checks if check.name == "verify_4, commit_4"]
+    assert set(verified.counts) == {1, 4}
 
 
 @pytest.mark.parametrize("wrong", [("draft", "drafted", 1), ("draft_4", "children", 0)])
@@ -158,14 +160,14 @@ def test_wrong_drafts_are_noticed(everything, wrong):
     """Though all texts are right."""
     ours, reference = Watched(everything), MobileModel(everything, num_threads=1)
     ours.wrong = wrong
-    checks = gpu_module.compare_loops(ours, reference, PROMPTS[:2], 16)
+    checks = compare_with_plain(ours, reference, PROMPTS[:2], 16)
     (problem,) = GpuCheck((), True, "", tuple(checks)).problems
     assert problem.endswith("its rounds emit more or fewer tokens than on the CPU")
     assert wrong[0] in problem
 
 
 def test_what_is_wrong_is_listed():
-    loops = (LoopCheck("step", (1, 3), (None, 7)),)
+    loops = (LoopCheck("step", 2, (1, 3), (Divergence(1, 7, 3, 4, None),)),)
     checked = GpuCheck(("decode", "step"), False, "plain decoding on the CPU", loops)
     assert checked.problems == (
         "a part of it falls back to the CPU",

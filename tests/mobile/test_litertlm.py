@@ -36,8 +36,8 @@ from jaxspec.mobile.litertlm import (
 from jaxspec.mobile.litertlm_check import check_litertlm
 from jaxspec.mobile.records import Target
 
-SLOTS, NUM_NEW, DRAFTS = 64, 40, 3
-SHAPES = ExportConfig(slots=SLOTS, prefill=(8,), quantization="float32")
+CAPACITY, NUM_NEW, DRAFTS = 64, 40, 3
+SHAPES = ExportConfig(capacity=CAPACITY, prefill=(8,), quantization="float32")
 DRAFTER = LayerSkip(skips_of(2, attention=[1], mlp=[0]), DRAFTS, 0.0, None)
 PROMPTS = ["DBEBFJGFDJHBA", "H", "iCCCRU"]
 
@@ -82,14 +82,14 @@ def test_some_drafts_are_accepted(checked):
 
 @pytest.mark.parametrize("drafts", [DRAFTS, 1])
 def test_drafts_are_those_of_jax(model, drafts):
-    """What the runtime calls, called as it does, beside the drafts of a generation."""
+    """Functions of the file, called as the runtime calls them, give the drafts of a generation."""
     drafter = replace(DRAFTER, num_speculative_tokens=drafts)
     config = GenerationConfig(max_new_tokens=20)
     (row,) = generate(model, PROMPTS[:1], config, drafter, return_trace=True)
-    target, carried = Target(CONFIG, 2 * SLOTS, CONFIG.vocab_size), Carried.of(CONFIG, drafter)
+    target, carried = Target(CONFIG, 2 * CAPACITY, CONFIG.vocab_size), Carried.of(CONFIG, drafter)
     params, signatures = Params(model.network, ()), {}
     for name, signature in (
-        ("prefill", prefill_signature(target, carried, SLOTS)),
+        ("prefill", prefill_signature(target, carried, CAPACITY)),
         ("draft", draft_signature(target, carried)),
     ):
         zeros = {name: np.zeros(x.shape, x.dtype) for name, x in signature.inputs.items()}
@@ -99,9 +99,9 @@ def test_drafts_are_those_of_jax(model, drafts):
     table = np.asarray(model.params["embed"]["embedding"])
     text = model.tokenizer.encode(PROMPTS[0])
     for step in row.trace:
-        embedded = np.zeros((1, SLOTS, carried.width), np.float32)
+        embedded = np.zeros((1, CAPACITY, carried.width), np.float32)
         embedded[0, : len(text) - 1, : CONFIG.embed_dim] = table[text[:-1]]
-        positions = np.arange(SLOTS, dtype=np.int32)
+        positions = np.arange(CAPACITY, dtype=np.int32)
         known = prefill(params, {**caches, "embeddings": embedded, "input_pos": positions})
         last = {**inputs, **known, "input_pos": np.array([len(text) - 2], np.int32)}
         token, handed, drafted = text[-1], np.zeros(carried.width, np.float32), []
@@ -134,9 +134,9 @@ def test_chats_are_written_as_the_model_knows_them(model):
     )
     ours = replace(model.tokenizer, templates={"default": template})
     told = llm_metadata_pb2.LlmMetadata()
-    told.ParseFromString(describe_text(replace(model, tokenizer=ours), ours, SLOTS))
+    told.ParseFromString(describe_text(replace(model, tokenizer=ours), ours, CAPACITY))
     assert [list(stop.token_ids.ids) for stop in told.stop_tokens] == [[0]]
-    assert told.max_num_tokens == SLOTS
+    assert told.max_num_tokens == CAPACITY
     theirs = replace(model.tokenizer, templates={"default": told.jinja_prompt_template})
     chat = [{"role": "user", "content": "BC"}, {"role": "assistant", "content": "D"}]
     parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in chat]
@@ -150,11 +150,11 @@ def test_mistakes_are_named(model, path, tmp_path):
 
     refused("has no tokenizer", replace(model, tokenizer=None))
     config = CONFIG.replace(diffusion=Diffusion(mask_token_id=3))
-    refused("masked slots", replace(model, network=Network(model.params, config)))
+    refused("fills in masks", replace(model, network=Network(model.params, config)))
     refused("cannot run Eagle", drafter=Eagle.of(successor_model()[1], ((0,),)))
-    refused("set baked in", drafter=LayerSkip())
-    refused("slots must be at most", slots=1000)
-    refused("needs more than 4 slots", slots=4, prefill=(2,))
+    refused("needs a fixed set", drafter=LayerSkip())
+    refused("capacity must be at most", capacity=1000)
+    refused("needs more than 4 tokens", capacity=4, prefill=(2,))
     refused("bundle: has no meaning", bundle="gpu")
     refused("int4-block32 needs widths", quantization="int4-block32")
     assert not list(tmp_path.iterdir())
@@ -164,7 +164,7 @@ def test_mistakes_are_named(model, path, tmp_path):
 
 def test_a_missing_extra_is_named(model, path, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "litert_lm_builder.litertlm_builder", None)
-    with pytest.raises(ValueError, match=r"pip install 'jaxspec\[mobile-lm\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'jaxspec-decoding\[mobile-lm\]'"):
         export_litertlm(model, tmp_path, None, SHAPES)
 
 
@@ -194,14 +194,15 @@ class TestWhatFails:
             check_litertlm(path, timeout=0.2)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--check-lm"], "needs --litertlm"),
-        (["--litertlm", "--check-gpu"], "is checked by --check-lm"),
-        (["--litertlm", "--report"], "give one of them"),
-    ],
-)
-def test_flags_that_do_not_go_together(flags, said, capsys):
-    assert main(["export", "nowhere", "out", *flags]) == 2
-    assert said in capsys.readouterr().err
+@pytest.mark.parametrize("flag", ["--check-gpu", "--report", "--auto", "--head", "--bundle"])
+def test_flags_of_other_files_are_unknown(flag, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["export", "litertlm", "nowhere", "out", flag])
+    assert exit_.value.code == 2
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--prompts", "P"], ["--threads", "2"]])
+def test_flags_of_the_check_need_it(flags, capsys):
+    assert main(["export", "litertlm", "nowhere", "out", *flags]) == 2
+    assert f"{flags[0]}: needs --check-lm" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.mobile import opset
-from jaxspec.mobile.opset import Graph, Op, OpsetError, Tensor, require_opset, violations
+from jaxspec.mobile.opset import Graph, GraphTensor, Op, OpsetError, require_opset, violations
 
 TABLE = np.arange(24, dtype=np.float32).reshape(3, 8) + 1.0
 WEIGHTS = {"square": np.eye(8, dtype=np.float32), "rows": TABLE}
@@ -109,7 +109,7 @@ def found():
     pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
     from jaxspec.mobile.convert import lower, to_flatbuffer
     from jaxspec.mobile.records import Signature
-    from jaxspec.mobile.weights import Leaf, fill_in
+    from jaxspec.mobile.weights import Leaf, put_weights
 
     rows = jax.ShapeDtypeStruct((3, 8), jnp.float32)
     ids = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -118,7 +118,7 @@ def found():
         inputs = {"rows": rows} if function in WITH_ROWS else {"ids": ids}
         lowered[function.__name__] = lower(WEIGHTS, Signature(function, inputs))
     leaves = [Leaf(name, lambda name=name: WEIGHTS[name]) for name in sorted(WEIGHTS)]
-    flatbuffer = fill_in(to_flatbuffer(lowered, {}), leaves, "float32")
+    flatbuffer = put_weights(to_flatbuffer(lowered, {}), leaves, "float32")
     with pytest.raises(OpsetError) as refused:
         require_opset(flatbuffer)
     assert refused.value.violations == tuple(violations(flatbuffer))
@@ -148,9 +148,9 @@ def test_it_names_the_scope(found):
 def test_flattened_products_of_int8(monkeypatch, rows, out, bad):
     """Written down by hand: it takes a quantized file to make one."""
     tensors = (
-        Tensor("rows", rows, "FLOAT32", True, None),
-        Tensor("kernel", (8, 8), "INT8", True, np.ones(64, np.int8)),
-        Tensor("layer_0/out", out, "FLOAT32", True, None),
+        GraphTensor("rows", rows, "FLOAT32", True, None),
+        GraphTensor("kernel", (8, 8), "INT8", True, np.ones(64, np.int8)),
+        GraphTensor("layer_0/out", out, "FLOAT32", True, None),
     )
     graph = Graph("verify_4", tensors, (Op("FULLY_CONNECTED", (0, 1), (2,)),), (2,))
     monkeypatch.setattr(opset, "read_graphs", lambda flatbuffer: [graph])

@@ -9,7 +9,7 @@ import pytest
 
 from jaxspec.cli import main
 from jaxspec.drafters import Eagle
-from jaxspec.trees import load_profile
+from jaxspec.tuning import load_profile
 from tests.mobile.models import successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -20,7 +20,7 @@ from jaxspec.mobile import profile as profile_module
 from jaxspec.mobile.profile import export_kit, measure_here, read_kit_log, timed_signatures
 
 DEPTH = 2
-SHAPES = ExportConfig(slots=16, prefill=(8,), quantization="float32")
+SHAPES = ExportConfig(capacity=16, prefill=(8,), quantization="float32")
 PATHS = ((0,), (1,), (0, 0))
 # As LiteRT's tool and TensorFlow Lite's print them.
 LITERT = "Warmup (avg):         9.10 ms (5 runs)\nInference (avg):      {} ms (50 runs)"
@@ -55,7 +55,7 @@ def test_every_pass_and_its_commit_are_timed(kit):
             "verify_4",
             "commit_1",
             "commit_4",
-        ),  # 32 tokens leave no room in 16 slots
+        ),  # 32 tokens leave no room in a capacity of 16
         *("absorb", "draft_1", "draft_2"),
     )
 
@@ -100,7 +100,7 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     (tmp_path / "kit.txt").write_text(log)
     profile = read_kit_log(tmp_path / "kit.txt")
     assert profile.device == "Pixel 99, gpu, 2 threads"
-    assert profile.quantisation == "float32"
+    assert profile.quantization == "float32"
     # A target pass and its commit, in seconds.
     assert [t.seconds for t in profile.target] == pytest.approx([1e-3, 5e-3])
     assert profile.target[1].spread == pytest.approx(2e-4)
@@ -115,8 +115,8 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     argv = ["tune", "profile", "--import", str(tmp_path / "kit.txt"), "--out", str(out)]
     assert main([*argv, "--name", "mine"]) == 0
     assert load_profile(out) == replace(profile, name="mine")
-    assert main([*argv, "--tokens", "1,2", "--head", "H"]) == 2
-    assert "--head, --tokens: --import measures nothing" in capsys.readouterr().err
+    assert main([*argv, "--tokens", "1,2", "--drafter", "lookup"]) == 2
+    assert "--drafter, --tokens: --import measures nothing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -145,5 +145,5 @@ def test_a_kit_needs_a_head(tmp_path):
     model, _ = successor_model()
     from jaxspec.drafters import LoadedDrafter, NoDraft
 
-    with pytest.raises(ValueError, match="give --head FOLDER"):
+    with pytest.raises(ValueError, match="an EAGLE head; give one"):
         export_kit(model, tmp_path, LoadedDrafter(NoDraft(), ()), replace(SHAPES))

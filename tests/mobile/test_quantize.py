@@ -21,9 +21,9 @@ from jaxspec.mobile.loops import Plain
 from jaxspec.mobile.opset import read_graphs, violations
 from jaxspec.mobile.quantize import quantize_rows
 
-SLOTS = 64
+CAPACITY = 64
 PATHS = ((0,), (1,), (0, 0))
-SHAPES = ExportConfig(slots=SLOTS, prefill=(8,), bundle="gpu", quantization="float32")
+SHAPES = ExportConfig(capacity=CAPACITY, prefill=(8,), bundle="gpu", quantization="float32")
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,12 @@ def test_products_and_the_token_table_change_and_nothing_else(folders, name, sto
                 types = {tensor.dtype for tensor in graph.ins(op) if tensor.constant is not None}
                 assert types <= {"FLOAT32", "INT32", "BOOL"}
         # 64 rotations, 48 tokens.
-        assert tables == {(SLOTS, "FLOAT32"), (48, "INT8")}
+        assert tables == {(CAPACITY, "FLOAT32"), (48, "INT8")}
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
-def test_quantised_files_pass_the_gate_and_step_as_they_decode(folders, name):
-    """Beside `decode` of the same file: near ties aside, of which there are none here."""
+def test_quantized_files_pass_the_gate_and_step_as_they_decode(folders, name):
+    """Compared with `decode` of the same file: equal except for near ties; here there are none."""
     path = folders[name] / "model.tflite"
     assert violations(path.read_bytes()) == []
     model = MobileModel(path, num_threads=1)

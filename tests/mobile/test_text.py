@@ -1,4 +1,4 @@
-"""Exported files on the command line: `generate`, `bench` and `export` itself."""
+"""Exported files on the command line: `generate` and `export` itself."""
 
 import json
 import shutil
@@ -12,14 +12,13 @@ import jaxspec
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
-from jaxspec.commands import bench
-from jaxspec.commands import export as export_module
+from jaxspec.commands import export_options
 from jaxspec.core.stopping import stop_automaton
+from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.models import EagleHead, init_eagle_params
 from jaxspec.models.transformer import param_shapes
-from jaxspec.trees import AcceptanceTable, save_acceptance
-from tests.bench.models import tiny_model
+from jaxspec.tuning import AcceptanceTable, save_acceptance
 from tests.mobile.models import successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -29,16 +28,12 @@ import jax
 
 from jaxspec.mobile import ExportConfig, MobileModel, export
 from jaxspec.mobile import gpu as gpu_module
+from jaxspec.mobile import memory as memory_module
 from jaxspec.mobile.runtime import TextEnd
 from jaxspec.mobile.text import stream_text
 
-SHAPES = ExportConfig(slots=48, prefill=(8,), verify=(4,), quantization="float32")
+SHAPES = ExportConfig(capacity=48, prefill=(8,), verify=(4,), quantization="float32")
 PROMPT = "one, two, one"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +55,7 @@ def fails(capsys, *argv) -> str:
 
 
 def test_the_text_is_that_of_jax(capsys, path, expected):
-    """The tokenizer is the one beside the file; lookup drafts without being in it."""
+    """The tokenizer is the one next to the file; lookup drafts without being in it."""
     argv = ["generate", "--runtime", "litert", path, PROMPT, "--max-new-tokens", "16"]
     assert main(argv) == 0
     assert capsys.readouterr().out == f"{expected.text}\n"
@@ -137,7 +132,7 @@ def test_mistakes_are_one_line(capsys, path, argv, said):
 
 def test_flags_of_litert_need_litert(capsys, path):
     assert "needs --runtime litert" in fails(capsys, "generate", path, PROMPT, "--loop", "plain")
-    assert "more slots" in fails(capsys, "generate", "--runtime", "litert", path, "x" * 60)
+    assert "more capacity" in fails(capsys, "generate", "--runtime", "litert", path, "x" * 60)
 
 
 @pytest.fixture(scope="module")
@@ -155,93 +150,16 @@ def folders(model, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_comparison_writes_every_method(capsys, folders, tmp_path):
-    out = tmp_path / "page.md"
-    argv = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), "--runtime", "litert"]
-    argv += ["--head", str(folders / "head"), "--tree", str(folders / "tree.json")]
-    argv += ["--quantize", "float32", "--max-new-tokens", "6", "--out", str(out), "--json"]
-    assert main(argv) == 0
-    answer = json.loads(capsys.readouterr().out)
-    rows = {row["name"]: row for row in answer["results"]["float32"]}
-    assert list(rows) == [
-        "plain",
-        *("EAGLE's tree: draft, verify, commit", "EAGLE's tree: step"),
-        *("searched tree: draft, verify, commit", "searched tree: step"),
-        "EAGLE-2 from the host",
-    ]
-    assert rows["plain"]["tau"] == 1
-    assert all(row["num_different"] == 0 for row in rows.values())
-    assert all(row["tau"] >= 1 for row in rows.values())
-    taus = [rows[f"EAGLE's tree: {way}"]["tau"] for way in ("draft, verify, commit", "step")]
-    assert taus[0] == taus[1]
-    page = out.read_text()
-    settings = "--head head --tree tree.json --quantize float32 --max-new-tokens 6"
-    assert f"prompts.jsonl --runtime litert {settings}\n" in page
-    assert "19.18 tokens/s" in page
-    assert "plain 11.49 tokens/s" in page
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--chat"], "has no use for chat; leave that out"),
-        (["--drafter", "lookup", "--repeats", "1"], "has no use for drafter, repeats"),
-        (["--temperature", "0.5", "--seed", "3"], "has no use for seed, temperature"),
-        (["--prompts-per-set", "2"], "has no use for prompts_per_set"),
-    ],
-)
-def test_comparisons_refuse_what_they_would_ignore(capsys, folders, argv, said):
-    given = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), *argv]
-    given += ["--runtime", "litert", "--head", "H", "--tree", "T"]
-    with pytest.raises(SystemExit) as exit_:
-        main(given)
-    assert exit_.value.code == 2
-    assert said in capsys.readouterr().err
-    assert "at least 2" in fails(capsys, *given[:3], *given[-6:], "--max-new-tokens", "1")
-    known = ["--head", "H", "--tree", str(folders / "tree.json"), "--max-positions", "12"]
-    said = fails(capsys, *given[:3], "--runtime", "litert", *known)
-    assert "a prompt has 13 tokens, and a file of 12 slots can draft behind 10" in said
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["M", "P", "--head", "H", "--quantize", "int8"], "--runtime litert there is no use for h"),
-        (["M", "P", "--prompts-per-set", "2"], "without --suite there is no use for prompts_per_s"),
-        (["M", "P", "--out", "x.md"], "without --suite there is no use for out"),
-        (["--suite", "litert-speed", "--repeats", "9"], "litert-speed fixes repeats; leave that"),
-        (["--suite", "litert-scale", "--prompts-per-set", "2"], "fixes prompts_per_set"),
-    ],
-)
-def test_benchmarks_refuse_flags_of_others(capsys, argv, said):
-    with pytest.raises(SystemExit) as exit_:
-        main(["bench", *argv])
-    assert exit_.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-def test_the_command_of_a_comparison_gives_its_rows(monkeypatch, folders, tmp_path):
-    class Compared:
-        def as_markdown(self, command):
-            return f"# {command}\n"
-
-        def as_dict(self):
-            return {}
-
-    monkeypatch.setattr(bench, "compare_on_litert", lambda *_: Compared())
-    out = tmp_path / "page.md"
-    argv = ["bench", str(folders / "model"), str(folders / "prompts.jsonl"), "--runtime", "litert"]
-    argv += ["--head", str(folders / "head"), "--tree", str(folders / "tree.json")]
-    settings = ["--quantize", "int8", "--max-new-tokens", "9", "--field", "prompt", "--limit", "1"]
-    settings += ["--shuffle-seed", "0", "--dtype", "float32", "--max-positions", "48"]
-    assert main([*argv, *settings, "--out", str(out)]) == 0
-    assert f"--head head --tree tree.json {' '.join(settings)}\n" in out.read_text()
-
-
-@pytest.mark.slow
 def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
-    argv = ["export", str(folders / "model"), str(tmp_path), "--head", str(folders / "head")]
-    argv += ["--tree", str(folders / "tree.json"), "--slots", "32", "--prefill", "8"]
+    argv = [
+        "export",
+        "tflite",
+        str(folders / "model"),
+        str(tmp_path),
+        "--head",
+        str(folders / "head"),
+    ]
+    argv += ["--tree", str(folders / "tree.json"), "--capacity", "32", "--prefill", "8"]
     assert main([*argv, "--report", "--prompts", str(folders / "prompts.jsonl")]) == 0
     found = json.loads((tmp_path / "quantization.json").read_text())["quantizations"]
     by_name = {row["quantization"]: row for row in found}
@@ -256,16 +174,13 @@ def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
     assert "refused" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "nodes"), [({}, 1), ({"auto": True}, 25), ({"latency_kit": True}, 25)]
-)
-def test_a_search_is_not_bound_to_the_depth_of_the_last(folders, model, flags, nodes, tmp_path):
-    """Which lies beside the head, and is what an export without a search takes."""
+@pytest.mark.parametrize(("otherwise", "nodes"), [(None, 1), (EAGLE_PATHS, 25)])
+def test_a_search_is_not_bound_to_the_depth_of_the_last(folders, model, otherwise, nodes, tmp_path):
+    """That tree is in the head's folder, and an export without a search takes it."""
     shutil.copytree(folders / "head", tmp_path / "head")
     (tmp_path / "head" / "tree.json").write_text(json.dumps({"paths": [[0]]}))
-    given = {"head": str(tmp_path / "head"), "tree": None, "drafter": None}
-    args = Namespace(**{"auto": False, "latency_kit": False, **given, **flags})
-    drafter = export_module._drafter(args, model)
+    args = Namespace(head=str(tmp_path / "head"), tree=None, drafter=None)
+    drafter = export_options.head_or_drafter(args, model, otherwise)
     assert isinstance(drafter, LoadedDrafter)
     assert isinstance(drafter.drafter, Eagle)
     assert len(drafter.drafter.paths) == nodes
@@ -273,7 +188,15 @@ def test_a_search_is_not_bound_to_the_depth_of_the_last(folders, model, flags, n
 
 def test_acceptance_of_another_head_is_refused_before_anything_is_timed(capsys, folders, tmp_path):
     save_acceptance(AcceptanceTable(((0.5, 0.2),), head="x"), tmp_path / "table.json")
-    argv = ["export", str(folders / "model"), str(tmp_path / "out"), "--slots", "128", "--auto"]
+    argv = [
+        "export",
+        "tflite",
+        str(folders / "model"),
+        str(tmp_path / "out"),
+        "--capacity",
+        "128",
+        "--auto",
+    ]
     argv += ["--head", str(folders / "head"), "--acceptance", str(tmp_path / "table.json")]
     assert "belongs to the head x, not to" in fails(capsys, *argv)
     assert not (tmp_path / "out").exists()
@@ -281,8 +204,15 @@ def test_acceptance_of_another_head_is_refused_before_anything_is_timed(capsys, 
 
 @pytest.mark.slow
 def test_one_command_times_searches_and_exports(folders, tmp_path):
-    argv = ["export", str(folders / "model"), str(tmp_path), "--head", str(folders / "head")]
-    argv += ["--slots", "128", "--quantize", "int4", "--auto"]
+    argv = [
+        "export",
+        "tflite",
+        str(folders / "model"),
+        str(tmp_path),
+        "--head",
+        str(folders / "head"),
+    ]
+    argv += ["--capacity", "128", "--quantize", "int4", "--auto"]
     assert main([*argv, "--prompts", str(folders / "prompts.jsonl")]) == 0
     assert {"profile.json", "tree.json", "model.tflite"} <= {p.name for p in tmp_path.iterdir()}
     tree = json.loads((tmp_path / "tree.json").read_text())["paths"]
@@ -296,15 +226,15 @@ def test_one_command_times_searches_and_exports(folders, tmp_path):
     ("argv", "said"),
     [
         (["--auto"], "needs --head FOLDER"),
-        (["--latency-kit"], "needs --head FOLDER"),
         (["--auto", "--head", "H"], "give --prompts FILE.jsonl"),
-        (["--auto", "--report", "--head", "H"], "give one of them"),
+        (["--auto", "--head", "H", "--prompts", "P", "--acceptance", "A"], "give --prompts FILE"),
+        (["--auto", "--head", "H", "--tree", "T"], "leave --tree out"),
         (["--report"], "needs --prompts"),
         (["--report", "--prompts", "P", "--check-gpu"], "--check-gpu: --report keeps no file"),
-        (["--report", "--prompts", "P", "--quantize", "int4"], "--quantize: --report writes every"),
-        (["--prompts", "P"], "--prompts: needs --auto, --report, --web or --check-lm"),
+        (["--report", "--prompts", "P", "--quantize", "int4"], "--report writes every one"),
+        (["--prompts", "P"], "--prompts: needs --auto or --report"),
         (["--acceptance", "A"], "--acceptance: needs --auto"),
-        (["--threads", "2"], "--threads: needs --auto or --check-lm"),
+        (["--threads", "2"], "--threads: needs --auto"),
         (["--limit", "0"], "--limit: needs --prompts"),
         (["--auto", "--head", "H", "--acceptance", "A", "--threads", "0"], "at least 1, got 0"),
         (["--max-ngram", "2"], "--max-ngram: needs --drafter"),
@@ -317,22 +247,47 @@ def test_one_command_times_searches_and_exports(folders, tmp_path):
 )
 def test_mistakes_of_exports_are_one_line(capsys, folders, tmp_path, argv, said):
     model = str(folders / "model")
-    argv = ["export", model, str(tmp_path / "out"), "--slots", "32", "--prefill", "8", *argv]
+    shapes = ["--capacity", "32", "--prefill", "8"]
+    argv = ["export", "tflite", model, str(tmp_path / "out"), *shapes, *argv]
     assert said in fails(capsys, *argv)
     assert not (tmp_path / "out").exists()
 
 
+def test_a_search_and_a_report_exclude_each_other(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["export", "tflite", "M", "out", "--auto", "--report"])
+    assert exit_.value.code == 2
+    assert "--report: not allowed with argument --auto" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["kit", "web"])
+def test_kits_and_pages_need_a_head(capsys, verb):
+    with pytest.raises(SystemExit) as exit_:
+        main(["export", verb, "M", "out"])
+    assert exit_.value.code == 2
+    assert "arguments are required: --head" in capsys.readouterr().err
+
+
 def test_a_check_takes_as_long_as_it_may(capsys, monkeypatch, folders, tmp_path):
     """Said in an error that names the flag; nothing hangs here, as no time at all is given."""
-    for module in (export_module, gpu_module):
+    for module in (export_options, gpu_module):
         monkeypatch.setattr(module, "missing_for_gpu", lambda: None)
-    argv = ["export", str(folders / "model"), str(tmp_path), "--slots", "32", "--prefill", "8"]
+    argv = [
+        "export",
+        "tflite",
+        str(folders / "model"),
+        str(tmp_path),
+        "--capacity",
+        "32",
+        "--prefill",
+        "8",
+    ]
     said = fails(capsys, *argv, "--bundle", "gpu", "--check-gpu", "--gpu-timeout", "0.01")
     assert "took longer than 0 s: give it more time (--gpu-timeout SECONDS)" in said
 
 
 def test_memory_is_added_up():
-    """By hand: 2 layers of width 16, a vocabulary of 48, a head that is not tied."""
+    """Checked by hand: 2 layers of width 16, a vocabulary of 48, a head that is not tied."""
     from jaxspec.mobile.memory import estimate_phone_memory
     from tests.mobile.models import CONFIG
 
@@ -347,7 +302,7 @@ def test_memory_is_added_up():
     # On a GPU four functions hold all of it, and one of them drafts three times.
     apart = estimate_phone_memory(CONFIG, "float32", 10, (), shape, 3, separate_signatures=4)
     assert apart.repeated == 3 * needed.products + 3 * 4 * 16 * 48
-    fewer = estimate_phone_memory(CONFIG, "int4", slots=10)
+    fewer = estimate_phone_memory(CONFIG, "int4", capacity=10)
     assert fewer.products < needed.products / 2
     assert np.isclose(fewer.table, 48 * 16 + 12 * 48)
 
@@ -368,10 +323,12 @@ def test_every_function_of_a_file_for_gpus_counts(capsys, monkeypatch, folders, 
     def estimated(*settings, separate_signatures):
         raise ValueError(f"{settings[5]} draft passes, {separate_signatures} functions")
 
-    monkeypatch.setattr(export_module, "estimate_phone_memory", estimated)
+    monkeypatch.setattr(memory_module, "estimate_phone_memory", estimated)
     argv = [str(folders / "head") if arg == "HEAD" else arg for arg in argv]
-    shapes = ["--slots", "32", "--prefill", "8", "--bundle", "gpu", "--phone-memory", "9"]
-    assert said in fails(capsys, "export", str(folders / "model"), "nowhere", *shapes, *argv)
+    shapes = ["--capacity", "32", "--prefill", "8", "--bundle", "gpu", "--phone-memory", "9"]
+    assert said in fails(
+        capsys, "export", "tflite", str(folders / "model"), "nowhere", *shapes, *argv
+    )
 
 
 def test_the_7b_case_of_the_documentation():
@@ -393,14 +350,14 @@ def test_the_7b_case_of_the_documentation():
     head = jax.eval_shape(lambda: init_eagle_params(layer, True, jax.random.key(0)))
     draft_pass = (head, param_shapes(config)["head"])
     totals = []
-    for slots in (1024, 2048):
-        needed = estimate_phone_memory(config, "int4", slots, head, draft_pass, 5)
+    for capacity in (1024, 2048):
+        needed = estimate_phone_memory(config, "int4", capacity, head, draft_pass, 5)
         check_phone_memory(needed, 12_000_000_000)
         totals.append(round(needed.total / 1e9, 2))
     assert totals == [5.78, 7.99]
     on_gpu = estimate_phone_memory(config, "int4", 1024, head, draft_pass, 5, 3)
     assert round(on_gpu.total / 1e9, 2) == 13.57
-    with pytest.raises(ValueError, match="take fewer slots"):
+    with pytest.raises(ValueError, match="take less capacity"):
         check_phone_memory(on_gpu, 12_000_000_000)
 
 

@@ -13,7 +13,7 @@ from ai_edge_litert.interpreter import Interpreter
 from jaxspec.mobile.convert import lower, to_flatbuffer
 from jaxspec.mobile.opset import read_graphs
 from jaxspec.mobile.records import Signature
-from jaxspec.mobile.weights import Leaf, fill_in
+from jaxspec.mobile.weights import Leaf, put_weights
 
 _draws = np.random.default_rng(0)
 WEIGHTS = {
@@ -55,7 +55,7 @@ def filled():
     lowered = {name: lower(WEIGHTS, Signature(f, inputs)) for name, f in functions.items()}
     graphs = to_flatbuffer(lowered, {})
     leaves = [Leaf(NAMES.get(name, name), lambda name=name: WEIGHTS[name]) for name in WEIGHTS]
-    return {name: bytes(fill_in(graphs, leaves, name)) for name in ("float32", "int8")}
+    return {name: bytes(put_weights(graphs, leaves, name)) for name in ("float32", "int8")}
 
 
 def run(file: bytes, signature: str) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ def reference_logits(params, config: ModelConfig, tokens) -> np.ndarray:
 
 
 def reference_residual(params, config: ModelConfig, tokens, num_layers: int) -> np.ndarray:
-    """What the first layers make of a text [tokens, embed]."""
+    """Returns the residual stream [tokens, embed] of a text after the first layers."""
     weights = _as_float64(params)
     residual = weights["embed"]["embedding"][np.asarray(tokens)] * (config.embed_scale or 1.0)
     for i in range(num_layers):

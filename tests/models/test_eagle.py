@@ -34,8 +34,8 @@ def write_folder(folder: Path, config: dict, arrays, prefix: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def golden(shared_folder) -> Path:
-    return shared_folder("golden", "eagle")
+def golden(recorded_folder) -> Path:
+    return recorded_folder("eagle")
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_the_residual_may_be_normed(third, tmp_path):
     assert normed.norm_before_residual
     assert normed.config == usual.config
     embedded, states = jax.random.normal(jax.random.key(0), (2, 3, target.embed_dim))
-    # Of states that are normed already, with a norm that scales nothing, both are the same.
+    # With states that are normed already and a norm that scales nothing, both are the same.
     scale = usual.params["state_norm"]["scale"]
     unscaled = {**usual.params, "state_norm": {"scale": jnp.ones_like(scale)}}
     flat = states / jnp.sqrt(jnp.mean(states**2, axis=1, keepdims=True))

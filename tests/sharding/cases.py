@@ -1,4 +1,4 @@
-"""What is decoded on one device and on a mesh of eight, in a process that sees eight devices.
+"""Decodes on one device and on a mesh of eight, in a process that sees eight devices.
 
     python -m tests.sharding.cases OUT.json NAME ...
 
@@ -16,12 +16,13 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.bench.timing import release_programs
 from jaxspec.checkpoint import Model
 from jaxspec.core.loop import decode
 from jaxspec.core.types import LayerKV
+from jaxspec.decoding.generate import generate, score
+from jaxspec.decoding.request import GenerationConfig, prepare
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.generation import GenerationConfig, generate, prepare, score
+from jaxspec.measure.timing import release_programs
 from jaxspec.models import Network
 from jaxspec.sharding import make_mesh, on_mesh_of, shard
 from tests.laws.drafters import DRAFTERS, PLAIN, Case, network
@@ -140,10 +141,10 @@ def collectives(text: str) -> dict[str, list[list[int]]]:
 
 
 def cache_numbers(request) -> int:
-    """Of one device's share of the keys of one layer: what may not travel."""
+    """Numbers of one device's share of the keys of one layer, which must not be sent."""
     config = request.params.target.config
-    rows, slots = len(request.prompt_lengths), request.plan.capacities[0]
-    return rows * config.num_kv_heads * config.head_dim * slots // DEVICES
+    rows, capacity = len(request.prompt_lengths), request.plan.capacities[0]
+    return rows * config.num_kv_heads * config.head_dim * capacity // DEVICES
 
 
 def main(out: Path, names: list[str]) -> None:

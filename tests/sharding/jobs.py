@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from jaxspec import batch
-from jaxspec.batch import job
+from jaxspec.batch import programs
 from jaxspec.checkpoint import Model
+from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.generation import GenerationConfig
 from jaxspec.sharding import make_mesh, mesh_of, shard
 from tests.laws.drafters import DRAFTERS, network
 from tests.sharding.cases import COLLECTIVES
@@ -28,11 +28,11 @@ class Spy:
     """A program of a job, whose text is kept when it is first called for a mesh."""
 
     def __init__(self, name: str):
-        self.program, self.text = getattr(job, name), ""
+        self.program, self.text = getattr(programs, name), ""
         self.lower = self.program.lower
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the program gives."""
+        """Calls the program."""
         if not self.text and mesh_of(args) is not None:
             self.text = self.lower(*args, **kwargs).compile().as_text()
         return self.program(*args, **kwargs)
@@ -53,20 +53,19 @@ def main(out: Path) -> None:
     prompts = [rng.integers(0, VOCAB, size=3 + i % 9).tolist() for i in range(12)]
     rows = [batch.Row(line, 100 + line, prompt) for line, prompt in enumerate(prompts, start=1)]
     config = GenerationConfig(max_new_tokens=16, num_samples=2, temperature=1.0)
+    settings = batch.JobSettings(batch_size=BATCH, drafting="always")
     network_of_one = network(VOCAB, qk_norm=True)
     case = DRAFTERS["lookup"]
     spies = {name: Spy(name) for name in ("read_prompt", "insert", "run_chunk")}
     for name, spy in spies.items():
-        setattr(job, name, spy)
+        setattr(programs, name, spy)
 
     reports: list[batch.JobReport] = []
 
     def records(model: Model) -> list[list[Any]]:
         output = batch.Collector()
         drafter = LoadedDrafter(case.make(), ())
-        reports.append(
-            batch.run(model, rows, output, config, drafter, 3, batch=BATCH, drafting="always")
-        )
+        reports.append(batch.run(model, rows, output, config, drafter, 3, settings))
         return sorted([one["line"], one["sample"], one["tokens"]] for one in output.records)
 
     found = {
@@ -74,10 +73,10 @@ def main(out: Path) -> None:
         "many": records(Model(shard(network_of_one, make_mesh(4, 2)))),
         "num_records": len(rows) * config.num_samples,
         "collectives": {name: spy.collectives() for name, spy in spies.items()},
-        # Of the keys of one layer on one device, 64 slots.
+        # The keys of one layer on one device, capacity 64.
         "cache_numbers": math.prod((BATCH, 2, 8, 64)) // DEVICES,
         "bytes": [
-            (report.state_bytes_foretold, report.state_bytes_held, report.scratch_bytes)
+            (report.state_bytes_estimated, report.state_bytes_held, report.scratch_bytes)
             for report in reports
         ],
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxspec.checkpoint import huggingface, load, load_eagle
+from jaxspec.checkpoint import load, load_eagle, params
 from jaxspec.sharding import make_mesh, mesh_of, parse_mesh
 
 
@@ -22,10 +22,10 @@ def main(folder: Path, out: Path) -> None:
     """Writes the figures."""
     plain = load(folder / "target")
     held: list[int] = []
-    put = huggingface.put
+    put = params.put
 
     def measured(*args):
-        """What was on the host beside what devices hold afterwards: on CPUs that is host memory."""
+        """Bytes of the host except those of the arrays: on CPUs devices use the host's memory."""
         array = jax.block_until_ready(put(*args))
         now, peak = tracemalloc.get_traced_memory()
         held.append(peak - now)
@@ -33,7 +33,7 @@ def main(folder: Path, out: Path) -> None:
         tracemalloc.reset_peak()
         return array
 
-    huggingface.put = measured
+    params.put = measured
     tracemalloc.start()
     model = load(folder / "target", mesh=make_mesh(2, 4))
     tracemalloc.stop()
@@ -64,7 +64,7 @@ def main(folder: Path, out: Path) -> None:
 
 
 def refused(text: str, folder: Path) -> str:
-    """What is said of a mesh that does not do."""
+    """The message for a mesh that does not fit."""
     try:
         load(folder / "target", mesh=parse_mesh(text))
     except ValueError as error:

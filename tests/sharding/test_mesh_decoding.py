@@ -1,4 +1,4 @@
-"""Decoding on a mesh of eight virtual devices is decoding on one, but for rounding."""
+"""Decoding on a mesh of eight virtual devices is decoding on one, up to rounding."""
 
 import json
 import math
@@ -106,7 +106,7 @@ def test_jobs_on_a_mesh_write_what_one_device_writes(tmp_path):
     assert len(found["one"]) == found["num_records"]
     (one, one_held, _), (many, many_held, scratch) = found["bytes"]
     assert (one, many) == (one_held, many_held)
-    # What is no cache is whole on both devices of the axis "model": texts and counters.
+    # Texts and counters, which are no cache, are whole on both devices of the axis "model".
     assert one < many < 2 * one
     assert scratch > 0
     # A row is read alone, put into its slot, and decoded with the others.

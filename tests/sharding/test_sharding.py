@@ -1,4 +1,4 @@
-"""What lies where on a mesh, what a mesh may be, and loading onto one."""
+"""Shardings on a mesh, meshes that are refused, and loading onto a mesh."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_where_an_array_lies(axes, shape, expected):
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_all_large_weights_of_every_family_are_in_the_table(name):
-    """What is not is a norm, a router or a bias of the width of the model."""
+    """All others are norms, routers or biases of the width of the model."""
     flat, _ = jax.tree_util.tree_flatten_with_path(param_shapes(FAMILIES[name]))
     for path, leaf in flat:
         names = [entry.key for entry in path]

@@ -1,4 +1,4 @@
-"""What tests of runs share: a small target with random weights, and a run that is killed."""
+"""Parts that tests of runs share: a small target with random weights, a run that is killed."""
 
 import dataclasses
 import io
@@ -7,16 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from rich.console import Console
 
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.checkpoint.huggingface import write_network
+from jaxspec.core.types import PyTree
 from jaxspec.models import ModelConfig, Network, init_params
-from jaxspec.training.data import LastRows, Source
 from jaxspec.training.loop import make_train_step
-from jaxspec.training.settings import DraftingSettings, OptimizerSettings, Pace
+from jaxspec.training.settings import DraftingSettings, OptimizerSettings, TrainingPace
+from jaxspec.training.sources import LastRows, Source
 from jaxspec.training.tokenizer import save_tokenizer, train_tokenizer
+from jaxspec.training.train import Trainer, train
 
 QUIET = Console(file=io.StringIO())
 CONFIG = ModelConfig(
@@ -38,7 +41,7 @@ DRAFTING = {
     "dtype": "float32",
     "own_text": 40,
     "optimizer": OptimizerSettings("muon", 0.02, 0.01, warmup_steps=5),
-    "pace": Pace(record_steps=1),
+    "pace": TrainingPace(record_steps=1),
     "decoding_prompts": 2,
 }
 """Settings of a short run of any trainer of drafters."""
@@ -60,17 +63,28 @@ def write_sums(folder: Path) -> Source:
     return Source("sums", str(path), split=LastRows(8))
 
 
+def losses_in(state: Path) -> list[float]:
+    """Returns the losses that a run recorded in its state folder."""
+    records = map(json.loads, (state / "history.jsonl").read_text().splitlines())
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def assert_stored_in_bfloat16(stored: PyTree, trained: PyTree) -> None:
+    for loaded, given in zip(jax.tree.leaves(stored), jax.tree.leaves(trained), strict=True):
+        np.testing.assert_array_equal(loaded, given.astype("bfloat16").astype("float32"))
+
+
 def assert_a_killed_run_ends_with_the_same_bits(
-    trainer: Callable,
+    trainer: Callable[..., Trainer],
     settings: DraftingSettings,
     whole: Path,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Kills a run before its eighth update and goes on with it.
+    """Kills a run before its eighth update and resumes it.
 
     Args:
-        trainer: of the run.
+        trainer: makes the trainer of settings.
         settings: of it.
         whole: what the run wrote that was never killed.
         folder: for files.
@@ -87,12 +101,12 @@ def assert_a_killed_run_ends_with_the_same_bits(
 
         return or_stop
 
-    saving = dataclasses.replace(settings, pace=Pace(save_seconds=1e-9))
+    saving = dataclasses.replace(settings, pace=TrainingPace(save_seconds=1e-9))
     with monkeypatch.context() as patch:
-        patch.setattr("jaxspec.training.run.make_train_step", killed)
+        patch.setattr("jaxspec.training.train.make_train_step", killed)
         with pytest.raises(KeyboardInterrupt):
-            trainer(saving, folder / "state", console=QUIET)
+            train(trainer(saving), folder / "state", console=QUIET)
     assert sorted(path.name for path in (folder / "state" / "states").iterdir())[-1] == "7"
-    trainer(settings, folder / "state", folder / "out", console=QUIET)
+    train(trainer(settings), folder / "state", folder / "out", console=QUIET)
     again, before = (path / "model.safetensors" for path in (folder / "out", whole))
     assert again.read_bytes() == before.read_bytes()

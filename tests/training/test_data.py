@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.training.data import (
-    Batches,
+from jaxspec.training.data import Batches, encode_documents, in_order, pack
+from jaxspec.training.sources import (
     DataError,
     Document,
     EveryNth,
@@ -20,10 +20,7 @@ from jaxspec.training.data import (
     Source,
     default_mixture,
     document_texts,
-    encode_documents,
     fingerprint,
-    in_order,
-    pack,
     read_source,
 )
 from jaxspec.training.tokenizer import RESERVED, train_tokenizer
@@ -77,8 +74,8 @@ def test_last_characters_cuts_inside_a_document():
     assert "".join(texts_of(parts.validation)) == "hij"
 
 
-def test_the_default_mixture_splits_as_documented(shared_folder):
-    by_name = {s.name: s for s in default_mixture(shared_folder("data", "train"))}
+def test_the_default_mixture_splits_as_documented(data_folder):
+    by_name = {s.name: s for s in default_mixture(data_folder("train"))}
     gsm8k, mbpp = read_source(by_name["gsm8k"]), read_source(by_name["mbpp"])
     assert (len(gsm8k.train), len(gsm8k.validation)) == (7173, 300)
     assert (len(mbpp.train), len(mbpp.validation)) == (374, 90)

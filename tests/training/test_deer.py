@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +18,11 @@ from jaxspec.diffusion.process import Masked
 from jaxspec.drafters import Deer
 from jaxspec.models import Diffusion, Network, init_params
 from jaxspec.training import deer
-from jaxspec.training import train_deer as module
-from jaxspec.training.answers import read_answers
-from jaxspec.training.data import Answers, LastRows, Source, pack_answers
-from jaxspec.training.deer import Continuation, Refinement, tail_weights
+from jaxspec.training.data import Answers, pack_answers
+from jaxspec.training.deer import Continuation, DeerTrainer, Refinement, tail_weights
+from jaxspec.training.generated import read_answers
+from jaxspec.training.lm import LMTrainer
+from jaxspec.training.masked import MaskedTrainer
 from jaxspec.training.settings import (
     DECODING,
     TAU,
@@ -30,22 +30,21 @@ from jaxspec.training.settings import (
     LMTrainingSettings,
     MaskedTrainingSettings,
     OptimizerSettings,
-    Pace,
+    TrainingPace,
     settings_from_json,
     settings_to_json,
 )
+from jaxspec.training.sources import LastRows, Source
 from jaxspec.training.tokenizer import MASK, RESERVED, SEPARATOR
-from jaxspec.training.train import train_lm
-from jaxspec.training.train_deer import train_deer
-from jaxspec.training.train_masked import train_masked
+from jaxspec.training.train import train
 from tests.training.runs import (
     CONFIG,
     QUIET,
     assert_a_killed_run_ends_with_the_same_bits,
+    losses_in,
     write_model,
 )
 
-GOLDEN = Path(__file__).parents[3] / "shared/golden/diffusion"
 MASK_ID, SEP_ID = RESERVED.index(MASK), RESERVED.index(SEPARATOR)
 TINY = CONFIG.replace(vocab_size=300)
 
@@ -62,11 +61,8 @@ def one_row(prompt_size=6, answer_size=14, length=24, block=1):
 
 
 @pytest.fixture(scope="module")
-def recorded():
-    path = GOLDEN / "losses.json"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
-    return json.loads(path.read_text())
+def recorded(recorded_folder):
+    return json.loads(recorded_folder("diffusion", "losses.json").read_text())
 
 
 def test_stage_two_weights_and_losses_are_the_recorded_ones(recorded):
@@ -132,7 +128,7 @@ class Recorded:
 
 @pytest.mark.parametrize("index", range(4))
 def test_stage_one_loss_is_the_recorded_one(recorded, index, monkeypatch):
-    """The objective itself, with the recorded logits, cut, share and hidden slots."""
+    """The objective itself, with the recorded logits, cut, share and hidden places."""
     case = recorded[index]
     size, prefix = len(case["targets"]), case["prefix_len"]
     hidden = jnp.asarray(case["mask_stage1"], bool)
@@ -201,20 +197,20 @@ def test_stage_two_hides_the_end_and_weighs_what_comes_first_most(block):
 
 @partial(jax.jit, static_argnames="block")
 def drafted(network, tokens, length, block):
-    """What `Deer` drafts behind the first `length` tokens: the log-probabilities of each."""
+    """Returns the log-probabilities of the tokens that `Deer` drafts after the first `length`."""
     nothing = jnp.zeros((block, network.config.embed_dim))
     recent = Recent(jnp.zeros(block, jnp.int32), nothing[:, :0], nothing, jnp.int32(0))
     warp, cache = Warp(temperature=jnp.float32(1.0)), network.empty_cache(1)
     context = Context(tokens, length, jnp.int32(60), jnp.array([-1]), warp, cache, recent)
     method, pair = Deer(block, cache="none"), Params(network, network)
-    slots = jnp.arange(len(tokens))
-    read = network.forward(tokens, slots, causal(len(tokens)), None)
+    places = jnp.arange(len(tokens))
+    read = network.forward(tokens, places, causal(len(tokens)), None)
     state = method.init(pair, read, context)
     return method.propose(pair, jax.random.key(0), state, context)[0].draft_logprobs
 
 
 def ends_of(cut, firsts):
-    """Documents and slots of every end that is hidden, where a row is cut throughout."""
+    """Documents and places of every end that is hidden, where a row is cut throughout."""
     hidden, segments = np.asarray(cut.masked.hidden), np.asarray(cut.segments)
     for document in np.unique(segments[segments > 0]):
         own = np.flatnonzero(segments == document)
@@ -225,17 +221,17 @@ def ends_of(cut, firsts):
 
 
 @pytest.mark.parametrize("shift", [False, True])
-def test_cuts_throughout_foresee_what_is_drafted_behind_each(shift):
-    """Two texts in a row, which end inside a block: in drafting, masks go on to its end."""
+def test_cuts_throughout_predict_what_is_drafted_behind_each(shift):
+    """Two texts in a row, which end inside a block: in drafting, masks fill it to its end."""
     network = drafter(shift, 4)
     texts = [np.arange(20, 53, dtype=np.int32), np.arange(60, 74, dtype=np.int32)]
     packed = pack_answers(texts, [6, 5], 52, 4, MASK_ID)
     row = Answers(*(jnp.asarray(field[0]) for field in packed))
     objective = Refinement(network.config, 8, 1.5, cuts="all")
-    foresee = jax.jit(partial(deer._foresee, network, objective))
+    predict = jax.jit(partial(deer._predict, network, objective))
     ends, sizes = set(), set()
     for seed in range(6):
-        cut, logits = foresee(row, jax.random.key(seed))
+        cut, logits = predict(row, jax.random.key(seed))
         said = jax.nn.log_softmax(logits.at[:, MASK_ID].set(-jnp.inf))
         for own, part, tail in ends_of(cut, np.asarray(cut.firsts)):
             end = min(part[-1] + 1, own[0] + (33 if len(own) == 36 else 14))
@@ -260,7 +256,7 @@ def test_cuts_throughout_weigh_each_end_the_same(normalise):
     batch, key = Answers(*(field[None] for field in row)), jax.random.key(3)
     objective = Refinement(network.config, 8, 1.5, normalise, cuts="all")
     loss, metrics = objective(network.params, batch, key)
-    cut, logits = deer._foresee(network, objective, row, jax.random.split(key, 1)[0])
+    cut, logits = deer._predict(network, objective, row, jax.random.split(key, 1)[0])
     nats = -np.asarray(jax.nn.log_softmax(logits))[np.arange(40), np.asarray(row.tokens)]
     weights, sums = np.asarray(cut.masked.weights), []
     for _, _, tail in ends_of(cut, np.asarray(cut.firsts)):
@@ -273,17 +269,17 @@ def test_cuts_throughout_weigh_each_end_the_same(normalise):
 
 @pytest.mark.parametrize("cuts", ["one", "all"])
 def test_texts_are_shown_in_whole_blocks(cuts):
-    """13 tokens lie in 16 slots; what fills them is shown as masks, and not where it was cut."""
+    """13 tokens lie in 16 places; what fills them is shown as masks, and not where it was cut."""
     objective = Refinement(drafter(True, 4).config, longest=8, cuts=cuts)
     row = one_row(prompt_size=6, answer_size=7, length=24, block=4)
     shown = set()
     for seed in range(20):
         cut = objective.cut(row, jax.random.key(seed))
-        slots = np.flatnonzero(np.asarray(cut.segments))
+        places = np.flatnonzero(np.asarray(cut.segments))
         assert not np.asarray(cut.masked.hidden)[13:].any()
         assert (np.asarray(cut.tokens)[13:16] == MASK_ID).all()
-        shown.add(len(slots))
-        assert slots.tolist() == list(range(len(slots)))
+        shown.add(len(places))
+        assert places.tolist() == list(range(len(places)))
     assert shown == ({8, 12, 16} if cuts == "one" else {16})
 
 
@@ -303,7 +299,7 @@ def test_cuts_that_cannot_be_are_named(block, changes, message):
 
 
 def test_raw_losses_grow_with_alpha_and_normalised_ones_do_not():
-    """Why 1.05 diverges: of 96 hidden slots the weights' mean is 22 (design of DEER)."""
+    """The reason why 1.05 diverges: over 96 hidden places the weights' mean is 22."""
     network = drafter(False, None)
     text = np.arange(20, 140, dtype=np.int32) % 280 + 10
     config = network.config.replace(max_positions=128)
@@ -329,7 +325,7 @@ def test_documents_share_a_row_without_seeing_each_other():
     logits = []
     for packed in (both, other):
         row = Answers(*(jnp.asarray(field[0]) for field in packed))
-        logits.append(np.asarray(deer._foresee(network, objective, row, key)[1])[1:12])
+        logits.append(np.asarray(deer._predict(network, objective, row, key)[1])[1:12])
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-6)
 
 
@@ -356,15 +352,17 @@ def models(sums, tmp_path_factory):
         "dtype": "float32",
         "optimizer": OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=5),
     }
-    train_lm(
-        LMTrainingSettings((sums,), TINY, num_steps=60, **common),
+    train(
+        LMTrainer(LMTrainingSettings((sums,), TINY, num_steps=60, **common)),
         folder / "s1",
         folder / "target",
         console=QUIET,
     )
-    train_masked(
-        MaskedTrainingSettings(
-            (sums,), block=4, start_from=str(folder / "target"), num_steps=20, **common
+    train(
+        MaskedTrainer(
+            MaskedTrainingSettings(
+                (sums,), block=4, start_from=str(folder / "target"), num_steps=20, **common
+            )
         ),
         folder / "s2",
         folder / "diffusion",
@@ -389,13 +387,12 @@ def settings(sums, models):
         rows_per_batch=4,
         dtype="float32",
         optimizer=OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=5),
-        pace=Pace(record_steps=1),
+        pace=TrainingPace(record_steps=1),
     )
 
 
 def loss_fell(state) -> bool:
-    lines = (state / "history.jsonl").read_text().splitlines()
-    losses = [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
+    losses = losses_in(state)
     third = len(losses) // 3
     return np.mean(losses[-third:]) < np.mean(losses[:third])
 
@@ -405,22 +402,22 @@ def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path, 
     network = Network(init_params(begun.config, jax.random.key(1)), begun.config)
     save(Model(network, begun.tokenizer, "untrained"), tmp_path / "untrained")
     settings = dataclasses.replace(settings, start_from=str(tmp_path / "untrained"))
-    train_deer(settings, tmp_path / "s1", tmp_path / "one", console=QUIET)
+    train(DeerTrainer(settings), tmp_path / "s1", tmp_path / "one", console=QUIET)
     assert loss_fell(tmp_path / "s1")
     second = dataclasses.replace(
         settings, stage=2, start_from=str(tmp_path / "one"), longest=8, num_steps=20
     )
-    aligned = train_deer(second, tmp_path / "s2", tmp_path / "two", console=QUIET)
+    aligned = train(DeerTrainer(second), tmp_path / "s2", tmp_path / "two", console=QUIET)
     assert loss_fell(tmp_path / "s2")
     assert 1 <= aligned.metrics["validation"][DECODING][TAU] <= 5
     assert load(tmp_path / "two").config.diffusion.window == 8
     third = dataclasses.replace(second, cuts="all")
-    aligned = train_deer(third, tmp_path / "s3", tmp_path / "three", console=QUIET)
+    aligned = train(DeerTrainer(third), tmp_path / "s3", tmp_path / "three", console=QUIET)
     assert loss_fell(tmp_path / "s3")
     assert 1 <= aligned.metrics["validation"][DECODING][TAU] <= 5
     assert "cuts throughout of each answer" in (tmp_path / "three/recipe.md").read_text()
     recipe = (tmp_path / "two/recipe.md").read_text()
-    assert "Stage II, refinement (the last 1 to 8 slots hidden" in recipe
+    assert "Stage II, refinement (the last 1 to 8 places hidden" in recipe
     assert "the bonus token INCLUDED" in recipe
     target, draft = load(models / "target"), load(tmp_path / "two")
     config = jaxspec.GenerationConfig(max_new_tokens=12)
@@ -428,23 +425,23 @@ def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path, 
     fast = jaxspec.generate(target, "3 and 4 and 3?", config, jaxspec.Deer.of(draft, block=4))
     assert fast[0].tokens.tolist() == plain[0].tokens.tolist()
     assert_a_killed_run_ends_with_the_same_bits(
-        train_deer, second, tmp_path / "two", tmp_path / "killed", monkeypatch
+        DeerTrainer, second, tmp_path / "two", tmp_path / "killed", monkeypatch
     )
 
 
 def test_texts_that_runs_share_are_of_one_target(settings, models, tmp_path):
-    """What another target wrote would be learned without a word; too few, too."""
+    """Texts of another target, or too few, would be learned without a word, so they are refused."""
     texts = str(tmp_path / "texts")
     few = dataclasses.replace(settings, texts=texts, own_text=3, num_steps=1, decoding_prompts=0)
-    train_deer(few, tmp_path / "s1", console=QUIET)
+    train(DeerTrainer(few), tmp_path / "s1", console=QUIET)
     with pytest.raises(ValueError, match="holds 3 texts, and 4 are asked for"):
-        train_deer(dataclasses.replace(few, own_text=4), tmp_path / "s2", console=QUIET)
+        train(DeerTrainer(dataclasses.replace(few, own_text=4)), tmp_path / "s2", console=QUIET)
     shutil.copytree(models / "target", tmp_path / "other")
     with (tmp_path / "other/config.json").open("a") as file:
         file.write("\n")
     other = dataclasses.replace(few, target=str(tmp_path / "other"))
     with pytest.raises(ValueError, match=r"texts: those in .* are of another target"):
-        train_deer(other, tmp_path / "s3", console=QUIET)
+        train(DeerTrainer(other), tmp_path / "s3", console=QUIET)
 
 
 def test_settings_are_read_back(settings):
@@ -501,15 +498,15 @@ def test_wrong_settings_are_named(settings, changes, message):
 def test_what_does_not_fit_is_named_before_anything_is_done(settings, models, tmp_path):
     causal = dataclasses.replace(settings, start_from=str(models / "target"))
     with pytest.raises(ValueError, match="start_from must be a diffusion model"):
-        train_deer(causal, tmp_path / "state", console=QUIET)
+        train(DeerTrainer(causal), tmp_path / "state", console=QUIET)
     turned = dataclasses.replace(settings, target=str(models / "diffusion"))
     with pytest.raises(ValueError, match="target must be a causal model"):
-        train_deer(turned, tmp_path / "state", console=QUIET)
+        train(DeerTrainer(turned), tmp_path / "state", console=QUIET)
     diffusion = Diffusion(MASK_ID, True, 4)
     write_model(tmp_path / "narrow", TINY.replace(vocab_size=280, diffusion=diffusion))
     narrow = dataclasses.replace(settings, start_from=str(tmp_path / "narrow"))
     with pytest.raises(ValueError, match="must share a tokenizer"):
-        train_deer(narrow, tmp_path / "state", console=QUIET)
+        train(DeerTrainer(narrow), tmp_path / "state", console=QUIET)
     shutil.copytree(models / "diffusion", tmp_path / "foreign")
     tokenizer = json.loads((models / "diffusion/tokenizer.json").read_text())
     ids = tokenizer["model"]["vocab"]
@@ -517,7 +514,7 @@ def test_what_does_not_fit_is_named_before_anything_is_done(settings, models, tm
     (tmp_path / "foreign/tokenizer.json").write_text(json.dumps(tokenizer))
     foreign = dataclasses.replace(settings, start_from=str(tmp_path / "foreign"))
     with pytest.raises(ValueError, match="another tokenizer than the target"):
-        train_deer(foreign, tmp_path / "state", console=QUIET)
+        train(DeerTrainer(foreign), tmp_path / "state", console=QUIET)
     for changes, message in (
         ({"block": 65}, "block must be at most the drafter's 64 positions, got 65"),
         ({"stage": 2, "cuts": "all", "longest": 6}, "longest must be a multiple of the drafter's"),
@@ -528,8 +525,12 @@ def test_what_does_not_fit_is_named_before_anything_is_done(settings, models, tm
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            train_deer(dataclasses.replace(settings, **changes), tmp_path / "state", console=QUIET)
+            train(
+                DeerTrainer(dataclasses.replace(settings, **changes)),
+                tmp_path / "state",
+                console=QUIET,
+            )
     assert not (tmp_path / "state").exists()
     beyond = dataclasses.replace(settings, stage=2, longest=3)
     with pytest.warns(UserWarning, match="masked ends of up to 3"):
-        module._first_network(beyond, load(settings.start_from), load(settings.target))
+        deer._first_network(beyond, load(settings.start_from), load(settings.target))

@@ -45,7 +45,8 @@ def test_recorded_losses_and_gradients(golden, first):  # noqa: F811
         losses = feature_losses(predicted, expected, unembed(predicted), unembed(expected), counted)
         return losses[0] + 0.1 * losses[1], (predicted, losses)
 
-    (total, (predicted, losses)), gradient = jax.value_and_grad(loss, has_aux=True)(head.params)
+    differentiated = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (total, (predicted, losses)), gradient = differentiated(head.params)
     np.testing.assert_allclose(predicted, recorded["pred_features"], atol=1e-4)
     np.testing.assert_allclose(losses[0], recorded["vloss"], rtol=1e-5)
     np.testing.assert_allclose(losses[1], recorded["ploss"], rtol=1e-5)
@@ -87,6 +88,7 @@ def test_feature_regression_counts_places_within_documents(target, sequences):
     ids = jnp.arange(0, 24, 2)
     objective = FeatureRegression(config, noise=0.0)
 
+    @jax.jit
     def loss(sequences):
         return objective(params, Observed(sequences, target, ids), jax.random.key(2))
 
@@ -95,10 +97,8 @@ def test_feature_regression_counts_places_within_documents(target, sequences):
     assert loss(changed(sequences, 1, 11))[0] == value  # padding
     assert loss(changed(sequences, 1, 8))[0] != value
     noisy = FeatureRegression(config, noise=0.1)
-    draws = [
-        noisy(params, Observed(sequences, target, ids), jax.random.key(seed))[0]
-        for seed in (3, 3, 4)
-    ]
+    draw = jax.jit(lambda key: noisy(params, Observed(sequences, target, ids), key)[0])
+    draws = [draw(jax.random.key(seed)) for seed in (3, 3, 4)]
     assert draws[0] == draws[1] != draws[2] != value
 
 
@@ -111,7 +111,15 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
     head = Eagle3Head(params, config, taps, 24, ids)
     objective = TrainingTimeTest(config, taps, num_unrolled=3, decay=0.8)
     row = Sequences(*(field[:1, :5] for field in sequences))
-    value, metrics = objective(params, Observed(row, target, ids), jax.random.key(0))
+    observed = Observed(row, target, ids)
+    value, metrics = jax.jit(lambda key: objective(params, observed, key))(jax.random.key(0))
+
+    @jax.jit
+    def drafted_after(states, read):
+        """The state after a text, and the log-probabilities of what is drafted there."""
+        length = len(read)
+        hidden = head.forward(target.embed(read), states, jnp.arange(length), causal(length), None)
+        return hidden.features[-1:], jax.nn.log_softmax(head.unembed(target, hidden.features)[-1])
 
     tokens = jnp.asarray(row.tokens[0])
     seen = target.forward(tokens, jnp.arange(5), causal(5), None, taps=taps)
@@ -125,12 +133,8 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
             if place + 1 + step > 4:
                 break
             # All pairs so far in one causal pass: true states, then the chain's own.
-            length = known + step
-            hidden = head.forward(
-                target.embed(read), states, jnp.arange(length), causal(length), None
-            )
+            state, drafted = drafted_after(states, read)
             wanted = logits[place + 1 + step]
-            drafted = jax.nn.log_softmax(head.unembed(target, hidden.features)[-1])
             order = ids[jnp.argsort(-drafted)].tolist()
             choice = int(jnp.argmax(wanted))
             ranks[step].append(order.index(choice) if choice in order else len(order))
@@ -139,7 +143,7 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
                 total -= 0.8**step * float(jnp.sum(law * drafted))
                 places += step == 0
             if place + 2 + step <= 4:
-                states = jnp.concatenate([states, hidden.features[-1:]])
+                states = jnp.concatenate([states, state])
                 read = jnp.append(read, tokens[place + 2 + step])
     np.testing.assert_allclose(value, total / 5, rtol=1e-4)
     assert metrics["tokens"] == places

@@ -1,6 +1,5 @@
 """The loop: it learns, it resumes to the bit, it stops when figures are not finite."""
 
-import io
 import json
 import os
 import signal
@@ -14,33 +13,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from optax.contrib import MuonDimensionNumbers
-from rich.console import Console
 
-from jaxspec.models import ModelConfig, Network, init_params
+from jaxspec.models import Network, init_params
 from jaxspec.training.data import Sequences, pack
-from jaxspec.training.lm import NextToken, SoftLabels, Taught, make_evaluation
-from jaxspec.training.loop import DivergedError, History, fit, make_train_step
+from jaxspec.training.lm import NextToken, SoftLabels, Taught
+from jaxspec.training.loop import (
+    DivergedError,
+    History,
+    fit,
+    make_evaluation,
+    make_train_step,
+)
 from jaxspec.training.optimizer import (
     cosine,
     decays,
     make_optimizer,
     matrix_axes,
 )
-from jaxspec.training.settings import OPTIMIZERS, OptimizerSettings, Pace
+from jaxspec.training.settings import OPTIMIZERS, OptimizerSettings, TrainingPace
 from jaxspec.training.state import StateKeeper, initial_state
+from tests.training.runs import CONFIG as BASE
+from tests.training.runs import QUIET
 
-CONFIG = ModelConfig(
-    vocab_size=24,
-    embed_dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    max_positions=32,
-    tied_head=True,
-)
-QUIET = Console(file=io.StringIO())
+CONFIG = BASE.replace(vocab_size=24, max_positions=32)
 
 
 def batches(step: int) -> Sequences:
@@ -211,7 +206,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_state(tmp_pa
             batches,
             20,
             keeper=keeper,
-            pace=Pace(save_seconds=1e-9),
+            pace=TrainingPace(save_seconds=1e-9),
             console=QUIET,
         )
     kept = keeper.restore(begin(ADAMW))
@@ -300,7 +295,7 @@ def main(folder: Path, steps: int, pause: float) -> None:
         steps,
         keeper=keeper,
         history=History(folder / "history.jsonl"),
-        pace=Pace(save_seconds=0.1),
+        pace=TrainingPace(save_seconds=0.1),
         console=QUIET,
     )
     keeper.close()

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +16,9 @@ from jaxspec.checkpoint import load
 from jaxspec.core.masks import block_causal
 from jaxspec.diffusion.process import LOWEST_SHARE, block_training_mask, mask_number, mask_share
 from jaxspec.models import Diffusion, Network, init_params
-from jaxspec.training.data import LastRows, Sequences, Source, pack
-from jaxspec.training.masked import MaskedTokens
+from jaxspec.training.data import Sequences, pack
+from jaxspec.training.lm import LMTrainer
+from jaxspec.training.masked import MaskedTokens, MaskedTrainer, first_network, with_layers
 from jaxspec.training.settings import (
     LMTrainingSettings,
     MaskedTrainingSettings,
@@ -26,12 +26,11 @@ from jaxspec.training.settings import (
     settings_from_json,
     settings_to_json,
 )
+from jaxspec.training.sources import LastRows, Source
 from jaxspec.training.tokenizer import MASK, RESERVED
-from jaxspec.training.train import train_lm
-from jaxspec.training.train_masked import first_network, train_masked, with_layers
-from tests.training.runs import CONFIG, QUIET
+from jaxspec.training.train import train
+from tests.training.runs import CONFIG, QUIET, losses_in
 
-GOLDEN = Path(__file__).parents[3] / "shared/golden/diffusion"
 MASK_ID = RESERVED.index(MASK)
 TINY = CONFIG.replace(vocab_size=300)
 
@@ -77,18 +76,16 @@ def test_every_group_draws_for_itself():
     assert len({int(n) for n in np.asarray(masked.hidden).reshape(4, 8).sum(1)}) > 1
 
 
-def test_the_mask_of_two_copies_is_the_recorded_one():
-    if not GOLDEN.is_dir():
-        pytest.skip(f"{GOLDEN} is not there")
-    recorded = np.load(GOLDEN / "bd3lm_train_mask.npz")
+def test_the_mask_of_two_copies_is_the_recorded_one(recorded_folder):
+    recorded = np.load(recorded_folder("diffusion", "bd3lm_train_mask.npz"))
     for name in recorded.files:
-        slots, block = map(int, re.findall(r"\d+", name))
-        ours = block_training_mask(jnp.zeros(slots, jnp.int32), jnp.arange(slots) // block)
+        places, block = map(int, re.findall(r"\d+", name))
+        ours = block_training_mask(jnp.zeros(places, jnp.int32), jnp.arange(places) // block)
         np.testing.assert_array_equal(np.asarray(ours), recorded[name].astype(bool), err_msg=name)
 
 
 @pytest.mark.parametrize("shift", [False, True])
-def test_a_block_is_foreseen_as_decoding_foresees_it(shift):
+def test_a_block_is_predicted_as_in_decoding(shift):
     """The pass over two copies says of a block what a pass over its canvas says."""
     block, config = 4, tiny(shift, 4)
     network = Network(init_params(config, jax.random.key(0)), config)
@@ -105,10 +102,10 @@ def test_a_block_is_foreseen_as_decoding_foresees_it(shift):
             text, np.arange(upto, dtype=np.int32), block_causal(upto, block), None
         ).features
         logits = np.asarray(network.unembed(features))
-        for slot in np.flatnonzero(hidden[first:upto]) + first:
-            # Shifted, a block's first slot is read off the block before, which is finished.
-            said = logits[slot - shift]
-            np.testing.assert_allclose(np.asarray(seen.logits)[slot], said, atol=2e-5)
+        for place in np.flatnonzero(hidden[first:upto]) + first:
+            # Shifted, a block's first place is read off the block before, which is finished.
+            said = logits[place - shift]
+            np.testing.assert_allclose(np.asarray(seen.logits)[place], said, atol=2e-5)
 
 
 @pytest.mark.parametrize("block", [None, 4])
@@ -144,7 +141,7 @@ def test_fine_tuning_hides_answers_alone_and_counts_each_the_same():
     network = Network(init_params(config, jax.random.key(0)), config)
     objective = MaskedTokens(config, random_lengths=0.0, answers_only=True, steady=True)
     seen = objective._seen(network, tokens, segments, positions, jax.random.key(0))
-    answers = [6, 7, *(len(short) + slot for slot in (5, 6, 7, 8, 9))]
+    answers = [6, 7, *(len(short) + place for place in (5, 6, 7, 8, 9))]
     assert np.flatnonzero(np.asarray(seen.maskable)).tolist() == answers
 
     batch = Sequences(*(np.asarray(field)[None] for field in (tokens, segments, positions)))
@@ -204,7 +201,7 @@ def causal_folder(sums, tmp_path_factory):
         dtype="float32",
         optimizer=OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=5),
     )
-    train_lm(settings, folder / "state", folder / "out", console=QUIET)
+    train(LMTrainer(settings), folder / "state", folder / "out", console=QUIET)
     return str(folder / "out")
 
 
@@ -225,27 +222,28 @@ def masked_settings(sums, causal_folder):
 
 
 def test_a_run_learns_and_its_folder_decodes(masked_settings, tmp_path):
-    trained = train_masked(masked_settings, tmp_path / "state", tmp_path / "out", console=QUIET)
-    diffusion = trained.network.config.diffusion
+    trained = train(
+        MaskedTrainer(masked_settings), tmp_path / "state", tmp_path / "out", console=QUIET
+    )
+    diffusion = trained.result.config.diffusion
     assert diffusion == Diffusion(MASK_ID, shift=True, block=4)
-    lines = (tmp_path / "state/history.jsonl").read_text().splitlines()
-    losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    losses = losses_in(tmp_path / "state")
     assert losses[-1] < losses[0] - 0.5
     model = load(tmp_path / "out")
-    assert model.config == trained.network.config
+    assert model.config == trained.result.config
     result = jaxspec.denoise(
         model, "3 and 4?", jaxspec.DenoiseConfig(max_new_tokens=4, block_length=4)
     )
     assert MASK_ID not in result[0].tokens
     recipe = (tmp_path / "out/recipe.md").read_text()
-    assert "its own block of 4 slots" in recipe
+    assert "its own block of 4 places" in recipe
     assert "upper bound" in recipe
 
 
 def test_a_diffusion_model_learns_from_its_own_decisions(masked_settings, tmp_path):
     first = tmp_path / "first"
-    train_masked(
-        dataclasses.replace(masked_settings, num_steps=5),
+    train(
+        MaskedTrainer(dataclasses.replace(masked_settings, num_steps=5)),
         tmp_path / "state",
         first,
         console=QUIET,
@@ -253,7 +251,7 @@ def test_a_diffusion_model_learns_from_its_own_decisions(masked_settings, tmp_pa
     again = dataclasses.replace(
         masked_settings, start_from=str(first), teacher=str(first), own_text=40, num_steps=5
     )
-    train_masked(again, tmp_path / "again", tmp_path / "out", console=QUIET)
+    train(MaskedTrainer(again), tmp_path / "again", tmp_path / "out", console=QUIET)
     (path, _) = sorted((tmp_path / "again/own_text").iterdir())
     texts = [json.loads(line) for line in path.open()]
     prompts = [text["tokens"][: text["prompt_tokens"]] for text in texts]

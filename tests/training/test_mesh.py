@@ -1,6 +1,5 @@
 """A run on several devices is the run on one, but for rounding."""
 
-import io
 import json
 import os
 import shutil
@@ -11,31 +10,22 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxspec.checkpoint.huggingface import write_network
-from jaxspec.models import ModelConfig, Network, init_params
+from jaxspec.models import Network, init_params
 from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import LastRows, Sequences, Source
-from jaxspec.training.devices import data_mesh
-from jaxspec.training.lm import NextToken
-from jaxspec.training.settings import LMTrainingSettings, OptimizerSettings, Pace
+from jaxspec.training.data import Sequences
+from jaxspec.training.lm import LMTrainer, NextToken
+from jaxspec.training.plan import data_mesh
+from jaxspec.training.settings import LMTrainingSettings, OptimizerSettings, TrainingPace
+from jaxspec.training.sources import LastRows, Source
 from jaxspec.training.tokenizer import save_tokenizer, train_tokenizer
-from jaxspec.training.train import train_lm
+from jaxspec.training.train import train
+from tests.training.runs import CONFIG as BASE
+from tests.training.runs import QUIET, losses_in
 
-QUIET = Console(file=io.StringIO())
 STEPS = 6
-CONFIG = ModelConfig(
-    vocab_size=300,
-    embed_dim=16,
-    num_layers=2,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    max_positions=32,
-    tied_head=True,
-)
+CONFIG = BASE.replace(vocab_size=300, max_positions=32)
 
 
 def settings(folder: Path, **changes) -> LMTrainingSettings:
@@ -51,7 +41,7 @@ def settings(folder: Path, **changes) -> LMTrainingSettings:
         "layer_drop": 0.2,
         "dtype": "float32",
         "optimizer": OptimizerSettings("adamw", learning_rate=0.01),
-        "pace": Pace(save_seconds=1e-9, record_steps=1),
+        "pace": TrainingPace(save_seconds=1e-9, record_steps=1),
     }
     return LMTrainingSettings(
         (Source("sums", str(path), split=LastRows(16)),), **{**values, **changes}
@@ -62,7 +52,8 @@ def settings(folder: Path, **changes) -> LMTrainingSettings:
 def runs(tmp_path_factory):
     """Weights at the end and losses by step, of runs in a process that sees eight devices."""
     folder = tmp_path_factory.mktemp("devices")
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    environment = {**os.environ, "XLA_FLAGS": flags.strip()}
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.test_mesh", str(folder)],
         cwd=Path(__file__).resolve().parents[2],
@@ -112,16 +103,15 @@ def main(folder: Path) -> None:
     student = settings(folder, teacher=str(teacher))
 
     def run(name: str, state: str, num_devices: int) -> None:
-        trained = train_lm(student, folder / state, num_devices=num_devices, console=QUIET)
+        trained = train(LMTrainer(student), folder / state, num_devices=num_devices, console=QUIET)
         assert trained.metrics["device"] == f"{num_devices} x cpu"
-        flat = jax.tree_util.tree_leaves_with_path(trained.network.params)
+        flat = jax.tree_util.tree_leaves_with_path(trained.result.params)
         arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in flat}
-        lines = (folder / state / "history.jsonl").read_text().splitlines()
-        losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
-        np.savez(folder / f"{name}.npz", losses=np.asarray(losses), **arrays)
+        losses = np.asarray(losses_in(folder / state))
+        np.savez(folder / f"{name}.npz", losses=losses, **arrays)
 
     def flops(num_devices: int) -> float:
-        """Of one device, for the gradient of a batch."""
+        """Returns the operations of one device for the gradient of a batch."""
         mesh = data_mesh(num_devices)
         batch = spread_rows(mesh, Sequences(*np.ones((3, 8, 32), np.int32)))
         params = jax.device_put(init_params(CONFIG, jax.random.key(0)), on_every_device(mesh))
@@ -137,7 +127,7 @@ def main(folder: Path) -> None:
     run("resumed", "state", 8)
     run("resumed_on_one", "state-moved", 1)
     try:
-        train_lm(settings(folder, rows_per_batch=6), folder / "never", console=QUIET)
+        train(LMTrainer(settings(folder, rows_per_batch=6)), folder / "never", console=QUIET)
     except ValueError as error:
         np.savez(folder / "refused.npz", message=str(error))
 

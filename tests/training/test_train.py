@@ -14,22 +14,15 @@ from rich.console import Console
 from jaxspec.checkpoint import load
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
+from jaxspec.commands import train_lm as command
 from jaxspec.core.masks import causal
-from jaxspec.generation import GenerationConfig, generate
+from jaxspec.decoding.generate import generate
+from jaxspec.decoding.request import GenerationConfig
 from jaxspec.models import Experts, LinearScaling, Rope
-from jaxspec.training import command, own_text, plan
-from jaxspec.training.data import (
-    Batches,
-    EveryNth,
-    FieldRanges,
-    LastCharacters,
-    LastRows,
-    Source,
-    encode_documents,
-    pack,
-    read_source,
-)
-from jaxspec.training.plan import Plan, make_plan, seconds_per_step
+from jaxspec.training import generated, plan
+from jaxspec.training.data import Batches, encode_documents, pack
+from jaxspec.training.lm import LMTrainer
+from jaxspec.training.plan import RunPlan, make_plan, seconds_per_step
 from jaxspec.training.settings import (
     SMALL,
     LMTrainingSettings,
@@ -38,8 +31,16 @@ from jaxspec.training.settings import (
     settings_from_json,
     settings_to_json,
 )
+from jaxspec.training.sources import (
+    EveryNth,
+    FieldRanges,
+    LastCharacters,
+    LastRows,
+    Source,
+    read_source,
+)
 from jaxspec.training.tokenizer import RESERVED
-from jaxspec.training.train import train_lm
+from jaxspec.training.train import train
 from tests.training.runs import CONFIG, QUIET
 
 TINY = CONFIG.replace(vocab_size=300)
@@ -72,7 +73,9 @@ def tiny_settings(sums):
 def trained(tiny_settings, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     out = folder / "out"
-    result = train_lm(tiny_settings, folder / "state", out, command="jaxspec ...", console=QUIET)
+    result = train(
+        LMTrainer(tiny_settings), folder / "state", out, command="jaxspec ...", console=QUIET
+    )
     return result, out
 
 
@@ -110,8 +113,8 @@ def test_the_folder_holds_all_that_a_reader_needs(trained):
 def test_saved_weights_are_the_trained_ones_in_bfloat16(trained):
     result, out = trained
     network = load_network(out, "float32")
-    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), result.network)
-    assert network.config == result.network.config
+    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), result.result)
+    assert network.config == result.result.config
     np.testing.assert_array_equal(logits(network, range(20, 30)), logits(rounded, range(20, 30)))
 
 
@@ -146,7 +149,7 @@ def test_transformers_reads_the_folder_alike(trained):
 
 def test_the_same_call_again_changes_nothing(trained, tiny_settings, tmp_path):
     result, out = trained
-    again = train_lm(tiny_settings, out.parent / "state", tmp_path / "again", console=QUIET)
+    again = train(LMTrainer(tiny_settings), out.parent / "state", tmp_path / "again", console=QUIET)
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
         out / "model.safetensors"
     ).read_bytes()
@@ -157,7 +160,7 @@ def test_a_state_folder_belongs_to_one_run(trained, tiny_settings):
     _, out = trained
     other = dataclasses.replace(tiny_settings, seed=1)
     with pytest.raises(ValueError, match=r"seed: 0 before, 1 now"):
-        train_lm(other, out.parent / "state", console=QUIET)
+        train(LMTrainer(other), out.parent / "state", console=QUIET)
     assert default_state_folder(other, "x") != default_state_folder(tiny_settings, "x")
 
 
@@ -173,8 +176,8 @@ def test_a_run_from_before_a_setting_existed_goes_on_with_its_default(
     (state / "run.json").write_text(json.dumps(run))
     other = dataclasses.replace(tiny_settings, early_exit=0.5)
     with pytest.raises(ValueError, match=r"early_exit: 0\.0 before, 0\.5 now"):
-        train_lm(other, state, console=QUIET)
-    assert train_lm(tiny_settings, state, console=QUIET).metrics == result.metrics
+        train(LMTrainer(other), state, console=QUIET)
+    assert train(LMTrainer(tiny_settings), state, console=QUIET).metrics == result.metrics
 
 
 def test_a_draft_model_learns_from_its_teacher(trained, tiny_settings, tmp_path):
@@ -183,7 +186,7 @@ def test_a_draft_model_learns_from_its_teacher(trained, tiny_settings, tmp_path)
     settings = dataclasses.replace(
         tiny_settings, model=TINY.replace(embed_dim=8, mlp_dim=16), teacher=str(teacher)
     )
-    draft = train_lm(settings, tmp_path / "state", tmp_path / "draft", console=QUIET)
+    draft = train(LMTrainer(settings), tmp_path / "state", tmp_path / "draft", console=QUIET)
     assert 0 < draft.metrics["validation"]["sums"]["agreement"] <= 1
     assert (tmp_path / "draft" / "tokenizer.json").read_bytes() == (
         out / "tokenizer.json"
@@ -193,7 +196,7 @@ def test_a_draft_model_learns_from_its_teacher(trained, tiny_settings, tmp_path)
     config = teacher / "config.json"
     config.write_text(config.read_text() + "\n")
     with pytest.raises(ValueError, match="differs in the files of 'teacher'"):
-        train_lm(settings, tmp_path / "state", console=QUIET)
+        train(LMTrainer(settings), tmp_path / "state", console=QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +204,7 @@ def prompts(trained, sums):
     """Rows of documents, as prompts are cut from."""
     source = Source("sums", str(sums), template="{question} {answer}", split=LastRows(8))
     documents = encode_documents(trained[0].tokenizer, read_source(source).train)
-    return Batches((pack(documents, 32),), (1.0,), own_text.PROMPTS_PER_PART, seed=3)
+    return Batches((pack(documents, 32),), (1.0,), generated.PROMPTS_PER_PART, seed=3)
 
 
 def texts_in(folder):
@@ -212,7 +215,7 @@ def test_own_text_is_what_the_teacher_says_after_a_beginning_of_a_document(
     trained, prompts, tmp_path
 ):
     teacher = load(trained[1])
-    own_text.write_own_text(teacher, prompts, 40, tmp_path, QUIET)
+    generated.write_texts(teacher, prompts, 40, tmp_path)
     texts = texts_in(tmp_path)
     assert [text["temperature"] for text in texts] == [0.0, 1.0] * 20
     (packed,) = prompts.sources
@@ -234,7 +237,7 @@ def test_own_text_is_what_the_teacher_says_after_a_beginning_of_a_document(
     for text, row in zip(greedy, again, strict=True):
         assert text["tokens"][text["prompt_tokens"] :] == row.tokens.tolist()
         assert text["text"] == row.text
-    read = own_text.read_own_text(tmp_path, 40)
+    read = generated.read_texts(tmp_path, 40)
     assert [len(part) for part in read] == [38, 2]
     both = (*read.train, *read.validation)
     assert [list(text.tokens) for text in both] == [t["tokens"] for t in texts]
@@ -243,14 +246,14 @@ def test_own_text_is_what_the_teacher_says_after_a_beginning_of_a_document(
 
 def test_a_row_of_single_tokens_gives_a_prompt_too(trained, tmp_path):
     singles = pack([np.full(1, token, np.int32) for token in range(20, 25)], 32)
-    rows = Batches((singles,), (1.0,), own_text.PROMPTS_PER_PART)
-    own_text.write_own_text(load(trained[1]), rows, 3, tmp_path, QUIET)
+    rows = Batches((singles,), (1.0,), generated.PROMPTS_PER_PART)
+    generated.write_texts(load(trained[1]), rows, 3, tmp_path)
     assert [text["prompt_tokens"] for text in texts_in(tmp_path)] == [1, 1, 1]
 
 
 def test_own_text_goes_on_where_it_was_interrupted(trained, prompts, tmp_path, monkeypatch):
     teacher = load(trained[1])
-    own_text.write_own_text(teacher, prompts, 70, tmp_path / "whole", QUIET)
+    generated.write_texts(teacher, prompts, 70, tmp_path / "whole")
     parts = []
 
     def interrupted(*args, **kwargs):
@@ -259,13 +262,13 @@ def test_own_text_goes_on_where_it_was_interrupted(trained, prompts, tmp_path, m
             raise KeyboardInterrupt
         return generate(*args, **kwargs)
 
-    monkeypatch.setattr(own_text, "generate", interrupted)
+    monkeypatch.setattr(generated, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        own_text.write_own_text(teacher, prompts, 70, tmp_path / "parts", QUIET)
+        generated.write_texts(teacher, prompts, 70, tmp_path / "parts")
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["00000.jsonl"]
-    own_text.write_own_text(teacher, prompts, 70, tmp_path / "parts", QUIET)
+    generated.write_texts(teacher, prompts, 70, tmp_path / "parts")
     assert len(parts) == 4  # one, the interrupted one, and the two that were missing
-    own_text.write_own_text(teacher, prompts, 70, tmp_path / "parts", QUIET)
+    generated.write_texts(teacher, prompts, 70, tmp_path / "parts")
     assert len(parts) == 4
     assert texts_in(tmp_path / "parts") == texts_in(tmp_path / "whole")
     assert len(texts_in(tmp_path / "parts")) == 70
@@ -280,7 +283,7 @@ def test_a_draft_model_learns_from_what_its_teacher_wrote(trained, tiny_settings
         own_text=64,
         own_text_weight=2.0,
     )
-    draft = train_lm(settings, tmp_path / "state", tmp_path / "draft", console=QUIET)
+    draft = train(LMTrainer(settings), tmp_path / "state", tmp_path / "draft", console=QUIET)
     assert 0 < draft.metrics["validation"]["own-text"]["agreement"] <= 1
     texts = texts_in(tmp_path / "state" / "own_text")
     learned = [len(text["tokens"]) for i, text in enumerate(texts) if i // 2 % 20 != 19]
@@ -296,19 +299,19 @@ def test_a_run_can_begin_with_saved_weights(trained, tiny_settings, tmp_path):
         num_steps=1,
         optimizer=OptimizerSettings("adamw", learning_rate=1e-9),
     )
-    warm = train_lm(settings, tmp_path / "state", console=QUIET)
+    warm = train(LMTrainer(settings), tmp_path / "state", console=QUIET)
     assert warm.metrics["validation"]["sums"]["nats"] == pytest.approx(
         result.metrics["validation"]["sums"]["nats"], abs=0.05
     )
     wider = dataclasses.replace(settings, model=TINY.replace(mlp_dim=64))
     with pytest.raises(ValueError, match="start_from"):
-        train_lm(wider, tmp_path / "wider", console=QUIET)
+        train(LMTrainer(wider), tmp_path / "wider", console=QUIET)
 
 
 def test_minutes_become_steps_once(tiny_settings, tmp_path):
     settings = dataclasses.replace(tiny_settings, num_steps=None, minutes=0.002)
-    first = train_lm(settings, tmp_path, console=QUIET)
-    again = train_lm(settings, tmp_path, console=QUIET)
+    first = train(LMTrainer(settings), tmp_path, console=QUIET)
+    again = train(LMTrainer(settings), tmp_path, console=QUIET)
     assert first.metrics["steps"] == again.metrics["steps"] >= 1
 
 
@@ -319,17 +322,17 @@ def test_the_faster_dtype_is_taken_and_written_down(tiny_settings, tmp_path, mon
         timed.append(tuple(train_steps))
         return {"float32": 0.2, "bfloat16": 0.1}
 
-    monkeypatch.setattr("jaxspec.training.run.seconds_per_step", seconds_per_step)
+    monkeypatch.setattr("jaxspec.training.train.seconds_per_step", seconds_per_step)
     settings = dataclasses.replace(tiny_settings, dtype="auto", num_steps=2)
     console = Console(file=io.StringIO(), width=200)
     out = tmp_path / "out"
-    trained = train_lm(settings, tmp_path / "state", out, console=console)
+    trained = train(LMTrainer(settings), tmp_path / "state", out, console=console)
     assert trained.metrics["dtype"] == "bfloat16"
     assert json.loads((out / "training.json").read_text())["dtype"] == "bfloat16"
     assert "products in bfloat16" in (out / "recipe.md").read_text()
     assert "products in bfloat16" in console.file.getvalue()
     # The choice is made once: going on asks no more.
-    assert train_lm(settings, tmp_path / "state", console=QUIET).metrics == trained.metrics
+    assert train(LMTrainer(settings), tmp_path / "state", console=QUIET).metrics == trained.metrics
     assert timed == [("float32", "bfloat16")]
 
 
@@ -341,7 +344,7 @@ def test_a_plan_is_timed_once_and_its_minutes_are_of_the_dtype_chosen(
     times, peaks = {"float32": float32, "bfloat16": bfloat16}, {"float32": 1e9, "bfloat16": 3e9}
     plan = make_plan(settings, tmp_path, "one", lambda dtypes: times, peaks.__getitem__)
     dtype = "float32" if float32 < bfloat16 else "bfloat16"
-    assert plan == Plan(240, dtype, peaks[dtype])
+    assert plan == RunPlan(240, dtype, peaks[dtype])
 
     def never(asked):
         raise AssertionError
@@ -357,7 +360,7 @@ def test_a_plan_from_before_dtypes_were_timed_is_read(tiny_settings, tmp_path):
     (tmp_path / "plan.json").write_text('{"seconds_per_step": 2.0}')
     settings = dataclasses.replace(tiny_settings, num_steps=None, minutes=1.0)
     plan = make_plan(settings, tmp_path, "one", lambda dtypes: {}, lambda dtype: 1e9)
-    assert plan == Plan(30, "float32", 1e9)
+    assert plan == RunPlan(30, "float32", 1e9)
 
 
 def test_steps_are_timed_in_turns_on_one_state(monkeypatch):
@@ -468,6 +471,7 @@ def test_sources_by_flags(tmp_path):
         (("--data", "a=a.txt", "--weight", "b=1"), "there is no such source"),
     ],
 )
-def test_wrong_flags_are_named(arguments, message):
+def test_wrong_flags_are_named(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there is no data/train
     with pytest.raises(ValueError, match=message):
         parsed(*arguments)

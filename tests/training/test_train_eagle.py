@@ -9,25 +9,29 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint import CheckpointError, load, load_eagle
+from jaxspec.commands import train_eagle as eagle_command
+from jaxspec.decoding.generate import generate
+from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import Eagle
-from jaxspec.generation import GenerationConfig, generate
 from jaxspec.models import Network, init_params
-from jaxspec.training import eagle_command
 from jaxspec.training.data import Sequences
-from jaxspec.training.features import TargetStates, cached_states
+from jaxspec.training.eagle import EagleTrainer
+from jaxspec.training.lm import LMTrainer
 from jaxspec.training.settings import (
     EagleTrainingSettings,
     LMTrainingSettings,
     settings_from_json,
     settings_to_json,
 )
-from jaxspec.training.train import train_lm
-from jaxspec.training.train_eagle import train_eagle
+from jaxspec.training.target import TargetStates, cached_states
+from jaxspec.training.train import train
 from tests.training.runs import (
     CONFIG,
     DRAFTING,
     QUIET,
     assert_a_killed_run_ends_with_the_same_bits,
+    assert_stored_in_bfloat16,
+    losses_in,
     write_model,
     write_sums,
 )
@@ -37,7 +41,7 @@ TREE = ((0,), (1,), (0, 0))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A target with random weights, and text for it to go on with."""
+    """A target with random weights, and text for it to continue."""
     folder = tmp_path_factory.mktemp("eagle")
     write_sums(folder)
     write_model(folder / "target", CONFIG)
@@ -64,14 +68,15 @@ def run(folder, request):
     """Settings, what training gave, and the folder that holds `state` and `out`."""
     settings = settings_for(folder, **KINDS[request.param])
     place = folder / request.param
-    trained = train_eagle(settings, place / "state", place / "out", command="c", console=QUIET)
+    trained = train(
+        EagleTrainer(settings), place / "state", place / "out", command="c", console=QUIET
+    )
     return settings, trained, place
 
 
 def test_the_loss_falls_and_the_folder_says_how(run):
     settings, trained, place = run
-    lines = (place / "state" / "history.jsonl").read_text().splitlines()
-    losses = [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+    losses = losses_in(place / "state")
     assert len(losses) == settings.num_steps
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:3])
     metrics = json.loads((place / "out" / "metrics.json").read_text())
@@ -92,13 +97,10 @@ def test_the_folder_is_read_back_and_drafts_without_changing_the_text(run):
     settings, trained, place = run
     model = load(settings.target)
     head = load_eagle(place / "out", model.network)
-    assert type(head) is type(trained.head)
-    assert head.config == trained.head.config
-    assert head.taps == trained.head.taps
-    for loaded, given in zip(
-        jax.tree.leaves(head.params), jax.tree.leaves(trained.head.params), strict=True
-    ):
-        np.testing.assert_array_equal(loaded, given.astype("bfloat16").astype("float32"))
+    assert type(head) is type(trained.result)
+    assert head.config == trained.result.config
+    assert head.taps == trained.result.taps
+    assert_stored_in_bfloat16(head.params, trained.result.params)
     prompts = [[0, 20, 30, 40], [0, 50, 60]]
     config = GenerationConfig(max_new_tokens=16)
     plain = generate(model, prompts, config)
@@ -117,7 +119,7 @@ def test_the_draft_vocabulary_is_what_the_target_writes_most(run):
     held_out = [index // 2 % 20 == 19 for index in range(len(texts))]
     read = [text for text, out in zip(texts, held_out, strict=True) if not out]
     counts = np.bincount(np.concatenate(read), minlength=CONFIG.vocab_size)
-    ids = np.asarray(trained.head.draft_ids)
+    ids = np.asarray(trained.result.draft_ids)
     assert len(ids) == settings.draft_vocab
     assert np.all(np.diff(ids) > 0)
     assert counts[ids].min() >= np.delete(counts, ids).max()
@@ -128,7 +130,7 @@ def test_the_draft_vocabulary_is_what_the_target_writes_most(run):
 def test_an_interrupted_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
     settings, _, place = run
     assert_a_killed_run_ends_with_the_same_bits(
-        train_eagle, settings, place / "out", tmp_path, monkeypatch
+        EagleTrainer, settings, place / "out", tmp_path, monkeypatch
     )
 
 
@@ -136,16 +138,16 @@ def test_a_state_folder_belongs_to_one_run_of_one_target(run, folder, tmp_path):
     settings, _, place = run
     other = dataclasses.replace(settings, draft_vocab=40)
     with pytest.raises(ValueError, match="draft_vocab: 48 before, 40 now"):
-        train_eagle(other, place / "state", console=QUIET)
+        train(EagleTrainer(other), place / "state", console=QUIET)
     lm = LMTrainingSettings(settings.sources, CONFIG, sequence_length=32)
     with pytest.raises(ValueError, match="a run of another kind"):
-        train_lm(lm, place / "state", console=QUIET)
+        train(LMTrainer(lm), place / "state", console=QUIET)
     path = folder / "target" / "config.json"
     before = path.read_text()
     try:
         path.write_text(before + "\n")
         with pytest.raises(ValueError, match="differs in the files of 'target'"):
-            train_eagle(settings, place / "state", console=QUIET)
+            train(EagleTrainer(settings), place / "state", console=QUIET)
     finally:
         path.write_text(before)
 
@@ -158,7 +160,7 @@ def test_a_head_is_for_its_own_target(run, tmp_path):
         load_eagle(place / "out", network)
     model = dataclasses.replace(load(settings.target), network=network)
     with pytest.raises(ValueError, match="width is 16, the target's 24"):
-        generate(model, [[0, 20]], drafter=Eagle.of(trained.head, TREE))
+        generate(model, [[0, 20]], drafter=Eagle.of(trained.result, TREE))
 
 
 @pytest.mark.parametrize(
@@ -180,13 +182,13 @@ def test_a_head_is_for_its_own_target(run, tmp_path):
 )
 def test_what_does_not_fit_is_named_before_anything_is_done(folder, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        train_eagle(settings_for(folder, **changes), tmp_path / "state", console=QUIET)
+        train(EagleTrainer(settings_for(folder, **changes)), tmp_path / "state", console=QUIET)
     assert not (tmp_path / "state").exists()
 
 
 def test_the_targets_folder_is_not_written_over(folder, tmp_path):
     with pytest.raises(ValueError, match="the target's own folder"):
-        train_eagle(settings_for(folder), tmp_path, folder / "target", console=QUIET)
+        train(EagleTrainer(settings_for(folder)), tmp_path, folder / "target", console=QUIET)
 
 
 # States on disk
@@ -218,10 +220,10 @@ def test_states_are_computed_once_and_survive_an_interruption(tmp_path):
         return states_of(sequences)
 
     with pytest.raises(KeyboardInterrupt):
-        cached_states(observe, parts, 2, tmp_path, QUIET)
+        cached_states(observe, parts, 2, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     for _ in range(2):
-        cached = cached_states(observe, parts, 2, tmp_path, QUIET)
+        cached = cached_states(observe, parts, 2, tmp_path)
         for name, part in parts.items():
             expected = states_of(part)
             assert cached[name].features.dtype == expected.features.dtype
@@ -234,7 +236,7 @@ def test_a_disk_without_room_is_noticed_before(tmp_path, monkeypatch):
     usage = argparse.Namespace(free=10)
     monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
     with pytest.raises(ValueError, match="leave out cache_features"):
-        cached_states(states_of, {"a": sequences_of(5, 0)}, 2, tmp_path, QUIET)
+        cached_states(states_of, {"a": sequences_of(5, 0)}, 2, tmp_path)
 
 
 # Settings and the command line

@@ -1,4 +1,4 @@
-// Which function to decode with: what each costs on this device, over what it is expected to give.
+// Choice of the function to decode with: its time on this device over its expected tokens.
 
 import {PLAIN} from './engine.js';
 
@@ -14,9 +14,9 @@ const GAIN = 1.05; // by which another has to be faster
 
 /**
  * Times functions in turns.
- * @param time gives the milliseconds of one call of a function.
+ * @param time returns the milliseconds of one call of a function.
  * @param choices their names.
- * @param report called with the share that is done.
+ * @param report called with the finished share.
  * @returns {name: {median, spread}}, in milliseconds; spread is half the distance of the quartiles.
  */
 export async function measure(time, choices, report = () => {}, now = () => performance.now()) {
@@ -65,14 +65,14 @@ export class Chooser {
     this.begin();
   }
 
-  /** A new text: how often drafts are accepted is forgotten, how fast the device is stays. */
+  /** Starts a text: forgets the acceptance of the last one and keeps the times. */
   begin() {
     this._acceptance = 1; // of what is beyond the one token that every call gives
     this._steps = 0;
     this.current = this._best();
   }
 
-  /** Tokens per second of every candidate, as known by now. */
+  /** Returns the tokens per second of every candidate, as known so far. */
   speeds() {
     return Object.fromEntries(Object.keys(this.expected).map(name => {
       const tokens = 1 + (this.expected[name] - 1) * this._acceptance;
@@ -80,7 +80,7 @@ export class Chooser {
     }));
   }
 
-  /** Takes in a step, and now and then chooses anew. */
+  /** Records a step, and sometimes chooses again. */
   observe(name, tokens, milliseconds) {
     this._slowness += TIME_WEIGHT * (Math.min(10, milliseconds / this.measured[name]) - this._slowness);
     if (name !== PLAIN && this.expected[name] > 1) {

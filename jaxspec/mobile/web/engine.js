@@ -1,20 +1,20 @@
 // Decoding with an exported file: prompts in parts, plain decoding, and steps over any of its
 // trees. The same code runs in the page's worker and, for the tests, in Node.
 //
-// State goes from call to call as tensors: an output `o_NAME` is the next call's input NAME, and
-// what it replaces is deleted at once, or the heap would grow by every cache in every step. Only
-// a few integers of each call are read back.
+// State passes from call to call as tensors: an output `o_NAME` is the next call's input NAME, and
+// the tensor that it replaces is deleted at once, or the heap would grow by every cache in every
+// step. Only a few integers of each call are read back.
 
 export const PLAIN = 'decode';
 
-/** A message that is meant for the person at the page. */
+/** A message for the user of the page. */
 export class UserError extends Error {}
 
 export class Decoder {
   /**
    * @param model a compiled model of LiteRT.js.
    * @param Tensor LiteRT.js's class.
-   * @param profile what `profile.json` says.
+   * @param profile contents of `profile.json`.
    * @param now a clock, in milliseconds.
    */
   constructor(model, Tensor, profile, now = () => performance.now()) {
@@ -57,25 +57,25 @@ export class Decoder {
 
   /** Tokens that fit behind the text. */
   get room() {
-    return this.profile.slots - this.text.length;
+    return this.profile.capacity - this.text.length;
   }
 
-  /** Whether a step over a tree still fits: it writes a whole padded path. */
+  /** Returns true if a step over a tree still fits: it writes a whole padded path. */
   fits(choice) {
     const cached = this.text.length - 1;
-    return cached + (choice === PLAIN ? 1 : this.rows) <= this.profile.slots;
+    return cached + (choice === PLAIN ? 1 : this.rows) <= this.profile.capacity;
   }
 
   /**
-   * Reads a prompt, but for what the caches hold of it already, and appends the next token.
-   * @param report awaited with how many tokens of the prompt have been read; `false` ends it.
-   * @returns that token, or null where `report` ended it: then the text is as it was.
+   * Reads the part of a prompt that the caches do not hold yet, and appends the next token.
+   * @param report awaited with the number of tokens read so far; `false` ends it.
+   * @returns that token, or null if `report` ended it: then the text is unchanged.
    */
   async prefill(prompt, report = () => true) {
-    const {slots, num_tokens: known} = this.profile;
+    const {capacity, num_tokens: known} = this.profile;
     if (!prompt.length) throw new UserError('There is nothing to continue: write something first.');
-    if (prompt.length >= slots) {
-      throw new UserError(`This text has ${prompt.length} tokens, and the model was exported for texts below ${slots}. Shorten it, or begin anew.`);
+    if (prompt.length >= capacity) {
+      throw new UserError(`This text has ${prompt.length} tokens, and the model was exported for texts below ${capacity}. Shorten it, or begin anew.`);
     }
     const odd = prompt.find(id => !(id >= 0 && id < known));
     if (odd !== undefined) throw new UserError(`The tokenizer gave the id ${odd}, which the model does not know (0 to ${known - 1}): its files do not belong together.`);
@@ -99,7 +99,7 @@ export class Decoder {
 
   /**
    * Emits tokens: one with PLAIN, up to a tree's depth + 1 with the signature of a tree.
-   * @returns {tokens, drafted, path}: how many of the tokens were drafted, the tree's drafted
+   * @returns {tokens, drafted, path}: the tokens, the tree's drafted
    *     tokens (the pending one first; none with PLAIN), and the accepted nodes, the root included.
    */
   async advance(choice) {
@@ -108,7 +108,7 @@ export class Decoder {
   }
 
   /**
-   * Milliseconds of one call, results read; the state stays as it is.
+   * Returns the milliseconds of one call, results read; the state stays as it is.
    */
   async time(choice) {
     if (choice !== PLAIN) await this._catchUp();
@@ -152,7 +152,7 @@ export class Decoder {
     return {tokens, drafted, path: acceptedPath(tree.parents, drafted, tokens), accepted: count - 1};
   }
 
-  /** Lets the head read what plain decoding emitted since it last drafted. */
+  /** Lets the head read the tokens of plain decoding since it last drafted. */
   async _catchUp() {
     if (this.recent) return;
     const text = this.text;
@@ -163,13 +163,13 @@ export class Decoder {
   }
 
   async _read(prompt, start, report) {
-    const {slots} = this.profile, sizes = this.prefillSizes, length = prompt.length;
+    const {capacity} = this.profile, sizes = this.prefillSizes, length = prompt.length;
     this._forget('tokens', 'count', 'length', 'pending');
     let at = start, next = 0;
     while (at < length) {
       const size = sizes.find(n => n >= length - at) ?? sizes.at(-1);
       // The last part may overlap what is cached: reading a token again changes nothing.
-      at = Math.max(0, Math.min(at, slots - size));
+      at = Math.max(0, Math.min(at, capacity - size));
       const count = Math.min(size, length - at), part = new Int32Array(size);
       part.set(prompt.slice(at, at + count));
       const following = at + count < length ? prompt[at + count] : 0;
@@ -190,7 +190,7 @@ export class Decoder {
     return next;
   }
 
-  /** Sets what the last call did not leave behind. */
+  /** Sets the inputs that the last call did not write. */
   _uploadPending(forTree) {
     const {text, state} = this;
     if (!('length' in state)) this._set('length', [text.length - 1]);
@@ -212,7 +212,7 @@ export class Decoder {
     return outputs;
   }
 
-  /** Outputs become state, what they replace and what is no state is deleted. */
+  /** Makes outputs the state; deletes replaced state and all other outputs. */
   _keep(outputs) {
     const {state} = this;
     for (const name in outputs) {
@@ -224,7 +224,7 @@ export class Decoder {
         outputs[name].delete();
       }
     }
-    // `decode` leaves these behind as they were.
+    // `decode` leaves these unchanged.
     if (!('o_tokens' in outputs)) this._forget('tokens', 'count');
   }
 
@@ -247,7 +247,7 @@ export class Decoder {
   }
 }
 
-/** The nodes that hold the emitted tokens but the last, from the root down. */
+/** Returns the nodes of the emitted tokens except the last, from the root down. */
 export function acceptedPath(parents, drafted, tokens) {
   const path = [0];
   for (const token of tokens.slice(0, -1)) {

@@ -1,4 +1,4 @@
-// The page: what is clicked and typed goes to the worker, what comes back is shown, as text only.
+// The page: sends clicks and text to the worker, and shows its answers, as text only.
 
 import {deleteStored, megabytes, recall, remember, storedBytes} from './storage.js';
 import {treePicture} from './tree_view.js';
@@ -15,7 +15,7 @@ const ENDS = {stop: '', length: 'The token budget ended here.', room: 'The text 
 let profile = null, worker = null, ready = null, answer = null, started = false;
 const tally = {counts: [], calls: 0};
 
-// ---- words for the person -----------------------------------------------------------------------
+// ---- words for the user -------------------------------------------------------------------------
 
 function notice(text, bad = false) {
   const line = document.createElement('p');
@@ -59,7 +59,7 @@ async function boot() {
     response = await fetch('profile.json', {cache: 'no-cache'});
     if (!response.ok) throw new Error(`the server answered ${response.status}`);
     profile = await response.json();
-    if (profile.format !== 1) throw new Error('it is of another version of jaxspec; export the page again');
+    if (profile.format !== 2) throw new Error('it is of another version of jaxspec; export the page again');
   } catch (error) {
     $('model-facts').textContent = 'There is no model here.';
     notice(`profile.json, which describes the model, cannot be read: ${error.message}.`, true);
@@ -86,13 +86,13 @@ function fileOf(name) {
 
 const modelFile = () => fileOf('model.tflite');
 
-/** Shows what is stored; says whether that is all that is needed. */
+/** Shows the stored files; returns true if nothing is missing. */
 async function showStored() {
   const names = Object.keys(profile.files), sizes = await Promise.all(names.map(name => storedBytes(fileOf(name))));
   const kept = sizes.reduce((sum, size) => sum + size, 0), whole = NEEDED.every(name => sizes[names.indexOf(name)]);
   const bytes = NEEDED.reduce((sum, name) => sum + fileOf(name).bytes, 0);
   const where = whole ? `kept in this browser (${megabytes(kept)})` : `a download of ${megabytes(bytes)}`;
-  $('model-facts').textContent = `${profile.model} in ${profile.quantization}, texts of up to ${profile.slots} tokens: ${where}.`;
+  $('model-facts').textContent = `${profile.model} in ${profile.quantization}, texts of up to ${profile.capacity} tokens: ${where}.`;
   $('delete').hidden = !kept;
   if (!ready && !started) $('load').textContent = whole ? 'Load the model' : `Load the model (${megabytes(bytes)})`;
   return whole;
@@ -144,10 +144,10 @@ function begin(accelerator, handed = null) {
   worker.postMessage({type: 'start', ...task}, handed ? [handed.buffer] : []);
 }
 
-/** What the times of a visit hold for. */
+/** Name under which the times of a visit are kept. */
 const kind = () => [modelFile().sha256, worker.accelerator, worker.asked, navigator.userAgent].join(' ');
 
-/** Ends the model's worker, with all that it knows. */
+/** Ends the model's worker and its state. */
 function end() {
   progress(null);
   takeBack();
@@ -205,7 +205,7 @@ const receivers = {
       failed(`${message} On this device the model cannot be trusted, so the page does not use it.`);
       return;
     }
-    notice(`${message} The page goes on with wasm, on the CPU.`);
+    notice(`${message} The page continues with wasm, on the CPU.`);
     begin('wasm', handed);
   },
 
@@ -279,7 +279,7 @@ const receivers = {
   },
 };
 
-/** A text that was not answered stands in the prompt again. */
+/** Puts a text that was not answered back into the prompt. */
 function takeBack() {
   if (!answer) return;
   answer.line.remove();
@@ -335,7 +335,7 @@ function send() {
   worker.postMessage({type: 'reply', text, mode, maxTokens, choice: $('choice').value});
 }
 
-// ---- what happens inside ------------------------------------------------------------------------
+// ---- the inside panel ---------------------------------------------------------------------------
 
 function bars(place, rows) {
   const most = Math.max(...rows.map(({value}) => value), 1e-9);
@@ -399,7 +399,7 @@ function showTally() {
     bars($('time'), ['the model', 'reading back', 'the page'].map(name => ({name, value: 0, label: ''})));
     return;
   }
-  // Calls of a GPU return before it has computed; to read what they give is to wait for it.
+  // Calls of a GPU return before it has computed; reading their results waits for it.
   const reading = ready.accelerator === 'webgpu' ? 'waiting for the GPU' : 'reading back';
   const parts = {'the model': clock.run, [reading]: clock.read, 'the page': Math.max(0, time - clock.run - clock.read)};
   bars($('time'), Object.entries(parts).map(([name, spent]) => ({

@@ -1,5 +1,5 @@
-// A model in use: compiled, tested, measured, answering. What surrounds it, a worker or a test in
-// Node, hands in LiteRT.js and a tokenizer, and shows what comes out.
+// A model in use: compiled, tested, measured, answering. Its caller, a worker or a test in Node,
+// passes LiteRT.js and a tokenizer, and shows the output.
 
 import {Chooser, measure} from './choose.js';
 import {Decoder, PLAIN, UserError, drop, generate, selfTest} from './engine.js';
@@ -41,7 +41,7 @@ export class Session {
     this.forget();
     await decoder.prefill(this.profile.self_test?.prompt ?? [0]);
     this.times = await measure(choice => decoder.time(choice), this.choices, report);
-    Object.assign(decoder, {text: before, known: 0}); // a conversation goes on, and is read again
+    Object.assign(decoder, {text: before, known: 0}); // the conversation continues, and is read again
     this.assume(this.times);
     return this.times;
   }
@@ -58,7 +58,7 @@ export class Session {
     this.decoder.known = 0;
   }
 
-  /** Ids of all that is to be read for the next answer: the text so far, then what is new. */
+  /** Returns the ids to read for the next answer: the text so far, then the new part. */
   prompt(text, mode) {
     const {coder, decoder: {text: before}} = this, {chat} = coder;
     if (mode !== 'chat' || !chat) return [...before, ...coder.encode(text, !before.length)];
@@ -70,11 +70,11 @@ export class Session {
 
   /**
    * Answers.
-   * @param text what the person wrote.
+   * @param text of the user.
    * @param options {mode: "chat" or "text", maxTokens, choice: "auto" or a function's name,
    *     stopped, report}: `report` is awaited with the tokens read, and those to be read.
-   * @yields what `generate` yields; once, with the reason "unread", where it was stopped before the
-   *     text was read: the conversation is as it was.
+   * @yields as `generate`; once, with the reason "unread", if it was stopped before the text was
+   *     read: the conversation is unchanged.
    */
   async *reply(text, {mode = 'chat', maxTokens = 256, choice = 'auto', stopped, report} = {}) {
     const {decoder, chooser} = this;
@@ -104,7 +104,7 @@ export async function compile(litert, bytes, accelerator) {
   } catch (error) {
     throw new UserError(`The model's file could not be compiled for ${accelerator}: ${error.message ?? error}`);
   }
-  // LiteRT.js goes on in silence with a part on the CPU, where int8 gives other tokens.
+  // LiteRT.js silently runs a part on the CPU, where int8 gives other tokens.
   if (accelerator === 'webgpu' && !(model.options?.accelerator === 'webgpu' && model.isFullyAccelerated)) {
     model.delete();
     throw new UserError('This GPU cannot take the whole model.');
@@ -130,7 +130,7 @@ export async function timeKit(model, Tensor, kit, report, now = () => performanc
   const time = async name => {
     const begin = now();
     const outputs = await model.signatures[name].run(inputs[name]);
-    // The smallest is read: then the call is over, on a GPU too.
+    // Reading the smallest output waits for the call, on a GPU too.
     const smallest = Object.values(outputs).reduce((a, b) => (size(b) < size(a) ? b : a));
     await smallest.data();
     const passed = now() - begin;

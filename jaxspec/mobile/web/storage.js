@@ -1,5 +1,5 @@
-// The model's files: from the browser's own storage if they lie there, else from the server. And
-// small facts that the page remembers. Other pages of the same server keep theirs.
+// Files of the model, from the browser's storage or else from the server, and small facts that the
+// page remembers. Other pages of the same server keep theirs.
 
 import {UserError} from './engine.js';
 
@@ -17,7 +17,7 @@ function storage() {
   }
 }
 
-/** Deletes what is stored of this page, but for the files that are named. */
+/** Deletes the stored files of this page except those that are named. */
 async function sweep(cache, kept = []) {
   const current = new Set(kept.map(sha256 => place({sha256})));
   const old = (await cache.keys()).filter(({url}) => url.startsWith(folder) && !current.has(url));
@@ -45,17 +45,17 @@ export async function deleteStored() {
   }
 }
 
-/** What `remember` was given under a name, or null. */
+/** Returns the fact that `remember` kept under a name, or null. */
 export function recall(name) {
   return facts()[name] ?? null;
 }
 
-/** Keeps a fact where the browser lets it. */
+/** Keeps a fact if the browser allows it. */
 export function remember(name, fact) {
   try {
     localStorage.setItem(folder, JSON.stringify({...facts(), [name]: fact}));
   } catch {
-    // Denied or full: it is found out anew at the next visit.
+    // Denied or full: it is measured again at the next visit.
   }
 }
 
@@ -70,7 +70,7 @@ function facts() {
 /**
  * A file's bytes, checked.
  * @param file {name, url, bytes, sha256, current}: `current` are the checksums of all of this export's
- *     files; what is stored of others makes room.
+ *     files; stored files with other checksums are deleted.
  * @param sha256 the hash's constructor: `create()`, `update`, `digest`.
  * @param report called with (bytes so far, bytes in all).
  * @returns {bytes, from, problem}: from "storage" or "network"; problem: why it could not be kept.
@@ -94,7 +94,7 @@ async function fromStorage(file, sha256) {
     if (bytes.length === file.bytes && digest(bytes, sha256) === file.sha256) return bytes;
     await cache.delete(place(file));
   } catch {
-    // Denied or broken: the server has it still.
+    // Denied or broken: the server still has it.
   }
   return null;
 }
@@ -135,7 +135,7 @@ function room({name, bytes}) {
   }
 }
 
-/** Stores a file; says why where that fails. */
+/** Stores a file; returns the reason if that fails. */
 async function keep(file, bytes) {
   const again = 'it will be downloaded again the next time';
   if (!storage()) return `The browser gives this page no storage (the address is not secure, or storage is switched off): ${again}.`;

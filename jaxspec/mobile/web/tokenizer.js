@@ -1,5 +1,5 @@
-// Text to ids and back, by Hugging Face's tokenizers, with what an app owes besides: text as it
-// grows, and a word where the tokenizer would drop characters in silence.
+// Text to ids and back, by Hugging Face's tokenizers, with two additions: text as it grows, and an
+// error where the tokenizer would silently drop characters.
 
 import {UserError} from './engine.js';
 
@@ -9,7 +9,7 @@ export class TextCoder {
   /**
    * @param Tokenizer the library's class.
    * @param settings contents of tokenizer.json.
-   * @param chat what surrounds messages: {open, reply, turn}, or null.
+   * @param chat texts around messages: {open, reply, turn}, or null.
    */
   constructor(Tokenizer, settings, chat) {
     this.chat = chat;
@@ -18,7 +18,7 @@ export class TextCoder {
     this._fine = new Set();
   }
 
-  /** Ids of a text; `special`: with what the tokenizer puts around one, such as a first token. */
+  /** Returns the ids of a text; `special`: with special tokens, such as a first one. */
   encode(text, special) {
     if (/\p{Cs}/u.test(text)) {
       throw new UserError('The text holds half a character (a lone surrogate), which no tokenizer reads: type that place again.');
@@ -35,7 +35,7 @@ export class TextCoder {
     return ids.length ? this._tokenizer.decode(Array.from(ids), {skip_special_tokens: true}) : '';
   }
 
-  /** How one token reads, special or not. */
+  /** Returns the text of one token, special or not. */
   name(id) {
     return this._tokenizer.decode([id], {skip_special_tokens: false});
   }
@@ -62,7 +62,7 @@ class GrowingText {
     this._shown = '';
   }
 
-  /** What one more id adds; nothing until a character is whole. */
+  /** Returns the text that one more id adds; nothing until a character is whole. */
   push(id) {
     this._ids.push(id);
     const text = this._coder.decode(this._ids);

@@ -1,4 +1,4 @@
-// A draft tree as a picture: what was drafted, and the path that was accepted.
+// A draft tree as a picture: the drafted tokens and the accepted path.
 
 const SVG = 'http://www.w3.org/2000/svg';
 const WIDTH = 72, HEIGHT = 24, COLUMN = 90, ROW = 32, LETTERS = 8; // pixels
@@ -11,7 +11,7 @@ function element(name, attributes, parent) {
   return made;
 }
 
-/** Where nodes lie: [column, row], a row for each leaf. */
+/** Returns the places of nodes: [column, row], a row for each leaf. */
 export function layout(parents) {
   const children = parents.map(() => []);
   parents.forEach((parent, node) => parent >= 0 && children[parent].push(node));

@@ -1,5 +1,5 @@
-// Runs the model beside the page, which so never freezes. A classic worker, as LiteRT.js loads its
-// wasm by importScripts.
+// Runs the model outside the page, so that the page never freezes. A classic worker, as LiteRT.js
+// loads its wasm by importScripts.
 
 const base = self.location.href;
 const wasm = new URL('vendor/litert/wasm/', base).href;
@@ -13,7 +13,7 @@ const modules = Promise.all(
     .map(path => import(path)));
 let session = null, profile = null, stopping = false, bytes = null;
 
-/** Lets messages in, such as "stop": timers would wait for milliseconds. */
+/** Receives messages, such as "stop"; timers would wait for milliseconds. */
 const channel = new MessageChannel();
 let resume = null;
 channel.port1.onmessage = () => resume();
@@ -33,12 +33,12 @@ self.onmessage = async ({data}) => {
     const [{UserError}] = await modules.catch(() => [{UserError: Error}]);
     const known = error instanceof UserError;
     if (!known) console.error(error);
-    // After an error of LiteRT.js nothing of it can be relied on.
+    // After an error of LiteRT.js its state is undefined.
     post('error', {fatal: !known || data.type === 'start', message: known ? error.message : `Something went wrong that should not: ${error?.message ?? error}.`});
   }
 };
 
-/** Starts LiteRT.js; says whether with threads, which it refuses where wasm lacks relaxed SIMD. */
+/** Starts LiteRT.js; returns true with threads, which it refuses if wasm lacks relaxed SIMD. */
 async function startLitert(litert, threads) {
   self.Module = {locateFile: name => wasm + name, mainScriptUrlOrBlob: `${wasm}litert_wasm_threaded_internal.js`};
   try {
@@ -195,7 +195,7 @@ function ready() {
   post('ready', {accelerator, times, expected: chooser.expected, speeds: chooser.speeds(), best: chooser.current});
 }
 
-/** This accelerator will not do. The bytes go back, for the next one to be tried. */
+/** Gives up an accelerator; the bytes go back, so that the next one is tried. */
 function refuse(message) {
   const handed = bytes;
   bytes = null;

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.mobile.web.models import SLOTS, TREES, page_model, table_of
+from tests.mobile.web.models import CAPACITY, TREES, page_model, table_of
 
 HERE = Path(__file__).resolve().parent
 NODE_TIMEOUT = 300
@@ -65,7 +65,7 @@ def node() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def vendored(tmp_path_factory) -> Path:
-    """What npm fetches, once for all tests."""
+    """Packages that npm fetches, once for all tests."""
     pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
     from jaxspec.mobile.web import vendor
 
@@ -90,7 +90,7 @@ def page_of(vendored, tmp_path_factory) -> Callable[[str], Page]:
 
             model, head = page_model()
             folder = tmp_path_factory.mktemp(f"page-{quantization}")
-            config = ExportConfig(slots=SLOTS, prefill=(8, 32), quantization=quantization)
+            config = ExportConfig(capacity=CAPACITY, prefill=(8, 32), quantization=quantization)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(web, "vendor", lambda target: shutil.copytree(vendored, target))
                 patch.setattr(web, "_KIT_TOKENS", (2, 4))

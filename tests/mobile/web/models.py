@@ -8,10 +8,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.models import EagleHead, Network
-from jaxspec.trees import AcceptanceTable, identity_of
+from jaxspec.tuning import AcceptanceTable, identity_of
 from tests.mobile.models import CONFIG, successor_model
 
-SLOTS = 1024
+CAPACITY = 1024
 TREES = (((0,), (0, 0)), ((0,), (1,), (0, 0), (0, 1)), ((0,), (0, 0), (0, 0, 0)))
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] + '.' }}"
@@ -28,7 +28,7 @@ def page_model() -> tuple[Model, EagleHead]:
     backend = Backend(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    network = Network(model.network.params, CONFIG.replace(max_positions=SLOTS))
+    network = Network(model.network.params, CONFIG.replace(max_positions=CAPACITY))
     return Model(network, Tokenizer(backend, {}, {"default": TEMPLATE}), "successors"), head
 
 

@@ -13,7 +13,7 @@ const known = (session, text) => [...text].filter(each => {
 
 const session = await openSession(folder), {decoder, coder} = session;
 const text = known(session, PROMPT);
-const most = Math.min(128, session.profile.slots - 64), found = {};
+const most = Math.min(128, session.profile.capacity - 64), found = {};
 for (let round = 0; round <= Number(rounds); round++) {
   for (const choice of session.choices) {
     session.forget();

@@ -22,9 +22,9 @@ from jaxspec.cli import main
 from jaxspec.mobile import MobileModel
 from jaxspec.mobile.loops import Plain, Steps
 from jaxspec.mobile.web import choose_trees
-from jaxspec.trees import load_profile, search_tree
+from jaxspec.tuning import load_profile, search_tree
 from tests.mobile.web.conftest import served
-from tests.mobile.web.models import SLOTS, page_model, table_of
+from tests.mobile.web.models import CAPACITY, page_model, table_of
 
 TEXT = "12 + 30 is 42, so"
 NUM_TOKENS = 64
@@ -85,7 +85,7 @@ def bad(answer) -> str:
 
 @pytest.mark.parametrize("accelerator", ["wasm", "webgpu"])
 def test_a_visit(browser, page_of, accelerator, tmp_path):
-    """Loads, tests itself, measures, answers as Python does, is stopped, goes on, comes back.
+    """Loads, tests itself, measures, answers as Python does, is stopped, continues, comes back.
 
     In float32, as int8 gives other numbers on a GPU, and where a text is read again.
     """
@@ -220,7 +220,7 @@ def test_a_self_test_that_differs_is_believed(browser, page, changed, accelerato
     assert f"of {name} gave token" in said[0]
     assert "cannot be trusted" in said[-1]
     if accelerator == "webgpu":
-        assert "goes on with wasm" in said[0]
+        assert "continues with wasm" in said[0]
         assert len(said) == 2
     assert seen["retry"]
 
@@ -273,7 +273,7 @@ def test_too_much_for_the_heap_is_refused_beforehand(browser, changed):
 
 def test_bad_text_leaves_the_page_usable(browser, page, url):
     texts = [
-        {"text": "a" * (SLOTS + 44)},
+        {"text": "a" * (CAPACITY + 44)},
         {"text": "what about \u00fc and \u4e2d?"},
         {"text": "half \ud83d of it"},
         {"text": "<img src=x onerror=alert>"},
@@ -281,8 +281,8 @@ def test_bad_text_leaves_the_page_usable(browser, page, url):
     ]
     seen = browser("load", url, texts=texts)
     long, unknown, half, markup, fine = seen["texts"]
-    assert f"{SLOTS + 44} tokens" in long["notices"][0]
-    assert f"below {SLOTS}" in long["notices"][0]
+    assert f"{CAPACITY + 44} tokens" in long["notices"][0]
+    assert f"below {CAPACITY}" in long["notices"][0]
     assert "no tokens for" in unknown["notices"][0]
     assert '"\u00fc", "\u4e2d"' in unknown["notices"][0]
     assert half["notices"]

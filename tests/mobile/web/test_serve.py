@@ -162,6 +162,6 @@ def test_a_folder_without_a_page_is_refused(tmp_path, capsys):
 def test_a_port_in_use_is_refused(folder):
     with (
         running(folder) as server,
-        pytest.raises(ValueError, match="cannot be had"),
+        pytest.raises(ValueError, match="cannot be opened"),
     ):
         page_server(folder, port=server.server_address[1])

@@ -1,4 +1,4 @@
-"""What the page decides and reads by itself, in Node: the choice, the timing, the tokenizer."""
+"""Parts of the page that work by themselves, in Node: the choice, the timing, the tokenizer."""
 
 import json
 import shutil
@@ -99,14 +99,14 @@ def test_the_tokenizer_is_that_of_python(ask):
         assert found["text"] == tokenizer.decode(found["ids"])
 
 
-def test_the_tokenizer_is_that_of_python_on_evaluation_prompts(ask, shared_folder):
-    from jaxspec.bench.prompts import read_prompts
+def test_the_tokenizer_is_that_of_python_on_evaluation_prompts(ask, data_folder):
     from jaxspec.checkpoint import shipped_models
+    from jaxspec.measure.prompts import read_prompts
 
     if "demo" not in shipped_models():
         pytest.skip("needs checkpoints/demo, which is not here")
     tokenizer = load_tokenizer(shipped_models()["demo"])
-    folder = shared_folder("data", "eval")
+    folder = data_folder("eval")
     texts = [
         row.prompt
         for path in sorted(folder.rglob("*.jsonl*"))

@@ -11,7 +11,7 @@ from jaxspec.checkpoint import load, load_eagle, shipped_heads, shipped_models
 from jaxspec.commands.demo import PROMPTS
 from jaxspec.drafters import Eagle
 from jaxspec.mobile import ExportConfig, web
-from jaxspec.trees import load_acceptance
+from jaxspec.tuning import load_acceptance
 from tests.mobile.web.conftest import Page, served
 from tests.mobile.web.test_web_parity import check
 
@@ -48,13 +48,13 @@ def test_the_loop_of_the_page_costs_little(demo, node):
         assert each["overhead"] <= LARGEST_OVERHEAD, (name, each)
 
 
-def test_the_heap_is_foretold(demo, node):
-    """What is refused beforehand rests on it. A heap grows by a fifth of itself at a time."""
+def test_the_heap_is_as_estimated(demo, node):
+    """Refusals before loading rest on the estimate. A heap grows by a fifth of itself at a time."""
     found = node("heap.mjs", {}, arguments=(str(demo.folder), "500"))
     before, after = (sum(found[when].values()) for when in ("before", "after"))
     assert after <= 1.02 * before
-    foretold = demo.profile["heap_bytes"]
-    assert foretold / 1.25 <= found["after"]["wasm"] <= 1.25 * foretold
+    estimated = demo.profile["heap_bytes"]
+    assert estimated / 1.25 <= found["after"]["wasm"] <= 1.25 * estimated
 
 
 def test_a_gpu_passes_the_self_test(demo, browser):

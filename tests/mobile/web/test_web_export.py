@@ -1,4 +1,4 @@
-"""What `export --web` writes and refuses, and what its page's profile becomes."""
+"""Files that `export web` writes, its refusals, and the use of its page's profile."""
 
 import dataclasses
 import hashlib
@@ -19,8 +19,8 @@ from jaxspec.drafters import Eagle
 from jaxspec.mobile import ExportConfig, MobileModel, export, web
 from jaxspec.mobile.acceptance import accept_greedy
 from jaxspec.mobile.profile import read_web_profile
-from jaxspec.trees import LatencyProfile, Timing
-from tests.bench.models import TEMPLATE, tiny_model
+from jaxspec.tuning import LatencyProfile, Timing
+from tests.measure.models import TEMPLATE, tiny_model
 from tests.mobile.web.models import TREES, page_model, table_of
 
 
@@ -48,7 +48,7 @@ def test_trees_are_few_small_and_include_a_chain():
 
 
 def test_the_tree_for_a_device_is_among_them():
-    """Where a wide pass costs nothing, a larger tree than the usual ones pays."""
+    """A larger tree than the usual ones pays if a wide pass costs nothing."""
     flat = LatencyProfile(
         "flat", (Timing(1, 1.0), Timing(16, 1.01)), (Timing(1, 0.01), Timing(4, 0.01))
     )
@@ -193,20 +193,27 @@ def test_pages_need_a_head_and_a_tokenizer(tmp_path):
     with pytest.raises(ValueError, match="no tokenizer"):
         web.export_web(silent, tmp_path, Eagle.of(head), TREES, table)
     with pytest.raises(ValueError, match="only an EAGLE head"):
-        export(model, tmp_path, config=ExportConfig(slots=32, prefill=(8,), trees=TREES))
+        export(model, tmp_path, config=ExportConfig(capacity=32, prefill=(8,), trees=TREES))
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["export", "demo"], "give OUT"),
-        (["export", "demo", "out", "--web", "page"], "give OUT"),
-        (["export", "demo", "--web", "page"], "needs --head"),
-        (["export", "demo", "out", "--profile", "x"], "--profile: needs --web"),
-        (["export", "demo", "--web", "p", "--head", "h", "--bundle", "gpu"], "--bundle"),
-        (["export", "demo", "--web", "p", "--head", "h", "--auto"], "give one of them"),
+        (["web", "demo"], "are required: FOLDER, --head"),
+        (["tflite", "demo", "out", "--profile", "x"], "unrecognized arguments: --profile x"),
+        (["web", "demo", "p", "--head", "h", "--bundle", "gpu"], "arguments: --bundle gpu"),
+        (["web", "demo", "p", "--head", "h", "--auto"], "unrecognized arguments: --auto"),
+        (["kit", "demo", "p", "--head", "h", "--verify", "4"], "unrecognized arguments: --verify"),
     ],
 )
-def test_flags_that_do_not_go_together(capsys, argv, message):
-    assert main(argv) == 2
+def test_flags_of_other_files_are_unknown(capsys, argv, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(["export", *argv])
+    assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_acceptance_comes_from_one_place(capsys):
+    argv = ["export", "web", "demo", "p", "--head", "h", "--acceptance", "A", "--prompts", "P"]
+    assert main(argv) == 2
+    assert "--acceptance: --prompts counts one" in capsys.readouterr().err

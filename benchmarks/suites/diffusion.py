@@ -1,0 +1,649 @@
+"""Suites of diffusion language models: calls saved by drafting, variants, times.
+
+Counts are taken on many prompts in one batch, as a row's passes do not depend on its neighbours;
+times on the batch that is named.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from textwrap import indent
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness import Advance, Suite, SuiteRun
+from benchmarks.page import Page, Section
+from benchmarks.prompts import GSM8K, PROMPT_SETS, SuitePrompt, read_prompt_set
+from benchmarks.runners import DenoiseRunner
+from jaxspec.checkpoint import Model, load
+from jaxspec.decoding.denoise import DenoiseConfig, Denoised, measure_costs
+from jaxspec.decoding.generate import score
+from jaxspec.decoding.metrics import repeated_ngrams
+from jaxspec.diffusion import SelfSpeculation
+from jaxspec.measure.figures import LOW_REPETITION, Sample
+from jaxspec.measure.machine import this_machine
+from jaxspec.measure.runs import decode_in_turns
+from jaxspec.measure.timing import release_programs
+from jaxspec.models import Network
+
+BLOCKS, BOTH_SIDES, JUDGE = "demo-block-diffusion", "demo-diffusion", "demo"
+"""Two diffusion language models, and the causal one that judges how likely their texts are."""
+_NEW_TOKENS, _LONG, _SHORT = 128, 256, 64
+_MOST_DRAFTS = 5
+_DRAFTS = 4
+_SAMPLES = 5
+_ROOM = 320  # tokens that every prompt leaves of the context
+_MATHS = GSM8K.category
+STEPWISE = "stepwise"
+
+
+class Setting(NamedTuple):
+    """A model and how it decodes."""
+
+    name: str
+    model: str
+    config: DenoiseConfig
+
+    def having(self, **changes: Any) -> "Setting":
+        """Returns the setting with other fields of its config."""
+        return self._replace(config=dataclasses.replace(self.config, **changes))
+
+
+_BLOCK_CAUSAL = Setting("causal over blocks, 8", BLOCKS, DenoiseConfig(_NEW_TOKENS))
+_DUAL = Setting(
+    "both sides, dual cache, block 8", BOTH_SIDES, DenoiseConfig(_NEW_TOKENS, 8, cache="dual")
+)
+_DUAL_32 = _DUAL.having(block_length=32)._replace(name="both sides, dual cache, block 32")
+_UNCACHED = Setting("both sides, no cache, block 8", BOTH_SIDES, DenoiseConfig(_SHORT, 8))
+
+
+class Texts(NamedTuple):
+    """Texts of one way to decode some prompts.
+
+    Attributes:
+        name: name of the way.
+        num_drafts: drafts of a pass at most.
+        sample: the texts, with the time of the batch.
+        stepwise: the same prompts decoded stepwise; `None` if these are they.
+        still_different: of the texts that are not stepwise decoding's, those that differ also
+            where both decode with passes of one shape.
+    """
+
+    name: str
+    num_drafts: int
+    sample: Sample
+    stepwise: Sample | None = None
+    still_different: int = 0
+
+    @property
+    def rows(self) -> tuple[Denoised, ...]:
+        """The texts."""
+        rows: Any = self.sample.rows
+        return rows
+
+    @property
+    def num_calls(self) -> int:
+        """Passes of the network, all texts together."""
+        return self.sample.counts.num_steps
+
+    @property
+    def bound(self) -> float:
+        """Largest share of the calls that the drafts can save."""
+        return self.num_drafts / (self.num_drafts + 1)
+
+    @property
+    def acceptance(self) -> float:
+        """Kept over drafted decisions, along the path."""
+        return self.sample.counts.acceptance_rate
+
+    def saved(self, of: Sequence[int] | None = None) -> float:
+        """Returns the share of stepwise decoding's passes saved; `of` some prompts, or of all."""
+        base: Any = (self.stepwise or self.sample).rows
+        places = range(len(self.rows)) if of is None else of
+        ours = sum(self.rows[place].num_calls for place in places)
+        return 1 - ours / max(1, sum(base[place].num_calls for place in places))
+
+    @property
+    def num_same(self) -> int:
+        """Texts that equal stepwise decoding's, token by token."""
+        pairs = zip(self.sample.texts, (self.stepwise or self.sample).texts, strict=True)
+        return sum(one == other for one, other in pairs)
+
+    @property
+    def agreement(self) -> float:
+        """Share of the places of both texts that hold the same token."""
+        same = total = 0
+        for one, other in zip(self.sample.texts, (self.stepwise or self.sample).texts, strict=True):
+            same += sum(a == b for a, b in zip(one, other, strict=False))
+            total += max(len(one), len(other))
+        return same / max(1, total)
+
+    @property
+    def same_texts(self) -> str:
+        """Cell of a table: how many texts equal stepwise decoding's."""
+        if self.stepwise is None:
+            return "reference"
+        same = f"{self.num_same} of {len(self.rows)}"
+        if self.num_same == len(self.rows):
+            return same
+        return f"{same}, {self.still_different} differ in passes of one shape"
+
+    def figures(self) -> dict[str, Any]:
+        """Returns counts for JSON."""
+        return {
+            "name": self.name,
+            "num_drafts": self.num_drafts,
+            "num_prompts": len(self.rows),
+            "num_same": self.num_same,
+            "still_different": self.still_different,
+            "num_calls": self.num_calls,
+            "calls_saved": self.saved(),
+            "acceptance": self.acceptance,
+        }
+
+
+def _load(run: SuiteRun, setting: Setting) -> tuple[Model, list[SuitePrompt]]:
+    """Loads a setting's model, and prompts; both models have one tokenizer and context."""
+    model = load(setting.model)
+    return model, run.prompts(model, _ROOM)
+
+
+def _maths(prompts: Sequence[SuitePrompt]) -> list[str]:
+    return [prompt.text for prompt in prompts if prompt.category == _MATHS]
+
+
+def decode(
+    setting: Setting, model: Model, prompts: Sequence[Any], drafting: SelfSpeculation, name: str
+) -> Texts:
+    """Decodes all prompts in one batch."""
+    release_programs()
+    runner = DenoiseRunner(model, setting.config, {name: drafting})
+    return Texts(name, drafting.num_drafts, runner.decode(name, prompts, 0))
+
+
+def next_to_stepwise(
+    setting: Setting,
+    model: Model,
+    prompts: Sequence[str],
+    drafting: Mapping[str, SelfSpeculation],
+    advance: Advance = lambda _: None,
+) -> tuple[Texts, list[Texts]]:
+    """Decodes stepwise, and with lossless drafting in several ways.
+
+    Texts that differ are decoded again, both ways, with passes of one shape: where two places or
+    tokens are as close as rounding, kernels of different shapes may decide differently.
+    """
+    advance(f"{setting.name}, {STEPWISE}")
+    stepwise = decode(setting, model, prompts, SelfSpeculation(0), STEPWISE)
+    found = []
+    for name, speculation in drafting.items():
+        advance(f"{setting.name}, {name}")
+        texts = decode(setting, model, prompts, speculation, name)
+        found.append(with_one_shape(setting, model, prompts, speculation, texts, stepwise))
+    return stepwise, found
+
+
+def with_one_shape(
+    setting: Setting,
+    model: Model,
+    prompts: Sequence[str],
+    speculation: SelfSpeculation,
+    texts: Texts,
+    stepwise: Texts,
+) -> Texts:
+    """Compares texts with stepwise ones; those that differ are decoded with passes of one shape."""
+    texts = texts._replace(stepwise=stepwise.sample)
+    pairs = zip(prompts, texts.sample.texts, stepwise.sample.texts, strict=True)
+    different = [prompt for prompt, one, other in pairs if one != other]
+    if not different:
+        return texts
+    fixed = dataclasses.replace(speculation, deterministic=True, costs=None)
+    again = decode(setting, model, different, fixed, texts.name)
+    theirs = decode(setting, model, different, fixed.stepwise, STEPWISE)
+    again = again._replace(stepwise=theirs.sample)
+    return texts._replace(still_different=len(different) - again.num_same)
+
+
+def _chains() -> dict[str, SelfSpeculation]:
+    return {f"N = {count}": SelfSpeculation(count) for count in range(1, _MOST_DRAFTS + 1)}
+
+
+def _measure_calls(run: SuiteRun) -> Page:
+    sections, samples, figures, right = [_columns()], {}, {}, True
+    looked_up = {f"N = {_DRAFTS}, looked up": SelfSpeculation(_DRAFTS, lookup=True)}
+    with run.steps(34) as advance:
+        for setting, count in (
+            (_BLOCK_CAUSAL, None),
+            (_DUAL, None),
+            (_DUAL_32, None),
+            (_UNCACHED, 12),
+            (_BLOCK_CAUSAL.having(max_new_tokens=_LONG), 9),
+            (_DUAL.having(max_new_tokens=_LONG), 9),
+        ):
+            model, prompts = _load(run, setting)
+            whole, long = count is None, setting.config.max_new_tokens == _LONG
+            chosen = prompts if count is None else _spread(prompts, count)
+            texts = [prompt.text for prompt in chosen]
+            ways = {f"N = {_DRAFTS}": SelfSpeculation(_DRAFTS)} if long else _chains()
+            ways |= looked_up if whole else {}
+            stepwise, found = next_to_stepwise(setting, model, texts, ways, advance)
+            repeated = [_repetition(row) for row in stepwise.rows]
+            low = [place for place, share in enumerate(repeated) if share < LOW_REPETITION]
+            maths = [place for place, each in enumerate(chosen) if each.category == _MATHS]
+            speeds = {}
+            if whole:
+                advance(f"{setting.name}, times")
+                speeds = _speeds(setting, model, _maths(prompts)[0])
+            subsets = (maths if whole else None, low)
+            title = f"{setting.name}, {setting.config.max_new_tokens} tokens"
+            every = (stepwise, *found)
+            note = f"Low repetition: {len(low)} of {len(chosen)} prompts. "
+            note += f"Repeated 4-grams: {np.mean(repeated):.0%}. {_refresh_bound(setting)}"
+            sections.append(
+                Section(
+                    f"{title}, {len(chosen)} prompts",
+                    columns=[
+                        *("decoding", "same texts", "calls", "calls saved", "at most"),
+                        *(f"saved, {_MATHS}", "saved, low repetition", "accepted", "tokens/s"),
+                        "c_b / c_1",
+                    ],
+                    rows=[_calls_row(each, subsets, speeds) for each in every],
+                )
+            )
+            sections.append(Section(text=[note.strip()]))
+            right &= all(each.still_different == 0 for each in found)
+            if setting.config.cache != "dual":
+                pairs = list(zip(texts, stepwise.rows, strict=True))
+                samples.setdefault(setting.model, samples_of(setting, _spread(pairs, _SAMPLES)))
+            figures[title] = [
+                {
+                    **each.figures(),
+                    "calls_saved_maths": None if subsets[0] is None else each.saved(maths),
+                    "calls_saved_low_repetition": each.saved(low) if low else None,
+                    "repeated_ngrams": float(np.mean([_repetition(row) for row in each.rows])),
+                    "speed": speeds.get(each.name),
+                }
+                for each in every
+            ]
+    machine = Section(text=[f"{this_machine()}."])
+    return Page([*sections, *samples.values(), machine], {"settings": figures}, right)
+
+
+def _columns() -> Section:
+    meanings = {
+        "same texts": "texts that equal stepwise decoding's token by token, all prompts in one "
+        "batch; the others are decoded again with passes of one shape.",
+        "calls": "passes of the network, all texts together.",
+        "at most": "N / (N + 1): the largest share of the calls that N drafts can save.",
+        "accepted": "share of drafted decisions that were kept; the decision that each pass adds "
+        "without a draft EXCLUDED.",
+        "tokens/s": f"of the first {_MATHS} prompt by itself, compiling left out.",
+        "c_b / c_1": "time of a pass with N drafts over that of a stepwise pass, one prompt. Calls "
+        "saved pay where they outweigh it.",
+        "low repetition": "prompts whose stepwise text repeats less than "
+        f"{LOW_REPETITION:.0%} of its 4-grams.",
+    }
+    return Section(notes=[f"**{name}**: {meaning}" for name, meaning in meanings.items()])
+
+
+def samples_of(setting: Setting, pairs: Sequence[tuple[str, Denoised]]) -> Section:
+    """Returns prompts and a model's texts after them, unchanged."""
+    text = [f"Stepwise, exact ({setting.name}), up to a stop id."]
+    for prompt, row in pairs:
+        # Indented: no line of a text is a heading of the page.
+        text += [indent(prompt, "    ", bool), "continues:", indent(str(row.text), "    ", bool)]
+    return Section(f"Texts by {setting.model}", text)
+
+
+_Item = TypeVar("_Item")
+
+
+def _spread(items: Sequence[_Item], count: int) -> list[_Item]:
+    """Returns `count` items, evenly from all of them."""
+    return list(items[:: max(1, len(items) // count)][:count])
+
+
+def _repetition(row: Denoised) -> float:
+    return repeated_ngrams([row.tokens.tolist()])
+
+
+def _speeds(setting: Setting, model: Model, prompt: str) -> dict[str, tuple[float, float]]:
+    """Returns tokens a second of one prompt, and a pass's time over a stepwise one, by way."""
+    ways = {STEPWISE: SelfSpeculation(0), **_chains()}
+    costs = measure_costs(model, prompt, setting.config, SelfSpeculation(_MOST_DRAFTS))
+    runner = DenoiseRunner(model, setting.config, ways)
+    for name in ways:
+        runner.decode(name, [prompt], 0)
+    timed = decode_in_turns(runner, list(ways), {0: [prompt]}, 3)
+    return {
+        name: (
+            timed[name][0].num_tokens / timed[name][0].seconds,
+            costs[speculation.num_drafts] / costs[0],
+        )
+        for name, speculation in ways.items()
+    }
+
+
+def _refresh_bound(setting: Setting) -> str:
+    config = setting.config
+    if config.cache != "dual":
+        return ""
+    assert config.block_length is not None, "set above"
+    return (
+        "Each block begins with a pass over the whole canvas, which no draft saves: of "
+        f"{config.block_length} passes of a block {config.block_length - 1} can be drafted for, so "
+        f"at most {1 - 1 / config.block_length:.0%} of the calls. The suite `diffusion-times` "
+        "measures that pass's share of the time."
+    )
+
+
+def _calls_row(
+    texts: Texts,
+    subsets: tuple[Sequence[int] | None, Sequence[int]],
+    speeds: Mapping[str, tuple[float, float]],
+) -> list[str]:
+    maths, low = subsets
+    cells = [texts.name, texts.same_texts, str(texts.num_calls), *[""] * 5]
+    if texts.stepwise is not None:
+        cells[3:] = [
+            f"{texts.saved():.1%}",
+            f"{texts.bound:.0%}",
+            "" if maths is None else f"{texts.saved(maths):.1%}",
+            f"{texts.saved(low):.1%}" if low else "no prompt",
+            f"{texts.acceptance:.0%}",
+        ]
+    speed = speeds.get(texts.name)
+    return [*cells, *(("", "") if speed is None else (f"{speed[0]:.0f}", f"{speed[1]:.2f}"))]
+
+
+_VARIANTS = {
+    f"N = {_DRAFTS}": SelfSpeculation(_DRAFTS),
+    f"N = {_DRAFTS}, looked up": SelfSpeculation(_DRAFTS, lookup=True),
+    "N = 3, two successors each": SelfSpeculation(3, branch=2),
+    **{
+        f"N = {_DRAFTS}, top {k}, LOSSY": SelfSpeculation(_DRAFTS, lossy_top_k=k)
+        for k in (1, 2, 4, 8, 16)
+    },
+}
+_THRESHOLDS = (0.5, 0.7, 0.9, 0.95)
+
+
+def _measure_variants(run: SuiteRun) -> Page:
+    judge, figures, right = load(JUDGE), {}, True
+    lossless = {name: way for name, way in _VARIANTS.items() if way.lossy_top_k is None}
+    sections = []
+    with run.steps(2 * (1 + len(_VARIANTS) + 2 * len(_THRESHOLDS)) + 12) as advance:
+        for setting in (_BLOCK_CAUSAL, _DUAL):
+            model, prompts = _load(run, setting)
+            maths = _maths(prompts)
+            stepwise, drafted = next_to_stepwise(setting, model, maths, lossless, advance)
+            right &= all(each.still_different == 0 for each in drafted)
+            found = [stepwise, *drafted]
+            for name, speculation in _VARIANTS.items():
+                if name not in lossless:
+                    advance(f"{setting.name}, {name}")
+                    found.append(decode(setting, model, maths, speculation, name))
+            for threshold in _THRESHOLDS:
+                # A threshold is lossy by itself; drafting for it is not.
+                name = f"threshold {threshold}, LOSSY"
+                other = setting.having(threshold=threshold)._replace(name=f"{setting.name}, {name}")
+                ways = {f"{name}, N = {_DRAFTS}": SelfSpeculation(_DRAFTS)}
+                alone, drafted = next_to_stepwise(other, model, maths, ways, advance)
+                right &= all(each.still_different == 0 for each in drafted)
+                found += [alone._replace(name=name), *drafted]
+            found = [stepwise, *(each._replace(stepwise=stepwise.sample) for each in found[1:])]
+            rows = [_variant(each, judge) for each in found]
+            columns = ["decoding", "calls", "calls saved", "canvases", "same texts", "agreement"]
+            lines = [
+                [
+                    row["name"],
+                    str(row["num_calls"]),
+                    f"{row['calls_saved']:.1%}",
+                    str(row["num_canvases"]),
+                    f"{row['num_same']} of {len(maths)}",
+                    f"{row['agreement']:.1%}",
+                    f"{row['mean_logprob']:.2f}",
+                ]
+                for row in rows
+            ]
+            sections.append(Section(setting.name, columns=[*columns, "log-prob"], rows=lines))
+            figures[setting.name] = rows
+        about = (
+            f"{len(maths)} prompts of {_MATHS}, {_NEW_TOKENS} tokens. **Agreement**: share of "
+            "places at which both texts hold the same token. **Log-prob**: mean of a text's tokens "
+            f"by the causal model {JUDGE}."
+        )
+        shots, figures["shots"], same = _measure_shots(run, advance)
+        halves, figures["bfloat16"] = _measure_half(run, advance)
+    sections = [Section(text=[about]), *sections, shots, halves]
+    return Page([*sections, Section(text=[f"{this_machine()}."])], figures, right and same)
+
+
+def _variant(texts: Texts, judge: Model) -> dict[str, Any]:
+    logprobs = [_logprobs(judge, row) for row in texts.rows]
+    return {
+        **texts.figures(),
+        "num_canvases": sum(row.num_canvases for row in texts.rows),
+        "agreement": texts.agreement,
+        "mean_logprob": float(np.mean(np.concatenate(logprobs))),
+    }
+
+
+def _logprobs(judge: Model, row: Denoised) -> np.ndarray:
+    """Returns another model's log-probability of each token of a text after its prompt."""
+    tokens = [*row.prompt_tokens.tolist(), *row.tokens.tolist()]
+    logits = score(judge, tokens).logits[len(row.prompt_tokens) - 1 : -1]
+    logprobs = np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
+    return np.take_along_axis(logprobs, np.asarray(row.tokens)[:, None], axis=1)[:, 0]
+
+
+def _measure_shots(run: SuiteRun, advance: Advance) -> tuple[Section, list[dict[str, Any]], bool]:
+    """Puts 0 to 3 questions with their answers, the last of the file, before each prompt."""
+    solved = GSM8K._replace(template="{question}\n{answer}\n\n")
+    examples = [row.text for row in read_prompt_set(solved, run.data_folder)]
+    examples = sorted(examples[len(examples) // 2 :], key=len)[:3]
+    rows, figures, right = [], [], True
+    for setting in (_BLOCK_CAUSAL, _DUAL):
+        model, prompts = _load(run, setting)
+        for shots in range(4):
+            advance(f"{setting.name}, {shots} shots")
+            texts = ["".join(examples[:shots]) + prompt for prompt in _maths(prompts)[:8]]
+            ways = {f"N = {_DRAFTS}": SelfSpeculation(_DRAFTS)}
+            stepwise, (drafted,) = next_to_stepwise(setting, model, texts, ways)
+            costs = measure_costs(model, texts[0], setting.config, SelfSpeculation(_DRAFTS))
+            right &= drafted.still_different == 0
+            saved, ratio = drafted.saved(), costs[-1] / costs[0]
+            length = int(np.mean([len(row.prompt_tokens) for row in stepwise.rows]))
+            cells = [setting.name, str(shots), str(length), drafted.same_texts, f"{saved:.1%}"]
+            rows.append([*cells, f"{ratio:.2f}", f"{1 / ((1 - saved) * ratio):.2f}"])
+            figures.append({"setting": setting.name, "shots": shots, "calls_saved": saved})
+            figures[-1] |= {"cost_ratio": ratio, "prompt_tokens": length}
+    columns = ["setting", "examples", "prompt tokens", "same texts", "calls saved", "c_5 / c_1"]
+    columns += ["expected speed-up"]
+    return Section("Examples before the prompt", columns=columns, rows=rows), figures, right
+
+
+def _measure_half(run: SuiteRun, advance: Advance) -> tuple[Section, list[dict[str, Any]]]:
+    """Measures how often texts differ in bfloat16: a rate, not a claim."""
+    rows, figures = [], []
+    for setting in (_BLOCK_CAUSAL, _DUAL):
+        model, prompts = _load(run, setting)
+        maths = _maths(prompts)
+        weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
+        half = dataclasses.replace(model, network=Network(weights, model.config))
+        for fixed in (False, True):
+            advance(f"{setting.name}, bfloat16{', one shape' * fixed}")
+            drafting = SelfSpeculation(_DRAFTS, deterministic=fixed)
+            without = drafting.stepwise if fixed else SelfSpeculation(0)
+            stepwise = decode(setting, half, maths, without, STEPWISE)
+            drafted = decode(setting, half, maths, drafting, "drafted")
+            drafted = drafted._replace(stepwise=stepwise.sample)
+            different = len(drafted.rows) - drafted.num_same
+            shape = "all of one shape" if fixed else "as many canvases as needed"
+            cells = [setting.name, shape, f"{different} of {len(drafted.rows)}"]
+            rows.append([*cells, f"{1 - drafted.agreement:.2%}"])
+            figures.append({"setting": setting.name, "deterministic": fixed})
+            figures[-1] |= {"different_texts": different, "agreement": drafted.agreement}
+    columns = ["setting", "passes", "texts that differ", "tokens that differ"]
+    return Section("bfloat16", columns=columns, rows=rows), figures
+
+
+def _measure_times(run: SuiteRun) -> Page:
+    text = (
+        f"The first prompts of {_MATHS}, in batches; seconds are medians, compiling left out, "
+        "measured in turns. **As pays**: drafts 0 to "
+        f"{_MOST_DRAFTS} decisions by measured costs and the acceptance so far; measuring the "
+        "costs is not counted. **Accepted**: share of drafted decisions that were kept. **Peak**: "
+        "XLA's memory analysis of the program, weights included."
+    )
+    sections, figures, right = [Section(text=[text])], {}, True
+    with run.steps(12) as advance:
+        for setting, batches, repeats in (
+            (_BLOCK_CAUSAL, (1, 2, 4, 8, 16), 5),
+            (_DUAL, (1, 2, 4, 8, 16), 3),
+            (_UNCACHED.having(max_new_tokens=32), (1, 4), 3),
+        ):
+            model, prompts = _load(run, setting)
+            maths, rows = _maths(prompts), []
+            # No more than there are: a batch that is called 16 must have 16 prompts.
+            for batch in sorted({min(batch, len(maths)) for batch in batches}):
+                advance(f"{setting.name}, {batch} prompts")
+                release_programs()
+                timed = _time_batch(setting, model, maths[:batch], repeats)
+                figures[f"{setting.name}, batch {batch}"] = [each.figures() for each in timed]
+                right &= all(each.texts.still_different == 0 for each in timed)
+                rows += [[str(batch), *each.cells()] for each in timed]
+            columns = ["prompts", "decoding", "same texts", "s", "tokens/s", "x stepwise"]
+            columns += ["calls saved", "at most", "accepted", "c_b / c_1", "peak"]
+            title = f"{setting.name}, {setting.config.max_new_tokens} tokens"
+            sections.append(Section(title, columns=columns, rows=rows))
+            if setting.config.cache == "dual":
+                share = _share_of_first_passes(setting, model, maths[0])
+                figures[f"{setting.name}, first passes"] = share
+                text = (
+                    "Passes over the whole canvas, one for each block, take "
+                    f"{share:.0%} of stepwise decoding's time of one prompt. No draft saves them: "
+                    f"at most {1 / share:.2f} x."
+                )
+                sections.append(Section(text=[text]))
+    sections.append(Section(text=[f"{this_machine()}."]))
+    return Page(sections, figures, right)
+
+
+class Timed(NamedTuple):
+    """One way to decode a batch.
+
+    Attributes:
+        texts: its texts, with their time.
+        costs: times of a pass over that of a stepwise one: of as many drafts as the way has, or
+            of all numbers of drafts where as many are taken as pay.
+        peak_bytes: bytes that the program holds at once.
+    """
+
+    texts: Texts
+    costs: tuple[float, ...]
+    peak_bytes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of all texts over the time of the batch."""
+        return self.texts.sample.num_tokens / self.texts.sample.seconds
+
+    @property
+    def speedup(self) -> float:
+        """Stepwise decoding's time over this one's."""
+        base = self.texts.stepwise or self.texts.sample
+        return base.seconds / self.texts.sample.seconds
+
+    def cells(self) -> list[str]:
+        """Returns the cells of a row of the table."""
+        texts, drafted = self.texts, ["", "", ""]
+        if texts.num_drafts:
+            drafted = [f"{texts.saved():.1%}", f"{texts.bound:.0%}", f"{texts.acceptance:.0%}"]
+        return [
+            texts.name,
+            texts.same_texts,
+            f"{texts.sample.seconds:.2f}",
+            f"{self.tokens_per_second:.0f}",
+            f"{self.speedup:.2f}",
+            *drafted,
+            ", ".join(f"{cost:.2f}" for cost in self.costs),
+            f"{self.peak_bytes / 1e6:.1f} MB",
+        ]
+
+    def figures(self) -> dict[str, Any]:
+        """Returns all figures for JSON."""
+        return {
+            **self.texts.figures(),
+            "seconds": self.texts.sample.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "speedup": self.speedup,
+            "costs": self.costs,
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def _time_batch(
+    setting: Setting, model: Model, prompts: Sequence[str], repeats: int
+) -> list[Timed]:
+    """Times stepwise, drafted and adaptive decoding of one batch."""
+    drafting = SelfSpeculation(_MOST_DRAFTS)
+    seconds = measure_costs(model, prompts, setting.config, drafting)
+    costs = tuple(cost / seconds[0] for cost in seconds)
+    ways = {STEPWISE: SelfSpeculation(0), **_chains()}
+    ways["as pays"] = dataclasses.replace(drafting, costs=costs)
+    runner = DenoiseRunner(model, setting.config, ways)
+    for name in ways:
+        runner.decode(name, prompts, 0)
+    timed = decode_in_turns(runner, list(ways), {0: list(prompts)}, repeats)
+    stepwise = Texts(STEPWISE, 0, timed[STEPWISE][0])
+    found = []
+    for name, way in ways.items():
+        texts = stepwise
+        if name != STEPWISE:
+            texts = Texts(name, way.num_drafts, timed[name][0])
+            texts = with_one_shape(setting, model, prompts, way, texts, stepwise)
+        own = costs if way.costs else costs[way.num_drafts : way.num_drafts + 1]
+        found.append(Timed(texts, own, runner.request(name, list(prompts)).peak_bytes()))
+    return found
+
+
+def _share_of_first_passes(setting: Setting, model: Model, prompt: str) -> float:
+    """Returns the share of stepwise time of the passes over the whole canvas, which open blocks."""
+    config = setting.config
+    assert config.block_length is not None, "set above"
+    whole = dataclasses.replace(config, cache="none")
+    (opening,) = measure_costs(model, prompt, whole, SelfSpeculation(0))
+    (average,) = measure_costs(model, prompt, config, SelfSpeculation(0))
+    return opening / (config.block_length * average)
+
+
+_NEEDS = (BLOCKS, BOTH_SIDES, JUDGE)
+DIFFUSION_SUITES: Mapping[str, Suite] = {
+    "diffusion": Suite(
+        title="Diffusion language models: calls saved by drafting",
+        about="calls of the network that drafting saves diffusion language models",
+        measure=_measure_calls,
+        prompt_sets=PROMPT_SETS,
+        prompts_per_set=20,
+        needs=_NEEDS,
+    ),
+    "diffusion-variants": Suite(
+        title="Diffusion language models: other drafts, and what is lossy",
+        about="other drafts, lossy thresholds, examples before the prompt, bfloat16",
+        measure=_measure_variants,
+        prompt_sets=PROMPT_SETS[:1],
+        prompts_per_set=20,
+        needs=_NEEDS,
+    ),
+    "diffusion-times": Suite(
+        title="Diffusion language models: time and memory",
+        about="time and memory of diffusion language models, by rows decoded together",
+        measure=_measure_times,
+        prompt_sets=PROMPT_SETS[:1],
+        prompts_per_set=16,
+        needs=_NEEDS,
+    ),
+}

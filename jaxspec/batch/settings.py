@@ -1,0 +1,128 @@
+"""Settings of a job: how it runs, and which part of its rows it decodes."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import numpy as np
+
+from jaxspec.batch.guard import GuardSettings
+from jaxspec.decoding.request import GenerationConfig
+from jaxspec.drafters import LoadedDrafter, NoDraft
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
+
+DraftingMode = Literal["auto", "always", "never"]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class JobSettings:
+    """Settings of a job.
+
+    Only `capacity` changes its records, and `drafting` when sampling or in 16 bits.
+
+    Attributes:
+        batch_size: rows at once, a multiple of the parts that a mesh divides them into; `None`: as
+            many as help and as fit into memory.
+        capacity: tokens that each row's cache holds, rounded up to a multiple of 64; rows that need
+            more become errors. `None`: the capacity that the rows need.
+        drafting: "auto" lets a guard decide from the time that chunks take, where that changes no
+            output: for greedy decoding in float32. "always" drafts, "never" does not.
+        guard: settings of the guard.
+        memory: bytes that caches, states and scratch may take; `None`: most of what is available.
+
+    Raises:
+        ValueError: a number is below 1, or `drafting` is not one of the three.
+
+    Example:
+        >>> JobSettings(batch_size=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: batch_size must be at least 1, got 0.
+    """
+
+    batch_size: int | None = None
+    capacity: int | None = None
+    drafting: DraftingMode = "auto"
+    guard: GuardSettings | None = None
+    memory: int | None = None
+
+    def __post_init__(self):
+        for name in ("batch_size", "capacity", "memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        if self.drafting not in ("auto", "always", "never"):
+            raise ValueError(
+                f"drafting must be 'auto', 'always' or 'never', got {self.drafting!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One of several parts of a job: the rows `index`, `index + num`, `index + 2 num`, ...
+
+    Attributes:
+        index: number of this part, from 1.
+        num: number of parts.
+
+    Raises:
+        ValueError: there is no such part.
+
+    Example:
+        >>> [Shard(index, 3).rows_of("abcdefgh") for index in (1, 2, 3)]
+        ['adg', 'beh', 'cf']
+    """
+
+    index: int = 1
+    num: int = 1
+
+    def __post_init__(self):
+        if not 1 <= self.index <= self.num:
+            raise ValueError(f"shard must be I/N with I from 1 to N, such as 3/8, got {self}.")
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.num}"
+
+    def rows_of(self, rows: Sequence[T]) -> Sequence[T]:
+        """Returns the rows of this part, in their order."""
+        return rows[self.index - 1 :: self.num]
+
+
+def parse_shard(text: str) -> Shard:
+    """Reads "3/8": the third of eight parts.
+
+    Raises:
+        ValueError: the text says something else, or there is no such part.
+
+    Example:
+        >>> parse_shard("3/8")
+        Shard(index=3, num=8)
+        >>> parse_shard("3/2")
+        Traceback (most recent call last):
+        ...
+        ValueError: shard must be I/N with I from 1 to N, such as 3/8, got 3/2.
+    """
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    if found is None:
+        raise ValueError(f"shard must be I/N with I from 1 to N, such as 3/8, got {text!r}.")
+    return Shard(int(found[1]), int(found[2]))
+
+
+def drafts_change_nothing(model: "Model", config: GenerationConfig) -> bool:
+    """Returns True where outputs are the same with drafts and without, up to ties.
+
+    Drawn tokens depend on the drafts, and 16 bits round so coarsely that greedy outputs may differ.
+    """
+    return np.dtype(model.network.dtype) == np.float32 and not np.any(config.temperature)
+
+
+def has_guard(
+    model: "Model", config: GenerationConfig, loaded: LoadedDrafter, settings: JobSettings
+) -> bool:
+    """Returns True where a guard decides whether steps draft."""
+    drafts = loaded.drafter != NoDraft()
+    return settings.drafting == "auto" and drafts and drafts_change_nothing(model, config)

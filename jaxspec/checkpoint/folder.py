@@ -1,0 +1,87 @@
+"""A model's folder, whose small files are read once into one record."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jaxspec.checkpoint.files import CheckpointError, read_json
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+# Files of `save_orbax`: the network's settings, and a folder of weights.
+ORBAX_CONFIG = "network.json"
+ORBAX_PARAMS = "params"
+
+Kind = Literal["model", "eagle", "dflash"]
+_BOOKKEEPING = ("_from_model_config", "transformers_version")
+
+
+class Folder(NamedTuple):
+    """Contents of a folder, as far as they decide what it is and how to load it.
+
+    Attributes:
+        path: the folder.
+        kind: "model", or the kind of a head that drafts for one: "eagle" (EAGLE-1 to EAGLE-3) or
+            "dflash"; `None`: it holds neither.
+        config: the contents of config.json; empty without that file.
+        generation_defaults: generation_config.json without bookkeeping; empty without that file.
+        is_orbax: the weights are Orbax's.
+        has_tokenizer: there is a tokenizer.json.
+    """
+
+    path: Path
+    kind: Kind | None
+    config: Mapping[str, Any]
+    generation_defaults: Mapping[str, Any]
+    is_orbax: bool
+    has_tokenizer: bool
+
+    def stop_token_ids(self, of_tokenizer: int | None) -> tuple[int, ...]:
+        """Returns the ids that end a text.
+
+        They are those of generation_config.json, else of config.json, else of the tokenizer. The
+        first may list more ids than the others, such as the end of a turn.
+
+        Raises:
+            CheckpointError: a file lists something else than ids.
+        """
+        nested = self.config.get("text_config") or {}
+        sources = (self.generation_defaults, self.config, nested, {"eos_token_id": of_tokenizer})
+        found = next(
+            (value for source in sources if (value := source.get("eos_token_id")) is not None), []
+        )
+        listed = found if isinstance(found, list) else [found]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in listed):
+            raise CheckpointError(
+                f"eos_token_id of {self.path} must be an id or a list of ids, got {found!r}."
+            )
+        return tuple(dict.fromkeys(listed))
+
+
+def read_folder(path: Path) -> Folder:
+    """Reads the record of a folder, or of a place where there is none.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    has_config = (path / CONFIG).is_file()
+    config = read_json(path / CONFIG) if has_config else {}
+    defaults = read_json(path / GENERATION) if (path / GENERATION).is_file() else {}
+    is_orbax = (path / ORBAX_CONFIG).is_file() and (path / ORBAX_PARAMS).is_dir()
+    return Folder(
+        path=path,
+        kind=_kind(config) if has_config or is_orbax else None,
+        config=config,
+        generation_defaults={k: v for k, v in defaults.items() if k not in _BOOKKEEPING},
+        is_orbax=is_orbax,
+        has_tokenizer=(path / TOKENIZER).is_file(),
+    )
+
+
+def _kind(config: Mapping[str, Any]) -> Kind:
+    if "dflash_config" in config:
+        return "dflash"
+    one_layer = config.get("num_hidden_layers") == 1
+    eagle = one_layer and ("bias" in config or "eagle_aux_hidden_state_layer_ids" in config)
+    return "eagle" if eagle else "model"

@@ -1,0 +1,102 @@
+"""The one loader and the one writer of heads that draft for a target: EAGLE and DFlash."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PRNGKeyArray
+from safetensors.numpy import save
+
+from jaxspec.checkpoint.files import CheckpointError, replacing_files, write_json
+from jaxspec.checkpoint.names import Rule, Tensor, copy_out, match_tensors, placements_by
+from jaxspec.checkpoint.params import leaves_by_path, read_params, shapes_by_path
+from jaxspec.checkpoint.safetensors import SINGLE
+from jaxspec.core.types import PyTree
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.storage import unscaled
+
+
+def load_head_params(
+    rules: tuple[Rule, ...],
+    config: ModelConfig,
+    init: Callable[[PRNGKeyArray], PyTree],
+    stored: Mapping[str, Tensor],
+    dtype: np.dtype,
+    not_needed: tuple[str, ...] = (),
+) -> PyTree:
+    """Reads the parameters of a head.
+
+    Args:
+        rules: the table of the tensors' names.
+        config: the shape of the head's layers.
+        init: makes random parameters; only their shapes are used.
+        stored: the tensors of the file by name.
+        dtype: dtype of the parameters.
+        not_needed: names of tensors that files may hold and that are not read.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
+    """
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    sizes = shapes_by_path(shapes)
+    placed = placements_by(rules, config, sizes)
+    matched = match_tensors(placed, sizes, stored, not_needed)
+    return read_params(shapes, placed, matched, dtype)
+
+
+def differences(facts: Iterable[tuple[str, Any, Any]]) -> list[str]:
+    """Describes the facts in which a head's config.json and its target differ.
+
+    Args:
+        facts: name, value in config.json and value of the target, of each fact.
+    """
+    return [
+        f"{name} is {theirs} in config.json, {ours} in the target"
+        for name, theirs, ours in facts
+        if theirs != ours
+    ]
+
+
+def refuse_other_target(problems: list[str]) -> None:
+    """Refuses a head that was made for another target.
+
+    Raises:
+        CheckpointError: there are problems; all of them are listed.
+    """
+    if problems:
+        raise CheckpointError(f"The head is for another target: {'; '.join(problems)}.")
+
+
+def write_head(
+    folder: str | Path,
+    raw: dict[str, Any],
+    params: PyTree,
+    rules: tuple[Rule, ...],
+    config: ModelConfig,
+    dtype: Any = None,
+    more: Mapping[str, np.ndarray] | None = None,
+) -> None:
+    """Writes config.json and model.safetensors of a head.
+
+    Args:
+        folder: made if it is not there; an interruption leaves it as it was.
+        raw: the contents of config.json.
+        params: the head's parameters.
+        rules: the table of the tensors' names.
+        config: the shape of the head's layers.
+        dtype: dtype to store the weights in; `None`: the one they have.
+        more: further tensors by name, stored as they are.
+    """
+    params = unscaled(params)
+    leaves = leaves_by_path(params)
+    tensors = dict(more or {})
+    for path, group in placements_by(rules, config, shapes_by_path(params)).items():
+        leaf = np.asarray(leaves[path])
+        for placement in group:
+            tensors[placement.name] = copy_out(placement, leaf, np.dtype(dtype or leaf.dtype))
+    with replacing_files(Path(folder)) as staging:
+        write_json(staging / "config.json", raw)
+        # Not `save_file`, whose files only their owner may read.
+        (staging / SINGLE).write_bytes(save(tensors))

@@ -1,0 +1,44 @@
+"""`jaxspec export kit`: passes of several sizes, and a script that times them on a phone."""
+
+import argparse
+import time
+
+from jaxspec.commands.export_options import (
+    add_export_arguments,
+    announce_export,
+    check_flags,
+    check_on_gpu,
+    export_config,
+    head_over_tree,
+    print_written,
+)
+from jaxspec.commands.options import load_model
+from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.mobile.export import MODEL_FILE
+from jaxspec.mobile.profile import SCRIPT_FILE, export_kit
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec export kit`."""
+    parser.description = (
+        "Writes target and draft passes of several sizes as one .tflite, and a script that times "
+        "them on a phone through adb; `jaxspec tune profile --import` reads the times. A search "
+        "by them looks as deep as --tree (default: EAGLE's 25 nodes)."
+    )
+    flags = ("--tree", "--any-ops", "--check-gpu", "--gpu-timeout")
+    add_export_arguments(parser, *flags, required="--head")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exports as the arguments say."""
+    config = export_config(args)
+    check_flags(args)
+    model = load_model(args)
+    drafter = head_over_tree(args, model, EAGLE_PATHS)
+    announce_export(args, drafter, config)
+    start, path = time.perf_counter(), args.out / MODEL_FILE
+    manifest = export_kit(model, args.out, drafter, config)
+    print_written(path, start)
+    print(f"signatures: {', '.join(manifest.signatures)}")
+    print(f"on a phone: {args.out / SCRIPT_FILE} cpu 1 > kit.txt; then tune profile --import")
+    return check_on_gpu(args, path)

@@ -1,0 +1,183 @@
+"""Flags that several sub-verbs of `jaxspec export` share, and their meaning."""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxspec.checkpoint import Model, load_eagle
+from jaxspec.commands import EXIT_DIFFERENT
+from jaxspec.commands.options import (
+    OF_DRAFTERS,
+    add_model_arguments,
+    announce,
+    drafter_asked,
+    refuse_unused,
+    sizes,
+)
+from jaxspec.core.tree import Path as RankPath
+from jaxspec.drafters import DrafterLike, Eagle, LoadedDrafter
+from jaxspec.measure.compare import describe
+from jaxspec.measure.prompts import read_prompts
+from jaxspec.mobile.contents import ExportConfig
+from jaxspec.mobile.extra import missing_for_gpu
+from jaxspec.mobile.gpu import TIMEOUT, check_gpu
+from jaxspec.mobile.quantize import QUANTIZATIONS
+from jaxspec.tuning import load_tree, shipped_tables, tree_of_head
+
+_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "--capacity": {"type": int, "metavar": "N", "help": "longest text, in tokens (default: 1024)"},
+    "--prefill": {
+        "type": sizes,
+        "metavar": "N,...",
+        "help": "prompt tokens per call (default: 64)",
+    },
+    "--quantize": {
+        "dest": "quantization",
+        "choices": tuple(QUANTIZATIONS),
+        "help": "format of weights (default: int8)",
+    },
+    "--any-ops": {
+        "dest": "check_gpu_ops",
+        "action": "store_false",
+        "default": None,
+        "help": "write the file even if a phone's GPU would refuse it or compute it wrongly",
+    },
+    "--head": {
+        "metavar": "FOLDER",
+        "help": "draft with this EAGLE-1 or EAGLE-3 head: a folder or the name of a shipped one",
+    },
+    "--tree": {
+        "metavar": "FILE",
+        "help": "result of `jaxspec tune tree`, or eagle-25 (default: the tree in the head's "
+        "folder if there is one; for kits eagle-25)",
+    },
+    "--prompts": {
+        "type": Path,
+        "metavar": "FILE.jsonl",
+        "help": "held-out text, on which drafts are counted or files compared",
+    },
+    "--limit": {"type": int, "metavar": "N", "help": "read at most N of the --prompts"},
+    "--acceptance": {
+        "metavar": "FILE",
+        "help": "how often drafts are accepted: a table that was counted before, or one of "
+        f"{', '.join(shipped_tables())}",
+    },
+    "--threads": {"type": int, "metavar": "N", "help": "of the CPU (default: 1)"},
+    "--check-gpu": {
+        "action": "store_true",
+        "help": "then compile the file with LiteRT's GPU accelerator (any Vulkan driver) and "
+        "compare its tokens, in a child process",
+    },
+    "--gpu-timeout": {
+        "type": float,
+        "metavar": "SECONDS",
+        "help": f"for all of --check-gpu (default: {TIMEOUT:.0f})",
+    },
+}
+
+
+def add_export_arguments(
+    parser: argparse.ArgumentParser, *flags: str, out: str = "OUT", required: str | None = None
+) -> None:
+    """Declares the model, the folder to write into, the settings of all files, and `flags`."""
+    add_model_arguments(parser)
+    parser.add_argument("out", type=Path, metavar=out, help="folder to write into")
+    for flag in ("--capacity", "--prefill", "--quantize", *flags):
+        parser.add_argument(flag, **_FLAGS[flag])
+    if required is not None:
+        parser.add_argument(required, **_FLAGS[required], required=True)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuses flags that would be ignored, and values that are out of range.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    values = vars(args).items()
+    given = {name for name, value in values if value is not None and value is not False}
+    if "limit" in given and "prompts" not in given:
+        raise ValueError("--limit: needs --prompts FILE.jsonl.")
+    if "threads" in given and args.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {args.threads}.")
+    if "drafter" in args and args.drafter is None:
+        refuse_unused(args, OF_DRAFTERS, "needs --drafter.")
+    if "gpu_timeout" in given and not args.gpu_timeout > 0:
+        raise ValueError(f"--gpu-timeout must be above 0 seconds, got {args.gpu_timeout:g}.")
+    if "gpu_timeout" in given and "check_gpu" not in given:
+        raise ValueError("--gpu-timeout: needs --check-gpu.")
+    if "check_gpu" in given and (lacking := missing_for_gpu()) is not None:
+        raise ValueError(f"--check-gpu: {lacking}.")
+
+
+def export_config(args: argparse.Namespace, **defaults: Any) -> ExportConfig:
+    """Makes the settings that are asked for; other flags keep `defaults` or the usual values.
+
+    Raises:
+        ValueError: naming the setting that is out of range.
+    """
+    names = [field.name for field in dataclasses.fields(ExportConfig)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+    return ExportConfig(**{**defaults, **given})
+
+
+def head_over_tree(
+    args: argparse.Namespace, model: Model, otherwise: Sequence[RankPath] | None = None
+) -> LoadedDrafter:
+    """Loads the head of `--head` over the tree of `--tree`.
+
+    Args:
+        args: with both flags.
+        model: the target.
+        otherwise: the tree without `--tree`; `None`: the one in the head's folder.
+
+    Raises:
+        ValueError: the head or the tree does not fit.
+    """
+    paths = otherwise or tree_of_head(args.head)
+    if args.tree is not None:
+        paths = load_tree(args.tree)
+    return Eagle.of(load_eagle(args.head, model.network), paths)
+
+
+def head_or_drafter(
+    args: argparse.Namespace, model: Model, otherwise: Sequence[RankPath] | None = None
+) -> DrafterLike | None:
+    """Loads the drafter of `--head` or `--drafter`; `None` for plain decoding.
+
+    Args and errors: as for `head_over_tree`; also `ValueError` if flags contradict each other.
+    """
+    if args.head is None:
+        if args.tree is not None:
+            raise ValueError("--tree: needs --head FOLDER, the head that drafts over it.")
+        return drafter_asked(args, model)
+    if args.drafter is not None:
+        raise ValueError("Give either --head or --drafter, not both.")
+    return head_over_tree(args, model, otherwise)
+
+
+def announce_export(args: argparse.Namespace, drafter: Any, config: ExportConfig) -> None:
+    """Prints the resolved settings on standard error."""
+    announce(model=args.model, drafter=describe(drafter), config=config)
+
+
+def held_out(args: argparse.Namespace) -> list[Any]:
+    """Reads the prompts of `--prompts`."""
+    return [row.prompt for row in read_prompts(args.prompts, None, args.limit)]
+
+
+def print_written(path: Path, start: float) -> None:
+    """Prints the size of a written file, and the seconds since `start`."""
+    print(f"{path}: {path.stat().st_size / 2**20:.1f} MiB in {time.perf_counter() - start:.0f} s")
+
+
+def check_on_gpu(args: argparse.Namespace, path: Path) -> int:
+    """Runs `--check-gpu` if it is asked for, and returns the exit code."""
+    if not args.check_gpu:
+        return 0
+    checked = check_gpu(path, timeout=TIMEOUT if args.gpu_timeout is None else args.gpu_timeout)
+    print(checked)
+    return EXIT_DIFFERENT if checked.problems else 0

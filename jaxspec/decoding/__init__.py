@@ -1,0 +1,1 @@
+"""Decoding with and without drafts: generation, denoising, results, metrics, checks of drafters."""

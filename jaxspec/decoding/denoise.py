@@ -1,0 +1,647 @@
+"""`denoise` and `denoise_stream`: prompts in, text out of a diffusion language model.
+
+Passing `speculation=` is the only difference between stepwise and self-speculative decoding:
+stepwise decoding is the same program with no drafts.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.memory import check_cache_fits
+from jaxspec.core.loop import round_up
+from jaxspec.core.types import Params, Stop
+from jaxspec.decoding.request import (
+    PromptLike,
+    check_call,
+    check_id_list,
+    check_ids,
+    check_numbers,
+    encode_prompt,
+    one_per_prompt,
+    peak_bytes,
+    prompt_arrays,
+    prompt_list,
+)
+from jaxspec.decoding.result import FINISH_REASONS
+from jaxspec.diffusion.passes import CACHES, DenoisePlan
+from jaxspec.diffusion.self_speculative import (
+    DenoiseOutcome,
+    DenoisePrompt,
+    begin_rows,
+    denoise_rows,
+    run_rounds,
+    step_stream,
+)
+from jaxspec.diffusion.speculation import STEPWISE, DenoiseState, SelfSpeculation
+from jaxspec.diffusion.unmask import (
+    ORDERS,
+    EvenPace,
+    LinearPace,
+    Pace,
+    Rules,
+    ThresholdPace,
+    linear_shares,
+)
+from jaxspec.sharding import mesh_of
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model, Tokenizer
+
+SCHEDULES = ("even", "linear")
+_CANVAS_MULTIPLE = 32
+DEFAULT_BLOCK = 32
+"""Positions per block where neither the network nor the caller says."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseConfig:
+    """Settings of filling in masks.
+
+    Attributes:
+        max_new_tokens: masks after each prompt.
+        block_length: positions that are filled in before the next block begins; must divide
+            `max_new_tokens`. `None` takes the network's own, or 32, or all if that is less.
+        steps: decisions in all, spread evenly over the blocks; `None` for one per token.
+        schedule: "even" spreads the masks of a block over its steps. "linear" follows time as Dream
+            does, and fills in all that is left at the last step of a block.
+        eps: end of time in the "linear" schedule, which runs from 1 down to it.
+        threshold: fill in all tokens at least this probable, and at least one, in each step,
+            whatever number of steps that takes (Fast-dLLM). LOSSY: the text differs from that of
+            one token per step.
+        order: the positions that come first: "low_confidence" (the surest ones; LLaDA's name, after
+            those that it masks again), "random", or Dream's "entropy", "topk_margin" and
+            "maskgit_plus".
+        temperature: 0 (the default) takes the likeliest tokens. One, or one for each prompt.
+        guidance: scale of classifier-free guidance; 0 for none. It costs a second pass.
+        cache: kind of cache between passes: "none" (exact), "blocks" (exact, for networks that are
+            causal over blocks), "prefix" or "dual" (APPROXIMATE, for the others). `None` takes the
+            exact one that does least.
+        stop_token_ids: a row ends with the first of these; `None` takes the model's own, `()` none.
+        allow_mask_token: the mask itself may be chosen, as in the published programs; such
+            positions stay masked.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo-block-diffusion")
+        >>> config = jaxspec.DenoiseConfig(max_new_tokens=16, steps=8)
+        >>> jaxspec.denoise(model, "Name a colour.", config)[0].num_calls < 16
+        True
+    """
+
+    max_new_tokens: int = 128
+    block_length: int | None = None
+    steps: int | None = None
+    schedule: str = "even"
+    eps: float = 1e-3
+    threshold: float | None = None
+    order: str = "low_confidence"
+    temperature: float | Sequence[float] = 0.0
+    guidance: float = 0.0
+    cache: str | None = None
+    stop_token_ids: Sequence[int] | None = None
+    allow_mask_token: bool = False
+
+    def __post_init__(self):
+        for name in ("max_new_tokens", "block_length", "steps"):
+            value = getattr(self, name)
+            if value is None and name != "max_new_tokens":
+                continue
+            if not isinstance(value, int | np.integer) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        for name, known in (("order", tuple(ORDERS)), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}.")
+        if self.cache is not None and self.cache not in CACHES:
+            raise ValueError(f"cache must be one of {CACHES}, or None, got {self.cache!r}.")
+        for name in ("eps", "guidance", "threshold"):
+            if np.ndim(getattr(self, name)):
+                raise ValueError(f"{name} must be one number, got {getattr(self, name)!r}.")
+        check_numbers("eps", self.eps, "in (0, 1)", lambda value: 0 < value < 1)
+        for name in ("temperature", "guidance"):
+            value = getattr(self, name)
+            check_numbers(name, value, "at least 0", lambda value: value >= 0)
+            check_numbers(name, value, "finite in float32", lambda value: value < 3e38)
+        check_id_list("stop_token_ids", self.stop_token_ids)
+        if self.threshold is not None:
+            self._check_threshold()
+
+    def _check_threshold(self) -> None:
+        check_numbers("threshold", self.threshold, "in (0, 1]", lambda value: 0 < value <= 1)
+        if self.steps is not None or self.schedule != "even":
+            raise ValueError("threshold: decides how many steps there are; leave out steps.")
+        if self.order not in ("low_confidence", "maskgit_plus"):
+            raise ValueError(
+                "threshold: is a probability, so order must be 'low_confidence' or 'maskgit_plus', "
+                f"got {self.order!r}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Denoised:
+    """One filled-in continuation of one prompt.
+
+    Attributes:
+        prompt_tokens: ids of the prompt.
+        tokens: ids after it, up to the stop id if there is one.
+        text: their text, special tokens left out; `None` without a tokenizer.
+        finish_reason: "stop_token", "length", or "not_finite" (the network gave no usable logits).
+        num_calls: passes that the row took part in; the pass that reads the whole blocks of the
+            prompt is not counted.
+        num_canvases: canvases that those passes read; equal to `num_calls` without speculation.
+        drafted: entry i: passes that checked i drafted decisions.
+        accepted: entry i: passes that confirmed i of them.
+    """
+
+    prompt_tokens: np.ndarray
+    tokens: np.ndarray
+    text: str | None
+    finish_reason: str
+    num_calls: int
+    num_canvases: int
+    drafted: np.ndarray
+    accepted: np.ndarray
+
+    @property
+    def tokens_per_call(self) -> float:
+        """Tokens of the text over passes; 1 for stepwise decoding with one token per step."""
+        return len(self.tokens) / max(self.num_calls, 1)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Confirmed over drafted decisions; `None` if none was drafted."""
+        counts = np.arange(len(self.drafted))
+        drafted = int(self.drafted @ counts)
+        return None if drafted == 0 else int(self.accepted @ counts) / drafted
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseResult(Sequence[Denoised]):
+    """Rows in order of prompts.
+
+    Attributes:
+        rows: continuations; `result[i]` is row i.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo-block-diffusion")
+        >>> config = jaxspec.DenoiseConfig(max_new_tokens=16)
+        >>> result = jaxspec.denoise(model, ["Name a colour.", "Name a fish."], config)
+        >>> len(result), result[1].finish_reason in ("length", "stop_token")
+        (2, True)
+    """
+
+    rows: tuple[Denoised, ...]
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def texts(self) -> list[str | None]:
+        """Text of each row; `None` without a tokenizer."""
+        return [row.text for row in self.rows]
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        """Ids that each row emitted."""
+        return [row.tokens for row in self.rows]
+
+
+def denoise(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: DenoiseConfig | None = None,
+    speculation: SelfSpeculation | None = None,
+    seed: int = 0,
+) -> DenoiseResult:
+    """Continues prompts with a diffusion language model, in one compiled program.
+
+    Args:
+        model: a diffusion language model from `load`: LLaDA, Dream, SDAR and the like.
+        prompts: one prompt or several: a string, token ids, or chat messages.
+        config: settings; 128 new tokens, greedy, by default.
+        speculation: drafts several decisions ahead and checks them in one pass (`SelfSpeculation`);
+            the output is that of stepwise decoding. `None` decodes stepwise.
+        seed: seed of the randomness, in 0..2**31 - 1. A row depends on it and on its place among
+            the prompts.
+
+    Returns:
+        One `Denoised` per prompt.
+
+    Raises:
+        ValueError: the model is causal or lies on a mesh, settings do not fit the model or each
+            other, or a prompt is empty, too long, or holds the mask.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo-block-diffusion")
+        >>> config = jaxspec.DenoiseConfig(max_new_tokens=16)
+        >>> stepwise = jaxspec.denoise(model, "Name a colour.", config)
+        >>> fast = jaxspec.denoise(model, "Name a colour.", config, jaxspec.SelfSpeculation(4))
+        >>> fast.texts == stepwise.texts, fast[0].num_calls <= stepwise[0].num_calls
+        (True, True)
+    """
+    request = prepare_denoising(model, prompts, config or DenoiseConfig(), speculation, seed)
+    return request.result(request.denoise())
+
+
+class DenoiseStep(NamedTuple):
+    """Record of one step of one row.
+
+    Attributes:
+        tokens: `[max_new_tokens]`, the positions after the prompt before the step's pass; masks
+            where nothing is decided.
+        drafts: `[drafts, max_new_tokens]`, further canvases that the pass read, each with one more
+            decision drafted; of a tree, the path of the first choices.
+        num_accepted: drafts that were kept.
+    """
+
+    tokens: np.ndarray
+    drafts: np.ndarray
+    num_accepted: int
+
+
+def denoise_stream(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: DenoiseConfig | None = None,
+    speculation: SelfSpeculation | None = None,
+    seed: int = 0,
+) -> Generator[list[DenoiseStep | None], None, DenoiseResult]:
+    """Yields the steps of `denoise` as they are taken: one entry per row.
+
+    The entry of a row that has ended is `None`. With the "prefix" and "dual" caches a row may wait
+    for others before it opens a block; its step then shows the canvas unchanged.
+
+    Args:
+        model: see `denoise`.
+        prompts: see `denoise`.
+        config: see `denoise`.
+        speculation: see `denoise`.
+        seed: see `denoise`.
+
+    Returns:
+        The `DenoiseResult`, as the value of `yield from`.
+
+    Raises:
+        ValueError: as `denoise` does.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo-block-diffusion")
+        >>> config = jaxspec.DenoiseConfig(max_new_tokens=16)
+        >>> steps = list(jaxspec.denoise_stream(model, "Name a colour.", config))
+        >>> steps[0][0].tokens.shape, steps[0][0].num_accepted
+        ((16,), 0)
+    """
+    request = prepare_denoising(model, prompts, config or DenoiseConfig(), speculation, seed)
+    states = request.begin()
+    depths = np.asarray(request.speculation.tree.depths)
+    firsts = np.searchsorted(depths, np.arange(1 + request.speculation.num_drafts))
+    while True:
+        running = np.asarray(states.canvas.stop) == Stop.RUNNING
+        if not running.any():
+            return request.result(DenoiseOutcome(states.canvas, states.stats))
+        states, info = step_stream(
+            request.params, states, plan=request.plan, speculation=request.speculation
+        )
+        info: Any = jax.device_get(info)
+        canvases = request.continuations(info.canvases)
+        yield [
+            DenoiseStep(
+                canvases[row][0],
+                canvases[row][firsts[1 : info.num_drafted[row] + 1]],
+                int(info.num_accepted[row]),
+            )
+            if running[row]
+            else None
+            for row in range(len(running))
+        ]
+
+
+def measure_costs(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: DenoiseConfig | None = None,
+    speculation: SelfSpeculation | None = None,
+    repeats: int = 3,
+) -> tuple[float, ...]:
+    """Returns the seconds of a pass with 0, 1, ..., `num_drafts` drafts, on this machine.
+
+    The result is for `dataclasses.replace(speculation, costs=...)`. The first blocks of the prompts
+    are decoded, and the time of all passes is divided by their number: with some caches a pass
+    reads one block, two blocks or the whole canvas, and how often depends on what is drafted. The
+    fastest of `repeats` runs counts; compiling is done before them.
+
+    Args:
+        model: see `denoise`.
+        prompts: prompts in the number and of the lengths that will be decoded together.
+        config: see `denoise`.
+        speculation: `costs` and `limit` are ignored; `None` takes the default.
+        repeats: runs of each number of drafts.
+
+    Raises:
+        ValueError: as `denoise` does, or `repeats` is not at least 1.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}.")
+    config, speculation = config or DenoiseConfig(), speculation or SelfSpeculation()
+    # As wide a window as all drafts will need: it is part of what a pass costs.
+    window = prepare_denoising(model, prompts, config, speculation, 0).plan.window
+    runs = []
+    for count in range(speculation.num_drafts + 1):
+        drafted = dataclasses.replace(speculation, num_drafts=count, costs=None, limit=None)
+        request = prepare_denoising(model, prompts, config, drafted, 0)
+        plan = dataclasses.replace(request.plan, window=window)
+        most = max(1, _MEASURED_BLOCKS * plan.block // (count + 1))
+        runs.append(dataclasses.replace(request, plan=plan).timed(most))
+    seconds = [[run() for run in runs] for _ in range(1 + repeats)]
+    return tuple(min(column) for column in zip(*seconds[1:], strict=True))
+
+
+_MEASURED_BLOCKS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class DenoiseRequest:
+    """A call of `denoise`, checked and turned into arrays.
+
+    Attributes:
+        params: weights of the network.
+        prompts: one entry per row.
+        plan: static settings of the program.
+        speculation: settings of drafting.
+        tokenizer: tokenizer of the model; `None` if it has none.
+    """
+
+    params: Params
+    prompts: DenoisePrompt
+    plan: DenoisePlan
+    speculation: SelfSpeculation
+    tokenizer: "Tokenizer | None"
+
+    def denoise(self) -> DenoiseOutcome:
+        """Fills in all rows in one program."""
+        return denoise_rows(self.params, self.prompts, plan=self.plan, speculation=self.speculation)
+
+    def compiled(self) -> Any:
+        """Returns the program of `denoise` as XLA has it; cheap after `denoise`."""
+        return denoise_rows.lower(
+            self.params, self.prompts, plan=self.plan, speculation=self.speculation
+        ).compile()
+
+    def peak_bytes(self) -> int:
+        """Returns the most bytes that the program of `denoise` holds at once, by its compiler."""
+        return peak_bytes(self.compiled())
+
+    def begin(self) -> DenoiseState:
+        """Returns the rows before the first pass."""
+        return begin_rows(self.params, self.prompts, plan=self.plan, speculation=self.speculation)
+
+    def timed(self, most: int) -> Callable[[], float]:
+        """Returns a timer that runs at most `most` rounds and reports seconds per round."""
+        states = self.begin()
+
+        def run() -> float:
+            jax.block_until_ready(states)
+            start = time.perf_counter()
+            ended = run_rounds(
+                self.params, states, plan=self.plan, speculation=self.speculation, most=most
+            )
+            _, count = jax.block_until_ready(ended)
+            return (time.perf_counter() - start) / max(1, int(count))
+
+        return run
+
+    def continuations(self, canvases: np.ndarray) -> list[np.ndarray]:
+        """Returns the positions after the prompt, of all canvases of each row."""
+        lengths = np.asarray(self.prompts.length)
+        return [
+            row[..., length : length + self.plan.max_new]
+            for row, length in zip(canvases, lengths, strict=True)
+        ]
+
+    def result(self, outcome: DenoiseOutcome) -> DenoiseResult:
+        """Returns the rows of what `denoise` gave."""
+        outcome = jax.device_get(outcome)
+        filled = self.continuations(np.asarray(outcome.canvas.tokens))
+        return DenoiseResult(tuple(self._row(row, ids, outcome) for row, ids in enumerate(filled)))
+
+    def _row(self, row: int, filled: np.ndarray, outcome: DenoiseOutcome) -> Denoised:
+        stats: Any = outcome.stats
+        stop = Stop(int(np.asarray(outcome.canvas.stop)[row]))
+        # Decisions past the length asked for, or past a stop id, are not part of the text.
+        ends = np.flatnonzero(np.isin(filled, self.prompts.stop_ids[row]))
+        masks = np.flatnonzero(filled == self.plan.rules.mask_token_id)
+        if stop == Stop.NOT_FINITE:
+            filled = filled[: masks[0]] if len(masks) else filled
+        elif len(ends):
+            stop, filled = Stop.TOKEN, filled[: ends[0] + 1]
+        else:
+            stop = Stop.LENGTH
+        tokens = filled.tolist()
+        length = int(self.prompts.length[row])
+        return Denoised(
+            prompt_tokens=np.asarray(self.prompts.tokens[row][:length]),
+            tokens=filled,
+            text=None if self.tokenizer is None else self.tokenizer.decode(tokens),
+            finish_reason=FINISH_REASONS[stop],
+            num_calls=int(stats.num_calls[row]),
+            num_canvases=int(stats.num_canvases[row]),
+            drafted=stats.drafted[row],
+            accepted=stats.accepted[row],
+        )
+
+
+def prepare_denoising(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: DenoiseConfig,
+    speculation: SelfSpeculation | None,
+    seed: int,
+) -> DenoiseRequest:
+    """Checks the arguments of `denoise` and builds the arrays of its rows.
+
+    Raises:
+        ValueError: as `denoise` does.
+    """
+    diffusion = model.config.diffusion
+    if diffusion is None:
+        raise ValueError(
+            f"model: {model.name} is causal and cannot fill in masks; use `generate`, or load a "
+            "diffusion language model."
+        )
+    if mesh_of(model.params) is not None:
+        raise ValueError(
+            f"model: {model.name} lies on a mesh, and masks are filled in on one device; load it "
+            "without a mesh."
+        )
+    check_call(config, DenoiseConfig, seed)
+    speculation = STEPWISE if speculation is None else speculation
+    if not isinstance(speculation, SelfSpeculation):
+        raise ValueError(f"speculation must be a SelfSpeculation, got {speculation!r:.80}.")
+    block = _block_length(diffusion.block, config)
+    num_blocks = config.max_new_tokens // block
+    if speculation.num_drafts >= config.max_new_tokens:
+        raise ValueError(
+            f"num_drafts must be below max_new_tokens ({config.max_new_tokens}): each draft fills "
+            f"in one position at least; got {speculation.num_drafts}."
+        )
+    if (speculation.lossy_top_k or 0) > model.vocab_size:
+        raise ValueError(
+            f"lossy_top_k must be at most the {model.vocab_size} tokens of the model, got "
+            f"{speculation.lossy_top_k}."
+        )
+    cache = _cache(diffusion.block, config)
+    steps = _steps_per_block(config, num_blocks)
+    opens_with_first = diffusion.shift and cache in ("prefix", "dual")
+    if opens_with_first and steps == 1 and block > 1:
+        raise ValueError(
+            f"steps: with the {cache!r} cache, a network whose outputs are shifted fills in one "
+            f"position at a block's first step; give two steps per block ({2 * num_blocks}) or "
+            f"more, got {num_blocks}."
+        )
+    tokenizer = model.tokenizer
+    rules = Rules(
+        block=block,
+        order=config.order,
+        mask_token_id=diffusion.mask_token_id,
+        num_tokens=model.vocab_size if tokenizer is None else tokenizer.vocab_size,
+        allow_mask_token=config.allow_mask_token,
+        opens_with_first=opens_with_first,
+        num_likeliest=speculation.lossy_top_k or 0,
+    )
+    encoded = _encoded(model, prompts, diffusion.mask_token_id, config.max_new_tokens)
+    # Not to powers of two as `bucket_of` does: most passes read the whole canvas.
+    bucket = round_up(max(map(len, encoded)), _CANVAS_MULTIPLE)
+    # A causal block may begin before the prompt ends and end after the text that was asked for;
+    # passes over two blocks read one more.
+    overhang = 2 * block if diffusion.block is not None else 0
+    size = round_up(bucket + config.max_new_tokens + overhang, _CANVAS_MULTIPLE)
+    plan = DenoisePlan(
+        rules=rules,
+        shift=diffusion.shift,
+        block_causal=diffusion.block is not None,
+        cache=cache,
+        canvas_size=size,
+        max_new=config.max_new_tokens,
+        window=_window(rules, cache, config, steps, speculation.num_drafts),
+        node_counts=speculation.node_counts,
+        one_shape=speculation.deterministic,
+    )
+    if cache != "none":
+        check_cache_fits(model.config, model.network.dtype, size, len(encoded))
+    stop_ids = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+    guidance: Any = None
+    if config.guidance:
+        guidance = np.full(len(encoded), config.guidance, np.float32)
+    rows = DenoisePrompt(
+        **prompt_arrays(encoded, bucket, seed, stop_ids),
+        pace=_pace(config, steps, len(encoded)),
+        temperature=_temperature(config, len(encoded)),
+        guidance=guidance,
+    )
+    return DenoiseRequest(Params(model.network, ()), rows, plan, speculation, tokenizer)
+
+
+def block_asked(own: int | None, block_length: int | None) -> int | None:
+    """Returns the positions per block: the network's own, or those asked for; `None` for neither.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if own is not None and block_length not in (None, own):
+        raise ValueError(
+            f"block_length must be {own}, which this network was trained with, got {block_length}."
+        )
+    return own or block_length
+
+
+def _block_length(own: int | None, config: DenoiseConfig) -> int:
+    block = block_asked(own, config.block_length) or min(DEFAULT_BLOCK, config.max_new_tokens)
+    if config.max_new_tokens % block:
+        raise ValueError(
+            f"max_new_tokens must be a multiple of block_length ({block}), got "
+            f"{config.max_new_tokens}."
+        )
+    return block
+
+
+def _steps_per_block(config: DenoiseConfig, num_blocks: int) -> int:
+    steps = config.max_new_tokens if config.steps is None else config.steps
+    if steps % num_blocks:
+        raise ValueError(
+            f"steps must be a multiple of the number of blocks ({num_blocks}), got {steps}."
+        )
+    return steps // num_blocks
+
+
+def _cache(own_block: int | None, config: DenoiseConfig) -> str:
+    fitting = ("none", "prefix", "dual") if own_block is None else ("blocks", "none")
+    cache = config.cache or ("none" if own_block is None else "blocks")
+    if cache not in fitting:
+        kind = "sees both sides" if own_block is None else "is causal over blocks"
+        raise ValueError(
+            f"cache must be one of {fitting} for a network that {kind}, got {cache!r}."
+        )
+    if cache != "none" and config.guidance:
+        raise ValueError(f"guidance needs cache='none', got {cache!r}.")
+    if cache != "none" and config.allow_mask_token:
+        raise ValueError(f"allow_mask_token needs cache='none', got {cache!r}.")
+    return cache
+
+
+def _encoded(
+    model: "Model", prompts: Any, mask_token_id: int, max_new_tokens: int
+) -> list[list[int]]:
+    encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
+    for index, ids in enumerate(encoded):
+        name = f"prompts[{index}]"
+        check_ids(model, ids, name, spare=max_new_tokens)
+        if mask_token_id in ids:
+            raise ValueError(
+                f"{name} holds the mask (id {mask_token_id}), which stands for what is to be "
+                "filled in; leave it out."
+            )
+    return encoded
+
+
+def _window(rules: Rules, cache: str, config: DenoiseConfig, steps: int, num_drafts: int) -> int:
+    if cache == "blocks":
+        return 2 * rules.block
+    if cache != "none":
+        return rules.block
+    whole = config.max_new_tokens
+    if rules.allow_mask_token:
+        return whole
+    # All blocks that drafts can reach.
+    even = config.threshold is None and config.schedule == "even"
+    per_draft = -(-rules.block // steps) if even else rules.block
+    return min(rules.block * (1 - (-num_drafts * per_draft // rules.block)), whole)
+
+
+def _pace(config: DenoiseConfig, steps: int, rows: int) -> Pace:
+    per_row: Any  # NumPy's arrays, which jit takes for JAX's
+    if config.threshold is not None:
+        per_row = np.full(rows, np.log(config.threshold), np.float32)
+        return ThresholdPace(per_row)
+    if config.schedule == "linear":
+        per_row = np.tile(linear_shares(steps, config.eps), (rows, 1))
+        return LinearPace(per_row)
+    per_row = np.full(rows, steps, np.int32)
+    return EvenPace(per_row)
+
+
+def _temperature(config: DenoiseConfig, rows: int) -> Any:
+    values = one_per_prompt("temperature", config.temperature, rows, np.float32)
+    return values if values.any() else None

@@ -1,0 +1,264 @@
+"""`generate`, `stream` and `score`: prompts in, text out, plain or speculative.
+
+Passing `drafter=` is the only difference between the two: plain decoding is the same program with
+a one-node tree.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.compilation import CompileClock
+from jaxspec.core.masks import causal
+from jaxspec.core.types import CarriesOn, DecodeState
+from jaxspec.decoding.metrics import Metrics
+from jaxspec.decoding.request import (
+    GenerationConfig,
+    PromptLike,
+    Request,
+    bucket_of,
+    check_causal,
+    check_ids,
+    encode_prompt,
+    prepare,
+)
+from jaxspec.decoding.result import (
+    FINISH_REASONS,
+    Generation,
+    GenerationResult,
+    TextStream,
+    Trace,
+    TraceStep,
+    host_rows,
+    trace_steps,
+)
+from jaxspec.drafters import DrafterLike, LoadedDrafter
+from jaxspec.sharding import on_mesh_of
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
+
+
+def generate(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: GenerationConfig | None = None,
+    drafter: DrafterLike | None = None,
+    seed: int = 0,
+    return_trace: bool = False,
+) -> GenerationResult:
+    """Continues prompts in one compiled program; each row advances at its own pace.
+
+    Args:
+        model: the target, from `load`.
+        prompts: one prompt or several: a string, token ids, or chat messages
+            (`[{"role": "user", "content": ...}, ...]`).
+        config: settings; greedy, at most 128 tokens by default.
+        drafter: a drafter, or one with its weights (`DraftModel.of(...)`); `None` decodes plainly.
+        seed: seed of the randomness, in 0..2**31 - 1. A row depends on it, its place among the
+            prompts and its sample number, never on its neighbours.
+        return_trace: record the tree and the verdict of every step; a loop on the host then runs
+            the steps, which is slower.
+
+    Returns:
+        One `Generation` per prompt and sample, and `Metrics` of the whole.
+
+    Raises:
+        ValueError: a prompt is empty or too long, ids are out of range, chat messages meet no
+            template, or the drafter was made for another target or vocabulary.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
+        >>> plain = jaxspec.generate(model, "What is 2 + 3?", config)
+        >>> fast = jaxspec.generate(model, "What is 2 + 3?", config, jaxspec.PromptLookup())
+        >>> plain[0].tokens.tolist() == fast[0].tokens.tolist()
+        True
+    """
+    request = prepare(model, prompts, config or GenerationConfig(), drafter, seed)
+    traces = [[] for _ in request.prompt_lengths] if return_trace else None
+    with CompileClock() as clock:
+        start = time.perf_counter()
+        if traces is None:
+            states = request.decode()
+        else:
+            steps = request.decode_stream()
+            states, _ = next(steps)
+            for states, info in steps:  # noqa: B007, the last state is the result
+                assert info is not None, "only the first state comes without a step"
+                for row, step in enumerate(trace_steps(info, request.tokenizer)):
+                    traces[row].extend([] if step is None else [step])
+        final, states = states, jax.device_get(_without_caches(states))
+        seconds = time.perf_counter() - start - clock.seconds
+    hosts = host_rows(states, request.prompt_lengths)
+    rows = tuple(
+        Generation(
+            prompt_tokens=request.prompt_tokens(row),
+            tokens=host.tokens,
+            text=request.text(host.tokens, host.finish_reason),
+            finish_reason=host.finish_reason,
+            from_draft=host.from_draft,
+            logprobs=host.logprobs,
+            warped_logprobs=host.warped_logprobs,
+            metrics=host.metrics(),
+            prompt_index=row // request.plan.num_samples,
+            sample_index=row % request.plan.num_samples,
+            trace=None if traces is None else Trace(traces[row]),
+            tokenizer=request.tokenizer,
+        )
+        for row, host in enumerate(hosts)
+    )
+    metrics = Metrics.of(
+        [host.counts for host in hosts],
+        [host.tokens.tolist() for host in hosts],
+        seconds,
+        clock.seconds,
+    )
+    drafters = tuple(_for_next_prompt(drafter, request, final, row) for row in range(len(rows)))
+    return GenerationResult(rows, metrics, drafters)
+
+
+def _without_caches(states: DecodeState) -> DecodeState:
+    """Returns the part of the states that results need: nothing larger is fetched."""
+    context = states.context._replace(cache=(), recent=(), warp=())
+    return states._replace(context=context, draft=(), key=())
+
+
+def _for_next_prompt(
+    drafter: DrafterLike | None, request: Request, states: DecodeState, row: int
+) -> DrafterLike | None:
+    """Returns the drafter for a row's next prompt, see `GenerationResult.drafters`."""
+    method = request.drafter
+    if not isinstance(method, CarriesOn):
+        return drafter
+    context = states.context._replace(cache=())
+    draft, context = jax.tree.map(itemgetter(row), (states.draft, context))
+    return LoadedDrafter(request.drafter, method.carried(request.params.draft, draft, context))
+
+
+class StreamStep(NamedTuple):
+    """Tokens and text that one step of a streamed row added.
+
+    Attributes:
+        tokens: ids emitted by this step.
+        from_draft: one entry per token: True if it was drafted and accepted.
+        text: the text that is now certain. Incomplete characters, and text that may begin a stop
+            string, come with a later step. All pieces joined are `Generation.text` if the tokens
+            spell valid UTF-8; otherwise replacement characters may stand elsewhere.
+        finish_reason: `None` while the row is running; see `Generation`.
+        trace: the step's tree and verdict; `None` for runtimes that do not give them.
+    """
+
+    tokens: np.ndarray
+    from_draft: np.ndarray
+    text: str
+    finish_reason: str | None
+    trace: TraceStep | None
+
+
+def stream(
+    model: "Model",
+    prompt: PromptLike,
+    config: GenerationConfig | None = None,
+    drafter: DrafterLike | None = None,
+    seed: int = 0,
+) -> Iterator[StreamStep]:
+    """Yields the continuation of ONE prompt step by step, as it is decoded.
+
+    The tokens are those of `generate` with the same arguments.
+
+    Args:
+        model: see `generate`.
+        prompt: one prompt, see `generate`.
+        config: see `generate`; `num_samples` must be 1.
+        drafter: see `generate`.
+        seed: see `generate`.
+
+    Raises:
+        ValueError: as `generate` does, or there are several prompts or samples.
+
+    Example:
+        >>> import jaxspec
+        >>> model, drafter = jaxspec.load("demo"), jaxspec.PromptLookup()
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
+        >>> steps = list(jaxspec.stream(model, "What is 2 + 3?", config, drafter))
+        >>> sum(len(step.tokens) for step in steps), steps[-1].finish_reason
+        (16, 'length')
+    """
+    config = config or GenerationConfig()
+    request = prepare(model, prompt, config, drafter, seed)
+    if len(request.prompt_lengths) != 1:
+        raise ValueError(
+            f"stream shows one row, got {len(request.prompt_lengths)}; use generate for several."
+        )
+    shown = TextStream(request.tokenizer, request.stop_strings)
+    steps = request.decode_stream()
+    next(steps)
+    for states, info in steps:
+        assert info is not None
+        # Draft distributions are as wide as the vocabulary; only `return_trace` fetches them.
+        slim = info._replace(proposal=info.proposal._replace(draft_logprobs=None))
+        stop, info = jax.device_get((states.stop, slim))
+        (step,) = trace_steps(info, request.tokenizer)
+        reason = FINISH_REASONS[stop[0]] if stop[0] else None
+        if step is None:  # the row ended without a token: its logits were not finite
+            empty = np.zeros(0, np.int32)
+            step = TraceStep(empty, empty, empty.astype(bool), None, empty, empty, empty, 0)
+        from_draft = np.arange(len(step.emitted)) < len(step.path) - 1
+        yield StreamStep(step.emitted, from_draft, shown.push(step.emitted, reason), reason, step)
+
+
+class Score(NamedTuple):
+    """Scores of a given text.
+
+    Attributes:
+        logits: `[tokens, vocab]`; row i scores the token that follows token i.
+        logprobs: `[tokens - 1]`; entry i is the log-probability of token i + 1 given those before,
+            in nats.
+    """
+
+    logits: np.ndarray
+    logprobs: np.ndarray
+
+
+def score(model: "Model", tokens: str | Sequence[int]) -> Score:
+    """Scores every token of a text in one pass: no temperature or filter, at least float32.
+
+    Args:
+        model: the model, from `load`.
+        tokens: a text or its token ids.
+
+    Raises:
+        ValueError: the text is empty or too long, ids are out of range, or the model is a diffusion
+            language model.
+
+    Example:
+        >>> import jaxspec
+        >>> scores = jaxspec.score(jaxspec.load("demo"), [1, 2, 3])
+        >>> scores.logits.shape[0], scores.logprobs.shape
+        (3, (2,))
+    """
+    check_causal(model)
+    ids = encode_prompt(model, tokens)
+    check_ids(model, ids, "tokens", spare=0)
+    # Texts of similar lengths share a program: padding at the end changes nothing before it.
+    padded = np.zeros(bucket_of(len(ids)), np.int32)
+    padded[: len(ids)] = ids
+    with on_mesh_of(model.params):
+        logits, logprobs = _score(model.network, padded)
+    return Score(np.asarray(logits)[: len(ids)], np.asarray(logprobs)[: len(ids) - 1])
+
+
+@jax.jit
+def _score(network, tokens):
+    count = tokens.shape[0]
+    hidden = network.forward(tokens, jnp.arange(count), causal(count), None)
+    logits = network.unembed(hidden.features)
+    logprobs = jax.nn.log_softmax(logits[:-1], axis=-1)
+    return logits, jnp.take_along_axis(logprobs, tokens[1:, None], axis=1)[:, 0]

@@ -1,0 +1,612 @@
+"""A call of `generate` before it runs: prompts, settings, their checks, and the arrays of its rows.
+
+`denoise`, `batch` and models on other runtimes read prompts and settings with the same functions.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxspec.checkpoint.memory import check_cache_fits
+from jaxspec.checkpoint.tokenizer import covers
+from jaxspec.core.decode import Prompt
+from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
+from jaxspec.core.stopping import StopAutomaton, stop_automaton
+from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Warp
+from jaxspec.decoding.result import text_of
+from jaxspec.drafters import DrafterLike, LoadedDrafter, loaded_drafter
+from jaxspec.drafters.fit import OtherTargetError
+from jaxspec.sharding import mesh_of, on_mesh_of, shard_like, shares_of_memory, spread_rows
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model, Tokenizer
+
+MIN_BUCKET = 16
+
+Message = Mapping[str, Any]
+PromptLike = str | Sequence[int] | np.ndarray | Sequence[Message]
+PerPrompt = float | Sequence[float]
+PerRow = Callable[[str, type], Any]
+"""A field of `GenerationConfig` as an array with one entry per prompt."""
+
+
+class Vocabulary(Protocol):
+    """Facts of a model that settings and prompts need: a `Model`, or one on another runtime."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> "Tokenizer | None": ...
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """Settings of decoding. A number may be one for all prompts, or a sequence of one per prompt.
+
+    Attributes:
+        max_new_tokens: tokens to emit at most; 0 gives empty results.
+        temperature: 0 (the default) is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the fewest likeliest tokens whose probabilities add up to this; in (0, 1].
+        min_p: keep tokens at least this likely relative to the likeliest; in [0, 1).
+        logit_bias: added to the logits of these token ids.
+        allowed_token_ids: the only ids that may be emitted; `None`: all of them.
+        banned_token_ids: ids never emitted.
+        stop_token_ids: end a row after any of these; `None` takes the model's own, `()` none.
+        stop: strings that end a row; the text is cut before them.
+        num_samples: continuations per prompt, each drawn separately.
+        logprobs: record the target's log-probability of each token, before any warping.
+        warped_logprobs: the same after temperature and filters.
+        repetition_penalty: only 1 is supported: a checkpoint whose `generation_config.json` asks
+            for another is refused unless you set 1 here.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+
+    Example:
+        >>> import jaxspec
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=4, temperature=0.8, top_p=0.9)
+        >>> result = jaxspec.generate(jaxspec.load("demo"), "Name a colour.", config, seed=1)
+        >>> len(result[0].tokens)
+        4
+    """
+
+    max_new_tokens: int | Sequence[int] = 128
+    temperature: PerPrompt = 0.0
+    top_k: int | Sequence[int] = 0
+    top_p: PerPrompt = 1.0
+    min_p: PerPrompt = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = None
+    stop: str | Sequence[str] = ()
+    num_samples: int = 1
+    logprobs: bool = False
+    warped_logprobs: bool = False
+    repetition_penalty: float | None = None
+
+    def __post_init__(self):
+        for name in ("max_new_tokens", "top_k", "num_samples"):
+            check_numbers(name, getattr(self, name), "a whole number", lambda value: value % 1 == 0)
+            check_numbers(name, getattr(self, name), "below 2 ** 31", lambda value: value < 2**31)
+        check_numbers("max_new_tokens", self.max_new_tokens, "at least 0", lambda value: value >= 0)
+        check_numbers("temperature", self.temperature, "at least 0", lambda value: value >= 0)
+        check_numbers(
+            "temperature", self.temperature, "finite in float32", lambda value: value < 3e38
+        )
+        check_numbers("top_k", self.top_k, "at least 0", lambda value: value >= 0)
+        check_numbers("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
+        check_numbers("min_p", self.min_p, "in [0, 1)", lambda value: 0 <= value < 1)
+        check_numbers("num_samples", self.num_samples, "at least 1", lambda value: value >= 1)
+        if not isinstance(self.num_samples, int | np.integer):
+            raise ValueError(f"num_samples must be one int, got {self.num_samples!r}.")
+        strings = self.stop_strings if isinstance(self.stop, str | Sequence) else None
+        if strings is None or not all(isinstance(string, str) for string in strings):
+            raise ValueError(f"stop must be a string or several, got {self.stop!r}.")
+        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+            check_id_list(name, getattr(self, name))
+        if self.repetition_penalty not in (None, 1, 1.0):
+            raise ValueError(
+                f"repetition_penalty: only 1 is supported, got {self.repetition_penalty}."
+            )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A call of `generate`, checked and turned into arrays.
+
+    Attributes:
+        params: weights of the target and of the drafter.
+        prompts: one entry per prompt, for `plan.num_samples` rows each.
+        automaton: finds the stop strings; `None` without any.
+        drafter: the method, without its weights.
+        plan: static settings of the program.
+        prompt_lengths: one per row.
+        stop_strings: end a row.
+        tokenizer: tokenizer of the target; `None` if it has none.
+    """
+
+    params: Params
+    prompts: Prompt
+    automaton: StopAutomaton | None
+    drafter: Drafter
+    plan: DecodePlan
+    prompt_lengths: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    tokenizer: "Tokenizer | None"
+
+    def decode(self) -> DecodeState:
+        """Runs all rows to their ends in one program; returns their final states."""
+        with on_mesh_of(self.params):
+            return decode(*self._arrays(), drafter=self.drafter, plan=self.plan)
+
+    def decode_stream(self) -> Iterator[tuple[DecodeState, Info | None]]:
+        """Yields the states before the first step, then the states and the `Info` of each step."""
+        with on_mesh_of(self.params):
+            steps = decode_stream(*self._arrays(), drafter=self.drafter, plan=self.plan)
+        while True:
+            # The caller's own work between steps does not run on the mesh.
+            with on_mesh_of(self.params):
+                step = next(steps, None)
+            if step is None:
+                return
+            yield step
+
+    def peak_bytes(self) -> int:
+        """Returns the most bytes that the program of `decode` holds at once, by its compiler.
+
+        They are the weights, the rows and scratch. Call it after `decode`, which has compiled the
+        program; otherwise this compiles it.
+        """
+        with on_mesh_of(self.params):
+            lowered = decode.lower(*self._arrays(), drafter=self.drafter, plan=self.plan)
+            return peak_bytes(lowered.compile())
+
+    def _arrays(self) -> tuple[Params, Prompt, StopAutomaton | None]:
+        """Arguments of the programs, the rows spread over the devices that the model lies on."""
+        mesh = mesh_of(self.params)
+        prompts = self.prompts if mesh is None else spread_rows(mesh, self.prompts)
+        return self.params, prompts, self.automaton
+
+    def prompt_tokens(self, row: int) -> np.ndarray:
+        """Returns the ids of a row's prompt."""
+        tokens = self.prompts.tokens[row // self.plan.num_samples]
+        return np.asarray(tokens[: self.prompt_lengths[row]])
+
+    def text(self, tokens: np.ndarray, finish_reason: str) -> str | None:
+        """Returns the text of emitted tokens, see `Generation.text`."""
+        return text_of(self.tokenizer, tokens, finish_reason, self.stop_strings)
+
+
+def prepare(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: GenerationConfig,
+    drafter: DrafterLike | None,
+    seed: int,
+) -> Request:
+    """Checks the arguments of `generate` and builds the arrays of its rows.
+
+    Raises:
+        ValueError: as `generate` does.
+    """
+    loaded = check_request(model, config, drafter, seed)
+    encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
+    for index, ids in enumerate(encoded):
+        check_ids(model, ids, f"prompts[{index}]")
+    stop_ids = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+    bucket = bucket_of(max(map(len, encoded)))
+    arrays = prompt_arrays(encoded, bucket, seed, stop_ids)
+    lengths = arrays["length"]
+
+    def per_prompt(name: str, dtype: type) -> np.ndarray:
+        return one_per_prompt(name, getattr(config, name), len(encoded), dtype)
+
+    budget: Any = per_prompt("max_new_tokens", np.int32)
+    requested = Prompt(
+        **arrays,
+        room=np.minimum(budget, model.config.max_positions - lengths),
+        warp=warps_of(model, config, per_prompt, len(encoded)),
+    )
+    plan = plan_decoding(
+        bucket,
+        int(requested.room.max()),
+        loaded.drafter,
+        num_samples=config.num_samples,
+        logprobs=config.logprobs,
+        warped_logprobs=config.warped_logprobs,
+    )
+    row_lengths = np.repeat(lengths, config.num_samples)
+    check_cache_fits(
+        model.config,
+        model.network.dtype,
+        plan.capacities[-1],
+        len(row_lengths),
+        shares_of_memory(mesh_of(model.params), rows=True),
+    )
+    return Request(
+        params=Params(model.network, loaded.params),
+        prompts=requested,
+        automaton=automaton_of(model, config),
+        drafter=loaded.drafter,
+        plan=plan,
+        prompt_lengths=tuple(row_lengths.tolist()),
+        stop_strings=config.stop_strings,
+        tokenizer=model.tokenizer,
+    )
+
+
+def check_request(
+    model: "Model",
+    config: GenerationConfig,
+    drafter: DrafterLike | None,
+    seed: int,
+) -> LoadedDrafter:
+    """Checks the arguments that all prompts of a call share; returns the drafter on our mesh.
+
+    Raises:
+        ValueError: as `generate` does.
+    """
+    loaded = loaded_drafter(drafter)
+    check_call(config, GenerationConfig, seed)
+    check_causal(model)
+    check_vocabulary(model, loaded)
+    if isinstance(loaded.drafter, ChecksFit):
+        loaded.drafter.check_fit(Params(model.network, loaded.params))
+    check_rules(model, config)
+    return loaded._replace(params=shard_like(model.params, loaded.params))
+
+
+def check_call(config: Any, kind: type, seed: Any) -> None:
+    """Refuses settings of another kind, or a seed that is out of range.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not isinstance(config, kind):
+        raise ValueError(f"config must be a {kind.__name__}, got {type(config).__name__}.")
+    if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
+        raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
+
+
+def prompt_arrays(
+    encoded: Sequence[Sequence[int]], bucket: int, seed: int, stop_ids: Iterable[int]
+) -> dict[str, Any]:
+    """Returns the arrays of prompts that every way of decoding reads, by their names.
+
+    Args:
+        encoded: ids of each prompt, at least one of one id.
+        bucket: size that they are padded to.
+        seed: seed of the call. A row's randomness depends on it and on the row's place.
+        stop_ids: end every row.
+
+    Example:
+        >>> arrays = prompt_arrays([[5, 6], [7]], 3, seed=9, stop_ids=())
+        >>> arrays["tokens"].tolist(), arrays["length"].tolist(), arrays["seed"].tolist()
+        ([[5, 6, 0], [7, 0, 0]], [2, 1], [[9, 0], [9, 1]])
+    """
+    tokens = np.zeros((len(encoded), bucket), np.int32)
+    for prompt, ids in enumerate(encoded):
+        tokens[prompt, : len(ids)] = ids
+    index = np.arange(len(encoded), dtype=np.int32)
+    return {
+        "tokens": tokens,
+        "length": np.asarray([len(ids) for ids in encoded], np.int32),
+        "seed": np.stack([np.full_like(index, seed), index], axis=1),
+        "stop_ids": np.tile(np.asarray([*stop_ids] or [-1], np.int32), (len(encoded), 1)),
+    }
+
+
+def peak_bytes(compiled: Any) -> int:
+    """Returns the most bytes that a compiled program holds at once, by its compiler."""
+    memory = compiled.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+
+
+def check_causal(model: "Model") -> None:
+    """Refuses a diffusion language model.
+
+    Raises:
+        ValueError: saying what to call instead.
+    """
+    if model.config.diffusion is not None:
+        raise ValueError(
+            f"model: {model.name} is a diffusion language model and does not continue text token "
+            "by token; use `denoise`."
+        )
+
+
+def check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
+    """Refuses a drafter whose tokens mean something else to the target.
+
+    Raises:
+        OtherTargetError: saying what differs.
+    """
+    theirs, ours = loaded.tokenizer, model.tokenizer
+    if theirs is not None and ours is not None:
+        # Equal tokenizers suffice: families pad their vocabularies to different sizes. That of a
+        # diffusion model also has the mask, which is never drafted.
+        if not covers(theirs, ours):
+            raise OtherTargetError(
+                "drafter: its tokenizer differs from the target's, so its tokens would mean "
+                "something else; use a draft model of the same family."
+            )
+        return
+    size = getattr(loaded.params, "vocab_size", model.vocab_size)
+    if size != model.vocab_size:
+        raise OtherTargetError(
+            f"drafter: its vocabulary has {size} ids, the target's {model.vocab_size}; "
+            "they must be the same."
+        )
+
+
+# Rules of `generation_config.json` that would change the output and are not applied, with the
+# values that ask for nothing.
+_UNSUPPORTED_RULES = {
+    "repetition_penalty": (None, 1),
+    "encoder_repetition_penalty": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "bad_words_ids": (None, []),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "sequence_bias": (None, {}, []),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+}
+
+
+def check_rules(model: Vocabulary, config: GenerationConfig) -> None:
+    """Refuses rules of `generation_config.json` that nothing here applies.
+
+    Raises:
+        ValueError: naming the rule.
+    """
+    for rule, neutral in _UNSUPPORTED_RULES.items():
+        asked = model.generation_defaults.get(rule)
+        if asked in neutral or (rule == "repetition_penalty" and config.repetition_penalty):
+            continue
+        raise ValueError(
+            f"{model.name}: generation_config.json asks for {rule} {asked}, which is not "
+            "supported and would be ignored. Pass GenerationConfig(repetition_penalty=1) to decode "
+            "without a repetition penalty, or take the rule out of `model.generation_defaults`."
+        )
+
+
+def prompt_list(prompts) -> list[PromptLike]:
+    """Returns a list of prompts; one prompt (text, ids, or messages) becomes a list of one.
+
+    Raises:
+        ValueError: there are none, or it is something else.
+
+    Example:
+        >>> prompt_list("Hello"), prompt_list([1, 2]), prompt_list([[1], [2]])
+        (['Hello'], [[1, 2]], [[1], [2]])
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, jax.Array):
+        prompts = np.asarray(prompts)
+    if not isinstance(prompts, Sequence | np.ndarray):
+        raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}.")
+    if len(prompts) == 0:
+        raise ValueError("prompts: got none; give at least one, of one token or more.")
+    first = prompts[0]
+    single = isinstance(first, Mapping | int | float | np.number)
+    return [prompts] if single else list(prompts)
+
+
+def encode_prompt(model: Vocabulary, prompt: Any) -> list[int]:
+    """Returns the token ids of text, chat messages or ids.
+
+    Raises:
+        ValueError: it is something else, or the model has no tokenizer or template for it.
+    """
+    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        return _tokenizer_of(model, "chat messages").encode_chat(prompt)
+    if isinstance(prompt, str):
+        # A tokenizer would turn an empty text into a prompt of bos alone.
+        return _tokenizer_of(model, "text").encode(prompt) if prompt else []
+    ids = np.asarray(prompt)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            "prompts: one must be text, chat messages or a list of whole token ids, got "
+            f"{prompt!r:.80}."
+        )
+    return ids.tolist()
+
+
+def _tokenizer_of(model: Vocabulary, given: str) -> "Tokenizer":
+    if model.tokenizer is None:
+        raise ValueError(
+            f"prompts: {model.name} has no tokenizer, so it takes token ids; got {given}."
+        )
+    return model.tokenizer
+
+
+def check_ids(model: "Model", ids: Sequence[int], name: str, spare: int = 1) -> None:
+    """Refuses ids that do not fit; `spare` positions of the context must be left.
+
+    Raises:
+        ValueError: there are none or too many, or one is outside of the vocabulary.
+    """
+    vocab, context = model.vocab_size, model.config.max_positions
+    if not ids:
+        raise ValueError(f"{name} is empty; give at least one token.")
+    if len(ids) + spare > context:
+        places = "one place" if spare == 1 else f"{spare} places"
+        left = f", and {places} must be left to decode into" if spare else ""
+        raise ValueError(
+            f"{name} has {len(ids)} tokens; the context of {model.name} holds {context}{left}. "
+            f"Shorten it{', or decode less' * (spare > 1)}."
+        )
+    wrong = [token for token in ids if not 0 <= token < vocab]
+    if wrong:
+        raise ValueError(f"{name} has ids outside 0..{vocab - 1}: {wrong[:5]}.")
+
+
+def check_numbers(
+    name: str, values: Any, requirement: str, holds: Callable[[Any], bool | np.bool_]
+) -> None:
+    """Refuses a setting (one number, or one for each prompt) that breaks a requirement.
+
+    Raises:
+        ValueError: an entry is not a number, or `holds` is false for it.
+    """
+    numbers = np.atleast_1d(np.asarray(values))
+    if numbers.dtype.kind not in "biuf":
+        raise ValueError(f"{name} must be {requirement}, got {values!r}.")
+    for value in numbers:
+        if not holds(value):
+            raise ValueError(f"{name} must be {requirement}, got {values}.")
+
+
+def check_id_list(name: str, ids: Any) -> None:
+    """Refuses token ids that are not a list of whole numbers, or `None`.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if ids is None:
+        return
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name} must be a list of token ids, got {ids!r}.")
+
+
+def one_per_prompt(name: str, values: Any, num_prompts: int, dtype: type) -> np.ndarray:
+    """Returns a setting as an array with one entry per prompt.
+
+    Raises:
+        ValueError: it is neither one number nor one for each prompt.
+    """
+    array = np.asarray(values, dtype)
+    if array.ndim > 1:
+        raise ValueError(
+            f"{name}: give one number, or a list of one for each prompt; got {values}."
+        )
+    if array.ndim and len(array) != num_prompts:
+        raise ValueError(
+            f"{name}: got {len(array)} values for {num_prompts} prompts; give one, or one for each."
+        )
+    return np.broadcast_to(array, num_prompts)
+
+
+def bucket_of(num_tokens: int) -> int:
+    """Returns the size that a text is padded to: a power of two, so that programs are few.
+
+    Example:
+        >>> bucket_of(3), bucket_of(17)
+        (16, 32)
+    """
+    return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())
+
+
+def warps_of(
+    model: Vocabulary, config: GenerationConfig, per_prompt: PerRow, num_prompts: int
+) -> Warp:
+    """Returns the sampling parameters of each prompt.
+
+    Filters that no prompt uses are left out of the program.
+
+    Raises:
+        ValueError: `top_k` is above the vocabulary, or a bias names an id outside of it.
+    """
+    temperature, top_k = per_prompt("temperature", np.float32), per_prompt("top_k", np.int32)
+    top_p, min_p = per_prompt("top_p", np.float32), per_prompt("min_p", np.float32)
+    if top_k.max() > model.vocab_size:
+        raise ValueError(
+            f"top_k must be at most the vocabulary, {model.vocab_size}, got {top_k.max()}."
+        )
+    bias: Any = _bias(model, config)
+    bias = None if bias is None else np.tile(bias, (num_prompts, 1))
+    if not temperature.any():
+        return Warp(bias=bias)
+    return Warp(
+        temperature=temperature,
+        top_k=top_k if top_k.any() else None,
+        top_p=top_p if (top_p < 1).any() else None,
+        min_p=min_p if min_p.any() else None,
+        bias=bias,
+    )
+
+
+def _bias(model: Vocabulary, config: GenerationConfig) -> np.ndarray | None:
+    """Returns what to add to the logits; ids that the tokenizer does not know are banned."""
+    vocab = model.vocab_size
+    bias = np.zeros(vocab, np.float32)
+    if model.tokenizer is not None:
+        bias[model.tokenizer.vocab_size :] = -np.inf
+    named = {
+        "logit_bias": tuple(config.logit_bias or ()),
+        "allowed_token_ids": tuple(config.allowed_token_ids or ()),
+        "banned_token_ids": tuple(config.banned_token_ids),
+        "stop_token_ids": tuple(config.stop_token_ids or ()),
+    }
+    for name, ids in named.items():
+        wrong = [token for token in ids if not 0 <= token < vocab]
+        if wrong:
+            raise ValueError(f"{name} has ids outside 0..{vocab - 1}: {wrong[:5]}.")
+    if config.allowed_token_ids is not None:
+        if not named["allowed_token_ids"]:
+            raise ValueError("allowed_token_ids is empty: nothing could be emitted; use None.")
+        refused = np.ones(vocab, bool)
+        refused[list(named["allowed_token_ids"])] = False
+        bias[refused] = -np.inf
+    bias[list(named["banned_token_ids"])] = -np.inf
+    for token, value in (config.logit_bias or {}).items():
+        if math.isnan(value) or value == math.inf:
+            raise ValueError(
+                f"logit_bias of token {token} must be a finite number or -inf, got {value}; to "
+                "emit nothing else, use allowed_token_ids."
+            )
+        bias[token] += value
+    return bias if bias.any() else None
+
+
+def automaton_of(model: Vocabulary, config: GenerationConfig) -> StopAutomaton | None:
+    """Returns the automaton that finds the stop strings in tokens; `None` if there are none.
+
+    Raises:
+        ValueError: the model has no tokenizer to spell them with.
+    """
+    if not config.stop_strings:
+        return None
+    if model.tokenizer is None:
+        raise ValueError(f"stop: {model.name} has no tokenizer; use stop_token_ids instead.")
+    return _automaton_of(model.tokenizer, config.stop_strings, model.vocab_size)
+
+
+@functools.lru_cache(maxsize=16)  # a large vocabulary takes a second, and calls repeat their stops
+def _automaton_of(
+    tokenizer: "Tokenizer", strings: tuple[str, ...], vocab_size: int
+) -> StopAutomaton:
+    spelled = tokenizer.token_bytes()
+    spelled += [b""] * (vocab_size - len(spelled))
+    return stop_automaton([string.encode() for string in strings], spelled)

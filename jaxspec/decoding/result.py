@@ -1,0 +1,311 @@
+"""Results of decoding: rows, their text, metrics, and on request a trace of every step."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.core.types import DecodeState, Info, Stop
+from jaxspec.decoding.metrics import Counts, Metrics
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Tokenizer
+    from jaxspec.drafters import DrafterLike
+
+FINISH_REASONS = {
+    Stop.RUNNING: "running",
+    Stop.TOKEN: "stop_token",
+    Stop.STRING: "stop_string",
+    Stop.LENGTH: "length",
+    Stop.NOT_FINITE: "not_finite",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceStep:
+    """One step of one row, on the host; notebooks show it as a tree.
+
+    Attributes:
+        tokens: `[nodes]`, one per node of the draft tree; node 0 is the pending token.
+        parents: `[nodes]`, each node's parent, -1 at the root.
+        valid: `[nodes]`, True for nodes that were offered; the others are unused budget.
+        draft_logprobs: `[distributions, vocab]`, log-probabilities under each expanded parent;
+            `None` for deterministic drafts.
+        law_row: `[nodes]`, the row of `draft_logprobs` that each node was drawn from.
+        path: accepted nodes, root first.
+        emitted: tokens this step added: the accepted ones, then the bonus (or corrected) token.
+        width: tokens in the target pass, root included.
+        tokenizer: spells the tokens when the step is shown; `None` shows ids.
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    valid: np.ndarray
+    draft_logprobs: np.ndarray | None
+    law_row: np.ndarray
+    path: np.ndarray
+    emitted: np.ndarray
+    width: int
+    tokenizer: "Tokenizer | None" = dataclasses.field(default=None, repr=False, compare=False)
+
+    def _repr_html_(self) -> str:
+        from jaxspec.decoding.notebook import step_svg
+
+        return step_svg(self)
+
+
+class Trace(tuple[TraceStep, ...]):
+    """Every step of one row, in order; notebooks show it as a table."""
+
+    def table(self) -> list[dict]:
+        """Returns one dictionary per step, as `pandas.DataFrame` takes it.
+
+        The keys are those of `jaxspec.decoding.notebook.trace_table`.
+        """
+        from jaxspec.decoding.notebook import trace_table
+
+        return trace_table(self)
+
+    def _repr_html_(self) -> str:
+        from jaxspec.decoding.notebook import trace_html
+
+        return trace_html(self)
+
+
+def trace_steps(info: Info, tokenizer: "Tokenizer | None" = None) -> list[TraceStep | None]:
+    """Fetches one batched step, split into rows; `None` for rows that emitted nothing."""
+    host: Any = jax.device_get(info)
+    proposal, verdict = host.proposal, host.verdict
+    distributions = proposal.draft_logprobs
+    return [
+        TraceStep(
+            tokens=proposal.tokens[row],
+            parents=proposal.tree.parents[row],
+            valid=proposal.valid[row],
+            draft_logprobs=None if distributions is None else distributions[row],
+            law_row=proposal.law_row[row],
+            path=verdict.path[row][: verdict.num_emitted[row]],
+            emitted=host.emitted[row][:count],
+            width=int(host.width[row]),
+            tokenizer=tokenizer,
+        )
+        if count
+        else None
+        for row, count in enumerate(host.count)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One continuation of one prompt.
+
+    Attributes:
+        prompt_tokens: ids of the prompt.
+        tokens: ids emitted, the stop id or the token that completed a stop string included.
+        text: their text, special tokens left out, cut before a stop string; `None` without a
+            tokenizer.
+        finish_reason: "stop_token", "stop_string", "length" (budget or context used up) or
+            "not_finite" (the target gave no usable logits).
+        from_draft: one entry per token: True if it was drafted and accepted, False if the target
+            chose it.
+        logprobs: the target's log-probability of each token before warping; `None` if not asked.
+        warped_logprobs: the same after temperature and filters; `None` if not asked.
+        metrics: figures of this row alone.
+        prompt_index: place of the prompt in the call.
+        sample_index: number of the sample among those of its prompt.
+        trace: every step, if asked for.
+        tokenizer: spells the tokens; `None` if the model has none.
+    """
+
+    prompt_tokens: np.ndarray
+    tokens: np.ndarray
+    text: str | None
+    finish_reason: str
+    from_draft: np.ndarray
+    logprobs: np.ndarray | None
+    warped_logprobs: np.ndarray | None
+    metrics: Metrics
+    prompt_index: int = 0
+    sample_index: int = 0
+    trace: Trace | None = None
+    tokenizer: "Tokenizer | None" = dataclasses.field(default=None, repr=False, compare=False)
+
+    def token_texts(self) -> list[str]:
+        """Returns what each token adds to the text; special tokens by name, ids without tokenizer.
+
+        A character made of several tokens belongs to the one that completes it.
+        """
+        if self.tokenizer is None:
+            return [f"{token} " for token in self.tokens.tolist()]
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens=False)
+        texts = [detokenizer.push([token]) for token in self.tokens.tolist()]
+        if texts:
+            texts[-1] += detokenizer.finish()
+        return texts
+
+    def _repr_html_(self) -> str:
+        from jaxspec.decoding.notebook import generation_html
+
+        return generation_html(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult(Sequence[Generation]):
+    """Rows in order of prompts, the samples of a prompt next to each other, and metrics.
+
+    Attributes:
+        rows: continuations; `result[i]` is row i.
+        metrics: figures of the whole call.
+        drafters: drafters for a next prompt, by row. A drafter that learns from prompt to prompt
+            (`CarriesOn`) continues where the row left it; any other is the one that was given.
+
+    Example:
+        >>> import jaxspec
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
+        >>> result = jaxspec.generate(jaxspec.load("demo"), "What is 2 + 3?", config)
+        >>> len(result), result[0].finish_reason, result.metrics.num_tokens
+        (1, 'length', 16)
+    """
+
+    rows: tuple[Generation, ...]
+    metrics: Metrics
+    drafters: tuple["DrafterLike | None", ...] = ()
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(self.rows)
+
+    def _repr_html_(self) -> str:
+        from jaxspec.decoding.notebook import result_html
+
+        return result_html(self)
+
+    @property
+    def texts(self) -> list[str | None]:
+        """Text of each row; `None` without a tokenizer."""
+        return [row.text for row in self.rows]
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        """Ids that each row emitted."""
+        return [row.tokens for row in self.rows]
+
+
+class HostRow(NamedTuple):
+    """One row of final states, on the host.
+
+    Attributes:
+        tokens: ids emitted, see `Generation`.
+        finish_reason: see `Generation`.
+        from_draft: see `Generation`.
+        logprobs: see `Generation`.
+        warped_logprobs: see `Generation`.
+        counts: counters of the row's steps.
+    """
+
+    tokens: np.ndarray
+    finish_reason: str
+    from_draft: np.ndarray
+    logprobs: np.ndarray | None
+    warped_logprobs: np.ndarray | None
+    counts: Counts
+
+    def metrics(self) -> Metrics:
+        """Returns the metrics of this row alone, without times."""
+        return Metrics.of([self.counts], [self.tokens.tolist()])
+
+
+def host_rows(states: DecodeState, prompt_lengths: Sequence[int]) -> list[HostRow]:
+    """Fetches final states, split into rows without their prompts."""
+    host: Any = jax.device_get(states)
+    context, emitted, stats = host.context, host.emitted, host.stats
+
+    def part(facts: np.ndarray | None, row: int) -> Any:
+        return None if facts is None else facts[row, prompt_lengths[row] : context.length[row]]
+
+    def counts(row: int) -> Counts:
+        return Counts(
+            num_tokens=len(part(context.tokens, row)),
+            num_steps=int(stats.num_steps[row]),
+            num_nodes=int(stats.num_nodes[row]),
+            num_from_draft=int(part(emitted.from_draft, row).sum()),
+            accepted=tuple(stats.accepted[row].tolist()),
+            drafted=tuple(stats.drafted[row].tolist()),
+        )
+
+    return [
+        HostRow(
+            tokens=part(context.tokens, row),
+            finish_reason=FINISH_REASONS[Stop(int(host.stop[row]))],
+            from_draft=part(emitted.from_draft, row),
+            logprobs=part(emitted.logprobs, row),
+            warped_logprobs=part(emitted.warped_logprobs, row),
+            counts=counts(row),
+        )
+        for row in range(len(prompt_lengths))
+    ]
+
+
+def text_of(
+    tokenizer: "Tokenizer | None",
+    tokens: np.ndarray,
+    finish_reason: str,
+    stop_strings: Sequence[str],
+) -> str | None:
+    """Returns the text of emitted tokens, as `Generation.text` has it."""
+    if tokenizer is None:
+        return None
+    text = tokenizer.decode(tokens.tolist())
+    return cut_at(text, stop_strings) if finish_reason == "stop_string" else text
+
+
+def cut_at(text: str, stop_strings: Sequence[str]) -> str:
+    """Returns the text before the stop string that came first.
+
+    Example:
+        >>> cut_at("one. two; three", [";", "."])
+        'one'
+    """
+    starts = [text.find(string) for string in stop_strings if string in text]
+    if not starts and any(
+        string.startswith(" ") and text.startswith(string[1:]) for string in stop_strings
+    ):
+        return ""  # decoders of the SentencePiece kind drop the space that a text begins with
+    return text[: min(starts)] if starts else text
+
+
+class TextStream:
+    """Text of a growing row; its end is withheld while it may begin a stop string."""
+
+    def __init__(self, tokenizer: "Tokenizer | None", stop_strings: Sequence[str]):
+        self._stop_strings = stop_strings
+        self._detokenizer = tokenizer.detokenizer() if tokenizer else None
+        self._held = ""
+
+    def push(self, tokens: np.ndarray, finish_reason: str | None) -> str:
+        """Takes further tokens, and returns the text that is now certain."""
+        if self._detokenizer is None:
+            return ""
+        self._held += self._detokenizer.push(tokens.tolist())
+        if finish_reason is not None:
+            self._held += self._detokenizer.finish()
+            cut = finish_reason == "stop_string"
+            piece = cut_at(self._held, self._stop_strings) if cut else self._held
+            self._held = ""
+            return piece
+        certain = len(self._held) - max(map(self._overlap, self._stop_strings), default=0)
+        piece, self._held = self._held[:certain], self._held[certain:]
+        return piece
+
+    def _overlap(self, string: str) -> int:
+        """Returns the length of the longest end of the held text that begins `string`."""
+        longest = min(len(string) - 1, len(self._held))
+        sizes = range(longest, 0, -1)
+        return next((size for size in sizes if self._held.endswith(string[:size])), 0)

@@ -1,0 +1,435 @@
+"""Comparison of drafters with plain decoding: same process, same prompts, in turns."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxspec.checkpoint import Model
+from jaxspec.core.masks import causal
+from jaxspec.core.types import LanguageModel
+from jaxspec.decoding.generate import generate, score, stream
+from jaxspec.decoding.metrics import Counts
+from jaxspec.decoding.request import GenerationConfig, PromptLike, Request, prepare, prompt_list
+from jaxspec.decoding.result import Generation, GenerationResult
+from jaxspec.drafters import DrafterLike, loaded_drafter
+from jaxspec.measure.comparison import Comparison, ComparisonRow, Divergence, Failure
+from jaxspec.measure.figures import PLAIN, DecodedText, Sample, figures_of_subsets, subsets_of
+from jaxspec.measure.machine import num_bytes, read_bandwidth, this_machine
+from jaxspec.measure.runs import decode_in_turns
+from jaxspec.measure.timing import release_programs
+from jaxspec.progress import progress_bar
+
+FIRST_TOKEN_REPEATS = 5
+
+
+class JaxRunner:
+    """Decodes prompts, or batches of them, with `generate`.
+
+    Attributes:
+        model: the target.
+        methods: drafters by name; `None` decodes plainly.
+        config: settings of decoding.
+        carry: continue with the state of a drafter that learns from prompt to prompt.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> runner = JaxRunner(model, {"plain": None}, GenerationConfig(max_new_tokens=2))
+        >>> runner.decode("plain", "1, 2, 3,", seed=0).num_tokens
+        2
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        methods: Mapping[str, DrafterLike | None],
+        config: GenerationConfig,
+        carry: bool = True,
+    ):
+        self.model, self.config, self.carry = model, config, carry
+        self.methods = dict(methods)
+
+    def decode(self, method: str, prompt: PromptLike | list[PromptLike], seed: int) -> Sample:
+        """Decodes one prompt, or one batch, once."""
+        result = generate(self.model, prompt, self.config, self.methods[method], seed)
+        if self.carry:
+            self.methods[method] = result.drafters[0]
+        return sample_of(result)
+
+    def compile(
+        self, method: str, prompt: PromptLike | list[PromptLike], seed: int
+    ) -> tuple[Sample, float]:
+        """Decodes once or twice untimed; returns the first sample and the seconds of compiling."""
+        before = self.methods[method]
+        result = generate(self.model, prompt, self.config, before, seed)
+        if self.carry and result.drafters[0] is not before:
+            # The state that is carried has another structure than the first one.
+            generate(self.model, prompt, self.config, result.drafters[0], seed)
+        return sample_of(result), result.metrics.compile_seconds or 0.0
+
+
+def sample_of(result: GenerationResult) -> Sample:
+    """Returns what one call of `generate` gave, as a sample.
+
+    Example:
+        >>> import jaxspec
+        >>> config = GenerationConfig(max_new_tokens=2)
+        >>> result = jaxspec.generate(jaxspec.load("demo"), "1, 2, 3,", config)
+        >>> sample_of(result).counts.tau
+        1.0
+    """
+    rows, metrics = tuple(result), result.metrics
+    counts = Counts(
+        num_tokens=metrics.num_tokens,
+        num_steps=metrics.num_verify_steps,
+        num_nodes=metrics.num_draft_tokens,
+        num_from_draft=int(sum(row.from_draft.sum() for row in rows)),
+        accepted=metrics.acceptance_histogram,
+        drafted=metrics.drafted_histogram,
+    )
+    return Sample(rows, metrics.seconds or 0.0, counts)
+
+
+def compare(
+    model: Model,
+    prompts: Sequence[PromptLike],
+    drafters: Mapping[str, DrafterLike],
+    config: GenerationConfig | None = None,
+    *,
+    repeats: int = 3,
+    seed: int = 0,
+    categories: Sequence[str | None] | None = None,
+    progress: bool = True,
+) -> Comparison:
+    """Decodes prompts one at a time, plainly and with every drafter, and compares the methods.
+
+    Plain decoding is always measured, in the same process. Methods take turns on each prompt. A
+    prompt's time is the median of its repeats. Compiling is timed apart.
+
+    Args:
+        model: the target.
+        prompts: strings, token ids or chats.
+        drafters: the methods to compare, by the names to show.
+        config: settings of decoding, `num_samples` 1 and one value of each for all prompts. Greedy
+            outputs are checked against plain decoding's; see `Comparison.outputs_agree`.
+        repeats: timed runs of each prompt and method.
+        seed: seed of sampling; prompt i has `seed + i`.
+        categories: each prompt's category, for figures by category.
+        progress: show a bar where standard error is a terminal.
+
+    Raises:
+        ValueError: for settings that do not fit, or if no prompt at all can be decoded.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> lookup = jaxspec.PromptLookup()
+        >>> comparison = jaxspec.compare(
+        ...     model, ["1, 2, 3, 1, 2, 3,"], {"lookup": lookup}, repeats=1, progress=False
+        ... )
+        >>> comparison.outputs_agree
+        True
+    """
+    config = config or GenerationConfig()
+    prompts = prompt_list(prompts)
+    categories = _check_arguments(prompts, drafters, config, repeats, categories)
+    methods = {PLAIN: None, **drafters}
+    machine = this_machine()
+    runner = JaxRunner(model, methods, config)
+    requests, failures = _requests(model, prompts, config, methods, seed)
+    by_length = sorted(requests, key=lambda index: requests[index].prompt_lengths[0])
+    longest, middle = prompts[by_length[-1]], prompts[by_length[len(by_length) // 2]]
+    # Prompts that share a bucket share the programs of all methods.
+    of_each_shape: dict[tuple[int, ...], list[int]] = {}
+    for index in requests:
+        of_each_shape.setdefault(requests[index].prompts.tokens.shape, []).append(index)
+
+    parts = len(methods) * (len(of_each_shape) + repeats * len(requests) + 1) + 2
+    with progress_bar(parts, progress) as advance:
+        compile_seconds = dict.fromkeys(methods, 0.0)
+        decoded: dict[str, dict[int, Sample]] = {name: {} for name in methods}
+        for indices in of_each_shape.values():
+            release_programs()
+            for name in methods:
+                advance(f"compiling {name}")
+                first = indices[0]
+                compile_seconds[name] += runner.compile(name, prompts[first], seed + first)[1]
+            group = {index: prompts[index] for index in indices}
+            found = decode_in_turns(runner, list(methods), group, repeats, seed, advance)
+            for name in methods:
+                decoded[name] |= found[name]
+        failures += _not_finite(decoded)
+        kept = sorted(set(requests) - {failure.prompt_index for failure in failures})
+        if not kept:
+            raise _nothing_left(prompts, failures)
+        advance("scoring outputs")
+        samples = {
+            name: [with_logprob(model, by_index[index]) for index in kept]
+            for name, by_index in decoded.items()
+        }
+        first_token = {}
+        for name, drafter in methods.items():
+            advance(f"first token of {name}")
+            release_programs()
+            first_token[name] = _first_token_seconds(model, middle, config, drafter, seed)
+        advance("reading memory")
+        weight_bytes = num_bytes(model.params)
+        bandwidth = read_bandwidth(weight_bytes)
+
+    greedy = not np.any(config.temperature)
+    plain = samples[PLAIN]
+    subsets = subsets_of(plain, [categories[index] for index in kept])
+
+    def row(name: str, drafter: DrafterLike | None) -> ComparisonRow:
+        divergences = (
+            find_divergences(model, [requests[index] for index in kept], kept, plain, samples[name])
+            if greedy
+            else ()
+        )
+        release_programs()
+        return ComparisonRow(
+            name=name,
+            settings=describe(drafter),
+            **figures_of_subsets(samples[name], plain, subsets)._asdict(),
+            num_identical=len(kept) - len(divergences) if greedy else None,
+            divergences=divergences,
+            first_token_seconds=first_token[name],
+            peak_bytes=prepare(model, longest, config, drafter, seed).peak_bytes(),
+            compile_seconds=compile_seconds[name],
+            samples=tuple(samples[name]),
+        )
+
+    return Comparison(
+        rows=tuple(row(name, drafter) for name, drafter in methods.items()),
+        config=config,
+        seed=seed,
+        repeats=repeats,
+        failures=tuple(failures),
+        prompt_indices=tuple(kept),
+        model=model.name,
+        dtype=str(model.network.dtype),
+        weight_bytes=weight_bytes,
+        read_bandwidth=bandwidth,
+        machine=machine,
+    )
+
+
+def _check_arguments(
+    prompts: Sequence[PromptLike],
+    drafters: Mapping[str, DrafterLike],
+    config: GenerationConfig,
+    repeats: int,
+    categories: Sequence[str | None] | None,
+) -> Sequence[str | None]:
+    if PLAIN in drafters:
+        raise ValueError(
+            f"drafters: {PLAIN!r} names plain decoding, which is always measured; rename yours."
+        )
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, got {repeats}.")
+    if config.num_samples != 1:
+        raise ValueError(
+            f"config: num_samples must be 1 to compare, got {config.num_samples}; "
+            "repeat the prompts instead."
+        )
+    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p"):
+        if np.ndim(getattr(config, name)):
+            raise ValueError(f"config: {name} must be one value for all prompts to compare.")
+    if not config.max_new_tokens:
+        raise ValueError("config: max_new_tokens must be at least 1 to compare, got 0.")
+    if categories is None:
+        return [None] * len(prompts)
+    if len(categories) != len(prompts):
+        raise ValueError(
+            f"categories: got {len(categories)} for {len(prompts)} prompts; give one for each."
+        )
+    return categories
+
+
+def _requests(
+    model: Model,
+    prompts: Sequence[PromptLike],
+    config: GenerationConfig,
+    methods: Mapping[str, DrafterLike | None],
+    seed: int,
+) -> tuple[dict[int, Request], list[Failure]]:
+    """Returns the prompts that can be decoded, by index, and those that cannot."""
+    requests, failures = {}, []
+    for index, prompt in enumerate(prompts):
+        try:
+            requests[index] = prepare(model, prompt, config, None, seed)
+        except ValueError as error:
+            # `prepare` sees one prompt at a time, so to it each is the first.
+            failures.append(Failure(index, str(error).replace("prompts[0]", "it")))
+    if not requests:
+        raise _nothing_left(prompts, failures)
+    for drafter in methods.values():
+        prepare(model, prompts[min(requests)], config, drafter, seed)
+    return requests, failures
+
+
+def _nothing_left(prompts: Sequence[PromptLike], failures: Sequence[Failure]) -> ValueError:
+    return ValueError(
+        f"prompts: none of {len(prompts)} can be decoded; the first because {failures[0].reason}"
+    )
+
+
+def _not_finite(decoded: Mapping[str, Mapping[int, Sample]]) -> list[Failure]:
+    return [
+        Failure(index, f"the target's logits were not finite ({name})")
+        for name, by_index in decoded.items()
+        for index, sample in by_index.items()
+        if any(row.finish_reason == "not_finite" for row in sample.rows)
+    ]
+
+
+def find_divergences(
+    model: Model,
+    requests: Sequence[Request],
+    indices: Sequence[int],
+    plain: Sequence[Sample],
+    samples: Sequence[Sample],
+) -> tuple[Divergence, ...]:
+    """Returns where greedy outputs leave the plain ones of the same prompts.
+
+    Args:
+        model: the target.
+        requests: one for each sample, of one prompt each.
+        indices: the prompts' places, to name them with.
+        plain: plain decoding's samples.
+        samples: a method's samples of the same prompts, in the same order.
+    """
+    found = (
+        find_divergence(model, request, index, expected.rows[0], sample.rows[0])
+        for request, index, expected, sample in zip(requests, indices, plain, samples, strict=True)
+    )
+    return tuple(divergence for divergence in found if divergence is not None)
+
+
+def find_divergence(
+    model: Model,
+    request: Request,
+    prompt_index: int,
+    plain: Generation | DecodedText,
+    other: Generation | DecodedText,
+) -> Divergence | None:
+    """Returns where an output leaves the plain one of the same prompt; `None` if they are equal.
+
+    An end for another reason, or in another place, is a divergence that is never a tie.
+    """
+    bias = request.prompts.warp.bias
+    return divergence_of(
+        model,
+        prompt_index,
+        np.asarray(plain.prompt_tokens),
+        np.asarray(plain.tokens),
+        np.asarray(other.tokens),
+        same_end=plain.finish_reason == other.finish_reason,
+        bias=None if bias is None else np.asarray(bias[0]),
+    )
+
+
+def divergence_of(
+    model: Model,
+    prompt_index: int,
+    prompt: np.ndarray,
+    plain: np.ndarray,
+    other: np.ndarray,
+    same_end: bool = True,
+    bias: np.ndarray | None = None,
+) -> Divergence | None:
+    """Returns where token ids leave the plain ones; see `find_divergence`.
+
+    Args:
+        model: the target, to read the gap from.
+        prompt_index: the prompt's place, to name it with.
+        prompt: ids of the prompt.
+        plain: ids that plain decoding emitted.
+        other: ids that a method emitted.
+        same_end: True if both outputs ended for the same reason.
+        bias: added to the logits that the gap is read from.
+
+    Example:
+        >>> import jaxspec
+        >>> model, ids = jaxspec.load("demo"), np.asarray([5, 6, 7])
+        >>> divergence_of(model, 0, ids, ids, ids) is None
+        True
+        >>> divergence_of(model, 0, ids, ids, ids[:2]).position
+        2
+    """
+    common = min(len(plain), len(other))
+    differs = plain[:common] != other[:common]
+    if not differs.any():
+        if len(plain) == len(other) and same_end:
+            return None
+        following = [int(row[common]) if common < len(row) else None for row in (plain, other)]
+        return Divergence(prompt_index, common, *following, gap=None)
+    position = int(np.argmax(differs))
+    logits = score(model, [*prompt, *plain[:position]]).logits[-1]
+    if bias is not None:
+        logits = logits + bias
+    pair = int(plain[position]), int(other[position])
+    gap = float(np.max(logits) - np.min(logits[list(pair)]))
+    return Divergence(prompt_index, position, *pair, gap)
+
+
+def with_logprob(model: Model, sample: Sample) -> Sample:
+    """Returns the sample of one prompt with the target's log-probability of its output."""
+    (row,) = sample.rows
+    ids = np.concatenate([np.asarray(row.prompt_tokens), np.asarray(row.tokens)])
+    padded = np.zeros(1 << (len(ids) - 1).bit_length(), np.int32)
+    padded[: len(ids)] = ids
+    logprob = _output_logprob(model.network, padded, len(row.prompt_tokens), len(ids))
+    return sample._replace(logprob=float(logprob))
+
+
+@jax.jit
+def _output_logprob(
+    network: LanguageModel,
+    tokens: Int[Array, " bucket"],
+    start: Int[Array, ""],
+    end: Int[Array, ""],
+) -> Float[Array, ""]:
+    """Adds up tokens `start` to `end`; 32 rows of logits exist at a time."""
+    positions = jnp.arange(tokens.shape[0])
+    hidden = network.forward(tokens, positions, causal(tokens.shape[0]), None)
+
+    def logprob(feature_and_next):
+        feature, following = feature_and_next
+        return jax.nn.log_softmax(network.unembed(feature[None])[0])[following]
+
+    logprobs = jax.lax.map(logprob, (hidden.features[:-1], tokens[1:]), batch_size=32)
+    emitted = (positions[1:] >= start) & (positions[1:] < end)
+    return jnp.sum(jnp.where(emitted, logprobs, 0.0))
+
+
+def _first_token_seconds(
+    model: Model,
+    prompt: PromptLike,
+    config: GenerationConfig,
+    drafter: DrafterLike | None,
+    seed: int,
+) -> float:
+    """Returns the median time until `stream` gives something, without compiling."""
+    seconds = []
+    for _ in range(1 + FIRST_TOKEN_REPEATS):
+        start = time.perf_counter()
+        next(stream(model, prompt, config, drafter, seed))
+        seconds.append(time.perf_counter() - start)
+    return float(np.median(seconds[1:]))
+
+
+def describe(drafter: DrafterLike | None) -> str:
+    """Returns a drafter's settings in full, without its weights.
+
+    Example:
+        >>> describe(None)
+        'plain decoding'
+    """
+    if drafter is None:
+        return "plain decoding"
+    return repr(loaded_drafter(drafter).drafter)

@@ -1,0 +1,437 @@
+"""The result of a comparison: records, tables for people, plain values for JSON."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxspec.decoding.request import GenerationConfig
+from jaxspec.measure.figures import LOW_REPETITION, Figures, Sample
+from jaxspec.measure.machine import Machine
+from jaxspec.measure.step import StepTimes
+
+TIE_GAP = 1e-4
+"""Two logits closer than this are a tie, which rounding may decide either way."""
+
+
+class Divergence(NamedTuple):
+    """The place at which a greedy output stops being the plain one.
+
+    Attributes:
+        prompt_index: the prompt's place in the list.
+        position: place of the first token that differs, counted from the beginning of the output.
+        plain_token: plain decoding's token there; `None` if its output had ended.
+        drafted_token: the method's token there; `None` if its output had ended.
+        gap: distance of the worse of the two from the target's best logit after the plain
+            output's first `position` tokens; `None` if one output had ended.
+    """
+
+    prompt_index: int
+    position: int
+    plain_token: int | None
+    drafted_token: int | None
+    gap: float | None
+
+    @property
+    def is_tie(self) -> bool:
+        """True if rounding explains it: both tokens are the target's best within `TIE_GAP`.
+
+        Passes of different widths add up in different orders, so such a pair may come out either
+        way.
+        """
+        return self.gap is not None and self.gap < TIE_GAP
+
+
+class Failure(NamedTuple):
+    """A prompt left out of every figure, and the reason."""
+
+    prompt_index: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparisonRow:
+    """Figures of one method.
+
+    Attributes:
+        name: the method's name in the call of `compare`.
+        settings: the drafter in full; "plain decoding" for the first row.
+        overall: figures over all prompts.
+        low_repetition: figures over the prompts whose PLAIN output repeats less than
+            `LOW_REPETITION` of its 4-grams; `None` if there are none.
+        by_category: figures over the prompts of each category.
+        num_identical: outputs equal to plain decoding's; `None` when sampling.
+        divergences: places where the other outputs leave plain decoding's (greedy only).
+        first_token_seconds: time from the call of `stream` to its first token, compiled; median
+            over repeats of one prompt of median length.
+        peak_bytes: arguments, results and scratch of the compiled program for the longest prompt,
+            from XLA's memory analysis; weights of target and draft included.
+        compile_seconds: tracing and compiling (or fetching from the cache) before the first run.
+        samples: every prompt by itself.
+    """
+
+    name: str
+    settings: str
+    overall: Figures
+    low_repetition: Figures | None
+    by_category: Mapping[str, Figures]
+    num_identical: int | None
+    divergences: tuple[Divergence, ...]
+    first_token_seconds: float
+    peak_bytes: int
+    compile_seconds: float
+    samples: tuple[Sample, ...] = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The result of `compare`; `str`, rich and notebooks show it as tables.
+
+    Attributes:
+        rows: one for each method, plain decoding first.
+        config: the settings that all methods shared.
+        seed: seed of sampling; prompt i has `seed + i`.
+        repeats: timed runs of each prompt and method.
+        failures: prompts that could not be decoded; they are in no figure.
+        prompt_indices: the prompts that are, in the order of every row's `samples`.
+        weight_bytes: bytes of the weights of the target.
+        read_bandwidth: bytes per second at which an array as large as the weights was read.
+        model: name of the target.
+        dtype: type of its weights.
+        machine: the machine of the measurement.
+
+    Example:
+        >>> import jaxspec
+        >>> model = jaxspec.load("demo")
+        >>> comparison = jaxspec.compare(model, ["1, 2, 3, 1,"], {}, repeats=1, progress=False)
+        >>> comparison["plain"].overall.mean_acceptance_length
+        1.0
+    """
+
+    rows: tuple[ComparisonRow, ...]
+    config: GenerationConfig
+    seed: int
+    repeats: int
+    failures: tuple[Failure, ...]
+    prompt_indices: tuple[int, ...]
+    model: str
+    dtype: str
+    weight_bytes: int
+    read_bandwidth: float
+    machine: Machine
+
+    def __getitem__(self, name: str) -> ComparisonRow:
+        """Returns the row of a method by its name."""
+        return {row.name: row for row in self.rows}[name]
+
+    @property
+    def plain(self) -> ComparisonRow:
+        return self.rows[0]
+
+    @property
+    def ties(self) -> dict[str, list[Divergence]]:
+        """Divergences that rounding explains, by method."""
+        return {row.name: [d for d in row.divergences if d.is_tie] for row in self.rows}
+
+    @property
+    def differences(self) -> dict[str, list[Divergence]]:
+        """Divergences that nothing explains: the method is broken there. By method."""
+        return {row.name: [d for d in row.divergences if not d.is_tie] for row in self.rows}
+
+    @property
+    def outputs_agree(self) -> bool:
+        """True if every greedy output equals plain decoding's, ties aside."""
+        return not any(self.differences.values())
+
+    @property
+    def bound_tokens_per_second(self) -> float:
+        """Speed of plain decoding, one row at a time, if it only read the weights."""
+        return self.read_bandwidth / self.weight_bytes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything except the generated text, ready for JSON."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "weight_bytes": self.weight_bytes,
+            "read_bandwidth": self.read_bandwidth,
+            "bound_tokens_per_second": self.bound_tokens_per_second,
+            "machine": self.machine._asdict(),
+            "config": dataclasses.asdict(self.config),
+            "seed": self.seed,
+            "repeats": self.repeats,
+            "num_prompts": len(self.prompt_indices) + len(self.failures),
+            "failures": [failure._asdict() for failure in self.failures],
+            "outputs_agree": self.outputs_agree,
+            "low_repetition_below": LOW_REPETITION,
+            "tie_gap": TIE_GAP,
+            "rows": [_row_as_dict(self, row) for row in self.rows],
+        }
+
+    def __rich__(self) -> Group:
+        return as_tables(self)
+
+    def __str__(self) -> str:
+        """Returns the tables without colours, 100 characters wide."""
+        text = StringIO()
+        Console(file=text, width=100, color_system=None).print(as_tables(self))
+        return text.getvalue().rstrip()
+
+
+_SPEED_COLUMNS = ("tau", "accepted", "rate", "tokens/s", "speed-up [95 %]")
+_SPEED_NOTES = (
+    "tau: tokens per target pass, bonus token INCLUDED.",
+    "accepted: draft tokens accepted per target pass, bonus token EXCLUDED.",
+    "rate: accepted / drafted, along the path.",
+    "speed-up: plain decoding's time per token over the method's, over the same prompts [95 % "
+    "bootstrap interval over prompts]. Prefill counts, compiling does not.",
+)
+_SHARE_NOTE = (
+    "draft, target: their shares of a step's time, one row, in a loop that repeats eight ids. "
+    "Drafts that may end early have the length that they have there, not that of real prompts."
+)
+
+
+def as_tables(comparison: Comparison, steps: Mapping[str, StepTimes] | None = None) -> Group:
+    """Returns a header, tables of speed, details and categories, and notes on the figures.
+
+    Args:
+        comparison: the result of `compare`.
+        steps: times of a step's parts, of every row by its name. With them the table of speed
+            says which share of a step drafting and the target's pass take, and holds the longest
+            draft and the memory too.
+    """
+    parts = [Text(_header(comparison)), _speed_table(comparison, steps)]
+    if comparison.plain.low_repetition is not None:
+        parts.append(_low_repetition_table(comparison))
+    parts.append(_detail_table(comparison))
+    if comparison.plain.by_category:
+        parts.append(_category_table(comparison))
+    shares = (_SHARE_NOTE,) if steps else ()
+    notes = (*_SPEED_NOTES, *shares, *_detail_notes(comparison), *findings(comparison))
+    return Group(*parts, *map(Text, notes))
+
+
+def as_summary(comparison: Comparison) -> Group:
+    """Returns the table of speed alone, and notes on its figures."""
+    notes = (*_SPEED_NOTES, *findings(comparison))
+    return Group(Text(_header(comparison)), _speed_table(comparison), *map(Text, notes))
+
+
+def _row_as_dict(comparison: Comparison, row: ComparisonRow) -> dict[str, Any]:
+    plain = dataclasses.asdict(dataclasses.replace(row, samples=()))
+    del plain["samples"]
+    plain["divergences"] = divergences_as_dicts(row.divergences)
+    plain["prompts"] = [
+        {
+            "prompt_index": index,
+            "num_tokens": sample.num_tokens,
+            "seconds": sample.seconds,
+            "mean_acceptance_length": sample.counts.tau,
+            "repeated_ngrams": sample.repeated_ngrams,
+            "finish_reason": sample.rows[0].finish_reason,
+        }
+        for index, sample in zip(comparison.prompt_indices, row.samples, strict=True)
+    ]
+    return plain
+
+
+def divergences_as_dicts(divergences: Sequence[Divergence]) -> list[dict[str, Any]]:
+    """Returns every field of each divergence, and `is_tie`, ready for JSON.
+
+    Example:
+        >>> divergences_as_dicts([Divergence(0, 3, 1, None, gap=None)])[0]["is_tie"]
+        False
+    """
+    return [{**divergence._asdict(), "is_tie": divergence.is_tie} for divergence in divergences]
+
+
+def _header(comparison: Comparison) -> str:
+    config = comparison.config
+    sampling = f"temperature {config.temperature:g}" if config.temperature else "greedy"
+    return (
+        f"{comparison.model} ({comparison.dtype}, {comparison.weight_bytes / 1e6:.1f} MB) on "
+        f"{comparison.machine}\n"
+        f"{len(comparison.prompt_indices)} prompts one at a time, {sampling}, up to "
+        f"{config.max_new_tokens} new tokens, median of {comparison.repeats}"
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    first, *others = columns
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, overflow="fold")
+    for column in others:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+def _speed_table(comparison: Comparison, steps: Mapping[str, StepTimes] | None = None) -> Table:
+    joined = ("longest", "draft, target", "peak") if steps else ()
+    table = _table("All prompts", "method", *_SPEED_COLUMNS, *joined, "outputs")
+    for row in comparison.rows:
+        cells = (_longest(row), shares_text(steps[row.name]), _peak(row)) if steps else ()
+        outputs = _outputs(comparison, row)
+        table.add_row(row.name, *_speed_cells(row.overall), *cells, outputs)
+    return table
+
+
+def _low_repetition_table(comparison: Comparison) -> Table:
+    columns = (*_SPEED_COLUMNS, "repeated", "log-prob")
+    table = _table(f"Low repetition (below {LOW_REPETITION:.0%})", "method", *columns)
+    for row in comparison.rows:
+        if row.low_repetition is not None:
+            cells = _text_cells(row.low_repetition)
+            table.add_row(row.name, *_speed_cells(row.low_repetition), *cells)
+    return table
+
+
+def _detail_table(comparison: Comparison) -> Table:
+    columns = ("longest", "first token", "compiling", "peak", "repeated", "log-prob")
+    table = _table("Details", "method", *columns)
+    for row in comparison.rows:
+        table.add_row(
+            row.name,
+            _longest(row),
+            f"{row.first_token_seconds * 1e3:.1f} ms",
+            f"{row.compile_seconds:.1f} s",
+            _peak(row),
+            *_text_cells(row.overall),
+        )
+    return table
+
+
+def _speed_cells(figures: Figures) -> tuple[str, ...]:
+    return (
+        f"{figures.mean_acceptance_length:.2f}",
+        f"{figures.mean_accepted_tokens:.2f}",
+        f"{figures.acceptance_rate:.0%}",
+        f"{figures.tokens_per_second:.0f}",
+        speedup_text(figures),
+    )
+
+
+def _longest(row: ComparisonRow) -> str:
+    return str(row.overall.max_accepted_tokens)
+
+
+def _peak(row: ComparisonRow) -> str:
+    return f"{row.peak_bytes / 1e6:.1f} MB"
+
+
+def shares_text(times: StepTimes) -> str:
+    """Returns the shares of a step that drafting and the target's pass take.
+
+    Example:
+        >>> shares_text(StepTimes(step=0.004, draft=0.001, target=0.002, width=1.0))
+        '25%, 50%'
+    """
+    return f"{times.draft / times.step:.0%}, {times.target / times.step:.0%}"
+
+
+def _text_cells(figures: Figures) -> tuple[str, ...]:
+    logprob = "" if figures.mean_logprob is None else f"{figures.mean_logprob:.2f}"
+    return f"{figures.repeated_ngrams:.0%}", logprob
+
+
+def speedup_text(figures: Figures) -> str:
+    """Returns a speed-up and its interval, in the width of a cell."""
+    if figures.speedup_interval is None:
+        return f"{figures.speedup:.2f}"
+    low, high = figures.speedup_interval
+    return f"{figures.speedup:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _outputs(comparison: Comparison, row: ComparisonRow) -> str:
+    if row.num_identical is None:
+        return "sampled"
+    return (
+        "baseline" if row is comparison.plain else outputs_text(row.divergences, len(row.samples))
+    )
+
+
+def outputs_text(divergences: Sequence[Divergence], num_prompts: int) -> str:
+    """Returns how many greedy outputs equal plain decoding's, in the width of a cell.
+
+    Example:
+        >>> outputs_text([Divergence(0, 3, 1, 2, gap=1e-6)], num_prompts=5)
+        '4 of 5 same, 1 tied'
+    """
+    num_ties = sum(divergence.is_tie for divergence in divergences)
+    num_differences = len(divergences) - num_ties
+    parts = [f"{num_prompts - len(divergences)} of {num_prompts} same"]
+    parts += [f"{num_ties} tied"] if num_ties else []
+    parts += [f"{num_differences} DIFFER"] if num_differences else []
+    return ", ".join(parts)
+
+
+def _category_table(comparison: Comparison) -> Table:
+    columns = [f"{row.name}: tau, speed-up" for row in comparison.rows[1:]]
+    table = _table("By category", "category", "prompts", *columns)
+    for category, figures in comparison.plain.by_category.items():
+        cells = [
+            f"{row.by_category[category].mean_acceptance_length:.2f}, "
+            f"{speedup_text(row.by_category[category])}"
+            for row in comparison.rows[1:]
+        ]
+        table.add_row(category, str(figures.num_prompts), *cells)
+    return table
+
+
+def _detail_notes(comparison: Comparison) -> list[str]:
+    low = comparison.plain.low_repetition
+    return [
+        "longest: most draft tokens accepted in one pass, bonus token EXCLUDED.",
+        "repeated: share of 4-grams that the output already held. Low repetition: the "
+        f"{low.num_prompts if low else 0} of {comparison.plain.overall.num_prompts} prompts whose "
+        f"plain output repeats less than {LOW_REPETITION:.0%}.",
+        "log-prob: the target's mean for an output token. peak: XLA's memory analysis of the "
+        "program for the longest prompt, weights included.",
+    ]
+
+
+def findings(comparison: Comparison) -> list[str]:
+    """Returns notes on how far the figures can be trusted, and everything that went wrong."""
+    plain, bound = comparison.plain.overall, comparison.bound_tokens_per_second
+    lines = [
+        f"Plain decoding reaches {plain.tokens_per_second / bound:.0%} of its memory bound of "
+        f"{bound:.0f} tokens/s: {comparison.weight_bytes / 1e6:.1f} MB of weights read at "
+        f"{comparison.read_bandwidth / 1e9:.1f} GB/s, as measured here."
+    ]
+    if comparison.machine.busy:
+        lines.append(
+            f"NOTE: the load was {comparison.machine.load:.1f} on {comparison.machine.cores} "
+            "cores: something else was running, so do not trust these times."
+        )
+    for row in comparison.rows:
+        lines.extend(divergence_lines(row.name, row.divergences))
+    lines.extend(f"FAILED: prompt {index}: {reason}" for index, reason in comparison.failures)
+    return lines
+
+
+def divergence_lines(name: str, divergences: Sequence[Divergence]) -> list[str]:
+    """Returns a line for each output of a method that left the plain one; ties come first.
+
+    Example:
+        >>> divergence_lines("lookup", [Divergence(0, 3, 1, 2, gap=1e-6)])
+        ['TIE: lookup, prompt 0, token 3: 2 instead of 1, 1e-06 below the best logit']
+    """
+    return [
+        f"{'TIE' if divergence.is_tie else 'DIFFERENT'}: {name}, {_divergence(divergence)}"
+        for divergence in sorted(divergences, key=lambda divergence: not divergence.is_tie)
+    ]
+
+
+def _divergence(divergence: Divergence) -> str:
+    where = f"prompt {divergence.prompt_index}, token {divergence.position}"
+    if divergence.gap is None:
+        return f"{where}: one output ends there and the other continues"
+    return (
+        f"{where}: {divergence.drafted_token} instead of {divergence.plain_token}, "
+        f"{divergence.gap:.2g} below the best logit"
+    )

@@ -1,0 +1,225 @@
+"""Comparison of texts: decoding with every way of a file, next to a reference.
+
+`gpu` compares a file on the accelerator with itself on the CPU; the suites compare it with JAX.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxspec.core.loop import round_up
+from jaxspec.core.types import Proposal, Warp
+from jaxspec.decoding.metrics import Counts
+from jaxspec.measure.comparison import Divergence
+from jaxspec.mobile.drafts import Caller, DynamicDraft, static_proposal, verifies_drafts
+from jaxspec.mobile.filling import Filled, fill_in
+from jaxspec.mobile.loops import (
+    HostAcceptance,
+    LoopOf,
+    Plain,
+    Steps,
+    Verified,
+    verify_drafts,
+    whole_steps,
+)
+from jaxspec.mobile.manifest import Manifest
+from jaxspec.mobile.runtime import Decoded, MobileModel
+
+Way = Callable[[MobileModel, Sequence[int]], Decoded | Filled]
+"""Continues a prompt with a file in one way."""
+QUANTIZED_TIE_GAP = 0.1
+"""Gap of logits below which texts of fewer bits may differ. CPUs quantize activations, and their
+kernels of one row and of several round differently: texts differed at gaps of 0.03."""
+
+
+class LoopCheck(NamedTuple):
+    """One way to decode with a file, next to its reference.
+
+    Attributes:
+        name: name of the loop.
+        num_texts: texts that were compared.
+        counts: tokens of each round of all texts, the bonus token INCLUDED; each text begins with
+            the 1 that comes with its prompt. For diffusion models: decisions of each pass.
+        divergences: first differences of the texts that differ.
+        tie_gap: gap of logits below which rounding explains a divergence; 0: nothing does.
+        expected_counts: the reference's counts; `None`: it was not decoded in this way.
+            Verification corrects any draft, so wrong drafts show in the counts only.
+    """
+
+    name: str
+    num_texts: int
+    counts: tuple[int, ...]
+    divergences: tuple[Divergence, ...]
+    tie_gap: float = 0.0
+    expected_counts: tuple[int, ...] | None = None
+
+    @property
+    def tau(self) -> float:
+        """Tokens per round, bonus INCLUDED; the tokens that come with the prompts are left out."""
+        tokens, rounds = sum(self.counts) - self.num_texts, len(self.counts) - self.num_texts
+        return Counts(num_tokens=tokens, num_steps=rounds).tau
+
+    def is_tie(self, divergence: Divergence) -> bool:
+        """True if both tokens are the reference's best within `tie_gap`."""
+        return divergence.gap is not None and divergence.gap < self.tie_gap
+
+    @property
+    def exact(self) -> bool:
+        """True if all texts are the same, except for ties."""
+        return all(map(self.is_tie, self.divergences))
+
+
+def logits_behind(file: MobileModel, text: Sequence[int]) -> np.ndarray:
+    """Returns the logits of `decode` behind a text."""
+    if len(text) > 1:
+        file.prefill(text[:-1])
+    file.call("decode", pending=[text[-1]], length=[len(text) - 1])
+    return file.read("decode", "logits")[0]
+
+
+def compare_ways(
+    model: MobileModel,
+    ways: Mapping[str, Way],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    reference: MobileModel | None = None,
+    logits_after: Callable[[Sequence[int]], np.ndarray] | None = None,
+    tie_gap: float = 0.0,
+) -> tuple[LoopCheck, ...]:
+    """Decodes prompts in several ways and compares the texts with expected ones.
+
+    Args:
+        model: the file that is checked.
+        ways: ways of decoding, by name.
+        prompts: ids of the prompts.
+        texts: expected ids behind each prompt.
+        reference: a file that is decoded in the same ways, for the tokens of its rounds.
+        logits_after: returns the reference's logits behind a text, to tell ties from faults.
+        tie_gap: see `LoopCheck`.
+    """
+    checks = []
+    for name, way in ways.items():
+        counts, expected, divergences = [], [], []
+        for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            decoded = way(model, prompt)
+            counts += decoded.counts
+            pairs = enumerate(zip(decoded.tokens.tolist(), text, strict=True))
+            at = next((at for at, (ours, theirs) in pairs if ours != theirs), None)
+            if at is not None:
+                theirs, ours, gap = text[at], int(decoded.tokens[at]), None
+                if logits_after is not None:
+                    logits = logits_after([*prompt, *text[:at]])
+                    gap = float(np.max(logits) - np.min(logits[[theirs, ours]]))
+                divergences.append(Divergence(index, at, theirs, ours, gap))
+            if reference is not None:
+                expected += way(reference, prompt).counts
+        checks.append(
+            LoopCheck(
+                name,
+                len(prompts),
+                tuple(counts),
+                tuple(divergences),
+                tie_gap,
+                None if reference is None else tuple(expected),
+            )
+        )
+    return tuple(checks)
+
+
+def compare_with_plain(
+    model: MobileModel, reference: MobileModel, prompts: Sequence[Sequence[int]], count: int
+) -> tuple[LoopCheck, ...]:
+    """Decodes prompts in every way of a file and compares the texts with plain decoding.
+
+    Args:
+        model: the file where it is checked.
+        reference: the same file where it is right, or `model` itself: then its own plain decoding
+            is the reference, and no counts are expected.
+        prompts: ids of the prompts.
+        count: tokens of each text, rounded up to whole blocks for diffusion models.
+    """
+    manifest = model.manifest
+    if manifest.diffusion is not None:
+        count = whole_blocks(manifest, count)
+        ways: dict[str, Way] = {"denoise": _filling(count, 0)}
+        ways |= {f"round_{drafts}": _filling(count, drafts) for drafts in manifest.sizes("round")}
+        texts = [ways["denoise"](reference, prompt).tokens.tolist() for prompt in prompts]
+    else:
+        texts = [decoding(count)(reference, prompt).tokens.tolist() for prompt in prompts]
+        known = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+        ways = every_loop(manifest, count, known)
+    other = None if reference is model else reference
+    return compare_ways(model, ways, prompts, texts, other)
+
+
+def whole_blocks(manifest: Manifest, count: int) -> int:
+    """Rounds a number of tokens up to whole blocks of a diffusion model."""
+    assert manifest.diffusion is not None, "a causal model has no blocks"
+    block = manifest.diffusion["block"]
+    return round_up(count, block)
+
+
+def decoding(count: int, loop: LoopOf = Plain, warp: Warp | None = None) -> Way:
+    """Makes a way that decodes `count` tokens, whatever stop ids come."""
+    return lambda model, prompt: model.generate(prompt, count, (), loop, warp)
+
+
+def _filling(count: int, drafts: int) -> Way:
+    return lambda model, prompt: fill_in(model, prompt, count, (), drafts)
+
+
+def every_loop(manifest: Manifest, count: int, texts: Sequence[Sequence[int]]) -> dict[str, Way]:
+    """Returns ways that together call every signature of a causal model's file.
+
+    `texts` are drafted where no function of the file drafts.
+    """
+    ways = {"decode": decoding(count)}
+    if "step" in manifest.signatures:
+        ways["step"] = decoding(count, Steps)
+    if "draft" in manifest.signatures:
+        ways["draft, verify, commit"] = decoding(count, verify_drafts)
+    if manifest.sizes("step_block"):
+        ways["draft_block, step_block"] = decoding(count, whole_steps)
+    if manifest.sizes("draft_block") and verifies_drafts(manifest):
+        ways["draft_block, verify, commit"] = decoding(count, verify_drafts)
+    sizes = manifest.sizes("verify")
+    for size in sizes:
+        if "draft" not in manifest.signatures or size != 1 + len(manifest.paths):
+            ways[f"verify_{size}, commit_{size}"] = decoding(count, partial(_known, texts, size))
+    for beam in manifest.sizes("draft") if max(sizes, default=0) > 1 else ():
+        ways[f"absorb, draft_{beam}, verify, commit"] = decoding(count, partial(_growing, beam))
+    if "step_sampled" in manifest.signatures:
+        # With one candidate its tokens can be compared with those of the others.
+        settings: Any = {"temperature": np.float32(1), "top_k": np.int32(1)}
+        ways["step_sampled"] = decoding(count, Steps, Warp(**settings))
+    return ways
+
+
+def _known(
+    texts: Sequence[Sequence[int]], size: int, model: Caller, acceptance: HostAcceptance
+) -> Verified:
+    return Verified(model, _KnownDraft(texts, size), acceptance)
+
+
+def _growing(beam: int, model: Caller, acceptance: HostAcceptance) -> Verified:
+    return Verified(model, DynamicDraft(model, beam=beam), acceptance)
+
+
+class _KnownDraft:
+    """Drafts of known texts, so that all rows of `verify_N` and `commit_N` are used."""
+
+    absorbs = False
+
+    def __init__(self, texts: Sequence[Sequence[int]], nodes: int):
+        self._texts, self.nodes = texts, nodes
+        self._offered = static_proposal([(0,) * depth for depth in range(1, nodes)])
+
+    def __call__(self, text: Sequence[int], recent: int) -> Proposal:
+        del recent
+        begun, tokens = list(text), np.zeros(self.nodes, np.int32)
+        known = next((each for each in self._texts if each[: len(begun)] == begun), begun)
+        drafted = known[len(begun) - 1 :][: self.nodes]
+        tokens[: len(drafted)] = drafted
+        return self._offered._replace(tokens=tokens)

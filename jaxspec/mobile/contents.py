@@ -1,0 +1,283 @@
+"""Settings of an export, and the functions that a file gets by them."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxspec.checkpoint import Model
+from jaxspec.core.tree import Path as RankPath
+from jaxspec.decoding.denoise import DEFAULT_BLOCK, block_asked
+from jaxspec.drafters import (
+    Deer,
+    DrafterLike,
+    Eagle,
+    LayerSkip,
+    LoadedDrafter,
+    NoDraft,
+    PromptLookup,
+    loaded_drafter,
+)
+from jaxspec.mobile.quantize import check_quantization
+from jaxspec.mobile.records import Signature, Target
+from jaxspec.mobile.signatures.blocks import BlockDrafting
+from jaxspec.mobile.signatures.diffusion import (
+    Canvases,
+    denoise_signatures,
+    prefill_blocks_signature,
+)
+from jaxspec.mobile.signatures.eagle import EagleStep
+from jaxspec.mobile.signatures.layer_skip import LayerSkipStep
+from jaxspec.mobile.signatures.target import (
+    commit_signature,
+    decode_signature,
+    prefill_signature,
+    verify_signature,
+)
+from jaxspec.models import Diffusion, ModelConfig
+from jaxspec.models.storage import widened
+
+BUNDLES = ("cpu", "gpu")
+_DRAFTS = (4,)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Functions of a file, and their fixed shapes.
+
+    Attributes:
+        capacity: of the caches, in tokens; also the longest text.
+        prefill: N of each `prefill_N`, the tokens of a prompt that are read at a time.
+        bundle: "cpu": with a drafter also `draft`, `verify_N`, `commit_N` and `step_sampled`, for
+            hosts that sample or draft themselves. "gpu": few functions, as a GPU holds the weights
+            once for each: only the largest window of blocks, and `verify_N` only for trees that the
+            host makes.
+        verify: N of further `verify_N` and `commit_N`, for hosts that draft themselves.
+        levels: N of `draft_N`, next to `absorb`, for hosts that grow trees with an EAGLE head.
+        quantization: of weights, one of `QUANTIZATIONS`.
+        drafts: N of each `round_N` of a diffusion language model; `None`: 4.
+        block_length: of diffusion language models that see both sides: tokens that are filled in
+            before more; `None`: 32. Others have their own.
+        check_gpu_ops: refuse a file that a phone's GPU would refuse or compute wrongly.
+        trees: with an EAGLE head, a `step_N` for each of these in place of one `step`, numbered
+            from 1. They share their state, so a host may change trees within a text.
+
+    Raises:
+        ValueError: naming the setting that is out of range.
+
+    Example:
+        >>> ExportConfig(capacity=512, prefill=(16, 64), bundle="gpu").quantization
+        'int8'
+    """
+
+    capacity: int = 1024
+    prefill: tuple[int, ...] = (64,)
+    bundle: str = "cpu"
+    verify: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
+    quantization: str = "int8"
+    drafts: tuple[int, ...] | None = None
+    block_length: int | None = None
+    check_gpu_ops: bool = True
+    trees: tuple[tuple[RankPath, ...], ...] = ()
+
+    def __post_init__(self):
+        for count in self.drafts or ():
+            if count < 1:
+                raise ValueError(f"drafts: numbers must be at least 1, got {count}.")
+        if self.block_length is not None and not 1 <= self.block_length <= self.capacity:
+            raise ValueError(
+                f"block_length must be in 1..{self.capacity} (the capacity), got "
+                f"{self.block_length}."
+            )
+        if self.capacity < 2:
+            raise ValueError(f"capacity must be at least 2, got {self.capacity}.")
+        if not self.prefill:
+            raise ValueError("prefill must name at least one size: a prompt has to be read.")
+        if self.bundle not in BUNDLES:
+            raise ValueError(f"bundle must be one of {', '.join(BUNDLES)}, got {self.bundle!r}.")
+        check_quantization(self.quantization, on_gpu=self.bundle == "gpu")
+        for name in ("prefill", "verify", "levels"):
+            for size in getattr(self, name):
+                if not 1 <= size <= self.capacity:
+                    raise ValueError(
+                        f"{name}: sizes must be in 1..{self.capacity} (the capacity), got {size}."
+                    )
+
+
+class Contents(NamedTuple):
+    """Functions of a file.
+
+    Attributes:
+        signatures: by name.
+        num_tokens: ids that may be emitted.
+        paths: rank paths of the tree of `step`, the root left out.
+        canvases: of a diffusion language model; `None`: the model is causal.
+    """
+
+    signatures: Mapping[str, Signature]
+    num_tokens: int
+    paths: tuple[tuple[int, ...], ...] = ()
+    canvases: Canvases | None = None
+
+
+def in_one_dtype(model: Model, drafter: DrafterLike | None = None) -> tuple[Model, LoadedDrafter]:
+    """Returns a model and a drafter whose matrices are of their dtype, as signatures read them."""
+    loaded = loaded_drafter(drafter)
+    model = dataclasses.replace(model, network=widened(model.network))
+    return model, loaded._replace(params=widened(loaded.params))
+
+
+def contents_of(model: Model, loaded: LoadedDrafter, config: ExportConfig) -> Contents:
+    """Chooses the functions of a file.
+
+    Args:
+        model: the target.
+        loaded: the drafter; `NoDraft()` for plain decoding only.
+        config: settings of the file.
+
+    Raises:
+        ValueError: a setting does not fit the model, or the drafter cannot be exported.
+    """
+    network = model.network
+    check_model(network.config, config.capacity)
+    num_tokens = network.vocab_size
+    if model.tokenizer is not None:
+        num_tokens = min(num_tokens, model.tokenizer.vocab_size)
+    target = Target(network.config, config.capacity, num_tokens)
+    if network.config.diffusion is not None:
+        canvases = _canvases(target, network.config.diffusion, loaded.drafter, config)
+        return Contents(_diffusion_signatures(canvases, config), num_tokens, (), canvases)
+    if config.drafts is not None or config.block_length is not None:
+        raise ValueError(
+            f"drafts, block_length: for diffusion language models, and {model.name} is causal."
+        )
+    signatures, paths = _signatures(target, loaded, config)
+    return Contents(signatures, num_tokens, paths)
+
+
+def check_model(config: ModelConfig, capacity: int) -> None:
+    """Refuses models that no file can hold as they are meant to be used.
+
+    Raises:
+        ValueError: the reason.
+    """
+    if capacity > config.max_positions:
+        raise ValueError(
+            f"capacity must be at most the model's {config.max_positions} positions, got "
+            f"{capacity}."
+        )
+    if config.experts is not None:
+        raise ValueError(
+            "model: mixtures of experts cannot be exported: the weights that a token reads are not "
+            "fixed, as a file's operations are."
+        )
+
+
+def drafters_over_trees(drafter: Any, config: ExportConfig) -> list[Any]:
+    """Returns a drafter over each of several trees, or as it is."""
+    return [dataclasses.replace(drafter, paths=tree) for tree in config.trees] or [drafter]
+
+
+def _canvases(target: Target, diffusion: Diffusion, drafter: Any, config: ExportConfig) -> Canvases:
+    if not isinstance(drafter, NoDraft):
+        raise ValueError(
+            f"drafter: a diffusion language model drafts its own decisions, so leave "
+            f"{type(drafter).__name__} out and set drafts."
+        )
+    given = [name for name in ("verify", "levels") if getattr(config, name)]
+    if given:
+        raise ValueError(f"{', '.join(given)}: for causal models, and this one fills in masks.")
+    block = block_asked(diffusion.block, config.block_length) or DEFAULT_BLOCK
+    for size in config.prefill if diffusion.block is not None else ():
+        if size % block:
+            raise ValueError(
+                f"prefill: sizes must be multiples of the network's block ({block}), got {size}."
+            )
+    if config.capacity < 2 * block:
+        raise ValueError(
+            f"capacity must be at least two blocks ({2 * block}), got {config.capacity}."
+        )
+    for count in config.drafts or ():
+        if count >= 2 * block:
+            raise ValueError(
+                f"drafts: a round decides within two blocks ({2 * block} tokens), got {count}."
+            )
+    return Canvases(target, diffusion, block)
+
+
+def _diffusion_signatures(canvases: Canvases, config: ExportConfig) -> Mapping[str, Signature]:
+    prefill = {}
+    if canvases.is_causal:
+        prefill = {f"prefill_{n}": prefill_blocks_signature(canvases, n) for n in config.prefill}
+    drafts = _DRAFTS if config.drafts is None else config.drafts
+    return prefill | denoise_signatures(canvases, drafts)
+
+
+def _signatures(
+    target: Target, loaded: LoadedDrafter, config: ExportConfig
+) -> tuple[Mapping[str, Signature], tuple[tuple[int, ...], ...]]:
+    """Returns all functions of a causal model's file by name, and the tree of its `step`."""
+    drafter, verify, step, paths = loaded.drafter, set(config.verify), None, ()
+    blocks = None
+    match drafter:
+        case NoDraft():
+            pass
+        case Eagle():
+            trees = drafters_over_trees(drafter, config)
+            levels = 1 + max(tree.tree_shape[1] for tree in trees)
+            step, paths = EagleStep(trees[0], loaded.params, levels), drafter.paths
+        case LayerSkip():
+            step = LayerSkipStep(drafter)
+            paths = tuple((0,) * depth for depth in range(1, step.levels))
+        case PromptLookup():
+            verify.add(drafter.tree_shape[0])
+        case Deer():
+            blocks = BlockDrafting(drafter, loaded.params)
+            if blocks.tree is None or config.bundle == "cpu":
+                verify.add(drafter.tree_shape[0])
+        case _:
+            raise ValueError(
+                f"drafter: {type(drafter).__name__} cannot be exported; Eagle, LayerSkip, Deer and "
+                "PromptLookup can. A draft model is exported as a separate file."
+            )
+    if step is not None and step.levels >= target.capacity:
+        raise ValueError(
+            f"capacity: a tree of depth {step.levels - 1} needs more than {target.capacity} tokens."
+        )
+    drafting = step if isinstance(step, EagleStep) else None
+    if config.levels and drafting is None:
+        raise ValueError("levels: only an EAGLE head drafts level by level; leave it out.")
+    if config.trees and drafting is None:
+        raise ValueError("trees: only an EAGLE head drafts over several; leave it out.")
+    if config.trees:
+        paths = ()
+    elif step is not None and config.bundle == "cpu":
+        verify.add(1 + len(paths))
+    sizes = sorted(verify)
+    functions = {
+        **{f"prefill_{n}": prefill_signature(target, n, drafting) for n in config.prefill},
+        "decode": decode_signature(target),
+        **{f"verify_{n}": verify_signature(target, n, drafting) for n in sizes},
+        **{f"commit_{n}": commit_signature(target, n, drafting) for n in sizes},
+    }
+    if blocks is not None:
+        # A GPU holds the weights once for each; the largest serves every step.
+        windows = blocks.sizes if config.bundle == "cpu" else blocks.sizes[-1:]
+        functions |= {f"draft_block_{n}": blocks.signature(target, n) for n in windows}
+        if blocks.tree is not None:
+            functions |= {f"step_block_{n}": blocks.step_signature(target, n) for n in windows}
+    if config.trees and drafting is not None:
+        for number, tree in enumerate(drafters_over_trees(drafter, config), start=1):
+            each = EagleStep(tree, loaded.params, drafting.levels)
+            functions[f"step_{number}"] = each.reporting_signature(target)
+    elif step is not None:
+        functions["step"] = step.signature(target)
+        if config.bundle == "cpu":
+            functions["step_sampled"] = step.sampled_signature(target)
+            functions["draft"] = step.draft_signature(target)
+    if drafting is not None and config.levels:
+        functions["absorb"] = drafting.absorb_signature(target)
+        for size in config.levels:
+            scratch = size * max(1, drafting.levels - 2)
+            functions[f"draft_{size}"] = drafting.level_signature(target, size, scratch)
+    return functions, paths

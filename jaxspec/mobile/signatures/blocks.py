@@ -1,0 +1,134 @@
+"""Drafts of whole blocks by a diffusion model that is causal over blocks, and steps over them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jaxspec.core.sampling import argmax_rows
+from jaxspec.core.types import Params
+from jaxspec.drafters import Deer
+from jaxspec.mobile.records import (
+    Record,
+    Shapes,
+    Signature,
+    Target,
+    ints,
+    kv_inputs,
+    make_signature,
+    outgoing,
+    read_cache,
+    write_kv,
+)
+from jaxspec.mobile.signatures.steps import greedy, verify_and_commit
+from jaxspec.models import Network, lookup_rows
+
+
+class BlockDrafting:
+    """Drafting of whole blocks in one pass of a diffusion model that is causal over blocks.
+
+    The host chooses the window that a pass reads and the rows that count, see
+    `drafts.BlockWindows`. `tree` is the static tree that whole steps verify; `None`: the host makes
+    one for every round.
+
+    Raises:
+        ValueError: the drafter does what a file cannot.
+    """
+
+    def __init__(self, drafter: Deer, network: Any):
+        diffusion = network.config.diffusion if isinstance(network, Network) else None
+        if diffusion is None:
+            raise ValueError("drafter: Deer needs a diffusion model: Deer.of(load(...)).")
+        if diffusion.block is None:
+            raise ValueError(
+                "drafter: this diffusion model sees both sides, so that every pass would read the "
+                "whole text; only models that are causal over blocks can be exported."
+            )
+        unsupported = {
+            "steps": drafter.steps > 1,
+            "sep_token_id": drafter.sep_token_id is not None,
+            "adaptive": drafter.adaptive is not None,
+            "cache": drafter.cache not in (None, "blocks"),
+            "temperature": bool(drafter.temperature),
+        }
+        if given := [name for name, found in unsupported.items() if found]:
+            raise ValueError(
+                f"drafter: an exported Deer drafts every block in one pass, without "
+                f'{", ".join(given)}; leave that out (sep="" where config.json names one).'
+            )
+        self.config, self.block, self.mask = network.config, drafter.block, diffusion.mask_token_id
+        self.sizes = drafter.window_sizes(diffusion.block)
+        self.tree, self.levels = drafter.tree, drafter.depth + 1
+        # One more than is drafted: the host leaves the mask out, if it is among them.
+        self.count = drafter.max_branch + 1
+
+    def signature(self, target: Target, size: int) -> Signature:
+        """Makes `draft_block_N`: reads a window of N tokens, returns each position's likeliest.
+
+        Inputs: `window`, the tokens; `start`, the number of cached tokens, all in finished blocks;
+        `visible`, 1 where a token of the window (row) sees another (column); `first`, the row whose
+        output decides the first position.
+        """
+
+        def draft(params: Params, inputs: Record) -> Record:
+            logits, written = self._read(target, size, params, inputs)
+            probs, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.count)
+            return {"children": ids[None], "logprobs": jnp.log(probs)[None], **outgoing(written)}
+
+        return make_signature(target, draft, self._inputs(target, size))
+
+    def step_signature(self, target: Target, size: int) -> Signature:
+        """Makes `step_block_N`: such a pass, then target pass, acceptance and commit of the tree.
+
+        Inputs: also `pending` and `length` of the target, as for `step`.
+        """
+        tree = self.tree
+        assert tree is not None
+
+        def step(params: Params, inputs: Record) -> Record:
+            logits, written = self._read(target, size, params, inputs)
+            if self.mask < target.num_tokens:
+                never = np.zeros(target.num_tokens, np.float32)
+                never[self.mask] = -1e9
+                logits = logits + never[None]
+            branch = tree.children.shape[1]
+            best = argmax_rows(logits)[:, None]
+            if branch > 1:
+                best = jax.lax.top_k(logits, branch)[1]
+            nodes = zip(tree.depths[1:], tree.ranks[1:], strict=True)
+            drafted = [best[depth - 1, rank : rank + 1] for depth, rank in nodes]
+            tokens = jnp.concatenate([inputs["pending"], *drafted])
+            *_, outputs = verify_and_commit(
+                params.target, target, tree, tokens, inputs, (), greedy, self.levels
+            )
+            return outputs | outgoing(written)
+
+        inputs = {"pending": ints(1), "length": ints(1), **kv_inputs(target)}
+        return make_signature(target, step, inputs | self._inputs(target, size))
+
+    def _inputs(self, target: Target, size: int) -> Shapes:
+        own = target._replace(config=self.config, capacity=target.capacity + self.sizes[-1])
+        return {
+            "window": ints(1, size),
+            "start": ints(1),
+            "first": ints(1),
+            "visible": ints(1, 1, size, size),
+            **kv_inputs(own, "block"),
+        }
+
+    def _read(
+        self, target: Target, size: int, params: Params, inputs: Record
+    ) -> tuple[Array, Record]:
+        """Returns the logits of each position of a draft, and the drafter's new cache."""
+        start, network = inputs["start"][0], params.draft
+        hidden = network.forward(
+            inputs["window"][0],
+            start + np.arange(size, dtype=np.int32),
+            inputs["visible"][0, 0] > 0,
+            read_cache(inputs, "block", self.config.num_layers, start),
+        )
+        rows = inputs["first"] + np.arange(self.block, dtype=np.int32)
+        logits = network.unembed(lookup_rows(hidden.features, rows))[:, : target.num_tokens]
+        return logits, write_kv(inputs, "block", hidden.new_kv, start)

@@ -1,0 +1,108 @@
+"""The half of a step that all drafters share: target pass, acceptance, commit."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxspec.core.cache import select_nodes
+from jaxspec.core.sampling import argmax_rows
+from jaxspec.core.types import Hidden, Params, Tree
+from jaxspec.mobile.acceptance import Accepted, accept_greedy, accept_sampled
+from jaxspec.mobile.records import (
+    Record,
+    Shapes,
+    Target,
+    floats,
+    ints,
+    outgoing,
+    read_cache,
+    unembed_rows,
+    write_kv,
+)
+from jaxspec.models import Network
+
+Accept = Callable[[Tree, Array, Array, int], Accepted]
+"""Decides from a tree, its tokens, the target's logits after each, and the rows to return."""
+
+LARGEST_TOP_K = 64
+"""Candidates that `step_sampled` looks for; an app cannot ask for more."""
+
+
+def greedy(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
+    """Accepts the longest path that the target would have chosen itself."""
+    return accept_greedy(tree, tokens, argmax_rows(logits), levels)
+
+
+def sampling_inputs(tree: Tree) -> Shapes:
+    """Returns the further inputs of `step_sampled`: `top_k` is in 1..`LARGEST_TOP_K`, 0 is off."""
+    return {
+        "uniforms": floats(1, len(tree.parents)),
+        "temperature": floats(1),
+        "top_k": ints(1),
+    }
+
+
+def sampled(
+    step: Callable[[Accept, Params, Record], Record], params: Params, inputs: Record
+) -> Record:
+    """Runs a step whose acceptance draws by the uniforms among its inputs."""
+
+    def accept(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
+        probs = _warped(logits, inputs["temperature"], inputs["top_k"])
+        return accept_sampled(tree, tokens, inputs["uniforms"][0], probs, levels)
+
+    return step(accept, params, inputs)
+
+
+def _warped(logits: Array, temperature: Array, top_k: Array) -> Array:
+    """Returns the distribution of `core.sampling.warp_logits` for these two settings."""
+    most = min(LARGEST_TOP_K, logits.shape[1])
+    best, ids = jax.lax.top_k(logits, most)
+    # If the ids were unused, the converter would write a sort instead of TOPK_V2.
+    best = best * (ids >= 0).astype(logits.dtype)
+    place = jax.nn.one_hot(top_k - 1, most, dtype=logits.dtype)
+    off = jnp.equal(top_k, 0).astype(logits.dtype)
+    # The added numbers fit into half precision; no logit is that far below.
+    lowest = jnp.sum(best * place, axis=1, keepdims=True) - 3e4 * off.reshape(1, 1)
+    filtered_out = 1.0 - (logits >= lowest).astype(logits.dtype)
+    return jax.nn.softmax(logits / temperature.reshape(1, 1) - 1e4 * filtered_out, axis=-1)
+
+
+def verify_and_commit(
+    network: Network,
+    target: Target,
+    tree: Tree,
+    tokens: Array,
+    inputs: Record,
+    taps: tuple[int, ...],
+    accept: Accept,
+    levels: int,
+) -> tuple[Hidden, Array, Record]:
+    """Runs the second half of a step.
+
+    Returns:
+        The target's hidden states, the accepted path as `levels` one-hot rows, and the outputs.
+    """
+    length = inputs["length"][0]
+    hidden = network.forward(
+        tokens,
+        length + tree.depths,
+        jnp.asarray(tree.ancestors),
+        read_cache(inputs, "kv", target.config.num_layers, length),
+        taps=taps,
+    )
+    accepted = accept(tree, tokens, unembed_rows(network, target, hidden.features), levels)
+    path_kv = select_nodes(hidden.new_kv, accepted.path)
+    return (
+        hidden,
+        accepted.path,
+        {
+            "o_tokens": accepted.tokens[None],
+            "o_count": accepted.count[None],
+            "o_length": (length + accepted.count)[None],
+            "o_pending": accepted.last[None],
+            **outgoing(write_kv(inputs, "kv", path_kv, length)),
+        },
+    )

@@ -1,0 +1,163 @@
+"""Passes of the target: `prefill_N`, `decode`, `verify_N` and `commit_N`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.core import masks
+from jaxspec.core.cache import select_path
+from jaxspec.core.sampling import argmax_rows
+from jaxspec.core.types import Params
+from jaxspec.mobile.records import (
+    Record,
+    Signature,
+    Target,
+    floats,
+    ints,
+    kv_inputs,
+    kv_record,
+    make_signature,
+    outgoing,
+    read_cache,
+    unembed_rows,
+    write_kv,
+)
+from jaxspec.mobile.signatures.eagle import EagleStep
+from jaxspec.models import lookup_rows
+
+
+def decode_signature(target: Target) -> Signature:
+    """Makes `decode`, one token of plain decoding: `pending` goes in, its successor comes out."""
+
+    def decode(params: Params, inputs: Record) -> Record:
+        length = inputs["length"][0]
+        cache = read_cache(inputs, "kv", target.config.num_layers, length)
+        hidden = params.target.forward(inputs["pending"], inputs["length"], masks.causal(1), cache)
+        logits = unembed_rows(params.target, target, hidden.features)
+        return {
+            "o_pending": argmax_rows(logits),
+            "o_length": inputs["length"] + 1,
+            "logits": logits,
+            **outgoing(write_kv(inputs, "kv", hidden.new_kv, length)),
+        }
+
+    return make_signature(
+        target, decode, {"pending": ints(1), "length": ints(1), **kv_inputs(target)}
+    )
+
+
+def prefill_signature(target: Target, size: int, drafting: EagleStep | None = None) -> Signature:
+    """Makes `prefill_N`, which reads `count` <= `size` tokens of a prompt behind the cached ones.
+
+    Padding follows them; it is written and later overwritten. `logits` and `o_pending` belong to
+    the last token. An EAGLE head also needs `following`, the token after these; for the last part
+    of a prompt, whose successor is unknown, it may be any token.
+    """
+
+    def prefill(params: Params, inputs: Record) -> Record:
+        length, prompt, last = inputs["length"][0], inputs["prompt"][0], inputs["count"] - 1
+        cache = read_cache(inputs, "kv", target.config.num_layers, length)
+        positions = length + np.arange(size, dtype=np.int32)
+        taps = () if drafting is None else drafting.drafter.taps
+        hidden = params.target.forward(prompt, positions, masks.causal(size), cache, taps=taps)
+        logits = unembed_rows(params.target, target, lookup_rows(hidden.features, last))
+        pending = argmax_rows(logits)
+        outputs = {
+            "o_pending": pending,
+            "o_length": inputs["length"] + inputs["count"],
+            "logits": logits,
+            **outgoing(write_kv(inputs, "kv", hidden.new_kv, length)),
+        }
+        if drafting is None:
+            return outputs
+        # Pair t joins the state at t with the token after it.
+        head, read = params.draft, drafting.read(hidden)
+        pairs = head.forward(
+            params.target.embed(jnp.concatenate([prompt[1:], inputs["following"]])),
+            head.states_of(read, read),
+            positions,
+            masks.causal(size),
+            read_cache(inputs, "head", 1, length),
+        )
+        rest = drafting.levels - 1
+        states = lookup_rows(read, last)
+        return outputs | {
+            "o_tokens": jnp.concatenate([pending, jnp.zeros(rest, jnp.int32)])[None],
+            "o_states": jnp.concatenate([states, jnp.zeros((rest, states.shape[1]))])[None],
+            **outgoing(write_kv(inputs, "head", pairs.new_kv, length)),
+        }
+
+    inputs = {"prompt": ints(1, size), "count": ints(1), "length": ints(1), **kv_inputs(target)}
+    if drafting is not None:
+        inputs |= {"following": ints(1), **drafting.head_kv(target)}
+    return make_signature(target, prefill, inputs)
+
+
+def verify_signature(target: Target, size: int, drafting: EagleStep | None = None) -> Signature:
+    """Makes `verify_N`, which scores `size` tokens of any tree; the cache is only read.
+
+    Inputs: `positions`, the position of each token in the text; `visible`, 1 where a token (row)
+    sees another (column), itself included. Outputs: `choices`, the target's own token after each.
+    The states that an EAGLE head reads, `new_states`, pass to `commit_N`.
+    """
+    taps = () if drafting is None else drafting.drafter.taps
+
+    def verify(params: Params, inputs: Record) -> Record:
+        cache = read_cache(inputs, "kv", target.config.num_layers, inputs["length"][0])
+        hidden = params.target.forward(
+            inputs["tokens"][0],
+            inputs["positions"][0],
+            inputs["visible"][0, 0] > 0,
+            cache,
+            taps=taps,
+        )
+        logits = unembed_rows(params.target, target, hidden.features)
+        outputs = {"logits": logits[None], "choices": argmax_rows(logits)[None]}
+        if drafting is None:
+            outputs["features"] = hidden.features[None]
+        else:
+            outputs["o_new_states"] = drafting.read(hidden)[None]
+        return outputs | outgoing(kv_record(hidden.new_kv, "new"))
+
+    inputs = {
+        "tokens": ints(1, size),
+        "positions": ints(1, size),
+        "visible": ints(1, 1, size, size),
+        "length": ints(1),
+    }
+    return make_signature(target, verify, {**inputs, **kv_inputs(target)})
+
+
+def commit_signature(target: Target, size: int, drafting: EagleStep | None = None) -> Signature:
+    """Makes `commit_N`, which writes the nodes on a path of `verify_N` into the cache.
+
+    Inputs: `path`, where `path[d]` is the accepted node of depth d and -1 past the last one;
+    `count`, the number of nodes on it. With an EAGLE head the states on the path come out too, as
+    `draft` and `absorb` take them.
+    """
+
+    def commit(params: Params, inputs: Record) -> Record:
+        del params
+        length, path = inputs["length"][0], inputs["path"][0]
+        new_kv = read_cache(inputs, "new", target.config.num_layers, length).layers
+        # The converter refuses a choice among one node, and there is nothing to choose.
+        path_kv = new_kv if size == 1 else select_path(new_kv, path)
+        outputs = {
+            "o_length": inputs["length"] + inputs["count"],
+            **outgoing(write_kv(inputs, "kv", path_kv, length)),
+        }
+        if drafting is not None and size == 1:
+            none = jnp.zeros((drafting.levels - 1, drafting.width))
+            outputs["o_states"] = jnp.concatenate([inputs["new_states"][0], none])[None]
+        elif drafting is not None:
+            missing = jnp.full(max(0, drafting.levels - size), -1, jnp.int32)
+            states_path = jnp.concatenate([path, missing])[: drafting.levels]
+            rows = jax.nn.one_hot(states_path, size, dtype=jnp.float32)
+            outputs["o_states"] = (rows @ inputs["new_states"][0])[None]
+        return outputs
+
+    inputs = {"path": ints(1, size), "count": ints(1), "length": ints(1), **kv_inputs(target)}
+    inputs |= kv_inputs(target, "new", size)
+    if drafting is not None:
+        inputs["new_states"] = floats(1, size, drafting.width)
+    return make_signature(target, commit, inputs)

@@ -1,0 +1,74 @@
+"""Native code for passes of a few tokens on CPUs: products, a gated MLP and attention.
+
+It is plain C (`kernels.c`, `calls.c`), compiled when the package is installed and called by XLA
+through `jax.ffi`. Without it everything runs on XLA's own products. `status` says which it is, and
+why. The environment variable `JAXSPEC_NATIVE` is read once: `off` leaves native code out, `avx2`
+keeps to the older of two instruction sets.
+"""
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+LIBRARY = Path(__file__).with_name("libjaxspec.so.1")
+_CALLS = ("product", "mlp", "attention")
+
+
+class NativeStatus(NamedTuple):
+    """The state of the native code on this machine.
+
+    Attributes:
+        instructions: the instruction set that is used; `None`: native code does not run.
+        reason: for people: what is used, or why nothing is.
+    """
+
+    instructions: str | None
+    reason: str
+
+
+@cache
+def status() -> NativeStatus:
+    """Loads the native code, once in a process, and says whether it runs.
+
+    Example:
+        >>> status().instructions in ("avx512", "avx2", "neon", None)
+        True
+    """
+    if os.environ.get("JAXSPEC_NATIVE") == "off":
+        return NativeStatus(None, "products by XLA: switched off by JAXSPEC_NATIVE=off")
+    if not LIBRARY.exists():
+        return NativeStatus(None, "products by XLA: no native code was compiled")
+    return load(LIBRARY)
+
+
+def load(library: Path) -> NativeStatus:
+    """Loads a compiled library and tells XLA of its calls."""
+    try:
+        loaded = ctypes.CDLL(str(library))
+        loaded.jaxspec_instruction_set.restype = ctypes.c_char_p
+        instructions = loaded.jaxspec_instruction_set()
+        if instructions is None:
+            return NativeStatus(None, "products by XLA: this processor has neither AVX2 nor NEON")
+        for name in _CALLS:
+            handler = jax.ffi.pycapsule(getattr(loaded, f"jaxspec_{name}"))
+            jax.ffi.register_ffi_target(f"jaxspec_{name}", handler, platform="cpu")
+    # Whatever a foreign file or another release of jaxlib raises: the package runs without.
+    except Exception as error:
+        return NativeStatus(None, f"products by XLA: {library.name} cannot be used: {error}")
+    return NativeStatus(instructions.decode(), f"native products ({instructions.decode()})")
+
+
+def call(name: str, results: Any, *operands: Any, **attributes: Any) -> Any:
+    """Calls a native function within a program for CPUs.
+
+    Args:
+        name: `product`, `mlp` or `attention`.
+        results: shapes and dtypes of the results, as `jax.ffi.ffi_call` takes them.
+        *operands: arrays, in the order that `calls.c` gives.
+        **attributes: numbers, by the names that `calls.c` reads.
+    """
+    return jax.ffi.ffi_call(f"jaxspec_{name}", results)(*operands, **attributes)

@@ -1,0 +1,451 @@
+"""Acceptance tables: how often the draft at each place of a tree is accepted, counted or inferred.
+
+A table holds P(child of rank r is accepted | its parent is accepted) for every parent. At most one
+child of a parent is accepted. So the chance that a node is accepted is the product along its path,
+and tau is one plus the sum of these chances over the nodes of the tree.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxspec.core.tree import EAGLE_PATHS, Path, tree_from_parents
+from jaxspec.core.types import PyTree, Tree
+from jaxspec.tuning.files import read_entry, shipped_names, write_entry
+
+if TYPE_CHECKING:
+    from jaxspec.decoding.result import TraceStep
+
+_SHIPPED = FilePath(__file__).resolve().parent / "tables"
+# After this many observations, a parent's own rate weighs as much as the rate of its depth.
+_PRIOR_STRENGTH = 16.0
+_NUMBERS_HASHED = 4096
+
+PUBLISHED_TAU = 4.06
+"""Tau of EAGLE's 25-node tree with Vicuna-7B on GSM8K: tokens per target pass, bonus INCLUDED."""
+SHAPES: dict[str, tuple[float, ...]] = {
+    # The first ranks of the demo vector that comes with Sequoia (Chen et al. 2024).
+    "sequoia": (0.634183, 0.107946, 0.056972, 0.022489),
+    # Two invented shapes, one on either side of it, to test how much the shape matters.
+    "steep": (0.70, 0.07, 0.02, 0.01),
+    "flat": (0.60, 0.14, 0.08, 0.04),
+}
+"""Chances by rank. Only their ratios are used."""
+
+
+class RankCounts(NamedTuple):
+    """Counts for the children of one parent, over the steps that accepted the parent.
+
+    Attributes:
+        offered: steps that offered the child, by rank.
+        accepted: steps that accepted the child, by rank.
+    """
+
+    offered: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AcceptanceTable:
+    """P(the child of rank r is accepted | its parent is), by parent.
+
+    Attributes:
+        rates: `rates[d][r]`, for parents at depth d without counts. Its depth and width limit the
+            trees that the table can judge.
+        counts: counts of the parents that were observed, by rank path. A rate from few counts is
+            drawn towards `rates`.
+        head: identity of the drafter's weights, see `identity_of`; "" if they are not known.
+        source: origin of the figures; says whether they are inferred.
+
+    Raises:
+        ValueError: a chance is below 0, or the chances of a depth add up to more than 1.
+
+    Example:
+        >>> from jaxspec.tuning import AcceptanceTable
+        >>> table = AcceptanceTable(((0.5, 0.25), (0.5, 0.25)))
+        >>> table.chance((0, 1))
+        0.125
+        >>> table.tau([(0,), (1,), (0, 1)])
+        1.875
+    """
+
+    rates: tuple[tuple[float, ...], ...]
+    counts: Mapping[Path, RankCounts] = dataclasses.field(default_factory=dict)
+    head: str = ""
+    source: str = ""
+
+    def __post_init__(self):
+        if not self.rates or not all(self.rates):
+            raise ValueError("rates: needs at least one depth and one rank at each, got none.")
+        for depth, row in enumerate(self.rates):
+            if min(row) < 0 or sum(row) > 1 + 1e-9 or not math.isfinite(sum(row)):
+                raise ValueError(
+                    f"rates: chances below a parent at depth {depth} must be at least 0 and add up "
+                    f"to at most 1, got {row}."
+                )
+        for parent, (offered, accepted) in self.counts.items():
+            pairs = itertools.zip_longest(accepted, offered, fillvalue=-1)
+            if not all(0 <= hits <= tries for hits, tries in pairs):
+                raise ValueError(
+                    f"counts of {list(parent)}: each rank must be offered at least as often as "
+                    f"accepted, got {offered} and {accepted}."
+                )
+
+    @classmethod
+    def from_counts(
+        cls, counts: Mapping[Path, RankCounts], head: str = "", source: str = ""
+    ) -> "AcceptanceTable":
+        """Builds a table from counts.
+
+        `rates` pool the parents of each depth that lie off the main path (the path of ranks 0):
+        they are most like parents that were never observed. If they are few, all parents of the
+        depth are pooled.
+
+        Raises:
+            ValueError: no step offered a node below the root.
+        """
+        rates = []
+        for depth in range(1 + max(map(len, counts), default=-1)):
+            level = {path: ranks for path, ranks in counts.items() if len(path) == depth}
+            everyone = _pooled(level.values())
+            if not everyone.offered or not everyone.offered[0]:
+                break
+            seen = [
+                hits / tries
+                for hits, tries in zip(everyone.accepted, everyone.offered, strict=True)
+                if tries
+            ]
+            others = _pooled(ranks for path, ranks in level.items() if any(path))
+            row = [_drawn(others, rank, prior) for rank, prior in enumerate(seen)]
+            # Ranks are offered by different parents, so rates from few counts may exceed 1 in sum.
+            rates.append(tuple(rate / max(1.0, sum(row)) for rate in row))
+        if not rates:
+            raise ValueError("counts: no draft token was offered; decode more, or longer.")
+        return cls(tuple(rates), dict(counts), head, source)
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest tree the table can judge."""
+        return len(self.rates)
+
+    @property
+    def max_branch(self) -> int:
+        """The most children of a node that the table can judge."""
+        return max(map(len, self.rates))
+
+    def num_ranks(self, depth: int) -> int:
+        """Number of ranks known for parents at this depth; 0 below the deepest."""
+        return len(self.rates[depth]) if depth < len(self.rates) else 0
+
+    def rate(self, parent: Path, rank: int) -> float:
+        """P(child `rank` of `parent` is accepted | the parent is).
+
+        Raises:
+            ValueError: the table does not reach that depth or rank.
+        """
+        depth = len(parent)
+        if rank >= self.num_ranks(depth):
+            raise ValueError(
+                f"acceptance table: has no rank {rank} at depth {depth + 1}; it has "
+                f"{self.num_ranks(depth)} ranks there and {self.max_depth} depths. Measure with a "
+                "wider or deeper probing tree (probe_paths)."
+            )
+        counts = self.counts.get(parent, RankCounts((), ()))
+        return _drawn(counts, rank, self.rates[depth][rank])
+
+    def chance(self, path: Path) -> float:
+        """P(the node at this rank path is accepted)."""
+        return math.prod(self.rate(path[:depth], rank) for depth, rank in enumerate(path))
+
+    def tau(self, paths: Iterable[Path]) -> float:
+        """Expected tokens per target pass, bonus INCLUDED, of the tree with these nodes."""
+        return 1.0 + sum(map(self.chance, paths))
+
+    def rates_by_depth(self) -> tuple[tuple[float, ...], ...]:
+        """Rates by depth and rank over all parents, weighted by how often each was reached."""
+        if not self.counts:
+            return self.rates
+        levels = []
+        for depth, row in enumerate(self.rates):
+            everyone = _pooled(ranks for path, ranks in self.counts.items() if len(path) == depth)
+            levels.append(tuple(_drawn(everyone, rank, prior) for rank, prior in enumerate(row)))
+        return tuple(levels)
+
+    def shares(self) -> tuple[float, float]:
+        """Shares of the accepted draft tokens: on the main path, and next to it.
+
+        On the main path all ranks are 0. Next to it are the other children of its nodes.
+
+        Raises:
+            ValueError: the table has no counts, or nothing was accepted.
+        """
+        total = sum(sum(ranks.accepted) for ranks in self.counts.values())
+        if not total:
+            raise ValueError("counts: nothing was accepted, so there are no shares of it.")
+        on_main = [ranks.accepted for path, ranks in self.counts.items() if not any(path)]
+        main = sum(accepted[0] for accepted in on_main if accepted)
+        return main / total, sum(sum(accepted[1:]) for accepted in on_main) / total
+
+    def check_head(self, params: PyTree) -> None:
+        """Checks that the table was counted with these weights.
+
+        Raises:
+            ValueError: it belongs to other weights; the message names both.
+        """
+        if self.head != identity_of(params):
+            raise ValueError(
+                f"acceptance table: belongs to the head {self.head or '(unknown)'}, not to "
+                f"{identity_of(params)}; measure one for this head."
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the table in the form of its file."""
+        return {
+            "source": self.source,
+            "head": self.head,
+            "rates": [list(row) for row in self.rates],
+            "counts": [
+                {"parent": list(parent), **{k: list(v) for k, v in ranks._asdict().items()}}
+                for parent, ranks in sorted(self.counts.items(), key=lambda item: _order(item[0]))
+            ],
+        }
+
+
+def save_acceptance(table: AcceptanceTable, path: str | FilePath) -> None:
+    """Writes a table. An interrupted write leaves no file.
+
+    Example:
+        >>> import tempfile
+        >>> from jaxspec.tuning import calibrated_table, load_acceptance, save_acceptance
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_acceptance(calibrated_table(), f"{folder}/table.json")
+        ...     load_acceptance(f"{folder}/table.json") == calibrated_table()
+        True
+    """
+    write_entry(path, table.as_dict())
+
+
+def shipped_tables() -> list[str]:
+    """Names of the tables that come with the package.
+
+    Example:
+        >>> from jaxspec.tuning import shipped_tables
+        >>> shipped_tables()
+        ['eagle1-vicuna7b-tau-4.06-inferred']
+    """
+    return shipped_names(_SHIPPED)
+
+
+def load_acceptance(source: str | FilePath) -> AcceptanceTable:
+    """Reads a table.
+
+    Args:
+        source: a file, or a name of `shipped_tables()`.
+
+    Raises:
+        ValueError: a field is missing or out of range; the message names it.
+
+    Example:
+        >>> from jaxspec.core.tree import EAGLE_PATHS
+        >>> from jaxspec.tuning import load_acceptance
+        >>> round(load_acceptance("eagle1-vicuna7b-tau-4.06-inferred").tau(EAGLE_PATHS), 2)
+        4.06
+    """
+    entry = read_entry("acceptance table", source, _SHIPPED)
+    try:
+        return AcceptanceTable(
+            rates=tuple(tuple(map(float, row)) for row in entry["rates"]),
+            counts={
+                tuple(ranks["parent"]): RankCounts(
+                    tuple(ranks["offered"]), tuple(ranks["accepted"])
+                )
+                for ranks in entry["counts"]
+            },
+            head=entry["head"],
+            source=entry["source"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"acceptance table {source}: {error!r}; it has `rates`, `counts`, `head` and `source`."
+        ) from error
+
+
+def probe_paths(max_depth: int = 5, max_branch: int = 4) -> tuple[Path, ...]:
+    """Returns the rank paths of a tree to measure acceptance with.
+
+    It has all nodes whose ranks add up to at most `max_branch - 1`: it is wide near the main path,
+    which most steps follow, and narrow far from it.
+
+    Raises:
+        ValueError: either argument is below 1.
+
+    Example:
+        >>> from jaxspec.tuning import probe_paths
+        >>> probe_paths(2, 2)
+        ((0,), (1,), (0, 0), (0, 1), (1, 0))
+    """
+    if max_depth < 1 or max_branch < 1:
+        raise ValueError(
+            f"max_depth and max_branch must be at least 1, got {max_depth} and {max_branch}."
+        )
+    return tuple(
+        path
+        for depth in range(1, max_depth + 1)
+        for path in itertools.product(range(max_branch), repeat=depth)
+        if sum(path) < max_branch
+    )
+
+
+def count_acceptance(steps: Iterable["TraceStep"]) -> dict[Path, RankCounts]:
+    """Counts the children that steps over static trees offered and accepted, by parent.
+
+    A child counts as accepted when it lies on the path that verification kept, before any stop
+    cuts that path. This holds for greedy and for sampled children.
+
+    Example:
+        >>> from jaxspec import TraceStep
+        >>> from jaxspec.tuning import count_acceptance
+        >>> step = TraceStep(  # The root has two children, and the second is accepted.
+        ...     tokens=np.array([7, 1, 2]), parents=np.array([-1, 0, 0]), valid=np.ones(3, bool),
+        ...     draft_logprobs=None, law_row=np.zeros(3, int), path=np.array([0, 2]),
+        ...     emitted=np.array([2, 9]), width=3,
+        ... )
+        >>> count_acceptance([step])
+        {(): RankCounts(offered=(1, 1), accepted=(0, 1))}
+    """
+    known: dict[bytes, tuple[Path, ...]] = {}
+    tries: dict[Path, dict[int, list[int]]] = {}
+    for step in steps:
+        shape = step.parents.tobytes()
+        if shape not in known:
+            known[shape] = ((), *rank_paths(tree_from_parents(step.parents.tolist())))
+        paths = known[shape]
+        kept = set(step.path.tolist())
+        for node in np.flatnonzero(step.valid & np.isin(step.parents, step.path)).tolist():
+            *parent, rank = paths[node]
+            pair = tries.setdefault(tuple(parent), {}).setdefault(rank, [0, 0])
+            pair[0] += 1
+            pair[1] += node in kept
+    return {
+        parent: RankCounts(
+            tuple(ranks.get(rank, (0, 0))[0] for rank in range(max(ranks) + 1)),
+            tuple(ranks.get(rank, (0, 0))[1] for rank in range(max(ranks) + 1)),
+        )
+        for parent, ranks in tries.items()
+    }
+
+
+def rank_paths(tree: Tree) -> tuple[Path, ...]:
+    """Returns the rank paths of all nodes except the root, in node order.
+
+    It inverts `tree_from_paths`.
+
+    Example:
+        >>> from jaxspec import chain
+        >>> from jaxspec.tuning import rank_paths
+        >>> rank_paths(chain(2))
+        ((0,), (0, 0))
+    """
+    ranks = np.asarray(tree.ranks)
+    depths, paths = np.asarray(tree.depths), np.asarray(tree.paths)
+    return tuple(
+        tuple(ranks[path[1 : depth + 1]].tolist())
+        for path, depth in zip(paths[1:], depths[1:], strict=True)
+    )
+
+
+def calibrated_table(
+    tau: float = PUBLISHED_TAU,
+    shape: Sequence[float] = SHAPES["sequoia"],
+    decay: float = 1.0,
+    paths: Sequence[Path] = EAGLE_PATHS,
+    max_depth: int = 5,
+) -> AcceptanceTable:
+    """Infers a table from the known tau of one tree.
+
+    Every parent at depth d has the rates `scale * shape * decay ** d`. The function solves for the
+    scale.
+
+    Args:
+        tau: tokens per target pass of the tree `paths`, bonus INCLUDED.
+        shape: rates by rank, up to a factor.
+        decay: factor of the rates from one depth to the next.
+        paths: the tree whose tau is known.
+        max_depth: depth of the table.
+
+    Raises:
+        ValueError: no scale gives that tau with chances that add up to at most 1.
+
+    Example:
+        >>> from jaxspec.tuning import calibrated_table
+        >>> round(calibrated_table(tau=4.06).rate((), 0), 2)
+        0.73
+    """
+
+    def table(scale: float) -> AcceptanceTable:
+        rates = tuple(
+            tuple(scale * share * decay**depth for share in shape) for depth in range(max_depth)
+        )
+        source = (
+            f"INFERRED, not measured: rates by rank proportional to {tuple(shape)}, times "
+            f"{decay} per depth, scaled so that a tree of {len(paths)} nodes has tau {tau} (tokens "
+            "per target pass, bonus included); the same below every parent."
+        )
+        return AcceptanceTable(rates, source=source)
+
+    low, high = 0.0, 1.0 / sum(shape)
+    if not 1.0 <= tau <= table(high).tau(paths):
+        raise ValueError(
+            f"tau: a tree of {len(paths)} nodes with rates of this shape has a tau between 1 and "
+            f"{table(high).tau(paths):.2f}, bonus included, got {tau}."
+        )
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if table(middle).tau(paths) < tau else (low, middle)
+    return table(low)
+
+
+def identity_of(params: PyTree) -> str:
+    """Names a drafter's weights: a hash of their structure and of the beginning of each array.
+
+    The name does not depend on the type in which weights are loaded, if they were stored in
+    bfloat16.
+
+    Example:
+        >>> identity_of({"w": np.ones(3)}) == identity_of({"w": np.ones(3, np.float16)})
+        True
+    """
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape}\n".encode())
+        digest.update(np.asarray(leaf.ravel()[:_NUMBERS_HASHED], np.float32).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _pooled(counts: Iterable[RankCounts]) -> RankCounts:
+    def total(columns: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+        return tuple(map(sum, itertools.zip_longest(*columns, fillvalue=0)))
+
+    counts = list(counts)
+    return RankCounts(
+        total(ranks.offered for ranks in counts), total(ranks.accepted for ranks in counts)
+    )
+
+
+def _drawn(counts: RankCounts, rank: int, prior: float) -> float:
+    """Returns the observed rate, drawn towards a prior worth `_PRIOR_STRENGTH` observations."""
+    if rank >= len(counts.offered):
+        return prior
+    tries = counts.offered[rank] + _PRIOR_STRENGTH
+    return (counts.accepted[rank] + _PRIOR_STRENGTH * prior) / tries
+
+
+def _order(path: Path) -> tuple[int, Path]:
+    return len(path), path

@@ -1,0 +1,236 @@
+"""Measurement of acceptance tables and of the speed of trees, by decoding prompts."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxspec.checkpoint import Model
+from jaxspec.core.tree import Path, normalize_paths
+from jaxspec.core.types import Drafter
+from jaxspec.decoding.generate import generate
+from jaxspec.decoding.request import GenerationConfig, PromptLike, Request, prepare
+from jaxspec.drafters import LoadedDrafter
+from jaxspec.measure.timing import release_programs, time_in_turns
+from jaxspec.tuning.acceptance import (
+    AcceptanceTable,
+    count_acceptance,
+    identity_of,
+    probe_paths,
+)
+from jaxspec.tuning.tree_search import Candidate
+
+
+def with_tree(drafter: LoadedDrafter, paths: Sequence[Path]) -> LoadedDrafter:
+    """Returns the same drafter over another static tree.
+
+    Raises:
+        ValueError: the drafter does not use a static tree.
+    """
+    method: Drafter = drafter.drafter
+    if not dataclasses.is_dataclass(method) or not hasattr(method, "paths"):
+        raise ValueError(
+            "drafter: must draft over a static tree (Eagle, DraftModel, Deer, DFlash), got "
+            f"{type(method).__name__}."
+        )
+    tree = {"paths": normalize_paths(paths)}
+    return drafter._replace(drafter=dataclasses.replace(method, **tree))
+
+
+def measure_acceptance(
+    model: Model,
+    drafter: LoadedDrafter,
+    prompts: Sequence[PromptLike],
+    config: GenerationConfig | None = None,
+    *,
+    paths: Sequence[Path] | None = None,
+    seed: int = 0,
+    advance: Callable[[str], None] = lambda _: None,
+) -> AcceptanceTable:
+    """Decodes prompts with a wide tree and counts which of its nodes are accepted.
+
+    Use other text than for evaluation: for example, held-out rows of training sets.
+
+    Args:
+        model: the target.
+        drafter: a drafter over any static tree; its own tree is not used.
+        prompts: as for `generate`.
+        config: settings of decoding; acceptance depends on them.
+        paths: the probing tree; `None`: `probe_paths()`.
+        seed: seed of sampling.
+        advance: called once per prompt, with a description of the work.
+
+    Raises:
+        ValueError: the drafter has no static tree, or nothing was drafted.
+    """
+    paths = probe_paths() if paths is None else paths
+    probing = with_tree(drafter, paths)
+    steps, num_tokens = [], 0
+    for prompt in prompts:
+        advance("counting accepted drafts")
+        (row,) = generate(model, prompt, config, probing, seed, return_trace=True)
+        steps += row.trace or ()
+        num_tokens += len(row.tokens)
+    return AcceptanceTable.from_counts(
+        count_acceptance(steps),
+        head=identity_of(drafter.params),
+        source=(
+            f"measured with {model.name}: {len(steps)} steps, {num_tokens} tokens, "
+            f"{len(prompts)} prompts, temperature {(config or GenerationConfig()).temperature}, "
+            f"a probing tree of {len(paths)} nodes"
+        ),
+    )
+
+
+class MeasuredTree(NamedTuple):
+    """Measured speed of decoding over a tree, without prefill and compilation.
+
+    Attributes:
+        tau: tokens per target pass, bonus INCLUDED.
+        step_seconds: seconds of one step.
+    """
+
+    tau: float
+    step_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Measured speed, bonus token INCLUDED."""
+        return self.tau / self.step_seconds
+
+
+class SpeedPrediction(NamedTuple):
+    """Predicted and measured speed of one tree."""
+
+    predicted: Candidate
+    measured: MeasuredTree
+
+    @property
+    def error(self) -> float:
+        """Relative error of the predicted tokens per second; above 0: predicted too fast."""
+        return self.predicted.tokens_per_second / self.measured.tokens_per_second - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all figures, ready for JSON."""
+        return {
+            **self.predicted.as_dict(),
+            "measured": {
+                "tau_bonus_included": self.measured.tau,
+                "step_seconds": self.measured.step_seconds,
+                "tokens_per_second": self.measured.tokens_per_second,
+            },
+            "error": self.error,
+        }
+
+
+class PredictionErrors(NamedTuple):
+    """Relative errors of predicted speeds, over trees.
+
+    Attributes:
+        num_trees: number of trees, without plain decoding.
+        median: median error of tokens per second. It includes any change of the machine's speed
+            since its profile was measured.
+        worst: largest error of tokens per second.
+        speedup_median: median error of the speed-up over plain decoding, in which such a change
+            cancels.
+        speedup_worst: largest error of the speed-up.
+    """
+
+    num_trees: int
+    median: float
+    worst: float
+    speedup_median: float
+    speedup_worst: float
+
+
+def prediction_errors(predictions: Sequence[SpeedPrediction]) -> PredictionErrors:
+    """Summarizes the errors of all trees.
+
+    Args:
+        predictions: trees, and plain decoding (no nodes) exactly once.
+
+    Raises:
+        ValueError: there is no tree, or plain decoding is not there once.
+    """
+    trees = [each for each in predictions if each.predicted.paths]
+    plain = [each for each in predictions if not each.predicted.paths]
+    if not trees or len(plain) != 1:
+        raise ValueError(
+            f"predictions: must be of trees and of plain decoding once, got {len(trees)} and "
+            f"{len(plain)}."
+        )
+    errors = [abs(each.error) for each in trees]
+    of_speedups = [abs((1 + each.error) / (1 + plain[0].error) - 1) for each in trees]
+    return PredictionErrors(
+        len(trees),
+        float(np.median(errors)),
+        max(errors),
+        float(np.median(of_speedups)),
+        max(of_speedups),
+    )
+
+
+def measure_trees(
+    model: Model,
+    drafter: LoadedDrafter,
+    trees: Sequence[Sequence[Path]],
+    prompts: Sequence[PromptLike],
+    config: GenerationConfig | None = None,
+    *,
+    repeats: int = 3,
+    seed: int = 0,
+    advance: Callable[[str], None] = lambda _: None,
+) -> list[MeasuredTree]:
+    """Decodes prompts one at a time over each tree, in turns, and times the steps.
+
+    The same program also decodes each prompt for one token only. The difference of the two times is
+    the time of the steps after the first.
+
+    Args:
+        model: the target.
+        drafter: a drafter over any static tree; its own tree is not used.
+        trees: rank paths of each tree; empty for plain decoding.
+        prompts: as for `generate`.
+        config: settings of decoding.
+        repeats: timed runs of each prompt and tree.
+        seed: seed of sampling.
+        advance: called once per prompt, with a description of the work.
+
+    Raises:
+        ValueError: as for `generate`; or no prompt gives more than one step.
+    """
+    config = config or GenerationConfig()
+    methods = [with_tree(drafter, paths) if len(paths) else None for paths in trees]
+    seconds, steps, tokens = np.zeros((3, len(trees)))
+    for prompt in prompts:
+        advance("decoding in turns")
+        release_programs()
+        requests = [prepare(model, prompt, config, method, seed) for method in methods]
+        programs = {}
+        for index, request in enumerate(requests):
+            programs[f"{index} whole"] = request.decode
+            programs[f"{index} first step"] = _first_step(request).decode
+        times = time_in_turns(programs, repeats)
+        for index, request in enumerate(requests):
+            whole, first = times[f"{index} whole"], times[f"{index} first step"]
+            states = request.decode()
+            seconds[index] += np.median(whole) - np.median(first)
+            steps[index] += int(states.stats.num_steps[0])
+            tokens[index] += int(states.context.length[0]) - request.prompt_lengths[0]
+    later = steps - len(prompts)
+    if np.any(later < 1):
+        raise ValueError(
+            "prompts: outputs that end with their first step cannot be timed; ask for more tokens, "
+            "or give other prompts."
+        )
+    return [
+        MeasuredTree(float(tau), float(step_seconds))
+        for tau, step_seconds in zip(tokens / steps, seconds / later, strict=True)
+    ]
+
+
+def _first_step(request: Request) -> Request:
+    prompts = request.prompts
+    return dataclasses.replace(request, prompts=prompts._replace(room=jnp.ones_like(prompts.room)))

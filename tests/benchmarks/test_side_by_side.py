@@ -1,0 +1,43 @@
+"""llama.cpp decodes a model of ours from a file of ours."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+
+import jaxspec
+from benchmarks.llama_cpp import LlamaCppMethod, LlamaCppRunner, why_not_here, write_gguf
+from jaxspec import GenerationConfig
+
+MISSING = why_not_here()
+
+
+@pytest.mark.skipif(MISSING is not None, reason="needs the extra `llama-cpp`")
+def test_llama_cpp_emits_our_tokens(tmp_path):
+    """With and without its own drafts; in float32, as some processors round rows to bfloat16."""
+    model, draft = jaxspec.load("demo"), jaxspec.load("demo-draft")
+    ids = [int(token) for token in model.tokenizer.encode("What is 2 + 3?\n")]
+    ours = jaxspec.generate(model, [ids], GenerationConfig(max_new_tokens=24))[0]
+    methods = {
+        "plain": LlamaCppMethod("f32"),
+        "draft model": LlamaCppMethod("f32", "model"),
+        "n-gram": LlamaCppMethod("f32", "n-gram"),
+    }
+    with LlamaCppRunner(model, methods, tmp_path, 2, 24, draft) as runner:
+        for name in methods:
+            assert runner.decode(name, ids, 0).texts == [ours.tokens.tolist()], name
+        assert runner.decode("plain", ids, 0).counts.tau == 1.0
+        assert runner.decode("draft model", ids, 0).counts.tau > 1.0
+
+
+@pytest.mark.skipif(MISSING is not None, reason="needs the extra `llama-cpp`")
+def test_a_model_of_another_family_is_refused(model, tmp_path):
+    config = model.config.replace(qk_norm=True)
+    other = dataclasses.replace(model, network=dataclasses.replace(model.network, config=config))
+    with pytest.raises(ValueError, match="must be a Llama with a tokenizer, not qwen3"):
+        write_gguf(other, tmp_path / "model.gguf", "f32")
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert why_not_here() == "xllamacpp and gguf cannot be imported; install the extra `llama-cpp`"

@@ -1,0 +1,589 @@
+"""The command line: exit codes, what goes where, and that a mistake is one clear line."""
+
+import argparse
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec import GenerationConfig, commands, generate, native
+from jaxspec.checkpoint import hub, save_eagle
+from jaxspec.cli import COMMANDS, main
+from jaxspec.commands import demo, info, options
+from jaxspec.commands import methods as shipped
+from jaxspec.commands.generate import Session, Shown, add_arguments
+from jaxspec.commands.options import drafter_spec, generation_config
+from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.drafters import AdaptiveBlock
+from jaxspec.measure import step
+from jaxspec.measure.step import StepTimes
+from jaxspec.models import Diffusion, EagleHead, ModelConfig, init_eagle_params
+from jaxspec.training.loop import DivergedError
+from tests.checkpoint.networks import random_network
+from tests.measure.models import WrongRoot, filling_model, tiny_model
+
+
+@pytest.fixture(scope="session")
+def drafter(tmp_path_factory):
+    """`--drafter` of a diffusion model with the same tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "filling"
+    jaxspec.save(filling_model("filling", 4), folder)
+    return f"deer:model={folder},block=3"
+
+
+@pytest.fixture
+def head(model, tmp_path):
+    """The folder of a random EAGLE-1 head for the model."""
+    config = model.config.replace(num_layers=1)
+    params = init_eagle_params(config, True, jax.random.key(0))
+    save_eagle(EagleHead(params, config), tmp_path / "head")
+    return tmp_path / "head"
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"question": "abc", "category": "x"}, {"question": "one, two, one"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def fails(capsys, *argv) -> str:
+    """Runs a command that must fail politely; returns its one line."""
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if line.startswith("jaxspec: error:")]
+    assert "Traceback" not in err
+    assert out == ""
+    return line
+
+
+@pytest.mark.parametrize("words", [(), ("train",), *(command.words for command in COMMANDS)])
+def test_every_verb_explains_itself(capsys, words):
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "--help"])
+    assert exit_.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"usage: {' '.join(('jaxspec', *words))}" in shown
+    if words in [command.words for command in COMMANDS]:
+        assert "--debug" in shown
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"jaxspec {jaxspec.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["generate"],
+        ["generate", "m", "p", "--temperature", "hot"],
+        ["generate", "m", "p", "--drafter", "guess"],
+        ["generate", "m", "p", "--drafter", "lookup:max_ngram"],
+        ["bench", "m"],
+        ["train"],
+    ],
+)
+def test_a_command_line_that_makes_no_sense_exits_with_2(capsys, argv):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    assert "usage: jaxspec" in capsys.readouterr().err
+
+
+def test_every_generation_setting_has_a_flag():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    flags = {
+        "max_new_tokens": ("7", 7),
+        "temperature": ("0.5", 0.5),
+        "top_k": ("3", 3),
+        "top_p": ("0.9", 0.9),
+        "min_p": ("0.1", 0.1),
+        "logit_bias": ("5=-1.5", {5: -1.5}),
+        "allowed_token_ids": ("1,2", (1, 2)),
+        "banned_token_ids": ("3", (3,)),
+        "stop_token_ids": ("", ()),
+        "stop": ("end", ("end",)),
+        "num_samples": ("2", 2),
+        "logprobs": (None, True),
+        "warped_logprobs": (None, True),
+        "repetition_penalty": ("1", 1.0),
+    }
+    assert set(flags) == {field.name for field in dataclasses.fields(GenerationConfig)}
+    argv = ["model", "prompt"]
+    for name, (text, _) in flags.items():
+        argv += [f"--{name.replace('_', '-')}", *([] if text is None else [text])]
+    expected = GenerationConfig(**{name: value for name, (_, value) in flags.items()})
+    assert generation_config(parser.parse_args(argv)) == expected
+    assert generation_config(parser.parse_args(["model", "prompt"])) == GenerationConfig()
+
+
+class TestDrafters:
+    """Names and settings of drafters become drafters."""
+
+    def make(self, text, model=None, **flags):
+        given = {"num_speculative_tokens": None, "max_ngram": None, "draft_model": None}
+        args = argparse.Namespace(**{**given, "dtype": None, **flags})
+        return options.make_drafter(drafter_spec(text), args, model)
+
+    def test_flags_fill_in_what_the_name_leaves_open(self):
+        lookup = self.make("lookup:max_ngram=3,match=recent", max_ngram=9, num_speculative_tokens=2)
+        assert lookup == jaxspec.PromptLookup(2, 3, "recent")
+        assert drafter_spec("none") is None
+
+    def test_draft_models_are_loaded(self, model, folder):
+        made = self.make("draft-model:num_speculative_tokens=2", model, draft_model=folder)
+        drafter = made.drafter
+        assert drafter == jaxspec.DraftModel(2)
+
+    def test_heads_draft_over_the_tree_in_their_folder_unless_told_otherwise(self, model, head):
+        def paths(text):
+            made = self.make(text, model)
+            assert isinstance(made.params, EagleHead)
+            return made.drafter.paths
+
+        assert paths(f"eagle:head={head}") == EAGLE_PATHS
+        (head / "tree.json").write_text('{"paths": [[0], [0, 0]]}')
+        assert paths(f"eagle:head={head}") == ((0,), (0, 0))
+        assert paths(f"eagle:head={head},tree=eagle-25") == EAGLE_PATHS
+        (head / "mine.json").write_text("[[0], [1]]")
+        assert paths(f"eagle:head={head},tree={head / 'mine.json'}") == ((0,), (1,))
+        (head / "tree.json").write_text('{"paths": []}')
+        with pytest.raises(ValueError, match="plain decoding is faster"):
+            paths(f"eagle:head={head}")
+
+    def test_dynamic_trees_have_their_bounds(self, model, head):
+        drafter = self.make(f"eagle2:head={head},depth=2,beam=3,num_nodes=7", model).drafter
+        assert drafter == jaxspec.Eagle2(num_nodes=7, depth=2, beam=3)
+
+    def test_diffusion_models_draft_blocks(self, model, tmp_path):
+        config = ModelConfig(
+            vocab_size=24,
+            embed_dim=16,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+            head_dim=8,
+            mlp_dim=24,
+            max_positions=64,
+            qkv_bias=True,
+            diffusion=Diffusion(23, True, 4),
+        )
+        jaxspec.save(jaxspec.Model(random_network(config)), tmp_path)
+
+        def make(settings):
+            return self.make(f"deer:model={tmp_path},{settings}", model)
+
+        made = make("block=5,num_nodes=7,adaptive=1")
+        assert made.drafter == jaxspec.Deer(5, num_nodes=7, adaptive=AdaptiveBlock())
+        assert made.params.config.diffusion == Diffusion(23, True, 4)
+        made = make("adaptive=1,draft_cost=0.5,token_cost=0")
+        assert made.drafter.adaptive == AdaptiveBlock(draft_cost=0.5, token_cost=0.0)
+        assert make("steps=2,temperature=0").drafter == jaxspec.Deer(8, steps=2, temperature=0.0)
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("deer", "needs deer:model=MODEL"),
+            ("deer:block=x", "block must be a number"),
+            ("deer:token_cost=0.1", "token_cost: needs adaptive=1"),
+            ("dflash:block=3", "needs dflash:head=FOLDER"),
+            ("lookup:size=3", "lookup has no setting 'size'; it has num_speculative_tokens,"),
+            ("lookup:max_ngram=x", "max_ngram must be a number"),
+            ("lookup:max_ngram=0", "max_ngram must be at least 1, got 0"),
+            ("draft-model", "needs --draft-model MODEL"),
+            ("eagle", "eagle needs eagle:head=FOLDER"),
+            ("eagle2:depth=3", "eagle2 needs eagle2:head=FOLDER"),
+            ("eagle:head=nowhere", "no folder 'nowhere', nor a shipped head of that name"),
+            ("eagle2:beam=x", "beam must be a number"),
+        ],
+    )
+    def test_bad_settings_are_named(self, text, message):
+        with pytest.raises(ValueError, match=message):
+            self.make(text)
+
+
+class TestGenerate:
+    """`jaxspec generate`."""
+
+    def test_text_goes_out_and_all_else_to_standard_error(self, capsys, folder, model):
+        argv = [
+            "generate",
+            folder,
+            "one, two, one",
+            "--max-new-tokens",
+            "12",
+            "--drafter",
+            "lookup",
+        ]
+        assert main(argv) == 0
+        out, err = capsys.readouterr()
+        config = GenerationConfig(max_new_tokens=12)
+        assert out == generate(model, "one, two, one", config)[0].text + "\n"
+        assert "GenerationConfig(max_new_tokens=12" in err
+        assert "drafter: PromptLookup(num_speculative_tokens=4" in err
+        assert "done: 12 tokens" in err
+        assert "tau" in err
+        assert "bonus included" in err
+
+    def test_json_is_one_object_with_everything_asked_for(self, capsys, folder, model):
+        argv = ["generate", folder, "abc", "--max-new-tokens", "4", "--json", "--logprobs"]
+        assert main([*argv, "--temperature", "1", "--seed", "3"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        config = GenerationConfig(max_new_tokens=4, temperature=1.0, logprobs=True)
+        expected = generate(model, "abc", config, seed=3)[0]
+        assert shown["tokens"] == expected.tokens.tolist()
+        assert shown["logprobs"] == pytest.approx(expected.logprobs.tolist(), abs=1e-5)
+        assert shown["text"] == expected.text
+        assert shown["finish_reason"] == "length"
+        assert shown["metrics"]["num_tokens"] == 4
+        assert shown["config"]["temperature"] == 1.0
+        assert shown["prompt"] == "abc"
+        assert "warped_logprobs" not in shown
+
+    def test_samples(self, capsys, folder):
+        argv = ["generate", folder, "abc", "--max-new-tokens", "3", "--temperature", "1"]
+        assert main([*argv, "--num-samples", "2", "--json"]) == 0
+        samples = json.loads(capsys.readouterr().out)["samples"]
+        assert [len(sample["tokens"]) for sample in samples] == [3, 3]
+        assert main([*argv, "--num-samples", "2"]) == 0
+        assert "--- sample 1 (length)" in capsys.readouterr().out
+
+    def test_prompts_from_a_file_and_from_standard_input(
+        self, capsys, monkeypatch, folder, tmp_path
+    ):
+        (tmp_path / "prompt.txt").write_text("abc")
+        monkeypatch.setattr(sys, "stdin", io.StringIO("abc"))
+        outputs = []
+        for source in (["abc"], ["-"], ["--file", str(tmp_path / "prompt.txt")]):
+            assert main(["generate", folder, *source, "--max-new-tokens", "4"]) == 0
+            outputs.append(capsys.readouterr().out)
+        assert len(set(outputs)) == 1
+
+    def test_a_chat_remembers_its_turns(self, capsys, monkeypatch, folder, model):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n\ndef\n"))
+        argv = ["generate", folder, "--chat", "--system", "be brief", "--max-new-tokens", "4"]
+        assert main(argv) == 0
+        messages, config = [{"role": "system", "content": "be brief"}], GenerationConfig(4)
+        for turn in ("abc", "def"):
+            messages.append({"role": "user", "content": turn})
+            answer = generate(model, messages, config)[0].text
+            messages.append({"role": "assistant", "content": answer})
+        assert capsys.readouterr().out == "".join(m["content"] + "\n" for m in messages[2::2])
+
+    def test_a_chat_needs_a_template(self, capsys, tmp_path):
+        jaxspec.save(tiny_model(templates={}), tmp_path / "mute")
+        line = fails(capsys, "generate", str(tmp_path / "mute"), "--chat")
+        assert "has no chat template" in line
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["nowhere", "abc"], "There is no folder 'nowhere'"),
+            (["MODEL"], "Give a PROMPT"),
+            (["MODEL", ""], "prompts[0] is empty"),
+            (["MODEL", "x" * 3000], "has 3000 tokens; the context"),
+            (["MODEL", "abc", "--file", "also"], "either PROMPT or --file"),
+            (["MODEL", "--file", "missing.txt"], "error: missing.txt: No such file"),
+            (["MODEL", "abc", "--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+            (["MODEL", "abc", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
+            (["MODEL", "abc", "--max-new-tokens", "-3"], "max_new_tokens must be at least 0"),
+            (["MODEL", "abc", "--top-k", "999"], "top_k must be at most the vocabulary, 256"),
+            (["MODEL", "abc", "--drafter", "draft-model"], "needs --draft-model MODEL"),
+            (["MODEL", "abc", "--drafter", "lookup", "--max-ngram", "0"], "max_ngram must be"),
+            (["MODEL", "abc", "--draft-model", "x"], "--draft-model: needs --drafter"),
+            (
+                ["MODEL", "abc", "--drafter", "lookup", "--draft-model", "x"],
+                "--draft-model: --drafter lookup has no such setting",
+            ),
+            (["MODEL", "--chat", "--json"], "--chat: cannot be combined"),
+            (["MODEL", "abc", "--system", "hi"], "--system: needs --chat"),
+        ],
+    )
+    def test_mistakes_are_one_line(self, capsys, folder, argv, message):
+        argv = [folder if part == "MODEL" else part for part in argv]
+        assert message in fails(capsys, "generate", *argv)
+
+    def test_debug_shows_the_traceback(self, folder):
+        with pytest.raises(ValueError, match="Give a PROMPT"):
+            main(["generate", folder, "--debug"])
+
+    def test_ctrl_c_keeps_what_is_there(self, model, tmp_path):
+        # So long a text that it is surely not over when the signal comes.
+        patient = model.config.replace(max_positions=50_000)
+        network = dataclasses.replace(model.network, config=patient)
+        jaxspec.save(dataclasses.replace(model, network=network), tmp_path / "patient")
+        # A test run in the background of a shell ignores the signal, and so would its children.
+        listening = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "from jaxspec.cli import main; sys.exit(main(sys.argv[1:]))"
+        )
+        command = [sys.executable, "-c", listening, "generate", tmp_path / "patient", "abc"]
+        with subprocess.Popen(
+            [*command, "--max-new-tokens", "40000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            first = os.read(process.stdout.fileno(), 1)
+            process.send_signal(signal.SIGINT)
+            rest, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert first + rest  # what was shown stays, and ends the line
+        assert rest.endswith(b"\n")
+        assert b"interrupted: " in err
+        assert b"Traceback" not in err
+
+    def test_ctrl_c_shows_what_was_held_back(self, capsys, monkeypatch, model):
+        def interrupted(*_):
+            tokens = np.asarray(model.tokenizer.encode("abc"))
+            yield SimpleNamespace(
+                tokens=tokens, from_draft=np.zeros(3, bool), text="a", finish_reason=None
+            )
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(commands.generate, "stream", interrupted)
+        shown = Session(model, GenerationConfig(stop="bcd"), None, 0).show("x")
+        assert shown == Shown("abc", interrupted=True)
+        assert capsys.readouterr().out == "abc\n"
+
+    def test_the_prompt_may_come_after_the_flags(self, capsys, folder):
+        assert main(["generate", folder, "--max-new-tokens", "3", "abc"]) == 0
+        late = capsys.readouterr().out
+        assert main(["generate", folder, "abc", "--max-new-tokens", "3"]) == 0
+        assert capsys.readouterr().out == late
+        with pytest.raises(SystemExit):
+            main(["generate", folder, "abc", "--max-new-tokens", "3", "more"])
+        assert "unrecognized arguments: more" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("way", [[], ["--json"], ["--num-samples", "2"]])
+    def test_a_terminal_is_told_of_compiling(self, capsys, monkeypatch, folder, way):
+        argv = ["generate", folder, "abc", "--max-new-tokens", "3", *way]
+        assert main(argv) == 0
+        assert "compiling, once" not in capsys.readouterr().err
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+        assert main(argv) == 0
+        out, err = capsys.readouterr()
+        assert "compiling, once for this kind of request" in err
+        assert "compiling, once" not in out
+
+    def test_a_reader_that_leaves_early_is_no_error(self, folder):
+        command = f"'{sys.executable}' -m jaxspec generate '{folder}' abc --max-new-tokens 400"
+        done = subprocess.run(
+            ["bash", "-c", f"{command} | head -c 1; echo ${{PIPESTATUS[0]}}"], capture_output=True
+        )
+        assert done.stdout.endswith(b"0\n")
+        assert b"Traceback" not in done.stderr
+        assert b"BrokenPipe" not in done.stderr
+
+
+class TestBench:
+    """`jaxspec bench`."""
+
+    def test_it_writes_a_table_and_json(self, capsys, folder, prompts, tmp_path):
+        argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
+        written = tmp_path / "figures.json"
+        assert main([*argv, "--drafter", "lookup", "--json", str(written)]) == 0
+        out, err = capsys.readouterr()
+        assert "2 prompts one at a time, greedy" in out
+        assert "2 of 2 same" in out
+        assert "By category" in out
+        assert "prompts: 2 of" in err
+        figures = json.loads(written.read_text())
+        assert [row["name"] for row in figures["rows"]] == ["plain", "lookup"]
+        assert figures["outputs_agree"] is True
+
+    def test_json_to_standard_output_is_alone_there(self, capsys, folder, prompts):
+        argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
+        assert main([*argv, "--limit", "1", "--drafter", "none", "--json", "-"]) == 0
+        out, err = capsys.readouterr()
+        assert [row["name"] for row in json.loads(out)["rows"]] == ["plain"]
+        assert "1 prompts one at a time" in err
+
+    def test_all_are_the_methods_that_are_here(
+        self, capsys, monkeypatch, folder, prompts, tmp_path
+    ):
+        monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
+        jaxspec.save(filling_model("filling", 4), tmp_path / "checkpoints" / "demo-deer")
+        kept = ("prompt lookup", "draft model", "EAGLE-1, searched tree", "DEER, tree of 8")
+        methods = {name: shipped.EVERY_METHOD[name] for name in kept}
+        monkeypatch.setattr("jaxspec.commands.bench.EVERY_METHOD", methods)
+        times = StepTimes(step=0.008, draft=0.002, target=0.005, width=4.0)
+        monkeypatch.setattr(shipped, "measure_drafter", lambda *_, **__: times)
+        monkeypatch.setattr(step, "measure_drafter", lambda *_, **__: times)
+        written = tmp_path / "figures.json"
+        argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
+        argv += ["--limit", "1", "--json", str(written)]
+        assert main([*argv, "--drafter", "all"]) == 0
+        out, err = capsys.readouterr()
+        assert "left_out: draft model, EAGLE-1, searched tree" in err
+        assert "DEER, tree of 8" in out
+        assert "longest" in out
+        assert out.count("25%, 62%") == 3
+        steps = json.loads(written.read_text())["steps"]
+        assert steps.keys() == {"plain", "prompt lookup", "DEER, tree of 8"}
+        assert steps["DEER, tree of 8"]["draft_seconds"] == 0.002
+
+    def test_a_drafter_that_lies_makes_it_fail(self, capsys, monkeypatch, folder, prompts):
+        planted = ({}, lambda args, settings, model: WrongRoot())
+        monkeypatch.setitem(options.DRAFTERS, "liar", planted)
+        argv = ["bench", folder, str(prompts), "--max-new-tokens", "6", "--repeats", "1"]
+        assert main([*argv, "--drafter", "liar"]) == 1
+        assert "DIFFERENT: liar, prompt 0" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("argv", "message"),
+        [
+            (["MODEL", "missing.jsonl"], "missing.jsonl"),
+            (["MODEL", "PROMPTS", "--field", "answer"], "prompts.jsonl:1: has no field 'answer'"),
+            (["MODEL", "PROMPTS", "--limit", "0"], "limit must be at least 1"),
+            (["MODEL", "PROMPTS", "--json", "no/such/folder.json"], "--json no/such/folder.json"),
+            (["MODEL", "PROMPTS", "--repeats", "0"], "repeats must be at least 1"),
+            (["MODEL", "PROMPTS", "--num-samples", "2"], "num_samples must be 1"),
+        ],
+    )
+    def test_mistakes_are_one_line(self, capsys, folder, prompts, argv, message):
+        named = {"MODEL": folder, "PROMPTS": str(prompts)}
+        assert message in fails(capsys, "bench", *(named.get(part, part) for part in argv))
+
+    def test_an_unreadable_line_is_named(self, capsys, folder, prompts):
+        prompts.write_text(prompts.read_text() + "{oops\n")
+        assert f"{prompts}:3: not valid JSON" in fails(capsys, "bench", folder, str(prompts))
+
+
+class TestDemo:
+    """`jaxspec demo`, on a model that is not shipped."""
+
+    @pytest.fixture(autouse=True)
+    def one_short_prompt(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(demo, "PROMPTS", ("one, two, one",))
+        monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")  # nothing is shipped
+
+    def test_it_shows_every_method_without_a_terminal(self, capsys, folder, head):
+        (head / "tree.json").write_text("[[0], [1]]")
+        drafters = [f"draft-model:model={folder}", f"eagle:head={head}"]
+        argv = ["demo", "--model", folder]
+        for drafter in drafters:
+            argv += ["--drafter", drafter]
+        assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
+        out = capsys.readouterr().out
+        for method in ("plain", "prompt lookup", *drafters):
+            assert f"# {method}" in out
+        assert "All outputs are identical" in out
+        assert "\x1b" not in out
+
+    def test_methods_are_those_that_come_with_the_package(self, capsys, monkeypatch, folder):
+        methods = {"one": lambda target: jaxspec.PromptLookup(), "for another": lambda target: None}
+        monkeypatch.setattr(demo, "EVERY_METHOD", methods)
+        argv = ["demo", "--model", folder, "--tokens", "6", "--repeats", "1"]
+        assert main(argv) == 0
+        out, err = capsys.readouterr()
+        assert "# one\n" in out
+        assert "left_out: for another" in err
+
+    @pytest.fixture
+    def on_a_terminal(self, monkeypatch):
+        for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "100", "LINES": "40"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("TERM", "xterm")
+
+    @pytest.mark.usefixtures("on_a_terminal")
+    def test_on_a_terminal_it_is_a_race(self, capsys, folder, monkeypatch):
+        monkeypatch.chdir(os.path.dirname(folder))
+        drafter = f"draft-model:model={os.path.basename(folder)}"
+        argv = ["demo", "--model", folder, "--drafter", drafter, "--slow", "1.5"]
+        assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
+        out = capsys.readouterr().out
+        assert "1.5 times slower than it ran" in out
+        for method in ("plain", "prompt lookup", drafter):
+            assert re.search(rf"{method}: [\d.]+ s", out)
+        assert "the text, by the fastest: " in out
+        assert "All outputs are identical" in out
+
+    @pytest.mark.usefixtures("on_a_terminal")
+    def test_an_interrupted_race_leaves_the_cursor(self, capsys, monkeypatch, folder):
+        def interrupt(seconds):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("jaxspec.commands.race.time.sleep", interrupt)
+        assert main(["demo", "--model", folder, "--tokens", "6"]) == 130
+        out, err = capsys.readouterr()
+        assert out.rfind("\x1b[?25l") < out.rfind("\x1b[?25h")
+        assert "Traceback" not in out + err
+
+    @pytest.mark.usefixtures("on_a_terminal")
+    @pytest.mark.parametrize("slow", ["0.5", "nan", "inf"])
+    def test_a_race_is_not_shown_faster_than_it_ran(self, capsys, slow):
+        assert "--slow must be a number from 1" in fails(capsys, "demo", "--slow", slow)
+
+    @pytest.mark.parametrize("json_or_not", [[], ["--json"]])
+    def test_where_there_is_no_race_nothing_slows_it(self, capsys, json_or_not):
+        assert "--slow: the race needs a terminal" in fails(
+            capsys, "demo", "--slow", "2", *json_or_not
+        )
+
+    def test_json(self, capsys, folder):
+        drafter = f"draft-model:model={folder}"
+        argv = ["demo", "--model", folder, "--drafter", drafter, "--json"]
+        assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["outputs_agree"] is True
+        outputs = shown["prompts"][0]["outputs"]
+        assert set(outputs) == {"plain", "prompt lookup", drafter}
+        assert len({tuple(output["tokens"]) for output in outputs.values()}) == 1
+        assert not any(outputs["plain"]["from_draft"])
+        assert shown["comparison"]["rows"][2]["overall"]["mean_acceptance_length"] > 1
+
+
+class TestShippedPrompts:
+    """The demo's own prompts."""
+
+    def test_they_share_one_bucket(self):
+        shipped = jaxspec.checkpoint.shipped_models()
+        if "demo" not in shipped:
+            pytest.skip("needs the shipped model 'demo', which is not here")
+        tokenizer = jaxspec.checkpoint.load_tokenizer(shipped["demo"])
+        lengths = [len(tokenizer.encode(prompt)) for prompt in demo.PROMPTS]
+        assert all(32 < length <= 64 for length in lengths), lengths
+
+
+def test_a_training_that_diverged_is_an_error_and_no_traceback(monkeypatch, capsys, tmp_path):
+    def diverge(*args, **kwargs):
+        raise DivergedError("step 3: the loss is nan.")
+
+    monkeypatch.setattr("jaxspec.training.train.train", diverge)
+    for name in ("gsm8k", "mbpp"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl.gz").touch()
+    argv = ["train", "lm", "--data-folder", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(argv) == 2
+    assert capsys.readouterr().err.endswith("jaxspec: error: step 3: the loss is nan.\n")
+
+
+def test_a_demo_of_no_tokens_is_refused(capsys):
+    assert main(["demo", "--tokens", "0"]) == 2
+    assert "--tokens must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_info_says_what_runs_and_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(info, "_version", lambda name: None if name == "matplotlib" else "1.0")
+    assert main(["info"]) == 0
+    lines = dict(re.split(r"  +", line) for line in capsys.readouterr().out.splitlines())
+    assert lines["jaxspec"].startswith(jaxspec.__version__)
+    assert lines["products"] == native.status().reason
+    # An extra that names another one lacks what that lacks.
+    assert {"plots", "notebooks", "dev"} <= set(lines["not installed"].split(", "))
+    assert "test" in lines["extras"].split(", ")

@@ -1,0 +1,181 @@
+"""The display of a race, and its moments."""
+
+import io
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from jaxspec import GenerationConfig, PromptLookup, generate
+from jaxspec.commands import race
+from jaxspec.commands.race import (
+    Race,
+    RecordedStep,
+    Recording,
+    coloured,
+    columns_that_fit,
+    record,
+    replay,
+    slowdown,
+)
+from jaxspec.decoding.metrics import Counts
+from tests.commands.test_live import screen
+from tests.measure.models import tiny_model
+
+CONFIG = GenerationConfig(max_new_tokens=12)
+
+
+def recording(seed, name="method", num_steps=20):
+    """A stream with steps of 1 to 4 words; the last word of a step is the target's own."""
+    rng = np.random.default_rng(seed)
+    steps, counts, seconds = [], Counts(), 0.0
+    for wait in rng.uniform(0.001, 0.01, num_steps):
+        num_drafted = int(rng.integers(4))
+        counts += Counts(num_tokens=num_drafted + 1, num_steps=1, num_from_draft=num_drafted)
+        seconds += wait
+        pieces = [("draft " * num_drafted, True), ("own ", False)]
+        steps.append(RecordedStep(counts, seconds, pieces))
+    return Recording(name, steps)
+
+
+def drafted_text(text):
+    return "".join(text.plain[span.start : span.end] for span in text.spans)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_step_is_there_from_its_measured_time_on(seed):
+    recorded = recording(seed)
+    end = recorded.seconds
+    assert recorded.until(0) == []
+    assert recorded.until(end) == recorded.steps
+    for seconds in [*np.linspace(0, end, 50), *(step.seconds for step in recorded.steps)]:
+        there = recorded.until(seconds)
+        later = recorded.steps[len(there) :]
+        assert all(step.seconds <= seconds for step in there)
+        assert all(step.seconds > seconds for step in later)
+        assert [*there, *later] == recorded.steps
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookup()])
+def test_a_recording_is_what_the_method_writes(drafter):
+    model, prompt = tiny_model(), "one, two, one"
+    (recorded,) = record(model, prompt, CONFIG, {"method": drafter})
+    (row,) = generate(model, prompt, CONFIG, drafter)
+    assert coloured(recorded.steps).plain == row.text
+    times = [step.seconds for step in recorded.steps]
+    assert recorded.steps[-1].counts.num_tokens == len(row.tokens)
+    assert recorded.steps[-1].counts.num_from_draft == row.from_draft.sum()
+    assert [0.0, *times] == sorted({0.0, *times})
+
+
+def test_accepted_draft_tokens_are_coloured_and_no_others():
+    model, prompt = tiny_model(), "one, two, one, two, one,"
+    (recorded,) = record(model, prompt, CONFIG, {"method": PromptLookup()})
+    pieces = [piece for step in recorded.steps for piece in step.pieces]
+    accepted = "".join(text for text, drafted in pieces if drafted)
+    assert recorded.steps[-1].counts.num_from_draft > 0
+    assert accepted
+    assert drafted_text(coloured(recorded.steps)) == accepted
+
+
+def test_methods_run_alone_and_first_runs_are_in_no_clock(monkeypatch):
+    runs = []
+
+    def stream(model, prompt, config, drafter):
+        if drafter not in runs:
+            time.sleep(0.3)  # compiles
+        for part in range(2):
+            runs.append(drafter)
+            reason = "length" if part else None
+            yield SimpleNamespace(
+                tokens=np.zeros(1, int), from_draft=np.zeros(1, bool), text="", finish_reason=reason
+            )
+
+    monkeypatch.setattr(race, "stream", stream)
+    recordings = record(tiny_model(), "", CONFIG, {"one": "a", "two": "b"})
+    assert runs == ["a", "a", "b", "b"] * 2
+    assert [recorded.name for recorded in recordings] == ["one", "two"]
+    assert all(recorded.seconds < 0.3 for recorded in recordings)
+
+
+def test_plain_decoding_is_shown_for_four_seconds_and_never_faster_than_it_ran():
+    def plain(seconds):
+        return Recording("plain", [RecordedStep(Counts(1, 1), seconds, [])])
+
+    assert slowdown(plain(0.32)) == 12.5
+    assert slowdown(plain(4.0)) == 1
+    assert slowdown(plain(60.0)) == 1
+
+
+@pytest.mark.parametrize("num_panels", [1, 2, 10, 11])
+@pytest.mark.parametrize(("width", "height"), [(40, 23), (80, 23), (160, 49), (200, 49)])
+def test_columns_are_wide_or_else_as_few_as_the_height_allows(num_panels, width, height):
+    def rows(columns):
+        return -(-num_panels // columns)
+
+    columns = columns_that_fit(num_panels, width, height)
+    assert 1 <= columns <= num_panels
+    if width // columns < 40 and columns > 1:
+        assert rows(columns - 1) * 3 > height
+    if columns < width // 16:
+        assert rows(columns) * 3 <= height
+
+
+def rows_shown(width, height, seconds, num_methods=11, slowed=12.5):
+    recordings = [recording(seed, name=f"method {seed}") for seed in range(num_methods)]
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, height=height)
+    console.print(Race(recordings, seconds, slowed))
+    return recordings, screen(out.getvalue()).split("\n")
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 24), (80, 24), (80, 60), (200, 50)])
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 1.0])
+def test_all_methods_fit_on_the_screen(width, height, seconds):
+    recordings, rows = rows_shown(width, height, seconds)
+    assert max(map(cell_len, rows)) <= width
+    assert len(rows) < height  # the cursor has a row too
+    shown = "\n".join(rows)
+    assert all(f"─ {recorded.name}" in shown for recorded in recordings)
+    assert "12.5 times slower than it ran" in " ".join(rows[:2])
+
+
+def test_panels_are_empty_at_first_and_have_the_last_words_and_figures_in_the_end():
+    _, before = rows_shown(200, 50, 0.0)
+    assert "own" not in "".join(before)
+    assert "tau" not in "".join(before)
+    (recorded, *_), after = rows_shown(200, 50, 1.0)
+    counts, seconds = recorded.steps[-1].counts, recorded.seconds
+    shown = "\n".join(after)
+    assert shown.count("own") == sum(
+        coloured(recording(seed).steps).plain.count("own") for seed in range(11)
+    )
+    assert f"method 0: {seconds:.3f} s" in shown
+    assert f"{counts.num_tokens / seconds:.0f} tokens/s" in shown
+    assert f"tau {counts.num_tokens / counts.num_steps:.2f}" in shown
+
+
+def test_where_not_all_fits_the_end_of_the_text_is_shown():
+    recorded = Recording("long", [RecordedStep(Counts(9, 1), 0.1, [("old " * 999 + "new", True)])])
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=40, height=24)
+    console.print(Race([recorded], 0.1, 1.0))
+    rows = screen(out.getvalue()).split("\n")
+    assert "new" in rows[-2]
+    assert "as fast as it ran" in " ".join(rows[:2])
+
+
+def test_a_replay_takes_as_long_as_it_says_and_leaves_the_end_on_the_screen():
+    recordings = [recording(seed, name=f"method {seed}") for seed in range(2)]
+    last = max(recorded.seconds for recorded in recordings)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, height=40)
+    start = time.perf_counter()
+    replay(console, recordings, 3.0)
+    assert time.perf_counter() - start >= 3 * last
+    shown = screen(out.getvalue())
+    assert shown.count("replay of measured times") == 1
+    assert shown.count("own") == sum(len(recorded.steps) for recorded in recordings)

@@ -1,0 +1,98 @@
+"""Faults of a call of `denoise` are named before anything is compiled."""
+
+import pytest
+
+from jaxspec import DenoiseConfig, Model, SelfSpeculation, denoise, generate, score
+from jaxspec.models import Network
+from jaxspec.sharding import make_mesh, shard
+from tests.diffusion.networks import BLOCK, MASK, tiny_model
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
+        ({"steps": 1.5}, "steps must be a whole number of at least 1, got 1.5"),
+        ({"order": "loudest"}, r"order must be one of \('low_confidence', .*got 'loudest'"),
+        ({"schedule": "cosine"}, r"schedule must be one of \('even', 'linear'\), got 'cosine'"),
+        ({"cache": "all"}, r"cache must be one of \('none', .*or None, got 'all'"),
+        ({"threshold": 0.0}, r"threshold must be in \(0, 1\], got 0.0"),
+        ({"threshold": 1.5}, r"threshold must be in \(0, 1\], got 1.5"),
+        ({"threshold": 0.9, "steps": 4}, "threshold: decides how many steps"),
+        ({"threshold": 0.9, "order": "entropy"}, "threshold: is a probability.*got 'entropy'"),
+        ({"temperature": -1.0}, "temperature must be at least 0, got -1.0"),
+        ({"guidance": -0.5}, "guidance must be at least 0, got -0.5"),
+        ({"temperature": "hot"}, "temperature must be at least 0, got 'hot'"),
+        ({"temperature": float("inf")}, "temperature must be finite in float32, got inf"),
+        ({"guidance": (1.0, 2.0)}, r"guidance must be one number, got \(1.0, 2.0\)"),
+        ({"threshold": "a"}, r"threshold must be in \(0, 1\], got 'a'"),
+        ({"threshold": float("nan")}, r"threshold must be in \(0, 1\], got nan"),
+        ({"max_new_tokens": None}, "max_new_tokens must be a whole number of at least 1, got None"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
+        ({"stop_token_ids": ["a"]}, r"stop_token_ids must be a list of token ids, got \['a'\]"),
+        ({"eps": 0.0}, r"eps must be in \(0, 1\), got 0.0"),
+    ],
+)
+def test_settings_out_of_range(values, message):
+    with pytest.raises(ValueError, match=message):
+        DenoiseConfig(**values)
+
+
+SHORT = {"max_new_tokens": 12, "block_length": BLOCK}
+
+
+@pytest.mark.parametrize(
+    ("network", "prompt", "values", "message"),
+    [
+        ({}, [1], {"max_new_tokens": 10, "block_length": 4}, r"multiple of block_length \(4\)"),
+        ({}, [1], {**SHORT, "steps": 7}, r"steps must be a multiple of the .* \(3\), got 7"),
+        ({}, [1, MASK], SHORT, r"prompts\[0\] holds the mask \(id 23\)"),
+        (
+            {},
+            [1] * 120,
+            SHORT,
+            r"prompts\[0\] has 120 tokens; .*holds 128, and 12 places.*or decode less",
+        ),
+        ({}, [], SHORT, "give at least one"),
+        ({}, [24], SHORT, r"ids outside 0..23: \[24\]"),
+        ({"block": 4}, [1], {"max_new_tokens": 8, "block_length": 8}, "block_length must be 4"),
+        ({"block": 4}, [1], {**SHORT, "cache": "dual"}, "causal over blocks, got 'dual'"),
+        ({}, [1], {**SHORT, "cache": "blocks"}, "sees both sides, got 'blocks'"),
+        ({}, [1], {**SHORT, "cache": "dual", "guidance": 1.0}, "guidance needs cache='none'"),
+        ({}, [1], {**SHORT, "cache": "dual", "allow_mask_token": True}, "allow_mask_token needs"),
+        ({"shift": True}, [1], {**SHORT, "cache": "dual", "steps": 3}, "two steps per block"),
+        ({}, [1], {**SHORT, "temperature": (0.5, 1.0)}, "temperature: got 2 values for 1 prompts"),
+        ({}, [1], {**SHORT, "temperature": [[0.5]]}, "temperature: give one number, or a list"),
+        ({}, [1], {**SHORT, "temperature": ()}, "temperature: got 0 values for 1 prompts"),
+    ],
+)
+def test_settings_that_do_not_fit(network, prompt, values, message):
+    with pytest.raises(ValueError, match=message):
+        denoise(tiny_model(**network), prompt, DenoiseConfig(**values))
+
+
+def test_more_drafts_than_places():
+    with pytest.raises(ValueError, match=r"num_drafts must be below max_new_tokens \(12\)"):
+        denoise(tiny_model(), [1], DenoiseConfig(**SHORT), SelfSpeculation(12))
+
+
+def test_what_is_no_speculation():
+    with pytest.raises(ValueError, match="speculation must be a SelfSpeculation, got 4"):
+        denoise(tiny_model(), [1], DenoiseConfig(**SHORT), 4)
+
+
+def test_a_model_on_a_mesh_is_refused():
+    model = tiny_model()
+    network = Network(shard(model.params, make_mesh()), model.config)
+    with pytest.raises(ValueError, match=r"meshed lies on a mesh, .* load it without a mesh"):
+        denoise(Model(network, name="meshed"), [1])
+
+
+def test_causal_models_and_diffusion_models_are_told_apart():
+    model = tiny_model()
+    causal = Model(Network(model.params, model.config.replace(diffusion=None)), name="causal")
+    with pytest.raises(ValueError, match="causal is causal and cannot fill in masks; use `gen"):
+        denoise(causal, [1])
+    for call in (generate, score):
+        with pytest.raises(ValueError, match=r"tiny is a diffusion language model.*use `denoise`"):
+            call(model, [1])

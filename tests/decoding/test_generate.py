@@ -1,0 +1,506 @@
+"""The public face: what prompts may look like, what ends a row, what comes back."""
+
+import dataclasses
+import time
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax import monitoring
+
+import jaxspec
+from jaxspec import (
+    DraftModel,
+    Eagle,
+    Eagle2,
+    GenerationConfig,
+    LayerSkip,
+    Model,
+    NoDraft,
+    PromptLookup,
+    Tokenizer,
+    compilation,
+    generate,
+    score,
+    stream,
+)
+from jaxspec.compilation import CompileClock
+from jaxspec.core.cache import pad_caches
+from jaxspec.core.decode import begin, speculative_step
+from jaxspec.core.loop import decode, run, unfinished
+from jaxspec.decoding.request import prepare
+from jaxspec.decoding.result import cut_at
+from jaxspec.models import EagleHead, ModelConfig, Network, Skips, init_params
+
+CONTEXT = 96
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """One token per byte, and two special ones."""
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=258,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([""], trainer)
+    chat = "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
+    return Tokenizer(backend, {"eos_token": "</s>"}, {"default": chat})
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer) -> Model:
+    """A random network whose vocabulary is padded beyond its tokenizer's."""
+    config = ModelConfig(
+        vocab_size=272,
+        embed_dim=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        mlp_dim=48,
+        max_positions=CONTEXT,
+    )
+    network = Network(init_params(config, jax.random.key(1)), config)
+    return Model(network, tokenizer, "tiny", (), {"temperature": 0.7})
+
+
+@pytest.fixture(scope="module")
+def letters(tokenizer) -> list[int]:
+    return tokenizer.encode("abcdefghijklmnopqrstuvwxyz")
+
+
+def own_draft(model: Model):
+    """The target drafts for itself: every greedy draft is accepted."""
+    return DraftModel.of(model, num_speculative_tokens=4)
+
+
+def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer):
+    config = GenerationConfig(max_new_tokens=3)
+    ids = tokenizer.encode("hello")
+    chat = [{"role": "user", "content": "hi"}]
+    expected = generate(model, "hello", config)[0].tokens
+    for prompt in (ids, np.asarray(ids), jax.numpy.asarray(ids), ["hello"], [ids]):
+        np.testing.assert_array_equal(generate(model, prompt, config)[0].tokens, expected)
+    rows = generate(model, ["hello", chat], config)
+    np.testing.assert_array_equal(rows[0].tokens, expected)
+    assert rows[1].prompt_tokens.tolist() == tokenizer.encode("user:hi;")
+    assert [row.prompt_index for row in rows] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "prompts: got none"),
+        ([[]], {}, r"prompts\[0\] is empty"),
+        ("", {}, r"prompts\[0\] is empty"),
+        ([[1, 2], [1] * CONTEXT], {}, rf"prompts\[1\] has {CONTEXT} tokens"),
+        ([1, 272], {}, r"outside 0\.\.271: \[272\]"),
+        ([-1], {}, r"outside 0\.\.271"),
+        ([1], {"temperature": -0.1}, "temperature must be at least 0, got -0.1"),
+        ([1], {"temperature": [1.0, 1.0]}, "temperature: got 2 values for 1 prompts"),
+        ([1], {"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ([1], {"top_p": 1.1}, r"top_p must be in \(0, 1\]"),
+        ([1], {"top_k": 273}, "top_k must be at most the vocabulary, 272"),
+        ([1], {"top_k": -1}, "top_k must be at least 0"),
+        ([1], {"min_p": 1.0}, r"min_p must be in \[0, 1\)"),
+        ([1], {"max_new_tokens": -1}, "max_new_tokens must be at least 0"),
+        ([1], {"num_samples": 0}, "num_samples must be at least 1"),
+        ([1], {"repetition_penalty": 1.2}, "repetition_penalty: only 1"),
+        ([1], {"logit_bias": {999: 1.0}}, "logit_bias has ids outside"),
+        ([1], {"banned_token_ids": [999]}, "banned_token_ids has ids outside"),
+        ([1], {"allowed_token_ids": []}, "allowed_token_ids is empty"),
+        ([1], {"stop": ["x", ""]}, "empty stop string"),
+        ([1], {"stop_token_ids": [-7]}, "stop_token_ids has ids outside"),
+        ([1], {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
+        ([1], {"max_new_tokens": "5"}, "max_new_tokens must be a whole number, got '5'"),
+        ([1], {"temperature": np.inf}, "temperature must be finite in float32, got inf"),
+        ([1], {"temperature": 1e39}, "temperature must be finite in float32"),
+        ([1], {"max_new_tokens": 2**31}, r"max_new_tokens must be below 2 \*\* 31"),
+        ([1], {"top_k": 2**40}, r"top_k must be below 2 \*\* 31"),
+        ([1], {"num_samples": 2.0}, "num_samples must be one int, got 2.0"),
+        ([1], {"stop": None}, "stop must be a string or several, got None"),
+        ([1], {"stop": [3]}, r"stop must be a string or several, got \[3\]"),
+        ([1], {"stop_token_ids": 2}, "stop_token_ids must be a list of token ids, got 2"),
+        ([1], {"logit_bias": {5: np.inf}}, "logit_bias of token 5 must be a finite number"),
+        ("caf\ud83d", {}, "not valid Unicode: .* at character 3"),
+        (
+            [1],
+            {"logit_bias": {5: np.nan}},
+            "finite number or -inf, got nan",
+        ),
+        ([1.5, 2.5], {}, "prompts: one must be text, chat messages or a list of whole"),
+        ([[1.7, 2.2]], {}, "prompts: one must be text, chat messages or a list of whole"),
+        (None, {}, "prompts must be a prompt or a list of them, got None"),
+        ([None], {}, "prompts: one must be text, chat messages or a list of whole"),
+    ],
+)
+def test_bad_arguments_are_named(model, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompts, GenerationConfig(**options))
+
+
+def test_no_text_is_no_prompt_though_the_tokenizer_would_begin_it_with_bos():
+    draft = jaxspec.load("demo-draft")
+    assert draft.tokenizer.encode("")
+    with pytest.raises(ValueError, match=r"prompts\[0\] is empty"):
+        generate(draft, "")
+
+
+def test_a_stop_string_may_begin_with_the_space_that_decoding_drops():
+    for text, kept in (("Q: 1", ""), ("1 Q: 2", "1")):
+        assert cut_at(text, (" Q",)) == kept
+
+
+def test_a_tiny_temperature_is_greedy(model):
+    greedy = generate(model, [1, 2], GenerationConfig(max_new_tokens=6))[0]
+    for temperature in (1e-6, 2e-38, 1e-40):
+        config = GenerationConfig(max_new_tokens=6, temperature=temperature)
+        row = generate(model, [1, 2], config)[0]
+        np.testing.assert_array_equal(row.tokens, greedy.tokens)
+        assert row.finish_reason == greedy.finish_reason
+
+
+def test_a_seed_must_fit_the_generator(model):
+    with pytest.raises(ValueError, match="seed"):
+        generate(model, [1], seed=1 << 31)
+
+
+def test_text_needs_a_tokenizer_and_a_chat_a_template(model):
+    bare = dataclasses.replace(model, tokenizer=None)
+    with pytest.raises(ValueError, match="tiny has no tokenizer"):
+        generate(bare, "hello")
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        generate(bare, [1], GenerationConfig(stop="x"))
+    assert generate(bare, [1], GenerationConfig(max_new_tokens=2))[0].text is None
+    untemplated = dataclasses.replace(model, tokenizer=Tokenizer(model.tokenizer.backend))
+    with pytest.raises(ValueError, match="template"):
+        generate(untemplated, [{"role": "user", "content": "hi"}])
+
+
+def test_a_penalty_of_the_checkpoint_is_refused_not_ignored(model):
+    for rule, value in (("no_repeat_ngram_size", 3), ("suppress_tokens", [1])):
+        asks = dataclasses.replace(model, generation_defaults={rule: value})
+        with pytest.raises(ValueError, match=rule):
+            generate(asks, [1])
+    asks = dataclasses.replace(model, generation_defaults={"repetition_penalty": 1.1})
+    with pytest.raises(ValueError, match=r"repetition_penalty 1\.1"):
+        generate(asks, [1])
+    generate(asks, [1], GenerationConfig(max_new_tokens=1, repetition_penalty=1))
+
+
+def test_a_draft_model_with_another_vocabulary_is_refused(model, tokenizer):
+    config = model.config.replace(vocab_size=64)
+    other = Model(Network(init_params(config, jax.random.key(0)), config), name="other")
+    with pytest.raises(ValueError, match="64 ids, the target's 272"):
+        generate(model, [1], drafter=DraftModel.of(other))
+
+
+def test_families_may_pad_one_vocabulary_to_different_sizes(model):
+    for size in (264, 288):
+        config = model.config.replace(vocab_size=size)
+        network = Network(init_params(config, jax.random.key(0)), config)
+        padded = Model(network, model.tokenizer, "padded")
+        options = GenerationConfig(max_new_tokens=8)
+        drafted = generate(model, "hello", options, DraftModel.of(padded, 2))
+        np.testing.assert_array_equal(
+            drafted[0].tokens, generate(model, "hello", options)[0].tokens
+        )
+
+
+def test_ids_past_the_tokenizer_and_banned_ids_are_never_sampled(model):
+    config = GenerationConfig(
+        max_new_tokens=64, temperature=5.0, num_samples=8, banned_token_ids=range(100)
+    )
+    for drafter in (None, own_draft(model)):
+        tokens = np.concatenate(generate(model, "hello", config, drafter).tokens)
+        assert tokens.min() >= 100
+        assert tokens.max() < model.tokenizer.vocab_size
+
+
+def test_logit_bias_decides(model):
+    config = GenerationConfig(max_new_tokens=4, logit_bias={65: 1e4})
+    assert generate(model, "hello", config)[0].tokens.tolist() == [65] * 4
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookup()])
+def test_a_budget_is_never_exceeded(model, drafter):
+    config = GenerationConfig(max_new_tokens=[0, 1, 7])
+    rows = generate(model, ["hello"] * 3, config, drafter)
+    assert [len(row.tokens) for row in rows] == [0, 1, 7]
+    assert {row.finish_reason for row in rows} == {"length"}
+    np.testing.assert_array_equal(rows[1].tokens, rows[2].tokens[:1])
+    none = generate(model, "hello", GenerationConfig(max_new_tokens=0), drafter, return_trace=True)
+    assert (len(none[0].tokens), none[0].text, none[0].trace) == (0, "", ())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_context_is_filled_to_its_last_place(model, own):
+    row = generate(model, [7] * (CONTEXT - 3), drafter=own_draft(model) if own else None)[0]
+    assert len(row.tokens) == 3
+    assert row.finish_reason == "length"
+
+
+def test_a_stop_id_cuts_inside_an_accepted_block(model):
+    plain = generate(model, "hello", GenerationConfig(max_new_tokens=24))[0].tokens.tolist()
+    for stop_id in dict.fromkeys(plain):
+        config = GenerationConfig(max_new_tokens=24, stop_token_ids=[stop_id, 5])
+        row = generate(model, "hello", config, own_draft(model))[0]
+        assert row.tokens.tolist() == plain[: plain.index(stop_id) + 1]
+        assert row.finish_reason == "stop_token"
+
+
+def test_a_stop_string_cuts_the_text_and_streams_the_same(model, letters):
+    config = GenerationConfig(max_new_tokens=24, allowed_token_ids=letters)
+    plain = generate(model, "hello", config)[0]
+    assert len(plain.text) == 24
+    for start in (0, 4, 7):
+        string = plain.text[start : start + 3]
+        stops = dataclasses.replace(config, stop=[string, "0never0"])
+        row = generate(model, "hello", stops, own_draft(model))[0]
+        end = plain.text.index(string)
+        assert row.text == plain.text[:end]
+        assert row.tokens.tolist() == plain.tokens[: end + 3].tolist()
+        assert row.finish_reason == "stop_string"
+        steps = list(stream(model, "hello", stops, own_draft(model)))
+        assert "".join(step.text for step in steps) == row.text
+        assert [step.finish_reason for step in steps][-1] == "stop_string"
+
+
+def test_a_token_that_is_stop_id_and_stop_string_cuts_the_text(model, letters):
+    config = GenerationConfig(max_new_tokens=12, allowed_token_ids=letters)
+    plain = generate(model, "hello", config)[0]
+    stops = dataclasses.replace(config, stop=plain.text[3], stop_token_ids=[int(plain.tokens[3])])
+    row = generate(model, "hello", stops)[0]
+    assert row.text == plain.text[: plain.text.index(plain.text[3])]
+
+
+def test_logprobs_are_the_targets_own(model):
+    config = GenerationConfig(
+        max_new_tokens=12, temperature=0.5, logprobs=True, warped_logprobs=True
+    )
+    for drafter in (None, own_draft(model)):
+        row = generate(model, "hello", config, drafter)[0]
+        text = np.concatenate([row.prompt_tokens, row.tokens])
+        scored = score(model, text.tolist())
+        expected = scored.logprobs[len(row.prompt_tokens) - 1 :]
+        np.testing.assert_allclose(row.logprobs, expected, atol=1e-4)
+        logits = scored.logits[len(row.prompt_tokens) - 1 : -1] / 0.5
+        logits[:, model.tokenizer.vocab_size :] = -np.inf
+        warped = jax.nn.log_softmax(logits)[np.arange(len(row.tokens)), row.tokens]
+        np.testing.assert_allclose(row.warped_logprobs, warped, atol=1e-4)
+
+
+def test_from_draft_tells_drafted_tokens_from_the_targets(model):
+    row = generate(model, "hello", GenerationConfig(max_new_tokens=15), own_draft(model))[0]
+    assert row.from_draft.tolist() == [True, True, True, True, False] * 3
+    assert row.metrics.mean_acceptance_length == 5.0
+    assert row.metrics.mean_accepted_tokens == 4.0
+    assert row.metrics.acceptance_per_position == (1.0, 1.0, 1.0, 1.0)
+    plain = generate(model, "hello", GenerationConfig(max_new_tokens=4))[0]
+    assert not plain.from_draft.any()
+    assert plain.metrics.tau == 1.0
+
+
+def test_rows_depend_on_seed_place_and_sample_alone(model):
+    config = GenerationConfig(max_new_tokens=16, temperature=1.0, num_samples=2)
+    rows = generate(model, ["hello", "other"], config, seed=3)
+    again = generate(model, ["hello", "changed"], config, seed=3)
+    for row in (0, 1):
+        np.testing.assert_array_equal(rows[row].tokens, again[row].tokens)
+    assert [row.sample_index for row in rows] == [0, 1, 0, 1]
+    different = [rows[0], rows[1], generate(model, "hello", config, seed=4)[0]]
+    assert len({tuple(row.tokens) for row in different}) == 3
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_samples_equal_rows_that_were_prefilled_by_themselves(model, own):
+    """The key of a row is named by the seed, the prompt's place and the sample's number."""
+    texts, num_samples, seed = ["hello", "a longer one"], 3, 11
+    drafter = own_draft(model) if own else None
+    config = GenerationConfig(
+        max_new_tokens=[9, 12], temperature=[1.0, 1.5], num_samples=num_samples
+    )
+    rows = generate(model, texts, config, drafter, seed)
+
+    places = [(place, number) for place in range(2) for number in range(num_samples)]
+    apart = GenerationConfig(
+        max_new_tokens=[config.max_new_tokens[place] for place, _ in places],
+        temperature=[config.temperature[place] for place, _ in places],
+    )
+    request = prepare(model, [texts[place] for place, _ in places], apart, drafter, seed)
+    numbers = np.asarray([(seed, *place) for place in places], np.int32)
+    (capacity,) = request.plan.capacities
+
+    @jax.jit
+    def decode_apart(params, prompts):
+        start = partial(
+            begin, drafter=request.drafter, text_capacity=capacity, chunk=request.plan.chunk
+        )
+        states = pad_caches(jax.vmap(start, (None, 0))(params, prompts), capacity)
+        return run(partial(speculative_step, drafter=request.drafter), params, states, unfinished)
+
+    states = decode_apart(request.params, request.prompts._replace(seed=numbers))
+    for row, (text, length) in enumerate(
+        zip(np.asarray(states.context.tokens), states.context.length.tolist(), strict=True)
+    ):
+        assert rows[row].tokens.tolist() == text[request.prompt_lengths[row] : length].tolist()
+        assert (rows[row].prompt_index, rows[row].sample_index) == places[row]
+        assert rows[row].prompt_tokens.tolist() == model.tokenizer.encode(texts[places[row][0]])
+    assert len({tuple(row.tokens) for row in rows}) == len(rows)
+
+
+def test_temperatures_may_differ_by_row(model):
+    config = GenerationConfig(max_new_tokens=12, temperature=[0.0, 1.0])
+    for drafter in (None, own_draft(model)):
+        rows = generate(model, ["hello", "hello"], config, drafter)
+        greedy = generate(model, "hello", GenerationConfig(max_new_tokens=12))[0]
+        np.testing.assert_array_equal(rows[0].tokens, greedy.tokens)
+
+
+def test_trace_and_stream_tell_the_same_story_as_the_result(model):
+    config = GenerationConfig(max_new_tokens=20, temperature=1.0)
+    drafter = own_draft(model)
+    row = generate(model, "hello", config, drafter)[0]
+    traced = generate(model, "hello", config, drafter, return_trace=True)[0]
+    streamed = list(stream(model, "hello", config, drafter))
+    np.testing.assert_array_equal(row.tokens, traced.tokens)
+    np.testing.assert_array_equal(row.tokens, np.concatenate([s.emitted for s in traced.trace]))
+    np.testing.assert_array_equal(row.tokens, np.concatenate([s.tokens for s in streamed]))
+    np.testing.assert_array_equal(row.from_draft, np.concatenate([s.from_draft for s in streamed]))
+    assert "".join(step.text for step in streamed) == row.text
+    assert [step.finish_reason for step in streamed] == [None] * (len(streamed) - 1) + ["length"]
+    for step in traced.trace:
+        accepted = step.tokens[step.path[1:]]
+        np.testing.assert_array_equal(accepted, step.emitted[: len(accepted)])
+        np.testing.assert_allclose(np.exp(step.draft_logprobs).sum(axis=1), 1.0, atol=1e-5)
+
+
+def test_stream_is_for_one_row(model):
+    with pytest.raises(ValueError, match="got 2"):
+        next(stream(model, ["a", "b"]))
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookup()])
+def test_logits_that_are_not_finite_end_a_row(model, drafter):
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, model.params)
+    sick = dataclasses.replace(model, network=Network(broken, model.config))
+    for temperature in (0.0, 1.0):
+        config = GenerationConfig(max_new_tokens=4, temperature=temperature)
+        row = generate(sick, "hello", config, drafter)[0]
+        assert (row.finish_reason, len(row.tokens)) == ("not_finite", 0)
+    (step,) = stream(sick, "hello", GenerationConfig(max_new_tokens=4), drafter)
+    assert (step.finish_reason, len(step.tokens), step.text) == ("not_finite", 0, "")
+
+
+@pytest.mark.parametrize("token", [5, 4095])
+def test_one_logit_that_is_no_number_is_seen_in_a_large_vocabulary(token):
+    """XLA's maximum of a long row drops NaN on CPUs."""
+    config = ModelConfig(
+        vocab_size=4096,
+        embed_dim=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        mlp_dim=8,
+        max_positions=64,
+        tied_head=True,
+    )
+    params = init_params(config, jax.random.key(0))
+    table = params["embed"]["embedding"].at[token].set(np.nan)
+    sick = Model(Network({**params, "embed": {"embedding": table}}, config))
+    for temperature in (0.0, 1.0):
+        options = GenerationConfig(max_new_tokens=4, temperature=temperature)
+        row = generate(sick, [1, 2, 3], options)[0]
+        assert (row.finish_reason, len(row.tokens)) == ("not_finite", 0)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("lookup", "drafter must be one such as PromptLookup"),
+        (DraftModel(), "DraftModel needs a model's weights"),
+        (Eagle(), "an EAGLE drafter needs a head"),
+        (Eagle2(), "an EAGLE drafter needs a head"),
+        (LayerSkip(), "LayerSkip needs a set"),
+        (LayerSkip(Skips((True,), (True,))), "skip.attention must have 2 entries, one per layer"),
+    ],
+)
+def test_drafters_that_lack_something_are_refused(model, drafter, message):
+    with pytest.raises(ValueError, match=message):
+        generate(model, "hello", GenerationConfig(max_new_tokens=4), drafter)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 99}, "its vocabulary is 99, the target's 272"),
+        ({"embed_dim": 16}, "its width is 16, the target's 32"),
+    ],
+)
+def test_a_head_for_another_target_is_refused(model, change, message):
+    settings = {"num_layers": 1, "layer_types": ("full",)} | change
+    head = EagleHead({}, model.config.replace(**settings))
+    with pytest.raises(ValueError, match=message):
+        generate(model, "hello", GenerationConfig(max_new_tokens=4), Eagle.of(head))
+
+
+def test_nothing_allowed_is_a_reason_to_stop_too(model):
+    config = GenerationConfig(max_new_tokens=4, logit_bias=dict.fromkeys(range(272), -np.inf))
+    assert generate(model, "hello", config)[0].finish_reason == "not_finite"
+
+
+def test_a_call_compiles_once_and_a_fresh_but_equal_call_not_at_all(model):
+    compiled = []
+
+    def listen(event: str, duration: float, **_):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for expected in (1, 0):
+            compiled.clear()
+            config = GenerationConfig(max_new_tokens=11, temperature=0.7, top_p=0.9)
+            generate(model, ["one", "prompt", "more"], config, PromptLookup(3, 3))
+            assert len(compiled) == expected
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+def test_plain_decoding_is_the_same_program_with_a_one_node_tree(model):
+    config = GenerationConfig(max_new_tokens=9)
+    generate(model, "hello", config)
+    programs = decode._cache_size()
+    generate(model, "hello", config, NoDraft())
+    assert decode._cache_size() == programs
+
+
+def test_score_agrees_with_its_own_logits(model):
+    scored = score(model, "hello")
+    assert scored.logits.shape == (5, 272)
+    ids = model.tokenizer.encode("hello")
+    expected = jax.nn.log_softmax(scored.logits[:-1])[np.arange(4), ids[1:]]
+    np.testing.assert_allclose(scored.logprobs, expected, atol=1e-5)
+    assert score(model, [7] * CONTEXT).logits.shape == (CONTEXT, 272)  # nothing is decoded
+    with pytest.raises(ValueError, match="tokens is empty"):
+        score(model, "")
+
+
+def test_compiling_within_compiling_counts_once():
+    """Tracing within lowering is reported first, then the lowering that it was a part of."""
+    (event, *_) = sorted(compilation._DURATIONS)
+    with CompileClock() as clock:
+        for inner, whole in ((0.02, 0.05), (0.0, 0.01)):
+            time.sleep(whole)
+            monitoring.record_event_duration_secs(event, inner)
+            monitoring.record_event_duration_secs(event, whole)
+    assert clock.seconds == pytest.approx(0.06, abs=0.005)

@@ -1,0 +1,186 @@
+"""`compare`: one counter, an exact gate, and every prompt accounted for."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxspec
+from jaxspec.checkpoint import Model
+from jaxspec.decoding.generate import generate
+from jaxspec.decoding.request import GenerationConfig, prepare
+from jaxspec.measure.compare import find_divergence
+from jaxspec.measure.comparison import TIE_GAP
+from jaxspec.measure.figures import LOW_REPETITION
+from tests.measure.models import WrongRoot
+
+PROMPTS = ["one, two, one", "abc", "x" * 3000, "to be, or not"]
+CONFIG = GenerationConfig(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def comparison(model):
+    drafters = {"lookup": jaxspec.PromptLookup(2), "liar": WrongRoot()}
+    categories = ["numbers", "letters", "letters", None]
+    return jaxspec.compare(
+        model, PROMPTS, drafters, CONFIG, repeats=2, categories=categories, progress=False
+    )
+
+
+def test_plain_decoding_comes_first_and_is_its_own_baseline(comparison):
+    assert [row.name for row in comparison.rows] == ["plain", "lookup", "liar"]
+    plain = comparison.plain.overall
+    assert plain.speedup == 1.0
+    assert plain.mean_acceptance_length == 1.0
+    assert plain.mean_accepted_tokens == 0.0
+
+
+def test_figures_count_what_generate_counts(comparison, model):
+    config = GenerationConfig(max_new_tokens=12, logprobs=True)
+    results = [
+        generate(model, PROMPTS[index], config, jaxspec.PromptLookup(2))
+        for index in comparison.prompt_indices
+    ]
+    lookup = comparison["lookup"].overall
+    assert lookup.num_tokens == sum(result.metrics.num_tokens for result in results) == 36
+    steps = sum(result.metrics.num_verify_steps for result in results)
+    assert lookup.num_verify_steps == steps
+    assert lookup.mean_acceptance_length == pytest.approx(36 / steps)
+    accepted = sum(row.from_draft.sum() for result in results for row in result)
+    assert lookup.mean_accepted_tokens == pytest.approx(accepted / steps)
+    logprobs = np.concatenate([result[0].logprobs for result in results])
+    assert lookup.mean_logprob == pytest.approx(logprobs.mean(), abs=1e-4)
+    assert lookup.tokens_per_second == pytest.approx(36 / lookup.seconds)
+
+
+def test_an_honest_drafter_agrees_and_a_liar_does_not(comparison):
+    assert comparison["lookup"].num_identical == 3
+    assert comparison["lookup"].divergences == ()
+    assert comparison["liar"].num_identical < 3
+    assert comparison.differences["liar"]
+    assert not comparison.outputs_agree
+
+
+def test_a_prompt_that_does_not_fit_is_a_failure_and_in_no_figure(comparison):
+    (failure,) = comparison.failures
+    assert failure.prompt_index == 2
+    assert "3000 tokens" in failure.reason
+    assert comparison.prompt_indices == (0, 1, 3)
+    assert all(row.overall.num_prompts == 3 for row in comparison.rows)
+
+
+def test_subsets_are_chosen_by_the_plain_output(comparison):
+    repetitions = [sample.repeated_ngrams for sample in comparison.plain.samples]
+    expected = sum(share < LOW_REPETITION for share in repetitions)
+    for row in comparison.rows:
+        assert (row.low_repetition.num_prompts if row.low_repetition else 0) == expected
+        assert {c: f.num_prompts for c, f in row.by_category.items()} == {
+            "numbers": 1,
+            "letters": 1,
+        }
+
+
+def test_memory_covers_the_weights(comparison, model):
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    assert comparison.weight_bytes == weights
+    assert all(row.peak_bytes > weights for row in comparison.rows)
+    assert all(row.first_token_seconds > 0 for row in comparison.rows)
+    assert comparison.bound_tokens_per_second > 0
+
+
+def test_json_holds_every_row_and_prompt(comparison):
+    plain = json.loads(json.dumps(comparison.as_dict(), allow_nan=False))
+    assert plain["outputs_agree"] is False
+    assert plain["tie_gap"] == TIE_GAP
+    assert plain["machine"]["jax"] == jax.__version__
+    assert plain["dtype"] == "float32"
+    assert plain["failures"][0]["prompt_index"] == 2
+    lookup = plain["rows"][1]
+    assert len(lookup["overall"]["acceptance_per_position"]) == 2
+    assert [prompt["prompt_index"] for prompt in lookup["prompts"]] == [0, 1, 3]
+    assert all(not divergence["is_tie"] for divergence in plain["rows"][2]["divergences"])
+
+
+def test_the_table_states_its_conventions_and_fits(comparison):
+    text = str(comparison)
+    for part in ("bonus token INCLUDED", "bonus token EXCLUDED", "DIFFER", "FAILED: prompt 2"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_sampled_outputs_are_not_compared(model):
+    config = GenerationConfig(max_new_tokens=4, temperature=1.0)
+    sampled = jaxspec.compare(model, ["abc"], {}, config, repeats=1, progress=False)
+    assert sampled.plain.num_identical is None
+    assert sampled.outputs_agree
+    assert sampled.plain.overall.speedup_interval is None
+    assert "sampled" in str(sampled)
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return generate(model, "abc", CONFIG)[0]
+
+
+class TestDivergence:
+    """The place at which outputs part, and whether rounding explains it."""
+
+    def changed(self, row, tokens, reason="length"):
+        return dataclasses.replace(row, tokens=np.asarray(tokens), finish_reason=reason)
+
+    def find(self, model, plain, other):
+        request = prepare(model, "abc", CONFIG, None, 0)
+        return find_divergence(model, request, 7, plain, other)
+
+    def test_equal_outputs_have_none(self, model, plain):
+        assert self.find(model, plain, plain) is None
+
+    def test_another_token_is_found_with_its_gap(self, model, plain):
+        tokens = plain.tokens.copy()
+        tokens[5] = (tokens[5] + 1) % model.vocab_size
+        found = self.find(model, plain, self.changed(plain, tokens))
+        assert found[:4] == (7, 5, plain.tokens[5], tokens[5])
+        logits = jaxspec.score(model, [*plain.prompt_tokens, *plain.tokens[:5]]).logits[-1]
+        assert found.gap == pytest.approx(logits.max() - logits[tokens[5]])
+        assert not found.is_tie
+
+    def test_tokens_with_equal_logits_are_a_tie(self, model, plain):
+        head = jnp.zeros_like(model.params["head"]["kernel"])
+        network = type(model.network)({**model.params, "head": {"kernel": head}}, model.config)
+        indifferent = Model(network, model.tokenizer, "indifferent")
+        tokens = plain.tokens.copy()
+        tokens[0] = (tokens[0] + 1) % model.vocab_size
+        found = self.find(indifferent, plain, self.changed(plain, tokens))
+        assert found.gap == 0
+        assert found.is_tie
+
+    def test_an_output_that_ends_early_is_no_tie(self, model, plain):
+        found = self.find(model, plain, self.changed(plain, plain.tokens[:4]))
+        assert found[:4] == (7, 4, plain.tokens[4], None)
+        assert not found.is_tie
+
+    def test_another_reason_to_end_is_a_difference(self, model, plain):
+        found = self.find(model, plain, self.changed(plain, plain.tokens, "stop_token"))
+        assert found is not None
+        assert not found.is_tie
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"drafters": {"plain": WrongRoot()}}, "drafters: 'plain' names plain decoding"),
+        ({"repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"categories": ["a"]}, "categories: got 1 for 2 prompts"),
+        ({"config": GenerationConfig(num_samples=2)}, "num_samples must be 1"),
+        ({"config": GenerationConfig(temperature=[0.0, 1.0])}, "temperature must be one value"),
+        ({"config": GenerationConfig(max_new_tokens=0)}, "max_new_tokens must be at least 1"),
+        ({"prompts": ["y" * 5000]}, "none of 1 can be decoded"),
+    ],
+)
+def test_bad_arguments_are_named(model, arguments, message):
+    defaults = {"prompts": ["a", "b"], "drafters": {}, "progress": False}
+    with pytest.raises(ValueError, match=message):
+        jaxspec.compare(model, **{**defaults, **arguments})
