@@ -55,6 +55,17 @@ def use_persistent_cache() -> None:
         config.update("jax_logging_level", "NOTSET")
 
 
+def cache_folder() -> Path | None:
+    """Returns the folder on this machine where programs are kept; `None` if there is none.
+
+    Example:
+        >>> folder = cache_folder()
+    """
+    config: Any = jax.config
+    folder = config.jax_compilation_cache_dir
+    return None if folder is None or "://" in folder else Path(folder)
+
+
 @functools.cache
 def warn_of_wrong_sums() -> None:
     """Warns, once in a process, where this release of JAX is known to compute sums wrong on CPUs.

@@ -13,6 +13,8 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
+from jaxspec.decoding.profile import MARGIN
+
 
 @dataclasses.dataclass(frozen=True)
 class GuardSettings:
@@ -32,7 +34,7 @@ class GuardSettings:
         ValueError: a number is out of range.
     """
 
-    margin: float = 0.05
+    margin: float = MARGIN
     samples: int = 2
     probe_seconds: float = 0.1
     probe_share: float = 0.01

@@ -3,18 +3,18 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import numpy as np
 
 from jaxspec.batch.guard import GuardSettings
+from jaxspec.decoding.profile import DraftingMode
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LoadedDrafter, NoDraft
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
 
-DraftingMode = Literal["auto", "always", "never"]
 T = TypeVar("T")
 
 
@@ -55,7 +55,7 @@ class JobSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        if self.drafting not in ("auto", "always", "never"):
+        if self.drafting not in get_args(DraftingMode):
             raise ValueError(
                 f"drafting must be 'auto', 'always' or 'never', got {self.drafting!r}."
             )

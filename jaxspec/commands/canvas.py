@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 
 _OF_GENERATION = tuple(field.name for field in dataclasses.fields(GenerationConfig))
-_OF_CAUSAL_MODELS = (*_OF_GENERATION, "drafter", *OF_DRAFTERS)
+_OF_CAUSAL_MODELS = (*_OF_GENERATION, "drafter", *OF_DRAFTERS, "drafting")
 _SHARED = ("max_new_tokens", "temperature", "stop_token_ids")
 _OWN = ("block_length", "steps", "schedule", "order", "threshold", "guidance", "cache")
 _DRAFTING = {

@@ -19,21 +19,11 @@ from jaxspec.commands.methods import EVERY_METHOD, MADE_FOR
 from jaxspec.commands.options import announce, drafter_spec, make_drafter
 from jaxspec.commands.race import coloured, record, replay, slowdown
 from jaxspec.decoding.generate import stream
+from jaxspec.decoding.profile import PROMPTS
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import DrafterLike
 from jaxspec.measure.compare import PLAIN, compare
 from jaxspec.measure.comparison import Comparison, as_summary
-
-# Written for this demo. Their lengths share a bucket, so that one program serves all of them.
-PROMPTS = (
-    "Question: A baker makes 12 trays of rolls with 8 rolls on each tray. She sells 70 rolls in "
-    "the morning and half of the rest in the afternoon. How many rolls are left?\nAnswer:",
-    "def count_words(text):\n    counts = {}\n    for word in text.split():\n"
-    "        counts[word] = counts.get(word, 0) + 1\n    return counts\n\n\n"
-    "def count_letters(text):\n",
-    "Question: Tom has 5 boxes with 9 pens in each box. He gives 3 pens to each of his 7 friends. "
-    "How many pens does Tom have now?\nAnswer: Tom has 5 * 9 =",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,10 +6,11 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rich.console import Console
 
+from jaxspec.checkpoint import Model
 from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.canvas import (
     COMPILING,
@@ -38,8 +39,10 @@ from jaxspec.commands.options import (
     generation_config,
     load_model,
     mesh_asked,
+    refuse_unused,
 )
 from jaxspec.decoding.generate import StreamStep, generate, stream
+from jaxspec.decoding.profile import DraftingMode, DraftingProfile, profile_asked
 from jaxspec.decoding.request import GenerationConfig, PromptLike
 from jaxspec.decoding.result import Generation, GenerationResult
 from jaxspec.drafters import DrafterLike
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from jaxspec.mobile.loops import LoopOf
 
 # `generate` returns when everything is decoded.
+MEASURING = "measuring whether drafting pays, once for this machine, model and drafter ..."
 COMPILING_AND_DECODING = "compiling, once for this kind of request, then decoding ..."
 
 
@@ -72,6 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=False)
+    parser.add_argument(
+        "--drafting",
+        choices=get_args(DraftingMode),
+        help="auto: draft where that is measured to be faster, once for this machine, model and "
+        "drafter (default: always)",
+    )
     add_mobile_arguments(parser)
     add_diffusion_arguments(parser)
     parser.set_defaults(late_argument="prompt")
@@ -99,8 +109,24 @@ def run(args: argparse.Namespace) -> int:
         return answer(canvas_session(args, model), args, prompt)
     check_kind(args, "causal")
     drafter = drafter_asked(args, model)
+    if drafter is None:
+        refuse_unused(args, ("drafting",), "needs --drafter.")
     announce(model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
-    return answer(Session(model, config, drafter, args.seed), args, prompt)
+    drafting = _drafting_asked(args, model, config, drafter)
+    return answer(Session(model, config, drafter, args.seed, drafting), args, prompt)
+
+
+def _drafting_asked(
+    args: argparse.Namespace, model: Model, config: GenerationConfig, drafter: DrafterLike | None
+) -> DraftingMode | DraftingProfile:
+    """Returns the choice of `--drafting`; for "auto" it prints what was measured."""
+    mode = args.drafting or "always"
+    with waiting(MEASURING):
+        profile = profile_asked(mode, model, drafter, config, config.num_samples)
+    if profile is None:
+        return mode
+    print(profile, file=sys.stderr)
+    return profile
 
 
 def answer(session: "AnySession", args: argparse.Namespace, prompt: str | None) -> int:
@@ -130,7 +156,7 @@ def _mobile_session(
         config=config,
         seed=args.seed,
     )
-    return MobileSession(model, config, None, args.seed, loop)
+    return MobileSession(model, config, None, args.seed, loop=loop)
 
 
 def _prompt(args: argparse.Namespace) -> str | None:
@@ -149,6 +175,7 @@ class Session:
     config: GenerationConfig
     drafter: DrafterLike | None
     seed: int
+    drafting: DraftingMode | DraftingProfile = "always"
 
     def show(self, prompt: PromptLike) -> Shown:
         """Prints a continuation while it is decoded, and its figures on standard error."""
@@ -171,11 +198,18 @@ class Session:
 
     def stream(self, prompt: PromptLike) -> Iterator[StreamStep]:
         """Decodes step by step."""
-        return stream(self.model, prompt, self.config, self.drafter, self.seed)
+        return stream(self.model, prompt, self.config, self.drafter, self.seed, self.drafting)
 
     def _generate(self, prompt: PromptLike) -> GenerationResult:
         with waiting(COMPILING_AND_DECODING):
-            return generate(self.model, prompt, self.config, self.drafter, self.seed)
+            return generate(
+                self.model,
+                prompt,
+                self.config,
+                self.drafter,
+                self.seed,
+                drafting=self.drafting,
+            )
 
     def print_samples(self, prompt: PromptLike) -> None:
         """Prints several continuations one after the other."""
@@ -195,6 +229,7 @@ class Session:
         settings = {
             "model": self.model.name,
             "drafter": describe(self.drafter),
+            "drafting": _drafting_as_json(self.drafting),
             "config": dataclasses.asdict(self.config),
             "seed": self.seed,
             "prompt": prompt,
@@ -248,6 +283,13 @@ class MobileSession(Session):
                 "seconds": clock.seconds,
             },
         }
+
+
+def _drafting_as_json(drafting: DraftingMode | DraftingProfile) -> Any:
+    if not isinstance(drafting, DraftingProfile):
+        return drafting
+    facts = dataclasses.asdict(drafting)
+    return {**facts, "speedup": drafting.speedup, "drafts": drafting.drafts}
 
 
 def _sample_as_json(row: Generation) -> dict[str, Any]:

@@ -47,6 +47,7 @@ def check_runtime(args: argparse.Namespace) -> None:
     if args.runtime == "jax":
         refuse_unused(args, _ONLY_LITERT, "needs --runtime litert.")
         return
+    refuse_unused(args, ("drafting",), "needs --runtime jax; --loop says how files decode.")
     refuse_unused(args, _ONLY_JAX, "fixed when the file was exported; leave it out.")
     if args.drafter is None:
         refuse_unused(args, OF_DRAFTERS, "needs --drafter lookup or --drafter draft-model.")

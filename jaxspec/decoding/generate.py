@@ -17,6 +17,7 @@ from jaxspec.compilation import CompileClock
 from jaxspec.core.masks import causal
 from jaxspec.core.types import CarriesOn, DecodeState
 from jaxspec.decoding.metrics import Metrics
+from jaxspec.decoding.profile import DraftingMode, DraftingProfile, profile_asked
 from jaxspec.decoding.request import (
     GenerationConfig,
     PromptLike,
@@ -51,6 +52,7 @@ def generate(
     drafter: DrafterLike | None = None,
     seed: int = 0,
     return_trace: bool = False,
+    drafting: DraftingMode | DraftingProfile = "always",
 ) -> GenerationResult:
     """Continues prompts in one compiled program; each row advances at its own pace.
 
@@ -64,13 +66,19 @@ def generate(
             prompts and its sample number, never on its neighbours.
         return_trace: record the tree and the verdict of every step; a loop on the host then runs
             the steps, which is slower.
+        drafting: "always" drafts, "never" does not. "auto" drafts where that is measured to be
+            faster: once for this machine, model, drafter, sampling and number of rows, before the
+            call decodes, which takes seconds and more on a slow machine. A `DraftingProfile`
+            decides without measuring. With sampling or in 16 bits, drawn tokens depend on the
+            choice; their distribution does not. Without a drafter nothing is measured.
 
     Returns:
         One `Generation` per prompt and sample, and `Metrics` of the whole.
 
     Raises:
         ValueError: a prompt is empty or too long, ids are out of range, chat messages meet no
-            template, or the drafter was made for another target or vocabulary.
+            template, `drafting` is something else, or the drafter was made for another target or
+            vocabulary.
 
     Example:
         >>> import jaxspec
@@ -81,7 +89,8 @@ def generate(
         >>> plain[0].tokens.tolist() == fast[0].tokens.tolist()
         True
     """
-    request = prepare(model, prompts, config or GenerationConfig(), drafter, seed)
+    config = config or GenerationConfig()
+    request, profile = _prepare(model, prompts, config, drafter, seed, drafting)
     traces = [[] for _ in request.prompt_lengths] if return_trace else None
     with CompileClock() as clock:
         start = time.perf_counter()
@@ -121,7 +130,23 @@ def generate(
         clock.seconds,
     )
     drafters = tuple(_for_next_prompt(drafter, request, final, row) for row in range(len(rows)))
-    return GenerationResult(rows, metrics, drafters)
+    return GenerationResult(rows, metrics, drafters, profile)
+
+
+def _prepare(
+    model: "Model",
+    prompts: PromptLike | Sequence[PromptLike],
+    config: GenerationConfig,
+    drafter: DrafterLike | None,
+    seed: int,
+    drafting: DraftingMode | DraftingProfile,
+) -> tuple[Request, DraftingProfile | None]:
+    """Returns the request, with the drafter or without, and the profile that decided."""
+    request = prepare(model, prompts, config, drafter, seed)
+    profile = profile_asked(drafting, model, drafter, config, len(request.prompt_lengths))
+    if drafting == "never" or (profile is not None and not profile.drafts):
+        request = prepare(model, prompts, config, None, seed)
+    return request, profile
 
 
 def _without_caches(states: DecodeState) -> DecodeState:
@@ -168,6 +193,7 @@ def stream(
     config: GenerationConfig | None = None,
     drafter: DrafterLike | None = None,
     seed: int = 0,
+    drafting: DraftingMode | DraftingProfile = "always",
 ) -> Iterator[StreamStep]:
     """Yields the continuation of ONE prompt step by step, as it is decoded.
 
@@ -179,6 +205,7 @@ def stream(
         config: see `generate`; `num_samples` must be 1.
         drafter: see `generate`.
         seed: see `generate`.
+        drafting: see `generate`.
 
     Raises:
         ValueError: as `generate` does, or there are several prompts or samples.
@@ -192,7 +219,7 @@ def stream(
         (16, 'length')
     """
     config = config or GenerationConfig()
-    request = prepare(model, prompt, config, drafter, seed)
+    request, _ = _prepare(model, prompt, config, drafter, seed, drafting)
     if len(request.prompt_lengths) != 1:
         raise ValueError(
             f"stream shows one row, got {len(request.prompt_lengths)}; use generate for several."

@@ -12,6 +12,7 @@ from jaxspec.decoding.metrics import Counts, Metrics
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Tokenizer
+    from jaxspec.decoding.profile import DraftingProfile
     from jaxspec.drafters import DrafterLike
 
 FINISH_REASONS = {
@@ -160,6 +161,7 @@ class GenerationResult(Sequence[Generation]):
         metrics: figures of the whole call.
         drafters: drafters for a next prompt, by row. A drafter that learns from prompt to prompt
             (`CarriesOn`) continues where the row left it; any other is the one that was given.
+        drafting: the profile that decided whether the rows drafted; `None` if none did.
 
     Example:
         >>> import jaxspec
@@ -172,6 +174,7 @@ class GenerationResult(Sequence[Generation]):
     rows: tuple[Generation, ...]
     metrics: Metrics
     drafters: tuple["DrafterLike | None", ...] = ()
+    drafting: "DraftingProfile | None" = None
 
     def __getitem__(self, index):
         return self.rows[index]

@@ -3,7 +3,6 @@
 import os
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -62,23 +61,13 @@ def this_machine() -> Machine:
     on_cpu = device.platform == "cpu"
     return Machine(
         platform=device.platform,
-        device=_cpu_name() if on_cpu else device.device_kind,
+        device=native.processor() if on_cpu else device.device_kind,
         cores=num_cores(),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         jax=jax.__version__,
         python=platform.python_version(),
         products=native.status().reason if on_cpu else "",
     )
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 # A kernel of a layer of a small model: what a pass reads at a time.

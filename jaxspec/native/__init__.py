@@ -8,6 +8,7 @@ keeps to the older of two instruction sets.
 
 import ctypes
 import os
+import platform
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,17 @@ def status() -> NativeStatus:
     if not LIBRARY.exists():
         return NativeStatus(None, "products by XLA: no native code was compiled")
     return load(LIBRARY)
+
+
+def processor() -> str:
+    """Returns the name of this machine's processor."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 def load(library: Path) -> NativeStatus:

@@ -8,7 +8,7 @@ pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobil
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
 from jaxspec.checkpoint import load, load_eagle, shipped_heads, shipped_models
-from jaxspec.commands.demo import PROMPTS
+from jaxspec.decoding.profile import PROMPTS
 from jaxspec.drafters import Eagle
 from jaxspec.mobile import ExportConfig, web
 from jaxspec.tuning import load_acceptance

@@ -1,0 +1,356 @@
+"""Whether drafting pays: a profile, measured once, from which `generate` chooses.
+
+The compiled loop of `generate` measures nothing. A profile has the times of a plain step and of a
+drafted one, and the tokens that a drafted step emits. It is kept for the machine, the model, the
+drafter and the settings that it was measured with. (A job of `jaxspec.batch` runs long enough to
+measure itself: see its guard.)
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+import jax
+import numpy as np
+from jaxlib import version as jaxlib_version
+
+from jaxspec import native
+from jaxspec.checkpoint.files import read_json, write_json
+from jaxspec.compilation import cache_folder
+from jaxspec.core.cache import pad_caches
+from jaxspec.core.decode import speculative_step
+from jaxspec.core.loop import run, unfinished
+from jaxspec.core.stopping import StopAutomaton
+from jaxspec.core.types import DecodeState, Drafter, Params, PyTree
+from jaxspec.decoding.request import (
+    GenerationConfig,
+    PromptLike,
+    Request,
+    encode_prompt,
+    prepare,
+    prompt_list,
+)
+from jaxspec.drafters import DrafterLike, LoadedDrafter, NoDraft, loaded_drafter
+from jaxspec.extras import DISTRIBUTION
+from jaxspec.models.linear import num_cores
+from jaxspec.sharding import mesh_of, on_mesh_of
+
+if TYPE_CHECKING:
+    from jaxspec.checkpoint import Model
+
+DraftingMode = Literal["auto", "always", "never"]
+MARGIN = 0.05
+"""Share by which drafting must be faster than plain decoding, so that noise never chooses it."""
+# Written for `jaxspec demo`. Their lengths share a bucket, so that one program serves all of them.
+PROMPTS = (
+    "Question: A baker makes 12 trays of rolls with 8 rolls on each tray. She sells 70 rolls in "
+    "the morning and half of the rest in the afternoon. How many rolls are left?\nAnswer:",
+    "def count_words(text):\n    counts = {}\n    for word in text.split():\n"
+    "        counts[word] = counts.get(word, 0) + 1\n    return counts\n\n\n"
+    "def count_letters(text):\n",
+    "Question: Tom has 5 boxes with 9 pens in each box. He gives 3 pens to each of his 7 friends. "
+    "How many pens does Tom have now?\nAnswer: Tom has 5 * 9 =",
+)
+NUM_TOKENS = 64
+"""Tokens that each built-in prompt is continued by."""
+_MOST_ROUNDS = 5
+_ENOUGH_SECONDS = 5.0
+"""No further round of timed runs begins after so long."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftingProfile:
+    """Times of steps with drafts and without, and the choice that follows.
+
+    Attributes:
+        plain_seconds: seconds of a plain step.
+        drafted_seconds: seconds of a step that drafts, its draft included.
+        tau: tokens that a row emits per step that drafts, the bonus token INCLUDED.
+
+    Raises:
+        ValueError: a field is not a number, or it is out of range.
+
+    Example:
+        >>> profile = DraftingProfile(plain_seconds=0.010, drafted_seconds=0.025, tau=2.0)
+        >>> profile.speedup, profile.drafts
+        (0.8, False)
+    """
+
+    plain_seconds: float
+    drafted_seconds: float
+    tau: float
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (number and math.isfinite(value) and value > 0):
+                raise ValueError(f"{name} must be a positive number, got {value!r}.")
+        if self.tau < 1:
+            raise ValueError(f"tau must be at least 1, the bonus token, got {self.tau}.")
+
+    @property
+    def speedup(self) -> float:
+        """Tokens per second of drafting over those of plain decoding."""
+        return self.tau * self.plain_seconds / self.drafted_seconds
+
+    @property
+    def drafts(self) -> bool:
+        """True where drafting is faster by more than `MARGIN`."""
+        return self.speedup > 1 + MARGIN
+
+    def __str__(self) -> str:
+        return (
+            f"drafting would decode at {self.speedup:.2f} times plain speed on this machine "
+            f"(needs {1 + MARGIN}): {'drafts' if self.drafts else 'decodes plainly'}"
+        )
+
+
+def drafting_profile(
+    model: "Model",
+    drafter: DrafterLike,
+    prompts: PromptLike | Sequence[PromptLike] | None = None,
+    config: GenerationConfig | None = None,
+    rows: int = 1,
+) -> DraftingProfile:
+    """Measures whether drafting pays here, for `generate(..., drafting=profile)`.
+
+    Plain steps and steps with drafts are timed in turns, after a first run that is not timed. The
+    times do not include the reading of prompts. How many drafts are accepted depends on the text:
+    the built-in prompts (arithmetic and Python) are a guess, your own prompts are better.
+
+    Args:
+        model: the target.
+        drafter: the drafter.
+        prompts: see `generate`; `None`: the prompts of `jaxspec demo`, cut to half of the context.
+        config: see `generate`; `None`: greedy, 64 tokens, whatever they are. A number is one for
+            all prompts.
+        rows: prompts to decode at once.
+
+    Raises:
+        ValueError: as `generate` does; `rows` is below 1; nothing was decoded; or built-in prompts
+            are asked for and the model has no tokenizer.
+
+    Example:
+        >>> import jaxspec
+        >>> model, drafter = jaxspec.load("demo"), jaxspec.PromptLookup()
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
+        >>> profile = drafting_profile(model, drafter, "1, 2, 3, 1, 2, 3,", config)
+        >>> result = jaxspec.generate(model, "4, 5, 4,", config, drafter, drafting=profile)
+        >>> result.drafting == profile
+        True
+    """
+    if rows < 1:
+        raise ValueError(f"rows must be at least 1, got {rows}.")
+    config = config or GenerationConfig(max_new_tokens=NUM_TOKENS, stop_token_ids=())
+    given = _built_in(model) if prompts is None else prompt_list(prompts)
+    batches = [
+        [given[(first + row) % len(given)] for row in range(rows)]
+        for first in range(0, len(given), rows)
+    ]
+    requests = {
+        (index, drafts): prepare(model, batch, config, drafter if drafts else None, 0)
+        for index, batch in enumerate(batches)
+        for drafts in (False, True)
+    }
+    loops = {name: _loop(request) for name, request in requests.items()}
+    runs = {name: _Run.of(loop(), requests[name]) for name, loop in loops.items()}
+    if not all(run.steps for run in runs.values()):
+        raise ValueError("prompts: no step was decoded; ask for at least one token of each.")
+    medians = {name: float(np.median(times)) for name, times in _seconds(loops).items()}
+
+    def per_step(drafts: bool) -> float:
+        names = [name for name in loops if name[1] == drafts]
+        return sum(medians[name] for name in names) / sum(runs[name].steps for name in names)
+
+    drafted = [run for (_, drafts), run in runs.items() if drafts]
+    tau = sum(run.tokens for run in drafted) / sum(run.row_steps for run in drafted)
+    return DraftingProfile(per_step(False), per_step(True), tau)
+
+
+def profile_asked(
+    drafting: DraftingMode | DraftingProfile,
+    model: "Model",
+    drafter: DrafterLike | None,
+    config: GenerationConfig,
+    num_rows: int,
+) -> DraftingProfile | None:
+    """Returns the profile that decides whether a call drafts; `None` if none does.
+
+    For "auto" it is measured if it is not known yet: with the built-in prompts, the sampling of
+    `config` (the first prompt's where prompts differ), and the next smaller power of two of
+    `num_rows`. It is kept in memory, and on disk next to compiled programs where those are kept.
+
+    Args:
+        drafting: see `generate`.
+        model: the target.
+        drafter: the drafter. Without one, nothing is to be decided.
+        config: settings of the call.
+        num_rows: rows of the call.
+
+    Raises:
+        ValueError: `drafting` is something else; or as `drafting_profile` raises.
+    """
+    loaded = loaded_drafter(drafter)
+    if not isinstance(drafting, DraftingProfile) and drafting not in get_args(DraftingMode):
+        raise ValueError(
+            f"drafting must be 'always', 'auto', 'never' or a DraftingProfile, got {drafting!r}."
+        )
+    if drafting in ("always", "never") or loaded.drafter == NoDraft():
+        return None
+    if isinstance(drafting, DraftingProfile):
+        return drafting
+    settings, rows = _settings_measured(config), 1 << num_rows.bit_length() - 1
+    key = _key(model, loaded, settings, rows)
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
+    if name not in _known:
+        folder = cache_folder()
+        path = None if folder is None else folder / "drafting" / f"{name}.json"
+        profile = None if path is None else _read(path, key)
+        if profile is None:
+            profile = drafting_profile(model, loaded, _built_in(model), settings, rows)
+            if path is not None:
+                _write(path, key, profile)
+        _known[name] = profile
+    return _known[name]
+
+
+_known: dict[str, DraftingProfile] = {}
+"""Profiles of this process."""
+
+
+def _built_in(model: "Model") -> list[PromptLike]:
+    """Returns ids of the built-in prompts, cut so that as many tokens can follow."""
+    if model.tokenizer is None:
+        raise ValueError(
+            f"drafting: {model.name} has no tokenizer to read the built-in prompts with; give "
+            "drafting=drafting_profile(model, drafter, prompts), of jaxspec.decoding.profile."
+        )
+    longest = max(1, model.config.max_positions // 2)
+    return [encode_prompt(model, prompt)[:longest] for prompt in PROMPTS]
+
+
+class _Run(NamedTuple):
+    """Counts of a run: steps of the batch, steps of all rows, tokens."""
+
+    steps: int
+    row_steps: int
+    tokens: int
+
+    @classmethod
+    def of(cls, states: DecodeState, request: Request) -> "_Run":
+        steps = np.asarray(states.stats.num_steps)
+        tokens = int(np.sum(states.context.length)) - sum(request.prompt_lengths)
+        return cls(int(steps.max()), int(steps.sum()), tokens)
+
+
+def _loop(request: Request) -> Callable[[], DecodeState]:
+    """Reads the prompts; returns the loop over the steps that follow."""
+    states, _ = next(request.decode_stream())
+    capacity = request.plan.capacities[-1]
+    finish = partial(_finish, request.params, states, request.automaton)
+
+    def loop() -> DecodeState:
+        with on_mesh_of(request.params):
+            ended = finish(drafter=request.drafter, capacity=capacity)
+        return jax.block_until_ready(ended)
+
+    return loop
+
+
+@partial(jax.jit, static_argnames=("drafter", "capacity"))
+def _finish(
+    params: Params,
+    states: DecodeState,
+    automaton: StopAutomaton | None,
+    *,
+    drafter: Drafter,
+    capacity: int,
+) -> DecodeState:
+    step = partial(speculative_step, drafter=drafter, automaton=automaton)
+    return run(step, params, pad_caches(states, capacity), unfinished)
+
+
+def _seconds(loops: dict[Any, Callable[[], DecodeState]]) -> dict[Any, list[float]]:
+    """Times each loop several times, in turns: a machine's speed drifts for all of them."""
+    seconds: dict[Any, list[float]] = {name: [] for name in loops}
+    begun = time.perf_counter()
+    for number in range(_MOST_ROUNDS):
+        for name in list(loops)[:: (-1) ** number]:
+            start = time.perf_counter()
+            loops[name]()
+            seconds[name].append(time.perf_counter() - start)
+        if time.perf_counter() - begun > _ENOUGH_SECONDS:
+            break
+    return seconds
+
+
+def _settings_measured(config: GenerationConfig) -> GenerationConfig:
+    names = ("temperature", "top_k", "top_p", "min_p")
+    sampling: dict[str, Any] = {name: np.ravel(getattr(config, name))[0].item() for name in names}
+    return GenerationConfig(
+        max_new_tokens=NUM_TOKENS,
+        stop_token_ids=(),
+        repetition_penalty=config.repetition_penalty,
+        **(sampling if sampling["temperature"] else {}),
+    )
+
+
+def _key(
+    model: "Model", loaded: LoadedDrafter, settings: GenerationConfig, rows: int
+) -> dict[str, str]:
+    """Describes all that a profile depends on."""
+    device, mesh = jax.local_devices()[0], mesh_of(model.params)
+    kind = native.processor() if device.platform == "cpu" else device.device_kind
+    return {
+        "jaxspec": metadata.version(DISTRIBUTION),
+        "jaxlib": jaxlib_version.__version__,
+        "device": f"{kind}, {num_cores()} cores, {native.status().reason}",
+        "mesh": "none" if mesh is None else str(dict(mesh.shape)),
+        "model": f"{model.name}, {model.network.dtype}, {model.config}",
+        "weights": _fingerprint(model.params),
+        "drafter": repr(loaded.drafter),
+        "draft_weights": _fingerprint(loaded.params),
+        "settings": str(settings),
+        "rows": str(rows),
+    }
+
+
+def _fingerprint(weights: PyTree) -> str:
+    """Hashes the shapes of arrays and the values of the smallest, which training changes too.
+
+    Numbers are left out: a drafter learns them from prompt to prompt (`CarriesOn`).
+    """
+    arrays = [leaf for leaf in jax.tree.leaves(weights) if np.ndim(leaf)]
+    shapes = [(leaf.shape, str(leaf.dtype)) for leaf in arrays]
+    found = hashlib.sha256(repr(shapes).encode())
+    for leaf in sorted(arrays, key=lambda leaf: leaf.size)[:8]:
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest()[:24]
+
+
+def _read(path: Path, key: dict[str, str]) -> DraftingProfile | None:
+    """Reads a profile; `None` if there is none for this key, or the file is damaged."""
+    try:
+        entry = read_json(path)
+        return DraftingProfile(**entry["profile"]) if entry["key"] == key else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(path: Path, key: dict[str, str], profile: DraftingProfile) -> None:
+    """Writes a profile whole or not at all; a disk that cannot be written to is no error."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            write_json(Path(folder) / path.name, {"key": key, "profile": vars(profile)})
+            os.replace(Path(folder) / path.name, path)
