@@ -29,7 +29,8 @@ def use_persistent_cache() -> None:
 
     Changes JAX for the whole process, so `import jaxspec` does not call it. The command line does.
     Call it before the first program is compiled. The programs lie in `$JAXSPEC_CACHE`, or else in
-    `jaxspec/xla` in the user's cache folder. Nothing is changed where JAX already has a cache
+    `jaxspec/xla` in the user's cache folder, next to them the profiles of
+    `generate(..., drafting="auto")`. Nothing is changed where JAX already has a cache
     folder (`JAX_COMPILATION_CACHE_DIR`), or where `JAXSPEC_CACHE` is "off".
 
     On CPUs, XLA logs an error for every program that it reads back, because it takes hints for
