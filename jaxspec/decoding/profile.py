@@ -81,9 +81,9 @@ class DraftingProfile:
         ValueError: a field is not a number, or it is out of range.
 
     Example:
-        >>> profile = DraftingProfile(plain_seconds=0.010, drafted_seconds=0.025, tau=2.0)
+        >>> profile = DraftingProfile(plain_seconds=0.01, drafted_seconds=0.04, tau=2.0)
         >>> profile.speedup, profile.drafts
-        (0.8, False)
+        (0.5, False)
     """
 
     plain_seconds: float
