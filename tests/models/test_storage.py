@@ -82,6 +82,17 @@ def test_a_model_is_the_same_after_saving(model, storage, save, tmp_path):
     assert jax.tree.map(jnp.dtype, again.params) == jax.tree.map(jnp.dtype, kept.params)
 
 
+@pytest.mark.parametrize("save", [jaxspec.save, save_orbax])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_int8_in_a_narrow_network_is_the_same_after_saving(model, dtype, save, tmp_path):
+    save(model, tmp_path / "exact")
+    kept = jaxspec.load(tmp_path / "exact", dtype, weights="int8")
+    save(kept, tmp_path / "kept")
+    again = jaxspec.load(tmp_path / "kept", dtype, weights="int8")
+    jax.tree.map(np.testing.assert_array_equal, again.params, kept.params)
+    assert jax.tree.map(jnp.dtype, again.params) == jax.tree.map(jnp.dtype, kept.params)
+
+
 def test_a_head_follows_its_target(tmp_path):
     target = jaxspec.load("demo", "float32", weights="bfloat16").network
     head = load_eagle("demo-eagle", target)
