@@ -54,3 +54,15 @@ def test_the_start_is_measured(model, tmp_path):
     page = measure("startup", COST_SUITES["startup"], repeats=1, progress=False, **names)
     assert page.figures["seconds"].keys() == costs.START_AIMS.keys()
     assert min(page.figures["seconds"].values()) > 0
+
+
+@pytest.mark.usefixtures("shipped")
+def test_rounded_weights_are_set_against_float32(data_folder):
+    page = measure("weights", COST_SUITES["weights"], data_folder, 1, progress=False)
+    assert [row[:2] for row in page.sections[0].rows] == [
+        [name, part] for name in ("demo", "demo-draft") for part in costs.TEXT_PARTS
+    ]
+    for found in page.figures["agreement"]["demo"].values():
+        assert found.positions > 0
+        assert 0 < found.kl < 0.1
+        assert 0.5 < found.top1 <= 1
