@@ -312,14 +312,15 @@ def _measure_startup(run: SuiteRun) -> Page:
 
 
 def _measure_weights(run: SuiteRun) -> Page:
-    config = GenerationConfig(max_new_tokens=run.suite.max_new_tokens)
+    num_new = run.suite.max_new_tokens
+    config = GenerationConfig(max_new_tokens=num_new)
     figures: dict[str, dict[str, Agreement]] = {}
     prompts: list[str] = []
     with run.steps(2 * len(run.suite.needs)) as advance:
         for name in run.suite.needs:
             exact, rounded = load(name, "float32"), load(name, "float32", weights="int8")
             advance(f"{name}, continuations")
-            prompts = [prompt.text for prompt in run.prompts(exact, config.max_new_tokens)]
+            prompts = [prompt.text for prompt in run.prompts(exact, num_new)]
             texts = [
                 (row.prompt_tokens.tolist(), row.tokens.tolist())
                 for row in generate(exact, prompts, config)
@@ -331,7 +332,7 @@ def _measure_weights(run: SuiteRun) -> Page:
     table = Section(
         text=[
             f'`weights="int8"` next to float32 over {len(prompts)} held-out prompts and, behind '
-            f"each, up to {config.max_new_tokens} tokens that the float32 model decodes greedily. "
+            f"each, up to {num_new} tokens that the float32 model decodes greedily. "
             "Both models read the same texts. A position belongs to the part that its next token "
             "is in. KL is the divergence of the distribution of int8 from that of float32."
         ],
