@@ -20,7 +20,7 @@ from jaxspec.core.types import Params, Warp
 from jaxspec.decoding.generate import generate, score
 from jaxspec.decoding.request import GenerationConfig, prepare
 from jaxspec.drafters import DraftModel, NoDraft, PromptLookup
-from jaxspec.measure.agreement import Agreement, agreement
+from jaxspec.measure.agreement import TextAgreement, agreement
 from jaxspec.measure.compare import JaxRunner
 from jaxspec.measure.figures import PLAIN
 from jaxspec.measure.machine import this_machine
@@ -314,7 +314,7 @@ def _measure_startup(run: SuiteRun) -> Page:
 def _measure_weights(run: SuiteRun) -> Page:
     num_new = run.suite.max_new_tokens
     config = GenerationConfig(max_new_tokens=num_new)
-    figures: dict[str, dict[str, Agreement]] = {}
+    figures: dict[str, dict[str, TextAgreement]] = {}
     prompts: list[str] = []
     with run.steps(2 * len(run.suite.needs)) as advance:
         for name in run.suite.needs:

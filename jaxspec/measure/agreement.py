@@ -9,7 +9,7 @@ from jaxtyping import Float
 Logits = Float[np.ndarray, "positions vocab"]
 
 
-class Agreement(NamedTuple):
+class TextAgreement(NamedTuple):
     """Two models' distributions over the next token, compared at the same positions.
 
     Attributes:
@@ -23,7 +23,7 @@ class Agreement(NamedTuple):
     top1: float
 
 
-def agreement(texts: Iterable[tuple[Logits, Logits]]) -> Agreement:
+def agreement(texts: Iterable[tuple[Logits, Logits]]) -> TextAgreement:
     """Compares the logits of two models.
 
     Args:
@@ -45,7 +45,7 @@ def agreement(texts: Iterable[tuple[Logits, Logits]]) -> Agreement:
         same += (exact.argmax(1) == other.argmax(1)).tolist()
     if not kl:
         raise ValueError("texts must hold a position to compare, got none.")
-    return Agreement(len(kl), float(np.mean(kl)), float(np.mean(same)))
+    return TextAgreement(len(kl), float(np.mean(kl)), float(np.mean(same)))
 
 
 def _logprobs(logits: Logits) -> Logits:
