@@ -1,11 +1,11 @@
-"""Suites of single costs: passes, steps, rows decoded together, the start of the program."""
+"""Suites of single costs: passes, steps, rows, the start of the program, rounded weights."""
 
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -14,10 +14,13 @@ import numpy as np
 
 from benchmarks.harness import Suite, SuiteRun, measure_methods
 from benchmarks.page import Page, Section
+from benchmarks.prompts import PROMPT_SETS
 from jaxspec.checkpoint import Model, load
 from jaxspec.core.types import Params, Warp
+from jaxspec.decoding.generate import generate, score
 from jaxspec.decoding.request import GenerationConfig, prepare
 from jaxspec.drafters import DraftModel, NoDraft, PromptLookup
+from jaxspec.measure.agreement import TextAgreement, agreement
 from jaxspec.measure.compare import JaxRunner
 from jaxspec.measure.figures import PLAIN
 from jaxspec.measure.machine import this_machine
@@ -308,6 +311,54 @@ def _measure_startup(run: SuiteRun) -> Page:
     return Page([table], {"seconds": seconds, "aims": START_AIMS, "machine": this_machine()})
 
 
+def _measure_weights(run: SuiteRun) -> Page:
+    num_new = run.suite.max_new_tokens
+    config = GenerationConfig(max_new_tokens=num_new)
+    figures: dict[str, dict[str, TextAgreement]] = {}
+    prompts: list[str] = []
+    with run.steps(2 * len(run.suite.needs)) as advance:
+        for name in run.suite.needs:
+            exact, rounded = load(name, "float32"), load(name, "float32", weights="int8")
+            advance(f"{name}, continuations")
+            prompts = [prompt.text for prompt in run.prompts(exact, num_new)]
+            texts = [
+                (row.prompt_tokens.tolist(), row.tokens.tolist())
+                for row in generate(exact, prompts, config)
+            ]
+            advance(f"{name}, agreement")
+            figures[name] = {
+                part: agreement(_logits_of(part, texts, exact, rounded)) for part in TEXT_PARTS
+            }
+    table = Section(
+        text=[
+            f'`weights="int8"` next to float32 over {len(prompts)} held-out prompts and, behind '
+            f"each, up to {num_new} tokens that the float32 model decodes greedily. "
+            "Both models read the same texts. A position belongs to the part that its next token "
+            "is in. KL is the divergence of the distribution of int8 from that of float32."
+        ],
+        columns=["model", "part of the texts", "positions", "KL, nats per token", "same top-1"],
+        rows=[
+            [name, part, str(found.positions), f"{found.kl:.2g}", f"{found.top1:.1%}"]
+            for name, parts in figures.items()
+            for part, found in parts.items()
+        ],
+    )
+    return Page([table], {"agreement": figures})
+
+
+TEXT_PARTS = ("prompts", "continuations")
+
+
+def _logits_of(
+    part: str, texts: Sequence[tuple[list[int], list[int]]], *models: Model
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for prompt, continuation in texts:
+        last = len(prompt) - 1
+        places = slice(last) if part == "prompts" else slice(last, -1)
+        exact, other = (score(model, [*prompt, *continuation]).logits[places] for model in models)
+        yield exact, other
+
+
 COST_SUITES: Mapping[str, Suite] = {
     "passes": Suite(
         title="Target passes over several tokens",
@@ -336,5 +387,13 @@ COST_SUITES: Mapping[str, Suite] = {
         measure=_measure_startup,
         repeats=3,
         takes={"model": "demo", "draft_model": "demo-draft"},
+    ),
+    "weights": Suite(
+        title="What weights in 8 bits cost",
+        about='agreement of `weights="int8"` with float32: KL and the likeliest token',
+        measure=_measure_weights,
+        prompt_sets=PROMPT_SETS,
+        prompts_per_set=20,
+        needs=("demo", "demo-draft"),
     ),
 }

@@ -35,6 +35,7 @@ def decode(
     actors: int = 1,
     rows_per_call: int = 256,
     dtype: str | None = None,
+    weights: str | None = None,
     mesh: str | None = None,
     resources: Mapping[str, Any] | None = None,
     settings: JobSettings | None = None,
@@ -52,7 +53,8 @@ def decode(
         actors: processes that decode.
         rows_per_call: rows of the table that Ray hands an actor (Ray's `batch_size`). Slots are
             refilled within a table.
-        dtype: dtype of the weights, see `load`.
+        dtype: dtype of the network, see `load`.
+        weights: the form in which matrices are kept, as "int8"; see `load`.
         mesh: "data=2,model=4": devices of each actor to divide the work over.
         resources: resources of an actor, for Ray: `{"num_gpus": 8}`, `{"num_cpus": 4}`.
         settings: see `jaxspec.batch.run`.
@@ -86,6 +88,7 @@ def decode(
             "prompt": prompt,
             "row_id": row_id,
             "dtype": dtype,
+            "weights": weights,
             "mesh": mesh,
             "settings": settings,
         },
@@ -108,10 +111,12 @@ class Decoder:
         prompt: str,
         row_id: str,
         dtype: str | None,
+        weights: str | None,
         mesh: str | None,
         settings: JobSettings | None,
     ):
-        self._model = load(model, dtype=dtype, mesh=None if mesh is None else parse_mesh(mesh))
+        devices = None if mesh is None else parse_mesh(mesh)
+        self._model = load(model, dtype, mesh=devices, weights=weights)
         self._drafter = None if drafter is None else drafter(self._model)
         self._config, self._seed, self._settings = config, seed, settings
         self._prompt, self._row_id = prompt, row_id

@@ -31,7 +31,7 @@ from jaxspec.models.config import (
     Rope,
     YarnScaling,
 )
-from jaxspec.models.storage import is_matrix, stored_as
+from jaxspec.models.storage import stored_as
 from jaxspec.models.transformer import Network, param_shapes
 from jaxspec.sharding import check_divides, param_sharding, shares_of_memory
 
@@ -99,16 +99,15 @@ def load_orbax(
             stored = checkpointer.metadata(path).item_metadata.tree
             largest = max(jax.tree.leaves(stored), key=lambda leaf: math.prod(leaf.shape))
             whole = largest.dtype == np.int8
-            if whole:
-                wanted = jax.eval_shape(partial(stored_as, storage="int8"), wanted)
             target = _dtype_of_network(np.dtype(stored["norm"]["scale"].dtype), dtype)
             kept = np.dtype(largest.dtype)
             if weights is None and dtype is None and matrices_as_stored(target, kept, mesh):
                 weights = "bfloat16"
             matrices = kept if whole else dtype_of_matrices(weights, target)
+            wanted = jax.eval_shape(partial(_in_form, dtype=target, matrices=matrices), wanted)
             _check_shapes(path, wanted, stored)
             check_network_fits(config, target, shares_of_memory(mesh), matrices)
-            params = checkpointer.restore(path, _on_devices(wanted, target, mesh, matrices))
+            params = checkpointer.restore(path, _on_devices(wanted, mesh))
         except CheckpointError:
             raise
         except Exception as error:  # Orbax and its storage raise many kinds for damaged files.
@@ -124,15 +123,20 @@ def _dtype_of_network(stored: np.dtype, asked: Any) -> np.dtype:
     return DTYPES["float32"] if jax.default_backend() == "cpu" else stored
 
 
-def _on_devices(wanted: Any, dtype: np.dtype, mesh: Mesh | None, matrices: np.dtype) -> Any:
+def _in_form(params: Any, dtype: np.dtype, matrices: np.dtype) -> Any:
+    """Casts parameters. Scales of int8 stay float32: in fewer bits they are other numbers."""
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    return params if matrices == dtype else stored_as(params, matrices.name)
+
+
+def _on_devices(wanted: Any, mesh: Mesh | None) -> Any:
     """Describes each leaf to restore: its shape, its dtype and its devices."""
     alone = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def leaf_on_devices(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        keys = tuple(entry.key for entry in path)
-        place = alone if mesh is None else param_sharding("/".join(keys), leaf.shape, mesh)
-        own = matrices if is_matrix(keys) else dtype
-        return jax.ShapeDtypeStruct(leaf.shape, own, sharding=place)
+        name = "/".join(entry.key for entry in path)
+        place = alone if mesh is None else param_sharding(name, leaf.shape, mesh)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
     return jax.tree_util.tree_map_with_path(leaf_on_devices, wanted)
 

@@ -7,11 +7,11 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from jaxspec.checkpoint import Model
 from jaxspec.decoding.metrics import Counts
 from jaxspec.drafters import DrafterLike
+from jaxspec.measure.agreement import Logits, agreement
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.quantize import QUANTIZATIONS
@@ -82,7 +82,7 @@ def compare_quantizations(
     """
     shapes = dataclasses.replace(config or ExportConfig(), check_gpu_ops=False)
     texts = [text[: min(SCORED_TOKENS, shapes.capacity // 2)] for text in texts]
-    exact: list[np.ndarray] = []
+    exact: list[Logits] = []
     found = []
     with TemporaryDirectory() as folder:
         for name in QUANTIZATIONS:
@@ -94,24 +94,20 @@ def compare_quantizations(
                 continue
             path = Path(folder) / MODEL_FILE
             file = MobileModel(path)
-            logprobs = [_logprobs(file, text) for text in texts]
-            exact = exact or logprobs
-            pairs = list(zip(exact, logprobs, strict=True))
-            kl = np.concatenate([np.sum(np.exp(p) * (p - q), axis=1) for p, q in pairs])
-            same = np.concatenate([p.argmax(1) == q.argmax(1) for p, q in pairs])
+            logits = [_logits(file, text) for text in texts]
+            exact = exact or logits
+            agreed = agreement(zip(exact, logits, strict=True))
             size, tau = path.stat().st_size, _tau(file, texts)
-            found.append(Quality(name, size, float(kl.mean()), float(same.mean()), tau))
+            found.append(Quality(name, size, agreed.kl, agreed.top1, tau))
     return found
 
 
-def _logprobs(file: MobileModel, text: Sequence[int]) -> Float[np.ndarray, "tokens vocab"]:
-    """Returns the log-probabilities after each token of a text, read one by one."""
+def _logits(file: MobileModel, text: Sequence[int]) -> Logits:
+    """Returns the logits after each token of a text, read one by one."""
     rows = []
     for place, token in enumerate(text):
         file.call("decode", pending=[token], length=[place])
-        logits = file.read("decode", "logits")[0].astype(np.float64)
-        shifted = logits - logits.max()
-        rows.append(shifted - np.log(np.exp(shifted).sum()))
+        rows.append(file.read("decode", "logits")[0])
     return np.stack(rows)
 
 

@@ -9,6 +9,8 @@ keeps to the older of two instruction sets.
 import ctypes
 import os
 import platform
+import re
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,10 +59,22 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def ffi_version() -> int:
+    """Returns the version of the interface of the installed jaxlib, as its header gives it."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    major, minor = re.findall(r"#define XLA_FFI_API_(?:MAJOR|MINOR) (\d+)", header)
+    return 1000 * int(major) + int(minor)
+
+
 def load(library: Path) -> NativeStatus:
-    """Loads a compiled library and tells XLA of its calls."""
+    """Loads a compiled library and tells XLA of its calls; warns if it cannot be used."""
     try:
         loaded = ctypes.CDLL(str(library))
+        # A call of another version would stop JAX's CPU backend, if that starts later.
+        if (compiled := loaded.jaxspec_ffi_version()) != (installed := ffi_version()):
+            raise RuntimeError(
+                f"it was compiled for version {compiled} of XLA's interface, jaxlib has {installed}"
+            )
         loaded.jaxspec_instruction_set.restype = ctypes.c_char_p
         instructions = loaded.jaxspec_instruction_set()
         if instructions is None:
@@ -70,7 +84,13 @@ def load(library: Path) -> NativeStatus:
             jax.ffi.register_ffi_target(f"jaxspec_{name}", handler, platform="cpu")
     # Whatever a foreign file or another release of jaxlib raises: the package runs without.
     except Exception as error:
-        return NativeStatus(None, f"products by XLA: {library.name} cannot be used: {error}")
+        reason = f"products by XLA: {library.name} cannot be used: {error}"
+        warnings.warn(
+            f"{reason}. Passes are slower. Install the package again to compile it for this "
+            "machine and jaxlib.",
+            stacklevel=2,
+        )
+        return NativeStatus(None, reason)
     return NativeStatus(instructions.decode(), f"native products ({instructions.decode()})")
 
 

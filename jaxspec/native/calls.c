@@ -51,6 +51,9 @@ const char *jaxspec_instruction_set(void) {
   return best ? best->name : NULL;
 }
 
+/* The version of XLA's interface that this was compiled for. */
+int jaxspec_ffi_version(void) { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MINOR; }
+
 /* ---- Sharing work ---- */
 
 enum { NUM_CREWS = 64, MAX_PHASES = 4, SPINS_BEFORE_YIELD = 2000, LINGER_NANOSECONDS = 200000 };

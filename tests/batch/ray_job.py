@@ -79,6 +79,7 @@ def main(model: str, out: Path, folder: Path) -> None:
         7,
         actors=2,
         rows_per_call=8,
+        weights="int8",
         settings=batch.JobSettings(batch_size=4),
     )
     found = sorted(decoded.take_all(), key=lambda row: row["id"])
@@ -88,7 +89,8 @@ def main(model: str, out: Path, folder: Path) -> None:
     output = batch.Collector()
     asked = [batch.Row(line, row["id"], row["prompt"]) for line, row in enumerate(rows, start=1)]
     drafter, settings = jaxspec.PromptLookup(), batch.JobSettings(batch_size=4)
-    batch.run(jaxspec.load(model), asked, output, CONFIG, drafter, 7, settings)
+    target = jaxspec.load(model, weights="int8")
+    batch.run(target, asked, output, CONFIG, drafter, 7, settings)
     plain = sorted(output.records, key=lambda record: record["id"])
     out.write_text(
         json.dumps(

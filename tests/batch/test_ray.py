@@ -5,7 +5,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
+import jax.numpy as jnp
 import pytest
 
 from jaxspec.batch import ray as stage
@@ -48,6 +50,16 @@ def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.data", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxspec-decoding\[ray\]'"):
         stage.decode(Dataset(), "demo")
+
+
+def test_an_actor_keeps_its_matrices_as_asked(folder, monkeypatch):
+    class Local(Dataset):
+        def map_batches(self, actor, fn_constructor_kwargs, **_):
+            return actor(**fn_constructor_kwargs)
+
+    monkeypatch.setattr(stage, "_ray_data", Mock)
+    actor = stage.decode(Local(), folder, prompt="question", weights="int8")
+    assert actor._model.params["embed"]["embedding"].dtype == jnp.int8
 
 
 @pytest.mark.slow

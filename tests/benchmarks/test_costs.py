@@ -1,5 +1,7 @@
 """Suites of single costs."""
 
+import dataclasses
+
 import pytest
 
 import jaxspec
@@ -54,3 +56,16 @@ def test_the_start_is_measured(model, tmp_path):
     page = measure("startup", COST_SUITES["startup"], repeats=1, progress=False, **names)
     assert page.figures["seconds"].keys() == costs.START_AIMS.keys()
     assert min(page.figures["seconds"].values()) > 0
+
+
+@pytest.mark.usefixtures("shipped")
+def test_rounded_weights_are_set_against_float32(data_folder):
+    suite = dataclasses.replace(COST_SUITES["weights"], max_new_tokens=8, needs=("demo",))
+    page = measure("weights", suite, data_folder, 1, progress=False)
+    assert [row[:2] for row in page.sections[0].rows] == [
+        ["demo", part] for part in costs.TEXT_PARTS
+    ]
+    for found in page.figures["agreement"]["demo"].values():
+        assert found.positions > 0
+        assert 0 < found.kl < 0.1
+        assert 0.5 < found.top1 <= 1

@@ -33,6 +33,7 @@ from jaxspec.models import (
     init_eagle_params,
     init_params,
 )
+from jaxspec.models.storage import widened
 
 
 class Case(NamedTuple):
@@ -66,7 +67,7 @@ def network(vocab_size: int, seed: int = 0, **settings) -> Network:
 
 def blurred(target: Network, size: float = 0.05) -> Network:
     """The target with noise on its weights: a draft model that is right most of the time."""
-    leaves, structure = jax.tree.flatten(target.params)
+    leaves, structure = jax.tree.flatten(widened(target).params)
     keys = jax.random.split(jax.random.key(99), len(leaves))
     noisy = [
         leaf + size * jnp.std(leaf) * jax.random.normal(key, leaf.shape)

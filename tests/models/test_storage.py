@@ -1,6 +1,7 @@
 """Forms in which matrices are kept: what is lost, what is not, and who may ask for them."""
 
 import dataclasses
+from functools import lru_cache
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,11 @@ import jaxspec
 from jaxspec.checkpoint import load_eagle, save_orbax
 from jaxspec.checkpoint.eagle import save_eagle
 from jaxspec.core.masks import causal
+from jaxspec.drafters import LoadedDrafter
 from jaxspec.models import Network
 from jaxspec.models.storage import STORAGES, kept_like, stored_as, unscaled, widened
+from tests.laws.drafters import DRAFTERS, marked
+from tests.laws.drafters import network as drafting_target
 from tests.models.families import tiny
 
 TEXT = np.arange(12) % 7
@@ -82,6 +86,17 @@ def test_a_model_is_the_same_after_saving(model, storage, save, tmp_path):
     assert jax.tree.map(jnp.dtype, again.params) == jax.tree.map(jnp.dtype, kept.params)
 
 
+@pytest.mark.parametrize("save", [jaxspec.save, save_orbax])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_int8_in_a_narrow_network_is_the_same_after_saving(model, dtype, save, tmp_path):
+    save(model, tmp_path / "exact")
+    kept = jaxspec.load(tmp_path / "exact", dtype, weights="int8")
+    save(kept, tmp_path / "kept")
+    again = jaxspec.load(tmp_path / "kept", dtype, weights="int8")
+    jax.tree.map(np.testing.assert_array_equal, again.params, kept.params)
+    assert jax.tree.map(jnp.dtype, again.params) == jax.tree.map(jnp.dtype, kept.params)
+
+
 def test_a_head_follows_its_target(tmp_path):
     target = jaxspec.load("demo", "float32", weights="bfloat16").network
     head = load_eagle("demo-eagle", target)
@@ -92,6 +107,30 @@ def test_a_head_follows_its_target(tmp_path):
     save_eagle(whole, tmp_path)
     again = load_eagle(tmp_path, stored(target, "int8"))
     jax.tree.map(np.testing.assert_array_equal, again.params, whole.params)
+
+
+def rounded(holder):
+    """A network or head in int8; drafters without weights as they are."""
+    params = getattr(holder, "params", None)
+    return (
+        holder if params is None else dataclasses.replace(holder, params=stored_as(params, "int8"))
+    )
+
+
+@lru_cache
+def decoded(name: str | None) -> list[list[int]]:
+    """Tokens of a rounded target, whose drafts are rounded too; by the name of the drafter."""
+    target, drafter = rounded(drafting_target(24)), None
+    if name is not None:
+        drafter = LoadedDrafter(DRAFTERS[name].make(), rounded(DRAFTERS[name].draft(target)))
+    prompts, config = [[3, 5, 3, 5, 3], [7] * 9], jaxspec.GenerationConfig(max_new_tokens=12)
+    rows = jaxspec.generate(jaxspec.Model(target), prompts, config, drafter)
+    return [row.tokens.tolist() for row in rows]
+
+
+@pytest.mark.parametrize("name", marked(DRAFTERS))
+def test_drafts_are_exact_of_the_rounded_target(name):
+    assert decoded(name) == decoded(None)
 
 
 def test_a_head_that_bfloat16_would_round_stays_float32():

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.random import _mt19937
 
 from jaxspec import native
 from jaxspec.core import masks
@@ -187,11 +188,75 @@ def test_gradients_are_those_of_the_reference(tiny_config):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), ours, reference)
 
 
-def test_a_file_that_is_no_library_is_named_and_left_alone(tmp_path):
-    (tmp_path / "libjaxspec.so.1").write_bytes(b"not a library")
-    found = native.load(tmp_path / "libjaxspec.so.1")
+def no_library(path: Path) -> None:
+    path.write_bytes(b"not a library")
+
+
+def of_nobody_knows(path: Path) -> None:
+    path.write_bytes(Path(_mt19937.__file__).read_bytes())
+
+
+def of_another_processor(path: Path) -> None:
+    """The same with another machine in the header of an ELF file: 243 is RISC-V."""
+    of_nobody_knows(path)
+    with path.open("r+b") as file:
+        file.seek(18)
+        file.write(bytes([243, 0]))
+
+
+@pytest.mark.parametrize("make", [no_library, of_nobody_knows, of_another_processor, Path.mkdir])
+def test_a_file_that_cannot_be_used_is_named_and_left_alone(make, tmp_path):
+    make(tmp_path / "libjaxspec.so.1")
+    with pytest.warns(UserWarning, match=r"libjaxspec\.so\.1 cannot be used.*Install the package"):
+        found = native.load(tmp_path / "libjaxspec.so.1")
     assert found.instructions is None
     assert "libjaxspec.so.1 cannot be used" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ("#define XLA_FFI_API_MAJOR 7\n#define XLA_FFI_API_MINOR 12\n", "jaxlib has 7012"),
+        ("#define XLA_FFI_VERSION 7\n", "not enough values"),
+        (None, "No such file"),
+    ],
+)
+def test_a_jaxlib_of_another_interface_is_told_nothing(header, said, tmp_path, monkeypatch):
+    if not native.LIBRARY.exists():
+        pytest.skip("needs the package installed with native code")
+    folder = tmp_path / "xla" / "ffi" / "api"
+    folder.mkdir(parents=True)
+    if header is not None:
+        (folder / "c_api.h").write_text(header)
+    told = []
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *args, **_: told.append(args))
+    with pytest.warns(UserWarning, match="cannot be used"):
+        found = native.load(native.LIBRARY)
+    assert found.instructions is None
+    assert said in found.reason
+    assert told == []
+
+
+UNUSABLE = """
+import sys
+from pathlib import Path
+from jaxspec import native
+native.LIBRARY = Path(sys.argv[1])
+assert native.status().instructions is None
+import jax, jax.numpy as jnp
+from jaxspec.models.linear import multiply
+product = jax.jit(multiply)
+print(float(product(jnp.ones((2, 8)), jnp.ones((8, 3))).sum()), native.status().reason)
+"""
+
+
+def test_without_a_usable_file_products_are_right_and_that_is_said_once(tmp_path):
+    no_library(tmp_path / "libjaxspec.so.1")
+    run = [sys.executable, "-c", UNUSABLE, str(tmp_path / "libjaxspec.so.1")]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("48.0 products by XLA: libjaxspec.so.1 cannot be used")
+    assert done.stderr.count("cannot be used") == 1
 
 
 def test_without_native_code_a_reason_is_given(monkeypatch):

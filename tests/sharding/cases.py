@@ -24,6 +24,7 @@ from jaxspec.decoding.request import GenerationConfig, prepare
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.measure.timing import release_programs
 from jaxspec.models import Network
+from jaxspec.models.storage import stored_as
 from jaxspec.sharding import make_mesh, on_mesh_of, shard
 from tests.laws.drafters import DRAFTERS, PLAIN, Case, network
 from tests.laws.test_hlo import LINE, inside_loops, read_hlo
@@ -67,8 +68,13 @@ ASKED = {
     "rows alone": lambda: Asked(drafting_target(), PLAIN, 1),
     "sampled": lambda: Asked(drafting_target(), DRAFTERS["lookup"], 2, temperature=0.8),
     "streamed": lambda: Asked(drafting_target(), DRAFTERS["lookup"], 2, streamed=True),
+    "int8": lambda: Asked(rounded(drafting_target()), DRAFTERS["eagle 3"], 2),
     "experts divided": lambda: Asked(divided_experts(), PLAIN, 2),
 }
+
+
+def rounded(target: Network) -> Network:
+    return dataclasses.replace(target, params=stored_as(target.params, "int8"))
 
 
 def divided_experts() -> Network:

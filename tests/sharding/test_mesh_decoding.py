@@ -20,7 +20,7 @@ QUICK = ("family: llama", "family: qwen3_moe", "drafter: lookup")
 SLOW = (
     *(f"family: {name}" for name in FAMILIES if f"family: {name}" not in QUICK),
     *(f"drafter: {name}" for name in DRAFTERS if f"drafter: {name}" not in QUICK),
-    *("rows alone", "sampled", "streamed", "experts divided"),
+    *("rows alone", "sampled", "streamed", "int8", "experts divided"),
 )
 
 
