@@ -1,21 +1,20 @@
 """Flags that several sub-verbs of `jaxspec export` share, and their meaning."""
 
 import argparse
-import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint import Model, load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
+from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.options import (
     OF_DRAFTERS,
     add_model_arguments,
     announce,
     drafter_asked,
     refuse_unused,
-    sizes,
 )
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.drafters import DrafterLike, Eagle, LoadedDrafter
@@ -24,27 +23,9 @@ from jaxspec.measure.prompts import read_prompts
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.gpu import TIMEOUT, check_gpu
-from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.tuning import load_tree, shipped_tables, tree_of_head
 
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "--capacity": {"type": int, "metavar": "N", "help": "longest text, in tokens (default: 1024)"},
-    "--prefill": {
-        "type": sizes,
-        "metavar": "N,...",
-        "help": "prompt tokens per call (default: 64)",
-    },
-    "--quantize": {
-        "dest": "quantization",
-        "choices": tuple(QUANTIZATIONS),
-        "help": "format of weights (default: int8)",
-    },
-    "--any-ops": {
-        "dest": "check_gpu_ops",
-        "action": "store_false",
-        "default": None,
-        "help": "write the file even if a phone's GPU would refuse it or compute it wrongly",
-    },
     "--head": {
         "metavar": "FOLDER",
         "help": "draft with this EAGLE-1 or EAGLE-3 head: a folder or the name of a shipped one",
@@ -80,12 +61,25 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def add_export_arguments(
-    parser: argparse.ArgumentParser, *flags: str, out: str = "OUT", required: str | None = None
+    parser: argparse.ArgumentParser,
+    *flags: str,
+    settings: Collection[str] = (),
+    out: str = "OUT",
+    required: str | None = None,
 ) -> None:
-    """Declares the model, the folder to write into, the settings of all files, and `flags`."""
+    """Declares the model, the folder to write into, settings of files, and `flags`.
+
+    Args:
+        parser: the parser of a sub-verb.
+        flags: flags of `_FLAGS`.
+        settings: fields of `ExportConfig`, besides those of all files.
+        out: name of the folder in the help.
+        required: a flag of `_FLAGS` that must be given.
+    """
     add_model_arguments(parser)
     parser.add_argument("out", type=Path, metavar=out, help="folder to write into")
-    for flag in ("--capacity", "--prefill", "--quantize", *flags):
+    add_flags(parser, ExportConfig, ("capacity", "prefill", "quantization", *settings))
+    for flag in flags:
         parser.add_argument(flag, **_FLAGS[flag])
     if required is not None:
         parser.add_argument(required, **_FLAGS[required], required=True)
@@ -98,18 +92,18 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: naming the flag.
     """
     values = vars(args).items()
-    given = {name for name, value in values if value is not None and value is not False}
-    if "limit" in given and "prompts" not in given:
+    asked = {name for name, value in values if value is not None and value is not False}
+    if "limit" in asked and "prompts" not in asked:
         raise ValueError("--limit: needs --prompts FILE.jsonl.")
-    if "threads" in given and args.threads < 1:
+    if "threads" in asked and args.threads < 1:
         raise ValueError(f"--threads must be at least 1, got {args.threads}.")
     if "drafter" in args and args.drafter is None:
         refuse_unused(args, OF_DRAFTERS, "needs --drafter.")
-    if "gpu_timeout" in given and not args.gpu_timeout > 0:
+    if "gpu_timeout" in asked and not args.gpu_timeout > 0:
         raise ValueError(f"--gpu-timeout must be above 0 seconds, got {args.gpu_timeout:g}.")
-    if "gpu_timeout" in given and "check_gpu" not in given:
+    if "gpu_timeout" in asked and "check_gpu" not in asked:
         raise ValueError("--gpu-timeout: needs --check-gpu.")
-    if "check_gpu" in given and (lacking := missing_for_gpu()) is not None:
+    if "check_gpu" in asked and (lacking := missing_for_gpu()) is not None:
         raise ValueError(f"--check-gpu: {lacking}.")
 
 
@@ -119,9 +113,7 @@ def export_config(args: argparse.Namespace, **defaults: Any) -> ExportConfig:
     Raises:
         ValueError: naming the setting that is out of range.
     """
-    names = [field.name for field in dataclasses.fields(ExportConfig)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    return ExportConfig(**{**defaults, **given})
+    return ExportConfig(**{**defaults, **given(args, ExportConfig)})
 
 
 def head_over_tree(

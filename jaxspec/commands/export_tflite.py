@@ -23,12 +23,12 @@ from jaxspec.commands.export_options import (
     held_out,
     print_written,
 )
-from jaxspec.commands.options import add_drafter_arguments, load_model, refuse_unused, sizes
+from jaxspec.commands.options import add_drafter_arguments, load_model, refuse_unused
 from jaxspec.commands.tune_profile import show_profile
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.decoding.request import encode_prompt
 from jaxspec.drafters import LoadedDrafter
-from jaxspec.mobile.contents import BUNDLES, ExportConfig
+from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.memory import check_phone_memory, phone_memory
 from jaxspec.mobile.profile import export_kit, measure_here
@@ -49,25 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_export_arguments(
         parser,
-        *("--any-ops", "--check-gpu", "--gpu-timeout", "--head", "--tree"),
+        *("--check-gpu", "--gpu-timeout", "--head", "--tree"),
         *("--prompts", "--limit", "--acceptance", "--threads"),
-    )
-    for flag, meaning in (
-        ("--verify", "add verify_N and commit_N of these sizes"),
-        ("--levels", "add absorb and draft_N of these sizes, for hosts that grow trees"),
-        ("--drafts", "diffusion models: drafted decisions of each whole round (default: 4)"),
-    ):
-        parser.add_argument(flag, type=sizes, metavar="N,...", help=meaning)
-    parser.add_argument(
-        "--block-length",
-        type=int,
-        metavar="N",
-        help="diffusion models that see both sides: tokens filled in before more (default: 32)",
-    )
-    parser.add_argument(
-        "--bundle",
-        choices=BUNDLES,
-        help="cpu: also functions for hosts that sample; gpu: few functions (default: cpu)",
+        settings=("check_gpu_ops", "verify", "levels", "drafts", "block_length", "bundle"),
     )
     parser.add_argument(
         "--phone-memory",

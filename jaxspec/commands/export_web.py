@@ -34,8 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"`jaxspec serve`. It counts accepted drafts on --prompts, or reads --acceptance or the "
         f"head's {ACCEPTANCE_FILE}."
     )
-    flags = ("--tree", "--any-ops", "--acceptance", "--prompts", "--limit")
-    add_export_arguments(parser, *flags, out="FOLDER", required="--head")
+    flags = ("--tree", "--acceptance", "--prompts", "--limit")
+    add_export_arguments(
+        parser, *flags, settings=("check_gpu_ops",), out="FOLDER", required="--head"
+    )
     parser.add_argument(
         "--profile",
         metavar="FILE",
