@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "by them looks as deep as --tree (default: EAGLE's 25 nodes)."
     )
     flags = ("--tree", "--check-gpu", "--gpu-timeout")
-    add_export_arguments(parser, *flags, settings=("check_gpu_ops",), required="--head")
+    add_export_arguments(
+        parser, *flags, settings=("quantization", "check_gpu_ops"), required="--head"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

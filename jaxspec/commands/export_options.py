@@ -63,7 +63,7 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
 def add_export_arguments(
     parser: argparse.ArgumentParser,
     *flags: str,
-    settings: Collection[str] = (),
+    settings: Collection[str] = ("quantization",),
     out: str = "OUT",
     required: str | None = None,
 ) -> None:
@@ -72,17 +72,25 @@ def add_export_arguments(
     Args:
         parser: the parser of a sub-verb.
         flags: flags of `_FLAGS`.
-        settings: fields of `ExportConfig`, besides those of all files.
+        settings: fields of `ExportConfig`, besides the capacity and the sizes of prefill.
         out: name of the folder in the help.
         required: a flag of `_FLAGS` that must be given.
     """
     add_model_arguments(parser)
     parser.add_argument("out", type=Path, metavar=out, help="folder to write into")
-    add_flags(parser, ExportConfig, ("capacity", "prefill", "quantization", *settings))
+    add_flags(parser, ExportConfig, ("capacity", "prefill", *settings))
     for flag in flags:
         parser.add_argument(flag, **_FLAGS[flag])
     if required is not None:
         parser.add_argument(required, **_FLAGS[required], required=True)
+
+
+def add_acceptance_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Declares `--acceptance` and `--prompts`, of which one may be given, and `--limit`."""
+    group = parser.add_mutually_exclusive_group(required=required)
+    for flag in ("--acceptance", "--prompts"):
+        group.add_argument(flag, **_FLAGS[flag])
+    parser.add_argument("--limit", **_FLAGS["--limit"])
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -135,12 +143,11 @@ def head_over_tree(
     return Eagle.of(load_eagle(args.head, model.network), paths)
 
 
-def head_or_drafter(
-    args: argparse.Namespace, model: Model, otherwise: Sequence[RankPath] | None = None
-) -> DrafterLike | None:
+def head_or_drafter(args: argparse.Namespace, model: Model) -> DrafterLike | None:
     """Loads the drafter of `--head` or `--drafter`; `None` for plain decoding.
 
-    Args and errors: as for `head_over_tree`; also `ValueError` if flags contradict each other.
+    Raises:
+        ValueError: flags contradict each other, or as `head_over_tree` raises.
     """
     if args.head is None:
         if args.tree is not None:
@@ -148,7 +155,7 @@ def head_or_drafter(
         return drafter_asked(args, model)
     if args.drafter is not None:
         raise ValueError("Give either --head or --drafter, not both.")
-    return head_over_tree(args, model, otherwise)
+    return head_over_tree(args, model)
 
 
 def announce_export(args: argparse.Namespace, drafter: Any, config: ExportConfig) -> None:
