@@ -38,7 +38,7 @@ from jaxspec.drafters import (
 from jaxspec.measure import Comparison, compare
 from jaxspec.tuning import search_tree
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "Comparison",

@@ -41,6 +41,8 @@ COMMANDS = (
     Command(("tune", "profile"), "time passes on a device", "jaxspec.commands.tune_profile"),
     Command(("tune", "tree"), "search the fastest draft tree", "jaxspec.commands.tune_tree"),
     Command(("export", "tflite"), "write a file for LiteRT", "jaxspec.commands.export_tflite"),
+    Command(("export", "tuned"), "write one with the best tree", "jaxspec.commands.export_tuned"),
+    Command(("export", "report"), "compare quantizations", "jaxspec.commands.export_report"),
     Command(("export", "litertlm"), "write one for LiteRT-LM", "jaxspec.commands.export_litertlm"),
     Command(("export", "web"), "write a page for browsers", "jaxspec.commands.export_web"),
     Command(("export", "kit"), "write passes to be timed", "jaxspec.commands.export_kit"),
@@ -59,8 +61,8 @@ GROUPS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code.
 
-    0: success. 1: greedy outputs differed (`bench`, `demo`). 2: bad arguments or input, explained
-    in one line. 130: interrupted.
+    0: success. 1: outputs differed (`bench`, `demo`, checks of `export`). 2: bad arguments or
+    input, explained in one line. 130: interrupted.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     for stream in (sys.stdout, sys.stderr):

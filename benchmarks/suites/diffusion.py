@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import Advance, Suite, SuiteRun
+from benchmarks.harness import Advance, Suite, SuiteRun, measure_methods
 from benchmarks.page import Page, Section
 from benchmarks.prompts import GSM8K, PROMPT_SETS, SuitePrompt, read_prompt_set
 from benchmarks.runners import DenoiseRunner
@@ -314,15 +314,10 @@ def _speeds(setting: Setting, model: Model, prompt: str) -> dict[str, tuple[floa
     ways = {STEPWISE: SelfSpeculation(0), **_chains()}
     costs = measure_costs(model, prompt, setting.config, SelfSpeculation(_MOST_DRAFTS))
     runner = DenoiseRunner(model, setting.config, ways)
-    for name in ways:
-        runner.decode(name, [prompt], 0)
-    timed = decode_in_turns(runner, list(ways), {0: [prompt]}, 3)
+    found = measure_methods(runner, list(ways), {0: [prompt]}, 3)
     return {
-        name: (
-            timed[name][0].num_tokens / timed[name][0].seconds,
-            costs[speculation.num_drafts] / costs[0],
-        )
-        for name, speculation in ways.items()
+        name: (found[name].overall.tokens_per_second, costs[way.num_drafts] / costs[0])
+        for name, way in ways.items()
     }
 
 

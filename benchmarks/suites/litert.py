@@ -25,13 +25,13 @@ from jaxspec.commands.methods import DEER, EAGLE_HEAD, MADE_FOR, SKIPS
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.decoding.denoise import DenoiseConfig, denoise
+from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import encode_prompt
 from jaxspec.drafters import Deer, Eagle, LayerSkip, LoadedDrafter
 from jaxspec.measure.comparison import speedup_text
-from jaxspec.measure.figures import LOW_REPETITION, PLAIN, figures_of
+from jaxspec.measure.figures import LOW_REPETITION, PLAIN, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.prompts import read_prompts
-from jaxspec.measure.runs import decode_in_turns
 from jaxspec.mobile.checks import QUANTIZED_TIE_GAP
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.drafts import Caller, DynamicDraft, TreeDraft, WindowDraft
@@ -506,33 +506,27 @@ def _fill_in_turns(
 ) -> list[dict[str, Any]]:
     """Returns figures of one file, by number of drafts; 0 is stepwise decoding."""
     shapes = ExportConfig(capacity=CANVAS, quantization=quantization, drafts=ROUNDS, block_length=8)
+    reference = None  # the file's own stepwise texts
+    if quantization == "float32":
+        texts: Any = denoise(model, ids, DenoiseConfig(count, 8, stop_token_ids=()))
+        reference = [Sample((text,), 0.0, Counts()) for text in texts]
     with TemporaryDirectory() as folder:
         runner = FillRunner(open_file(folder, "file", model, None, shapes), count)
         drafts = [str(count) for count in (0, *ROUNDS)]
-        for name in drafts:
-            runner.decode(name, ids[0], 0)
-        decoded = decode_in_turns(runner, drafts, dict(enumerate(ids)), repeats=1)
-    samples = {name: list(by_index.values()) for name, by_index in decoded.items()}
-    expected = [sample.texts[0] for sample in samples["0"]]
-    if quantization == "float32":
-        config = DenoiseConfig(count, 8, stop_token_ids=())
-        expected = [row.tokens.tolist() for row in denoise(model, ids, config)]
-    rows = []
-    for name, found in samples.items():
-        figures, base = figures_of(found, samples["0"]), figures_of(samples["0"], samples["0"])
-        per_pass = figures.seconds / figures.num_verify_steps
-        pairs = zip(found, expected, strict=True)
-        rows.append(
-            {
-                "drafts": int(name),
-                "num_same": sum(sample.texts[0] == text for sample, text in pairs),
-                "seconds_per_pass": per_pass,
-                "cost_ratio": per_pass / (base.seconds / base.num_verify_steps),
-                "calls_saved": 1 - figures.num_verify_steps / base.num_verify_steps,
-                "tokens_per_second": figures.tokens_per_second,
-            }
-        )
-    return rows
+        found = measure_methods(runner, drafts, dict(enumerate(ids)), reference=reference)
+    figures = {name: each.overall for name, each in found.items()}
+    base, per_pass = figures["0"], {n: f.seconds / f.num_verify_steps for n, f in figures.items()}
+    return [
+        {
+            "drafts": int(name),
+            "num_same": len(ids) - len(found[name].divergences),
+            "seconds_per_pass": per_pass[name],
+            "cost_ratio": per_pass[name] / per_pass["0"],
+            "calls_saved": 1 - each.num_verify_steps / base.num_verify_steps,
+            "tokens_per_second": each.tokens_per_second,
+        }
+        for name, each in figures.items()
+    ]
 
 
 def _rounds_section(title: str, rows: Sequence[Mapping[str, Any]], num_texts: int) -> Section:

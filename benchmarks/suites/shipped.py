@@ -29,7 +29,6 @@ from jaxspec.drafters import AdaptiveExit, Eagle, Eagle2, LayerSkip, LoadedDraft
 from jaxspec.models import Eagle3Head, EagleHead
 from jaxspec.tuning import draft_batches, tree_of_head
 
-_TARGETS = ("demo", "demo-small")
 _BLOCKS = (4, 8, 16, 32)
 
 
@@ -59,7 +58,7 @@ SHIPPED_SUITES: Mapping[str, Suite] = {
         prompt_sets=PROMPT_SETS,
         prompts_per_set=20,
         repeats=3,
-        models=_TARGETS,
+        models=(MADE_FOR,),
         methods={
             # Both with the lengths that they draft by default.
             "prompt lookup": lambda target: PromptLookup(),
@@ -146,7 +145,7 @@ SHIPPED_SUITES: Mapping[str, Suite] = {
         prompt_sets=PROMPT_SETS,
         prompts_per_set=5,
         repeats=3,
-        models=_TARGETS,
+        models=(MADE_FOR,),
         methods={
             "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
             **{f"DEER, chain of {k}": with_deer(DEER, block=k) for k in _BLOCKS},
@@ -167,7 +166,7 @@ SHIPPED_SUITES: Mapping[str, Suite] = {
         prompt_sets=PROMPT_SETS,
         prompts_per_set=5,
         repeats=3,
-        models=_TARGETS,
+        models=(MADE_FOR,),
         methods=EVERY_METHOD,
         temperatures={"greedy": 0.0, "temperature 0.6": 0.6, "temperature 1": 1.0},
         batches=(1, 2, 4, 8, 16),

@@ -27,7 +27,7 @@ class GuardSettings:
         probe_seconds: length of a chunk that is run to be timed: short ones are mostly noise.
         probe_share: share of the job's time for trying the other kind again.
         expected: tokens per second of drafting over those of plain decoding with this many rows, as
-            measured before; the job begins accordingly. `None`: it begins with chunks of both
+            measured before; the job begins accordingly; `None`: it begins with chunks of both
             kinds.
 
     Raises:

@@ -16,6 +16,7 @@ from jaxspec.core.loop import round_up
 from jaxspec.core.types import PyTree
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import DrafterLike, loaded_drafter
+from jaxspec.extras import DISTRIBUTION
 from jaxspec.measure.compare import describe
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def header_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> st
 
 def _version_in_use() -> str:
     try:
-        return version("jaxspec-decoding")
+        return version(DISTRIBUTION)
     except PackageNotFoundError:  # a checkout that is not installed
         return "unknown"
 

@@ -28,7 +28,7 @@ class JobSettings:
         batch_size: rows at once, a multiple of the parts that a mesh divides them into; `None`: as
             many as help and as fit into memory.
         capacity: tokens that each row's cache holds, rounded up to a multiple of 64; rows that need
-            more become errors. `None`: the capacity that the rows need.
+            more become errors; `None`: the capacity that the rows need.
         drafting: "auto" lets a guard decide from the time that chunks take, where that changes no
             output: for greedy decoding in float32. "always" drafts, "never" does not.
         guard: settings of the guard.

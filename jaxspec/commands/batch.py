@@ -16,6 +16,7 @@ from jaxspec.batch import JobReport
 from jaxspec.batch.rows import PROMPT_FIELDS
 from jaxspec.batch.writer import progress_path
 from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
+from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.options import (
     add_drafter_arguments,
     add_generation_arguments,
@@ -28,7 +29,6 @@ from jaxspec.commands.options import (
     load_model,
     mesh_asked,
 )
-from jaxspec.core.loop import CAPACITY_MULTIPLE
 from jaxspec.measure.compare import describe
 
 _EVERY = 2.0
@@ -67,31 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="continue the same job, if it has begun"
     )
     group = parser.add_argument_group(
-        "how the job runs; outputs do not depend on it, except for --capacity, "
+        "how the job runs (auto: the default); outputs do not depend on it, except for --capacity, "
         "whose rows that do not fit become errors, and for --drafting when sampling or in 16 bits"
     )
-    for flag, meaning in (
-        ("--batch-size", "rows at once; auto: the number that helps and fits (default)"),
-        (
-            "--capacity",
-            "tokens that each row's cache holds, rounded up to a multiple of "
-            f"{CAPACITY_MULTIPLE}; auto: the capacity that rows need (default)",
-        ),
-    ):
-        group.add_argument(flag, type=_count, metavar="auto|N", help=meaning)
-    group.add_argument(
-        "--drafting",
-        choices=("auto", "always", "never"),
-        default="auto",
-        help="auto: draft where the measured time of chunks says it is faster, if greedy in "
-        "float32",
-    )
-    group.add_argument(
-        "--expected-speedup",
-        type=float,
-        metavar="X",
-        help="speed-up of drafting with this many rows, as measured before: auto begins with it",
-    )
+    auto = {"type": _count, "metavar": "auto|N"}
+    counts = {"batch_size": auto, "capacity": auto}
+    add_flags(group, batch.JobSettings, (*counts, "drafting"), options=counts)
+    expected = {"expected": {"flag": "--expected-speedup"}}
+    add_flags(group, batch.GuardSettings, expected, options=expected)
     parser.add_argument(
         "--json",
         nargs="?",
@@ -183,12 +166,8 @@ def _decode(args: argparse.Namespace) -> JobReport:
     config = generation_config(args)
     check_writable(args.json)
     _check_paths(args.input, args.output, args.json)
-    settings = batch.JobSettings(
-        batch_size=args.batch_size,
-        capacity=args.capacity,
-        drafting=args.drafting,
-        guard=batch.GuardSettings(expected=args.expected_speedup),
-    )
+    guard = batch.GuardSettings(**given(args, batch.GuardSettings))
+    settings = batch.JobSettings(**given(args, batch.JobSettings), guard=guard)
     rows = batch.read_rows(args.input, args.field, args.chat)
     shard = _joined() if args.distributed else args.shard or batch.Shard()
     model = load_model(args, mesh_asked(args))
@@ -203,7 +182,7 @@ def _decode(args: argparse.Namespace) -> JobReport:
             drafter=describe(drafter),
             config=config,
             seed=args.seed,
-            drafting=args.drafting,
+            drafting=settings.drafting,
             mesh=args.mesh or "one device",
         )
         if writer.done:

@@ -15,7 +15,7 @@ from rich.text import Text
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, Shown, waiting
-from jaxspec.commands.options import OF_DRAFTERS, announce, flags_of_names, refuse_unused
+from jaxspec.commands.options import OF_DRAFTERS, announce, refuse_unused
 from jaxspec.decoding.denoise import DenoiseConfig, DenoiseStep, denoise_stream
 from jaxspec.decoding.request import GenerationConfig, PromptLike, encode_prompt
 from jaxspec.diffusion import SelfSpeculation
@@ -34,14 +34,9 @@ _OF_GENERATION = tuple(field.name for field in dataclasses.fields(GenerationConf
 _OF_CAUSAL_MODELS = (*_OF_GENERATION, "drafter", *OF_DRAFTERS, "drafting")
 _SHARED = ("max_new_tokens", "temperature", "stop_token_ids")
 _OWN = ("block_length", "steps", "schedule", "order", "threshold", "guidance", "cache")
-_DRAFTING = {
-    "num_drafts": "--drafts",
-    "branch": "--branch",
-    "lookup": "--lookup",
-    "lossy_top_k": "--lossy-top-k",
-}
+_DRAFTING = ("num_drafts", "branch", "lookup", "lossy_top_k")
 _NOT_READ = {
-    "causal": ((), "for diffusion language models, {} is causal."),
+    "causal": ((*_OWN, *_DRAFTING), "for diffusion language models, {} is causal."),
     "diffusion": (
         [name for name in (*_OF_CAUSAL_MODELS, "mesh") if name not in _SHARED],
         "not for diffusion language models, and {} is one.",
@@ -49,29 +44,22 @@ _NOT_READ = {
     "exported diffusion": (
         [
             name
-            for name in (*_OF_CAUSAL_MODELS, "loop")
-            if name not in ("max_new_tokens", "stop_token_ids")
+            for name in (*_OF_CAUSAL_MODELS, "loop", *_OWN, *_DRAFTING)
+            if name not in ("max_new_tokens", "stop_token_ids", "num_drafts")
         ],
         "not for a file of a diffusion language model, which decodes as it was exported ({}).",
     ),
 }
-"""Shared flags that each kind of model does not read, and the reason for the error message."""
-_READ = {"causal": (), "diffusion": (*_OWN, *_DRAFTING), "exported diffusion": ("num_drafts",)}
-"""Flags of `add_diffusion_arguments` that each kind of model reads."""
+"""Flags that each kind of model does not read, and the reason for the error message."""
 
 
 def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that only diffusion language models read."""
     group = parser.add_argument_group("diffusion language models")
-    add_flags(group, DenoiseConfig, _OWN, section="denoise")
-    add_flags(
-        group,
-        SelfSpeculation,
-        _DRAFTING,
-        section="drafting",
-        spelled=_DRAFTING,
-        defaults={"num_drafts": "0; for an exported file, the most that it can draft"},
-    )
+    add_flags(group, DenoiseConfig, _OWN)
+    most = "0; for an exported file, the most that it can draft"
+    options = {"num_drafts": {"flag": "--drafts", "default": most}}
+    add_flags(group, SelfSpeculation, _DRAFTING, options=options)
 
 
 def check_kind(args: argparse.Namespace, kind: str) -> None:
@@ -81,14 +69,7 @@ def check_kind(args: argparse.Namespace, kind: str) -> None:
         ValueError: such flags are given; the message names them.
     """
     names, why = _NOT_READ[kind]
-    why = why.format(args.model)
-    own = [name for section in ("denoise", "drafting") for name in given(args).get(section, {})]
-    flags = [
-        _DRAFTING.get(name) or flags_of_names([name]) for name in own if name not in _READ[kind]
-    ]
-    if flags:
-        raise ValueError(f"{', '.join(flags)}: {why}")
-    refuse_unused(args, names, why)
+    refuse_unused(args, names, why.format(args.model))
 
 
 class CanvasResult(NamedTuple):
@@ -145,12 +126,10 @@ def canvas_session(args: argparse.Namespace, model: Model) -> CanvasSession:
     diffusion = model.config.diffusion
     assert diffusion is not None, "told apart before"
 
-    shared = {name: getattr(args, name) for name in _SHARED if getattr(args, name) is not None}
-    config = DenoiseConfig(**shared, **given(args).get("denoise", {}))
-    drafting = {"num_drafts": 0, **given(args).get("drafting", {})}
-    if len(drafting) > 1 and not drafting["num_drafts"]:
-        flags = [_DRAFTING[name] for name in drafting if name != "num_drafts"]
-        raise ValueError(f"{', '.join(flags)}: needs --drafts N.")
+    config = DenoiseConfig(**given(args, DenoiseConfig))
+    drafting = {"num_drafts": 0, **given(args, SelfSpeculation)}
+    if not drafting["num_drafts"]:
+        refuse_unused(args, _DRAFTING[1:], "needs --drafts N.")
     speculation = SelfSpeculation(**drafting)
     drafter = f"{drafting['num_drafts']} of the model's next decisions"
     announce(model=args.model, drafter=drafter, config=config, seed=args.seed)
@@ -200,7 +179,6 @@ def litert_canvas_session(args: argparse.Namespace, model: "MobileModel") -> Can
     assert diffusion is not None, "told apart before"
     announce(model=args.model, runtime=f"LiteRT, {model.manifest.quantization}", **diffusion)
     count = DenoiseConfig.max_new_tokens if args.max_new_tokens is None else args.max_new_tokens
-    num_drafts = given(args).get("drafting", {}).get("num_drafts")
 
     def draw(tokens: np.ndarray) -> Text:
         step = DenoiseStep(tokens, tokens[:0], 0)
@@ -208,7 +186,7 @@ def litert_canvas_session(args: argparse.Namespace, model: "MobileModel") -> Can
 
     def fill_in(prompt: PromptLike, console: Console) -> CanvasResult:
         ids = encode_prompt(model, prompt)
-        stream = fill_in_stream(model, ids, count, args.stop_token_ids, num_drafts)
+        stream = fill_in_stream(model, ids, count, args.stop_token_ids, args.num_drafts)
         filled = _watch(stream, draw, console, "reading the prompt ...")
         tokens = filled.tokens.tolist()
         text = None if tokenizer is None else tokenizer.decode(tokens)

@@ -25,8 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "them on a phone through adb; `jaxspec tune profile --import` reads the times. A search "
         "by them looks as deep as --tree (default: EAGLE's 25 nodes)."
     )
-    flags = ("--tree", "--any-ops", "--check-gpu", "--gpu-timeout")
-    add_export_arguments(parser, *flags, required="--head")
+    flags = ("--tree", "--check-gpu", "--gpu-timeout")
+    add_export_arguments(
+        parser, *flags, settings=("quantization", "check_gpu_ops"), required="--head"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,21 +1,20 @@
 """Flags that several sub-verbs of `jaxspec export` share, and their meaning."""
 
 import argparse
-import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint import Model, load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
+from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.options import (
     OF_DRAFTERS,
     add_model_arguments,
     announce,
     drafter_asked,
     refuse_unused,
-    sizes,
 )
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.drafters import DrafterLike, Eagle, LoadedDrafter
@@ -24,27 +23,9 @@ from jaxspec.measure.prompts import read_prompts
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.gpu import TIMEOUT, check_gpu
-from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.tuning import load_tree, shipped_tables, tree_of_head
 
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "--capacity": {"type": int, "metavar": "N", "help": "longest text, in tokens (default: 1024)"},
-    "--prefill": {
-        "type": sizes,
-        "metavar": "N,...",
-        "help": "prompt tokens per call (default: 64)",
-    },
-    "--quantize": {
-        "dest": "quantization",
-        "choices": tuple(QUANTIZATIONS),
-        "help": "format of weights (default: int8)",
-    },
-    "--any-ops": {
-        "dest": "check_gpu_ops",
-        "action": "store_false",
-        "default": None,
-        "help": "write the file even if a phone's GPU would refuse it or compute it wrongly",
-    },
     "--head": {
         "metavar": "FOLDER",
         "help": "draft with this EAGLE-1 or EAGLE-3 head: a folder or the name of a shipped one",
@@ -80,15 +61,36 @@ _FLAGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def add_export_arguments(
-    parser: argparse.ArgumentParser, *flags: str, out: str = "OUT", required: str | None = None
+    parser: argparse.ArgumentParser,
+    *flags: str,
+    settings: Collection[str] = ("quantization",),
+    out: str = "OUT",
+    required: str | None = None,
 ) -> None:
-    """Declares the model, the folder to write into, the settings of all files, and `flags`."""
+    """Declares the model, the folder to write into, settings of files, and `flags`.
+
+    Args:
+        parser: the parser of a sub-verb.
+        flags: flags of `_FLAGS`.
+        settings: fields of `ExportConfig`, besides the capacity and the sizes of prefill.
+        out: name of the folder in the help.
+        required: a flag of `_FLAGS` that must be given.
+    """
     add_model_arguments(parser)
     parser.add_argument("out", type=Path, metavar=out, help="folder to write into")
-    for flag in ("--capacity", "--prefill", "--quantize", *flags):
+    add_flags(parser, ExportConfig, ("capacity", "prefill", *settings))
+    for flag in flags:
         parser.add_argument(flag, **_FLAGS[flag])
     if required is not None:
         parser.add_argument(required, **_FLAGS[required], required=True)
+
+
+def add_acceptance_arguments(parser: argparse.ArgumentParser, required: bool) -> None:
+    """Declares `--acceptance` and `--prompts`, of which one may be given, and `--limit`."""
+    group = parser.add_mutually_exclusive_group(required=required)
+    for flag in ("--acceptance", "--prompts"):
+        group.add_argument(flag, **_FLAGS[flag])
+    parser.add_argument("--limit", **_FLAGS["--limit"])
 
 
 def check_flags(args: argparse.Namespace) -> None:
@@ -98,18 +100,18 @@ def check_flags(args: argparse.Namespace) -> None:
         ValueError: naming the flag.
     """
     values = vars(args).items()
-    given = {name for name, value in values if value is not None and value is not False}
-    if "limit" in given and "prompts" not in given:
+    asked = {name for name, value in values if value is not None and value is not False}
+    if "limit" in asked and "prompts" not in asked:
         raise ValueError("--limit: needs --prompts FILE.jsonl.")
-    if "threads" in given and args.threads < 1:
+    if "threads" in asked and args.threads < 1:
         raise ValueError(f"--threads must be at least 1, got {args.threads}.")
     if "drafter" in args and args.drafter is None:
         refuse_unused(args, OF_DRAFTERS, "needs --drafter.")
-    if "gpu_timeout" in given and not args.gpu_timeout > 0:
+    if "gpu_timeout" in asked and not args.gpu_timeout > 0:
         raise ValueError(f"--gpu-timeout must be above 0 seconds, got {args.gpu_timeout:g}.")
-    if "gpu_timeout" in given and "check_gpu" not in given:
+    if "gpu_timeout" in asked and "check_gpu" not in asked:
         raise ValueError("--gpu-timeout: needs --check-gpu.")
-    if "check_gpu" in given and (lacking := missing_for_gpu()) is not None:
+    if "check_gpu" in asked and (lacking := missing_for_gpu()) is not None:
         raise ValueError(f"--check-gpu: {lacking}.")
 
 
@@ -119,9 +121,7 @@ def export_config(args: argparse.Namespace, **defaults: Any) -> ExportConfig:
     Raises:
         ValueError: naming the setting that is out of range.
     """
-    names = [field.name for field in dataclasses.fields(ExportConfig)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    return ExportConfig(**{**defaults, **given})
+    return ExportConfig(**{**defaults, **given(args, ExportConfig)})
 
 
 def head_over_tree(
@@ -143,12 +143,11 @@ def head_over_tree(
     return Eagle.of(load_eagle(args.head, model.network), paths)
 
 
-def head_or_drafter(
-    args: argparse.Namespace, model: Model, otherwise: Sequence[RankPath] | None = None
-) -> DrafterLike | None:
+def head_or_drafter(args: argparse.Namespace, model: Model) -> DrafterLike | None:
     """Loads the drafter of `--head` or `--drafter`; `None` for plain decoding.
 
-    Args and errors: as for `head_over_tree`; also `ValueError` if flags contradict each other.
+    Raises:
+        ValueError: flags contradict each other, or as `head_over_tree` raises.
     """
     if args.head is None:
         if args.tree is not None:
@@ -156,7 +155,7 @@ def head_or_drafter(
         return drafter_asked(args, model)
     if args.drafter is not None:
         raise ValueError("Give either --head or --drafter, not both.")
-    return head_over_tree(args, model, otherwise)
+    return head_over_tree(args, model)
 
 
 def announce_export(args: argparse.Namespace, drafter: Any, config: ExportConfig) -> None:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from jaxspec.checkpoint import Model, find_head
 from jaxspec.commands.export_options import (
+    add_acceptance_arguments,
     add_export_arguments,
     announce_export,
     check_flags,
@@ -34,8 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"`jaxspec serve`. It counts accepted drafts on --prompts, or reads --acceptance or the "
         f"head's {ACCEPTANCE_FILE}."
     )
-    flags = ("--tree", "--any-ops", "--acceptance", "--prompts", "--limit")
-    add_export_arguments(parser, *flags, out="FOLDER", required="--head")
+    settings = ("quantization", "check_gpu_ops")
+    add_export_arguments(parser, "--tree", settings=settings, out="FOLDER", required="--head")
+    add_acceptance_arguments(parser, required=False)
     parser.add_argument(
         "--profile",
         metavar="FILE",
@@ -47,8 +49,6 @@ def run(args: argparse.Namespace) -> int:
     """Exports as the arguments say."""
     config = export_config(args, prefill=PREFILL)
     check_flags(args)
-    if args.acceptance is not None and args.prompts is not None:
-        raise ValueError("--acceptance: --prompts counts one; leave one of them out.")
     model = load_model(args)
     drafter = head_over_tree(args, model)
     announce_export(args, drafter, config)

@@ -2,8 +2,8 @@
 
 A field gives one flag, `--learning-rate` for `learning_rate`. Its type and default are the field's,
 its help is the field's entry in the `Attributes:` block of the docstring. The metadata of a field
-may give another spelling ("flag"; `None`: no flag), the values to choose from ("choices") and the
-name of the value in the help ("metavar"). A flag that is left out sets nothing.
+may give another spelling ("flag"; `None`: no flag) and any argument of `add_argument`, such as
+"choices" or "metavar"; "default" is only shown. A flag that is left out sets nothing.
 """
 
 import argparse
@@ -15,8 +15,6 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_DEST = "settings"
-
 
 def add_flags(
     group: Any,
@@ -24,21 +22,19 @@ def add_flags(
     fields: Collection[str] | None = None,
     *,
     section: str = "",
-    spelled: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Declares the flags of a settings dataclass.
 
-    A field of a type that no flag can hold has a flag only if its metadata names one; its value is
-    then a text.
+    A field of a type that no flag can hold has a flag only if it has metadata; without a "type"
+    there, its value is a text.
 
     Args:
         group: parser or group of a parser.
         settings: the dataclass.
         fields: names of the fields; `None`: all.
-        section: name under which `given` returns the values; "": at the top.
-        spelled: spellings of flags by field, for dataclasses without metadata.
-        defaults: defaults that the help shows, by field, where the command has its own.
+        section: the same as for `given`, which tells fields of one name apart; "": none.
+        options: metadata by field, over that of the dataclass.
 
     >>> @dataclasses.dataclass
     ... class Fit:
@@ -51,37 +47,32 @@ def add_flags(
     ...     num_steps: int = 100
     >>> parser = argparse.ArgumentParser()
     >>> add_flags(parser, Fit)
-    >>> given(parser.parse_args(["--num-steps", "3"]))
+    >>> given(parser.parse_args(["--num-steps", "3"]), Fit)
     {'num_steps': 3}
     """
     hints, texts = typing.get_type_hints(settings), help_texts(settings)
     for field in dataclasses.fields(settings):
-        flag = field.metadata.get("flag", "--" + field.name.replace("_", "-"))
-        flag = (spelled or {}).get(field.name, flag)
-        options = _options(hints[field.name], named="flag" in field.metadata)
-        if flag is None or options is None or (fields is not None and field.name not in fields):
+        stated = {**field.metadata, **(options or {}).get(field.name, {})}
+        kind = _options(hints[field.name], bool(stated))
+        flag = stated.pop("flag", "--" + field.name.replace("_", "-"))
+        if flag is None or kind is None or (fields is not None and field.name not in fields):
             continue
-        default = (defaults or {}).get(field.name, field.default)
-        text = texts.get(field.name, "")
-        if isinstance(default, int | float | str):
-            shown = ("no", "yes")[default] if isinstance(default, bool) else default
-            text += f" (default: {shown})"
-        options |= {name: value for name, value in field.metadata.items() if name != "flag"}
-        if "choices" in options:
-            options.pop("metavar", None)
-        dest = ".".join(filter(None, (_DEST, section, field.name)))
-        group.add_argument(flag, dest=dest, default=None, help=text.replace("%", "%%"), **options)
+        default = _shown(stated.pop("default", field.default))
+        text = stated.pop("help", texts.get(field.name, "") + default)
+        kind |= stated
+        if "choices" in kind:
+            kind.pop("metavar", None)
+        dest = _dest(section, field)
+        group.add_argument(flag, dest=dest, default=None, help=text.replace("%", "%%"), **kind)
 
 
-def given(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the values of the flags that are given, by field; those of a section in a mapping."""
-    values: dict[str, Any] = {}
-    for dest, value in vars(args).items():
-        if value is not None and dest.startswith(f"{_DEST}."):
-            _, *section, name = dest.split(".")
-            place = values.setdefault(section[0], {}) if section else values
-            place[name] = value
-    return values
+def given(args: argparse.Namespace, settings: type, section: str = "") -> dict[str, Any]:
+    """Returns the values of the flags of a dataclass that are given, by field."""
+    values = {
+        field.name: getattr(args, _dest(section, field), None)
+        for field in dataclasses.fields(settings)
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def flag_of(settings: type, field: str) -> str:
@@ -110,11 +101,23 @@ def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _dest(section: str, field: dataclasses.Field) -> str:
+    return f"{section}.{field.name}" if section else field.name
+
+
+def _shown(default: Any) -> str:
+    """Returns the end of a help text that names the default; "" where none can be named."""
+    if isinstance(default, tuple) and all(isinstance(part, int) for part in default):
+        default = ",".join(map(str, default)) or None
+    if isinstance(default, bool):
+        default = ("no", "yes")[default]
+    if isinstance(default, float):
+        default = f"{default:g}"
+    return f" (default: {default})" if isinstance(default, int | str) else ""
+
+
 def _options(hint: Any, named: bool) -> dict[str, Any] | None:
     """Returns the options of a flag for a type; `None`: no flag can hold it."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        hint, *others = (kind for kind in typing.get_args(hint) if kind is not type(None))
-        hint = None if others else hint
     known: dict[Any, dict[str, Any]] = {
         bool: {"action": argparse.BooleanOptionalAction},
         int: {"type": int, "metavar": "N"},
@@ -122,4 +125,8 @@ def _options(hint: Any, named: bool) -> dict[str, Any] | None:
         str: {"metavar": "TEXT"},
         tuple[int, ...]: {"type": whole_numbers, "metavar": "N,..."},
     }
-    return dict(known[hint]) if hint in known else ({"metavar": "TEXT"} if named else None)
+    if typing.get_origin(hint) is typing.Literal:
+        return {"choices": typing.get_args(hint)}
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    held = [kind for kind in (typing.get_args(hint) if union else (hint,)) if kind in known]
+    return dict(known[held[0]]) if held else ({"metavar": "TEXT"} if named else None)

@@ -1,7 +1,6 @@
 """Flags that several verbs share, and the objects that they ask for."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint import Model, load, load_dflash, load_eagle, shipped_heads
 from jaxspec.checkpoint.huggingface import DTYPES
-from jaxspec.commands.flags import help_texts
+from jaxspec.commands.flags import add_flags, given
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import (
     PUBLISHED_SKIPS,
@@ -82,17 +81,7 @@ def mesh_asked(args: argparse.Namespace) -> Mesh | None:
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares a flag for every field of `GenerationConfig`, and the seed."""
     group = parser.add_argument_group("decoding")
-    texts = help_texts(GenerationConfig)
-    for field in dataclasses.fields(GenerationConfig):
-        text = texts[field.name]
-        if type(field.default) in (int, float):
-            text += f" (default: {field.default:g})"
-        group.add_argument(
-            "--" + field.name.replace("_", "-"),
-            dest=field.name,
-            default=None,
-            **{"help": text.replace("%", "%%"), **_GENERATION_OPTIONS[field.name]},
-        )
+    add_flags(group, GenerationConfig, options=_GENERATION_OPTIONS)
     group.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)"
     )
@@ -104,13 +93,11 @@ def generation_config(args: argparse.Namespace) -> GenerationConfig:
     Raises:
         ValueError: a setting is out of range; the message names it.
     """
-    names = [field.name for field in dataclasses.fields(GenerationConfig)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    if "logit_bias" in given:
-        given["logit_bias"] = dict(given["logit_bias"])
-    if "stop" in given:
-        given["stop"] = tuple(given["stop"])
-    return GenerationConfig(**given)
+    values = given(args, GenerationConfig)
+    for name, kind in (("logit_bias", dict), ("stop", tuple)):
+        if name in values:
+            values[name] = kind(values[name])
+    return GenerationConfig(**values)
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -135,22 +122,19 @@ def _bias(text: str) -> tuple[int, float]:
     return int(token), float(value)
 
 
-# A setting may be one value per prompt; a flag gives one value for all prompts.
-_COUNT: dict[str, Any] = {"type": int, "metavar": "N"}
-_NUMBER: dict[str, Any] = {"type": float, "metavar": "X"}
-_IDS: dict[str, Any] = {"type": _token_ids, "metavar": "ID,..."}
-_SWITCH: dict[str, Any] = {"action": "store_true"}
-_GENERATION_OPTIONS: Mapping[str, dict[str, Any]] = {
-    **dict.fromkeys(("max_new_tokens", "top_k", "num_samples"), _COUNT),
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), _NUMBER),
-    **dict.fromkeys(("allowed_token_ids", "banned_token_ids"), _IDS),
+_SWITCH: Mapping[str, Any] = {"action": "store_true"}
+_IDS: Mapping[str, Any] = {"type": _token_ids, "metavar": "ID,..."}
+_GENERATION_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "allowed_token_ids": _IDS,
+    "banned_token_ids": _IDS,
     "stop_token_ids": {
         **_IDS,
         "help": "end a row after any of these; '' for none (default: the model's own)",
     },
-    **dict.fromkeys(("logprobs", "warped_logprobs"), _SWITCH),
     "logit_bias": {"type": _bias, "action": "append", "metavar": "ID=VALUE"},
-    "stop": {"action": "append", "metavar": "TEXT"},
+    "stop": {"action": "append"},
+    "logprobs": _SWITCH,
+    "warped_logprobs": _SWITCH,
 }
 
 
@@ -435,6 +419,10 @@ DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]
 }
 
 
+_SPELLED = {"num_drafts": "drafts", "quantization": "quantize"}
+"""Flags that are not spelled as their settings."""
+
+
 def flags_of_names(names: Iterable[str]) -> str:
     """Returns flags as they are typed, for messages.
 
@@ -442,7 +430,7 @@ def flags_of_names(names: Iterable[str]) -> str:
         >>> flags_of_names(["max_new_tokens", "seed"])
         '--max-new-tokens, --seed'
     """
-    return ", ".join("--" + name.replace("_", "-") for name in names)
+    return ", ".join("--" + _SPELLED.get(name, name).replace("_", "-") for name in names)
 
 
 def refuse_unused(args: argparse.Namespace, names: Sequence[str], why: str) -> None:

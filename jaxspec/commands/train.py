@@ -33,8 +33,9 @@ from jaxspec.training.sources import (
 from jaxspec.tuning import load_tree
 
 Settings = TypeVar("Settings", bound=RunSettings)
+_COUNTED = ("layers", "heads", "kv_heads")
 _MODEL = ("vocab_size", "embed_dim", "head_dim", "mlp_dim", "max_positions")
-_COUNTS = {"num_layers": "--layers", "num_heads": "--heads", "num_kv_heads": "--kv-heads"}
+_COUNTS = {f"num_{name}": {"flag": f"--{name.replace('_', '-')}"} for name in _COUNTED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +73,13 @@ class TrainVerb(Generic[Settings]):
         add_source_arguments(parser)
         common = {field.name for field in dataclasses.fields(RunSettings)}
         others = {field.name for field in dataclasses.fields(self.settings)} - common
-        defaults = {"own_text": self.own_text}
-        add_flags(parser.add_argument_group("run"), self.settings, common, defaults=defaults)
+        shown = {"own_text": {"default": self.own_text}}
+        add_flags(parser.add_argument_group("run"), self.settings, common, options=shown)
         add_flags(parser.add_argument_group("training"), self.settings, others)
         if "model" in others:
             model = parser.add_argument_group("model")
             names = (*_MODEL, *_COUNTS)
-            add_flags(model, ModelConfig, names, section="model", spelled=_COUNTS)
+            add_flags(model, ModelConfig, names, section="model", options=_COUNTS)
         optimizer = parser.add_argument_group("optimizer")
         add_flags(optimizer, OptimizerSettings, section="optimizer")
 
@@ -94,15 +95,17 @@ class TrainVerb(Generic[Settings]):
         sources = sources_from_arguments(args)
         if sources:
             plain["sources"] = settings_to_json(RunSettings(sources))["sources"]
-        flags = given(args)
+        flags = given(args, self.settings)
         if "num_steps" in flags:
             plain["minutes"] = None
         if "minutes" in flags:
             plain["num_steps"] = None
         if "paths" in flags:
             flags["paths"] = [list(path) for path in load_tree(flags["paths"])]
-        for name, value in flags.items():
-            plain[name] = {**plain.get(name, {}), **value} if isinstance(value, dict) else value
+        plain |= flags
+        for section, settings in (("model", ModelConfig), ("optimizer", OptimizerSettings)):
+            if inner := given(args, settings, section):
+                plain[section] = {**plain.get(section, {}), **inner}
         if self.own_text and plain.get("answers") is None:
             plain.setdefault("own_text", self.own_text)
         for field in dataclasses.fields(self.settings):

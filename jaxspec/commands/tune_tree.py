@@ -13,6 +13,7 @@ from rich.tree import Tree as Drawing
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files, write_json
+from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.options import (
     add_drafter_argument,
     add_model_arguments,
@@ -90,15 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for flag, default, meaning in (
         ("--limit", None, "read at most N prompts (default: all)"),
-        ("--max-new-tokens", 128, "tokens per prompt (default: 128)"),
         ("--seed", 0, "seed of sampling (default: 0)"),
         ("--measure", 0, "decode with the N best trees, in turns (default: 0)"),
         ("--repeats", 3, "timed runs of --measure (default: 3)"),
     ):
         text.add_argument(flag, type=int, default=default, metavar="N", help=meaning)
-    text.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default)"
-    )
+    add_flags(text, GenerationConfig, ("max_new_tokens", "temperature"))
     limits = parser.add_argument_group("limits of the search")
     for name, meaning in (
         ("nodes", "draft tokens, the root excluded (default: up to 25)"),
@@ -165,7 +163,7 @@ def _setting(args: argparse.Namespace) -> _Setting:
         prompts = [row.prompt for row in read_prompts(args.prompts, args.field, args.limit)]
     model = load_model(args)
     drafter = loaded_drafter_asked(args, model)
-    config = GenerationConfig(max_new_tokens=args.max_new_tokens, temperature=args.temperature)
+    config = GenerationConfig(**given(args, GenerationConfig))
     announce(model=args.model, prompts=len(prompts), drafter=drafter.drafter, config=config)
     return _Setting(model, drafter, prompts, config)
 

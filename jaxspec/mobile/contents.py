@@ -17,7 +17,7 @@ from jaxspec.drafters import (
     PromptLookup,
     loaded_drafter,
 )
-from jaxspec.mobile.quantize import check_quantization
+from jaxspec.mobile.quantize import QUANTIZATIONS, check_quantization
 from jaxspec.mobile.records import Signature, Target
 from jaxspec.mobile.signatures.blocks import BlockDrafting
 from jaxspec.mobile.signatures.diffusion import (
@@ -38,6 +38,13 @@ from jaxspec.models.storage import widened
 
 BUNDLES = ("cpu", "gpu")
 _DRAFTS = (4,)
+# Metadata for the command line, as `jaxspec.commands.flags` reads it.
+_QUANTIZE = {"flag": "--quantize", "choices": tuple(QUANTIZATIONS)}
+_ANY_OPS = {
+    "flag": "--any-ops",
+    "action": "store_false",
+    "help": "write the file even if a phone's GPU would refuse it or compute it wrongly",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +52,7 @@ class ExportConfig:
     """Functions of a file, and their fixed shapes.
 
     Attributes:
-        capacity: of the caches, in tokens; also the longest text.
+        capacity: tokens that the caches hold; also the longest text.
         prefill: N of each `prefill_N`, the tokens of a prompt that are read at a time.
         bundle: "cpu": with a drafter also `draft`, `verify_N`, `commit_N` and `step_sampled`, for
             hosts that sample or draft themselves. "gpu": few functions, as a GPU holds the weights
@@ -53,7 +60,7 @@ class ExportConfig:
             host makes.
         verify: N of further `verify_N` and `commit_N`, for hosts that draft themselves.
         levels: N of `draft_N`, next to `absorb`, for hosts that grow trees with an EAGLE head.
-        quantization: of weights, one of `QUANTIZATIONS`.
+        quantization: format of weights, one of `QUANTIZATIONS`.
         drafts: N of each `round_N` of a diffusion language model; `None`: 4.
         block_length: of diffusion language models that see both sides: tokens that are filled in
             before more; `None`: 32. Others have their own.
@@ -71,13 +78,13 @@ class ExportConfig:
 
     capacity: int = 1024
     prefill: tuple[int, ...] = (64,)
-    bundle: str = "cpu"
+    bundle: str = dataclasses.field(default="cpu", metadata={"choices": BUNDLES})
     verify: tuple[int, ...] = ()
     levels: tuple[int, ...] = ()
-    quantization: str = "int8"
+    quantization: str = dataclasses.field(default="int8", metadata=_QUANTIZE)
     drafts: tuple[int, ...] | None = None
     block_length: int | None = None
-    check_gpu_ops: bool = True
+    check_gpu_ops: bool = dataclasses.field(default=True, metadata=_ANY_OPS)
     trees: tuple[tuple[RankPath, ...], ...] = ()
 
     def __post_init__(self):

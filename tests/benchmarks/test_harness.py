@@ -168,8 +168,8 @@ class TestAsked:
         monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
         with pytest.raises(ValueError, match="demo-eagle"):
             measure("some", self.suite(needs=("demo-eagle",)))
-        with pytest.raises(ValueError, match="demo, demo-small"):
-            measure("some", self.suite(models=("demo", "demo-small")))
+        with pytest.raises(ValueError, match="demo, absent"):
+            measure("some", self.suite(models=("demo", "absent")))
 
     def test_missing_data_names_the_command_that_fetches_it(self, tmp_path):
         suite = self.suite(prompt_sets=(GSM8K,), prompts_per_set=1)

@@ -177,5 +177,6 @@ class TestPhones:
         assert "rounds of [2] drafts" in fails(capsys, *argv, "--drafts", "3")
 
     def test_what_is_for_causal_models_is_refused(self, capsys, folder, tmp_path):
-        assert "--auto" in fails(capsys, "export", "tflite", folder, str(tmp_path), "--auto")
+        report = ["export", "report", folder, str(tmp_path), "--prompts", "P"]
+        assert "fills in masks" in fails(capsys, *report)
         assert "fills in masks" in fails(capsys, "export", "litertlm", folder, str(tmp_path))

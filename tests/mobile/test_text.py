@@ -151,16 +151,10 @@ def folders(model, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
-    argv = [
-        "export",
-        "tflite",
-        str(folders / "model"),
-        str(tmp_path),
-        "--head",
-        str(folders / "head"),
-    ]
-    argv += ["--tree", str(folders / "tree.json"), "--capacity", "32", "--prefill", "8"]
-    assert main([*argv, "--report", "--prompts", str(folders / "prompts.jsonl")]) == 0
+    argv = ["export", "report", str(folders / "model"), str(tmp_path)]
+    argv += ["--head", str(folders / "head"), "--tree", str(folders / "tree.json")]
+    argv += ["--capacity", "32", "--prefill", "8"]
+    assert main([*argv, "--prompts", str(folders / "prompts.jsonl")]) == 0
     found = json.loads((tmp_path / "quantization.json").read_text())["quantizations"]
     by_name = {row["quantization"]: row for row in found}
     assert list(by_name) == ["float32", "int8", "int4", "int4-block32"]
@@ -179,8 +173,8 @@ def test_a_search_is_not_bound_to_the_depth_of_the_last(folders, model, otherwis
     """That tree is in the head's folder, and an export without a search takes it."""
     shutil.copytree(folders / "head", tmp_path / "head")
     (tmp_path / "head" / "tree.json").write_text(json.dumps({"paths": [[0]]}))
-    args = Namespace(head=str(tmp_path / "head"), tree=None, drafter=None)
-    drafter = export_options.head_or_drafter(args, model, otherwise)
+    args = Namespace(head=str(tmp_path / "head"), tree=None)
+    drafter = export_options.head_over_tree(args, model, otherwise)
     assert isinstance(drafter, LoadedDrafter)
     assert isinstance(drafter.drafter, Eagle)
     assert len(drafter.drafter.paths) == nodes
@@ -188,15 +182,7 @@ def test_a_search_is_not_bound_to_the_depth_of_the_last(folders, model, otherwis
 
 def test_acceptance_of_another_head_is_refused_before_anything_is_timed(capsys, folders, tmp_path):
     save_acceptance(AcceptanceTable(((0.5, 0.2),), head="x"), tmp_path / "table.json")
-    argv = [
-        "export",
-        "tflite",
-        str(folders / "model"),
-        str(tmp_path / "out"),
-        "--capacity",
-        "128",
-        "--auto",
-    ]
+    argv = ["export", "tuned", str(folders / "model"), str(tmp_path / "out"), "--capacity", "128"]
     argv += ["--head", str(folders / "head"), "--acceptance", str(tmp_path / "table.json")]
     assert "belongs to the head x, not to" in fails(capsys, *argv)
     assert not (tmp_path / "out").exists()
@@ -204,15 +190,8 @@ def test_acceptance_of_another_head_is_refused_before_anything_is_timed(capsys, 
 
 @pytest.mark.slow
 def test_one_command_times_searches_and_exports(folders, tmp_path):
-    argv = [
-        "export",
-        "tflite",
-        str(folders / "model"),
-        str(tmp_path),
-        "--head",
-        str(folders / "head"),
-    ]
-    argv += ["--capacity", "128", "--quantize", "int4", "--auto"]
+    argv = ["export", "tuned", str(folders / "model"), str(tmp_path)]
+    argv += ["--head", str(folders / "head"), "--capacity", "128", "--quantize", "int4"]
     assert main([*argv, "--prompts", str(folders / "prompts.jsonl")]) == 0
     assert {"profile.json", "tree.json", "model.tflite"} <= {p.name for p in tmp_path.iterdir()}
     tree = json.loads((tmp_path / "tree.json").read_text())["paths"]
@@ -225,18 +204,6 @@ def test_one_command_times_searches_and_exports(folders, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--auto"], "needs --head FOLDER"),
-        (["--auto", "--head", "H"], "give --prompts FILE.jsonl"),
-        (["--auto", "--head", "H", "--prompts", "P", "--acceptance", "A"], "give --prompts FILE"),
-        (["--auto", "--head", "H", "--tree", "T"], "leave --tree out"),
-        (["--report"], "needs --prompts"),
-        (["--report", "--prompts", "P", "--check-gpu"], "--check-gpu: --report keeps no file"),
-        (["--report", "--prompts", "P", "--quantize", "int4"], "--report writes every one"),
-        (["--prompts", "P"], "--prompts: needs --auto or --report"),
-        (["--acceptance", "A"], "--acceptance: needs --auto"),
-        (["--threads", "2"], "--threads: needs --auto"),
-        (["--limit", "0"], "--limit: needs --prompts"),
-        (["--auto", "--head", "H", "--acceptance", "A", "--threads", "0"], "at least 1, got 0"),
         (["--max-ngram", "2"], "--max-ngram: needs --drafter"),
         (["--gpu-timeout", "9"], "--gpu-timeout: needs --check-gpu"),
         (["--gpu-timeout", "0", "--check-gpu"], "--gpu-timeout must be above 0 seconds"),
@@ -253,19 +220,39 @@ def test_mistakes_of_exports_are_one_line(capsys, folders, tmp_path, argv, said)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_search_and_a_report_exclude_each_other(capsys):
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["tflite", "--prompts", "P"], "unrecognized arguments: --prompts P"),
+        (["tuned", "--acceptance", "A"], "arguments are required: --head"),
+        (["tuned", "--head", "H"], "one of the arguments --acceptance --prompts is required"),
+        (["tuned", "--head", "H", "--prompts", "P", "--acceptance", "A"], "not allowed with"),
+        (["tuned", "--head", "H", "--prompts", "P", "--tree", "T"], "arguments: --tree T"),
+        (["report"], "arguments are required: --prompts"),
+        (["report", "--prompts", "P", "--check-gpu"], "unrecognized arguments: --check-gpu"),
+        (["report", "--prompts", "P", "--quantize", "int4"], "arguments: --quantize int4"),
+        (["web", "--head", "H", "--acceptance", "A", "--prompts", "P"], "not allowed with"),
+        (["kit"], "arguments are required: --head"),
+        (["web"], "arguments are required: --head"),
+    ],
+)
+def test_flags_that_exclude_each_other_cannot_be_typed(capsys, argv, said):
+    verb, *flags = argv
     with pytest.raises(SystemExit) as exit_:
-        main(["export", "tflite", "M", "out", "--auto", "--report"])
+        main(["export", verb, "M", "out", *flags])
     assert exit_.value.code == 2
-    assert "--report: not allowed with argument --auto" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["kit", "web"])
-def test_kits_and_pages_need_a_head(capsys, verb):
-    with pytest.raises(SystemExit) as exit_:
-        main(["export", verb, "M", "out"])
-    assert exit_.value.code == 2
-    assert "arguments are required: --head" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--acceptance", "A", "--limit", "0"], "--limit: needs --prompts"),
+        (["--acceptance", "A", "--threads", "0"], "at least 1, got 0"),
+    ],
+)
+def test_mistakes_of_searches_are_one_line(capsys, flags, said):
+    assert said in fails(capsys, "export", "tuned", "M", "out", "--head", "H", *flags)
 
 
 def test_a_check_takes_as_long_as_it_may(capsys, monkeypatch, folders, tmp_path):

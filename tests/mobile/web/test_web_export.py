@@ -202,7 +202,7 @@ def test_pages_need_a_head_and_a_tokenizer(tmp_path):
         (["web", "demo"], "are required: FOLDER, --head"),
         (["tflite", "demo", "out", "--profile", "x"], "unrecognized arguments: --profile x"),
         (["web", "demo", "p", "--head", "h", "--bundle", "gpu"], "arguments: --bundle gpu"),
-        (["web", "demo", "p", "--head", "h", "--auto"], "unrecognized arguments: --auto"),
+        (["web", "demo", "p", "--head", "h", "--threads", "1"], "arguments: --threads 1"),
         (["kit", "demo", "p", "--head", "h", "--verify", "4"], "unrecognized arguments: --verify"),
     ],
 )
@@ -211,9 +211,3 @@ def test_flags_of_other_files_are_unknown(capsys, argv, message):
         main(["export", *argv])
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_acceptance_comes_from_one_place(capsys):
-    argv = ["export", "web", "demo", "p", "--head", "h", "--acceptance", "A", "--prompts", "P"]
-    assert main(argv) == 2
-    assert "--acceptance: --prompts counts one" in capsys.readouterr().err

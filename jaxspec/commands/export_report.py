@@ -1,0 +1,66 @@
+"""`jaxspec export report`: the quantizations of a file, compared on held-out text."""
+
+import argparse
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from jaxspec.checkpoint.files import replacing_files, write_json
+from jaxspec.commands.export_options import (
+    add_export_arguments,
+    announce_export,
+    check_flags,
+    export_config,
+    head_or_drafter,
+    held_out,
+)
+from jaxspec.commands.options import add_drafter_arguments, load_model
+from jaxspec.decoding.request import encode_prompt
+from jaxspec.mobile.quantize import QUANTIZATIONS
+from jaxspec.mobile.report import compare_quantizations, quality_table
+from jaxspec.progress import progress_bar
+
+REPORT_FILE = "quantization.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the flags of `jaxspec export report`."""
+    parser.description = (
+        "Writes a .tflite in every quantization in turn and compares them on --prompts. Keeps "
+        f"{REPORT_FILE}, and no file."
+    )
+    flags = ("--head", "--tree", "--limit")
+    add_export_arguments(parser, *flags, settings=("bundle",), required="--prompts")
+    add_drafter_arguments(parser, repeatable=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compares as the arguments say."""
+    config = export_config(args)
+    check_flags(args)
+    model = load_model(args)
+    if model.config.diffusion is not None:
+        raise ValueError(f"export report: for causal models, and {args.model} fills in masks.")
+    drafter = head_or_drafter(args, model)
+    announce_export(args, drafter, config)
+    texts = [encode_prompt(model, prompt) for prompt in held_out(args)]
+    with progress_bar(len(QUANTIZATIONS)) as advance:
+        found = compare_quantizations(model, texts, drafter, config, advance)
+    table = Table(
+        title=f"{len(texts)} held-out texts; tau is tokens per step, bonus included",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    columns, rows = quality_table(found)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with replacing_files(args.out) as staging:
+        rows = [row._asdict() for row in found]
+        write_json(staging / REPORT_FILE, {"model": model.name, "quantizations": rows})
+    print(f"wrote {args.out / REPORT_FILE}")
+    return 0
