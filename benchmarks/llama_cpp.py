@@ -118,20 +118,7 @@ class LlamaCppRunner:
     def decode(self, method: str, prompt: Sequence[int], seed: int) -> Sample:
         """Decodes ids once; decoding is greedy, so `seed` is not used."""
         del seed
-        asked = {
-            "prompt": list(prompt),
-            "n_predict": self._limit,
-            "temperature": 0.0,
-            "cache_prompt": False,
-            "return_tokens": True,
-        }
-        request = urllib.request.Request(
-            f"{self._addresses[method]}/completion",
-            json.dumps(asked).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as reply:
-            answer = json.load(reply)
+        answer = self._answer(method, prompt, self._limit, cache_prompt=False)
         tokens, end = list(answer["tokens"]), "length"
         for place, token in enumerate(tokens):
             if token in self._stops:
@@ -151,6 +138,50 @@ class LlamaCppRunner:
             drafted=(),
         )
         return Sample((DecodedText(prompt, tokens, end),), seconds, counts)
+
+    def pass_seconds(self, method: str, context: Sequence[int], tokens: Sequence[int]) -> float:
+        """Returns the server's time of one pass that reads `tokens` after a cached `context`.
+
+        Args:
+            method: name of a method that does not draft.
+            context: ids in the cache.
+            tokens: ids that the pass reads. Only the last one has logits.
+        """
+        self._answer(method, context, 1)
+        timings = self._answer(method, [*context, *tokens], 1)["timings"]
+        read = timings["prompt_n"]
+        assert read == len(tokens), f"a pass over {len(tokens)} tokens was asked for, not {read}"
+        return timings["prompt_ms"] / 1e3
+
+    def token_seconds(self, method: str, context: Sequence[int], num_tokens: int) -> float:
+        """Returns the server's time per token of `num_tokens` decoded one by one.
+
+        Args:
+            method: name of a method that does not draft.
+            context: ids in the cache.
+            num_tokens: tokens after the first, which the pass over the context decides.
+        """
+        timings = self._answer(method, context, 1 + num_tokens, ignore_eos=True)["timings"]
+        assert timings["predicted_n"] == 1 + num_tokens, "no token ends the text"
+        return timings["predicted_ms"] / 1e3 / num_tokens
+
+    def _answer(
+        self, method: str, prompt: Sequence[int], num_tokens: int, **settings: Any
+    ) -> Mapping[str, Any]:
+        asked = {
+            "prompt": list(prompt),
+            "n_predict": num_tokens,
+            "temperature": 0.0,
+            "cache_prompt": True,
+            "return_tokens": True,
+        }
+        request = urllib.request.Request(
+            f"{self._addresses[method]}/completion",
+            json.dumps(asked | settings).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as reply:
+            return json.load(reply)
 
 
 def serve(asked: Mapping[str, Any]) -> None:

@@ -1,25 +1,45 @@
 """One target by this library and by llama.cpp, in turns, on the same weights and prompts."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 
 from benchmarks import llama_cpp
 from benchmarks.harness import MethodFigures, Suite, SuiteRun, measure_methods
 from benchmarks.llama_cpp import LlamaCppMethod, LlamaCppRunner
 from benchmarks.page import Page, Section
 from benchmarks.prompts import PROMPT_SETS
-from jaxspec.checkpoint import load, load_eagle
-from jaxspec.commands.methods import DRAFT, EAGLE3_HEAD, EAGLE_HEAD, MADE_FOR
+from jaxspec.checkpoint import Model, load, shipped_models
+from jaxspec.commands.methods import (
+    DEER,
+    DRAFT,
+    EAGLE3_HEAD,
+    EAGLE_HEAD,
+    MADE_FOR,
+    SKIPS,
+    searched_set,
+    searched_tree,
+    with_deer,
+    with_draft_model,
+)
 from jaxspec.decoding.request import GenerationConfig
-from jaxspec.drafters import DraftModel, Eagle, PromptLookup
-from jaxspec.measure.compare import JaxRunner
-from jaxspec.measure.comparison import speedup_text
+from jaxspec.drafters import LoadedDrafter, PromptLookup
+from jaxspec.measure.compare import JaxRunner, divergence_of
+from jaxspec.measure.comparison import Divergence, divergence_lines, outputs_text, speedup_text
 from jaxspec.measure.figures import PLAIN, Sample
 from jaxspec.measure.machine import this_machine
+from jaxspec.measure.passes import CAPACITY, CONTEXT, NUM_PASSES, loop_of_passes
+from jaxspec.measure.timing import in_turns
 from jaxspec.models.linear import num_cores
-from jaxspec.tuning import tree_of_head
+from jaxspec.tuning import load_tree
+from jaxspec.tuning.tree_search import TREE_FILE
 
 _NUM_DRAFTED = 4
 _THEIRS: Mapping[str, LlamaCppMethod] = {
@@ -29,6 +49,16 @@ _THEIRS: Mapping[str, LlamaCppMethod] = {
     "llama.cpp, q8_0": LlamaCppMethod("q8_0"),
 }
 _OURS_INT8 = "plain, int8"
+_NUM_TOKENS = (1, 2, 6, 8, 16, 26)
+"""Widths of the passes, the root included."""
+_MIN_PASSES = 7
+_DECODING = "decoding"
+
+
+def deer_tree(target: Model) -> LoadedDrafter | None:
+    """Builds DEER over the tree that was searched for it."""
+    paths = load_tree(shipped_models()[DEER] / TREE_FILE)
+    return with_deer(DEER, paths=paths)(target)
 
 
 class _InTurns:
@@ -43,33 +73,43 @@ class _InTurns:
 
 
 def _measure(run: SuiteRun) -> Page:
-    model, draft, max_new_tokens = load(MADE_FOR), load(DRAFT), run.suite.max_new_tokens
+    model, max_new_tokens = load(MADE_FOR), run.suite.max_new_tokens
+    ours_int8 = load(MADE_FOR, weights="int8")
     config = GenerationConfig(max_new_tokens=max_new_tokens)
-    drafters = {
-        PLAIN: None,
-        "prompt lookup": PromptLookup(),
-        "draft model": DraftModel.of(draft, num_speculative_tokens=_NUM_DRAFTED),
-        **{
-            f"{name}, searched tree": Eagle.of(load_eagle(head, model.network), tree_of_head(head))
-            for name, head in (("EAGLE-1", EAGLE_HEAD), ("EAGLE-3", EAGLE3_HEAD))
-        },
-    }
+    drafters = {name: make(model) for name, make in run.suite.methods.items()}
     prompts = run.prompts(model, max_new_tokens)
     assert model.tokenizer is not None, "shipped with one"
     ids = {i: [int(t) for t in model.tokenizer.encode(p.text)] for i, p in enumerate(prompts)}
     reason, threads = llama_cpp.why_not_here(), num_cores()
+    repeats_of_passes = max(_MIN_PASSES, run.repeats)
+
+    def compare_with_plain(index: int, plain: Sample, other: Sample) -> list[Divergence]:
+        one, two = (np.asarray(sample.texts[0]) for sample in (plain, other))
+        found = divergence_of(model, index, np.asarray(ids[index]), one, two)
+        return [] if found is None else [found]
+
     with ExitStack() as stack:
         runners: list[JaxRunner | LlamaCppRunner] = [
-            JaxRunner(model, drafters, config, carry=False),
-            JaxRunner(load(MADE_FOR, weights="int8"), {_OURS_INT8: None}, config, carry=False),
+            JaxRunner(model, {PLAIN: None, **drafters}, config, carry=False),
+            JaxRunner(ours_int8, {_OURS_INT8: None}, config, carry=False),
         ]
+        passes: dict[str, dict[str, Callable[[], float]]] = {
+            name: {str(n): partial(_seconds, loop_of_passes(each.network, n)) for n in _NUM_TOKENS}
+            for name, each in ((PLAIN, model), (_OURS_INT8, ours_int8))
+        }
         theirs = f"llama.cpp is left out: {reason}."
         if reason is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            draft = load(DRAFT)
             other = stack.enter_context(
                 LlamaCppRunner(model, _THEIRS, folder, threads, max_new_tokens, draft, _NUM_DRAFTED)
             )
             runners.append(other)
+            passes |= {
+                name: _passes_of(other, name, model.vocab_size)
+                for name, method in _THEIRS.items()
+                if method.drafts is None
+            }
             theirs = f"llama.cpp: {other.versions}; times are its own, of prompt and new tokens."
         both = _InTurns(runners)
         with run.steps(len(both.methods) * len(ids) * (1 + run.repeats)) as advance:
@@ -80,8 +120,11 @@ def _measure(run: SuiteRun) -> Page:
                 run.repeats,
                 categories=[prompt.category for prompt in prompts],
                 warm=list(ids),
+                compare=compare_with_plain,
                 advance=advance,
             )
+        seconds = _medians(passes, repeats_of_passes)
+    exact = [each for name, each in figures.items() if name in (PLAIN, *drafters)]
     table = Section(
         text=[
             f"{MADE_FOR}, {len(ids)} prompts, greedy, up to {max_new_tokens} new tokens, one at a "
@@ -92,27 +135,95 @@ def _measure(run: SuiteRun) -> Page:
         rows=[_cells(each, len(ids)) for each in figures.values()],
         notes=[
             "**outputs**: prompts whose tokens are those of our plain decoding. int8 and q8_0 are "
-            "other models, so theirs may differ.",
+            "other models, so theirs may differ. In bf16, llama.cpp rounds what it multiplies too.",
             "**tau**: tokens per target pass, bonus token INCLUDED.",
             "**repeated**: share of the output's 4-grams that occurred in it before.",
+            *(line for each in exact for line in divergence_lines(each.name, each.divergences)),
         ],
     )
-    exact = [each for name, each in figures.items() if name != _OURS_INT8 and name not in _THEIRS]
-    agree = not any(each.divergences for each in exact)
-    return Page([table], {"methods": figures, "machine": this_machine()}, agree)
+    agree = all(divergence.is_tie for each in exact for divergence in each.divergences)
+    found = {"methods": figures, "passes": seconds, "machine": this_machine()}
+    return Page([table, _section_of_passes(seconds, repeats_of_passes)], found, agree)
 
 
 def _cells(row: MethodFigures, num_prompts: int) -> list[str]:
     figures = row.overall
-    different = len({divergence.prompt_index for divergence in row.divergences})
     return [
         row.name,
-        f"{num_prompts - different} of {num_prompts} equal",
+        outputs_text(row.divergences, num_prompts),
         f"{figures.mean_acceptance_length:.2f}",
         f"{figures.tokens_per_second:.0f}",
         speedup_text(figures),
         f"{figures.repeated_ngrams:.0%}",
     ]
+
+
+def _seconds(loop: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(loop())
+    return (time.perf_counter() - start) / NUM_PASSES
+
+
+def _passes_of(
+    runner: LlamaCppRunner, method: str, vocab_size: int
+) -> dict[str, Callable[[], float]]:
+    ids = np.random.default_rng(0).integers(16, vocab_size, CONTEXT + max(_NUM_TOKENS)).tolist()
+    context, following = ids[:CONTEXT], ids[CONTEXT:]
+    return {
+        _DECODING: partial(runner.token_seconds, method, context, NUM_PASSES),
+        **{
+            str(n): partial(runner.pass_seconds, method, context, following[:n])
+            for n in _NUM_TOKENS
+        },
+    }
+
+
+def _medians(
+    passes: Mapping[str, Mapping[str, Callable[[], float]]], repeats: int
+) -> dict[str, dict[str, float]]:
+    """Runs every pass `repeats` times, in turns, after a first run that is not counted."""
+    timed = {f"{name}, {kind}": each[kind] for name, each in passes.items() for kind in each}
+    for once in timed.values():
+        once()
+    seconds: dict[str, list[float]] = {key: [] for key in timed}
+    for _, key in in_turns(list(timed), 1, repeats):
+        seconds[key].append(timed[key]())
+    return {
+        name: {kind: float(np.median(seconds[f"{name}, {kind}"])) for kind in each}
+        for name, each in passes.items()
+    }
+
+
+def _section_of_passes(seconds: Mapping[str, Mapping[str, float]], repeats: int) -> Section:
+    columns = (_DECODING, *map(str, _NUM_TOKENS))
+    # A pass of ours over one token is one of decoding.
+    whole = {name: {_DECODING: each["1"], **each} for name, each in seconds.items()}
+    rows = [
+        [name, *(f"{1e3 * each[column]:.2f} ms" for column in columns)]
+        for name, each in whole.items()
+    ]
+    rows += [
+        [f"{ours} / {theirs}", *(f"{whole[ours][c] / whole[theirs][c]:.2f}" for c in columns)]
+        for ours, theirs in ((PLAIN, "llama.cpp, bf16"), (_OURS_INT8, "llama.cpp, q8_0"))
+        if theirs in whole
+    ]
+    return Section(
+        "Passes",
+        text=[
+            f"T(n) is the time of one pass over n tokens after a cached text of {CONTEXT}; medians "
+            f"of {repeats}, in turns."
+        ],
+        columns=["weights", _DECODING, *(f"T({n})" for n in _NUM_TOKENS)],
+        rows=rows,
+        notes=[
+            f"Ours: a loop of {NUM_PASSES} passes with a capacity of {CAPACITY}, as verification "
+            "runs them: every token has logits and a choice.",
+            "llama.cpp: the server's time of a prompt whose first tokens are cached. Only the last "
+            "token has logits, so these passes do less than verification.",
+            f"**{_DECODING}**: time per token of {NUM_PASSES} tokens decoded one by one. For ours "
+            "that is T(1).",
+        ],
+    )
 
 
 SIDE_BY_SIDE: Mapping[str, Suite] = {
@@ -123,6 +234,15 @@ SIDE_BY_SIDE: Mapping[str, Suite] = {
         prompt_sets=PROMPT_SETS,
         prompts_per_set=20,
         repeats=3,
-        needs=(MADE_FOR, DRAFT, EAGLE_HEAD, EAGLE3_HEAD),
+        needs=(MADE_FOR, DRAFT, EAGLE_HEAD, EAGLE3_HEAD, SKIPS, DEER),
+        methods={
+            "prompt lookup": lambda target: PromptLookup(),
+            "draft model": with_draft_model(DRAFT, num_speculative_tokens=_NUM_DRAFTED),
+            "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
+            "EAGLE-3, searched tree": searched_tree(EAGLE3_HEAD),
+            "layer skip, as searched": searched_set(),
+            "DEER, chain of 4": with_deer(DEER, block=4),
+            "DEER, searched tree": deer_tree,
+        },
     )
 }

@@ -28,6 +28,10 @@ def test_llama_cpp_emits_our_tokens(tmp_path):
             assert runner.decode(name, ids, 0).texts == [ours.tokens.tolist()], name
         assert runner.decode("plain", ids, 0).counts.tau == 1.0
         assert runner.decode("draft model", ids, 0).counts.tau > 1.0
+        # A pass that read other than the tokens after the context would be an error.
+        for tokens in ([5], [6, 7], [7, 8, 9, 10, 11, 12]):
+            assert runner.pass_seconds("plain", ids, tokens) > 0
+        assert runner.token_seconds("plain", ids, 30) > 0
 
 
 @pytest.mark.skipif(MISSING is not None, reason="needs the extra `llama-cpp`")
