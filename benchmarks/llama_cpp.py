@@ -17,7 +17,6 @@ from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.config import config_to_json
 from jaxspec.decoding.metrics import Counts
 from jaxspec.measure.figures import DecodedText, Sample
-from jaxspec.models import Network
 from jaxspec.models.storage import widened
 
 
@@ -223,10 +222,7 @@ def write_gguf(model: Model, path: Path, weights: str) -> None:
         ValueError: the model is of another family, or has no tokenizer.
     """
     gguf: Any = importlib.import_module("gguf")
-    network, config = widened(model.network), model.config
-    raw = config_to_json(config)
-    if raw["model_type"] != "llama" or model.tokenizer is None:
-        raise ValueError(f"model: must be a Llama with a tokenizer, not {raw['model_type']}.")
+    tensors, config = tensors_by_name(model, interleaved=True), model.config
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.embed_dim)
@@ -242,7 +238,7 @@ def write_gguf(model: Model, path: Path, weights: str) -> None:
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(gguf, writer, model)
     kind = getattr(gguf.GGMLQuantizationType, weights.upper())
-    for name, tensor in _tensors(network):
+    for name, tensor in tensors.items():
         if tensor.ndim > 1 and weights != "f32":
             writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
         else:
@@ -274,10 +270,23 @@ def _add_tokenizer(gguf: Any, writer: Any, model: Model) -> None:
     writer.add_add_bos_token(False)
 
 
-def _tensors(network: Network) -> list[tuple[str, np.ndarray]]:
-    """Returns the tensors of a Llama by llama.cpp's names, [out, in], in float32."""
-    config, params = network.config, network.params
-    dim, group = config.embed_dim, config.num_groups
+def tensors_by_name(model: Model, interleaved: bool) -> dict[str, np.ndarray]:
+    """Returns the tensors of a Llama by llama.cpp's names, [out, in], in float32.
+
+    Args:
+        model: a network of the family "llama", with a tokenizer.
+        interleaved: order queries and keys for a rotation of neighbours, as llama.cpp's; we rotate
+            halves.
+
+    Raises:
+        ValueError: the model is of another family, or has no tokenizer.
+    """
+    network, config = widened(model.network), model.config
+    family = config_to_json(config)["model_type"]
+    if family != "llama" or model.tokenizer is None:
+        raise ValueError(f"model: must be a Llama with a tokenizer, not {family}.")
+    params, dim, group = network.params, config.embed_dim, config.num_groups
+    order = _neighbours if interleaved else lambda heads: heads
     found = [
         ("token_embd.weight", params["embed"]["embedding"]),
         ("output_norm.weight", params["norm"]["scale"]),
@@ -292,22 +301,27 @@ def _tensors(network: Network) -> list[tuple[str, np.ndarray]]:
         gate_up = layer["mlp"]["gate_up"]["kernel"]
         found += [
             (f"{prefix}attn_norm.weight", layer["attention_norm"]["scale"]),
-            (f"{prefix}attn_q.weight", _interleaved(queries)),
-            (f"{prefix}attn_k.weight", _interleaved(keys)),
-            (f"{prefix}attn_v.weight", values.reshape(dim, -1).T),
+            (f"{prefix}attn_q.weight", _rows(order(queries))),
+            (f"{prefix}attn_k.weight", _rows(order(keys))),
+            (f"{prefix}attn_v.weight", _rows(values)),
             (f"{prefix}attn_output.weight", out.reshape(-1, dim).T),
             (f"{prefix}ffn_norm.weight", layer["mlp_norm"]["scale"]),
             (f"{prefix}ffn_gate.weight", gate_up[:, 0].T),
             (f"{prefix}ffn_up.weight", gate_up[:, 1].T),
             (f"{prefix}ffn_down.weight", layer["mlp"]["down"]["kernel"].T),
         ]
-    return [(name, np.ascontiguousarray(tensor, np.float32)) for name, tensor in found]
+    return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in found}
 
 
-def _interleaved(heads: np.ndarray) -> np.ndarray:
-    """[in, ..., head dim] -> [out, in]; llama.cpp rotates neighbours, we rotate halves."""
+def _rows(heads: np.ndarray) -> np.ndarray:
+    """[in, ...] -> [out, in]."""
+    return heads.reshape(heads.shape[0], -1).T
+
+
+def _neighbours(heads: np.ndarray) -> np.ndarray:
+    """[in, ..., head dim]: puts the two halves of each head's numbers in turns."""
     width, dim = heads.shape[0], heads.shape[-1]
-    return heads.reshape(width, -1, 2, dim // 2).swapaxes(2, 3).reshape(width, -1).T
+    return heads.reshape(width, -1, 2, dim // 2).swapaxes(2, 3)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One target by this library and by llama.cpp, in turns, on the same weights and prompts."""
+"""One target by this library, llama.cpp and OpenVINO, in turns, on the same weights and prompts."""
 
 import tempfile
 import time
@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import llama_cpp
+from benchmarks import llama_cpp, openvino
 from benchmarks.harness import MethodFigures, Suite, SuiteRun, measure_methods
 from benchmarks.llama_cpp import LlamaCppMethod, LlamaCppRunner
+from benchmarks.openvino import OpenVinoMethod, OpenVinoRunner
 from benchmarks.page import Page, Section
 from benchmarks.prompts import PROMPT_SETS
 from jaxspec.checkpoint import Model, load, shipped_models
@@ -42,12 +43,17 @@ from jaxspec.tuning import load_tree
 from jaxspec.tuning.tree_search import TREE_FILE
 
 _NUM_DRAFTED = 4
-_THEIRS: Mapping[str, LlamaCppMethod] = {
+_LLAMA_CPP: Mapping[str, LlamaCppMethod] = {
     "llama.cpp, bf16": LlamaCppMethod("bf16"),
     "llama.cpp, bf16, draft model": LlamaCppMethod("bf16", "model"),
     "llama.cpp, bf16, n-gram": LlamaCppMethod("bf16", "n-gram"),
     "llama.cpp, q8_0": LlamaCppMethod("q8_0"),
 }
+_OPENVINO: Mapping[str, OpenVinoMethod] = {
+    "OpenVINO, bf16": OpenVinoMethod("bf16"),
+    "OpenVINO, bf16, draft model": OpenVinoMethod("bf16", drafts=True),
+}
+_Runner = JaxRunner | LlamaCppRunner | OpenVinoRunner
 _OURS_INT8 = "plain, int8"
 _NUM_TOKENS = (1, 2, 6, 8, 16, 26)
 """Widths of the passes, the root included."""
@@ -64,7 +70,7 @@ def deer_tree(target: Model) -> LoadedDrafter | None:
 class _InTurns:
     """Decodes with the runner that knows a method."""
 
-    def __init__(self, runners: Sequence[JaxRunner | LlamaCppRunner]):
+    def __init__(self, runners: Sequence[_Runner]):
         self._runners = {name: runner for runner in runners for name in runner.methods}
         self.methods = list(self._runners)
 
@@ -80,7 +86,6 @@ def _measure(run: SuiteRun) -> Page:
     prompts = run.prompts(model, max_new_tokens)
     assert model.tokenizer is not None, "shipped with one"
     ids = {i: [int(t) for t in model.tokenizer.encode(p.text)] for i, p in enumerate(prompts)}
-    reason, threads = llama_cpp.why_not_here(), num_cores()
     repeats_of_passes = max(_MIN_PASSES, run.repeats)
 
     def compare_with_plain(index: int, plain: Sample, other: Sample) -> list[Divergence]:
@@ -89,7 +94,7 @@ def _measure(run: SuiteRun) -> Page:
         return [] if found is None else [found]
 
     with ExitStack() as stack:
-        runners: list[JaxRunner | LlamaCppRunner] = [
+        runners: list[_Runner] = [
             JaxRunner(model, {PLAIN: None, **drafters}, config, carry=False),
             JaxRunner(ours_int8, {_OURS_INT8: None}, config, carry=False),
         ]
@@ -97,20 +102,25 @@ def _measure(run: SuiteRun) -> Page:
             name: {str(n): partial(_seconds, loop_of_passes(each.network, n)) for n in _NUM_TOKENS}
             for name, each in ((PLAIN, model), (_OURS_INT8, ours_int8))
         }
-        theirs = f"llama.cpp is left out: {reason}."
-        if reason is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            draft = load(DRAFT)
-            other = stack.enter_context(
-                LlamaCppRunner(model, _THEIRS, folder, threads, max_new_tokens, draft, _NUM_DRAFTED)
-            )
-            runners.append(other)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        given = (folder, num_cores(), max_new_tokens, load(DRAFT), _NUM_DRAFTED)
+        left_out = {"llama.cpp": llama_cpp.why_not_here(), "OpenVINO": openvino.why_not_here()}
+        others = []
+        if left_out["llama.cpp"] is None:
+            servers = stack.enter_context(LlamaCppRunner(model, _LLAMA_CPP, *given))
+            others.append(servers)
             passes |= {
-                name: _passes_of(other, name, model.vocab_size)
-                for name, method in _THEIRS.items()
+                name: _passes_of(servers, name, model.vocab_size)
+                for name, method in _LLAMA_CPP.items()
                 if method.drafts is None
             }
-            theirs = f"llama.cpp: {other.versions}; times are its own, of prompt and new tokens."
+        if left_out["OpenVINO"] is None:
+            others.append(OpenVinoRunner(model, _OPENVINO, *given))
+        runners += others
+        facts = [
+            f"{each.versions}; times are its own, of prompt and new tokens." for each in others
+        ]
+        facts += [f"{name} is left out: {why}." for name, why in left_out.items() if why]
         both = _InTurns(runners)
         with run.steps(len(both.methods) * len(ids) * (1 + run.repeats)) as advance:
             figures = measure_methods(
@@ -129,13 +139,13 @@ def _measure(run: SuiteRun) -> Page:
         text=[
             f"{MADE_FOR}, {len(ids)} prompts, greedy, up to {max_new_tokens} new tokens, one at a "
             f"time, runs of each timed: {run.repeats}. Draft models draft {_NUM_DRAFTED} tokens. "
-            f"{theirs} {this_machine()}."
+            f"{' '.join(facts)} {this_machine()}."
         ],
         columns=["method", "outputs", "tau", "tokens/s", "over plain [95 %]", "repeated"],
         rows=[_cells(each, len(ids)) for each in figures.values()],
         notes=[
             "**outputs**: prompts whose tokens are those of our plain decoding. int8 and q8_0 are "
-            "other models, so theirs may differ. In bf16, llama.cpp rounds what it multiplies too.",
+            "other models, so theirs may differ. In bf16, both round what they multiply, too.",
             "**tau**: tokens per target pass, bonus token INCLUDED.",
             "**repeated**: share of the output's 4-grams that occurred in it before.",
             *(line for each in exact for line in divergence_lines(each.name, each.divergences)),
@@ -228,8 +238,8 @@ def _section_of_passes(seconds: Mapping[str, Mapping[str, float]], repeats: int)
 
 SIDE_BY_SIDE: Mapping[str, Suite] = {
     "side-by-side": Suite(
-        title="Next to llama.cpp",
-        about="plain and speculative decoding next to llama.cpp's, on the same weights",
+        title="Next to llama.cpp and OpenVINO",
+        about="plain and speculative decoding next to llama.cpp's and OpenVINO's, same weights",
         measure=_measure,
         prompt_sets=PROMPT_SETS,
         prompts_per_set=20,
