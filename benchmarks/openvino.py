@@ -3,9 +3,10 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
@@ -34,6 +35,13 @@ def why_not_here() -> str | None:
     if importlib.util.find_spec("openvino_genai") is None:
         return "openvino_genai cannot be imported; install the extra `openvino`"
     return None
+
+
+def _module(name: str) -> Any:
+    # On import OpenVINO reports to its makers over the network, from a forked process. It does not
+    # where its package for that cannot be imported.
+    cast(dict[str, Any], sys.modules).setdefault("openvino_telemetry", None)
+    return importlib.import_module(name)
 
 
 class OpenVinoRunner:
@@ -68,7 +76,7 @@ class OpenVinoRunner:
             draft: the draft model.
             num_drafted: tokens of a draft, which are all verified.
         """
-        genai: Any = importlib.import_module("openvino_genai")
+        genai = _module("openvino_genai")
         self.methods, self._limit, self._num_drafted = dict(methods), max_new_tokens, num_drafted
         self._genai, self._stops = genai, set(model.stop_token_ids)
         version = importlib.metadata.version("openvino-genai")
@@ -98,7 +106,7 @@ class OpenVinoRunner:
     def decode(self, method: str, prompt: Sequence[int], seed: int) -> Sample:
         """Decodes ids once; decoding is greedy, so `seed` is not used."""
         del seed
-        openvino: Any = importlib.import_module("openvino")
+        openvino = _module("openvino")
         config = self._genai.GenerationConfig()
         config.max_new_tokens, config.do_sample = self._limit, False
         config.eos_token_id, config.stop_token_ids = min(self._stops), self._stops
@@ -144,7 +152,7 @@ def write_openvino(model: Model, folder: Path, dtype: str) -> None:
     Raises:
         ValueError: the model is of another family, or has no tokenizer.
     """
-    openvino: Any = importlib.import_module("openvino")
+    openvino = _module("openvino")
     network = _Graph(model, dtype).network()
     folder.mkdir(parents=True)
     openvino.save_model(network, folder / "openvino_model.xml", compress_to_fp16=False)
@@ -153,8 +161,8 @@ def write_openvino(model: Model, folder: Path, dtype: str) -> None:
 
 def _no_tokenizer() -> Any:
     """Returns what stands for a tokenizer, without which no pipeline is made; prompts are ids."""
-    openvino: Any = importlib.import_module("openvino")
-    op: Any = importlib.import_module("openvino.opset13")
+    openvino = _module("openvino")
+    op = _module("openvino.opset13")
     text = op.parameter([-1], openvino.Type.string, name="text")
     shape = op.concat([op.shape_of(text), np.asarray([1])], 0)
     results = []
@@ -171,15 +179,17 @@ class _Graph:
     """
 
     def __init__(self, model: Model, dtype: str):
-        self._openvino: Any = importlib.import_module("openvino")
-        self._op: Any = importlib.import_module("openvino.opset13")
+        self._openvino = _module("openvino")
+        self._op = _module("openvino.opset13")
         self._tensors, self._config = tensors_by_name(model, interleaved=False), model.config
         self._dtype, self._sinks = dtype, []
 
     def network(self) -> Any:
         op, config = self._op, self._config
         names = ("input_ids", "attention_mask", "position_ids")
-        ids, mask, positions = inputs = [op.parameter([-1, -1], np.int64, name=name) for name in names]
+        ids, mask, positions = inputs = [
+            op.parameter([-1, -1], np.int64, name=name) for name in names
+        ]
         self._beams = op.parameter([-1], np.int32, name="beam_idx")
         inputs.append(self._beams)
         for each in inputs:
@@ -243,7 +253,7 @@ class _Graph:
 
     def _cos_and_sin(self, positions: Any) -> tuple[Any, Any]:
         op, dim = self._op, self._config.head_dim
-        rates = self._config.rope.theta ** (-np.arange(0, dim, 2, np.float32) / dim)
+        rates = self._config.rope.theta ** (-np.arange(0, dim, 2) / dim)
         shape = op.concat([self._num_rows, np.asarray([dim // 2, 1])], 0)
         rates = op.broadcast(rates.astype(np.float32)[None, :, None], shape)
         whole = op.convert(op.unsqueeze(positions, [1]), "f32")
@@ -263,7 +273,7 @@ class _Graph:
         """Adds to the cache, and repeats each of its heads for the queries of its group."""
         op, config, ov = self._op, self._config, self._openvino
         heads, dim = config.num_kv_heads, config.head_dim
-        util: Any = importlib.import_module("openvino.op.util")
+        util = _module("openvino.op.util")
         info = util.VariableInfo()
         info.data_shape, info.data_type = ov.PartialShape([-1, heads, -1, dim]), ov.Type.f32
         info.variable_id = name
