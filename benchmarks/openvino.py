@@ -235,7 +235,10 @@ class _Graph:
         if tensor.ndim == 1 or self._dtype == "f32":
             return self._op.constant(tensor)
         rounded = tensor.astype(ml_dtypes.bfloat16).view(np.uint16)
-        kept = self._openvino.Tensor(rounded, tensor.shape, self._openvino.Type.bf16)
+        kind = self._openvino.Type.bf16
+        # A tensor over an array of NumPy's does not keep it alive.
+        kept = self._openvino.Tensor(kind, tensor.shape)
+        self._openvino.Tensor(rounded, tensor.shape, kind).copy_to(kept)
         return self._op.convert(self._op.constant(kept), "f32")
 
     def _product(self, x: Any, name: str) -> Any:
