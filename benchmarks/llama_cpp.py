@@ -17,7 +17,6 @@ from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.config import config_to_json
 from jaxspec.decoding.metrics import Counts
 from jaxspec.measure.figures import DecodedText, Sample
-from jaxspec.models import Network
 from jaxspec.models.storage import widened
 
 
@@ -118,20 +117,7 @@ class LlamaCppRunner:
     def decode(self, method: str, prompt: Sequence[int], seed: int) -> Sample:
         """Decodes ids once; decoding is greedy, so `seed` is not used."""
         del seed
-        asked = {
-            "prompt": list(prompt),
-            "n_predict": self._limit,
-            "temperature": 0.0,
-            "cache_prompt": False,
-            "return_tokens": True,
-        }
-        request = urllib.request.Request(
-            f"{self._addresses[method]}/completion",
-            json.dumps(asked).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as reply:
-            answer = json.load(reply)
+        answer = self._answer(method, prompt, self._limit, cache_prompt=False)
         tokens, end = list(answer["tokens"]), "length"
         for place, token in enumerate(tokens):
             if token in self._stops:
@@ -151,6 +137,50 @@ class LlamaCppRunner:
             drafted=(),
         )
         return Sample((DecodedText(prompt, tokens, end),), seconds, counts)
+
+    def pass_seconds(self, method: str, context: Sequence[int], tokens: Sequence[int]) -> float:
+        """Returns the server's time of one pass that reads `tokens` after a cached `context`.
+
+        Args:
+            method: name of a method that does not draft.
+            context: ids in the cache.
+            tokens: ids that the pass reads. Only the last one has logits.
+        """
+        self._answer(method, context, 1)
+        timings = self._answer(method, [*context, *tokens], 1)["timings"]
+        read = timings["prompt_n"]
+        assert read == len(tokens), f"a pass over {len(tokens)} tokens was asked for, not {read}"
+        return timings["prompt_ms"] / 1e3
+
+    def token_seconds(self, method: str, context: Sequence[int], num_tokens: int) -> float:
+        """Returns the server's time per token of `num_tokens` decoded one by one.
+
+        Args:
+            method: name of a method that does not draft.
+            context: ids in the cache.
+            num_tokens: tokens after the first, which the pass over the context decides.
+        """
+        timings = self._answer(method, context, 1 + num_tokens, ignore_eos=True)["timings"]
+        assert timings["predicted_n"] == 1 + num_tokens, "no token ends the text"
+        return timings["predicted_ms"] / 1e3 / num_tokens
+
+    def _answer(
+        self, method: str, prompt: Sequence[int], num_tokens: int, **settings: Any
+    ) -> Mapping[str, Any]:
+        asked = {
+            "prompt": list(prompt),
+            "n_predict": num_tokens,
+            "temperature": 0.0,
+            "cache_prompt": True,
+            "return_tokens": True,
+        }
+        request = urllib.request.Request(
+            f"{self._addresses[method]}/completion",
+            json.dumps(asked | settings).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as reply:
+            return json.load(reply)
 
 
 def serve(asked: Mapping[str, Any]) -> None:
@@ -192,10 +222,7 @@ def write_gguf(model: Model, path: Path, weights: str) -> None:
         ValueError: the model is of another family, or has no tokenizer.
     """
     gguf: Any = importlib.import_module("gguf")
-    network, config = widened(model.network), model.config
-    raw = config_to_json(config)
-    if raw["model_type"] != "llama" or model.tokenizer is None:
-        raise ValueError(f"model: must be a Llama with a tokenizer, not {raw['model_type']}.")
+    tensors, config = tensors_by_name(model, interleaved=True), model.config
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(config.max_positions)
     writer.add_embedding_length(config.embed_dim)
@@ -211,7 +238,7 @@ def write_gguf(model: Model, path: Path, weights: str) -> None:
     writer.add_vocab_size(config.vocab_size)
     _add_tokenizer(gguf, writer, model)
     kind = getattr(gguf.GGMLQuantizationType, weights.upper())
-    for name, tensor in _tensors(network):
+    for name, tensor in tensors.items():
         if tensor.ndim > 1 and weights != "f32":
             writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
         else:
@@ -243,10 +270,23 @@ def _add_tokenizer(gguf: Any, writer: Any, model: Model) -> None:
     writer.add_add_bos_token(False)
 
 
-def _tensors(network: Network) -> list[tuple[str, np.ndarray]]:
-    """Returns the tensors of a Llama by llama.cpp's names, [out, in], in float32."""
-    config, params = network.config, network.params
-    dim, group = config.embed_dim, config.num_groups
+def tensors_by_name(model: Model, interleaved: bool) -> dict[str, np.ndarray]:
+    """Returns the tensors of a Llama by llama.cpp's names, [out, in], in float32.
+
+    Args:
+        model: a network of the family "llama", with a tokenizer.
+        interleaved: order queries and keys for a rotation of neighbours, as llama.cpp's; we rotate
+            halves.
+
+    Raises:
+        ValueError: the model is of another family, or has no tokenizer.
+    """
+    network, config = widened(model.network), model.config
+    family = config_to_json(config)["model_type"]
+    if family != "llama" or model.tokenizer is None:
+        raise ValueError(f"model: must be a Llama with a tokenizer, not {family}.")
+    params, dim, group = network.params, config.embed_dim, config.num_groups
+    order = _neighbours if interleaved else lambda heads: heads
     found = [
         ("token_embd.weight", params["embed"]["embedding"]),
         ("output_norm.weight", params["norm"]["scale"]),
@@ -261,22 +301,27 @@ def _tensors(network: Network) -> list[tuple[str, np.ndarray]]:
         gate_up = layer["mlp"]["gate_up"]["kernel"]
         found += [
             (f"{prefix}attn_norm.weight", layer["attention_norm"]["scale"]),
-            (f"{prefix}attn_q.weight", _interleaved(queries)),
-            (f"{prefix}attn_k.weight", _interleaved(keys)),
-            (f"{prefix}attn_v.weight", values.reshape(dim, -1).T),
+            (f"{prefix}attn_q.weight", _rows(order(queries))),
+            (f"{prefix}attn_k.weight", _rows(order(keys))),
+            (f"{prefix}attn_v.weight", _rows(values)),
             (f"{prefix}attn_output.weight", out.reshape(-1, dim).T),
             (f"{prefix}ffn_norm.weight", layer["mlp_norm"]["scale"]),
             (f"{prefix}ffn_gate.weight", gate_up[:, 0].T),
             (f"{prefix}ffn_up.weight", gate_up[:, 1].T),
             (f"{prefix}ffn_down.weight", layer["mlp"]["down"]["kernel"].T),
         ]
-    return [(name, np.ascontiguousarray(tensor, np.float32)) for name, tensor in found]
+    return {name: np.ascontiguousarray(tensor, np.float32) for name, tensor in found}
 
 
-def _interleaved(heads: np.ndarray) -> np.ndarray:
-    """[in, ..., head dim] -> [out, in]; llama.cpp rotates neighbours, we rotate halves."""
+def _rows(heads: np.ndarray) -> np.ndarray:
+    """[in, ...] -> [out, in]."""
+    return heads.reshape(heads.shape[0], -1).T
+
+
+def _neighbours(heads: np.ndarray) -> np.ndarray:
+    """[in, ..., head dim]: puts the two halves of each head's numbers in turns."""
     width, dim = heads.shape[0], heads.shape[-1]
-    return heads.reshape(width, -1, 2, dim // 2).swapaxes(2, 3).reshape(width, -1).T
+    return heads.reshape(width, -1, 2, dim // 2).swapaxes(2, 3)
 
 
 if __name__ == "__main__":

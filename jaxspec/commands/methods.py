@@ -76,13 +76,13 @@ def searched_tree(name: str) -> Callable[[Model], LoadedDrafter | None]:
     return method
 
 
-def with_draft_model(name: str) -> Callable[[Model], LoadedDrafter | None]:
+def with_draft_model(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | None]:
     """Builds a shipped causal model that drafts for every target with its tokenizer."""
 
     def method(target: Model) -> LoadedDrafter | None:
         if name not in shipped_models():
             return None
-        return if_it_drafts_for(target, DraftModel.of(load(name)))
+        return if_it_drafts_for(target, DraftModel.of(load(name), **settings))
 
     return method
 

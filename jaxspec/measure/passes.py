@@ -82,7 +82,7 @@ def measure_passes(
         >>> costs.ratio(1)
         1.0
     """
-    programs = {str(n): _program(network, n) for n in num_tokens}
+    programs = {str(n): loop_of_passes(network, n) for n in num_tokens}
     seconds = time_in_turns(programs, repeats)
     weight_bytes = num_bytes(network.params)
     return PassCosts(
@@ -93,7 +93,19 @@ def measure_passes(
     )
 
 
-def _program(network: Network, num_tokens: int) -> Callable[[], Any]:
+def loop_of_passes(network: Network, num_tokens: int) -> Callable[[], Any]:
+    """Returns a program that runs `NUM_PASSES` passes over `num_tokens`; see `measure_passes`.
+
+    Args:
+        network: the target.
+        num_tokens: width of a pass, the root included.
+
+    Example:
+        >>> import jaxspec
+        >>> loop_of_passes(jaxspec.load("demo-draft").network, 2)().shape
+        (1, 2)
+    """
+
     def one_pass(network: Network, cache: KVCache, tokens: jax.Array):
         positions = cache.length + jnp.arange(num_tokens)
         hidden = network.forward(tokens, positions, causal(num_tokens), cache)
