@@ -37,7 +37,7 @@ def check_passes(path: str | Path, texts: Sequence[Sequence[int]], timeout: floa
     """
     task = {"path": str(path), "texts": [list(map(int, text)) for text in texts]}
     work = f"Passes of {path} on LiteRT's GPU accelerator"
-    return PassCheck(*ask_child("benchmarks.gpu_passes", task, timeout, work)[0])
+    return PassCheck(**ask_child("benchmarks.gpu_passes", task, timeout, work)[0])
 
 
 def compare_passes(gpu: MobileModel, cpu: MobileModel, texts: Sequence[Sequence[int]]) -> PassCheck:
@@ -66,7 +66,8 @@ def _child() -> None:
     task = json.load(sys.stdin)
     gpu = MobileModel(task["path"], accelerator="gpu")
     cpu = MobileModel(task["path"], num_threads=1)
-    Path(sys.argv[1]).write_text(json.dumps(compare_passes(gpu, cpu, task["texts"])))
+    checked = compare_passes(gpu, cpu, task["texts"])
+    Path(sys.argv[1]).write_text(json.dumps(checked._asdict()))
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def judged_loops(
     def with_gap(each: Divergence) -> Divergence:
         prompt, text = prompts[each.prompt_index], texts[each.prompt_index]
         logits = logits_after([*prompt, *text[: each.position]])
-        pair = [each.plain_token, each.drafted_token]
+        pair = np.asarray([each.plain_token, each.drafted_token])
         return each._replace(gap=float(np.max(logits) - np.min(logits[pair])))
 
     return tuple(

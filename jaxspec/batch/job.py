@@ -23,11 +23,10 @@ from jaxspec.batch.plan import (
     read_in,
     shared_prefix,
 )
-from jaxspec.batch.programs import Programs
 from jaxspec.batch.report import Counters, JobReport
 from jaxspec.batch.rows import EncodedRow, Row, encode_rows
 from jaxspec.batch.settings import JobSettings, has_guard
-from jaxspec.batch.slots import ChunkInfo, bytes_in_one_memory
+from jaxspec.batch.slots import ChunkInfo, Programs, bytes_in_one_memory
 from jaxspec.batch.writer import Output
 from jaxspec.compilation import CompileClock
 from jaxspec.core.decode import Prefix

@@ -19,7 +19,7 @@ from jaxspec.mobile.drafts import (
     static_proposal,
     verifies_drafts,
 )
-from jaxspec.mobile.filling import Filled, fill_in
+from jaxspec.mobile.filling import fill_in
 from jaxspec.mobile.loops import (
     HostAcceptance,
     LoopOf,
@@ -32,7 +32,7 @@ from jaxspec.mobile.loops import (
 from jaxspec.mobile.manifest import Manifest
 from jaxspec.mobile.runtime import Decoded, MobileModel
 
-Way = Callable[[MobileModel, Sequence[int]], Decoded | Filled]
+Way = Callable[[MobileModel, Sequence[int]], Decoded]
 """Continues a prompt with a file in one way."""
 
 

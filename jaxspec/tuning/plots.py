@@ -3,7 +3,8 @@
 Each `draw_` function draws on axes of matplotlib; `plot` writes such a drawing to a file.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,16 @@ def draw_predictions(axes: Any, speeds: Sequence[tuple[float, float]]) -> None:
     axes.set(xlabel="measured tokens/s", ylabel="predicted tokens/s", xlim=ends, ylim=ends)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
+
+
+def draw_searches(axes: Any, seconds: Mapping[str, Sequence[float]]) -> None:
+    """Draws the seconds per token of each search's evaluations, and the best so far."""
+    for name, found in seconds.items():
+        costs, numbers = [1e3 * each for each in found], range(1, len(found) + 1)
+        (line,) = axes.step(numbers, list(itertools.accumulate(costs, min)), label=name)
+        axes.plot(numbers, costs, ".", markersize=2, alpha=0.4, color=line.get_color())
+    axes.set(xlabel="evaluation", ylabel="milliseconds per token", yscale="log")
+    axes.legend(title="best so far")
 
 
 def _places(paths: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, float]]:

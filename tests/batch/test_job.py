@@ -22,7 +22,7 @@ from jaxspec.batch import (
     rows_of,
 )
 from jaxspec.batch import job as job_module
-from jaxspec.batch import programs as programs_module
+from jaxspec.batch import slots as slots_module
 from jaxspec.batch.guard import Chunk
 from jaxspec.batch.slots import insert, read_prompt, run_chunk
 from jaxspec.checkpoint import Model
@@ -413,7 +413,7 @@ def test_prompts_are_read_in_lengths_that_are_few_and_near(model, monkeypatch):
         lengths.add((int(prompt.length), len(prompt.tokens)))
         return read_prompt(params, prompt, *args, **settings)
 
-    monkeypatch.setattr(programs_module, "read_prompt", read)
+    monkeypatch.setattr(slots_module, "read_prompt", read)
     prompts = ["a" * 10, "b" * 70, "c" * 200, "d" * 300]
     config = dataclasses.replace(GREEDY, max_new_tokens=4)
     drafter = LoadedDrafter(DraftModel(paths=PATHS, chunk=64), blurred(model.network))
@@ -452,8 +452,8 @@ def test_one_row_at_a_time_lies_next_to_the_batch(model, num_samples, monkeypatc
         batches[:] = [states.stop]
         return states
 
-    monkeypatch.setattr(programs_module, "read_prompt", read)
-    monkeypatch.setattr(programs_module, "insert", put)
+    monkeypatch.setattr(slots_module, "read_prompt", read)
+    monkeypatch.setattr(slots_module, "insert", put)
     config = dataclasses.replace(SAMPLED, num_samples=num_samples)
     decoded(model, config, batch_size=8)
     assert len(rows) == len(PROMPTS)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import Eagle2, LayerSkip, NoDraft, PromptLookup
+from jaxspec import LayerSkip, NoDraft, PromptLookup
 from jaxspec.core.types import Params, Stop
 from jaxspec.drafters import AdaptiveExit
 from jaxspec.measure.step import (
@@ -15,13 +15,11 @@ from jaxspec.measure.step import (
     record_drafting,
     repeat_drafting,
     repetitive_prompt,
-    same_passes,
     step_loop,
     target_loop,
     widths_used,
 )
 from jaxspec.models import Skips
-from jaxspec.tuning import draft_batches
 
 NUM_STEPS = 3
 
@@ -93,9 +91,3 @@ def test_all_parts_take_time(begun):
     times = measure_step(params, states, proposals, PromptLookup(), NUM_STEPS, repeats=1)
     assert min(times.step, times.draft, times.target) > 0
     assert 1 <= times.width <= 5
-
-
-def test_a_static_tree_has_the_passes_of_a_dynamic_one():
-    twin = same_passes(Eagle2(num_nodes=20, depth=3, beam=4, taps=(2, 4, 5)))
-    assert draft_batches(twin.paths) == (1, 4, 4, 4)  # the root's, then `depth` of `beam`
-    assert twin.taps == (2, 4, 5)
