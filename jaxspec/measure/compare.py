@@ -19,8 +19,7 @@ from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.measure.comparison import Comparison, ComparisonRow, Divergence, Failure
 from jaxspec.measure.figures import PLAIN, DecodedText, Sample, figures_of_subsets, subsets_of
 from jaxspec.measure.machine import num_bytes, read_bandwidth, this_machine
-from jaxspec.measure.runs import decode_in_turns
-from jaxspec.measure.timing import release_programs
+from jaxspec.measure.timing import decode_in_turns, release_programs
 from jaxspec.progress import progress_bar
 
 FIRST_TOKEN_REPEATS = 5

@@ -34,6 +34,7 @@ from jaxspec.core.types import Hidden, KVCache, LayerKV, Params
 from jaxspec.drafters import DrafterLike, LayerSkip, NoDraft, loaded_drafter
 from jaxspec.extras import needs_extra
 from jaxspec.mobile.contents import ExportConfig, check_model, in_one_dtype
+from jaxspec.mobile.convert import lower_all, to_tflite
 from jaxspec.mobile.forms import litert_forms
 from jaxspec.mobile.records import (
     Record,
@@ -48,7 +49,6 @@ from jaxspec.mobile.records import (
     unembed_rows,
     write_kv,
 )
-from jaxspec.mobile.tflite import lower_all, to_tflite
 from jaxspec.models import ModelConfig, Network, Skips, lookup_rows
 from jaxspec.models.rope import rotations
 
