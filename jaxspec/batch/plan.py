@@ -59,13 +59,7 @@ def read_in(num_tokens: int) -> int:
 def capacity_needed(num_tokens: int, max_new_tokens: int, max_positions: int, depth: int) -> int:
     """Returns the cached tokens of a row: its prompt, its output, and one step's overhang.
 
-    The padded prompt fits as well.
-
-    Args:
-        num_tokens: tokens of the prompt.
-        max_new_tokens: tokens that the row may emit.
-        max_positions: positions of the model.
-        depth: levels of a draft tree.
+    The padded prompt fits as well. The overhang is as deep as the draft tree.
     """
     room = min(max_new_tokens, max_positions - num_tokens)
     overhang = depth + 1
@@ -83,15 +77,8 @@ def group_rows(
     """Groups rows that need about the same capacity, the smallest first.
 
     Attention takes time for the whole capacity, and slots run empty at the end of every group. The
-    groups are those that together take least time by a rough model of both.
-
-    Args:
-        rows: good ones.
-        max_new_tokens: tokens that each row may emit.
-        max_positions: positions of the model.
-        drafter: its drafts lie past a text while they are verified.
-        batch_size: rows at once.
-        capacity: one capacity for all; every row must fit.
+    groups are those that together take least time by a rough model of both. With `capacity` there
+    is one group, and every row must fit into it.
     """
     if not rows:
         return []
@@ -113,11 +100,8 @@ def group_rows(
 def _cheapest(counts: Mapping[int, int], spent: int) -> list[int]:
     """Chooses the capacities that take least time, ascending, the largest always among them.
 
-    Rows whose own capacity is not chosen go into the next larger one.
-
-    Args:
-        counts: number of rows that need each capacity.
-        spent: cost of a group, in rows.
+    Rows whose own capacity is not chosen go into the next larger one. `counts` holds the number of
+    rows that need each capacity, `spent` the cost of a group in rows.
     """
     capacities = sorted(counts)
     best: list[tuple[int, list[int]]] = [(0, [])]

@@ -102,10 +102,7 @@ def draw_tree(axes: Any, found: Candidate, acceptance: "AcceptanceTable") -> Non
 def draw_cost(axes: Any, search: TreeSearch, measured: Sequence[tuple[int, float]] = ()) -> None:
     """Draws the time per token of the best tree of each budget, and plain decoding as a line.
 
-    Args:
-        axes: axes of matplotlib.
-        search: the search.
-        measured: nodes (the root excluded) and tokens per second of trees, drawn as crosses.
+    Crosses are `measured` trees: their nodes (the root excluded) and tokens per second.
     """
     budgets = [each.nodes for each in search.by_budget]
     costs = [1e3 / each.tokens_per_second for each in search.by_budget]
