@@ -4,14 +4,13 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from jaxspec.batch.rows import EncodedRow
 from jaxspec.core.loop import CAPACITY_MULTIPLE, round_up
-from jaxspec.core.types import Drafter
 from jaxspec.decoding.request import MIN_BUCKET, bucket_of
 
 MOST_ROWS = {"cpu": 32}
@@ -68,26 +67,21 @@ def capacity_needed(num_tokens: int, max_new_tokens: int, max_positions: int, de
 
 def group_rows(
     rows: Sequence[EncodedRow],
-    max_new_tokens: int,
-    max_positions: int,
-    drafter: Drafter,
+    need_of: Callable[[EncodedRow], int],
     batch_size: int,
     capacity: int | None = None,
 ) -> list[Group]:
     """Groups rows that need about the same capacity, the smallest first.
 
     Attention takes time for the whole capacity, and slots run empty at the end of every group. The
-    groups are those that together take least time by a rough model of both. With `capacity` there
-    is one group, and every row must fit into it.
+    groups are those that together take least time by a rough model of both. `need_of` returns the
+    capacity that a row needs. With `capacity` there is one group, and every row must fit into it.
     """
     if not rows:
         return []
     if capacity is not None:
         return [Group(capacity, tuple(rows))]
-    depth = drafter.tree_shape[1]
-    needed = [
-        capacity_needed(len(row.tokens), max_new_tokens, max_positions, depth) for row in rows
-    ]
+    needed = list(map(need_of, rows))
     largest = round_up(max(needed))
     counts = Counter(min(largest, capacity_for(need)) for need in needed)
     chosen = _cheapest(counts, _DRAINED * batch_size + _COMPILED)

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxspec.batch.guard import Chunk
-from jaxspec.batch.plan import read_in
+from jaxspec.batch.plan import capacity_needed, read_in
 from jaxspec.batch.rows import EncodedRow, number_of
 from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import Prefix, Prompt, begin, prefill, speculative_step
@@ -404,6 +404,12 @@ class Programs:
         """Returns the tokens of a row's prompt and of the longest output."""
         wanted = len(row.tokens) + int(np.asarray(self.config.max_new_tokens))
         return min(wanted, self.model.config.max_positions)
+
+    def need_of(self, row: EncodedRow) -> int:
+        """Returns the tokens that a row's cache must hold."""
+        num_tokens, depth = len(row.tokens), self.drafter.tree_shape[1]
+        room = self.longest_text(row) - num_tokens
+        return capacity_needed(num_tokens, room, self.model.config.max_positions, depth)
 
     def prompt_of(self, row: EncodedRow) -> Prompt:
         length = len(row.tokens)
