@@ -234,7 +234,8 @@ def rejoin(
     hidden, cache = prefill(
         params.target, tokens, cache_length + 1, chunk=min(CHUNK, bucket), taps=drafter.taps
     )
-    seen = context._replace(tokens=whole, cache=cache, recent=_forgotten(context.recent))
+    forgotten = context.recent._replace(count=jnp.zeros_like(context.recent.count))
+    seen = context._replace(tokens=whole, cache=cache, recent=forgotten)
     draft = _put(states.draft, drafter.init(params, hidden, seen), index)
     states = states._replace(draft=draft)
     return states if place is None else place(states)
@@ -343,10 +344,6 @@ def _from_plain(plain: DecodeState, drafted: DecodeState, chosen: Bool[Array, ""
             drafted=drafted.stats.drafted.at[:, :1].set(plain.stats.drafted),
         ),
     )
-
-
-def _forgotten(recent: Recent) -> Recent:
-    return recent._replace(count=jnp.zeros_like(recent.count))
 
 
 @dataclasses.dataclass(frozen=True)

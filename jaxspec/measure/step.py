@@ -68,7 +68,7 @@ class StepTimes(NamedTuple):
 def measure_drafter(
     params: Params, drafter: Drafter, warp: Warp, num_steps: int = 24, repeats: int = 15
 ) -> StepTimes:
-    """Times the steps of one row that decodes a repetitive prompt.
+    """Times steps of one row that decodes a repetitive prompt, drafts alone, and passes alone.
 
     Args:
         params: weights of target and drafter.
@@ -87,7 +87,27 @@ def measure_drafter(
     prompts = repetitive_prompt(params.target.vocab_size)
     states, proposals = begin_and_propose(params, prompts, drafter=drafter)
     states = states._replace(context=states.context._replace(warp=warp))
-    return measure_step(params, states, proposals, drafter, num_steps, repeats)
+    loops = {"num_steps": num_steps, "drafter": drafter}
+    last, drafting = record_drafting(params, states, **loops)
+    used = widths_used(np.asarray(last.stats.drafted[0]), drafter)
+    programs = {
+        "step": partial(step_loop, params, states, **loops),
+        "draft": partial(draft_loop, params, states.draft, drafting, drafter=drafter),
+    }
+    for width in used:
+        programs[f"target {width}"] = partial(
+            target_loop, params, states.context.cache, proposals, width=width, **loops
+        )
+    medians = {
+        name: float(np.median(seconds)) / num_steps
+        for name, seconds in time_in_turns(programs, repeats).items()
+    }
+    return StepTimes(
+        step=medians["step"],
+        draft=medians["draft"],
+        target=sum(share * medians[f"target {width}"] for width, share in used.items()),
+        width=sum(share * width for width, share in used.items()),
+    )
 
 
 def time_steps(
@@ -119,38 +139,6 @@ def time_steps(
             params = Params(model.network, weights)
             steps[name] = measure_drafter(params, drafter, warp, repeats=max(5, repeats))
     return steps
-
-
-def measure_step(
-    params: Params,
-    states: DecodeState,
-    proposals: Proposal,
-    drafter: Drafter,
-    num_steps: int,
-    repeats: int,
-) -> StepTimes:
-    """Times a step, its draft alone, and target passes alone, from the same states."""
-    loops = {"num_steps": num_steps, "drafter": drafter}
-    last, drafting = record_drafting(params, states, **loops)
-    used = widths_used(np.asarray(last.stats.drafted[0]), drafter)
-    programs = {
-        "step": partial(step_loop, params, states, **loops),
-        "draft": partial(draft_loop, params, states.draft, drafting, drafter=drafter),
-    }
-    for width in used:
-        programs[f"target {width}"] = partial(
-            target_loop, params, states.context.cache, proposals, width=width, **loops
-        )
-    medians = {
-        name: float(np.median(seconds)) / num_steps
-        for name, seconds in time_in_turns(programs, repeats).items()
-    }
-    return StepTimes(
-        step=medians["step"],
-        draft=medians["draft"],
-        target=sum(share * medians[f"target {width}"] for width, share in used.items()),
-        width=sum(share * width for width, share in used.items()),
-    )
 
 
 def repetitive_prompt(vocab_size: int) -> Prompt:

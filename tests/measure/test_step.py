@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from jaxspec import LayerSkip, NoDraft, PromptLookup
-from jaxspec.core.types import Params, Stop
+from jaxspec.core.types import Params, Stop, Warp
 from jaxspec.drafters import AdaptiveExit
 from jaxspec.measure.step import (
     begin_and_propose,
     draft_loop,
-    measure_step,
+    measure_drafter,
     record_drafting,
     repeat_drafting,
     repetitive_prompt,
@@ -87,7 +87,6 @@ def test_drafts_alone_are_those_of_decoding(model):
 
 
 def test_all_parts_take_time(begun):
-    params, states, proposals = begun
-    times = measure_step(params, states, proposals, PromptLookup(), NUM_STEPS, repeats=1)
+    times = measure_drafter(begun[0], PromptLookup(), Warp(), NUM_STEPS, repeats=1)
     assert min(times.step, times.draft, times.target) > 0
     assert 1 <= times.width <= 5
