@@ -171,9 +171,8 @@ def measure_opening(
 
 def _measured(kind: str, task: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        return ask_child("benchmarks.footprint", {"kind": kind, **task}, _TIMEOUT)[0]
-    except TimeoutError:
-        raise ValueError(f"measuring took longer than {_TIMEOUT:.0f} s") from None
+        child = "benchmarks.footprint", {"kind": kind, **task}, _TIMEOUT
+        return ask_child(*child, work="measuring")[0]
     except ChildError as error:
         said = " ".join(error.log.split())[-_MESSAGES:] or "it said nothing"
         raise ValueError(f"measuring failed (exit code {error.exit_code}): {said}") from None

@@ -11,7 +11,7 @@ from jaxspec.checkpoint import Model, shipped_folders, shipped_heads, shipped_mo
 from jaxspec.drafters import DrafterLike
 from jaxspec.measure.comparison import Divergence
 from jaxspec.measure.figures import Figures, Sample, figures_of_subsets, subsets_of
-from jaxspec.measure.runs import Runner, decode_in_turns
+from jaxspec.measure.timing import Runner, decode_in_turns
 from jaxspec.progress import progress_bar
 
 Advance = Callable[[str], None]

@@ -14,17 +14,12 @@ import numpy as np
 from jaxspec.checkpoint import Model
 from jaxspec.core.types import Proposal
 from jaxspec.decoding.generate import generate, score
+from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.decoding.result import Trace
 from jaxspec.drafters import DrafterLike
-from jaxspec.measure.comparison import TIE_GAP
-from jaxspec.mobile.checks import (
-    QUANTIZED_TIE_GAP,
-    LoopCheck,
-    compare_ways,
-    decoding,
-    logits_behind,
-)
+from jaxspec.measure.comparison import TIE_GAP, Divergence
+from jaxspec.mobile.checks import Way, compare_ways, decoding
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.drafts import Caller, Draft, TreeDraft
 from jaxspec.mobile.export import MODEL_FILE, export
@@ -38,6 +33,43 @@ LOOPS: Mapping[str, LoopOf] = {
 }
 LARGEST_LOGITS_ERROR = 5e-5
 """Largest difference of float32 logits from those of JAX."""
+QUANTIZED_TIE_GAP = 0.1
+"""Gap of logits below which texts of fewer bits may differ. CPUs quantize activations, and their
+kernels of one row and of several round differently: texts differed at gaps of 0.03."""
+
+
+class LoopParity(NamedTuple):
+    """One way to decode with a file, next to its reference.
+
+    Attributes:
+        name: name of the loop.
+        num_texts: texts that were compared.
+        counts: tokens of each round of all texts, the bonus token INCLUDED; each text begins with
+            the 1 that comes with its prompt.
+        divergences: first differences of the texts that differ.
+        tie_gap: gap of logits below which rounding explains a divergence.
+    """
+
+    name: str
+    num_texts: int
+    counts: tuple[int, ...]
+    divergences: tuple[Divergence, ...]
+    tie_gap: float
+
+    @property
+    def tau(self) -> float:
+        """Tokens per round, bonus INCLUDED; the tokens that come with the prompts are left out."""
+        tokens, rounds = sum(self.counts) - self.num_texts, len(self.counts) - self.num_texts
+        return Counts(num_tokens=tokens, num_steps=rounds).tau
+
+    def is_tie(self, divergence: Divergence) -> bool:
+        """True if both tokens are the reference's best within `tie_gap`."""
+        return divergence.gap is not None and divergence.gap < self.tie_gap
+
+    @property
+    def exact(self) -> bool:
+        """True if all texts are the same, except for ties."""
+        return all(map(self.is_tie, self.divergences))
 
 
 class Replay(NamedTuple):
@@ -69,7 +101,7 @@ class FileParity(NamedTuple):
 
     drafter: str
     quantization: str
-    loops: tuple[LoopCheck, ...]
+    loops: tuple[LoopParity, ...]
     replay: Replay | None
     logits_error: float | None
 
@@ -118,7 +150,7 @@ def compare_with_jax(
                     yield FileParity(
                         name,
                         quantization,
-                        compare_ways(
+                        judged_loops(
                             file,
                             ways,
                             prompts,
@@ -131,7 +163,7 @@ def compare_with_jax(
                     )
                 else:
                     own = [ways["decode"](file, prompt).tokens.tolist() for prompt in prompts]
-                    loops = compare_ways(
+                    loops = judged_loops(
                         file,
                         ways,
                         prompts,
@@ -140,6 +172,45 @@ def compare_with_jax(
                         tie_gap=QUANTIZED_TIE_GAP,
                     )
                     yield FileParity(name, quantization, loops, None, None)
+
+
+def judged_loops(
+    file: MobileModel,
+    ways: Mapping[str, Way],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    logits_after: Callable[[Sequence[int]], np.ndarray],
+    tie_gap: float,
+) -> tuple[LoopParity, ...]:
+    """Decodes prompts in several ways; tells ties from faults where a text is not the expected one.
+
+    Args:
+        file: the file that is checked.
+        ways: ways of decoding, by name.
+        prompts: ids of the prompts.
+        texts: expected ids behind each prompt.
+        logits_after: returns the reference's logits behind a text.
+        tie_gap: see `LoopParity`.
+    """
+
+    def with_gap(each: Divergence) -> Divergence:
+        prompt, text = prompts[each.prompt_index], texts[each.prompt_index]
+        logits = logits_after([*prompt, *text[: each.position]])
+        pair = np.asarray([each.plain_token, each.drafted_token])
+        return each._replace(gap=float(np.max(logits) - np.min(logits[pair])))
+
+    return tuple(
+        LoopParity(*check[:3], tuple(map(with_gap, check.divergences)), tie_gap)
+        for check in compare_ways(file, ways, prompts, texts)
+    )
+
+
+def logits_behind(file: MobileModel, text: Sequence[int]) -> np.ndarray:
+    """Returns the logits of `decode` behind a text."""
+    if len(text) > 1:
+        file.prefill(text[:-1])
+    file.call("decode", pending=[text[-1]], length=[len(text) - 1])
+    return file.read("decode", "logits")[0]
 
 
 def _traces(

@@ -6,24 +6,25 @@ This is `Suite.measure` of every suite that is a table of drafting methods.
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from benchmarks.harness import MethodFigures, SuiteRun, measure_methods
 from benchmarks.page import Page, Section
 from benchmarks.prompts import SuitePrompt
 from benchmarks.runners import ASSISTED, TRANSFORMERS, TransformersRunner, why_not_here
 from jaxspec.checkpoint import Model, load, shipped_models
-from jaxspec.core.types import PyTree
+from jaxspec.core.types import Params, PyTree
 from jaxspec.decoding.request import GenerationConfig, PromptLike, prepare
-from jaxspec.drafters import DrafterLike, LoadedDrafter
+from jaxspec.drafters import DrafterLike, Eagle, Eagle2, LoadedDrafter, loaded_drafter
 from jaxspec.measure.compare import (
     JaxRunner,
     compare,
     find_divergence,
-    find_divergences,
 )
 from jaxspec.measure.comparison import (
     TIE_GAP,
@@ -37,8 +38,15 @@ from jaxspec.measure.comparison import (
     speedup_text,
 )
 from jaxspec.measure.figures import LOW_REPETITION, PLAIN, Figures, Sample
-from jaxspec.measure.step import MethodSteps, time_steps
-from jaxspec.measure.timing import release_programs
+from jaxspec.measure.step import (
+    StepTimes,
+    begin_and_propose,
+    draft_loop,
+    repeat_drafting,
+    repetitive_prompt,
+    time_steps,
+)
+from jaxspec.measure.timing import release_programs, time_in_turns
 from jaxspec.progress import progress_bar
 
 _COLUMNS = {
@@ -81,6 +89,20 @@ _HOW_PASSES_ARE_COUNTED = (
     "in a pass that is not counted, and then begins with a step as well."
 )
 _Row = ComparisonRow | MethodFigures
+
+
+class MethodSteps(NamedTuple):
+    """Times of a method's steps and their parts.
+
+    Attributes:
+        nodes: nodes of the largest draft, the root EXCLUDED.
+        times: seconds of a step and of its parts.
+        building: seconds of a draft that choosing a dynamic tree takes; `None` if it is static.
+    """
+
+    nodes: int
+    times: StepTimes
+    building: float | None
 
 
 class Assisted(NamedTuple):
@@ -184,7 +206,11 @@ def _measure_target(run: SuiteRun, target: str) -> TargetFigures:
             assisted = "they are measured greedily only"
         else:
             assisted = _assisted(run, suite.assistant, model, prompts, comparison)
-        steps = time_steps(model, drafters, config, run.repeats, run.progress)
+        times = time_steps(model, drafters, config, run.repeats, run.progress)
+        steps = {
+            name: _with_building(model, drafters.get(name), each, run.repeats)
+            for name, each in times.items()
+        }
         together = {}
         if not temperature and suite.batches:
             chosen = {name: drafters[name] for name in suite.batch_methods if name in drafters}
@@ -230,7 +256,8 @@ def _assisted(
 
     def compare_with_ours(index: int, ours: Sample, theirs: Sample) -> Sequence[Divergence]:
         request = prepare(model, ids[index], comparison.config, None, run.suite.seed)
-        return find_divergences(model, [request], [index], [ours], [theirs])
+        found = find_divergence(model, request, index, ours.rows[0], theirs.rows[0])
+        return () if found is None else (found,)
 
     with progress_bar(2 * len(ids) * (1 + run.repeats), run.progress) as advance:
         rows = measure_methods(
@@ -476,6 +503,49 @@ def _batch_section(batches: Mapping[int, Mapping[str, MethodFigures]]) -> Sectio
             for name in next(iter(batches.values()))
         ],
     )
+
+
+def _with_building(
+    model: Model, method: DrafterLike | None, times: StepTimes, repeats: int
+) -> MethodSteps:
+    drafter, weights, _ = loaded_drafter(method)
+    building = None
+    if isinstance(drafter, Eagle2):
+        params = Params(model.network, weights)
+        building = measure_tree_building(params, drafter, repeats=max(5, repeats))
+    return MethodSteps(drafter.tree_shape[0] - 1, times, building)
+
+
+def measure_tree_building(
+    params: Params, drafter: Eagle2, num_steps: int = 24, repeats: int = 15
+) -> float:
+    """Returns the seconds per step that a drafter takes to choose its tree, at any temperature.
+
+    Its drafts and greedy drafts over a static tree with the same passes of the head are run in
+    turns; the result is the difference of their times.
+    """
+    prompts = repetitive_prompt(params.target.vocab_size)
+    drafts = {}
+    for name, method in (("dynamic", drafter), ("static", same_passes(drafter))):
+        states, _ = begin_and_propose(params, prompts, drafter=method)
+        drafting = repeat_drafting(states, num_steps)
+        drafts[name] = partial(draft_loop, params, states.draft, drafting, drafter=method)
+    times = time_in_turns(drafts, repeats)
+    return float(np.median(times["dynamic"] - times["static"])) / num_steps
+
+
+def same_passes(drafter: Eagle2) -> Eagle:
+    """Returns a static tree whose draft passes have as many nodes as those of a dynamic one.
+
+    Its paths are chains below the likeliest tokens.
+
+    Example:
+        >>> same_passes(Eagle2(num_nodes=4, depth=1, beam=2)).paths
+        ((0,), (1,), (0, 0), (1, 0))
+    """
+    levels = range(drafter.depth + 1)
+    paths = [(rank, *[0] * level) for level in levels for rank in range(drafter.beam)]
+    return Eagle(tuple(paths), drafter.taps, drafter.chunk)
 
 
 def _step_cells(row: ComparisonRow, steps: MethodSteps) -> list[str]:

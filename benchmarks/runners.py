@@ -1,7 +1,7 @@
 """Runtimes other than `generate`: `transformers`, files for LiteRT, diffusion models.
 
 `jaxspec.measure.compare.JaxRunner` is the runner of `generate`, `benchmarks.suites.jobs.JobRunner`
-that of jobs. All follow `jaxspec.measure.runs.Runner`.
+that of jobs. All follow `jaxspec.measure.timing.Runner`.
 """
 
 import importlib

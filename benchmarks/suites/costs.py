@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxspec.drafters import DraftModel, NoDraft, PromptLookup
 from jaxspec.measure.agreement import TextAgreement, agreement
 from jaxspec.measure.compare import JaxRunner
 from jaxspec.measure.figures import PLAIN
-from jaxspec.measure.machine import this_machine
+from jaxspec.measure.machine import num_bytes, read_bandwidth, this_machine
 from jaxspec.measure.passes import CAPACITY, NUM_TOKENS, measure_passes
 from jaxspec.measure.step import measure_drafter
 from jaxspec.models import ModelConfig, Network, init_params
@@ -54,6 +54,36 @@ def llama(embed_dim: int) -> Network:
     return Network(init_params(config, jax.random.key(0)), config)
 
 
+class PassCosts(NamedTuple):
+    """Times of one network's passes.
+
+    Attributes:
+        embed_dim: width of the network.
+        weight_bytes: bytes of all weights.
+        bandwidth: bytes per second at which an array as large as the weights is read.
+        seconds: median seconds of one pass, by number of tokens, the root included.
+    """
+
+    embed_dim: int
+    weight_bytes: int
+    bandwidth: float
+    seconds: dict[int, float]
+
+    @property
+    def over_reading(self) -> float:
+        """Returns T(1) over the time of reading the weights once."""
+        return self.seconds[1] * self.bandwidth / self.weight_bytes
+
+    def ratio(self, num_tokens: int) -> float:
+        """Returns T(num_tokens) / T(1)."""
+        return self.seconds[num_tokens] / self.seconds[1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all figures, ready for JSON."""
+        ratios = {num_tokens: self.ratio(num_tokens) for num_tokens in self.seconds}
+        return {**self._asdict(), "over_reading": self.over_reading, "ratios": ratios}
+
+
 def _measure_passes(run: SuiteRun) -> Page:
     try:
         dims = [int(word) for word in run.settings["dims"].split(",")]
@@ -63,7 +93,9 @@ def _measure_passes(run: SuiteRun) -> Page:
     with run.steps(len(dims)) as advance:
         for dim in dims:
             advance(f"width {dim}")
-            costs.append(measure_passes(llama(dim), repeats=run.repeats))
+            network = llama(dim)
+            size, seconds = num_bytes(network.params), measure_passes(network, repeats=run.repeats)
+            costs.append(PassCosts(dim, size, read_bandwidth(size), seconds))
             if dim in PASS_AIMS:
                 one, eight, many = PASS_AIMS[dim]
                 notes.append(

@@ -24,8 +24,7 @@ from jaxspec.decoding.metrics import repeated_ngrams
 from jaxspec.diffusion import SelfSpeculation
 from jaxspec.measure.figures import LOW_REPETITION, Sample
 from jaxspec.measure.machine import this_machine
-from jaxspec.measure.runs import decode_in_turns
-from jaxspec.measure.timing import release_programs
+from jaxspec.measure.timing import decode_in_turns, release_programs
 from jaxspec.models import Network
 
 BLOCKS, BOTH_SIDES, JUDGE = "demo-block-diffusion", "demo-diffusion", "demo"

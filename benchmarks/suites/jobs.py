@@ -35,8 +35,7 @@ from jaxspec.measure.compare import describe, divergence_of
 from jaxspec.measure.comparison import TIE_GAP, Divergence, divergence_lines
 from jaxspec.measure.figures import PLAIN, DecodedText, Sample
 from jaxspec.measure.machine import this_machine
-from jaxspec.measure.runs import decode_in_turns
-from jaxspec.measure.timing import release_programs
+from jaxspec.measure.timing import decode_in_turns, release_programs
 from jaxspec.tuning import tree_of_head
 
 DRAFTED = "drafted"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.harness import Advance, MethodFigures, Suite, SuiteRun, measure_methods
-from benchmarks.litert_parity import FileParity, compare_with_jax
+from benchmarks.litert_parity import QUANTIZED_TIE_GAP, FileParity, compare_with_jax
 from benchmarks.page import Page, Section
 from benchmarks.prompts import EAGLE_GSM8K, PROMPT_SETS
 from benchmarks.runners import FileMethod, FillRunner, LitertRunner
@@ -32,7 +32,7 @@ from jaxspec.measure.comparison import speedup_text
 from jaxspec.measure.figures import LOW_REPETITION, PLAIN, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.prompts import read_prompts
-from jaxspec.mobile.checks import QUANTIZED_TIE_GAP
+from jaxspec.measure.timing import decode_in_turns
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.drafts import Caller, DynamicDraft, TreeDraft, WindowDraft
 from jaxspec.mobile.export import MODEL_FILE, export

@@ -4,11 +4,13 @@ from typing import Any, NamedTuple
 
 from jaxspec.batch.guard import Chunk
 from jaxspec.batch.plan import Group, most_rows
-from jaxspec.batch.programs import Programs, chunk_arguments, int32
 from jaxspec.batch.settings import JobSettings
 from jaxspec.batch.slots import (
+    Programs,
     bytes_in_one_memory,
+    chunk_arguments,
     devices_in_one_memory,
+    int32,
     placed_shapes,
     read_prompt,
     rejoin,
@@ -109,7 +111,8 @@ def _scratch_bytes(
     params, drafter, place = programs.params, programs.drafter, programs.place
     settings = programs.row_settings(group.capacity)
     longest = programs.prompt_of(max(group.rows, key=lambda row: len(row.tokens)))
-    read = _bytes_of(read_prompt.lower(params, longest, prefix, drafter=drafter, settings=settings))
+    reading = read_prompt.lower(params, longest, prefix, drafter=drafter, settings=settings)
+    temporary, row = _bytes_of(reading)
     chunk = run_chunk.lower(
         params,
         shapes,
@@ -118,31 +121,23 @@ def _scratch_bytes(
         drafter=drafter,
         place=place,
     )
-    most = max(read.temporary, sum(_bytes_of(chunk)))
+    most = max(temporary, sum(_bytes_of(chunk)))
     if rejoining and programs.has_draft_state:
         bucket = bucket_of(max(programs.longest_text(row) for row in group.rows))
         again = rejoin.lower(params, shapes, int32(0), drafter=drafter, bucket=bucket, place=place)
         most = max(most, sum(_bytes_of(again)))
     devices = 1 if place is None else devices_in_one_memory(shapes.stop.sharding.device_set)
-    return devices * (read.given + most)
+    return devices * (row + most)
 
 
-class _ProgramBytes(NamedTuple):
-    """Bytes that a program takes on each device.
+def _bytes_of(lowered: Any) -> tuple[int, int]:
+    """Returns the bytes that a program takes on each device, by XLA's analysis.
 
-    Attributes:
-        temporary: while it runs.
-        given: its results, except those in the place of donated arguments.
+    The first number is what it takes while it runs, the second its results, except those in the
+    place of donated arguments. Later calls find the same compiled program.
     """
-
-    temporary: int
-    given: int
-
-
-def _bytes_of(lowered: Any) -> _ProgramBytes:
-    """Returns the bytes of a program by XLA's analysis; later calls find the same program."""
     memory = lowered.compile().memory_analysis()
     if memory is None:
-        return _ProgramBytes(0, 0)
+        return 0, 0
     given = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return _ProgramBytes(memory.temp_size_in_bytes, given)
+    return memory.temp_size_in_bytes, given

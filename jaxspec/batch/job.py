@@ -17,17 +17,15 @@ from jaxspec.batch.fitting import Fit, fit_batch, parts_of
 from jaxspec.batch.guard import Chunk, Guard
 from jaxspec.batch.plan import (
     Group,
-    capacity_needed,
     group_rows,
     most_rows,
     read_in,
     shared_prefix,
 )
-from jaxspec.batch.programs import Programs
 from jaxspec.batch.report import Counters, JobReport
 from jaxspec.batch.rows import EncodedRow, Row, encode_rows
 from jaxspec.batch.settings import JobSettings, has_guard
-from jaxspec.batch.slots import ChunkInfo, bytes_in_one_memory
+from jaxspec.batch.slots import ChunkInfo, Programs, bytes_in_one_memory
 from jaxspec.batch.writer import Output
 from jaxspec.compilation import CompileClock
 from jaxspec.core.decode import Prefix
@@ -99,28 +97,30 @@ def run(
     """
     config, settings = config or GenerationConfig(), settings or JobSettings()
     loaded = check_job(model, rows, config, drafter, seed, settings)
-    encoded = [_within(row, model, config, loaded, settings) for row in encode_rows(model, rows)]
     with CompileClock() as clock, on_mesh_of(model.params):
+        programs = Programs(
+            model=model,
+            config=config,
+            seed=seed,
+            params=Params(model.network, loaded.params),
+            drafter=loaded.drafter,
+            automaton=automaton_of(model, config),
+            place=placement_of(model.params),
+        )
+        capacity = None if settings.capacity is None else round_up(settings.capacity)
+        encoded = [_within(row, programs, capacity) for row in encode_rows(model, rows)]
         job = _Job(
-            programs=Programs(
-                model=model,
-                config=config,
-                seed=seed,
-                params=Params(model.network, loaded.params),
-                drafter=loaded.drafter,
-                automaton=automaton_of(model, config),
-                place=placement_of(model.params),
-            ),
+            programs=programs,
             settings=settings,
             output=output,
             counters=Counters(clock),
-            guard=Guard(settings.guard, LONGEST_CHUNK, _max_new_tokens(config))
+            guard=Guard(settings.guard, LONGEST_CHUNK, int(np.asarray(config.max_new_tokens)))
             if has_guard(model, config, loaded, settings)
             else None,
             should_stop=should_stop or (lambda: False),
             progress=progress or (lambda report: None),
         )
-        _run(job, encoded)
+        _run(job, encoded, capacity)
         return job.report()
 
 
@@ -174,31 +174,15 @@ def check_job(
     return loaded
 
 
-def _within(
-    row: EncodedRow,
-    model: "Model",
-    config: GenerationConfig,
-    loaded: LoadedDrafter,
-    settings: JobSettings,
-) -> EncodedRow:
+def _within(row: EncodedRow, programs: Programs, capacity: int | None) -> EncodedRow:
     """Returns the row, or its error where it does not fit into a given capacity."""
-    if row.error is not None or settings.capacity is None:
-        return row
-    capacity, depth = round_up(settings.capacity), loaded.drafter.tree_shape[1]
-    positions, num_tokens = model.config.max_positions, len(row.tokens)
-    needed = capacity_needed(num_tokens, _max_new_tokens(config), positions, depth)
-    if needed <= capacity:
+    if row.error is not None or capacity is None or (needed := programs.need_of(row)) <= capacity:
         return row
     error = (
-        f"the prompt has {num_tokens} tokens and needs a capacity of {needed} with its output, but "
-        f"capacity is {capacity}."
+        f"the prompt has {len(row.tokens)} tokens and needs a capacity of {needed} with its "
+        f"output, but capacity is {capacity}."
     )
     return row._replace(tokens=row.tokens[:0], error=error)
-
-
-def _max_new_tokens(config: GenerationConfig) -> int:
-    """Returns the number, which `check_job` found to be one for all rows."""
-    return int(np.asarray(config.max_new_tokens))
 
 
 class _Item(NamedTuple):
@@ -263,7 +247,7 @@ class _Job(NamedTuple):
         return self.counters.report(None if self.guard is None else self.guard.speedup)
 
 
-def _run(job: _Job, rows: Sequence[EncodedRow]) -> None:
+def _run(job: _Job, rows: Sequence[EncodedRow], capacity: int | None) -> None:
     """Decodes rows group by group, after the records of bad rows are written."""
     programs, output, counters = job.programs, job.output, job.counters
     good = [row for row in rows if row.error is None]
@@ -278,15 +262,9 @@ def _run(job: _Job, rows: Sequence[EncodedRow]) -> None:
     counters.note(prefix_tokens=len(shared))
     prefix = programs.read_prefix(shared)
     left = [row for row in good if job.items_of([row])]
-    asked, capacity = job.settings.batch_size, job.settings.capacity
-    groups = group_rows(
-        left,
-        _max_new_tokens(job.config),
-        programs.model.config.max_positions,
-        programs.drafter,
-        asked or most_rows(len(left) * len(samples), parts_of(programs.place)),
-        None if capacity is None else round_up(capacity),
-    )
+    asked = job.settings.batch_size
+    size = asked or most_rows(len(left) * len(samples), parts_of(programs.place))
+    groups = group_rows(left, programs.need_of, size, capacity)
     if asked is not None and groups:
         # The largest capacity first: if that fits, all groups do, and else nothing is begun.
         job.fit(groups[-1], prefix)

@@ -4,14 +4,13 @@ import dataclasses
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from jaxspec.batch.rows import EncodedRow
 from jaxspec.core.loop import CAPACITY_MULTIPLE, round_up
-from jaxspec.core.types import Drafter
 from jaxspec.decoding.request import MIN_BUCKET, bucket_of
 
 MOST_ROWS = {"cpu": 32}
@@ -59,13 +58,7 @@ def read_in(num_tokens: int) -> int:
 def capacity_needed(num_tokens: int, max_new_tokens: int, max_positions: int, depth: int) -> int:
     """Returns the cached tokens of a row: its prompt, its output, and one step's overhang.
 
-    The padded prompt fits as well.
-
-    Args:
-        num_tokens: tokens of the prompt.
-        max_new_tokens: tokens that the row may emit.
-        max_positions: positions of the model.
-        depth: levels of a draft tree.
+    The padded prompt fits as well. The overhang is as deep as the draft tree.
     """
     room = min(max_new_tokens, max_positions - num_tokens)
     overhang = depth + 1
@@ -74,33 +67,21 @@ def capacity_needed(num_tokens: int, max_new_tokens: int, max_positions: int, de
 
 def group_rows(
     rows: Sequence[EncodedRow],
-    max_new_tokens: int,
-    max_positions: int,
-    drafter: Drafter,
+    need_of: Callable[[EncodedRow], int],
     batch_size: int,
     capacity: int | None = None,
 ) -> list[Group]:
     """Groups rows that need about the same capacity, the smallest first.
 
     Attention takes time for the whole capacity, and slots run empty at the end of every group. The
-    groups are those that together take least time by a rough model of both.
-
-    Args:
-        rows: good ones.
-        max_new_tokens: tokens that each row may emit.
-        max_positions: positions of the model.
-        drafter: its drafts lie past a text while they are verified.
-        batch_size: rows at once.
-        capacity: one capacity for all; every row must fit.
+    groups are those that together take least time by a rough model of both. `need_of` returns the
+    capacity that a row needs. With `capacity` there is one group, and every row must fit into it.
     """
     if not rows:
         return []
     if capacity is not None:
         return [Group(capacity, tuple(rows))]
-    depth = drafter.tree_shape[1]
-    needed = [
-        capacity_needed(len(row.tokens), max_new_tokens, max_positions, depth) for row in rows
-    ]
+    needed = list(map(need_of, rows))
     largest = round_up(max(needed))
     counts = Counter(min(largest, capacity_for(need)) for need in needed)
     chosen = _cheapest(counts, _DRAINED * batch_size + _COMPILED)
@@ -113,11 +94,8 @@ def group_rows(
 def _cheapest(counts: Mapping[int, int], spent: int) -> list[int]:
     """Chooses the capacities that take least time, ascending, the largest always among them.
 
-    Rows whose own capacity is not chosen go into the next larger one.
-
-    Args:
-        counts: number of rows that need each capacity.
-        spent: cost of a group, in rows.
+    Rows whose own capacity is not chosen go into the next larger one. `counts` holds the number of
+    rows that need each capacity, `spent` the cost of a group in rows.
     """
     capacities = sorted(counts)
     best: list[tuple[int, list[int]]] = [(0, [])]

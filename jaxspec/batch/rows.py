@@ -1,10 +1,8 @@
 """The rows of a job: a file of prompts, line by line, good or bad."""
 
 import contextlib
-import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxspec.decoding.request import PromptLike, check_ids, encode_prompt, prompt_list
-from jaxspec.measure.prompts import FIELDS, field_in
+from jaxspec.measure.prompts import FIELDS, field_in, numbered_lines
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -76,16 +74,11 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
         >>> [(row.line, row.prompt) for row in read_rows(path)]
         [(1, 'Two and two'), (2, [5, 6])]
     """
-    path = Path(path)
-    open_file = gzip.open if path.suffix == ".gz" else open
-    rows, lines_of_ids = [], {}
-    with open_file(path, "rb") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    rows.append(_with_own_id(_read_line(number, line, field, chat), lines_of_ids))
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is cut off or damaged: fetch it again.") from error
+    lines_of_ids: dict[str | int, int] = {}
+    rows = [
+        _with_own_id(_read_line(number, line, field, chat), lines_of_ids)
+        for number, line in numbered_lines(path)
+    ]
     if not rows:
         raise ValueError(f"{path} holds no prompts.")
     return rows

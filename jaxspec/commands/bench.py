@@ -26,10 +26,11 @@ from jaxspec.commands.options import (
     mesh_asked,
     refuse_unread,
 )
+from jaxspec.drafters import loaded_drafter
 from jaxspec.measure.compare import compare, describe
 from jaxspec.measure.comparison import as_tables
 from jaxspec.measure.prompts import FIELDS, read_prompts
-from jaxspec.measure.step import steps_as_dict, time_steps
+from jaxspec.measure.step import time_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,10 +112,13 @@ def run(args: argparse.Namespace) -> int:
     )
     every = any(spec.text == EVERY_DRAFTER for spec in specs)
     steps = time_steps(model, drafters, config, args.repeats) if every else {}
-    tables = as_tables(comparison, {name: each.times for name, each in steps.items()})
+    tables = as_tables(comparison, steps)
     width = None if sys.stdout.isatty() else 120
     Console(stderr=args.json == "-", highlight=False, width=width).print(tables)
-    of_steps = {name: steps_as_dict(each) for name, each in steps.items()}
+    of_steps = {name: each.as_dict() for name, each in steps.items()}
+    for name, entry in of_steps.items():
+        shape = loaded_drafter(drafters.get(name)).drafter.tree_shape
+        entry["nodes_without_root"] = shape[0] - 1
     write_figures({**comparison.as_dict(), "steps": of_steps}, args.json)
     return 0 if comparison.outputs_agree else EXIT_DIFFERENT
 

@@ -1,6 +1,7 @@
 """`jaxspec tune skips`: the sub-layers that the target skips when it drafts for itself."""
 
 import argparse
+import contextlib
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +17,12 @@ from jaxspec.checkpoint import Model
 from jaxspec.commands.options import add_model_arguments, announce, load_model
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LayerSkip
-from jaxspec.extras import needs_extra
+from jaxspec.extras import MissingExtra, needs_extra
 from jaxspec.measure import compare
 from jaxspec.measure.machine import Machine, this_machine
 from jaxspec.progress import progress_bar
 from jaxspec.tuning import skip_costs, skip_search
+from jaxspec.tuning.plots import draw_searches, plot
 from jaxspec.tuning.skip_agreement import SHARES, measure_agreement
 from jaxspec.tuning.skip_objective import ExpectedSeconds, MeasuredSeconds
 from jaxspec.tuning.skip_search import Evaluation, SearchTrace
@@ -150,7 +152,9 @@ def run(args: argparse.Namespace) -> int:
         "measured": _measure(model, drafter, {"these": prompts, "other": fresh}, args.new_tokens),
     }
     skip_search.write_result(args.out, best, facts)
-    skip_search.draw_searches(args.out / "search.png", histories)
+    seconds = {name: [each.seconds for each in found] for name, found in histories.items()}
+    with contextlib.suppress(MissingExtra):
+        plot(args.out / "search.png", draw_searches, seconds, size=(7, 4))
     print(f"wrote {args.out / 'skips.json'}", file=sys.stderr)
     return 0
 

@@ -19,8 +19,7 @@ from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.measure.comparison import Comparison, ComparisonRow, Divergence, Failure
 from jaxspec.measure.figures import PLAIN, DecodedText, Sample, figures_of_subsets, subsets_of
 from jaxspec.measure.machine import num_bytes, read_bandwidth, this_machine
-from jaxspec.measure.runs import decode_in_turns
-from jaxspec.measure.timing import release_programs
+from jaxspec.measure.timing import decode_in_turns, release_programs
 from jaxspec.progress import progress_bar
 
 FIRST_TOKEN_REPEATS = 5
@@ -185,11 +184,12 @@ def compare(
     subsets = subsets_of(plain, [categories[index] for index in kept])
 
     def row(name: str, drafter: DrafterLike | None) -> ComparisonRow:
-        divergences = (
-            find_divergences(model, [requests[index] for index in kept], kept, plain, samples[name])
-            if greedy
-            else ()
+        places = zip(kept, plain, samples[name], strict=True) if greedy else ()
+        found = (
+            find_divergence(model, requests[index], index, expected.rows[0], sample.rows[0])
+            for index, expected, sample in places
         )
+        divergences = tuple(filter(None, found))
         release_programs()
         return ComparisonRow(
             name=name,
@@ -285,29 +285,6 @@ def _not_finite(decoded: Mapping[str, Mapping[int, Sample]]) -> list[Failure]:
         for index, sample in by_index.items()
         if any(row.finish_reason == "not_finite" for row in sample.rows)
     ]
-
-
-def find_divergences(
-    model: Model,
-    requests: Sequence[Request],
-    indices: Sequence[int],
-    plain: Sequence[Sample],
-    samples: Sequence[Sample],
-) -> tuple[Divergence, ...]:
-    """Returns where greedy outputs leave the plain ones of the same prompts.
-
-    Args:
-        model: the target.
-        requests: one for each sample, of one prompt each.
-        indices: the prompts' places, to name them with.
-        plain: plain decoding's samples.
-        samples: a method's samples of the same prompts, in the same order.
-    """
-    found = (
-        find_divergence(model, request, index, expected.rows[0], sample.rows[0])
-        for request, index, expected, sample in zip(requests, indices, plain, samples, strict=True)
-    )
-    return tuple(divergence for divergence in found if divergence is not None)
 
 
 def find_divergence(

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,19 +67,28 @@ def read_entries(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each line of a `.jsonl` or `.jsonl.gz` file: its place, for messages, and its object.
 
     Raises:
-        ValueError: for a line that is not a JSON object, or a file that is cut off.
+        ValueError: for a line that is not a JSON object, or as `numbered_lines`.
+        OSError: if the file cannot be opened.
+    """
+    for number, line in numbered_lines(path):
+        where = f"{path}:{number}"
+        yield where, _as_entry(line, where)
+
+
+def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file that are not empty, with their numbers from 1.
+
+    Raises:
+        ValueError: for a gzipped file that is cut off or damaged.
         OSError: if the file cannot be opened.
     """
     path = Path(path)
     open_file = gzip.open if path.suffix == ".gz" else open
     with open_file(path, "rb") as lines:
         try:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    where = f"{path}:{number}"
-                    yield where, _as_entry(line, where)
-        except EOFError as error:
-            raise ValueError(f"{path} is cut off: fetch it again.") from error
+            yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} is cut off or damaged: fetch it again.") from error
 
 
 def _as_entry(line: bytes, where: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ bookkeeping.
 from collections.abc import Mapping
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jaxspec.core.types import (
     Warp,
 )
 from jaxspec.decoding.request import GenerationConfig, prepare
-from jaxspec.drafters import DrafterLike, Eagle, Eagle2, NoDraft, loaded_drafter
+from jaxspec.drafters import DrafterLike, NoDraft, loaded_drafter
 from jaxspec.measure.figures import PLAIN
 from jaxspec.measure.timing import release_programs, time_in_turns
 from jaxspec.progress import progress_bar
@@ -54,11 +54,21 @@ class StepTimes(NamedTuple):
     target: float
     width: float
 
+    def as_dict(self) -> dict[str, float]:
+        """Returns all figures, ready for JSON.
+
+        Example:
+            >>> StepTimes(step=0.4, draft=0.1, target=0.2, width=4.0).as_dict()["step_seconds"]
+            0.4
+        """
+        seconds = {f"{name}_seconds": getattr(self, name) for name in ("draft", "target", "step")}
+        return {"tokens_in_target_pass": self.width, **seconds}
+
 
 def measure_drafter(
     params: Params, drafter: Drafter, warp: Warp, num_steps: int = 24, repeats: int = 15
 ) -> StepTimes:
-    """Times the steps of one row that decodes a repetitive prompt.
+    """Times steps of one row that decodes a repetitive prompt, drafts alone, and passes alone.
 
     Args:
         params: weights of target and drafter.
@@ -77,119 +87,6 @@ def measure_drafter(
     prompts = repetitive_prompt(params.target.vocab_size)
     states, proposals = begin_and_propose(params, prompts, drafter=drafter)
     states = states._replace(context=states.context._replace(warp=warp))
-    return measure_step(params, states, proposals, drafter, num_steps, repeats)
-
-
-def measure_tree_building(
-    params: Params, drafter: Eagle2, num_steps: int = 24, repeats: int = 15
-) -> float:
-    """Returns the seconds per step that a drafter takes to choose its tree, at any temperature.
-
-    Its drafts and greedy drafts over a static tree with the same passes of the head are run in
-    turns; the result is the difference of their times.
-    """
-    prompts = repetitive_prompt(params.target.vocab_size)
-    drafts = {}
-    for name, method in (("dynamic", drafter), ("static", same_passes(drafter))):
-        states, _ = begin_and_propose(params, prompts, drafter=method)
-        drafting = repeat_drafting(states, num_steps)
-        drafts[name] = partial(draft_loop, params, states.draft, drafting, drafter=method)
-    times = time_in_turns(drafts, repeats)
-    return float(np.median(times["dynamic"] - times["static"])) / num_steps
-
-
-def same_passes(drafter: Eagle2) -> Eagle:
-    """Returns a static tree whose draft passes have as many nodes as those of a dynamic one.
-
-    Its paths are chains below the likeliest tokens.
-
-    Example:
-        >>> same_passes(Eagle2(num_nodes=4, depth=1, beam=2)).paths
-        ((0,), (1,), (0, 0), (1, 0))
-    """
-    levels = range(drafter.depth + 1)
-    paths = [(rank, *[0] * level) for level in levels for rank in range(drafter.beam)]
-    return Eagle(tuple(paths), drafter.taps, drafter.chunk)
-
-
-class MethodSteps(NamedTuple):
-    """Times of a method's steps and their parts.
-
-    Attributes:
-        nodes: nodes of the largest draft, the root EXCLUDED.
-        times: seconds of a step and of its parts.
-        building: seconds of a draft that choosing a dynamic tree takes; `None` if it is static.
-    """
-
-    nodes: int
-    times: StepTimes
-    building: float | None
-
-
-def time_steps(
-    model: Model,
-    drafters: Mapping[str, DrafterLike],
-    config: GenerationConfig,
-    repeats: int,
-    progress: bool = True,
-) -> dict[str, MethodSteps]:
-    """Times the steps of plain decoding and of every method.
-
-    They decode a text that repeats a few ids, not prompts; see `measure_drafter`.
-
-    Args:
-        model: the target.
-        drafters: methods by name.
-        config: settings of sampling.
-        repeats: timed loops of each, at least five.
-        progress: show a bar where standard error is a terminal.
-    """
-    warp = prepare(model, [0], config, None, 0).prompts.warp
-    methods = {PLAIN: NoDraft(), **drafters}
-    steps = {}
-    with progress_bar(len(methods), progress) as advance:
-        for name, method in methods.items():
-            advance(f"timing steps of {name}")
-            release_programs()
-            drafter, weights, _ = loaded_drafter(method)
-            params, runs = Params(model.network, weights), {"repeats": max(5, repeats)}
-            building = None
-            if isinstance(drafter, Eagle2):
-                building = measure_tree_building(params, drafter, **runs)
-            times = measure_drafter(params, drafter, warp, **runs)
-            steps[name] = MethodSteps(drafter.tree_shape[0] - 1, times, building)
-    return steps
-
-
-PARTS_OF_A_STEP = ("draft", "target", "step")
-
-
-def steps_as_dict(steps: MethodSteps) -> dict[str, Any]:
-    """Returns plain values, in seconds per step.
-
-    Example:
-        >>> times = StepTimes(step=0.004, draft=0.001, target=0.002, width=4.0)
-        >>> steps_as_dict(MethodSteps(3, times, None))["target_seconds"]
-        0.002
-    """
-    seconds = {f"{name}_seconds": getattr(steps.times, name) for name in PARTS_OF_A_STEP}
-    return {
-        "nodes_without_root": steps.nodes,
-        "tokens_in_target_pass": steps.times.width,
-        "building_seconds": steps.building,
-        **seconds,
-    }
-
-
-def measure_step(
-    params: Params,
-    states: DecodeState,
-    proposals: Proposal,
-    drafter: Drafter,
-    num_steps: int,
-    repeats: int,
-) -> StepTimes:
-    """Times a step, its draft alone, and target passes alone, from the same states."""
     loops = {"num_steps": num_steps, "drafter": drafter}
     last, drafting = record_drafting(params, states, **loops)
     used = widths_used(np.asarray(last.stats.drafted[0]), drafter)
@@ -211,6 +108,37 @@ def measure_step(
         target=sum(share * medians[f"target {width}"] for width, share in used.items()),
         width=sum(share * width for width, share in used.items()),
     )
+
+
+def time_steps(
+    model: Model,
+    drafters: Mapping[str, DrafterLike],
+    config: GenerationConfig,
+    repeats: int,
+    progress: bool = True,
+) -> dict[str, StepTimes]:
+    """Times the steps of plain decoding and of every method.
+
+    They decode a text that repeats a few ids, not prompts; see `measure_drafter`.
+
+    Args:
+        model: the target.
+        drafters: methods by name.
+        config: settings of sampling.
+        repeats: timed loops of each, at least five.
+        progress: show a bar where standard error is a terminal.
+    """
+    warp = prepare(model, [0], config, None, 0).prompts.warp
+    methods = {PLAIN: NoDraft(), **drafters}
+    steps = {}
+    with progress_bar(len(methods), progress) as advance:
+        for name, method in methods.items():
+            advance(f"timing steps of {name}")
+            release_programs()
+            drafter, weights, _ = loaded_drafter(method)
+            params = Params(model.network, weights)
+            steps[name] = measure_drafter(params, drafter, warp, repeats=max(5, repeats))
+    return steps
 
 
 def repetitive_prompt(vocab_size: int) -> Prompt:
@@ -239,11 +167,8 @@ def begin_and_propose(
     """Returns states after prefill, and the drafter's greedy proposals there."""
     row = partial(begin, drafter=drafter, text_capacity=capacity, chunk=NUM_PROMPT_TOKENS)
     states = pad_caches(jax.vmap(row, in_axes=(None, 0))(params, prompts), capacity)
-    return states, _propose(params, states, drafter)[0]
-
-
-def _propose(params: Params, states: DecodeState, drafter: Drafter) -> tuple[Proposal, PyTree]:
-    return jax.vmap(partial(drafter.propose, params))(states.key, states.draft, states.context)
+    propose = jax.vmap(partial(drafter.propose, params))
+    return states, propose(states.key, states.draft, states.context)[0]
 
 
 def widths_used(drafted: np.ndarray, drafter: Drafter) -> Mapping[int, float]:

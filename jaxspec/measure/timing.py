@@ -1,14 +1,18 @@
-"""Wall times of programs that are compared: in turns, without compiling."""
+"""Wall times of programs and of methods that are compared: in turns, without compiling."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
+from jaxspec.measure.figures import Sample
+
+P = TypeVar("P")
+P_contra = TypeVar("P_contra", contravariant=True)
 _MANY_MAPPINGS = 30_000  # of the 65,530 that Linux allows a process by default
 
 
@@ -78,3 +82,58 @@ def time_in_turns(
         jax.block_until_ready(programs[name]())
         seconds[name].append(time.perf_counter() - start)
     return {name: np.asarray(times) for name, times in seconds.items()}
+
+
+class Runner(Protocol[P_contra]):
+    """Decodes with methods that are known by name."""
+
+    def decode(self, method: str, prompt: P_contra, seed: int) -> Sample:
+        """Decodes one prompt (or one batch) once."""
+        ...
+
+
+def decode_in_turns(
+    runner: Runner[P],
+    methods: Sequence[str],
+    prompts: Mapping[int, P],
+    repeats: int,
+    seed: int = 0,
+    advance: Callable[[str], None] = lambda _: None,
+) -> dict[str, dict[int, Sample]]:
+    """Decodes every prompt with every method, in rotating order.
+
+    Args:
+        runner: decodes; its programs should be compiled already.
+        methods: names that the runner knows.
+        prompts: prompts by index.
+        repeats: timed runs of each prompt and method.
+        seed: seed of sampling; prompt i has `seed + i`.
+        advance: called before each run.
+
+    Returns:
+        Samples by method and index: those of the last run, with the median of the seconds.
+
+    Example:
+        >>> from jaxspec.decoding.metrics import Counts
+        >>> class Copies:
+        ...     def decode(self, method, prompt, seed):
+        ...         return Sample((), float(len(prompt)), Counts(num_tokens=len(prompt)))
+        >>> found = decode_in_turns(Copies(), ["plain"], {7: "abc"}, repeats=2)
+        >>> found["plain"][7].seconds
+        3.0
+    """
+    indices = list(prompts)
+    runs: dict[str, dict[int, list[Sample]]] = {name: {i: [] for i in indices} for name in methods}
+    for place, method in in_turns(methods, len(indices), repeats):
+        advance(f"decoding with {method}")
+        index = indices[place]
+        runs[method][index].append(runner.decode(method, prompts[index], seed + index))
+    return {
+        method: {
+            index: samples[-1]._replace(
+                seconds=float(np.median([each.seconds for each in samples]))
+            )
+            for index, samples in by_index.items()
+        }
+        for method, by_index in runs.items()
+    }

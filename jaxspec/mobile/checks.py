@@ -1,6 +1,6 @@
 """Comparison of texts: decoding with every way of a file, next to a reference.
 
-`gpu` compares a file on the accelerator with itself on the CPU; the suites compare it with JAX.
+`gpu` compares a file on the accelerator with itself on the CPU; `benchmarks` compares it with JAX.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +11,15 @@ import numpy as np
 
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import Proposal, Warp
-from jaxspec.decoding.metrics import Counts
 from jaxspec.measure.comparison import Divergence
-from jaxspec.mobile.drafts import Caller, DynamicDraft, static_proposal, verifies_drafts
-from jaxspec.mobile.filling import Filled, fill_in
+from jaxspec.mobile.drafts import (
+    Caller,
+    DynamicDraft,
+    common_length,
+    static_proposal,
+    verifies_drafts,
+)
+from jaxspec.mobile.filling import fill_in
 from jaxspec.mobile.loops import (
     HostAcceptance,
     LoopOf,
@@ -27,11 +32,8 @@ from jaxspec.mobile.loops import (
 from jaxspec.mobile.manifest import Manifest
 from jaxspec.mobile.runtime import Decoded, MobileModel
 
-Way = Callable[[MobileModel, Sequence[int]], Decoded | Filled]
+Way = Callable[[MobileModel, Sequence[int]], Decoded]
 """Continues a prompt with a file in one way."""
-QUANTIZED_TIE_GAP = 0.1
-"""Gap of logits below which texts of fewer bits may differ. CPUs quantize activations, and their
-kernels of one row and of several round differently: texts differed at gaps of 0.03."""
 
 
 class LoopCheck(NamedTuple):
@@ -43,7 +45,6 @@ class LoopCheck(NamedTuple):
         counts: tokens of each round of all texts, the bonus token INCLUDED; each text begins with
             the 1 that comes with its prompt. For diffusion models: decisions of each pass.
         divergences: first differences of the texts that differ.
-        tie_gap: gap of logits below which rounding explains a divergence; 0: nothing does.
         expected_counts: the reference's counts; `None`: it was not decoded in this way.
             Verification corrects any draft, so wrong drafts show in the counts only.
     """
@@ -52,31 +53,7 @@ class LoopCheck(NamedTuple):
     num_texts: int
     counts: tuple[int, ...]
     divergences: tuple[Divergence, ...]
-    tie_gap: float = 0.0
     expected_counts: tuple[int, ...] | None = None
-
-    @property
-    def tau(self) -> float:
-        """Tokens per round, bonus INCLUDED; the tokens that come with the prompts are left out."""
-        tokens, rounds = sum(self.counts) - self.num_texts, len(self.counts) - self.num_texts
-        return Counts(num_tokens=tokens, num_steps=rounds).tau
-
-    def is_tie(self, divergence: Divergence) -> bool:
-        """True if both tokens are the reference's best within `tie_gap`."""
-        return divergence.gap is not None and divergence.gap < self.tie_gap
-
-    @property
-    def exact(self) -> bool:
-        """True if all texts are the same, except for ties."""
-        return all(map(self.is_tie, self.divergences))
-
-
-def logits_behind(file: MobileModel, text: Sequence[int]) -> np.ndarray:
-    """Returns the logits of `decode` behind a text."""
-    if len(text) > 1:
-        file.prefill(text[:-1])
-    file.call("decode", pending=[text[-1]], length=[len(text) - 1])
-    return file.read("decode", "logits")[0]
 
 
 def compare_ways(
@@ -85,8 +62,6 @@ def compare_ways(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
     reference: MobileModel | None = None,
-    logits_after: Callable[[Sequence[int]], np.ndarray] | None = None,
-    tie_gap: float = 0.0,
 ) -> tuple[LoopCheck, ...]:
     """Decodes prompts in several ways and compares the texts with expected ones.
 
@@ -96,8 +71,6 @@ def compare_ways(
         prompts: ids of the prompts.
         texts: expected ids behind each prompt.
         reference: a file that is decoded in the same ways, for the tokens of its rounds.
-        logits_after: returns the reference's logits behind a text, to tell ties from faults.
-        tie_gap: see `LoopCheck`.
     """
     checks = []
     for name, way in ways.items():
@@ -105,26 +78,15 @@ def compare_ways(
         for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             decoded = way(model, prompt)
             counts += decoded.counts
-            pairs = enumerate(zip(decoded.tokens.tolist(), text, strict=True))
-            at = next((at for at, (ours, theirs) in pairs if ours != theirs), None)
-            if at is not None:
-                theirs, ours, gap = text[at], int(decoded.tokens[at]), None
-                if logits_after is not None:
-                    logits = logits_after([*prompt, *text[:at]])
-                    gap = float(np.max(logits) - np.min(logits[[theirs, ours]]))
-                divergences.append(Divergence(index, at, theirs, ours, gap))
+            ours = decoded.tokens.tolist()
+            if ours != list(text):
+                at = common_length(ours, text)
+                divergences.append(Divergence(index, at, text[at], ours[at], None))
             if reference is not None:
                 expected += way(reference, prompt).counts
-        checks.append(
-            LoopCheck(
-                name,
-                len(prompts),
-                tuple(counts),
-                tuple(divergences),
-                tie_gap,
-                None if reference is None else tuple(expected),
-            )
-        )
+        theirs = None if reference is None else tuple(expected)
+        check = LoopCheck(name, len(prompts), tuple(counts), tuple(divergences), theirs)
+        checks.append(check)
     return tuple(checks)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 _MESSAGES = 2000  # characters of a failed child's that are shown
 
 
-class ChildError(Exception):
+class ChildError(ValueError):
     """A child that ended without an answer.
 
     Attributes:
@@ -20,31 +20,32 @@ class ChildError(Exception):
         log: its output on standard error.
     """
 
-    def __init__(self, exit_code: int, log: str):
-        super().__init__(exit_code, log)
+    def __init__(self, work: str, exit_code: int, log: str):
+        said = "\n".join(line for line in log.splitlines() if line.strip())[-_MESSAGES:]
+        super().__init__(
+            f"{work}: the runtime refused the file, or ended its process (exit code {exit_code}): "
+            f"{said or 'it said nothing.'}"
+        )
         self.exit_code, self.log = exit_code, log
 
-    @property
-    def last_messages(self) -> str:
-        """End of the log, without empty lines."""
-        lines = [line for line in self.log.splitlines() if line.strip()]
-        return "\n".join(lines)[-_MESSAGES:] or "it said nothing."
 
-
-def ask_child(module: str, task: Mapping[str, Any], timeout: float) -> tuple[dict[str, Any], str]:
+def ask_child(
+    module: str, task: Mapping[str, Any], timeout: float, work: str, advice: str = "it more time"
+) -> tuple[dict[str, Any], str]:
     """Runs `python -m MODULE FILE`: the task goes to standard input, the answer comes in FILE.
 
     Args:
         module: with a main program.
         task: as JSON.
         timeout: seconds until the child is ended.
+        work: names the work in messages.
+        advice: what to give it where it takes too long.
 
     Returns:
         The answer, and the child's output on standard error.
 
     Raises:
-        ChildError: it ended without an answer.
-        TimeoutError: it took longer than `timeout`.
+        ValueError: it took longer than `timeout`, or ended without an answer (`ChildError`).
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
@@ -62,7 +63,7 @@ def ask_child(module: str, task: Mapping[str, Any], timeout: float) -> tuple[dic
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"{module} took longer than {timeout:.0f} s") from None
+            raise ValueError(f"{work} took longer than {timeout:.0f} s: give {advice}.") from None
         if child.returncode or not answer.is_file():
-            raise ChildError(child.returncode, child.stderr)
+            raise ChildError(work, child.returncode, child.stderr)
         return json.loads(answer.read_text()), child.stderr

@@ -276,7 +276,7 @@ def _signatures(
     if config.trees and drafting is not None:
         for number, tree in enumerate(drafters_over_trees(drafter, config), start=1):
             each = EagleStep(tree, loaded.params, drafting.levels)
-            functions[f"step_{number}"] = each.reporting_signature(target)
+            functions[f"step_{number}"] = each.signature(target, report=True)
     elif step is not None:
         functions["step"] = step.signature(target)
         if config.bundle == "cpu":

@@ -11,9 +11,9 @@ from jaxspec.core.types import ChecksFit, Params
 from jaxspec.decoding.request import check_vocabulary
 from jaxspec.drafters import Deer, DrafterLike, LoadedDrafter, NoDraft
 from jaxspec.mobile.contents import ExportConfig, contents_of, drafters_over_trees, in_one_dtype
+from jaxspec.mobile.convert import lower_all, to_tflite
 from jaxspec.mobile.manifest import KEY, Manifest, describe_signatures, seal, tokenizer_fingerprint
 from jaxspec.mobile.opset import require_opset
-from jaxspec.mobile.tflite import lower_all, to_tflite
 
 MODEL_FILE, MANIFEST_FILE = "model.tflite", "manifest.json"
 

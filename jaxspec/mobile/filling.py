@@ -5,19 +5,17 @@ graph, and the host reads a few integers: the window, and how far it moved.
 """
 
 from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxspec.core.types import Stop
 from jaxspec.decoding.result import FINISH_REASONS
 from jaxspec.mobile.room import check_token_ids, prompt_parts
-
-if TYPE_CHECKING:
-    from jaxspec.mobile.runtime import MobileModel
+from jaxspec.mobile.runtime import Decoded, MobileModel
 
 
-class Filled(NamedTuple):
+class Filled(Decoded):
     """A filled-in continuation.
 
     Attributes:
@@ -26,10 +24,6 @@ class Filled(NamedTuple):
         finish_reason: "stop_token" or "length".
     """
 
-    tokens: np.ndarray
-    counts: tuple[int, ...]
-    finish_reason: str
-
     @property
     def num_calls(self) -> int:
         """Number of passes."""
@@ -37,7 +31,7 @@ class Filled(NamedTuple):
 
 
 def fill_in(
-    model: "MobileModel",
+    model: MobileModel,
     prompt: Sequence[int],
     max_new_tokens: int = 128,
     stop_token_ids: Sequence[int] | None = None,
@@ -76,7 +70,7 @@ def fill_in(
 
 
 def fill_in_stream(
-    model: "MobileModel",
+    model: MobileModel,
     prompt: Sequence[int],
     max_new_tokens: int = 128,
     stop_token_ids: Sequence[int] | None = None,
@@ -112,7 +106,7 @@ def fill_in_stream(
     return text.filled(counts)
 
 
-def _round_name(model: "MobileModel", num_drafts: int | None) -> str | None:
+def _round_name(model: MobileModel, num_drafts: int | None) -> str | None:
     sizes = model.manifest.sizes("round")
     if num_drafts is None:
         num_drafts = max(sizes, default=0)
@@ -134,7 +128,7 @@ class _Text:
 
     def __init__(
         self,
-        model: "MobileModel",
+        model: MobileModel,
         prompt: Sequence[int],
         max_new_tokens: int,
         stop_token_ids: Sequence[int] | None,

@@ -10,13 +10,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxspec.measure.comparison import Divergence
 from jaxspec.mobile.checks import LoopCheck, compare_with_plain, whole_blocks
-from jaxspec.mobile.child import ChildError, ask_child
+from jaxspec.mobile.child import ask_child
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.quantize import check_quantization
@@ -25,18 +25,6 @@ from jaxspec.mobile.runtime import MobileModel
 TIMEOUT = 900.0
 """Seconds that a check may take."""
 _NUM_TOKENS = 16
-
-
-class PassCheck(NamedTuple):
-    """Known texts, each read in one pass of `verify_N` on the GPU.
-
-    Attributes:
-        num_tokens: in all passes.
-        num_same: tokens after which the likeliest token is that of the CPU with the same file.
-    """
-
-    num_tokens: int
-    num_same: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +37,12 @@ class GpuCheck:
         reference: name of the reference of all texts: plain decoding on the CPU where weights are
             float32, else on the GPU, as the two round quantized products differently.
         loops: the ways to decode that the file has.
-        passes: over known texts; `None`: there were none.
     """
 
     signatures: tuple[str, ...]
     fully_accelerated: bool
     reference: str
     loops: tuple[LoopCheck, ...]
-    passes: PassCheck | None = None
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -70,9 +56,6 @@ class GpuCheck:
             ]
             if loop.expected_counts not in (None, loop.counts):
                 found.append(f"{loop.name}: its rounds emit more or fewer tokens than on the CPU")
-        if self.passes is not None and self.passes.num_same < self.passes.num_tokens:
-            wrong = self.passes.num_tokens - self.passes.num_same
-            found.append(f"verify_N: the likeliest token is another one than on the CPU {wrong} x")
         return tuple(found)
 
     def __str__(self) -> str:
@@ -86,11 +69,6 @@ class GpuCheck:
                 f"equal {self.reference}; tokens per round (bonus included) {min(loop.counts)} to "
                 f"{max(loop.counts)}"
             )
-        if self.passes is not None:
-            lines.append(
-                f"verify_N over known text: after {self.passes.num_same} of "
-                f"{self.passes.num_tokens} tokens the likeliest one is the CPU's"
-            )
         return "\n".join([*lines, *self.problems])
 
 
@@ -99,7 +77,6 @@ def check_gpu(
     prompts: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int = _NUM_TOKENS,
     timeout: float = TIMEOUT,
-    known_texts: Sequence[Sequence[int]] = (),
 ) -> GpuCheck:
     """Compiles every signature of a file for the GPU and decodes with each of its loops.
 
@@ -108,55 +85,40 @@ def check_gpu(
         prompts: ids; `None`: a few short ones.
         max_new_tokens: of each text.
         timeout: seconds for the whole check.
-        known_texts: ids; the last N of each are read in one pass of the file's widest `verify_N`.
 
     Raises:
-        ValueError: the machine has no accelerator or driver; known texts need a `verify_N` that the
-            file does not have; the file's quantization ends the accelerator's process; or the
-            accelerator refused the file, with its own messages.
+        ValueError: the machine has no accelerator or driver; the file's quantization ends the
+            accelerator's process; or the accelerator refused the file, with its own messages.
     """
     lacking = missing_for_gpu()
     if lacking is not None:
         raise ValueError(f"The GPU cannot be checked here: {lacking}.")
     manifest = read_manifest(path)
     check_quantization(manifest.quantization, on_gpu=True)
-    if known_texts and not manifest.sizes("verify"):
-        raise ValueError("known_texts: this file has no verify_N; export it with --verify N.")
     prompts = _some_prompts(manifest) if prompts is None else prompts
     task = {
         "path": str(path),
         "prompts": [list(map(int, prompt)) for prompt in prompts],
-        "known_texts": [list(map(int, text)) for text in known_texts],
         "max_new_tokens": max_new_tokens,
     }
-    try:
-        answer, _ = ask_child("jaxspec.mobile.gpu", task, timeout)
-    except TimeoutError:
-        raise ValueError(
-            f"The GPU check of {path} took longer than {timeout:.0f} s: give it more time "
-            "(--gpu-timeout SECONDS), or the file fewer signatures."
-        ) from None
-    except ChildError as error:
-        raise ValueError(
-            f"LiteRT's GPU accelerator refused {path}, or ended its process (exit code "
-            f"{error.exit_code}): {error.last_messages}"
-        ) from None
+    advice = "it more time (--gpu-timeout SECONDS), or the file fewer signatures"
+    work = f"The check of {path} on LiteRT's GPU accelerator"
+    answer, _ = ask_child("jaxspec.mobile.gpu", task, timeout, work, advice)
     return GpuCheck(
         tuple(manifest.signatures),
         answer["fully_accelerated"],
         answer["reference"],
         tuple(_read_loop(*loop) for loop in answer["loops"]),
-        None if answer["passes"] is None else PassCheck(*answer["passes"]),
     )
 
 
 def _read_loop(
-    name: str, num_texts: int, counts: Any, divergences: Any, tie_gap: float, expected: Any
+    name: str, num_texts: int, counts: Any, divergences: Any, expected: Any
 ) -> LoopCheck:
     """Reads a `LoopCheck` that was written as JSON."""
     found = tuple(Divergence(*each) for each in divergences)
     expected = None if expected is None else tuple(expected)
-    return LoopCheck(name, num_texts, tuple(counts), found, tie_gap, expected)
+    return LoopCheck(name, num_texts, tuple(counts), found, expected)
 
 
 def _some_prompts(manifest: Manifest) -> list[list[int]]:
@@ -176,27 +138,6 @@ def _some_prompts(manifest: Manifest) -> list[list[int]]:
     return [prompt.tolist() for prompt in prompts]
 
 
-def _check_passes(gpu: MobileModel, cpu: MobileModel, texts: Sequence[Sequence[int]]) -> PassCheck:
-    size = gpu.manifest.sizes("verify")[-1]
-    below = np.tril(np.ones((size, size), np.int32))
-    same = 0
-    for text in texts:
-        start = len(text) - size
-        inputs = {
-            "tokens": text[start:],
-            "positions": np.arange(start, len(text)),
-            "visible": below,
-            "length": [start],
-        }
-        choices = []
-        for model in (gpu, cpu):
-            model.prefill(text[:start])
-            model.call(f"verify_{size}", **inputs)
-            choices.append(model.read(f"verify_{size}", "choices"))
-        same += int(np.sum(choices[0] == choices[1]))
-    return PassCheck(size * len(texts), same)
-
-
 def _child() -> None:
     """Runs in the child: reads a task from standard input, writes the answer to a file."""
     task = json.load(sys.stdin)
@@ -204,12 +145,7 @@ def _child() -> None:
     exact = gpu.manifest.quantization == "float32"
     reference = MobileModel(task["path"], num_threads=1) if exact else gpu
     loops = compare_with_plain(gpu, reference, task["prompts"], task["max_new_tokens"])
-    passes = None
-    if task["known_texts"]:
-        cpu = reference if exact else MobileModel(task["path"], num_threads=1)
-        passes = _check_passes(gpu, cpu, task["known_texts"])
     answer = {
-        "passes": passes,
         "fully_accelerated": gpu.is_fully_accelerated,
         "reference": f"plain decoding on the {'CPU' if exact else 'GPU'}",
         "loops": loops,

@@ -23,7 +23,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -35,17 +34,21 @@ from jaxspec.core.types import Hidden, KVCache, LayerKV, Params
 from jaxspec.drafters import DrafterLike, LayerSkip, NoDraft, loaded_drafter
 from jaxspec.extras import needs_extra
 from jaxspec.mobile.contents import ExportConfig, check_model, in_one_dtype
+from jaxspec.mobile.convert import lower_all, to_tflite
 from jaxspec.mobile.forms import litert_forms
 from jaxspec.mobile.records import (
     Record,
+    Shapes,
     Signature,
     Target,
+    floats,
+    ints,
     kv_inputs,
+    make_signature,
     read_cache,
     unembed_rows,
     write_kv,
 )
-from jaxspec.mobile.tflite import lower_all, to_tflite
 from jaxspec.models import ModelConfig, Network, Skips, lookup_rows
 from jaxspec.models.rope import rotations
 
@@ -287,7 +290,7 @@ def embed_signature(target: Target, carried: Carried) -> Signature:
         table = params.target.params["embed"]["embedding"]
         return {"embeddings": carried.pad(lookup_rows(table, inputs["token_ids"][0]))[None]}
 
-    return _signature(target, embed, {"token_ids": jax.ShapeDtypeStruct((1, 1), jnp.int32)})
+    return make_signature(target, embed, {"token_ids": ints(1, 1)}, _forms(target))
 
 
 def prefill_signature(target: Target, carried: Carried, size: int) -> Signature:
@@ -296,7 +299,7 @@ def prefill_signature(target: Target, carried: Carried, size: int) -> Signature:
     def prefill(params: Params, inputs: Record) -> Record:
         return _pass(params.target, target, inputs)[1]
 
-    return _signature(target, prefill, _pass_inputs(target, carried, size))
+    return make_signature(target, prefill, _pass_inputs(target, carried, size), _forms(target))
 
 
 def verify_signature(target: Target, carried: Carried, size: int) -> Signature:
@@ -310,7 +313,7 @@ def verify_signature(target: Target, carried: Carried, size: int) -> Signature:
             outputs["activations"] = carried.pad(hidden.features)[None]
         return outputs
 
-    return _signature(target, verify, _pass_inputs(target, carried, size))
+    return make_signature(target, verify, _pass_inputs(target, carried, size), _forms(target))
 
 
 def draft_signature(target: Target, carried: Carried) -> Signature:
@@ -340,11 +343,11 @@ def draft_signature(target: Target, carried: Carried) -> Signature:
         }
 
     inputs = {
-        "activations": jax.ShapeDtypeStruct((1, 1, 2 * carried.width), jnp.float32),
-        "input_pos": jax.ShapeDtypeStruct((1,), jnp.int32),
+        "activations": floats(1, 1, 2 * carried.width),
+        "input_pos": ints(1),
         **kv_inputs(target, _CACHE),
     }
-    return _signature(target, draft, inputs)
+    return make_signature(target, draft, inputs, _forms(target))
 
 
 def _pass(network: Network, target: Target, inputs: Record) -> tuple[Hidden, Record]:
@@ -361,10 +364,10 @@ def _pass(network: Network, target: Target, inputs: Record) -> tuple[Hidden, Rec
     return hidden, write_kv(inputs, _CACHE, hidden.new_kv, length)
 
 
-def _pass_inputs(target: Target, carried: Carried, size: int) -> Mapping[str, jax.ShapeDtypeStruct]:
+def _pass_inputs(target: Target, carried: Carried, size: int) -> Shapes:
     return {
-        "embeddings": jax.ShapeDtypeStruct((1, size, carried.width), jnp.float32),
-        "input_pos": jax.ShapeDtypeStruct((size,), jnp.int32),
+        "embeddings": floats(1, size, carried.width),
+        "input_pos": ints(size),
         **kv_inputs(target, _CACHE),
     }
 
@@ -395,13 +398,3 @@ def _forms(target: Target) -> Mapping[Any, Any]:
     forms = dict(litert_forms(target.capacity))
     del forms[rotations]
     return forms
-
-
-def _signature(
-    target: Target, function: Any, inputs: Mapping[str, jax.ShapeDtypeStruct]
-) -> Signature:
-    def traced(params: Params, record: Record) -> Record:
-        with exchanged(_forms(target)):
-            return function(params, record)
-
-    return Signature(traced, inputs)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.checkpoint.tokenizer import REPLACEMENT
 from jaxspec.extras import needs_extra
-from jaxspec.mobile.child import ChildError, ask_child
+from jaxspec.mobile.child import ask_child
 
 PROMPTS = ("Question: What is 3 + 4?\n", "def add(a, b):\n", "Once upon a time", "1, 2, 3, 4,")
 
@@ -117,18 +117,8 @@ def check_litertlm(
 
 
 def _run(task: dict[str, Any], timeout: float) -> LmRun:
-    try:
-        answer, log = ask_child("jaxspec.mobile.litertlm_check", task, timeout)
-    except TimeoutError:
-        raise ValueError(
-            f"LiteRT-LM took longer than {timeout:.0f} s for {task['path']}: give it more time, or "
-            "fewer prompts."
-        ) from None
-    except ChildError as error:
-        raise ValueError(
-            f"LiteRT-LM refused {task['path']}, or ended its process (exit code "
-            f"{error.exit_code}): {error.last_messages}"
-        ) from None
+    work, advice = f"LiteRT-LM's check of {task['path']}", "it more time, or fewer prompts"
+    answer, log = ask_child("jaxspec.mobile.litertlm_check", task, timeout, work, advice)
     # The runtime prints it only in its log, when the engine is closed.
     found = _SUCCESS.search(log)
     rate = float(found[1]) if found else None

@@ -108,12 +108,15 @@ def floats(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def make_signature(
-    target: Target, function: Function, inputs: Mapping[str, jax.ShapeDtypeStruct]
+    target: Target,
+    function: Function,
+    inputs: Mapping[str, jax.ShapeDtypeStruct],
+    forms: Mapping[Callable, Callable] | None = None,
 ) -> Signature:
-    """Makes a signature whose function is traced in the forms that LiteRT takes."""
+    """Makes a signature whose function is traced in `forms`, by default those that LiteRT takes."""
 
     def traced(params: Params, record: Record) -> Record:
-        with exchanged(litert_forms(target.capacity)):
+        with exchanged(forms or litert_forms(target.capacity)):
             return function(params, record)
 
     return Signature(traced, inputs)

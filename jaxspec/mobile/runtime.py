@@ -327,6 +327,7 @@ class MobileModel:
         plain = Plain(self, acceptance)
         rounds = (loop or best_loop(self.manifest, acceptance.warp))(self, acceptance)
         text = list(prompt)
+        has_head = "head_k_0" in self.inputs(f"prefill_{self.manifest.sizes('prefill')[0]}")
         self.prefill(text, self._reusable(text))
         text.append(plain.choose(f"prefill_{self.last_prefill}", text[-1]))
         self._text, self._known, recent = text, len(text) - 2, 1
@@ -343,7 +344,7 @@ class MobileModel:
             emitted = chosen.advance(text, recent)
             text += emitted.tokens
             recent = len(emitted.tokens)
-            self._known = known if self._has_head and not chosen.absorbs else cached
+            self._known = known if has_head and not chosen.absorbs else cached
             yield emitted
 
     def _reusable(self, prompt: Sequence[int]) -> int:
@@ -353,11 +354,6 @@ class MobileModel:
         """
         same = common_length(self._text, prompt)
         return max(0, min(self._known, same - 1, len(prompt) - 1))
-
-    @property
-    def _has_head(self) -> bool:
-        prefill = f"prefill_{self.manifest.sizes('prefill')[0]}"
-        return "head_k_0" in self.inputs(prefill)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if self.manifest.diffusion is not None:

@@ -213,7 +213,7 @@ class AcceptanceTable:
             "rates": [list(row) for row in self.rates],
             "counts": [
                 {"parent": list(parent), **{k: list(v) for k, v in ranks._asdict().items()}}
-                for parent, ranks in sorted(self.counts.items(), key=lambda item: _order(item[0]))
+                for _, parent, ranks in sorted((len(p), p, r) for p, r in self.counts.items())
             ],
         }
 
@@ -445,7 +445,3 @@ def _drawn(counts: RankCounts, rank: int, prior: float) -> float:
         return prior
     tries = counts.offered[rank] + _PRIOR_STRENGTH
     return (counts.accepted[rank] + _PRIOR_STRENGTH * prior) / tries
-
-
-def _order(path: Path) -> tuple[int, Path]:
-    return len(path), path

@@ -230,15 +230,7 @@ def load_profile(source: str | FilePath) -> LatencyProfile:
 
 
 def profile_from_dict(entry: dict[str, Any], where: str) -> LatencyProfile:
-    """Inverts `LatencyProfile.as_dict`.
-
-    Args:
-        entry: the fields of a file.
-        where: the name of the source in messages.
-
-    Raises:
-        ValueError: as for `load_profile`.
-    """
+    """Inverts `LatencyProfile.as_dict`; messages name the source, `where`."""
     known = {*LatencyProfile("", _UNIT, _UNIT).as_dict()}
     unknown = sorted(set(entry) - known)
     if unknown:

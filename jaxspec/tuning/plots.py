@@ -3,7 +3,8 @@
 Each `draw_` function draws on axes of matplotlib; `plot` writes such a drawing to a file.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING, Any
 
@@ -101,10 +102,7 @@ def draw_tree(axes: Any, found: Candidate, acceptance: "AcceptanceTable") -> Non
 def draw_cost(axes: Any, search: TreeSearch, measured: Sequence[tuple[int, float]] = ()) -> None:
     """Draws the time per token of the best tree of each budget, and plain decoding as a line.
 
-    Args:
-        axes: axes of matplotlib.
-        search: the search.
-        measured: nodes (the root excluded) and tokens per second of trees, drawn as crosses.
+    Crosses are `measured` trees: their nodes (the root excluded) and tokens per second.
     """
     budgets = [each.nodes for each in search.by_budget]
     costs = [1e3 / each.tokens_per_second for each in search.by_budget]
@@ -134,6 +132,16 @@ def draw_predictions(axes: Any, speeds: Sequence[tuple[float, float]]) -> None:
     axes.set(xlabel="measured tokens/s", ylabel="predicted tokens/s", xlim=ends, ylim=ends)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
+
+
+def draw_searches(axes: Any, seconds: Mapping[str, Sequence[float]]) -> None:
+    """Draws the seconds per token of each search's evaluations, and the best so far."""
+    for name, found in seconds.items():
+        costs, numbers = [1e3 * each for each in found], range(1, len(found) + 1)
+        (line,) = axes.step(numbers, list(itertools.accumulate(costs, min)), label=name)
+        axes.plot(numbers, costs, ".", markersize=2, alpha=0.4, color=line.get_color())
+    axes.set(xlabel="evaluation", ylabel="milliseconds per token", yscale="log")
+    axes.legend(title="best so far")
 
 
 def _places(paths: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, float]]:

@@ -73,7 +73,7 @@ def measure_skip_costs(target: Network, depth: int, repeats: int = 15) -> Costs:
     }
     attention = (seconds["whole"] - seconds["no attention"]) / num_layers
     mlp = (seconds["whole"] - seconds["no mlp"]) / num_layers
-    passes = measure_passes(target, range(1, depth + 2), repeats=repeats).seconds
+    passes = measure_passes(target, range(1, depth + 2), repeats=repeats)
     # Noise may make a small time negative; a search would then keep what it should skip.
     return Costs(max(attention, 0.0), max(mlp, 0.0), seconds["nothing"], passes)
 

@@ -6,7 +6,6 @@ not been interrupted, and all methods have the same first sets and the same budg
 """
 
 import hashlib
-import itertools
 import json
 import math
 import time
@@ -321,22 +320,3 @@ def write_result(folder: Path, best: Evaluation, facts: Mapping[str, Any]) -> No
     }
     with replacing_files(folder) as staging:
         write_json(staging / "skips.json", json.loads(json.dumps(result)))
-
-
-def draw_searches(path: Path, histories: Mapping[str, Sequence[Evaluation]]) -> None:
-    """Plots the best seconds so far by evaluation; does nothing if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, history in histories.items():
-        seconds = [1e3 * evaluation.seconds for evaluation in history]
-        numbers = range(1, len(seconds) + 1)
-        (line,) = axes.step(numbers, list(itertools.accumulate(seconds, min)), label=name)
-        axes.plot(numbers, seconds, ".", markersize=2, alpha=0.4, color=line.get_color())
-    axes.set(xlabel="evaluation", ylabel="milliseconds per token", yscale="log")
-    axes.legend(title="best so far")
-    with replacing_files(path.parent) as staging:
-        figure.savefig(staging / path.name, dpi=90)

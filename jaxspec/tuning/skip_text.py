@@ -58,11 +58,7 @@ def generated_window(model: Model, prompts: Sequence[Tokens], max_new_tokens: in
 
 
 def given_window(model: Model, rows: Sequence[Tokens], prompt_tokens: int) -> Window:
-    """Returns rows of given text. Drafts on it are teacher-forced.
-
-    Raises:
-        ValueError: a row is longer than the model's context.
-    """
+    """Returns rows of given text, which must fit the context. Drafts on it are teacher-forced."""
     check_window(model, max(map(len, rows)))
     return _window(rows, prompt_tokens - 1)
 

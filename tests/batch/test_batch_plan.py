@@ -1,6 +1,7 @@
 """Groups, slots and the shared prefix."""
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from jaxspec.batch.plan import (
 )
 from jaxspec.batch.rows import EncodedRow
 from jaxspec.core.loop import round_up
-from jaxspec.drafters import NoDraft, PromptLookup
 
 
 def rows_of_lengths(*lengths: int) -> list[EncodedRow]:
     return [EncodedRow(i + 1, i, np.arange(n, dtype=np.int32)) for i, n in enumerate(lengths)]
+
+
+def needs(max_new_tokens: int, max_positions: int, depth: int = 0) -> Callable[[EncodedRow], int]:
+    return lambda row: capacity_needed(len(row.tokens), max_new_tokens, max_positions, depth)
 
 
 def test_capacities_hold_bucket_output_and_one_steps_overhang():
@@ -30,7 +34,7 @@ def test_capacities_hold_bucket_output_and_one_steps_overhang():
 
 def test_a_long_prompt_among_many_short_ones_does_not_make_them_pay():
     lengths = [20] * 40 + [900] * 40
-    groups = group_rows(rows_of_lengths(*lengths), 32, 1024, NoDraft(), batch_size=4)
+    groups = group_rows(rows_of_lengths(*lengths), needs(32, 1024), batch_size=4)
     assert [len(group.rows) for group in groups] == [40, 40]
     assert groups[0].capacity <= 128 < 932 <= groups[1].capacity
 
@@ -40,10 +44,9 @@ def test_groups_hold_every_row_once_in_order_and_each_fits(seed):
     rng = np.random.default_rng(seed)
     rows = rows_of_lengths(*rng.integers(1, 500, size=rng.integers(1, 200)))
     batch, new = int(rng.integers(1, 9)), int(rng.integers(0, 200))
-    drafter = PromptLookup(num_speculative_tokens=int(rng.integers(1, 6)))
-    groups = group_rows(rows, new, 512, drafter, batch)
+    depth = int(rng.integers(1, 6))
+    groups = group_rows(rows, needs(new, 512, depth), batch)
     assert sorted(row.line for group in groups for row in group.rows) == [r.line for r in rows]
-    depth = drafter.tree_shape[1]
     for group in groups:
         assert [row.line for row in group.rows] == sorted(row.line for row in group.rows)
         for row in group.rows:
@@ -64,7 +67,7 @@ def cost(sizes: dict[int, int], batch_size: int) -> int:
 def test_no_other_grouping_by_the_same_capacities_takes_less(seed):
     rng = np.random.default_rng(seed)
     lengths, batch = rng.integers(1, 700, size=rng.integers(100, 900)), int(rng.integers(1, 32))
-    groups = group_rows(rows_of_lengths(*lengths), 64, 1024, NoDraft(), batch)
+    groups = group_rows(rows_of_lengths(*lengths), needs(64, 1024), batch)
     needed = [capacity_needed(int(length), 64, 1024, 0) for length in lengths]
     largest = round_up(max(needed))
     ladder = sorted({min(largest, capacity_for(need)) for need in needed})
@@ -92,15 +95,15 @@ def test_capacities_are_few_and_waste_little():
 
 def test_a_few_longer_prompts_do_not_make_a_file_of_others_pay():
     """A tenth of a thousand rows needs a capacity above 256; the others do not get it."""
-    groups = group_rows(rows_of_lengths(*[90] * 900, *[200] * 100), 128, 2048, NoDraft(), 32)
+    groups = group_rows(rows_of_lengths(*[90] * 900, *[200] * 100), needs(128, 2048), 32)
     assert [(group.capacity, len(group.rows)) for group in groups] == [(256, 900), (384, 100)]
     # With fewer rows, the end of a further group would take longer than it saves.
-    groups = group_rows(rows_of_lengths(*[90] * 90, *[200] * 10), 128, 2048, NoDraft(), 32)
+    groups = group_rows(rows_of_lengths(*[90] * 90, *[200] * 10), needs(128, 2048), 32)
     assert [(group.capacity, len(group.rows)) for group in groups] == [(384, 100)]
 
 
 def test_without_rows_there_are_no_groups():
-    assert group_rows([], 8, 512, NoDraft(), batch_size=4) == []
+    assert group_rows([], needs(8, 512), batch_size=4) == []
 
 
 def prefixed(length: int, *others: int) -> list[EncodedRow]:

@@ -22,9 +22,9 @@ from jaxspec.batch import (
     rows_of,
 )
 from jaxspec.batch import job as job_module
-from jaxspec.batch import programs as programs_module
+from jaxspec.batch import slots as slots_module
 from jaxspec.batch.guard import Chunk
-from jaxspec.batch.slots import insert, read_prompt, run_chunk
+from jaxspec.batch.slots import Programs, insert, run_chunk
 from jaxspec.checkpoint import Model
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.sharding import Placement
@@ -407,13 +407,14 @@ def test_rows_at_once_that_some_group_has_no_room_for_are_refused_at_once(model)
 
 
 def test_prompts_are_read_in_lengths_that_are_few_and_near(model, monkeypatch):
-    lengths = set()
+    lengths, original = set(), Programs.read
 
-    def read(params, prompt, *args, **settings):
+    def read(programs, row, *args):
+        prompt = programs.prompt_of(row)
         lengths.add((int(prompt.length), len(prompt.tokens)))
-        return read_prompt(params, prompt, *args, **settings)
+        return original(programs, row, *args)
 
-    monkeypatch.setattr(programs_module, "read_prompt", read)
+    monkeypatch.setattr(Programs, "read", read)
     prompts = ["a" * 10, "b" * 70, "c" * 200, "d" * 300]
     config = dataclasses.replace(GREEDY, max_new_tokens=4)
     drafter = LoadedDrafter(DraftModel(paths=PATHS, chunk=64), blurred(model.network))
@@ -437,13 +438,13 @@ def test_what_a_rejoining_row_takes_is_counted(model):
 
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_one_row_at_a_time_lies_next_to_the_batch(model, num_samples, monkeypatch):
-    rows, batches = [], []
+    rows, batches, original = [], [], Programs.read
 
-    def read(*args, **settings):
+    def read(*args):
         assert not any(row() for row in rows), "an earlier row is still there"
         ready = (stop.is_deleted() or stop.is_ready() for stop in batches)
         assert all(ready), "an earlier row is still put in place"
-        state = read_prompt(*args, **settings)
+        state = original(*args)
         rows.append(weakref.ref(state.context.tokens))
         return state
 
@@ -452,8 +453,8 @@ def test_one_row_at_a_time_lies_next_to_the_batch(model, num_samples, monkeypatc
         batches[:] = [states.stop]
         return states
 
-    monkeypatch.setattr(programs_module, "read_prompt", read)
-    monkeypatch.setattr(programs_module, "insert", put)
+    monkeypatch.setattr(Programs, "read", read)
+    monkeypatch.setattr(slots_module, "insert", put)
     config = dataclasses.replace(SAMPLED, num_samples=num_samples)
     decoded(model, config, batch_size=8)
     assert len(rows) == len(PROMPTS)

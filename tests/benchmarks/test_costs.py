@@ -7,8 +7,8 @@ import pytest
 import jaxspec
 from benchmarks.harness import measure
 from benchmarks.suites import costs
-from benchmarks.suites.costs import COST_SUITES, StepCost, measure_rows
-from jaxspec.measure.passes import NUM_TOKENS, PassCosts
+from benchmarks.suites.costs import COST_SUITES, PassCosts, StepCost, measure_rows
+from jaxspec.measure.passes import NUM_TOKENS
 from tests.benchmarks.conftest import TIMES
 
 
@@ -22,7 +22,7 @@ def test_a_batch_is_compared_with_one_row(model):
 def test_passes_are_measured_at_the_widths_asked_for(monkeypatch):
     def made_up(network, repeats):
         assert repeats == 2
-        return PassCosts(network.embed_dim, 10, 100.0, {n: 0.1 * n for n in NUM_TOKENS})
+        return {n: 0.1 * n for n in NUM_TOKENS}
 
     monkeypatch.setattr(costs, "measure_passes", made_up)
     page = measure("passes", COST_SUITES["passes"], repeats=2, dims="64,320", progress=False)
@@ -30,6 +30,11 @@ def test_passes_are_measured_at_the_widths_asked_for(monkeypatch):
     assert page.sections[0].rows[0][-1] == "32.00"
     with pytest.raises(ValueError, match="dims must be widths"):
         measure("passes", COST_SUITES["passes"], dims="wide", progress=False)
+
+
+def test_passes_are_set_against_reading_the_weights():
+    costs = PassCosts(320, 10, 100.0, {1: 0.1, 8: 0.2})
+    assert (costs.over_reading, costs.ratio(8)) == (1.0, 2.0)
 
 
 def test_steps_are_set_against_their_parts(model, tmp_path, monkeypatch):

@@ -18,14 +18,15 @@ pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobil
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
 from benchmarks.litert_parity import (
+    QUANTIZED_TIE_GAP,
     FileParity,
+    LoopParity,
     Replay,
     compare_with_jax,
     logits_error,
     replay,
 )
 from jaxspec.mobile import ExportConfig, MobileModel, export
-from jaxspec.mobile.checks import QUANTIZED_TIE_GAP, LoopCheck
 
 PATHS = ((0,), (1,), (0, 0), (1, 0))
 PROMPTS = [[3, 1, 4, 1, 5], [7]]
@@ -83,9 +84,9 @@ def test_logits_are_those_of_jax(setup):
     assert 0 < logits_error(model, file, PROMPTS, texts) < 5e-5
 
 
-def parted(gap: float, tie_gap: float = TIE_GAP) -> LoopCheck:
+def parted(gap: float, tie_gap: float = TIE_GAP) -> LoopParity:
     """A loop one of whose two texts leaves its reference."""
-    return LoopCheck("step", 2, (1, 2, 1, 1), (Divergence(1, 7, 3, 4, gap),), tie_gap)
+    return LoopParity("step", 2, (1, 2, 1, 1), (Divergence(1, 7, 3, 4, gap),), tie_gap)
 
 
 RIGHT = FileParity("head", "float32", (parted(0.9e-4),), Replay(9, 9, 9), 5e-5)

@@ -26,6 +26,7 @@ from jaxspec.measure.comparison import Divergence
 from jaxspec.measure.figures import DecodedText, Sample
 from jaxspec.measure.step import StepTimes
 from jaxspec.models import Diffusion, Network
+from jaxspec.tuning import draft_batches
 from tests.benchmarks.conftest import ONE, TIMES, TWO
 from tests.benchmarks.test_page import tables
 from tests.checkpoint.networks import random_network
@@ -46,7 +47,7 @@ def small(name: str, **changes) -> Suite:
 def run(monkeypatch, root, name, suite, data_folder, prompts_per_set=1):
     """Measures without `transformers`; steps are not really timed."""
     monkeypatch.setattr(step, "measure_drafter", lambda *_, **__: TIMES)
-    monkeypatch.setattr(step, "measure_tree_building", lambda *_, **__: 0.001)
+    monkeypatch.setattr(methods, "measure_tree_building", lambda *_, **__: 0.001)
     monkeypatch.setattr(hub, "_PACKAGE", root.parent / "jaxspec")
     monkeypatch.setattr(methods, "why_not_here", lambda: "torch is at home")
     return measure(name, suite, data_folder, prompts_per_set, 1, progress=False)
@@ -329,3 +330,9 @@ class TestBlocks:
         too_long = drafter._replace(drafter=jaxspec.Deer(4096))
         with pytest.raises(ValueError, match="block must be at most"):
             if_it_drafts_for(model, too_long)
+
+
+def test_a_static_tree_has_the_passes_of_a_dynamic_one():
+    twin = methods.same_passes(jaxspec.Eagle2(num_nodes=20, depth=3, beam=4, taps=(2, 4, 5)))
+    assert draft_batches(twin.paths) == (1, 4, 4, 4)  # the root's, then `depth` of `beam`
+    assert twin.taps == (2, 4, 5)

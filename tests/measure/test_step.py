@@ -5,23 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import Eagle2, LayerSkip, NoDraft, PromptLookup
-from jaxspec.core.types import Params, Stop
+from jaxspec import LayerSkip, NoDraft, PromptLookup
+from jaxspec.core.types import Params, Stop, Warp
 from jaxspec.drafters import AdaptiveExit
 from jaxspec.measure.step import (
     begin_and_propose,
     draft_loop,
-    measure_step,
+    measure_drafter,
     record_drafting,
     repeat_drafting,
     repetitive_prompt,
-    same_passes,
     step_loop,
     target_loop,
     widths_used,
 )
 from jaxspec.models import Skips
-from jaxspec.tuning import draft_batches
 
 NUM_STEPS = 3
 
@@ -89,13 +87,6 @@ def test_drafts_alone_are_those_of_decoding(model):
 
 
 def test_all_parts_take_time(begun):
-    params, states, proposals = begun
-    times = measure_step(params, states, proposals, PromptLookup(), NUM_STEPS, repeats=1)
+    times = measure_drafter(begun[0], PromptLookup(), Warp(), NUM_STEPS, repeats=1)
     assert min(times.step, times.draft, times.target) > 0
     assert 1 <= times.width <= 5
-
-
-def test_a_static_tree_has_the_passes_of_a_dynamic_one():
-    twin = same_passes(Eagle2(num_nodes=20, depth=3, beam=4, taps=(2, 4, 5)))
-    assert draft_batches(twin.paths) == (1, 4, 4, 4)  # the root's, then `depth` of `beam`
-    assert twin.taps == (2, 4, 5)

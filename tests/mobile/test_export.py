@@ -29,7 +29,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 import flatbuffers
 
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
-from jaxspec.mobile.convert import lower, to_flatbuffer
+from jaxspec.mobile.convert import _check_size, lower, to_flatbuffer
 from jaxspec.mobile.drafts import DynamicDraft, LookupDraft, TreeDraft
 from jaxspec.mobile.loops import (
     HostAcceptance,
@@ -41,7 +41,6 @@ from jaxspec.mobile.loops import (
     verify_drafts,
 )
 from jaxspec.mobile.records import Signature
-from jaxspec.mobile.tflite import _check_size
 
 CAPACITY, NUM_NEW = 64, 40
 SHAPES = ExportConfig(capacity=CAPACITY, prefill=(8,), quantization="float32")
@@ -496,16 +495,16 @@ def test_a_tied_table_counts_once_in_float32(monkeypatch):
     network = tiny("qwen2")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(network.params) if leaf.ndim > 1)
     params = Params(network, ())
-    monkeypatch.setattr(sys.modules["jaxspec.mobile.tflite"], "_LARGEST", weights)
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.convert"], "_LARGEST", weights)
     _check_size(params, "float32")
-    monkeypatch.setattr(sys.modules["jaxspec.mobile.tflite"], "_LARGEST", weights - 1)
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.convert"], "_LARGEST", weights - 1)
     with pytest.raises(ValueError, match="less than 2 GiB"):
         _check_size(params, "float32")
 
 
 def test_what_a_flatbuffer_cannot_hold_is_refused_beforehand(pair, tmp_path, monkeypatch):
     """The token table counts with 8 bits, the products with 4."""
-    monkeypatch.setattr(sys.modules["jaxspec.mobile.tflite"], "_LARGEST", 4000)
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.convert"], "_LARGEST", 4000)
     with pytest.raises(ValueError, match=r"a \.tflite holds less than 2 GiB; take fewer bits"):
         export(pair[0], tmp_path, config=replace(SHAPES, quantization="int4"))
 

@@ -155,7 +155,7 @@ def test_costs_are_differences_of_measured_drafts(model, monkeypatch):
         return {name: np.array([seconds[name]]) for name in programs}
 
     monkeypatch.setattr(skip_costs, "time_in_turns", timed)
-    passes = type("Passes", (), {"seconds": {1: 1.0, 2: 1.5, 4: 2.0}})
+    passes = {1: 1.0, 2: 1.5, 4: 2.0}
     monkeypatch.setattr(skip_costs, "measure_passes", lambda *_, **__: passes)
     costs = measure_skip_costs(model.network, DEPTH, repeats=3)
     np.testing.assert_allclose(costs.attention, 0.2)

@@ -59,18 +59,14 @@ class EagleStep:
         """Returns the shapes of the head's cache."""
         return kv_inputs(target._replace(config=self.head_config), "head")
 
-    def signature(self, target: Target) -> Signature:
-        """Makes `step`: draft, target pass, greedy acceptance, commit."""
-        function = partial(self._step, target, greedy)
-        return make_signature(target, function, self._inputs(target) | kv_inputs(target))
+    def signature(self, target: Target, report: bool = False) -> Signature:
+        """Makes `step`: draft, target pass, greedy acceptance, commit.
 
-    def reporting_signature(self, target: Target) -> Signature:
-        """Makes `step_N`: the same with one further output, for hosts whose reads are slow.
-
-        The output `report` holds the count, one token per level, then the drafted tokens with the
+        With `report`, that is for `step_N`, it has one further output, for hosts whose reads are
+        slow: `report` holds the count, one token per level, then the drafted tokens with the
         pending token first.
         """
-        function = partial(self._step, target, greedy, report=True)
+        function = partial(self._step, target, greedy, report=report)
         return make_signature(target, function, self._inputs(target) | kv_inputs(target))
 
     def sampled_signature(self, target: Target) -> Signature:
