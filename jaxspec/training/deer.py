@@ -29,7 +29,7 @@ from jaxspec.diffusion.process import (
 )
 from jaxspec.drafters import Deer, LoadedDrafter
 from jaxspec.models import ModelConfig, Network
-from jaxspec.training.data import Answers
+from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import answers_of, answers_read
 from jaxspec.training.loop import Metrics, products_in
@@ -99,7 +99,7 @@ class Continuation:
         _check(self)
 
     def __call__(
-        self, params: PyTree, batch: Answers, key: PRNGKeyArray
+        self, params: PyTree, batch: Sequences, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
         return _loss(self, params, batch, key)
 
@@ -108,7 +108,7 @@ class Continuation:
         """The objective of validation."""
         return dataclasses.replace(self, steady=True)
 
-    def cut(self, row: Answers, key: PRNGKeyArray) -> _Row:
+    def cut(self, row: Sequences, key: PRNGKeyArray) -> _Row:
         """Cuts a row and hides the places to predict."""
         cut_key, mask_key = jax.random.split(key)
         tokens, segments, left = _cut(
@@ -170,7 +170,7 @@ class Refinement:
             )
 
     def __call__(
-        self, params: PyTree, batch: Answers, key: PRNGKeyArray
+        self, params: PyTree, batch: Sequences, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
         return _loss(self, params, batch, key)
 
@@ -179,7 +179,7 @@ class Refinement:
         """The objective of validation."""
         return self
 
-    def cut(self, row: Answers, key: PRNGKeyArray) -> _Row:
+    def cut(self, row: Sequences, key: PRNGKeyArray) -> _Row:
         """Cuts a row and hides the places to predict."""
         cut_key, length_key = jax.random.split(key)
         if self.cuts == "all":
@@ -226,11 +226,11 @@ def tail_weights(
 
 
 def _loss(
-    objective: Continuation | Refinement, params: PyTree, batch: Answers, key: PRNGKeyArray
+    objective: Continuation | Refinement, params: PyTree, batch: Sequences, key: PRNGKeyArray
 ) -> tuple[Float[Array, ""], Metrics]:
     """Returns the weighted cross-entropies of each text over its scale, averaged over texts."""
     network = Network(params, objective.config)
-    arrays = Answers(*map(jnp.asarray, batch))
+    arrays = jax.tree.map(jnp.asarray, batch)
     with products_in(objective.dtype):
         rows, logits = jax.vmap(lambda row, key: _predict(network, objective, row, key))(
             arrays, jax.random.split(key, len(arrays.tokens))
@@ -251,7 +251,7 @@ def _loss(
 
 
 def _predict(
-    network: Network, objective: Continuation | Refinement, row: Answers, key: PRNGKeyArray
+    network: Network, objective: Continuation | Refinement, row: Sequences, key: PRNGKeyArray
 ) -> tuple[_Row, Float[Array, "places vocab"]]:
     """Returns a row with its hidden places, and the network's logits of each place."""
     diffusion = network.config.diffusion
@@ -281,7 +281,7 @@ def _predict(
 
 
 def _cut(
-    row: Answers, key: PRNGKeyArray, config: ModelConfig, separator: bool | None
+    row: Sequences, key: PRNGKeyArray, config: ModelConfig, separator: bool | None
 ) -> tuple[Int[Array, " places"], Int[Array, " places"], Bool[Array, " places"]]:
     """Ends every answer at a random place; returns tokens, documents, and places that are left.
 
@@ -307,7 +307,7 @@ def _cut(
 
 
 def _cut_everywhere(
-    row: Answers, key: PRNGKeyArray, config: ModelConfig, longest: int
+    row: Sequences, key: PRNGKeyArray, config: ModelConfig, longest: int
 ) -> tuple[
     Int[Array, " places"], Int[Array, " places"], Bool[Array, " places"], Int[Array, " places"]
 ]:

@@ -19,7 +19,7 @@ from jaxspec.checkpoint.huggingface import write_network
 from jaxspec.core.types import PyTree
 from jaxspec.models import Network
 from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import Corpus, Sequences, encode_documents, in_order, pack
+from jaxspec.training.data import Corpus, encode_documents, in_order, pack
 from jaxspec.training.efficiency import Efficiency
 from jaxspec.training.loop import (
     History,
@@ -214,9 +214,9 @@ def train(
 
 def pack_sources(
     run: Run[RunSettings], tokenizer: Tokenizer, documents: Sequence[Divided]
-) -> Corpus[Sequences]:
+) -> Corpus:
     """Packs the documents of all sources, in order, into rows of tokens."""
-    corpus = Corpus[Sequences]({}, {}, {})
+    corpus = Corpus({}, {}, {})
     with run.console.status("packing text"):
         for source, part in zip(run.settings.sources, documents, strict=True):
             corpus.train[source.name], corpus.validation[source.name] = (
