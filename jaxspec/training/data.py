@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
+from jaxspec.core.checks import check_at_least
 from jaxspec.training.sources import Document
 from jaxspec.training.tokenizer import BOS, EOS, RESERVED, without_reserved
 
@@ -149,8 +150,7 @@ class Batches:
     seed: int = 0
 
     def __post_init__(self):
-        if self.rows_per_batch < 1:
-            raise ValueError(f"rows_per_batch must be at least 1, got {self.rows_per_batch}.")
+        check_at_least(self, 1, "rows_per_batch")
         if len(self.sources) != len(self.weights):
             raise ValueError(
                 f"weights must be one per source: {len(self.sources)}, got {len(self.weights)}."

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.checkpoint import save_dflash
+from jaxspec.core.checks import check_above_zero, check_one_of
 from jaxspec.core.masks import bidirectional
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import DFlash
@@ -25,13 +26,7 @@ from jaxspec.training.efficiency import block_flops_per_token
 from jaxspec.training.generated import answers_of, answers_read
 from jaxspec.training.loop import Metrics, products_in
 from jaxspec.training.report import RecipeNotes
-from jaxspec.training.settings import (
-    DTYPES,
-    TARGET,
-    DFlashTrainingSettings,
-    check_above_zero,
-    check_one_of,
-)
+from jaxspec.training.settings import DTYPES, TARGET, DFlashTrainingSettings
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import (
     Observed,

@@ -316,7 +316,7 @@ def test_a_state_folder_belongs_to_one_run(run):
         ({"gamma": 0.0}, "gamma must be above 0"),
         ({"mlp_dim": 0}, "mlp_dim must be above 0"),
         ({"own_text": 0}, "one of both"),
-        ({"decoding_prompts": -1}, "decoding_prompts must be 0 or more"),
+        ({"decoding_prompts": -1}, "decoding_prompts must be at least 0"),
     ],
 )
 def test_what_does_not_fit_is_named_before_anything_is_done(folder, tmp_path, changes, message):
