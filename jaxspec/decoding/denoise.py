@@ -118,7 +118,7 @@ class DenoiseConfig:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
         check_one_of(self, tuple(ORDERS), "order")
         check_one_of(self, SCHEDULES, "schedule")
-        check_one_of(self, (None, *CACHES), "cache")
+        check_one_of(self, (*CACHES, None), "cache")
         for name in ("eps", "guidance", "threshold"):
             if np.ndim(getattr(self, name)):
                 raise ValueError(f"{name} must be one number, got {getattr(self, name)!r}.")

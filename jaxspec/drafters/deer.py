@@ -105,7 +105,7 @@ class Deer(BlockSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        check_one_of(self, (None, *CACHES), "cache")
+        check_one_of(self, (*CACHES, None), "cache")
         check_at_least(self, 1, "chunk")
 
     @classmethod
