@@ -32,7 +32,6 @@ from jaxspec.measure.comparison import speedup_text
 from jaxspec.measure.figures import LOW_REPETITION, PLAIN, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.prompts import read_prompts
-from jaxspec.measure.timing import decode_in_turns
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.drafts import Caller, DynamicDraft, TreeDraft, WindowDraft
 from jaxspec.mobile.export import MODEL_FILE, export

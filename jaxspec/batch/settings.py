@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar, get_args
 import numpy as np
 
 from jaxspec.batch.guard import GuardSettings
+from jaxspec.core.checks import check_at_least
 from jaxspec.decoding.profile import DraftingMode
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LoadedDrafter, NoDraft
@@ -51,10 +52,7 @@ class JobSettings:
     memory: int | None = None
 
     def __post_init__(self):
-        for name in ("batch_size", "capacity", "memory"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}.")
+        check_at_least(self, 1, "batch_size", "capacity", "memory")
         if self.drafting not in get_args(DraftingMode):
             raise ValueError(
                 f"drafting must be 'auto', 'always' or 'never', got {self.drafting!r}."

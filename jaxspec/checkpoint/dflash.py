@@ -10,22 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.files import CheckpointError, read_json
 from jaxspec.checkpoint.folder import CONFIG
-from jaxspec.checkpoint.heads import (
-    differences,
-    load_head_params,
-    refuse_other_target,
-    write_head,
-)
+from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
 from jaxspec.checkpoint.hub import find_head
 from jaxspec.checkpoint.names import DFLASH, TIED_HEAD
 from jaxspec.checkpoint.safetensors import find_tensors
 from jaxspec.models.dflash import DFlashHead, dflash_taps, init_dflash_params
-from jaxspec.models.storage import kept_like
 from jaxspec.models.transformer import Network
 from jaxspec.sharding import shard_like
 
@@ -87,13 +79,12 @@ def load_dflash(source: str | Path, target: Network, dtype: Any = None) -> DFlas
             "only (sliding_window), which is not supported: its layers must see the whole text."
         )
     layers = raw.get("num_target_layers", target.num_layers)
-    problems = differences(
-        (
-            ("hidden_size", config.embed_dim, target.embed_dim),
-            ("vocab_size", config.vocab_size, target.vocab_size),
-            ("num_target_layers", layers, target.num_layers),
-        )
+    facts = (
+        ("hidden_size", config.embed_dim, target.embed_dim),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("num_target_layers", layers, target.num_layers),
     )
+    problems = []
     taps = _taps(own, target.num_layers, config.num_layers)
     if not all(0 <= layer < target.num_layers for layer in taps):
         outputs = [layer - 1 for layer in taps]
@@ -107,15 +98,13 @@ def load_dflash(source: str | Path, target: Network, dtype: Any = None) -> DFlas
     block = raw.get("block_size")
     if type(block) is not int or block < 2:
         problems.append(f"block_size is {block}, and must be at least 2, the pending token counted")
-    refuse_other_target(problems)
+    check_target(facts, problems)
     assert isinstance(mask, int)
     assert isinstance(block, int)
 
-    as_target, dtype = dtype is None, np.dtype(target.dtype if dtype is None else dtype)
     init = partial(init_dflash_params, config, len(taps) * target.embed_dim)
     stored = find_tensors(folder)
-    params = load_head_params(DFLASH, config, init, stored, dtype, TIED_HEAD)
-    params = kept_like(params, target.params) if as_target else params
+    params = load_head_params(DFLASH, config, init, stored, target, dtype, TIED_HEAD)
     return shard_like(target, DFlashHead(params, config, taps, mask, block, layers))
 
 

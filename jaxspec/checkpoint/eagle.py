@@ -24,15 +24,10 @@ import numpy as np
 from jaxtyping import Int
 from safetensors import safe_open
 
-from jaxspec.checkpoint.config import config_from_json
+from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.files import CheckpointError, read_json
 from jaxspec.checkpoint.folder import CONFIG
-from jaxspec.checkpoint.heads import (
-    differences,
-    load_head_params,
-    refuse_other_target,
-    write_head,
-)
+from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
 from jaxspec.checkpoint.hub import find_head
 from jaxspec.checkpoint.names import Tensor, eagle3_rules, eagle_rules
 from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors
@@ -44,7 +39,6 @@ from jaxspec.models.eagle import (
     init_eagle3_params,
     init_eagle_params,
 )
-from jaxspec.models.storage import kept_like
 from jaxspec.models.transformer import Network
 from jaxspec.sharding import shard_like
 
@@ -95,7 +89,6 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
     raw = _unfolded(read_json(folder / CONFIG))
     stored = _stored_tensors(folder)
     config = _layer_config(raw, stored, target)
-    as_target, dtype = dtype is None, np.dtype(target.dtype if dtype is None else dtype)
     ids = _draft_ids(stored, target.vocab_size)
     num_drafted = target.vocab_size if ids is None else len(ids)
     stated = raw.get("draft_vocab_size", num_drafted)
@@ -108,9 +101,8 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
     if not any(name.endswith("hidden_norm.weight") for name in stored):
         bias = _flag(raw, "bias", True)
         init = partial(init_eagle_params, config, bias)
-        params = load_head_params(_EAGLE, config, init, stored, dtype, _NOT_NEEDED)
+        params = load_head_params(_EAGLE, config, init, stored, target, dtype, _NOT_NEEDED)
         vocabulary = None if ids is None else DraftVocabulary.of(target, ids)
-        params = kept_like(params, target.params) if as_target else params
         return shard_like(target, EagleHead(params, config, bool(bias), vocabulary))
     unsupported = [name for name in _UNSUPPORTED if raw.get(name)]
     if unsupported:
@@ -127,8 +119,7 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
     published = any(name.startswith("midlayer.") for name in stored)
     rules = _EAGLE3 if published else eagle3_rules("layers.0")
     init = partial(init_eagle3_params, config, len(taps) * target.embed_dim)
-    params = load_head_params(rules, config, init, stored, dtype, _NOT_NEEDED)
-    params = kept_like(params, target.params) if as_target else params
+    params = load_head_params(rules, config, init, stored, target, dtype, _NOT_NEEDED)
     normed = _flag(raw, "norm_before_residual", False)
     head = Eagle3Head(params, config, taps, target.vocab_size, ids, normed)
     return shard_like(target, head)
@@ -262,7 +253,7 @@ def _layer_config(
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("target_num_hidden_layers", layers, target.num_layers),
     )
-    refuse_other_target(differences(facts))
+    check_target(facts)
     return config
 
 
@@ -299,20 +290,8 @@ def _draft_ids(
 
 
 def _config_to_json(head: EagleHead | Eagle3Head) -> dict[str, Any]:
-    config = head.config
-    raw = {
-        "model_type": "llama",
-        "hidden_size": config.embed_dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-        "vocab_size": head.target_vocab_size,
-    }
+    raw = {**config_to_json(head.config), "vocab_size": head.target_vocab_size}
+    del raw["architectures"]  # a head is no model
     if isinstance(head, Eagle3Head):
         taps = {"eagle_aux_hidden_state_layer_ids": list(head.taps)}
         return {**raw, **taps, "norm_before_residual": head.norm_before_residual}

@@ -5,6 +5,7 @@ the top level, layer patterns by rule), and the one written by transformers 5 (`
 `layer_types`). Both are read; the first is written, since every reader knows it.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +27,19 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 ACTIVATION_NAMES = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
 LAYER_TYPE_NAMES = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
+_SCALINGS: dict[str, type[Scaling]] = {
+    "linear": LinearScaling,
+    "dynamic": DynamicScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
+}
+# Fields of scalings that config.json calls otherwise.
+_SCALING_NAMES = {
+    "original_max_positions": "original_max_position_embeddings",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
+}
 # Sizes beyond this cannot index an array.
 LARGEST_SIZE = 2**31 - 1
 _REQUIRED = object()
@@ -101,86 +115,52 @@ def _scaling(section: Json, text: Json) -> Scaling | None:
         "original_max_position_embeddings",
         read_integer(section, "original_max_position_embeddings", longest),
     )
-    match kind:
-        case "default":
-            return None
-        case "linear":
-            return LinearScaling(read_number(section, "factor"))
-        case "dynamic":
-            return DynamicScaling(read_number(section, "factor"), longest)
-        case "llama3":
-            return Llama3Scaling(
-                factor=read_number(section, "factor"),
-                low_freq_factor=read_number(section, "low_freq_factor"),
-                high_freq_factor=read_number(section, "high_freq_factor"),
-                original_max_positions=original,
-            )
-        case "yarn":
-            return YarnScaling(
-                factor=read_number(section, "factor", longest / original),
-                original_max_positions=original,
-                attention_factor=read_number_or_none(section, "attention_factor"),
-                beta_fast=read_number(section, "beta_fast", 32.0),
-                beta_slow=read_number(section, "beta_slow", 1.0),
-                mscale=read_number_or_none(section, "mscale"),
-                mscale_all_dim=read_number_or_none(section, "mscale_all_dim"),
-                truncate=bool(section.get("truncate", True)),
-            )
-        case "longrope":
-            return LongRopeScaling(
-                short_factors=_numbers(section, "short_factor"),
-                long_factors=_numbers(section, "long_factor"),
-                factor=read_number(section, "factor", max(longest / original, 1.0)),
-                original_max_positions=original,
-                attention_factor=read_number_or_none(section, "attention_factor"),
-            )
-    raise CheckpointError(
-        "The RoPE type must be one of default, linear, dynamic, llama3, yarn, longrope; "
-        f"config.json has {kind!r}."
-    )
+    if kind == "default":
+        return None
+    if not isinstance(kind, str) or kind not in _SCALINGS:
+        raise CheckpointError(
+            f"The RoPE type must be one of default, {', '.join(_SCALINGS)}; config.json has "
+            f"{kind!r}."
+        )
+    known: dict[str, Any] = {"original_max_positions": longest if kind == "dynamic" else original}
+    if kind == "yarn":
+        known["factor"] = read_number(section, "factor", longest / original)
+    if kind == "longrope":
+        known["factor"] = read_number(section, "factor", max(longest / original, 1.0))
+    values = {}
+    for entry in dataclasses.fields(_SCALINGS[kind]):
+        name = _SCALING_NAMES.get(entry.name, entry.name)
+        if entry.name in known:
+            values[entry.name] = known[entry.name]
+        elif entry.name == "truncate":
+            values[entry.name] = bool(section.get(name, True))
+        elif entry.name in ("short_factors", "long_factors"):
+            values[entry.name] = _numbers(section, name)
+        elif entry.default is None:
+            values[entry.name] = read_number_or_none(section, name)
+        else:
+            default = _REQUIRED if entry.default is dataclasses.MISSING else entry.default
+            values[entry.name] = read_number(section, name, default)
+    return _SCALINGS[kind](**values)
 
 
 def scaling_entries(scaling: Scaling, config: ModelConfig) -> dict[str, Any]:
     """Returns the entries that describe a scaling of the rotation."""
-    match scaling:
-        case LinearScaling(factor):
-            return {"rope_type": "linear", "factor": factor}
-        case DynamicScaling(factor, _):
-            return {"rope_type": "dynamic", "factor": factor}
-        case Llama3Scaling():
-            return {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-            }
-        case YarnScaling():
-            entries = {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-                "attention_factor": scaling.attention_factor,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-                "mscale": scaling.mscale,
-                "mscale_all_dim": scaling.mscale_all_dim,
-                "truncate": scaling.truncate,
-            }
-            return {key: value for key, value in entries.items() if value is not None}
-        case LongRopeScaling():
-            # Phi-3's first readers want "type" and exactly three entries, so the rest is only
-            # written where it says something new.
-            entries = {
-                "type": "longrope",
-                "short_factor": list(scaling.short_factors),
-                "long_factor": list(scaling.long_factors),
-            }
-            if stored_positions(config) / scaling.original_max_positions != scaling.factor:
-                entries["factor"] = scaling.factor
-            if scaling.attention_factor is not None:
-                entries["attention_factor"] = scaling.attention_factor
-            return entries
+    kind = next(name for name, record in _SCALINGS.items() if type(scaling) is record)
+    entries = {
+        _SCALING_NAMES.get(name, name): list(value) if isinstance(value, tuple) else value
+        for name, value in vars(scaling).items()
+        if value is not None
+    }
+    if isinstance(scaling, DynamicScaling | LongRopeScaling):
+        del entries["original_max_position_embeddings"]  # it stands at the top
+    if not isinstance(scaling, LongRopeScaling):
+        return {"rope_type": kind, **entries}
+    # Phi-3's first readers want "type" and exactly three entries, so the rest is only written where
+    # it says something new.
+    if stored_positions(config) / scaling.original_max_positions == scaling.factor:
+        del entries["factor"]
+    return {"type": kind, **entries}
 
 
 def usable_positions(config: ModelConfig) -> int:

@@ -205,19 +205,14 @@ def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
 
 
 def _diffusion_entries(config: ModelConfig) -> dict[str, Any]:
-    diffusion = config.diffusion
-    assert diffusion is not None  # what makes a network of these families
-    entries: dict[str, Any] = {
-        "mask_token_id": diffusion.mask_token_id,
-        "shift_logits": diffusion.shift,
+    entries = {
+        "mask_token_id": config.masking.mask_token_id,
+        "shift_logits": config.masking.shift,
+        "block_size": config.masking.block,
+        "masked_window": config.masking.window,
+        "separator_token_id": config.masking.separator,
     }
-    if diffusion.block is not None:
-        entries["block_size"] = diffusion.block
-    if diffusion.window is not None:
-        entries["masked_window"] = diffusion.window
-    if diffusion.separator is not None:
-        entries["separator_token_id"] = diffusion.separator
-    return entries
+    return {name: value for name, value in entries.items() if value is not None}
 
 
 # Settings that LLaDA's code knows, with the values that every published network has.

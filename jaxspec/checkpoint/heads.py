@@ -1,6 +1,6 @@
 """The one loader and the one writer of heads that draft for a target: EAGLE and DFlash."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from jaxspec.checkpoint.params import leaves_by_path, read_params, shapes_by_pat
 from jaxspec.checkpoint.safetensors import SINGLE
 from jaxspec.core.types import PyTree
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.storage import unscaled
+from jaxspec.models.storage import kept_like, unscaled
+from jaxspec.models.transformer import Network
 
 
 def load_head_params(
@@ -23,7 +24,8 @@ def load_head_params(
     config: ModelConfig,
     init: Callable[[PRNGKeyArray], PyTree],
     stored: Mapping[str, Tensor],
-    dtype: np.dtype,
+    target: Network,
+    dtype: Any = None,
     not_needed: tuple[str, ...] = (),
 ) -> PyTree:
     """Reads the parameters of a head.
@@ -33,7 +35,8 @@ def load_head_params(
         config: the shape of the head's layers.
         init: makes random parameters; only their shapes are used.
         stored: the tensors of the file by name.
-        dtype: dtype of the parameters.
+        target: the network to draft for.
+        dtype: dtype of the parameters; `None`: the target's, and its form of matrices.
         not_needed: names of tensors that files may hold and that are not read.
 
     Raises:
@@ -43,30 +46,28 @@ def load_head_params(
     sizes = shapes_by_path(shapes)
     placed = placements_by(rules, config, sizes)
     matched = match_tensors(placed, sizes, stored, not_needed)
-    return read_params(shapes, placed, matched, dtype)
+    if dtype is not None:
+        return read_params(shapes, placed, matched, np.dtype(dtype))
+    return kept_like(read_params(shapes, placed, matched, np.dtype(target.dtype)), target.params)
 
 
-def differences(facts: Iterable[tuple[str, Any, Any]]) -> list[str]:
-    """Describes the facts in which a head's config.json and its target differ.
+def check_target(facts: Iterable[tuple[str, Any, Any]], problems: Sequence[str] = ()) -> None:
+    """Refuses a head that was made for another target.
 
     Args:
         facts: name, value in config.json and value of the target, of each fact.
+        problems: further differences, described.
+
+    Raises:
+        CheckpointError: something differs; all of it is listed.
     """
-    return [
+    found = [
         f"{name} is {theirs} in config.json, {ours} in the target"
         for name, theirs, ours in facts
         if theirs != ours
-    ]
-
-
-def refuse_other_target(problems: list[str]) -> None:
-    """Refuses a head that was made for another target.
-
-    Raises:
-        CheckpointError: there are problems; all of them are listed.
-    """
-    if problems:
-        raise CheckpointError(f"The head is for another target: {'; '.join(problems)}.")
+    ] + [*problems]
+    if found:
+        raise CheckpointError(f"The head is for another target: {'; '.join(found)}.")
 
 
 def write_head(

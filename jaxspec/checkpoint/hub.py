@@ -1,7 +1,7 @@
 """From a name to a model that can be run: a folder, a shipped model or a Hub id, and back."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -261,12 +261,7 @@ def find_head(source: str | Path, kind: Literal["eagle", "dflash"] = "eagle") ->
         return shipped[str(source)]
     if folder.exists():
         return folder
-    if isinstance(source, str) and _HUB_ID.fullmatch(source):
-        return _download(source, _HUB_HEAD_FILES)
-    raise CheckpointError(
-        f"There is no folder {str(source)!r}, nor a shipped head of that name (shipped: "
-        f"{', '.join(shipped) or 'none'}). Heads on the Hugging Face Hub are called owner/name."
-    )
+    return _download(source, "head", shipped, _HUB_HEAD_FILES)
 
 
 # Names of the kinds of heads, and the functions that load them.
@@ -294,15 +289,19 @@ def _find(source: str | Path) -> Folder:
         )
     if folder.exists():
         raise CheckpointError(f"{folder} is a file; give the folder that it lies in.")
-    if isinstance(source, str) and _HUB_ID.fullmatch(name):
-        return read_folder(_download(name, _HUB_FILES))
-    raise CheckpointError(
-        f"There is no folder {name!r}, nor a shipped model of that name (shipped: "
-        f"{', '.join(shipped) or 'none'}). Models on the Hugging Face Hub are called owner/name."
-    )
+    return read_folder(_download(source, "model", shipped, _HUB_FILES))
 
 
-def _download(hub_id: str, files: tuple[str, ...]) -> Path:
+def _download(
+    hub_id: str | Path, kind: str, shipped: Iterable[str], files: tuple[str, ...]
+) -> Path:
+    """Fetches the files of a model or a head that is not on this machine."""
+    if not isinstance(hub_id, str) or not _HUB_ID.fullmatch(hub_id):
+        raise CheckpointError(
+            f"There is no folder {str(hub_id)!r}, nor a shipped {kind} of that name (shipped: "
+            f"{', '.join(shipped) or 'none'}). {kind.capitalize()}s on the Hugging Face Hub are "
+            "called owner/name."
+        )
     import huggingface_hub
     from huggingface_hub.errors import (
         GatedRepoError,

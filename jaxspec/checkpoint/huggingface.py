@@ -93,7 +93,7 @@ def load_network(
     placed = placements(model_type(raw), config, leaves)
     matched = match_tensors(placed, leaves, stored, TIED_HEAD if config.tied_head else ())
     largest = float_dtype(max(matched.values(), key=lambda tensor: tensor.num_bytes))
-    target = _default_dtype(largest) if dtype is None else as_dtype(dtype)
+    target = dtype_of_network(largest, dtype)
     if mesh is not None:
         check_divides(config, mesh)
     if weights is None and dtype is None and matrices_as_stored(target, largest, mesh):
@@ -148,10 +148,12 @@ def write_network(
     write_safetensors(folder / SINGLE, tensors, target)
 
 
-def _default_dtype(stored: np.dtype) -> np.dtype:
-    if jax.default_backend() == "cpu":
-        return DTYPES["float32"]
-    return DTYPES.get(stored.name, DTYPES["float32"])
+def dtype_of_network(stored: np.dtype, asked: Any) -> np.dtype:
+    """Returns the dtype asked for, or else the stored one where the device computes in it."""
+    if asked is not None:
+        return as_dtype(asked)
+    narrow = jax.default_backend() != "cpu"
+    return DTYPES.get(stored.name if narrow else "float32", DTYPES["float32"])
 
 
 def dtype_of_matrices(weights: str | None, dtype: np.dtype) -> np.dtype:

@@ -1,15 +1,14 @@
 """Checks, before anything large is allocated, that a network and its caches fit."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError
-from jaxspec.core.types import PyTree
+from jaxspec.checkpoint.params import leaves_by_path
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.storage import is_matrix
 from jaxspec.models.transformer import param_shapes
@@ -63,17 +62,12 @@ def estimate_memory(
     """
     narrow = np.dtype(dtype if matrices is None else matrices)
     sizes = [
-        leaf.size * (narrow if is_matrix(path) else np.dtype(dtype)).itemsize
-        for path, leaf in _leaves_by_path(param_shapes(config))
+        leaf.size * (narrow if is_matrix(tuple(path.split("/"))) else np.dtype(dtype)).itemsize
+        for path, leaf in leaves_by_path(param_shapes(config)).items()
     ]
     return MemoryEstimate(
         sum(sizes), _cache_bytes(config, dtype, capacity, batch_size), 2 * max(sizes)
     )
-
-
-def _leaves_by_path(tree: PyTree) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        yield tuple(entry.key for entry in path), leaf
 
 
 def _cache_bytes(config: ModelConfig, dtype: np.dtype, capacity: int, batch_size: int) -> int:

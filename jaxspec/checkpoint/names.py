@@ -97,28 +97,15 @@ def _linear(leaf):
     return (Region(leaf.T, 1),)
 
 
-def _heads(leaf, which):
+def _heads(leaf, *parts):
     """Some of the vectors of each kv head, whose group is its queries, then its key and value."""
-    part = leaf[..., which, :]
-    part = part.reshape(*part.shape[:-2], -1)
-    kernel = leaf.ndim == 4
-    return Region(np.moveaxis(part, 0, -1) if kernel else part, 2)
+    found = [leaf[..., part, :] for part in parts]
+    found = [part.reshape(*part.shape[:-2], -1) for part in found]
+    return tuple(Region(np.moveaxis(part, 0, -1) if leaf.ndim == 4 else part, 2) for part in found)
 
 
-def _query(leaf):
-    return (_heads(leaf, slice(None, -2)),)
-
-
-def _key(leaf):
-    return (_heads(leaf, slice(-2, -1)),)
-
-
-def _value(leaf):
-    return (_heads(leaf, slice(-1, None)),)
-
-
-def _query_key_value(leaf):
-    return _query(leaf) + _key(leaf) + _value(leaf)
+def _halves(leaf, *indices):
+    return tuple(Region(leaf[..., index, :].T, 1) for index in indices)
 
 
 def _out(leaf):
@@ -126,21 +113,32 @@ def _out(leaf):
     return (Region(leaf.reshape(-1, leaf.shape[-1]).T, 1),)
 
 
-def _half(leaf, index):
-    half = leaf[..., index, :]
-    return Region(half.T, 1)
+def _query_key_value(leaf):
+    return _heads(leaf, slice(None, -2), slice(-2, -1), slice(-1, None))
 
 
-def _gate(leaf):
-    return (_half(leaf, 0),)
+def _query(leaf):
+    return _query_key_value(leaf)[:1]
 
 
-def _up(leaf):
-    return (_half(leaf, 1),)
+def _key(leaf):
+    return _query_key_value(leaf)[1:2]
+
+
+def _value(leaf):
+    return _query_key_value(leaf)[2:]
 
 
 def _gate_up(leaf):
-    return _gate(leaf) + _up(leaf)
+    return _halves(leaf, 0, 1)
+
+
+def _gate(leaf):
+    return _halves(leaf, 0)
+
+
+def _up(leaf):
+    return _halves(leaf, 1)
 
 
 _LAYER = "model.layers.{layer}"
@@ -186,11 +184,25 @@ def _mlp_out(layer: str, leaf: str) -> tuple[Rule, ...]:
     )
 
 
+def _sublayers(layer: str, leaf: str) -> tuple[Rule, ...]:
+    return (
+        *_attention(layer, leaf),
+        *_mlp(layer, leaf),
+        *_attention_out(layer, leaf),
+        *_mlp_out(layer, leaf),
+    )
+
+
+def _norms(**leaves: str) -> tuple[Rule, ...]:
+    """The norms of a layer: their leaves by their names, a dot as two underscores."""
+    return tuple(
+        Rule(f"{_LAYER}.{name.replace('__', '.')}.weight", f"layer_{{layer}}/{leaf}/scale", _same)
+        for name, leaf in leaves.items()
+    )
+
+
 _IN_MODEL = (_LAYER, "layer_{layer}/")
-_QK_NORMS = (
-    Rule(f"{_LAYER}.self_attn.q_norm.weight", "layer_{layer}/attention/q_norm/scale", _same),
-    Rule(f"{_LAYER}.self_attn.k_norm.weight", "layer_{layer}/attention/k_norm/scale", _same),
-)
+_QK_NORMS = _norms(self_attn__q_norm="attention/q_norm", self_attn__k_norm="attention/k_norm")
 _EXPERT = f"{_LAYER}.mlp.experts.{{expert}}"
 _EXPERTS = (
     Rule(f"{_LAYER}.mlp.gate.weight", "layer_{layer}/experts/router/kernel", _linear),
@@ -198,19 +210,12 @@ _EXPERTS = (
     Rule(f"{_EXPERT}.up_proj.weight", "layer_{layer}/experts/gate_up/kernel", _up),
     Rule(f"{_EXPERT}.down_proj.weight", "layer_{layer}/experts/down/kernel", _linear),
 )
-_PRE_NORMS = (
-    Rule(f"{_LAYER}.input_layernorm.weight", "layer_{layer}/attention_norm/scale", _same),
-    Rule(f"{_LAYER}.post_attention_layernorm.weight", "layer_{layer}/mlp_norm/scale", _same),
-)
-_FOUR_NORMS = (
-    Rule(f"{_LAYER}.input_layernorm.weight", "layer_{layer}/attention_norm/scale", _same),
-    Rule(
-        f"{_LAYER}.post_attention_layernorm.weight",
-        "layer_{layer}/attention_post_norm/scale",
-        _same,
-    ),
-    Rule(f"{_LAYER}.pre_feedforward_layernorm.weight", "layer_{layer}/mlp_norm/scale", _same),
-    Rule(f"{_LAYER}.post_feedforward_layernorm.weight", "layer_{layer}/mlp_post_norm/scale", _same),
+_PRE_NORMS = _norms(input_layernorm="attention_norm", post_attention_layernorm="mlp_norm")
+_FOUR_NORMS = _norms(
+    input_layernorm="attention_norm",
+    post_attention_layernorm="attention_post_norm",
+    pre_feedforward_layernorm="mlp_norm",
+    post_feedforward_layernorm="mlp_post_norm",
 )
 _PHI3 = (
     Rule(
@@ -221,9 +226,8 @@ _PHI3 = (
     Rule(f"{_LAYER}.mlp.gate_up_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _gate_up),
 )
 _LAYER_OUTS = _attention_out(*_IN_MODEL) + _mlp_out(*_IN_MODEL)
-_SUBLAYERS = _attention(*_IN_MODEL) + _QK_NORMS + _mlp(*_IN_MODEL) + _LAYER_OUTS
-_LLAMA = _ENDS + _PRE_NORMS + _SUBLAYERS
-_GEMMA = _ENDS + _FOUR_NORMS + _SUBLAYERS
+_LLAMA = _ENDS + _PRE_NORMS + _QK_NORMS + _sublayers(*_IN_MODEL)
+_GEMMA = _ENDS + _FOUR_NORMS + _QK_NORMS + _sublayers(*_IN_MODEL)
 _BLOCK = "model.transformer.blocks.{layer}"
 _LLADA = (
     Rule("model.transformer.wte.weight", "embed/embedding", _same),
@@ -258,10 +262,7 @@ TABLES: dict[str, tuple[Rule, ...]] = {
 def eagle_rules(layer: str) -> tuple[Rule, ...]:
     """Returns the table of EAGLE-1 heads: one layer of that name, without the ends of a model."""
     return (
-        *_attention(layer, ""),
-        *_attention_out(layer, ""),
-        *_mlp(layer, ""),
-        *_mlp_out(layer, ""),
+        *_sublayers(layer, ""),
         Rule(f"{layer}.post_attention_layernorm.weight", "mlp_norm/scale", _same),
         Rule("fc.weight", "fc/kernel", _linear),
         Rule("fc.bias", "fc/bias", _same),
@@ -280,12 +281,8 @@ def eagle3_rules(layer: str) -> tuple[Rule, ...]:
 
 
 # DFlash heads are the layers of a Qwen-3 without its ends, and what makes their context.
-_LAYERS = ("layers.{layer}", "layer_{layer}/")
 DFLASH = (
-    *_attention(*_LAYERS),
-    *_attention_out(*_LAYERS),
-    *_mlp(*_LAYERS),
-    *_mlp_out(*_LAYERS),
+    *_sublayers("layers.{layer}", "layer_{layer}/"),
     *(Rule(rule.name.removeprefix("model."), rule.path, _same) for rule in _QK_NORMS + _PRE_NORMS),
     Rule("fc.weight", "fc/kernel", _linear),
     Rule("hidden_norm.weight", "hidden_norm/scale", _same),

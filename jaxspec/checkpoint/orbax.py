@@ -17,37 +17,17 @@ from jax.sharding import Mesh
 from jaxspec.checkpoint.config import prepared_for
 from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
 from jaxspec.checkpoint.folder import ORBAX_CONFIG, ORBAX_PARAMS
-from jaxspec.checkpoint.huggingface import DTYPES, as_dtype, dtype_of_matrices
+from jaxspec.checkpoint.huggingface import dtype_of_matrices, dtype_of_network
 from jaxspec.checkpoint.memory import check_network_fits
 from jaxspec.checkpoint.params import matrices_as_stored
-from jaxspec.models.config import (
-    Diffusion,
-    DynamicScaling,
-    Experts,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    ModelConfig,
-    Rope,
-    YarnScaling,
-)
+from jaxspec.models import config as records
 from jaxspec.models.storage import stored_as
 from jaxspec.models.transformer import Network, param_shapes
 from jaxspec.sharding import check_divides, param_sharding, shares_of_memory
 
-_RECORDS = {
-    record.__name__: record
-    for record in (
-        ModelConfig,
-        Rope,
-        Experts,
-        Diffusion,
-        LinearScaling,
-        DynamicScaling,
-        Llama3Scaling,
-        YarnScaling,
-        LongRopeScaling,
-    )
+# The records that describe a network, by name.
+_RECORDS: dict[str, Any] = {
+    name: kind for name, kind in vars(records).items() if dataclasses.is_dataclass(kind)
 }
 
 
@@ -99,7 +79,7 @@ def load_orbax(
             stored = checkpointer.metadata(path).item_metadata.tree
             largest = max(jax.tree.leaves(stored), key=lambda leaf: math.prod(leaf.shape))
             whole = largest.dtype == np.int8
-            target = _dtype_of_network(np.dtype(stored["norm"]["scale"].dtype), dtype)
+            target = dtype_of_network(np.dtype(stored["norm"]["scale"].dtype), dtype)
             kept = np.dtype(largest.dtype)
             if weights is None and dtype is None and matrices_as_stored(target, kept, mesh):
                 weights = "bfloat16"
@@ -115,12 +95,6 @@ def load_orbax(
     if weights == "int8" or (whole and weights is not None):
         params = stored_as(params, weights)
     return Network(params, config)
-
-
-def _dtype_of_network(stored: np.dtype, asked: Any) -> np.dtype:
-    if asked is not None:
-        return as_dtype(asked)
-    return DTYPES["float32"] if jax.default_backend() == "cpu" else stored
 
 
 def _in_form(params: Any, dtype: np.dtype, matrices: np.dtype) -> Any:

@@ -27,7 +27,7 @@ from jaxspec.drafters import (
     NoDraft,
     PromptLookup,
 )
-from jaxspec.drafters.fit import OtherTargetError
+from jaxspec.drafters.loaded import OtherTargetError
 from jaxspec.measure.step import measure_drafter
 from jaxspec.models import Eagle3Head, EagleHead
 from jaxspec.tuning import tree_of_head

@@ -13,21 +13,21 @@ import jax
 import numpy as np
 
 from jaxspec.checkpoint.memory import check_cache_fits
+from jaxspec.core.checks import check_at_least, check_one_of
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import Params, Stop
 from jaxspec.decoding.request import (
     PromptLike,
     check_call,
     check_id_list,
-    check_ids,
     check_numbers,
-    encode_prompt,
+    encode_prompts,
     one_per_prompt,
     peak_bytes,
     prompt_arrays,
-    prompt_list,
+    stop_ids_of,
 )
-from jaxspec.decoding.result import FINISH_REASONS
+from jaxspec.decoding.result import FINISH_REASONS, Rows
 from jaxspec.diffusion.passes import CACHES, DenoisePlan
 from jaxspec.diffusion.self_speculative import (
     DenoiseOutcome,
@@ -116,11 +116,9 @@ class DenoiseConfig:
                 continue
             if not isinstance(value, int | np.integer) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-        for name, known in (("order", tuple(ORDERS)), ("schedule", SCHEDULES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}.")
-        if self.cache is not None and self.cache not in CACHES:
-            raise ValueError(f"cache must be one of {CACHES}, or None, got {self.cache!r}.")
+        check_one_of(self, tuple(ORDERS), "order")
+        check_one_of(self, SCHEDULES, "schedule")
+        check_one_of(self, (*CACHES, None), "cache")
         for name in ("eps", "guidance", "threshold"):
             if np.ndim(getattr(self, name)):
                 raise ValueError(f"{name} must be one number, got {getattr(self, name)!r}.")
@@ -183,7 +181,7 @@ class Denoised:
 
 
 @dataclasses.dataclass(frozen=True)
-class DenoiseResult(Sequence[Denoised]):
+class DenoiseResult(Rows[Denoised]):
     """Rows in order of prompts.
 
     Attributes:
@@ -199,22 +197,6 @@ class DenoiseResult(Sequence[Denoised]):
     """
 
     rows: tuple[Denoised, ...]
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def texts(self) -> list[str | None]:
-        """Text of each row; `None` without a tokenizer."""
-        return [row.text for row in self.rows]
-
-    @property
-    def tokens(self) -> list[np.ndarray]:
-        """Ids that each row emitted."""
-        return [row.tokens for row in self.rows]
 
 
 def denoise(
@@ -312,9 +294,7 @@ def denoise_stream(
         running = np.asarray(states.canvas.stop) == Stop.RUNNING
         if not running.any():
             return request.result(DenoiseOutcome(states.canvas, states.stats))
-        states, info = step_stream(
-            request.params, states, plan=request.plan, speculation=request.speculation
-        )
+        states, info = step_stream(request.params, states, **request.static)
         info: Any = jax.device_get(info)
         canvases = request.continuations(info.canvases)
         yield [
@@ -353,8 +333,7 @@ def measure_costs(
     Raises:
         ValueError: as `denoise` does, or `repeats` is not at least 1.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}.")
+    check_at_least({"repeats": repeats}, 1, "repeats")
     config, speculation = config or DenoiseConfig(), speculation or SelfSpeculation()
     # As wide a window as all drafts will need: it is part of what a pass costs.
     window = prepare_denoising(model, prompts, config, speculation, 0).plan.window
@@ -390,23 +369,22 @@ class DenoiseRequest:
     speculation: SelfSpeculation
     tokenizer: "Tokenizer | None"
 
+    @property
+    def static(self) -> dict[str, Any]:
+        """The static settings of every program."""
+        return {"plan": self.plan, "speculation": self.speculation}
+
     def denoise(self) -> DenoiseOutcome:
         """Fills in all rows in one program."""
-        return denoise_rows(self.params, self.prompts, plan=self.plan, speculation=self.speculation)
-
-    def compiled(self) -> Any:
-        """Returns the program of `denoise` as XLA has it; cheap after `denoise`."""
-        return denoise_rows.lower(
-            self.params, self.prompts, plan=self.plan, speculation=self.speculation
-        ).compile()
+        return denoise_rows(self.params, self.prompts, **self.static)
 
     def peak_bytes(self) -> int:
         """Returns the most bytes that the program of `denoise` holds at once, by its compiler."""
-        return peak_bytes(self.compiled())
+        return peak_bytes(denoise_rows.lower(self.params, self.prompts, **self.static).compile())
 
     def begin(self) -> DenoiseState:
         """Returns the rows before the first pass."""
-        return begin_rows(self.params, self.prompts, plan=self.plan, speculation=self.speculation)
+        return begin_rows(self.params, self.prompts, **self.static)
 
     def timed(self, most: int) -> Callable[[], float]:
         """Returns a timer that runs at most `most` rounds and reports seconds per round."""
@@ -415,9 +393,7 @@ class DenoiseRequest:
         def run() -> float:
             jax.block_until_ready(states)
             start = time.perf_counter()
-            ended = run_rounds(
-                self.params, states, plan=self.plan, speculation=self.speculation, most=most
-            )
+            ended = run_rounds(self.params, states, most=most, **self.static)
             _, count = jax.block_until_ready(ended)
             return (time.perf_counter() - start) / max(1, int(count))
 
@@ -521,7 +497,13 @@ def prepare_denoising(
         opens_with_first=opens_with_first,
         num_likeliest=speculation.lossy_top_k or 0,
     )
-    encoded = _encoded(model, prompts, diffusion.mask_token_id, config.max_new_tokens)
+    encoded = encode_prompts(model, prompts, config.max_new_tokens)
+    for index, ids in enumerate(encoded):
+        if diffusion.mask_token_id in ids:
+            raise ValueError(
+                f"prompts[{index}] holds the mask (id {diffusion.mask_token_id}), which stands for "
+                "what is to be filled in; leave it out."
+            )
     # Not to powers of two as `bucket_of` does: most passes read the whole canvas.
     bucket = round_up(max(map(len, encoded)), _CANVAS_MULTIPLE)
     # A causal block may begin before the prompt ends and end after the text that was asked for;
@@ -541,14 +523,14 @@ def prepare_denoising(
     )
     if cache != "none":
         check_cache_fits(model.config, model.network.dtype, size, len(encoded))
-    stop_ids = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
     guidance: Any = None
     if config.guidance:
         guidance = np.full(len(encoded), config.guidance, np.float32)
+    temperature: Any = one_per_prompt("temperature", config.temperature, len(encoded), np.float32)
     rows = DenoisePrompt(
-        **prompt_arrays(encoded, bucket, seed, stop_ids),
+        **prompt_arrays(encoded, bucket, seed, stop_ids_of(model, config)),
         pace=_pace(config, steps, len(encoded)),
-        temperature=_temperature(config, len(encoded)),
+        temperature=temperature if temperature.any() else None,
         guidance=guidance,
     )
     return DenoiseRequest(Params(model.network, ()), rows, plan, speculation, tokenizer)
@@ -601,21 +583,6 @@ def _cache(own_block: int | None, config: DenoiseConfig) -> str:
     return cache
 
 
-def _encoded(
-    model: "Model", prompts: Any, mask_token_id: int, max_new_tokens: int
-) -> list[list[int]]:
-    encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
-    for index, ids in enumerate(encoded):
-        name = f"prompts[{index}]"
-        check_ids(model, ids, name, spare=max_new_tokens)
-        if mask_token_id in ids:
-            raise ValueError(
-                f"{name} holds the mask (id {mask_token_id}), which stands for what is to be "
-                "filled in; leave it out."
-            )
-    return encoded
-
-
 def _window(rules: Rules, cache: str, config: DenoiseConfig, steps: int, num_drafts: int) -> int:
     if cache == "blocks":
         return 2 * rules.block
@@ -631,17 +598,10 @@ def _window(rules: Rules, cache: str, config: DenoiseConfig, steps: int, num_dra
 
 
 def _pace(config: DenoiseConfig, steps: int, rows: int) -> Pace:
-    per_row: Any  # NumPy's arrays, which jit takes for JAX's
+    of_rows: Any = np.full  # NumPy's arrays, which jit takes for JAX's
     if config.threshold is not None:
-        per_row = np.full(rows, np.log(config.threshold), np.float32)
-        return ThresholdPace(per_row)
+        return ThresholdPace(of_rows(rows, np.log(config.threshold), np.float32))
     if config.schedule == "linear":
-        per_row = np.tile(linear_shares(steps, config.eps), (rows, 1))
-        return LinearPace(per_row)
-    per_row = np.full(rows, steps, np.int32)
-    return EvenPace(per_row)
-
-
-def _temperature(config: DenoiseConfig, rows: int) -> Any:
-    values = one_per_prompt("temperature", config.temperature, rows, np.float32)
-    return values if values.any() else None
+        shares: Any = np.tile(linear_shares(steps, config.eps), (rows, 1))
+        return LinearPace(shares)
+    return EvenPace(of_rows(rows, steps, np.int32))

@@ -51,7 +51,10 @@ class Counts:
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """Accepted draft tokens per target pass, bonus EXCLUDED."""
+        """Accepted draft tokens per target pass, bonus EXCLUDED.
+
+        Spec-Bench prints a figure under nearly this name that includes it.
+        """
         return _ratio(self.num_from_draft, self.num_steps)
 
     @property
@@ -61,7 +64,10 @@ class Counts:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens along the path."""
+        """Accepted over drafted tokens along the path.
+
+        A step whose deepest node had depth 4 drafted 4.
+        """
         return _ratio(_weighted(self.accepted), _weighted(self.drafted))
 
     @property
@@ -73,11 +79,10 @@ class Counts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Metrics:
+class Metrics(Counts):
     """Counts of one call of `generate`, or of one row of it, and the time that it took.
 
     Attributes:
-        counts: counters, see `Counts`; the properties below name its figures.
         idle_fraction: share of row-steps spent on rows that had already finished.
         repeated_ngrams: share of 4-grams of the output that occurred in it before; a small model
             that loops is easy to draft for.
@@ -91,9 +96,8 @@ class Metrics:
         (2.5, 10.0)
     """
 
-    counts: Counts
-    idle_fraction: float
-    repeated_ngrams: float
+    idle_fraction: float = 0.0
+    repeated_ngrams: float = 0.0
     seconds: float | None = None
     compile_seconds: float | None = None
 
@@ -116,68 +120,43 @@ class Metrics:
         total = sum(counts, Counts())
         row_steps = max((row.num_steps for row in counts), default=0) * len(counts)
         idle = _ratio(row_steps - total.num_steps, row_steps)
-        return cls(total, idle, repeated_ngrams(tokens), seconds, compile_seconds)
+        return cls(
+            **vars(total),
+            idle_fraction=idle,
+            repeated_ngrams=repeated_ngrams(tokens),
+            seconds=seconds,
+            compile_seconds=compile_seconds,
+        )
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens emitted."""
-        return self.counts.num_tokens
+    def counts(self) -> Counts:
+        """The counters alone."""
+        return Counts() + self
 
     @property
     def num_verify_steps(self) -> int:
         """Target passes, counted once per row that took part."""
-        return self.counts.num_steps
+        return self.num_steps
 
     @property
     def num_draft_tokens(self) -> int:
         """Verified draft tokens; every node of a tree counts, its root does not."""
-        return self.counts.num_nodes
+        return self.num_nodes
 
     @property
     def mean_acceptance_length(self) -> float:
-        """tau: tokens per target pass, the bonus token INCLUDED."""
-        return self.counts.tau
-
-    @property
-    def tau(self) -> float:
-        """Alias of `mean_acceptance_length`: the bonus token INCLUDED."""
-        return self.counts.tau
-
-    @property
-    def mean_accepted_tokens(self) -> float:
-        """Accepted draft tokens per target pass, the bonus token EXCLUDED.
-
-        Spec-Bench prints a figure under nearly this name that includes it.
-        """
-        return self.counts.mean_accepted_tokens
-
-    @property
-    def max_accepted_tokens(self) -> int:
-        """Most draft tokens accepted in one step, the bonus token EXCLUDED."""
-        return self.counts.max_accepted_tokens
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens along the path.
-
-        A step whose deepest node had depth 4 drafted 4.
-        """
-        return self.counts.acceptance_rate
-
-    @property
-    def acceptance_per_position(self) -> tuple[float, ...]:
-        """Entry i: the share that accepted a token at depth i + 1, of the steps that drafted it."""
-        return self.counts.acceptance_per_position
+        """Alias of `tau`: tokens per target pass, the bonus token INCLUDED."""
+        return self.tau
 
     @property
     def acceptance_histogram(self) -> tuple[int, ...]:
         """Entry i: steps that accepted i draft tokens, the bonus token EXCLUDED."""
-        return self.counts.accepted
+        return self.accepted
 
     @property
     def drafted_histogram(self) -> tuple[int, ...]:
         """Entry i: steps whose draft was i tokens deep."""
-        return self.counts.drafted
+        return self.drafted
 
     @property
     def tokens_per_second(self) -> float | None:

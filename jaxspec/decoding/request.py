@@ -20,7 +20,7 @@ from jaxspec.core.stopping import StopAutomaton, stop_automaton
 from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Warp
 from jaxspec.decoding.result import text_of
 from jaxspec.drafters import DrafterLike, LoadedDrafter, loaded_drafter
-from jaxspec.drafters.fit import OtherTargetError
+from jaxspec.drafters.loaded import OtherTargetError
 from jaxspec.sharding import mesh_of, on_mesh_of, shard_like, shares_of_memory, spread_rows
 
 if TYPE_CHECKING:
@@ -209,12 +209,9 @@ def prepare(
         ValueError: as `generate` does.
     """
     loaded = check_request(model, config, drafter, seed)
-    encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
-    for index, ids in enumerate(encoded):
-        check_ids(model, ids, f"prompts[{index}]")
-    stop_ids = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+    encoded = encode_prompts(model, prompts)
     bucket = bucket_of(max(map(len, encoded)))
-    arrays = prompt_arrays(encoded, bucket, seed, stop_ids)
+    arrays = prompt_arrays(encoded, bucket, seed, stop_ids_of(model, config))
     lengths = arrays["length"]
 
     def per_prompt(name: str, dtype: type) -> np.ndarray:
@@ -440,6 +437,23 @@ def encode_prompt(model: Vocabulary, prompt: Any) -> list[int]:
             f"{prompt!r:.80}."
         )
     return ids.tolist()
+
+
+def encode_prompts(model: "Model", prompts: Any, spare: int = 1) -> list[list[int]]:
+    """Returns the token ids of one prompt or several, checked as `check_ids` does.
+
+    Raises:
+        ValueError: one of them cannot be decoded from.
+    """
+    encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
+    for index, ids in enumerate(encoded):
+        check_ids(model, ids, f"prompts[{index}]", spare)
+    return encoded
+
+
+def stop_ids_of(model: "Model", config: Any) -> Sequence[int]:
+    """Returns the ids that end a row: those of the settings, or else of the model."""
+    return model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
 
 
 def _tokenizer_of(model: Vocabulary, given: str) -> "Tokenizer":

@@ -1,8 +1,8 @@
 """Results of decoding: rows, their text, metrics, and on request a trace of every step."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxspec.decoding.profile import DraftingProfile
     from jaxspec.drafters import DrafterLike
 
+Row = TypeVar("Row", bound=Any, covariant=True)
 FINISH_REASONS = {
     Stop.RUNNING: "running",
     Stop.TOKEN: "stop_token",
@@ -152,8 +153,30 @@ class Generation:
         return generation_html(self)
 
 
+class Rows(Sequence[Row]):
+    """Rows of a result in order of prompts; `result[i]` is row i."""
+
+    rows: tuple[Row, ...]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def texts(self) -> list[str | None]:
+        """Text of each row; `None` without a tokenizer."""
+        return [row.text for row in self.rows]
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        """Ids that each row emitted."""
+        return [row.tokens for row in self.rows]
+
+
 @dataclasses.dataclass(frozen=True)
-class GenerationResult(Sequence[Generation]):
+class GenerationResult(Rows[Generation]):
     """Rows in order of prompts, the samples of a prompt next to each other, and metrics.
 
     Attributes:
@@ -176,29 +199,10 @@ class GenerationResult(Sequence[Generation]):
     drafters: tuple["DrafterLike | None", ...] = ()
     drafting: "DraftingProfile | None" = None
 
-    def __getitem__(self, index):
-        return self.rows[index]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Generation]:
-        return iter(self.rows)
-
     def _repr_html_(self) -> str:
         from jaxspec.decoding.notebook import result_html
 
         return result_html(self)
-
-    @property
-    def texts(self) -> list[str | None]:
-        """Text of each row; `None` without a tokenizer."""
-        return [row.text for row in self.rows]
-
-    @property
-    def tokens(self) -> list[np.ndarray]:
-        """Ids that each row emitted."""
-        return [row.tokens for row in self.rows]
 
 
 class HostRow(NamedTuple):

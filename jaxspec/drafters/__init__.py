@@ -4,8 +4,8 @@
 |---|---|
 | plain, lookup, draft_model, layer_skip, eagle, eagle2, deer, dflash | one method each |
 | block | settings and drafting of `Deer` and `DFlash` |
-| growth, pool | trees grown level by level; the best of a pool of candidates |
-| loaded, fit | a drafter with its weights; checks that weights belong to a target |
+| growth | trees grown level by level; the best of a pool of candidates |
+| loaded | a drafter with its weights; checks that weights belong to a target |
 | skip_sets | sets of sub-layers for `LayerSkip` |
 """
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxspec.core.checks import check_at_least, check_share
 from jaxspec.core.proposal import bank, choose_children, tree_proposal
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Proposal, PyTree, Tree, Warp
-from jaxspec.drafters.growth import fit_vocab, take_rows
-from jaxspec.drafters.pool import Pool, best_of_pool
+from jaxspec.drafters.growth import Pool, best_of_pool, fit_vocab, take_rows
 
 BlockPass = Callable[[Int[Array, " block"]], tuple[Float[Array, "block embed"], PyTree]]
 """A draft pass over a block.
@@ -68,14 +68,9 @@ class AdaptiveBlock:
     patience: int = 64
 
     def __post_init__(self):
-        for name in ("memory", "prior"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}.")
-        for name in ("draft_cost", "token_cost"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}.")
-        if self.explore < 1:
-            raise ValueError(f"explore must be at least 1 step, got {self.explore}.")
+        check_share(self, "memory", "prior")
+        check_at_least(self, 0, "draft_cost", "token_cost")
+        check_at_least(self, 1, "explore")
         if self.patience < self.explore:
             raise ValueError(
                 f"patience must be at least explore ({self.explore}), got {self.patience}."
@@ -158,11 +153,8 @@ class BlockSettings:
     adaptive: AdaptiveBlock | None = None
 
     def __post_init__(self):
-        for name in ("block", "branch", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
-        if self.temperature is not None and not self.temperature >= 0:
-            raise ValueError(f"temperature must be at least 0, got {self.temperature}.")
+        check_at_least(self, 1, "block", "branch", "steps", "num_nodes")
+        check_at_least(self, 0, "temperature")
         if self.temperature is not None and self.num_nodes is not None:
             raise ValueError(
                 "temperature and num_nodes exclude each other: such a tree takes the likeliest "
@@ -187,8 +179,6 @@ class BlockSettings:
                     "paths: a tree without a node drafts nothing; to decode plainly, give no "
                     "drafter."
                 )
-        if self.num_nodes is not None and self.num_nodes < 1:
-            raise ValueError(f"num_nodes must be at least 1, got {self.num_nodes}.")
         if self.depth > self.block:
             raise ValueError(
                 f"paths: the tree is {self.depth} levels deep, but a block has {self.block} "
@@ -239,6 +229,20 @@ class BlockSettings:
     def max_branch(self) -> int:
         """The most children of a node."""
         return self.branch if self.tree is None else self.tree.children.shape[1]
+
+    def check_room(self, positions: str, longest: int, vocab_size: int) -> None:
+        """Refuses blocks and trees that are too large for a head or a drafter.
+
+        Raises:
+            ValueError: saying which.
+        """
+        if self.block > longest:
+            raise ValueError(f"block must be at most {positions}, got {self.block}.")
+        if self.max_branch >= vocab_size:
+            raise ValueError(
+                f"drafter: a node has up to {self.max_branch} children, but only {vocab_size - 1} "
+                "tokens can be drafted; give a narrower tree."
+            )
 
     @cached_property
     def _nodes_to_depth(self) -> np.ndarray:

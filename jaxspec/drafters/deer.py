@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS, append_within, settled
+from jaxspec.core.checks import check_at_least, check_one_of
 from jaxspec.core.decode import in_chunks
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path
@@ -104,10 +105,8 @@ class Deer(BlockSettings):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.cache not in (None, *CACHES):
-            raise ValueError(f"cache must be one of {CACHES}, or None, got {self.cache!r}.")
-        if self.chunk < 1:
-            raise ValueError(f"chunk must be at least 1 token, got {self.chunk}.")
+        check_one_of(self, (*CACHES, None), "cache")
+        check_at_least(self, 1, "chunk")
 
     @classmethod
     def of(
@@ -156,7 +155,7 @@ class Deer(BlockSettings):
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> DeerState:
         draft, bucket = params.draft, prompt.features.shape[0]
-        cache, diffusion = None, _diffusion_of(draft)
+        cache, diffusion = None, draft.config.masking
         kind = self._cache(draft)
         if kind == "blocks" and diffusion.block is not None:
             # The pending token is read again with every block: later positions depend on it.
@@ -171,7 +170,7 @@ class Deer(BlockSettings):
         self, params: Params, key: PRNGKeyArray, state: DeerState, context: Context
     ) -> tuple[Proposal, DeerState]:
         draft, cache = params.draft, state.cache
-        diffusion = _diffusion_of(draft)
+        diffusion = draft.config.masking
         reading = self._reading(draft, cache, context)
         start, end = reading.start, self._end(draft, context.length)
         # Index of the output that decides the first drafted position.
@@ -238,16 +237,8 @@ class Deer(BlockSettings):
                 "cache: 'prefix' is for drafters that see both sides; this one is causal over "
                 "blocks, and takes 'blocks' or 'none'."
             )
-        if self.block > config.max_positions:
-            raise ValueError(
-                f"block must be at most the drafter's {config.max_positions} positions, got "
-                f"{self.block}."
-            )
-        if self.max_branch >= (num_drafted := min(config.vocab_size, params.target.vocab_size)):
-            raise ValueError(
-                f"drafter: a node has up to {self.max_branch} children, but only "
-                f"{num_drafted - 1} tokens can be drafted; give a narrower tree."
-            )
+        longest, vocab_size = config.max_positions, min(config.vocab_size, params.target.vocab_size)
+        self.check_room(f"the drafter's {longest} positions", longest, vocab_size)
         # Without a separator the drafter's last block is shown whole, and ends in masks.
         behind = 0 if self.sep_token_id is not None else (diffusion.block or 1) - 1
         num_masks = self.block + behind
@@ -260,7 +251,7 @@ class Deer(BlockSettings):
             )
 
     def _cache(self, draft: Network) -> str:
-        diffusion = _diffusion_of(draft)
+        diffusion = draft.config.masking
         return self.cache or ("prefix" if diffusion.block is None else "blocks")
 
     def _reading(self, draft: Network, cache: KVCache | None, context: Context) -> _Reading:
@@ -268,7 +259,7 @@ class Deer(BlockSettings):
 
         A step emits at most `depth` + 1 tokens, and steps without a draft at most `slack`.
         """
-        diffusion = _diffusion_of(draft)
+        diffusion = draft.config.masking
         behind = self.block + (self.sep_token_id is not None)
         if cache is None:
             size = context.tokens.shape[0] + behind + (diffusion.block or 0)
@@ -296,7 +287,7 @@ class Deer(BlockSettings):
 
     def _end(self, draft: Network, length: Int[Array, ""]) -> Int[Array, ""]:
         """Returns the position after the canvas."""
-        block = _diffusion_of(draft).block
+        block = draft.config.masking.block
         if self.sep_token_id is not None:
             return length + self.block + 1
         if block is None:
@@ -306,7 +297,7 @@ class Deer(BlockSettings):
     def _sees(
         self, draft: Network, positions: Int[Array, " size"], end: Int[Array, ""]
     ) -> Bool[Array, "size size"]:
-        block = _diffusion_of(draft).block
+        block = draft.config.masking.block
         seen = jnp.broadcast_to(positions[None] < end, (len(positions), len(positions)))
         if block is None:
             return seen
@@ -322,7 +313,7 @@ class Deer(BlockSettings):
         length: Int[Array, ""],
     ) -> Int[Array, " size"]:
         """Returns the text, the drafted part of the block, masks, and the separator."""
-        diffusion = _diffusion_of(draft)
+        diffusion = draft.config.masking
         masked = jnp.where(positions < length, window, diffusion.mask_token_id)
         if self.steps > 1:
             place = positions - length
@@ -336,7 +327,7 @@ class Deer(BlockSettings):
         """Returns keys and values of the prompt with a masked block after it, from one pass."""
         positions = jnp.arange(bucket + self.block + (self.sep_token_id is not None))
         window = jnp.take(context.tokens, positions, mode="clip")
-        nothing = jnp.full(self.block, _diffusion_of(draft).mask_token_id, jnp.int32)
+        nothing = jnp.full(self.block, draft.config.masking.mask_token_id, jnp.int32)
         tokens = self._canvas(draft, window, positions, nothing, context.length)
         seen = self._sees(draft, positions, self._end(draft, context.length))
         return _first_positions(settled(draft.forward(tokens, positions, seen, None)), bucket)
@@ -357,12 +348,6 @@ def _token_id(model: "Model", name: str, token: str) -> int:
             "drafter that was trained without one."
         )
     return found
-
-
-def _diffusion_of(draft: Network) -> Diffusion:
-    diffusion = draft.config.diffusion
-    assert diffusion is not None, "check_fit refuses causal models"
-    return diffusion
 
 
 def _read_blocks(

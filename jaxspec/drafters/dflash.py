@@ -18,8 +18,7 @@ from jaxspec.core.cache import append
 from jaxspec.core.tree import Path
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal
 from jaxspec.drafters.block import Acceptance, BlockSettings
-from jaxspec.drafters.fit import check_made_for
-from jaxspec.drafters.loaded import LoadedDrafter
+from jaxspec.drafters.loaded import LoadedDrafter, check_made_for
 from jaxspec.models import DFlashHead
 
 
@@ -131,16 +130,8 @@ class DFlash(BlockSettings):
         )
         if head.taps != self.taps:
             raise ValueError(f"drafter: taps must be the head's, {head.taps}, got {self.taps}.")
-        if self.block + 1 > head.config.max_positions:
-            raise ValueError(
-                f"block must be below the head's {head.config.max_positions} positions, got "
-                f"{self.block}."
-            )
-        if self.max_branch >= target.vocab_size:
-            raise ValueError(
-                f"drafter: a node has up to {self.max_branch} children, but only "
-                f"{target.vocab_size - 1} tokens can be drafted; give a narrower tree."
-            )
+        places = head.config.max_positions
+        self.check_room(f"the head's {places} positions less one", places - 1, target.vocab_size)
         if self.block > head.block - 1:
             warnings.warn(
                 f"block: drafts of {self.block} tokens, but this head was trained on "

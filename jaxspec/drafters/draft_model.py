@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
+from jaxspec.core.checks import check_at_least
 from jaxspec.core.decode import prefill
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
 from jaxspec.core.types import (
@@ -65,10 +66,7 @@ class DraftModel:
     chunk: int = 256
 
     def __post_init__(self):
-        if self.num_speculative_tokens < 1:
-            raise ValueError(
-                f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}."
-            )
+        check_at_least(self, 1, "num_speculative_tokens", "chunk")
         if self.paths is not None:
             object.__setattr__(self, "paths", normalize_paths(self.paths))
 

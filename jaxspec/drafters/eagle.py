@@ -15,12 +15,12 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
+from jaxspec.core.checks import check_at_least
 from jaxspec.core.decode import in_chunks
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal, Tree
-from jaxspec.drafters.fit import check_made_for
 from jaxspec.drafters.growth import grow_tree
-from jaxspec.drafters.loaded import LoadedDrafter
+from jaxspec.drafters.loaded import LoadedDrafter, check_made_for
 
 if TYPE_CHECKING:
     from jaxspec.models.eagle import Eagle3Head, EagleHead
@@ -76,8 +76,7 @@ class Eagle:
             raise ValueError(
                 "paths: a tree without a node drafts nothing; to decode plainly, give no drafter."
             )
-        if self.chunk < 1:
-            raise ValueError(f"chunk must be at least 1 token, got {self.chunk}.")
+        check_at_least(self, 1, "chunk")
 
     @classmethod
     def of(

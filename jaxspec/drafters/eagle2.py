@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from jaxspec.core.checks import check_at_least
 from jaxspec.core.types import Context, Hidden, Params, Proposal
 from jaxspec.drafters.eagle import EagleState, absorb, check_head, read_prompt
-from jaxspec.drafters.growth import Scratch, extend
+from jaxspec.drafters.growth import Pool, Scratch, best_of_pool, extend
 from jaxspec.drafters.loaded import LoadedDrafter
-from jaxspec.drafters.pool import Pool, best_of_pool
 
 if TYPE_CHECKING:
     from jaxspec.models.eagle import Eagle3Head, EagleHead
@@ -58,9 +58,7 @@ class Eagle2:
     chunk: int = 256
 
     def __post_init__(self):
-        for name in ("num_nodes", "depth", "beam", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        check_at_least(self, 1, "num_nodes", "depth", "beam", "chunk")
         if self.num_nodes > self._num_candidates:
             raise ValueError(
                 f"num_nodes must be at most beam + depth * beam^2 = {self._num_candidates}, "

@@ -1,6 +1,7 @@
-"""Static trees grown level by level: shared by drafters that have a model or a head."""
+"""Trees that several drafters share: static ones grown level by level, the best of a pool."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS
 from jaxspec.core.forms import exchangeable
 from jaxspec.core.proposal import choose_children, tree_proposal
+from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import Hidden, LayerKV, Proposal, Tree, Warp
 
 Scratch = tuple[LayerKV, ...]
@@ -148,3 +150,46 @@ def extend(scratch: Scratch | None, new_kv: Scratch) -> Scratch:
         )
         for old, new in zip(scratch, new_kv, strict=True)
     )
+
+
+class Pool(NamedTuple):
+    """Candidates for the tree in the order of their creation, so that parents come first.
+
+    Attributes:
+        tokens: of the candidates.
+        parents: index in the pool; -1 is the root.
+        scores: the drafter's log-probability of the path from the root.
+    """
+
+    tokens: Int[Array, " candidates"]
+    parents: Int[Array, " candidates"]
+    scores: Float[Array, " candidates"]
+
+
+def best_of_pool(
+    pool: Pool, root: Int[Array, ""], num_nodes: int, max_depth: int, branch: int
+) -> Proposal:
+    """Returns the tree of the `num_nodes` best candidates; its tokens are deterministic.
+
+    Re-ranking of EAGLE-2 (Li et al. 2024b, section 4.2).
+
+    Args:
+        pool: at least `num_nodes` candidates.
+        root: the pending token.
+        num_nodes: of the tree, the root not counted.
+        max_depth: static bound on depth.
+        branch: static bound on children per node.
+    """
+    # The best of the pool include their parents: no child scores above its parent, and on ties
+    # `top_k` takes the one created first.
+    best = jnp.zeros(pool.scores.shape[0], bool)
+    best = best.at[jax.lax.top_k(pool.scores, num_nodes)[1]].set(True)
+    kept = jnp.nonzero(best, size=num_nodes)[0]  # ascending, without a sort
+    parents = jnp.searchsorted(kept, pool.parents[kept]) + 1
+    parents = jnp.where(pool.parents[kept] < 0, 0, parents).astype(jnp.int32)
+    parents = jnp.concatenate([jnp.full(1, -1, jnp.int32), parents])
+    every_node = jnp.ones(num_nodes + 1, bool)
+    tree = traced_tree(parents, every_node, max_depth, min(branch, num_nodes))
+    tokens = jnp.concatenate([root[None], pool.tokens[kept]])
+    no_law = jnp.zeros(num_nodes + 1, jnp.int32)
+    return Proposal(tokens, tree, every_node, None, no_law)

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.cache import empty_layer, write
+from jaxspec.core.checks import check_at_least, check_one_of, check_share
 from jaxspec.core.proposal import bank, chain_proposal, choose_children
 from jaxspec.core.types import Context, Hidden, LayerKV, Params, Proposal
 from jaxspec.drafters.loaded import LoadedDrafter
@@ -48,11 +49,8 @@ class AdaptiveExit:
     rule: str = "paper"
 
     def __post_init__(self):
-        for name in ("target_rate", "step", "rate_memory", "threshold_memory"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}.")
-        if self.rule not in ("paper", "released"):
-            raise ValueError(f"rule must be 'paper' or 'released', got {self.rule!r}.")
+        check_share(self, "target_rate", "step", "rate_memory", "threshold_memory")
+        check_one_of(self, ("paper", "released"), "rule")
 
     def update(
         self,
@@ -157,12 +155,8 @@ class LayerSkip:
     adaptive: AdaptiveExit | None = AdaptiveExit()
 
     def __post_init__(self):
-        if self.num_speculative_tokens < 1:
-            raise ValueError(
-                f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}."
-            )
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold must be in [0, 1], got {self.threshold}.")
+        check_at_least(self, 1, "num_speculative_tokens")
+        check_share(self, "threshold")
         if self.skip is not None:
             _check_kind(self.skip)
             entries = [entry for part in self.skip for entry in part]

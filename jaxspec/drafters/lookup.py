@@ -10,6 +10,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from jaxspec.core.checks import check_at_least, check_one_of
 from jaxspec.core.proposal import bank, chain_proposal
 from jaxspec.core.types import Context, Hidden, Params, Proposal
 
@@ -45,14 +46,8 @@ class PromptLookup:
     match: Literal["first", "recent"] = "first"
 
     def __post_init__(self):
-        if self.num_speculative_tokens < 1:
-            raise ValueError(
-                f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}."
-            )
-        if self.max_ngram < 1:
-            raise ValueError(f"max_ngram must be at least 1, got {self.max_ngram}.")
-        if self.match not in ("first", "recent"):
-            raise ValueError(f"match must be 'first' or 'recent', got {self.match!r}.")
+        check_at_least(self, 1, "num_speculative_tokens", "max_ngram")
+        check_one_of(self, ("first", "recent"), "match")
 
     @property
     def tree_shape(self) -> tuple[int, int]:

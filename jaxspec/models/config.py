@@ -7,6 +7,8 @@ equal one never compiles again.
 import dataclasses
 from dataclasses import dataclass
 
+from jaxspec.core.checks import check_at_least, check_one_of
+
 LAYER_TYPES = ("full", "sliding")
 ACTIVATIONS = ("silu", "gelu_tanh")
 
@@ -252,16 +254,13 @@ class ModelConfig:
     def __post_init__(self):
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("full",) * self.num_layers)
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        check_at_least(self, 1, *_SIZES)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads ({self.num_kv_heads}), "
                 f"got {self.num_heads}."
             )
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {self.activation!r}.")
+        check_one_of(self, ACTIVATIONS, "activation")
         self._check_layers()
         self._check_diffusion()
         for name in ("rope", "sliding_rope"):
@@ -272,6 +271,13 @@ class ModelConfig:
                 raise ValueError(f"{name} must be positive, or None for none, got {value}.")
         if self.norm_eps <= 0:
             raise ValueError(f"norm_eps must be positive, got {self.norm_eps}.")
+
+    @property
+    def masking(self) -> Diffusion:
+        """`diffusion`, of a network that has it; any other is refused."""
+        if self.diffusion is None:
+            raise ValueError("config must be of a diffusion model, but its `diffusion` is None.")
+        return self.diffusion
 
     @property
     def num_groups(self) -> int:

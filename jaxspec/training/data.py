@@ -5,12 +5,14 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
+from jaxspec.core.checks import check_at_least
 from jaxspec.training.sources import Document
 from jaxspec.training.tokenizer import BOS, EOS, RESERVED, without_reserved
 
@@ -39,47 +41,17 @@ class Sequences(NamedTuple):
         tokens: ids; 0 where there is padding.
         segments: 1, 2, ... for the documents of a row in order; 0 is padding.
         positions: positions within each segment, from 0.
+        answer: 1 where a token belongs to an answer, else 0; `None`: documents are no answers.
+        features: see `jaxspec.training.target.TargetStates`; `None`: the states are not kept.
+        taps: see `features`.
     """
 
     tokens: Int[Array | np.ndarray, "rows length"]
     segments: Int[Array | np.ndarray, "rows length"]
     positions: Int[Array | np.ndarray, "rows length"]
-
-
-class SeenSequences(NamedTuple):
-    """Rows of packed documents with the target's states; see `Sequences` and `TargetStates`."""
-
-    tokens: Int[Array | np.ndarray, "rows length"]
-    segments: Int[Array | np.ndarray, "rows length"]
-    positions: Int[Array | np.ndarray, "rows length"]
-    features: Float[Array | np.ndarray, "rows length embed"]
-    taps: Float[Array | np.ndarray, "rows length tapped"]
-
-
-class Answers(NamedTuple):
-    """Rows of packed documents, each a prompt and its answer; see `Sequences`.
-
-    `answer` is 1 where a token belongs to an answer, else 0.
-    """
-
-    tokens: Int[Array | np.ndarray, "rows length"]
-    segments: Int[Array | np.ndarray, "rows length"]
-    positions: Int[Array | np.ndarray, "rows length"]
-    answer: Int[Array | np.ndarray, "rows length"]
-
-
-class SeenAnswers(NamedTuple):
-    """Rows of prompts with their answers and the target's tapped states; see `Answers`."""
-
-    tokens: Int[Array | np.ndarray, "rows length"]
-    segments: Int[Array | np.ndarray, "rows length"]
-    positions: Int[Array | np.ndarray, "rows length"]
-    answer: Int[Array | np.ndarray, "rows length"]
-    taps: Float[Array | np.ndarray, "rows length tapped"]
-
-
-Rows = TypeVar("Rows", Sequences, SeenSequences, Answers, SeenAnswers)
-"""Records of arrays whose first axis counts rows."""
+    answer: Int[Array | np.ndarray, "rows length"] | None = None
+    features: Float[Array | np.ndarray, "rows length embed"] | None = None
+    taps: Float[Array | np.ndarray, "rows length tapped"] | None = None
 
 
 def pack(documents: Sequence[Int[np.ndarray, " tokens"]], length: int) -> Sequences:
@@ -134,7 +106,7 @@ def pack_answers(
     length: int,
     block: int = 1,
     filler: int = 0,
-) -> Answers:
+) -> Sequences:
     """Packs prompts with their answers into rows, as `pack` does.
 
     Args:
@@ -155,12 +127,11 @@ def pack_answers(
         places = np.arange(len(whole))
         cut.append(whole)
         marks.append(((places >= size) & (places < len(own))).astype(np.int32))
-    packed = pack(cut, length)
-    return Answers(*packed, pack(marks, length).tokens)
+    return pack(cut, length)._replace(answer=pack(marks, length).tokens)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Batches(Generic[Rows]):
+class Batches:
     """An endless series of batches: `batches(step)` needs no history.
 
     An epoch holds `weight` passes over each source, all rows shuffled together; a fractional
@@ -173,36 +144,31 @@ class Batches(Generic[Rows]):
         seed: seed of the order.
     """
 
-    sources: tuple[Rows, ...]
+    sources: tuple[Sequences, ...]
     weights: tuple[float, ...]
     rows_per_batch: int
     seed: int = 0
 
     def __post_init__(self):
-        if self.rows_per_batch < 1:
-            raise ValueError(f"rows_per_batch must be at least 1, got {self.rows_per_batch}.")
+        check_at_least(self, 1, "rows_per_batch")
         if len(self.sources) != len(self.weights):
             raise ValueError(
                 f"weights must be one per source: {len(self.sources)}, got {len(self.weights)}."
             )
 
-    def __call__(self, step: int) -> Rows:
+    def __call__(self, step: int) -> Sequences:
         sizes = tuple(len(source.tokens) for source in self.sources)
         rows = [
             _place(sizes, self.weights, self.seed, index)
             for index in range(step * self.rows_per_batch, (step + 1) * self.rows_per_batch)
         ]
-        kind = type(self.sources[0])
-        return kind(
-            *(
-                np.stack([self.sources[source][field][row] for source, row in rows])
-                for field in range(len(kind._fields))
-            )
+        return jax.tree.map(
+            lambda *fields: np.stack([fields[source][row] for source, row in rows]), *self.sources
         )
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus(Generic[Rows]):
+class Corpus:
     """Packed text of a run by source.
 
     Attributes:
@@ -211,17 +177,17 @@ class Corpus(Generic[Rows]):
         weights: passes over each source, relative to a source of weight 1.
     """
 
-    train: dict[str, Rows]
-    validation: dict[str, Rows]
+    train: dict[str, Sequences]
+    validation: dict[str, Sequences]
     weights: dict[str, float]
 
-    def batches(self, rows_per_batch: int, seed: int) -> Batches[Rows]:
+    def batches(self, rows_per_batch: int, seed: int) -> Batches:
         """Returns the batches of the rows to learn from."""
         return Batches(
             tuple(self.train.values()), tuple(self.weights.values()), rows_per_batch, seed
         )
 
-    def __or__(self, other: "Corpus[Rows]") -> "Corpus[Rows]":
+    def __or__(self, other: "Corpus") -> "Corpus":
         return Corpus(
             self.train | other.train,
             self.validation | other.validation,
@@ -234,16 +200,18 @@ class Corpus(Generic[Rows]):
         return {name: int(np.count_nonzero(packed.segments)) for name, packed in self.train.items()}
 
 
-def in_order(sequences: Rows, rows_per_batch: int, most: int | None = None) -> Iterator[Rows]:
+def in_order(
+    sequences: Sequences, rows_per_batch: int, most: int | None = None
+) -> Iterator[Sequences]:
     """Yields the first `most` rows as batches of one size, the last filled with padding."""
-    for start in range(0, len(sequences.tokens[:most]), rows_per_batch):
-        part = [field[:most][start : start + rows_per_batch] for field in sequences]
-        missing = rows_per_batch - len(part[0])
-        yield type(sequences)(*(_with_empty_rows(field, missing) for field in part))
+    first = jax.tree.map(lambda field: field[:most], sequences)
+    for start in range(0, len(first.tokens), rows_per_batch):
+        yield jax.tree.map(functools.partial(_batch_at, start, rows_per_batch), first)
 
 
-def _with_empty_rows(field: Any, missing: int) -> Any:
-    return np.pad(field, ((0, missing), *[(0, 0)] * (field.ndim - 1)))
+def _batch_at(start: int, size: int, field: np.ndarray) -> np.ndarray:
+    rows = field[start : start + size]
+    return np.pad(rows, ((0, size - len(rows)), *[(0, 0)] * (field.ndim - 1)))
 
 
 def _place(

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import Model, load
 from jaxspec.checkpoint.tokenizer import covers
+from jaxspec.core.checks import check_above_zero, check_one_of
 from jaxspec.core.masks import same_document
 from jaxspec.core.types import Params, PyTree
 from jaxspec.diffusion.process import (
@@ -29,7 +30,7 @@ from jaxspec.diffusion.process import (
 )
 from jaxspec.drafters import Deer, LoadedDrafter
 from jaxspec.models import ModelConfig, Network
-from jaxspec.training.data import Answers
+from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import answers_of, answers_read
 from jaxspec.training.loop import Metrics, products_in
@@ -39,8 +40,6 @@ from jaxspec.training.settings import (
     DTYPES,
     TARGET,
     DeerTrainingSettings,
-    check_above_zero,
-    check_one_of,
 )
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import as_stored, decoding_of, load_target
@@ -99,7 +98,7 @@ class Continuation:
         _check(self)
 
     def __call__(
-        self, params: PyTree, batch: Answers, key: PRNGKeyArray
+        self, params: PyTree, batch: Sequences, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
         return _loss(self, params, batch, key)
 
@@ -108,7 +107,7 @@ class Continuation:
         """The objective of validation."""
         return dataclasses.replace(self, steady=True)
 
-    def cut(self, row: Answers, key: PRNGKeyArray) -> _Row:
+    def cut(self, row: Sequences, key: PRNGKeyArray) -> _Row:
         """Cuts a row and hides the places to predict."""
         cut_key, mask_key = jax.random.split(key)
         tokens, segments, left = _cut(
@@ -156,8 +155,7 @@ class Refinement:
         _check(self)
         check_above_zero(self, "longest", "alpha")
         check_one_of(self, CUTS, "cuts")
-        diffusion = self.config.diffusion
-        assert diffusion is not None  # checked above
+        diffusion = self.config.masking
         if self.cuts == "all" and diffusion.block is None:
             raise ValueError(
                 'cuts "all" needs a drafter that is causal over blocks; this one sees both sides, '
@@ -170,7 +168,7 @@ class Refinement:
             )
 
     def __call__(
-        self, params: PyTree, batch: Answers, key: PRNGKeyArray
+        self, params: PyTree, batch: Sequences, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
         return _loss(self, params, batch, key)
 
@@ -179,7 +177,7 @@ class Refinement:
         """The objective of validation."""
         return self
 
-    def cut(self, row: Answers, key: PRNGKeyArray) -> _Row:
+    def cut(self, row: Sequences, key: PRNGKeyArray) -> _Row:
         """Cuts a row and hides the places to predict."""
         cut_key, length_key = jax.random.split(key)
         if self.cuts == "all":
@@ -226,11 +224,11 @@ def tail_weights(
 
 
 def _loss(
-    objective: Continuation | Refinement, params: PyTree, batch: Answers, key: PRNGKeyArray
+    objective: Continuation | Refinement, params: PyTree, batch: Sequences, key: PRNGKeyArray
 ) -> tuple[Float[Array, ""], Metrics]:
     """Returns the weighted cross-entropies of each text over its scale, averaged over texts."""
     network = Network(params, objective.config)
-    arrays = Answers(*map(jnp.asarray, batch))
+    arrays = jax.tree.map(jnp.asarray, batch)
     with products_in(objective.dtype):
         rows, logits = jax.vmap(lambda row, key: _predict(network, objective, row, key))(
             arrays, jax.random.split(key, len(arrays.tokens))
@@ -251,11 +249,10 @@ def _loss(
 
 
 def _predict(
-    network: Network, objective: Continuation | Refinement, row: Answers, key: PRNGKeyArray
+    network: Network, objective: Continuation | Refinement, row: Sequences, key: PRNGKeyArray
 ) -> tuple[_Row, Float[Array, "places vocab"]]:
     """Returns a row with its hidden places, and the network's logits of each place."""
-    diffusion = network.config.diffusion
-    assert diffusion is not None  # checked when the objective was made
+    diffusion = network.config.masking
     cut = objective.cut(row, key)
     hidden = jnp.where(cut.masked.hidden, diffusion.mask_token_id, cut.tokens)
     positions = jnp.asarray(row.positions)
@@ -281,23 +278,21 @@ def _predict(
 
 
 def _cut(
-    row: Answers, key: PRNGKeyArray, config: ModelConfig, separator: bool | None
+    row: Sequences, key: PRNGKeyArray, config: ModelConfig, separator: bool | None
 ) -> tuple[Int[Array, " places"], Int[Array, " places"], Bool[Array, " places"]]:
     """Ends every answer at a random place; returns tokens, documents, and places that are left.
 
     With a network that is causal over blocks the place is the end of a block, because such a
     drafter fills in whole blocks.
     """
-    assert config.diffusion is not None  # checked when the objective was made
     segments = jnp.asarray(row.segments)
     answer = jnp.asarray(row.answer, bool) & (segments > 0)
     length, behind = _count(segments, answer), _count_from(segments, answer)
     before = length - behind
     kept = 1.0 + jnp.floor(drawn_per_group(key, segments) * length)
     filler = (behind == 0) & (segments > 0)
-    if config.diffusion.block is not None:
+    if (whole := config.masking.block) is not None:
         prompt = _count(segments, ~answer & ~filler)
-        whole = config.diffusion.block
         kept = jnp.ceil((prompt + kept) / whole) * whole - prompt
     left = answer & (before < kept)
     ends = answer & (before == kept) & separated(config, separator)
@@ -307,7 +302,7 @@ def _cut(
 
 
 def _cut_everywhere(
-    row: Answers, key: PRNGKeyArray, config: ModelConfig, longest: int
+    row: Sequences, key: PRNGKeyArray, config: ModelConfig, longest: int
 ) -> tuple[
     Int[Array, " places"], Int[Array, " places"], Bool[Array, " places"], Int[Array, " places"]
 ]:
@@ -315,11 +310,11 @@ def _cut_everywhere(
 
     The length of the first part is random, so that any block may be the last of a part.
     """
-    assert config.diffusion is not None  # checked when the objective was made
-    assert config.diffusion.block is not None
+    block = config.masking.block
+    assert block is not None  # checked when the objective was made
     segments = jnp.asarray(row.segments)
-    blocks = jnp.asarray(row.positions) // config.diffusion.block
-    together = longest // config.diffusion.block
+    blocks = jnp.asarray(row.positions) // block
+    together = longest // block
     skipped = jnp.floor(drawn_per_group(key, segments) * together).astype(jnp.int32)
     firsts = jnp.maximum((blocks + skipped) // together * together - skipped, 0)
     return jnp.asarray(row.tokens), segments, jnp.asarray(row.answer, bool) & (segments > 0), firsts
@@ -350,17 +345,13 @@ def _count_from(
 
 def separated(config: ModelConfig, separator: bool | None) -> bool:
     """Returns True if a separator stands where an answer was cut, see `Continuation`."""
-    assert config.diffusion is not None  # checked when the objective was made
-    return config.diffusion.block is None if separator is None else separator
+    return config.masking.block is None if separator is None else separator
 
 
 def _check(objective: Continuation | Refinement) -> None:
     """Refuses settings of a stage that do not fit its network."""
     check_one_of(objective, DTYPES, "dtype")
-    diffusion = objective.config.diffusion
-    if diffusion is None:
-        raise ValueError("config must be of a diffusion model, but its `diffusion` is None.")
-    if objective.separator and diffusion.block is not None:
+    if objective.config.masking.block is not None and objective.separator:
         raise ValueError(
             "separator must be left out for a drafter that is causal over blocks: its answers are "
             "cut at the ends of blocks, where no place would see one."
@@ -396,8 +387,7 @@ class DeerTrainer:
         self, run: Run[DeerTrainingSettings], opened: OpenedDeer, documents: Sequence[Divided]
     ) -> Task:
         settings, (model, tokenizer, start) = self.settings, opened
-        config, diffusion = start.config, start.config.diffusion
-        assert diffusion is not None  # checked with the drafter
+        config, diffusion = start.config, start.config.masking
         sources = pack_sources(run, tokenizer, documents)
         # A drafter that is causal over blocks always sees whole ones.
         corpus = answers_of(run, model, sources, diffusion.block or 1, diffusion.mask_token_id)
@@ -506,5 +496,4 @@ def _first_network(settings: DeerTrainingSettings, start: Model, target: Model) 
 
 
 def _method(settings: DeerTrainingSettings, config: ModelConfig) -> Deer:
-    assert config.diffusion is not None  # checked before
-    return Deer(settings.block, sep_token_id=config.diffusion.separator)
+    return Deer(settings.block, sep_token_id=config.masking.separator)

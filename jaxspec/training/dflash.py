@@ -15,52 +15,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.checkpoint import save_dflash
+from jaxspec.core.checks import check_above_zero, check_one_of
 from jaxspec.core.masks import bidirectional
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import DFlash
 from jaxspec.models import DFlashHead, ModelConfig, Network, dflash_taps, init_dflash_params
-from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import Answers, SeenAnswers, Sequences
+from jaxspec.sharding import on_every_device
+from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import block_flops_per_token
 from jaxspec.training.generated import answers_of, answers_read
 from jaxspec.training.loop import Metrics, products_in
 from jaxspec.training.report import RecipeNotes
-from jaxspec.training.settings import (
-    DTYPES,
-    TARGET,
-    DFlashTrainingSettings,
-    check_above_zero,
-    check_one_of,
-)
+from jaxspec.training.settings import DTYPES, TARGET, DFlashTrainingSettings
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import (
+    Observed,
     OpenedTarget,
-    TargetStates,
     as_stored,
     check_length,
     check_taps,
     decoding_of,
     head_config,
     load_target,
-    target_states,
     with_states,
 )
 from jaxspec.training.tokenizer import MASK, RESERVED
 from jaxspec.training.train import STORED, Outcome, Run, Task, pack_sources
-
-
-class Answered(NamedTuple):
-    """A batch of answers with the target that gave them.
-
-    Attributes:
-        answers: prompts with their answers.
-        target: the target.
-        taps: inputs of its tapped layers, concatenated; `None`: computed when they are needed.
-    """
-
-    answers: Answers
-    target: Network
-    taps: Float[Array, "rows length tapped"] | None = None
 
 
 class Anchors(NamedTuple):
@@ -122,17 +102,15 @@ class AnchoredBlocks:
         )
 
     def __call__(
-        self, params: PyTree, batch: Answered, key: PRNGKeyArray
+        self, params: PyTree, batch: Observed, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
         head, target = self.head(params, batch.target), batch.target
-        answers = Answers(*map(jnp.asarray, batch.answers))
-        taps = batch.taps
-        if taps is None:
-            taps = target_states(target, Sequences(*answers[:3]), self.taps).taps
+        answers = jax.tree.map(jnp.asarray, batch.sequences)
+        taps = batch.states(self.taps).taps
         keys = jax.random.split(key, len(answers.tokens))
         logits, wanted, counted = jax.vmap(
             lambda row, taps, key: self._predict(head, target, row, taps, self.draw(row, key))
-        )(answers, jnp.asarray(taps), keys)
+        )(answers, taps, keys)
         chosen = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
         nats = jnp.where(counted, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0)
         weights = counted * jnp.exp(-jnp.arange(self.block - 1) / self.gamma)[None, None]
@@ -147,8 +125,9 @@ class AnchoredBlocks:
         loss = jnp.sum(nats * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
         return loss, metrics
 
-    def draw(self, row: Answers, key: PRNGKeyArray) -> Anchors:
+    def draw(self, row: Sequences, key: PRNGKeyArray) -> Anchors:
         """Draws different tokens of a row, each with the same chance."""
+        assert row.answer is not None  # rows of answers
         follows = jnp.roll(row.segments, -1).at[-1].set(0)
         answered = jnp.roll(row.answer, -1) > 0
         possible = (row.segments > 0) & (row.segments == follows) & answered
@@ -160,7 +139,7 @@ class AnchoredBlocks:
         self,
         head: DFlashHead,
         target: Network,
-        row: Answers,
+        row: Sequences,
         taps: Float[Array, "length tapped"],
         anchors: Anchors,
     ) -> tuple[
@@ -169,7 +148,7 @@ class AnchoredBlocks:
         Bool[Array, "anchors block-1"],
     ]:
         """Returns logits of all masks of a row, the true tokens, and True where they count."""
-        tokens, segments, positions, _ = map(jnp.asarray, row)
+        tokens, segments, positions = map(jnp.asarray, row[:3])
         length, steps = len(tokens), jnp.arange(self.block)
         masks = jnp.full(self.block - 1, self.mask_token_id, tokens.dtype)
         with products_in(self.dtype):
@@ -242,18 +221,7 @@ class DFlashTrainer:
         tapped = len(taps) * model.config.embed_dim
         first_params = partial(init_dflash_params, config, tapped, jax.random.key(settings.seed))
         if settings.cache_features:
-            observe = jax.jit(partial(_observe, taps=taps))
-            corpus = with_states(
-                run,
-                corpus,
-                lambda answers: observe(target, spread_rows(run.mesh, answers)),
-                lambda answers, states: SeenAnswers(*answers, states.taps),
-            )
-
-        def as_batch(rows: Answers | SeenAnswers) -> Answered:
-            if isinstance(rows, SeenAnswers):
-                return Answered(Answers(*rows[:4]), target, jnp.asarray(rows.taps))
-            return Answered(rows, target)
+            corpus = with_states(run, corpus, target, taps, features=False)
 
         def drafter(params: PyTree):
             head = objective("float32").head(as_stored(params, model.network), model.network)
@@ -275,7 +243,7 @@ class DFlashTrainer:
                 settings.anchors,
                 0.0 if settings.cache_features else max(taps) / model.config.num_layers,
             ),
-            as_batch=as_batch,
+            as_batch=lambda rows: Observed(rows, target),
             decode=decoding_of(run, model, sources.validation, drafter),
         )
 
@@ -320,9 +288,3 @@ def layers_config(target: ModelConfig, num_layers: int, mlp_dim: int | None) -> 
     """
     config = head_config(target, num_layers).replace(qk_norm=True)
     return config if mlp_dim is None else config.replace(mlp_dim=mlp_dim)
-
-
-def _observe(target: Network, answers: Answers, taps: tuple[int, ...]) -> TargetStates:
-    """Returns the states that a head reads: the tapped ones alone."""
-    states = target_states(target, Sequences(*answers[:3]), taps)
-    return states._replace(features=states.features[..., :0])

@@ -30,15 +30,16 @@ from jaxspec.models import (
     init_eagle3_params,
     init_eagle_params,
 )
-from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import Corpus, SeenSequences, Sequences
+from jaxspec.sharding import on_every_device
+from jaxspec.training.data import Corpus, Sequences
 from jaxspec.training.efficiency import head_flops_per_token
 from jaxspec.training.generated import pack_generated
-from jaxspec.training.loop import Metrics, Objective, products_in
+from jaxspec.training.loop import Metrics, Objective, products_in, same_choice
 from jaxspec.training.report import RecipeNotes, generated_texts
 from jaxspec.training.settings import OWN_TEXT, TARGET, EagleTrainingSettings
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import (
+    Observed,
     OpenedTarget,
     TargetStates,
     as_stored,
@@ -47,26 +48,9 @@ from jaxspec.training.target import (
     decoding_of,
     head_config,
     load_target,
-    target_states,
     with_states,
 )
 from jaxspec.training.train import STORED, Outcome, Run, Task, pack_sources
-
-
-class Observed(NamedTuple):
-    """A batch with the target whose states or tokens are to be predicted.
-
-    Attributes:
-        sequences: rows of text.
-        target: the target.
-        draft_ids: the target's ids of the tokens that the head drafts from, ascending; `None`: all.
-        states: the target's states over the text; `None`: computed when they are needed.
-    """
-
-    sequences: Sequences
-    target: Network
-    draft_ids: Int[Array, " draft_vocab"] | None = None
-    states: TargetStates | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +86,8 @@ class FeatureRegression:
     def __call__(
         self, params: PyTree, batch: Observed, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
-        target, sequences = batch.target, _on_device(batch.sequences)
-        head, seen = self.head(params, target, batch.draft_ids), _states(batch, self.taps)
+        target, sequences = batch.target, batch.sequences
+        head, seen = self.head(params, target, batch.draft_ids), batch.states(self.taps)
         width = self.noise * 512 / sequences.tokens.shape[1]
 
         def read(tokens, segments, positions, features, key):
@@ -117,14 +101,14 @@ class FeatureRegression:
             return predicted, expected, draft_logits, head.unembed(target, expected)
 
         keys = jax.random.split(key, len(sequences.tokens))
-        outputs = jax.vmap(read)(*sequences, seen.features, keys)
+        outputs = jax.vmap(read)(*sequences[:3], seen.features, keys)
         counted = sequences.segments[:, 1:] == sequences.segments[:, :-1]
         counted &= sequences.segments[:, 1:] > 0
         regression, entropy = feature_losses(*outputs, counted)
         metrics = {
             "feature_loss": regression,
             "token_loss": entropy,
-            "agreement": _mean(_same_choice(outputs[2], outputs[3]), counted),
+            "agreement": _mean(same_choice(outputs[2], outputs[3]), counted),
             "tokens": jnp.sum(counted).astype(jnp.float32),
         }
         return regression + self.token_weight * entropy, metrics
@@ -177,10 +161,10 @@ class TrainingTimeTest:
     ) -> tuple[Float[Array, ""], Metrics]:
         del key  # Nothing is drawn.
         head = self.head(params, batch.target, batch.draft_ids)
-        sequences = _on_device(batch.sequences)
+        sequences = jax.tree.map(jnp.asarray, batch.sequences)
         losses, agreements, counts = jax.vmap(
             lambda row, states: self._losses(head, batch.target, row, states)
-        )(sequences, _states(batch, self.taps))
+        )(sequences, batch.states(self.taps))
         # The mean over all places, counted or not, as in the published code.
         places = sequences.tokens.size
         steps = jnp.sum(losses, axis=(0, 2)) / places
@@ -201,7 +185,7 @@ class TrainingTimeTest:
             wanted = target_logits[depth.places]
             counted = depth.counted & draftable[depth.places]
             loss = _soft_cross_entropy(depth.logits, wanted)
-            agreed = _same_choice(depth.logits, wanted)
+            agreed = same_choice(depth.logits, wanted)
             results.append((loss * counted, agreed & counted, counted))
         return tuple(jnp.stack(part) for part in zip(*results, strict=True))
 
@@ -233,7 +217,7 @@ def unroll(
     The first depth reads the target's states, the others those that the head made itself; each
     draft sees the pairs before its place and its own.
     """
-    tokens, segments, positions = map(jnp.asarray, row)
+    tokens, segments, positions = map(jnp.asarray, row[:3])
     length = len(tokens)
     own_chain = jnp.eye(length, dtype=bool)
     mask, scratch = causal(length) & same_document(segments), None
@@ -275,8 +259,10 @@ class HeadQuality:
     def __call__(
         self, params: PyTree, batch: Observed, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Metrics]:
-        states = _states(batch, self.objective.taps)
-        batch = batch._replace(sequences=_on_device(batch.sequences), states=states)
+        states = batch.states(self.objective.taps)
+        # So that they are computed once.
+        sequences = jax.tree.map(jnp.asarray, batch.sequences._replace(**states._asdict()))
+        batch = batch._replace(sequences=sequences)
         loss, metrics = self.objective(params, batch, key)
         head = self.objective.head(params, batch.target, batch.draft_ids)
 
@@ -315,12 +301,6 @@ def evaluation_of(objective: FeatureRegression | TrainingTimeTest, paths) -> Obj
     return HeadQuality(objective, max(map(len, paths)), 1 + max(map(max, paths)))
 
 
-def _states(batch: Observed, taps: tuple[int, ...]) -> TargetStates:
-    if batch.states is not None:
-        return TargetStates(*map(jnp.asarray, batch.states))
-    return target_states(batch.target, batch.sequences, taps)
-
-
 def _draft_place(
     head: EagleHead | Eagle3Head, tokens: Int[Array, " length"]
 ) -> tuple[Bool[Array, " length"], Int[Array, " length"]]:
@@ -332,26 +312,11 @@ def _draft_place(
     return ids[places] == tokens, places
 
 
-def _on_device(sequences: Sequences) -> Sequences:
-    return Sequences(*(jnp.asarray(field) for field in sequences))
-
-
 def _soft_cross_entropy(
     draft_logits: Float[Array, "*places vocab"], target_logits: Float[Array, "*places vocab"]
 ) -> Float[Array, "*places"]:
     wanted = jax.lax.stop_gradient(jax.nn.softmax(target_logits, axis=-1))
     return -jnp.sum(wanted * jax.nn.log_softmax(draft_logits, axis=-1), axis=-1)
-
-
-def _same_choice(
-    draft_logits: Float[Array, "*places vocab"], target_logits: Float[Array, "*places vocab"]
-) -> Bool[Array, "*places"]:
-    # Comparing with the maximum is several times faster on CPUs than an arg-max.
-    best = [
-        logits >= jnp.max(logits, axis=-1, keepdims=True)
-        for logits in (draft_logits, target_logits)
-    ]
-    return jnp.any(best[0] & best[1], axis=-1)
 
 
 def _mean(values: Float[Array, "rows length"], counted: Bool[Array, "rows length"]):
@@ -409,19 +374,7 @@ class EagleTrainer:
         objective = partial(self._objective, config, taps)
         first_params = partial(self._first_params, config, len(taps) * model.config.embed_dim)
         if settings.cache_features:
-            observe = jax.jit(partial(target_states, taps=taps))
-            corpus = with_states(
-                run,
-                corpus,
-                lambda sequences: observe(target, spread_rows(run.mesh, sequences)),
-                lambda sequences, states: SeenSequences(*sequences, *states),
-            )
-
-        def as_batch(rows: Sequences | SeenSequences) -> Observed:
-            if isinstance(rows, SeenSequences):
-                states = TargetStates(jnp.asarray(rows.features), jnp.asarray(rows.taps))
-                return Observed(Sequences(*rows[:3]), target, ids, states)
-            return Observed(rows, target, ids)
+            corpus = with_states(run, corpus, target, taps, features=True)
 
         def drafter(params: PyTree):
             stored = as_stored(params, model.network)
@@ -444,7 +397,7 @@ class EagleTrainer:
                 settings.num_unrolled if settings.version == 3 else None,
                 reads_target=not settings.cache_features,
             ),
-            as_batch=as_batch,
+            as_batch=lambda rows: Observed(rows, target, ids),
             decode=decoding_of(run, model, sources.validation, drafter),
             figures={
                 "draft_vocab": num_drafted,
@@ -484,11 +437,9 @@ class EagleTrainer:
             label="loss",
         )
 
-    def _corpus(
-        self, run: Run[EagleTrainingSettings], sources: Corpus[Sequences], model: Model
-    ) -> Corpus[Sequences]:
+    def _corpus(self, run: Run[EagleTrainingSettings], sources: Corpus, model: Model) -> Corpus:
         """Returns the target's texts and, if they are asked for, the sources."""
-        settings, corpus = self.settings, Corpus[Sequences]({}, {}, {})
+        settings, corpus = self.settings, Corpus({}, {}, {})
         if settings.sources_weight:
             weights = {
                 name: weight * settings.sources_weight for name, weight in sources.weights.items()
@@ -516,7 +467,7 @@ class EagleTrainer:
 
 
 def _draft_ids(
-    corpus: Corpus[Sequences], count: int, vocab_size: int
+    corpus: Corpus, count: int, vocab_size: int
 ) -> tuple[Int[np.ndarray, " draft_vocab"] | None, float]:
     """Returns the most frequent tokens, ascending, and their share of the text; `None` for all."""
     if not count:

@@ -6,7 +6,7 @@ other texts for draft models.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.models import Diffusion
 from jaxspec.progress import progress_bar
-from jaxspec.training.data import Answers, Batches, Corpus, Sequences, pack, pack_answers
+from jaxspec.training.data import Batches, Corpus, Sequences, pack, pack_answers
 from jaxspec.training.settings import OWN_TEXT, TARGET, AnswersSettings, RunSettings
 from jaxspec.training.tokenizer import stop_ids
 from jaxspec.training.train import Run
@@ -100,11 +100,14 @@ def read_texts(folder: Path, count: int) -> GeneratedTexts:
         for record in records[:count]
     ]
     # In pairs, since greedy and sampled texts alternate.
-    held_out = [index // 2 % _HELD_OUT == _HELD_OUT - 1 for index in range(len(texts))]
-    return GeneratedTexts(
-        [text for text, out in zip(texts, held_out, strict=True) if not out],
-        [text for text, out in zip(texts, held_out, strict=True) if out],
-    )
+    return _divided(texts, lambda index: index // 2 % _HELD_OUT == _HELD_OUT - 1)
+
+
+def _divided(texts: list[GeneratedText], is_held_out: Callable[[int], bool]) -> GeneratedTexts:
+    parts: tuple[list[GeneratedText], list[GeneratedText]] = [], []
+    for index, text in enumerate(texts):
+        parts[is_held_out(index)].append(text)
+    return GeneratedTexts(*parts)
 
 
 def _paths(folder: Path, count: int) -> list[Path]:
@@ -146,9 +149,7 @@ def _filling_in(diffusion: Diffusion, new_tokens: int) -> DenoiseConfig:
     return DenoiseConfig(new_tokens - new_tokens % block, block)
 
 
-def pack_generated(
-    run: Run[RunSettings], corpus: Corpus[Sequences], model: Model, weight: float
-) -> Corpus[Sequences]:
+def pack_generated(run: Run[RunSettings], corpus: Corpus, model: Model, weight: float) -> Corpus:
     """Returns a corpus of a model's texts, which continue documents of another corpus."""
     settings, folder = run.settings, run.state_folder / "own_text"
     rows = corpus.batches(PROMPTS_PER_PART, settings.seed)
@@ -185,10 +186,10 @@ def _prompts(
 def answers_of(
     run: Run[AnswersSettings],
     target: Model,
-    sources: Corpus[Sequences],
+    sources: Corpus,
     block: int = 1,
     filler: int = 0,
-) -> Corpus[Answers]:
+) -> Corpus:
     """Returns prompts with the target's answers in rows of tokens: from a file, or written now.
 
     Args:
@@ -295,13 +296,8 @@ def read_answers(path: str, model: Model, length: int) -> GeneratedTexts:
         )
     if len(texts) < 2:
         raise ValueError(f"answers: {path} must hold at least 2 answers, got {len(texts)}.")
-    out = [
-        index % _HELD_OUT == _HELD_OUT - 1 or index == len(texts) - 1 for index in range(len(texts))
-    ]
-    return GeneratedTexts(
-        [text for text, held in zip(texts, out, strict=True) if not held],
-        [text for text, held in zip(texts, out, strict=True) if held],
-    )
+    last = len(texts) - 1
+    return _divided(texts, lambda index: index % _HELD_OUT == _HELD_OUT - 1 or index == last)
 
 
 def _first_of(lines: list[str]) -> str:

@@ -18,6 +18,7 @@ from jaxspec.checkpoint import load
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
+from jaxspec.core.checks import check_one_of, check_share
 from jaxspec.core.masks import causal, same_document
 from jaxspec.core.types import PyTree
 from jaxspec.models import ModelConfig, Network, Skips, init_params
@@ -25,16 +26,9 @@ from jaxspec.sharding import on_every_device
 from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import pack_generated
-from jaxspec.training.loop import Metrics, products_in
-from jaxspec.training.report import (
-    GENERATED_BY_TEACHER,
-    HOW_TO_ASK,
-    PALM_FLOPS,
-    RecipeNotes,
-    generated_texts,
-    models_read,
-)
-from jaxspec.training.settings import DTYPES, LMTrainingSettings, check_one_of
+from jaxspec.training.loop import Metrics, products_in, same_choice
+from jaxspec.training.report import PALM_FLOPS, RecipeNotes, texts_read
+from jaxspec.training.settings import DTYPES, LMTrainingSettings
 from jaxspec.training.sources import Divided, document_texts
 from jaxspec.training.tokenizer import check_tokenizer, train_tokenizer
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
@@ -110,8 +104,7 @@ class SoftLabels:
     soft_share: float = 0.9
 
     def __post_init__(self):
-        if not 0 <= self.soft_share <= 1:
-            raise ValueError(f"soft_share must be in [0, 1], got {self.soft_share}.")
+        check_share(self, "soft_share")
 
     @property
     def measured(self) -> "SoftLabels":
@@ -128,7 +121,7 @@ class SoftLabels:
         expected = jnp.sum(jax.nn.softmax(expert) * logits, axis=-1)
         soft = jax.nn.logsumexp(logits, axis=-1) - expected
         metrics = _metrics(logits, sequences) | {
-            "agreement": _mean(jnp.any(_is_largest(logits) & _is_largest(expert), -1), learned)
+            "agreement": _mean(same_choice(logits, expert), learned)
         }
         hard_share = 1.0 - self.soft_share
         return self.soft_share * _mean(soft, learned) + hard_share * metrics["nats"], metrics
@@ -178,10 +171,6 @@ def _metrics(logits: Float[Array, "rows length-1 vocab"], batch: Sequences) -> M
         "top1": _mean(chosen >= jnp.max(logits, axis=-1), learned),
         "tokens": jnp.sum(learned).astype(jnp.float32),
     }
-
-
-def _is_largest(logits: Float[Array, "*batch vocab"]) -> Bool[Array, "*batch vocab"]:
-    return logits >= jnp.max(logits, axis=-1, keepdims=True)
 
 
 def _mean(
@@ -251,11 +240,7 @@ class LMTrainer:
             cost=PALM_FLOPS + (", and the teacher's forward pass" if settings.teacher else ""),
             meaning="nats: cross-entropy per token. top1: share of tokens that were the most "
             "likely one." + (agreement if "agreement" in names else ""),
-            read=(
-                *models_read(settings, run.sha256),
-                *generated_texts(settings, metrics, GENERATED_BY_TEACHER, settings.own_text_weight),
-                HOW_TO_ASK,
-            ),
+            read=texts_read(settings, run.sha256, metrics, settings.own_text_weight),
         )
 
     def _objective(

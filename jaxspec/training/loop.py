@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -56,6 +56,15 @@ def products_in(dtype: str) -> contextlib.AbstractContextManager[None]:
         dtype: one of `settings.DTYPES`.
     """
     return jax.default_matmul_precision(NARROW if dtype == "bfloat16" else "highest")
+
+
+def same_choice(
+    first: Float[Array, "*places vocab"], second: Float[Array, "*places vocab"]
+) -> Bool[Array, "*places"]:
+    """Returns True where two networks find the same token the likeliest."""
+    # Comparing with the maximum is several times faster on CPUs than an arg-max.
+    best = [logits >= jnp.max(logits, axis=-1, keepdims=True) for logits in (first, second)]
+    return jnp.any(best[0] & best[1], axis=-1)
 
 
 def make_evaluation(

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from jaxspec.checkpoint import load
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
+from jaxspec.core.checks import check_one_of
 from jaxspec.core.masks import same_document
 from jaxspec.core.types import PyTree
 from jaxspec.diffusion.process import Masked, block_training_mask, mask_number, mask_share
@@ -22,15 +23,8 @@ from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import pack_generated
 from jaxspec.training.loop import Metrics, products_in
-from jaxspec.training.report import (
-    GENERATED_BY_TEACHER,
-    HOW_TO_ASK,
-    PALM_FLOPS,
-    RecipeNotes,
-    generated_texts,
-    models_read,
-)
-from jaxspec.training.settings import DTYPES, MaskedTrainingSettings, check_one_of
+from jaxspec.training.report import PALM_FLOPS, RecipeNotes, texts_read
+from jaxspec.training.settings import DTYPES, MaskedTrainingSettings
 from jaxspec.training.sources import Divided
 from jaxspec.training.tokenizer import END_OF_TURN, MASK, RESERVED, ROLES, check_tokenizer
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
@@ -74,8 +68,7 @@ class MaskedTokens:
 
     def __post_init__(self):
         check_one_of(self, DTYPES, "dtype")
-        if self.config.diffusion is None:
-            raise ValueError("config must be of a diffusion model, but its `diffusion` is None.")
+        _ = self.config.masking  # refuses causal models
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
@@ -117,8 +110,7 @@ class MaskedTokens:
         key: PRNGKeyArray,
     ) -> _Seen:
         """Hides places of a row and runs the network."""
-        diffusion = self.config.diffusion
-        assert diffusion is not None  # checked when this object was made
+        diffusion = self.config.masking
         cut_key, length_key, mask_key = jax.random.split(key, 3)
         num_places = len(tokens)
         cut = jax.random.bernoulli(cut_key, self.random_lengths)
@@ -246,11 +238,7 @@ class MaskedTrainer:
             "hidden places per text. top1: share of the hidden tokens that were the most likely "
             "one.",
             about=f"A diffusion language model; a place sees {sees}.",
-            read=(
-                *models_read(settings, run.sha256),
-                *generated_texts(settings, metrics, GENERATED_BY_TEACHER, settings.own_text_weight),
-                HOW_TO_ASK,
-            ),
+            read=texts_read(settings, run.sha256, metrics, settings.own_text_weight),
             label="bound of nats per token",
         )
 

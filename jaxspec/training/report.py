@@ -22,11 +22,7 @@ PALM_FLOPS = (
     "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, appendix B"
 )
 """Name of what `efficiency.flops_per_token` counts, in recipes."""
-GENERATED_BY_TEACHER = (
-    "the teacher wrote itself (a causal one half greedily and half at temperature 1, a diffusion "
-    "model greedily)"
-)
-HOW_TO_ASK = (
+_HOW_TO_ASK = (
     "A text is `<|bos|>`, the text, `<|eos|>`. To ask for an answer, give a prompt in the shape of "
     "the text column, up to where the answer begins. The weight says how many passes are made over "
     "a source while one of weight 1 is passed once."
@@ -93,12 +89,26 @@ def recipe_of(
     return "\n".join(lines)
 
 
-def models_read(settings: RunSettings, sha256: Mapping[str, str]) -> list[str]:
-    """Returns the paragraphs of a recipe about the models that a run read."""
-    return [
+def texts_read(
+    settings: RunSettings, sha256: Mapping[str, str], metrics: Mapping[str, Any], weight: float
+) -> list[str]:
+    """Returns the paragraphs of a recipe about what a run of a whole model read.
+
+    Args:
+        settings: settings of the run.
+        sha256: fingerprints of what it read, by name.
+        metrics: figures of the run.
+        weight: passes over the texts of a teacher.
+    """
+    written = (
+        "the teacher wrote itself (a causal one half greedily and half at temperature 1, a "
+        "diffusion model greedily)"
+    )
+    models = [
         f"{name}: `{folder}`, whose files have the SHA-256 `{sha256[name]}`."
         for name, folder in settings.models_read.items()
     ]
+    return [*models, *generated_texts(settings, metrics, written, weight), _HOW_TO_ASK]
 
 
 def generated_texts(

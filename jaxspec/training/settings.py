@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from jaxspec.core.checks import check_above_zero, check_at_least, check_one_of, check_share
 from jaxspec.core.tree import EAGLE_PATHS, normalize_paths
 from jaxspec.models import ModelConfig, Rope
 from jaxspec.training.sources import SPLITS, Source, Split
@@ -65,7 +66,7 @@ class OptimizerSettings:
     def __post_init__(self):
         check_one_of(self, OPTIMIZERS, "name")
         check_above_zero(self, "learning_rate", "adam_learning_rate", "clip")
-        check_not_negative(self, "weight_decay", "warmup_steps", "final_fraction")
+        check_at_least(self, 0, "weight_decay", "warmup_steps", "final_fraction")
         if not 0 < self.decay_fraction <= 1:
             raise ValueError(f"decay_fraction must be in (0, 1], got {self.decay_fraction}.")
 
@@ -149,7 +150,7 @@ class RunSettings:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"sources must have different names; given twice: {repeated}.")
-        check_not_negative(self, "own_text")
+        check_at_least(self, 0, "own_text")
         if self.own_text and OWN_TEXT in names:
             raise ValueError(f"The name {OWN_TEXT!r} is taken by own_text: rename that source.")
         if (self.num_steps is None) == (self.minutes is None):
@@ -170,40 +171,6 @@ class RunSettings:
     def files_read(self) -> dict[str, str]:
         """Other files that the run depends on, by the name of their setting."""
         return {}
-
-
-def check_above_zero(settings: Any, *names: str) -> None:
-    """Refuses settings that are given and not above 0.
-
-    Raises:
-        ValueError: naming the setting and its value.
-    """
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be above 0, got {value}.")
-
-
-def check_not_negative(settings: Any, *names: str) -> None:
-    """Refuses settings below 0.
-
-    Raises:
-        ValueError: naming the setting and its value.
-    """
-    for name in names:
-        if getattr(settings, name) < 0:
-            raise ValueError(f"{name} must be 0 or more, got {getattr(settings, name)}.")
-
-
-def check_one_of(settings: Any, choices: tuple, *names: str) -> None:
-    """Refuses settings that are none of `choices`.
-
-    Raises:
-        ValueError: naming the setting, the choices and its value.
-    """
-    for name in names:
-        if getattr(settings, name) not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {getattr(settings, name)!r}.")
 
 
 @dataclass(frozen=True)
@@ -296,8 +263,7 @@ class MaskedTrainingSettings(RunSettings):
         check_above_zero(self, "own_text_weight")
         if self.block < 0:
             raise ValueError(f"block must be 0 (the whole text) or more, got {self.block}.")
-        if not 0 <= self.random_lengths <= 1:
-            raise ValueError(f"random_lengths must be in [0, 1], got {self.random_lengths}.")
+        check_share(self, "random_lengths")
 
 
 @dataclass(frozen=True)
@@ -321,7 +287,7 @@ class DraftingSettings(RunSettings):
         taken = ours & {source.name for source in self.sources}
         if taken:
             raise ValueError(f"The names {sorted(taken)} are taken: rename these sources.")
-        check_not_negative(self, "decoding_prompts")
+        check_at_least(self, 0, "decoding_prompts")
 
 
 @dataclass(frozen=True)
@@ -377,7 +343,7 @@ class EagleTrainingSettings(DraftingSettings):
                 "--own-text N or --sources-weight X."
             )
         check_above_zero(self, "num_unrolled", "decay")
-        check_not_negative(self, "sources_weight", "draft_vocab", "noise", "token_weight")
+        check_at_least(self, 0, "sources_weight", "draft_vocab", "noise", "token_weight")
 
 
 @dataclass(frozen=True)

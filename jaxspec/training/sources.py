@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from jaxspec.checkpoint.tokenizer import check_unicode
+from jaxspec.core.checks import check_at_least
 from jaxspec.training.tokenizer import RESERVED
 
 DATA_FOLDER = Path("data/train")
@@ -83,8 +84,7 @@ class LastRows:
     count: int
 
     def __post_init__(self):
-        if self.count < 0:
-            raise ValueError(f"count must be 0 or more, got {self.count}.")
+        check_at_least(self, 0, "count")
 
     def divide(self, documents: Sequence[Document]) -> Divided:
         border = max(len(documents) - self.count, 0)
@@ -308,15 +308,19 @@ def read_source(source: Source) -> Divided:
 
 def fingerprint(source: Source) -> str:
     """Returns the SHA-256 of a file, or for a folder of the sorted lines `sha256  path`."""
-    files = source_files(source)
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
-    if _source_root(source).is_file():
-        return digests[0]
-    root = _source_root(source)
-    lines = [
-        f"{digest}  {path.relative_to(root).as_posix()}\n"
-        for digest, path in zip(digests, files, strict=True)
-    ]
+    files, root = source_files(source), _source_root(source)
+    return file_digest(root) if root.is_file() else files_digest(files, root)
+
+
+def file_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def files_digest(files: Sequence[Path], root: Path) -> str:
+    """Returns the SHA-256 of the lines `sha256  path` of files, their paths from a folder on."""
+    lines = [f"{file_digest(path)}  {path.relative_to(root).as_posix()}\n" for path in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import Model, load
@@ -23,7 +23,8 @@ from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.models import ModelConfig, Network, Rope
 from jaxspec.progress import progress_bar
-from jaxspec.training.data import Batches, Corpus, Rows, Sequences, in_order
+from jaxspec.sharding import spread_rows
+from jaxspec.training.data import Batches, Corpus, Sequences, in_order
 from jaxspec.training.generated import beginnings
 from jaxspec.training.loop import Validation
 from jaxspec.training.settings import DECODING, TAU, DraftingSettings, RunSettings
@@ -43,11 +44,25 @@ class TargetStates(NamedTuple):
     taps: Float[Array, "*rows length tapped"]
 
 
-class StoredStates(NamedTuple):
-    """States of a target in files, see `TargetStates`."""
+class Observed(NamedTuple):
+    """A batch with the target whose states or tokens are to be predicted.
 
-    features: Float[np.ndarray, "rows length embed"]
-    taps: Float[np.ndarray, "rows length tapped"]
+    Attributes:
+        sequences: rows of text; without the target's states, they are computed when needed.
+        target: the target.
+        draft_ids: the target's ids of the tokens that a head drafts from, ascending; `None`: all.
+    """
+
+    sequences: Sequences
+    target: Network
+    draft_ids: Int[Array, " draft_vocab"] | None = None
+
+    def states(self, taps: tuple[int, ...]) -> TargetStates:
+        """Returns the target's states over the text: those that were kept, or new ones."""
+        kept = self.sequences
+        if kept.features is None or kept.taps is None:
+            return target_states(self.target, kept, taps)
+        return TargetStates(jnp.asarray(kept.features), jnp.asarray(kept.taps))
 
 
 class OpenedTarget(NamedTuple):
@@ -171,33 +186,38 @@ def target_states(
         hidden = target.forward(tokens, positions, mask, None, taps=taps)
         return TargetStates(hidden.features, hidden.taps)
 
-    return jax.lax.stop_gradient(jax.vmap(read)(*map(jnp.asarray, sequences)))
+    return jax.lax.stop_gradient(jax.vmap(read)(*map(jnp.asarray, sequences[:3])))
 
 
 def with_states(
-    run: Run[RunSettings],
-    corpus: Corpus[Rows],
-    observe: Callable[[Rows], TargetStates],
-    joined: Callable[[Rows, StoredStates], Any],
-) -> Corpus[Any]:
+    run: Run[RunSettings], corpus: Corpus, target: Network, taps: tuple[int, ...], features: bool
+) -> Corpus:
     """Returns a corpus with the target's states, from files in the run's state folder.
 
     Args:
         run: the run.
         corpus: rows to observe.
-        observe: see `cached_states`.
-        joined: joins rows and their states.
+        target: the target, on all devices of the run.
+        taps: layers of it whose inputs to keep.
+        features: keep its states after the final norm too; False: none of their numbers.
     """
     folder, rows_per_batch = run.state_folder / "features", run.settings.rows_per_batch
 
-    def seen(kind: str, texts: dict[str, Rows]) -> dict[str, Any]:
+    @jax.jit
+    def states_of(target: Network, sequences: Sequences) -> TargetStates:
+        states = target_states(target, sequences, taps)
+        return states if features else states._replace(features=states.features[..., :0])
+
+    def observe(sequences: Sequences) -> TargetStates:
+        return states_of(target, spread_rows(run.mesh, sequences))
+
+    def seen(kind: str, texts: dict[str, Sequences]) -> dict[str, Sequences]:
         # By number: a source's name may hold any character.
-        parts = {f"{kind}-{i}": rows for i, rows in enumerate(texts.values()) if len(rows.tokens)}
-        states = cached_states(observe, parts, rows_per_batch, folder)
-        names = [name for name, rows in texts.items() if len(rows.tokens)]
-        return {
-            name: joined(parts[part], states[part]) for name, part in zip(names, parts, strict=True)
-        }
+        filled = {name: rows for name, rows in texts.items() if len(rows.tokens)}
+        parts = {name: f"{kind}-{i}" for i, name in enumerate(texts) if name in filled}
+        rows = {part: filled[name] for name, part in parts.items()}
+        states = cached_states(observe, rows, rows_per_batch, folder)
+        return {name: filled[name]._replace(**states[parts[name]]._asdict()) for name in filled}
 
     return Corpus(
         seen("train", corpus.train), seen("validation", corpus.validation), corpus.weights
@@ -205,11 +225,11 @@ def with_states(
 
 
 def cached_states(
-    observe: Callable[[Rows], TargetStates],
-    parts: Mapping[str, Rows],
+    observe: Callable[[Sequences], TargetStates],
+    parts: Mapping[str, Sequences],
     rows_per_batch: int,
     folder: Path,
-) -> dict[str, StoredStates]:
+) -> dict[str, TargetStates]:
     """Returns a target's states over rows of text, in the dtype they were computed in.
 
     The states lie in one folder per part, which appears when it is complete; parts that are there
@@ -247,21 +267,22 @@ def cached_states(
                         array.flush()
     return {
         # Plain arrays over the maps, because JAX takes no subclasses.
-        name: StoredStates(*map(np.asarray, _open(folder / name, shapes[name], "r")))
+        name: jax.tree.map(np.asarray, TargetStates(*_open(folder / name, shapes[name], "r")))
         for name in parts
     }
 
 
-def _shapes(observe: Callable, part: Any, rows_per_batch: int) -> TargetStates:
+def _shapes(observe: Callable, part: Sequences, rows_per_batch: int) -> TargetStates:
     """Returns shapes and dtypes of the states of all rows."""
-    batch = type(part)(*(np.zeros((rows_per_batch, field.shape[1]), np.int32) for field in part))
+    size = (rows_per_batch, part.tokens.shape[1])
+    batch = jax.tree.map(lambda _: np.zeros(size, np.int32), part)
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct((len(part.tokens), *leaf.shape[1:]), leaf.dtype),
         jax.eval_shape(observe, batch),
     )
 
 
-def _open(folder: Path, shapes: TargetStates, mode) -> list[np.ndarray]:
+def _open(folder: Path, shapes: TargetStates, mode) -> list[Any]:
     # A map of no bytes cannot be made.
     return [
         np.memmap(folder / name, shape.dtype, mode, shape=shape.shape)

@@ -1,10 +1,10 @@
 """The tokenizer of models trained here: byte-level BPE, single digits, reserved ids in front."""
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from jaxspec.checkpoint.tokenizer import Tokenizer as Loaded
 
 BOS = "<|bos|>"
 EOS = "<|eos|>"
@@ -108,11 +108,14 @@ def check_tokenizer(tokenizer: Tokenizer, origin: str) -> None:
         )
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:
-    """Writes `tokenizer.json` and `tokenizer_config.json` (chat template included)."""
-    tokenizer.save(str(folder / "tokenizer.json"))
+def loaded_tokenizer(tokenizer: Tokenizer, max_positions: int) -> Loaded:
+    """Returns a tokenizer made here as `load_tokenizer` gives it, chat template included.
+
+    Args:
+        tokenizer: the tokenizer.
+        max_positions: longest text of its model, in tokens.
+    """
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_positions,
         "clean_up_tokenization_spaces": False,
         "bos_token": BOS,
@@ -120,6 +123,5 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> No
         "pad_token": PAD,
         "mask_token": MASK,
         "sep_token": SEPARATOR,
-        "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    return Loaded(tokenizer, settings, {"default": CHAT_TEMPLATE})

@@ -1,7 +1,6 @@
 """The frame of every training run: open models, read text, plan, train, measure, write."""
 
 import dataclasses
-import hashlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,12 +13,12 @@ from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from jaxspec.checkpoint import Model, save
 from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
-from jaxspec.checkpoint.huggingface import write_network
 from jaxspec.core.types import PyTree
 from jaxspec.models import Network
 from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import Corpus, Sequences, encode_documents, in_order, pack
+from jaxspec.training.data import Corpus, encode_documents, in_order, pack
 from jaxspec.training.efficiency import Efficiency
 from jaxspec.training.loop import (
     History,
@@ -40,9 +39,9 @@ from jaxspec.training.plan import (
 )
 from jaxspec.training.report import RecipeNotes, draw_losses, recipe_of
 from jaxspec.training.settings import RunSettings, settings_from_json, settings_to_json
-from jaxspec.training.sources import Divided, fingerprint, read_source
+from jaxspec.training.sources import Divided, file_digest, files_digest, fingerprint, read_source
 from jaxspec.training.state import StateKeeper, TrainState, initial_state
-from jaxspec.training.tokenizer import BOS, PAD, RESERVED, save_tokenizer, stop_ids
+from jaxspec.training.tokenizer import loaded_tokenizer, stop_ids
 
 STORED = "bfloat16"
 """The dtype that trained weights are written in."""
@@ -214,9 +213,9 @@ def train(
 
 def pack_sources(
     run: Run[RunSettings], tokenizer: Tokenizer, documents: Sequence[Divided]
-) -> Corpus[Sequences]:
+) -> Corpus:
     """Packs the documents of all sources, in order, into rows of tokens."""
-    corpus = Corpus[Sequences]({}, {}, {})
+    corpus = Corpus({}, {}, {})
     with run.console.status("packing text"):
         for source, part in zip(run.settings.sources, documents, strict=True):
             corpus.train[source.name], corpus.validation[source.name] = (
@@ -231,18 +230,12 @@ def write_model(folder: Path, network: Network, tokenizer: Tokenizer) -> None:
     """Writes a trained model in the Hugging Face layout, weights in `STORED`.
 
     Args:
-        folder: a folder that exists; for safety against interruption see `replacing_files`.
+        folder: made if it is not there; an interruption leaves it as it was.
         network: the network.
         tokenizer: its tokenizer, with the reserved tokens in front.
     """
-    ids = {
-        "bos_token_id": RESERVED.index(BOS),
-        "eos_token_id": stop_ids(),
-        "pad_token_id": RESERVED.index(PAD),
-    }
-    write_network(network, folder, STORED, ids)
-    save_tokenizer(tokenizer, folder, network.config.max_positions)
-    write_json(folder / "generation_config.json", ids)
+    loaded = loaded_tokenizer(tokenizer, network.config.max_positions)
+    save(Model(network, loaded, stop_token_ids=tuple(stop_ids())), folder, STORED)
 
 
 def _prepare(
@@ -273,7 +266,7 @@ def _fingerprints(settings: RunSettings) -> dict[str, str]:
     for name, path in settings.files_read.items():
         if not Path(path).is_file():
             raise ValueError(f"{name} must be a file, but {path} is not a file.")
-        digests[name] = _digest(Path(path))
+        digests[name] = file_digest(Path(path))
     return digests
 
 
@@ -282,14 +275,7 @@ def _model_fingerprint(name: str, folder: Path) -> str:
     if not folder.is_dir():
         raise ValueError(f"{name} must be a model's folder, but {folder} is not a folder.")
     patterns = ("config.json", "tokenizer.json", "*.safetensors")
-    files = sorted(path for pattern in patterns for path in folder.glob(pattern))
-    lines = [f"{_digest(path)}  {path.name}\n" for path in files]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return files_digest(sorted(path for name in patterns for path in folder.glob(name)), folder)
 
 
 def _claim(run: Run[RunSettings]) -> None:

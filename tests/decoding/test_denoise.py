@@ -15,7 +15,7 @@ from tests.diffusion.networks import BLOCK, MASK, tiny_model
         ({"steps": 1.5}, "steps must be a whole number of at least 1, got 1.5"),
         ({"order": "loudest"}, r"order must be one of \('low_confidence', .*got 'loudest'"),
         ({"schedule": "cosine"}, r"schedule must be one of \('even', 'linear'\), got 'cosine'"),
-        ({"cache": "all"}, r"cache must be one of \('none', .*or None, got 'all'"),
+        ({"cache": "all"}, r"cache must be one of \('none', .*None., got 'all'"),
         ({"threshold": 0.0}, r"threshold must be in \(0, 1\], got 0.0"),
         ({"threshold": 1.5}, r"threshold must be in \(0, 1\], got 1.5"),
         ({"threshold": 0.9, "steps": 4}, "threshold: decides how many steps"),

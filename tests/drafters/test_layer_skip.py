@@ -353,7 +353,7 @@ def acceptance_rates(
             "as many attention as MLP sub-layers, got 1 and 2",
         ),
         ({"adaptive": {"target_rate": 2.0}}, r"target_rate must be in \[0, 1\], got 2.0"),
-        ({"adaptive": {"rule": "other"}}, "rule must be 'paper' or 'released', got 'other'"),
+        ({"adaptive": {"rule": "other"}}, "rule must be one of .'paper', 'released'., got 'other'"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings, message):

@@ -18,7 +18,7 @@ from jaxspec.models import ModelConfig, Network, init_params
 from jaxspec.training.loop import make_train_step
 from jaxspec.training.settings import DraftingSettings, OptimizerSettings, TrainingPace
 from jaxspec.training.sources import LastRows, Source
-from jaxspec.training.tokenizer import save_tokenizer, train_tokenizer
+from jaxspec.training.tokenizer import loaded_tokenizer, train_tokenizer
 from jaxspec.training.train import Trainer, train
 
 QUIET = Console(file=io.StringIO())
@@ -54,7 +54,7 @@ def write_model(folder: Path, config: ModelConfig) -> None:
     network = Network(init_params(config, jax.random.key(0)), config)
     with replacing_files(folder) as staging:
         write_network(network, staging, "float32")
-        save_tokenizer(tokenizer, staging, config.max_positions)
+        loaded_tokenizer(tokenizer, config.max_positions).write(staging)
 
 
 def write_sums(folder: Path) -> Source:

@@ -18,7 +18,7 @@ from jaxspec.diffusion.process import Masked
 from jaxspec.drafters import Deer
 from jaxspec.models import Diffusion, Network, init_params
 from jaxspec.training import deer
-from jaxspec.training.data import Answers, pack_answers
+from jaxspec.training.data import Sequences, pack_answers
 from jaxspec.training.deer import Continuation, DeerTrainer, Refinement, tail_weights
 from jaxspec.training.generated import read_answers
 from jaxspec.training.lm import LMTrainer
@@ -57,7 +57,7 @@ def drafter(shift, block):
 def one_row(prompt_size=6, answer_size=14, length=24, block=1):
     text = np.arange(20, 20 + prompt_size + answer_size, dtype=np.int32)
     packed = pack_answers([text], [prompt_size], length, block, MASK_ID)
-    return Answers(*(jnp.asarray(field[0]) for field in packed))
+    return jax.tree.map(lambda field: jnp.asarray(field[0]), packed)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_stage_two_loss_is_the_recorded_one(recorded, index, normalise, monkeypa
     config = TINY.replace(diffusion=Diffusion(MASK_ID))
     answer = (jnp.arange(size) >= prefix).astype(jnp.int32)
     tokens = jnp.asarray(case["targets"], jnp.int32)
-    row = Answers(tokens, jnp.ones(size, jnp.int32), jnp.arange(size), answer)
+    row = Sequences(tokens, jnp.ones(size, jnp.int32), jnp.arange(size), answer)
     longest = 96
     share = jnp.full(size, (case["R"] - 0.5) / longest)
 
@@ -104,7 +104,7 @@ def test_stage_two_loss_is_the_recorded_one(recorded, index, normalise, monkeypa
     monkeypatch.setattr(deer, "_cut", uncut)
     monkeypatch.setattr(deer, "drawn_per_group", lambda key, groups: share)
     objective = Refinement(config, longest, case["alpha"], normalise)
-    batch = Answers(*(field[None] for field in row))
+    batch = jax.tree.map(lambda field: field[None], row)
     loss, _ = objective(jnp.asarray(case["logits"], jnp.float32), batch, jax.random.key(0))
     name = "stage2_weighted_mean" if normalise else "stage2_weighted_sum_t1"
     assert float(loss) == pytest.approx(case[name], rel=1e-5)
@@ -137,7 +137,7 @@ def test_stage_one_loss_is_the_recorded_one(recorded, index, monkeypatch):
     logits = jnp.asarray(case["logits"], jnp.float32)
     answer = (jnp.arange(size) >= prefix).astype(jnp.int32)
     tokens = jnp.asarray(case["targets"], jnp.int32)
-    row = Answers(tokens, jnp.ones(size, jnp.int32), jnp.arange(size), answer)
+    row = Sequences(tokens, jnp.ones(size, jnp.int32), jnp.arange(size), answer)
 
     def uncut(row, key, config, separator):
         return row.tokens, row.segments, row.answer.astype(bool)
@@ -145,7 +145,7 @@ def test_stage_one_loss_is_the_recorded_one(recorded, index, monkeypatch):
     monkeypatch.setattr(deer, "Network", lambda params, config: Recorded(config, params))
     monkeypatch.setattr(deer, "_cut", uncut)
     monkeypatch.setattr(deer, "mask_share", lambda key, left, groups: masked)
-    batch = Answers(*(field[None] for field in row))
+    batch = jax.tree.map(lambda field: field[None], row)
     loss, _ = Continuation(config)(logits, batch, jax.random.key(0))
     assert float(loss) == pytest.approx(case["stage1_llada_norm_answer_len"], rel=1e-5)
 
@@ -226,7 +226,7 @@ def test_cuts_throughout_predict_what_is_drafted_behind_each(shift):
     network = drafter(shift, 4)
     texts = [np.arange(20, 53, dtype=np.int32), np.arange(60, 74, dtype=np.int32)]
     packed = pack_answers(texts, [6, 5], 52, 4, MASK_ID)
-    row = Answers(*(jnp.asarray(field[0]) for field in packed))
+    row = jax.tree.map(lambda field: jnp.asarray(field[0]), packed)
     objective = Refinement(network.config, 8, 1.5, cuts="all")
     predict = jax.jit(partial(deer._predict, network, objective))
     ends, sizes = set(), set()
@@ -253,7 +253,7 @@ def test_cuts_throughout_weigh_each_end_the_same(normalise):
     """The loss is the mean over ends of their weighted means, or sums."""
     network = drafter(True, 4)
     row = one_row(prompt_size=6, answer_size=29, length=40, block=4)
-    batch, key = Answers(*(field[None] for field in row)), jax.random.key(3)
+    batch, key = jax.tree.map(lambda field: field[None], row), jax.random.key(3)
     objective = Refinement(network.config, 8, 1.5, normalise, cuts="all")
     loss, metrics = objective(network.params, batch, key)
     cut, logits = deer._predict(network, objective, row, jax.random.split(key, 1)[0])
@@ -324,7 +324,7 @@ def test_documents_share_a_row_without_seeing_each_other():
     objective = Refinement(network.config)
     logits = []
     for packed in (both, other):
-        row = Answers(*(jnp.asarray(field[0]) for field in packed))
+        row = jax.tree.map(lambda field: jnp.asarray(field[0]), packed)
         logits.append(np.asarray(deer._predict(network, objective, row, key)[1])[1:12])
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-6)
 

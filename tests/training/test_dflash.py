@@ -19,8 +19,8 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import DFlash
 from jaxspec.models import Diffusion, ModelConfig, Network, init_dflash_params, param_shapes
-from jaxspec.training.data import Answers, Sequences, pack_answers
-from jaxspec.training.dflash import AnchoredBlocks, Answered, DFlashTrainer, layers_config
+from jaxspec.training.data import Sequences, pack_answers
+from jaxspec.training.dflash import AnchoredBlocks, DFlashTrainer, layers_config
 from jaxspec.training.efficiency import block_flops_per_token
 from jaxspec.training.settings import (
     DECODING,
@@ -30,7 +30,7 @@ from jaxspec.training.settings import (
     settings_from_json,
     settings_to_json,
 )
-from jaxspec.training.target import head_config, target_states
+from jaxspec.training.target import Observed, head_config, target_states
 from jaxspec.training.tokenizer import MASK, RESERVED
 from jaxspec.training.train import train
 from tests.training.runs import (
@@ -77,8 +77,8 @@ def answers():
     return packed
 
 
-def row_of(answers: Answers, index: int) -> Answers:
-    return Answers(*(jnp.asarray(field[index]) for field in answers))
+def row_of(answers: Sequences, index: int) -> Sequences:
+    return jax.tree.map(lambda field: jnp.asarray(field[index]), answers)
 
 
 @jax.jit
@@ -98,7 +98,7 @@ def drafted(target: Network, head, text, length):
 
 def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, answers):
     objective, key = objective_for(target), jax.random.key(3)
-    loss, metrics = jax.jit(objective)(params, Answered(answers, target), key)
+    loss, metrics = jax.jit(objective)(params, Observed(answers, target), key)
     head = objective.head(params, target)
     total = weight = nats = tokens = 0.0
     hits, places = np.zeros(BLOCK - 1), np.zeros(BLOCK - 1)
@@ -148,13 +148,13 @@ def test_anchors_are_what_may_be_pending_within_an_answer(target, answers):
 
 def test_a_mask_in_the_text_and_empty_rows_do_not_count(target, params, answers):
     objective = objective_for(target, anchors=99)
-    one = Answers(*(field[:1] for field in answers))
+    one = jax.tree.map(lambda field: field[:1], answers)
     with_mask = one._replace(tokens=np.where(np.arange(LENGTH) == 12, MASK_ID, one.tokens))
-    empty = Answers(*(np.zeros_like(field) for field in one))
+    empty = jax.tree.map(lambda field: np.zeros_like(field), one)
     key, counts = jax.random.key(0), []
     for rows in (one, with_mask, empty):
-        loss, metrics = jax.jit(objective)(params, Answered(rows, target), key)
-        gradient = jax.jit(jax.grad(objective, has_aux=True))(params, Answered(rows, target), key)[
+        loss, metrics = jax.jit(objective)(params, Observed(rows, target), key)
+        gradient = jax.jit(jax.grad(objective, has_aux=True))(params, Observed(rows, target), key)[
             0
         ]
         assert np.isfinite(float(loss))
@@ -167,16 +167,17 @@ def test_a_mask_in_the_text_and_empty_rows_do_not_count(target, params, answers)
 def test_states_from_before_are_those_computed_anew(target, params, answers):
     objective, key = objective_for(target), jax.random.key(1)
     observe = jax.jit(partial(target_states, taps=objective.taps))
-    states = observe(target, Sequences(*answers[:3]))
-    anew = jax.jit(objective)(params, Answered(answers, target), key)[0]
-    kept = jax.jit(objective)(params, Answered(answers, target, states.taps), key)[0]
+    states = observe(target, answers)
+    anew = jax.jit(objective)(params, Observed(answers, target), key)[0]
+    answers = answers._replace(**states._asdict())
+    kept = jax.jit(objective)(params, Observed(answers, target), key)[0]
     np.testing.assert_allclose(anew, kept, rtol=1e-6)
 
 
 def test_narrow_products_give_nearly_the_same_loss(target, params, answers):
     exact, narrow = (
         jax.jit(objective_for(target, dtype=dtype))(
-            params, Answered(answers, target), jax.random.key(0)
+            params, Observed(answers, target), jax.random.key(0)
         )[0]
         for dtype in ("float32", "bfloat16")
     )
@@ -193,9 +194,13 @@ def test_flops_of_a_token_are_what_the_compiler_counts(kept):
     first = partial(init_dflash_params, layers, 2 * config.embed_dim)
     shapes = jax.eval_shape(first, jax.random.key(0))
     field = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    taps = jax.ShapeDtypeStruct((rows, length, 2 * config.embed_dim), jnp.float32)
-    answers, network = Answers(field, field, field, field), Network(param_shapes(config), config)
-    batch = Answered(answers, network, taps if kept else None)
+    answers, network = Sequences(field, field, field, field), Network(param_shapes(config), config)
+    if kept:
+        answers = answers._replace(
+            features=jax.ShapeDtypeStruct((rows, length, 0), jnp.float32),
+            taps=jax.ShapeDtypeStruct((rows, length, 2 * config.embed_dim), jnp.float32),
+        )
+    batch = Observed(answers, network)
     step = jax.jit(jax.grad(objective, has_aux=True))
     with exchanged({}):  # the compiler does not look into native code
         compiled = step.lower(shapes, batch, jax.eval_shape(lambda: jax.random.key(0))).compile()
@@ -311,7 +316,7 @@ def test_a_state_folder_belongs_to_one_run(run):
         ({"gamma": 0.0}, "gamma must be above 0"),
         ({"mlp_dim": 0}, "mlp_dim must be above 0"),
         ({"own_text": 0}, "one of both"),
-        ({"decoding_prompts": -1}, "decoding_prompts must be 0 or more"),
+        ({"decoding_prompts": -1}, "decoding_prompts must be at least 0"),
     ],
 )
 def test_what_does_not_fit_is_named_before_anything_is_done(folder, tmp_path, changes, message):

@@ -18,10 +18,10 @@ from jaxspec.training.data import Sequences
 from jaxspec.training.eagle import (
     FeatureRegression,
     HeadQuality,
-    Observed,
     TrainingTimeTest,
     feature_losses,
 )
+from jaxspec.training.target import Observed
 from tests.models.test_eagle import first, golden  # noqa: F401  (fixtures)
 
 
@@ -110,7 +110,7 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
     params = init_eagle3_params(config, 2 * target.embed_dim, jax.random.key(1))
     head = Eagle3Head(params, config, taps, 24, ids)
     objective = TrainingTimeTest(config, taps, num_unrolled=3, decay=0.8)
-    row = Sequences(*(field[:1, :5] for field in sequences))
+    row = jax.tree.map(lambda field: field[:1, :5], sequences)
     observed = Observed(row, target, ids)
     value, metrics = jax.jit(lambda key: objective(params, observed, key))(jax.random.key(0))
 

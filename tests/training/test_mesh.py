@@ -19,7 +19,7 @@ from jaxspec.training.lm import LMTrainer, NextToken
 from jaxspec.training.plan import data_mesh
 from jaxspec.training.settings import LMTrainingSettings, OptimizerSettings, TrainingPace
 from jaxspec.training.sources import LastRows, Source
-from jaxspec.training.tokenizer import save_tokenizer, train_tokenizer
+from jaxspec.training.tokenizer import loaded_tokenizer, train_tokenizer
 from jaxspec.training.train import train
 from tests.training.runs import CONFIG as BASE
 from tests.training.runs import QUIET, losses_in
@@ -97,7 +97,7 @@ def main(folder: Path) -> None:
     teacher = folder / "teacher"
     teacher.mkdir()
     tokenizer = train_tokenizer(["twelve and twenty make thirty two"], CONFIG.vocab_size)
-    save_tokenizer(tokenizer, teacher, CONFIG.max_positions)
+    loaded_tokenizer(tokenizer, CONFIG.max_positions).write(teacher)
     config = CONFIG.replace(vocab_size=tokenizer.get_vocab_size())
     write_network(Network(init_params(config, jax.random.key(0)), config), teacher)
     student = settings(folder, teacher=str(teacher))

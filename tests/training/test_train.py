@@ -410,7 +410,7 @@ def test_settings_survive_json(tiny_settings):
         ({"early_exit": -0.1}, r"early_exit must be in \[0, 1\)"),
         ({"dtype": "float8"}, "dtype must be"),
         ({"own_text": 5}, "name one .--teacher"),
-        ({"own_text": -1}, "own_text must be 0 or more"),
+        ({"own_text": -1}, "own_text must be at least 0"),
         ({"own_text_weight": 0.0}, "own_text_weight must be above 0"),
     ],
 )

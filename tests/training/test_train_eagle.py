@@ -176,7 +176,7 @@ def test_a_head_is_for_its_own_target(run, tmp_path):
         ({"version": 2}, "EAGLE-2 drafts with the heads of version 1"),
         ({"taps": (0,)}, "taps are of EAGLE-3"),
         ({"own_text": 0}, "nothing to learn from"),
-        ({"noise": -1.0}, "noise must be 0 or more"),
+        ({"noise": -1.0}, "noise must be at least 0"),
         ({"paths": ()}, "at least one node"),
     ],
 )
