@@ -124,7 +124,8 @@ def _recorded_passes(network: Any) -> Iterator[list[Pass]]:
     passes = []
 
     def record(_, __, arguments):
-        cache = arguments["past_key_values"]
+        # Releases of `transformers` before 5.24 call it `past_key_values`.
+        cache = arguments.get("cache", arguments.get("past_key_values"))
         passes.append(Pass(cache.get_seq_length(), arguments["input_ids"].shape[1]))
 
     handle = network.register_forward_pre_hook(record, with_kwargs=True)
