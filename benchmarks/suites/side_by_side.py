@@ -63,8 +63,10 @@ _DECODING = "decoding"
 
 def deer_tree(target: Model) -> LoadedDrafter | None:
     """Builds DEER over the tree that was searched for it."""
-    paths = load_tree(shipped_models()[DEER] / TREE_FILE)
-    return with_deer(DEER, paths=paths)(target)
+    folder = shipped_models().get(DEER)
+    if folder is None or not (folder / TREE_FILE).is_file():
+        return None
+    return with_deer(DEER, paths=load_tree(folder / TREE_FILE))(target)
 
 
 class _InTurns:
@@ -244,7 +246,8 @@ SIDE_BY_SIDE: Mapping[str, Suite] = {
         prompt_sets=PROMPT_SETS,
         prompts_per_set=20,
         repeats=3,
-        needs=(MADE_FOR, DRAFT, EAGLE_HEAD, EAGLE3_HEAD, SKIPS, DEER),
+        needs=(DRAFT, EAGLE_HEAD, EAGLE3_HEAD, SKIPS, DEER),
+        models=(MADE_FOR,),
         methods={
             "prompt lookup": lambda target: PromptLookup(),
             "draft model": with_draft_model(DRAFT, num_speculative_tokens=_NUM_DRAFTED),

@@ -130,7 +130,7 @@ def test_steps_are_in_the_table_of_trees(trees):
     assert trees.agree
     steps = trees.as_dict()["targets"]["demo"]["settings"]["greedy"]["steps"]
     assert steps["EAGLE-2, as searched"]["building"] == 0.001
-    assert steps["EAGLE-2, as searched"]["times"]["draft"] == 0.002
+    assert steps["EAGLE-2, as searched"]["times"]["draft_seconds"] == 0.002
 
 
 def test_a_dynamic_tree_has_the_bounds_of_a_static_one(head):
