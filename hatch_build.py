@@ -29,6 +29,11 @@ X86 = {
 LEVELS = {"x86_64": X86, "amd64": X86, "aarch64": {"neon": []}, "arm64": {"neon": []}}
 
 
+def has_native_code(machine: str = platform.machine()) -> bool:
+    """Returns True where there is something to compile."""
+    return sys.platform != "win32" and machine.lower() in LEVELS
+
+
 def compiler() -> list[str] | None:
     """Returns the command of a C compiler, or `None`."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
@@ -60,10 +65,11 @@ def compile_library(
     """
     if os.environ.get("JAXSPEC_NATIVE") == "off":
         return "switched off by JAXSPEC_NATIVE=off"
-    levels = LEVELS.get((machine or platform.machine()).lower())
+    machine = machine or platform.machine()
     command, headers = compiler(), include_folder()
-    if sys.platform == "win32" or levels is None:
-        return f"no native code for {sys.platform} on {platform.machine()}"
+    if not has_native_code(machine):
+        return f"no native code for {sys.platform} on {machine}"
+    levels = LEVELS[machine.lower()]
     if command is None:
         return "no C compiler (cc, gcc, clang or the package ziglang)"
     if headers is None:
@@ -101,7 +107,7 @@ class NativeBuildHook(BuildHookInterface):
 
     def dependencies(self) -> list[str]:
         """Returns what the build needs: jaxlib's headers, and Zig where there is no compiler."""
-        if os.environ.get("JAXSPEC_NATIVE") == "off":
+        if os.environ.get("JAXSPEC_NATIVE") == "off" or not has_native_code():
             return []
         # Versions of hatchling print the bounds of a requirement in different orders.
         jax = next(

@@ -58,19 +58,20 @@ class Skips:
     Attributes:
         expected: patterns of the reasons of skips that are expected.
         unexpected: the other skips, with their reasons.
+        late: tests for which no time was left.
     """
 
     def __init__(self, expected: list[str]):
         self.expected = expected
         self.unexpected: list[str] = []
-        self.num_late = 0
+        self.late: list[str] = []
 
     def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if not report.skipped or hasattr(report, "wasxfail"):
             return
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
         if reason.endswith(_LATE):
-            self.num_late += 1
+            self.late.append(report.nodeid)
             return
         if not any(re.search(pattern, reason) for pattern in self.expected):
             self.unexpected.append(f"{report.nodeid}: {reason}")
@@ -86,8 +87,10 @@ class Skips:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        if self.num_late:
-            terminalreporter.section(f"{self.num_late} tests were left out: {_LATE}", yellow=True)
+        if self.late:
+            terminalreporter.section(f"{len(self.late)} tests were left out: {_LATE}", yellow=True)
+            for line in self.late:
+                terminalreporter.line(line)
         if self.unexpected:
             terminalreporter.section("skipped, although nothing says that they may be", red=True)
             for line in self.unexpected:

@@ -1,4 +1,4 @@
-"""Whether drafting pays: a profile, measured once, from which `generate` chooses.
+"""Profiles of drafting, measured once, from which `generate` chooses whether to draft.
 
 The compiled loop of `generate` measures nothing. A profile has the times of a plain step and of a
 drafted one, and the tokens that a drafted step emits. It is kept for the machine, the model, the

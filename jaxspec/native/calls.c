@@ -179,16 +179,19 @@ static struct crew *gather(XLA_FFI_CallFrame *frame, int64_t workers) {
   }
   atomic_store(&crew->users, 1);
   atomic_fetch_or(&active, 1ULL << index);
-  int missing = (int)workers - 1 - atomic_load(&num_helpers);
-  for (int i = 0; i < missing; i++) {
+  for (int helpers = atomic_load(&num_helpers); helpers < (int)workers - 1;) {
+    if (!atomic_compare_exchange_weak(&num_helpers, &helpers, helpers + 1)) continue;
     XLA_FFI_ThreadPool_Schedule_Args task = {
         .struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE,
         .ctx = frame->ctx,
         .task = help,
     };
-    atomic_fetch_add(&num_helpers, 1);
     error = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
-    if (error) forgive(frame, error), atomic_fetch_sub(&num_helpers, 1);
+    if (error) {
+      forgive(frame, error), atomic_fetch_sub(&num_helpers, 1);
+      break;
+    }
+    helpers++;
   }
   return crew;
 }
