@@ -190,7 +190,7 @@ def _open_trace(args: argparse.Namespace, model: Model, rows: Sequence[Any]) -> 
 def _search_all(
     args: argparse.Namespace,
     methods: Sequence[str],
-    objective: skip_search.Objective,
+    objective: skip_search.SkipObjective,
     trace: SearchTrace,
 ) -> dict[str, Sequence[Evaluation]]:
     """Searches with each method, random ones once per seed."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from jaxspec.decoding.profile import DraftingProfile
     from jaxspec.drafters import DrafterLike
 
-Row = TypeVar("Row", bound=Any, covariant=True)
+R = TypeVar("R", bound=Any, covariant=True)
 FINISH_REASONS = {
     Stop.RUNNING: "running",
     Stop.TOKEN: "stop_token",
@@ -153,10 +153,10 @@ class Generation:
         return generation_html(self)
 
 
-class Rows(Sequence[Row]):
+class Rows(Sequence[R]):
     """Rows of a result in order of prompts; `result[i]` is row i."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[R, ...]
 
     def __getitem__(self, index: Any) -> Any:
         return self.rows[index]

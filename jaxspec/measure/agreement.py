@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-Logits = Float[np.ndarray, "positions vocab"]
+TextLogits = Float[np.ndarray, "positions vocab"]
 
 
 class TextAgreement(NamedTuple):
@@ -23,7 +23,7 @@ class TextAgreement(NamedTuple):
     top1: float
 
 
-def agreement(texts: Iterable[tuple[Logits, Logits]]) -> TextAgreement:
+def agreement(texts: Iterable[tuple[TextLogits, TextLogits]]) -> TextAgreement:
     """Compares the logits of two models.
 
     Args:
@@ -48,6 +48,6 @@ def agreement(texts: Iterable[tuple[Logits, Logits]]) -> TextAgreement:
     return TextAgreement(len(kl), float(np.mean(kl)), float(np.mean(same)))
 
 
-def _logprobs(logits: Logits) -> Logits:
+def _logprobs(logits: TextLogits) -> TextLogits:
     shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

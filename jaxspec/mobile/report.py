@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.checkpoint import Model
 from jaxspec.decoding.metrics import Counts
 from jaxspec.drafters import DrafterLike
-from jaxspec.measure.agreement import Logits, agreement
+from jaxspec.measure.agreement import TextLogits, agreement
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.quantize import QUANTIZATIONS
@@ -82,7 +82,7 @@ def compare_quantizations(
     """
     shapes = dataclasses.replace(config or ExportConfig(), check_gpu_ops=False)
     texts = [text[: min(SCORED_TOKENS, shapes.capacity // 2)] for text in texts]
-    exact: list[Logits] = []
+    exact: list[TextLogits] = []
     found = []
     with TemporaryDirectory() as folder:
         for name in QUANTIZATIONS:
@@ -102,7 +102,7 @@ def compare_quantizations(
     return found
 
 
-def _logits(file: MobileModel, text: Sequence[int]) -> Logits:
+def _logits(file: MobileModel, text: Sequence[int]) -> TextLogits:
     """Returns the logits after each token of a text, read one by one."""
     rows = []
     for place, token in enumerate(text):

@@ -33,7 +33,7 @@ from jaxspec.models import ModelConfig, Network
 from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import answers_of, answers_read
-from jaxspec.training.loop import Metrics, products_in
+from jaxspec.training.loop import StepMetrics, products_in
 from jaxspec.training.report import PALM_FLOPS, RecipeNotes
 from jaxspec.training.settings import (
     CUTS,
@@ -99,7 +99,7 @@ class Continuation:
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> tuple[Float[Array, ""], StepMetrics]:
         return _loss(self, params, batch, key)
 
     @property
@@ -169,7 +169,7 @@ class Refinement:
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> tuple[Float[Array, ""], StepMetrics]:
         return _loss(self, params, batch, key)
 
     @property
@@ -225,7 +225,7 @@ def tail_weights(
 
 def _loss(
     objective: Continuation | Refinement, params: PyTree, batch: Sequences, key: PRNGKeyArray
-) -> tuple[Float[Array, ""], Metrics]:
+) -> tuple[Float[Array, ""], StepMetrics]:
     """Returns the weighted cross-entropies of each text over its scale, averaged over texts."""
     network = Network(params, objective.config)
     arrays = jax.tree.map(jnp.asarray, batch)

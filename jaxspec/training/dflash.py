@@ -24,7 +24,7 @@ from jaxspec.sharding import on_every_device
 from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import block_flops_per_token
 from jaxspec.training.generated import answers_of, answers_read
-from jaxspec.training.loop import Metrics, products_in
+from jaxspec.training.loop import StepMetrics, products_in
 from jaxspec.training.report import RecipeNotes
 from jaxspec.training.settings import DTYPES, TARGET, DFlashTrainingSettings
 from jaxspec.training.sources import Divided
@@ -103,7 +103,7 @@ class AnchoredBlocks:
 
     def __call__(
         self, params: PyTree, batch: Observed, key: PRNGKeyArray
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> tuple[Float[Array, ""], StepMetrics]:
         head, target = self.head(params, batch.target), batch.target
         answers = jax.tree.map(jnp.asarray, batch.sequences)
         taps = batch.states(self.taps).taps

@@ -34,7 +34,7 @@ from jaxspec.sharding import on_every_device
 from jaxspec.training.data import Corpus, Sequences
 from jaxspec.training.efficiency import head_flops_per_token
 from jaxspec.training.generated import pack_generated
-from jaxspec.training.loop import Metrics, Objective, products_in, same_choice
+from jaxspec.training.loop import Objective, StepMetrics, products_in, same_choice
 from jaxspec.training.report import RecipeNotes, generated_texts
 from jaxspec.training.settings import OWN_TEXT, TARGET, EagleTrainingSettings
 from jaxspec.training.sources import Divided
@@ -85,7 +85,7 @@ class FeatureRegression:
 
     def __call__(
         self, params: PyTree, batch: Observed, key: PRNGKeyArray
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> tuple[Float[Array, ""], StepMetrics]:
         target, sequences = batch.target, batch.sequences
         head, seen = self.head(params, target, batch.draft_ids), batch.states(self.taps)
         width = self.noise * 512 / sequences.tokens.shape[1]
@@ -158,7 +158,7 @@ class TrainingTimeTest:
 
     def __call__(
         self, params: PyTree, batch: Observed, key: PRNGKeyArray
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> tuple[Float[Array, ""], StepMetrics]:
         del key  # Nothing is drawn.
         head = self.head(params, batch.target, batch.draft_ids)
         sequences = jax.tree.map(jnp.asarray, batch.sequences)
@@ -258,7 +258,7 @@ class HeadQuality:
 
     def __call__(
         self, params: PyTree, batch: Observed, key: PRNGKeyArray
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> tuple[Float[Array, ""], StepMetrics]:
         states = batch.states(self.objective.taps)
         # So that they are computed once.
         sequences = jax.tree.map(jnp.asarray, batch.sequences._replace(**states._asdict()))

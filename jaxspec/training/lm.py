@@ -26,7 +26,7 @@ from jaxspec.sharding import on_every_device
 from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import pack_generated
-from jaxspec.training.loop import Metrics, products_in, same_choice
+from jaxspec.training.loop import StepMetrics, products_in, same_choice
 from jaxspec.training.report import PALM_FLOPS, RecipeNotes, texts_read
 from jaxspec.training.settings import DTYPES, LMTrainingSettings
 from jaxspec.training.sources import Divided, document_texts
@@ -66,7 +66,7 @@ class NextToken:
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> tuple[Float[Array, ""], StepMetrics]:
         metrics = _metrics(self.logits(params, batch, key), batch)
         return metrics["nats"], metrics
 
@@ -113,7 +113,7 @@ class SoftLabels:
 
     def __call__(
         self, params: PyTree, batch: Taught, key: PRNGKeyArray
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> tuple[Float[Array, ""], StepMetrics]:
         sequences = batch.sequences
         logits = self.student.logits(params, sequences, key)
         expert = jax.lax.stop_gradient(_logits(batch.teacher, sequences))
@@ -161,7 +161,7 @@ def _targets(
     return jnp.asarray(batch.tokens)[:, 1:], learned
 
 
-def _metrics(logits: Float[Array, "rows length-1 vocab"], batch: Sequences) -> Metrics:
+def _metrics(logits: Float[Array, "rows length-1 vocab"], batch: Sequences) -> StepMetrics:
     targets, learned = _targets(batch)
     chosen = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[:, :, 0]
     nats = jax.nn.logsumexp(logits, axis=-1) - chosen

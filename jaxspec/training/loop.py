@@ -26,8 +26,8 @@ from jaxspec.training.optimizer import make_optimizer
 from jaxspec.training.settings import OptimizerSettings, TrainingPace
 from jaxspec.training.state import StateKeeper, TrainState
 
-Metrics = dict[str, Float[Array, ""]]
-TrainStep = Callable[[TrainState, Any], tuple[TrainState, Metrics]]
+StepMetrics = dict[str, Float[Array, ""]]
+TrainStep = Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
 Validation = dict[str, dict[str, float]]
 """Figures by source, then by metric."""
 
@@ -46,7 +46,7 @@ class Objective(Protocol):
 
     def __call__(
         self, params: PyTree, batch: Any, key: PRNGKeyArray
-    ) -> tuple[Float[Array, ""], Metrics]: ...
+    ) -> tuple[Float[Array, ""], StepMetrics]: ...
 
 
 def products_in(dtype: str) -> contextlib.AbstractContextManager[None]:
@@ -158,7 +158,7 @@ def _update(
     settings: OptimizerSettings,
     seed: int,
     mesh: Mesh | None,
-) -> tuple[TrainState, Metrics]:
+) -> tuple[TrainState, StepMetrics]:
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     differentiate = jax.value_and_grad(objective, has_aux=True)
     (loss, metrics), gradient = differentiate(state.params, batch, key)
@@ -291,7 +291,7 @@ class _Watch:
         self.span, self.tokens = 0.0, 0.0
         self.reported_at = time.monotonic()
 
-    def read(self, step: int, metrics: Metrics) -> None:
+    def read(self, step: int, metrics: StepMetrics) -> None:
         """Waits for the figures of a step and adds them to the sums."""
         figures = {name: float(value) for name, value in metrics.items()}
         for name in ("loss", "gradient_norm"):

@@ -22,7 +22,7 @@ from jaxspec.models import Diffusion, ModelConfig, Network, init_params
 from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import pack_generated
-from jaxspec.training.loop import Metrics, products_in
+from jaxspec.training.loop import StepMetrics, products_in
 from jaxspec.training.report import PALM_FLOPS, RecipeNotes, texts_read
 from jaxspec.training.settings import DTYPES, MaskedTrainingSettings
 from jaxspec.training.sources import Divided
@@ -72,7 +72,7 @@ class MaskedTokens:
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
-    ) -> tuple[Float[Array, ""], Metrics]:
+    ) -> tuple[Float[Array, ""], StepMetrics]:
         arrays = (jnp.asarray(field) for field in (batch.tokens, batch.segments, batch.positions))
         tokens, segments, positions = arrays
         network = Network(params, self.config)

@@ -44,7 +44,7 @@ class Evaluation(NamedTuple):
         return self.score.seconds_per_token
 
 
-Objective = Callable[[Skips], SkipScore]
+SkipObjective = Callable[[Skips], SkipScore]
 Method = Callable[[Sequence[Evaluation], np.random.Generator], Skips | None]
 """Returns the next set, given the evaluations so far (at least one); `None` ends the search."""
 
@@ -256,7 +256,7 @@ class SearchTrace:
 
 
 def search(
-    objective: Objective,
+    objective: SkipObjective,
     method: Method,
     num_evaluations: int,
     trace: SearchTrace,
