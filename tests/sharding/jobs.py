@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec import batch
-from jaxspec.batch import programs
+from jaxspec.batch import slots
 from jaxspec.checkpoint import Model
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LoadedDrafter
@@ -28,7 +28,7 @@ class Spy:
     """A program of a job, whose text is kept when it is first called for a mesh."""
 
     def __init__(self, name: str):
-        self.program, self.text = getattr(programs, name), ""
+        self.program, self.text = getattr(slots, name), ""
         self.lower = self.program.lower
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ def main(out: Path) -> None:
     case = DRAFTERS["lookup"]
     spies = {name: Spy(name) for name in ("read_prompt", "insert", "run_chunk")}
     for name, spy in spies.items():
-        setattr(programs, name, spy)
+        setattr(slots, name, spy)
 
     reports: list[batch.JobReport] = []
 
