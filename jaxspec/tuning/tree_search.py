@@ -365,8 +365,8 @@ def tree_of_head(head: str | FilePath) -> tuple[Path, ...]:
 
     Example:
         >>> from jaxspec.tuning import tree_of_head
-        >>> len(tree_of_head("demo-eagle"))
-        5
+        >>> tree_of_head("demo-eagle")[0]
+        (0,)
     """
     searched = find_head(head) / TREE_FILE
     return load_tree(searched) if searched.is_file() else EAGLE_PATHS
