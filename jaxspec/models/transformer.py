@@ -58,7 +58,23 @@ def lookup_rows(
         >>> lookup_rows(jnp.eye(3), jnp.array([2, 0])).tolist()
         [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
     """
+    return _rows_of_halves(table, ids) if table.dtype == jnp.bfloat16 else _rows(table, ids)
+
+
+def _rows(table: Array, ids: Array) -> Array:
     return table.at[ids].get(mode="clip")
+
+
+# XLA gathers no bfloat16 on CPUs: it would first write the whole table in float32.
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _rows_of_halves(table: Array, ids: Array) -> Array:
+    bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
+    return jax.lax.bitcast_convert_type(_rows(bits, ids), jnp.bfloat16)
+
+
+@_rows_of_halves.defjvp
+def _differentiate_rows(ids: Array, primals: tuple[Array], tangents: tuple[Array]):
+    return _rows_of_halves(*primals, ids), _rows(*tangents, ids)
 
 
 class Visible(NamedTuple):

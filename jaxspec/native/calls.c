@@ -234,9 +234,9 @@ struct columns {
 
 static int64_t num_chunks(const struct columns *c) { return (c->outputs + c->width - 1) / c->width; }
 
-/* Chunks of whole tiles, four for each worker; for one or two rows, which wait for memory, wider. */
+/* Chunks of whole tiles, four for each worker; for few rows, which wait for memory, wider. */
 static void set_width(struct columns *c, int64_t workers) {
-  int64_t narrow = c->product.n <= 2, unit = c->turned || narrow ? 16 : 32;
+  int64_t narrow = c->product.n <= 6, unit = c->turned || narrow ? 16 : 32;
   int64_t width = c->outputs / ((narrow ? 2 : 4) * workers);
   width = narrow ? (width + unit - 1) / unit * unit : width / unit * unit;
   int64_t widest = c->turned ? 64 : c->product.n > 32 ? 128 : 256;

@@ -107,15 +107,16 @@ INLINE vec some_weights(enum weight_type type, const void *w, int64_t at, int64_
   return weights(type, padded, 0);
 }
 
-/* Sums are cut into BLOCK terms: their errors then grow with the number of blocks. Rows of weights are
- * asked for AHEAD of their use, as a panel of columns is no stream. */
-enum { BLOCK = 20, AHEAD = 16 };
+/* Sums are cut into BLOCK terms: their errors then grow with the number of blocks. Weights are asked
+ * for about AHEAD weights before their use, in whole blocks, as a panel of columns is no stream. */
+enum { BLOCK = 20, AHEAD = 4 * 64 * BLOCK };
 
 /* A part of a product: rows from i on, columns from o on, and `terms` rows of weights, which begin at
- * w. The result is added to y unless this is the first part of the sum. */
+ * w; those that begin at `next` are used later. The result is added to y unless this is the first part
+ * of the sum. */
 struct part {
-  const void *w;
-  int64_t w_stride, terms, i, k, o, ahead;
+  const char *w, *next;
+  int64_t w_stride, terms, i, k, o;
   int first;
 };
 
@@ -133,7 +134,7 @@ INLINE void tile(enum weight_type type, const struct product *p, const struct pa
     vec b[MOST_VECTORS];
     UNROLL for (int c = 0; c < vectors; c++) {
       if (c * LANES * sizes[type] % 64 == 0)
-        __builtin_prefetch((const char *)t->w + (at + t->ahead + c * LANES) * sizes[type]);
+        __builtin_prefetch(t->next + (at + c * LANES) * sizes[type]);
       b[c] = count == LANES ? weights(type, t->w, at + c * LANES)
                             : some_weights(type, t->w, at, count);
     }
@@ -155,14 +156,19 @@ INLINE void tile(enum weight_type type, const struct product *p, const struct pa
   }
 }
 
-/* One group of at most MOST_ROWS rows. */
+/* One group of at most MOST_ROWS rows. Behind the last row of weights begins the chunk of columns that
+ * follows this one. Groups after the first find their weights in a cache. */
 INLINE void few_rows(enum weight_type type, const struct product *p, struct part t, int rows,
                      int64_t lo, int64_t hi) {
   static const int sizes[] = {4, 2, 1};
   const int vectors = rows <= 2 ? MOST_VECTORS : MOST_VECTORS / 2;
+  int64_t blocks = AHEAD / BLOCK / (hi - lo), next = t.k;
+  if (t.i == 0) next += blocks ? blocks * BLOCK : BLOCK;
+  next = next < p->k ? next * p->w_stride : (next - p->k) * p->w_stride + hi - lo;
   for (t.o = lo; t.o < hi;) {
     int64_t left = hi - t.o, taken = left;
     t.w = (const char *)p->w + (t.k * p->w_stride + t.o) * sizes[type];
+    t.next = (const char *)p->w + (next + t.o) * sizes[type];
     if (left >= vectors * LANES)
       tile(type, p, &t, rows, vectors, LANES), taken = vectors * LANES;
     else if (left >= 2 * LANES)
@@ -178,9 +184,9 @@ INLINE void few_rows(enum weight_type type, const struct product *p, struct part
 INLINE void product(enum weight_type type, const struct product *p, int64_t lo, int64_t hi) {
   for (int64_t k = 0; k < p->k; k += BLOCK) {
     struct part t = {.w_stride = p->w_stride, .terms = p->k - k < BLOCK ? p->k - k : BLOCK, .k = k,
-                     .ahead = AHEAD * p->w_stride, .first = k == 0 && !p->add};
+                     .first = k == 0 && !p->add};
 #define REST(rows) few_rows(type, p, t, rows, lo, hi)
-    for (; t.i + MOST_ROWS <= p->n; t.i += MOST_ROWS, t.ahead = 0) REST(MOST_ROWS);
+    for (; t.i + MOST_ROWS <= p->n; t.i += MOST_ROWS) REST(MOST_ROWS);
     FOR_REST(p->n - t.i, REST)
 #undef REST
   }
