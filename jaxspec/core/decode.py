@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxspec import native
 from jaxspec.core import masks
 from jaxspec.core.cache import append, pad_caches, select_path, settled
 from jaxspec.core.sampling import at_least_float32, warp_logits
@@ -41,6 +42,9 @@ from jaxspec.core.types import (
     Warp,
 )
 from jaxspec.core.verify import verify, verify_greedy
+
+
+NATIVE_CHUNK = 32
 
 
 class Prompt(NamedTuple):
@@ -94,7 +98,8 @@ def prefill(
     def forward(tokens, positions, mask, cache) -> Hidden:
         return model.forward(tokens, positions, mask, cache, taps=taps)
 
-    hidden, layers = in_chunks(forward, tokens, model.empty_cache, chunk, prefix)
+    chunk = places_at_once(chunk)
+    hidden, layers = in_chunks(forward, tokens, model.empty_cache, chunk, length - 1, prefix)
     return hidden, KVCache(layers, length - 1)
 
 
@@ -106,20 +111,32 @@ def read_prefix(
     return Prefix(hidden.features, hidden.taps, cache.layers)
 
 
+def places_at_once(chunk: int) -> int:
+    """Returns how many places of a prompt to read at once, at most `chunk`.
+
+    On CPUs native products of few places cost as little for each as those of many, and of a short
+    prompt less padding is read.
+    """
+    is_native = jax.default_backend() == "cpu" and native.status().instructions is not None
+    return min(chunk, NATIVE_CHUNK) if is_native else chunk
+
+
 def in_chunks(
     forward: Callable[..., Hidden],
     inputs: PyTree,
     empty_cache: Callable[[int], KVCache],
     chunk: int,
+    length: Int[Array, ""],
     prefix: Prefix | None = None,
 ) -> tuple[Hidden, tuple[LayerKV, ...]]:
-    """Reads a whole sequence causally, `chunk` places at a time.
+    """Reads a sequence causally, `chunk` places at a time, until `length` of them are read.
 
     Args:
         forward: gets a part of `inputs`, its positions, a mask and the cache so far.
         inputs: arrays with one entry per place of the sequence.
         empty_cache: makes a cache of that capacity.
         chunk: at most; of a longer sequence it is the largest number that divides both.
+        length: places that mean something. Chunks behind those of all rows are not read.
         prefix: what the sequence begins with, if that has been read; only the rest is read.
 
     Returns:
@@ -133,28 +150,45 @@ def in_chunks(
     rest = bucket - read
     chunk = rest if rest <= chunk else math.gcd(rest, chunk)
 
-    def run_chunk(cache: KVCache, start: Int[Array, ""]):
+    def read_chunk(start: Int[Array, ""], cache: KVCache) -> tuple[Hidden, KVCache]:
         part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, start, chunk), inputs)
-        positions = start + jnp.arange(chunk)
-        hidden = forward(part, positions, masks.causal(chunk), cache)
-        return append(cache, settled(hidden), chunk), (hidden.features, hidden.taps)
+        hidden = forward(part, start + jnp.arange(chunk), masks.causal(chunk), cache)
+        return hidden, append(cache, settled(hidden), chunk)
 
-    starts = jnp.arange(read, bucket, chunk)
+    def advance(index, carry):
+        cache, *found = carry
+        start = read + index * chunk
+        hidden, cache = read_chunk(start, cache)
+        put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return cache, *map(put, found, (hidden.features, hidden.taps))
+
     if prefix is None:
         cache = empty_cache(bucket)
     else:
         cache = pad_caches(KVCache(prefix.layers, jnp.int32(read)), bucket)
-    cache, (features, tapped) = jax.lax.scan(run_chunk, cache, starts)
-    # Zero columns where nothing is tapped: -1 would not say how many.
-    hidden = Hidden(
-        features.reshape(rest, features.shape[-1]), tapped.reshape(rest, tapped.shape[-1]), ()
-    )
+    shapes = jax.eval_shape(read_chunk, jnp.int32(0), cache)[0]
+    found = [
+        jnp.zeros((bucket, each.shape[1]), each.dtype) for each in (shapes.features, shapes.taps)
+    ]
     if prefix is not None:
-        hidden = hidden._replace(
-            features=jnp.concatenate([prefix.features, hidden.features]),
-            taps=jnp.concatenate([prefix.taps, hidden.taps]),
-        )
-    return hidden, cache.layers
+        found = [
+            each.at[:read].set(known)
+            for each, known in zip(found, (prefix.features, prefix.taps), strict=True)
+        ]
+    num_chunks = jnp.clip(-(-(longest(length) - read) // chunk), 0, rest // chunk)
+    cache, features, taps = jax.lax.fori_loop(0, num_chunks, advance, (cache, *found))
+    return Hidden(features, taps, ()), cache.layers
+
+
+@jax.custom_batching.custom_vmap
+def longest(length: Int[Array, ""]) -> Int[Array, ""]:
+    """Returns the largest length of all rows: the same for each, so that they share a loop."""
+    return length
+
+
+@longest.def_vmap
+def _longest_of_rows(_, is_mapped: list[bool], lengths: Int[Array, " rows"]):
+    return (jnp.max(lengths) if is_mapped[0] else lengths), False
 
 
 def begin(

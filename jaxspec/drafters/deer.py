@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 from jaxspec.core import masks
 from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS, append_within, settled
 from jaxspec.core.checks import check_at_least, check_one_of
-from jaxspec.core.decode import in_chunks
+from jaxspec.core.decode import in_chunks, places_at_once
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path
 from jaxspec.core.types import Context, Hidden, KVCache, LayerKV, Params, Proposal, PyTree
@@ -160,7 +160,9 @@ class Deer(BlockSettings):
         if kind == "blocks" and diffusion.block is not None:
             # The pending token is read again with every block: later positions depend on it.
             held = (context.length - 1) // diffusion.block * diffusion.block
-            layers = _read_blocks(draft, diffusion.block, context.tokens[:bucket], self.chunk)
+            layers = _read_blocks(
+                draft, diffusion.block, context.tokens[:bucket], context.length, self.chunk
+            )
             cache = KVCache(layers, held)
         elif kind == "prefix":
             cache = KVCache(self._read_prefix(draft, context, bucket), context.length - 1)
@@ -351,11 +353,15 @@ def _token_id(model: "Model", name: str, token: str) -> int:
 
 
 def _read_blocks(
-    draft: Network, block: int, tokens: Int[Array, " bucket"], chunk: int
+    draft: Network,
+    block: int,
+    tokens: Int[Array, " bucket"],
+    length: Int[Array, ""],
+    chunk: int,
 ) -> tuple[LayerKV, ...]:
     """Returns keys and values of a prompt; only those of whole blocks have a meaning."""
     bucket = tokens.shape[0]
-    chunk = min(chunk, bucket)
+    chunk = places_at_once(min(chunk, bucket))
     if chunk % block or bucket % chunk:
         chunk = bucket
 
@@ -363,7 +369,7 @@ def _read_blocks(
         seen = masks.block_causal(tokens.shape[0], block)
         return draft.forward(tokens, positions, seen, cache)
 
-    _, layers = in_chunks(forward, tokens, draft.empty_cache, chunk)
+    _, layers = in_chunks(forward, tokens, draft.empty_cache, chunk, length)
     return layers
 
 

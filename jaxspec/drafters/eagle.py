@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
 from jaxspec.core.checks import check_at_least
-from jaxspec.core.decode import in_chunks
+from jaxspec.core.decode import in_chunks, places_at_once
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal, Tree
 from jaxspec.drafters.growth import grow_tree
@@ -181,8 +181,9 @@ def read_prompt(params: Params, prompt: Hidden, context: Context, chunk: int) ->
     def forward(pairs, positions, mask, cache) -> Hidden:
         return head.forward(*pairs, positions, mask, cache)
 
-    hidden, layers = in_chunks(forward, pairs, head.empty_cache, min(chunk, bucket))
     num_pairs = context.length - 1
+    chunk = places_at_once(min(chunk, bucket))
+    hidden, layers = in_chunks(forward, pairs, head.empty_cache, chunk, num_pairs)
     # A prompt of one token has no pair: its first draft comes from an arbitrary state.
     newest = hidden.features[jnp.maximum(num_pairs - 1, 0)]
     return EagleState(KVCache(layers, num_pairs), newest)

@@ -182,6 +182,7 @@ INLINE void few_rows(enum weight_type type, const struct product *p, struct part
 }
 
 INLINE void product(enum weight_type type, const struct product *p, int64_t lo, int64_t hi) {
+  if (lo >= hi) return;
   for (int64_t k = 0; k < p->k; k += BLOCK) {
     struct part t = {.w_stride = p->w_stride, .terms = p->k - k < BLOCK ? p->k - k : BLOCK, .k = k,
                      .first = k == 0 && !p->add};

@@ -37,7 +37,9 @@ static double value(enum weight_type type, const void *w, int64_t at) {
   return got;
 }
 
-static int check(enum weight_type type, int turned, int64_t n, int64_t k, int64_t o, int scaled) {
+enum kind { PLAIN, SCALED, ADDED, NUM_KINDS };
+
+static int check(enum weight_type type, int turned, int64_t n, int64_t k, int64_t o, enum kind kind) {
   static const size_t sizes[] = {4, 2, 1};
   void *blocks[5];
   float *x = room((size_t)(n * k) * 4, 4, &blocks[0]), *y = room((size_t)(n * o) * 4, 12, &blocks[1]);
@@ -56,9 +58,13 @@ static int check(enum weight_type type, int turned, int64_t n, int64_t k, int64_
            sizes[type]);
   }
   struct product p = {.x = x, .x_stride = k, .n = n, .k = k, .w = w, .w_stride = turned ? k : o,
-                      .scale = scaled ? scale : NULL, .bias = scaled ? bias : NULL,
-                      .y = y, .y_stride = o};
-  (turned ? KERNELS.turned : KERNELS.product)[type](&p, 0, o);
+                      .scale = kind == SCALED ? scale : NULL, .bias = kind == SCALED ? bias : NULL,
+                      .y = y, .y_stride = o, .add = kind == ADDED};
+  for (int64_t i = 0; kind == ADDED && i < n * o; i++) y[i] = 1;
+  /* In chunks, one of them empty. */
+  const int64_t ends[] = {0, o / 3, o / 3, o};
+  for (int c = 0; c < 3; c++)
+    (turned ? KERNELS.turned : KERNELS.product)[type](&p, ends[c], ends[c + 1]);
   int wrong = 0;
   for (int64_t i = 0; i < n; i++)
     for (int64_t j = 0; j < o; j++) {
@@ -67,24 +73,26 @@ static int check(enum weight_type type, int turned, int64_t n, int64_t k, int64_
         double term = x[i * k + t] * value(type, w, turned ? j * k + t : t * o + j);
         sum += term, size += fabs(term);
       }
-      if (scaled) sum = sum * scale[j] + bias[j], size = size * fabs(scale[j]) + fabs(bias[j]);
+      if (kind == SCALED) sum = sum * scale[j] + bias[j], size = size * fabs(scale[j]) + fabs(bias[j]);
+      if (kind == ADDED) sum += 1, size += 1;
       wrong += !(fabs(y[i * o + j] - sum) <= 1e-6 * size + 1e-30);
     }
   if (wrong)
-    printf("%s: %d wrong, type %d, turned %d, %d x %d x %d, scaled %d\n", KERNELS.name, wrong, type,
-           turned, (int)n, (int)k, (int)o, scaled);
+    printf("%s: %d wrong, type %d, turned %d, %d x %d x %d, kind %d\n", KERNELS.name, wrong, type,
+           turned, (int)n, (int)k, (int)o, kind);
   for (int i = 0; i < 5; i++) free(blocks[i]);
   return wrong;
 }
 
 int main(void) {
   static const int64_t shapes[][3] = {{1, 64, 64}, {1, 7, 5}, {2, 33, 130}, {3, 1, 1}, {4, 19, 16},
-                                      {5, 100, 17}, {6, 65, 96}, {13, 48, 31}, {26, 40, 72}};
+                                      {5, 100, 17}, {6, 65, 96}, {13, 48, 31}, {26, 40, 72}, {64, 21, 70}};
   int wrong = 0;
   for (int type = 0; type < NUM_WEIGHT_TYPES; type++)
     for (int turned = 0; turned < 2; turned++)
-      for (int scaled = 0; scaled < 2; scaled++)
+      for (int kind = 0; kind < NUM_KINDS; kind++)
         for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++)
-          wrong += check((enum weight_type)type, turned, shapes[s][0], shapes[s][1], shapes[s][2], scaled);
+          wrong += check((enum weight_type)type, turned, shapes[s][0], shapes[s][1], shapes[s][2],
+                         (enum kind)kind);
   return wrong != 0;
 }

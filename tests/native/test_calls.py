@@ -154,16 +154,17 @@ def network(kind, tiny_config) -> Network:
     return Network(init_params(config, jax.random.key(0)), config)
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("tokens", "cached"), [(1, 12), (5, 12), (5, 0)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_agrees_with_its_reference(kind, tokens, tiny_config):
+def test_a_pass_agrees_with_its_reference(kind, tokens, cached, tiny_config):
     model = network(kind, tiny_config)
     ids = jax.random.randint(jax.random.key(1), (3, 12 + tokens), 0, tiny_config.vocab_size)
 
     def logits(ids):
         hidden = model.forward(ids[:12], jnp.arange(12), masks.causal(12), None)
-        cache = append(model.empty_cache(32), hidden.new_kv, 12)
-        new = model.forward(ids[12:], jnp.arange(12, 12 + tokens), masks.causal(tokens), cache)
+        cache = append(model.empty_cache(32), hidden.new_kv, cached)
+        positions = jnp.arange(cached, cached + tokens)
+        new = model.forward(ids[12:], positions, masks.causal(tokens), cache)
         return model.unembed(new.features), new.new_kv
 
     ours = jax.jit(jax.vmap(logits))(ids)
