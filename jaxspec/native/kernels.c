@@ -212,15 +212,19 @@ INLINE float sum_of(vec value) {
 #endif
 }
 
-/* Outputs of a turned product whose sums are held in registers at once. */
+/* Outputs of a turned product whose sums are held in registers at once. The first group of rows asks
+ * for the rows of w that are read after the next ones. */
 #define OUTPUTS (REGISTERS / 8)
 
 /* Adds LANES or fewer products to each of the sums of `rows` rows of x with `outputs` rows of w. */
 INLINE void add_dots(enum weight_type type, const struct product *p, int64_t i, int rows, int64_t o,
-                     int outputs, int64_t k, int64_t count, vec sums[MOST_ROWS][OUTPUTS]) {
+                     int outputs, int64_t k, int64_t count, int64_t ahead,
+                     vec sums[MOST_ROWS][OUTPUTS]) {
+  static const int sizes[] = {4, 2, 1};
   vec b[OUTPUTS];
   UNROLL for (int c = 0; c < outputs; c++) {
     int64_t at = (o + c) * p->w_stride + k;
+    __builtin_prefetch((const char *)p->w + (at + ahead) * sizes[type]);
     b[c] = count == LANES ? weights(type, p->w, at) : some_weights(type, p->w, at, count);
   }
   UNROLL for (int r = 0; r < rows; r++) {
@@ -236,9 +240,9 @@ INLINE void dots(enum weight_type type, const struct product *p, int64_t i, int 
   UNROLL for (int r = 0; r < rows; r++) {
     UNROLL for (int c = 0; c < outputs; c++) sums[r][c] = splat(0);
   }
-  int64_t k = 0;
-  for (; k + LANES <= p->k; k += LANES) add_dots(type, p, i, rows, o, outputs, k, LANES, sums);
-  if (k < p->k) add_dots(type, p, i, rows, o, outputs, k, p->k - k, sums);
+  int64_t k = 0, ahead = i ? 0 : 2 * OUTPUTS * p->w_stride;
+  for (; k + LANES <= p->k; k += LANES) add_dots(type, p, i, rows, o, outputs, k, LANES, ahead, sums);
+  if (k < p->k) add_dots(type, p, i, rows, o, outputs, k, p->k - k, ahead, sums);
   UNROLL for (int r = 0; r < rows; r++) {
     UNROLL for (int c = 0; c < outputs; c++) {
       float *y = p->y + (i + r) * p->y_stride + o + c;
