@@ -27,8 +27,8 @@ PACKAGE = ROOT / "jaxspec"
 # A folder may import from folders before it, never from one after it. `jaxspec` itself is the
 # table of contents. Nothing in the package imports `NOT_INSTALLED`, which lie next to it.
 LAYERS = (
-    ("progress", "compilation", "extras"),
-    ("core", "native"),
+    ("progress", "compilation", "extras", "native"),
+    ("core",),
     ("models",),
     ("sharding",),
     ("checkpoint",),

@@ -38,7 +38,7 @@ from jaxspec.measure.figures import PLAIN, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.passes import CAPACITY, CONTEXT, NUM_PASSES, loop_of_passes
 from jaxspec.measure.timing import in_turns
-from jaxspec.models.linear import num_cores
+from jaxspec.native import num_cores
 from jaxspec.tuning import load_tree
 from jaxspec.tuning.tree_search import TREE_FILE
 

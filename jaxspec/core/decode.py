@@ -43,7 +43,6 @@ from jaxspec.core.types import (
 )
 from jaxspec.core.verify import verify, verify_greedy
 
-
 NATIVE_CHUNK = 32
 
 

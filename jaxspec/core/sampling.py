@@ -4,13 +4,13 @@ Nothing here sorts: on a CPU a sort of one row of logits costs more than a small
 filter is a threshold, found exactly by bisection over the bits of the logits.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
 
+from jaxspec import native
 from jaxspec.core.forms import exchangeable
+from jaxspec.core.narrow import NarrowCall
 from jaxspec.core.types import Warp
 
 Logits = Float[Array, "nodes vocab"]
@@ -52,11 +52,8 @@ def warp_logits(logits: Logits, warp: Warp) -> Logits:
 
 def keep_top_k(logits: Logits, top_k: Int[Array, ""]) -> Logits:
     """Keeps the `top_k` largest logits of each row; 0 keeps all of them."""
-
-    def enough(kept: Bool[Array, "nodes vocab"]) -> Bool[Array, "nodes 1"]:
-        return jnp.sum(kept, axis=-1, keepdims=True) >= top_k
-
-    return jnp.where(_smallest_set(logits, enough) | (top_k == 0), logits, -jnp.inf)
+    kept = _smallest_set(logits, jnp.ones_like(logits), top_k.astype(logits.dtype))
+    return jnp.where(kept | (top_k == 0), logits, -jnp.inf)
 
 
 def keep_top_p(logits: Logits, top_p: Float[Array, ""]) -> Logits:
@@ -64,29 +61,53 @@ def keep_top_p(logits: Logits, top_p: Float[Array, ""]) -> Logits:
 
     1 keeps all of them.
     """
-    probs = jax.nn.softmax(logits, axis=-1)
-
-    def enough(kept: Bool[Array, "nodes vocab"]) -> Bool[Array, "nodes 1"]:
-        return jnp.sum(jnp.where(kept, probs, 0.0), axis=-1, keepdims=True) >= top_p
-
-    return jnp.where(_smallest_set(logits, enough) | (top_p >= 1), logits, -jnp.inf)
+    kept = _smallest_set(logits, jax.nn.softmax(logits, axis=-1), top_p.astype(logits.dtype))
+    return jnp.where(kept | (top_p >= 1), logits, -jnp.inf)
 
 
 def _smallest_set(
-    logits: Logits, enough: Callable[[Bool[Array, "nodes vocab"]], Bool[Array, "nodes 1"]]
+    logits: Logits, weights: Float[Array, "nodes vocab"], least: Float[Array, ""]
 ) -> Bool[Array, "nodes vocab"]:
-    """Marks each row's largest logits, as few as satisfy `enough`, ties with the last included.
-
-    Sets its threshold bit by bit from the top: 32 passes over the row, whatever the vocabulary.
-    """
+    """Marks each row's largest logits, as few as weigh `least`, ties with the last included."""
     keys = _ordered_bits(logits)
+    return keys >= _narrow_threshold(None, (), (keys, weights, least))
+
+
+def _threshold(_static: None, _weights: tuple[()], row: tuple[Array, Array, Array]) -> Array:
+    """Returns each row's largest threshold whose keys, those not below it, weigh `least` or more.
+
+    Sets it bit by bit from the top: 32 passes over the row, whatever the vocabulary.
+    """
+    keys, weights, least = row
 
     def try_bit(index: Int[Array, ""], threshold: UInt[Array, "nodes 1"]):
         raised = threshold | (jnp.uint32(1) << (31 - index).astype(jnp.uint32))
-        return jnp.where(enough(keys >= raised), raised, threshold)
+        weight = jnp.sum(jnp.where(keys >= raised, weights, 0.0), axis=-1, keepdims=True)
+        return jnp.where(weight >= least, raised, threshold)
 
-    start = jnp.zeros((logits.shape[0], 1), jnp.uint32)
-    return keys >= jax.lax.fori_loop(0, 32, try_bit, start)
+    return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros((keys.shape[0], 1), jnp.uint32))
+
+
+def _native_threshold(_static: None, _weights: tuple[()], rows: tuple[Array, Array, Array]):
+    keys, weights, least = rows
+    shape = (*keys.shape[:2], 1)
+    return native.call(
+        "threshold",
+        jax.ShapeDtypeStruct(shape, jnp.uint32),
+        keys,
+        weights,
+        jnp.broadcast_to(least[:, None, None], shape),
+        workers=native.num_cores(),
+    )
+
+
+def _has_native_threshold(_static: None, _weights: tuple[()], rows) -> bool:
+    return rows[1].dtype == rows[2].dtype == jnp.float32
+
+
+_narrow_threshold = NarrowCall(
+    "narrow_threshold", _threshold, _native_threshold, _has_native_threshold
+)
 
 
 def _ordered_bits(logits: Logits) -> UInt[Array, "nodes vocab"]:

@@ -42,7 +42,6 @@ from jaxspec.decoding.request import (
 )
 from jaxspec.drafters import DrafterLike, LoadedDrafter, NoDraft, loaded_drafter
 from jaxspec.extras import DISTRIBUTION
-from jaxspec.models.linear import num_cores
 from jaxspec.sharding import mesh_of, on_mesh_of
 
 if TYPE_CHECKING:
@@ -314,7 +313,7 @@ def _key(
     return {
         "jaxspec": metadata.version(DISTRIBUTION),
         "jaxlib": jaxlib_version.__version__,
-        "device": f"{kind}, {num_cores()} cores, {native.status().reason}",
+        "device": f"{kind}, {native.num_cores()} cores, {native.status().reason}",
         "mesh": "none" if mesh is None else str(dict(mesh.shape)),
         "model": f"{model.name}, {model.network.dtype}, {model.config}",
         "weights": _fingerprint(model.params),

@@ -12,7 +12,8 @@ import numpy as np
 from jaxspec import native
 from jaxspec.core.types import PyTree
 from jaxspec.measure.timing import time_in_turns
-from jaxspec.models.linear import multiply, num_cores
+from jaxspec.models.linear import multiply
+from jaxspec.native import num_cores
 
 
 class Machine(NamedTuple):

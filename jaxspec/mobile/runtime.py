@@ -24,7 +24,7 @@ from jaxspec.mobile.loops import HostAcceptance, LoopOf, Plain, Round, best_loop
 from jaxspec.mobile.manifest import Manifest, read_manifest, tokenizer_fingerprint
 from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.room import check_room, check_token_ids, prompt_parts
-from jaxspec.models.linear import num_cores
+from jaxspec.native import num_cores
 
 OUT = "o_"
 """Prefix of the names of outputs that are inputs of the next call."""

@@ -6,7 +6,6 @@ its transposes: left to itself XLA copies the gradients of a batch before it mul
 takes longer than the product.
 """
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -20,7 +19,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxspec import native
 from jaxspec.core.forms import exchangeable, is_exchanged
-from jaxspec.models.narrow import MAX_ROWS, NARROW, NATIVE_WEIGHTS, asked_precision
+from jaxspec.core.narrow import MAX_ROWS, NARROW, NATIVE_WEIGHTS, asked_precision
 
 _MAX_PARTS = 8
 _MIN_PART = 64
@@ -163,7 +162,7 @@ def _on_cpu(
             jax.ShapeDtypeStruct(shape, jnp.float32),
             *(rows, kernel, absent, absent),
             turned=int(turned),
-            workers=num_cores(),
+            workers=native.num_cores(),
         )
     kernel = kernel.astype(rows.dtype)
     parts = _num_parts(rows.shape[1])
@@ -187,18 +186,11 @@ def _fits(rows: Array, kernel: Array, dtype: jnp.dtype) -> bool:
     )
 
 
-def num_cores() -> int:
-    """Host cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _num_parts(width: int) -> int:
     """A power of two that divides `width`: as many as there are cores, of at least 64 terms."""
     parts = 1
     while (
-        2 * parts <= min(num_cores(), _MAX_PARTS)
+        2 * parts <= min(native.num_cores(), _MAX_PARTS)
         and width % (2 * parts) == 0
         and width // (2 * parts) >= _MIN_PART
     ):

@@ -9,10 +9,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec import native
+from jaxspec.core.narrow import ABSENT, MAX_ROWS, NATIVE_WEIGHTS
 from jaxspec.core.types import LayerKV, PyTree
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.linear import num_cores
-from jaxspec.models.narrow import ABSENT, MAX_ROWS, NATIVE_WEIGHTS
 
 if TYPE_CHECKING:
     from jaxspec.models.transformer import AttentionRow, AttentionWeights, MLPWeights, Weights
@@ -53,7 +52,7 @@ def native_attention(config, weights, rows: "AttentionRow"):
     heads, attended = kv_heads * (group + 2) * head_dim, kv_heads * group * head_dim
     queries = max(16 // group, 1) * group
     work = batch * tokens * (heads + attended)
-    work += num_cores() * queries * (-(-places // 16) * 16 + 2 * head_dim)
+    work += native.num_cores() * queries * (-(-places // 16) * 16 + 2 * head_dim)
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     outputs, keys, values, _ = native.call(
         "attention",
@@ -75,7 +74,7 @@ def native_attention(config, weights, rows: "AttentionRow"):
         plus_one=int(config.norm_plus_one),
         scale=np.float32(config.score_scale),
         softcap=np.float32(config.attention_softcap or 0),
-        workers=num_cores(),
+        workers=native.num_cores(),
     )
     return outputs, LayerKV(keys, values)
 
@@ -96,6 +95,6 @@ def native_mlp(config, weights: "MLPWeights", rows):
         *_operands(weights.gate_up, width),
         *_operands(weights.down, hidden),
         activation=0 if config.activation == "silu" else 1,
-        workers=num_cores(),
+        workers=native.num_cores(),
     )
     return outputs.reshape(rows.shape)

@@ -20,11 +20,11 @@ from jaxspec.compilation import warn_of_wrong_sums
 from jaxspec.core.cache import capacity_of, empty_layer
 from jaxspec.core.forms import exchangeable
 from jaxspec.core.masks import sliding_window
+from jaxspec.core.narrow import NarrowCall
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.attention import Segment, at_least_float32, attend, softcapped
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products, multiply
-from jaxspec.models.narrow import NarrowCall
 from jaxspec.models.native_forms import (
     attention_fits,
     mlp_fits,

@@ -1,4 +1,4 @@
-"""Native code for passes of a few tokens on CPUs: products, a gated MLP and attention.
+"""Native code for passes of a few tokens on CPUs: products, a gated MLP, attention, filters.
 
 It is plain C (`kernels.c`, `calls.c`), compiled when the package is installed and called by XLA
 through `jax.ffi`. Without it everything runs on XLA's own products. `status` says which it is, and
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 LIBRARY = Path(__file__).with_name("libjaxspec.so.1")
-_CALLS = ("product", "mlp", "attention")
+_CALLS = ("product", "mlp", "attention", "threshold")
 
 
 class NativeStatus(NamedTuple):
@@ -57,6 +57,13 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def ffi_version() -> int:
@@ -98,7 +105,7 @@ def call(name: str, results: Any, *operands: Any, **attributes: Any) -> Any:
     """Calls a native function within a program for CPUs.
 
     Args:
-        name: `product`, `mlp` or `attention`.
+        name: `product`, `mlp`, `attention` or `threshold`.
         results: shapes and dtypes of the results, as `jax.ffi.ffi_call` takes them.
         *operands: arrays, in the order that `calls.c` gives.
         **attributes: numbers, by the names that `calls.c` reads.

@@ -1,4 +1,4 @@
-/* Calls that XLA's CPU runtime makes (xla/ffi/api/c_api.h): products, a gated MLP, attention.
+/* Calls that XLA's CPU runtime makes (xla/ffi/api/c_api.h): products, a gated MLP, filters, attention.
  *
  * Work is shared with XLA's own thread pool, by rules that cannot deadlock: the caller works through
  * all chunks itself and waits only for chunks that somebody has begun. A scheduled helper may start
@@ -399,6 +399,37 @@ XLA_FFI_Error *jaxspec_mlp(XLA_FFI_CallFrame *frame) {
   set_width(&g.gate_up, workers);
   share(crew, gated_columns, &g, num_chunks(&g.gate_up));
   multiply(crew, &down, workers);
+  dismiss(crew);
+  return NULL;
+}
+
+/* ---- Filters ---- */
+
+struct filter {
+  const uint32_t *keys;
+  const float *weights, *least;
+  uint32_t *found;
+  int64_t count;
+};
+
+static void find_threshold(void *context, int64_t row, int worker) {
+  (void)worker;
+  const struct filter *f = context;
+  int64_t at = row * f->count;
+  f->found[row] = best->threshold(f->keys + at, f->weights + at, f->least[row], f->count);
+}
+
+/* keys[.., count], weights[.., count], least[.., 1] -> threshold[.., 1] */
+XLA_FFI_Error *jaxspec_threshold(XLA_FFI_CallFrame *frame) {
+  if (answers_version(frame)) return NULL;
+  if (frame->args.size != 3 || frame->rets.size != 1) return refuse(frame, "threshold: 3 operands");
+  int64_t rows = size_of(result(frame, 0));
+  struct filter f = {.keys = arg(frame, 0)->data, .weights = arg(frame, 1)->data,
+                     .least = arg(frame, 2)->data, .found = result(frame, 0)->data,
+                     .count = rows ? size_of(arg(frame, 0)) / rows : 0};
+  int64_t workers = rows > 1 && rows * f.count >= SMALL / 16 ? integer(frame, "workers") : 1;
+  struct crew *crew = gather(frame, workers);
+  share(crew, find_threshold, &f, rows);
   dismiss(crew);
   return NULL;
 }

@@ -331,6 +331,35 @@ INLINE float softmax(float *row, int64_t count) {
   return sum_of(total);
 }
 
+/* What keys of at least `raised` weigh, `vectors` vectors of them. */
+INLINE void weigh(const uint32_t *keys, const float *weights, uint32_t raised, int vectors,
+                  vec totals[4]) {
+  UNROLL for (int c = 0; c < vectors; c++) {
+    uvec key;
+    memcpy(&key, keys + c * LANES, sizeof key);
+    totals[c] += choose((ivec)(key >= raised), load(weights + c * LANES), splat(0));
+  }
+}
+
+/* Set bit by bit from the top. */
+static uint32_t threshold(const uint32_t *keys, const float *weights, float least, int64_t count) {
+  uint32_t found = 0, rest_keys[LANES] = {0};
+  float rest_weights[LANES] = {0};
+  int64_t whole = count / LANES * LANES, rest = count - whole;
+  memcpy(rest_keys, keys + whole, (size_t)rest * sizeof *keys);
+  memcpy(rest_weights, weights + whole, (size_t)rest * sizeof *weights);
+  for (int bit = 31; bit >= 0; bit--) {
+    uint32_t raised = found | (uint32_t)1 << bit;
+    vec totals[4] = {splat(0), splat(0), splat(0), splat(0)};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= whole; i += 4 * LANES) weigh(keys + i, weights + i, raised, 4, totals);
+    for (; i < whole; i += LANES) weigh(keys + i, weights + i, raised, 1, totals);
+    weigh(rest_keys, rest_weights, raised, 1, totals);
+    if (sum_of((totals[0] + totals[1]) + (totals[2] + totals[3])) >= least) found = raised;
+  }
+  return found;
+}
+
 INLINE void norm(const float *x, const float *scale, float eps, int plus_one, float *y,
                  int64_t count) {
   vec squares = splat(0);
@@ -350,6 +379,7 @@ const struct kernels KERNELS = {
     {product_f32, product_bf16, product_s8},
     {turned_f32, turned_bf16, turned_s8},
     gate,
+    threshold,
     attend,
     keep_own,
 };

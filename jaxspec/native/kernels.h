@@ -51,6 +51,8 @@ struct kernels {
   void (*turned[NUM_WEIGHT_TYPES])(const struct product *, int64_t lo, int64_t hi);
   /* gate[i] = activation(gate[i]) * up[i] */
   void (*gate)(enum activation, float *gate, const float *up, int64_t count);
+  /* The largest threshold such that the keys from it on weigh `least` or more; 0 if none do. */
+  uint32_t (*threshold)(const uint32_t *keys, const float *weights, float least, int64_t count);
   /* One chunk of an attention: some tokens of one row, for one key head. */
   void (*attend)(void *attention, int64_t chunk, int worker);
   /* The new tokens' own keys, turned, and values. */

@@ -1,5 +1,5 @@
-/* Runs every product of one instruction set against sums in double, with buffers of exact size at odd
- * addresses. Prints what is wrong; exits 0 if nothing is. KERNELS names the table of loops. */
+/* Runs every product and filter of one instruction set against sums in double, with buffers of exact
+ * size at odd addresses. Prints what is wrong; exits 0 if nothing is. KERNELS names the table. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -84,10 +84,27 @@ static int check(enum weight_type type, int turned, int64_t n, int64_t k, int64_
   return wrong;
 }
 
+/* Of distinct keys, each of weight 1, the threshold of the first `least` is the last one of these. */
+static int check_threshold(int64_t count) {
+  void *blocks[2];
+  uint32_t *keys = room((size_t)count * 4, 4, &blocks[0]);
+  float *weights = room((size_t)count * 4, 12, &blocks[1]);
+  int wrong = 0;
+  for (int64_t i = 0; i < count; i++) keys[i] = (uint32_t)(i * 7919 % count) << 8, weights[i] = 1;
+  for (int64_t least = 1; least <= count; least++)
+    wrong += KERNELS.threshold(keys, weights, (float)least, count) != (uint32_t)(count - least) << 8;
+  wrong += KERNELS.threshold(keys, weights, (float)count + 1, count) != 0;
+  if (wrong) printf("%s: %d thresholds of %d keys are wrong\n", KERNELS.name, wrong, (int)count);
+  for (int i = 0; i < 2; i++) free(blocks[i]);
+  return wrong;
+}
+
 int main(void) {
   static const int64_t shapes[][3] = {{1, 64, 64}, {1, 7, 5}, {2, 33, 130}, {3, 1, 1}, {4, 19, 16},
                                       {5, 100, 17}, {6, 65, 96}, {13, 48, 31}, {26, 40, 72}, {64, 21, 70}};
+  static const int64_t counts[] = {1, 5, 16, 33, 64, 131};
   int wrong = 0;
+  for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) wrong += check_threshold(counts[c]);
   for (int type = 0; type < NUM_WEIGHT_TYPES; type++)
     for (int turned = 0; turned < 2; turned++)
       for (int kind = 0; kind < NUM_KINDS; kind++)

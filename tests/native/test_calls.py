@@ -1,4 +1,4 @@
-"""Native products, MLPs and attention against float64 and against their references."""
+"""Native products, MLPs, attention and filters against float64 and their references."""
 
 import dataclasses
 import importlib.util
@@ -19,6 +19,7 @@ from jaxspec import native
 from jaxspec.core import masks
 from jaxspec.core.cache import append
 from jaxspec.core.forms import exchanged
+from jaxspec.core.sampling import keep_top_k, keep_top_p
 from jaxspec.models import Network, init_params
 from jaxspec.models.linear import multiply
 
@@ -172,6 +173,21 @@ def test_a_pass_agrees_with_its_reference(kind, tokens, cached, tiny_config):
     with exchanged({}):
         reference = jax.jit(jax.vmap(lambda ids: logits(ids)))(ids)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), ours, reference)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 16, 100, 4096])
+def test_filters_keep_what_their_reference_keeps(vocab_size):
+    logits = jnp.round(4 * jax.random.normal(jax.random.key(vocab_size), (3, 2, vocab_size)))
+    logits = logits.at[0, 1, 3].set(-jnp.inf).at[1, 0, 2].set(jnp.nan).at[2, 0].set(-jnp.inf)
+
+    def filtered(logits):
+        return keep_top_k(logits, jnp.int32(4)), keep_top_p(logits, jnp.float32(0.8))
+
+    ours = jax.jit(jax.vmap(filtered))
+    assert "jaxspec_threshold" in ours.lower(logits).as_text()
+    with exchanged({}):
+        reference = jax.jit(jax.vmap(lambda logits: filtered(logits)))(logits)
+    jax.tree.map(np.testing.assert_array_equal, ours(logits), reference)
 
 
 def test_gradients_are_those_of_the_reference(tiny_config):

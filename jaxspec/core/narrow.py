@@ -1,4 +1,4 @@
-"""Pieces of a pass that native code computes on CPUs, where a program has few enough rows.
+"""Pieces of a step that native code computes on CPUs, where a program has few enough rows.
 
 Such a piece is a function of weights and of one row's arrays, and a second form of it for a batch
 of rows. The first is the reference: what is differentiated, and what runs wherever the second does
