@@ -14,7 +14,7 @@ from jaxspec.batch.rows import Row, digest_of
 from jaxspec.batch.settings import JobSettings, Shard, drafts_change_nothing
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import PyTree
-from jaxspec.decoding.request import GenerationConfig
+from jaxspec.decoding.request import GenerationConfig, with_rules_of
 from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.extras import DISTRIBUTION
 from jaxspec.measure.compare import describe
@@ -61,6 +61,7 @@ def job_header(
         settings or JobSettings(),
         shard or Shard(),
     )
+    config = with_rules_of(model, config)
     weights = loaded_drafter(drafter).params
     steps = "plain" if drafter is None or settings.drafting == "never" else "drafted"
     capacity = settings.capacity

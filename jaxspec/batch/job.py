@@ -32,7 +32,13 @@ from jaxspec.core.decode import Prefix
 from jaxspec.core.loop import CHUNK, round_up
 from jaxspec.core.types import DecodeState, Params, Stop
 from jaxspec.decoding.metrics import Counts
-from jaxspec.decoding.request import GenerationConfig, automaton_of, check_request
+from jaxspec.decoding.request import (
+    PENALTIES,
+    GenerationConfig,
+    automaton_of,
+    check_request,
+    with_rules_of,
+)
 from jaxspec.decoding.result import HostRow, host_rows, text_of
 from jaxspec.drafters import DrafterLike, LoadedDrafter, NoDraft, loaded_drafter
 from jaxspec.sharding import on_mesh_of, placement_of
@@ -97,6 +103,7 @@ def run(
     """
     config, settings = config or GenerationConfig(), settings or JobSettings()
     loaded = check_job(model, rows, config, drafter, seed, settings)
+    config = with_rules_of(model, config)
     with CompileClock() as clock, on_mesh_of(model.params):
         programs = Programs(
             model=model,
@@ -148,7 +155,7 @@ def check_job(
         NoDraft()
     """
     loaded = check_request(model, config, drafter, seed)
-    for field in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p"):
+    for field in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIES):
         if np.ndim(getattr(config, field)):
             raise ValueError(f"{field} must be one number for the whole job, got several.")
     # Records are known by the line that they answer.

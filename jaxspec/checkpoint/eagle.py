@@ -28,7 +28,7 @@ from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.files import CheckpointError, read_json
 from jaxspec.checkpoint.folder import CONFIG
 from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
-from jaxspec.checkpoint.hub import find_head
+from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import Tensor, eagle3_rules, eagle_rules
 from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors
 from jaxspec.models.config import ModelConfig
@@ -65,14 +65,16 @@ class HeadTensor(NamedTuple):
         return self.make()
 
 
-def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleHead | Eagle3Head:
+def load_eagle(
+    source: str | Path, target: Network | Model, dtype: Any = None
+) -> EagleHead | Eagle3Head:
     """Loads an EAGLE-1 (also EAGLE-2) or EAGLE-3 head for a target, onto the target's mesh.
 
     Args:
         source: a folder with config.json and model.safetensors, or pytorch_model.bin where torch
             is installed (read by its `weights_only` path, which runs no code); the name of a head
             that comes with the package; or "owner/name" on the Hugging Face Hub.
-        target: what the head was trained for.
+        target: what the head was trained for: a model, or its network.
         dtype: of the weights; `None`: the target's, and its form of matrices.
 
     Raises:
@@ -81,10 +83,11 @@ def load_eagle(source: str | Path, target: Network, dtype: Any = None) -> EagleH
 
     Example:
         >>> from jaxspec import load
-        >>> head = load_eagle("demo-eagle", load("demo").network)
+        >>> head = load_eagle("demo-eagle", load("demo"))
         >>> head.config.num_layers
         1
     """
+    target = target if isinstance(target, Network) else target.network
     folder = find_head(source)
     raw = _unfolded(read_json(folder / CONFIG))
     stored = _stored_tensors(folder)

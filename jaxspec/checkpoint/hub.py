@@ -28,6 +28,7 @@ from jaxspec.checkpoint.orbax import load_orbax, write_orbax
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.core.types import PyTree
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.storage import weights_text
 from jaxspec.models.transformer import Network
 
 # Files to fetch from the Hub. Other weight formats, often a second copy, are left alone.
@@ -64,10 +65,13 @@ class Model:
         tokenizer: `None` if the folder has no tokenizer.json; then only token ids go in and out.
         name: what it was loaded as.
         stop_token_ids: ids that end a text.
-        generation_defaults: generation_config.json as published; nothing in here applies it.
+        generation_defaults: generation_config.json as published. `generate` takes its penalties
+            where settings leave them open, and nothing else.
 
     Example:
-        >>> model = load("demo")
+        >>> model = load("demo", weights="float32")
+        >>> model
+        Model('demo', 12 layers, 11.6 M weights, 46.5 MB, vocabulary of 4096)
         >>> model.config.num_layers, model.vocab_size
         (12, 4096)
     """
@@ -77,6 +81,12 @@ class Model:
     name: str = "model"
     stop_token_ids: tuple[int, ...] = ()
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return (
+            f"Model({self.name!r}, {self.network.num_layers} layers, {weights_text(self.params)}, "
+            f"vocabulary of {self.vocab_size})"
+        )
 
     @property
     def config(self) -> ModelConfig:

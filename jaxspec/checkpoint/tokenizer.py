@@ -36,6 +36,9 @@ class Tokenizer:
     settings: Mapping[str, Any] = field(default_factory=dict)
     templates: Mapping[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.vocab_size} ids)"
+
     @functools.cached_property
     def vocab_size(self) -> int:
         """One more than the largest id. A network's own vocabulary may be padded beyond it."""

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxspec import native
 from jaxspec.core import masks
 from jaxspec.core.cache import append, pad_caches, select_path, settled
+from jaxspec.core.penalties import penalize
 from jaxspec.core.sampling import at_least_float32, warp_logits
 from jaxspec.core.stopping import StopAutomaton, cut_emitted
 from jaxspec.core.types import (
@@ -380,7 +381,7 @@ def _target_pass(
         taps=taps,
     )
     logits = at_least_float32(target.unembed(hidden.features))
-    warped = warp_logits(logits, context.warp)
+    warped = warp_logits(logits, context.warp, _penalizing(state, proposal))
     if context.warp.temperature is None:
         verdict = verify_greedy(proposal, warped)
     else:
@@ -409,6 +410,22 @@ def _target_pass(
         warped_logprobs=(
             None if state.emitted.warped_logprobs is None else logprobs_along_path(warped)
         ),
+    )
+
+
+def _penalizing(state: DecodeState, proposal: Proposal) -> Callable[[Array], Array] | None:
+    penalties = state.context.warp.penalties
+    if penalties is None:
+        return None
+    # Each step emits what it accepts and one token more; nothing follows a step that was cut.
+    accepted = state.stats.accepted
+    num_emitted = jnp.sum(accepted * (1 + jnp.arange(len(accepted))))
+    return partial(
+        penalize,
+        penalties=penalties,
+        context=state.context,
+        num_emitted=num_emitted,
+        proposal=proposal,
     )
 
 

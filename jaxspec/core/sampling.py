@@ -4,6 +4,8 @@ Nothing here sorts: on a CPU a sort of one row of logits costs more than a small
 filter is a threshold, found exactly by bisection over the bits of the logits.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt
@@ -21,11 +23,18 @@ def at_least_float32(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
-def warp_logits(logits: Logits, warp: Warp) -> Logits:
-    """Applies bias, temperature, top-k, top-p and min-p, in that order, to each row.
+def warp_logits(
+    logits: Logits, warp: Warp, penalize: Callable[[Logits], Logits] | None = None
+) -> Logits:
+    """Applies bias, penalties, temperature, top-k, top-p and min-p, in that order, to each row.
 
     The order is the one of Hugging Face `generate`. Tokens tied with the last one that a filter
     keeps are kept as well.
+
+    Args:
+        logits: one row for each node.
+        warp: what to apply.
+        penalize: applies what depends on the text of each node; see `core.penalties`.
 
     Returns:
         Logits with -inf for what was filtered out; not normalised.
@@ -33,6 +42,8 @@ def warp_logits(logits: Logits, warp: Warp) -> Logits:
     logits = at_least_float32(logits)
     if warp.bias is not None:
         logits = logits + warp.bias.astype(logits.dtype)[None, :]
+    if penalize is not None:
+        logits = penalize(logits)
     if warp.temperature is not None:
         # The best logit keeps its value, so a row of NaN or -inf makes no distribution.
         best = jnp.max(logits, axis=-1, keepdims=True)

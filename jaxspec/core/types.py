@@ -140,6 +140,25 @@ class Recent(NamedTuple):
     count: Int[Array, ""]
 
 
+class Penalties(NamedTuple):
+    """A row's rules about what its text already holds. One that is `None` is absent.
+
+    Attributes:
+        repetition: divides positive logits of tokens that occur in the text, prompt included, and
+            multiplies negative ones (Keskar et al. 2019).
+        presence: subtracted from the logits of tokens that were emitted before.
+        frequency: subtracted once for each time that a token was emitted before.
+        ngram_size: size of n-grams that may not occur twice in the text; 0 allows all.
+        min_new_tokens: no stop id is emitted before so many tokens.
+    """
+
+    repetition: Float[Array, ""] | None = None
+    presence: Float[Array, ""] | None = None
+    frequency: Float[Array, ""] | None = None
+    ngram_size: Int[Array, ""] | None = None
+    min_new_tokens: Int[Array, ""] | None = None
+
+
 class Warp(NamedTuple):
     """A row's sampling parameters. A filter that is `None` is absent from the program.
 
@@ -150,6 +169,8 @@ class Warp(NamedTuple):
             this row greedy among rows that sample.
         bias: added to the logits first: logit bias, -inf for banned ids and for ids past the
             tokenizer.
+        penalties: of the target's logits alone. Drafters draw from laws of their own, so they may
+            go without.
     """
 
     temperature: Float[Array, ""] | None = None
@@ -157,6 +178,7 @@ class Warp(NamedTuple):
     top_p: Float[Array, ""] | None = None
     min_p: Float[Array, ""] | None = None
     bias: Float[Array, " vocab"] | None = None
+    penalties: Penalties | None = None
 
 
 class Context(NamedTuple):

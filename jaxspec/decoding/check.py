@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.checkpoint import CheckpointError, Model
 from jaxspec.core.loop import decode
 from jaxspec.decoding.generate import generate, score
-from jaxspec.decoding.request import GenerationConfig, prepare
+from jaxspec.decoding.request import PENALTIES, GenerationConfig, prepare
 from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import Network, init_params
@@ -210,7 +210,11 @@ def _greedy_is_plain(model, loaded, prompts) -> tuple[bool, str]:
 def _sampling_is_honest(model, loaded, prompt, num_samples, seed) -> tuple[bool, str]:
     depth = loaded.drafter.tree_shape[1]
     config = GenerationConfig(
-        max_new_tokens=depth + 2, temperature=1.0, num_samples=num_samples, stop_token_ids=()
+        max_new_tokens=depth + 2,
+        temperature=1.0,
+        num_samples=num_samples,
+        stop_token_ids=(),
+        **{name: rule.neutral for name, rule in PENALTIES.items()},
     )
     drawn = [row.tokens[:2] for row in generate(model, prompt, config, loaded, seed)]
     cells = _two_token_cells(model, prompt)

@@ -7,7 +7,7 @@ a one-node tree.
 import time
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jaxspec.decoding.request import (
     check_ids,
     encode_prompt,
     prepare,
+    config_of,
 )
 from jaxspec.decoding.result import (
     FINISH_REASONS,
@@ -53,6 +54,7 @@ def generate(
     seed: int = 0,
     return_trace: bool = False,
     drafting: DraftingMode | DraftingProfile = "always",
+    **settings: Any,
 ) -> GenerationResult:
     """Continues prompts in one compiled program; each row advances at its own pace.
 
@@ -60,7 +62,8 @@ def generate(
         model: the target, from `load`.
         prompts: one prompt or several: a string, token ids, or chat messages
             (`[{"role": "user", "content": ...}, ...]`).
-        config: settings; greedy, at most 128 tokens by default.
+        config: settings; greedy, at most 128 tokens by default. Fields of `GenerationConfig` may
+            also be given as keywords, such as `temperature=0.7`, in place of those of `config`.
         drafter: a drafter, or one with its weights (`DraftModel.of(...)`); `None` decodes plainly.
         seed: seed of the randomness, in 0..2**31 - 1. A row depends on it, its place among the
             prompts and its sample number, never on its neighbours.
@@ -83,13 +86,13 @@ def generate(
     Example:
         >>> import jaxspec
         >>> model = jaxspec.load("demo")
-        >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
-        >>> plain = jaxspec.generate(model, "What is 2 + 3?", config)
-        >>> fast = jaxspec.generate(model, "What is 2 + 3?", config, jaxspec.PromptLookup())
+        >>> drafter = jaxspec.PromptLookup()
+        >>> plain = jaxspec.generate(model, "What is 2 + 3?", max_new_tokens=16)
+        >>> fast = jaxspec.generate(model, "What is 2 + 3?", drafter=drafter, max_new_tokens=16)
         >>> plain[0].tokens.tolist() == fast[0].tokens.tolist()
         True
     """
-    config = config or GenerationConfig()
+    config = config_of(config, settings)
     request, profile = _prepare(model, prompts, config, drafter, seed, drafting)
     traces = [[] for _ in request.prompt_lengths] if return_trace else None
     with CompileClock() as clock:
@@ -194,6 +197,7 @@ def stream(
     drafter: DrafterLike | None = None,
     seed: int = 0,
     drafting: DraftingMode | DraftingProfile = "always",
+    **settings: Any,
 ) -> Iterator[StreamStep]:
     """Yields the continuation of ONE prompt step by step, as it is decoded.
 
@@ -202,7 +206,7 @@ def stream(
     Args:
         model: see `generate`.
         prompt: one prompt, see `generate`.
-        config: see `generate`; `num_samples` must be 1.
+        config: see `generate`, also for its fields as keywords; `num_samples` must be 1.
         drafter: see `generate`.
         seed: see `generate`.
         drafting: see `generate`.
@@ -218,7 +222,7 @@ def stream(
         >>> sum(len(step.tokens) for step in steps), steps[-1].finish_reason
         (16, 'length')
     """
-    config = config or GenerationConfig()
+    config = config_of(config, settings)
     request, _ = _prepare(model, prompt, config, drafter, seed, drafting)
     if len(request.prompt_lengths) != 1:
         raise ValueError(

@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import metadata
@@ -33,6 +33,7 @@ from jaxspec.core.loop import run, unfinished
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import DecodeState, Drafter, Params, PyTree
 from jaxspec.decoding.request import (
+    PENALTIES,
     GenerationConfig,
     PromptLike,
     Request,
@@ -294,12 +295,18 @@ def _seconds(loops: dict[Any, Callable[[], DecodeState]]) -> dict[Any, list[floa
 
 
 def _settings_measured(config: GenerationConfig) -> GenerationConfig:
-    names = ("temperature", "top_k", "top_p", "min_p")
-    sampling: dict[str, Any] = {name: np.ravel(getattr(config, name))[0].item() for name in names}
+    def first(names: Iterable[str]) -> dict[str, Any]:
+        given = {name: getattr(config, name) for name in names}
+        return {
+            name: None if values is None else np.ravel(values)[0].item()
+            for name, values in given.items()
+        }
+
+    sampling = first(("temperature", "top_k", "top_p", "min_p"))
     return GenerationConfig(
         max_new_tokens=NUM_TOKENS,
         stop_token_ids=(),
-        repetition_penalty=config.repetition_penalty,
+        **first(PENALTIES),
         **(sampling if sampling["temperature"] else {}),
     )
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
-from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Warp
+from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Penalties, Warp
 from jaxspec.decoding.result import text_of
 from jaxspec.drafters import DrafterLike, LoadedDrafter, loaded_drafter
 from jaxspec.drafters.loaded import OtherTargetError
@@ -51,6 +51,37 @@ class Vocabulary(Protocol):
     def generation_defaults(self) -> Mapping[str, Any]: ...
 
 
+class PenaltyRule(NamedTuple):
+    """A setting of `GenerationConfig` that becomes a field of `Penalties`.
+
+    Attributes:
+        field: its name in `Penalties`.
+        neutral: the value that changes nothing.
+        requirement: of a value, for messages.
+        holds: whether a value meets it.
+    """
+
+    field: str
+    neutral: float
+    requirement: str
+    holds: Callable[[Any], bool | np.bool_]
+
+
+def _is_count(value: Any) -> bool:
+    return value >= 0 and value % 1 == 0 and value < 2**31
+
+
+PENALTIES = {
+    "repetition_penalty": PenaltyRule(
+        "repetition", 1.0, "above 0 and finite", lambda value: 0 < value < math.inf
+    ),
+    "presence_penalty": PenaltyRule("presence", 0.0, "finite", math.isfinite),
+    "frequency_penalty": PenaltyRule("frequency", 0.0, "finite", math.isfinite),
+    "no_repeat_ngram_size": PenaltyRule("ngram_size", 0, "a whole number, at least 0", _is_count),
+    "min_new_tokens": PenaltyRule("min_new_tokens", 0, "a whole number, at least 0", _is_count),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
     """Settings of decoding. A number may be one for all prompts, or a sequence of one per prompt.
@@ -69,8 +100,15 @@ class GenerationConfig:
         num_samples: continuations per prompt, each drawn separately.
         logprobs: record the target's log-probability of each token, before any warping.
         warped_logprobs: the same after temperature and filters.
-        repetition_penalty: only 1 is supported: a checkpoint whose `generation_config.json` asks
-            for another is refused unless you set 1 here.
+        repetition_penalty: divides positive logits of tokens that occur in the text, prompt
+            included, and multiplies negative ones; above 0, 1 changes nothing. `None`, here and in
+            the four settings below: what the model's `generation_config.json` asks for, if
+            anything.
+        presence_penalty: subtracted from the logits of tokens that were emitted before.
+        frequency_penalty: subtracted once for each time that a token was emitted before.
+        no_repeat_ngram_size: n-grams of this many tokens occur once in the text at most; 0 allows
+            all.
+        min_new_tokens: no stop id is emitted before so many tokens.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -96,7 +134,11 @@ class GenerationConfig:
     num_samples: int = 1
     logprobs: bool = False
     warped_logprobs: bool = False
-    repetition_penalty: float | None = None
+    repetition_penalty: PerPrompt | None = None
+    presence_penalty: PerPrompt | None = None
+    frequency_penalty: PerPrompt | None = None
+    no_repeat_ngram_size: int | Sequence[int] | None = None
+    min_new_tokens: int | Sequence[int] | None = None
 
     def __post_init__(self):
         for name in ("max_new_tokens", "top_k", "num_samples"):
@@ -118,15 +160,35 @@ class GenerationConfig:
             raise ValueError(f"stop must be a string or several, got {self.stop!r}.")
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
             check_id_list(name, getattr(self, name))
-        if self.repetition_penalty not in (None, 1, 1.0):
-            raise ValueError(
-                f"repetition_penalty: only 1 is supported, got {self.repetition_penalty}."
-            )
+        for name, rule in PENALTIES.items():
+            if (values := getattr(self, name)) is not None:
+                check_numbers(name, values, rule.requirement, rule.holds)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def config_of(config: GenerationConfig | None, settings: Mapping[str, Any]) -> GenerationConfig:
+    """Returns the settings of a call: a config, with fields given as keywords in place of its own.
+
+    Raises:
+        TypeError: a keyword is no field.
+
+    Example:
+        >>> config_of(GenerationConfig(top_k=5), {"temperature": 0.5}).top_k
+        5
+    """
+    names = [field.name for field in dataclasses.fields(GenerationConfig)]
+    for name in settings:
+        if name not in names:
+            raise TypeError(
+                f"{name} is no argument and no setting; settings are {', '.join(names)}."
+            )
+    if config is None:
+        return GenerationConfig(**settings)
+    return dataclasses.replace(config, **settings) if settings else config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,6 +271,7 @@ def prepare(
         ValueError: as `generate` does.
     """
     loaded = check_request(model, config, drafter, seed)
+    config = with_rules_of(model, config)
     encoded = encode_prompts(model, prompts)
     bucket = bucket_of(max(map(len, encoded)))
     arrays = prompt_arrays(encoded, bucket, seed, stop_ids_of(model, config))
@@ -268,7 +331,7 @@ def check_request(
     check_vocabulary(model, loaded)
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(Params(model.network, loaded.params))
-    check_rules(model, config)
+    check_rules(model)
     return loaded._replace(params=shard_like(model.params, loaded.params))
 
 
@@ -363,12 +426,9 @@ def check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
 # Rules of `generation_config.json` that would change the output and are not applied, with the
 # values that ask for nothing.
 _UNSUPPORTED_RULES = {
-    "repetition_penalty": (None, 1),
     "encoder_repetition_penalty": (None, 1),
-    "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
     "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
     "bad_words_ids": (None, []),
     "suppress_tokens": (None, []),
     "begin_suppress_tokens": (None, []),
@@ -379,21 +439,29 @@ _UNSUPPORTED_RULES = {
 }
 
 
-def check_rules(model: Vocabulary, config: GenerationConfig) -> None:
+def check_rules(model: Vocabulary) -> None:
     """Refuses rules of `generation_config.json` that nothing here applies.
 
     Raises:
         ValueError: naming the rule.
     """
     for rule, neutral in _UNSUPPORTED_RULES.items():
-        asked = model.generation_defaults.get(rule)
-        if asked in neutral or (rule == "repetition_penalty" and config.repetition_penalty):
-            continue
-        raise ValueError(
-            f"{model.name}: generation_config.json asks for {rule} {asked}, which is not "
-            "supported and would be ignored. Pass GenerationConfig(repetition_penalty=1) to decode "
-            "without a repetition penalty, or take the rule out of `model.generation_defaults`."
-        )
+        if (asked := model.generation_defaults.get(rule)) not in neutral:
+            raise ValueError(
+                f"{model.name}: generation_config.json asks for {rule} {asked}, which is not "
+                "supported and would be ignored. Take the rule out of `model.generation_defaults`."
+            )
+
+
+def with_rules_of(model: Vocabulary, config: GenerationConfig) -> GenerationConfig:
+    """Returns settings whose open penalties are those of the model's `generation_config.json`.
+
+    Raises:
+        ValueError: the file asks for a value that is out of range.
+    """
+    defaults = model.generation_defaults
+    asked = {name: defaults.get(name) for name in PENALTIES if getattr(config, name) is None}
+    return dataclasses.replace(config, **asked)
 
 
 def prompt_list(prompts) -> list[PromptLike]:
@@ -547,7 +615,7 @@ def warps_of(
 ) -> Warp:
     """Returns the sampling parameters of each prompt.
 
-    Filters that no prompt uses are left out of the program.
+    Filters and penalties that no prompt uses are left out of the program.
 
     Raises:
         ValueError: `top_k` is above the vocabulary, or a bias names an id outside of it.
@@ -560,14 +628,23 @@ def warps_of(
         )
     bias: Any = _bias(model, config)
     bias = None if bias is None else np.tile(bias, (num_prompts, 1))
+    penalties = {}
+    for name, rule in PENALTIES.items():
+        if getattr(config, name) is None:
+            continue
+        values = per_prompt(name, np.float32 if isinstance(rule.neutral, float) else np.int32)
+        if (values != rule.neutral).any():
+            penalties[rule.field] = values
+    penalties = Penalties(**penalties) if penalties else None
     if not temperature.any():
-        return Warp(bias=bias)
+        return Warp(bias=bias, penalties=penalties)
     return Warp(
         temperature=temperature,
         top_k=top_k if top_k.any() else None,
         top_p=top_p if (top_p < 1).any() else None,
         min_p=min_p if min_p.any() else None,
         bias=bias,
+        penalties=penalties,
     )
 
 

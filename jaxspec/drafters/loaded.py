@@ -29,6 +29,14 @@ class LoadedDrafter(NamedTuple):
     tokenizer: "Tokenizer | None" = None
 
 
+_MAKERS = {
+    "Model": "DraftModel.of(model), or Deer.of(model) for a diffusion model",
+    "Network": "DraftModel.of(model) with the whole model",
+    "EagleHead": "Eagle.of(head) or Eagle2.of(head)",
+    "Eagle3Head": "Eagle.of(head) or Eagle2.of(head)",
+    "DFlashHead": "DFlash.of(head)",
+    "type": "an instance, such as PromptLookup()",
+}
 DrafterLike = Drafter | LoadedDrafter
 """Drafters that public functions accept: a method without weights, or one with its weights."""
 
@@ -51,9 +59,13 @@ def loaded_drafter(drafter: Any) -> LoadedDrafter:
     if drafter is None:
         return LoadedDrafter(NoDraft(), ())
     if not hasattr(drafter, "propose"):
+        kind = type(drafter).__name__
+        makes = _MAKERS.get(kind)
         raise ValueError(
-            "drafter must be one such as PromptLookup(), DraftModel.of(model) or Eagle.of(head), "
-            f"got {drafter!r:.80}."
+            f"drafter: a {kind} drafts within a method; give {makes}."
+            if makes
+            else "drafter must be one such as PromptLookup(), DraftModel.of(model) or "
+            f"Eagle.of(head), got {drafter!r:.80}."
         )
     return LoadedDrafter(drafter, ())
 

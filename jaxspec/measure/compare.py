@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,14 @@ from jaxspec.core.masks import causal
 from jaxspec.core.types import LanguageModel
 from jaxspec.decoding.generate import generate, score, stream
 from jaxspec.decoding.metrics import Counts
-from jaxspec.decoding.request import GenerationConfig, PromptLike, Request, prepare, prompt_list
+from jaxspec.decoding.request import (
+    GenerationConfig,
+    PromptLike,
+    Request,
+    config_of,
+    prepare,
+    prompt_list,
+)
 from jaxspec.decoding.result import Generation, GenerationResult
 from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.measure.comparison import Comparison, ComparisonRow, Divergence, Failure
@@ -103,6 +111,7 @@ def compare(
     seed: int = 0,
     categories: Sequence[str | None] | None = None,
     progress: bool = True,
+    **settings: Any,
 ) -> Comparison:
     """Decodes prompts one at a time, plainly and with every drafter, and compares the methods.
 
@@ -114,7 +123,8 @@ def compare(
         prompts: strings, token ids or chats.
         drafters: the methods to compare, by the names to show.
         config: settings of decoding, `num_samples` 1 and one value of each for all prompts. Greedy
-            outputs are checked against plain decoding's; see `Comparison.outputs_agree`.
+            outputs are checked against plain decoding's; see `Comparison.outputs_agree`. Its
+            fields may also be given as keywords, see `generate`.
         repeats: timed runs of each prompt and method.
         seed: seed of sampling; prompt i has `seed + i`.
         categories: each prompt's category, for figures by category.
@@ -133,7 +143,7 @@ def compare(
         >>> comparison.outputs_agree
         True
     """
-    config = config or GenerationConfig()
+    config = config_of(config, settings)
     prompts = prompt_list(prompts)
     categories = _check_arguments(prompts, drafters, config, repeats, categories)
     methods = {PLAIN: None, **drafters}

@@ -8,12 +8,14 @@ import numpy as np
 
 from jaxspec.decoding.generate import StreamStep
 from jaxspec.decoding.request import (
+    PENALTIES,
     GenerationConfig,
     PromptLike,
     automaton_of,
     check_rules,
     encode_prompt,
     warps_of,
+    with_rules_of,
 )
 from jaxspec.decoding.result import TextStream
 from jaxspec.mobile.loops import LoopOf
@@ -66,7 +68,14 @@ def stream_text(
             raise ValueError(f"{name}: got {len(values)} values for one prompt; give one.")
         return values
 
-    check_rules(model, config)
+    check_rules(model)
+    config = with_rules_of(model, config)
+    for name, rule in PENALTIES.items():
+        if getattr(config, name) not in (None, rule.neutral):
+            raise ValueError(
+                f"{name}: files for LiteRT apply no penalties, got {getattr(config, name)}; pass "
+                f"GenerationConfig({name}={rule.neutral:g}) to decode without."
+            )
     ids = encode_prompt(model, prompt)
     warp: Any = jax.tree.map(lambda values: values[0], warps_of(model, config, of_one_row, 1))
     stops = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids

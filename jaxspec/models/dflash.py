@@ -20,6 +20,7 @@ from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products
 from jaxspec.models.rope import rotations
+from jaxspec.models.storage import weights_text
 from jaxspec.models.transformer import (
     Layer,
     Linear,
@@ -114,6 +115,9 @@ class DFlashHead:
     mask_token_id: int
     block: int
     target_layers: int | None = None
+
+    def __repr__(self) -> str:
+        return f"DFlashHead(blocks of {self.block}, {weights_text(self.params)})"
 
     @property
     def dtype(self) -> jnp.dtype:

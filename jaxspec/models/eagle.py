@@ -20,6 +20,7 @@ from jaxspec.models.attention import at_least_float32, softcapped
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products, multiply
 from jaxspec.models.rope import rotations
+from jaxspec.models.storage import weights_text
 from jaxspec.models.transformer import (
     MLP,
     Attention,
@@ -142,6 +143,9 @@ class _OneLayerHead:
     config: ModelConfig
     _layer: Any
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({weights_text(self.params)})"
+
     @property
     def dtype(self) -> jnp.dtype:
         return self.params["mlp_norm"]["scale"].dtype
@@ -179,7 +183,7 @@ class _OneLayerHead:
     data_fields=["params", "vocabulary"],
     meta_fields=["config", "bias"],
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class EagleHead(_OneLayerHead):
     """EAGLE-1's head: its states are the target's features, read by the target's output head.
 
@@ -231,7 +235,7 @@ class EagleHead(_OneLayerHead):
     data_fields=["params", "draft_ids"],
     meta_fields=["config", "taps", "target_vocab_size", "norm_before_residual"],
 )
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Eagle3Head(_OneLayerHead):
     """EAGLE-3's head: its states begin as a fusion of the target's tapped layers' inputs.
 

@@ -32,6 +32,7 @@ from jaxspec.models.native_forms import (
     native_mlp,
 )
 from jaxspec.models.rope import rotate, rotations
+from jaxspec.models.storage import weights_text
 
 
 class Skips(NamedTuple):
@@ -539,6 +540,9 @@ class Network:
 
     params: PyTree
     config: ModelConfig
+
+    def __repr__(self) -> str:
+        return f"Network({self.num_layers} layers, {weights_text(self.params)})"
 
     @property
     def vocab_size(self) -> int:

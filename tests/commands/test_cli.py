@@ -123,7 +123,11 @@ def test_every_generation_setting_has_a_flag():
         "num_samples": ("2", 2),
         "logprobs": (None, True),
         "warped_logprobs": (None, True),
-        "repetition_penalty": ("1", 1.0),
+        "repetition_penalty": ("1.1", 1.1),
+        "presence_penalty": ("0.5", 0.5),
+        "frequency_penalty": ("0.2", 0.2),
+        "no_repeat_ngram_size": ("3", 3),
+        "min_new_tokens": ("4", 4),
     }
     assert set(flags) == {field.name for field in dataclasses.fields(GenerationConfig)}
     argv = ["model", "prompt"]

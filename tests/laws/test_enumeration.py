@@ -5,6 +5,7 @@ probability (see `enumeration.py`); the joint law of the text must be the target
 The same checker must catch the classical mistakes, planted one by one.
 """
 
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
@@ -15,11 +16,13 @@ import numpy as np
 import pytest
 
 from jaxspec.core import verify as rules
+from jaxspec.core.penalties import penalize
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.sampling import inverse_cdf, warp_logits
 from jaxspec.core.tree import chain, tree_from_paths
-from jaxspec.core.types import Tree, Warp
+from jaxspec.core.types import Context, Penalties, Tree, Warp
 from tests.laws import enumeration
+from tests.laws.penalties import RULES, penalized_by_hand
 
 VOCAB = 4
 EXACT = 1e-12
@@ -93,6 +96,7 @@ def judge(
     target: enumeration.Laws,
     drafts: enumeration.Drafts,
     stated: enumeration.Laws | None,
+    logits: jax.Array | None = None,
 ) -> Outcome:
     """Compares the law of the text with the target's own.
 
@@ -103,10 +107,12 @@ def judge(
         drafts: every draft that may happen.
         stated: the laws that the drafter says it draws from; `None`: its drafts are deterministic,
             and each of them alone must keep the law.
+        logits: of the target at the nodes of each draft; `None`: those of its laws.
     """
     nodes = range(len(tree.parents))
     with np.errstate(divide="ignore"):
-        logits = np.log(enumeration.laws_at(tree, target, drafts.tokens, nodes))
+        if logits is None:
+            logits = np.log(enumeration.laws_at(tree, target, drafts.tokens, nodes))
         logprobs = None
         if stated is not None:
             expanded = np.unique(tree.parents[1:])
@@ -265,6 +271,82 @@ def test_each_deterministic_draft_keeps_the_law(shape, warp):
     tree, target = TREES[shape], random_laws(13, WARPS[warp])
     drafts = deterministic_drafts(tree)
     assert_lossless(judge(honest(shape), tree, target, drafts, None))
+
+
+PROMPT, EMITTED = [1, 2], [3, 1]
+
+
+def penalized_laws(raw: list[np.ndarray], rules: dict) -> list[np.ndarray]:
+    """Laws whose every prefix was penalized by a plain loop over its whole text."""
+    tables = [np.empty_like(table) for table in raw]
+    for table, found in zip(raw, tables, strict=True):
+        for prefix in np.ndindex(table.shape[:-1]):
+            text = [*PROMPT, *EMITTED, *prefix]
+            found[prefix] = penalized_by_hand(table[prefix], text, len(PROMPT), [0], rules)
+    return [warped(table, WARPS["plain"]) for table in tables]
+
+
+def penalized_at_nodes(
+    tree: Tree, raw: list[np.ndarray], tokens: np.ndarray, rules: dict
+) -> jax.Array:
+    """Logits at the nodes of each draft, penalized by `core.penalties`."""
+    text = jnp.array([*PROMPT, *EMITTED, 0, 0])
+    row = Context(text, jnp.int32(4), jnp.int32(9), jnp.array([0, -1]), Warp(), None, None)
+    penalties = Penalties(**jax.tree.map(jnp.asarray, rules))
+
+    def at_nodes(tokens, logits):
+        # The root is the last token of the text.
+        tokens = tokens.at[0].set(EMITTED[-1])
+        proposal = tree_proposal(tree, tokens, jnp.ones(len(tokens), bool), None)
+        return penalize(logits, penalties, row, jnp.int32(len(EMITTED)), proposal)
+
+    logits = enumeration.laws_at(tree, raw, tokens, range(len(tree.parents)))
+    return jax.jit(jax.vmap(at_nodes))(tokens, logits)
+
+
+@pytest.mark.parametrize("rule", ["all", "repetition", "frequency", "bigrams", "a minimum"])
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_penalties_keep_the_law(shape, rule):
+    tree, rules, draft = TREES[shape], RULES[rule], random_laws(1, WARPS["plain"])
+    assert_lossless(judge_penalized(tree, shape, rules, draft))
+
+
+def judge_penalized(tree: Tree, shape: str, rules: dict, draft: enumeration.Laws) -> Outcome:
+    rng = np.random.default_rng(11)
+    raw = [rng.standard_normal((VOCAB,) * (length + 1)) for length in range(4)]
+    drafts = enumeration.sampled_drafts(tree, draft)
+    logits = penalized_at_nodes(tree, raw, drafts.tokens, rules)
+    return judge(honest(shape), tree, penalized_laws(raw, rules), drafts, draft, logits)
+
+
+def without_paths(tree: Tree) -> Tree:
+    return tree._replace(
+        ancestors=np.eye(len(tree.parents), dtype=bool) & False,
+        paths=np.where(np.arange(tree.paths.shape[1]) == 0, 0, -1) + 0 * tree.paths,
+    )
+
+
+def of_the_parent(tree: Tree) -> Tree:
+    parents = np.maximum(tree.parents, 0)
+    return tree._replace(
+        ancestors=np.asarray(tree.ancestors)[parents],
+        paths=np.asarray(tree.paths)[parents],
+        depths=np.asarray(tree.depths)[parents],
+    )
+
+
+@pytest.mark.parametrize("fault", [without_paths, of_the_parent])
+@pytest.mark.parametrize("rule", ["frequency", "bigrams"])
+def test_penalties_of_another_text_are_caught(fault, rule, monkeypatch):
+    module, right = sys.modules[__name__], penalize
+
+    def wrong(logits, penalties, context, num_emitted, proposal):
+        proposal = proposal._replace(tree=jax.tree.map(jnp.asarray, fault(CHAIN)))
+        return right(logits, penalties, context, num_emitted, proposal)
+
+    monkeypatch.setattr(module, "penalize", wrong)
+    draft = random_laws(1, WARPS["plain"])
+    assert_caught(judge_penalized(CHAIN, "chain", RULES[rule], draft))
 
 
 def deterministic_drafts(tree: Tree) -> enumeration.Drafts:
