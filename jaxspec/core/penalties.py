@@ -88,7 +88,8 @@ def _ends_of_ngrams(
         last = jnp.take_along_axis(text, jnp.maximum(ends - back, 0)[:, None], axis=1)
         return same & (jnp.roll(text, back, axis=1) == last)
 
-    whole = (places >= size - 1) & (places < ends[:, None]) & (size > 0)
+    complete = (places >= size - 1) & (size > 0)
+    whole = complete[None, :] & (places[None, :] < ends[:, None])
     found = jax.lax.fori_loop(1, size, compare, whole)
     rows = jnp.arange(text.shape[0])[:, None]
     return jnp.zeros((text.shape[0], vocab_size), bool).at[rows, text].max(found)

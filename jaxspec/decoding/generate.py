@@ -25,9 +25,9 @@ from jaxspec.decoding.request import (
     bucket_of,
     check_causal,
     check_ids,
+    config_of,
     encode_prompt,
     prepare,
-    config_of,
 )
 from jaxspec.decoding.result import (
     FINISH_REASONS,
@@ -62,8 +62,7 @@ def generate(
         model: the target, from `load`.
         prompts: one prompt or several: a string, token ids, or chat messages
             (`[{"role": "user", "content": ...}, ...]`).
-        config: settings; greedy, at most 128 tokens by default. Fields of `GenerationConfig` may
-            also be given as keywords, such as `temperature=0.7`, in place of those of `config`.
+        config: settings; greedy, at most 128 tokens by default.
         drafter: a drafter, or one with its weights (`DraftModel.of(...)`); `None` decodes plainly.
         seed: seed of the randomness, in 0..2**31 - 1. A row depends on it, its place among the
             prompts and its sample number, never on its neighbours.
@@ -74,6 +73,8 @@ def generate(
             call decodes, which takes seconds and more on a slow machine. A `DraftingProfile`
             decides without measuring. With sampling or in 16 bits, drawn tokens depend on the
             choice; their distribution does not. Without a drafter nothing is measured.
+        **settings: fields of `GenerationConfig`, such as `temperature=0.7`, in place of those of
+            `config`.
 
     Returns:
         One `Generation` per prompt and sample, and `Metrics` of the whole.
@@ -206,10 +207,11 @@ def stream(
     Args:
         model: see `generate`.
         prompt: one prompt, see `generate`.
-        config: see `generate`, also for its fields as keywords; `num_samples` must be 1.
+        config: see `generate`; `num_samples` must be 1.
         drafter: see `generate`.
         seed: see `generate`.
         drafting: see `generate`.
+        **settings: see `generate`.
 
     Raises:
         ValueError: as `generate` does, or there are several prompts or samples.

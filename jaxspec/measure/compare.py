@@ -123,12 +123,12 @@ def compare(
         prompts: strings, token ids or chats.
         drafters: the methods to compare, by the names to show.
         config: settings of decoding, `num_samples` 1 and one value of each for all prompts. Greedy
-            outputs are checked against plain decoding's; see `Comparison.outputs_agree`. Its
-            fields may also be given as keywords, see `generate`.
+            outputs are checked against plain decoding's; see `Comparison.outputs_agree`.
         repeats: timed runs of each prompt and method.
         seed: seed of sampling; prompt i has `seed + i`.
         categories: each prompt's category, for figures by category.
         progress: show a bar where standard error is a terminal.
+        **settings: fields of `GenerationConfig` in place of those of `config`.
 
     Raises:
         ValueError: for settings that do not fit, or if no prompt at all can be decoded.
