@@ -71,7 +71,7 @@ class Model:
     Example:
         >>> model = load("demo", weights="float32")
         >>> model
-        Model('demo', 12 layers, 11.6 M weights, 46.5 MB, vocabulary of 4096)
+        Model('demo', 12 layers, 11.6 M weights, 46.6 MB, vocabulary of 4096)
         >>> model.config.num_layers, model.vocab_size
         (12, 4096)
     """

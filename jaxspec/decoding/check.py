@@ -209,12 +209,13 @@ def _greedy_is_plain(model, loaded, prompts) -> tuple[bool, str]:
 
 def _sampling_is_honest(model, loaded, prompt, num_samples, seed) -> tuple[bool, str]:
     depth = loaded.drafter.tree_shape[1]
+    no_penalties: Any = {name: rule.neutral for name, rule in PENALTIES.items()}
     config = GenerationConfig(
         max_new_tokens=depth + 2,
         temperature=1.0,
         num_samples=num_samples,
         stop_token_ids=(),
-        **{name: rule.neutral for name, rule in PENALTIES.items()},
+        **no_penalties,
     )
     drawn = [row.tokens[:2] for row in generate(model, prompt, config, loaded, seed)]
     cells = _two_token_cells(model, prompt)

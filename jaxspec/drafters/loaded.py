@@ -58,7 +58,7 @@ def loaded_drafter(drafter: Any) -> LoadedDrafter:
         return drafter
     if drafter is None:
         return LoadedDrafter(NoDraft(), ())
-    if not hasattr(drafter, "propose"):
+    if isinstance(drafter, type) or not hasattr(drafter, "propose"):
         kind = type(drafter).__name__
         makes = _MAKERS.get(kind)
         raise ValueError(

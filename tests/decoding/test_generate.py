@@ -185,6 +185,32 @@ def test_text_needs_a_tokenizer_and_a_chat_a_template(model):
         generate(untemplated, [{"role": "user", "content": "hi"}])
 
 
+def test_settings_may_be_keywords(model):
+    config = GenerationConfig(max_new_tokens=9, stop_token_ids=())
+    expected = generate(model, [1, 2], dataclasses.replace(config, max_new_tokens=4))[0].tokens
+    found = generate(model, [1, 2], config, max_new_tokens=4)[0].tokens
+    np.testing.assert_array_equal(found, expected)
+    streamed = stream(model, [1, 2], max_new_tokens=4, stop_token_ids=())
+    np.testing.assert_array_equal(np.concatenate([step.tokens for step in streamed]), expected)
+    with pytest.raises(TypeError, match=r"temprature is no argument .* temperature"):
+        generate(model, [1], temprature=1)
+
+
+def test_what_makes_a_drafter_is_said(model):
+    for given, call in ((model, "DraftModel.of"), (model.network, "DraftModel.of")):
+        with pytest.raises(ValueError, match=call):
+            generate(model, [1], drafter=given)
+    with pytest.raises(ValueError, match="an instance"):
+        generate(model, [1], drafter=PromptLookup)
+
+
+def test_a_model_shows_itself_in_a_line(model):
+    drafter = DraftModel.of(model)
+    for shown in (model, model.network, model.tokenizer, drafter):
+        assert len(repr(shown)) < 250
+    assert "layers" in repr(model)
+
+
 def test_a_rule_of_the_checkpoint_is_refused_not_ignored(model):
     for rule, value in (("min_length", 3), ("suppress_tokens", [1])):
         asks = dataclasses.replace(model, generation_defaults={rule: value})
