@@ -5,12 +5,21 @@ The distribution is `jaxspec-decoding`. PyPI's `jaxspec` is another package.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 
 DISTRIBUTION = "jaxspec-decoding"
 
 
 class MissingExtra(ImportError, ValueError):
     """A package of an extra is not installed. The message says which extra to install."""
+
+
+def installed_version() -> str:
+    """Returns the version of the installed distribution; "unknown" for a checkout without one."""
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def install_hint(extra: str) -> str:

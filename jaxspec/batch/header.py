@@ -3,7 +3,6 @@
 import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +15,7 @@ from jaxspec.core.loop import round_up
 from jaxspec.core.types import PyTree
 from jaxspec.decoding.request import GenerationConfig, with_rules_of
 from jaxspec.drafters import DrafterLike, loaded_drafter
-from jaxspec.extras import DISTRIBUTION
+from jaxspec.extras import installed_version
 from jaxspec.measure.compare import describe
 
 if TYPE_CHECKING:
@@ -69,7 +68,7 @@ def job_header(
     either = capacity is None and drafts_change_nothing(model, config)
     return {
         "format": 4,
-        "jaxspec": _version_in_use(),
+        "jaxspec": installed_version(),
         "model": model.name,
         "architecture": repr(model.config),
         "dtype": str(np.dtype(model.network.dtype)),
@@ -107,13 +106,6 @@ def header_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> st
         for name, (there, own) in pairs.items()
         if there != own
     )
-
-
-def _version_in_use() -> str:
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "unknown"
 
 
 def _sample_of(weights: PyTree) -> str:

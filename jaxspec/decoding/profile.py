@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -42,7 +41,7 @@ from jaxspec.decoding.request import (
     prompt_list,
 )
 from jaxspec.drafters import DrafterLike, LoadedDrafter, NoDraft, loaded_drafter
-from jaxspec.extras import DISTRIBUTION
+from jaxspec.extras import installed_version
 from jaxspec.sharding import mesh_of, on_mesh_of
 
 if TYPE_CHECKING:
@@ -318,8 +317,10 @@ def _key(
     device, mesh = jax.local_devices()[0], mesh_of(model.params)
     kind = native.processor() if device.platform == "cpu" else device.device_kind
     return {
-        "jaxspec": metadata.version(DISTRIBUTION),
+        "jaxspec": installed_version(),
         "jaxlib": jaxlib_version.__version__,
+        "native_code": native.checksum(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "device": f"{kind}, {native.num_cores()} cores, {native.status().reason}",
         "mesh": "none" if mesh is None else str(dict(mesh.shape)),
         "model": f"{model.name}, {model.network.dtype}, {model.config}",

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import warnings
+import zlib
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,6 +58,11 @@ def processor() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def checksum() -> str:
+    """Returns a checksum of the compiled library: another one may take other times."""
+    return f"{zlib.crc32(LIBRARY.read_bytes()):08x}" if LIBRARY.exists() else "none"
 
 
 def num_cores() -> int:

@@ -72,3 +72,13 @@ def test_products_of_neon(tmp_path):
     run = [str(program)] if emulator is None else [emulator, str(program)]
     done = subprocess.run(run, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_whole_library_compiles_for_another_machine(tmp_path, monkeypatch):
+    """Its calls too, which no emulator runs."""
+    if importlib.util.find_spec("ziglang") is None:
+        pytest.skip("needs the package ziglang")
+    monkeypatch.setattr(build, "compiler", lambda: [sys.executable, "-m", "ziglang", "cc"])
+    library, target = tmp_path / build.LIBRARY, ("-target", "aarch64-linux-gnu")
+    assert build.compile_library(library, "aarch64", target) is None
+    assert library.read_bytes()[18:20] == (183).to_bytes(2, "little")  # ELF's number of AArch64
