@@ -1,7 +1,6 @@
 """Export of a model to a `.tflite`: one file of all functions and shared weights, a manifest."""
 
 import dataclasses
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from jaxspec.checkpoint.files import replacing_files
 from jaxspec.core.types import ChecksFit, Params
 from jaxspec.decoding.request import check_vocabulary
 from jaxspec.drafters import Deer, DrafterLike, LoadedDrafter, NoDraft
+from jaxspec.extras import installed_version
 from jaxspec.mobile.contents import ExportConfig, contents_of, drafters_over_trees, in_one_dtype
 from jaxspec.mobile.convert import lower_all, to_tflite
 from jaxspec.mobile.manifest import KEY, Manifest, describe_signatures, seal, tokenizer_fingerprint
@@ -67,7 +67,7 @@ def export(
             drafting.check_fit(params)
     lowered = lower_all(contents.signatures, params, config.quantization)
     manifest = Manifest(
-        version=metadata.version("jaxspec-decoding"),
+        version=installed_version(),
         model=model.name,
         quantization=config.quantization,
         capacity=config.capacity,

@@ -19,7 +19,6 @@ import dataclasses
 import importlib
 import tempfile
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from jaxspec.core import masks
 from jaxspec.core.forms import exchanged
 from jaxspec.core.types import Hidden, KVCache, LayerKV, Params
 from jaxspec.drafters import DrafterLike, LayerSkip, NoDraft, loaded_drafter
-from jaxspec.extras import needs_extra
+from jaxspec.extras import installed_version, needs_extra
 from jaxspec.mobile.contents import ExportConfig, check_model, in_one_dtype
 from jaxspec.mobile.convert import lower_all, to_tflite
 from jaxspec.mobile.forms import litert_forms
@@ -117,7 +116,7 @@ def export_litertlm(
         sections["mtp_drafter"] = {"draft": draft_signature(target, carried)}
     lm = _builder_module("litertlm_builder")
     builder = lm.LitertLmFileBuilder()
-    author = f"jaxspec {metadata.version('jaxspec-decoding')}"
+    author = f"jaxspec {installed_version()}"
     builder.add_system_metadata(lm.Metadata("Authors", author, lm.DType.STRING))
     with (
         replacing_files(Path(folder)) as staging,
