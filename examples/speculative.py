@@ -10,7 +10,7 @@ PROMPT = "A farmer has 12 apples and buys 7 more. How many apples does he have?\
 def main(max_new_tokens: int) -> None:
     model = jaxspec.load("demo")
     config = jaxspec.GenerationConfig(max_new_tokens=max_new_tokens)
-    head = jaxspec.load_eagle("demo-eagle", model.network)
+    head = jaxspec.load_eagle("demo-eagle", model)
     drafters = {
         "prompt lookup": jaxspec.PromptLookup(),
         "a draft model": jaxspec.DraftModel.of(jaxspec.load("demo-draft"), 4),

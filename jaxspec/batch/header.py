@@ -67,7 +67,7 @@ def job_header(
     # A given capacity holds what drafts overhang, so drafts decide which rows fit.
     either = capacity is None and drafts_change_nothing(model, config)
     return {
-        "format": 4,
+        "format": 5,
         "jaxspec": installed_version(),
         "model": model.name,
         "architecture": repr(model.config),

@@ -41,10 +41,10 @@ class Group:
 
 
 def read_in(num_tokens: int) -> int:
-    """Returns the padded length in which a prompt is read; up to 256 tokens, in one pass.
+    """Returns the padded length of a prompt.
 
-    There are few such lengths, so that programs are few, and they are finer than powers of two, as
-    reading takes time for each token.
+    There are few such lengths, so that programs are few. Up to 256 tokens, which are read in one
+    pass where native code does not run, they are finer than powers of two.
 
     Example:
         >>> [read_in(num_tokens) for num_tokens in (5, 40, 200, 300)]

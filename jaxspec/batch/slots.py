@@ -52,7 +52,7 @@ class RowSettings(NamedTuple):
     Attributes:
         capacity: tokens that its cache and its text hold.
         logprobs: keep log-probabilities of emitted tokens.
-        warped_logprobs: keep them after temperature and filters, too.
+        warped_logprobs: keep them after bias, penalties, temperature and filters, too.
     """
 
     capacity: int
@@ -328,8 +328,13 @@ def _as_plain(states: DecodeState) -> DecodeState:
         taps=context.recent.taps[:, :1, :0],
         count=context.recent.count,
     )
-    stats = stats._replace(accepted=stats.accepted[:, :1], drafted=stats.drafted[:, :1])
+    # One entry for all emitted tokens: penalties count them.
+    stats = stats._replace(accepted=_emitted_before(stats.accepted), drafted=stats.drafted[:, :1])
     return states._replace(context=context._replace(recent=recent), draft=(), stats=stats)
+
+
+def _emitted_before(accepted: Int[Array, "rows levels"]) -> Int[Array, "rows 1"]:
+    return jnp.sum(accepted * (1 + jnp.arange(accepted.shape[1]))[None, :], axis=1, keepdims=True)
 
 
 def _from_plain(plain: DecodeState, drafted: DecodeState, chosen: Bool[Array, ""]) -> DecodeState:
@@ -340,7 +345,9 @@ def _from_plain(plain: DecodeState, drafted: DecodeState, chosen: Bool[Array, ""
         context=plain.context._replace(recent=recent._replace(count=count)),
         draft=drafted.draft,
         stats=plain.stats._replace(
-            accepted=drafted.stats.accepted.at[:, :1].set(plain.stats.accepted),
+            accepted=drafted.stats.accepted.at[:, :1].add(
+                plain.stats.accepted - _emitted_before(drafted.stats.accepted)
+            ),
             drafted=drafted.stats.drafted.at[:, :1].set(plain.stats.drafted),
         ),
     )

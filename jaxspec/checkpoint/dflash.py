@@ -14,7 +14,7 @@ from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.files import CheckpointError, read_json
 from jaxspec.checkpoint.folder import CONFIG
 from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
-from jaxspec.checkpoint.hub import find_head
+from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import DFLASH, TIED_HEAD
 from jaxspec.checkpoint.safetensors import find_tensors
 from jaxspec.models.dflash import DFlashHead, dflash_taps, init_dflash_params
@@ -30,13 +30,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def load_dflash(source: str | Path, target: Network, dtype: Any = None) -> DFlashHead:
+def load_dflash(source: str | Path, target: Network | Model, dtype: Any = None) -> DFlashHead:
     """Loads a DFlash head for a target.
 
     Args:
         source: a folder with config.json and model.safetensors, the name of a head that comes with
             the package, or "owner/name" on the Hugging Face Hub.
-        target: what the head was trained for.
+        target: what the head was trained for: a model, or its network.
         dtype: of the weights; `None`: the target's, and its form of matrices.
 
     Raises:
@@ -63,6 +63,7 @@ def load_dflash(source: str | Path, target: Network, dtype: Any = None) -> DFlas
         ...     load_dflash(folder, target).block
         4
     """
+    target = target if isinstance(target, Network) else target.network
     folder = find_head(source, "dflash")
     raw = read_json(folder / CONFIG)
     own = raw.get("dflash_config")

@@ -10,7 +10,7 @@ committed in place.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -20,7 +20,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxspec import native
 from jaxspec.core import masks
 from jaxspec.core.cache import append, pad_caches, select_path, settled
+from jaxspec.core.forms import is_exchanged
 from jaxspec.core.penalties import penalize
+from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.sampling import at_least_float32, warp_logits
 from jaxspec.core.stopping import StopAutomaton, cut_emitted
 from jaxspec.core.types import (
@@ -98,7 +100,7 @@ def prefill(
     def forward(tokens, positions, mask, cache) -> Hidden:
         return model.forward(tokens, positions, mask, cache, taps=taps)
 
-    chunk = places_at_once(chunk)
+    chunk = places_at_once(model, chunk)
     hidden, layers = in_chunks(forward, tokens, model.empty_cache, chunk, length - 1, prefix)
     return hidden, KVCache(layers, length - 1)
 
@@ -111,13 +113,20 @@ def read_prefix(
     return Prefix(hidden.features, hidden.taps, cache.layers)
 
 
-def places_at_once(chunk: int) -> int:
+def places_at_once(model: Any, chunk: int) -> int:
     """Returns how many places of a prompt to read at once, at most `chunk`.
 
-    On CPUs native products of few places cost as little for each as those of many, and of a short
-    prompt less padding is read.
+    Native products of few places cost as little for each as those of many, and of a short prompt
+    less padding is read. They are of float32 networks, on one device. Experts are all read for
+    every chunk, so chunks of theirs stay large.
     """
-    is_native = jax.default_backend() == "cpu" and native.status().instructions is not None
+    is_native = (
+        jax.default_backend() == "cpu"
+        and native.status().instructions is not None
+        and not is_exchanged()
+        and getattr(model, "dtype", None) == jnp.float32
+        and getattr(getattr(model, "config", None), "experts", None) is None
+    )
     return min(chunk, NATIVE_CHUNK) if is_native else chunk
 
 
@@ -175,20 +184,9 @@ def in_chunks(
             each.at[:read].set(known)
             for each, known in zip(found, (prefix.features, prefix.taps), strict=True)
         ]
-    num_chunks = jnp.clip(-(-(longest(length) - read) // chunk), 0, rest // chunk)
+    num_chunks = jnp.clip(-(-(largest_of_rows(length) - read) // chunk), 0, rest // chunk)
     cache, features, taps = jax.lax.fori_loop(0, num_chunks, advance, (cache, *found))
     return Hidden(features, taps, ()), cache.layers
-
-
-@jax.custom_batching.custom_vmap
-def longest(length: Int[Array, ""]) -> Int[Array, ""]:
-    """Returns the largest length of all rows: the same for each, so that they share a loop."""
-    return length
-
-
-@longest.def_vmap
-def _longest_of_rows(_, is_mapped: list[bool], lengths: Int[Array, " rows"]):
-    return (jnp.max(lengths) if is_mapped[0] else lengths), False
 
 
 def begin(

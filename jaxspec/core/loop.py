@@ -20,7 +20,7 @@ from jaxspec.core.types import DecodeState, Drafter, Info, Params, StateT, StepF
 
 CAPACITY_MULTIPLE = 64
 CHUNK = 256
-"""Tokens of a prompt that are read in one pass."""
+"""Tokens of a prompt that are read in one pass, at most; see `places_at_once`."""
 
 # One fetch of a host loop after each step: whether any row is running, the longest row's length.
 Progress = tuple[Bool[Array, ""], Int[Array, ""]]

@@ -90,6 +90,7 @@ def _ends_of_ngrams(
 
     complete = (places >= size - 1) & (size > 0)
     whole = complete[None, :] & (places[None, :] < ends[:, None])
-    found = jax.lax.fori_loop(1, size, compare, whole)
+    # Longer n-grams than the text occur nowhere.
+    found = jax.lax.fori_loop(1, jnp.minimum(size, text.shape[1]), compare, whole)
     rows = jnp.arange(text.shape[0])[:, None]
     return jnp.zeros((text.shape[0], vocab_size), bool).at[rows, text].max(found)

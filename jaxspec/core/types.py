@@ -207,7 +207,8 @@ class Emitted(NamedTuple):
         from_draft: True where a draft token was accepted, False for the target's own tokens.
         logprobs: the target's log-probability of the token before any warping; `None` if not asked
             for.
-        warped_logprobs: the same after temperature and filters; `None` if not asked for.
+        warped_logprobs: the same after bias, penalties, temperature and filters; `None` if not
+            asked for.
     """
 
     from_draft: Bool[Array, " places"]

@@ -39,6 +39,7 @@ from jaxspec.decoding.request import (
     encode_prompt,
     prepare,
     prompt_list,
+    with_rules_of,
 )
 from jaxspec.drafters import DrafterLike, LoadedDrafter, NoDraft, loaded_drafter
 from jaxspec.extras import installed_version
@@ -208,7 +209,10 @@ def profile_asked(
         return None
     if isinstance(drafting, DraftingProfile):
         return drafting
-    settings, rows = _settings_measured(config), 1 << num_rows.bit_length() - 1
+    settings, rows = (
+        _settings_measured(with_rules_of(model, config)),
+        1 << num_rows.bit_length() - 1,
+    )
     key = _key(model, loaded, settings, rows)
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     if name not in _known:

@@ -71,12 +71,16 @@ def _is_count(value: Any) -> bool:
     return value >= 0 and value % 1 == 0 and value < 2**31
 
 
+def _is_moderate(value: Any) -> bool:
+    return abs(value) < 1e30
+
+
 PENALTIES = {
     "repetition_penalty": PenaltyRule(
-        "repetition", 1.0, "above 0 and finite", lambda value: 0 < value < math.inf
+        "repetition", 1.0, "between 1e-30 and 1e30", lambda value: 1e-30 < value < 1e30
     ),
-    "presence_penalty": PenaltyRule("presence", 0.0, "finite", math.isfinite),
-    "frequency_penalty": PenaltyRule("frequency", 0.0, "finite", math.isfinite),
+    "presence_penalty": PenaltyRule("presence", 0.0, "below 1e30", _is_moderate),
+    "frequency_penalty": PenaltyRule("frequency", 0.0, "below 1e30", _is_moderate),
     "no_repeat_ngram_size": PenaltyRule("ngram_size", 0, "a whole number, at least 0", _is_count),
     "min_new_tokens": PenaltyRule("min_new_tokens", 0, "a whole number, at least 0", _is_count),
 }
@@ -99,7 +103,7 @@ class GenerationConfig:
         stop: strings that end a row; the text is cut before them.
         num_samples: continuations per prompt, each drawn separately.
         logprobs: record the target's log-probability of each token, before any warping.
-        warped_logprobs: the same after temperature and filters.
+        warped_logprobs: the same after bias, penalties, temperature and filters.
         repetition_penalty: divides positive logits of tokens that occur in the text, prompt
             included, and multiplies negative ones; above 0, 1 changes nothing. `None`, here and in
             the four settings below: what the model's `generation_config.json` asks for, if
@@ -461,7 +465,10 @@ def with_rules_of(model: Vocabulary, config: GenerationConfig) -> GenerationConf
     """
     defaults = model.generation_defaults
     asked = {name: defaults.get(name) for name in PENALTIES if getattr(config, name) is None}
-    return dataclasses.replace(config, **asked)
+    try:
+        return dataclasses.replace(config, **asked)
+    except ValueError as error:
+        raise ValueError(f"{model.name}: generation_config.json: {error}") from None
 
 
 def prompt_list(prompts) -> list[PromptLike]:

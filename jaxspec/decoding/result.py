@@ -113,7 +113,8 @@ class Generation:
         from_draft: one entry per token: True if it was drafted and accepted, False if the target
             chose it.
         logprobs: the target's log-probability of each token before warping; `None` if not asked.
-        warped_logprobs: the same after temperature and filters; `None` if not asked.
+        warped_logprobs: the same after bias, penalties, temperature and filters; `None` if not
+            asked.
         metrics: figures of this row alone.
         prompt_index: place of the prompt in the call.
         sample_index: number of the sample among those of its prompt.

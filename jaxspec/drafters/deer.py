@@ -361,7 +361,10 @@ def _read_blocks(
 ) -> tuple[LayerKV, ...]:
     """Returns keys and values of a prompt; only those of whole blocks have a meaning."""
     bucket = tokens.shape[0]
-    chunk = places_at_once(min(chunk, bucket))
+    largest = min(chunk, bucket)
+    chunk = places_at_once(draft, largest)
+    if chunk % block:
+        chunk = largest
     if chunk % block or bucket % chunk:
         chunk = bucket
 

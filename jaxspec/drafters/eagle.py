@@ -59,7 +59,7 @@ class Eagle:
         >>> import jaxspec
         >>> model = jaxspec.load("demo")
         >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
-        >>> drafter = jaxspec.Eagle.of(jaxspec.load_eagle("demo-eagle", model.network))
+        >>> drafter = jaxspec.Eagle.of(jaxspec.load_eagle("demo-eagle", model))
         >>> plain = jaxspec.generate(model, "What is 2 + 3?", config)
         >>> fast = jaxspec.generate(model, "What is 2 + 3?", config, drafter)
         >>> fast.texts == plain.texts, fast.metrics.tau >= 1  # tau: bonus token included
@@ -148,7 +148,7 @@ def check_head(params: Params, taps: tuple[int, ...], depth: int, branch: int) -
     target, head = params.target, params.draft
     if not hasattr(head, "states_of"):
         raise ValueError(
-            "drafter: an EAGLE drafter needs a head: load_eagle(folder, model.network), then "
+            "drafter: an EAGLE drafter needs a head: load_eagle(folder, model), then "
             f"Eagle.of(head) or Eagle2.of(head); got {type(head).__name__}."
         )
     check_made_for(
@@ -182,7 +182,7 @@ def read_prompt(params: Params, prompt: Hidden, context: Context, chunk: int) ->
         return head.forward(*pairs, positions, mask, cache)
 
     num_pairs = context.length - 1
-    chunk = places_at_once(min(chunk, bucket))
+    chunk = places_at_once(head, min(chunk, bucket))
     hidden, layers = in_chunks(forward, pairs, head.empty_cache, chunk, num_pairs)
     # A prompt of one token has no pair: its first draft comes from an arbitrary state.
     newest = hidden.features[jnp.maximum(num_pairs - 1, 0)]

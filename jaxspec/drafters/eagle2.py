@@ -43,7 +43,7 @@ class Eagle2:
         >>> import jaxspec
         >>> model = jaxspec.load("demo")
         >>> config = jaxspec.GenerationConfig(max_new_tokens=16)
-        >>> head = jaxspec.load_eagle("demo-eagle", model.network)
+        >>> head = jaxspec.load_eagle("demo-eagle", model)
         >>> drafter = jaxspec.Eagle2.of(head, num_nodes=12, depth=3, beam=4)
         >>> plain = jaxspec.generate(model, "What is 2 + 3?", config)
         >>> fast = jaxspec.generate(model, "What is 2 + 3?", config, drafter)

@@ -35,7 +35,6 @@ _MAKERS = {
     "EagleHead": "Eagle.of(head) or Eagle2.of(head)",
     "Eagle3Head": "Eagle.of(head) or Eagle2.of(head)",
     "DFlashHead": "DFlash.of(head)",
-    "type": "an instance, such as PromptLookup()",
 }
 DrafterLike = Drafter | LoadedDrafter
 """Drafters that public functions accept: a method without weights, or one with its weights."""
@@ -58,11 +57,14 @@ def loaded_drafter(drafter: Any) -> LoadedDrafter:
         return drafter
     if drafter is None:
         return LoadedDrafter(NoDraft(), ())
-    if isinstance(drafter, type) or not hasattr(drafter, "propose"):
+    if isinstance(drafter, type):
+        name = drafter.__name__
+        raise ValueError(f"drafter: got the class {name}; give an instance, such as {name}().")
+    if not hasattr(drafter, "propose"):
         kind = type(drafter).__name__
         makes = _MAKERS.get(kind)
         raise ValueError(
-            f"drafter: a {kind} drafts within a method; give {makes}."
+            f"drafter: got only the weights, {kind}; give {makes}."
             if makes
             else "drafter must be one such as PromptLookup(), DraftModel.of(model) or "
             f"Eagle.of(head), got {drafter!r:.80}."

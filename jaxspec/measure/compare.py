@@ -10,11 +10,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.checkpoint import Model
+from jaxspec.core.decode import Prompt
 from jaxspec.core.masks import causal
-from jaxspec.core.types import LanguageModel
+from jaxspec.core.penalties import penalize
+from jaxspec.core.proposal import tree_proposal
+from jaxspec.core.sampling import warp_logits
+from jaxspec.core.tree import chain
+from jaxspec.core.types import Context, LanguageModel, Warp
 from jaxspec.decoding.generate import generate, score, stream
 from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import (
+    PENALTIES,
     GenerationConfig,
     PromptLike,
     Request,
@@ -246,7 +252,7 @@ def _check_arguments(
             f"config: num_samples must be 1 to compare, got {config.num_samples}; "
             "repeat the prompts instead."
         )
-    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p"):
+    for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIES):
         if np.ndim(getattr(config, name)):
             raise ValueError(f"config: {name} must be one value for all prompts to compare.")
     if not config.max_new_tokens:
@@ -308,7 +314,6 @@ def find_divergence(
 
     An end for another reason, or in another place, is a divergence that is never a tie.
     """
-    bias = request.prompts.warp.bias
     return divergence_of(
         model,
         prompt_index,
@@ -316,8 +321,29 @@ def find_divergence(
         np.asarray(plain.tokens),
         np.asarray(other.tokens),
         same_end=plain.finish_reason == other.finish_reason,
-        bias=None if bias is None else np.asarray(bias[0]),
+        prompts=request.prompts,
     )
+
+
+def _biased_and_penalized(
+    logits: np.ndarray, prompts: Prompt, prompt: np.ndarray, emitted: np.ndarray
+) -> np.ndarray:
+    """Returns logits of what follows a text, as decoding of the first prompt compares them."""
+    warp, stop_ids = jax.tree.map(
+        lambda rows: jnp.asarray(rows[0]), (prompts.warp, prompts.stop_ids)
+    )
+    text = jnp.asarray([*prompt, *emitted], jnp.int32)
+    unread: Any = None
+    row = Context(text, jnp.int32(len(text)), jnp.int32(1), stop_ids, warp, unread, unread)
+    root = tree_proposal(chain(0), text[-1:], jnp.ones(1, bool), None)
+
+    def penalized(logits: Array) -> Array:
+        if warp.penalties is None:
+            return logits
+        return penalize(logits, warp.penalties, row, jnp.int32(len(emitted)), root)
+
+    greedy = Warp(bias=warp.bias)
+    return np.asarray(warp_logits(jnp.asarray(logits)[None], greedy, penalized)[0])
 
 
 def divergence_of(
@@ -327,7 +353,7 @@ def divergence_of(
     plain: np.ndarray,
     other: np.ndarray,
     same_end: bool = True,
-    bias: np.ndarray | None = None,
+    prompts: Prompt | None = None,
 ) -> Divergence | None:
     """Returns where token ids leave the plain ones; see `find_divergence`.
 
@@ -338,7 +364,8 @@ def divergence_of(
         plain: ids that plain decoding emitted.
         other: ids that a method emitted.
         same_end: True if both outputs ended for the same reason.
-        bias: added to the logits that the gap is read from.
+        prompts: of the request; its bias and penalties apply to the logits that the gap is read
+            from. `None`: there are none.
 
     Example:
         >>> import jaxspec
@@ -357,8 +384,8 @@ def divergence_of(
         return Divergence(prompt_index, common, *following, gap=None)
     position = int(np.argmax(differs))
     logits = score(model, [*prompt, *plain[:position]]).logits[-1]
-    if bias is not None:
-        logits = logits + bias
+    if prompts is not None:
+        logits = _biased_and_penalized(logits, prompts, prompt, plain[:position])
     pair = int(plain[position]), int(other[position])
     gap = float(np.max(logits) - np.min(logits[list(pair)]))
     return Divergence(prompt_index, position, *pair, gap)

@@ -67,6 +67,8 @@ class HostAcceptance:
     """
 
     def __init__(self, warp: Warp, seed: int = 0):
+        if warp.penalties is not None:
+            raise ValueError("warp: loops on the host apply no penalties; leave them out.")
         self.warp = warp
         self._draws = np.random.default_rng(seed)
 

@@ -71,7 +71,7 @@ def stream_text(
     check_rules(model)
     config = with_rules_of(model, config)
     for name, rule in PENALTIES.items():
-        if getattr(config, name) not in (None, rule.neutral):
+        if getattr(config, name) is not None and of_one_row(name, np.float32)[0] != rule.neutral:
             raise ValueError(
                 f"{name}: files for LiteRT apply no penalties, got {getattr(config, name)}; pass "
                 f"GenerationConfig({name}={rule.neutral:g}) to decode without."

@@ -67,15 +67,16 @@ def _rows(table: Array, ids: Array) -> Array:
 
 
 # XLA gathers no bfloat16 on CPUs: it would first write the whole table in float32.
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
+@jax.custom_jvp
 def _rows_of_halves(table: Array, ids: Array) -> Array:
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
     return jax.lax.bitcast_convert_type(_rows(bits, ids), jnp.bfloat16)
 
 
 @_rows_of_halves.defjvp
-def _differentiate_rows(ids: Array, primals: tuple[Array], tangents: tuple[Array]):
-    return _rows_of_halves(*primals, ids), _rows(*tangents, ids)
+def _differentiate_rows(primals: tuple[Array, Array], tangents: tuple[Array, Any]):
+    table, ids = primals
+    return _rows_of_halves(table, ids), _rows(tangents[0], ids)
 
 
 class Visible(NamedTuple):

@@ -32,6 +32,9 @@ from tests.batch.conftest import PROMPTS
 from tests.laws.drafters import DRAFTERS, FORKED, PATHS, blurred, eagle_head, network
 
 GREEDY = GenerationConfig(max_new_tokens=20)
+PENALIZED = dataclasses.replace(
+    GREEDY, presence_penalty=0.2, frequency_penalty=0.3, no_repeat_ngram_size=4
+)
 SAMPLED = GenerationConfig(max_new_tokens=12, temperature=1.0, top_p=0.95)
 
 
@@ -108,13 +111,15 @@ def test_greedy_rows_are_those_of_generate(model, name):
     )
 
 
-@pytest.mark.parametrize("name", ["lookup", "eagle"])
-def test_changing_between_drafts_and_plain_steps_changes_no_row(model, name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "config"), [("lookup", GREEDY), ("eagle", GREEDY), ("lookup", PENALIZED)]
+)
+def test_changing_between_drafts_and_plain_steps_changes_no_row(model, name, config, monkeypatch):
     """Rows rejoin again and again, and guards may decide as they like."""
     monkeypatch.setattr(job_module, "Guard", InTurns)
     output, drafter = Collector(), drafter_for(model, name)
-    report = run(model, rows_of(PROMPTS), output, GREEDY, drafter, batch_size=3)
-    assert tokens_by_line(output) == expected_tokens(model, GREEDY)
+    report = run(model, rows_of(PROMPTS), output, config, drafter, batch_size=3)
+    assert tokens_by_line(output) == expected_tokens(model, config)
     assert 0 < report.num_drafted_steps < report.num_steps
     metrics = [record["metrics"] for record in output.records]
     assert sum(m["num_verify_steps"] for m in metrics) == report.counts.num_steps

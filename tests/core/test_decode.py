@@ -2,16 +2,18 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.core.decode import Prompt
+from jaxspec.core.decode import Prompt, prefill
 from jaxspec.core.loop import decode, plan_decoding
 from jaxspec.core.types import DecodeState, Params, Stop, Warp
 from jaxspec.drafters import DraftModel, NoDraft
+from jaxspec.models import Network, init_params
 from tests.core.table_model import TableModel
 
 VOCAB = 16
@@ -174,3 +176,25 @@ def test_a_drafter_that_misjudges_its_tree_is_told_so(shape, named, monkeypatch)
     monkeypatch.setitem(DRAFTERS, "wrong", (MisjudgesItself(shape), ()))
     with pytest.raises(ValueError, match=rf"tree_shape is \(.*\); its proposal's {named} must"):
         count_on(counting(), "wrong", [0])
+
+
+def test_a_prompt_is_read_until_the_end_of_the_longest_row(tiny_config):
+    model = Network(init_params(tiny_config, jax.random.key(0)), tiny_config)
+    tokens = jax.random.randint(jax.random.key(1), (3, 16), 0, tiny_config.vocab_size)
+
+    def read(chunk: int, *lengths: int):
+        rows = jax.jit(jax.vmap(partial(prefill, model, chunk=chunk)))
+        return rows(tokens[: len(lengths)], jnp.array(lengths))
+
+    lengths = (1, 6, 9)
+    (hidden, cache), (whole, wholes_cache) = read(4, *lengths), read(16, *lengths)
+    for row, length in enumerate(lengths):
+        # The last token stays pending.
+        found, expected = (
+            (each.features[row, : length - 1], layers.layers[0].values[row, :, : length - 1])
+            for each, layers in ((hidden, cache), (whole, wholes_cache))
+        )
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+    assert hidden.features[:, :8].any(axis=-1).all()
+    assert not hidden.features[:, 8:].any()
+    assert not read(4, 1)[0].features.any()

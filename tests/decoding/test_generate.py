@@ -113,7 +113,7 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
         ([1], {"min_p": 1.0}, r"min_p must be in \[0, 1\)"),
         ([1], {"max_new_tokens": -1}, "max_new_tokens must be at least 0"),
         ([1], {"num_samples": 0}, "num_samples must be at least 1"),
-        ([1], {"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ([1], {"repetition_penalty": 0}, "repetition_penalty must be between"),
         ([1], {"logit_bias": {999: 1.0}}, "logit_bias has ids outside"),
         ([1], {"banned_token_ids": [999]}, "banned_token_ids has ids outside"),
         ([1], {"allowed_token_ids": []}, "allowed_token_ids is empty"),

@@ -19,7 +19,7 @@ RULES = {
     "unigrams": {"ngram_size": 1},
     "bigrams": {"ngram_size": 2},
     "trigrams": {"ngram_size": 3},
-    "a minimum": {"min_new_tokens": 2},
+    "a minimum": {"min_new_tokens": 4},
     "all": {"repetition": 1.3, "presence": 0.3, "frequency": 0.2, "ngram_size": 2},
 }
 
