@@ -21,7 +21,7 @@ from jaxspec import native
 from jaxspec.core.forms import is_exchanged
 from jaxspec.core.types import PyTree
 
-MAX_ROWS = 256
+MAX_ROWS = 1024
 """Tokens of a program above which XLA's own products are as fast."""
 
 NATIVE_WEIGHTS = (jnp.float32, jnp.bfloat16, jnp.int8)
