@@ -22,7 +22,7 @@ from jaxspec.batch.guard import Chunk
 from jaxspec.batch.plan import capacity_needed, read_in
 from jaxspec.batch.rows import EncodedRow, number_of
 from jaxspec.core.cache import pad_caches
-from jaxspec.core.decode import Prefix, Prompt, begin, prefill, speculative_step
+from jaxspec.core.decode import Prefix, Prompt, begin, num_emitted, prefill, speculative_step
 from jaxspec.core.decode import read_prefix as read_prefix_of
 from jaxspec.core.loop import CHUNK, run
 from jaxspec.core.stopping import StopAutomaton
@@ -329,12 +329,10 @@ def _as_plain(states: DecodeState) -> DecodeState:
         count=context.recent.count,
     )
     # One entry for all emitted tokens: penalties count them.
-    stats = stats._replace(accepted=_emitted_before(stats.accepted), drafted=stats.drafted[:, :1])
+    stats = stats._replace(
+        accepted=num_emitted(stats.accepted)[:, None], drafted=stats.drafted[:, :1]
+    )
     return states._replace(context=context._replace(recent=recent), draft=(), stats=stats)
-
-
-def _emitted_before(accepted: Int[Array, "rows levels"]) -> Int[Array, "rows 1"]:
-    return jnp.sum(accepted * (1 + jnp.arange(accepted.shape[1]))[None, :], axis=1, keepdims=True)
 
 
 def _from_plain(plain: DecodeState, drafted: DecodeState, chosen: Bool[Array, ""]) -> DecodeState:
@@ -346,7 +344,7 @@ def _from_plain(plain: DecodeState, drafted: DecodeState, chosen: Bool[Array, ""
         draft=drafted.draft,
         stats=plain.stats._replace(
             accepted=drafted.stats.accepted.at[:, :1].add(
-                plain.stats.accepted - _emitted_before(drafted.stats.accepted)
+                plain.stats.accepted - num_emitted(drafted.stats.accepted)[:, None]
             ),
             drafted=drafted.stats.drafted.at[:, :1].set(plain.stats.drafted),
         ),

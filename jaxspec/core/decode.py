@@ -415,16 +415,18 @@ def _penalizing(state: DecodeState, proposal: Proposal) -> Callable[[Array], Arr
     penalties = state.context.warp.penalties
     if penalties is None:
         return None
-    # Each step emits what it accepts and one token more; nothing follows a step that was cut.
-    accepted = state.stats.accepted
-    num_emitted = jnp.sum(accepted * (1 + jnp.arange(len(accepted))))
     return partial(
         penalize,
         penalties=penalties,
         context=state.context,
-        num_emitted=num_emitted,
+        num_emitted=num_emitted(state.stats.accepted),
         proposal=proposal,
     )
+
+
+def num_emitted(accepted: Int[Array, "*rows levels"]) -> Int[Array, "*rows"]:
+    """Returns the tokens that steps emitted, from `Stats.accepted`, before a step that was cut."""
+    return accepted @ (1 + jnp.arange(accepted.shape[-1], dtype=accepted.dtype))
 
 
 def _emitted_tokens(proposal: Proposal, verdict: Verdict) -> Int[Array, " levels"]:
