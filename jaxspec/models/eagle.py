@@ -26,8 +26,10 @@ from jaxspec.models.transformer import (
     Attention,
     Linear,
     Network,
+    NormScale,
     RMSNorm,
     Rotation,
+    Stream,
     Visible,
     empty_kv_cache,
     visible_to,
@@ -57,7 +59,7 @@ class EagleLayer(nn.Module):
         embed = self.config.embed_dim
         self.fc = Linear((2 * embed,), (embed,), self.bias)
         self.attention = Attention(self.config)
-        self.mlp_norm = RMSNorm(self.config.norm_eps, self.config.norm_plus_one)
+        self.mlp_norm = NormScale(embed, self.config.norm_plus_one)
         self.mlp = MLP(self.config)
 
     def __call__(
@@ -67,9 +69,8 @@ class EagleLayer(nn.Module):
         seen: Seen,
     ) -> Hidden:
         residual = self.fc(jnp.concatenate([embedded, states], axis=-1))
-        output, own = self.attention(residual, *seen)
-        residual = residual + output
-        return _hidden(residual + self.mlp(self.mlp_norm(residual)), own)
+        residual, own = self.attention(residual, *seen, Stream(base=residual))
+        return _hidden(self.mlp(residual, Stream(self.mlp_norm(), base=residual)), own)
 
 
 class Eagle3Layer(nn.Module):
@@ -89,7 +90,8 @@ class Eagle3Layer(nn.Module):
         config = self.config
         norm = partial(RMSNorm, config.norm_eps, config.norm_plus_one)
         self.fc = Linear((self.tapped,), (config.embed_dim,))
-        self.embed_norm, self.state_norm, self.mlp_norm, self.norm = (norm() for _ in range(4))
+        self.embed_norm, self.state_norm, self.norm = (norm() for _ in range(3))
+        self.mlp_norm = NormScale(config.embed_dim, config.norm_plus_one)
         self.attention = Attention(config)
         self.mlp = MLP(config)
         self.head = Linear((config.embed_dim,), (config.vocab_size,))
@@ -102,9 +104,9 @@ class Eagle3Layer(nn.Module):
     ) -> Hidden:
         normed = self.state_norm(states)
         pair = jnp.concatenate([self.embed_norm(embedded), normed], axis=-1)
-        output, own = self.attention(pair, *seen)
-        residual = (normed if self.norm_before_residual else states) + output
-        return _hidden(residual + self.mlp(self.mlp_norm(residual)), own)
+        base = normed if self.norm_before_residual else states
+        residual, own = self.attention(pair, *seen, Stream(base=base))
+        return _hidden(self.mlp(residual, Stream(self.mlp_norm(), base=residual)), own)
 
     def fuse(self, taps: Float[Array, "nodes tapped"]) -> Float[Array, "nodes embed"]:
         return self.fc(taps)

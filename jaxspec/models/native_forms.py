@@ -14,7 +14,13 @@ from jaxspec.core.types import LayerKV, PyTree
 from jaxspec.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from jaxspec.models.transformer import AttentionRow, AttentionWeights, MLPWeights, Weights
+    from jaxspec.models.transformer import (
+        AttentionRow,
+        AttentionWeights,
+        MLPRow,
+        MLPWeights,
+        Weights,
+    )
 
 
 def _native_dtypes(weights: PyTree, rows: PyTree) -> bool:
@@ -31,6 +37,17 @@ def _operands(weights: "Weights", width: int) -> tuple[Any, Any, Any]:
         for vector in (weights.scale, weights.bias)
     )
     return weights.kernel.reshape(width, -1), scale, bias
+
+
+def _or_absent(array: Array | None) -> Any:
+    return ABSENT if array is None else array.astype(jnp.float32)
+
+
+def _stream(
+    weights: "AttentionWeights | MLPWeights", rows: "AttentionRow | MLPRow"
+) -> tuple[Any, Any, Any]:
+    """The norms around a sub-layer and what it is added to, as native calls take them."""
+    return _or_absent(weights.norm), _or_absent(weights.post_norm), _or_absent(rows.base)
 
 
 def attention_fits(config: ModelConfig, weights: "AttentionWeights", rows: "AttentionRow") -> bool:
@@ -51,7 +68,7 @@ def native_attention(config, weights, rows: "AttentionRow"):
             places += mask.shape[-1]
     heads, attended = kv_heads * (group + 2) * head_dim, kv_heads * group * head_dim
     queries = max(16 // group, 1) * group
-    work = batch * tokens * (heads + attended)
+    work = batch * tokens * (width + heads + attended)
     work += native.num_cores() * queries * (-(-places // 16) * 16 + 2 * head_dim)
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     outputs, keys, values, _ = native.call(
@@ -63,8 +80,10 @@ def native_attention(config, weights, rows: "AttentionRow"):
             shape((work,)),
         ),
         rows.inputs,
+        *_stream(weights, rows),
         *_operands(weights.qkv, width),
-        *(ABSENT if norm is None else norm.astype(jnp.float32) for norm in weights[2:]),
+        _or_absent(weights.q_norm),
+        _or_absent(weights.k_norm),
         *_operands(weights.out, attended),
         *rows.rotation,
         *segments,
@@ -79,22 +98,26 @@ def native_attention(config, weights, rows: "AttentionRow"):
     return outputs, LayerKV(keys, values)
 
 
-def mlp_fits(config: ModelConfig, weights: "MLPWeights", rows: Array) -> bool:
+def mlp_fits(config: ModelConfig, weights: "MLPWeights", rows: "MLPRow") -> bool:
     del config
-    return rows.shape[0] * rows.shape[1] <= MAX_ROWS and _native_dtypes(weights, rows)
+    batch, tokens = rows.inputs.shape[:2]
+    return batch * tokens <= MAX_ROWS and _native_dtypes(weights, rows)
 
 
-def native_mlp(config, weights: "MLPWeights", rows):
-    width, hidden = rows.shape[-1], config.mlp_dim
-    flat = rows.reshape(-1, width)
+def native_mlp(config, weights: "MLPWeights", rows: "MLPRow"):
+    width, hidden = rows.inputs.shape[-1], config.mlp_dim
+    flat = rows.inputs.reshape(-1, width)
     shape = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     outputs, _ = native.call(
         "mlp",
-        (shape(flat.shape), shape((flat.shape[0], 2 * hidden))),
+        (shape(flat.shape), shape((flat.shape[0], width + 2 * hidden))),
         flat,
+        *_stream(weights, rows),
         *_operands(weights.gate_up, width),
         *_operands(weights.down, hidden),
         activation=0 if config.activation == "silu" else 1,
+        eps=np.float32(config.norm_eps),
+        plus_one=int(config.norm_plus_one),
         workers=native.num_cores(),
     )
-    return outputs.reshape(rows.shape)
+    return outputs.reshape(rows.inputs.shape)

@@ -196,18 +196,22 @@ class AttentionWeights(NamedTuple):
         qkv: [width, kv_heads, group + 2, head_dim]: queries of a group, its key, its value.
         out: [kv_heads, group, head_dim, embed].
         q_norm, k_norm: scales; `None` for models that norm neither.
+        norm, post_norm: scales, see `Stream`.
     """
 
     qkv: Weights
     out: Weights
     q_norm: Float[Array, " head_dim"] | None
     k_norm: Float[Array, " head_dim"] | None
+    norm: Float[Array, " width"] | None
+    post_norm: Float[Array, " embed"] | None
 
 
 class AttentionRow(NamedTuple):
-    """Inputs of the attention of one row; see `Attention`."""
+    """Inputs of the attention of one row; see `Attention` and `Stream`."""
 
     inputs: Float[Array, "nodes width"]
+    base: Float[Array, "nodes embed"] | None
     rotation: Rotation
     visible: Visible
     prefix: LayerKV | None
@@ -219,7 +223,7 @@ def attention(
 ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
     """Grouped-query attention of one layer. Returns the tokens' own keys and values as well."""
     group, norm = config.num_groups, (config.norm_eps, config.norm_plus_one)
-    heads = weights.qkv.apply(row.inputs)
+    heads = weights.qkv.apply(_normed(config, row.inputs, weights.norm))
     turned = heads[:, :, : group + 1]
     if weights.q_norm is not None and weights.k_norm is not None:
         queries = rms_norm(turned[:, :, :-1], weights.q_norm, *norm)
@@ -234,7 +238,37 @@ def attention(
         if kv is not None and mask is not None
     ]
     attended = attend(queries, segments, config.score_scale, config.attention_softcap)
-    return weights.out.apply(attended.transpose(2, 0, 1, 3)), own
+    outputs = weights.out.apply(attended.transpose(2, 0, 1, 3))
+    return _joined(config, outputs, weights.post_norm, row.base), own
+
+
+def _normed(config: ModelConfig, inputs: Array, scale: Array | None) -> Array:
+    if scale is None:
+        return inputs
+    return rms_norm(inputs, scale, config.norm_eps, config.norm_plus_one)
+
+
+def _joined(config: ModelConfig, outputs: Array, scale: Array | None, base: Array | None) -> Array:
+    outputs = _normed(config, outputs, scale)
+    return outputs if base is None else base + outputs
+
+
+class Stream(NamedTuple):
+    """The place of a sub-layer in the residual stream; part of its native form.
+
+    Attributes:
+        norm: scale of the norm of its inputs; `None` if they are read as they are.
+        post_norm: scale of the norm of its outputs; `None` if they are not normed.
+        base: what the outputs are added to; `None` to return them alone.
+    """
+
+    norm: Float[Array, " width"] | None = None
+    post_norm: Float[Array, " embed"] | None = None
+    base: Float[Array, "nodes embed"] | None = None
+
+
+ALONE = Stream()
+"""A sub-layer by itself: nothing is normed or added."""
 
 
 class Attention(nn.Module):
@@ -250,6 +284,7 @@ class Attention(nn.Module):
         visible: Visible,
         prefix: LayerKV | None,
         scratch: LayerKV | None,
+        stream: Stream = ALONE,
     ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
         config, group = self.config, self.config.num_groups
         kv_heads, head_dim = config.num_kv_heads, config.head_dim
@@ -263,25 +298,32 @@ class Attention(nn.Module):
         if config.qk_norm:
             q_norm = NormScale(head_dim, config.norm_plus_one, name="q_norm")()
             k_norm = NormScale(head_dim, config.norm_plus_one, name="k_norm")()
-        weights = AttentionWeights(qkv, out, q_norm, k_norm)
-        return narrow_attention(
-            config, weights, AttentionRow(inputs, rotation, visible, prefix, scratch)
-        )
+        weights = AttentionWeights(qkv, out, q_norm, k_norm, stream.norm, stream.post_norm)
+        row = AttentionRow(inputs, stream.base, rotation, visible, prefix, scratch)
+        return narrow_attention(config, weights, row)
 
 
 class MLPWeights(NamedTuple):
-    """Weights of one gated MLP: [embed, 2, hidden] and [hidden, embed]."""
+    """Weights of one gated MLP: [embed, 2, hidden] and [hidden, embed]; scales, see `Stream`."""
 
     gate_up: Weights
     down: Weights
+    norm: Float[Array, " embed"] | None
+    post_norm: Float[Array, " embed"] | None
 
 
-def mlp(
-    config: ModelConfig, weights: MLPWeights, inputs: Float[Array, "nodes embed"]
-) -> Float[Array, "nodes embed"]:
+class MLPRow(NamedTuple):
+    """Inputs of the gated MLP of one row; see `Stream`."""
+
+    inputs: Float[Array, "nodes embed"]
+    base: Float[Array, "nodes embed"] | None
+
+
+def mlp(config: ModelConfig, weights: MLPWeights, row: MLPRow) -> Float[Array, "nodes embed"]:
     """down(activation(gate x) * up x)."""
-    gate_up = weights.gate_up.apply(inputs)
-    return weights.down.apply(activate(config, gate_up[:, 0]) * gate_up[:, 1])
+    gate_up = weights.gate_up.apply(_normed(config, row.inputs, weights.norm))
+    outputs = weights.down.apply(activate(config, gate_up[:, 0]) * gate_up[:, 1])
+    return _joined(config, outputs, weights.post_norm, row.base)
 
 
 class MLP(nn.Module):
@@ -290,13 +332,17 @@ class MLP(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, inputs: Float[Array, "nodes embed"]) -> Float[Array, "nodes embed"]:
+    def __call__(
+        self, inputs: Float[Array, "nodes embed"], stream: Stream = ALONE
+    ) -> Float[Array, "nodes embed"]:
         embed, width, bias = self.config.embed_dim, self.config.mlp_dim, self.config.mlp_bias
         weights = MLPWeights(
             LinearWeights((embed,), (2, width), bias, name="gate_up")(),
             LinearWeights((width,), (embed,), bias, name="down")(),
+            stream.norm,
+            stream.post_norm,
         )
-        return narrow_mlp(self.config, weights, inputs)
+        return narrow_mlp(self.config, weights, MLPRow(inputs, stream.base))
 
 
 class ExpertKernel(nn.Module):
@@ -361,9 +407,12 @@ class MixtureOfExperts(nn.Module):
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, inputs: Float[Array, "nodes embed"]) -> Float[Array, "nodes embed"]:
+    def __call__(
+        self, inputs: Float[Array, "nodes embed"], stream: Stream = ALONE
+    ) -> Float[Array, "nodes embed"]:
         experts, embed = self.config.experts, self.config.embed_dim
         assert experts is not None, "a sparse layer of a model without experts"
+        inputs = _normed(self.config, inputs, stream.norm)
         logits = Linear((embed,), (experts.num,), name="router")(inputs)
         probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
         weights, chosen = jax.lax.top_k(probs, experts.per_token)
@@ -372,7 +421,8 @@ class MixtureOfExperts(nn.Module):
         weights = weights.astype(inputs.dtype)
         gate_up = ExpertKernel((experts.num, embed, 2, experts.mlp_dim), name="gate_up")()
         down = ExpertKernel((experts.num, experts.mlp_dim, embed), name="down")()
-        return mix_experts(self.config, inputs, weights, chosen, gate_up, down)
+        outputs = mix_experts(self.config, inputs, weights, chosen, gate_up, down)
+        return _joined(self.config, outputs, stream.post_norm, stream.base)
 
 
 class Layer(nn.Module):
@@ -386,7 +436,7 @@ class Layer(nn.Module):
 
     def setup(self):
         config = self.config
-        norm = partial(RMSNorm, config.norm_eps, config.norm_plus_one)
+        norm = partial(NormScale, config.embed_dim, config.norm_plus_one)
         self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention = Attention(config)
         if self.sparse:
@@ -406,23 +456,26 @@ class Layer(nn.Module):
         keep_attention: bool | Float[Array, ""] = True,
         keep_mlp: bool | Float[Array, ""] = True,
     ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
-        config = self.config
+        config, post = self.config, self.config.post_norms
 
-        def add(residual, output, keep, name):
-            if config.post_norms:
-                output = getattr(self, name)(output)
-            return residual + (output if keep is True else output * keep.astype(output.dtype))
+        def multiplied(keep, output):
+            return output if keep is True else residual + output * keep.astype(output.dtype)
 
         if keep_attention is False:
             nodes = residual.shape[0]
             own = empty_layer(config.num_kv_heads, config.head_dim, nodes, residual.dtype)
         else:
-            normed = self.attention_norm(residual)
-            output, own = self.attention(normed, rotation, visible, prefix, scratch)
-            residual = add(residual, output, keep_attention, "attention_post_norm")
+            post_norm = self.attention_post_norm() if post else None
+            base = residual if keep_attention is True else None
+            stream = Stream(self.attention_norm(), post_norm, base)
+            output, own = self.attention(residual, rotation, visible, prefix, scratch, stream)
+            residual = multiplied(keep_attention, output)
         if keep_mlp is not False:
-            output = (self.experts if self.sparse else self.mlp)(self.mlp_norm(residual))
-            residual = add(residual, output, keep_mlp, "mlp_post_norm")
+            post_norm = self.mlp_post_norm() if post else None
+            base = residual if keep_mlp is True else None
+            stream = Stream(self.mlp_norm(), post_norm, base)
+            output = (self.experts if self.sparse else self.mlp)(residual, stream)
+            residual = multiplied(keep_mlp, output)
         return residual, own
 
 

@@ -56,7 +56,7 @@ int jaxspec_ffi_version(void) { return 1000 * XLA_FFI_API_MAJOR + XLA_FFI_API_MI
 
 /* ---- Sharing work ---- */
 
-enum { NUM_CREWS = 64, MAX_PHASES = 4, SPINS_BEFORE_YIELD = 2000, LINGER_NANOSECONDS = 200000 };
+enum { NUM_CREWS = 64, MAX_PHASES = 5, SPINS_BEFORE_YIELD = 2000, LINGER_NANOSECONDS = 200000 };
 enum { FREE = -1, CLAIMED = -2 };
 
 typedef void chunk_work(void *context, int64_t chunk, int worker);
@@ -256,6 +256,23 @@ static void multiply(struct crew *crew, struct columns *c, int64_t workers) {
   share(crew, multiply_columns, c, num_chunks(c));
 }
 
+/* ---- Norms ---- */
+
+enum { NORMED_AT_ONCE = 16 };
+
+static void norm_chunk(void *context, int64_t chunk, int worker) {
+  (void)worker;
+  const struct norm *n = context;
+  int64_t lo = chunk * NORMED_AT_ONCE, hi = lo + NORMED_AT_ONCE;
+  best->norm(n, lo, hi < n->rows ? hi : n->rows);
+}
+
+/* Norms rows and adds them to their base, where there is either. */
+static void norm(struct crew *crew, struct norm *n) {
+  int64_t chunks = (n->rows + NORMED_AT_ONCE - 1) / NORMED_AT_ONCE;
+  if (n->scale || n->base) share(crew, norm_chunk, n, chunks);
+}
+
 /* ---- Reading a call ---- */
 
 static const XLA_FFI_Buffer *arg(const XLA_FFI_CallFrame *frame, int index) {
@@ -319,6 +336,25 @@ static struct columns columns(const XLA_FFI_CallFrame *frame, int index, const f
   };
 }
 
+/* The place of a sub-layer in the residual stream, whose operands are at 1 to 3: the norm of its
+ * inputs x, which go to `normed`; the norm of its outputs y, and what they are added to. */
+struct stream {
+  struct norm before, after;
+  const float *inputs; /* normed or as they are */
+};
+
+static struct stream stream(const XLA_FFI_CallFrame *frame, int64_t rows, int64_t width,
+                            int64_t outputs, float *normed, float *y) {
+  float eps = real(frame, "eps");
+  int plus_one = (int)integer(frame, "plus_one");
+  const float *x = arg(frame, 0)->data, *scale = floats(frame, 1);
+  return (struct stream){
+      .before = {x, scale, NULL, normed, eps, plus_one, rows, width},
+      .after = {y, floats(frame, 2), floats(frame, 3), y, eps, plus_one, rows, outputs},
+      .inputs = scale ? normed : x,
+  };
+}
+
 /* True if the call only asks which version of the interface this was compiled for. */
 static int answers_version(XLA_FFI_CallFrame *frame) {
   for (XLA_FFI_Extension_Base *e = frame->extension_start; e; e = e->next)
@@ -379,26 +415,30 @@ static void gated_columns(void *context, int64_t chunk, int worker) {
   }
 }
 
-/* x[rows, d], gate_up[d, 2 hidden] with scale and bias, down[hidden, d] likewise
- * -> y[rows, d], work[rows, 2 hidden] */
+/* x[rows, d]; its stream; gate_up[d, 2 hidden] with scale and bias, down[hidden, d] likewise
+ * -> y[rows, d], work[rows, 2 hidden + d] */
 XLA_FFI_Error *jaxspec_mlp(XLA_FFI_CallFrame *frame) {
   if (answers_version(frame)) return NULL;
-  if (frame->args.size != 7 || frame->rets.size != 2) return refuse(frame, "mlp: 7 operands");
-  const XLA_FFI_Buffer *x = arg(frame, 0), *y = result(frame, 0), *work = result(frame, 1);
-  int64_t rows = x->dims[0], k = x->dims[1], outputs = y->dims[1], hidden = work->dims[1] / 2;
-  int64_t workers = integer(frame, "workers");
+  if (frame->args.size != 10 || frame->rets.size != 2) return refuse(frame, "mlp: 10 operands");
+  const XLA_FFI_Buffer *x = arg(frame, 0), *y = result(frame, 0);
+  int64_t rows = x->dims[0], k = x->dims[1], outputs = y->dims[1];
+  int64_t hidden = (result(frame, 1)->dims[1] - k) / 2, workers = integer(frame, "workers");
+  float *work = result(frame, 1)->data, *normed = work + rows * 2 * hidden;
+  struct stream s = stream(frame, rows, k, outputs, normed, y->data);
   struct gated g = {
-      .gate_up = columns(frame, 1, x->data, rows, k, work->data, 2 * hidden, 0),
+      .gate_up = columns(frame, 4, s.inputs, rows, k, work, 2 * hidden, 0),
       .hidden = hidden,
       .activation = (enum activation)integer(frame, "activation"),
   };
-  struct columns down = columns(frame, 4, work->data, rows, hidden, y->data, outputs, 0);
+  struct columns down = columns(frame, 7, work, rows, hidden, y->data, outputs, 0);
   down.product.x_stride = 2 * hidden;
   struct crew *crew = k * hidden < SMALL ? NULL : gather(frame, workers);
   g.gate_up.outputs = hidden;
   set_width(&g.gate_up, workers);
+  norm(crew, &s.before);
   share(crew, gated_columns, &g, num_chunks(&g.gate_up));
   multiply(crew, &down, workers);
+  norm(crew, &s.after);
   dismiss(crew);
   return NULL;
 }
@@ -436,23 +476,24 @@ XLA_FFI_Error *jaxspec_threshold(XLA_FFI_CallFrame *frame) {
 
 /* ---- Attention ---- */
 
-/* Operands: x[rows, tokens, d]; weights, scale, bias of queries, keys and values; scales of the norms
- * of queries and keys; weights, scale, bias of the output; cosines and sines [rows, tokens or 1,
- * pairs]; keys, values and mask of the prefix and of the scratch; the mask among the tokens.
+/* Operands: x[rows, tokens, d]; its stream; weights, scale, bias of queries, keys and values; scales
+ * of the norms of queries and keys; weights, scale, bias of the output; cosines and sines
+ * [rows, tokens or 1, pairs]; keys, values and mask of the prefix and of the scratch; the mask among
+ * the tokens.
  * Results: y[rows, tokens, d]; the tokens' own keys and values; work. */
 XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
   if (answers_version(frame)) return NULL;
-  if (frame->args.size != 18 || frame->rets.size != 4)
-    return refuse(frame, "attention: 18 operands");
+  if (frame->args.size != 21 || frame->rets.size != 4)
+    return refuse(frame, "attention: 21 operands");
   const XLA_FFI_Buffer *x = arg(frame, 0), *y = result(frame, 0), *keys = result(frame, 1);
   float *work = result(frame, 3)->data, *values = result(frame, 2)->data;
   int64_t workers = integer(frame, "workers");
   struct attention a = {
       .rows = x->dims[0], .tokens = x->dims[1], .kv_heads = keys->dims[1],
       .head_dim = keys->dims[2], .group = integer(frame, "group"),
-      .angle_tokens = arg(frame, 9)->dims[1], .pairs = arg(frame, 9)->dims[2],
-      .q_norm = floats(frame, 4), .k_norm = floats(frame, 5),
-      .cosines = arg(frame, 9)->data, .sines = arg(frame, 10)->data,
+      .angle_tokens = arg(frame, 12)->dims[1], .pairs = arg(frame, 12)->dims[2],
+      .q_norm = floats(frame, 7), .k_norm = floats(frame, 8),
+      .cosines = arg(frame, 12)->data, .sines = arg(frame, 13)->data,
       .eps = real(frame, "eps"), .scale = real(frame, "scale"), .softcap = real(frame, "softcap"),
       .plus_one = (int)integer(frame, "plus_one"),
   };
@@ -460,12 +501,12 @@ XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
   if (a.block > a.tokens) a.block = a.tokens;
   if (a.head_dim > MAX_HEAD_DIM || a.group > MAX_QUERIES) return refuse(frame, "attention: too wide");
   for (int j = 0; j < 2; j++) {
-    const XLA_FFI_Buffer *mask = arg(frame, 13 + 3 * j);
+    const XLA_FFI_Buffer *mask = arg(frame, 16 + 3 * j);
     if (!size_of(mask)) continue;
-    a.segments[j] = (struct segment){floats(frame, 11 + 3 * j), floats(frame, 12 + 3 * j),
+    a.segments[j] = (struct segment){floats(frame, 14 + 3 * j), floats(frame, 15 + 3 * j),
                                      mask->data, mask->dims[2], mask->dims[1]};
   }
-  a.segments[2] = (struct segment){keys->data, values, arg(frame, 17)->data, a.tokens, a.tokens};
+  a.segments[2] = (struct segment){keys->data, values, arg(frame, 20)->data, a.tokens, a.tokens};
 
   int64_t num = a.rows * a.tokens, k = x->dims[2], outputs = y->dims[2];
   int64_t per_token = a.kv_heads * (a.group + 2) * a.head_dim;
@@ -473,19 +514,23 @@ XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
   int64_t places = a.segments[0].places + a.segments[1].places + a.tokens;
   a.heads = work;
   a.attended = work + num * per_token;
-  a.scratch = a.attended + num * attended;
+  float *normed = a.attended + num * attended;
+  a.scratch = normed + num * k;
   a.score_stride = (places + 15) / 16 * 16;
   a.scratch_size = a.block * a.group * (a.score_stride + 2 * a.head_dim);
-  if (num * (per_token + attended) + workers * a.scratch_size > size_of(result(frame, 3)))
+  if (num * (per_token + attended + k) + workers * a.scratch_size > size_of(result(frame, 3)))
     return refuse(frame, "attention: too little room to work in");
 
-  struct columns heads = columns(frame, 1, x->data, num, k, work, per_token, 0);
-  struct columns out = columns(frame, 6, a.attended, num, attended, y->data, outputs, 0);
+  struct stream s = stream(frame, num, k, outputs, normed, y->data);
+  struct columns heads = columns(frame, 4, s.inputs, num, k, work, per_token, 0);
+  struct columns out = columns(frame, 9, a.attended, num, attended, y->data, outputs, 0);
   struct crew *crew = k * per_token < SMALL ? NULL : gather(frame, workers);
+  norm(crew, &s.before);
   multiply(crew, &heads, workers);
   best->keep_own(&a, keys->data, values);
   share(crew, best->attend, &a, a.rows * a.kv_heads * ((a.tokens + a.block - 1) / a.block));
   multiply(crew, &out, workers);
+  norm(crew, &s.after);
   dismiss(crew);
   return NULL;
 }

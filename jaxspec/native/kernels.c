@@ -371,6 +371,17 @@ INLINE void norm(const float *x, const float *scale, float eps, int plus_one, fl
   for (int64_t i = 0; i < count; i++) y[i] = x[i] * factor * (scale[i] + (plus_one ? 1 : 0));
 }
 
+static void norm_rows(const struct norm *n, int64_t lo, int64_t hi) {
+  for (int64_t row = lo; row < hi; row++) {
+    int64_t at = row * n->count;
+    const float *x = n->x + at;
+    float *y = n->y + at;
+    if (n->scale) norm(x, n->scale, n->eps, n->plus_one, y, n->count), x = y;
+    if (n->base)
+      for (int64_t i = 0; i < n->count; i++) y[i] = n->base[at + i] + x[i];
+  }
+}
+
 #include "attention.h"
 
 const struct kernels KERNELS = {
@@ -379,6 +390,7 @@ const struct kernels KERNELS = {
     {product_f32, product_bf16, product_s8},
     {turned_f32, turned_bf16, turned_s8},
     gate,
+    norm_rows,
     threshold,
     attend,
     keep_own,

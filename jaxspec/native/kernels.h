@@ -43,6 +43,15 @@ struct attention {
   int64_t scratch_size, score_stride;
 };
 
+/* y[count] = base + x / rms(x) * scale; without a scale, base + x. y may be x. */
+struct norm {
+  const float *x, *scale, *base; /* the last two may be absent */
+  float *y;
+  float eps;
+  int plus_one;
+  int64_t rows, count;
+};
+
 struct kernels {
   const char *name;
   int lanes;
@@ -51,6 +60,8 @@ struct kernels {
   void (*turned[NUM_WEIGHT_TYPES])(const struct product *, int64_t lo, int64_t hi);
   /* gate[i] = activation(gate[i]) * up[i] */
   void (*gate)(enum activation, float *gate, const float *up, int64_t count);
+  /* Rows lo to hi - 1. */
+  void (*norm)(const struct norm *, int64_t lo, int64_t hi);
   /* The largest threshold such that the keys from it on weigh `least` or more; 0 if none do. */
   uint32_t (*threshold)(const uint32_t *keys, const float *weights, float least, int64_t count);
   /* One chunk of an attention: some tokens of one row, for one key head. */

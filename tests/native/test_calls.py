@@ -145,7 +145,13 @@ def test_a_kernel_in_bfloat16_is_multiplied_as_the_float32_that_it_is():
 KINDS = {
     "llama": {},
     "qwen": {"qk_norm": True, "qkv_bias": True},
-    "gelu": {"activation": "gelu_tanh", "mlp_bias": True, "out_bias": True, "norm_plus_one": True},
+    "gelu": {
+        "activation": "gelu_tanh",
+        "mlp_bias": True,
+        "out_bias": True,
+        "norm_plus_one": True,
+        "post_norms": True,
+    },
     "capped": {"attention_softcap": 5.0},
 }
 
@@ -155,7 +161,7 @@ def network(kind, tiny_config) -> Network:
     return Network(init_params(config, jax.random.key(0)), config)
 
 
-@pytest.mark.parametrize(("tokens", "cached"), [(1, 12), (5, 12), (5, 0)])
+@pytest.mark.parametrize(("tokens", "cached"), [(1, 12), (5, 12), (20, 0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_agrees_with_its_reference(kind, tokens, cached, tiny_config):
     model = network(kind, tiny_config)
