@@ -221,7 +221,10 @@ class AttentionRow(NamedTuple):
 def attention(
     config: ModelConfig, weights: AttentionWeights, row: AttentionRow
 ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
-    """Grouped-query attention of one layer. Returns the tokens' own keys and values as well."""
+    """Grouped-query attention of one layer, with the norms and the sum of `Stream`.
+
+    Returns the tokens' own keys and values as well.
+    """
     group, norm = config.num_groups, (config.norm_eps, config.norm_plus_one)
     heads = weights.qkv.apply(_normed(config, row.inputs, weights.norm))
     turned = heads[:, :, : group + 1]
@@ -254,7 +257,7 @@ def _joined(config: ModelConfig, outputs: Array, scale: Array | None, base: Arra
 
 
 class Stream(NamedTuple):
-    """The place of a sub-layer in the residual stream; part of its native form.
+    """The place of a sub-layer in the residual stream: norms around it, what it is added to.
 
     Attributes:
         norm: scale of the norm of its inputs; `None` if they are read as they are.
@@ -272,7 +275,10 @@ ALONE = Stream()
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one layer. Returns the tokens' own keys and values as well."""
+    """Grouped-query attention of one layer, with the norms and the sum of `Stream`.
+
+    Returns the tokens' own keys and values as well.
+    """
 
     config: ModelConfig
 
@@ -320,14 +326,14 @@ class MLPRow(NamedTuple):
 
 
 def mlp(config: ModelConfig, weights: MLPWeights, row: MLPRow) -> Float[Array, "nodes embed"]:
-    """down(activation(gate x) * up x)."""
+    """The gated MLP `down(activation(gate x) * up x)`, with the norms and the sum of `Stream`."""
     gate_up = weights.gate_up.apply(_normed(config, row.inputs, weights.norm))
     outputs = weights.down.apply(activate(config, gate_up[:, 0]) * gate_up[:, 1])
     return _joined(config, outputs, weights.post_norm, row.base)
 
 
 class MLP(nn.Module):
-    """down(activation(gate x) * up x)."""
+    """The gated MLP `down(activation(gate x) * up x)`, with the norms and the sum of `Stream`."""
 
     config: ModelConfig
 
@@ -458,7 +464,7 @@ class Layer(nn.Module):
     ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
         config, post = self.config, self.config.post_norms
 
-        def multiplied(keep, output):
+        def joined(keep, output):
             return output if keep is True else residual + output * keep.astype(output.dtype)
 
         if keep_attention is False:
@@ -469,13 +475,13 @@ class Layer(nn.Module):
             base = residual if keep_attention is True else None
             stream = Stream(self.attention_norm(), post_norm, base)
             output, own = self.attention(residual, rotation, visible, prefix, scratch, stream)
-            residual = multiplied(keep_attention, output)
+            residual = joined(keep_attention, output)
         if keep_mlp is not False:
             post_norm = self.mlp_post_norm() if post else None
             base = residual if keep_mlp is True else None
             stream = Stream(self.mlp_norm(), post_norm, base)
             output = (self.experts if self.sparse else self.mlp)(residual, stream)
-            residual = multiplied(keep_mlp, output)
+            residual = joined(keep_mlp, output)
         return residual, own
 
 

@@ -476,10 +476,10 @@ XLA_FFI_Error *jaxspec_threshold(XLA_FFI_CallFrame *frame) {
 
 /* ---- Attention ---- */
 
-/* Operands: x[rows, tokens, d]; its stream; weights, scale, bias of queries, keys and values; scales
- * of the norms of queries and keys; weights, scale, bias of the output; cosines and sines
- * [rows, tokens or 1, pairs]; keys, values and mask of the prefix and of the scratch; the mask among
- * the tokens.
+/* Operands: x[rows, tokens, d]; its stream; weights, scale, bias of queries, keys and values;
+ * scales of the norms of queries and keys; weights, scale, bias of the output; cosines and sines
+ * [rows, tokens or 1, pairs]; keys, values and mask of the prefix and of the scratch; the mask
+ * among the tokens.
  * Results: y[rows, tokens, d]; the tokens' own keys and values; work. */
 XLA_FFI_Error *jaxspec_attention(XLA_FFI_CallFrame *frame) {
   if (answers_version(frame)) return NULL;

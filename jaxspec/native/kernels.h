@@ -43,7 +43,8 @@ struct attention {
   int64_t scratch_size, score_stride;
 };
 
-/* y[count] = base + x / rms(x) * scale; without a scale, base + x. y may be x. */
+/* Each row: y = base + x / rms(x) * scale (1 + scale with plus_one); without a scale, base + x. y may
+ * be x. */
 struct norm {
   const float *x, *scale, *base; /* the last two may be absent */
   float *y;

@@ -153,6 +153,8 @@ KINDS = {
         "post_norms": True,
     },
     "capped": {"attention_softcap": 5.0},
+    # Enough work for helpers to join.
+    "wide": {"embed_dim": 256, "mlp_dim": 256, "head_dim": 32, "post_norms": True},
 }
 
 
