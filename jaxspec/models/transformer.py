@@ -462,7 +462,12 @@ class Layer(nn.Module):
         keep_attention: bool | Float[Array, ""] = True,
         keep_mlp: bool | Float[Array, ""] = True,
     ) -> tuple[Float[Array, "nodes embed"], LayerKV]:
-        config, post = self.config, self.config.post_norms
+        config = self.config
+
+        def stream(name, keep):
+            post_norm = getattr(self, f"{name}_post_norm")() if config.post_norms else None
+            base = residual if keep is True else None
+            return Stream(getattr(self, f"{name}_norm")(), post_norm, base)
 
         def joined(keep, output):
             return output if keep is True else residual + output * keep.astype(output.dtype)
@@ -471,16 +476,12 @@ class Layer(nn.Module):
             nodes = residual.shape[0]
             own = empty_layer(config.num_kv_heads, config.head_dim, nodes, residual.dtype)
         else:
-            post_norm = self.attention_post_norm() if post else None
-            base = residual if keep_attention is True else None
-            stream = Stream(self.attention_norm(), post_norm, base)
-            output, own = self.attention(residual, rotation, visible, prefix, scratch, stream)
+            joins = stream("attention", keep_attention)
+            output, own = self.attention(residual, rotation, visible, prefix, scratch, joins)
             residual = joined(keep_attention, output)
         if keep_mlp is not False:
-            post_norm = self.mlp_post_norm() if post else None
-            base = residual if keep_mlp is True else None
-            stream = Stream(self.mlp_norm(), post_norm, base)
-            output = (self.experts if self.sparse else self.mlp)(residual, stream)
+            joins = stream("mlp", keep_mlp)
+            output = (self.experts if self.sparse else self.mlp)(residual, joins)
             residual = joined(keep_mlp, output)
         return residual, own
 

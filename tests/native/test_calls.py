@@ -163,7 +163,7 @@ def network(kind, tiny_config) -> Network:
     return Network(init_params(config, jax.random.key(0)), config)
 
 
-@pytest.mark.parametrize(("tokens", "cached"), [(1, 12), (5, 12), (20, 0)])
+@pytest.mark.parametrize(("tokens", "cached"), [(1, 12), (5, 12), (5, 0), (20, 0)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pass_agrees_with_its_reference(kind, tokens, cached, tiny_config):
     model = network(kind, tiny_config)
