@@ -8,7 +8,6 @@ into their slots, as the drafter reads their prompts too; the guard measures tha
 """
 
 import dataclasses
-import math
 from collections import deque
 from statistics import median
 from typing import NamedTuple
@@ -23,8 +22,9 @@ class GuardSettings:
     Attributes:
         margin: share by which drafting must be faster than plain decoding to begin, so that noise
             alone never begins it. It continues for as long as it is faster at all.
-        samples: chunks of each kind to time before the first decision.
-        probe_seconds: length of a chunk that is run to be timed: short ones are mostly noise.
+        samples: chunks of each kind to time before the first decision; they take at least this many
+            times `probe_seconds` together.
+        probe_seconds: time for which steps run to be timed: less is mostly noise.
         probe_share: share of the job's time for trying the other kind again.
         expected: tokens per second of drafting over those of plain decoding with this many rows, as
             measured before; the job begins accordingly; `None`: it begins with chunks of both
@@ -57,7 +57,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         drafting: True: steps draft. False: they decode plainly.
-        limit: most steps.
+        limit: most steps; 0: the chunk is run to time what it takes besides steps.
     """
 
     drafting: bool
@@ -68,6 +68,12 @@ _FADE = 0.98
 """Factor on the weight of older steps, or rows, for each new one."""
 _FEWEST_READ = 4
 """Prompts that must be read before their time counts."""
+_FEWEST_CHUNKS, _PROBES_KEPT = 15, 10
+"""Chunks, and times `probe_seconds`, for which the times of steps are kept."""
+_MOST_ONCE = 0.8
+"""Share of a chunk's time that may be ascribed to what it takes besides its steps."""
+_STALLED = 3
+"""Times a median chunk's seconds per step that any chunk counts at most."""
 
 
 @dataclasses.dataclass
@@ -95,19 +101,36 @@ class _Kind:
         warm: the first chunk is over.
         reading: seconds over tokens of the prompts that were read into slots.
         num_read: number of these prompts.
-        seconds: seconds per step of the latest chunks.
-        probing: chunks left to time.
+        chunks: seconds and steps of the latest chunks.
+        probing: seconds left to time.
     """
 
     warm: bool = False
     reading: _Share = dataclasses.field(default_factory=_Share)
     num_read: int = 0
-    seconds: deque[float] = dataclasses.field(default_factory=lambda: deque(maxlen=15))
-    probing: int = 0
+    chunks: deque[tuple[float, int]] = dataclasses.field(default_factory=deque)
+    probing: float = 0.0
+
+    def add(self, seconds: float, steps: int, most_seconds: float) -> None:
+        """Notes a chunk, and forgets what is older than `most_seconds` and 15 chunks."""
+        self.chunks.append((seconds, steps))
+        while len(self.chunks) > _FEWEST_CHUNKS and self.seconds > most_seconds:
+            self.chunks.popleft()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the latest chunks together."""
+        return sum(seconds for seconds, _ in self.chunks)
 
     @property
     def step_seconds(self) -> float:
-        return median(self.seconds)
+        """Seconds per step. A chunk in which the machine did something else counts like a slow one.
+
+        A chunk may have one step, as it ends when a row stops. Therefore the chunks are added up.
+        """
+        most = _STALLED * median(seconds / steps for seconds, steps in self.chunks)
+        total = sum(min(seconds, most * steps) for seconds, steps in self.chunks)
+        return total / sum(steps for _, steps in self.chunks)
 
     @property
     def read_seconds(self) -> float | None:
@@ -136,6 +159,8 @@ class Guard:
         self._tau, self._running = _Share(), _Share()
         self._row_tokens, self._prompt_tokens = _Share(), _Share()
         self._waiting = False
+        # Seconds that a chunk takes besides its steps. Both kinds pay them, when a row has stopped.
+        self._once: float | None = None
         self._elapsed = self._first_step = 0.0
         self._probed, self._probe_cost = 0.0, 0.0
         expected = self.settings.expected
@@ -161,7 +186,7 @@ class Guard:
         """
         draft, plain = self._kinds[True], self._kinds[False]
         tau, running = self._tau.ratio, self._running.ratio
-        if not (draft.seconds and plain.seconds and tau and running):
+        if not (draft.chunks and plain.chunks and tau and running):
             return None
         drafted = draft.step_seconds / (running * tau)
         plainly = plain.step_seconds / running
@@ -188,7 +213,7 @@ class Guard:
             return self._first_chunk()
         if self._probing is None and self._may_probe():
             other = self._kinds[not self._drafting]
-            other.probing, other.warm = 1, False
+            other.probing, other.warm = self.settings.probe_seconds, False
             self._probing, self._probe_cost = not self._drafting, 0.0
         if self._probing is not None:
             return self._probe(self._probing)
@@ -234,14 +259,20 @@ class Guard:
         """
         kind = self._kinds[drafting]
         self._elapsed += seconds + extra_seconds
-        if steps and not kind.warm:
+        if not steps:
+            self._once = seconds
+        elif not kind.warm:
             kind.warm = True
-            if not kind.seconds:
+            if not kind.chunks:
                 # Too long, but good enough to choose the steps of a probe.
                 self._first_step = seconds / steps
-        elif steps:
-            kind.seconds.append(seconds / steps)
-            kind.probing = max(0, kind.probing - 1)
+        else:
+            if kind.probing == self.settings.probe_seconds:
+                kind.chunks.clear()  # a probe begins: older times may be another machine's by now
+            most = _PROBES_KEPT * self.settings.probe_seconds
+            once = min(self._once or 0.0, _MOST_ONCE * seconds)
+            kind.add(seconds - once, steps, most)
+            kind.probing = max(0.0, kind.probing - seconds)
         if drafting:
             self._tau.add(tokens, row_steps, steps)
         self._running.add(row_steps, steps, steps)
@@ -252,7 +283,7 @@ class Guard:
             if not kind.probing:
                 self._probing, self._probed = None, self._elapsed
                 self._decide(drafted=drafting)
-                return
+            return
         elif extra_seconds:
             self._probe_cost += extra_seconds  # a plain probe made rows rejoin
         self._decide(drafted=False)
@@ -266,8 +297,7 @@ class Guard:
         if faster is None:
             return
         if not self._settled:
-            fewest = min(len(kind.seconds) for kind in self._kinds.values())
-            if fewest < self.settings.samples:
+            if not all(map(self._timed, self._kinds.values())):
                 return
             self._settled, self._probed = True, self._elapsed
             self._probe_cost = self._elapsed / 2
@@ -292,14 +322,21 @@ class Guard:
 
         In turns, the drafter would have to read the rows' text again and again.
         """
-        return self._probe(len(self._kinds[True].seconds) < self.settings.samples)
+        return self._probe(not self._timed(self._kinds[True]))
+
+    def _timed(self, kind: _Kind) -> bool:
+        """Returns True once a kind of steps was timed for long enough for a first decision."""
+        samples, seconds = self.settings.samples, self.settings.probe_seconds
+        return len(kind.chunks) >= samples and kind.seconds >= samples * seconds
 
     def _probe(self, drafting: bool) -> Chunk:
         kind = self._kinds[drafting]
         if not kind.warm:
             return Chunk(drafting, 1)
-        step = kind.step_seconds if kind.seconds else self._first_step
-        steps = math.ceil(self.settings.probe_seconds / max(step, 1e-6))
+        if self._once is None:
+            return Chunk(drafting, 0)
+        step = kind.step_seconds if kind.chunks else self._first_step
+        steps = max(1, round(self.settings.probe_seconds / max(step, 1e-6)))
         return Chunk(drafting, min(self._longest, steps))
 
     def _may_probe(self) -> bool:

@@ -1,5 +1,6 @@
 """The guard on made-up clocks: it drafts where that is faster, and finding out costs little."""
 
+import math
 import random
 
 import pytest
@@ -17,22 +18,25 @@ def simulate(
     settings: GuardSettings | None = None,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Seconds of a guarded job over those of a plain one, and the share of tokens drafted."""
+    """Seconds of a guarded job over those of a plain one, and the share of tokens drafted.
+
+    The guard sees times with noise; the seconds are without.
+    """
     rng = random.Random(seed)
     guard = Guard(settings, longest=32)
     seconds, tokens, drafted, stale = 0.0, 0.0, 0.0, False
     first = {True: 10.0, False: 10.0}
     while tokens < total_tokens:
         chunk = guard.choose()
-        steps = rng.randint(1, chunk.limit)
+        steps = rng.randint(min(1, chunk.limit), chunk.limit)
         factor = rng.lognormvariate(0, noise) if noise else 1.0
         # A loop's first step takes ten times as long.
-        took = (steps - 1 + first[chunk.drafting]) * step_seconds[chunk.drafting] * factor
+        took = (steps - 1 + first[chunk.drafting]) * step_seconds[chunk.drafting] if steps else 0.0
         first[chunk.drafting] = 1.0
         emitted = steps * rows * (tau if chunk.drafting else 1.0)
         extra = rejoin_seconds if chunk.drafting and stale else 0.0
         stale = not chunk.drafting
-        guard.book(chunk.drafting, steps, steps * rows, round(emitted), took, extra)
+        guard.book(chunk.drafting, steps, steps * rows, round(emitted), took * factor, extra)
         seconds, tokens = seconds + took + extra, tokens + emitted
         drafted += emitted * chunk.drafting
     return seconds / (total_tokens / rows * step_seconds[False]), drafted / tokens
@@ -69,6 +73,34 @@ def test_close_calls_do_not_make_it_change_all_the_time(ratio):
         times = {False: 0.01, True: 0.01 * 2 / ratio}
         slower, _ = simulate(times, 2.0, 50_000, noise=0.05, rejoin_seconds=0.3, seed=seed)
         assert slower < 1 / 0.97
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, 16])
+@pytest.mark.parametrize("ratio", [0.9, 1.25])
+def test_chunks_of_few_steps_do_not_mislead_it(rows, ratio):
+    """A chunk takes as long as three plain steps besides its own, and each stop of a row ends one.
+
+    A row stops after every 100 tokens that the batch emits.
+    """
+    once, tau, tokens = 3.0, 3.8, 100
+
+    def num_chunks(emitted: float) -> float:
+        """Chunks in which the batch emits 100 tokens, with 32 steps at most."""
+        return 1 / (1 - math.exp(-32 * emitted / tokens))
+
+    plain = once * num_chunks(rows) + tokens / rows
+    drafted = (plain / ratio - once * num_chunks(rows * tau)) * rows * tau / tokens
+    right = 0
+    for seed in range(10):
+        rng, guard = random.Random(seed), Guard(GuardSettings(probe_seconds=200.0))
+        for _ in range(200):
+            drafting, limit = guard.choose()
+            emitted = rows * (tau if drafting else 1.0)
+            steps = min(limit, math.ceil(rng.expovariate(1 / tokens) / emitted))
+            took = (once + steps * (drafted if drafting else 1.0)) * rng.lognormvariate(0, 0.1)
+            guard.book(drafting, steps, steps * rows, round(steps * emitted), took)
+        right += guard.choose().drafting == (ratio > 1)
+    assert right >= 9
 
 
 def test_a_curve_that_denies_drafting_is_believed_from_the_first_step():
