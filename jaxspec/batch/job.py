@@ -31,7 +31,7 @@ from jaxspec.compilation import CompileClock
 from jaxspec.core.decode import Prefix
 from jaxspec.core.loop import CHUNK, round_up
 from jaxspec.core.types import DecodeState, Params, Stop
-from jaxspec.decoding.metrics import Counts
+from jaxspec.decoding.metrics import ROW_FIGURES, Counts
 from jaxspec.decoding.request import (
     PENALTIES,
     GenerationConfig,
@@ -50,11 +50,6 @@ LONGEST_CHUNK = 32
 """Steps after which the host looks, if no row stops before."""
 _REFILL_SHARE = 16
 """A chunk ends when one slot in 16 is free."""
-_METRICS = (
-    *("num_tokens", "num_verify_steps", "num_draft_tokens"),
-    *("mean_acceptance_length", "acceptance_rate"),
-)
-"""Metrics of a row that its record holds."""
 
 
 def run(
@@ -243,7 +238,7 @@ class _Job(NamedTuple):
             if values is not None:
                 facts[name] = [float(f"{value:.7g}") for value in values]
         metrics = host.metrics()
-        facts["metrics"] = {name: getattr(metrics, name) for name in _METRICS}
+        facts["metrics"] = {name: getattr(metrics, name) for name in ROW_FIGURES}
         return facts
 
     def keep(self, records: Sequence[Mapping[str, Any]]) -> None:

@@ -28,6 +28,7 @@ from jaxspec.decoding.request import (
     config_of,
     encode_prompt,
     prepare,
+    prompt_list,
 )
 from jaxspec.decoding.result import (
     FINISH_REASONS,
@@ -61,7 +62,8 @@ def generate(
     Args:
         model: the target, from `load`.
         prompts: one prompt or several: a string, token ids, or chat messages
-            (`[{"role": "user", "content": ...}, ...]`).
+            (`[{"role": "user", "content": ...}, ...]`). Several are a list, a generator, or a
+            column of pandas or `datasets`.
         config: settings; greedy, at most 128 tokens by default.
         drafter: a drafter, or one with its weights (`DraftModel.of(...)`); `None` decodes plainly.
         seed: seed of the randomness, in 0..2**31 - 1. A row depends on it, its place among the
@@ -146,6 +148,7 @@ def _prepare(
     drafting: DraftingMode | DraftingProfile,
 ) -> tuple[Request, DraftingProfile | None]:
     """Returns the request, with the drafter or without, and the profile that decided."""
+    prompts = prompt_list(prompts)  # it may be read only once
     request = prepare(model, prompts, config, drafter, seed)
     profile = profile_asked(drafting, model, drafter, config, len(request.prompt_lengths))
     if drafting == "never" or (profile is not None and not profile.drafts):

@@ -168,6 +168,11 @@ class Metrics(Counts):
         return {name: getattr(self, name) for name in _FIGURES}
 
 
+ROW_FIGURES = (
+    *("num_tokens", "num_verify_steps", "num_draft_tokens"),
+    *("mean_acceptance_length", "acceptance_rate"),
+)
+"""Figures that a record or a table row of one continuation holds."""
 _FIGURES = (
     "num_tokens",
     "num_verify_steps",

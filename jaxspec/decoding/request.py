@@ -6,7 +6,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
@@ -416,7 +416,8 @@ def check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
         if not covers(theirs, ours):
             raise OtherTargetError(
                 "drafter: its tokenizer differs from the target's, so its tokens would mean "
-                "something else; use a draft model of the same family."
+                "something else; use a draft model of the same family, or draft with the tokens "
+                "that both have: DraftModel.of(draft, target=model)."
             )
         return
     size = getattr(loaded.params, "vocab_size", model.vocab_size)
@@ -474,6 +475,8 @@ def with_rules_of(model: Vocabulary, config: GenerationConfig) -> GenerationConf
 def prompt_list(prompts) -> list[PromptLike]:
     """Returns a list of prompts; one prompt (text, ids, or messages) becomes a list of one.
 
+    Anything with an order will do: a list, an array, a generator, a column of pandas or `datasets`.
+
     Raises:
         ValueError: there are none, or it is something else.
 
@@ -485,7 +488,14 @@ def prompt_list(prompts) -> list[PromptLike]:
         return [prompts]
     if isinstance(prompts, jax.Array):
         prompts = np.asarray(prompts)
-    if not isinstance(prompts, Sequence | np.ndarray):
+    if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
+        raise ValueError(
+            f"prompts: got a whole table ({type(prompts).__name__}); give the column that holds "
+            "the prompts, such as table['prompt']."
+        )
+    if isinstance(prompts, Iterable) and not isinstance(prompts, bytes | Mapping | Set):
+        prompts = prompts if isinstance(prompts, np.ndarray) else list(prompts)
+    if not isinstance(prompts, list | np.ndarray):
         raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}.")
     if len(prompts) == 0:
         raise ValueError("prompts: got none; give at least one, of one token or more.")

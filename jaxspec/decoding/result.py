@@ -8,9 +8,12 @@ import jax
 import numpy as np
 
 from jaxspec.core.types import DecodeState, Info, Stop
-from jaxspec.decoding.metrics import Counts, Metrics
+from jaxspec.decoding.metrics import ROW_FIGURES, Counts, Metrics
+from jaxspec.extras import needs_extra
 
 if TYPE_CHECKING:
+    import pandas
+
     from jaxspec.checkpoint import Tokenizer
     from jaxspec.decoding.profile import DraftingProfile
     from jaxspec.drafters import DrafterLike
@@ -199,6 +202,27 @@ class GenerationResult(Rows[Generation]):
     metrics: Metrics
     drafters: tuple["DrafterLike | None", ...] = ()
     drafting: "DraftingProfile | None" = None
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Returns one row for each continuation: text, tokens, and its figures.
+
+        Raises:
+            MissingExtra: pandas is not installed.
+        """
+        with needs_extra("to_pandas", "notebooks"):
+            import pandas
+        return pandas.DataFrame(
+            {
+                "prompt": row.prompt_index,
+                "sample": row.sample_index,
+                "text": row.text,
+                "finish_reason": row.finish_reason,
+                "tokens": row.tokens.tolist(),
+                "num_prompt_tokens": len(row.prompt_tokens),
+                **{name: getattr(row.metrics, name) for name in ROW_FIGURES},
+            }
+            for row in self.rows
+        )
 
     def _repr_html_(self) -> str:
         from jaxspec.decoding.notebook import result_html

@@ -29,6 +29,7 @@ from jaxspec.core.types import (
 )
 from jaxspec.drafters.growth import grow_tree
 from jaxspec.drafters.loaded import LoadedDrafter
+from jaxspec.drafters.vocabularies import shared_tokens
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """Drafts with a separate, smaller model over the same vocabulary, `params.draft`.
+    """Drafts with a separate, smaller model, `params.draft`.
+
+    Its vocabulary is the target's, or another's: see `of`.
 
     In each step the draft model reads the tokens that the last step emitted (at most depth + 1, in
     one pass), then runs one pass per further level of the tree, over its cache and a small scratch.
@@ -72,11 +75,28 @@ class DraftModel:
 
     @classmethod
     def of(
-        cls, model: "Model", num_speculative_tokens: int = 4, paths: Sequence[Path] | None = None
+        cls,
+        model: "Model",
+        num_speculative_tokens: int = 4,
+        paths: Sequence[Path] | None = None,
+        target: "Model | None" = None,
     ) -> LoadedDrafter:
-        """Returns a drafter for `generate` from a model that `load` gave."""
+        """Returns a drafter for `generate` from a model that `load` gave.
+
+        Args:
+            model: the draft model.
+            num_speculative_tokens: see the class.
+            paths: see the class.
+            target: the model to draft for, where it has another tokenizer. Then only tokens that
+                both have are drafted (arXiv 2502.05202).
+
+        Raises:
+            OtherTargetError: the two share no token.
+        """
         drafter = cls(num_speculative_tokens, None if paths is None else tuple(paths))
-        return LoadedDrafter(drafter, model.network, model.tokenizer)
+        if target is None:
+            return LoadedDrafter(drafter, model.network, model.tokenizer)
+        return LoadedDrafter(drafter, shared_tokens(model, target), target.tokenizer)
 
     @cached_property
     def tree(self) -> Tree:

@@ -10,28 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
-from tokenizers import Tokenizer
 
 from jaxspec.core.checks import check_at_least
-from jaxspec.training.sources import Document
-from jaxspec.training.tokenizer import BOS, EOS, RESERVED, without_reserved
-
-
-def encode_documents(
-    tokenizer: Tokenizer, documents: Sequence[Document]
-) -> list[Int[np.ndarray, " tokens"]]:
-    """Returns the ids of every document: bos, its tokens, eos."""
-    plain = without_reserved(tokenizer)
-    texts = [piece for document in documents for piece in document.pieces[::2]]
-    encoded = iter(plain.encode_batch(texts, add_special_tokens=False))
-    bos, eos = RESERVED.index(BOS), RESERVED.index(EOS)
-    ids = []
-    for document in documents:
-        tokens = [bos]
-        for index, piece in enumerate(document.pieces):
-            tokens += [tokenizer.token_to_id(piece)] if index % 2 else next(encoded).ids
-        ids.append(np.asarray([*tokens, eos], np.int32))
-    return ids
 
 
 class Sequences(NamedTuple):

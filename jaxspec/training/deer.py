@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
-from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import Model, load
 from jaxspec.checkpoint.tokenizer import covers
@@ -43,8 +42,8 @@ from jaxspec.training.settings import (
 )
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import as_stored, decoding_of, load_target
-from jaxspec.training.tokenizer import RESERVED, SEPARATOR
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
+from jaxspec.training.vocabulary import Vocabulary
 
 
 class _Row(NamedTuple):
@@ -297,7 +296,9 @@ def _cut(
     left = answer & (before < kept)
     ends = answer & (before == kept) & separated(config, separator)
     gone = (answer & ~left & ~ends) | (filler & (kept < length))
-    tokens = jnp.where(ends, RESERVED.index(SEPARATOR), jnp.asarray(row.tokens))
+    tokens = jnp.asarray(row.tokens)
+    if config.masking.separator is not None:
+        tokens = jnp.where(ends, config.masking.separator, tokens)
     return tokens, jnp.where(gone, 0, segments), left
 
 
@@ -359,10 +360,10 @@ def _check(objective: Continuation | Refinement) -> None:
 
 
 class OpenedDeer(NamedTuple):
-    """The target of a run, its tokenizer, and the network to align."""
+    """The target of a run, its vocabulary, and the network to align."""
 
     model: Model
-    tokenizer: Tokenizer
+    vocabulary: Vocabulary
     start: Network
 
 
@@ -377,18 +378,18 @@ class DeerTrainer:
     settings: DeerTrainingSettings
 
     def open(self, run: Run[DeerTrainingSettings]) -> OpenedDeer:
-        model, tokenizer = load_target(run)
+        model, vocabulary = load_target(run)
         drafter = load(self.settings.start_from, dtype="float32")
-        start = _first_network(self.settings, drafter, model)
+        start = _first_network(self.settings, drafter, model, vocabulary)
         self._objective(start.config, "float32")  # refuses what does not fit the drafter
-        return OpenedDeer(model, tokenizer, start)
+        return OpenedDeer(model, vocabulary, start)
 
     def task(
         self, run: Run[DeerTrainingSettings], opened: OpenedDeer, documents: Sequence[Divided]
     ) -> Task:
-        settings, (model, tokenizer, start) = self.settings, opened
+        settings, (model, vocabulary, start) = self.settings, opened
         config, diffusion = start.config, start.config.masking
-        sources = pack_sources(run, tokenizer, documents)
+        sources = pack_sources(run, vocabulary, documents)
         # A drafter that is causal over blocks always sees whole ones.
         corpus = answers_of(run, model, sources, diffusion.block or 1, diffusion.mask_token_id)
         objective = partial(self._objective, config)
@@ -399,7 +400,7 @@ class DeerTrainer:
 
         return Task(
             corpus,
-            tokenizer,
+            vocabulary,
             objective,
             evaluation=lambda dtype: objective(dtype).measured,
             first_params=lambda: start.params,
@@ -409,7 +410,7 @@ class DeerTrainer:
         )
 
     def save(self, opened: OpenedDeer, outcome: Outcome, folder: Path) -> None:
-        write_model(folder, outcome.result, outcome.tokenizer)
+        write_model(folder, outcome.result, outcome.vocabulary)
 
     def recipe(
         self, run: Run[DeerTrainingSettings], opened: OpenedDeer, metrics: Mapping[str, Any]
@@ -456,7 +457,9 @@ class DeerTrainer:
         )
 
 
-def _first_network(settings: DeerTrainingSettings, start: Model, target: Model) -> Network:
+def _first_network(
+    settings: DeerTrainingSettings, start: Model, target: Model, vocabulary: Vocabulary
+) -> Network:
     """Returns the network to align, after checks that it can draft for the target.
 
     Raises:
@@ -484,7 +487,7 @@ def _first_network(settings: DeerTrainingSettings, start: Model, target: Model) 
             f"sequence_length must be at most the drafter's positions ({config.max_positions}), "
             f"got {settings.sequence_length}."
         )
-    separator = RESERVED.index(SEPARATOR) if separated(config, settings.separator) else None
+    separator = _separator(config, vocabulary) if separated(config, settings.separator) else None
     trained = {"separator": separator}
     if settings.stage == 2:
         trained["window"] = settings.longest
@@ -493,6 +496,12 @@ def _first_network(settings: DeerTrainingSettings, start: Model, target: Model) 
     # The drafter of validation, checked now and not after the first updates.
     _method(settings, config).check_fit(Params(target.network, network))
     return network
+
+
+def _separator(config: ModelConfig, vocabulary: Vocabulary) -> int:
+    """Returns the drafter's separator, or an id of the vocabulary for one."""
+    given = config.masking.separator
+    return vocabulary.needed("separator") if given is None else given
 
 
 def _method(settings: DeerTrainingSettings, config: ModelConfig) -> Deer:

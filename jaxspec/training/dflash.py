@@ -39,7 +39,6 @@ from jaxspec.training.target import (
     load_target,
     with_states,
 )
-from jaxspec.training.tokenizer import MASK, RESERVED
 from jaxspec.training.train import STORED, Outcome, Run, Task, pack_sources
 
 
@@ -188,7 +187,7 @@ class DFlashTrainer:
 
     def open(self, run: Run[DFlashTrainingSettings]) -> OpenedTarget:
         settings = self.settings
-        model, tokenizer = load_target(run)
+        model, vocabulary = load_target(run)
         check_length(settings.sequence_length, model)
         if settings.block > settings.sequence_length:
             raise ValueError(
@@ -197,15 +196,15 @@ class DFlashTrainer:
             )
         if settings.taps is None:
             taps = dflash_taps(model.config.num_layers, settings.layers)
-            return OpenedTarget(model, tokenizer, taps)
+            return OpenedTarget(model, vocabulary, taps)
         check_taps(settings.taps, model)
-        return OpenedTarget(model, tokenizer, settings.taps)
+        return OpenedTarget(model, vocabulary, settings.taps)
 
     def task(
         self, run: Run[DFlashTrainingSettings], opened: OpenedTarget, documents: Sequence[Divided]
     ) -> Task:
-        settings, (model, tokenizer, taps) = self.settings, opened
-        sources = pack_sources(run, tokenizer, documents)
+        settings, (model, vocabulary, taps) = self.settings, opened
+        sources = pack_sources(run, vocabulary, documents)
         corpus = answers_of(run, model, sources)
         config = layers_config(model.config, settings.layers, settings.mlp_dim)
         target = jax.device_put(model.network, on_every_device(run.mesh))
@@ -213,7 +212,7 @@ class DFlashTrainer:
             AnchoredBlocks,
             config,
             taps,
-            RESERVED.index(MASK),
+            vocabulary.needed("mask"),
             settings.block,
             settings.anchors,
             settings.decay,
@@ -229,7 +228,7 @@ class DFlashTrainer:
 
         return Task(
             corpus,
-            tokenizer,
+            vocabulary,
             objective,
             evaluation=objective,
             first_params=first_params,

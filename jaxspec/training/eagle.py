@@ -336,7 +336,7 @@ class EagleTrainer:
 
     def open(self, run: Run[EagleTrainingSettings]) -> OpenedTarget:
         settings = self.settings
-        model, tokenizer = load_target(run)
+        model, vocabulary = load_target(run)
         check_length(settings.sequence_length, model)
         if settings.draft_vocab >= model.vocab_size:
             raise ValueError(
@@ -350,17 +350,17 @@ class EagleTrainer:
                 f"{branch} children: draft from more tokens."
             )
         if settings.version == 1:
-            return OpenedTarget(model, tokenizer, ())
+            return OpenedTarget(model, vocabulary, ())
         layers = model.config.num_layers
         taps = eagle3_taps(layers) if settings.taps is None else settings.taps
         check_taps(taps, model)
-        return OpenedTarget(model, tokenizer, taps)
+        return OpenedTarget(model, vocabulary, taps)
 
     def task(
         self, run: Run[EagleTrainingSettings], opened: OpenedTarget, documents: Sequence[Divided]
     ) -> Task:
-        settings, (model, tokenizer, taps) = self.settings, opened
-        sources = pack_sources(run, tokenizer, documents)
+        settings, (model, vocabulary, taps) = self.settings, opened
+        sources = pack_sources(run, vocabulary, documents)
         corpus = self._corpus(run, sources, model)
         ids, coverage = _draft_ids(corpus, settings.draft_vocab, model.vocab_size)
         num_drafted = model.vocab_size if ids is None else len(ids)
@@ -383,7 +383,7 @@ class EagleTrainer:
 
         return Task(
             corpus,
-            tokenizer,
+            vocabulary,
             objective,
             evaluation=lambda dtype: evaluation_of(objective(dtype), settings.paths),
             first_params=first_params,

@@ -22,8 +22,8 @@ from jaxspec.models import Diffusion
 from jaxspec.progress import progress_bar
 from jaxspec.training.data import Batches, Corpus, Sequences, pack, pack_answers
 from jaxspec.training.settings import OWN_TEXT, TARGET, AnswersSettings, RunSettings
-from jaxspec.training.tokenizer import stop_ids
 from jaxspec.training.train import Run
+from jaxspec.training.vocabulary import Vocabulary
 
 MAX_NEW_TOKENS = 128
 PROMPTS_PER_PART = 32
@@ -268,6 +268,7 @@ def read_answers(path: str, model: Model, length: int) -> GeneratedTexts:
         ValueError: naming the wrong lines.
     """
     assert model.tokenizer is not None  # checked by the caller
+    end = Vocabulary.of_model(model, model.name).end
     texts: list[GeneratedText] = []
     wrong: list[str] = []
     too_long: list[str] = []
@@ -282,7 +283,7 @@ def read_answers(path: str, model: Model, length: int) -> GeneratedTexts:
             if len(beginning) >= length:
                 too_long.append(str(number))
                 continue
-            tokens = np.asarray([*beginning, *rest, stop_ids()[0]], np.int32)
+            tokens = np.asarray([*beginning, *rest, end], np.int32)
             texts.append(GeneratedText(tokens, len(beginning)))
     if wrong:
         raise ValueError(

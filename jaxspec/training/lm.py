@@ -30,8 +30,9 @@ from jaxspec.training.loop import StepMetrics, products_in, same_choice
 from jaxspec.training.report import PALM_FLOPS, RecipeNotes, texts_read
 from jaxspec.training.settings import DTYPES, LMTrainingSettings
 from jaxspec.training.sources import Divided, document_texts
-from jaxspec.training.tokenizer import check_tokenizer, train_tokenizer
+from jaxspec.training.tokenizer import loaded_tokenizer, train_tokenizer
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
+from jaxspec.training.vocabulary import Vocabulary
 
 
 class Taught(NamedTuple):
@@ -197,9 +198,9 @@ class LMTrainer:
         self, run: Run[LMTrainingSettings], opened: Network | None, documents: Sequence[Divided]
     ) -> Task:
         settings, teacher = self.settings, opened
-        tokenizer = _tokenizer(settings, run.state_folder, documents)
-        corpus = pack_sources(run, tokenizer, documents)
-        config = settings.model.replace(vocab_size=tokenizer.get_vocab_size())
+        vocabulary = _vocabulary(settings, run.state_folder, documents)
+        corpus = pack_sources(run, vocabulary, documents)
+        config = settings.model.replace(vocab_size=vocabulary.size)
         flops = flops_per_token(config, settings.sequence_length)
         if teacher is not None:
             if teacher.vocab_size != config.vocab_size:
@@ -216,7 +217,7 @@ class LMTrainer:
         objective = partial(self._objective, config, teacher)
         return Task(
             corpus,
-            tokenizer,
+            vocabulary,
             objective,
             evaluation=lambda dtype: objective(dtype).measured,
             first_params=_first_params(settings, config),
@@ -226,7 +227,7 @@ class LMTrainer:
         )
 
     def save(self, opened: Any, outcome: Outcome, folder: Path) -> None:
-        write_model(folder, outcome.result, outcome.tokenizer)
+        write_model(folder, outcome.result, outcome.vocabulary)
 
     def recipe(
         self, run: Run[LMTrainingSettings], opened: Any, metrics: Mapping[str, Any]
@@ -251,15 +252,19 @@ class LMTrainer:
         return student if teacher is None else SoftLabels(student, settings.soft_share)
 
 
-def _tokenizer(
+def _vocabulary(
     settings: LMTrainingSettings, state_folder: Path, documents: Sequence[Divided]
-) -> Tokenizer:
-    """Loads the tokenizer of the settings, or trains one and keeps it in the state folder."""
-    given = settings.tokenizer or settings.teacher or settings.start_from
+) -> Vocabulary:
+    """Loads the vocabulary of the settings, or trains one and keeps it in the state folder.
+
+    A model that learns from another, or begins with its weights, has as many ids as that one.
+    """
+    given, longest = settings.tokenizer, settings.model.max_positions
+    models = [folder for folder in (settings.teacher, settings.start_from) if folder is not None]
+    if models:
+        return Vocabulary.of_folder(models[0], given)
     if given is not None:
-        tokenizer = load_tokenizer(given).backend
-        check_tokenizer(tokenizer, given)
-        return tokenizer
+        return Vocabulary.of(load_tokenizer(given), given)
     path = state_folder / "tokenizer.json"
     if not path.exists():
         texts = (
@@ -271,7 +276,8 @@ def _tokenizer(
         tokenizer = train_tokenizer(texts, settings.model.vocab_size)
         with replacing_files(state_folder) as staging:
             tokenizer.save(str(staging / path.name))
-    return Tokenizer.from_file(str(path))
+    loaded = loaded_tokenizer(Tokenizer.from_file(str(path)), longest)
+    return Vocabulary.of(loaded, str(path))
 
 
 def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> Callable[[], PyTree]:

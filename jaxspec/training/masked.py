@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
-from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import load
 from jaxspec.checkpoint.huggingface import load_network
@@ -26,8 +25,8 @@ from jaxspec.training.loop import StepMetrics, products_in
 from jaxspec.training.report import PALM_FLOPS, RecipeNotes, texts_read
 from jaxspec.training.settings import DTYPES, MaskedTrainingSettings
 from jaxspec.training.sources import Divided
-from jaxspec.training.tokenizer import END_OF_TURN, MASK, RESERVED, ROLES, check_tokenizer
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
+from jaxspec.training.vocabulary import Turns, Vocabulary
 
 
 class _Seen(NamedTuple):
@@ -52,9 +51,9 @@ class MaskedTokens:
     Attributes:
         config: shape of the network that is trained; `config.diffusion` says of which kind it is.
         random_lengths: share of the rows that are cut at a random place; 1 % in LLaDA.
-        answers_only: hide only what an assistant says, the end of its turn included; every answer
-            counts the same at any length (LLaDA's fine-tuning, section 2.3; without its padding by
-            ends of text). False: hide everything.
+        turns: hide only what an assistant says by these marks, the end of its turn included; every
+            answer counts the same at any length (LLaDA's fine-tuning, section 2.3; without its
+            padding by ends of text). `None`: hide everything.
         steady: draw numbers of hidden places instead of shares for both kinds, for validation: the
             bound is the same and varies less from draw to draw.
         dtype: dtype of the operands of products; "bfloat16" still sums in float32.
@@ -62,7 +61,7 @@ class MaskedTokens:
 
     config: ModelConfig
     random_lengths: float = 0.01
-    answers_only: bool = False
+    turns: Turns | None = None
     steady: bool = False
     dtype: str = "float32"
 
@@ -84,7 +83,7 @@ class MaskedTokens:
         nats = jax.nn.logsumexp(seen.logits, axis=-1) - chosen
         hidden = seen.masked.hidden
         shares = seen.maskable.astype(jnp.float32)
-        if self.answers_only:
+        if self.turns is not None:
             shares = shares / jnp.maximum(jax.vmap(_answer_lengths)(seen.maskable, segments), 1)
         total = jnp.maximum(jnp.sum(shares), 1e-6)
         bound = jnp.sum(nats * seen.masked.weights * shares) / total
@@ -117,8 +116,8 @@ class MaskedTokens:
         length = jnp.where(cut, jax.random.randint(length_key, (), 1, num_places + 1), num_places)
         segments = jnp.where(jnp.arange(num_places) < length, segments, 0)
         maskable = (segments > 0) & (positions > 0)
-        if self.answers_only:
-            maskable &= _is_answer(tokens)
+        if self.turns is not None:
+            maskable &= _is_answer(tokens, self.turns)
         if diffusion.block is None:
             draw = mask_number if self.steady else mask_share
             masked = draw(mask_key, maskable, segments)
@@ -146,12 +145,11 @@ class MaskedTokens:
         return _Seen(masked, maskable, network.unembed(seen))
 
 
-def _is_answer(tokens: Int[Array, " places"]) -> Bool[Array, " places"]:
+def _is_answer(tokens: Int[Array, " places"], turns: Turns) -> Bool[Array, " places"]:
     """Returns True between the mark of an assistant and the end of its turn, the end included."""
     order = jnp.arange(len(tokens))
-    roles = [RESERVED.index(f"<|{role}|>") for role in ROLES]
-    assistant = tokens == RESERVED.index("<|assistant|>")
-    marks = jnp.isin(tokens, jnp.asarray(roles)) | (tokens == RESERVED.index(END_OF_TURN))
+    assistant = tokens == turns.assistant
+    marks = jnp.isin(tokens, jnp.asarray([*turns.roles, turns.end]))
     # The newest mark before each place; a document begins with none.
     newest = jax.lax.cummax(jnp.where(marks, order, -1))
     before = jnp.concatenate([jnp.full(1, -1), newest[:-1]])
@@ -166,10 +164,10 @@ def _answer_lengths(
 
 
 class OpenedMasked(NamedTuple):
-    """The network that a run begins with, and its tokenizer."""
+    """The network that a run begins with, and its vocabulary."""
 
     start: Network
-    tokenizer: Tokenizer
+    vocabulary: Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,17 +181,19 @@ class MaskedTrainer:
 
     def open(self, run: Run[MaskedTrainingSettings]) -> OpenedMasked:
         settings = self.settings
-        given = settings.tokenizer or settings.start_from
-        assert given is not None  # checked with the settings
-        tokenizer = load_tokenizer(given).backend
-        check_tokenizer(tokenizer, given)
-        start = first_network(settings, tokenizer.get_vocab_size())
+        vocabulary = _vocabulary(settings)
+        if settings.answers_only and vocabulary.turns is None:
+            raise ValueError(
+                "answers_only needs a tokenizer made by `jaxspec train lm`, whose tokens mark the "
+                "turns of a chat: leave it out for other models."
+            )
+        start = first_network(settings, vocabulary)
         if settings.sequence_length > start.config.max_positions:
             raise ValueError(
                 f"sequence_length must be at most the model's positions "
                 f"({start.config.max_positions}), got {settings.sequence_length}."
             )
-        return OpenedMasked(start, tokenizer)
+        return OpenedMasked(start, vocabulary)
 
     def task(
         self,
@@ -201,8 +201,8 @@ class MaskedTrainer:
         opened: OpenedMasked,
         documents: Sequence[Divided],
     ) -> Task:
-        settings, (start, tokenizer) = self.settings, opened
-        corpus = pack_sources(run, tokenizer, documents)
+        settings, (start, vocabulary) = self.settings, opened
+        corpus = pack_sources(run, vocabulary, documents)
         if settings.teacher is not None:
             teacher = load(settings.teacher)
             corpus |= pack_generated(run, corpus, teacher, settings.own_text_weight)
@@ -210,12 +210,12 @@ class MaskedTrainer:
             MaskedTokens,
             start.config,
             settings.random_lengths,
-            settings.answers_only,
+            vocabulary.turns if settings.answers_only else None,
         )
         copies = 2 if settings.block else 1
         return Task(
             corpus,
-            tokenizer,
+            vocabulary,
             lambda dtype: objective(dtype=dtype),
             evaluation=lambda dtype: objective(dtype=dtype).measured,
             first_params=lambda: start.params,
@@ -224,7 +224,7 @@ class MaskedTrainer:
         )
 
     def save(self, opened: OpenedMasked, outcome: Outcome, folder: Path) -> None:
-        write_model(folder, outcome.result, outcome.tokenizer)
+        write_model(folder, outcome.result, outcome.vocabulary)
 
     def recipe(
         self, run: Run[MaskedTrainingSettings], opened: OpenedMasked, metrics: Mapping[str, Any]
@@ -243,29 +243,31 @@ class MaskedTrainer:
         )
 
 
-def first_network(settings: MaskedTrainingSettings, vocab_size: int) -> Network:
+def _vocabulary(settings: MaskedTrainingSettings) -> Vocabulary:
+    if settings.start_from is None:
+        assert settings.tokenizer is not None  # checked with the settings
+        return Vocabulary.of(load_tokenizer(settings.tokenizer), settings.tokenizer)
+    return Vocabulary.of_folder(settings.start_from, settings.tokenizer)
+
+
+def first_network(settings: MaskedTrainingSettings, vocabulary: Vocabulary) -> Network:
     """Returns the network that a run begins with: random, or made from another one.
 
     Args:
         settings: settings of the run.
-        vocab_size: number of tokens of the tokenizer.
+        vocabulary: tokens of the model, the mask among them.
 
     Raises:
-        ValueError: `start_from` has another vocabulary, or lacks layers that are asked for.
+        ValueError: the vocabulary has no mask, or `start_from` lacks layers that are asked for.
     """
-    mask = RESERVED.index(MASK)
     block = settings.block or None
     if settings.start_from is None:
-        diffusion = Diffusion(mask, bool(settings.shift), block)
-        config = settings.model.replace(vocab_size=vocab_size, diffusion=diffusion)
+        diffusion = Diffusion(vocabulary.needed("mask"), bool(settings.shift), block)
+        config = settings.model.replace(vocab_size=vocabulary.size, diffusion=diffusion)
         return Network(init_params(config, jax.random.key(settings.seed)), config)
     source = load_network(Path(settings.start_from), "float32")
-    if source.config.vocab_size != vocab_size:
-        raise ValueError(
-            f"start_from ({settings.start_from}) has a vocabulary of {source.config.vocab_size}, "
-            f"the tokenizer one of {vocab_size}: give the tokenizer that it was trained with."
-        )
     before = source.config.diffusion
+    mask = vocabulary.needed("mask") if before is None else before.mask_token_id
     shift = settings.shift
     if shift is None:
         shift = True if before is None else before.shift

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import Model, load
 from jaxspec.checkpoint.files import recover_files, replacing_files
@@ -28,8 +27,8 @@ from jaxspec.training.data import Batches, Corpus, Sequences, in_order
 from jaxspec.training.generated import beginnings
 from jaxspec.training.loop import Validation
 from jaxspec.training.settings import DECODING, TAU, DraftingSettings, RunSettings
-from jaxspec.training.tokenizer import check_tokenizer
 from jaxspec.training.train import STORED, Run
+from jaxspec.training.vocabulary import Vocabulary
 
 
 class TargetStates(NamedTuple):
@@ -66,15 +65,15 @@ class Observed(NamedTuple):
 
 
 class OpenedTarget(NamedTuple):
-    """The target of a run, its tokenizer, and the layers that a head reads."""
+    """The target of a run, its vocabulary, and the layers that a head reads."""
 
     model: Model
-    tokenizer: Tokenizer
+    vocabulary: Vocabulary
     taps: tuple[int, ...]
 
 
-def load_target(run: Run[DraftingSettings]) -> tuple[Model, Tokenizer]:
-    """Loads the model to draft for, with its tokenizer.
+def load_target(run: Run[DraftingSettings]) -> tuple[Model, Vocabulary]:
+    """Loads the model to draft for, with its vocabulary.
 
     Raises:
         ValueError: no drafter can be trained for it, or `out` is its own folder.
@@ -87,8 +86,7 @@ def load_target(run: Run[DraftingSettings]) -> tuple[Model, Tokenizer]:
         raise ValueError(f"target must be a causal model, but {folder} is a diffusion one.")
     if model.tokenizer is None:
         raise ValueError(f"The target in {folder} must have a tokenizer.json.")
-    check_tokenizer(model.tokenizer.backend, folder)
-    return model, model.tokenizer.backend
+    return model, Vocabulary.of_model(model, folder)
 
 
 def head_config(target: ModelConfig, num_layers: int = 1) -> ModelConfig:

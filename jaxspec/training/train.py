@@ -11,14 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import Model, save
 from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
 from jaxspec.core.types import PyTree
 from jaxspec.models import Network
 from jaxspec.sharding import on_every_device, spread_rows
-from jaxspec.training.data import Corpus, encode_documents, in_order, pack
+from jaxspec.training.data import Corpus, in_order, pack
 from jaxspec.training.efficiency import Efficiency
 from jaxspec.training.loop import (
     History,
@@ -41,7 +40,7 @@ from jaxspec.training.report import RecipeNotes, draw_losses, recipe_of
 from jaxspec.training.settings import RunSettings, settings_from_json, settings_to_json
 from jaxspec.training.sources import Divided, file_digest, files_digest, fingerprint, read_source
 from jaxspec.training.state import StateKeeper, TrainState, initial_state
-from jaxspec.training.tokenizer import loaded_tokenizer, stop_ids
+from jaxspec.training.vocabulary import Vocabulary
 
 STORED = "bfloat16"
 """The dtype that trained weights are written in."""
@@ -82,7 +81,7 @@ class Task(NamedTuple):
 
     Attributes:
         corpus: packed text.
-        tokenizer: tokenizer of the text.
+        vocabulary: tokens of the text.
         objective: from a dtype of products to what is trained for.
         evaluation: from a dtype of products to what validation measures.
         first_params: makes the weights to begin with; may be traced.
@@ -94,7 +93,7 @@ class Task(NamedTuple):
     """
 
     corpus: Corpus
-    tokenizer: Tokenizer
+    vocabulary: Vocabulary
     objective: Callable[[str], Objective]
     evaluation: Callable[[str], Objective]
     first_params: Callable[[], PyTree]
@@ -110,14 +109,14 @@ class Outcome(NamedTuple):
 
     Attributes:
         result: the trained network or head, float32.
-        tokenizer: tokenizer of the text.
+        vocabulary: tokens of the text.
         dtype: dtype of the operands of products.
         metrics: figures of the run and, under "validation", by source and of decoding.
         history: figures by step.
     """
 
     result: Any
-    tokenizer: Tokenizer
+    vocabulary: Vocabulary
     dtype: str
     metrics: dict[str, Any]
     history: History
@@ -212,30 +211,30 @@ def train(
 
 
 def pack_sources(
-    run: Run[RunSettings], tokenizer: Tokenizer, documents: Sequence[Divided]
+    run: Run[RunSettings], vocabulary: Vocabulary, documents: Sequence[Divided]
 ) -> Corpus:
     """Packs the documents of all sources, in order, into rows of tokens."""
     corpus = Corpus({}, {}, {})
     with run.console.status("packing text"):
         for source, part in zip(run.settings.sources, documents, strict=True):
             corpus.train[source.name], corpus.validation[source.name] = (
-                pack(encode_documents(tokenizer, texts), run.settings.sequence_length)
-                for texts in part
+                pack(vocabulary.encode(texts), run.settings.sequence_length) for texts in part
             )
             corpus.weights[source.name] = source.weight
     return corpus
 
 
-def write_model(folder: Path, network: Network, tokenizer: Tokenizer) -> None:
+def write_model(folder: Path, network: Network, vocabulary: Vocabulary) -> None:
     """Writes a trained model in the Hugging Face layout, weights in `STORED`.
 
     Args:
         folder: made if it is not there; an interruption leaves it as it was.
         network: the network.
-        tokenizer: its tokenizer, with the reserved tokens in front.
+        vocabulary: its tokens.
     """
-    loaded = loaded_tokenizer(tokenizer, network.config.max_positions)
-    save(Model(network, loaded, stop_token_ids=tuple(stop_ids())), folder, STORED)
+    settings = {**vocabulary.tokenizer.settings, "model_max_length": network.config.max_positions}
+    tokenizer = dataclasses.replace(vocabulary.tokenizer, settings=settings)
+    save(Model(network, tokenizer, stop_token_ids=vocabulary.stops), folder, STORED)
 
 
 def _prepare(
@@ -404,4 +403,4 @@ def _fit(run: Run[RunSettings], task: Task) -> Outcome:
         },
         **task.figures,
     }
-    return Outcome(task.result(state.params), task.tokenizer, plan.dtype, metrics, history)
+    return Outcome(task.result(state.params), task.vocabulary, plan.dtype, metrics, history)

@@ -147,6 +147,32 @@ def test_bad_arguments_are_named(model, prompts, options, message):
         generate(model, prompts, GenerationConfig(**options))
 
 
+def test_prompts_come_from_whatever_has_an_order(model):
+    config = GenerationConfig(max_new_tokens=4)
+    texts = ["ab", "cd"]
+    expected = [tokens.tolist() for tokens in generate(model, texts, config).tokens]
+    for prompts in (tuple(texts), np.asarray(texts), (text for text in texts)):
+        assert [tokens.tolist() for tokens in generate(model, prompts, config).tokens] == expected
+    result = generate(model, iter(texts), config, PromptLookup(), drafting="never")
+    assert [tokens.tolist() for tokens in result.tokens] == expected
+    with pytest.raises(ValueError, match="prompts must be a prompt or a list"):
+        generate(model, {"ab", "cd"})
+
+
+def test_tables_give_prompts_by_column_and_take_results(model):
+    pandas = pytest.importorskip("pandas", reason="needs the extra `notebooks`")
+    table = pandas.DataFrame({"prompt": ["ab", "cd"]}, index=[7, 9])
+    config = GenerationConfig(max_new_tokens=4, num_samples=2)
+    with pytest.raises(ValueError, match=r"a whole table \(DataFrame\); give the column"):
+        generate(model, table)
+    result = generate(model, table["prompt"], config)
+    rows = result.to_pandas()
+    assert rows["prompt"].tolist() == [0, 0, 1, 1]
+    assert rows["sample"].tolist() == [0, 1, 0, 1]
+    assert rows["text"].tolist() == result.texts
+    assert rows["num_tokens"].tolist() == [len(row.tokens) for row in result]
+
+
 def test_no_text_is_no_prompt_though_the_tokenizer_would_begin_it_with_bos():
     draft = jaxspec.load("demo-draft")
     assert draft.tokenizer.encode("")

@@ -19,6 +19,7 @@ from jaxspec.drafters import (
     NoDraft,
     PromptLookup,
 )
+from jaxspec.drafters.vocabularies import SharedTokens
 from jaxspec.models import (
     DFlashHead,
     Diffusion,
@@ -114,6 +115,17 @@ def dflash_head(target: Network) -> DFlashHead:
     return DFlashHead(params, config, (1,), target.vocab_size - 1, 4)
 
 
+def of_another_vocabulary(target: Network) -> SharedTokens:
+    """A blurred target whose ids are in reversed order, and which lacks the first two tokens."""
+    network, vocab = blurred(target), target.vocab_size
+    ids = jnp.arange(vocab)[::-1]
+    table = network.params["embed"]["embedding"][ids]
+    head = {"head": {"kernel": network.params["head"]["kernel"][:, ids]}}
+    changed = {**network.params, "embed": {"embedding": table}, **head}
+    shared = jnp.arange(vocab) > 1
+    return SharedTokens(Network(changed, network.config), ids, shared)
+
+
 PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 # Its second node has children and its first has none: rows of a level's pass are not its nodes.
 FORKED = ((0,), (1,), (1, 0), (1, 1), (1, 1, 0))
@@ -124,6 +136,9 @@ DRAFTERS: dict[str, Case] = {
     "lookup": Case(lambda: PromptLookup(num_speculative_tokens=3)),
     "draft model, chain": Case(lambda: DraftModel(num_speculative_tokens=3), blurred),
     "draft model, tree": Case(lambda: DraftModel(paths=PATHS), blurred),
+    "draft model, another vocabulary": Case(
+        lambda: DraftModel(num_speculative_tokens=3), of_another_vocabulary
+    ),
     "eagle, part of the vocabulary": Case(lambda: Eagle(FORKED, chunk=8), eagle_head),
     "layer skip": Case(lambda: LayerSkip(Skips((False, True), (False, False)), 3, threshold=0.2)),
     "layer skip, any set": Case(

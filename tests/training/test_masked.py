@@ -29,6 +29,7 @@ from jaxspec.training.settings import (
 from jaxspec.training.sources import LastRows, Source
 from jaxspec.training.tokenizer import MASK, RESERVED
 from jaxspec.training.train import train
+from jaxspec.training.vocabulary import Turns, Vocabulary
 from tests.training.runs import CONFIG, QUIET, losses_in
 
 MASK_ID = RESERVED.index(MASK)
@@ -141,7 +142,10 @@ def test_fine_tuning_hides_answers_alone_and_counts_each_the_same():
     positions = jnp.asarray([*range(len(short)), *range(len(long))], jnp.int32)
     config = tiny(False, None)
     network = Network(init_params(config, jax.random.key(0)), config)
-    objective = MaskedTokens(config, random_lengths=0.0, answers_only=True, steady=True)
+    marks = Turns(
+        roles=(RESERVED.index("<|system|>"), user, assistant), assistant=assistant, end=end
+    )
+    objective = MaskedTokens(config, random_lengths=0.0, turns=marks, steady=True)
     seen = objective._seen(network, tokens, segments, positions, jax.random.key(0))
     answers = [6, 7, *(len(short) + place for place in (5, 6, 7, 8, 9))]
     assert np.flatnonzero(np.asarray(seen.maskable)).tolist() == answers
@@ -275,7 +279,7 @@ def test_settings_are_read_back(masked_settings):
 
 def test_layers_are_taken_in_the_order_asked_for(masked_settings, causal_folder):
     source = load(causal_folder, dtype="float32").network
-    taken = first_network(masked_settings, source.config.vocab_size)
+    taken = first_network(masked_settings, Vocabulary.of_model(load(causal_folder), "causal"))
     for new, old in ((0, 1), (1, 0)):
         jax.tree.map(
             np.testing.assert_array_equal,

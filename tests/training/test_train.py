@@ -20,7 +20,7 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.models import Experts, LinearScaling, Rope
 from jaxspec.training import generated, plan
-from jaxspec.training.data import Batches, encode_documents, pack
+from jaxspec.training.data import Batches, pack
 from jaxspec.training.lm import LMTrainer
 from jaxspec.training.plan import RunPlan, make_plan, seconds_per_step
 from jaxspec.training.settings import (
@@ -203,7 +203,7 @@ def test_a_draft_model_learns_from_its_teacher(trained, tiny_settings, tmp_path)
 def prompts(trained, sums):
     """Rows of documents, as prompts are cut from."""
     source = Source("sums", str(sums), template="{question} {answer}", split=LastRows(8))
-    documents = encode_documents(trained[0].tokenizer, read_source(source).train)
+    documents = trained[0].vocabulary.encode(read_source(source).train)
     return Batches((pack(documents, 32),), (1.0,), generated.PROMPTS_PER_PART, seed=3)
 
 
