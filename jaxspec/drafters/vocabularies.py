@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.types import Hidden, KVCache, LanguageModel, LayerKV
+from jaxspec.core.types import Hidden, KVCache, LanguageModel, LayerKV, PyTree
 from jaxspec.drafters.loaded import OtherTargetError
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ class SharedTokens:
 
     Attributes:
         network: the draft model.
-        ids: `[vocab]`, the draft model's id of each of the target's tokens. For a token that it
-            does not have, the id that is read in its place.
-        shared: `[vocab]`, True for tokens that both have. Only these are drafted.
+        ids: `int32[vocab]`, the draft model's id of each of the target's tokens. For a token that
+            it does not have, the id that is read in its place.
+        shared: `bool[vocab]`, True for tokens that both have. Only these are drafted.
     """
 
     network: LanguageModel
-    ids: Int[Array, " vocab"]
-    shared: Bool[Array, " vocab"]
+    ids: PyTree
+    shared: PyTree
 
     @property
     def vocab_size(self) -> int:

@@ -294,10 +294,11 @@ def _cut(
         prompt = _count(segments, ~answer & ~filler)
         kept = jnp.ceil((prompt + kept) / whole) * whole - prompt
     left = answer & (before < kept)
-    ends = answer & (before == kept) & separated(config, separator)
+    marked = separated(config, separator)
+    ends = answer & (before == kept) & marked
     gone = (answer & ~left & ~ends) | (filler & (kept < length))
     tokens = jnp.asarray(row.tokens)
-    if config.masking.separator is not None:
+    if marked:
         tokens = jnp.where(ends, config.masking.separator, tokens)
     return tokens, jnp.where(gone, 0, segments), left
 
@@ -356,6 +357,14 @@ def _check(objective: Continuation | Refinement) -> None:
         raise ValueError(
             "separator must be left out for a drafter that is causal over blocks: its answers are "
             "cut at the ends of blocks, where no place would see one."
+        )
+    if (
+        separated(objective.config, objective.separator)
+        and objective.config.masking.separator is None
+    ):
+        raise ValueError(
+            "config.diffusion.separator must name the separator's id where one stands at a cut; "
+            "name it, or choose separator=False."
         )
 
 

@@ -51,7 +51,8 @@ TINY = CONFIG.replace(vocab_size=300)
 
 
 def drafter(shift, block):
-    config = TINY.replace(diffusion=Diffusion(MASK_ID, shift, block))
+    separator = SEP_ID if block is None else None
+    config = TINY.replace(diffusion=Diffusion(MASK_ID, shift, block, separator=separator))
     return Network(init_params(config, jax.random.key(0)), config)
 
 
@@ -91,7 +92,7 @@ def test_stage_two_loss_is_the_recorded_one(recorded, index, normalise, monkeypa
     """The objective itself, with the recorded logits, uncut, and as many hidden as recorded."""
     case = recorded[index]
     size, prefix = len(case["targets"]), case["prefix_len"]
-    config = TINY.replace(diffusion=Diffusion(MASK_ID))
+    config = TINY.replace(diffusion=Diffusion(MASK_ID, separator=SEP_ID))
     answer = (jnp.arange(size) >= prefix).astype(jnp.int32)
     tokens = jnp.asarray(case["targets"], jnp.int32)
     row = Sequences(tokens, jnp.ones(size, jnp.int32), jnp.arange(size), answer)
@@ -134,7 +135,7 @@ def test_stage_one_loss_is_the_recorded_one(recorded, index, monkeypatch):
     size, prefix = len(case["targets"]), case["prefix_len"]
     hidden = jnp.asarray(case["mask_stage1"], bool)
     masked = Masked(hidden, jnp.where(hidden, 1 / case["t"], 0.0))
-    config = TINY.replace(diffusion=Diffusion(MASK_ID))
+    config = TINY.replace(diffusion=Diffusion(MASK_ID, separator=SEP_ID))
     logits = jnp.asarray(case["logits"], jnp.float32)
     answer = (jnp.arange(size) >= prefix).astype(jnp.int32)
     tokens = jnp.asarray(case["targets"], jnp.int32)
