@@ -7,16 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jaxspec
-from jaxspec import DraftModel, LayerSkip, Model, NoDraft, PromptLookup
+from jaxspec import Deer, DraftModel, LayerSkip, Model, NoDraft, PromptLookup, check_model
 from jaxspec.batch import Collector, rows_of
 from jaxspec.batch import run as run_job
 from jaxspec.checkpoint import save_orbax
+from jaxspec.core.types import Hidden, KVCache, LayerKV
 from jaxspec.mobile import export
 from jaxspec.models import Skips
 from jaxspec.sharding import make_mesh, shard
 from tests.decoding.own_network import OwnNetwork, greedy_by_full_passes, own_network
+from tests.measure.models import filling_model
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 30], [4, 4, 9, 0, 4, 4]]
 NEW_TOKENS = 20
@@ -59,6 +62,57 @@ def test_a_draft_model_of_the_same_weights_is_always_right(own):
     drafter = DraftModel.of(own, 3)
     result = jaxspec.generate(own, PROMPTS[0], drafter=drafter, max_new_tokens=NEW_TOKENS)
     assert result.metrics.tau == 4  # bonus token included
+
+
+class NnxNetwork(nnx.Module):
+    """One layer of attention as a Flax NNX module, which is a pytree as it is."""
+
+    def __init__(self, vocab_size: int, width: int):
+        self.vocab_size, self.embed_dim = vocab_size, width
+        rngs = nnx.Rngs(0)
+        self.tokens = nnx.Embed(vocab_size, width, rngs=rngs)
+        self.places = nnx.Embed(64, width, rngs=rngs)
+        self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
+
+    def forward(self, tokens, positions, mask, cache, *, scratch=None, taps=()):
+        inputs = self.tokens(tokens) + self.places(positions)
+        queries, keys, values = jnp.split(self.qkv(inputs), 3, axis=1)
+        parts, visible = [LayerKV(keys.T[None], values[None])], [mask]
+        if scratch is not None:
+            parts.insert(0, scratch[0])
+        if cache is not None:
+            parts.insert(0, cache.layers[0])
+            filled = jnp.arange(cache.layers[0].values.shape[1]) < cache.length
+            visible.insert(0, jnp.broadcast_to(filled[None], (len(tokens), len(filled))))
+        keys = jnp.concatenate([part.keys[0] for part in parts], axis=1)
+        values = jnp.concatenate([part.values[0] for part in parts], axis=0)
+        scores = jnp.where(jnp.concatenate(visible, axis=1), queries @ keys, -1e9)
+        features = inputs + jax.nn.softmax(scores, axis=-1) @ values
+        return Hidden(features, jnp.zeros((len(tokens), 0)), (parts[-1],))
+
+    def unembed(self, features):
+        return self.tokens.attend(features)
+
+    def empty_cache(self, capacity):
+        width = self.embed_dim
+        layer = LayerKV(jnp.zeros((1, width, capacity)), jnp.zeros((1, capacity, width)))
+        return KVCache((layer,), jnp.int32(0))
+
+
+def test_a_module_of_nnx_decodes():
+    network = NnxNetwork(19, 8)
+    report = check_model(network, progress=False)
+    assert report.holds, str(report)
+    model = Model.of(network, max_positions=64)
+    result = jaxspec.generate(model, [1, 2, 3], drafter=DraftModel.of(model, 2), max_new_tokens=8)
+    assert result[0].tokens.tolist() == greedy_by_full_passes(network, [1, 2, 3], 8)
+
+
+def test_a_diffusion_model_drafts_for_it():
+    target = Model.of(own_network(vocab_size=256), max_positions=128)
+    drafter = Deer.of(filling_model("masked", None), block=3)
+    result = jaxspec.generate(target, PROMPTS[0], drafter=drafter, max_new_tokens=8)
+    assert result[0].tokens.tolist() == greedy_by_full_passes(target.network, PROMPTS[0], 8)
 
 
 def test_stream_gives_the_same_tokens(own, expected):
@@ -123,7 +177,7 @@ def test_one_of_ours_is_a_model_again(tiny_network, tiny_config):
             lambda model, folder: run_job(model, rows_of(["a"]), Collector()),
             "network of your own",
         ),
-        (lambda model, folder: jaxspec.Deer.of(model), "network of your own"),
+        (lambda model, folder: Deer.of(model), "network of your own"),
         (lambda model, folder: jaxspec.load_eagle("demo-eagle", model), "network of your own"),
         (
             lambda model, folder: jaxspec.generate(model, [1], drafter=ReadsALayer()),
