@@ -197,7 +197,7 @@ class Model:
         """Longest text, in tokens."""
         if self.own_max_positions is not None:
             return self.own_max_positions
-        return self.config.max_positions
+        return _positions_of(self.network, None)
 
     @property
     def is_diffusion(self) -> bool:
