@@ -9,7 +9,7 @@
   `search_tree`.
 - Diffusion models: `denoise`, `denoise_stream`, `DenoiseConfig`, `DenoiseResult`,
   `SelfSpeculation`.
-- Measuring and checking: `compare`, `Comparison`, `check_drafter`, `DrafterReport`.
+- Measuring and checking: `compare`, `Comparison`, `check_drafter`, `check_model`, `DrafterReport`.
 - Compiled programs kept on disk: `use_persistent_cache`.
 """
 
@@ -21,6 +21,7 @@ from jaxspec.decoding.check import DrafterReport, check_drafter
 from jaxspec.decoding.denoise import DenoiseConfig, DenoiseResult, denoise, denoise_stream
 from jaxspec.decoding.generate import Score, StreamStep, generate, score, stream
 from jaxspec.decoding.metrics import Metrics
+from jaxspec.decoding.model_check import check_model
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.decoding.result import Generation, GenerationResult, TraceStep
 from jaxspec.diffusion import SelfSpeculation
@@ -67,6 +68,7 @@ __all__ = [
     "Tree",
     "chain",
     "check_drafter",
+    "check_model",
     "compare",
     "denoise",
     "denoise_stream",

@@ -149,6 +149,7 @@ def check_job(
         >>> check_job(model, rows, GenerationConfig(), None, 0, JobSettings()).drafter
         NoDraft()
     """
+    _ = model.known_network  # refuses one of your own
     loaded = check_request(model, config, drafter, seed)
     for field in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIES):
         if np.ndim(getattr(config, field)):

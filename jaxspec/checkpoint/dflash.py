@@ -63,7 +63,7 @@ def load_dflash(source: str | Path, target: Network | Model, dtype: Any = None) 
         ...     load_dflash(folder, target).block
         4
     """
-    target = target if isinstance(target, Network) else target.network
+    target = target if isinstance(target, Network) else target.known_network
     folder = find_head(source, "dflash")
     raw = read_json(folder / CONFIG)
     own = raw.get("dflash_config")

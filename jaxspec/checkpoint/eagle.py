@@ -87,7 +87,7 @@ def load_eagle(
         >>> head.config.num_layers
         1
     """
-    target = target if isinstance(target, Network) else target.network
+    target = target if isinstance(target, Network) else target.known_network
     folder = find_head(source)
     raw = _unfolded(read_json(folder / CONFIG))
     stored = _stored_tensors(folder)

@@ -1,11 +1,12 @@
 """From a name to a model that can be run: a folder, a shipped model or a Hub id, and back."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files import (
@@ -26,10 +27,12 @@ from jaxspec.checkpoint.folder import (
 from jaxspec.checkpoint.huggingface import load_network, write_network
 from jaxspec.checkpoint.orbax import load_orbax, write_orbax
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
-from jaxspec.core.types import PyTree
+from jaxspec.core.protocol import check_members, check_sizes
+from jaxspec.core.types import LanguageModel, PyTree
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.storage import weights_text
 from jaxspec.models.transformer import Network
+from jaxspec.sharding import mesh_of
 
 # Files to fetch from the Hub. Other weight formats, often a second copy, are left alone.
 _HUB_FILES = (
@@ -60,13 +63,17 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 class Model:
     """A network with what is needed to talk to it.
 
+    `load` makes one from files, and `Model.of` from a network of your own.
+
     Attributes:
-        network: weights and the functions that read them.
+        network: weights and the functions that read them: a `Network`, or what was given to `of`.
         tokenizer: `None` if the folder has no tokenizer.json; then only token ids go in and out.
         name: what it was loaded as.
         stop_token_ids: ids that end a text.
         generation_defaults: generation_config.json as published. `generate` takes its penalties
             where settings leave them open, and nothing else.
+        own_max_positions: longest text of a network of your own, in tokens; `None`: what the
+            network's config says.
 
     Example:
         >>> model = load("demo", weights="float32")
@@ -81,20 +88,134 @@ class Model:
     name: str = "model"
     stop_token_ids: tuple[int, ...] = ()
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    own_max_positions: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        network: LanguageModel,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_positions: int | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        name: str | None = None,
+    ) -> "Model":
+        """Returns a model around any network that satisfies `jaxspec.core.types.LanguageModel`.
+
+        `generate`, `stream`, `score`, `compare` and `check_drafter` take it, with every drafter
+        that reads only text, features and a draft model. `check_model` tests what the network
+        computes; here its members and shapes are checked, and nothing is compiled.
+
+        Args:
+            network: a pytree of arrays on one device, with static settings. It is causal: the
+                features of a token score the token after it.
+            tokenizer: `None`: only token ids go in and out.
+            max_positions: longest text, in tokens; `None`: the network's `max_positions`, or that
+                of its `config`.
+            stop_token_ids: ids that end a text; `None`: the tokenizer's end of text, if any.
+            name: for messages and reports; `None`: the name of the network's class.
+
+        Raises:
+            ValueError: a member of the protocol is missing or gives wrong shapes, or an argument
+                does not fit the network. The message names the member or the argument.
+
+        Example:
+            >>> model = Model.of(load("demo-draft").network, name="mine")
+            >>> model.name, model.tokenizer, model.max_positions
+            ('mine', None, 1024)
+        """
+        if isinstance(network, Model):
+            raise ValueError("network: got a Model; give its network.")
+        check_members(network)
+        check_sizes(network)
+        if mesh_of(network) is not None:
+            raise ValueError(
+                "network: its weights lie on a mesh, over which only models of `load` are divided; "
+                "put them on one device."
+            )
+        if tokenizer is not None and tokenizer.vocab_size > network.vocab_size:
+            raise ValueError(
+                f"tokenizer: it knows {tokenizer.vocab_size} ids, and the network only "
+                f"{network.vocab_size}; give the tokenizer of this network."
+            )
+        if stop_token_ids is None:
+            end = None if tokenizer is None else tokenizer.eos_id
+            stop_token_ids = () if end is None else (end,)
+        wrong = [token for token in stop_token_ids if not 0 <= token < network.vocab_size]
+        if wrong:
+            raise ValueError(
+                f"stop_token_ids has ids outside 0..{network.vocab_size - 1}: {wrong[:5]}."
+            )
+        kept: Any = network
+        return cls(
+            kept,
+            tokenizer,
+            type(network).__name__ if name is None else name,
+            tuple(map(int, stop_token_ids)),
+            own_max_positions=_positions_of(network, max_positions),
+        )
 
     def __repr__(self) -> str:
+        kind = type(self.network).__name__
+        layers = kind if self.is_own else f"{self.network.num_layers} layers"
         return (
-            f"Model({self.name!r}, {self.network.num_layers} layers, {weights_text(self.params)}, "
+            f"Model({self.name!r}, {layers}, {weights_text(self.params)}, "
             f"vocabulary of {self.vocab_size})"
         )
 
     @property
+    def is_own(self) -> bool:
+        """Whether the network is one of your own, given to `of`, and no `Network`."""
+        return not isinstance(self.network, Network)
+
+    @property
+    def known_network(self) -> Network:
+        """The network, for work that reads its weights or settings by name.
+
+        Raises:
+            ValueError: it is one of your own.
+        """
+        if self.is_own:
+            raise ValueError(
+                f"model: {self.name} is a network of your own ({type(self.network).__name__}), "
+                "which only generate, stream, score, compare, check_drafter and check_model take; "
+                "use a model of `load` here."
+            )
+        return self.network
+
+    @property
     def config(self) -> ModelConfig:
-        return self.network.config
+        """Settings of the network.
+
+        Raises:
+            ValueError: it is one of your own, which has none.
+        """
+        return self.known_network.config
+
+    @property
+    def max_positions(self) -> int:
+        """Longest text, in tokens."""
+        if self.own_max_positions is not None:
+            return self.own_max_positions
+        return _positions_of(self.network, None)
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether it fills in masks. A network of your own counts as causal."""
+        return not self.is_own and self.config.diffusion is not None
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of activations and caches; of a network of your own, that of its keys."""
+        if not self.is_own:
+            return self.network.dtype
+        cache = jax.eval_shape(lambda network: network.empty_cache(1), self.network)
+        return cache.layers[0].keys.dtype
 
     @property
     def params(self) -> PyTree:
-        return self.network.params
+        """Weights; of a network of your own, the whole of it."""
+        return self.network if self.is_own else self.network.params
 
     @property
     def forward(self):
@@ -105,6 +226,27 @@ class Model:
     def vocab_size(self) -> int:
         """Size of the network's vocabulary. It may be padded beyond the tokenizer's."""
         return self.network.vocab_size
+
+
+def _positions_of(network: Any, asked: int | None) -> int:
+    """Returns the longest text of a network for `Model.of`."""
+    if asked is None:
+        config = getattr(network, "config", None)
+        says = getattr(network, "max_positions", getattr(config, "max_positions", None))
+        if isinstance(says, int):
+            return says
+        raise ValueError(
+            f"max_positions: {type(network).__name__} does not say how long its texts may be; give "
+            "max_positions=, in tokens."
+        )
+    if asked < 1:
+        raise ValueError(f"max_positions must be at least 1, got {asked}.")
+    if isinstance(network, Network) and asked > network.config.max_positions:
+        raise ValueError(
+            f"max_positions must be at most the network's {network.config.max_positions}, got "
+            f"{asked}; `load` takes more where a RoPE scaling allows it."
+        )
+    return asked
 
 
 def load(
@@ -182,6 +324,7 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
 
     Raises:
         CheckpointError: no Hugging Face family describes the network.
+        ValueError: the network is one of your own (`Model.of`).
 
     Example:
         >>> import tempfile
@@ -190,13 +333,17 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
         ...     load(folder).vocab_size
         4096
     """
+    network = model.known_network
     with replacing_files(Path(folder), _REPLACED) as staging:
-        write_network(model.network, staging, dtype, _token_ids(model))
+        write_network(network, staging, dtype, _token_ids(model))
         _write_companions(model, staging)
 
 
 def save_orbax(model: Model, folder: str | Path) -> None:
-    """Writes a model as an Orbax folder: any network, its dtype as it is. As safe as `save`.
+    """Writes a model as an Orbax folder: any `Network`, its dtype as it is. As safe as `save`.
+
+    Raises:
+        ValueError: the network is one of your own (`Model.of`).
 
     Example:
         >>> import tempfile
@@ -205,8 +352,9 @@ def save_orbax(model: Model, folder: str | Path) -> None:
         ...     load(folder).vocab_size
         4096
     """
+    network = model.known_network
     with replacing_files(Path(folder), _REPLACED) as staging:
-        write_orbax(model.network, staging)
+        write_orbax(network, staging)
         _write_companions(model, staging)
 
 

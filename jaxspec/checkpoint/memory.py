@@ -9,9 +9,10 @@ import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.checkpoint.params import leaves_by_path
+from jaxspec.core.types import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.storage import is_matrix
-from jaxspec.models.transformer import param_shapes
+from jaxspec.models.transformer import Network, param_shapes
 
 _SHORT_TEXT = 1024  # tokens: with less room than this, loading is of no use
 
@@ -154,6 +155,30 @@ def check_cache_fits(
         jaxspec.checkpoint.files.CheckpointError: The caches of 1000000000000 texts ...
     """
     needed = _cache_bytes(config, dtype, capacity, batch_size)
+    _refuse_caches(needed, capacity, batch_size, shares)
+
+
+def check_rows_fit(network: LanguageModel, capacity: int, batch_size: int, shares: int = 1) -> None:
+    """Refuses caches that cannot fit, as `check_cache_fits` does, for any network.
+
+    Args:
+        network: one of this package or of your own.
+        capacity: tokens that each row's cache holds.
+        batch_size: texts decoded at once.
+        shares: devices, each with its own memory, that they are divided over.
+
+    Raises:
+        CheckpointError: the caches are larger than the memory that is available; with figures.
+    """
+    if isinstance(network, Network):
+        check_cache_fits(network.config, network.dtype, capacity, batch_size, shares)
+        return
+    cache = jax.eval_shape(lambda network: network.empty_cache(capacity), network)
+    row = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    _refuse_caches(row * batch_size, capacity, batch_size, shares)
+
+
+def _refuse_caches(needed: int, capacity: int, batch_size: int, shares: int) -> None:
     _refuse_if_more(
         needed,
         shares,

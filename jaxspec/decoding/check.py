@@ -1,7 +1,10 @@
-"""`check_drafter`: tests a drafter against the laws that every drafter must obey."""
+"""`check_drafter`: tests a drafter against the laws that every drafter must obey.
+
+`check_model`, in `model_check.py`, does so with models and shares the report.
+"""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,6 +19,9 @@ from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import Network, init_params
 from jaxspec.progress import progress_bar
+
+Law = Callable[[], tuple[bool, str]]
+"""A law about a drafter or a model: says whether it holds, and the evidence."""
 
 # A correct sampler fails the chi-square law once in this many runs.
 _FALSE_ALARMS = 1e-4
@@ -43,13 +49,15 @@ class LawCheck:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterReport:
-    """Outcomes of the laws that `check_drafter` ran, in order; printed as a table.
+    """Outcomes of the laws that `check_drafter` or `check_model` ran; printed as a table.
 
     Attributes:
-        checks: one per law.
+        checks: one per law, in order.
+        subject: what was tested, "drafter" or "model".
     """
 
     checks: tuple[LawCheck, ...]
+    subject: str = "drafter"
 
     @property
     def holds(self) -> bool:
@@ -59,7 +67,7 @@ class DrafterReport:
     def raise_if_broken(self) -> None:
         """Raises `AssertionError` with the whole report if a law was broken."""
         if not self.holds:
-            raise AssertionError(f"the drafter breaks a law\n{self}")
+            raise AssertionError(f"the {self.subject} breaks a law\n{self}")
 
     def __str__(self) -> str:
         width = max(len(check.law) for check in self.checks)
@@ -110,7 +118,7 @@ def check_drafter(
     model = model or _tiny_model()
     loaded = loaded_drafter(drafter)
     prompts = _prompts(model, seed)
-    laws: dict[str, Callable[[], tuple[bool, str]]] = {
+    laws: dict[str, Law] = {
         "settings are equal and hash alike": partial(_settings_are_values, loaded.drafter),
         "proposals are well formed": partial(_proposals_are_sound, model, loaded, prompts),
         "greedy output equals plain decoding": partial(_greedy_is_plain, model, loaded, prompts),
@@ -120,21 +128,26 @@ def check_drafter(
         "rows do not influence each other": partial(_rows_are_alone, model, loaded, prompts),
         "an equal drafter compiles nothing": partial(_no_recompile, model, loaded, prompts),
     }
+    return DrafterReport(run_laws(laws, progress))
+
+
+def run_laws(laws: Mapping[str, Law], progress: bool) -> tuple[LawCheck, ...]:
+    """Runs laws in order, behind a bar if `progress`; a law that raises does not hold."""
     checks = []
     with progress_bar(len(laws), progress) as advance:
         for law, check in laws.items():
             advance(law)
             checks.append(_run(law, check))
-    return DrafterReport(tuple(checks))
+    return tuple(checks)
 
 
-def _run(law: str, check: Callable[[], tuple[bool, str]]) -> LawCheck:
+def _run(law: str, check: Law) -> LawCheck:
     try:
         return LawCheck(law, *check())
     except CheckpointError:
-        raise  # the model cannot be used here, whatever the drafter
+        raise  # the model cannot be used here, whatever the law
     except Exception as error:
-        # Whatever someone else's drafter raises is a finding, not a crash of the report.
+        # Whatever someone else's code raises is a finding, not a crash of the report.
         return LawCheck(law, False, f"{type(error).__name__}: {error}")
 
 

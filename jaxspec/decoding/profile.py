@@ -238,7 +238,7 @@ def _built_in(model: "Model") -> list[PromptLike]:
             f"drafting: {model.name} has no tokenizer to read the built-in prompts with; give "
             "drafting=drafting_profile(model, drafter, prompts), of jaxspec.decoding.profile."
         )
-    longest = max(1, model.config.max_positions // 2)
+    longest = max(1, model.max_positions // 2)
     return [encode_prompt(model, prompt)[:longest] for prompt in PROMPTS]
 
 
@@ -319,6 +319,7 @@ def _key(
 ) -> dict[str, str]:
     """Describes all that a profile depends on."""
     device, mesh = jax.local_devices()[0], mesh_of(model.params)
+    settings_of_model = type(model.network) if model.is_own else model.config
     kind = native.processor() if device.platform == "cpu" else device.device_kind
     return {
         "jaxspec": installed_version(),
@@ -327,7 +328,7 @@ def _key(
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "device": f"{kind}, {native.num_cores()} cores, {native.status().reason}",
         "mesh": "none" if mesh is None else str(dict(mesh.shape)),
-        "model": f"{model.name}, {model.network.dtype}, {model.config}",
+        "model": f"{model.name}, {model.dtype}, {settings_of_model}",
         "weights": _fingerprint(model.params),
         "drafter": repr(loaded.drafter),
         "draft_weights": _fingerprint(loaded.params),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.memory import check_cache_fits
+from jaxspec.checkpoint.memory import check_rows_fit
 from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
@@ -287,7 +287,7 @@ def prepare(
     budget: Any = per_prompt("max_new_tokens", np.int32)
     requested = Prompt(
         **arrays,
-        room=np.minimum(budget, model.config.max_positions - lengths),
+        room=np.minimum(budget, model.max_positions - lengths),
         warp=warps_of(model, config, per_prompt, len(encoded)),
     )
     plan = plan_decoding(
@@ -299,9 +299,8 @@ def prepare(
         warped_logprobs=config.warped_logprobs,
     )
     row_lengths = np.repeat(lengths, config.num_samples)
-    check_cache_fits(
-        model.config,
-        model.network.dtype,
+    check_rows_fit(
+        model.network,
         plan.capacities[-1],
         len(row_lengths),
         shares_of_memory(mesh_of(model.params), rows=True),
@@ -333,6 +332,7 @@ def check_request(
     check_call(config, GenerationConfig, seed)
     check_causal(model)
     check_vocabulary(model, loaded)
+    check_taps(model, loaded)
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(Params(model.network, loaded.params))
     check_rules(model)
@@ -396,10 +396,24 @@ def check_causal(model: "Model") -> None:
     Raises:
         ValueError: saying what to call instead.
     """
-    if model.config.diffusion is not None:
+    if model.is_diffusion:
         raise ValueError(
             f"model: {model.name} is a diffusion language model and does not continue text token "
             "by token; use `denoise`."
+        )
+
+
+def check_taps(model: "Model", loaded: LoadedDrafter) -> None:
+    """Refuses a drafter that reads the inputs of layers, for a network of your own.
+
+    Raises:
+        OtherTargetError: naming the drafter and the layers.
+    """
+    if model.is_own and loaded.drafter.taps:
+        raise OtherTargetError(
+            f"drafter: {type(loaded.drafter).__name__} reads the inputs of layers "
+            f"{list(loaded.drafter.taps)}, and {model.name} is a network of your own, which gives "
+            "none; use a drafter without taps, such as PromptLookup() or DraftModel.of(model)."
         )
 
 
@@ -555,7 +569,7 @@ def check_ids(model: "Model", ids: Sequence[int], name: str, spare: int = 1) -> 
     Raises:
         ValueError: there are none or too many, or one is outside of the vocabulary.
     """
-    vocab, context = model.vocab_size, model.config.max_positions
+    vocab, context = model.vocab_size, model.max_positions
     if not ids:
         raise ValueError(f"{name} is empty; give at least one token.")
     if len(ids) + spare > context:

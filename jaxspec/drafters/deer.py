@@ -135,7 +135,7 @@ class Deer(BlockSettings):
         Raises:
             ValueError: the tokenizer has no such token, or a setting is out of range.
         """
-        network = model.network
+        network = model.known_network
         if mask is not None:
             if network.config.diffusion is not None:
                 raise ValueError(
@@ -145,7 +145,7 @@ class Deer(BlockSettings):
             diffusion = Diffusion(_token_id(model, "mask", mask), shift=True)
             network = Network(network.params, network.config.replace(diffusion=diffusion))
         if sep is None:
-            diffusion = getattr(network, "config", None) and network.config.diffusion
+            diffusion = network.config.diffusion
             sep_token_id = diffusion and diffusion.separator
         else:
             sep_token_id = _token_id(model, "sep", sep) if sep else None

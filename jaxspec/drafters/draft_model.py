@@ -151,7 +151,7 @@ class DraftModel:
                 f"{type(params.draft).__name__}."
             )
         config = getattr(params.draft, "config", None)
-        if config is not None and config.diffusion is not None:
+        if getattr(config, "diffusion", None) is not None:
             raise ValueError(
                 "drafter: DraftModel needs a causal model, and this is a diffusion language model; "
                 "Deer drafts with those."

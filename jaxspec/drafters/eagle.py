@@ -151,6 +151,11 @@ def check_head(params: Params, taps: tuple[int, ...], depth: int, branch: int) -
             "drafter: an EAGLE drafter needs a head: load_eagle(folder, model), then "
             f"Eagle.of(head) or Eagle2.of(head); got {type(head).__name__}."
         )
+    if not hasattr(target, "embed"):
+        raise ValueError(
+            "drafter: an EAGLE head reads the token embeddings of a model of `load`; the target is "
+            f"{type(target).__name__}, a network of your own. Use another drafter."
+        )
     check_made_for(
         target, "head", vocab_size=head.target_vocab_size, embed_dim=head.config.embed_dim
     )

@@ -21,7 +21,7 @@ from jaxspec.core.proposal import bank, chain_proposal, choose_children
 from jaxspec.core.types import Context, Hidden, LayerKV, Params, Proposal
 from jaxspec.drafters.loaded import LoadedDrafter
 from jaxspec.drafters.skip_sets import skip_settings
-from jaxspec.models import Skips
+from jaxspec.models import Network, Skips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +244,11 @@ class LayerSkip:
             raise ValueError(
                 "drafter: LayerSkip needs a set: LayerSkip(skip), or LayerSkip.of(skip) with 0/1 "
                 f"arrays; got {type(skip).__name__}."
+            )
+        if not isinstance(params.target, Network):
+            raise ValueError(
+                "drafter: LayerSkip leaves out layers of a model of `load`; the target is "
+                f"{type(params.target).__name__}, a network of your own. Use another drafter."
             )
         for name, entries in zip(Skips._fields, skip, strict=True):
             if len(entries) != params.target.num_layers:

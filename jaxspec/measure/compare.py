@@ -227,7 +227,7 @@ def compare(
         failures=tuple(failures),
         prompt_indices=tuple(kept),
         model=model.name,
-        dtype=str(model.network.dtype),
+        dtype=str(model.dtype),
         weight_bytes=weight_bytes,
         read_bandwidth=bandwidth,
         machine=machine,

@@ -130,7 +130,7 @@ class Contents(NamedTuple):
 def in_one_dtype(model: Model, drafter: DrafterLike | None = None) -> tuple[Model, LoadedDrafter]:
     """Returns a model and a drafter whose matrices are of their dtype, as signatures read them."""
     loaded = loaded_drafter(drafter)
-    model = dataclasses.replace(model, network=widened(model.network))
+    model = dataclasses.replace(model, network=widened(model.known_network))
     return model, loaded._replace(params=widened(loaded.params))
 
 

@@ -209,7 +209,7 @@ def measure_profile(
         first_draft=_timings({n: runs[f"first {n}"] for n in firsts}, num_steps),
         device=str(machine),
         runtime=f"jax {machine.jax}",
-        dtype=str(model.network.dtype),
+        dtype=str(model.dtype),
         source=(
             f"measured with {model.name} and {type(drafter.drafter).__name__}, one row, greedy: "
             f"capacity {capacity}: medians of {repeats} loops of {num_steps} steps, run in turns"
