@@ -299,7 +299,7 @@ def _cut(
     gone = (answer & ~left & ~ends) | (filler & (kept < length))
     tokens = jnp.asarray(row.tokens)
     if marked:
-        tokens = jnp.where(ends, config.masking.separator, tokens)
+        tokens = jnp.where(ends, jnp.asarray(config.masking.separator), tokens)
     return tokens, jnp.where(gone, 0, segments), left
 
 

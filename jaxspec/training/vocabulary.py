@@ -88,14 +88,14 @@ class Vocabulary:
             )
         own = tokenizer.eos_id
         if is_made_here(tokenizer.backend):
-            own, stops = stop_ids()[0], (*stop_ids(), *stops)
-        ends = dict.fromkeys((*([] if own is None else [own]), *stops))
+            own, stops = stop_ids()[0], dict.fromkeys((*stop_ids(), *stops))
+        ends = (*stops,) if own is None else (own, *(stop for stop in stops if stop != own))
         if not ends:
             raise ValueError(
                 f"The tokenizer of {origin} has no token that ends a text: name its eos_token in "
                 "tokenizer_config.json, or its eos_token_id in generation_config.json."
             )
-        return cls(tokenizer, size, tuple(ends))
+        return cls(tokenizer, size, ends)
 
     @classmethod
     def of_model(cls, model: Model, origin: str) -> "Vocabulary":
