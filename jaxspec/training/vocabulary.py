@@ -88,7 +88,7 @@ class Vocabulary:
             )
         own = tokenizer.eos_id
         if is_made_here(tokenizer.backend):
-            own, stops = stop_ids()[0], dict.fromkeys((*stop_ids(), *stops))
+            own, stops = stop_ids()[0], [*dict.fromkeys((*stop_ids(), *stops))]
         ends = (*stops,) if own is None else (own, *(stop for stop in stops if stop != own))
         if not ends:
             raise ValueError(
