@@ -43,7 +43,7 @@ from jaxspec.training.settings import (
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import as_stored, decoding_of, load_target
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
-from jaxspec.training.vocabulary import Vocabulary
+from jaxspec.training.vocabulary import TrainingVocabulary
 
 
 class _Row(NamedTuple):
@@ -372,7 +372,7 @@ class OpenedDeer(NamedTuple):
     """The target of a run, its vocabulary, and the network to align."""
 
     model: Model
-    vocabulary: Vocabulary
+    vocabulary: TrainingVocabulary
     start: Network
 
 
@@ -467,7 +467,7 @@ class DeerTrainer:
 
 
 def _first_network(
-    settings: DeerTrainingSettings, start: Model, target: Model, vocabulary: Vocabulary
+    settings: DeerTrainingSettings, start: Model, target: Model, vocabulary: TrainingVocabulary
 ) -> Network:
     """Returns the network to align, after checks that it can draft for the target.
 
@@ -507,7 +507,7 @@ def _first_network(
     return network
 
 
-def _separator(config: ModelConfig, vocabulary: Vocabulary) -> int:
+def _separator(config: ModelConfig, vocabulary: TrainingVocabulary) -> int:
     """Returns the drafter's separator, or an id of the vocabulary for one."""
     given = config.masking.separator
     return vocabulary.needed("separator") if given is None else given

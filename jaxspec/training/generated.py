@@ -23,7 +23,7 @@ from jaxspec.progress import progress_bar
 from jaxspec.training.data import Batches, Corpus, Sequences, pack, pack_answers
 from jaxspec.training.settings import OWN_TEXT, TARGET, AnswersSettings, RunSettings
 from jaxspec.training.train import Run
-from jaxspec.training.vocabulary import Vocabulary
+from jaxspec.training.vocabulary import TrainingVocabulary
 
 MAX_NEW_TOKENS = 128
 PROMPTS_PER_PART = 32
@@ -268,7 +268,7 @@ def read_answers(path: str, model: Model, length: int) -> GeneratedTexts:
         ValueError: naming the wrong lines.
     """
     assert model.tokenizer is not None  # checked by the caller
-    end = Vocabulary.of_model(model, model.name).end
+    end = TrainingVocabulary.of_model(model, model.name).end
     texts: list[GeneratedText] = []
     wrong: list[str] = []
     too_long: list[str] = []

@@ -32,7 +32,7 @@ from jaxspec.training.settings import DTYPES, LMTrainingSettings
 from jaxspec.training.sources import Divided, document_texts
 from jaxspec.training.tokenizer import loaded_tokenizer, train_tokenizer
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
-from jaxspec.training.vocabulary import Vocabulary
+from jaxspec.training.vocabulary import TrainingVocabulary
 
 
 class Taught(NamedTuple):
@@ -254,7 +254,7 @@ class LMTrainer:
 
 def _vocabulary(
     settings: LMTrainingSettings, state_folder: Path, documents: Sequence[Divided]
-) -> Vocabulary:
+) -> TrainingVocabulary:
     """Loads the vocabulary of the settings, or trains one and keeps it in the state folder.
 
     A model that learns from another, or begins with its weights, has as many ids as that one.
@@ -262,9 +262,9 @@ def _vocabulary(
     given, longest = settings.tokenizer, settings.model.max_positions
     models = [folder for folder in (settings.teacher, settings.start_from) if folder is not None]
     if models:
-        return Vocabulary.of_folder(models[0], given)
+        return TrainingVocabulary.of_folder(models[0], given)
     if given is not None:
-        return Vocabulary.of(load_tokenizer(given), given)
+        return TrainingVocabulary.of(load_tokenizer(given), given)
     path = state_folder / "tokenizer.json"
     if not path.exists():
         texts = (
@@ -277,7 +277,7 @@ def _vocabulary(
         with replacing_files(state_folder) as staging:
             tokenizer.save(str(staging / path.name))
     loaded = loaded_tokenizer(Tokenizer.from_file(str(path)), longest)
-    return Vocabulary.of(loaded, str(path))
+    return TrainingVocabulary.of(loaded, str(path))
 
 
 def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> Callable[[], PyTree]:

@@ -26,7 +26,7 @@ from jaxspec.training.report import PALM_FLOPS, RecipeNotes, texts_read
 from jaxspec.training.settings import DTYPES, MaskedTrainingSettings
 from jaxspec.training.sources import Divided
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
-from jaxspec.training.vocabulary import Turns, Vocabulary
+from jaxspec.training.vocabulary import TrainingVocabulary, Turns
 
 
 class _Seen(NamedTuple):
@@ -167,7 +167,7 @@ class OpenedMasked(NamedTuple):
     """The network that a run begins with, and its vocabulary."""
 
     start: Network
-    vocabulary: Vocabulary
+    vocabulary: TrainingVocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,14 +243,14 @@ class MaskedTrainer:
         )
 
 
-def _vocabulary(settings: MaskedTrainingSettings) -> Vocabulary:
+def _vocabulary(settings: MaskedTrainingSettings) -> TrainingVocabulary:
     if settings.start_from is None:
         assert settings.tokenizer is not None  # checked with the settings
-        return Vocabulary.of(load_tokenizer(settings.tokenizer), settings.tokenizer)
-    return Vocabulary.of_folder(settings.start_from, settings.tokenizer)
+        return TrainingVocabulary.of(load_tokenizer(settings.tokenizer), settings.tokenizer)
+    return TrainingVocabulary.of_folder(settings.start_from, settings.tokenizer)
 
 
-def first_network(settings: MaskedTrainingSettings, vocabulary: Vocabulary) -> Network:
+def first_network(settings: MaskedTrainingSettings, vocabulary: TrainingVocabulary) -> Network:
     """Returns the network that a run begins with: random, or made from another one.
 
     Args:

@@ -28,7 +28,7 @@ from jaxspec.training.generated import beginnings
 from jaxspec.training.loop import Validation
 from jaxspec.training.settings import DECODING, TAU, DraftingSettings, RunSettings
 from jaxspec.training.train import STORED, Run
-from jaxspec.training.vocabulary import Vocabulary
+from jaxspec.training.vocabulary import TrainingVocabulary
 
 
 class TargetStates(NamedTuple):
@@ -68,11 +68,11 @@ class OpenedTarget(NamedTuple):
     """The target of a run, its vocabulary, and the layers that a head reads."""
 
     model: Model
-    vocabulary: Vocabulary
+    vocabulary: TrainingVocabulary
     taps: tuple[int, ...]
 
 
-def load_target(run: Run[DraftingSettings]) -> tuple[Model, Vocabulary]:
+def load_target(run: Run[DraftingSettings]) -> tuple[Model, TrainingVocabulary]:
     """Loads the model to draft for, with its vocabulary.
 
     Raises:
@@ -86,7 +86,7 @@ def load_target(run: Run[DraftingSettings]) -> tuple[Model, Vocabulary]:
         raise ValueError(f"target must be a causal model, but {folder} is a diffusion one.")
     if model.tokenizer is None:
         raise ValueError(f"The target in {folder} must have a tokenizer.json.")
-    return model, Vocabulary.of_model(model, folder)
+    return model, TrainingVocabulary.of_model(model, folder)
 
 
 def head_config(target: ModelConfig, num_layers: int = 1) -> ModelConfig:

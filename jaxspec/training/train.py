@@ -40,7 +40,7 @@ from jaxspec.training.report import RecipeNotes, draw_losses, recipe_of
 from jaxspec.training.settings import RunSettings, settings_from_json, settings_to_json
 from jaxspec.training.sources import Divided, file_digest, files_digest, fingerprint, read_source
 from jaxspec.training.state import StateKeeper, TrainState, initial_state
-from jaxspec.training.vocabulary import Vocabulary
+from jaxspec.training.vocabulary import TrainingVocabulary
 
 STORED = "bfloat16"
 """The dtype that trained weights are written in."""
@@ -93,7 +93,7 @@ class Task(NamedTuple):
     """
 
     corpus: Corpus
-    vocabulary: Vocabulary
+    vocabulary: TrainingVocabulary
     objective: Callable[[str], Objective]
     evaluation: Callable[[str], Objective]
     first_params: Callable[[], PyTree]
@@ -116,7 +116,7 @@ class Outcome(NamedTuple):
     """
 
     result: Any
-    vocabulary: Vocabulary
+    vocabulary: TrainingVocabulary
     dtype: str
     metrics: dict[str, Any]
     history: History
@@ -211,7 +211,7 @@ def train(
 
 
 def pack_sources(
-    run: Run[RunSettings], vocabulary: Vocabulary, documents: Sequence[Divided]
+    run: Run[RunSettings], vocabulary: TrainingVocabulary, documents: Sequence[Divided]
 ) -> Corpus:
     """Packs the documents of all sources, in order, into rows of tokens."""
     corpus = Corpus({}, {}, {})
@@ -224,7 +224,7 @@ def pack_sources(
     return corpus
 
 
-def write_model(folder: Path, network: Network, vocabulary: Vocabulary) -> None:
+def write_model(folder: Path, network: Network, vocabulary: TrainingVocabulary) -> None:
     """Writes a trained model in the Hugging Face layout, weights in `STORED`.
 
     Args:

@@ -47,7 +47,7 @@ class Turns(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Vocabulary:
+class TrainingVocabulary:
     """A model's tokenizer, and the ids that training needs beside those of text.
 
     Attributes:
@@ -67,7 +67,7 @@ class Vocabulary:
         origin: str,
         size: int | None = None,
         stops: Sequence[int] = (),
-    ) -> "Vocabulary":
+    ) -> "TrainingVocabulary":
         """Returns the vocabulary of a model.
 
         Args:
@@ -98,13 +98,13 @@ class Vocabulary:
         return cls(tokenizer, size, ends)
 
     @classmethod
-    def of_model(cls, model: Model, origin: str) -> "Vocabulary":
+    def of_model(cls, model: Model, origin: str) -> "TrainingVocabulary":
         """Returns the vocabulary of a model that has a tokenizer; see `of`."""
         assert model.tokenizer is not None  # checked by the caller
         return cls.of(model.tokenizer, origin, model.vocab_size, model.stop_token_ids)
 
     @classmethod
-    def of_folder(cls, folder: str, tokenizer: str | None = None) -> "Vocabulary":
+    def of_folder(cls, folder: str, tokenizer: str | None = None) -> "TrainingVocabulary":
         """Returns the vocabulary of a model in the Hugging Face layout, without its weights.
 
         Args:

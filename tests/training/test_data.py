@@ -24,7 +24,7 @@ from jaxspec.training.sources import (
     read_source,
 )
 from jaxspec.training.tokenizer import RESERVED, loaded_tokenizer, train_tokenizer
-from jaxspec.training.vocabulary import Vocabulary
+from jaxspec.training.vocabulary import TrainingVocabulary
 
 TEXTS = ["The quick brown fox, 12 of them.\n", "def add(a, b):\n    return a + b\n", "Zoë: 3.14\n"]
 
@@ -196,7 +196,9 @@ def test_a_vocabulary_too_small_is_refused():
 def test_reserved_tokens_of_the_template_count_and_those_in_data_do_not(tmp_path, tokenizer):
     path = write_rows(tmp_path / "a.jsonl", [{"text": "hello <|end|><|eos|>"}])
     source = Source("a", str(path), template="<|user|>{text}<|end|>", split=LastRows(0))
-    [ids] = Vocabulary.of(loaded_tokenizer(tokenizer, 64), "a").encode(read_source(source).train)
+    [ids] = TrainingVocabulary.of(loaded_tokenizer(tokenizer, 64), "a").encode(
+        read_source(source).train
+    )
     reserved = [RESERVED[i] for i in ids if i < len(RESERVED)]
     assert reserved == ["<|bos|>", "<|user|>", "<|end|>", "<|eos|>"]
     assert "hello <|end|><|eos|>" in tokenizer.decode(ids.tolist(), skip_special_tokens=False)

@@ -37,7 +37,7 @@ from jaxspec.training.settings import (
 from jaxspec.training.sources import LastRows, Source
 from jaxspec.training.tokenizer import MASK, RESERVED, SEPARATOR
 from jaxspec.training.train import train
-from jaxspec.training.vocabulary import Vocabulary
+from jaxspec.training.vocabulary import TrainingVocabulary
 from tests.training.runs import (
     CONFIG,
     QUIET,
@@ -535,6 +535,6 @@ def test_what_does_not_fit_is_named_before_anything_is_done(settings, models, tm
     assert not (tmp_path / "state").exists()
     beyond = dataclasses.replace(settings, stage=2, longest=3)
     target = load(settings.target)
-    vocabulary = Vocabulary.of_model(target, settings.target)
+    vocabulary = TrainingVocabulary.of_model(target, settings.target)
     with pytest.warns(UserWarning, match="masked ends of up to 3"):
         deer._first_network(beyond, load(settings.start_from), target, vocabulary)

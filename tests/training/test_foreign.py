@@ -23,7 +23,7 @@ from jaxspec.training.settings import (
 )
 from jaxspec.training.sources import DataError, Document, LastRows, Source
 from jaxspec.training.train import train
-from jaxspec.training.vocabulary import Vocabulary
+from jaxspec.training.vocabulary import TrainingVocabulary
 from tests.foreign import LIKE, TEXTS, like_llama3, like_qwen, special
 from tests.training.runs import CONFIG, DRAFTING, QUIET
 
@@ -47,7 +47,7 @@ PADDED = {"qwen": 290}
 )
 def test_ids_with_a_meaning_are_found(name, opening, mask, separator, end):
     tokenizer = LIKE[name]()
-    vocabulary = Vocabulary.of(tokenizer, name, PADDED.get(name))
+    vocabulary = TrainingVocabulary.of(tokenizer, name, PADDED.get(name))
 
     def index(token):
         return tokenizer.token_id(token) if isinstance(token, str) else token
@@ -65,28 +65,28 @@ def test_ids_with_a_meaning_are_found(name, opening, mask, separator, end):
 def test_tokens_of_that_name_come_first_and_live_ones_never():
     tokenizer = like_llama3()
     tokenizer.backend.add_special_tokens(special("[MASK]", "[SEP]"))
-    vocabulary = Vocabulary.of(tokenizer, "a")
+    vocabulary = TrainingVocabulary.of(tokenizer, "a")
     assert vocabulary.mask == tokenizer.token_id("[MASK]")
     assert vocabulary.separator == tokenizer.token_id("[SEP]")
     live = like_llama3()
     live.backend.add_tokens(["[MASK]"])  # text may hold it
-    assert Vocabulary.of(live, "a").mask == live.token_id("<|reserved_special_token_2|>")
+    assert TrainingVocabulary.of(live, "a").mask == live.token_id("<|reserved_special_token_2|>")
 
 
 def test_what_is_missing_is_named():
     tokenizer = like_qwen()
     with pytest.raises(ValueError, match="tokenizer of here has no token that ends a text"):
-        Vocabulary.of(dataclasses.replace(tokenizer, settings={}), "here")
+        TrainingVocabulary.of(dataclasses.replace(tokenizer, settings={}), "here")
     with pytest.raises(ValueError, match=r"no mask token, and no id to spare .* add the token \["):
-        Vocabulary.of(tokenizer, "here").needed("mask")
+        TrainingVocabulary.of(tokenizer, "here").needed("mask")
     with pytest.raises(ValueError, match="and the model only 100"):
-        Vocabulary.of(tokenizer, "here", 100)
+        TrainingVocabulary.of(tokenizer, "here", 100)
     turns = Document(
         ("", "<|user|>", "2?", "<|end|>", "", "<|assistant|>", "2", "<|end|>", ""), {}, "f:3"
     )
     with pytest.raises(DataError, match=r"f:3: the text has turns, .* no chat template"):
-        Vocabulary.of(like_llama3(), "here").encode([turns])
-    [ids] = Vocabulary.of(tokenizer, "here").encode([turns])
+        TrainingVocabulary.of(like_llama3(), "here").encode([turns])
+    [ids] = TrainingVocabulary.of(tokenizer, "here").encode([turns])
     text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
     assert text.startswith("<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>")
 
@@ -136,7 +136,7 @@ def test_a_dflash_head_is_trained(target):
     )
     train(DFlashTrainer(settings), folder / "f", folder / "dflash", console=QUIET)
     head = load_dflash(folder / "dflash", load(folder / "target").network)
-    vocabulary = Vocabulary.of_model(load(folder / "target"), "target")
+    vocabulary = TrainingVocabulary.of_model(load(folder / "target"), "target")
     assert head.mask_token_id == vocabulary.mask
     assert_same_text(folder, jaxspec.DFlash.of(head))
 
@@ -148,7 +148,7 @@ def test_a_drafter_of_blocks_is_made_from_the_target_and_aligned(target, tmp_pat
         (source,), start_from=str(folder / "target"), block=block, **MODELS
     )
     train(MaskedTrainer(start), tmp_path / "m", tmp_path / "masked", console=QUIET)
-    vocabulary = Vocabulary.of_model(load(folder / "target"), "target")
+    vocabulary = TrainingVocabulary.of_model(load(folder / "target"), "target")
     assert load(tmp_path / "masked").config.masking.mask_token_id == vocabulary.mask
     one = DeerTrainingSettings(
         (source,),

@@ -29,7 +29,7 @@ from jaxspec.training.settings import (
 from jaxspec.training.sources import LastRows, Source
 from jaxspec.training.tokenizer import MASK, RESERVED
 from jaxspec.training.train import train
-from jaxspec.training.vocabulary import Turns, Vocabulary
+from jaxspec.training.vocabulary import TrainingVocabulary, Turns
 from tests.training.runs import CONFIG, QUIET, losses_in
 
 MASK_ID = RESERVED.index(MASK)
@@ -279,7 +279,9 @@ def test_settings_are_read_back(masked_settings):
 
 def test_layers_are_taken_in_the_order_asked_for(masked_settings, causal_folder):
     source = load(causal_folder, dtype="float32").network
-    taken = first_network(masked_settings, Vocabulary.of_model(load(causal_folder), "causal"))
+    taken = first_network(
+        masked_settings, TrainingVocabulary.of_model(load(causal_folder), "causal")
+    )
     for new, old in ((0, 1), (1, 0)):
         jax.tree.map(
             np.testing.assert_array_equal,
