@@ -16,26 +16,27 @@ def special(*names: str) -> list[AddedToken]:
     return [AddedToken(name, special=True, normalized=False) for name in names]
 
 
-def like_qwen() -> Loaded:
-    """Byte-level BPE without bos; no token to spare, but the model's vocabulary is padded."""
+def byte_level() -> Tokenizer:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=270, initial_alphabet=BYTE_ALPHABET)
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=BYTE_ALPHABET, show_progress=False
     )
+    backend.train_from_iterator(TEXTS, trainer)
+    return backend
+
+
+def like_qwen() -> Loaded:
+    """Byte-level BPE without bos; no token to spare, but the model's vocabulary is padded."""
+    backend = byte_level()
     backend.add_special_tokens(special("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     return Loaded(backend, {"eos_token": "<|im_end|>"}, {"default": CHATML})
 
 
 def like_llama3() -> Loaded:
     """Byte-level BPE with bos, and reserved tokens."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=270, initial_alphabet=BYTE_ALPHABET)
-    )
+    backend = byte_level()
     reserved = [f"<|reserved_special_token_{i}|>" for i in range(3)]
     backend.add_special_tokens(special("<|begin_of_text|>", "<|end_of_text|>", *reserved))
     begin = ("<|begin_of_text|>", backend.token_to_id("<|begin_of_text|>"))

@@ -87,9 +87,9 @@ def test_a_draft_model_that_is_the_target_is_always_right(target):
     result = generate(target, "3 and 4", GenerationConfig(max_new_tokens=24), drafter)
     plain = generate(target, "3 and 4", GenerationConfig(max_new_tokens=24))
     assert result[0].tokens.tolist() == plain[0].tokens.tolist()
-    inside = np.asarray(drafter.params.shared)[plain[0].tokens]
-    if inside.all():
-        assert result.metrics.mean_accepted_tokens == 3
+    # Ids past the tokenizer's are never emitted, and the others are all shared.
+    assert np.asarray(drafter.params.shared)[plain[0].tokens].all()
+    assert result.metrics.mean_accepted_tokens > 2.5  # the last step's room ends its draft
 
 
 def test_what_cannot_draft_is_named(target, draft):
