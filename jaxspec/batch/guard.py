@@ -122,15 +122,18 @@ class _Kind:
         """Seconds of the latest chunks together."""
         return sum(seconds for seconds, _ in self.chunks)
 
-    @property
-    def step_seconds(self) -> float:
-        """Seconds per step. A chunk in which the machine did something else counts like a slow one.
+    def step_seconds(self, once: float) -> float:
+        """Returns seconds per step, without `once` seconds that each chunk takes besides its steps.
 
         A chunk may have one step, as it ends when a row stops. Therefore the chunks are added up.
+        One in which the machine did something else counts like a slow one.
         """
-        most = _STALLED * median(seconds / steps for seconds, steps in self.chunks)
-        total = sum(min(seconds, most * steps) for seconds, steps in self.chunks)
-        return total / sum(steps for _, steps in self.chunks)
+        stepping = [
+            (seconds - min(once, _MOST_ONCE * seconds), steps) for seconds, steps in self.chunks
+        ]
+        most = _STALLED * median(seconds / steps for seconds, steps in stepping)
+        total = sum(min(seconds, most * steps) for seconds, steps in stepping)
+        return total / sum(steps for _, steps in stepping)
 
     @property
     def read_seconds(self) -> float | None:
@@ -161,6 +164,7 @@ class Guard:
         self._waiting = False
         # Seconds that a chunk takes besides its steps. Both kinds pay them, when a row has stopped.
         self._once: float | None = None
+        self._timing_once = False
         self._elapsed = self._first_step = 0.0
         self._probed, self._probe_cost = 0.0, 0.0
         expected = self.settings.expected
@@ -188,8 +192,9 @@ class Guard:
         tau, running = self._tau.ratio, self._running.ratio
         if not (draft.chunks and plain.chunks and tau and running):
             return None
-        drafted = draft.step_seconds / (running * tau)
-        plainly = plain.step_seconds / running
+        once = self._once or 0.0
+        drafted = draft.step_seconds(once) / (running * tau)
+        plainly = plain.step_seconds(once) / running
         slow, fast = draft.read_seconds, plain.read_seconds
         if not self._waiting or (slow is None and fast is None):
             return plainly / drafted, plainly / drafted
@@ -260,7 +265,8 @@ class Guard:
         kind = self._kinds[drafting]
         self._elapsed += seconds + extra_seconds
         if not steps:
-            self._once = seconds
+            if self._timing_once:
+                self._once, self._timing_once = seconds, False
         elif not kind.warm:
             kind.warm = True
             if not kind.chunks:
@@ -270,8 +276,7 @@ class Guard:
             if kind.probing == self.settings.probe_seconds:
                 kind.chunks.clear()  # a probe begins: older times may be another machine's by now
             most = _PROBES_KEPT * self.settings.probe_seconds
-            once = min(self._once or 0.0, _MOST_ONCE * seconds)
-            kind.add(seconds - once, steps, most)
+            kind.add(seconds, steps, most)
             kind.probing = max(0.0, kind.probing - seconds)
         if drafting:
             self._tau.add(tokens, row_steps, steps)
@@ -334,8 +339,9 @@ class Guard:
         if not kind.warm:
             return Chunk(drafting, 1)
         if self._once is None:
+            self._timing_once = True
             return Chunk(drafting, 0)
-        step = kind.step_seconds if kind.chunks else self._first_step
+        step = kind.step_seconds(self._once) if kind.chunks else self._first_step
         steps = max(1, round(self.settings.probe_seconds / max(step, 1e-6)))
         return Chunk(drafting, min(self._longest, steps))
 

@@ -405,13 +405,13 @@ class Programs:
     def longest_text(self, row: EncodedRow) -> int:
         """Returns the tokens of a row's prompt and of the longest output."""
         wanted = len(row.tokens) + int(np.asarray(self.config.max_new_tokens))
-        return min(wanted, self.model.config.max_positions)
+        return min(wanted, self.model.max_positions)
 
     def need_of(self, row: EncodedRow) -> int:
         """Returns the tokens that a row's cache must hold."""
         num_tokens, depth = len(row.tokens), self.drafter.tree_shape[1]
         room = self.longest_text(row) - num_tokens
-        return capacity_needed(num_tokens, room, self.model.config.max_positions, depth)
+        return capacity_needed(num_tokens, room, self.model.max_positions, depth)
 
     def prompt_of(self, row: EncodedRow) -> Prompt:
         length = len(row.tokens)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.files import (
@@ -230,10 +231,11 @@ class Model:
 
 def _positions_of(network: Any, asked: int | None) -> int:
     """Returns the longest text of a network for `Model.of`."""
+    config = getattr(network, "config", None)
+    found: Any = getattr(network, "max_positions", getattr(config, "max_positions", None))
+    says = int(found) if isinstance(found, int | np.integer) and found >= 1 else None
     if asked is None:
-        config = getattr(network, "config", None)
-        says = getattr(network, "max_positions", getattr(config, "max_positions", None))
-        if isinstance(says, int):
+        if says is not None:
             return says
         raise ValueError(
             f"max_positions: {type(network).__name__} does not say how long its texts may be; give "
@@ -241,9 +243,9 @@ def _positions_of(network: Any, asked: int | None) -> int:
         )
     if asked < 1:
         raise ValueError(f"max_positions must be at least 1, got {asked}.")
-    if isinstance(network, Network) and asked > network.config.max_positions:
+    if says is not None and asked > says:
         raise ValueError(
-            f"max_positions must be at most the network's {network.config.max_positions}, got "
+            f"max_positions must be at most the network's {says}, got "
             f"{asked}; `load` takes more where a RoPE scaling allows it."
         )
     return asked

@@ -442,7 +442,8 @@ def _decoder_of(description: dict[str, Any]):
     if not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         raise CheckpointError(
             f"The bytes of single tokens are known for byte-level and SentencePiece tokenizers; "
-            f"this one decodes with {sorted(kinds)}. Stop strings cannot be used with it."
+            f"this one decodes with {sorted(kinds)}. Stop strings and drafts of another vocabulary "
+            "cannot be used with it."
         )
     swaps = [
         (step["replacement"], " ")

@@ -92,6 +92,7 @@ def shared_tokens(draft: "Model", target: "Model") -> SharedTokens:
 
     Raises:
         OtherTargetError: they share no token, or one has no tokenizer.
+        CheckpointError: the bytes of a tokenizer's tokens are not known.
 
     Example:
         >>> import jaxspec
@@ -106,13 +107,13 @@ def shared_tokens(draft: "Model", target: "Model") -> SharedTokens:
             f"target: {name} has no tokenizer, so tokens that both models have cannot be found; "
             "put its tokenizer.json into its folder."
         )
-    known = _by_bytes(theirs)
+    known = _by_bytes(theirs, draft.vocab_size)
     first_end = next(iter(draft.stop_token_ids), 0)
     ids = np.full(target.vocab_size, first_end, np.int32)
     shared = np.zeros(target.vocab_size, bool)
-    for spelled, index in _by_bytes(ours).items():
+    for spelled, index in _by_bytes(ours, target.vocab_size).items():
         shared[index] = spelled in known
-    for index, spelled in enumerate(ours.token_bytes()):
+    for index, spelled in enumerate(ours.token_bytes()[: target.vocab_size]):
         endings = (spelled[start:] for start in range(len(spelled)))
         ids[index] = next((known[each] for each in endings if each in known), first_end)
     if not shared.any():
@@ -121,15 +122,15 @@ def shared_tokens(draft: "Model", target: "Model") -> SharedTokens:
             "other; use a draft model with a tokenizer of the same kind."
         )
     for here, there in ((ours.bos_id, theirs.bos_id), (ours.eos_id, theirs.eos_id)):
-        if here is not None and there is not None:
+        if here is not None and there is not None and here < len(ids):
             ids[here], shared[here] = there, True
     return SharedTokens(draft.network, jnp.asarray(ids), jnp.asarray(shared))
 
 
-def _by_bytes(tokenizer: "Tokenizer") -> dict[bytes, int]:
-    """Returns the id of each token by its bytes.
+def _by_bytes(tokenizer: "Tokenizer", size: int) -> dict[bytes, int]:
+    """Returns the id of each token by its bytes, of those that the model has.
 
     Where two are spelled alike the later one counts: SentencePiece has its 256 bytes in front.
     """
-    spelled = enumerate(tokenizer.token_bytes())
+    spelled = enumerate(tokenizer.token_bytes()[:size])
     return {text: index for index, text in spelled if text}

@@ -510,7 +510,10 @@ def _first_network(
 def _separator(config: ModelConfig, vocabulary: TrainingVocabulary) -> int:
     """Returns the drafter's separator, or an id of the vocabulary for one."""
     given = config.masking.separator
-    return vocabulary.needed("separator") if given is None else given
+    if given is not None:
+        return given
+    masked = dataclasses.replace(vocabulary, given_mask=config.masking.mask_token_id)
+    return masked.needed("separator")
 
 
 def _method(settings: DeerTrainingSettings, config: ModelConfig) -> Deer:

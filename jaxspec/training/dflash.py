@@ -189,6 +189,7 @@ class DFlashTrainer:
         settings = self.settings
         model, vocabulary = load_target(run)
         check_length(settings.sequence_length, model)
+        vocabulary.needed("mask")  # refused before the target writes its texts
         if settings.block > settings.sequence_length:
             raise ValueError(
                 f"block must be at most sequence_length ({settings.sequence_length}), got "

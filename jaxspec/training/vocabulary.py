@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.folder import read_folder
-from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from jaxspec.checkpoint.tokenizer import Tokenizer, covers, load_tokenizer
 from jaxspec.training.sources import DataError, Document
 from jaxspec.training.tokenizer import (
     END_OF_TURN,
@@ -54,11 +54,13 @@ class TrainingVocabulary:
         tokenizer: the model's tokenizer.
         size: ids of the model; those past the tokenizer's are padding, and have no text.
         stops: ids that end a text; documents end with the first.
+        given_mask: the mask, where a drafter has one already; `None`: it is looked for.
     """
 
     tokenizer: Tokenizer
     size: int
     stops: tuple[int, ...]
+    given_mask: int | None = None
 
     @classmethod
     def of(
@@ -113,6 +115,13 @@ class TrainingVocabulary:
         """
         model = read_folder(Path(folder))
         loaded = load_tokenizer(tokenizer or folder)
+        if tokenizer is not None and model.has_tokenizer:
+            own = load_tokenizer(folder)
+            if not (covers(loaded, own) or covers(own, loaded)):
+                raise ValueError(
+                    f"tokenizer: that of {tokenizer} differs from that of {folder}, so its ids "
+                    "mean something else there: give the tokenizer that it was trained with."
+                )
         sizes = (model.config, model.config.get("text_config") or {})
         size = next((int(each["vocab_size"]) for each in sizes if "vocab_size" in each), None)
         return cls.of(loaded, tokenizer or folder, size, model.stop_token_ids(loaded.eos_id))
@@ -144,6 +153,8 @@ class TrainingVocabulary:
     @cached_property
     def mask(self) -> int | None:
         """Id of the mask: a token of that name, or one that no text uses; `None`: there is none."""
+        if self.given_mask is not None:
+            return self.given_mask
         named = self._named("mask_token", _MASKS)
         return next(iter(self._spare), None) if named is None else named
 
@@ -151,6 +162,7 @@ class TrainingVocabulary:
     def separator(self) -> int | None:
         """Id of the separator, likewise; never the mask's."""
         named = self._named("sep_token", _SEPARATORS)
+        named = None if named == self.mask else named
         spare = (index for index in self._spare if index != self.mask)
         return next(spare, None) if named is None else named
 
@@ -205,10 +217,11 @@ class TrainingVocabulary:
         """Returns the ids of every document: what opens a text, its tokens, and the end.
 
         Special tokens inside a text are ordinary characters. A document with turns is rendered by
-        the chat template, if the tokenizer was not made here.
+        the chat template, if the tokenizer was not made here; there they are refused.
 
         Raises:
-            DataError: a document has turns, and the tokenizer no chat template.
+            DataError: a document has turns, and the tokenizer no chat template; or it has marks
+                that are no turns, text outside of them, or a turn that holds a special token.
         """
         plain = without_reserved(self.tokenizer.backend)
         texts = [piece for document in documents for piece in document.pieces[::2]]
@@ -223,7 +236,7 @@ class TrainingVocabulary:
                 tokens = [*self.opening, *parts[0]]
                 for mark, part in zip(marks, parts[1:], strict=True):
                     tokens += mark + part
-            if tokens[-1:] != [self.end]:
+            if self.end not in tokens[-2:]:  # a template may put a line feed behind it
                 tokens.append(self.end)
             ids.append(np.asarray(tokens, np.int32))
         return ids
@@ -236,9 +249,24 @@ class TrainingVocabulary:
                 "template: leave this source out (--data names others), or put a "
                 "chat_template.jinja into the model's folder."
             )
-        messages = []
+        messages, outside = [], [document.pieces[0]]
         for mark, text in zip(document.pieces[1::2], document.pieces[2::2], strict=True):
             role = mark.removeprefix("<|").removesuffix("|>")
             if role in ROLES:
                 messages.append({"role": role, "content": text})
+            else:
+                outside += [text] if mark == END_OF_TURN else [mark]
+        if "".join(outside).strip():
+            raise DataError(
+                f"{document.place}: a chat of this tokenizer is made of turns alone, and the "
+                f"source's template has {''.join(outside).strip()!r:.60} outside of them."
+            )
+        for message in messages:
+            read = self.tokenizer.encode(message["content"], special_tokens=False)
+            if found := self.tokenizer.special_ids.intersection(read):
+                token = self.tokenizer.backend.id_to_token(min(found))
+                raise DataError(
+                    f"{document.place}: a turn holds the special token {token!r}, which would be "
+                    "read as one; take it out of the text."
+                )
         return self.tokenizer.encode_chat(messages, add_generation_prompt=False)

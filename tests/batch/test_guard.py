@@ -126,6 +126,18 @@ def test_it_changes_its_mind_when_the_text_does():
         assert guard.choose().drafting == (tau > 2)
 
 
+def test_a_first_probe_after_an_expected_speedup_compares_alike():
+    """Chunks of two steps take as much once as for their steps; drafting loses by a tenth."""
+    guard = Guard(GuardSettings(expected=0.8))
+    for _ in range(4000):
+        drafting, limit = guard.choose()
+        steps = min(limit, 2)
+        took = 0.02 + steps * (0.033 if drafting else 0.01)
+        guard.book(drafting, steps, 8 * steps, 8 * steps * (3 if drafting else 1), took)
+    assert not guard.choose().drafting
+    assert guard.speedup == pytest.approx(3 / 3.3, rel=0.02)
+
+
 def test_the_first_steps_time_is_not_believed():
     guard = Guard()
     assert guard.choose() == (True, 1)

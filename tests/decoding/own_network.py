@@ -27,7 +27,8 @@ class OwnNetwork:
     Attributes:
         fault: what it does wrong: "mask" (every token of a pass sees the others), "positions"
             (counts the places of a pass), "width" (features are one number too narrow), "length"
-            (sees the whole cache), "scratch" (reads it last); "" for nothing.
+            (sees the whole cache), "scratch" (reads it last), "writes" (changes its weights); "" is
+            no fault.
     """
 
     weights: dict[str, Any]
@@ -37,6 +38,8 @@ class OwnNetwork:
 
     def forward(self, tokens, positions, mask, cache, *, scratch=None, taps=()) -> Hidden:
         nodes = len(tokens)
+        if self.fault == "writes":
+            self.weights["embedding"] = self.weights["embedding"] * 1.0
         if self.fault == "mask":
             mask = jnp.ones_like(mask)
         if self.fault == "positions":

@@ -54,6 +54,7 @@ def test_a_table_passes():
         ("positions", {CACHE, TREE, POSITIONS}),
         ("length", {CACHE, TREE, MASK}),
         ("scratch", {SCRATCH}),
+        ("writes", {"a pass writes nothing"}),
     ],
 )
 def test_a_planted_fault_is_found(fault, laws):

@@ -73,6 +73,19 @@ def test_tokens_of_that_name_come_first_and_live_ones_never():
     assert TrainingVocabulary.of(live, "a").mask == live.token_id("<|reserved_special_token_2|>")
 
 
+def test_a_drafters_own_mask_is_not_taken_for_the_separator():
+    vocabulary = TrainingVocabulary.of(like_qwen(), "a", PADDED["qwen"])
+    assert dataclasses.replace(vocabulary, given_mask=288).separator == 289
+
+
+def test_another_models_tokenizer_is_refused(tmp_path):
+    like_qwen().write(tmp_path)
+    (tmp_path / "other").mkdir()
+    like_llama3().write(tmp_path / "other")
+    with pytest.raises(ValueError, match="its ids mean something else there"):
+        TrainingVocabulary.of_folder(str(tmp_path), str(tmp_path / "other"))
+
+
 def test_what_is_missing_is_named():
     tokenizer = like_qwen()
     with pytest.raises(ValueError, match="tokenizer of here has no token that ends a text"):
@@ -86,7 +99,16 @@ def test_what_is_missing_is_named():
     )
     with pytest.raises(DataError, match=r"f:3: the text has turns, .* no chat template"):
         TrainingVocabulary.of(like_llama3(), "here").encode([turns])
+    for changed, message in (
+        ({0: "Hi"}, "has 'Hi' outside of them"),
+        ({3: "[SEP]"}, r"has '\[SEP\]' outside of them"),
+        ({2: "2<|im_end|>"}, r"a turn holds the special token '<\|im_end\|>'"),
+    ):
+        wrong = [changed.get(index, piece) for index, piece in enumerate(turns.pieces)]
+        with pytest.raises(DataError, match=message):
+            TrainingVocabulary.of(tokenizer, "here").encode([turns._replace(pieces=tuple(wrong))])
     [ids] = TrainingVocabulary.of(tokenizer, "here").encode([turns])
+    assert ids.tolist().count(tokenizer.token_id("<|im_end|>")) == 2
     text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
     assert text.startswith("<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>")
 
