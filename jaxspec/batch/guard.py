@@ -69,7 +69,7 @@ _FADE = 0.98
 _FEWEST_READ = 4
 """Prompts that must be read before their time counts."""
 _FEWEST_CHUNKS, _PROBES_KEPT = 15, 10
-"""Chunks, and times `probe_seconds`, for which the times of steps are kept."""
+"""Chunks, and times `probe_seconds`, beyond `samples` for which the times of steps are kept."""
 _MOST_ONCE = 0.8
 """Share of a chunk's time that may be ascribed to what it takes besides its steps."""
 _STALLED = 3
@@ -111,10 +111,10 @@ class _Kind:
     chunks: deque[tuple[float, int]] = dataclasses.field(default_factory=deque)
     probing: float = 0.0
 
-    def add(self, seconds: float, steps: int, most_seconds: float) -> None:
-        """Notes a chunk, and forgets what is older than `most_seconds` and 15 chunks."""
+    def add(self, seconds: float, steps: int, fewest: int, most_seconds: float) -> None:
+        """Notes a chunk, and forgets what is older than `most_seconds` and `fewest` chunks."""
         self.chunks.append((seconds, steps))
-        while len(self.chunks) > _FEWEST_CHUNKS and self.seconds > most_seconds:
+        while len(self.chunks) > fewest and self.seconds > most_seconds:
             self.chunks.popleft()
 
     @property
@@ -275,8 +275,9 @@ class Guard:
         else:
             if kind.probing == self.settings.probe_seconds:
                 kind.chunks.clear()  # a probe begins: older times may be another machine's by now
-            most = _PROBES_KEPT * self.settings.probe_seconds
-            kind.add(seconds, steps, most)
+            samples = self.settings.samples  # as many must fit, or nothing is ever decided
+            most = (_PROBES_KEPT + samples) * self.settings.probe_seconds
+            kind.add(seconds, steps, _FEWEST_CHUNKS + samples, most)
             kind.probing = max(0.0, kind.probing - seconds)
         if drafting:
             self._tau.add(tokens, row_steps, steps)

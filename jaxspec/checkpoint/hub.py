@@ -166,7 +166,7 @@ class Model:
 
     @property
     def is_own(self) -> bool:
-        """Whether the network is one of your own, given to `of`, and no `Network`."""
+        """True if the network is one of your own, given to `of`, and no `Network`."""
         return not isinstance(self.network, Network)
 
     @property
@@ -202,7 +202,7 @@ class Model:
 
     @property
     def is_diffusion(self) -> bool:
-        """Whether it fills in masks. A network of your own counts as causal."""
+        """True if it fills in masks. A network of your own counts as causal."""
         return not self.is_own and self.config.diffusion is not None
 
     @property

@@ -16,6 +16,7 @@ from jaxspec.checkpoint.folder import read_folder
 from jaxspec.checkpoint.tokenizer import Tokenizer, covers, load_tokenizer
 from jaxspec.training.sources import DataError, Document
 from jaxspec.training.tokenizer import (
+    BOS,
     END_OF_TURN,
     MASK,
     RESERVED,
@@ -135,7 +136,7 @@ class TrainingVocabulary:
     def opening(self) -> tuple[int, ...]:
         """Ids that the tokenizer puts in front of a text: bos, or nothing."""
         if is_made_here(self.tokenizer.backend):
-            return (RESERVED.index(RESERVED[0]),)
+            return (RESERVED.index(BOS),)
         whole = self.tokenizer.encode("a")
         inner = self.tokenizer.encode("a", special_tokens=False)
         before = whole.index(inner[0]) if inner and inner[0] in whole else 0

@@ -126,6 +126,15 @@ def test_it_changes_its_mind_when_the_text_does():
         assert guard.choose().drafting == (tau > 2)
 
 
+def test_many_samples_are_enough_some_day():
+    """What is forgotten meanwhile must leave as many as are asked for."""
+    guard = Guard(GuardSettings(samples=40))
+    for _ in range(200):
+        drafting, limit = guard.choose()
+        guard.book(drafting, limit, limit, limit * (3 if drafting else 1), limit * 0.01)
+    assert guard.choose() == (True, 32)
+
+
 def test_a_first_probe_after_an_expected_speedup_compares_alike():
     """Chunks of two steps take as much once as for their steps; drafting loses by a tenth."""
     guard = Guard(GuardSettings(expected=0.8))

@@ -75,7 +75,7 @@ def test_outputs_stay_the_targets(target, draft, options):
     plain = generate(target, ["3 and 4", "12"], config)
     fast = generate(target, ["3 and 4", "12"], config, drafter)
     assert [row.tokens.tolist() for row in fast] == [row.tokens.tolist() for row in plain]
-    # Where settings leave nothing that both have, drafts are wrong and the text is right.
+    # Settings may leave nothing that both have: then drafts are wrong and the text is right.
     alone = [int(np.flatnonzero(~np.asarray(drafter.params.shared))[0]), 3]
     banned = GenerationConfig(max_new_tokens=8, allowed_token_ids=alone[:1], temperature=0.8)
     only = generate(target, "3", banned, drafter)
