@@ -8,6 +8,7 @@ cache; `distributions`, one for each parent whose children were sampled.
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import jax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 PyTree = Any
@@ -274,6 +275,19 @@ class Params(NamedTuple):
 
     target: Any
     draft: Any
+
+
+# JAX takes classes of `register_dataclass` with equal settings for one, and now and then runs the
+# program of another class, such as that of a notebook's cell before it was edited. So the classes
+# are settings of this node.
+jax.tree_util.register_pytree_with_keys(
+    Params,
+    lambda params: (
+        tuple((jax.tree_util.GetAttrKey(name), getattr(params, name)) for name in Params._fields),
+        tuple(map(type, params)),
+    ),
+    lambda _, parts: Params(*parts),
+)
 
 
 class LanguageModel(Protocol):

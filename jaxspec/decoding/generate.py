@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxspec.compilation import CompileClock
 from jaxspec.core.masks import causal
-from jaxspec.core.types import CarriesOn, DecodeState
+from jaxspec.core.types import CarriesOn, DecodeState, Params
 from jaxspec.decoding.metrics import Metrics
 from jaxspec.decoding.profile import DraftingMode, DraftingProfile, profile_asked
 from jaxspec.decoding.request import (
@@ -287,13 +287,13 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
     padded = np.zeros(bucket_of(len(ids)), np.int32)
     padded[: len(ids)] = ids
     with on_mesh_of(model.params):
-        logits, logprobs = _score(model.network, padded)
+        logits, logprobs = _score(Params(model.network, ()), padded)
     return Score(np.asarray(logits)[: len(ids)], np.asarray(logprobs)[: len(ids) - 1])
 
 
 @jax.jit
-def _score(network, tokens):
-    count = tokens.shape[0]
+def _score(params, tokens):
+    network, count = params.target, tokens.shape[0]
     hidden = network.forward(tokens, jnp.arange(count), causal(count), None)
     logits = network.unembed(hidden.features)
     logprobs = jax.nn.log_softmax(logits[:-1], axis=-1)

@@ -17,7 +17,7 @@ from jaxspec.core.cache import append
 from jaxspec.core.masks import causal
 from jaxspec.core.protocol import check_members, check_sizes
 from jaxspec.core.tree import tree_from_parents
-from jaxspec.core.types import KVCache, LanguageModel, LayerKV, Tree
+from jaxspec.core.types import KVCache, LanguageModel, LayerKV, Params, Tree
 from jaxspec.decoding.check import DrafterReport, Law, run_laws
 from jaxspec.sharding import on_mesh_of
 
@@ -56,10 +56,15 @@ class _Probe(NamedTuple):
     tree: Tree
     noise: KVCache
 
+    @property
+    def params(self) -> Params:
+        """The network as its programs take it."""
+        return Params(self.network, ())
+
     def read(self, tokens: Any, positions: Any, mask: Any, cache: Any, scratch: Any = None):
         """Returns the `_Pass` over tokens."""
         tokens, positions = (jnp.asarray(ids, jnp.int32) for ids in (tokens, positions))
-        return _read(self.network, tokens, positions, jnp.asarray(mask, bool), cache, scratch)
+        return _read(self.params, tokens, positions, jnp.asarray(mask, bool), cache, scratch)
 
     def cached(self) -> KVCache:
         """Returns a cache of `text`, with noise past its length."""
@@ -148,7 +153,8 @@ def check_model(
     return DrafterReport(checks, "model")
 
 
-def _pass(network, tokens, positions, mask, cache, scratch) -> _Pass:
+def _pass(params: Params, tokens, positions, mask, cache, scratch) -> _Pass:
+    network = params.target
     hidden = network.forward(tokens, positions, mask, cache, scratch=scratch)
     return _Pass(network.unembed(hidden.features), hidden.features, hidden.new_kv)
 
@@ -157,8 +163,8 @@ _read = jax.jit(_pass)
 
 
 @jax.jit
-def _read_rows(network, tokens, positions, masks, caches) -> _Pass:
-    row = partial(_read, network, scratch=None)
+def _read_rows(params: Params, tokens, positions, masks, caches) -> _Pass:
+    row = partial(_read, params, scratch=None)
     return jax.vmap(row)(tokens, positions, masks, caches)
 
 
@@ -327,8 +333,8 @@ def _nothing_is_written(probe: _Probe) -> tuple[bool, str]:
     positions = (cache.length + np.asarray(probe.tree.depths)).astype(jnp.int32)
     arguments = (jnp.asarray(probe.tokens, jnp.int32), positions, jnp.asarray(probe.tree.ancestors))
     # Not compiled: a compiled pass is given copies, and what it writes there is lost.
-    first = _pass(probe.network, *arguments, cache, None)
-    again = _pass(probe.network, *arguments, cache, None)
+    first = _pass(probe.params, *arguments, cache, None)
+    again = _pass(probe.params, *arguments, cache, None)
     now = jax.tree.leaves((probe.network, cache))
     if len(now) != len(leaves) or any(a is not b for a, b in zip(now, leaves, strict=True)):
         return False, "the network or the cache holds other arrays after a pass"
@@ -353,7 +359,7 @@ def _rows_are_alone(probe: _Probe, seed: int) -> tuple[bool, str]:
         for parts in zip(*rows, strict=True)
     )
     ids = (tokens.astype(jnp.int32), positions.astype(jnp.int32))
-    together = _read_rows(probe.network, *ids, masks, caches)
+    together = _read_rows(probe.params, *ids, masks, caches)
     worst, of_row = 0.0, 0
     for index, row in enumerate(rows):
         alone = probe.read(*row)

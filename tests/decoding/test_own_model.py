@@ -14,7 +14,7 @@ from jaxspec import Deer, DraftModel, LayerSkip, Model, NoDraft, PromptLookup, c
 from jaxspec.batch import Collector, rows_of
 from jaxspec.batch import run as run_job
 from jaxspec.checkpoint import save_orbax
-from jaxspec.core.types import Hidden, KVCache, LayerKV
+from jaxspec.core.types import Hidden, KVCache, LayerKV, Params
 from jaxspec.mobile import export
 from jaxspec.models import Skips
 from jaxspec.sharding import make_mesh, shard
@@ -33,6 +33,25 @@ def own() -> Model:
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     return [greedy_by_full_passes(own_network(), prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+def test_a_class_defined_again_is_another_program():
+    """As a notebook's cell does; JAX 0.10.1 takes such classes for one."""
+
+    def network_of(answer: int):
+        @dataclasses.dataclass(frozen=True)
+        class Constant(OwnNetwork):
+            def unembed(self, features):
+                return super().unembed(features) * 0 + jax.nn.one_hot(answer, self.vocab_size)
+
+        settings = ["vocab_size", "embed_dim", "fault"]
+        jax.tree_util.register_dataclass(Constant, ["weights"], settings)
+        return Constant(own_network().weights, 31, 12)
+
+    first, second = network_of(1), network_of(2)
+    structures = [jax.tree.structure(Params(each, ())) for each in (first, second, first)]
+    assert structures[0] != structures[1]
+    assert structures[0] == structures[2]
 
 
 @dataclasses.dataclass(frozen=True)
