@@ -117,6 +117,7 @@ def _scratch_bytes(
         params,
         shapes,
         programs.automaton,
+        programs.grammar,
         *chunk_arguments(Chunk(True, 1), 1),
         drafter=drafter,
         place=place,

@@ -36,6 +36,7 @@ from jaxspec.decoding.request import (
     PENALTIES,
     GenerationConfig,
     automaton_of,
+    grammar_asked,
     check_request,
     with_rules_of,
 )
@@ -107,6 +108,7 @@ def run(
             params=Params(model.network, loaded.params),
             drafter=loaded.drafter,
             automaton=automaton_of(model, config),
+            grammar=grammar_asked(model, config, 1)[0],
             place=placement_of(model.params),
         )
         capacity = None if settings.capacity is None else round_up(settings.capacity)
@@ -154,6 +156,7 @@ def check_job(
     for field in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIES):
         if np.ndim(getattr(config, field)):
             raise ValueError(f"{field} must be one number for the whole job, got several.")
+    grammar_asked(model, config, 1)
     # Records are known by the line that they answer.
     lines = Counter(row.line for row in rows)
     line, count = max(lines.items(), key=itemgetter(1), default=(0, 0))

@@ -24,6 +24,7 @@ from jaxspec.batch.rows import EncodedRow, number_of
 from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import Prefix, Prompt, begin, num_emitted, prefill, speculative_step
 from jaxspec.core.decode import read_prefix as read_prefix_of
+from jaxspec.core.grammar import Grammar
 from jaxspec.core.loop import CHUNK, run
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import (
@@ -257,6 +258,7 @@ def run_chunk(
     params: Params,
     states: DecodeState,
     automaton: StopAutomaton | None,
+    grammar: Grammar | None,
     drafting: Bool[Array, ""],
     limit: Int[Array, ""],
     wanted: Int[Array, ""],
@@ -273,6 +275,7 @@ def run_chunk(
         params: target and drafter.
         states: donated.
         automaton: stop strings.
+        grammar: of the texts that rows may emit.
         drafting: runs the loop that drafts.
         limit: most steps.
         wanted: number of rows that end the chunk once they have stopped.
@@ -285,7 +288,9 @@ def run_chunk(
     def loop(method: Drafter, states: DecodeState, chosen: Bool[Array, ""]):
         def step(params: Params, carry):
             states, count = carry
-            states, info = speculative_step(params, states, drafter=method, automaton=automaton)
+            states, info = speculative_step(
+                params, states, drafter=method, automaton=automaton, grammar=grammar
+            )
             return (states, count + 1), info
 
         def continues(carry) -> Bool[Array, ""]:
@@ -312,7 +317,7 @@ def run_chunk(
 def without_caches(states: DecodeState) -> DecodeState:
     """Returns the part of the states that records are made from."""
     context = states.context._replace(cache=(), recent=(), warp=(), stop_ids=())
-    return states._replace(context=context, draft=(), key=(), automaton=())
+    return states._replace(context=context, draft=(), key=(), automaton=(), grammar=())
 
 
 def _running(states: DecodeState) -> Int[Array, ""]:
@@ -362,6 +367,7 @@ class Programs:
         params: weights of target and drafter.
         drafter: the method, static.
         automaton: stop strings.
+        grammar: of the texts that rows may emit; `None` for any text.
         place: layout of the states on the target's mesh; `None` on one device.
     """
 
@@ -371,6 +377,7 @@ class Programs:
     params: Params
     drafter: Drafter
     automaton: StopAutomaton | None
+    grammar: Grammar | None
     place: Placement | None
 
     @cached_property
@@ -423,6 +430,7 @@ class Programs:
             "room": int32(self.longest_text(row) - length),
             "seed": np.asarray([self.seed, number_of(row.id)], np.int32),
             "stop_ids": self.stop_ids,
+            "grammar": None if self.grammar is None else int32(0),
         }
         return Prompt(**arrays, warp=self.warp)
 
@@ -472,6 +480,7 @@ class Programs:
             self.params,
             states,
             self.automaton,
+            self.grammar,
             *chunk_arguments(chunk, wanted),
             drafter=self.drafter,
             place=self.place,

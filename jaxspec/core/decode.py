@@ -21,6 +21,7 @@ from jaxspec import native
 from jaxspec.core import masks
 from jaxspec.core.cache import append, pad_caches, select_path, settled
 from jaxspec.core.forms import is_exchanged
+from jaxspec.core.grammar import Grammar, RowGrammar, grammar_of, is_closed, walk
 from jaxspec.core.penalties import penalize
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.sampling import at_least_float32, warp_logits
@@ -57,6 +58,7 @@ class Prompt(NamedTuple):
         room: `max_new_tokens`, or less where the context ends.
         seed: numbers that name the randomness: a seed, then what tells the prompt from others of
             that seed. A row depends on these and its sample's number alone, not on its neighbours.
+        grammar: the state of the grammar that the row begins in; `None` without one.
     """
 
     tokens: Int[Array, " bucket"]
@@ -65,6 +67,7 @@ class Prompt(NamedTuple):
     seed: Int[Array, " numbers"]
     stop_ids: Int[Array, " stop_ids"]
     warp: Warp
+    grammar: Int[Array, ""] | None = None
 
 
 class Prefix(NamedTuple):
@@ -242,6 +245,7 @@ def begin(
             drafted=jnp.zeros(depth + 1, jnp.int32),
             num_nodes=jnp.int32(0),
         ),
+        grammar=prompt.grammar,
     )
 
 
@@ -269,7 +273,7 @@ class _Outcome(NamedTuple):
     path_kv: tuple[LayerKV, ...]
     features: Float[Array, "levels embed"]
     taps: Float[Array, "levels tapped"]
-    finite: Bool[Array, " levels"]
+    failures: Int[Array, " levels"]
     logprobs: Float[Array, " levels"] | None
     warped_logprobs: Float[Array, " levels"] | None
 
@@ -280,6 +284,7 @@ def speculative_step(
     *,
     drafter: Drafter,
     automaton: StopAutomaton | None = None,
+    grammar: Grammar | None = None,
 ) -> tuple[DecodeState, Info]:
     """One draft, one target pass, one verification, one commit, for every row of a batch.
 
@@ -290,9 +295,13 @@ def speculative_step(
     """
     keys = jax.vmap(jax.random.fold_in)(states.key, states.stats.num_steps)
     keys = jax.vmap(partial(jax.random.split, num=2))(keys)
-    proposals, drafts = jax.vmap(partial(drafter.propose, params))(
-        keys[:, 0], states.draft, states.context
-    )
+
+    def propose(key: PRNGKeyArray, state: DecodeState) -> tuple[Proposal, PyTree]:
+        context = state.context
+        context = context._replace(grammar=grammar_of(context, grammar, state.grammar))
+        return drafter.propose(params, key, state.draft, context)
+
+    proposals, drafts = jax.vmap(propose)(keys[:, 0], states)
     _check_shapes(proposals, drafter.tree_shape)
     proposals = jax.vmap(_fit_room)(proposals, states)
     states = states._replace(draft=drafts)
@@ -301,7 +310,8 @@ def speculative_step(
     order = jnp.arange(1, proposals.tokens.shape[1] + 1)
     needed = jnp.max(jnp.where(proposals.valid, order, 0))
     branches = [
-        jax.vmap(partial(_target_pass, params.target, width, drafter.taps)) for width in widths
+        jax.vmap(partial(_target_pass, params.target, width, drafter.taps, grammar))
+        for width in widths
     ]
     if len(branches) == 1:
         outcome = branches[0](keys[:, 1], proposals, states)
@@ -310,9 +320,8 @@ def speculative_step(
         index = jnp.sum(needed > jnp.asarray(widths[:-1]))
         outcome = jax.lax.switch(index, branches, keys[:, 1], proposals, states)
         width = jnp.asarray(widths, jnp.int32)[index]
-    return jax.vmap(partial(_advance, automaton=automaton), in_axes=(0, 0, 0, None))(
-        states, proposals, outcome, width
-    )
+    advance = partial(_advance, automaton=automaton, grammar=grammar)
+    return jax.vmap(advance, in_axes=(0, 0, 0, None))(states, proposals, outcome, width)
 
 
 def _check_shapes(proposals: Proposal, tree_shape: tuple[int, int]) -> None:
@@ -363,6 +372,7 @@ def _target_pass(
     target: LanguageModel,
     width: int,
     taps: tuple[int, ...],
+    grammar: Grammar | None,
     key: PRNGKeyArray,
     proposal: Proposal,
     state: DecodeState,
@@ -379,7 +389,8 @@ def _target_pass(
         taps=taps,
     )
     logits = at_least_float32(target.unembed(hidden.features))
-    warped = warp_logits(logits, context.warp, _penalizing(state, proposal))
+    rules = _rules(state, proposal, grammar_of(context, grammar, state.grammar))
+    warped = warp_logits(logits, context.warp, rules)
     if context.warp.temperature is None:
         verdict = verify_greedy(proposal, warped)
     else:
@@ -396,14 +407,18 @@ def _target_pass(
         return chosen - jax.nn.logsumexp(rows, axis=-1)
 
     # A maximum does not show every NaN: XLA drops them from long rows on CPUs.
-    some_token = jnp.isfinite(jnp.max(warped, axis=-1))
-    finite = some_token & ~jnp.any(jnp.isnan(logits), axis=-1)
+    is_number = ~jnp.any(jnp.isnan(logits), axis=-1)
+    chosen = jnp.isfinite(jnp.max(warped, axis=-1)) & is_number
+    failures = jnp.where(chosen, Stop.RUNNING, Stop.NOT_FINITE)
+    if rules is not None or context.warp.bias is not None:
+        forbidden = is_number & jnp.isfinite(jnp.max(logits, axis=-1))
+        failures = jnp.where(forbidden & ~chosen, Stop.NO_TOKEN, failures)
     return _Outcome(
         verdict=verdict,
         path_kv=select_path(settled(hidden), verdict.path),
         features=hidden.features[path],
         taps=hidden.taps[path],
-        finite=finite[path],
+        failures=failures[path],
         logprobs=None if state.emitted.logprobs is None else logprobs_along_path(logits),
         warped_logprobs=(
             None if state.emitted.warped_logprobs is None else logprobs_along_path(warped)
@@ -411,17 +426,24 @@ def _target_pass(
     )
 
 
-def _penalizing(state: DecodeState, proposal: Proposal) -> Callable[[Array], Array] | None:
-    penalties = state.context.warp.penalties
-    if penalties is None:
+def _rules(
+    state: DecodeState, proposal: Proposal, grammar: RowGrammar | None
+) -> Callable[[Array], Array] | None:
+    """Returns a function that applies penalties and the grammar to the logits of the nodes."""
+    penalties, tree = state.context.warp.penalties, proposal.tree
+    if penalties is None and grammar is None:
         return None
-    return partial(
-        penalize,
-        penalties=penalties,
-        context=state.context,
-        num_emitted=num_emitted(state.stats.accepted),
-        proposal=proposal,
-    )
+
+    def apply(logits: Float[Array, "nodes vocab"]) -> Float[Array, "nodes vocab"]:
+        if penalties is not None:
+            emitted = num_emitted(state.stats.accepted)
+            logits = penalize(logits, penalties, state.context, emitted, proposal)
+        if grammar is not None:
+            allowed = grammar.allowed(grammar.at_nodes(tree, proposal.tokens), tree.depths)
+            logits = jnp.where(allowed, logits, -jnp.inf)
+        return logits
+
+    return apply
 
 
 def num_emitted(accepted: Int[Array, "*rows levels"]) -> Int[Array, "*rows"]:
@@ -443,19 +465,22 @@ def _advance(
     width: Int[Array, ""],
     *,
     automaton: StopAutomaton | None,
+    grammar: Grammar | None,
 ) -> tuple[DecodeState, Info]:
     """Writes one row's verdict into its text, cache and counters."""
     context, verdict = state.context, outcome.verdict
     running = state.stop == Stop.RUNNING
     tokens = _emitted_tokens(proposal, verdict)
+    visited = None if grammar is None else walk(grammar, state.grammar, tokens)
     ending = cut_emitted(
         tokens,
-        outcome.finite,
+        outcome.failures,
         verdict.num_emitted,
         context.room,
         context.stop_ids,
         automaton,
         state.automaton,
+        None if visited is None else is_closed(grammar, visited[1:]),
     )
     count = jnp.where(running, ending.count, 0)
     num_accepted = verdict.num_emitted - 1
@@ -499,5 +524,6 @@ def _advance(
             warped_logprobs=write_fact(state.emitted.warped_logprobs, outcome.warped_logprobs),
         ),
         stats=stats,
+        grammar=None if visited is None else jnp.where(running, visited[count], state.grammar),
     )
     return state, Info(proposal, verdict, tokens, count, width)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import Prompt, begin, samples_of, speculative_step
 from jaxspec.core.forms import exchangeable
+from jaxspec.core.grammar import Grammar
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import DecodeState, Drafter, Info, Params, StateT, StepFn, Stop
 
@@ -119,6 +120,7 @@ def decode(
     params: Params,
     prompts: Prompt,
     automaton: StopAutomaton | None = None,
+    grammar: Grammar | None = None,
     *,
     drafter: Drafter,
     plan: DecodePlan,
@@ -130,13 +132,14 @@ def decode(
         prompts: a `Prompt` whose arrays have a leading batch axis; each makes `plan.num_samples`
             rows.
         automaton: stop strings, shared by the batch.
+        grammar: texts that rows may emit; each begins in the state `prompts.grammar`.
         drafter: the method; static, so equal settings share one program.
         plan: see `plan_decoding`.
 
     Returns:
         The final states: text, lengths, reasons, log-probabilities, counters.
     """
-    step = partial(speculative_step, drafter=drafter, automaton=automaton)
+    step = partial(speculative_step, drafter=drafter, automaton=automaton, grammar=grammar)
     states = _begin_batch(params, prompts, drafter, plan)
     for capacity in plan.capacities:
 
@@ -151,6 +154,7 @@ def decode_stream(
     params: Params,
     prompts: Prompt,
     automaton: StopAutomaton | None = None,
+    grammar: Grammar | None = None,
     *,
     drafter: Drafter,
     plan: DecodePlan,
@@ -168,7 +172,7 @@ def decode_stream(
         if larger and length + drafter.tree_shape[1] > capacity:
             capacity = larger.pop(0)
             states = _grow_stream(states, capacity=capacity)
-        states, info, progress = _step_stream(params, states, automaton, drafter=drafter)
+        states, info, progress = _step_stream(params, states, automaton, grammar, drafter=drafter)
         running, length = jax.device_get(progress)
         yield states, info
 
@@ -199,9 +203,16 @@ def _begin_stream(
 
 @partial(jax.jit, static_argnames=("drafter",), donate_argnames=("states",))
 def _step_stream(
-    params: Params, states: DecodeState, automaton: StopAutomaton | None, *, drafter: Drafter
+    params: Params,
+    states: DecodeState,
+    automaton: StopAutomaton | None,
+    grammar: Grammar | None,
+    *,
+    drafter: Drafter,
 ) -> tuple[DecodeState, Info, Progress]:
-    states, info = speculative_step(params, states, drafter=drafter, automaton=automaton)
+    states, info = speculative_step(
+        params, states, drafter=drafter, automaton=automaton, grammar=grammar
+    )
     return states, info, (unfinished(states), _longest(states))
 
 

@@ -1,4 +1,4 @@
-"""Ends of a row: a stop id, a stop string, the token budget, or logits that are not finite."""
+"""Ends of a row: a stop id or string, a grammar, the token budget, or no token to choose."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -77,23 +77,27 @@ class Ending(NamedTuple):
 
 def cut_emitted(
     emitted: Int[Array, " length"],
-    finite: Bool[Array, " length"],
+    failures: Int[Array, " length"],
     count: Int[Array, ""],
     room: Int[Array, ""],
     stop_ids: Int[Array, " stop_ids"],
     automaton: StopAutomaton | None,
     automaton_state: Int[Array, ""],
+    closes: Bool[Array, " length"] | None = None,
 ) -> Ending:
     """Cuts a step's tokens at the first reason to stop; a stop id or string is kept whole.
 
     Args:
         emitted: tokens of this step, in order.
-        finite: False where the logits that gave a token were not finite: it is not emitted.
+        failures: reasons why no token could be chosen, such as logits that are not finite: what
+            stands there is not emitted. `Stop.RUNNING` where one was chosen.
         count: how many of `emitted` verification granted.
         room: how many may still be emitted.
         stop_ids: ids that end the row, padded with -1.
         automaton: the stop strings, `None` without any.
         automaton_state: where the row stands in the automaton.
+        closes: True for tokens that complete a text of the grammar which nothing may follow; `None`
+            without one.
     """
     order = jnp.arange(emitted.shape[0])
     is_stop = jnp.any(emitted[:, None] == stop_ids[None, :], axis=1)
@@ -112,14 +116,17 @@ def cut_emitted(
         visited = jnp.concatenate([automaton_state[None], reached])
 
     # If one token is both, the string counts: its text is to be cut.
-    reasons = jnp.where(completes, Stop.STRING, jnp.where(is_stop, Stop.TOKEN, Stop.RUNNING))
+    closed = Stop.RUNNING if closes is None else jnp.where(closes, Stop.GRAMMAR, Stop.RUNNING)
+    reasons = jnp.where(completes, Stop.STRING, jnp.where(is_stop, Stop.TOKEN, closed))
     never = emitted.shape[0] + 1  # past any number of tokens a step can give
     ends = (reasons != Stop.RUNNING) & (order < count)
     end = jnp.min(jnp.where(ends, order + 1, never))
-    bad = jnp.min(jnp.where(finite | (order >= count), never, order))
+    failed = (failures != Stop.RUNNING) & (order < count)
+    bad = jnp.min(jnp.where(failed, order, never))
     kept = jnp.minimum(jnp.minimum(count, room), jnp.minimum(end, bad))
 
-    stop = jnp.where(kept == bad, Stop.NOT_FINITE, Stop.RUNNING)
+    last = emitted.shape[0] - 1
+    stop = jnp.where(kept == bad, failures[jnp.minimum(kept, last)], Stop.RUNNING)
     stop = jnp.where(kept == room, Stop.LENGTH, stop)
     stop = jnp.where(kept == end, reasons[jnp.maximum(kept - 1, 0)], stop)
     return Ending(kept.astype(jnp.int32), stop.astype(jnp.int32), visited[kept].astype(jnp.int32))

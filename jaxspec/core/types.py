@@ -22,6 +22,8 @@ class Stop(IntEnum):
     STRING = 2  # a stop string was completed
     LENGTH = 3  # `max_new_tokens` or the context was used up
     NOT_FINITE = 4  # the target gave NaN, or no token with finite logits
+    GRAMMAR = 5  # the text is one of the grammar, and no longer one begins with it
+    NO_TOKEN = 6  # bans, penalties and the grammar together forbid every token
 
 
 class LayerKV(NamedTuple):
@@ -190,6 +192,8 @@ class Context(NamedTuple):
         length: tokens in the text. The last of them is pending: `cache.length == length - 1`.
         room: tokens that may still be emitted.
         stop_ids: ids that end the row; -1 where unused.
+        grammar: for drafters, the `core.grammar.RowGrammar` that the text obeys; `None` without
+            one, and in states.
     """
 
     tokens: Int[Array, " places"]
@@ -199,6 +203,7 @@ class Context(NamedTuple):
     warp: Warp
     cache: KVCache
     recent: Recent
+    grammar: Any = None
 
 
 class Emitted(NamedTuple):
@@ -239,6 +244,7 @@ class DecodeState(NamedTuple):
     Attributes:
         draft: the drafter's own state, `()` if it has none.
         automaton: where the row stands in the stop-string automaton; 0 without one.
+        grammar: where it stands in the grammar; `None` without one.
     """
 
     context: Context
@@ -248,6 +254,7 @@ class DecodeState(NamedTuple):
     automaton: Int[Array, ""]
     emitted: Emitted
     stats: Stats
+    grammar: Int[Array, ""] | None = None
 
 
 class Info(NamedTuple):

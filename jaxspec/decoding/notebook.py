@@ -25,6 +25,8 @@ _FINISH = {
     "stop_string": "ended by a stop string",
     "length": "token budget or context used up",
     "not_finite": "ended by logits that were not finite",
+    "grammar": "complete by its grammar",
+    "no_token": "ended where settings forbid every token",
     "running": "still running",
 }
 

@@ -28,6 +28,7 @@ from jaxspec.checkpoint.files import read_json, write_json
 from jaxspec.compilation import cache_folder
 from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import speculative_step
+from jaxspec.core.grammar import Grammar
 from jaxspec.core.loop import run, unfinished
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import DecodeState, Drafter, Params, PyTree
@@ -260,7 +261,7 @@ def _loop(request: Request) -> Callable[[], DecodeState]:
     """Reads the prompts; returns the loop over the steps that follow."""
     states, _ = next(request.decode_stream())
     capacity = request.plan.capacities[-1]
-    finish = partial(_finish, request.params, states, request.automaton)
+    finish = partial(_finish, request.params, states, request.automaton, request.grammar)
 
     def loop() -> DecodeState:
         with on_mesh_of(request.params):
@@ -275,11 +276,12 @@ def _finish(
     params: Params,
     states: DecodeState,
     automaton: StopAutomaton | None,
+    grammar: Grammar | None,
     *,
     drafter: Drafter,
     capacity: int,
 ) -> DecodeState:
-    step = partial(speculative_step, drafter=drafter, automaton=automaton)
+    step = partial(speculative_step, drafter=drafter, automaton=automaton, grammar=grammar)
     return run(step, params, pad_caches(states, capacity), unfinished)
 
 

@@ -15,9 +15,11 @@ import numpy as np
 from jaxspec.checkpoint.memory import check_rows_fit
 from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.core.decode import Prompt
+from jaxspec.core.grammar import Grammar
 from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
 from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Penalties, Warp
+from jaxspec.decoding.grammars import compiled, languages_of
 from jaxspec.decoding.result import text_of
 from jaxspec.drafters import DrafterLike, LoadedDrafter, loaded_drafter
 from jaxspec.drafters.loaded import OtherTargetError
@@ -113,6 +115,14 @@ class GenerationConfig:
         no_repeat_ngram_size: n-grams of this many tokens occur once in the text at most; 0 allows
             all.
         min_new_tokens: no stop id is emitted before so many tokens.
+        choices: texts, one of which the output must be; or a list of them for each prompt. This
+            and the two below ban, at every place, the tokens that no such text goes on with, and
+            from `max_new_tokens` on backwards those that leave no room to end it. The output ends
+            with a stop id, or where nothing may follow.
+        regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`
+            without look-around; or one for each prompt. Needs the extra `grammar`.
+        json_schema: a JSON schema that the output is valid for, as a dictionary, JSON, or a model
+            class of pydantic; or one for each prompt. Needs the extra `grammar`.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -143,6 +153,9 @@ class GenerationConfig:
     frequency_penalty: PerPrompt | None = None
     no_repeat_ngram_size: int | Sequence[int] | None = None
     min_new_tokens: int | Sequence[int] | None = None
+    choices: Sequence[str] | Sequence[Sequence[str]] | None = None
+    regex: str | Sequence[str] | None = None
+    json_schema: Any = None
 
     def __post_init__(self):
         for name in ("max_new_tokens", "top_k", "num_samples"):
@@ -167,6 +180,7 @@ class GenerationConfig:
         for name, rule in PENALTIES.items():
             if (values := getattr(self, name)) is not None:
                 check_numbers(name, values, rule.requirement, rule.holds)
+        languages_of(self.choices, self.regex, self.json_schema)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -203,6 +217,7 @@ class Request:
         params: weights of the target and of the drafter.
         prompts: one entry per prompt, for `plan.num_samples` rows each.
         automaton: finds the stop strings; `None` without any.
+        grammar: texts that may be emitted; `None` for any.
         drafter: the method, without its weights.
         plan: static settings of the program.
         prompt_lengths: one per row.
@@ -213,6 +228,7 @@ class Request:
     params: Params
     prompts: Prompt
     automaton: StopAutomaton | None
+    grammar: Grammar | None
     drafter: Drafter
     plan: DecodePlan
     prompt_lengths: tuple[int, ...]
@@ -246,11 +262,11 @@ class Request:
             lowered = decode.lower(*self._arrays(), drafter=self.drafter, plan=self.plan)
             return peak_bytes(lowered.compile())
 
-    def _arrays(self) -> tuple[Params, Prompt, StopAutomaton | None]:
+    def _arrays(self) -> tuple[Params, Prompt, StopAutomaton | None, Grammar | None]:
         """Arguments of the programs, the rows spread over the devices that the model lies on."""
         mesh = mesh_of(self.params)
         prompts = self.prompts if mesh is None else spread_rows(mesh, self.prompts)
-        return self.params, prompts, self.automaton
+        return self.params, prompts, self.automaton, self.grammar
 
     def prompt_tokens(self, row: int) -> np.ndarray:
         """Returns the ids of a row's prompt."""
@@ -285,8 +301,10 @@ def prepare(
         return one_per_prompt(name, getattr(config, name), len(encoded), dtype)
 
     budget: Any = per_prompt("max_new_tokens", np.int32)
+    grammar, starts = grammar_asked(model, config, len(encoded))
     requested = Prompt(
         **arrays,
+        grammar=starts,
         room=np.minimum(budget, model.max_positions - lengths),
         warp=warps_of(model, config, per_prompt, len(encoded)),
     )
@@ -309,6 +327,7 @@ def prepare(
         params=Params(model.network, loaded.params),
         prompts=requested,
         automaton=automaton_of(model, config),
+        grammar=grammar,
         drafter=loaded.drafter,
         plan=plan,
         prompt_lengths=tuple(row_lengths.tolist()),
@@ -723,6 +742,32 @@ def automaton_of(model: Vocabulary, config: GenerationConfig) -> StopAutomaton |
     if model.tokenizer is None:
         raise ValueError(f"stop: {model.name} has no tokenizer; use stop_token_ids instead.")
     return _automaton_of(model.tokenizer, config.stop_strings, model.vocab_size)
+
+
+def grammar_asked(
+    model: Vocabulary, config: GenerationConfig, num_prompts: int
+) -> tuple[Grammar | None, np.ndarray | None]:
+    """Returns the texts that may be emitted, and the state that each prompt's begins in.
+
+    Raises:
+        ValueError: the model has no tokenizer, a language cannot be read or spelled, or there are
+            not as many as prompts.
+        MissingExtra: the compiler of regular expressions is not installed.
+    """
+    languages = languages_of(config.choices, config.regex, config.json_schema)
+    if languages is None:
+        return None, None
+    setting = languages[0].setting
+    if model.tokenizer is None:
+        raise ValueError(
+            f"{setting}: {model.name} has no tokenizer to spell texts with; use allowed_token_ids."
+        )
+    different = tuple(dict.fromkeys(languages))
+    grammar, states = compiled(model.tokenizer, model.vocab_size, different)
+    starts = [states[different.index(language)] for language in languages]
+    if len(starts) == 1:
+        starts *= num_prompts
+    return grammar, one_per_prompt(setting, starts, num_prompts, np.int32)
 
 
 @functools.lru_cache(maxsize=16)  # a large vocabulary takes a second, and calls repeat their stops

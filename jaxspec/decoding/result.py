@@ -25,6 +25,8 @@ FINISH_REASONS = {
     Stop.STRING: "stop_string",
     Stop.LENGTH: "length",
     Stop.NOT_FINITE: "not_finite",
+    Stop.GRAMMAR: "grammar",
+    Stop.NO_TOKEN: "no_token",
 }
 
 
@@ -111,8 +113,9 @@ class Generation:
         tokens: ids emitted, the stop id or the token that completed a stop string included.
         text: their text, special tokens left out, cut before a stop string; `None` without a
             tokenizer.
-        finish_reason: "stop_token", "stop_string", "length" (budget or context used up) or
-            "not_finite" (the target gave no usable logits).
+        finish_reason: "stop_token", "stop_string", "length" (budget or context used up), "grammar"
+            (the text is complete and nothing may follow), "no_token" (settings forbid every token)
+            or "not_finite" (the target gave no usable logits).
         from_draft: one entry per token: True if it was drafted and accepted, False if the target
             chose it.
         logprobs: the target's log-probability of each token before warping; `None` if not asked.

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.checks import check_at_least, check_share
+from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import bank, choose_children, tree_proposal
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
@@ -298,7 +299,9 @@ class BlockSettings:
 
         def choose() -> tuple[Choices, PyTree]:
             tokens = jnp.full(self.block, mask_token_id, jnp.int32)
-            kept, choices = None, []
+            kept, choices, standing = None, [], None
+            if context.grammar is not None:
+                standing = context.grammar.state[None]
             ends = [-(-step * self.block // self.steps) for step in range(self.steps + 1)]
             for step, step_key in enumerate(jax.random.split(key, self.steps)):
                 part = slice(ends[step], min(ends[step + 1], self.depth))
@@ -306,7 +309,13 @@ class BlockSettings:
                 logits = fit_vocab(unembed(features[part]), vocab_size)
                 if mask_token_id < vocab_size:
                     logits = logits.at[:, mask_token_id].set(-jnp.inf)
-                choices.append(self._choose(step_key, logits, warp))
+                if context.grammar is None:
+                    choices.append(self._choose(step_key, logits, warp))
+                else:
+                    chosen, standing = self._choose_in_turn(
+                        step_key, logits, warp, context.grammar, standing, part.start
+                    )
+                    choices.append(chosen)
                 if self.steps > 1:
                     tokens = tokens.at[part].set(choices[-1].tokens[:, 0])
             return Choices(*map(jnp.concatenate, zip(*choices, strict=True))), kept
@@ -344,6 +353,35 @@ class BlockSettings:
         scores, tokens = (jnp.stack(part) for part in zip(*best, strict=True))
         totals = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         return Choices(tokens.astype(jnp.int32), scores - totals)
+
+    def _choose_in_turn(
+        self,
+        key: PRNGKeyArray,
+        logits: Float[Array, "positions vocab"],
+        warp: Warp,
+        grammar: RowGrammar,
+        standing: Int[Array, "1"],
+        start: int,
+    ) -> tuple[Choices, Int[Array, "1"]]:
+        """Chooses position by position, as the grammar goes on after the first token of each.
+
+        Later tokens of a position begin other paths of a tree, which may leave the grammar.
+
+        Args:
+            key: for sampled tokens.
+            logits: of the positions.
+            warp: of the drafts.
+            grammar: of the row.
+            standing: state of the grammar before the first position.
+            start: number of the first position.
+        """
+        choices = []
+        for place, place_key in enumerate(jax.random.split(key, len(logits))):
+            row = logits[place : place + 1]
+            row = grammar.keep(row, standing, start + place, warp.bias)
+            choices.append(self._choose(place_key, row, warp))
+            standing = grammar.after(standing, choices[-1].tokens[:, 0])
+        return Choices(*map(jnp.concatenate, zip(*choices, strict=True))), standing
 
     def offer(self, choices: Choices, root: Int[Array, ""], *, drawn: bool) -> Proposal:
         """The proposal that choices make, every node valid; `drawn`: they are sampled."""

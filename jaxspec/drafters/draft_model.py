@@ -140,6 +140,7 @@ class DraftModel:
             params.draft.unembed,
             forward,
             vocab_size,
+            grammar=context.grammar,
         )
         return proposal, cache
 

@@ -124,6 +124,7 @@ class Eagle:
             forward,
             target.vocab_size,
             head.draft_ids,
+            context.grammar,
         )
         return proposal, state
 

@@ -6,7 +6,7 @@ seen, make the tree. Any head of `jaxspec.models.eagle` can be used, also those 
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -101,21 +101,28 @@ class Eagle2:
     def _expand(self, params: Params, state: EagleState, context: Context) -> Pool:
         """Returns every child that a beam search with the head considers."""
         target, head, beam = params.target, params.draft, self.beam
+        grammar = context.grammar
 
-        def best_children(states: Float[Array, "nodes embed"]):
+        def best_children(states: Float[Array, "nodes embed"], standing: Any, depth: int):
+            """Returns the likeliest tokens after nodes; `standing`: their states of the grammar."""
             logits = head.unembed(target, states)
             if context.warp.bias is not None:
                 bias = context.warp.bias
                 logits = logits + (bias if head.draft_ids is None else bias[head.draft_ids])[None]
+            if grammar is not None:
+                logits = grammar.keep(logits, standing, depth, ids=head.draft_ids)
             logprobs, choices = jax.lax.top_k(jax.nn.log_softmax(logits, axis=-1), beam)
             tokens = choices if head.draft_ids is None else head.draft_ids[choices]
             return tokens.astype(jnp.int32), logprobs
 
-        choices, logprobs = best_children(state.state[None])
+        standing = None if grammar is None else grammar.state[None]
+        choices, logprobs = best_children(state.state[None], standing, 0)
         tokens, scores = choices[0], logprobs[0]
         pools = [Pool(tokens, jnp.full(beam, -1, jnp.int32), scores)]
         places = jnp.arange(beam, dtype=jnp.int32)  # of the beam's nodes in the pool
         states = jnp.broadcast_to(state.state[None], (beam, state.state.shape[0]))
+        if grammar is not None:
+            standing = grammar.after(jnp.repeat(standing, beam), tokens)
         scratch: Scratch | None = None
         above = jnp.zeros((beam, 0), bool)  # which nodes of earlier beams each descends from
         for level in range(1, self.depth + 1):
@@ -128,7 +135,7 @@ class Eagle2:
                 scratch=scratch,
             )
             scratch = extend(scratch, hidden.new_kv)
-            choices, logprobs = best_children(hidden.features)
+            choices, logprobs = best_children(hidden.features, standing, level)
             created = Pool(
                 choices.reshape(-1),
                 jnp.repeat(places, beam),
@@ -140,5 +147,7 @@ class Eagle2:
             parents = best // beam  # within the beam just expanded
             tokens, places = created.tokens[best], (first + best).astype(jnp.int32)
             states = hidden.features[parents]
+            if grammar is not None:
+                standing = grammar.after(standing[parents], tokens)
             above = jnp.concatenate([above, jnp.eye(beam, dtype=bool)], axis=1)[parents]
         return Pool(*(jnp.concatenate(parts) for parts in zip(*pools, strict=True)))

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
 from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS
 from jaxspec.core.forms import exchangeable
+from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import choose_children, tree_proposal
 from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import Hidden, LayerKV, Proposal, Tree, Warp
@@ -42,6 +43,7 @@ def grow_tree(
     forward: LevelPass,
     vocab_size: int,
     draft_ids: Int[Array, " draft_vocab"] | None = None,
+    grammar: RowGrammar | None = None,
 ) -> Proposal:
     """Chooses the children of every node from the draft model's distribution at it.
 
@@ -58,6 +60,7 @@ def grow_tree(
         forward: the pass of one level.
         vocab_size: of the target.
         draft_ids: the target's id of each draft logit; `None`: the same, except for padding.
+        grammar: of the row.
 
     Raises:
         ValueError: a node has more children than there are tokens to draft.
@@ -76,6 +79,7 @@ def grow_tree(
     tokens = root[None]
     features, above = feature, np.zeros(1, np.int32)  # of the nodes `above`
     scratch, scratch_nodes, distributions = None, np.zeros(0, np.int32), []
+    states = None if grammar is None else grammar.state[None]
     depth = tree.paths.shape[1] - 1
     for level, level_key in enumerate(jax.random.split(key, depth)):
         expanded = np.flatnonzero((tree.depths == level) & has_child)
@@ -93,13 +97,17 @@ def grow_tree(
         logits = unembed(features)
         if draft_ids is None:
             logits = fit_vocab(logits, vocab_size)
+        if grammar is not None:
+            logits = grammar.keep(logits, states[expanded], level, warp.bias, draft_ids)
         choices, logprobs = choose_children(level_key, logits, warp, branch)
         below = np.flatnonzero(tree.depths == level + 1)
         rows = np.searchsorted(expanded, tree.parents[below])
         chosen = take_rows(choices.reshape(-1), rows * branch + tree.ranks[below])
-        tokens = jnp.concatenate(
-            [tokens, chosen if draft_ids is None else lookup_ids(draft_ids, chosen)]
-        )
+        chosen = chosen if draft_ids is None else lookup_ids(draft_ids, chosen)
+        tokens = jnp.concatenate([tokens, chosen])
+        if grammar is not None:
+            moved = grammar.after(states[tree.parents[below]], chosen)
+            states = jnp.concatenate([states, moved])
         distributions.append(logprobs)
     draft_logprobs = None
     if warp.temperature is not None:

@@ -109,6 +109,7 @@ class _Draft(NamedTuple):
         scratch: keys and values of the drafted tokens; `None` in a layer without attention.
         count: drafted tokens.
         sure: False after a token below the threshold.
+        standing: the draft's state of the grammar; `None` without one.
     """
 
     tokens: Int[Array, " nodes"]
@@ -116,6 +117,7 @@ class _Draft(NamedTuple):
     scratch: tuple[LayerKV | None, ...]
     count: Int[Array, ""]
     sure: Bool[Array, ""]
+    standing: Int[Array, ""] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +286,7 @@ class LayerSkip:
         longest: Int[Array, ""],
         context: Context,
     ) -> _Draft:
-        target, size = params.target, self.num_speculative_tokens
+        target, size, grammar = params.target, self.num_speculative_tokens, context.grammar
         skip = self._set(params.draft)
         keys = jax.random.split(key, size)
         places = jnp.arange(size)
@@ -304,6 +306,8 @@ class LayerSkip:
                 skip=skip,
             )
             logits = target.unembed(hidden.features)
+            if grammar is not None:
+                logits = grammar.keep(logits, draft.standing[None], at, context.warp.bias)
             choices, logprobs = choose_children(keys[at], logits, context.warp, 1)
             token = choices[0, 0]
             # The exit reads the unwarped distribution, at a token that is kept either way.
@@ -317,6 +321,7 @@ class LayerSkip:
                 ),
                 count=at + 1,
                 sure=confidence >= threshold,
+                standing=None if grammar is None else grammar.after(draft.standing, token),
             )
 
         kv_heads, head_dim, _ = context.cache.layers[0].keys.shape
@@ -334,6 +339,7 @@ class LayerSkip:
             scratch=tuple(None if skipped else no_keys for skipped in absent),
             count=jnp.int32(0),
             sure=jnp.bool_(True),
+            standing=None if grammar is None else grammar.state,
         )
         return jax.lax.while_loop(continues, draw, start)
 

@@ -7,10 +7,12 @@ Saxena 2023, "Prompt Lookup Decoding"; the same rule as `prompt_lookup_num_token
 import dataclasses
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxspec.core.checks import check_at_least, check_one_of
+from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import bank, chain_proposal
 from jaxspec.core.types import Context, Hidden, Params, Proposal
 
@@ -20,6 +22,8 @@ class PromptLookup:
     """Matches the text's last n tokens, n from `max_ngram` down to 1, against what came before.
 
     It needs no weights, and pays if output repeats input (summaries, edits, code).
+
+    Where a grammar forces the text, that text is drafted after the continuation, or without one.
 
     Attributes:
         num_speculative_tokens: longest continuation to draft.
@@ -73,6 +77,8 @@ class PromptLookup:
         is_stop = jnp.any(drafted[:, None] == context.stop_ids[None, :], axis=1)
         before_stop = jnp.cumsum(is_stop) == 0
         valid = (start > 0) & (places < length) & before_stop
+        if context.grammar is not None:
+            drafted, valid = _within_grammar(drafted, valid, context.grammar)
         root = tokens[length - 1]
         return chain_proposal(
             jnp.concatenate([root[None], drafted]), jnp.concatenate([jnp.ones(1, bool), valid])
@@ -97,3 +103,21 @@ class PromptLookup:
                 chosen = jnp.max(jnp.where(found, places, -1))
             start = jnp.where(jnp.any(found), chosen, start)
         return start.astype(jnp.int32)
+
+
+def _within_grammar(
+    drafted: Int[Array, " drafts"], valid: Bool[Array, " drafts"], grammar: RowGrammar
+) -> tuple[Int[Array, " drafts"], Bool[Array, " drafts"]]:
+    """Returns a draft without what the grammar forbids, and after it the text that it forces."""
+
+    def choose(carry, found):
+        standing, follows, goes_on = carry
+        token, is_valid = found
+        follows &= is_valid & (grammar.after(standing, token) >= 0)
+        token = jnp.where(follows, token, grammar.grammar.guesses[standing])
+        goes_on &= token >= 0
+        token = jnp.maximum(token, 0)
+        return (grammar.after(standing, token), follows, goes_on), (token, goes_on)
+
+    start = (grammar.state, jnp.bool_(True), jnp.bool_(True))
+    return jax.lax.scan(choose, start, (drafted, valid))[1]

@@ -58,6 +58,9 @@ def stream_text(
         ("num_samples", config.num_samples, 1),
         ("logprobs", config.logprobs, False),
         ("warped_logprobs", config.warped_logprobs, False),
+        ("choices", config.choices, None),
+        ("regex", config.regex, None),
+        ("json_schema", config.json_schema, None),
     ):
         if value != only:
             raise ValueError(f"{name}: only {only} is possible on LiteRT, got {value}.")
