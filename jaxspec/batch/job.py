@@ -36,8 +36,8 @@ from jaxspec.decoding.request import (
     PENALTIES,
     GenerationConfig,
     automaton_of,
-    grammar_asked,
     check_request,
+    grammar_asked,
     with_rules_of,
 )
 from jaxspec.decoding.result import HostRow, host_rows, text_of

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxspec import native
 from jaxspec.core import masks
@@ -471,7 +471,10 @@ def _advance(
     context, verdict = state.context, outcome.verdict
     running = state.stop == Stop.RUNNING
     tokens = _emitted_tokens(proposal, verdict)
-    visited = None if grammar is None else walk(grammar, state.grammar, tokens)
+    visited = closes = None
+    if grammar is not None and state.grammar is not None:
+        visited = walk(grammar, state.grammar, tokens)
+        closes = is_closed(grammar, visited[1:])
     ending = cut_emitted(
         tokens,
         outcome.failures,
@@ -480,7 +483,7 @@ def _advance(
         context.stop_ids,
         automaton,
         state.automaton,
-        None if visited is None else is_closed(grammar, visited[1:]),
+        closes,
     )
     count = jnp.where(running, ending.count, 0)
     num_accepted = verdict.num_emitted - 1
@@ -524,6 +527,6 @@ def _advance(
             warped_logprobs=write_fact(state.emitted.warped_logprobs, outcome.warped_logprobs),
         ),
         stats=stats,
-        grammar=None if visited is None else jnp.where(running, visited[count], state.grammar),
+        grammar=None if visited is None else jnp.where(running, visited[count], visited[0]),
     )
     return state, Info(proposal, verdict, tokens, count, width)

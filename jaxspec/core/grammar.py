@@ -170,59 +170,61 @@ def grammar_over_tokens(
         >>> grammar.table[0][grammar.kinds].tolist(), grammar.least.tolist()
         ([-1, 1, -1, 2], [1, 0, 0])
     """
-    # Bytes that move every state alike are one, so most tokens of the inside of a text are one, too.
-    columns, classes = np.unique(by_byte, axis=1, return_inverse=True)
-    class_of = bytes(classes.reshape(-1).astype(np.uint8))
-    number_of = {b"": _SILENT}
-    numbers = np.array(
-        [number_of.setdefault(token.translate(class_of), len(number_of)) for token in token_bytes]
-    )
-    spelled, alike = _alike(_walk_bytes(columns, list(number_of)[1:]))
-    moves = np.column_stack([np.full(len(by_byte), _DEAD), spelled])
-    kinds = np.concatenate([[_SILENT], 1 + alike])[numbers]
+    moves, kinds = _read_tokens(by_byte, token_bytes)
     least = _fewest_tokens(moves, ends)
     moves = np.where((moves >= 0) & (least[moves] < NEVER), moves, _DEAD)
-    guesses = [
-        _forced_token(np.flatnonzero(moves[state, kinds] >= 0), token_bytes) if not end else _DEAD
-        for state, end in enumerate(ends)
-    ]
     return Grammar(
         jnp.asarray(moves, jnp.int32),
         jnp.asarray(kinds, jnp.int32),
         jnp.asarray(ends),
         jnp.asarray(ends & (moves < 0).all(axis=1)),
         jnp.asarray(least, jnp.int32),
-        jnp.asarray(guesses, jnp.int32),
+        jnp.asarray(_forced_tokens(moves, kinds, ends, token_bytes), jnp.int32),
     )
 
 
-def _walk_bytes(step: np.ndarray, texts: Sequence[bytes]) -> np.ndarray:
-    """Returns `[states, texts]`, the state after each text; -1 where it cannot be read."""
-    num_states, num_classes = step.shape
-    # One more state is dead, and every byte keeps it so.
-    step = np.vstack([np.where(step < 0, num_states, step), np.full(num_classes, num_states)])
-    lengths = np.array([len(text) for text in texts], int)
-    longest = max(lengths, default=0)
-    padded = np.frombuffer(b"".join(text.ljust(longest, b"\0") for text in texts), np.uint8)
-    padded = padded.reshape(len(texts), longest)
-    table = np.repeat(np.arange(num_states)[:, None], len(texts), axis=1)
+def _read_tokens(
+    by_byte: np.ndarray, token_bytes: Sequence[bytes]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `[states, kinds]`, the state after a token of each kind, and the kind of each token.
+
+    Most beginnings of tokens move all states as others do, so only different moves are followed.
+    """
+    num_states = len(by_byte)
+    # Each row is a move: the state after it, by the state before. One more state is dead.
+    steps = np.full((256, num_states + 1), num_states)
+    steps[:, :-1] = np.where(by_byte < 0, num_states, by_byte).T
+    weights = np.random.default_rng(0).integers(1, 2**62, num_states + 1, np.int64)
+    moves = [np.arange(num_states + 1)]
+    number_of = {int(weights @ moves[0]): 0}
+    lengths = np.array([len(token) for token in token_bytes])
+    longest = lengths.max()
+    padded = b"".join(token.ljust(longest, b"\0") for token in token_bytes)
+    padded = np.frombuffer(padded, np.uint8).reshape(len(token_bytes), longest).astype(int)
+    numbers = np.zeros(len(token_bytes), int)
     for place in range(longest):
         (longer,) = np.nonzero(lengths > place)
-        table[:, longer] = step[table[:, longer], padded[None, longer, place]]
-    return np.where(table == num_states, _DEAD, table)
-
-
-def _alike(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the different columns of a table, and which of them each column is."""
-    # Sums with random weights tell columns apart; sorting whole columns takes minutes.
-    weights = np.random.default_rng(0).integers(1, 2**62, len(table), np.int64)
-    _, first, inverse = np.unique(weights @ table, return_index=True, return_inverse=True)
-    assert (table[:, first][:, inverse] == table).all(), "two columns have one sum"
-    return table[:, first], inverse
+        pairs, inverse = np.unique(
+            numbers[longer] * 256 + padded[longer, place], return_inverse=True
+        )
+        reached = np.zeros(len(pairs), int)
+        for index, (number, byte) in enumerate(zip(*divmod(pairs, 256), strict=True)):
+            move = steps[byte][moves[number]]
+            # The sum with random weights tells moves apart.
+            reached[index] = number_of.setdefault(int(weights @ move), len(moves))
+            if reached[index] == len(moves):
+                moves.append(move)
+        numbers[longer] = reached[inverse]
+    used, kinds = np.unique(numbers[lengths > 0], return_inverse=True)
+    silent = np.full(num_states, num_states)
+    table = np.stack([silent, *(moves[number][:-1] for number in used)], axis=1)
+    kind_of = np.full(len(token_bytes), _SILENT)
+    kind_of[lengths > 0] = 1 + kinds
+    return np.where(table == num_states, _DEAD, table), kind_of
 
 
 def _fewest_tokens(moves: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Returns the fewest tokens from each state to the end of a text; `NEVER` where there is none."""
+    """Returns the fewest tokens from each state to the end of a text, or `NEVER`."""
     least = np.where(ends, 0, NEVER)
     while True:
         through = np.where(moves >= 0, least[moves], NEVER).min(axis=1) + 1
@@ -232,10 +234,16 @@ def _fewest_tokens(moves: np.ndarray, ends: np.ndarray) -> np.ndarray:
         least = nearer
 
 
-def _forced_token(ids: np.ndarray, token_bytes: Sequence[bytes]) -> int:
-    """Returns the longest of tokens that all begin it; -1 where they part."""
-    if not 0 < len(ids) <= _MOST_FORCED:
-        return _DEAD
-    longest = max(ids.tolist(), key=lambda token: len(token_bytes[token]))
-    text = token_bytes[longest]
-    return longest if all(text.startswith(token_bytes[token]) for token in ids) else _DEAD
+def _forced_tokens(
+    moves: np.ndarray, kinds: np.ndarray, ends: np.ndarray, token_bytes: Sequence[bytes]
+) -> list[int]:
+    """Returns the longest token of each state, if all its tokens begin that one; -1 elsewhere."""
+    sizes, forced = np.bincount(kinds, minlength=moves.shape[1]), []
+    for after, end in zip(moves, ends, strict=True):
+        forced.append(_DEAD)
+        if not end and 0 < sizes[after >= 0].sum() <= _MOST_FORCED:
+            ids = np.flatnonzero(after[kinds] >= 0).tolist()
+            longest = max(ids, key=lambda token: len(token_bytes[token]))
+            if all(token_bytes[longest].startswith(token_bytes[token]) for token in ids):
+                forced[-1] = longest
+    return forced

@@ -142,12 +142,16 @@ def _machine(language: Language) -> ByteMachine:
     (text,) = language.texts
     with needs_extra(language.setting, "grammar"):
         import outlines_core
-        from outlines_core.json_schema import build_regex_from_schema
+    compiler: Any = outlines_core
     try:
-        regex = text if language.setting == "regex" else build_regex_from_schema(text)
+        regex = (
+            text
+            if language.setting == "regex"
+            else compiler.json_schema.build_regex_from_schema(text)
+        )
         # A vocabulary of single bytes, so that the index is the machine over bytes itself.
-        vocabulary = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-        index = outlines_core.Index(regex, vocabulary)
+        vocabulary = compiler.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+        index = compiler.Index(regex, vocabulary)
     except Exception as error:  # the library raises several kinds, some of them bare `Exception`s
         raise ValueError(f"{language.setting}: {error} (in {text!r:.80}).") from None
     moves = index.get_transitions()

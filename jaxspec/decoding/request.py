@@ -746,7 +746,7 @@ def automaton_of(model: Vocabulary, config: GenerationConfig) -> StopAutomaton |
 
 def grammar_asked(
     model: Vocabulary, config: GenerationConfig, num_prompts: int
-) -> tuple[Grammar | None, np.ndarray | None]:
+) -> tuple[Grammar | None, Any]:
     """Returns the texts that may be emitted, and the state that each prompt's begins in.
 
     Raises:

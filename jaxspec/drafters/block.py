@@ -8,7 +8,7 @@ or a tree that is built for each row and step. Drafting costs one pass at any de
 import dataclasses
 from collections.abc import Callable
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -299,7 +299,8 @@ class BlockSettings:
 
         def choose() -> tuple[Choices, PyTree]:
             tokens = jnp.full(self.block, mask_token_id, jnp.int32)
-            kept, choices, standing = None, [], None
+            kept, choices = None, []
+            standing: Any = None
             if context.grammar is not None:
                 standing = context.grammar.state[None]
             ends = [-(-step * self.block // self.steps) for step in range(self.steps + 1)]

@@ -115,7 +115,7 @@ class Eagle2:
             tokens = choices if head.draft_ids is None else head.draft_ids[choices]
             return tokens.astype(jnp.int32), logprobs
 
-        standing = None if grammar is None else grammar.state[None]
+        standing: Any = None if grammar is None else grammar.state[None]
         choices, logprobs = best_children(state.state[None], standing, 0)
         tokens, scores = choices[0], logprobs[0]
         pools = [Pool(tokens, jnp.full(beam, -1, jnp.int32), scores)]

@@ -1,7 +1,7 @@
 """Trees that several drafters share: static ones grown level by level, the best of a pool."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def grow_tree(
     tokens = root[None]
     features, above = feature, np.zeros(1, np.int32)  # of the nodes `above`
     scratch, scratch_nodes, distributions = None, np.zeros(0, np.int32), []
-    states = None if grammar is None else grammar.state[None]
+    states: Any = None if grammar is None else grammar.state[None]
     depth = tree.paths.shape[1] - 1
     for level, level_key in enumerate(jax.random.split(key, depth)):
         expanded = np.flatnonzero((tree.depths == level) & has_child)

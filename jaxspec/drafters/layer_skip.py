@@ -117,7 +117,7 @@ class _Draft(NamedTuple):
     scratch: tuple[LayerKV | None, ...]
     count: Int[Array, ""]
     sure: Bool[Array, ""]
-    standing: Int[Array, ""] | None
+    standing: Any
 
 
 @dataclasses.dataclass(frozen=True)

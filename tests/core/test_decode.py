@@ -111,7 +111,7 @@ def test_a_row_that_may_emit_nothing_ends_at_once():
     bias = jnp.stack([jnp.full(VOCAB, -jnp.inf), jnp.zeros(VOCAB)])
     warp = Warp(temperature=jnp.zeros(2), bias=bias)
     states = count_on(counting(), "plain", [0, 0], warp=warp)
-    assert stops(states) == [Stop.NOT_FINITE, Stop.LENGTH]
+    assert stops(states) == [Stop.NO_TOKEN, Stop.LENGTH]
     assert emitted(states) == [[], list(range(1, BUDGET + 1))]
 
 

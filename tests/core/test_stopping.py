@@ -66,17 +66,19 @@ AUTOMATON = stop_automaton([b"abb", b"\n\n"], VOCABULARY)
 LENGTH = 5
 
 
-def plain_cut(emitted, finite, count, room, stop_ids, strings, state):
+def plain_cut(emitted, failures, closes, count, room, stop_ids, strings, state):
     """The rule, token by token: how many are kept, why the row ends, where the automaton is."""
     table = np.asarray(AUTOMATON.table)
     for kept in range(count):
-        if not finite[kept]:
-            return kept, Stop.NOT_FINITE, state
+        if failures[kept]:
+            return kept, failures[kept], state
         state = table[state, emitted[kept]] if strings else state
         if strings and state == len(table) - 1:
             return kept + 1, Stop.STRING, state
         if emitted[kept] in stop_ids:
             return kept + 1, Stop.TOKEN, state
+        if closes[kept]:
+            return kept + 1, Stop.GRAMMAR, state
         if kept + 1 == room:
             return kept + 1, Stop.LENGTH, state
     return count, Stop.RUNNING, state
@@ -88,7 +90,10 @@ compiled_cut = jax.jit(cut_emitted)
 @settings(max_examples=300)
 @given(
     emitted=st.lists(st.integers(0, 5), min_size=LENGTH, max_size=LENGTH),
-    finite=st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH),
+    failures=st.lists(
+        st.sampled_from([0, 0, 0, Stop.NOT_FINITE, Stop.NO_TOKEN]), min_size=LENGTH, max_size=LENGTH
+    ),
+    closes=st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH),
     count=st.integers(1, LENGTH),
     room=st.integers(1, 8),
     stop_ids=st.lists(st.integers(-1, 5), min_size=2, max_size=2),
@@ -96,27 +101,28 @@ compiled_cut = jax.jit(cut_emitted)
     state=st.integers(0, len(AUTOMATON.table) - 2),
 )
 def test_cutting_a_step_equals_reading_it_token_by_token(
-    emitted, finite, count, room, stop_ids, strings, state
+    emitted, failures, closes, count, room, stop_ids, strings, state
 ):
     ending = compiled_cut(
         jnp.array(emitted),
-        jnp.array(finite),
+        jnp.array(failures),
         jnp.int32(count),
         jnp.int32(room),
         jnp.array(stop_ids),
         AUTOMATON if strings else None,
         jnp.int32(state),
+        jnp.array(closes),
     )
-    expected = plain_cut(emitted, finite, count, room, stop_ids, strings, state)
+    expected = plain_cut(emitted, failures, closes, count, room, stop_ids, strings, state)
     assert tuple(map(int, ending)) == tuple(map(int, expected))
 
 
-def cut(emitted, count, room=9, stop_ids=(-1,), finite=None, automaton=None):
+def cut(emitted, count, room=9, stop_ids=(-1,), failures=(), automaton=None):
     """A step's tokens, padded; by keyword what a test is about."""
     padded = jnp.array([*emitted, *[0] * (LENGTH - len(emitted))])
-    finite = jnp.ones(LENGTH, bool) if finite is None else jnp.array(finite)
+    failures = jnp.array([*failures, *[0] * (LENGTH - len(failures))], jnp.int32)
     return compiled_cut(
-        padded, finite, jnp.int32(count), jnp.int32(room), jnp.array(stop_ids), automaton,
+        padded, failures, jnp.int32(count), jnp.int32(room), jnp.array(stop_ids), automaton,
         jnp.int32(0),
     )  # fmt: skip
 
@@ -132,13 +138,11 @@ def cut(emitted, count, room=9, stop_ids=(-1,), finite=None, automaton=None):
         ({"emitted": [1, 4, 3], "count": 3, "room": 2, "stop_ids": (4,)}, 2, Stop.TOKEN),
         ({"emitted": [2, 1, 0, 0], "count": 4, "automaton": AUTOMATON}, 2, Stop.STRING),
         ({"emitted": [2, 1], "count": 1, "automaton": AUTOMATON}, 1, Stop.RUNNING),
-        ({"emitted": [1, 2], "count": 2, "finite": [False] * LENGTH}, 0, Stop.NOT_FINITE),
-        ({"emitted": [1, 2], "count": 2, "finite": [1, 0, 0, 0, 0]}, 1, Stop.NOT_FINITE),
-        ({"emitted": [1, 2], "count": 2, "finite": [1, 1, 0, 0, 0]}, 2, Stop.RUNNING),
+        ({"emitted": [1, 2], "count": 2, "failures": [Stop.NOT_FINITE] * 5}, 0, Stop.NOT_FINITE),
+        ({"emitted": [1, 2], "count": 2, "failures": [0, Stop.NO_TOKEN]}, 1, Stop.NO_TOKEN),
+        ({"emitted": [1, 2], "count": 2, "failures": [0, 0, Stop.NO_TOKEN]}, 2, Stop.RUNNING),
     ],
 )
 def test_cuts_by_eye(step, kept, stop):
-    if "finite" in step:
-        step = {**step, "finite": [bool(value) for value in step["finite"]]}
     ending = cut(**step)
     assert (int(ending.count), Stop(int(ending.stop))) == (kept, stop)

@@ -26,6 +26,7 @@ from jaxspec.core.stopping import StopAutomaton, stop_automaton
 from jaxspec.core.types import DecodeState, Drafter, Params, Stop, Warp
 from jaxspec.drafters import NoDraft
 from tests.laws.drafters import DRAFTERS, PLAIN, Case, marked, network
+from tests.laws.grammars import Machine
 
 VOCAB, BUCKET, BUDGET = 24, 16, 24
 LENGTHS = [5, 12, 9, 1, BUCKET, 8, 8, 14]
@@ -241,6 +242,70 @@ def test_a_fresh_but_equal_drafter_compiles_nothing(name, mode, caplog):
         run(name, other._replace(prompts=prompts))
     assert decode._cache_size() == before
     assert not [record for record in caplog.messages if record.startswith("Compiling jit(decode)")]
+
+
+# Token 0 spells nothing and is the stop id; each other one is a letter.
+LETTERS = [b"", *(bytes([97 + token]) for token in range(1, VOCAB))]
+
+
+def letters(pick: slice, state: int) -> dict[str, int]:
+    return {letter.decode(): state for letter in LETTERS[1:][pick]}
+
+
+MACHINE = Machine(
+    [
+        letters(slice(0, 9), 1) | letters(slice(6, 9), 0),
+        letters(slice(4, 14), 2) | letters(slice(10, 12), 1),
+        letters(slice(None, None, 2), 0) | letters(slice(12, 16), 2) | letters(slice(16, 23), 3),
+        {},
+    ],
+    ends=[2, 3],
+)
+
+
+@lru_cache
+def constrained(name: str) -> DecodeState:
+    """The batch where every text obeys the machine; every other row is greedy."""
+    prompts = free_request("sampled").prompts
+    rows = len(LENGTHS)
+    heat = prompts.warp.temperature * (jnp.arange(rows) % 2)
+    prompts = prompts._replace(
+        stop_ids=prompts.stop_ids.at[:, 0].set(0),
+        warp=prompts.warp._replace(temperature=heat),
+        grammar=jnp.zeros(rows, jnp.int32),
+    )
+    drafter = EVERY[name].make()
+    states = decode(
+        Params(target(), draft_params(name)),
+        prompts,
+        None,
+        MACHINE.over_tokens(LETTERS),
+        drafter=drafter,
+        plan=growing_plan(drafter),
+    )
+    return jax.device_get(states._replace(key=()))
+
+
+@pytest.mark.parametrize("name", ["plain", *marked(DRAFTERS)])
+def test_every_text_obeys_a_grammar(name):
+    states = constrained(name)
+    ended = set()
+    for row, text in enumerate(texts(states)):
+        emitted, stop = text[LENGTHS[row] :], stops(states)[row]
+        reached = MACHINE.read(b"".join(LETTERS[token] for token in emitted))
+        if ROOMS[row] >= MACHINE.fewest(b"", LETTERS):
+            assert reached in MACHINE.ends
+            assert (stop == Stop.GRAMMAR) == (reached == 3)
+        assert (stop == Stop.TOKEN) == (0 in emitted)
+        assert 0 not in emitted[:-1]
+        ended.add(stop)
+    assert ended >= {Stop.TOKEN, Stop.LENGTH, Stop.GRAMMAR}
+
+
+@every_drafter
+def test_greedy_text_under_a_grammar_equals_plain_decoding(name):
+    ours, plain = texts(constrained(name)), texts(constrained("plain"))
+    assert ours[::2] == plain[::2]
 
 
 def test_a_call_is_one_program():

@@ -16,12 +16,16 @@ import numpy as np
 import pytest
 
 from jaxspec.core import verify as rules
+from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.penalties import penalize
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.sampling import inverse_cdf, warp_logits
 from jaxspec.core.tree import chain, tree_from_paths
 from jaxspec.core.types import Context, Penalties, Tree, Warp
+from jaxspec.drafters.vocabularies import SharedTokens
+from tests.core.table_model import TableModel
 from tests.laws import enumeration
+from tests.laws.grammars import Machine
 from tests.laws.penalties import RULES, penalized_by_hand
 
 VOCAB = 4
@@ -347,6 +351,101 @@ def test_penalties_of_another_text_are_caught(fault, rule, monkeypatch):
     monkeypatch.setattr(module, "penalize", wrong)
     draft = random_laws(1, WARPS["plain"])
     assert_caught(judge_penalized(CHAIN, "chain", RULES[rule], draft))
+
+
+# Tokens are a stop id, "a", "b" and "ab"; the language is (a b | b a*)* with a "b" at its end.
+SPELLED = [b"", b"a", b"b", b"ab"]
+MACHINE = Machine([{"a": 1, "b": 2}, {"b": 2}, {"a": 2, "b": 0}], ends=[2])
+GRAMMAR_ROOMS = {"room enough": 9, "the end is near": 3}
+
+
+def constrained_laws(raw: list[np.ndarray], room: int) -> list[np.ndarray]:
+    """Laws whose every prefix obeys the machine by a plain loop over its bytes."""
+    tables = [np.full_like(table, -np.inf) for table in raw]
+    for table, found in zip(raw, tables, strict=True):
+        for prefix in np.ndindex(table.shape[:-1]):
+            allowed = MACHINE.allowed(prefix, SPELLED, [0], room - len(prefix))
+            found[prefix][allowed] = table[prefix][allowed]
+    return [warped(table, WARPS["plain"]) for table in tables]
+
+
+def constrained_at_nodes(
+    tree: Tree, raw: list[np.ndarray], tokens: np.ndarray, room: int
+) -> jax.Array:
+    """Logits at the nodes of each draft, as `core.grammar` allows them."""
+    row = RowGrammar(
+        MACHINE.over_tokens(SPELLED), jnp.int32(0), jnp.int32(room), jnp.array([0, -1])
+    )
+
+    def at_nodes(tokens, logits):
+        allowed = row.allowed(row.at_nodes(tree, tokens), jnp.asarray(tree.depths))
+        return jnp.where(allowed, logits, -jnp.inf)
+
+    logits = enumeration.laws_at(tree, raw, tokens, range(len(tree.parents)))
+    return jax.jit(jax.vmap(at_nodes))(tokens, logits)
+
+
+def judge_constrained(tree: Tree, shape: str, room: int, stated: bool = True) -> Outcome:
+    rng = np.random.default_rng(12)
+    raw = [rng.standard_normal((VOCAB,) * (length + 1)) for length in range(4)]
+    draft = random_laws(1, WARPS["plain"]) if stated else None
+    drafts = enumeration.sampled_drafts(tree, draft) if stated else deterministic_drafts(tree)
+    logits = constrained_at_nodes(tree, raw, drafts.tokens, room)
+    return judge(honest(shape), tree, constrained_laws(raw, room), drafts, draft, logits)
+
+
+@pytest.mark.parametrize("room", GRAMMAR_ROOMS)
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+@pytest.mark.parametrize("stated", [True, False], ids=["sampled", "deterministic"])
+def test_a_grammar_keeps_the_law(shape, room, stated):
+    assert_lossless(judge_constrained(TREES[shape], shape, GRAMMAR_ROOMS[room], stated))
+
+
+def states_of_parents(row: RowGrammar, tree: Tree, tokens: jax.Array) -> jax.Array:
+    return at_every_node(row, tree, tokens)[np.maximum(tree.parents, 0)]
+
+
+def states_of_the_text(row: RowGrammar, tree: Tree, tokens: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(row.state, tokens.shape)
+
+
+at_every_node = RowGrammar.at_nodes
+
+
+@pytest.mark.parametrize("fault", [states_of_parents, states_of_the_text])
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_a_grammar_of_another_text_is_caught(shape, fault, monkeypatch):
+    monkeypatch.setattr(RowGrammar, "at_nodes", fault)
+    assert_caught(judge_constrained(TREES[shape], shape, GRAMMAR_ROOMS["room enough"]))
+
+
+def laws_of_another_vocabulary() -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Laws over the tokens that a draft model of five ids shares, and its own of those tokens."""
+    ids, shared = jnp.array([4, 0, 2, 0]), jnp.array([True, False, True, True])
+    draft = SharedTokens(TableModel(jnp.eye(5)), ids, shared)
+    rng = np.random.default_rng(13)
+    shapes = [(VOCAB,) * length + (5,) for length in range(4)]
+    raw = [jnp.asarray(rng.standard_normal(shape)) for shape in shapes]
+    drawn = [jax.nn.softmax(draft.unembed(table.reshape(-1, 5))) for table in raw]
+    drawn = [law.reshape(*table.shape[:-1], VOCAB) for law, table in zip(drawn, raw, strict=True)]
+    whole = [jnp.where(shared, jax.nn.softmax(table)[..., ids], 0.0) for table in raw]
+    return [np.asarray(law) for law in drawn], [np.asarray(law) for law in whole]
+
+
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_drafts_of_another_vocabulary_keep_the_law(shape):
+    tree, target = TREES[shape], random_laws(14, WARPS["plain"])
+    draft, _ = laws_of_another_vocabulary()
+    drafts = enumeration.sampled_drafts(tree, draft)
+    assert_lossless(judge(honest(shape), tree, target, drafts, draft))
+
+
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_a_law_of_shared_tokens_that_is_not_renormalised_is_caught(shape):
+    tree, target = TREES[shape], random_laws(14, WARPS["plain"])
+    draft, stated = laws_of_another_vocabulary()
+    drafts = enumeration.sampled_drafts(tree, draft)
+    assert_caught(judge(honest(shape), tree, target, drafts, stated))
 
 
 def deterministic_drafts(tree: Tree) -> enumeration.Drafts:

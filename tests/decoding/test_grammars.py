@@ -1,0 +1,208 @@
+"""`generate` with choices, a regular expression or a JSON schema."""
+
+import dataclasses
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from jaxspec import GenerationConfig, PromptLookup, batch, generate, stream
+from jaxspec.core.types import Stop
+from jaxspec.decoding.grammars import languages_of
+from jaxspec.decoding.result import FINISH_REASONS
+from jaxspec.extras import MissingExtra
+
+PROMPTS = ["Yes or no?", "A number:", "One more"]
+CHOICES = ["yes", "no", "yes, but", "möglich"]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "old": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "old", "tags"],
+}
+
+
+def is_valid(found: dict) -> bool:
+    """The schema, read by a person."""
+    return (
+        {*found} == {"name", "old", "tags"}
+        and isinstance(found["name"], str)
+        and len(found["name"]) <= 6
+        and isinstance(found["old"], bool)
+        and {*found["tags"]} <= {"a", "b"}
+        and len(found["tags"]) <= 2
+    )
+
+
+def needs_compiler() -> None:
+    pytest.importorskip("outlines_core", reason="needs the extra `grammar`: '.[grammar]'")
+
+
+ARRAY, OF_A = {"type": "array"}, {"$ref": "#/$defs/a"}
+
+
+def settings(**changes) -> GenerationConfig:
+    return GenerationConfig(**{"max_new_tokens": 60, **changes})
+
+
+def test_the_text_is_one_of_the_choices(model):
+    result = generate(model, PROMPTS, settings(choices=CHOICES))
+    assert {*result.texts} <= {*CHOICES}
+    sampled = settings(choices=CHOICES, temperature=3.0, num_samples=16)
+    texts = generate(model, PROMPTS, sampled).texts
+    assert {*texts} <= {*CHOICES}
+    assert len({*texts}) > 1
+
+
+def test_a_text_that_may_go_on_ends_with_a_stop_id(model):
+    rows = generate(model, PROMPTS[0], settings(choices=CHOICES, temperature=3.0, num_samples=24))
+    for row in rows:
+        goes_on = row.text == "yes"
+        assert row.finish_reason == ("stop_token" if goes_on else "grammar")
+        assert (row.tokens[-1] in model.stop_token_ids) == goes_on
+    without = settings(choices=["yes", "yes, but"], stop_token_ids=())
+    assert generate(model, PROMPTS[0], without)[0].text in ("yes", "yes, but")
+
+
+def test_each_prompt_may_have_its_own(model):
+    each = [["left", "right"], ["up"], ["left", "right"]]
+    result = generate(model, PROMPTS, settings(choices=each))
+    for text, choices in zip(result.texts, each, strict=True):
+        assert text in choices
+    with pytest.raises(ValueError, match="choices: got 2 values for 3 prompts"):
+        generate(model, PROMPTS, settings(choices=each[:2]))
+
+
+def test_drafts_change_no_text(model):
+    config = settings(choices=[*CHOICES, "a much longer text than the others: yes, yes, yes"])
+    plain = generate(model, PROMPTS, config)
+    drafted = generate(model, PROMPTS, config, PromptLookup(6))
+    assert drafted.texts == plain.texts
+    assert drafted.metrics.tau > plain.metrics.tau == 1
+
+
+def test_streams_and_jobs_obey(model):
+    config = settings(choices=CHOICES)
+    expected = generate(model, PROMPTS, config)
+    steps = list(stream(model, PROMPTS[0], config))
+    assert "".join(step.text for step in steps) == expected.texts[0]
+    assert steps[-1].finish_reason == expected[0].finish_reason
+    output = batch.Collector()
+    batch.run(model, batch.rows_of(PROMPTS), output, config)
+    records = sorted(output.records, key=lambda record: record["line"])
+    assert [record["text"] for record in records] == expected.texts
+    with pytest.raises(ValueError, match="choices: got 2 values for 1 prompt"):
+        batch.run(model, batch.rows_of(PROMPTS), output, settings(choices=[["a"], ["b"]]))
+
+
+def test_the_end_of_the_budget_is_seen_coming(model):
+    """Digits could go on for ever; the closing bracket needs the last token."""
+    needs_compiler()
+    for budget in (3, 4, 9):
+        (row,) = generate(model, PROMPTS[1], settings(regex=r"\[[0-9]+\]", max_new_tokens=budget))
+        assert re.fullmatch(r"\[[0-9]+\]", row.text)
+        assert len(row.tokens) <= budget
+    # Two tokens hold no such text, so nothing is held back.
+    (row,) = generate(model, PROMPTS[1], settings(regex=r"\[[0-9]+\]", max_new_tokens=2))
+    assert row.finish_reason == "length"
+    assert re.fullmatch(r"\[[0-9]+", row.text)
+
+
+def test_settings_that_forbid_every_token_say_so(model):
+    tokens = model.tokenizer.token_bytes()
+    banned = [token for token, spelled in enumerate(tokens) if b"o" in spelled]
+    (row,) = generate(model, PROMPTS[0], settings(choices=["no"], banned_token_ids=banned))
+    assert row.finish_reason == FINISH_REASONS[Stop.NO_TOKEN]
+    assert row.text in ("", "n")
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [r"[0-9]{1,3}(\.[0-9]{2})?", "(ab|cd)*e", "[^x]{2,5}", "ü+|日本語", r"\d\d:\d\d", "(?i)yes|no"],
+)
+def test_sampled_texts_match_a_regular_expression(model, regex):
+    needs_compiler()
+    config = settings(regex=regex, temperature=2.0, num_samples=12, max_new_tokens=24)
+    for row in generate(model, PROMPTS[1], config, PromptLookup(3)):
+        assert re.fullmatch(regex, row.text), row.text
+
+
+def test_every_text_is_valid_for_a_schema(model):
+    needs_compiler()
+    config = settings(json_schema=SCHEMA, temperature=1.0, num_samples=7, max_new_tokens=90)
+    lookup = PromptLookup(6)
+    for drafter in (None, lookup):
+        for text in generate(model, PROMPTS, config, drafter).texts:
+            assert is_valid(json.loads(text)), text
+    greedy = settings(json_schema=json.dumps(SCHEMA), max_new_tokens=90)
+    plain, drafted = (generate(model, PROMPTS, greedy, drafter) for drafter in (None, lookup))
+    for row, other in zip(plain, drafted, strict=True):
+        np.testing.assert_array_equal(row.tokens, other.tokens)
+    # Names and brackets are forced, so they are drafted without a draft model.
+    assert drafted.metrics.tau > 1.5
+
+
+def test_schemas_are_read_as_people_have_them():
+    class Person:
+        @staticmethod
+        def model_json_schema():
+            return SCHEMA
+
+    forms = [SCHEMA, json.dumps(SCHEMA), Person, [SCHEMA, SCHEMA]]
+    found = [languages_of(None, None, form) for form in forms]
+    assert found[0] == found[1] == found[2]
+    assert found[3] == found[0] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"choices": []}, r"choices: got \[\]"),
+        ({"choices": "yes"}, "give a list of texts"),
+        ({"choices": ["yes", ""]}, "none empty"),
+        ({"choices": ["yes", 3]}, "choices: got"),
+        ({"regex": ""}, "regex: got ''"),
+        ({"regex": 3}, "regex: got 3"),
+        ({"json_schema": "no json"}, "json_schema: got 'no json'"),
+        ({"json_schema": 3}, "json_schema: got 3"),
+        ({"choices": ["a"], "regex": "a"}, "choices and regex exclude each other"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        GenerationConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"regex": "a(b"}, "regex: .*in 'a\\(b'"),
+        ({"regex": "(?=a)a"}, "regex: "),
+        ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema: "),
+        (
+            {"json_schema": {"$defs": {"a": {"items": {"$ref": "#/$defs/a"}, **ARRAY}}, **OF_A}},
+            "json_schema: ",
+        ),
+    ],
+)  # fmt: skip
+def test_what_the_compiler_refuses_is_named(model, wrong, message):
+    needs_compiler()
+    with pytest.raises(ValueError, match=message):
+        generate(model, PROMPTS[0], settings(**wrong))
+
+
+def test_a_text_that_cannot_be_spelled_is_refused(model):
+    own = dataclasses.replace(model, tokenizer=None)
+    with pytest.raises(ValueError, match="has no tokenizer to spell texts with"):
+        generate(own, [1, 2], settings(choices=CHOICES))
+
+
+def test_the_extra_is_named(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "outlines_core", None)
+    with pytest.raises(MissingExtra, match="regex needs the extra `grammar`"):
+        generate(model, PROMPTS[0], settings(regex="never compiled before"))
