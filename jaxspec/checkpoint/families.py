@@ -246,9 +246,14 @@ def _phi3_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _olmo2_fields(text: Json) -> dict[str, Any]:
-    bias = bool(text.get("attention_bias"))
-    biases = {"qkv_bias": bias, "out_bias": bias}
-    return {**biases, "pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
+    return {
+        "qkv_bias": bool(text.get("attention_bias")),
+        "out_bias": bool(text.get("attention_bias")),
+        "pre_norms": False,
+        "post_norms": True,
+        "qk_norm": True,
+        "joint_qk_norm": True,
+    }
 
 
 def _olmo2_entries(config: ModelConfig) -> dict[str, Any]:
@@ -260,8 +265,8 @@ def _smollm3_fields(text: Json) -> dict[str, Any]:
     interval = read_integer(text, "no_rope_layer_interval", 4)
     if text.get("use_sliding_window") or "sliding" in read_layer_types(text, []):
         raise CheckpointError(
-            "use_sliding_window, layer_types: layers of a SmolLM3 that slide are not supported, and "
-            "config.json has some."
+            "use_sliding_window, layer_types: layers of a SmolLM3 that slide are not supported, "
+            "but config.json has them."
         )
     rotated = text.get("no_rope_layers")
     if rotated is None:
@@ -269,8 +274,8 @@ def _smollm3_fields(text: Json) -> dict[str, Any]:
     known = isinstance(rotated, list) and all(flag in (0, 1) for flag in rotated)
     if not known or len(rotated) < num_layers:
         raise CheckpointError(
-            f"no_rope_layers must be a list that says for each of {num_layers} layers 1, rotated, or "
-            f"0, not rotated; config.json has {rotated!r}."
+            f"no_rope_layers must be a list that says for each of {num_layers} layers 1, rotated, "
+            f"or 0, not rotated; config.json has {rotated!r}."
         )
     types = tuple("full" if flag else "unrotated" for flag in rotated[:num_layers])
     return {**_llama_fields(text), "layer_types": types}

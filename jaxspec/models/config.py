@@ -221,8 +221,8 @@ class ModelConfig:
         qkv_bias, out_bias, mlp_bias: which projections add a bias.
         tied_head: the output head is the embedding table.
         rope: rotation in full layers, and in sliding ones unless `sliding_rope` is given.
-        layer_types: "full", "sliding" or "unrotated" (full, without rotary positions, as in SmolLM3)
-            for each layer; `()` stands for all full.
+        layer_types: "full", "sliding" or "unrotated" (full, but not rotated: SmolLM3) for each
+            layer; `()` stands for all full.
         sliding_window: a sliding layer's token at position i sees positions i - window + 1 .. i.
         query_scale: multiplies scores; `None`: head_dim ** -0.5.
         attention_softcap, final_softcap: c * tanh(x / c) of scores and of logits; `None`: left

@@ -44,7 +44,9 @@ FAMILIES = {
     ),
     "qwen2_moe": LLAMA.replace(
         qkv_bias=True,
-        experts=Experts(5, 2, mlp_dim=12, normalize=False, layers=(False, True, True), shared_dim=20),
+        experts=Experts(
+            5, 2, mlp_dim=12, normalize=False, layers=(False, True, True), shared_dim=20
+        ),
     ),
     "olmo2": LLAMA.replace(pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True),
     "smollm3": LLAMA.replace(layer_types=("full", "unrotated", "full"), tied_head=True),
