@@ -20,7 +20,7 @@ from jaxspec.core import masks
 from jaxspec.core.cache import append
 from jaxspec.core.forms import exchanged
 from jaxspec.core.sampling import keep_top_k, keep_top_p
-from jaxspec.models import Network, init_params
+from jaxspec.models import Experts, Network, init_params
 from jaxspec.models.linear import multiply
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +153,14 @@ KINDS = {
         "post_norms": True,
     },
     "capped": {"attention_softcap": 5.0},
+    "scaled": {"residual_scale": 0.4, "logit_divisor": 1.5, "query_scale": 0.2},
+    "scaled, normed behind": {"residual_scale": 0.4, "pre_norms": False, "post_norms": True},
+    "unrotated": {"layer_types": ("full", "unrotated")},
+    "shared expert": {
+        "residual_scale": 0.4,
+        "experts": Experts(5, 2, mlp_dim=12, normalize=True, layers=(True, False), shared_dim=20),
+    },
+    "joint norms": {"qk_norm": True, "joint_qk_norm": True},  # falls back to XLA
     # Enough work for helpers to join.
     "wide": {"embed_dim": 256, "mlp_dim": 256, "head_dim": 32, "post_norms": True},
 }
@@ -177,7 +185,8 @@ def test_a_pass_agrees_with_its_reference(kind, tokens, cached, tiny_config):
         return model.unembed(new.features), new.new_kv
 
     ours = jax.jit(jax.vmap(logits))(ids)
-    assert "jaxspec_attention" in jax.jit(jax.vmap(logits)).lower(ids).as_text()
+    native_attention = "jaxspec_attention" in jax.jit(jax.vmap(logits)).lower(ids).as_text()
+    assert native_attention == (kind != "joint norms")
     with exchanged({}):
         reference = jax.jit(jax.vmap(lambda ids: logits(ids)))(ids)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), ours, reference)
