@@ -240,11 +240,11 @@ def of_another_processor(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [no_library, of_nobody_knows, of_another_processor, Path.mkdir])
 def test_a_file_that_cannot_be_used_is_named_and_left_alone(make, tmp_path):
-    make(tmp_path / "libjaxspec.so.1")
-    with pytest.warns(UserWarning, match=r"libjaxspec\.so\.1 cannot be used.*Install the package"):
-        found = native.load(tmp_path / "libjaxspec.so.1")
+    make(tmp_path / "libjaxspec.so.2")
+    with pytest.warns(UserWarning, match=r"libjaxspec\.so\.2 cannot be used.*Install the package"):
+        found = native.load(tmp_path / "libjaxspec.so.2")
     assert found.instructions is None
-    assert "libjaxspec.so.1 cannot be used" in found.reason
+    assert "libjaxspec.so.2 cannot be used" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -286,10 +286,10 @@ print(float(product(jnp.ones((2, 8)), jnp.ones((8, 3))).sum()), native.status().
 
 
 def test_without_a_usable_file_products_are_right_and_that_is_said_once(tmp_path):
-    no_library(tmp_path / "libjaxspec.so.1")
-    run = [sys.executable, "-c", UNUSABLE, str(tmp_path / "libjaxspec.so.1")]
+    no_library(tmp_path / "libjaxspec.so.2")
+    run = [sys.executable, "-c", UNUSABLE, str(tmp_path / "libjaxspec.so.2")]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("48.0 products by XLA: libjaxspec.so.1 cannot be used")
+    assert done.stdout.startswith("48.0 products by XLA: libjaxspec.so.2 cannot be used")
     assert done.stderr.count("cannot be used") == 1
 
 
