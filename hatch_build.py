@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "jaxspec" / "native"
-LIBRARY = "libjaxspec.so.1"
+LIBRARY = "libjaxspec.so.2"
 FLAGS = ["-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-ffp-contract=fast"]
 X86 = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],

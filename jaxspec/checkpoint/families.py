@@ -56,6 +56,27 @@ def _mistral_entries(config: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": config.sliding_window}
 
 
+def _mixtral_fields(text: Json) -> dict[str, Any]:
+    experts = Experts(
+        num=read_integer(text, "num_local_experts"),
+        per_token=read_integer(text, "num_experts_per_tok"),
+        mlp_dim=read_integer(text, "intermediate_size"),
+        normalize=True,
+        layers=(True,) * read_integer(text, "num_hidden_layers"),
+    )
+    return {**_mistral_fields(text), "experts": experts}
+
+
+def _mixtral_entries(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None  # what makes a network of this family
+    return {
+        **_mistral_entries(config),
+        "num_local_experts": experts.num,
+        "num_experts_per_tok": experts.per_token,
+    }
+
+
 def _qwen2_fields(text: Json) -> dict[str, Any]:
     first = read_integer(text, "max_window_layers", 28)
     windowed = bool(text.get("use_sliding_window"))
@@ -87,31 +108,26 @@ def _qwen3_entries(config: ModelConfig) -> dict[str, Any]:
     return {**_qwen2_entries(config), "attention_bias": config.out_bias}
 
 
-def _qwen3_moe_fields(text: Json) -> dict[str, Any]:
+def _qwen_experts(text: Json, shared_dim: int | None = None) -> Experts:
     num_layers = read_integer(text, "num_hidden_layers")
     step = read_integer(text, "decoder_sparse_step", 1)
     dense = text.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise CheckpointError(f"mlp_only_layers must be a list; config.json has {dense!r}.")
-    experts = Experts(
+    return Experts(
         num=read_integer(text, "num_experts", text.get("num_local_experts")),
         per_token=read_integer(text, "num_experts_per_tok"),
         mlp_dim=read_integer(text, "moe_intermediate_size"),
         normalize=bool(text.get("norm_topk_prob")),
         layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        shared_dim=shared_dim,
     )
-    # Unlike the dense ones, its readers slide all layers or none.
-    kind = "sliding" if text.get("use_sliding_window") else "full"
-    return {**_qwen3_fields(text), **sliding_fields(text, (kind,) * num_layers), "experts": experts}
 
 
-def _qwen3_moe_entries(config: ModelConfig) -> dict[str, Any]:
+def _qwen_expert_entries(config: ModelConfig) -> dict[str, Any]:
     experts = config.experts
     assert experts is not None  # what makes a network of this family
     return {
-        "attention_bias": config.out_bias,
-        "use_sliding_window": config.sliding_window is not None,
-        "sliding_window": config.sliding_window,
         "num_experts": experts.num,
         "num_experts_per_tok": experts.per_token,
         "moe_intermediate_size": experts.mlp_dim,
@@ -119,6 +135,58 @@ def _qwen3_moe_entries(config: ModelConfig) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer, sparse in enumerate(experts.layers) if not sparse],
     }
+
+
+def _qwen2_moe_fields(text: Json) -> dict[str, Any]:
+    end = read_integer(text, "max_window_layers", 28)
+    windowed = bool(text.get("use_sliding_window"))
+    # Every other layer slides, up to that one.
+    rule = [
+        "sliding" if windowed and layer < end and layer % 2 == 0 else "full"
+        for layer in range(read_integer(text, "num_hidden_layers"))
+    ]
+    return {
+        "qkv_bias": bool(text.get("qkv_bias")),
+        **sliding_fields(text, read_layer_types(text, rule)),
+        "experts": _qwen_experts(text, read_integer(text, "shared_expert_intermediate_size")),
+    }
+
+
+def _qwen2_moe_entries(config: ModelConfig) -> dict[str, Any]:
+    assert config.experts is not None  # what makes a network of this family
+    return {
+        **_qwen2_entries(config),
+        **_qwen_expert_entries(config),
+        "max_window_layers": config.num_layers,
+        "qkv_bias": config.qkv_bias,
+        "shared_expert_intermediate_size": config.experts.shared_dim,
+    }
+
+
+def _qwen3_moe_fields(text: Json) -> dict[str, Any]:
+    # Unlike the dense ones, its readers slide all layers or none.
+    kind = "sliding" if text.get("use_sliding_window") else "full"
+    types = (kind,) * read_integer(text, "num_hidden_layers")
+    return {
+        **_qwen3_fields(text),
+        **sliding_fields(text, types),
+        "experts": _qwen_experts(text),
+    }
+
+
+def _qwen3_moe_entries(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "attention_bias": config.out_bias,
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        **_qwen_expert_entries(config),
+    }
+
+
+def _query_scale(text: Json, scale: float) -> float | None:
+    """The same, or `None` where that is what scores are multiplied by unless it is given."""
+    width = read_integer(text, "hidden_size") // read_integer(text, "num_attention_heads")
+    return None if scale == read_integer(text, "head_dim", width) ** -0.5 else scale
 
 
 def _gemma2_fields(text: Json) -> dict[str, Any]:
@@ -130,7 +198,7 @@ def _gemma2_fields(text: Json) -> dict[str, Any]:
         **sliding_fields(text, read_layer_types(text, rule)),
         "norm_plus_one": True,
         "post_norms": True,
-        "query_scale": None if scalar == text.get("head_dim") else scalar**-0.5,
+        "query_scale": _query_scale(text, scalar**-0.5),
         "attention_softcap": read_number_or_none(text, "attn_logit_softcapping"),
         "final_softcap": read_number_or_none(text, "final_logit_softcapping"),
         "embed_scale": math.sqrt(read_integer(text, "hidden_size")),
@@ -175,6 +243,68 @@ def _phi3_entries(config: ModelConfig) -> dict[str, Any]:
     if isinstance(config.rope.scaling, LongRopeScaling):
         entries["original_max_position_embeddings"] = config.rope.scaling.original_max_positions
     return entries
+
+
+def _olmo2_fields(text: Json) -> dict[str, Any]:
+    return {
+        "qkv_bias": bool(text.get("attention_bias")),
+        "out_bias": bool(text.get("attention_bias")),
+        "pre_norms": False,
+        "post_norms": True,
+        "qk_norm": True,
+        "joint_qk_norm": True,
+    }
+
+
+def _olmo2_entries(config: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": config.out_bias}
+
+
+def _smollm3_fields(text: Json) -> dict[str, Any]:
+    num_layers = read_integer(text, "num_hidden_layers")
+    interval = read_integer(text, "no_rope_layer_interval", 4)
+    if text.get("use_sliding_window") or "sliding" in read_layer_types(text, []):
+        raise CheckpointError(
+            "use_sliding_window, layer_types: layers of a SmolLM3 that slide are not supported, "
+            "but config.json has them."
+        )
+    rotated = text.get("no_rope_layers")
+    if rotated is None:
+        rotated = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    known = isinstance(rotated, list) and all(flag in (0, 1) for flag in rotated)
+    if not known or len(rotated) < num_layers:
+        raise CheckpointError(
+            f"no_rope_layers must be a list that says for each of {num_layers} layers 1, rotated, "
+            f"or 0, not rotated; config.json has {rotated!r}."
+        )
+    types = tuple("full" if flag else "unrotated" for flag in rotated[:num_layers])
+    return {**_llama_fields(text), "layer_types": types}
+
+
+def _smollm3_entries(config: ModelConfig) -> dict[str, Any]:
+    rotated = [int(kind != "unrotated") for kind in config.layer_types]
+    return {**_llama_entries(config), "no_rope_layers": rotated}
+
+
+def _granite_fields(text: Json) -> dict[str, Any]:
+    embed_scale = read_number(text, "embedding_multiplier", 1.0)
+    return {
+        **_llama_fields(text),
+        "query_scale": _query_scale(text, read_number(text, "attention_multiplier", 1.0)),
+        "embed_scale": None if embed_scale == 1 else embed_scale,
+        "residual_scale": read_number(text, "residual_multiplier", 1.0),
+        "logit_divisor": read_number(text, "logits_scaling", 1.0),
+    }
+
+
+def _granite_entries(config: ModelConfig) -> dict[str, Any]:
+    return {
+        **_llama_entries(config),
+        "attention_multiplier": config.score_scale,
+        "embedding_multiplier": config.embed_scale or 1.0,
+        "residual_multiplier": config.residual_scale,
+        "logits_scaling": config.logit_divisor,
+    }
 
 
 def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
@@ -300,7 +430,19 @@ FAMILIES: dict[str, Family] = {
         _mistral_fields,
         _mistral_entries,
     ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+        _mixtral_fields,
+        _mixtral_entries,
+    ),
     "qwen2": Family("Qwen2ForCausalLM", {}, _qwen2_fields, _qwen2_entries),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {"num_key_value_heads": 16, "sliding_window": 4096, "qkv_bias": True},
+        _qwen2_moe_fields,
+        _qwen2_moe_entries,
+    ),
     "qwen3": Family("Qwen3ForCausalLM", {"head_dim": 128}, _qwen3_fields, _qwen3_entries),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", {}, _qwen3_moe_fields, _qwen3_moe_entries),
     "gemma2": Family(
@@ -345,6 +487,14 @@ FAMILIES: dict[str, Family] = {
         _mistral_fields,
         _phi3_entries,
     ),
+    "olmo2": Family("Olmo2ForCausalLM", {"rms_norm_eps": 1e-5}, _olmo2_fields, _olmo2_entries),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+        _smollm3_fields,
+        _smollm3_entries,
+    ),
+    "granite": Family("GraniteForCausalLM", {}, _granite_fields, _granite_entries),
     # Diffusion language models.
     "llada": Family(
         "LLaDAModelLM",
@@ -359,12 +509,21 @@ FAMILIES: dict[str, Family] = {
 
 
 def plainest_family(config: ModelConfig) -> str:
+    if "unrotated" in config.layer_types:
+        return "smollm3"
     if config.diffusion is not None:
         return "sdar" if config.qk_norm else "Dream" if config.qkv_bias else "llada"
     if config.experts is not None:
-        return "qwen3_moe"
+        if config.experts.shared_dim is not None:
+            return "qwen2_moe"
+        return "qwen3_moe" if config.qk_norm else "mixtral"
     if config.norm_plus_one:
         return "gemma3_text" if config.qk_norm else "gemma2"
+    if not config.pre_norms:
+        return "olmo2"
+    scales = (config.embed_scale, config.query_scale)
+    if scales != (None, None) or (config.residual_scale, config.logit_divisor) != (1, 1):
+        return "granite"
     if config.qk_norm:
         return "qwen3"
     if config.rope.fraction < 1 or isinstance(config.rope.scaling, LongRopeScaling):

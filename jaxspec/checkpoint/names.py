@@ -168,28 +168,29 @@ def _attention_out(layer: str, leaf: str) -> tuple[Rule, ...]:
     )
 
 
-def _mlp(layer: str, leaf: str) -> tuple[Rule, ...]:
+def _mlp(name: str, leaf: str) -> tuple[Rule, ...]:
+    """Gate and up projection of an MLP of that name, in leaves whose paths begin like that."""
     return (
-        Rule(f"{layer}.mlp.gate_proj.weight", f"{leaf}mlp/gate_up/kernel", _gate),
-        Rule(f"{layer}.mlp.up_proj.weight", f"{leaf}mlp/gate_up/kernel", _up),
-        Rule(f"{layer}.mlp.gate_proj.bias", f"{leaf}mlp/gate_up/bias", _gate),
-        Rule(f"{layer}.mlp.up_proj.bias", f"{leaf}mlp/gate_up/bias", _up),
+        Rule(f"{name}.gate_proj.weight", f"{leaf}mlp/gate_up/kernel", _gate),
+        Rule(f"{name}.up_proj.weight", f"{leaf}mlp/gate_up/kernel", _up),
+        Rule(f"{name}.gate_proj.bias", f"{leaf}mlp/gate_up/bias", _gate),
+        Rule(f"{name}.up_proj.bias", f"{leaf}mlp/gate_up/bias", _up),
     )
 
 
-def _mlp_out(layer: str, leaf: str) -> tuple[Rule, ...]:
+def _mlp_out(name: str, leaf: str) -> tuple[Rule, ...]:
     return (
-        Rule(f"{layer}.mlp.down_proj.weight", f"{leaf}mlp/down/kernel", _linear),
-        Rule(f"{layer}.mlp.down_proj.bias", f"{leaf}mlp/down/bias", _same),
+        Rule(f"{name}.down_proj.weight", f"{leaf}mlp/down/kernel", _linear),
+        Rule(f"{name}.down_proj.bias", f"{leaf}mlp/down/bias", _same),
     )
 
 
 def _sublayers(layer: str, leaf: str) -> tuple[Rule, ...]:
     return (
         *_attention(layer, leaf),
-        *_mlp(layer, leaf),
+        *_mlp(f"{layer}.mlp", leaf),
         *_attention_out(layer, leaf),
-        *_mlp_out(layer, leaf),
+        *_mlp_out(f"{layer}.mlp", leaf),
     )
 
 
@@ -201,14 +202,24 @@ def _norms(**leaves: str) -> tuple[Rule, ...]:
     )
 
 
+def _experts(name: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """The router and the experts of a sparse layer, by what a family calls them."""
+    expert, leaf = f"{name}.experts.{{expert}}", "layer_{layer}/experts"
+    return (
+        Rule(f"{name}.gate.weight", f"{leaf}/router/kernel", _linear),
+        Rule(f"{expert}.{gate}.weight", f"{leaf}/gate_up/kernel", _gate),
+        Rule(f"{expert}.{up}.weight", f"{leaf}/gate_up/kernel", _up),
+        Rule(f"{expert}.{down}.weight", f"{leaf}/down/kernel", _linear),
+    )
+
+
 _IN_MODEL = (_LAYER, "layer_{layer}/")
 _QK_NORMS = _norms(self_attn__q_norm="attention/q_norm", self_attn__k_norm="attention/k_norm")
-_EXPERT = f"{_LAYER}.mlp.experts.{{expert}}"
-_EXPERTS = (
-    Rule(f"{_LAYER}.mlp.gate.weight", "layer_{layer}/experts/router/kernel", _linear),
-    Rule(f"{_EXPERT}.gate_proj.weight", "layer_{layer}/experts/gate_up/kernel", _gate),
-    Rule(f"{_EXPERT}.up_proj.weight", "layer_{layer}/experts/gate_up/kernel", _up),
-    Rule(f"{_EXPERT}.down_proj.weight", "layer_{layer}/experts/down/kernel", _linear),
+_EXPERTS = _experts(f"{_LAYER}.mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED = (
+    Rule(f"{_LAYER}.mlp.shared_expert_gate.weight", "layer_{layer}/shared/router/kernel", _linear),
+    *_mlp(f"{_LAYER}.mlp.shared_expert", "layer_{layer}/shared/"),
+    *_mlp_out(f"{_LAYER}.mlp.shared_expert", "layer_{layer}/shared/"),
 )
 _PRE_NORMS = _norms(input_layernorm="attention_norm", post_attention_layernorm="mlp_norm")
 _FOUR_NORMS = _norms(
@@ -225,7 +236,7 @@ _PHI3 = (
     ),
     Rule(f"{_LAYER}.mlp.gate_up_proj.weight", "layer_{layer}/mlp/gate_up/kernel", _gate_up),
 )
-_LAYER_OUTS = _attention_out(*_IN_MODEL) + _mlp_out(*_IN_MODEL)
+_LAYER_OUTS = _attention_out(*_IN_MODEL) + _mlp_out(f"{_LAYER}.mlp", "layer_{layer}/")
 _LLAMA = _ENDS + _PRE_NORMS + _QK_NORMS + _sublayers(*_IN_MODEL)
 _GEMMA = _ENDS + _FOUR_NORMS + _QK_NORMS + _sublayers(*_IN_MODEL)
 _BLOCK = "model.transformer.blocks.{layer}"
@@ -247,12 +258,17 @@ _LLADA = (
 TABLES: dict[str, tuple[Rule, ...]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "mixtral": _LLAMA + _experts(f"{_LAYER}.block_sparse_moe", "w1", "w3", "w2"),
     "qwen2": _LLAMA,
+    "qwen2_moe": _LLAMA + _EXPERTS + _SHARED,
     "qwen3": _LLAMA,
     "qwen3_moe": _LLAMA + _EXPERTS,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "phi3": _ENDS + _PRE_NORMS + _PHI3 + _LAYER_OUTS,
+    "olmo2": _GEMMA,  # of whose norms it has those behind
+    "smollm3": _LLAMA,
+    "granite": _LLAMA,
     "llada": _LLADA,
     "Dream": _LLAMA,
     "sdar": _LLAMA,

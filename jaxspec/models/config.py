@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jaxspec.core.checks import check_at_least, check_one_of
 
-LAYER_TYPES = ("full", "sliding")
+LAYER_TYPES = ("full", "sliding", "unrotated")
 ACTIVATIONS = ("silu", "gelu_tanh")
 
 
@@ -149,6 +149,8 @@ class Experts:
     Attributes:
         normalize: divide the chosen experts' probabilities by their sum.
         layers: which layers are sparse; the others have the dense MLP.
+        shared_dim: width of one more MLP in each sparse layer, which every token goes through,
+            times a gate of its own (Qwen2-MoE); `None`: there is none.
     """
 
     num: int
@@ -156,6 +158,7 @@ class Experts:
     mlp_dim: int
     normalize: bool
     layers: tuple[bool, ...]
+    shared_dim: int | None = None
 
     def __post_init__(self):
         if not 1 <= self.per_token <= self.num:
@@ -164,6 +167,10 @@ class Experts:
             )
         if self.mlp_dim < 1:
             raise ValueError(f"experts.mlp_dim must be at least 1, got {self.mlp_dim}.")
+        if self.shared_dim is not None and self.shared_dim < 1:
+            raise ValueError(
+                f"experts.shared_dim must be at least 1, or None, got {self.shared_dim}."
+            )
 
 
 @dataclass(frozen=True)
@@ -201,23 +208,28 @@ class Diffusion:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer: pre-norm, RMSNorm, rotary positions, gated MLPs.
+    """A decoder-only transformer: RMSNorm, rotary positions, gated MLPs.
 
     Attributes:
         max_positions: longest text the network is meant for.
         norm_plus_one: norms multiply by 1 + scale (Gemma).
-        post_norms: further norms after attention and after the MLP, before each residual sum
-            (Gemma).
-        qk_norm: queries and keys are normalised per head before rotation.
+        pre_norms: norms before attention and before the MLP; all but OLMo 2 have them.
+        post_norms: norms after attention and after the MLP, before each residual sum (Gemma and
+            OLMo 2).
+        qk_norm: queries and keys are normalised before rotation, each head by itself.
+        joint_qk_norm: `qk_norm` is over all heads at once (OLMo 2).
         qkv_bias, out_bias, mlp_bias: which projections add a bias.
         tied_head: the output head is the embedding table.
         rope: rotation in full layers, and in sliding ones unless `sliding_rope` is given.
-        layer_types: "full" or "sliding" for each layer; `()` stands for all full.
+        layer_types: "full", "sliding" or "unrotated" (full, but not rotated: SmolLM3) for each
+            layer; `()` stands for all full.
         sliding_window: a sliding layer's token at position i sees positions i - window + 1 .. i.
         query_scale: multiplies scores; `None`: head_dim ** -0.5.
         attention_softcap, final_softcap: c * tanh(x / c) of scores and of logits; `None`: left
             alone.
         embed_scale: multiplies embeddings; `None`: left alone.
+        residual_scale: multiplies what attention and MLP add to the residual stream (Granite).
+        logit_divisor: divides logits (Granite).
         experts: the sparse layers; `None`: all dense.
         diffusion: how it fills in masked places; `None`: it is causal. The pass itself does not
             read this: its mask is an argument.
@@ -233,8 +245,10 @@ class ModelConfig:
     max_positions: int
     norm_eps: float = 1e-6
     norm_plus_one: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -248,6 +262,8 @@ class ModelConfig:
     attention_softcap: float | None = None
     final_softcap: float | None = None
     embed_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_divisor: float = 1.0
     experts: Experts | None = None
     diffusion: Diffusion | None = None
 
@@ -269,8 +285,11 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, or None for none, got {value}.")
-        if self.norm_eps <= 0:
-            raise ValueError(f"norm_eps must be positive, got {self.norm_eps}.")
+        if self.joint_qk_norm and not self.qk_norm:
+            raise ValueError("joint_qk_norm says how qk_norm is done, so qk_norm must be True.")
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
 
     @property
     def masking(self) -> Diffusion:
@@ -288,8 +307,10 @@ class ModelConfig:
     def score_scale(self) -> float:
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
-    def layer_rope(self, layer: int) -> Rope:
-        """Returns the rotation used in one layer."""
+    def layer_rope(self, layer: int) -> Rope | None:
+        """Returns the rotation used in one layer; `None`: it has none."""
+        if self.layer_types[layer] == "unrotated":
+            return None
         if self.layer_types[layer] == "sliding" and self.sliding_rope is not None:
             return self.sliding_rope
         return self.rope
@@ -374,3 +395,4 @@ _POSITIVE_OR_NONE = (
     "final_softcap",
     "embed_scale",
 )
+_POSITIVE = ("norm_eps", "residual_scale", "logit_divisor")

@@ -16,7 +16,7 @@ from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
-from jaxspec.models.attention import at_least_float32, softcapped
+from jaxspec.models.attention import at_least_float32
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products, multiply
 from jaxspec.models.rope import rotations
@@ -32,6 +32,7 @@ from jaxspec.models.transformer import (
     Stream,
     Visible,
     empty_kv_cache,
+    scaled_logits,
     visible_to,
 )
 
@@ -225,7 +226,7 @@ class EagleHead(_OneLayerHead):
             return target.unembed(states)
         with exact_products(self.dtype):
             logits = multiply(states, self.vocabulary.table, at_least_float32(self.dtype))
-        return softcapped(logits, target.config.final_softcap)
+        return scaled_logits(target.config, logits)
 
     @property
     def _layer(self) -> EagleLayer:

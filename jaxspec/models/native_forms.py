@@ -53,7 +53,8 @@ def _stream(
 def attention_fits(config: ModelConfig, weights: "AttentionWeights", rows: "AttentionRow") -> bool:
     batch, tokens = rows.inputs.shape[:2]
     fits = batch * tokens <= MAX_ROWS and config.head_dim <= 512 and config.num_groups <= 64
-    return fits and _native_dtypes(weights, rows)
+    # Native norms are of one head.
+    return fits and not config.joint_qk_norm and _native_dtypes(weights, rows)
 
 
 def native_attention(config, weights, rows: "AttentionRow"):
@@ -85,11 +86,12 @@ def native_attention(config, weights, rows: "AttentionRow"):
         _or_absent(weights.q_norm),
         _or_absent(weights.k_norm),
         *_operands(weights.out, attended),
-        *rows.rotation,
+        *(rows.rotation or (ABSENT.reshape(1, 1, 0),) * 2),
         *segments,
         rows.visible.own,
         group=group,
         eps=np.float32(config.norm_eps),
+        factor=np.float32(config.residual_scale),
         plus_one=int(config.norm_plus_one),
         scale=np.float32(config.score_scale),
         softcap=np.float32(config.attention_softcap or 0),
@@ -117,6 +119,7 @@ def native_mlp(config, weights: "MLPWeights", rows: "MLPRow"):
         *_operands(weights.down, hidden),
         activation=0 if config.activation == "silu" else 1,
         eps=np.float32(config.norm_eps),
+        factor=np.float32(config.residual_scale),
         plus_one=int(config.norm_plus_one),
         workers=native.num_cores(),
     )

@@ -120,14 +120,18 @@ class NormScale(nn.Module):
 
 
 def rms_norm(
-    inputs: Float[Array, "*batch width"], scale: Float[Array, " width"], eps: float, plus_one: bool
-) -> Float[Array, "*batch width"]:
-    """X / rms(x), times scale; statistics in float32."""
+    inputs: Float[Array, "*batch_and_widths"],
+    scale: Float[Array, "*widths"],
+    eps: float,
+    plus_one: bool,
+) -> Float[Array, "*batch_and_widths"]:
+    """X / rms(x) over the axes of scale, times scale; statistics in float32."""
     wide = inputs.astype(at_least_float32(inputs.dtype))
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + eps)
-    shape = (1,) * (inputs.ndim - 1) + scale.shape
+    axes = tuple(range(-scale.ndim, 0))
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=axes, keepdims=True) + eps)
+    shape = (1,) * (inputs.ndim - scale.ndim) + scale.shape
     if plus_one:
-        # Gemma scales before it rounds, the others after.
+        # Gemma scales before it rounds, Llama after.
         return (normed * (1.0 + scale.astype(wide.dtype)).reshape(shape)).astype(inputs.dtype)
     return normed.astype(inputs.dtype) * scale.reshape(shape)
 
@@ -195,14 +199,14 @@ class AttentionWeights(NamedTuple):
     Attributes:
         qkv: [width, kv_heads, group + 2, head_dim]: queries of a group, its key, its value.
         out: [kv_heads, group, head_dim, embed].
-        q_norm, k_norm: scales; `None` for models that norm neither.
+        q_norm, k_norm: scales, of a head or of all; `None` for models that norm neither.
         norm, post_norm: scales, see `Stream`.
     """
 
     qkv: Weights
     out: Weights
-    q_norm: Float[Array, " head_dim"] | None
-    k_norm: Float[Array, " head_dim"] | None
+    q_norm: Float[Array, " q_width"] | None
+    k_norm: Float[Array, " k_width"] | None
     norm: Float[Array, " width"] | None
     post_norm: Float[Array, " embed"] | None
 
@@ -212,7 +216,7 @@ class AttentionRow(NamedTuple):
 
     inputs: Float[Array, "nodes width"]
     base: Float[Array, "nodes embed"] | None
-    rotation: Rotation
+    rotation: Rotation | None
     visible: Visible
     prefix: LayerKV | None
     scratch: LayerKV | None
@@ -229,10 +233,14 @@ def attention(
     heads = weights.qkv.apply(_normed(config, row.inputs, weights.norm))
     turned = heads[:, :, : group + 1]
     if weights.q_norm is not None and weights.k_norm is not None:
-        queries = rms_norm(turned[:, :, :-1], weights.q_norm, *norm)
-        keys = rms_norm(turned[:, :, -1:], weights.k_norm, *norm)
+        queries, keys = turned[:, :, :-1], turned[:, :, -1:]
+        q_norm, k_norm = weights.q_norm, weights.k_norm
+        if config.joint_qk_norm:
+            q_norm, k_norm = q_norm.reshape(queries.shape[1:]), k_norm.reshape(keys.shape[1:])
+        queries, keys = rms_norm(queries, q_norm, *norm), rms_norm(keys, k_norm, *norm)
         turned = jnp.concatenate([queries, keys], axis=2)
-    turned = rotate(turned, *row.rotation)
+    if row.rotation is not None:
+        turned = rotate(turned, *row.rotation)
     queries = turned[:, :, :group].transpose(1, 2, 0, 3)
     own = LayerKV(turned[:, :, group].transpose(1, 2, 0), heads[:, :, group + 1].transpose(1, 0, 2))
     segments = [
@@ -253,6 +261,8 @@ def _normed(config: ModelConfig, inputs: Array, scale: Array | None) -> Array:
 
 def _joined(config: ModelConfig, outputs: Array, scale: Array | None, base: Array | None) -> Array:
     outputs = _normed(config, outputs, scale)
+    if config.residual_scale != 1:
+        outputs = outputs * config.residual_scale
     return outputs if base is None else base + outputs
 
 
@@ -286,7 +296,7 @@ class Attention(nn.Module):
     def __call__(
         self,
         inputs: Float[Array, "nodes width"],
-        rotation: Rotation,
+        rotation: Rotation | None,
         visible: Visible,
         prefix: LayerKV | None,
         scratch: LayerKV | None,
@@ -302,8 +312,9 @@ class Attention(nn.Module):
         )()
         q_norm = k_norm = None
         if config.qk_norm:
-            q_norm = NormScale(head_dim, config.norm_plus_one, name="q_norm")()
-            k_norm = NormScale(head_dim, config.norm_plus_one, name="k_norm")()
+            q_heads, k_heads = (config.num_heads, kv_heads) if config.joint_qk_norm else (1, 1)
+            q_norm = NormScale(q_heads * head_dim, config.norm_plus_one, name="q_norm")()
+            k_norm = NormScale(k_heads * head_dim, config.norm_plus_one, name="k_norm")()
         weights = AttentionWeights(qkv, out, q_norm, k_norm, stream.norm, stream.post_norm)
         row = AttentionRow(inputs, stream.base, rotation, visible, prefix, scratch)
         return narrow_attention(config, weights, row)
@@ -407,10 +418,28 @@ def _mix_scanned(config, inputs, weights, chosen, gate_up, down):
     return jax.lax.scan(add_expert, jnp.zeros_like(inputs), (gate_up, down, shares))[0]
 
 
-class MixtureOfExperts(nn.Module):
-    """Each token's sum over its best `per_token` gated MLPs, weighted by the router."""
+class SharedExpert(nn.Module):
+    """A gated MLP that every token goes through, times a sigmoid of its own."""
 
     config: ModelConfig
+    width: int
+
+    @nn.compact
+    def __call__(self, inputs: Float[Array, "nodes embed"]) -> Float[Array, "nodes embed"]:
+        gate = Linear((self.config.embed_dim,), (1,), name="router")(inputs)
+        alone = self.config.replace(mlp_dim=self.width, residual_scale=1.0)
+        return jax.nn.sigmoid(gate) * MLP(alone, name="mlp")(inputs)
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token's sum over its best `per_token` gated MLPs, weighted by the router.
+
+    Attributes:
+        shared: what else is added for every token; `None`: nothing.
+    """
+
+    config: ModelConfig
+    shared: SharedExpert | None = None
 
     @nn.compact
     def __call__(
@@ -428,11 +457,13 @@ class MixtureOfExperts(nn.Module):
         gate_up = ExpertKernel((experts.num, embed, 2, experts.mlp_dim), name="gate_up")()
         down = ExpertKernel((experts.num, experts.mlp_dim, embed), name="down")()
         outputs = mix_experts(self.config, inputs, weights, chosen, gate_up, down)
+        if self.shared is not None:
+            outputs = outputs + self.shared(inputs)
         return _joined(self.config, outputs, stream.post_norm, stream.base)
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each normed before, maybe after, and added to the residual stream.
+    """Attention and MLP, each normed before or after or both, and added to the residual stream.
 
     keep_attention, keep_mlp: False leaves the work out of the program; an array multiplies.
     """
@@ -443,10 +474,14 @@ class Layer(nn.Module):
     def setup(self):
         config = self.config
         norm = partial(NormScale, config.embed_dim, config.norm_plus_one)
-        self.attention_norm, self.mlp_norm = norm(), norm()
+        if config.pre_norms:
+            self.attention_norm, self.mlp_norm = norm(), norm()
         self.attention = Attention(config)
         if self.sparse:
-            self.experts = MixtureOfExperts(config)
+            assert config.experts is not None, "a sparse layer of a model without experts"
+            width = config.experts.shared_dim
+            self.shared = None if width is None else SharedExpert(config, width)
+            self.experts = MixtureOfExperts(config, self.shared)
         else:
             self.mlp = MLP(config)
         if config.post_norms:
@@ -455,7 +490,7 @@ class Layer(nn.Module):
     def __call__(
         self,
         residual: Float[Array, "nodes embed"],
-        rotation: Rotation,
+        rotation: Rotation | None,
         visible: Visible,
         prefix: LayerKV | None,
         scratch: LayerKV | None,
@@ -465,9 +500,9 @@ class Layer(nn.Module):
         config = self.config
 
         def stream(name, keep):
+            norm = getattr(self, f"{name}_norm")() if config.pre_norms else None
             post_norm = getattr(self, f"{name}_post_norm")() if config.post_norms else None
-            base = residual if keep is True else None
-            return Stream(getattr(self, f"{name}_norm")(), post_norm, base)
+            return Stream(norm, post_norm, residual if keep is True else None)
 
         def joined(keep, output):
             return output if keep is True else residual + output * keep.astype(output.dtype)
@@ -549,7 +584,7 @@ class Transformer(nn.Module):
         config = self.config
         rotation, visible = {}, {}
         for kind, rope, window in _layer_kinds(config):
-            rotation[kind] = Rotation(
+            rotation[kind] = rope and Rotation(
                 *rotations(rope, config.head_dim, config.max_positions, positions)
             )
             visible[kind] = visible_to(positions, mask, cache, window)
@@ -583,7 +618,7 @@ class Transformer(nn.Module):
         logits = multiply(features, table, at_least_float32(features.dtype), turned=tied)
         if scales is not None:
             logits = logits * scales[None]
-        return softcapped(logits, self.config.final_softcap)
+        return scaled_logits(self.config, logits)
 
     def everything(self, tokens, positions, mask) -> Float[Array, "nodes vocab"]:
         """Reads every weight: what `init` traces."""
@@ -740,6 +775,15 @@ def _scaled_normal(width: int):
         return jax.random.normal(key, shape) * width**-0.5
 
     return init
+
+
+def scaled_logits(
+    config: ModelConfig, products: Float[Array, "nodes vocab"]
+) -> Float[Array, "nodes vocab"]:
+    """Logits from products with the output head: divided and softcapped."""
+    if config.logit_divisor != 1:
+        products = products / config.logit_divisor
+    return softcapped(products, config.final_softcap)
 
 
 def activate(config: ModelConfig, gate: Array) -> Array:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-LIBRARY = Path(__file__).with_name("libjaxspec.so.1")
+LIBRARY = Path(__file__).with_name("libjaxspec.so.2")
 _CALLS = ("product", "mlp", "attention", "threshold")
 
 

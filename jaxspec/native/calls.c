@@ -267,10 +267,10 @@ static void norm_chunk(void *context, int64_t chunk, int worker) {
   best->norm(n, lo, hi < n->rows ? hi : n->rows);
 }
 
-/* Norms rows and adds them to their base, where there is either. */
+/* Norms rows, multiplies them by their factor and adds them to their base, where there is any. */
 static void norm(struct crew *crew, struct norm *n) {
   int64_t chunks = (n->rows + NORMED_AT_ONCE - 1) / NORMED_AT_ONCE;
-  if (n->scale || n->base) share(crew, norm_chunk, n, chunks);
+  if (n->scale || n->base || n->factor != 1) share(crew, norm_chunk, n, chunks);
 }
 
 /* ---- Reading a call ---- */
@@ -337,7 +337,8 @@ static struct columns columns(const XLA_FFI_CallFrame *frame, int index, const f
 }
 
 /* The place of a sub-layer in the residual stream, whose operands are at 1 to 3: the norm of its
- * inputs x, which go to `normed`; the norm of its outputs y, and what they are added to. */
+ * inputs x, which go to `normed`; the norm of its outputs y, their factor, and what they are added
+ * to. */
 struct stream {
   struct norm before, after;
   const float *inputs; /* normed or as they are */
@@ -349,8 +350,9 @@ static struct stream stream(const XLA_FFI_CallFrame *frame, int64_t rows, int64_
   int plus_one = (int)integer(frame, "plus_one");
   const float *x = arg(frame, 0)->data, *scale = floats(frame, 1);
   return (struct stream){
-      .before = {x, scale, NULL, normed, eps, plus_one, rows, width},
-      .after = {y, floats(frame, 2), floats(frame, 3), y, eps, plus_one, rows, outputs},
+      .before = {x, scale, NULL, normed, 1, eps, plus_one, rows, width},
+      .after = {y, floats(frame, 2), floats(frame, 3), y, real(frame, "factor"), eps, plus_one, rows,
+                outputs},
       .inputs = scale ? normed : x,
   };
 }

@@ -377,8 +377,9 @@ static void norm_rows(const struct norm *n, int64_t lo, int64_t hi) {
     const float *x = n->x + at;
     float *y = n->y + at;
     if (n->scale) norm(x, n->scale, n->eps, n->plus_one, y, n->count), x = y;
-    if (n->base)
-      for (int64_t i = 0; i < n->count; i++) y[i] = n->base[at + i] + x[i];
+    if (n->base || n->factor != 1)
+      for (int64_t i = 0; i < n->count; i++)
+        y[i] = (n->base ? n->base[at + i] : 0) + n->factor * x[i];
   }
 }
 

@@ -43,12 +43,12 @@ struct attention {
   int64_t scratch_size, score_stride;
 };
 
-/* Each row: y = base + x / rms(x) * scale (1 + scale with plus_one); without a scale, base + x. y may
- * be x. */
+/* Each row: y = base + factor * x / rms(x) * scale (1 + scale with plus_one); without a scale, base +
+ * factor * x. y may be x. */
 struct norm {
   const float *x, *scale, *base; /* the last two may be absent */
   float *y;
-  float eps;
+  float factor, eps;
   int plus_one;
   int64_t rows, count;
 };

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import json
 
 import pytest
@@ -40,7 +41,7 @@ OURS = ModelConfig(
     norm_eps=1e-5,
 )
 FACTORS = tuple(1.0 + i for i in range(4))
-SLIDING = ("sliding",) * 4
+FULL, SLIDING = ("full",) * 4, ("sliding",) * 4
 MIXED = ("full", "sliding", "sliding", "sliding")
 EVEN = ("sliding", "full") * 2
 GEMMA = OURS.replace(
@@ -64,6 +65,9 @@ MOE = OURS.replace(
         num=6, per_token=2, mlp_dim=16, normalize=True, layers=(True, False, True, True)
     ),
 )
+MIXTRAL = Experts(num=6, per_token=2, mlp_dim=48, normalize=True, layers=(True,) * 4)
+SHARED = dataclasses.replace(MOE.experts, normalize=False, shared_dim=24)
+OLMO2 = OURS.replace(pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True)
 
 
 def rope(scaling):
@@ -87,6 +91,18 @@ NETWORKS = {
     "qwen3": OURS.replace(qk_norm=True, head_dim=16),
     "qwen3, windows": OURS.replace(qk_norm=True, layer_types=MIXED, sliding_window=8),
     "qwen3_moe": MOE,
+    "mixtral": OURS.replace(experts=MIXTRAL, layer_types=SLIDING, sliding_window=8),
+    "qwen2_moe": OURS.replace(
+        qkv_bias=True, experts=SHARED, layer_types=("sliding", *MIXED[:3]), sliding_window=8
+    ),
+    "qwen2_moe, no biases": OURS.replace(experts=SHARED),
+    "olmo2": OLMO2,
+    "olmo2, biases": OLMO2.replace(qkv_bias=True, out_bias=True, head_dim=16),
+    "smollm3": OURS.replace(layer_types=("full", "full", "unrotated", "full"), mlp_bias=True),
+    "granite": OURS.replace(
+        embed_scale=12.0, query_scale=0.01, residual_scale=0.22, logit_divisor=8.0
+    ),
+    "granite, one multiplier": OURS.replace(logit_divisor=8.0),
     "gemma2": GEMMA.replace(attention_softcap=50.0, final_softcap=30.0),
     "gemma3_text": GEMMA3,
     "llada": OURS.replace(diffusion=Diffusion(99)),
@@ -135,6 +151,20 @@ def test_a_config_written_and_read_is_the_same(name):
         ),
         ({"model_type": "qwen3", "head_dim": None}, {"qk_norm": True}),
         ({"model_type": "qwen3"}, {"qk_norm": True, "head_dim": 128}),
+        (
+            {"model_type": "smollm3"},
+            {"tied_head": True, "rope": Rope(2e6), "layer_types": ("full",) * 3 + ("unrotated",)},
+        ),
+        (
+            {"model_type": "smollm3", "no_rope_layers": [1, 0, 1, 1, 0], "rope_theta": 5e6},
+            {"tied_head": True, "rope": Rope(5e6), "layer_types": ("full", "unrotated", *FULL[2:])},
+        ),
+        ({"model_type": "granite"}, {"query_scale": 1.0}),
+        ({"model_type": "granite", "attention_multiplier": 8**-0.5}, {}),
+        (
+            {"model_type": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
+            {"rope": Rope(1e6), "experts": MIXTRAL},
+        ),
     ],
 )
 def test_what_config_json_leaves_out(raw, changes):
@@ -254,7 +284,7 @@ def test_dynamic_scaling_reaches_any_length():
 
 
 BAD = [
-    ({"model_type": "mamba"}, "model_type must be one of Dream, gemma2, .*, sdar; .* 'mamba'"),
+    ({"model_type": "mamba"}, "model_type must be one of Dream, gemma2, .*, smollm3; .* 'mamba'"),
     ({"model_type": None}, "model_type must be one of"),
     ({"model_type": ["llama"]}, "model_type must be one of"),
     ({"hidden_size": None}, "lacks 'hidden_size'"),
@@ -282,6 +312,13 @@ BAD = [
     ),
     ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types must name 4"),
     ({"model_type": "qwen3_moe"}, "num_experts"),
+    ({"model_type": "mixtral"}, "lacks 'num_local_experts'"),
+    ({"model_type": "qwen2_moe"}, "lacks 'shared_expert_intermediate_size'"),
+    ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window, layer_types: "),
+    ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 4}, "layers of a SmolLM3"),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers .* each of 4 layers"),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers must be a list"),
+    ({"model_type": "granite", "logits_scaling": 0}, "logit_divisor must be positive"),
 ]
 
 
@@ -299,7 +336,8 @@ JUNK = st.recursive(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama3", "yarn, fixed", "qwen3_moe", "gemma3_text", "phi3, long"]
+    "name",
+    ["llama3", "yarn, fixed", "qwen2_moe", "qwen3_moe", "gemma3_text", "phi3, long", "smollm3"],
 )
 def test_junk_for_any_value_is_our_error_or_another_network(name):
     raw = config_to_json(NETWORKS[name])
@@ -381,8 +419,12 @@ def test_a_length_must_be_positive(max_positions):
         ({"final_softcap": 30.0}, "final_softcap"),
         ({"qk_norm": True, "mlp_bias": True}, "mlp_bias"),
         ({"out_bias": True}, "qkv_bias"),
-        ({"embed_scale": 2.0}, "embed_scale"),
-        ({"query_scale": 0.3}, "query_scale"),
+        ({"embed_scale": 2.0, "qk_norm": True}, "qk_norm"),
+        ({"query_scale": 0.3, "post_norms": True}, "post_norms"),
+        ({"layer_types": ("unrotated", *SLIDING[1:]), "sliding_window": 4}, "layer_types"),
+        ({"layer_types": ("unrotated", *FULL[1:]), "experts": MIXTRAL}, "experts"),
+        ({"experts": dataclasses.replace(MIXTRAL, normalize=False)}, "experts"),
+        ({"joint_qk_norm": True, "qk_norm": True}, "joint_qk_norm"),
         ({"attention_softcap": 9.0}, "attention_softcap"),
         ({"sliding_rope": Rope(), "layer_types": EVEN, "sliding_window": 4}, "layer_types"),
     ],

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -26,15 +28,22 @@ SIZES = {
 }
 GEMMA = {"norm_plus_one": True, "post_norms": True, "tied_head": True}
 EXPERTS = Experts(num=3, per_token=2, mlp_dim=5, normalize=True, layers=(False, True))
+SHARED = dataclasses.replace(EXPERTS, shared_dim=7)
+OLMO2 = {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
 CONFIGS = {
     "llama": ModelConfig(**SIZES, qkv_bias=True, out_bias=True, mlp_bias=True),
     "mistral": ModelConfig(**SIZES),
+    "mixtral": ModelConfig(**SIZES, experts=EXPERTS),
     "qwen2": ModelConfig(**SIZES, qkv_bias=True, tied_head=True),
+    "qwen2_moe": ModelConfig(**SIZES, qkv_bias=True, experts=SHARED),
     "qwen3": ModelConfig(**SIZES, qk_norm=True),
     "qwen3_moe": ModelConfig(**SIZES, qk_norm=True, experts=EXPERTS),
     "gemma2": ModelConfig(**SIZES, **GEMMA),
     "gemma3_text": ModelConfig(**SIZES, **GEMMA, qk_norm=True),
     "phi3": ModelConfig(**SIZES),
+    "olmo2": ModelConfig(**SIZES, **OLMO2),
+    "smollm3": ModelConfig(**SIZES, layer_types=("full", "unrotated")),
+    "granite": ModelConfig(**SIZES, residual_scale=0.5),
     "llada": ModelConfig(**SIZES),
     "Dream": ModelConfig(**SIZES, qkv_bias=True),
     "sdar": ModelConfig(**SIZES, qk_norm=True),

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import GenerationConfig, LayerSkip, PromptLookup, generate
 from jaxspec.checkpoint import Model, Tokenizer, config_from_json, load, save, shipped_models
+from jaxspec.drafters.skip_sets import skips_of
 from tests.checkpoint.networks import assert_same_network
 
 SIZES = {
@@ -103,7 +105,23 @@ CASES = {
     ),
     "mistral": Case("Mistral", {"sliding_window": WINDOW, "head_dim": 16}),
     "mistral without window": Case("Mistral", {"sliding_window": None}),
+    "mixtral": Case("Mixtral", {"num_local_experts": 5}),
+    "mixtral, window": Case("Mixtral", {"sliding_window": WINDOW, "head_dim": 16}),
     "qwen2, tied": Case("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_moe": Case("Qwen2Moe", {**MOE, "shared_expert_intermediate_size": 28}),
+    "qwen2_moe, normalised, windows, no biases": Case(
+        "Qwen2Moe",
+        {
+            **MOE,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "shared_expert_intermediate_size": 28,
+        },
+    ),
     "qwen3": Case("Qwen3", {"head_dim": 16}),
     "qwen3, windows": Case(
         "Qwen3",
@@ -147,6 +165,34 @@ CASES = {
     "phi3, partial": Case("Phi3", rope("default", partial_rotary_factor=0.5)),
     "phi3, short longrope": Case("Phi3", longrope(), num_tokens=16 - NUM_GREEDY),
     "phi3, long longrope": Case("Phi3", longrope(), max_positions=64),
+    "olmo2": Case("Olmo2", {}),
+    "olmo2, tied, biased, wide heads": Case(
+        "Olmo2", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 16}
+    ),
+    "smollm3, by its rule": Case(
+        "SmolLM3",
+        {"no_rope_layer_interval": 2},
+        pattern={"no_rope_layers": None, "no_rope_layer_interval": 2},
+    ),
+    "smollm3, own head, biased": Case(
+        "SmolLM3",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "granite": Case(
+        "Granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "granite, tied, neutral multipliers": Case("Granite", {"tie_word_embeddings": True}),
 }
 
 
@@ -247,7 +293,7 @@ def hub_layout(raw: dict[str, Any], case: Case) -> dict[str, Any]:
     if case.family == "Phi3":
         section["type"] = section.pop("rope_type")
     old["rope_scaling"] = None if "default" in section.values() else section
-    if "num_local_experts" in old:
+    if case.family == "Qwen3Moe":
         old["num_experts"] = old.pop("num_local_experts")
     return old
 
@@ -258,6 +304,19 @@ def test_logits_and_greedy_tokens_agree(reference, loaded, tokens):
     np.testing.assert_allclose(our_logits(loaded.network, tokens), expected, atol=2e-4)
     text = greedy(reference_logits, reference, tokens)
     assert greedy(our_logits, loaded.network, tokens) == text
+
+
+# One of each kind of layer.
+@pytest.mark.parametrize("drafter", [PromptLookup(3), LayerSkip(skips_of(3, [1], [0]), 3)])
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen2_moe", "olmo2", "smollm3, by its rule", "granite"], indirect=True
+)
+def test_drafted_tokens_are_those_of_the_reference(reference, loaded, tokens, drafter):
+    prompts = [tokens.tolist(), tokens[:9].tolist()]
+    config = GenerationConfig(max_new_tokens=NUM_GREEDY, stop_token_ids=())
+    for prompt, row in zip(prompts, generate(loaded, prompts, config, drafter), strict=True):
+        text = greedy(reference_logits, reference, prompt)
+        assert row.tokens.tolist() == text[len(prompt) :]
 
 
 def test_the_hub_layout_means_the_same(folder, loaded, case):

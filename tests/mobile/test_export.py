@@ -444,7 +444,10 @@ def test_lookup_gets_a_pass_of_its_size(pair):
     assert paths == ()
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "qwen2", "qwen3", "phi3"])
+DENSE = ["mistral", "gemma2", "gemma3", "qwen2", "qwen3", "phi3", "olmo2", "smollm3", "granite"]
+
+
+@pytest.mark.parametrize("family", DENSE)
 def test_every_dense_family_decodes_as_in_jax(family, tmp_path):
     """Windows of 4 and 5 tokens: shorter than a part of the prompt, and than text and drafts."""
     model = Model(tiny(family), name=family)

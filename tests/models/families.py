@@ -39,6 +39,20 @@ FAMILIES = {
     "moe, not normalised": LLAMA.replace(
         experts=Experts(num=5, per_token=3, mlp_dim=12, normalize=False, layers=(True,) * 3)
     ),
+    "mixtral": LLAMA.replace(
+        experts=Experts(num=4, per_token=2, mlp_dim=40, normalize=True, layers=(True,) * 3)
+    ),
+    "qwen2_moe": LLAMA.replace(
+        qkv_bias=True,
+        experts=Experts(
+            5, 2, mlp_dim=12, normalize=False, layers=(False, True, True), shared_dim=20
+        ),
+    ),
+    "olmo2": LLAMA.replace(pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True),
+    "smollm3": LLAMA.replace(layer_types=("full", "unrotated", "full"), tied_head=True),
+    "granite": LLAMA.replace(
+        embed_scale=3.0, query_scale=0.2, residual_scale=0.4, logit_divisor=0.7, tied_head=True
+    ),
     "gemma2": _GEMMA.replace(attention_softcap=3.0, final_softcap=2.0),
     "gemma3": _GEMMA.replace(
         qk_norm=True, rope=Rope(theta=1_000_000.0), sliding_rope=Rope(theta=100.0)

@@ -11,7 +11,7 @@ def reference_logits(params, config: ModelConfig, tokens) -> np.ndarray:
     residual = reference_residual(params, config, tokens, config.num_layers)
     features = _norm(weights["norm"], config, residual)
     head = weights["embed"]["embedding"].T if config.tied_head else weights["head"]["kernel"]
-    return _softcap(features @ head, config.final_softcap)
+    return _softcap(features @ head / config.logit_divisor, config.final_softcap)
 
 
 def reference_residual(params, config: ModelConfig, tokens, num_layers: int) -> np.ndarray:
@@ -20,15 +20,14 @@ def reference_residual(params, config: ModelConfig, tokens, num_layers: int) -> 
     residual = weights["embed"]["embedding"][np.asarray(tokens)] * (config.embed_scale or 1.0)
     for i in range(num_layers):
         layer = weights[f"layer_{i}"]
-        output = _attention(
-            layer["attention"], config, i, _norm(layer["attention_norm"], config, residual)
-        )
-        residual = residual + _post(layer, "attention_post_norm", config, output)
-        normed = _norm(layer["mlp_norm"], config, residual)
-        output = (
-            _experts(layer, config, normed) if "experts" in layer else _mlp(layer, config, normed)
-        )
-        residual = residual + _post(layer, "mlp_post_norm", config, output)
+        inputs = _norm_if_any(layer, "attention_norm", config, residual)
+        output = _attention(layer["attention"], config, i, inputs)
+        output = _norm_if_any(layer, "attention_post_norm", config, output)
+        residual = residual + output * config.residual_scale
+        inputs = _norm_if_any(layer, "mlp_norm", config, residual)
+        output = (_experts if "experts" in layer else _mlp)(layer, config, inputs)
+        output = _norm_if_any(layer, "mlp_post_norm", config, output)
+        residual = residual + output * config.residual_scale
     return residual
 
 
@@ -36,15 +35,20 @@ def _attention(weights, config, layer, inputs):
     kernel, bias = weights["qkv"]["kernel"], weights["qkv"].get("bias", 0.0)
     heads = np.einsum("td,dkgh->tkgh", inputs, kernel) + bias
     group, window = config.num_groups, config.layer_window(layer)
+    if config.joint_qk_norm:
+        for part, name in ((slice(group), "q_norm"), (slice(group, group + 1), "k_norm")):
+            wide = heads[:, :, part].reshape(len(inputs), -1)
+            heads[:, :, part] = _norm(weights[name], config, wide).reshape(heads[:, :, part].shape)
     outputs = np.zeros((len(inputs), config.num_kv_heads, group, config.head_dim))
     for k in range(config.num_kv_heads):
         for g in range(group):
             queries, keys, values = heads[:, k, g], heads[:, k, group], heads[:, k, group + 1]
-            if config.qk_norm:
+            if config.qk_norm and not config.joint_qk_norm:
                 queries = _norm(weights["q_norm"], config, queries)
                 keys = _norm(weights["k_norm"], config, keys)
-            queries = _rotate(queries, config.layer_rope(layer))
-            keys = _rotate(keys, config.layer_rope(layer))
+            if config.layer_types[layer] != "unrotated":
+                queries = _rotate(queries, config.layer_rope(layer))
+                keys = _rotate(keys, config.layer_rope(layer))
             for i in range(len(inputs)):
                 first = 0 if window is None else max(0, i - window + 1)
                 scores = keys[first : i + 1] @ queries[i] * config.score_scale
@@ -85,7 +89,10 @@ def _experts(layer, config, inputs):
             gate, up = np.einsum("d,dcf->cf", token, experts["gate_up"]["kernel"][e])
             output = _activation(config, gate) * up @ experts["down"]["kernel"][e]
             outputs[t] += probs[e] / total * output
-    return outputs
+    if config.experts.shared_dim is None:
+        return outputs
+    shared = _mlp(layer["shared"], config, inputs)
+    return outputs + shared / (1 + np.exp(-inputs @ layer["shared"]["router"]["kernel"]))
 
 
 def _norm(weights, config, inputs):
@@ -93,8 +100,8 @@ def _norm(weights, config, inputs):
     return inputs / np.sqrt((inputs**2).mean(-1, keepdims=True) + config.norm_eps) * scale
 
 
-def _post(layer, name, config, output):
-    return _norm(layer[name], config, output) if config.post_norms else output
+def _norm_if_any(layer, name, config, inputs):
+    return _norm(layer[name], config, inputs) if name in layer else inputs
 
 
 def _activation(config, x):

@@ -25,6 +25,7 @@ def test_layers_choose_their_rotation_and_window():
     assert [config.layer_window(i) for i in range(3)] == [4, None, 4]
     assert [config.layer_rope(i).theta for i in range(3)] == [100.0, 1_000_000.0, 100.0]
     assert FAMILIES["gemma2"].layer_rope(0) == FAMILIES["gemma2"].layer_rope(1)
+    assert [FAMILIES["smollm3"].layer_rope(i) for i in range(3)] == [Rope(), None, Rope()]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,8 @@ def test_layers_choose_their_rotation_and_window():
             "diffusion: layers that slide look back only",
         ),
         ({"norm_eps": 0.0}, "norm_eps must be positive"),
+        ({"logit_divisor": 0.0}, "logit_divisor must be positive, got 0.0"),
+        ({"joint_qk_norm": True}, "joint_qk_norm .* qk_norm must be True"),
         ({"rope": Rope(fraction=0.4)}, "rope.fraction must rotate an even number"),
         (
             {"rope": Rope(scaling=LongRopeScaling((1.0,), (1.0,) * 4, 2.0, 64))},
@@ -71,6 +74,8 @@ def test_impossible_parts_are_refused_by_name():
         Experts(num=4, per_token=5, mlp_dim=8, normalize=True, layers=(True,))
     with pytest.raises(ValueError, match=r"mlp_dim must be at least 1"):
         Experts(num=4, per_token=2, mlp_dim=0, normalize=True, layers=(True,))
+    with pytest.raises(ValueError, match=r"shared_dim must be at least 1, or None, got 0"):
+        Experts(num=4, per_token=2, mlp_dim=8, normalize=True, layers=(True,), shared_dim=0)
 
 
 def test_a_head_of_keys_serves_a_group_of_queries():

@@ -315,12 +315,12 @@ def test_a_head_may_know_how_deep_its_target_is(first, third, tmp_path):
 
 
 def test_reduced_logits_are_those_of_the_target(first):
-    """A cap on logits holds for them, too, though Gemma 2 alone has one."""
+    """What divides logits (Granite) and what caps them (Gemma 2) hold for them, too."""
     target, folder = first
-    capped = Network(target.params, target.config.replace(final_softcap=0.5))
+    changed = target.config.replace(final_softcap=0.5, logit_divisor=3.0)
     head, ids = load_eagle(folder, target), jnp.array([1, 5, 6])
     states = jax.random.normal(jax.random.key(0), (2, target.embed_dim))
-    for network in (target, capped):
+    for network in (target, Network(target.params, changed)):
         some = dataclasses.replace(head, vocabulary=DraftVocabulary.of(network, ids))
         np.testing.assert_allclose(
             some.unembed(network, states), head.unembed(network, states)[:, ids], atol=1e-5

@@ -34,9 +34,9 @@ def stored(network: Network, storage: str) -> Network:
     return dataclasses.replace(network, params=stored_as(network.params, storage))
 
 
-@pytest.fixture(params=["llama", "gemma3", "qwen3_moe"])
+@pytest.fixture(params=["llama", "gemma3", "qwen2_moe"])
 def network(request) -> Network:
-    """Tied and own heads, experts; weights that bfloat16 holds."""
+    """Tied and own heads, experts, a shared one among them; weights that bfloat16 holds."""
     made = tiny(request.param)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), made.params)
     return dataclasses.replace(made, params=rounded)

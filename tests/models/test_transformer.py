@@ -151,7 +151,7 @@ SKIPS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_moe", "granite"])
 @pytest.mark.parametrize("skip", SKIPS)
 def test_static_and_traced_skips_agree(name, skip):
     network = tiny(name)
@@ -264,6 +264,16 @@ def test_the_param_tree_is_the_documented_one():
     }
     gemma = param_shapes(FAMILIES["gemma2"])["layer_0"]
     assert {"attention_post_norm", "mlp_post_norm"} < set(gemma)
+    olmo = jax.tree.map(lambda leaf: leaf.shape, param_shapes(FAMILIES["olmo2"]))["layer_0"]
+    assert set(olmo) == {"attention", "attention_post_norm", "mlp", "mlp_post_norm"}
+    assert olmo["attention"]["q_norm"] == {"scale": (32,)}
+    assert olmo["attention"]["k_norm"] == {"scale": (16,)}
+    layers = param_shapes(FAMILIES["qwen2_moe"])
+    assert "shared" not in layers["layer_0"]
+    assert jax.tree.map(lambda leaf: leaf.shape, layers["layer_1"]["shared"]) == {
+        "router": {"kernel": (24, 1)},
+        "mlp": {"gate_up": {"kernel": (24, 2, 20)}, "down": {"kernel": (20, 24)}},
+    }
 
 
 def test_a_network_is_a_pytree_whose_equal_settings_never_compile_again():

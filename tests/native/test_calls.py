@@ -20,7 +20,7 @@ from jaxspec.core import masks
 from jaxspec.core.cache import append
 from jaxspec.core.forms import exchanged
 from jaxspec.core.sampling import keep_top_k, keep_top_p
-from jaxspec.models import Network, init_params
+from jaxspec.models import Experts, Network, init_params
 from jaxspec.models.linear import multiply
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +153,14 @@ KINDS = {
         "post_norms": True,
     },
     "capped": {"attention_softcap": 5.0},
+    "scaled": {"residual_scale": 0.4, "logit_divisor": 1.5, "query_scale": 0.2},
+    "scaled, normed behind": {"residual_scale": 0.4, "pre_norms": False, "post_norms": True},
+    "unrotated": {"layer_types": ("full", "unrotated")},
+    "shared expert": {
+        "residual_scale": 0.4,
+        "experts": Experts(5, 2, mlp_dim=12, normalize=True, layers=(True, False), shared_dim=20),
+    },
+    "joint norms": {"qk_norm": True, "joint_qk_norm": True},  # falls back to XLA
     # Enough work for helpers to join.
     "wide": {"embed_dim": 256, "mlp_dim": 256, "head_dim": 32, "post_norms": True},
 }
@@ -177,7 +185,8 @@ def test_a_pass_agrees_with_its_reference(kind, tokens, cached, tiny_config):
         return model.unembed(new.features), new.new_kv
 
     ours = jax.jit(jax.vmap(logits))(ids)
-    assert "jaxspec_attention" in jax.jit(jax.vmap(logits)).lower(ids).as_text()
+    native_attention = "jaxspec_attention" in jax.jit(jax.vmap(logits)).lower(ids).as_text()
+    assert native_attention == (kind != "joint norms")
     with exchanged({}):
         reference = jax.jit(jax.vmap(lambda ids: logits(ids)))(ids)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), ours, reference)
@@ -231,11 +240,11 @@ def of_another_processor(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [no_library, of_nobody_knows, of_another_processor, Path.mkdir])
 def test_a_file_that_cannot_be_used_is_named_and_left_alone(make, tmp_path):
-    make(tmp_path / "libjaxspec.so.1")
-    with pytest.warns(UserWarning, match=r"libjaxspec\.so\.1 cannot be used.*Install the package"):
-        found = native.load(tmp_path / "libjaxspec.so.1")
+    make(tmp_path / "libjaxspec.so.2")
+    with pytest.warns(UserWarning, match=r"libjaxspec\.so\.2 cannot be used.*Install the package"):
+        found = native.load(tmp_path / "libjaxspec.so.2")
     assert found.instructions is None
-    assert "libjaxspec.so.1 cannot be used" in found.reason
+    assert "libjaxspec.so.2 cannot be used" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -277,10 +286,10 @@ print(float(product(jnp.ones((2, 8)), jnp.ones((8, 3))).sum()), native.status().
 
 
 def test_without_a_usable_file_products_are_right_and_that_is_said_once(tmp_path):
-    no_library(tmp_path / "libjaxspec.so.1")
-    run = [sys.executable, "-c", UNUSABLE, str(tmp_path / "libjaxspec.so.1")]
+    no_library(tmp_path / "libjaxspec.so.2")
+    run = [sys.executable, "-c", UNUSABLE, str(tmp_path / "libjaxspec.so.2")]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("48.0 products by XLA: libjaxspec.so.1 cannot be used")
+    assert done.stdout.startswith("48.0 products by XLA: libjaxspec.so.2 cannot be used")
     assert done.stderr.count("cannot be used") == 1
 
 
