@@ -97,6 +97,8 @@ def generation_config(args: argparse.Namespace) -> GenerationConfig:
     for name, kind in (("logit_bias", dict), ("stop", tuple)):
         if name in values:
             values[name] = kind(values[name])
+    if "json_schema" in values:
+        values["json_schema"] = values["json_schema"].read_text(encoding="utf-8")
     return GenerationConfig(**values)
 
 
@@ -133,6 +135,13 @@ _GENERATION_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "logit_bias": {"type": _bias, "action": "append", "metavar": "ID=VALUE"},
     "stop": {"action": "append"},
+    "choices": {
+        "flag": "--choice",
+        "action": "append",
+        "help": "a text that the output may be; give the flag once for each",
+    },
+    "regex": {"metavar": "REGEX"},
+    "json_schema": {"metavar": "FILE", "type": Path, "help": "schema that the output is valid for"},
     "logprobs": _SWITCH,
     "warped_logprobs": _SWITCH,
 }

@@ -133,6 +133,9 @@ class GenerationConfig:
         >>> result = jaxspec.generate(jaxspec.load("demo"), "Name a colour.", config, seed=1)
         >>> len(result[0].tokens)
         4
+        >>> answer = jaxspec.generate(jaxspec.load("demo"), "Is 4 even?", choices=["yes", "no"])
+        >>> answer.texts[0] in ("yes", "no"), answer[0].finish_reason
+        (True, 'grammar')
     """
 
     max_new_tokens: int | Sequence[int] = 128

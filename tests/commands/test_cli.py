@@ -261,6 +261,17 @@ class TestGenerate:
         assert shown["prompt"] == "abc"
         assert "warped_logprobs" not in shown
 
+    def test_the_text_obeys_a_grammar(self, capsys, folder, tmp_path):
+        argv = ["generate", folder, "abc", "--choice", "yes, both", "--choice", "no"]
+        assert main(argv) == 0
+        assert capsys.readouterr().out in ("yes, both\n", "no\n")
+        missing = str(tmp_path / "schema.json")
+        assert missing in fails(capsys, "generate", folder, "abc", "--json-schema", missing)
+        pytest.importorskip("outlines_core", reason="needs the extra `grammar`: '.[grammar]'")
+        (tmp_path / "schema.json").write_text('{"enum": ["a", "b"]}')
+        assert main(["generate", folder, "abc", "--json-schema", missing]) == 0
+        assert json.loads(capsys.readouterr().out) in ("a", "b")
+
     def test_samples(self, capsys, folder):
         argv = ["generate", folder, "abc", "--max-new-tokens", "3", "--temperature", "1"]
         assert main([*argv, "--num-samples", "2", "--json"]) == 0
