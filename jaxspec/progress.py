@@ -4,8 +4,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _SECONDS_A_LINE = 60
+
+
+def error_console() -> "Console":
+    """Returns a console on standard error, in notebooks too: a status there needs ipywidgets."""
+    # Here, because `import jaxspec` does without it.
+    from rich.console import Console
+
+    return Console(stderr=True, force_jupyter=False)
 
 
 @contextmanager
@@ -14,8 +26,6 @@ def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[[str], Non
 
     Goes to standard error: a bar on a terminal, elsewhere a line a minute at most.
     """
-    # Here, because `import jaxspec` does without it.
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -24,7 +34,7 @@ def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[[str], Non
         TimeElapsedColumn,
     )
 
-    console = Console(stderr=True)
+    console = error_console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     on_terminal = console.is_terminal
     with Progress(

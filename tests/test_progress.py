@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from jaxspec import progress
-from jaxspec.progress import progress_bar
+from jaxspec.progress import error_console, progress_bar
 
 
 def test_a_file_gets_a_line_a_minute(capsys, monkeypatch):
@@ -22,3 +22,12 @@ def test_nothing_is_said_unless_it_is_to_be_shown(capsys, monkeypatch):
     with progress_bar(1, shown=False) as advance:
         advance("a")
     assert capsys.readouterr().err == ""
+
+
+def test_notebooks_get_plain_lines(capsys, monkeypatch, recwarn):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    console = error_console()
+    with console.status("b"):  # drawn by ipywidgets there, with a warning where they are not
+        console.print("a")
+    assert capsys.readouterr().err == "a\n"
+    assert not recwarn

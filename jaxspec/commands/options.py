@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxspec.checkpoint import Model, load, load_dflash, load_eagle, shipped_heads
 from jaxspec.checkpoint.huggingface import DTYPES
+from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.commands.flags import add_flags, given
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import (
@@ -330,12 +331,22 @@ def _loaded(args: argparse.Namespace, settings: dict[str, Any], drafter: str, ne
     return load(_taken(settings, "model", drafter, needs), dtype=getattr(args, "dtype", None))
 
 
-def _draft_model(args: argparse.Namespace, settings: dict[str, Any], _: Model) -> LoadedDrafter:
+def _draft_model(args: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
     needs = (
-        "--draft-model MODEL or draft-model:model=MODEL, a smaller model with the same tokenizer "
-        "(for the shipped demo: demo-draft)"
+        "--draft-model MODEL or draft-model:model=MODEL, a smaller model, at best with the same "
+        "tokenizer (for the shipped demo: demo-draft)"
     )
-    return DraftModel.of(_loaded(args, settings, "draft-model", needs), **settings)
+    draft = _loaded(args, settings, "draft-model", needs)
+    theirs, ours = draft.tokenizer, model.tokenizer
+    if theirs is None or ours is None or covers(theirs, ours):
+        return DraftModel.of(draft, **settings)
+    made = DraftModel.of(draft, target=model, **settings)
+    shared = int(made.params.shared.sum())
+    announce(
+        draft_model=f"{draft.name} has another tokenizer, and drafts with the {shared} tokens that "
+        f"both have, of {ours.vocab_size}"
+    )
+    return made
 
 
 def _eagle(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:

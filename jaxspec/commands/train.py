@@ -170,12 +170,18 @@ def sources_from_arguments(args: argparse.Namespace) -> tuple[Source, ...]:
         split = LastCharacters() if path.endswith((".txt", ".txt.gz")) else EveryNth()
         unknown = Source(name, path, split=split)
         named[name] = dataclasses.replace(KNOWN_SOURCES.get(name, unknown), path=path)
-    for flag, field, kind in (("--weight", "weight", float), ("--template", "template", str)):
+    readers = (("--weight", "weight", float), ("--template", "template", _with_line_feeds))
+    for flag, field, read in readers:
         for name, text in _pairs(flag, getattr(args, field)):
             if name not in named:
                 raise ValueError(f"{flag} {name}: there is no such source; got {sorted(named)}.")
-            named[name] = dataclasses.replace(named[name], **{field: kind(text)})
+            named[name] = dataclasses.replace(named[name], **{field: read(text)})
     return tuple(named.values())
+
+
+def _with_line_feeds(template: str) -> str:
+    r"""Returns a template as a shell passes it, with line feeds for `\n`."""
+    return template.replace(r"\n", "\n")
 
 
 def _pairs(flag: str, entries: Sequence[str]) -> list[tuple[str, str]]:

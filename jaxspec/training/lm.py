@@ -28,7 +28,7 @@ from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import pack_generated
 from jaxspec.training.loop import StepMetrics, products_in, same_choice
 from jaxspec.training.report import PALM_FLOPS, RecipeNotes, texts_read
-from jaxspec.training.settings import DTYPES, LMTrainingSettings
+from jaxspec.training.settings import DTYPES, SMALL, LMTrainingSettings
 from jaxspec.training.sources import Divided, document_texts
 from jaxspec.training.tokenizer import loaded_tokenizer, train_tokenizer
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
@@ -200,7 +200,7 @@ class LMTrainer:
         settings, teacher = self.settings, opened
         vocabulary = _vocabulary(settings, run.state_folder, documents)
         corpus = pack_sources(run, vocabulary, documents)
-        config = settings.model.replace(vocab_size=vocabulary.size)
+        config, first_params = _beginning(settings, vocabulary)
         flops = flops_per_token(config, settings.sequence_length)
         if teacher is not None:
             if teacher.vocab_size != config.vocab_size:
@@ -220,7 +220,7 @@ class LMTrainer:
             vocabulary,
             objective,
             evaluation=lambda dtype: objective(dtype).measured,
-            first_params=_first_params(settings, config),
+            first_params=first_params,
             result=lambda params: Network(params, config),
             flops_per_token=flops,
             as_batch=lambda rows: rows if teacher is None else Taught(rows, teacher),
@@ -280,14 +280,24 @@ def _vocabulary(
     return TrainingVocabulary.of(loaded, str(path))
 
 
-def _first_params(settings: LMTrainingSettings, config: ModelConfig) -> Callable[[], PyTree]:
-    """Returns what makes the weights to begin with: random ones, or those of `start_from`."""
+def _beginning(
+    settings: LMTrainingSettings, vocabulary: TrainingVocabulary
+) -> tuple[ModelConfig, Callable[[], PyTree]]:
+    """Returns the model's shape and what makes its first weights: random ones or `start_from`'s."""
+    config = settings.model.replace(vocab_size=vocabulary.size)
     if settings.start_from is None:
-        return lambda: init_params(config, jax.random.key(settings.seed))
+        return config, lambda: init_params(config, jax.random.key(settings.seed))
     network = load_network(Path(settings.start_from), "float32")
+    if settings.model == SMALL:  # no other shape is asked for
+        config = network.config.replace(diffusion=None)
     if network.config != config:
         raise ValueError(
             f"The weights of start_from ({settings.start_from}) are of {network.config}, but the "
-            f"model to train is {config}: make them equal."
+            f"model to train is {config}: make them equal, or leave the model's shape out."
         )
-    return lambda: network.params
+    if settings.sequence_length > config.max_positions:
+        raise ValueError(
+            f"sequence_length must be at most the positions of start_from "
+            f"({config.max_positions}), got {settings.sequence_length}."
+        )
+    return config, lambda: network.params

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxspec.core.types import PyTree
 from jaxspec.models import NARROW
+from jaxspec.progress import error_console
 from jaxspec.sharding import on_every_device
 from jaxspec.training.efficiency import Efficiency
 from jaxspec.training.optimizer import make_optimizer
@@ -217,7 +218,7 @@ def fit(
         )
     if history is not None:
         history.rewind(first)
-    watch = _Watch(first, num_steps, pace, history, efficiency, console or Console(stderr=True))
+    watch = _Watch(first, num_steps, pace, history, efficiency, console or error_console())
     saved_at = time.monotonic()
     unread = None
     with watch.bar:

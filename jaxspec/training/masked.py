@@ -174,7 +174,7 @@ class OpenedMasked(NamedTuple):
 class MaskedTrainer:
     """Trains a diffusion language model, or converts a causal one.
 
-    The result is a `Network`; `out` has LLaDA's layout.
+    The result is a `Network`; `out` has the layout of LLaDA, SDAR or Dream, by its shape.
     """
 
     settings: MaskedTrainingSettings

@@ -179,10 +179,11 @@ class LMTrainingSettings(RunSettings):
 
     Attributes:
         model: shape of the model to train; its `vocab_size` is the most the tokenizer may have.
+            With `start_from`, left out: that model's.
         layer_drop: chance to leave out the last sub-layers, see `NextToken`.
         early_exit: share of the sequences that leave the layers early, see `NextToken`.
-        tokenizer: folder with the tokenizer of an earlier run; `None`: that of the teacher, or a
-            new one.
+        tokenizer: folder with the tokenizer of an earlier run; `None`: that of the teacher or of
+            `start_from`, or a new one.
         start_from: folder with weights to begin with; `None`: random ones.
         teacher: folder with the network whose distributions to learn; `None`: the text alone.
         soft_share: weight of the teacher's distributions, see `SoftLabels`.
@@ -203,7 +204,7 @@ class LMTrainingSettings(RunSettings):
         if self.own_text and self.teacher is None:
             raise ValueError("own_text is written by a teacher: name one (--teacher FOLDER).")
         check_above_zero(self, "own_text_weight")
-        if self.sequence_length > self.model.max_positions:
+        if self.start_from is None and self.sequence_length > self.model.max_positions:
             raise ValueError(
                 f"sequence_length must be at most max_positions ({self.model.max_positions}), "
                 f"got {self.sequence_length}."

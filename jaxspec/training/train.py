@@ -16,6 +16,7 @@ from jaxspec.checkpoint import Model, save
 from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
 from jaxspec.core.types import PyTree
 from jaxspec.models import Network
+from jaxspec.progress import error_console
 from jaxspec.sharding import on_every_device, spread_rows
 from jaxspec.training.data import Corpus, in_order, pack
 from jaxspec.training.efficiency import Efficiency
@@ -254,7 +255,7 @@ def _prepare(
             f"{settings.rows_per_batch}: choose other --rows, or fewer --devices (num_devices)."
         )
     sha256 = _fingerprints(settings)
-    return Run(settings, state_folder, out, mesh, sha256, console or Console(stderr=True))
+    return Run(settings, state_folder, out, mesh, sha256, console or error_console())
 
 
 def _fingerprints(settings: RunSettings) -> dict[str, str]:

@@ -30,6 +30,7 @@ from jaxspec.measure.step import StepTimes
 from jaxspec.models import Diffusion, EagleHead, ModelConfig, init_eagle_params
 from jaxspec.training.loop import DivergedError
 from tests.checkpoint.networks import random_network
+from tests.foreign import like_llama2
 from tests.measure.models import WrongRoot, filling_model, tiny_model
 
 
@@ -155,6 +156,21 @@ class TestDrafters:
         made = self.make("draft-model:num_speculative_tokens=2", model, draft_model=folder)
         drafter = made.drafter
         assert drafter == jaxspec.DraftModel(2)
+
+    def test_draft_models_with_another_tokenizer_draft_what_both_have(
+        self, model, folder, tmp_path, capsys
+    ):
+        tokenizer = like_llama2()
+        config = model.config.replace(vocab_size=tokenizer.vocab_size)
+        jaxspec.save(jaxspec.Model(random_network(config), tokenizer), tmp_path)
+        argv = ["generate", folder, "3 and 4", "--json", "--max-new-tokens", "12"]
+        assert main(argv) == 0
+        plain = json.loads(capsys.readouterr().out)
+        assert main([*argv, "--drafter", f"draft-model:model={tmp_path}"]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["tokens"] == plain["tokens"]
+        said = "has another tokenizer, and drafts with the 256 tokens that both have, of 256"
+        assert f"draft_model: {tmp_path} {said}" in err
 
     def test_heads_draft_over_the_tree_in_their_folder_unless_told_otherwise(self, model, head):
         def paths(text):

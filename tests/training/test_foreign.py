@@ -203,6 +203,19 @@ def test_a_draft_model_learns_from_the_target(target, tmp_path):
     assert_same_text(folder, jaxspec.DraftModel.of(draft))
 
 
+def test_a_model_is_trained_further_in_its_own_shape(target, tmp_path):
+    folder, source = target
+    settings = LMTrainingSettings((source,), start_from=str(folder / "target"), **MODELS)
+    train(LMTrainer(settings), tmp_path / "s", tmp_path / "further", console=QUIET)
+    further, before = load(tmp_path / "further"), load(folder / "target")
+    assert further.config == before.config
+    assert further.stop_token_ids == before.stop_token_ids
+    assert further.tokenizer.encode("3 and 4") == before.tokenizer.encode("3 and 4")
+    longer = dataclasses.replace(settings, sequence_length=128)
+    with pytest.raises(ValueError, match=r"positions of start_from \(64\), got 128"):
+        train(LMTrainer(longer), tmp_path / "longer", console=QUIET)
+
+
 def test_answers_alone_need_turns_that_tokens_mark(target, tmp_path):
     folder, source = target
     settings = MaskedTrainingSettings(
