@@ -83,13 +83,14 @@ class Proposal(NamedTuple):
 
     Attributes:
         tokens: one per node; node 0 repeats the pending token.
-        valid: False where the budget was not used. It may depend on anything known BEFORE a node's
-            own token was drawn, never on that token: dropping a node for the token it drew is a
-            bias.
+        valid: False where the budget was not used. It may depend on the tokens of a node's
+            ancestors and of earlier siblings and their subtrees, never on its own token: dropping a
+            node for the token it drew is a bias.
         draft_logprobs: row by row, log-probabilities of the distributions that tokens were really
             drawn from; `None`: every token was chosen deterministically, given the text.
         law_row: the row of `draft_logprobs` a node was drawn from (0 and unused at the root).
-            Siblings share a row and were drawn from it in order, without replacement.
+            Siblings share a row and were drawn from it in order, without replacement. Parents share
+            a row only where all of one depth share one draw: then there is one row for each depth.
     """
 
     tokens: Int[Array, " nodes"]

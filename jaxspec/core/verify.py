@@ -35,13 +35,15 @@ def verify(
 ) -> Verdict:
     """Rejection sampling by the rule that the proposal calls for, seen from its structure.
 
-    Without distributions, tokens were chosen deterministically. With them, a chain takes the ratio
-    test, and a tree the recursive rule for siblings drawn without replacement.
+    Without distributions, tokens were chosen deterministically. With them, whole paths are judged,
+    except where several parents share one draw.
     """
     if proposal.draft_logprobs is None:
         return verify_deterministic(uniforms, proposal, target_logits)
-    if proposal.tree.children.shape[-1] == 1:
-        return verify_chain(uniforms, proposal, target_logits)
+    is_chain = proposal.tree.children.shape[-1] == 1
+    depth = proposal.tree.paths.shape[-1] - 1
+    if is_chain or proposal.draft_logprobs.shape[0] > depth:
+        return verify_traversal(uniforms, proposal, target_logits)
     return verify_tree(uniforms, proposal, target_logits)
 
 
@@ -146,6 +148,66 @@ def verify_tree(
     return Verdict(tree.paths[last], tree.depths[last] + 1, next_token)
 
 
+def verify_traversal(
+    uniforms: Float[Array, " nodes"],
+    proposal: Proposal,
+    target_logits: Float[Array, "nodes vocab"],
+) -> Verdict:
+    """Judges whole paths by the joint ratio of their tokens, from the leaves to the root.
+
+    A token that the target likes less than the draft may stand if its followers make up for it. So
+    no fewer tokens are accepted than by `verify_chain` and `verify_tree`, on average. Over a chain
+    this is block verification (Sun et al. 2024, algorithm 2), over a tree a traversal of it (Weng
+    et al. 2025), here for siblings drawn without replacement.
+
+    Each node has a weight, the probability that its path is accepted. It owes its own followers
+    the target's distribution times that weight. Each child in turn takes what its draw covers; the
+    rest, given that the child's subtree was rejected, is left to the next one. A node's last rest
+    is the probability that the path ends there. No two parents may share a draw.
+    """
+    tree, tokens, distributions = proposal.tree, proposal.tokens, proposal.draft_logprobs
+    assert distributions is not None, "a tree without distributions is verified as deterministic"
+    probs = jax.nn.softmax(at_least_float32(target_logits), axis=-1)
+    nodes = tokens.shape[0]
+    first_child = jnp.maximum(tree.children[:, 0], 0)
+    drafts = jnp.exp(distributions[proposal.law_row[first_child]]).astype(probs.dtype)
+
+    def take_turn(node: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
+        owed, drafts = state
+        parent, token = jnp.maximum(tree.parents[node], 0), tokens[node]
+        rest, draft = owed[parent], drafts[parent]
+        drawn = draft[token] > 0
+        tried = drawn & proposal.valid[node]
+        ratio = rest[token] / jnp.where(drawn, draft[token], 1.0)
+        weight = jnp.where(tried, jnp.minimum(ratio, 1.0), 0.0)
+        left = _rest_after(rest, draft)
+        owed = owed.at[parent].set(jnp.where(tried, left, rest))
+        owed = owed.at[node].set(weight * probs[node])
+        return owed, drafts.at[parent].set(jnp.where(drawn, _without(draft, token), draft))
+
+    owed = jnp.zeros_like(probs).at[0].set(probs[0])
+    owed, _ = jax.lax.fori_loop(1, nodes, take_turn, (owed, drafts))
+    ends = jnp.minimum(jnp.sum(owed, axis=1), 1.0).at[0].set(1.0)
+
+    # Logarithms of probabilities that a path ends neither at a node, nor below it, nor at it or its
+    # later siblings or their parent.
+    passes = jnp.log1p(-ends)
+    below = jnp.sum(jnp.where(tree.ancestors, passes[:, None], 0.0), axis=0)
+    order = jnp.arange(nodes)
+    siblings = (tree.parents[:, None] == tree.parents[None, :]) & (order > 0)[None, :]
+    later = siblings & (order[None, :] >= order[:, None])
+    left = jnp.sum(jnp.where(later, below[None, :], 0.0), axis=1)
+    left = left + passes[jnp.maximum(tree.parents, 0)]
+    chances, total = -jnp.expm1(below), -jnp.expm1(left)
+    keep = uniforms * total < chances
+    earlier = siblings & (order[None, :] < order[:, None])
+    last = _deepest(tree, keep & ~jnp.any(earlier & keep[None, :], axis=1))
+
+    some = jnp.sum(owed[last]) > 0
+    next_token = inverse_cdf(jnp.where(some, owed[last], probs[last]), uniforms[0])
+    return Verdict(tree.paths[last], tree.depths[last] + 1, next_token)
+
+
 def _deepest(tree: Tree, accepted: Bool[Array, " nodes"]) -> Int[Array, ""]:
     """The deepest node all of whose ancestors are accepted; the lowest index on ties."""
     is_root = tree.depths == 0
@@ -163,6 +225,17 @@ def _residual(
     owed = jnp.maximum(target - draft, 0.0)
     total = jnp.sum(owed)
     return jnp.where(total > 0, owed / jnp.where(total > 0, total, 1.0), target)
+
+
+def _rest_after(
+    owed: Float[Array, " vocab"], draft: Float[Array, " vocab"]
+) -> Float[Array, " vocab"]:
+    """Returns what a node owes its followers, given that a token of the draft was rejected.
+
+    What the draft has too much is the probability of that. Both may owe less than 1.
+    """
+    rejected = jnp.sum(jnp.maximum(draft - owed, 0.0))
+    return jnp.maximum(owed - draft, 0.0) / jnp.where(rejected > 0, rejected, jnp.inf)
 
 
 def _draw_residual(

@@ -19,7 +19,6 @@ from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import EAGLE_PATHS, chain, traced_tree, tree_from_parents, tree_from_paths
 from jaxspec.core.types import Proposal, Tree, Warp
 from jaxspec.core.verify import (
-    verify,
     verify_chain,
     verify_deterministic,
     verify_greedy,
@@ -125,8 +124,12 @@ def uniforms_by_node(tree: Tree, path: list[int], recorded: np.ndarray) -> jax.A
 
 @jax.jit
 def outcome(proposal: Proposal, target_logits: jax.Array, uniforms: jax.Array):
-    verdict = verify(uniforms, proposal, target_logits)
-    return verdict, law_of_emitted(verify, uniforms, proposal, target_logits)
+    """Verifies by the rule of the reference program: node by node, from the root on."""
+    rule = verify_deterministic
+    if proposal.draft_logprobs is not None:
+        rule = verify_chain if proposal.tree.children.shape[-1] == 1 else verify_tree
+    verdict = rule(uniforms, proposal, target_logits)
+    return verdict, law_of_emitted(rule, uniforms, proposal, target_logits)
 
 
 def assert_same_trial(trial: Trial):

@@ -15,6 +15,7 @@ from jaxspec.core.verify import (
     verify_chain,
     verify_deterministic,
     verify_greedy,
+    verify_traversal,
     verify_tree,
 )
 
@@ -81,6 +82,8 @@ RULES = {
     "chain": (verify_chain, chain(4), True),
     "deterministic": (verify_deterministic, TREE, False),
     "siblings": (verify_tree, TREE, True),
+    "paths of a chain": (verify_traversal, chain(4), True),
+    "paths of a tree": (verify_traversal, TREE, True),
 }
 
 
@@ -107,7 +110,7 @@ def test_an_unused_node_is_never_accepted(rule):
 
 
 @pytest.mark.parametrize("uniform", [0.0, ALMOST_ONE])
-@pytest.mark.parametrize("rule", ["chain", "deterministic", "siblings"])
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "greedy"])
 def test_tokens_the_target_excludes_are_never_emitted(rule, uniform):
     """At the ends of the unit interval too, drafted or not."""
     function, tree, sampled = RULES[rule]
@@ -128,7 +131,7 @@ def test_tokens_the_target_excludes_are_never_emitted(rule, uniform):
 def test_the_rule_follows_from_the_structure_of_the_proposal():
     """Verdicts under one law of uniforms differ between the rules, and `verify` takes the right."""
     rng = np.random.default_rng(2)
-    cases = [(chain(4), True, verify_chain), (TREE, True, verify_tree)]
+    cases = [(tree, True, verify_traversal) for tree in (chain(4), TREE)]
     cases += [(tree, False, verify_deterministic) for tree in (chain(4), TREE)]
     for tree, sampled, expected in cases:
         rules = jax.jit(verify), jax.jit(expected)
@@ -139,6 +142,21 @@ def test_the_rule_follows_from_the_structure_of_the_proposal():
             uniforms = jnp.asarray(rng.random(nodes), jnp.float32)
             ours, theirs = (rule(uniforms, proposal, logits) for rule in rules)
             assert jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs) == (True,) * 3
+
+
+def test_parents_that_share_a_draw_are_judged_from_the_root_on():
+    """There is one distribution for each depth then; see `Proposal.law_row`."""
+    rng = np.random.default_rng(5)
+    rules = jax.jit(verify), jax.jit(verify_tree)
+    for _ in range(10):
+        proposal = random_proposal(rng, TREE, 3, sampled=True)
+        laws = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(3, 3)), jnp.float32), axis=-1)
+        depths = jnp.maximum(proposal.tree.depths - 1, 0)
+        proposal = proposal._replace(draft_logprobs=laws, law_row=depths)
+        logits = jnp.asarray(rng.normal(size=(len(depths), 3)), jnp.float32)
+        uniforms = jnp.asarray(rng.random(len(depths)), jnp.float32)
+        ours, theirs = (rule(uniforms, proposal, logits) for rule in rules)
+        assert jax.tree.map(lambda a, b: bool((a == b).all()), ours, theirs) == (True,) * 3
 
 
 def test_a_chain_and_a_thin_tree_are_verified_alike():

@@ -90,8 +90,12 @@ def compiled(verify, tree: Tree):
 
 
 @lru_cache
-def honest(shape: str):
-    return compiled(rules.verify, TREES[shape])
+def honest(shape: str, rule: str = "verify"):
+    return compiled(getattr(rules, rule), TREES[shape])
+
+
+NODE_BY_NODE = {"chain": "verify_chain", "siblings": "verify_tree"}
+"""Published rules that judge each node by itself, by the shape that they are for."""
 
 
 def judge(
@@ -113,17 +117,7 @@ def judge(
             and each of them alone must keep the law.
         logits: of the target at the nodes of each draft; `None`: those of its laws.
     """
-    nodes = range(len(tree.parents))
-    with np.errstate(divide="ignore"):
-        if logits is None:
-            logits = np.log(enumeration.laws_at(tree, target, drafts.tokens, nodes))
-        logprobs = None
-        if stated is not None:
-            expanded = np.unique(tree.parents[1:])
-            logprobs = np.log(enumeration.laws_at(tree, stated, drafts.tokens, expanded))
-    keys = jax.random.split(jax.random.key(0), len(drafts.tokens))
-    measured = measure(drafts.tokens, drafts.valid, logprobs, logits, keys)
-    measured = jax.tree.map(np.asarray, measured)
+    measured = measured_on(measure, tree, target, drafts, stated, logits)
     expected = enumeration.autoregressive_law(target[: tree.paths.shape[1]])
     groups = [slice(None)] if stated is not None else [[row] for row in range(len(drafts.tokens))]
     laws = [
@@ -141,6 +135,28 @@ def judge(
     )
 
 
+def measured_on(
+    measure: Callable,
+    tree: Tree,
+    target: enumeration.Laws,
+    drafts: enumeration.Drafts,
+    stated: enumeration.Laws | None,
+    logits: jax.Array | None = None,
+) -> enumeration.Measured:
+    """Measures a rule on every draft; arguments are those of `judge`."""
+    nodes = range(len(tree.parents))
+    with np.errstate(divide="ignore"):
+        if logits is None:
+            logits = np.log(enumeration.laws_at(tree, target, drafts.tokens, nodes))
+        logprobs = None
+        if stated is not None:
+            expanded = np.unique(tree.parents[1:])
+            logprobs = np.log(enumeration.laws_at(tree, stated, drafts.tokens, expanded))
+    keys = jax.random.split(jax.random.key(0), len(drafts.tokens))
+    measured = measure(drafts.tokens, drafts.valid, logprobs, logits, keys)
+    return jax.tree.map(np.asarray, measured)
+
+
 def assert_lossless(outcome: Outcome):
     assert outcome.consistent
     assert outcome.deviation < EXACT
@@ -152,7 +168,36 @@ def test_sampled_drafts_keep_the_law(shape, warp):
     tree = TREES[shape]
     target, draft = random_laws(0, WARPS[warp]), random_laws(1, WARPS[warp])
     drafts = enumeration.sampled_drafts(tree, draft)
-    assert_lossless(judge(honest(shape), tree, target, drafts, draft))
+    for rule in ("verify_traversal", NODE_BY_NODE[shape]):
+        assert_lossless(judge(honest(shape, rule), tree, target, drafts, draft))
+
+
+@pytest.mark.parametrize("shape", ["chain", "siblings"])
+def test_judging_paths_accepts_no_fewer_tokens_than_judging_nodes(shape):
+    tree, gains = TREES[shape], []
+    for seed in range(60):
+        warp = WARPS[["plain", "hot", "cold", "top-k", "top-p"][seed % 5]]
+        target, draft = random_laws(100 + seed, warp), random_laws(200 + seed, warp)
+        drafts = enumeration.sampled_drafts(tree, draft)
+        by_path, by_node = (
+            expected_accepted(honest(shape, rule), tree, target, drafts, draft)
+            for rule in ("verify_traversal", NODE_BY_NODE[shape])
+        )
+        gains.append(by_path - by_node)
+    assert min(gains) > -EXACT
+    assert np.mean(gains) > 1e-3
+
+
+def expected_accepted(
+    measure: Callable,
+    tree: Tree,
+    target: enumeration.Laws,
+    drafts: enumeration.Drafts,
+    stated: enumeration.Laws,
+) -> float:
+    """Returns the mean number of accepted tokens, over all drafts and decisions."""
+    measured = measured_on(measure, tree, target, drafts, stated)
+    return float(drafts.probability @ (measured.weights @ np.asarray(tree.depths)))
 
 
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
@@ -471,10 +516,10 @@ class Fault(NamedTuple):
     deterministic: bool = False
 
 
-def patched(name: str, piece: Callable) -> Callable:
+def patched(name: str, piece: Callable, rule: str = "verify_traversal") -> Callable:
     def change(monkeypatch):
         monkeypatch.setattr(rules, name, piece)
-        return rules.verify
+        return getattr(rules, rule)
 
     return change
 
@@ -517,23 +562,39 @@ def one_uniform_decides_twice(monkeypatch):
 
 FAULTS = {
     "chain: residual forgotten": Fault(
-        "chain", patched("_draw_residual", target_instead_of_residual)
+        "chain", patched("_draw_residual", target_instead_of_residual, "verify_chain")
     ),
     "chain: bonus ignores temperature": Fault(
-        "chain", patched("_draw_residual", bonus_ignores_temperature)
+        "chain", patched("_draw_residual", bonus_ignores_temperature, "verify_chain")
     ),
     "chain: bonus drawn from the draft": Fault("chain", bonus_from_the_draft),
     "chain: bonus dropped": Fault("chain", bonus_dropped),
     "chain: one uniform decides twice": Fault("chain", one_uniform_decides_twice),
     "tree: residual not renormalised": Fault(
-        "siblings", patched("_residual", lambda target, draft: jnp.maximum(target - draft, 0.0))
+        "siblings",
+        patched("_residual", lambda target, draft: jnp.maximum(target - draft, 0.0), "verify_tree"),
     ),
-    "tree: sibling not removed": Fault("siblings", patched("_without", lambda law, token: law)),
+    "tree: sibling not removed": Fault(
+        "siblings", patched("_without", lambda law, token: law, "verify_tree")
+    ),
     "tree: sibling removed, law not renormalised": Fault(
-        "siblings", patched("_without", lambda law, token: law.at[token].set(0.0))
+        "siblings", patched("_without", lambda law, token: law.at[token].set(0.0), "verify_tree")
     ),
+    "paths of a chain: rest of a rejection renormalised": Fault(
+        "chain", patched("_rest_after", rules._residual)
+    ),
+    "paths: rest of a rejection not divided": Fault(
+        "siblings", patched("_rest_after", lambda owed, draft: jnp.maximum(owed - draft, 0.0))
+    ),
+    "paths: rest of a rejection renormalised": Fault(
+        "siblings", patched("_rest_after", rules._residual)
+    ),
+    "paths: rejection forgotten": Fault("siblings", patched("_rest_after", lambda owed, _: owed)),
+    "paths: sibling not removed": Fault("siblings", patched("_without", lambda law, _: law)),
     "deterministic: rejected children not struck": Fault(
-        "siblings", patched("_draw_residual", target_instead_of_residual), deterministic=True
+        "siblings",
+        patched("_draw_residual", target_instead_of_residual, "verify_deterministic"),
+        deterministic=True,
     ),
 }
 
@@ -549,6 +610,27 @@ def test_a_planted_fault_is_caught(name, monkeypatch):
         drafts, stated = enumeration.sampled_drafts(tree, draft), draft
     measure = compiled(fault.change(monkeypatch), tree)
     assert_caught(judge(measure, tree, target, drafts, stated))
+
+
+# Two siblings with two children each.
+COUSINS = tree_from_paths([(0,), (1,), (0, 0), (1, 0)])
+
+
+def test_parents_that_share_a_draw_need_the_rule_for_them():
+    """Judging whole paths looks at a draw twice then; judging node by node does not."""
+    target = random_laws(20, WARPS["plain"], depth=2)
+    first, second = random_laws(21, WARPS["plain"], depth=1)[0], random_laws(22, WARPS["plain"])[0]
+    draft = [first, np.tile(second, (VOCAB, 1))]
+    drafts = enumeration.sampled_drafts(COUSINS, draft)
+    shared = drafts.tokens[:, 3] == drafts.tokens[:, 4]
+    once = drafts.probability / second[drafts.tokens[:, 4]]
+    drafts = enumeration.Drafts(drafts.tokens[shared], drafts.valid[shared], once[shared])
+    by_node, by_path = (
+        judge(compiled(rule, COUSINS), COUSINS, target, drafts, draft)
+        for rule in (rules.verify_tree, rules.verify_traversal)
+    )
+    assert_lossless(by_node)
+    assert by_path.deviation > 1e-5
 
 
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
