@@ -480,7 +480,8 @@ def _first_network(
             f"start_from must be a diffusion model, whose config.json has a mask_token_id, but "
             f"{settings.start_from} is a causal one: convert it first (jaxspec train masked)."
         )
-    if config.vocab_size != target.vocab_size:
+    # It may have rows more, for its mask and separator.
+    if not target.vocab_size <= config.vocab_size <= target.vocab_size + 2:
         raise ValueError(
             f"start_from ({settings.start_from}) has a vocabulary of {config.vocab_size}, the "
             f"target one of {target.vocab_size}: they must share a tokenizer."
@@ -512,7 +513,8 @@ def _separator(config: ModelConfig, vocabulary: TrainingVocabulary) -> int:
     given = config.masking.separator
     if given is not None:
         return given
-    masked = dataclasses.replace(vocabulary, given_mask=config.masking.mask_token_id)
+    mask = config.masking.mask_token_id
+    masked = dataclasses.replace(vocabulary, size=config.vocab_size, given_mask=mask)
     return masked.needed("separator")
 
 

@@ -247,7 +247,7 @@ def _vocabulary(settings: MaskedTrainingSettings) -> TrainingVocabulary:
     if settings.start_from is None:
         assert settings.tokenizer is not None  # checked with the settings
         return TrainingVocabulary.of(load_tokenizer(settings.tokenizer), settings.tokenizer)
-    return TrainingVocabulary.of_folder(settings.start_from, settings.tokenizer)
+    return TrainingVocabulary.of_folder(settings.start_from, settings.tokenizer).with_masks()
 
 
 def first_network(settings: MaskedTrainingSettings, vocabulary: TrainingVocabulary) -> Network:
@@ -271,7 +271,31 @@ def first_network(settings: MaskedTrainingSettings, vocabulary: TrainingVocabula
     shift = settings.shift
     if shift is None:
         shift = True if before is None else before.shift
+    if before is None:
+        source = with_vocabulary(source, vocabulary.size)
     return with_layers(source, settings.layers, Diffusion(mask, shift, block))
+
+
+def with_vocabulary(network: Network, size: int) -> Network:
+    """Returns a network with rows for more ids: each the mean of the rows that there are.
+
+    Example:
+        >>> import jaxspec
+        >>> network = jaxspec.load("demo-draft").network
+        >>> with_vocabulary(network, network.vocab_size + 2).vocab_size - network.vocab_size
+        2
+    """
+    missing = size - network.vocab_size
+    if missing == 0:
+        return network
+    params = dict(network.params)
+    for name, leaf, axis in (("embed", "embedding", 0), ("head", "kernel", 1)):
+        if name in params:
+            rows = params[name][leaf]
+            mean = jnp.mean(rows, axis=axis, keepdims=True)
+            rows = jnp.concatenate([rows, jnp.repeat(mean, missing, axis=axis)], axis=axis)
+            params[name] = {**params[name], leaf: rows}
+    return Network(params, network.config.replace(vocab_size=size))
 
 
 def with_layers(

@@ -167,6 +167,11 @@ class TrainingVocabulary:
         spare = (index for index in self._spare if index != self.mask)
         return next(spare, None) if named is None else named
 
+    def with_masks(self) -> "TrainingVocabulary":
+        """Returns the vocabulary with an id more for the mask and for the separator, if missing."""
+        missing = (self.mask is None) + (self.separator is None)
+        return dataclasses.replace(self, size=self.size + missing) if missing else self
+
     def needed(self, name: str) -> int:
         """Returns `mask` or `separator`.
 

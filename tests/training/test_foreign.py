@@ -113,6 +113,19 @@ def test_what_is_missing_is_named():
     assert text.startswith("<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>")
 
 
+def test_ids_are_added_where_none_is_to_spare():
+    full = TrainingVocabulary.of(like_qwen(), "here")
+    size = full.size
+    assert (full.mask, full.separator) == (None, None)
+    more = full.with_masks()
+    assert (more.size, more.mask, more.separator) == (size + 2, size + 1, size)
+    llama2 = TrainingVocabulary.of(LIKE["llama2"](), "here").with_masks()
+    assert llama2.size == llama2.tokenizer.vocab_size + 1
+    assert len({llama2.mask, llama2.separator, None}) == 3
+    padded = TrainingVocabulary.of(like_qwen(), "here", 290)
+    assert padded.with_masks() is padded
+
+
 @pytest.fixture(scope="module", params=["qwen", "llama3"])
 def target(request, tmp_path_factory):
     """A target with random weights and its tokenizer, and the text that trainers read."""
@@ -187,6 +200,35 @@ def test_a_drafter_of_blocks_is_made_from_the_target_and_aligned(target, tmp_pat
     assert drafter.config.masking.separator == (None if block else vocabulary.separator)
     assert drafter.stop_token_ids == load(folder / "target").stop_token_ids
     assert_same_text(folder, jaxspec.Deer.of(drafter, block=4))
+
+
+def test_a_drafter_gets_rows_for_mask_and_separator(target, tmp_path):
+    """Of a model whose every id is in use."""
+    _, source = target
+    tokenizer = like_qwen()
+    size = tokenizer.vocab_size
+    config = CONFIG.replace(vocab_size=size)
+    model = Model(Network(init_params(config, jax.random.key(1)), config), tokenizer)
+    model = dataclasses.replace(model, stop_token_ids=(tokenizer.eos_id,))
+    save(model, tmp_path / "target", "float32")
+    start = MaskedTrainingSettings((source,), start_from=str(tmp_path / "target"), **MODELS)
+    train(MaskedTrainer(start), tmp_path / "m", tmp_path / "masked", console=QUIET)
+    settings = DeerTrainingSettings(
+        (source,),
+        str(tmp_path / "target"),
+        str(tmp_path / "masked"),
+        block=4,
+        texts=str(tmp_path / "texts"),
+        **SHORT,
+    )
+    train(DeerTrainer(settings), tmp_path / "s", tmp_path / "deer", console=QUIET)
+    drafter = load(tmp_path / "deer")
+    assert drafter.vocab_size == size + 2
+    assert {drafter.config.masking.mask_token_id, drafter.config.masking.separator} == {
+        size,
+        size + 1,
+    }
+    assert_same_text(tmp_path, jaxspec.Deer.of(drafter, block=4))
 
 
 def test_a_draft_model_learns_from_the_target(target, tmp_path):
