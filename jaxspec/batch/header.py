@@ -13,6 +13,7 @@ from jaxspec.batch.rows import Row, digest_of
 from jaxspec.batch.settings import JobSettings, Shard, drafts_change_nothing
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import PyTree
+from jaxspec.decoding.grammars import languages_of
 from jaxspec.decoding.request import GenerationConfig, with_rules_of
 from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.extras import installed_version
@@ -77,7 +78,14 @@ def job_header(
         "stop_token_ids": list(model.stop_token_ids),
         "drafter": describe(drafter),
         "draft_weights": _sample_of(weights),
-        "config": {name: repr(value) for name, value in dataclasses.asdict(config).items()},
+        "config": {
+            **{
+                field.name: repr(getattr(config, field.name))
+                for field in dataclasses.fields(config)
+            },
+            # A schema may come as a class, whose name says nothing about it.
+            "json_schema": repr(languages_of(None, None, config.json_schema)),
+        },
         "num_samples": config.num_samples,
         "drafting": "either" if either else steps,
         "capacity": None if capacity is None else round_up(capacity),

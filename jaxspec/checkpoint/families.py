@@ -509,10 +509,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def plainest_family(config: ModelConfig) -> str:
-    if "unrotated" in config.layer_types:
-        return "smollm3"
     if config.diffusion is not None:
         return "sdar" if config.qk_norm else "Dream" if config.qkv_bias else "llada"
+    if "unrotated" in config.layer_types:
+        return "smollm3"
     if config.experts is not None:
         if config.experts.shared_dim is not None:
             return "qwen2_moe"

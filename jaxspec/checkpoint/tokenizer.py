@@ -115,6 +115,14 @@ class Tokenizer:
                 table[token_id] = to_bytes(token)
         return table
 
+    @property
+    def drops_first_space(self) -> bool:
+        """True where a space that a text begins with is not in what `decode` returns."""
+        for token, spelled in enumerate(self.token_bytes()):
+            if re.fullmatch(rb" [a-z]+", spelled):
+                return not self.decode([token]).startswith(" ")
+        return False
+
     def render_chat(
         self,
         messages: Sequence[Message],

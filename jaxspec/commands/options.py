@@ -141,7 +141,7 @@ _GENERATION_OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "action": "append",
         "help": "a text that the output may be; give the flag once for each",
     },
-    "regex": {"metavar": "REGEX"},
+    "regex": {"metavar": "REGEX", "help": "a regular expression that the whole output matches"},
     "json_schema": {"metavar": "FILE", "type": Path, "help": "schema that the output is valid for"},
     "logprobs": _SWITCH,
     "warped_logprobs": _SWITCH,

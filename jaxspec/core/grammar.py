@@ -192,15 +192,15 @@ def _read_tokens(
     """
     num_states = len(by_byte)
     # Each row is a move: the state after it, by the state before. One more state is dead.
-    steps = np.full((256, num_states + 1), num_states)
+    steps = np.full((256, num_states + 1), num_states, np.int32)
     steps[:, :-1] = np.where(by_byte < 0, num_states, by_byte).T
     weights = np.random.default_rng(0).integers(1, 2**62, num_states + 1, np.int64)
-    moves = [np.arange(num_states + 1)]
+    moves = [np.arange(num_states + 1, dtype=np.int32)]
     number_of = {int(weights @ moves[0]): 0}
     lengths = np.array([len(token) for token in token_bytes])
     longest = lengths.max()
     padded = b"".join(token.ljust(longest, b"\0") for token in token_bytes)
-    padded = np.frombuffer(padded, np.uint8).reshape(len(token_bytes), longest).astype(int)
+    padded = np.frombuffer(padded, np.uint8).reshape(len(token_bytes), longest)
     numbers = np.zeros(len(token_bytes), int)
     for place in range(longest):
         (longer,) = np.nonzero(lengths > place)
@@ -221,6 +221,28 @@ def _read_tokens(
     kind_of = np.full(len(token_bytes), _SILENT)
     kind_of[lengths > 0] = 1 + kinds
     return np.where(table == num_states, _DEAD, table), kind_of
+
+
+def with_room(grammar: Grammar) -> Grammar:
+    """Returns the same machine with as many states and kinds as the next powers of two.
+
+    What is added leads nowhere. So other texts of about the same size share a program.
+    """
+    states, kinds = (max(32, 1 << (size - 1).bit_length()) for size in grammar.table.shape)
+    more = states - grammar.table.shape[0]
+
+    def longer(array: Array, filler: int | bool) -> Array:
+        return jnp.pad(array, (0, more), constant_values=filler)
+
+    added = ((0, more), (0, kinds - grammar.table.shape[1]))
+    return Grammar(
+        jnp.pad(grammar.table, added, constant_values=_DEAD),
+        grammar.kinds,
+        longer(grammar.ends, False),
+        longer(grammar.closed, False),
+        longer(grammar.least, NEVER),
+        longer(grammar.guesses, _DEAD),
+    )
 
 
 def _fewest_tokens(moves: np.ndarray, ends: np.ndarray) -> np.ndarray:

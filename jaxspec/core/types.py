@@ -292,7 +292,7 @@ jax.tree_util.register_pytree_with_keys(
     Params,
     lambda params: (
         tuple((jax.tree_util.GetAttrKey(name), getattr(params, name)) for name in Params._fields),
-        tuple(map(type, params)),
+        tuple(None if jax.tree_util.all_leaves((each,)) else type(each) for each in params),
     ),
     lambda _, parts: Params(*parts),
 )

@@ -167,44 +167,72 @@ def verify_traversal(
     """
     tree, tokens, distributions = proposal.tree, proposal.tokens, proposal.draft_logprobs
     assert distributions is not None, "a tree without distributions is verified as deterministic"
-    probs = jax.nn.softmax(at_least_float32(target_logits), axis=-1)
-    nodes = tokens.shape[0]
+    logits = at_least_float32(target_logits)
+    nodes, vocab = logits.shape
+    totals = jax.nn.logsumexp(logits, axis=-1)
     first_child = jnp.maximum(tree.children[:, 0], 0)
-    drafts = jnp.exp(distributions[proposal.law_row[first_child]]).astype(probs.dtype)
 
-    def take_turn(node: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
-        owed, drafts = state
-        parent, token = jnp.maximum(tree.parents[node], 0), tokens[node]
-        rest, draft = owed[parent], drafts[parent]
-        drawn = draft[token] > 0
+    def begin(node: Int[Array, ""], weight: Float[Array, ""]) -> tuple[Array, Array]:
+        """Returns what a node owes before its first child, and what its children are drawn from."""
+        # After a node that no token may follow nothing is emitted, so any distribution will do.
+        law = jnp.exp(logits[node] - totals[node])
+        law = jnp.where(jnp.isfinite(totals[node]), law, 1 / vocab)
+        draft = jnp.exp(distributions[proposal.law_row[first_child[node]]])
+        return weight * law, draft.astype(logits.dtype)
+
+    def take_turn(node: Int[Array, ""], rest: Array, draft: Array) -> tuple[Array, Array, Array]:
+        """Returns both after a child, if it is rejected, and the child's weight."""
+        drawn = draft[tokens[node]] > 0
         tried = drawn & proposal.valid[node]
-        ratio = rest[token] / jnp.where(drawn, draft[token], 1.0)
+        ratio = rest[tokens[node]] / jnp.where(drawn, draft[tokens[node]], 1.0)
         weight = jnp.where(tried, jnp.minimum(ratio, 1.0), 0.0)
-        left = _rest_after(rest, draft)
-        owed = owed.at[parent].set(jnp.where(tried, left, rest))
-        owed = owed.at[node].set(weight * probs[node])
-        return owed, drafts.at[parent].set(jnp.where(drawn, _without(draft, token), draft))
+        rest = jnp.where(tried, _rest_after(rest, draft), rest)
+        return rest, jnp.where(drawn, _without(draft, tokens[node]), draft), weight
 
-    owed = jnp.zeros_like(probs).at[0].set(probs[0])
-    owed, _ = jax.lax.fori_loop(1, nodes, take_turn, (owed, drafts))
-    ends = jnp.minimum(jnp.sum(owed, axis=1), 1.0).at[0].set(1.0)
+    # Siblings follow one another, and parents come before their children.
+    order = jnp.argsort(tree.parents, stable=True)
+
+    def visit(index: Int[Array, ""], state: tuple[Array, ...]) -> tuple[Array, ...]:
+        rest, draft, weights, ends = state
+        node, parent = order[index], jnp.maximum(tree.parents[order[index]], 0)
+        is_first = tree.parents[node] != tree.parents[order[index - 1]]
+        begun = begin(parent, weights[parent])
+        rest, draft = (
+            jnp.where(is_first, new, old) for new, old in zip(begun, (rest, draft), strict=True)
+        )
+        rest, draft, weight = take_turn(node, rest, draft)
+        # A node without children ends all that reaches it.
+        ends = ends.at[parent].set(jnp.sum(rest)).at[node].set(weight)
+        return rest, draft, weights.at[node].set(weight), ends
+
+    root = jnp.zeros(nodes, logits.dtype).at[0].set(1.0)
+    nothing = jnp.zeros(vocab, logits.dtype)
+    state = (nothing, nothing, root, root)
+    *_, weights, ends = jax.lax.fori_loop(1, nodes, visit, state)
+    ends = jnp.minimum(ends, 1.0).at[0].set(1.0)
 
     # Logarithms of probabilities that a path ends neither at a node, nor below it, nor at it or its
     # later siblings or their parent.
     passes = jnp.log1p(-ends)
     below = jnp.sum(jnp.where(tree.ancestors, passes[:, None], 0.0), axis=0)
-    order = jnp.arange(nodes)
-    siblings = (tree.parents[:, None] == tree.parents[None, :]) & (order > 0)[None, :]
-    later = siblings & (order[None, :] >= order[:, None])
+    places = jnp.arange(nodes)
+    siblings = (tree.parents[:, None] == tree.parents[None, :]) & (places > 0)[None, :]
+    later = siblings & (places[None, :] >= places[:, None])
     left = jnp.sum(jnp.where(later, below[None, :], 0.0), axis=1)
     left = left + passes[jnp.maximum(tree.parents, 0)]
-    chances, total = -jnp.expm1(below), -jnp.expm1(left)
-    keep = uniforms * total < chances
-    earlier = siblings & (order[None, :] < order[:, None])
+    keep = uniforms * -jnp.expm1(left) < -jnp.expm1(below)
+    earlier = siblings & (places[None, :] < places[:, None])
     last = _deepest(tree, keep & ~jnp.any(earlier & keep[None, :], axis=1))
 
-    some = jnp.sum(owed[last]) > 0
-    next_token = inverse_cdf(jnp.where(some, owed[last], probs[last]), uniforms[0])
+    def pass_child(rank: Int[Array, ""], owed: tuple[Array, Array]) -> tuple[Array, Array]:
+        child = tree.children[last, rank]
+        *after, _ = take_turn(jnp.maximum(child, 0), *owed)
+        rest, draft = (jnp.where(child < 0, old, new) for old, new in zip(owed, after, strict=True))
+        return rest, draft
+
+    owed = begin(last, weights[last])
+    rest, _ = jax.lax.fori_loop(0, tree.children.shape[-1], pass_child, owed)
+    next_token = inverse_cdf(jnp.where(jnp.sum(rest) > 0, rest, owed[0]), uniforms[0])
     return Verdict(tree.paths[last], tree.depths[last] + 1, next_token)
 
 

@@ -2,18 +2,20 @@
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.core.grammar import NEVER, Grammar, grammar_over_tokens
+from jaxspec.core.grammar import NEVER, Grammar, grammar_over_tokens, with_room
 from jaxspec.extras import needs_extra
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Tokenizer
 
 _NOWHERE = -1
+_MOST_STATES = 20_000
+"""States of all languages of a call; with a large vocabulary they take some hundred megabytes."""
 
 
 class Language(NamedTuple):
@@ -61,10 +63,11 @@ def languages_of(choices: Any, regex: Any, json_schema: Any) -> list[Language] |
     ((setting, value),) = asked.items()
     read = {"choices": _choices, "regex": _regex, "json_schema": _schema}[setting]
     is_one = isinstance(value, str | Mapping) or hasattr(value, "model_json_schema")
-    if setting == "choices":
-        is_one = isinstance(value, Sequence) and all(isinstance(each, str) for each in value)
+    if not is_one and isinstance(value, Iterable):
+        value = list(value)
+        is_one = setting == "choices" and all(isinstance(each, str) for each in value)
     each = [value] if is_one else value
-    if not isinstance(each, Sequence) or not each:
+    if not isinstance(each, list) or not each:
         raise ValueError(f"{setting}: got {value!r:.80}; {_MEANINGS[setting]}.")
     return [Language(setting, read(one)) for one in each]
 
@@ -77,12 +80,8 @@ _MEANINGS = {
 
 
 def _choices(value: Any) -> tuple[str, ...]:
-    if (
-        isinstance(value, str)
-        or not isinstance(value, Sequence)
-        or not value
-        or not all(isinstance(text, str) and text for text in value)
-    ):
+    value = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+    if not value or not all(isinstance(text, str) and text for text in value):
         raise ValueError(f"choices: got {value!r:.80}; {_MEANINGS['choices']}, none empty.")
     return tuple(value)
 
@@ -104,36 +103,63 @@ def _schema(value: Any) -> tuple[str, ...]:
     raise ValueError(f"json_schema: got {value!r:.80}; {_MEANINGS['json_schema']}.")
 
 
-@functools.lru_cache(
-    maxsize=16
-)  # a large vocabulary takes seconds, and calls repeat their grammars
+# A large vocabulary takes seconds, and calls repeat their grammars.
+@functools.lru_cache(maxsize=4)
 def compiled(
-    tokenizer: "Tokenizer", vocab_size: int, languages: tuple[Language, ...]
+    tokenizer: "Tokenizer",
+    vocab_size: int,
+    languages: tuple[Language, ...],
+    banned: frozenset[int] = frozenset(),
 ) -> tuple[Grammar, tuple[int, ...]]:
     """Returns one grammar that holds several languages, and the state that each begins in.
 
+    Args:
+        tokenizer: spells the texts.
+        vocab_size: ids of the model.
+        languages: texts that rows may emit.
+        banned: ids that are never emitted.
+
     Raises:
-        ValueError: a language cannot be read, or has no text that the tokenizer can spell.
+        ValueError: a language cannot be read, has no text that can be spelled, or is too large.
         MissingExtra: the compiler of regular expressions is not installed.
     """
     machines = [_machine(language) for language in languages]
+    if tokenizer.drops_first_space:
+        machines = [_after_a_space(machine) for machine in machines]
     starts = np.cumsum([0, *(len(machine.ends) for machine in machines)])[:-1]
     tables = [
         np.where(machine.table < 0, _NOWHERE, machine.table + start)
         for machine, start in zip(machines, starts, strict=True)
     ]
     ends = np.concatenate([machine.ends for machine in machines])
+    if len(ends) > _MOST_STATES:
+        raise ValueError(
+            f"{languages[0].setting}: a machine for it has {len(ends)} states, and at most "
+            f"{_MOST_STATES} are possible; give fewer or shorter texts, or smaller bounds."
+        )
     spelled = tokenizer.token_bytes()
     spelled = (spelled + [b""] * (vocab_size - len(spelled)))[:vocab_size]
+    spelled = [b"" if token in banned else text for token, text in enumerate(spelled)]
     grammar = grammar_over_tokens(np.concatenate(tables), ends, spelled)
     lengths = np.asarray(grammar.least)[starts]
     for language, length in zip(languages, lengths.tolist(), strict=True):
         if length == NEVER:
             raise ValueError(
-                f"{language.setting}: no text of {language.texts[0]!r:.60} can be spelled with "
-                "this tokenizer; check it for characters that the tokenizer lacks."
+                f"{language.setting}: no text of {language.texts[0]!r:.60} can be spelled with the "
+                "tokens of this tokenizer that may be emitted; check it for characters that the "
+                "tokenizer lacks, and the settings for banned ids."
             )
-    return grammar, tuple(starts.tolist())
+    return with_room(grammar), tuple(starts.tolist())
+
+
+def _after_a_space(machine: ByteMachine) -> ByteMachine:
+    """Returns the machine for decoders that drop one space at the beginning of a text."""
+    table = np.where(machine.table < 0, _NOWHERE, machine.table + 1)
+    begin = table[:1].copy()
+    begin[0, ord(" ")] = 1
+    return ByteMachine(
+        np.concatenate([begin, table]), np.concatenate([machine.ends[:1], machine.ends])
+    )
 
 
 def _machine(language: Language) -> ByteMachine:
@@ -153,7 +179,10 @@ def _machine(language: Language) -> ByteMachine:
         vocabulary = compiler.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
         index = compiler.Index(regex, vocabulary)
     except Exception as error:  # the library raises several kinds, some of them bare `Exception`s
-        raise ValueError(f"{language.setting}: {error} (in {text!r:.80}).") from None
+        hint = (
+            " Leave out ^ and $: the whole output has to match." if "anchored" in f"{error}" else ""
+        )
+        raise ValueError(f"{language.setting}: {error} (in {text!r:.80}).{hint}") from None
     moves = index.get_transitions()
     order = [index.get_initial_state()]
     order += sorted({*moves, *index.get_final_states()} - {*order})
@@ -174,11 +203,21 @@ def machine_of_choices(texts: Sequence[str]) -> ByteMachine:
         >>> machine.table[:, ord("a")].tolist(), machine.ends.tolist()
         ([1, -1, -1], [False, True, True])
     """
-    encoded = [text.encode() for text in texts]
+    encoded = {text.encode() for text in texts}
     prefixes = {text[:end] for text in encoded for end in range(len(text) + 1)}
-    number = {prefix: place for place, prefix in enumerate(sorted(prefixes, key=len))}
-    table = np.full((len(number), 256), _NOWHERE)
-    for prefix, place in number.items():
-        if prefix:
-            table[number[prefix[:-1]], prefix[-1]] = place
-    return ByteMachine(table, np.isin(list(number), encoded))
+    follow: dict[bytes, list[bytes]] = {prefix: [] for prefix in prefixes}
+    for prefix in sorted(prefixes - {b""}):
+        follow[prefix[:-1]].append(prefix)
+    # Beginnings that go on alike are one state, so that common ends are held once.
+    states: dict[Any, int] = {}
+    state_of: dict[bytes, int] = {}
+    for prefix in sorted(prefixes, key=len, reverse=True):
+        moves = tuple((longer[-1], state_of[longer]) for longer in follow[prefix])
+        state_of[prefix] = states.setdefault((prefix in encoded, moves), len(states))
+    last = len(states) - 1  # the state of no text, which is to be the first
+    table, ends = np.full((len(states), 256), _NOWHERE), np.zeros(len(states), bool)
+    for (end, moves), state in states.items():
+        ends[last - state] = end
+        for byte, reached in moves:
+            table[last - state, byte] = last - reached
+    return ByteMachine(table, ends)

@@ -117,8 +117,8 @@ class GenerationConfig:
         min_new_tokens: no stop id is emitted before so many tokens.
         choices: texts, one of which the output must be; or a list of them for each prompt. This
             and the two below ban, at every place, the tokens that no such text goes on with, and
-            from `max_new_tokens` on backwards those that leave no room to end it. The output ends
-            with a stop id, or where nothing may follow.
+            those that leave no room in `max_new_tokens` to end it. The output ends with a stop id,
+            or where nothing may follow. Penalties and stop strings may cut it short.
         regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`
             without look-around; or one for each prompt. Needs the extra `grammar`.
         json_schema: a JSON schema that the output is valid for, as a dictionary, JSON, or a model
@@ -766,7 +766,10 @@ def grammar_asked(
             f"{setting}: {model.name} has no tokenizer to spell texts with; use allowed_token_ids."
         )
     different = tuple(dict.fromkeys(languages))
-    grammar, states = compiled(model.tokenizer, model.vocab_size, different)
+    bias = _bias(model, config)
+    banned = () if bias is None else np.flatnonzero(np.isneginf(bias)).tolist()
+    banned = frozenset(banned)
+    grammar, states = compiled(model.tokenizer, model.vocab_size, different, banned)
     starts = [states[different.index(language)] for language in languages]
     if len(starts) == 1:
         starts *= num_prompts

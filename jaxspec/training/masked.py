@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.checkpoint import load
+from jaxspec.checkpoint.config import config_to_json
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.core.checks import check_one_of
@@ -193,6 +194,7 @@ class MaskedTrainer:
                 f"sequence_length must be at most the model's positions "
                 f"({start.config.max_positions}), got {settings.sequence_length}."
             )
+        config_to_json(start.config)  # refuses, before anything is trained, what cannot be saved
         return OpenedMasked(start, vocabulary)
 
     def task(

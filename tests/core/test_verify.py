@@ -128,6 +128,29 @@ def test_tokens_the_target_excludes_are_never_emitted(rule, uniform):
         assert all(allowed[node, token] for node, token in zip(path, tokens, strict=True))
 
 
+@pytest.mark.parametrize("bad", [-np.inf, np.nan])
+@pytest.mark.parametrize("rule", [name for name in RULES if name != "greedy"])
+def test_a_node_that_no_token_may_follow_is_nobody_elses_affair(rule, bad):
+    """What happens at and below it changes nothing for nodes elsewhere."""
+    function, tree, sampled = RULES[rule]
+    function, decided = jax.jit(function), 0
+    rng = np.random.default_rng(6)
+    for _ in range(60):
+        proposal = random_proposal(rng, tree, 3, sampled)
+        nodes = len(tree.parents)
+        logits = rng.normal(size=(nodes, 3))
+        uniforms = jnp.asarray(rng.random(nodes), jnp.float32)
+        leaf = nodes - 1
+        right = function(uniforms, proposal, jnp.asarray(logits, jnp.float32))
+        logits[leaf] = bad
+        found = function(uniforms, proposal, jnp.asarray(logits, jnp.float32))
+        assert found.path.tolist() == right.path.tolist()
+        if leaf not in right.path.tolist():
+            assert found.next_token == right.next_token
+            decided += 1
+    assert decided > 10
+
+
 def test_the_rule_follows_from_the_structure_of_the_proposal():
     """Verdicts under one law of uniforms differ between the rules, and `verify` takes the right."""
     rng = np.random.default_rng(2)

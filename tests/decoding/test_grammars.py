@@ -5,14 +5,26 @@ import json
 import re
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import GenerationConfig, PromptLookup, batch, generate, stream
+from jaxspec import (
+    DraftModel,
+    GenerationConfig,
+    LoadedDrafter,
+    PromptLookup,
+    batch,
+    generate,
+    stream,
+)
+from jaxspec.core.grammar import is_closed, walk
+from jaxspec.core.loop import decode
 from jaxspec.core.types import Stop
-from jaxspec.decoding.grammars import languages_of
+from jaxspec.decoding.grammars import Language, compiled, languages_of
 from jaxspec.decoding.result import FINISH_REASONS
 from jaxspec.extras import MissingExtra
+from tests.foreign import like_llama2
 
 PROMPTS = ["Yes or no?", "A number:", "One more"]
 CHOICES = ["yes", "no", "yes, but", "möglich"]
@@ -114,11 +126,39 @@ def test_the_end_of_the_budget_is_seen_coming(model):
 
 
 def test_settings_that_forbid_every_token_say_so(model):
-    tokens = model.tokenizer.token_bytes()
-    banned = [token for token, spelled in enumerate(tokens) if b"o" in spelled]
-    (row,) = generate(model, PROMPTS[0], settings(choices=["no"], banned_token_ids=banned))
+    """Every token of the text may occur once, and the text needs one twice."""
+    config = settings(choices=["oooo"], no_repeat_ngram_size=1)
+    (row,) = generate(model, PROMPTS[0], config)
     assert row.finish_reason == FINISH_REASONS[Stop.NO_TOKEN]
-    assert row.text in ("", "n")
+    assert "oooo".startswith(row.text)
+    # Also for drafts that are drawn: their law is the target's up to that place.
+    choices = ["aoooo", "boooo", "coooo"]
+    sampled = settings(choices=choices, temperature=1.0, num_samples=300, no_repeat_ngram_size=1)
+    drafter = LoadedDrafter(DraftModel(3), model.network)
+    shares = [
+        np.mean([row.text[:1] == "a" for row in generate(model, PROMPTS[0], sampled, each, seed=3)])
+        for each in (None, drafter)
+    ]
+    assert abs(shares[0] - shares[1]) < 0.12
+
+
+def test_sizes_of_grammars_are_few(model):
+    """Other texts of about the same size share a program."""
+    before = None
+    for choices in (["yes", "no"], ["left", "right"], ["red", "blue", "green"]):
+        generate(model, PROMPTS[0], settings(choices=choices))
+        before = decode._cache_size() if before is None else before
+    assert decode._cache_size() == before
+
+
+def test_a_space_that_the_decoder_drops_is_no_part_of_the_text():
+    tokenizer = like_llama2()
+    grammar, (start,) = compiled(tokenizer, tokenizer.vocab_size, (Language("choices", ("an",)),))
+    space, letter = tokenizer.token_id("▁"), tokenizer.token_id("a")
+    after = walk(grammar, jnp.int32(start), jnp.array([space, letter, tokenizer.token_id("n")]))
+    assert bool(is_closed(grammar, after)[-1])
+    assert tokenizer.decode([space, letter, tokenizer.token_id("n")]) == "an"
+    assert walk(grammar, jnp.int32(start), jnp.array([letter, space])).tolist()[-1] < 0
 
 
 @pytest.mark.parametrize(
@@ -197,6 +237,12 @@ def test_what_the_compiler_refuses_is_named(model, wrong, message):
 
 
 def test_a_text_that_cannot_be_spelled_is_refused(model):
+    banned = [token for token, text in enumerate(model.tokenizer.token_bytes()) if b"o" in text]
+    with pytest.raises(ValueError, match="choices: no text of 'no' can be spelled"):
+        generate(model, PROMPTS[0], settings(choices=["no"], banned_token_ids=banned))
+
+
+def test_a_model_without_tokenizer_has_no_grammar(model):
     own = dataclasses.replace(model, tokenizer=None)
     with pytest.raises(ValueError, match="has no tokenizer to spell texts with"):
         generate(own, [1, 2], settings(choices=CHOICES))
