@@ -118,10 +118,12 @@ class Tokenizer:
     @property
     def drops_first_space(self) -> bool:
         """True where a space that a text begins with is not in what `decode` returns."""
-        for token, spelled in enumerate(self.token_bytes()):
-            if re.fullmatch(rb" [a-z]+", spelled):
-                return not self.decode([token]).startswith(" ")
-        return False
+        spelled = self.token_bytes()
+        spaces = (token for token, text in enumerate(spelled) if re.fullmatch(rb" [a-z]*", text))
+        space, letter = next(spaces, None), self.token_id("a")
+        if space is None or letter is None:
+            return False
+        return not self.decode([space, letter]).startswith(" ")
 
     def render_chat(
         self,

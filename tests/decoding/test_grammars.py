@@ -8,6 +8,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import decoders
 
 from jaxspec import (
     DraftModel,
@@ -153,6 +154,10 @@ def test_sizes_of_grammars_are_few(model):
 
 def test_a_space_that_the_decoder_drops_is_no_part_of_the_text():
     tokenizer = like_llama2()
+    assert not tokenizer.drops_first_space
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    assert tokenizer.drops_first_space
     grammar, (start,) = compiled(tokenizer, tokenizer.vocab_size, (Language("choices", ("an",)),))
     space, letter = tokenizer.token_id("▁"), tokenizer.token_id("a")
     after = walk(grammar, jnp.int32(start), jnp.array([space, letter, tokenizer.token_id("n")]))
