@@ -11,6 +11,7 @@ by what goes in, as vLLM and we do. Inside `eagle_config`, as SpecForge writes a
 names them by what comes out: [1, 46, 90] of 94 layers are the usual 2, L // 2 and L - 3.
 """
 
+import dataclasses
 import importlib
 import pickle
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
 from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import Tensor, eagle3_rules, eagle_rules
 from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors
+from jaxspec.checkpoint.trees import TREE_FILE, read_paths
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.eagle import (
     DraftVocabulary,
@@ -70,6 +72,9 @@ def load_eagle(
 ) -> EagleHead | Eagle3Head:
     """Loads an EAGLE-1 (also EAGLE-2) or EAGLE-3 head for a target, onto the target's mesh.
 
+    The tree in `tree.json` beside the head, which `jaxspec tune tree` writes, becomes the one that
+    `Eagle.of(head)` drafts over.
+
     Args:
         source: a folder with config.json and model.safetensors, or pytorch_model.bin where torch
             is installed (read by its `weights_only` path, which runs no code); the name of a head
@@ -80,15 +85,22 @@ def load_eagle(
     Raises:
         CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
             listed), or the head was made for a target of another width, vocabulary or depth.
+        ValueError: `tree.json` holds no tree.
 
     Example:
         >>> from jaxspec import load
         >>> head = load_eagle("demo-eagle", load("demo"))
-        >>> head.config.num_layers
-        1
+        >>> head.config.num_layers, head.paths
+        (1, ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)))
     """
     target = target if isinstance(target, Network) else target.known_network
     folder = find_head(source)
+    head = shard_like(target, _read_head(folder, target, dtype))
+    tree = folder / TREE_FILE
+    return dataclasses.replace(head, paths=read_paths(tree) if tree.is_file() else None)
+
+
+def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3Head:
     raw = _unfolded(read_json(folder / CONFIG))
     stored = _stored_tensors(folder)
     config = _layer_config(raw, stored, target)
@@ -106,7 +118,7 @@ def load_eagle(
         init = partial(init_eagle_params, config, bias)
         params = load_head_params(_EAGLE, config, init, stored, target, dtype, _NOT_NEEDED)
         vocabulary = None if ids is None else DraftVocabulary.of(target, ids)
-        return shard_like(target, EagleHead(params, config, bool(bias), vocabulary))
+        return EagleHead(params, config, bool(bias), vocabulary)
     unsupported = [name for name in _UNSUPPORTED if raw.get(name)]
     if unsupported:
         raise CheckpointError(
@@ -124,8 +136,7 @@ def load_eagle(
     init = partial(init_eagle3_params, config, len(taps) * target.embed_dim)
     params = load_head_params(rules, config, init, stored, target, dtype, _NOT_NEEDED)
     normed = _flag(raw, "norm_before_residual", False)
-    head = Eagle3Head(params, config, taps, target.vocab_size, ids, normed)
-    return shard_like(target, head)
+    return Eagle3Head(params, config, taps, target.vocab_size, ids, normed)
 
 
 def save_eagle(

@@ -48,7 +48,7 @@ _HUB_FILES = (
     "additional_chat_templates/*.jinja",
 )
 # Heads were first published as pickles, which torch reads without running them.
-_HUB_HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
+_HUB_HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tree.json")
 # Files that a saved model replaces in its folder, also where it writes none of that name itself.
 _REPLACED = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*.safetensors"),

@@ -28,7 +28,7 @@ from jaxspec.drafters import (
 )
 from jaxspec.models.storage import STORAGES
 from jaxspec.sharding import parse_mesh, shard_like
-from jaxspec.tuning import load_tree, tree_of_head
+from jaxspec.tuning import load_tree
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -331,7 +331,7 @@ def _draft_model(args: argparse.Namespace, settings: dict[str, Any], _: Model) -
 
 def _eagle(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
     source, tree = _head("eagle", settings), settings.get("tree")
-    paths = tree_of_head(source) if tree is None else load_tree(tree)
+    paths = None if tree is None else load_tree(tree)
     return Eagle.of(load_eagle(source, model.network), paths)
 
 

@@ -341,7 +341,8 @@ def test_a_head_is_fetched_by_its_hub_id(monkeypatch, tmp_path):
     assert find_head("someone/a-head") == tmp_path
     ((hub_id, patterns),) = calls
     assert hub_id == "someone/a-head"
-    assert {"config.json", "model.safetensors", "pytorch_model.bin"} == set(patterns)
+    expected = {"config.json", "model.safetensors", "pytorch_model.bin", "tree.json"}
+    assert set(patterns) == expected
 
 
 def test_a_hub_id_is_fetched_without_what_is_not_needed(saved_folder, monkeypatch):
