@@ -195,6 +195,22 @@ def config_of(config: GenerationConfig | None, settings: Mapping[str, Any]) -> G
     return dataclasses.replace(config, **settings) if settings else config
 
 
+def config_and_drafter(
+    config: GenerationConfig | DrafterLike | None,
+    drafter: DrafterLike | GenerationConfig | None,
+    settings: Mapping[str, Any],
+) -> tuple[GenerationConfig, DrafterLike | None]:
+    """Returns the settings and the drafter of a call, where each may stand in the other's place.
+
+    Raises:
+        TypeError: a keyword is no field.
+    """
+    given: Any = (config, drafter)
+    if isinstance(drafter, GenerationConfig) or not isinstance(config, GenerationConfig | None):
+        given = given[::-1]
+    return config_of(given[0], settings), given[1]
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A call of `generate`, checked and turned into arrays.

@@ -222,10 +222,23 @@ def test_settings_may_be_keywords(model):
         generate(model, [1], temprature=1)
 
 
+def test_config_and_drafter_may_stand_in_each_others_place(model):
+    config, drafter = GenerationConfig(max_new_tokens=4), PromptLookup(2)
+    expected = generate(model, [1, 2], config)[0].tokens
+    for places in ((config, drafter), (drafter, config), (None, config), (drafter,)):
+        result = generate(model, [1, 2], *places, max_new_tokens=4)
+        np.testing.assert_array_equal(result[0].tokens, expected)
+        assert result.drafters == (drafter if drafter in places else None,)
+    (first, *_) = stream(model, [1, 2], drafter, max_new_tokens=4)
+    assert len(first.trace.tokens) == drafter.tree_shape[0]
+    with pytest.raises(ValueError, match="config must be a GenerationConfig, got PromptLookup"):
+        generate(model, [1], drafter, drafter)
+
+
 def test_what_makes_a_drafter_is_said(model):
     for given, call in ((model, "DraftModel.of"), (model.network, "DraftModel.of")):
         with pytest.raises(ValueError, match=call):
-            generate(model, [1], drafter=given)
+            generate(model, [1], given)
     with pytest.raises(ValueError, match="an instance"):
         generate(model, [1], drafter=PromptLookup)
 
