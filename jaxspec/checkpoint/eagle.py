@@ -68,7 +68,10 @@ class HeadTensor(NamedTuple):
 
 
 def load_eagle(
-    source: str | Path, target: Network | Model, dtype: Any = None
+    source: str | Path,
+    target: Network | Model,
+    dtype: Any = None,
+    revision: str | None = None,
 ) -> EagleHead | Eagle3Head:
     """Loads an EAGLE-1 (also EAGLE-2) or EAGLE-3 head for a target, onto the target's mesh.
 
@@ -81,6 +84,7 @@ def load_eagle(
             that comes with the package; or "owner/name" on the Hugging Face Hub.
         target: what the head was trained for: a model, or its network.
         dtype: of the weights; `None`: the target's, and its form of matrices.
+        revision: see `load`.
 
     Raises:
         CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
@@ -94,7 +98,7 @@ def load_eagle(
         (1, ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)))
     """
     target = target if isinstance(target, Network) else target.known_network
-    folder = find_head(source)
+    folder = find_head(source, revision=revision)
     head = shard_like(target, _read_head(folder, target, dtype))
     tree = folder / TREE_FILE
     return dataclasses.replace(head, paths=read_paths(tree) if tree.is_file() else None)

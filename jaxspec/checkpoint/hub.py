@@ -257,6 +257,7 @@ def load(
     max_positions: int | None = None,
     mesh: Mesh | None = None,
     weights: str | None = None,
+    revision: str | None = None,
 ) -> Model:
     """Loads a model.
 
@@ -276,13 +277,14 @@ def load(
             scale for each output channel). They are multiplied as numbers of `dtype`. `None`: of
             `dtype`; but where native code runs and `dtype` is `None` too, matrices that are stored
             in bfloat16 stay that, which gives the same results from half the memory.
+        revision: a branch, tag or commit on the Hub; `None`: the newest of its main branch.
 
     Raises:
         ValueError: the mesh does not divide the model, or `weights` is unknown or wider than
             `dtype`.
         CheckpointError: nothing is there under this name, or it cannot be read, or it is too large
-            for the memory, or `max_positions` is out of range. The message says what was found and
-            what to do.
+            for the memory, `max_positions` is out of range, or there is no such revision. The
+            message says what was found and what to do.
 
     Example:
         >>> model = load("demo")
@@ -291,7 +293,7 @@ def load(
     """
     if max_positions is not None and max_positions < 1:
         raise CheckpointError(f"max_positions must be at least 1, got {max_positions}.")
-    folder = _find(path_or_hub_id)
+    folder = _find(path_or_hub_id, revision)
     if folder.kind in _HEADS:
         name, loader = _HEADS[folder.kind]
         raise CheckpointError(
@@ -403,10 +405,14 @@ def shipped_folders() -> dict[str, Path]:
     return found
 
 
-def find_head(source: str | Path, kind: Literal["eagle", "dflash"] = "eagle") -> Path:
+def find_head(
+    source: str | Path,
+    kind: Literal["eagle", "dflash"] = "eagle",
+    revision: str | None = None,
+) -> Path:
     """Finds the folder of a head: on this machine, shipped under this name, or from the Hub.
 
-    `kind` is that of `shipped_heads`.
+    `kind` is that of `shipped_heads`, and `revision` that of `load`.
 
     Raises:
         CheckpointError: there is none, or it cannot be downloaded.
@@ -416,12 +422,13 @@ def find_head(source: str | Path, kind: Literal["eagle", "dflash"] = "eagle") ->
         >>> find_head("demo-eagle").name
         'demo-eagle'
     """
+    _check_revision(source, revision)
     folder, shipped = Path(source).expanduser(), shipped_heads(kind)
     if not folder.is_dir() and str(source) in shipped:
         return shipped[str(source)]
     if folder.exists():
         return folder
-    return _download(source, "head", shipped, _HUB_HEAD_FILES)
+    return _download(source, "head", shipped, _HUB_HEAD_FILES, revision)
 
 
 # Names of the kinds of heads, and the functions that load them.
@@ -431,7 +438,19 @@ _HEADS: dict[Kind | None, tuple[str, str]] = {
 }
 
 
-def _find(source: str | Path) -> Folder:
+def _check_revision(source: str | Path, revision: str | None) -> None:
+    """Refuses a revision of what lies on this machine."""
+    if revision is not None and (
+        Path(source).expanduser().exists() or str(source) in shipped_folders()
+    ):
+        raise CheckpointError(
+            f"revision: got {revision!r}, but {source} lies on this machine, where it has no "
+            "revisions; leave it out, or give the owner/name of a repository on the Hub."
+        )
+
+
+def _find(source: str | Path, revision: str | None) -> Folder:
+    _check_revision(source, revision)
     folder, name = Path(source).expanduser(), str(source)
     check_whole(folder)
     found = read_folder(folder)
@@ -449,11 +468,15 @@ def _find(source: str | Path) -> Folder:
         )
     if folder.exists():
         raise CheckpointError(f"{folder} is a file; give the folder that it lies in.")
-    return read_folder(_download(source, "model", shipped, _HUB_FILES))
+    return read_folder(_download(source, "model", shipped, _HUB_FILES, revision))
 
 
 def _download(
-    hub_id: str | Path, kind: str, shipped: Iterable[str], files: tuple[str, ...]
+    hub_id: str | Path,
+    kind: str,
+    shipped: Iterable[str],
+    files: tuple[str, ...],
+    revision: str | None,
 ) -> Path:
     """Fetches the files of a model or a head that is not on this machine."""
     if not isinstance(hub_id, str) or not _HUB_ID.fullmatch(hub_id):
@@ -468,10 +491,15 @@ def _download(
         HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(files)))
+        return Path(
+            huggingface_hub.snapshot_download(
+                hub_id, revision=revision, allow_patterns=list(files)
+            )
+        )
     except GatedRepoError as error:
         raise CheckpointError(
             f"{hub_id} asks for consent: accept its terms on huggingface.co/{hub_id} and log in "
@@ -481,6 +509,11 @@ def _download(
         raise CheckpointError(
             f"There is no folder {hub_id!r} here, and no model of that name on the Hugging Face "
             "Hub, or it is private: check the spelling, or log in with `hf auth login`."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"revision: {hub_id} has no branch, tag or commit {revision!r}; "
+            f"huggingface.co/{hub_id}/tree/main lists them."
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise CheckpointError(

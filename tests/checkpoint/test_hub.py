@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -16,6 +17,7 @@ from jaxspec.checkpoint import (
     Tokenizer,
     hub,
     load,
+    load_dflash,
     load_eagle,
     save,
     save_eagle,
@@ -328,8 +330,8 @@ def hub_that_holds(folder, monkeypatch):
     huggingface_hub = pytest.importorskip("huggingface_hub")
     calls = []
 
-    def snapshot_download(hub_id, allow_patterns):
-        calls.append((hub_id, allow_patterns))
+    def snapshot_download(hub_id, revision, allow_patterns):
+        calls.append((hub_id, allow_patterns) if revision is None else (hub_id, revision))
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
@@ -369,6 +371,32 @@ def test_a_hub_id_is_fetched_without_what_is_not_needed(saved_folder, monkeypatc
         "model.safetensors.index.json",
         "chat_template.jinja",
     ]
+
+
+def test_a_revision_is_asked_of_the_hub_alone(saved_folder, tiny_network, monkeypatch):
+    _, calls = hub_that_holds(saved_folder, monkeypatch)
+    assert load("someone/something", revision="v1").name == "someone/something"
+    for loader in (load_eagle, load_dflash):
+        with pytest.raises(CheckpointError):  # it holds a model, no head
+            loader("someone/a-head", tiny_network, revision="v2")
+    assert calls == [("someone/something", "v1"), *[("someone/a-head", "v2")] * 2]
+    for here in (saved_folder, "demo", "demo-eagle"):
+        for loader in (load, lambda *given, **named: load_eagle(given[0], tiny_network, **named)):
+            with pytest.raises(CheckpointError, match=f"revision: got 'v1', but {here} lies on"):
+                loader(here, revision="v1")
+    assert len(calls) == 3
+
+
+def test_a_revision_that_is_not_there_is_named(monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    def snapshot_download(hub_id, **_):
+        raise RevisionNotFoundError("404", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="revision: a/b has no branch, tag or commit 'v9'"):
+        load("a/b", revision="v9")
 
 
 def test_the_hub_out_of_reach_is_an_error_that_says_so(tmp_path):
