@@ -12,8 +12,6 @@ names them by what comes out: [1, 46, 90] of 94 layers are the usual 2, L // 2 a
 """
 
 import dataclasses
-import importlib
-import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -44,7 +42,7 @@ from jaxspec.models.eagle import (
 from jaxspec.models.transformer import Network
 from jaxspec.sharding import shard_like
 
-TORCH_FILE = "pytorch_model.bin"
+_TORCH_FILE = "pytorch_model.bin"
 # Settings of later dialects that change what a head computes, and their meaning here.
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 # Files carry the target's embedding and masks that follow from other tensors.
@@ -79,16 +77,15 @@ def load_eagle(
     `Eagle.of(head)` drafts over.
 
     Args:
-        source: a folder with config.json and model.safetensors, or pytorch_model.bin where torch
-            is installed (read by its `weights_only` path, which runs no code); the name of a head
-            that comes with the package; or "owner/name" on the Hugging Face Hub.
+        source: a folder with config.json and model.safetensors, the name of a head that comes with
+            the package, or "owner/name" on the Hugging Face Hub.
         target: what the head was trained for: a model, or its network.
         dtype: of the weights; `None`: the target's, and its form of matrices.
         revision: see `load`.
 
     Raises:
-        CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
-            listed), or the head was made for a target of another width, vocabulary or depth.
+        CheckpointError: nothing is there, or only a pickle (the message converts it), tensors are
+            missing, unknown or mis-shaped (all are listed), or the head was made for a target of another width, vocabulary or depth.
         ValueError: `tree.json` holds no tree.
 
     Example:
@@ -205,16 +202,20 @@ def eagle3_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def _stored_tensors(folder: Path) -> Mapping[str, Tensor]:
-    path = folder / TORCH_FILE
-    if path.is_file() and not (folder / SINGLE).is_file():
-        found = _torch_tensors(path)
-    else:
-        stored = find_tensors(folder)
-        found = {
-            name: tensor if tensor.dtype in FLOATS else _other_tensor(name, tensor)
-            for name, tensor in stored.items()
-        }
-    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    pickled, single = folder / _TORCH_FILE, folder / SINGLE
+    if pickled.is_file() and not single.is_file():
+        raise CheckpointError(
+            f"{pickled} is a pickle, and loading a pickle runs whatever program it holds; convert "
+            'it once, with torch installed: python -c "import torch, safetensors.torch as s; '
+            f"t = torch.load('{pickled}', map_location='cpu', weights_only=True); "
+            f"s.save_file({{n: x.contiguous() for n, x in t.items()}}, '{single}')\""
+        )
+    return {
+        name.removeprefix("model."): (
+            tensor if tensor.dtype in FLOATS else _other_tensor(name, tensor)
+        )
+        for name, tensor in find_tensors(folder).items()
+    }
 
 
 def _other_tensor(name: str, tensor: StoredTensor) -> HeadTensor:
@@ -225,29 +226,6 @@ def _other_tensor(name: str, tensor: StoredTensor) -> HeadTensor:
             return file.get_tensor(name)
 
     return HeadTensor(tensor.shape, read)
-
-
-def _torch_tensors(path: Path) -> dict[str, HeadTensor]:
-    try:
-        torch: Any = importlib.import_module("torch")
-    except ImportError:
-        raise CheckpointError(
-            f"{path} is a pickle; reading one safely takes torch (extra `parity`), or convert "
-            f"it to {SINGLE} where it is trusted."
-        ) from None
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} holds more than tensors, and what else it holds could run code: {error}"
-        ) from None
-
-    def reader(tensor) -> Callable[[], np.ndarray]:
-        return lambda: (tensor.float() if tensor.is_floating_point() else tensor).numpy()
-
-    return {
-        name: HeadTensor(tuple(tensor.shape), reader(tensor)) for name, tensor in loaded.items()
-    }
 
 
 def _layer_config(

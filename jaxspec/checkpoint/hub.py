@@ -47,7 +47,7 @@ _HUB_FILES = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
-# Heads were first published as pickles, which torch reads without running them.
+# Heads were first published as pickles, which their owner converts once.
 _HUB_HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tree.json")
 # Files that a saved model replaces in its folder, also where it writes none of that name itself.
 _REPLACED = (
