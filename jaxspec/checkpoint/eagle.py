@@ -85,7 +85,8 @@ def load_eagle(
 
     Raises:
         CheckpointError: nothing is there, or only a pickle (the message converts it), tensors are
-            missing, unknown or mis-shaped (all are listed), or the head was made for a target of another width, vocabulary or depth.
+            missing, unknown or mis-shaped (all are listed), or the head was made for a target of
+            another width, vocabulary or depth.
         ValueError: `tree.json` holds no tree.
 
     Example:

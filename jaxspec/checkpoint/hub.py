@@ -31,7 +31,7 @@ from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.core.protocol import check_members, check_sizes
 from jaxspec.core.types import LanguageModel, PyTree
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.storage import weights_text
+from jaxspec.models.summary import summary_html, summary_line, weight_facts
 from jaxspec.models.transformer import Network
 from jaxspec.sharding import mesh_of
 
@@ -78,8 +78,9 @@ class Model:
 
     Example:
         >>> model = load("demo", weights="float32")
-        >>> model
-        Model('demo', 12 layers, 11.6 M weights, 46.6 MB, vocabulary of 4096)
+        >>> model  # doctest: +NORMALIZE_WHITESPACE
+        Model(name: demo, layers: 12, weights: 11.6 M, dtype: float32, memory: 46.6 MB,
+              vocabulary: 4096)
         >>> model.config.num_layers, model.vocab_size
         (12, 4096)
     """
@@ -156,13 +157,17 @@ class Model:
             own_max_positions=_positions_of(network, max_positions),
         )
 
+    def _facts(self) -> dict[str, str]:
+        own = {"network": type(self.network).__name__}
+        layers = own if self.is_own else {"layers": f"{self.network.num_layers}"}
+        sizes = {**weight_facts(self.params), "vocabulary": f"{self.vocab_size}"}
+        return {"name": self.name, **layers, **sizes}
+
     def __repr__(self) -> str:
-        kind = type(self.network).__name__
-        layers = kind if self.is_own else f"{self.network.num_layers} layers"
-        return (
-            f"Model({self.name!r}, {layers}, {weights_text(self.params)}, "
-            f"vocabulary of {self.vocab_size})"
-        )
+        return summary_line(self, self._facts())
+
+    def _repr_html_(self) -> str:
+        return summary_html(self, self._facts())
 
     @property
     def is_own(self) -> bool:
@@ -496,9 +501,7 @@ def _download(
 
     try:
         return Path(
-            huggingface_hub.snapshot_download(
-                hub_id, revision=revision, allow_patterns=list(files)
-            )
+            huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(files))
         )
     except GatedRepoError as error:
         raise CheckpointError(

@@ -21,7 +21,7 @@ from jaxspec.models.attention import at_least_float32, softcapped
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products, multiply
 from jaxspec.models.rope import rotations
-from jaxspec.models.storage import weights_text
+from jaxspec.models.summary import summary_html, summary_line, weight_facts
 from jaxspec.models.transformer import (
     MLP,
     Attention,
@@ -147,8 +147,15 @@ class _OneLayerHead:
     paths: tuple[Path, ...] | None
     _layer: Any
 
+    def _facts(self) -> dict[str, str]:
+        tree = {} if self.paths is None else {"nodes of its tree": f"{len(self.paths)}"}
+        return weight_facts(self.params) | tree
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({weights_text(self.params)})"
+        return summary_line(self, self._facts())
+
+    def _repr_html_(self) -> str:
+        return summary_html(self, self._facts())
 
     @property
     def dtype(self) -> jnp.dtype:

@@ -16,6 +16,7 @@ from jaxspec import (
     Eagle2,
     GenerationConfig,
     LayerSkip,
+    LoadedDrafter,
     Model,
     NoDraft,
     PromptLookup,
@@ -31,7 +32,18 @@ from jaxspec.core.decode import begin, speculative_step
 from jaxspec.core.loop import decode, run, unfinished
 from jaxspec.decoding.request import prepare
 from jaxspec.decoding.result import cut_at
-from jaxspec.models import EagleHead, ModelConfig, Network, Skips, init_params
+from jaxspec.models import (
+    DFlashHead,
+    Eagle3Head,
+    EagleHead,
+    ModelConfig,
+    Network,
+    Skips,
+    init_dflash_params,
+    init_eagle3_params,
+    init_eagle_params,
+    init_params,
+)
 
 CONTEXT = 96
 
@@ -244,10 +256,26 @@ def test_what_makes_a_drafter_is_said(model):
 
 
 def test_a_model_shows_itself_in_a_line(model):
-    drafter = DraftModel.of(model)
-    for shown in (model, model.network, model.tokenizer, drafter):
+    config = model.config.replace(num_layers=1, layer_types=("full",))
+    heads = (
+        EagleHead(init_eagle_params(config, True, jax.random.key(0)), config),
+        Eagle3Head(init_eagle3_params(config, 96, jax.random.key(0)), config, (0, 1, 2), 272),
+        DFlashHead(init_dflash_params(config, 32, jax.random.key(0)), config, (1,), 0, 4),
+    )
+    drafters = (DraftModel.of(model), Eagle.of(heads[0]), LoadedDrafter(NoDraft(), heads[0].params))
+    for shown in (model, model.network, *heads, *drafters):
         assert len(repr(shown)) < 250
-    assert "layers" in repr(model)
+        assert "\n" not in repr(shown)
+        table = shown._repr_html_()
+        for said in (type(shown).__name__, "weights", "float32"):
+            assert said in repr(shown)
+            assert said in table
+        assert len(table) < 2000
+    count = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    assert f"weights: {count:,}, dtype: float32" in repr(model)
+    assert len(repr(model.tokenizer)) < 250
+    asked = dataclasses.replace(model, name="<b>")._repr_html_()
+    assert "&lt;b&gt;" in asked
 
 
 def test_a_rule_of_the_checkpoint_is_refused_not_ignored(model):
