@@ -1,6 +1,7 @@
 """From a name to a model that can be run: a folder, a shipped model or a Hub id, and back."""
 
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.checkpoint.card import CARD, model_card
 from jaxspec.checkpoint.files import (
     CheckpointError,
     check_whole,
@@ -169,6 +171,40 @@ class Model:
     def _repr_html_(self) -> str:
         return summary_html(self, self._facts())
 
+    def push_to_hub(self, repo_id: str, dtype: Any = None, private: bool | None = None) -> str:
+        """Uploads what `save` writes to the Hugging Face Hub, and returns the address.
+
+        A README.md that the repository has stays.
+
+        Args:
+            repo_id: "owner/name" of a repository, made if there is none.
+            dtype: see `save`.
+            private: of a repository that is made; `None`: what its owner's settings say.
+
+        Raises:
+            CheckpointError: `repo_id` is no such name, or the Hub refuses; or as `save` raises.
+            ValueError: the network is one of your own (`Model.of`).
+        """
+        if not _HUB_ID.fullmatch(repo_id):
+            raise CheckpointError(f"repo_id must be owner/name, got {repo_id!r}.")
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+        with tempfile.TemporaryDirectory() as folder:
+            save(self, folder, dtype)
+            try:
+                address = huggingface_hub.create_repo(repo_id, private=private, exist_ok=True)
+                kept = [CARD] if huggingface_hub.file_exists(repo_id, CARD) else []
+                huggingface_hub.upload_folder(
+                    repo_id=repo_id, folder_path=folder, ignore_patterns=kept
+                )
+            except (HfHubHTTPError, LocalTokenNotFoundError) as error:
+                raise CheckpointError(
+                    f"{repo_id} cannot be written to on the Hugging Face Hub ({error}): log in with "
+                    "`hf auth login`, as somebody who may write there."
+                ) from error
+        return str(address)
+
     @property
     def is_own(self) -> bool:
         """True if the network is one of your own, given to `of`, and no `Network`."""
@@ -324,7 +360,8 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
 
     If it fails or is interrupted, the folder is left as it was. If the process is killed, what the
     folder held is still there: where files had been moved already, `load` says so, and the next
-    save or `recover_files` puts them back. Files of the folder that belong to no model stay.
+    save or `recover_files` puts them back. Files of the folder that belong to no model stay. A
+    folder without README.md gets one: a model card for its author to complete.
 
     Args:
         model: what to write.
@@ -346,6 +383,8 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
     with replacing_files(Path(folder), _REPLACED) as staging:
         write_network(network, staging, dtype, _token_ids(model))
         _write_companions(model, staging)
+        if not (Path(folder) / CARD).exists():
+            (staging / CARD).write_text(model_card(model), encoding="utf-8")
 
 
 def save_orbax(model: Model, folder: str | Path) -> None:

@@ -1,7 +1,9 @@
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import chex
@@ -55,6 +57,23 @@ def test_a_saved_model_is_loaded_as_it_was(layout, tiny_network, byte_level_toke
     assert again.tokenizer.encode("the cat") == tokenizer.encode("the cat")
     assert again.vocab_size == again.config.vocab_size == 48
     assert again.params is again.network.params
+
+
+def test_a_saved_model_has_a_card_whose_program_runs(tiny_network, tmp_path, capsys):
+    model = Model(tiny_network, name="/home/someone/secret/tiny")
+    save(model, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: jaxspec\n")
+    assert "# tiny\n" in card
+    assert "secret" not in card
+    for left_open in ("Base model", "Licence"):
+        assert re.search(f"- {left_open}: .*for the author to say", card)
+    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    exec(program.replace("PATH", str(tmp_path)), {})
+    assert capsys.readouterr().out.startswith("[")
+    (tmp_path / "README.md").write_text("mine")
+    save(model, tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
 
 
 @pytest.mark.parametrize("layout", sorted(SAVERS))
@@ -397,6 +416,46 @@ def test_a_revision_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(CheckpointError, match="revision: a/b has no branch, tag or commit 'v9'"):
         load("a/b", revision="v9")
+
+
+@pytest.mark.parametrize("has_card", [False, True])
+def test_a_model_is_pushed_to_the_hub(has_card, tiny_network, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    made, pushed = [], {}
+
+    def create_repo(repo_id, private, exist_ok):
+        made.append((repo_id, private, exist_ok))
+        return f"https://hub/{repo_id}"
+
+    def upload_folder(repo_id, folder_path, ignore_patterns):
+        names = huggingface_hub.utils.filter_repo_objects(
+            contents(Path(folder_path)), ignore_patterns=ignore_patterns
+        )
+        pushed[repo_id] = set(names), load(folder_path).network
+
+    monkeypatch.setattr(huggingface_hub, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub, "file_exists", lambda repo_id, name: has_card)
+    monkeypatch.setattr(huggingface_hub, "upload_folder", upload_folder)
+    assert Model(tiny_network).push_to_hub("me/tiny", private=True) == "https://hub/me/tiny"
+    assert made == [("me/tiny", True, True)]
+    names, network = pushed["me/tiny"]
+    expected = {"config.json", "generation_config.json", "model.safetensors"}
+    assert names == (expected if has_card else expected | {"README.md"})
+    assert_same_network(network, tiny_network)
+    with pytest.raises(CheckpointError, match="repo_id must be owner/name, got 'tiny'"):
+        Model(tiny_network).push_to_hub("tiny")
+
+
+def test_a_hub_that_refuses_says_so(tiny_network, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def create_repo(*_, **__):
+        raise HfHubHTTPError("403", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(huggingface_hub, "create_repo", create_repo)
+    with pytest.raises(CheckpointError, match=r"me/tiny cannot be written to .*hf auth login"):
+        Model(tiny_network).push_to_hub("me/tiny")
 
 
 def test_the_hub_out_of_reach_is_an_error_that_says_so(tmp_path):
