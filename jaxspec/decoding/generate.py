@@ -108,8 +108,9 @@ def generate(
             states, _ = next(steps)
             for states, info in steps:  # noqa: B007, the last state is the result
                 assert info is not None, "only the first state comes without a step"
-                for row, step in enumerate(trace_steps(info, request.tokenizer)):
-                    traces[row].extend([] if step is None else [step])
+                found = trace_steps(info, request.tokenizer)
+                for trace, step in zip(traces, found, strict=False):  # not of rows that fill up
+                    trace.extend([] if step is None else [step])
         final, states = states, jax.device_get(_without_caches(states))
         seconds = time.perf_counter() - start - clock.seconds
     hosts = host_rows(states, request.prompt_lengths)
@@ -151,7 +152,7 @@ def _prepare(
     """Returns the request, with the drafter or without, and the profile that decided."""
     prompts = prompt_list(prompts)  # it may be read only once
     request = prepare(model, prompts, config, drafter, seed)
-    profile = profile_asked(drafting, model, drafter, config, len(request.prompt_lengths))
+    profile = profile_asked(drafting, model, drafter, config, request.num_rows)
     if drafting == "never" or (profile is not None and not profile.drafts):
         request = prepare(model, prompts, config, None, seed)
     return request, profile
@@ -242,7 +243,7 @@ def stream(
         # Draft distributions are as wide as the vocabulary; only `return_trace` fetches them.
         slim = info._replace(proposal=info.proposal._replace(draft_logprobs=None))
         stop, info = jax.device_get((states.stop, slim))
-        (step,) = trace_steps(info, request.tokenizer)
+        step, *_ = trace_steps(info, request.tokenizer)  # on a mesh, others fill up its parts
         reason = FINISH_REASONS[stop[0]] if stop[0] else None
         if step is None:  # the row ended without a token: its logits were not finite
             empty = np.zeros(0, np.int32)

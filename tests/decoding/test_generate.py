@@ -26,6 +26,7 @@ from jaxspec import (
     score,
     stream,
 )
+from jaxspec.checkpoint import CheckpointError
 from jaxspec.compilation import CompileClock
 from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import begin, speculative_step
@@ -563,6 +564,63 @@ def test_a_call_compiles_once_and_a_fresh_but_equal_call_not_at_all(model):
             assert len(compiled) == expected
     finally:
         monitoring.unregister_event_duration_listener(listen)
+
+
+def test_three_to_six_prompts_share_a_program(model):
+    programs = decode._cache_size()
+    for count, temperature in ((3, 0.7), (4, 0.7), (6, 1.3), (5, 0.2)):
+        config = GenerationConfig(max_new_tokens=5, temperature=temperature, top_k=7)
+        result = generate(model, [[token] for token in range(count)], config, PromptLookup(2))
+        assert len(result) == len(result.drafters) == count
+    assert decode._cache_size() == programs + 1
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_rows_that_fill_up_the_program_change_nothing(model, own, num_samples, monkeypatch):
+    prompts = ["a longer one than the others", "hello", [7]]
+    config = GenerationConfig(
+        max_new_tokens=[3, 12, 7],
+        temperature=[1.5, 0.0, 0.7],
+        num_samples=num_samples,
+        frequency_penalty=0.1,
+        stop=["e"],
+    )
+    calls = [
+        lambda traced=traced: generate(
+            model, prompts, config, own_draft(model) if own else None, 5, return_trace=traced
+        )
+        for traced in (False, True)
+    ]
+    assert prepare(model, prompts, config, None, 5).num_rows == 6 * num_samples
+    filled = [call() for call in calls]
+    monkeypatch.setattr(jaxspec.decoding.request, "row_bucket_of", lambda count, parts: count)
+    assert prepare(model, prompts, config, None, 5).num_rows == 3 * num_samples
+    for ours, exact in zip(filled, [call() for call in calls], strict=True):
+        assert ours.metrics.counts == exact.metrics.counts
+        assert len(ours.drafters) == len(ours) == len(exact) == 3 * num_samples
+        for row, expected in zip(ours, exact, strict=True):
+            assert row.tokens.tolist() == expected.tokens.tolist()
+            assert row.from_draft.tolist() == expected.from_draft.tolist()
+            assert (row.text, row.finish_reason) == (expected.text, expected.finish_reason)
+            assert row.metrics == expected.metrics
+            assert row.prompt_tokens.tolist() == expected.prompt_tokens.tolist()
+            assert [step.emitted.tolist() for step in row.trace or ()] == [
+                step.emitted.tolist() for step in expected.trace or ()
+            ]
+
+
+def test_rows_that_fill_up_the_program_are_left_out_where_they_do_not_fit(model, monkeypatch):
+    def check_rows_fit(network, capacity, batch_size, shares):
+        if batch_size > 4:
+            raise CheckpointError("too many")
+
+    monkeypatch.setattr(jaxspec.decoding.request, "check_rows_fit", check_rows_fit)
+    config = GenerationConfig(max_new_tokens=4)
+    for count in (1, 2, 3, 4):
+        assert prepare(model, [[1]] * count, config, None, 0).num_rows == count
+    with pytest.raises(CheckpointError, match="too many"):
+        prepare(model, [[1]] * 5, config, None, 0)
 
 
 def test_plain_decoding_is_the_same_program_with_a_one_node_tree(model):
