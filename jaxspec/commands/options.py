@@ -133,6 +133,7 @@ _GENERATION_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "logit_bias": {"type": _bias, "action": "append", "metavar": "ID=VALUE"},
     "stop": {"action": "append"},
+    "tokenizer_ids_only": _SWITCH,
     "logprobs": _SWITCH,
     "warped_logprobs": _SWITCH,
 }

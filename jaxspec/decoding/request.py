@@ -101,6 +101,8 @@ class GenerationConfig:
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: the only ids that may be emitted; `None`: all of them.
         banned_token_ids: ids never emitted.
+        tokenizer_ids_only: emit no id past the tokenizer's. Vocabularies are often padded with
+            ids that have no text; trained models give them next to no probability.
         stop_token_ids: end a row after any of these; `None` takes the model's own, `()` none.
         stop: strings that end a row; the text is cut before them.
         num_samples: continuations per prompt, each drawn separately.
@@ -135,6 +137,7 @@ class GenerationConfig:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     banned_token_ids: Sequence[int] = ()
+    tokenizer_ids_only: bool = False
     stop_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] = ()
     num_samples: int = 1
@@ -710,7 +713,8 @@ def warps_of(
     Filters and penalties that no prompt uses are left out of the program.
 
     Raises:
-        ValueError: `top_k` is above the vocabulary, or a bias names an id outside of it.
+        ValueError: `top_k` is above the vocabulary, a bias names an id outside of it, or ids of a
+            tokenizer are asked for where there is none.
     """
     temperature, top_k = per_prompt("temperature", np.float32), per_prompt("top_k", np.int32)
     top_p, min_p = per_prompt("top_p", np.float32), per_prompt("min_p", np.float32)
@@ -741,10 +745,12 @@ def warps_of(
 
 
 def _bias(model: Vocabulary, config: GenerationConfig) -> np.ndarray | None:
-    """Returns what to add to the logits; ids that the tokenizer does not know are banned."""
+    """Returns what to add to the logits; `None` for nothing."""
     vocab = model.vocab_size
     bias = np.zeros(vocab, np.float32)
-    if model.tokenizer is not None:
+    if config.tokenizer_ids_only:
+        if model.tokenizer is None:
+            raise ValueError(f"tokenizer_ids_only: {model.name} has no tokenizer; leave it out.")
         bias[model.tokenizer.vocab_size :] = -np.inf
     named = {
         "logit_bias": tuple(config.logit_bias or ()),

@@ -305,14 +305,29 @@ def test_families_may_pad_one_vocabulary_to_different_sizes(model):
         )
 
 
-def test_ids_past_the_tokenizer_and_banned_ids_are_never_sampled(model):
+@pytest.mark.parametrize("only", [False, True])
+def test_banned_ids_are_never_sampled_and_those_past_the_tokenizer_if_asked(model, only):
     config = GenerationConfig(
-        max_new_tokens=64, temperature=5.0, num_samples=8, banned_token_ids=range(100)
+        max_new_tokens=64,
+        temperature=5.0,
+        num_samples=8,
+        banned_token_ids=range(100),
+        tokenizer_ids_only=only,
     )
     for drafter in (None, own_draft(model)):
         tokens = np.concatenate(generate(model, "hello", config, drafter).tokens)
         assert tokens.min() >= 100
-        assert tokens.max() < model.tokenizer.vocab_size
+        assert (tokens.max() < model.tokenizer.vocab_size) == only
+
+
+def test_an_id_past_the_tokenizer_may_be_all_that_is_allowed(model):
+    config = GenerationConfig(max_new_tokens=3, allowed_token_ids=[271])
+    for drafter in (None, own_draft(model)):
+        (row,) = generate(model, "hello", config, drafter)
+        assert (row.tokens.tolist(), row.text) == ([271] * 3, "")
+    bare = dataclasses.replace(model, tokenizer=None)
+    with pytest.raises(ValueError, match="tokenizer_ids_only: tiny has no tokenizer"):
+        generate(bare, [1], tokenizer_ids_only=True)
 
 
 def test_logit_bias_decides(model):
@@ -383,7 +398,6 @@ def test_logprobs_are_the_targets_own(model):
         expected = scored.logprobs[len(row.prompt_tokens) - 1 :]
         np.testing.assert_allclose(row.logprobs, expected, atol=1e-4)
         logits = scored.logits[len(row.prompt_tokens) - 1 : -1] / 0.5
-        logits[:, model.tokenizer.vocab_size :] = -np.inf
         warped = jax.nn.log_softmax(logits)[np.arange(len(row.tokens)), row.tokens]
         np.testing.assert_allclose(row.warped_logprobs, warped, atol=1e-4)
 
