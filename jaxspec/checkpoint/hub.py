@@ -2,6 +2,7 @@
 
 import re
 import tempfile
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from jaxspec.checkpoint.orbax import load_orbax, write_orbax
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.core.protocol import check_members, check_sizes
 from jaxspec.core.types import LanguageModel, PyTree
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import DynamicScaling, ModelConfig
 from jaxspec.models.summary import summary_html, summary_line, weight_facts
 from jaxspec.models.transformer import Network
 from jaxspec.sharding import mesh_of
@@ -311,7 +312,8 @@ def load(
         max_positions: longest text, in tokens, to prepare for; `None`: what the model says of
             itself. For models with two LongRoPE tables, `None` is the length up to which the
             short one is used. More than the trained length is allowed only as far as a RoPE
-            scaling in the model's config stretches it.
+            scaling in the model's config stretches it. Past it, a dynamic scaling gives other
+            outputs than `transformers` gives for prompts; a warning says so.
         mesh: devices to divide the model and its rows over, from `jaxspec.sharding.make_mesh`; each
             tensor goes straight to its shards. `None`: one device.
         weights: the form in which matrices are kept: "float32", "bfloat16" or "int8" (rounded, one
@@ -345,6 +347,17 @@ def load(
         network = load_orbax(folder.path, dtype, max_positions, mesh, weights)
     else:
         network = load_network(folder.path, dtype, max_positions, mesh, folder.config, weights)
+    scaling = network.config.rope.scaling
+    if isinstance(scaling, DynamicScaling) and scaling.original_max_positions < (
+        network.config.max_positions
+    ):
+        warnings.warn(
+            f"{path_or_hub_id}: its RoPE scaling is dynamic. For prompts of more than "
+            f"{scaling.original_max_positions} tokens outputs differ from those of transformers, "
+            "which rotates every token by the length of the whole prompt; here each is rotated by "
+            "its own position.",
+            stacklevel=2,
+        )
     tokenizer = load_tokenizer(folder.path) if folder.has_tokenizer else None
     return Model(
         network,

@@ -1,8 +1,10 @@
+import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +31,7 @@ from jaxspec.checkpoint import (
 )
 from jaxspec.checkpoint.hub import find_head
 from jaxspec.checkpoint.safetensors import find_tensors
-from jaxspec.models import EagleHead, ModelConfig, Rope, init_eagle_params
+from jaxspec.models import DynamicScaling, EagleHead, ModelConfig, Rope, init_eagle_params
 from tests.checkpoint.networks import assert_same_network, random_network
 
 
@@ -74,6 +76,16 @@ def test_a_saved_model_has_a_card_whose_program_runs(tiny_network, tmp_path, cap
     (tmp_path / "README.md").write_text("mine")
     save(model, tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("layout", sorted(SAVERS))
+def test_a_dynamic_scaling_past_its_length_is_told_apart(layout, tiny_network, tmp_path):
+    config = tiny_network.config.replace(max_positions=32, rope=Rope(scaling=DynamicScaling(2, 32)))
+    SAVERS[layout](Model(dataclasses.replace(tiny_network, config=config)), tmp_path)
+    with warnings.catch_warnings(action="error"):
+        load(tmp_path)
+    with pytest.warns(UserWarning, match="more than 32 tokens outputs differ"):
+        assert load(tmp_path, max_positions=64).max_positions == 64
 
 
 @pytest.mark.parametrize("layout", sorted(SAVERS))
