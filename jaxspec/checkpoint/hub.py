@@ -201,8 +201,8 @@ class Model:
                 )
             except (HfHubHTTPError, LocalTokenNotFoundError) as error:
                 raise CheckpointError(
-                    f"{repo_id} cannot be written to on the Hugging Face Hub ({error}): log in with "
-                    "`hf auth login`, as somebody who may write there."
+                    f"{repo_id} cannot be written to on the Hugging Face Hub ({error}): log in, "
+                    "with `hf auth login`, as somebody who may write there."
                 ) from error
         return str(address)
 
