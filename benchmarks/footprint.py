@@ -24,7 +24,6 @@ from jaxspec.mobile.runtime import MobileModel
 from jaxspec.models import EagleHead, ModelConfig, Network
 from jaxspec.models.eagle import init_eagle_params
 from jaxspec.models.transformer import param_shapes
-from jaxspec.tuning import tree_of_head
 
 _MESSAGES = 300  # characters kept of what a failed child wrote
 _PROMPT_TOKENS = 32
@@ -185,8 +184,7 @@ def _export(task: dict[str, Any]) -> Exported:
     else:
         model, drafter = load(task["model"]), None
         if task["head"] is not None:
-            head = load_eagle(task["head"], model.network)
-            drafter = Eagle.of(head, tree_of_head(task["head"]))
+            drafter = Eagle.of(load_eagle(task["head"], model.network))
     loaded, start = _memory()["VmRSS"], time.perf_counter()
     export(model, task["folder"], drafter, ExportConfig(**task["config"]))
     seconds = time.perf_counter() - start

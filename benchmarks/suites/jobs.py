@@ -36,7 +36,6 @@ from jaxspec.measure.comparison import TIE_GAP, Divergence, divergence_lines
 from jaxspec.measure.figures import PLAIN, DecodedText, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.timing import decode_in_turns, release_programs
-from jaxspec.tuning import tree_of_head
 
 DRAFTED = "drafted"
 DRAFTINGS: Mapping[str, DraftingMode] = {PLAIN: "never", DRAFTED: "always"}
@@ -170,7 +169,7 @@ class JobRunner:
 def shipped_jobs(run: SuiteRun) -> Jobs:
     """Returns jobs of the shipped target with its head; they say on standard error what runs."""
     model = load(MADE_FOR)
-    drafter = Eagle.of(load_eagle(EAGLE_HEAD, model.network), tree_of_head(EAGLE_HEAD))
+    drafter = Eagle.of(load_eagle(EAGLE_HEAD, model.network))
     prompts = run.prompts(model, run.suite.max_new_tokens)
     ids = [encode_prompt(model, prompt.text) for prompt in prompts]
     return Jobs(model, drafter, ids, run.suite.max_new_tokens, _say)

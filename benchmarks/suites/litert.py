@@ -21,6 +21,7 @@ from jaxspec.checkpoint import (
     shipped_heads,
     shipped_models,
 )
+from jaxspec.checkpoint.trees import TREE_FILE
 from jaxspec.commands.methods import DEER, EAGLE_HEAD, MADE_FOR, SKIPS
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
@@ -43,9 +44,7 @@ from jaxspec.tuning import (
     load_profile,
     load_tree,
     search_tree,
-    tree_of_head,
 )
-from jaxspec.tuning.tree_search import TREE_FILE
 
 NEW_TOKENS = 64
 CAPACITY = 1024
@@ -74,7 +73,7 @@ def target(run: SuiteRun) -> tuple[Model, list[list[int]]]:
 
 def shipped_head(model: Model) -> LoadedDrafter:
     """Returns the shipped head over the tree that was searched for it."""
-    return Eagle.of(load_eagle(EAGLE_HEAD, model.network), tree_of_head(EAGLE_HEAD))
+    return Eagle.of(load_eagle(EAGLE_HEAD, model.network))
 
 
 def page_of(sections: Sequence[Section], figures: Mapping[str, Any], agree: bool = True) -> Page:
@@ -289,7 +288,7 @@ def _searched(run: SuiteRun, names: Sequence[str], advance: Advance) -> Asked:
         advance(f"{name}: timing passes")
         with TemporaryDirectory() as folder:
             shapes = ExportConfig(capacity=CAPACITY, quantization=name, check_gpu_ops=False)
-            export_kit(model, folder, Eagle.of(head), shapes)
+            export_kit(model, folder, Eagle.of(head, EAGLE_PATHS), shapes)
             profile = measure_here(Path(folder) / MODEL_FILE)
         best = search_tree(acceptance, profile).best_draft
         trees[name] = best.paths

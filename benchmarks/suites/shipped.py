@@ -27,7 +27,7 @@ from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.drafters import AdaptiveExit, Eagle, Eagle2, LayerSkip, LoadedDrafter, PromptLookup
 from jaxspec.models import Eagle3Head, EagleHead
-from jaxspec.tuning import draft_batches, tree_of_head
+from jaxspec.tuning import draft_batches
 
 _BLOCKS = (4, 8, 16, 32)
 
@@ -64,7 +64,7 @@ SHIPPED_SUITES: Mapping[str, Suite] = {
             "prompt lookup": lambda target: PromptLookup(),
             "draft model": with_draft_model(DRAFT),
             "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
-            "EAGLE-1, 25 nodes": with_head(EAGLE_HEAD, Eagle.of),
+            "EAGLE-1, 25 nodes": with_head(EAGLE_HEAD, lambda head: Eagle.of(head, EAGLE_PATHS)),
             "EAGLE-2, 59 nodes": with_head(EAGLE_HEAD, Eagle2.of),
             "EAGLE-3, searched tree": searched_tree(EAGLE3_HEAD),
             "layer skip, as searched": searched_set(),
@@ -84,9 +84,9 @@ SHIPPED_SUITES: Mapping[str, Suite] = {
         models=(MADE_FOR,),
         methods={
             "searched tree": searched_tree(EAGLE_HEAD),
-            "EAGLE's 25 nodes": with_head(EAGLE_HEAD, Eagle.of),
+            "EAGLE's 25 nodes": with_head(EAGLE_HEAD, lambda head: Eagle.of(head, EAGLE_PATHS)),
             "EAGLE-2, as searched": with_head(
-                EAGLE_HEAD, lambda head: dynamic_tree(head, tree_of_head(EAGLE_HEAD))
+                EAGLE_HEAD, lambda head: dynamic_tree(head, head.paths or EAGLE_PATHS)
             ),
             "EAGLE-2, 25 nodes": with_head(
                 EAGLE_HEAD, lambda head: dynamic_tree(head, EAGLE_PATHS)

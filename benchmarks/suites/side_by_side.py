@@ -18,6 +18,7 @@ from benchmarks.openvino import OpenVinoMethod, OpenVinoRunner
 from benchmarks.page import Page, Section
 from benchmarks.prompts import PROMPT_SETS
 from jaxspec.checkpoint import Model, load, shipped_models
+from jaxspec.checkpoint.trees import TREE_FILE
 from jaxspec.commands.methods import (
     DEER,
     DRAFT,
@@ -40,7 +41,6 @@ from jaxspec.measure.passes import CAPACITY, CONTEXT, NUM_PASSES, loop_of_passes
 from jaxspec.measure.timing import in_turns
 from jaxspec.native import num_cores
 from jaxspec.tuning import load_tree
-from jaxspec.tuning.tree_search import TREE_FILE
 
 _NUM_DRAFTED = 4
 _LLAMA_CPP: Mapping[str, LlamaCppMethod] = {

@@ -30,7 +30,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def load_dflash(source: str | Path, target: Network | Model, dtype: Any = None) -> DFlashHead:
+def load_dflash(
+    source: str | Path,
+    target: Network | Model,
+    dtype: Any = None,
+    revision: str | None = None,
+) -> DFlashHead:
     """Loads a DFlash head for a target.
 
     Args:
@@ -38,6 +43,7 @@ def load_dflash(source: str | Path, target: Network | Model, dtype: Any = None) 
             the package, or "owner/name" on the Hugging Face Hub.
         target: what the head was trained for: a model, or its network.
         dtype: of the weights; `None`: the target's, and its form of matrices.
+        revision: see `load`.
 
     Raises:
         CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
@@ -64,7 +70,7 @@ def load_dflash(source: str | Path, target: Network | Model, dtype: Any = None) 
         4
     """
     target = target if isinstance(target, Network) else target.known_network
-    folder = find_head(source, "dflash")
+    folder = find_head(source, "dflash", revision)
     raw = read_json(folder / CONFIG)
     own = raw.get("dflash_config")
     if not isinstance(own, Mapping):

@@ -11,8 +11,7 @@ by what goes in, as vLLM and we do. Inside `eagle_config`, as SpecForge writes a
 names them by what comes out: [1, 46, 90] of 94 layers are the usual 2, L // 2 and L - 3.
 """
 
-import importlib
-import pickle
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
 from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import Tensor, eagle3_rules, eagle_rules
 from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors
+from jaxspec.checkpoint.trees import TREE_FILE, read_paths
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.eagle import (
     DraftVocabulary,
@@ -42,7 +42,7 @@ from jaxspec.models.eagle import (
 from jaxspec.models.transformer import Network
 from jaxspec.sharding import shard_like
 
-TORCH_FILE = "pytorch_model.bin"
+_TORCH_FILE = "pytorch_model.bin"
 # Settings of later dialects that change what a head computes, and their meaning here.
 _UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
 # Files carry the target's embedding and masks that follow from other tensors.
@@ -66,29 +66,43 @@ class HeadTensor(NamedTuple):
 
 
 def load_eagle(
-    source: str | Path, target: Network | Model, dtype: Any = None
+    source: str | Path,
+    target: Network | Model,
+    dtype: Any = None,
+    revision: str | None = None,
 ) -> EagleHead | Eagle3Head:
     """Loads an EAGLE-1 (also EAGLE-2) or EAGLE-3 head for a target, onto the target's mesh.
 
+    The tree in `tree.json` beside the head, which `jaxspec tune tree` writes, becomes the one that
+    `Eagle.of(head)` drafts over.
+
     Args:
-        source: a folder with config.json and model.safetensors, or pytorch_model.bin where torch
-            is installed (read by its `weights_only` path, which runs no code); the name of a head
-            that comes with the package; or "owner/name" on the Hugging Face Hub.
+        source: a folder with config.json and model.safetensors, the name of a head that comes with
+            the package, or "owner/name" on the Hugging Face Hub.
         target: what the head was trained for: a model, or its network.
         dtype: of the weights; `None`: the target's, and its form of matrices.
+        revision: see `load`.
 
     Raises:
-        CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
-            listed), or the head was made for a target of another width, vocabulary or depth.
+        CheckpointError: nothing is there, or only a pickle (the message converts it), tensors are
+            missing, unknown or mis-shaped (all are listed), or the head was made for a target of
+            another width, vocabulary or depth.
+        ValueError: `tree.json` holds no tree.
 
     Example:
         >>> from jaxspec import load
         >>> head = load_eagle("demo-eagle", load("demo"))
-        >>> head.config.num_layers
-        1
+        >>> head.config.num_layers, head.paths
+        (1, ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)))
     """
     target = target if isinstance(target, Network) else target.known_network
-    folder = find_head(source)
+    folder = find_head(source, revision=revision)
+    head = shard_like(target, _read_head(folder, target, dtype))
+    tree = folder / TREE_FILE
+    return dataclasses.replace(head, paths=read_paths(tree) if tree.is_file() else None)
+
+
+def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3Head:
     raw = _unfolded(read_json(folder / CONFIG))
     stored = _stored_tensors(folder)
     config = _layer_config(raw, stored, target)
@@ -106,7 +120,7 @@ def load_eagle(
         init = partial(init_eagle_params, config, bias)
         params = load_head_params(_EAGLE, config, init, stored, target, dtype, _NOT_NEEDED)
         vocabulary = None if ids is None else DraftVocabulary.of(target, ids)
-        return shard_like(target, EagleHead(params, config, bool(bias), vocabulary))
+        return EagleHead(params, config, bool(bias), vocabulary)
     unsupported = [name for name in _UNSUPPORTED if raw.get(name)]
     if unsupported:
         raise CheckpointError(
@@ -124,8 +138,7 @@ def load_eagle(
     init = partial(init_eagle3_params, config, len(taps) * target.embed_dim)
     params = load_head_params(rules, config, init, stored, target, dtype, _NOT_NEEDED)
     normed = _flag(raw, "norm_before_residual", False)
-    head = Eagle3Head(params, config, taps, target.vocab_size, ids, normed)
-    return shard_like(target, head)
+    return Eagle3Head(params, config, taps, target.vocab_size, ids, normed)
 
 
 def save_eagle(
@@ -190,16 +203,20 @@ def eagle3_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 def _stored_tensors(folder: Path) -> Mapping[str, Tensor]:
-    path = folder / TORCH_FILE
-    if path.is_file() and not (folder / SINGLE).is_file():
-        found = _torch_tensors(path)
-    else:
-        stored = find_tensors(folder)
-        found = {
-            name: tensor if tensor.dtype in FLOATS else _other_tensor(name, tensor)
-            for name, tensor in stored.items()
-        }
-    return {name.removeprefix("model."): tensor for name, tensor in found.items()}
+    pickled, single = folder / _TORCH_FILE, folder / SINGLE
+    if pickled.is_file() and not single.is_file():
+        raise CheckpointError(
+            f"{pickled} is a pickle, and loading a pickle runs whatever program it holds; convert "
+            'it once, with torch installed: python -c "import torch, safetensors.torch as s; '
+            f"t = torch.load('{pickled}', map_location='cpu', weights_only=True); "
+            f"s.save_file({{n: x.contiguous() for n, x in t.items()}}, '{single}')\""
+        )
+    return {
+        name.removeprefix("model."): (
+            tensor if tensor.dtype in FLOATS else _other_tensor(name, tensor)
+        )
+        for name, tensor in find_tensors(folder).items()
+    }
 
 
 def _other_tensor(name: str, tensor: StoredTensor) -> HeadTensor:
@@ -210,29 +227,6 @@ def _other_tensor(name: str, tensor: StoredTensor) -> HeadTensor:
             return file.get_tensor(name)
 
     return HeadTensor(tensor.shape, read)
-
-
-def _torch_tensors(path: Path) -> dict[str, HeadTensor]:
-    try:
-        torch: Any = importlib.import_module("torch")
-    except ImportError:
-        raise CheckpointError(
-            f"{path} is a pickle; reading one safely takes torch (extra `parity`), or convert "
-            f"it to {SINGLE} where it is trusted."
-        ) from None
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} holds more than tensors, and what else it holds could run code: {error}"
-        ) from None
-
-    def reader(tensor) -> Callable[[], np.ndarray]:
-        return lambda: (tensor.float() if tensor.is_floating_point() else tensor).numpy()
-
-    return {
-        name: HeadTensor(tuple(tensor.shape), reader(tensor)) for name, tensor in loaded.items()
-    }
 
 
 def _layer_config(

@@ -1,6 +1,8 @@
 """From a name to a model that can be run: a folder, a shipped model or a Hub id, and back."""
 
 import re
+import tempfile
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxspec.checkpoint.card import CARD, model_card
 from jaxspec.checkpoint.files import (
     CheckpointError,
     check_whole,
@@ -30,8 +33,8 @@ from jaxspec.checkpoint.orbax import load_orbax, write_orbax
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.core.protocol import check_members, check_sizes
 from jaxspec.core.types import LanguageModel, PyTree
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.storage import weights_text
+from jaxspec.models.config import DynamicScaling, ModelConfig
+from jaxspec.models.summary import summary_html, summary_line, weight_facts
 from jaxspec.models.transformer import Network
 from jaxspec.sharding import mesh_of
 
@@ -47,8 +50,8 @@ _HUB_FILES = (
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
 )
-# Heads were first published as pickles, which torch reads without running them.
-_HUB_HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin")
+# Heads were first published as pickles, which their owner converts once.
+_HUB_HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tree.json")
 # Files that a saved model replaces in its folder, also where it writes none of that name itself.
 _REPLACED = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*.safetensors"),
@@ -78,8 +81,9 @@ class Model:
 
     Example:
         >>> model = load("demo", weights="float32")
-        >>> model
-        Model('demo', 12 layers, 11.6 M weights, 46.6 MB, vocabulary of 4096)
+        >>> model  # doctest: +NORMALIZE_WHITESPACE
+        Model(name: demo, layers: 12, weights: 11.6 M, dtype: float32, memory: 46.6 MB,
+              vocabulary: 4096)
         >>> model.config.num_layers, model.vocab_size
         (12, 4096)
     """
@@ -156,13 +160,51 @@ class Model:
             own_max_positions=_positions_of(network, max_positions),
         )
 
+    def _facts(self) -> dict[str, str]:
+        own = {"network": type(self.network).__name__}
+        layers = own if self.is_own else {"layers": f"{self.network.num_layers}"}
+        sizes = {**weight_facts(self.params), "vocabulary": f"{self.vocab_size}"}
+        return {"name": self.name, **layers, **sizes}
+
     def __repr__(self) -> str:
-        kind = type(self.network).__name__
-        layers = kind if self.is_own else f"{self.network.num_layers} layers"
-        return (
-            f"Model({self.name!r}, {layers}, {weights_text(self.params)}, "
-            f"vocabulary of {self.vocab_size})"
-        )
+        return summary_line(self, self._facts())
+
+    def _repr_html_(self) -> str:
+        return summary_html(self, self._facts())
+
+    def push_to_hub(self, repo_id: str, dtype: Any = None, private: bool | None = None) -> str:
+        """Uploads what `save` writes to the Hugging Face Hub, and returns the address.
+
+        A README.md that the repository has stays.
+
+        Args:
+            repo_id: "owner/name" of a repository, made if there is none.
+            dtype: see `save`.
+            private: of a repository that is made; `None`: what its owner's settings say.
+
+        Raises:
+            CheckpointError: `repo_id` is no such name, or the Hub refuses; or as `save` raises.
+            ValueError: the network is one of your own (`Model.of`).
+        """
+        if not _HUB_ID.fullmatch(repo_id):
+            raise CheckpointError(f"repo_id must be owner/name, got {repo_id!r}.")
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+        with tempfile.TemporaryDirectory() as folder:
+            save(self, folder, dtype)
+            try:
+                address = huggingface_hub.create_repo(repo_id, private=private, exist_ok=True)
+                kept = [CARD] if huggingface_hub.file_exists(repo_id, CARD) else []
+                huggingface_hub.upload_folder(
+                    repo_id=repo_id, folder_path=folder, ignore_patterns=kept
+                )
+            except (HfHubHTTPError, LocalTokenNotFoundError) as error:
+                raise CheckpointError(
+                    f"{repo_id} cannot be written to on the Hugging Face Hub ({error}): log in, "
+                    "with `hf auth login`, as somebody who may write there."
+                ) from error
+        return str(address)
 
     @property
     def is_own(self) -> bool:
@@ -257,6 +299,7 @@ def load(
     max_positions: int | None = None,
     mesh: Mesh | None = None,
     weights: str | None = None,
+    revision: str | None = None,
 ) -> Model:
     """Loads a model.
 
@@ -269,20 +312,22 @@ def load(
         max_positions: longest text, in tokens, to prepare for; `None`: what the model says of
             itself. For models with two LongRoPE tables, `None` is the length up to which the
             short one is used. More than the trained length is allowed only as far as a RoPE
-            scaling in the model's config stretches it.
+            scaling in the model's config stretches it. Past it, a dynamic scaling gives other
+            outputs than `transformers` gives for prompts; a warning says so.
         mesh: devices to divide the model and its rows over, from `jaxspec.sharding.make_mesh`; each
             tensor goes straight to its shards. `None`: one device.
         weights: the form in which matrices are kept: "float32", "bfloat16" or "int8" (rounded, one
             scale for each output channel). They are multiplied as numbers of `dtype`. `None`: of
             `dtype`; but where native code runs and `dtype` is `None` too, matrices that are stored
             in bfloat16 stay that, which gives the same results from half the memory.
+        revision: a branch, tag or commit on the Hub; `None`: the newest of its main branch.
 
     Raises:
         ValueError: the mesh does not divide the model, or `weights` is unknown or wider than
             `dtype`.
         CheckpointError: nothing is there under this name, or it cannot be read, or it is too large
-            for the memory, or `max_positions` is out of range. The message says what was found and
-            what to do.
+            for the memory, `max_positions` is out of range, or there is no such revision. The
+            message says what was found and what to do.
 
     Example:
         >>> model = load("demo")
@@ -291,7 +336,7 @@ def load(
     """
     if max_positions is not None and max_positions < 1:
         raise CheckpointError(f"max_positions must be at least 1, got {max_positions}.")
-    folder = _find(path_or_hub_id)
+    folder = _find(path_or_hub_id, revision)
     if folder.kind in _HEADS:
         name, loader = _HEADS[folder.kind]
         raise CheckpointError(
@@ -302,6 +347,17 @@ def load(
         network = load_orbax(folder.path, dtype, max_positions, mesh, weights)
     else:
         network = load_network(folder.path, dtype, max_positions, mesh, folder.config, weights)
+    scaling = network.config.rope.scaling
+    if isinstance(scaling, DynamicScaling) and scaling.original_max_positions < (
+        network.config.max_positions
+    ):
+        warnings.warn(
+            f"{path_or_hub_id}: its RoPE scaling is dynamic. For prompts of more than "
+            f"{scaling.original_max_positions} tokens outputs differ from those of transformers, "
+            "which rotates every token by the length of the whole prompt; here each is rotated by "
+            "its own position.",
+            stacklevel=2,
+        )
     tokenizer = load_tokenizer(folder.path) if folder.has_tokenizer else None
     return Model(
         network,
@@ -317,7 +373,8 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
 
     If it fails or is interrupted, the folder is left as it was. If the process is killed, what the
     folder held is still there: where files had been moved already, `load` says so, and the next
-    save or `recover_files` puts them back. Files of the folder that belong to no model stay.
+    save or `recover_files` puts them back. Files of the folder that belong to no model stay. A
+    folder without README.md gets one: a model card for its author to complete.
 
     Args:
         model: what to write.
@@ -339,6 +396,8 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
     with replacing_files(Path(folder), _REPLACED) as staging:
         write_network(network, staging, dtype, _token_ids(model))
         _write_companions(model, staging)
+        if not (Path(folder) / CARD).exists():
+            (staging / CARD).write_text(model_card(model), encoding="utf-8")
 
 
 def save_orbax(model: Model, folder: str | Path) -> None:
@@ -403,10 +462,14 @@ def shipped_folders() -> dict[str, Path]:
     return found
 
 
-def find_head(source: str | Path, kind: Literal["eagle", "dflash"] = "eagle") -> Path:
+def find_head(
+    source: str | Path,
+    kind: Literal["eagle", "dflash"] = "eagle",
+    revision: str | None = None,
+) -> Path:
     """Finds the folder of a head: on this machine, shipped under this name, or from the Hub.
 
-    `kind` is that of `shipped_heads`.
+    `kind` is that of `shipped_heads`, and `revision` that of `load`.
 
     Raises:
         CheckpointError: there is none, or it cannot be downloaded.
@@ -416,12 +479,13 @@ def find_head(source: str | Path, kind: Literal["eagle", "dflash"] = "eagle") ->
         >>> find_head("demo-eagle").name
         'demo-eagle'
     """
+    _check_revision(source, revision)
     folder, shipped = Path(source).expanduser(), shipped_heads(kind)
     if not folder.is_dir() and str(source) in shipped:
         return shipped[str(source)]
     if folder.exists():
         return folder
-    return _download(source, "head", shipped, _HUB_HEAD_FILES)
+    return _download(source, "head", shipped, _HUB_HEAD_FILES, revision)
 
 
 # Names of the kinds of heads, and the functions that load them.
@@ -431,7 +495,19 @@ _HEADS: dict[Kind | None, tuple[str, str]] = {
 }
 
 
-def _find(source: str | Path) -> Folder:
+def _check_revision(source: str | Path, revision: str | None) -> None:
+    """Refuses a revision of what lies on this machine."""
+    if revision is not None and (
+        Path(source).expanduser().exists() or str(source) in shipped_folders()
+    ):
+        raise CheckpointError(
+            f"revision: got {revision!r}, but {source} lies on this machine, where it has no "
+            "revisions; leave it out, or give the owner/name of a repository on the Hub."
+        )
+
+
+def _find(source: str | Path, revision: str | None) -> Folder:
+    _check_revision(source, revision)
     folder, name = Path(source).expanduser(), str(source)
     check_whole(folder)
     found = read_folder(folder)
@@ -449,11 +525,15 @@ def _find(source: str | Path) -> Folder:
         )
     if folder.exists():
         raise CheckpointError(f"{folder} is a file; give the folder that it lies in.")
-    return read_folder(_download(source, "model", shipped, _HUB_FILES))
+    return read_folder(_download(source, "model", shipped, _HUB_FILES, revision))
 
 
 def _download(
-    hub_id: str | Path, kind: str, shipped: Iterable[str], files: tuple[str, ...]
+    hub_id: str | Path,
+    kind: str,
+    shipped: Iterable[str],
+    files: tuple[str, ...],
+    revision: str | None,
 ) -> Path:
     """Fetches the files of a model or a head that is not on this machine."""
     if not isinstance(hub_id, str) or not _HUB_ID.fullmatch(hub_id):
@@ -468,10 +548,13 @@ def _download(
         HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(files)))
+        return Path(
+            huggingface_hub.snapshot_download(hub_id, revision=revision, allow_patterns=list(files))
+        )
     except GatedRepoError as error:
         raise CheckpointError(
             f"{hub_id} asks for consent: accept its terms on huggingface.co/{hub_id} and log in "
@@ -481,6 +564,11 @@ def _download(
         raise CheckpointError(
             f"There is no folder {hub_id!r} here, and no model of that name on the Hugging Face "
             "Hub, or it is private: check the spelling, or log in with `hf auth login`."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"revision: {hub_id} has no branch, tag or commit {revision!r}; "
+            f"huggingface.co/{hub_id}/tree/main lists them."
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise CheckpointError(

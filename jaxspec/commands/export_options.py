@@ -23,7 +23,7 @@ from jaxspec.measure.prompts import read_prompts
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.gpu import TIMEOUT, check_gpu
-from jaxspec.tuning import load_tree, shipped_tables, tree_of_head
+from jaxspec.tuning import load_tree, shipped_tables
 
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--head": {
@@ -132,14 +132,12 @@ def head_over_tree(
     Args:
         args: with both flags.
         model: the target.
-        otherwise: the tree without `--tree`; `None`: the one in the head's folder.
+        otherwise: the tree without `--tree`; `None`: that of `Eagle.of`.
 
     Raises:
         ValueError: the head or the tree does not fit.
     """
-    paths = otherwise or tree_of_head(args.head)
-    if args.tree is not None:
-        paths = load_tree(args.tree)
+    paths = otherwise if args.tree is None else load_tree(args.tree)
     return Eagle.of(load_eagle(args.head, model.network), paths)
 
 

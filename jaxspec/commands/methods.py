@@ -30,8 +30,6 @@ from jaxspec.drafters import (
 from jaxspec.drafters.loaded import OtherTargetError
 from jaxspec.measure.step import measure_drafter
 from jaxspec.models import Eagle3Head, EagleHead
-from jaxspec.tuning import tree_of_head
-from jaxspec.tuning.tree_search import TREE_FILE
 
 EAGLE_HEAD, EAGLE3_HEAD, SKIPS = "demo-eagle", "demo-eagle3", "demo-skips"
 DRAFT, DEER, DFLASH = "demo-draft", "demo-deer", "demo-dflash"
@@ -51,7 +49,7 @@ def searched_set(**settings: Any) -> Callable[[Model], LayerSkip | None]:
 
 
 def with_head(
-    name: str, draft: Callable[[EagleHead | Eagle3Head], LoadedDrafter]
+    name: str, draft: Callable[[EagleHead | Eagle3Head], LoadedDrafter | None]
 ) -> Callable[[Model], LoadedDrafter | None]:
     """Builds a method that drafts with a shipped head."""
 
@@ -65,15 +63,7 @@ def with_head(
 
 def searched_tree(name: str) -> Callable[[Model], LoadedDrafter | None]:
     """Builds a shipped head over the tree that was searched for it."""
-    over_its_tree = with_head(name, lambda head: Eagle.of(head, tree_of_head(name)))
-
-    def method(target: Model) -> LoadedDrafter | None:
-        head = shipped_heads().get(name)
-        if head is None or not (head / TREE_FILE).is_file():
-            return None
-        return over_its_tree(target)
-
-    return method
+    return with_head(name, lambda head: None if head.paths is None else Eagle.of(head))
 
 
 def with_draft_model(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | None]:

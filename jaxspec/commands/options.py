@@ -29,7 +29,7 @@ from jaxspec.drafters import (
 )
 from jaxspec.models.storage import STORAGES
 from jaxspec.sharding import parse_mesh, shard_like
-from jaxspec.tuning import load_tree, tree_of_head
+from jaxspec.tuning import load_tree
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -143,6 +143,7 @@ _GENERATION_OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "regex": {"metavar": "REGEX", "help": "a regular expression that the whole output matches"},
     "json_schema": {"metavar": "FILE", "type": Path, "help": "schema that the output is valid for"},
+    "tokenizer_ids_only": _SWITCH,
     "logprobs": _SWITCH,
     "warped_logprobs": _SWITCH,
 }
@@ -351,7 +352,7 @@ def _draft_model(args: argparse.Namespace, settings: dict[str, Any], model: Mode
 
 def _eagle(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
     source, tree = _head("eagle", settings), settings.get("tree")
-    paths = tree_of_head(source) if tree is None else load_tree(tree)
+    paths = None if tree is None else load_tree(tree)
     return Eagle.of(load_eagle(source, model.network), paths)
 
 

@@ -13,6 +13,7 @@ from rich.tree import Tree as Drawing
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import replacing_files, write_json
+from jaxspec.checkpoint.trees import TREE_FILE
 from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.options import (
     add_drafter_argument,
@@ -48,7 +49,6 @@ from jaxspec.tuning.measuring import (
     prediction_errors,
 )
 from jaxspec.tuning.plots import check_plots, draw_cost, draw_predictions, draw_tree, plot
-from jaxspec.tuning.tree_search import TREE_FILE
 
 SEARCH_FILE = "search.json"
 _DEPTH = 5

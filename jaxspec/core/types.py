@@ -171,8 +171,7 @@ class Warp(NamedTuple):
     Attributes:
         temperature: `None` decodes greedily (the filters after it are then `None` too); 0 makes
             this row greedy among rows that sample.
-        bias: added to the logits first: logit bias, -inf for banned ids and for ids past the
-            tokenizer.
+        bias: added to the logits first: logit bias, -inf for banned ids.
         penalties: of the target's logits alone. Drafters draw from laws of their own, so they may
             go without.
     """

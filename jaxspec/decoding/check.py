@@ -14,7 +14,7 @@ import numpy as np
 from jaxspec.checkpoint import CheckpointError, Model
 from jaxspec.core.loop import decode
 from jaxspec.decoding.generate import generate, score
-from jaxspec.decoding.request import PENALTIES, GenerationConfig, prepare
+from jaxspec.decoding.request import PENALTIES, GenerationConfig
 from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import Network, init_params
@@ -254,12 +254,9 @@ def _two_token_cells(model: Model, prompt: list[int]) -> dict:
 
     Keys: (first, second); (first, None) for another second token; None for another first token.
     """
-    # Ids past the tokenizer are never emitted, so the distribution leaves them out, too.
-    bias = prepare(model, prompt, GenerationConfig(), None, 0).prompts.warp.bias
-    bias = 0.0 if bias is None else bias[0]
 
     def next_probs(tokens: list[int]) -> np.ndarray:
-        logits = score(model, tokens).logits[-1].astype(np.float64) + bias
+        logits = score(model, tokens).logits[-1].astype(np.float64)
         weights = np.exp(logits - logits.max())
         return weights / weights.sum()
 

@@ -25,7 +25,7 @@ from jaxspec.decoding.request import (
     bucket_of,
     check_causal,
     check_ids,
-    config_of,
+    config_and_drafter,
     encode_prompt,
     prepare,
     prompt_list,
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 def generate(
     model: "Model",
     prompts: PromptLike | Sequence[PromptLike],
-    config: GenerationConfig | None = None,
-    drafter: DrafterLike | None = None,
+    config: GenerationConfig | DrafterLike | None = None,
+    drafter: DrafterLike | GenerationConfig | None = None,
     seed: int = 0,
     return_trace: bool = False,
     drafting: DraftingMode | DraftingProfile = "always",
@@ -66,6 +66,7 @@ def generate(
             column of pandas or `datasets`.
         config: settings; greedy, at most 128 tokens by default.
         drafter: a drafter, or one with its weights (`DraftModel.of(...)`); `None` decodes plainly.
+            Both are told apart by what they are: `generate(model, prompts, drafter)` will do.
         seed: seed of the randomness, in 0..2**31 - 1. A row depends on it, its place among the
             prompts and its sample number, never on its neighbours.
         return_trace: record the tree and the verdict of every step; a loop on the host then runs
@@ -91,11 +92,11 @@ def generate(
         >>> model = jaxspec.load("demo")
         >>> drafter = jaxspec.PromptLookup()
         >>> plain = jaxspec.generate(model, "What is 2 + 3?", max_new_tokens=16)
-        >>> fast = jaxspec.generate(model, "What is 2 + 3?", drafter=drafter, max_new_tokens=16)
+        >>> fast = jaxspec.generate(model, "What is 2 + 3?", drafter, max_new_tokens=16)
         >>> plain[0].tokens.tolist() == fast[0].tokens.tolist()
         True
     """
-    config = config_of(config, settings)
+    config, drafter = config_and_drafter(config, drafter, settings)
     request, profile = _prepare(model, prompts, config, drafter, seed, drafting)
     traces = [[] for _ in request.prompt_lengths] if return_trace else None
     with CompileClock() as clock:
@@ -107,8 +108,9 @@ def generate(
             states, _ = next(steps)
             for states, info in steps:  # noqa: B007, the last state is the result
                 assert info is not None, "only the first state comes without a step"
-                for row, step in enumerate(trace_steps(info, request.tokenizer)):
-                    traces[row].extend([] if step is None else [step])
+                found = trace_steps(info, request.tokenizer)
+                for trace, step in zip(traces, found, strict=False):  # not of rows that fill up
+                    trace.extend([] if step is None else [step])
         final, states = states, jax.device_get(_without_caches(states))
         seconds = time.perf_counter() - start - clock.seconds
     hosts = host_rows(states, request.prompt_lengths)
@@ -150,7 +152,7 @@ def _prepare(
     """Returns the request, with the drafter or without, and the profile that decided."""
     prompts = prompt_list(prompts)  # it may be read only once
     request = prepare(model, prompts, config, drafter, seed)
-    profile = profile_asked(drafting, model, drafter, config, len(request.prompt_lengths))
+    profile = profile_asked(drafting, model, drafter, config, request.num_rows)
     if drafting == "never" or (profile is not None and not profile.drafts):
         request = prepare(model, prompts, config, None, seed)
     return request, profile
@@ -197,8 +199,8 @@ class StreamStep(NamedTuple):
 def stream(
     model: "Model",
     prompt: PromptLike,
-    config: GenerationConfig | None = None,
-    drafter: DrafterLike | None = None,
+    config: GenerationConfig | DrafterLike | None = None,
+    drafter: DrafterLike | GenerationConfig | None = None,
     seed: int = 0,
     drafting: DraftingMode | DraftingProfile = "always",
     **settings: Any,
@@ -210,7 +212,7 @@ def stream(
     Args:
         model: see `generate`.
         prompt: one prompt, see `generate`.
-        config: see `generate`; `num_samples` must be 1.
+        config: see `generate`, also for its place; `num_samples` must be 1.
         drafter: see `generate`.
         seed: see `generate`.
         drafting: see `generate`.
@@ -227,7 +229,7 @@ def stream(
         >>> sum(len(step.tokens) for step in steps), steps[-1].finish_reason
         (16, 'length')
     """
-    config = config_of(config, settings)
+    config, drafter = config_and_drafter(config, drafter, settings)
     request, _ = _prepare(model, prompt, config, drafter, seed, drafting)
     if len(request.prompt_lengths) != 1:
         raise ValueError(
@@ -241,7 +243,7 @@ def stream(
         # Draft distributions are as wide as the vocabulary; only `return_trace` fetches them.
         slim = info._replace(proposal=info.proposal._replace(draft_logprobs=None))
         stop, info = jax.device_get((states.stop, slim))
-        (step,) = trace_steps(info, request.tokenizer)
+        step, *_ = trace_steps(info, request.tokenizer)  # on a mesh, others fill up its parts
         reason = FINISH_REASONS[stop[0]] if stop[0] else None
         if step is None:  # the row ended without a token: its logits were not finite
             empty = np.zeros(0, np.int32)

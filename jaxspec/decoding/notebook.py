@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxspec.core.types import Tree
+from jaxspec.models.summary import table_html
 
 if TYPE_CHECKING:
     from jaxspec.decoding.metrics import Metrics
@@ -113,7 +114,7 @@ def metrics_html(metrics: "Metrics") -> str:
     if metrics.seconds:
         note = "prefill included, compilation left out"
         rows.append(("tokens per second", f"{metrics.tokens_per_second:.1f}", note))
-    return _table(("", "", ""), rows)
+    return table_html(("", "", ""), rows)
 
 
 def trace_table(trace: Iterable["TraceStep"]) -> list[dict]:
@@ -147,7 +148,7 @@ def trace_html(trace: Sequence["TraceStep"]) -> str:
         f"<details><summary>tree of step {index}</summary>{step_svg(step)}</details>"
         for index, step in enumerate(trace[:MAX_ROWS])
     )
-    return f"<div>{_table(heads, rows, escaped=True)}{trees}</div>"
+    return f"<div>{table_html(heads, rows, escaped=True)}{trees}</div>"
 
 
 def tree_svg(tree: Tree) -> Svg:
@@ -447,14 +448,3 @@ def _boxed(text: str) -> str:
         '<code style="border:1px solid rgba(128,128,128,.5);border-radius:3px;padding:0 .2em">'
         f"{_escape(_label(text))}</code>"
     )
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], escaped: bool = False) -> str:
-    def cells(tag: str, values: Sequence[str]) -> str:
-        style = "text-align:left;padding:.15em .7em;vertical-align:top"
-        shown = values if escaped else map(_escape, values)
-        return "".join(f'<{tag} style="{style}">{value}</{tag}>' for value in shown)
-
-    head = f"<thead><tr>{cells('th', heads)}</tr></thead>" if any(heads) else ""
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f'<table style="font-size:90%">{head}<tbody>{body}</tbody></table>'

@@ -196,7 +196,7 @@ def profile_asked(
         model: the target.
         drafter: the drafter. Without one, nothing is to be decided.
         config: settings of the call.
-        num_rows: rows of the call.
+        num_rows: rows of the call's program.
 
     Raises:
         ValueError: `drafting` is something else; or as `drafting_profile` raises.
@@ -253,7 +253,8 @@ class _Run(NamedTuple):
     @classmethod
     def of(cls, states: DecodeState, request: Request) -> "_Run":
         steps = np.asarray(states.stats.num_steps)
-        tokens = int(np.sum(states.context.length)) - sum(request.prompt_lengths)
+        lengths = np.asarray(states.context.length)[: len(request.prompt_lengths)]
+        tokens = int(lengths.sum()) - sum(request.prompt_lengths)
         return cls(int(steps.max()), int(steps.sum()), tokens)
 
 

@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.checkpoint.memory import check_rows_fit
 from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.core.decode import Prompt
 from jaxspec.core.grammar import Grammar
-from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding
+from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding, round_up
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
 from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Penalties, Warp
 from jaxspec.decoding.grammars import compiled, languages_of
 from jaxspec.decoding.result import text_of
 from jaxspec.drafters import DrafterLike, LoadedDrafter, loaded_drafter
 from jaxspec.drafters.loaded import OtherTargetError
-from jaxspec.sharding import mesh_of, on_mesh_of, shard_like, shares_of_memory, spread_rows
+from jaxspec.sharding import DATA, mesh_of, on_mesh_of, shard_like, shares_of_memory, spread_rows
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Tokenizer
 
 MIN_BUCKET = 16
+_FEW_ROWS, _ROW_MULTIPLE = (1, 2, 6), 8
 
 Message = Mapping[str, Any]
 PromptLike = str | Sequence[int] | np.ndarray | Sequence[Message]
@@ -101,6 +103,8 @@ class GenerationConfig:
         logit_bias: added to the logits of these token ids.
         allowed_token_ids: the only ids that may be emitted; `None`: all of them.
         banned_token_ids: ids never emitted.
+        tokenizer_ids_only: emit no id past the tokenizer's. Vocabularies are often padded with
+            ids that have no text; trained models give them next to no probability.
         stop_token_ids: end a row after any of these; `None` takes the model's own, `()` none.
         stop: strings that end a row; the text is cut before them.
         num_samples: continuations per prompt, each drawn separately.
@@ -146,6 +150,7 @@ class GenerationConfig:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     banned_token_ids: Sequence[int] = ()
+    tokenizer_ids_only: bool = False
     stop_token_ids: Sequence[int] | None = None
     stop: str | Sequence[str] = ()
     num_samples: int = 1
@@ -212,18 +217,35 @@ def config_of(config: GenerationConfig | None, settings: Mapping[str, Any]) -> G
     return dataclasses.replace(config, **settings) if settings else config
 
 
+def config_and_drafter(
+    config: GenerationConfig | DrafterLike | None,
+    drafter: DrafterLike | GenerationConfig | None,
+    settings: Mapping[str, Any],
+) -> tuple[GenerationConfig, DrafterLike | None]:
+    """Returns the settings and the drafter of a call, where each may stand in the other's place.
+
+    Raises:
+        TypeError: a keyword is no field.
+    """
+    given: Any = (config, drafter)
+    if isinstance(drafter, GenerationConfig) or not isinstance(config, GenerationConfig | None):
+        given = given[::-1]
+    return config_of(given[0], settings), given[1]
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A call of `generate`, checked and turned into arrays.
 
     Attributes:
         params: weights of the target and of the drafter.
-        prompts: one entry per prompt, for `plan.num_samples` rows each.
+        prompts: one entry per prompt, for `plan.num_samples` rows each; then those that fill up
+            the number of prompts to `row_bucket_of`, whose rows have ended from the start.
         automaton: finds the stop strings; `None` without any.
         grammar: texts that may be emitted; `None` for any.
         drafter: the method, without its weights.
         plan: static settings of the program.
-        prompt_lengths: one per row.
+        prompt_lengths: one per row that was asked for.
         stop_strings: end a row.
         tokenizer: tokenizer of the target; `None` if it has none.
     """
@@ -237,6 +259,11 @@ class Request:
     prompt_lengths: tuple[int, ...]
     stop_strings: tuple[str, ...]
     tokenizer: "Tokenizer | None"
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the program, those included that fill it up."""
+        return len(self.prompts.length) * self.plan.num_samples
 
     def decode(self) -> DecodeState:
         """Runs all rows to their ends in one program; returns their final states."""
@@ -320,15 +347,23 @@ def prepare(
         warped_logprobs=config.warped_logprobs,
     )
     row_lengths = np.repeat(lengths, config.num_samples)
-    check_rows_fit(
+    mesh = mesh_of(model.params)
+    parts = 1 if mesh is None else mesh.shape[DATA]
+    count = row_bucket_of(len(encoded), parts // math.gcd(parts, config.num_samples))
+    check_fit = functools.partial(
+        check_rows_fit,
         model.network,
         plan.capacities[-1],
-        len(row_lengths),
-        shares_of_memory(mesh_of(model.params), rows=True),
+        shares=shares_of_memory(mesh, rows=True),
     )
+    try:
+        check_fit(count * config.num_samples)
+    except CheckpointError:
+        count = len(encoded)
+        check_fit(len(row_lengths))
     return Request(
         params=Params(model.network, loaded.params),
-        prompts=requested,
+        prompts=_filled_up(requested, count),
         automaton=automaton_of(model, config),
         grammar=grammar,
         drafter=loaded.drafter,
@@ -663,6 +698,35 @@ def bucket_of(num_tokens: int) -> int:
     return max(MIN_BUCKET, 1 << (num_tokens - 1).bit_length())
 
 
+def row_bucket_of(num_prompts: int, parts: int = 1) -> int:
+    """Returns the number that prompts are filled up to, so that programs are few.
+
+    Args:
+        num_prompts: at least 1.
+        parts: those into which a mesh divides the prompts; each gets the same number of them.
+
+    Example:
+        >>> [row_bucket_of(count) for count in (1, 2, 3, 6, 7, 17)]
+        [1, 2, 6, 6, 8, 24]
+        >>> row_bucket_of(5, parts=4)
+        8
+    """
+    each = -(-num_prompts // parts)
+    few = (size for size in _FEW_ROWS if size >= each)
+    return parts * next(few, round_up(each, _ROW_MULTIPLE))
+
+
+def _filled_up(prompts: Prompt, count: int) -> Prompt:
+    """Returns `count` prompts: after the given ones copies of the first, without room."""
+    more = count - len(prompts.room)
+
+    def fill(leaf: np.ndarray) -> np.ndarray:
+        return np.concatenate([leaf, np.repeat(leaf[:1], more, axis=0)])
+
+    room: Any = np.pad(np.asarray(prompts.room), (0, more))
+    return jax.tree.map(fill, prompts)._replace(room=room)
+
+
 def warps_of(
     model: Vocabulary, config: GenerationConfig, per_prompt: PerRow, num_prompts: int
 ) -> Warp:
@@ -671,7 +735,8 @@ def warps_of(
     Filters and penalties that no prompt uses are left out of the program.
 
     Raises:
-        ValueError: `top_k` is above the vocabulary, or a bias names an id outside of it.
+        ValueError: `top_k` is above the vocabulary, a bias names an id outside of it, or ids of a
+            tokenizer are asked for where there is none.
     """
     temperature, top_k = per_prompt("temperature", np.float32), per_prompt("top_k", np.int32)
     top_p, min_p = per_prompt("top_p", np.float32), per_prompt("min_p", np.float32)
@@ -702,10 +767,12 @@ def warps_of(
 
 
 def _bias(model: Vocabulary, config: GenerationConfig) -> np.ndarray | None:
-    """Returns what to add to the logits; ids that the tokenizer does not know are banned."""
+    """Returns what to add to the logits; `None` for nothing."""
     vocab = model.vocab_size
     bias = np.zeros(vocab, np.float32)
-    if model.tokenizer is not None:
+    if config.tokenizer_ids_only:
+        if model.tokenizer is None:
+            raise ValueError(f"tokenizer_ids_only: {model.name} has no tokenizer; leave it out.")
         bias[model.tokenizer.vocab_size :] = -np.inf
     named = {
         "logit_bias": tuple(config.logit_bias or ()),

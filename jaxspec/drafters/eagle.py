@@ -48,7 +48,7 @@ class Eagle:
     Attributes:
         paths: rank paths of the static tree, see `tree_from_paths`. The default is the published
             tree of EAGLE: 25 nodes, the root not counted. A tree searched for the device is
-            usually faster.
+            usually faster; `of` takes the one that lies beside the head.
         taps: target layers that the head reads, its `taps`; `()` for EAGLE-1.
         chunk: tokens per pass over the prompt.
 
@@ -74,15 +74,24 @@ class Eagle:
         object.__setattr__(self, "paths", normalize_paths(self.paths))
         if not self.paths:
             raise ValueError(
-                "paths: a tree without a node drafts nothing; to decode plainly, give no drafter."
+                "paths: a tree without a node drafts nothing; a search writes one where plain "
+                "decoding is faster. Give no drafter, or another tree."
             )
         check_at_least(self, 1, "chunk")
 
     @classmethod
     def of(
-        cls, head: "EagleHead | Eagle3Head", paths: Sequence[Path] = EAGLE_PATHS
+        cls, head: "EagleHead | Eagle3Head", paths: Sequence[Path] | None = None
     ) -> LoadedDrafter:
-        """Returns a drafter for `generate` from a head that `load_eagle` gave."""
+        """Returns a drafter for `generate` from a head that `load_eagle` gave.
+
+        Args:
+            head: the head.
+            paths: of the tree; `None`: those of the tree that lay beside the head (`tree.json` in
+                its folder), or EAGLE's own without one.
+        """
+        if paths is None:
+            paths = EAGLE_PATHS if head.paths is None else head.paths
         return LoadedDrafter(cls(tuple(paths), head.taps), head)
 
     @cached_property

@@ -1,9 +1,11 @@
 """A drafter together with the weights it drafts with, and whether they belong to a target."""
 
+import textwrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxspec.core.types import Drafter, LanguageModel, PyTree
 from jaxspec.drafters.plain import NoDraft
+from jaxspec.models.summary import summary_html, summary_line, weight_facts
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Tokenizer
@@ -28,6 +30,16 @@ class LoadedDrafter(NamedTuple):
     params: PyTree
     tokenizer: "Tokenizer | None" = None
 
+    def _facts(self) -> dict[str, str]:
+        settings = textwrap.shorten(repr(self.drafter), 120, placeholder=" ...)")
+        return {"drafter": settings, **weight_facts(self.params)}
+
+    def __repr__(self) -> str:
+        return summary_line(self, self._facts())
+
+    def _repr_html_(self) -> str:
+        return summary_html(self, self._facts())
+
 
 _MAKERS = {
     "Model": "DraftModel.of(model), or Deer.of(model) for a diffusion model",
@@ -51,7 +63,7 @@ def loaded_drafter(drafter: Any) -> LoadedDrafter:
 
     Example:
         >>> loaded_drafter(None)
-        LoadedDrafter(drafter=NoDraft(), params=(), tokenizer=None)
+        LoadedDrafter(drafter: NoDraft(), weights: none)
     """
     if isinstance(drafter, LoadedDrafter):
         return drafter

@@ -27,6 +27,7 @@ def export(
     """Writes `model.tflite`, `manifest.json` and the tokenizer into a folder.
 
     The converter sees shapes only; weights are quantized one at a time while the file is written.
+    Ids past the tokenizer's are left out: no function of the file emits one.
 
     Args:
         model: the target.

@@ -20,7 +20,7 @@ from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products
 from jaxspec.models.rope import rotations
-from jaxspec.models.storage import weights_text
+from jaxspec.models.summary import summary_html, summary_line, weight_facts
 from jaxspec.models.transformer import (
     Layer,
     Linear,
@@ -116,8 +116,15 @@ class DFlashHead:
     block: int
     target_layers: int | None = None
 
+    def _facts(self) -> dict[str, str]:
+        sizes = {"layers": f"{self.config.num_layers}", "block": f"{self.block}"}
+        return sizes | weight_facts(self.params)
+
     def __repr__(self) -> str:
-        return f"DFlashHead(blocks of {self.block}, {weights_text(self.params)})"
+        return summary_line(self, self._facts())
+
+    def _repr_html_(self) -> str:
+        return summary_html(self, self._facts())
 
     @property
     def dtype(self) -> jnp.dtype:

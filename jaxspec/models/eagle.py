@@ -15,12 +15,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxspec.core.tree import Path
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 from jaxspec.models.attention import at_least_float32
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.linear import exact_products, multiply
 from jaxspec.models.rope import rotations
-from jaxspec.models.storage import weights_text
+from jaxspec.models.summary import summary_html, summary_line, weight_facts
 from jaxspec.models.transformer import (
     MLP,
     Attention,
@@ -144,10 +145,18 @@ class _OneLayerHead:
 
     params: PyTree
     config: ModelConfig
+    paths: tuple[Path, ...] | None
     _layer: Any
 
+    def _facts(self) -> dict[str, str]:
+        tree = {} if self.paths is None else {"nodes of its tree": f"{len(self.paths)}"}
+        return weight_facts(self.params) | tree
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({weights_text(self.params)})"
+        return summary_line(self, self._facts())
+
+    def _repr_html_(self) -> str:
+        return summary_html(self, self._facts())
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -185,6 +194,7 @@ class _OneLayerHead:
     jax.tree_util.register_dataclass,
     data_fields=["params", "vocabulary"],
     meta_fields=["config", "bias"],
+    drop_fields=["paths"],
 )
 @dataclass(frozen=True, repr=False)
 class EagleHead(_OneLayerHead):
@@ -193,12 +203,15 @@ class EagleHead(_OneLayerHead):
     Attributes:
         config: of its one layer; `vocab_size` is the target's.
         vocabulary: `None` to draft from all tokens.
+        paths: rank paths of the tree that lay beside it when it was loaded, for `Eagle.of`; `None`
+            for none. They are no part of the pytree: what JAX makes of a head has none.
     """
 
     params: PyTree
     config: ModelConfig
     bias: bool = True
     vocabulary: DraftVocabulary | None = None
+    paths: tuple[Path, ...] | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -237,6 +250,7 @@ class EagleHead(_OneLayerHead):
     jax.tree_util.register_dataclass,
     data_fields=["params", "draft_ids"],
     meta_fields=["config", "taps", "target_vocab_size", "norm_before_residual"],
+    drop_fields=["paths"],
 )
 @dataclass(frozen=True, repr=False)
 class Eagle3Head(_OneLayerHead):
@@ -248,6 +262,7 @@ class Eagle3Head(_OneLayerHead):
         target_vocab_size: of the target.
         draft_ids: the target's ids of those tokens; `None` if they are all tokens.
         norm_before_residual: see `Eagle3Layer`; the paper's heads do not.
+        paths: as for `EagleHead`.
     """
 
     params: PyTree
@@ -256,6 +271,7 @@ class Eagle3Head(_OneLayerHead):
     target_vocab_size: int
     draft_ids: Int[Array, " draft_vocab"] | None = None
     norm_before_residual: bool = False
+    paths: tuple[Path, ...] | None = None
 
     def states_of(
         self, features: Float[Array, "nodes embed"], taps: Float[Array, "nodes tapped"]

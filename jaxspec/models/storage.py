@@ -24,19 +24,6 @@ _MATRICES = ("kernel", "embedding")
 _LARGEST = 127
 
 
-def weights_text(params: PyTree) -> str:
-    """Returns the number of weights and what they take, for people.
-
-    Example:
-        >>> weights_text({"kernel": jnp.zeros((1000, 1200))})
-        '1.2 M weights, 4.8 MB'
-    """
-    leaves = jax.tree.leaves(params)
-    count = sum(leaf.size for leaf in leaves)
-    size = sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
-    return f"{count / 1e6:,.1f} M weights, {size / 1e6:,.1f} MB"
-
-
 def is_matrix(path: tuple[str, ...]) -> bool:
     """Says whether a parameter is a matrix that `multiply` takes.
 

@@ -32,7 +32,7 @@ from jaxspec.models.native_forms import (
     native_mlp,
 )
 from jaxspec.models.rope import rotate, rotations
-from jaxspec.models.storage import weights_text
+from jaxspec.models.summary import summary_html, summary_line, weight_facts
 
 
 class Skips(NamedTuple):
@@ -637,8 +637,14 @@ class Network:
     params: PyTree
     config: ModelConfig
 
+    def _facts(self) -> dict[str, str]:
+        return {"layers": f"{self.num_layers}", **weight_facts(self.params)}
+
     def __repr__(self) -> str:
-        return f"Network({self.num_layers} layers, {weights_text(self.params)})"
+        return summary_line(self, self._facts())
+
+    def _repr_html_(self) -> str:
+        return summary_html(self, self._facts())
 
     @property
     def vocab_size(self) -> int:

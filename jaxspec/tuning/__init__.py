@@ -4,6 +4,7 @@ Latency profiles and acceptance tables are measured (`profiling`, `measuring`) o
 `search_tree` finds the fastest tree from them. `skip_search` finds sets for `LayerSkip`.
 """
 
+from jaxspec.checkpoint.trees import load_tree
 from jaxspec.tuning.acceptance import (
     AcceptanceTable,
     RankCounts,
@@ -30,11 +31,9 @@ from jaxspec.tuning.tree_search import (
     cost,
     draft_batches,
     likeliest_paths,
-    load_tree,
     predict,
     save_tree,
     search_tree,
-    tree_of_head,
 )
 
 __all__ = [
@@ -63,5 +62,4 @@ __all__ = [
     "search_tree",
     "shipped_profiles",
     "shipped_tables",
-    "tree_of_head",
 ]

@@ -233,4 +233,4 @@ def measure_trees(
 
 def _first_step(request: Request) -> Request:
     prompts = request.prompts
-    return dataclasses.replace(request, prompts=prompts._replace(room=jnp.ones_like(prompts.room)))
+    return dataclasses.replace(request, prompts=prompts._replace(room=jnp.minimum(prompts.room, 1)))

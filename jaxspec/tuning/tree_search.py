@@ -8,27 +8,20 @@ the best.
 """
 
 import dataclasses
-import json
-import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from jaxspec.checkpoint import find_head
-from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths, tree_from_paths
+from jaxspec.core.tree import Path, tree_from_paths
 from jaxspec.core.types import Tree
 from jaxspec.tuning.acceptance import AcceptanceTable, rank_paths
 from jaxspec.tuning.files import write_entry
 from jaxspec.tuning.latency import LatencyProfile
 from jaxspec.tuning.tree_exact import BestTrees, Limits, best_trees
-
-TREE_FILE = "tree.json"
-PUBLISHED_TREES: Mapping[str, tuple[Path, ...]] = {"eagle-25": EAGLE_PATHS}
-"""Trees that `load_tree` knows by name; the number is of nodes without the root."""
 
 
 def draft_batches(paths: Iterable[Path]) -> tuple[int, ...]:
@@ -309,67 +302,6 @@ def save_tree(found: Candidate, path: str | FilePath, **facts: Any) -> None:
         ((0,), (0, 0))
     """
     write_entry(path, {**found.as_dict(), **facts})
-
-
-def load_tree(source: str | FilePath) -> tuple[Path, ...]:
-    """Reads the nodes of a tree, for `Eagle.of(head, paths)`.
-
-    Args:
-        source: a file of `save_tree`; a file with a JSON list of rank paths; or a name in
-            `PUBLISHED_TREES`.
-
-    Raises:
-        ValueError: there is no such file, it holds no tree, or its tree has no node, which means
-            that plain decoding was found to be faster.
-
-    Example:
-        >>> from jaxspec.tuning import load_tree
-        >>> len(load_tree("eagle-25"))
-        25
-    """
-    if str(source) in PUBLISHED_TREES:
-        return PUBLISHED_TREES[str(source)]
-    try:
-        value = json.loads(FilePath(source).read_text(encoding="utf-8"))
-        entries = value["paths"] if isinstance(value, dict) else value
-        paths = [tuple(map(operator.index, path)) for path in entries]
-    except OSError as error:
-        raise ValueError(
-            f"tree {source}: {error.strerror or error}; give a file of `jaxspec tune tree`, or "
-            f"{', '.join(PUBLISHED_TREES)}."
-        ) from None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(
-            f"tree {source}: must hold a JSON list of rank paths, such as [[0], [1], [0, 0]], or "
-            "an object with one as 'paths'."
-        ) from None
-    if not paths:
-        raise ValueError(
-            f"tree {source}: has no node, because its search found that plain decoding is faster; "
-            "decode without a drafter, or give another tree."
-        )
-    try:
-        return normalize_paths(paths)
-    except ValueError as error:
-        raise ValueError(f"tree {source}: {error}") from None
-
-
-def tree_of_head(head: str | FilePath) -> tuple[Path, ...]:
-    """Returns the tree to draft over with an EAGLE head.
-
-    This is the tree in `tree.json` in the head's folder; without that file, EAGLE's own tree of 25
-    nodes.
-
-    Args:
-        head: a folder or a shipped name, as for `load_eagle`.
-
-    Example:
-        >>> from jaxspec.tuning import tree_of_head
-        >>> tree_of_head("demo-eagle")[0]
-        (0,)
-    """
-    searched = find_head(head) / TREE_FILE
-    return load_tree(searched) if searched.is_file() else EAGLE_PATHS
 
 
 def likeliest_paths(acceptance: AcceptanceTable, limits: Limits) -> list[Path]:

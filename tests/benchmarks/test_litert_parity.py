@@ -11,7 +11,6 @@ from jaxspec.decoding.result import Trace
 from jaxspec.drafters import Eagle
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.measure.comparison import TIE_GAP, Divergence
-from jaxspec.tuning import tree_of_head
 from tests.mobile.models import successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -118,7 +117,7 @@ def test_the_shipped_model_decodes_alike_in_all_its_ways():
         pytest.skip("needs checkpoints/demo and checkpoints/demo-eagle, which are not here")
     model = load("demo")
     head = load_eagle("demo-eagle", model.network)
-    drafters = {"head": Eagle.of(head, tree_of_head("demo-eagle"))}
+    drafters = {"head": Eagle.of(head)}
     texts = ("How many are 3 + 4?\n", "def add(a, b):\n", "Once upon a time")
     prompts = [model.tokenizer.encode(text) for text in texts]
     for file in compare_with_jax(model, drafters, prompts, 32, capacity=1024):

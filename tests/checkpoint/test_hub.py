@@ -1,7 +1,12 @@
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -16,6 +21,7 @@ from jaxspec.checkpoint import (
     Tokenizer,
     hub,
     load,
+    load_dflash,
     load_eagle,
     save,
     save_eagle,
@@ -25,7 +31,7 @@ from jaxspec.checkpoint import (
 )
 from jaxspec.checkpoint.hub import find_head
 from jaxspec.checkpoint.safetensors import find_tensors
-from jaxspec.models import EagleHead, ModelConfig, Rope, init_eagle_params
+from jaxspec.models import DynamicScaling, EagleHead, ModelConfig, Rope, init_eagle_params
 from tests.checkpoint.networks import assert_same_network, random_network
 
 
@@ -53,6 +59,33 @@ def test_a_saved_model_is_loaded_as_it_was(layout, tiny_network, byte_level_toke
     assert again.tokenizer.encode("the cat") == tokenizer.encode("the cat")
     assert again.vocab_size == again.config.vocab_size == 48
     assert again.params is again.network.params
+
+
+def test_a_saved_model_has_a_card_whose_program_runs(tiny_network, tmp_path, capsys):
+    model = Model(tiny_network, name="/home/someone/secret/tiny")
+    save(model, tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: jaxspec\n")
+    assert "# tiny\n" in card
+    assert "secret" not in card
+    for left_open in ("Base model", "Licence"):
+        assert re.search(f"- {left_open}: .*for the author to say", card)
+    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    exec(program.replace("PATH", str(tmp_path)), {})
+    assert capsys.readouterr().out.startswith("[")
+    (tmp_path / "README.md").write_text("mine")
+    save(model, tmp_path)
+    assert (tmp_path / "README.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("layout", sorted(SAVERS))
+def test_a_dynamic_scaling_past_its_length_is_told_apart(layout, tiny_network, tmp_path):
+    config = tiny_network.config.replace(max_positions=32, rope=Rope(scaling=DynamicScaling(2, 32)))
+    SAVERS[layout](Model(dataclasses.replace(tiny_network, config=config)), tmp_path)
+    with warnings.catch_warnings(action="error"):
+        load(tmp_path)
+    with pytest.warns(UserWarning, match="more than 32 tokens outputs differ"):
+        assert load(tmp_path, max_positions=64).max_positions == 64
 
 
 @pytest.mark.parametrize("layout", sorted(SAVERS))
@@ -328,8 +361,8 @@ def hub_that_holds(folder, monkeypatch):
     huggingface_hub = pytest.importorskip("huggingface_hub")
     calls = []
 
-    def snapshot_download(hub_id, allow_patterns):
-        calls.append((hub_id, allow_patterns))
+    def snapshot_download(hub_id, revision, allow_patterns):
+        calls.append((hub_id, allow_patterns) if revision is None else (hub_id, revision))
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
@@ -341,7 +374,8 @@ def test_a_head_is_fetched_by_its_hub_id(monkeypatch, tmp_path):
     assert find_head("someone/a-head") == tmp_path
     ((hub_id, patterns),) = calls
     assert hub_id == "someone/a-head"
-    assert {"config.json", "model.safetensors", "pytorch_model.bin"} == set(patterns)
+    expected = {"config.json", "model.safetensors", "pytorch_model.bin", "tree.json"}
+    assert set(patterns) == expected
 
 
 def test_a_hub_id_is_fetched_without_what_is_not_needed(saved_folder, monkeypatch):
@@ -368,6 +402,72 @@ def test_a_hub_id_is_fetched_without_what_is_not_needed(saved_folder, monkeypatc
         "model.safetensors.index.json",
         "chat_template.jinja",
     ]
+
+
+def test_a_revision_is_asked_of_the_hub_alone(saved_folder, tiny_network, monkeypatch):
+    _, calls = hub_that_holds(saved_folder, monkeypatch)
+    assert load("someone/something", revision="v1").name == "someone/something"
+    for loader in (load_eagle, load_dflash):
+        with pytest.raises(CheckpointError):  # it holds a model, no head
+            loader("someone/a-head", tiny_network, revision="v2")
+    assert calls == [("someone/something", "v1"), *[("someone/a-head", "v2")] * 2]
+    for here in (saved_folder, "demo", "demo-eagle"):
+        for loader in (load, lambda *given, **named: load_eagle(given[0], tiny_network, **named)):
+            with pytest.raises(CheckpointError, match=f"revision: got 'v1', but {here} lies on"):
+                loader(here, revision="v1")
+    assert len(calls) == 3
+
+
+def test_a_revision_that_is_not_there_is_named(monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    def snapshot_download(hub_id, **_):
+        raise RevisionNotFoundError("404", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match="revision: a/b has no branch, tag or commit 'v9'"):
+        load("a/b", revision="v9")
+
+
+@pytest.mark.parametrize("has_card", [False, True])
+def test_a_model_is_pushed_to_the_hub(has_card, tiny_network, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    made, pushed = [], {}
+
+    def create_repo(repo_id, private, exist_ok):
+        made.append((repo_id, private, exist_ok))
+        return f"https://hub/{repo_id}"
+
+    def upload_folder(repo_id, folder_path, ignore_patterns):
+        names = huggingface_hub.utils.filter_repo_objects(
+            contents(Path(folder_path)), ignore_patterns=ignore_patterns
+        )
+        pushed[repo_id] = set(names), load(folder_path).network
+
+    monkeypatch.setattr(huggingface_hub, "create_repo", create_repo)
+    monkeypatch.setattr(huggingface_hub, "file_exists", lambda repo_id, name: has_card)
+    monkeypatch.setattr(huggingface_hub, "upload_folder", upload_folder)
+    assert Model(tiny_network).push_to_hub("me/tiny", private=True) == "https://hub/me/tiny"
+    assert made == [("me/tiny", True, True)]
+    names, network = pushed["me/tiny"]
+    expected = {"config.json", "generation_config.json", "model.safetensors"}
+    assert names == (expected if has_card else expected | {"README.md"})
+    assert_same_network(network, tiny_network)
+    with pytest.raises(CheckpointError, match="repo_id must be owner/name, got 'tiny'"):
+        Model(tiny_network).push_to_hub("tiny")
+
+
+def test_a_hub_that_refuses_says_so(tiny_network, monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def create_repo(*_, **__):
+        raise HfHubHTTPError("403", response=SimpleNamespace(headers={}, request=None))
+
+    monkeypatch.setattr(huggingface_hub, "create_repo", create_repo)
+    with pytest.raises(CheckpointError, match=r"me/tiny cannot be written to .*hf auth login"):
+        Model(tiny_network).push_to_hub("me/tiny")
 
 
 def test_the_hub_out_of_reach_is_an_error_that_says_so(tmp_path):

@@ -234,9 +234,9 @@ class TestDrafters:
             ("eagle2:beam=x", "beam must be a number"),
         ],
     )
-    def test_bad_settings_are_named(self, text, message):
+    def test_bad_settings_are_named(self, text, message, model):
         with pytest.raises(ValueError, match=message):
-            self.make(text)
+            self.make(text, model)
 
 
 class TestGenerate:

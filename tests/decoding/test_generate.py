@@ -16,6 +16,7 @@ from jaxspec import (
     Eagle2,
     GenerationConfig,
     LayerSkip,
+    LoadedDrafter,
     Model,
     NoDraft,
     PromptLookup,
@@ -25,13 +26,25 @@ from jaxspec import (
     score,
     stream,
 )
+from jaxspec.checkpoint import CheckpointError
 from jaxspec.compilation import CompileClock
 from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import begin, speculative_step
 from jaxspec.core.loop import decode, run, unfinished
 from jaxspec.decoding.request import prepare
 from jaxspec.decoding.result import cut_at
-from jaxspec.models import EagleHead, ModelConfig, Network, Skips, init_params
+from jaxspec.models import (
+    DFlashHead,
+    Eagle3Head,
+    EagleHead,
+    ModelConfig,
+    Network,
+    Skips,
+    init_dflash_params,
+    init_eagle3_params,
+    init_eagle_params,
+    init_params,
+)
 
 CONTEXT = 96
 
@@ -222,19 +235,48 @@ def test_settings_may_be_keywords(model):
         generate(model, [1], temprature=1)
 
 
+def test_config_and_drafter_may_stand_in_each_others_place(model):
+    config, drafter = GenerationConfig(max_new_tokens=4), PromptLookup(2)
+    expected = generate(model, [1, 2], config)[0].tokens
+    for places in ((config, drafter), (drafter, config), (None, config), (drafter,)):
+        result = generate(model, [1, 2], *places, max_new_tokens=4)
+        np.testing.assert_array_equal(result[0].tokens, expected)
+        assert result.drafters == (drafter if drafter in places else None,)
+    (first, *_) = stream(model, [1, 2], drafter, max_new_tokens=4)
+    assert len(first.trace.tokens) == drafter.tree_shape[0]
+    with pytest.raises(ValueError, match="config must be a GenerationConfig, got PromptLookup"):
+        generate(model, [1], drafter, drafter)
+
+
 def test_what_makes_a_drafter_is_said(model):
     for given, call in ((model, "DraftModel.of"), (model.network, "DraftModel.of")):
         with pytest.raises(ValueError, match=call):
-            generate(model, [1], drafter=given)
+            generate(model, [1], given)
     with pytest.raises(ValueError, match="an instance"):
         generate(model, [1], drafter=PromptLookup)
 
 
 def test_a_model_shows_itself_in_a_line(model):
-    drafter = DraftModel.of(model)
-    for shown in (model, model.network, model.tokenizer, drafter):
+    config = model.config.replace(num_layers=1, layer_types=("full",))
+    heads = (
+        EagleHead(init_eagle_params(config, True, jax.random.key(0)), config),
+        Eagle3Head(init_eagle3_params(config, 96, jax.random.key(0)), config, (0, 1, 2), 272),
+        DFlashHead(init_dflash_params(config, 32, jax.random.key(0)), config, (1,), 0, 4),
+    )
+    drafters = (DraftModel.of(model), Eagle.of(heads[0]), LoadedDrafter(NoDraft(), heads[0].params))
+    for shown in (model, model.network, *heads, *drafters):
         assert len(repr(shown)) < 250
-    assert "layers" in repr(model)
+        assert "\n" not in repr(shown)
+        table = shown._repr_html_()
+        for said in (type(shown).__name__, "weights", "float32"):
+            assert said in repr(shown)
+            assert said in table
+        assert len(table) < 2000
+    count = sum(leaf.size for leaf in jax.tree.leaves(model.params))
+    assert f"weights: {count:,}, dtype: float32" in repr(model)
+    assert len(repr(model.tokenizer)) < 250
+    asked = dataclasses.replace(model, name="<b>")._repr_html_()
+    assert "&lt;b&gt;" in asked
 
 
 def test_a_rule_of_the_checkpoint_is_refused_not_ignored(model):
@@ -263,14 +305,29 @@ def test_families_may_pad_one_vocabulary_to_different_sizes(model):
         )
 
 
-def test_ids_past_the_tokenizer_and_banned_ids_are_never_sampled(model):
+@pytest.mark.parametrize("only", [False, True])
+def test_banned_ids_are_never_sampled_and_those_past_the_tokenizer_if_asked(model, only):
     config = GenerationConfig(
-        max_new_tokens=64, temperature=5.0, num_samples=8, banned_token_ids=range(100)
+        max_new_tokens=64,
+        temperature=5.0,
+        num_samples=8,
+        banned_token_ids=range(100),
+        tokenizer_ids_only=only,
     )
     for drafter in (None, own_draft(model)):
         tokens = np.concatenate(generate(model, "hello", config, drafter).tokens)
         assert tokens.min() >= 100
-        assert tokens.max() < model.tokenizer.vocab_size
+        assert (tokens.max() < model.tokenizer.vocab_size) == only
+
+
+def test_an_id_past_the_tokenizer_may_be_all_that_is_allowed(model):
+    config = GenerationConfig(max_new_tokens=3, allowed_token_ids=[271])
+    for drafter in (None, own_draft(model)):
+        (row,) = generate(model, "hello", config, drafter)
+        assert (row.tokens.tolist(), row.text) == ([271] * 3, "")
+    bare = dataclasses.replace(model, tokenizer=None)
+    with pytest.raises(ValueError, match="tokenizer_ids_only: tiny has no tokenizer"):
+        generate(bare, [1], tokenizer_ids_only=True)
 
 
 def test_logit_bias_decides(model):
@@ -341,7 +398,6 @@ def test_logprobs_are_the_targets_own(model):
         expected = scored.logprobs[len(row.prompt_tokens) - 1 :]
         np.testing.assert_allclose(row.logprobs, expected, atol=1e-4)
         logits = scored.logits[len(row.prompt_tokens) - 1 : -1] / 0.5
-        logits[:, model.tokenizer.vocab_size :] = -np.inf
         warped = jax.nn.log_softmax(logits)[np.arange(len(row.tokens)), row.tokens]
         np.testing.assert_allclose(row.warped_logprobs, warped, atol=1e-4)
 
@@ -522,6 +578,63 @@ def test_a_call_compiles_once_and_a_fresh_but_equal_call_not_at_all(model):
             assert len(compiled) == expected
     finally:
         monitoring.unregister_event_duration_listener(listen)
+
+
+def test_three_to_six_prompts_share_a_program(model):
+    programs = decode._cache_size()
+    for count, temperature in ((3, 0.7), (4, 0.7), (6, 1.3), (5, 0.2)):
+        config = GenerationConfig(max_new_tokens=5, temperature=temperature, top_k=7)
+        result = generate(model, [[token] for token in range(count)], config, PromptLookup(2))
+        assert len(result) == len(result.drafters) == count
+    assert decode._cache_size() == programs + 1
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("num_samples", [1, 2])
+def test_rows_that_fill_up_the_program_change_nothing(model, own, num_samples, monkeypatch):
+    prompts = ["a longer one than the others", "hello", [7]]
+    config = GenerationConfig(
+        max_new_tokens=[3, 12, 7],
+        temperature=[1.5, 0.0, 0.7],
+        num_samples=num_samples,
+        frequency_penalty=0.1,
+        stop=["e"],
+    )
+    calls = [
+        lambda traced=traced: generate(
+            model, prompts, config, own_draft(model) if own else None, 5, return_trace=traced
+        )
+        for traced in (False, True)
+    ]
+    assert prepare(model, prompts, config, None, 5).num_rows == 6 * num_samples
+    filled = [call() for call in calls]
+    monkeypatch.setattr(jaxspec.decoding.request, "row_bucket_of", lambda count, parts: count)
+    assert prepare(model, prompts, config, None, 5).num_rows == 3 * num_samples
+    for ours, exact in zip(filled, [call() for call in calls], strict=True):
+        assert ours.metrics.counts == exact.metrics.counts
+        assert len(ours.drafters) == len(ours) == len(exact) == 3 * num_samples
+        for row, expected in zip(ours, exact, strict=True):
+            assert row.tokens.tolist() == expected.tokens.tolist()
+            assert row.from_draft.tolist() == expected.from_draft.tolist()
+            assert (row.text, row.finish_reason) == (expected.text, expected.finish_reason)
+            assert row.metrics == expected.metrics
+            assert row.prompt_tokens.tolist() == expected.prompt_tokens.tolist()
+            assert [step.emitted.tolist() for step in row.trace or ()] == [
+                step.emitted.tolist() for step in expected.trace or ()
+            ]
+
+
+def test_rows_that_fill_up_the_program_are_left_out_where_they_do_not_fit(model, monkeypatch):
+    def check_rows_fit(network, capacity, batch_size, shares):
+        if batch_size > 4:
+            raise CheckpointError("too many")
+
+    monkeypatch.setattr(jaxspec.decoding.request, "check_rows_fit", check_rows_fit)
+    config = GenerationConfig(max_new_tokens=4)
+    for count in (1, 2, 3, 4):
+        assert prepare(model, [[1]] * count, config, None, 0).num_rows == count
+    with pytest.raises(CheckpointError, match="too many"):
+        prepare(model, [[1]] * 5, config, None, 0)
 
 
 def test_plain_decoding_is_the_same_program_with_a_one_node_tree(model):

@@ -1,6 +1,7 @@
 """EAGLE drafting against recorded generations, draft by draft."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +96,26 @@ def test_trees_too_large_for_the_head_are_refused(first, make, message):  # noqa
     drafter = make(load_eagle(folder, target))
     with pytest.raises(ValueError, match=message):
         generate(Model(target, None), [1, 2, 3], GenerationConfig(4), drafter)
+
+
+@pytest.mark.parametrize("heads", ["first", "third"])
+def test_a_head_drafts_over_the_tree_beside_it(heads, tmp_path, request):
+    target, folder = request.getfixturevalue(heads)
+    without = load_eagle(folder, target)
+    assert Eagle.of(without).drafter.paths == EAGLE_PATHS
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tree.json").write_text('{"paths": [[0], [0, 0]]}')
+    head = load_eagle(tmp_path, target)
+    assert Eagle.of(head).drafter == Eagle(((0,), (0, 0)), head.taps)
+    assert Eagle.of(head, siblings(2)).drafter.paths == siblings(2)
+    # Its tree makes no other program of what reads the head alone.
+    assert jax.tree.structure(head) == jax.tree.structure(without)
+    (tmp_path / "tree.json").write_text('{"paths": []}')
+    with pytest.raises(ValueError, match="plain decoding is faster"):
+        Eagle.of(load_eagle(tmp_path, target))
+    (tmp_path / "tree.json").write_text("[[1]]")
+    with pytest.raises(ValueError, match=r"tree\.json: .*rank 0 is not in the tree"):
+        load_eagle(tmp_path, target)
 
 
 # Two nodes of a level have children, and only the second has a child with children: the published

@@ -10,7 +10,6 @@ from jaxspec.checkpoint import load_eagle, shipped_folders
 from jaxspec.drafters import Deer, Eagle, LoadedDrafter
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.measure.comparison import Divergence
-from jaxspec.tuning import tree_of_head
 from tests.laws.drafters import diffuser
 from tests.mobile.models import successor_model
 
@@ -98,7 +97,7 @@ def test_the_shipped_model_runs_whole_and_right(tmp_path, quantization):
         pytest.skip("needs checkpoints/demo and checkpoints/demo-eagle, which are not here")
     model = load("demo")
     head = load_eagle("demo-eagle", model.network)
-    drafter = Eagle.of(head, tree_of_head("demo-eagle"))
+    drafter = Eagle.of(head)
     bundle = "cpu" if quantization == "float32" else "gpu"
     shapes = ExportConfig(
         capacity=1024, prefill=(8, 64), bundle=bundle, quantization=quantization, verify=(8,)

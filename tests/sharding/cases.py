@@ -149,7 +149,7 @@ def collectives(text: str) -> dict[str, list[list[int]]]:
 def cache_numbers(request) -> int:
     """Numbers of one device's share of the keys of one layer, which must not be sent."""
     config = request.params.target.config
-    rows, capacity = len(request.prompt_lengths), request.plan.capacities[0]
+    rows, capacity = request.num_rows, request.plan.capacities[0]
     return rows * config.num_kv_heads * config.head_dim * capacity // DEVICES
 
 
