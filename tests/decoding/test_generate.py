@@ -559,7 +559,7 @@ def test_a_head_for_another_target_is_refused(model, change, message):
 
 def test_nothing_allowed_is_a_reason_to_stop_too(model):
     config = GenerationConfig(max_new_tokens=4, logit_bias=dict.fromkeys(range(272), -np.inf))
-    assert generate(model, "hello", config)[0].finish_reason == "not_finite"
+    assert generate(model, "hello", config)[0].finish_reason == "no_token"
 
 
 def test_a_call_compiles_once_and_a_fresh_but_equal_call_not_at_all(model):
