@@ -1,20 +1,21 @@
 """Token recycling: drafts what the target itself found likely after the same tokens before.
 
 Luo et al. 2024, "Turning Trash into Treasure: Accelerating Inference of Large Language Models with
-Token Recycling". The paper recycles the logits of rejected nodes too. Here a row of the table is
-written for the tokens that were kept, whose features a drafter is given anyway.
+Token Recycling". Rejected nodes are recycled too: the target has scored them.
 """
 
 import dataclasses
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxspec.core.proposal import bank, tree_proposal
 from jaxspec.core.rows import largest_of_rows
+from jaxspec.core.sampling import likeliest_tokens
 from jaxspec.core.tree import Path, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Hidden, Params, Proposal, Tree
 
@@ -23,18 +24,30 @@ CHUNK = 64
 """Tokens of a prompt whose logits are in memory at once."""
 
 
+class RecyclingState(NamedTuple):
+    """State of one row.
+
+    Attributes:
+        table: `table[token]` are the tokens that were likeliest after `token` where the target
+            scored it last, best first; -1 if it has not scored it yet.
+        tokens: those of the nodes that are being verified.
+    """
+
+    table: Int[Array, "vocab branch"]
+    tokens: Int[Array, " nodes"]
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenRecycling:
     """Fills a static tree from a table of the likeliest tokens after each token.
 
     It needs no weights and no training. The child of rank r of a node with token t is the token of
-    rank r after t, as the target's logits had it where t stood last, in the prompt or in the text.
-    Below a token that has not been there yet, nothing is drafted.
+    rank r after t, by the target's logits where it scored t last: in the prompt, in the text, or in
+    a draft that it rejected. Below a token that it has not scored yet, nothing is drafted.
 
     Each row keeps a table, `int32[vocab, branch]`, where `branch` is the largest number of children
-    of a node: 3 for 4096 tokens take 49 kB, 8 for 150,000 take 4.8 MB. A step multiplies the
-    features of its tokens by the output head once more, at most `depth + 1` rows; so does reading a
-    prompt, for all of its tokens.
+    of a node: BYTES. The published tree has 8. Reading a prompt costs one more product of its
+    features with the output head; a step costs none, since its logits are there.
 
     Attributes:
         paths: rank paths of the static tree, see `tree_from_paths`.
@@ -76,10 +89,14 @@ class TokenRecycling:
     def widths(self) -> tuple[int, ...]:
         return bank(self.tree_shape[0])
 
-    def init(self, params: Params, prompt: Hidden, context: Context) -> Int[Array, "vocab branch"]:
-        """Returns the table after the prompt; rows of tokens that are not in it hold -1."""
-        branch = self.tree.children.shape[1]
-        table = jnp.full((params.target.vocab_size, branch), -1, jnp.int32)
+    @property
+    def num_likeliest(self) -> int:
+        """See `core.types.AsksLikeliest`: the largest number of children of a node."""
+        return self.tree.children.shape[1]
+
+    def init(self, params: Params, prompt: Hidden, context: Context) -> RecyclingState:
+        """Returns the state after the prompt: its logits fill the rows of its tokens."""
+        table = jnp.full((params.target.vocab_size, self.num_likeliest), -1, jnp.int32)
         bucket, length = prompt.features.shape[0], context.length - 1
         chunk = min(CHUNK, bucket)
 
@@ -89,58 +106,49 @@ class TokenRecycling:
                 jax.lax.dynamic_slice_in_dim(array, start, chunk)
                 for array in (context.tokens, prompt.features)
             )
-            return _learn(params, table, tokens, features, length - start, context)
+            logits = params.target.unembed(features)
+            likeliest = likeliest_tokens(logits, context.warp, self.num_likeliest)
+            return _learn(table, tokens, likeliest, start + jnp.arange(chunk) < length)
 
         num_chunks = -(-largest_of_rows(length) // chunk)
-        return jax.lax.fori_loop(0, num_chunks, learn_chunk, table)
+        table = jax.lax.fori_loop(0, num_chunks, learn_chunk, table)
+        return RecyclingState(table, jnp.zeros(self.tree_shape[0], jnp.int32))
 
     def propose(
-        self, params: Params, key: PRNGKeyArray, state: Int[Array, "vocab branch"], context: Context
-    ) -> tuple[Proposal, Int[Array, "vocab branch"]]:
-        del key  # Deterministic.
+        self, params: Params, key: PRNGKeyArray, state: RecyclingState, context: Context
+    ) -> tuple[Proposal, RecyclingState]:
+        del params, key  # The target's logits are there already; deterministic.
         recent, tree = context.recent, self.tree
-        # The last step scored the token that was pending before it, then those that it accepted.
-        before = context.tokens[context.length - 1 - recent.count]
-        scored = jnp.concatenate([before[None], recent.tokens[:-1]])
-        table = _learn(params, state, scored, recent.features, recent.count, context)
-
+        assert recent.likeliest is not None, "the step gives what `num_likeliest` asks for"
+        scored = (recent.count > 0) & (recent.likeliest[:, 0] >= 0)
+        table = _learn(state.table, state.tokens, recent.likeliest, scored)
         drafted = context.tokens[context.length - 1][None]
         for depth in range(1, self.tree_shape[1] + 1):
             level = np.flatnonzero(tree.depths == depth)
             parents = drafted[tree.parents[level]]
             found = table[jnp.maximum(parents, 0), tree.ranks[level]]
             drafted = jnp.concatenate([drafted, jnp.where(parents >= 0, found, -1)])
-        return tree_proposal(tree, jnp.maximum(drafted, 0), drafted >= 0), table
+        tokens = jnp.maximum(drafted, 0)
+        return tree_proposal(tree, tokens, drafted >= 0), RecyclingState(table, tokens)
 
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`."""
-        branch = self.tree.children.shape[1]
-        if branch > params.target.vocab_size:
+        if self.num_likeliest > params.target.vocab_size:
             raise ValueError(
-                f"drafter: paths must not give a node more children than the target has tokens, "
-                f"{params.target.vocab_size}; got {branch}."
+                "drafter: paths must not give a node more children than the target has tokens, "
+                f"{params.target.vocab_size}; got {self.num_likeliest}."
             )
 
 
 def _learn(
-    params: Params,
     table: Int[Array, "vocab branch"],
     tokens: Int[Array, " places"],
-    features: Float[Array, "places embed"],
-    count: Int[Array, ""],
-    context: Context,
+    likeliest: Int[Array, "places branch"],
+    known: Bool[Array, " places"],
 ) -> Int[Array, "vocab branch"]:
-    """Returns the table with the target's likeliest tokens after the first `count` of `tokens`.
-
-    Of equal tokens, the last one counts.
-    """
-    logits = params.target.unembed(features)
-    if context.warp.bias is not None:
-        logits = logits + context.warp.bias[None]
-    likeliest = jax.lax.top_k(logits, table.shape[1])[1]
+    """Returns the table with new rows for the known tokens; of equal ones, the last one counts."""
     places = jnp.arange(tokens.shape[0])
-    known = places < count
-    repeats = (tokens[:, None] == tokens[None, :]) & (places[:, None] < places[None, :])
-    last = known & ~jnp.any(repeats & known[None, :], axis=1)
-    rows = jnp.where(last, tokens, table.shape[0])
-    return table.at[rows].set(likeliest.astype(jnp.int32), mode="drop")
+    later = places[:, None] < places[None, :]
+    again = jnp.any((tokens[:, None] == tokens[None, :]) & later & known[None, :], axis=1)
+    rows = jnp.where(known & ~again, tokens, table.shape[0])
+    return table.at[rows].set(likeliest, mode="drop")
