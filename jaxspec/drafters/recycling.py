@@ -46,8 +46,9 @@ class TokenRecycling:
     a draft that it rejected. Below a token that it has not scored yet, nothing is drafted.
 
     Each row keeps a table, `int32[vocab, branch]`, where `branch` is the largest number of children
-    of a node: BYTES. The published tree has 8. Reading a prompt costs one more product of its
-    features with the output head; a step costs none, since its logits are there.
+    of a node. It takes 33 kB for the default tree and 4096 tokens, and 4.8 MB for 8 children and
+    150,000 tokens. Reading a prompt costs one more product of its features with the output head; a
+    step costs none, since its logits are there.
 
     Attributes:
         paths: rank paths of the static tree, see `tree_from_paths`.
