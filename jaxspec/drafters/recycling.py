@@ -111,8 +111,12 @@ class TokenRecycling:
             likeliest = likeliest_tokens(logits, context.warp, self.num_likeliest)
             return _learn(table, tokens, likeliest, start + jnp.arange(chunk) < length)
 
-        num_chunks = -(-largest_of_rows(length) // chunk)
-        table = jax.lax.fori_loop(0, num_chunks, learn_chunk, table)
+        if chunk == bucket:
+            # In a loop, XLA would move the choice of tokens out of it, and sort whole rows there.
+            table = learn_chunk(jnp.int32(0), table)
+        else:
+            num_chunks = -(-largest_of_rows(length) // chunk)
+            table = jax.lax.fori_loop(0, num_chunks, learn_chunk, table)
         return RecyclingState(table, jnp.zeros(self.tree_shape[0], jnp.int32))
 
     def propose(

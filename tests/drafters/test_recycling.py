@@ -1,5 +1,7 @@
 """Token recycling against a loop in plain Python."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from jaxspec import GenerationConfig, TokenRecycling, generate
 from jaxspec.checkpoint import Model
-from jaxspec.core.decode import Prompt
+from jaxspec.core.decode import Prompt, begin
 from jaxspec.core.loop import decode_stream, plan_decoding
 from jaxspec.core.masks import causal
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Recent, Warp
@@ -169,3 +171,15 @@ def test_a_tree_wider_than_the_vocabulary_is_refused():
     drafter = TokenRecycling(tuple((rank,) for rank in range(model.config.vocab_size + 1)))
     with pytest.raises(ValueError, match="more children than the target has tokens, 24; got 25"):
         generate(model, [1], GenerationConfig(4), drafter)
+
+
+@pytest.mark.slow  # as users compile: without optimisations XLA takes another way
+@pytest.mark.parametrize("bucket", [64, 128])
+def test_reading_a_prompt_sorts_nothing(bucket):
+    """A sort of whole rows of logits takes thirty times as long as the choice of a few tokens."""
+    drafter, params = TokenRecycling(), Params(target(), ())
+    tokens = jnp.zeros((len(LENGTHS), bucket), jnp.int32)
+    prompts = free_request("greedy").prompts._replace(tokens=tokens)
+    read = partial(begin, params, drafter=drafter, text_capacity=bucket + 8, chunk=bucket)
+    text = jax.jit(jax.vmap(read)).lower(prompts).compile().as_text()
+    assert " sort(" not in text
