@@ -3,8 +3,8 @@
 - Models: `load`, `load_eagle`, `save`, `Model`, `Tokenizer`.
 - Decoding: `generate`, `stream`, `score`, `GenerationConfig`.
 - Results: `GenerationResult`, `Generation`, `StreamStep`, `Score`, `Metrics`, `TraceStep`.
-- Drafters: `PromptLookup`, `DraftModel`, `Eagle`, `Eagle2`, `DFlash`, `Deer`, `LayerSkip`,
-  `NoDraft`; a drafter with its weights is a `LoadedDrafter`.
+- Drafters: `PromptLookup`, `TokenRecycling`, `DraftModel`, `Eagle`, `Eagle2`, `DFlash`, `Deer`,
+  `LayerSkip`, `NoDraft`; a drafter with its weights is a `LoadedDrafter`.
 - Draft trees: `Tree`, `chain`, `tree_from_parents`, `tree_from_paths`, `eagle_tree`,
   `search_tree`.
 - Diffusion models: `denoise`, `denoise_stream`, `DenoiseConfig`, `DenoiseResult`,
@@ -35,6 +35,7 @@ from jaxspec.drafters import (
     LoadedDrafter,
     NoDraft,
     PromptLookup,
+    TokenRecycling,
 )
 from jaxspec.measure import Comparison, compare
 from jaxspec.tuning import search_tree
@@ -63,6 +64,7 @@ __all__ = [
     "Score",
     "SelfSpeculation",
     "StreamStep",
+    "TokenRecycling",
     "Tokenizer",
     "TraceStep",
     "Tree",

@@ -192,7 +192,7 @@ def test_only_models_import_flax():
 
 def test_public_names_are_few_sorted_and_there():
     assert jaxspec.__all__ == sorted(jaxspec.__all__)
-    assert len(jaxspec.__all__) <= 41
+    assert len(jaxspec.__all__) <= 42  # drafters without weights are named where others are
     for name in jaxspec.__all__:
         assert getattr(jaxspec, name) is not None
     # The docstring groups them: a table of contents.

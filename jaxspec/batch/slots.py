@@ -22,7 +22,15 @@ from jaxspec.batch.guard import Chunk
 from jaxspec.batch.plan import capacity_needed, read_in
 from jaxspec.batch.rows import EncodedRow, number_of
 from jaxspec.core.cache import pad_caches
-from jaxspec.core.decode import Prefix, Prompt, begin, num_emitted, prefill, speculative_step
+from jaxspec.core.decode import (
+    Prefix,
+    Prompt,
+    begin,
+    num_emitted,
+    num_likeliest,
+    prefill,
+    speculative_step,
+)
 from jaxspec.core.decode import read_prefix as read_prefix_of
 from jaxspec.core.grammar import Grammar
 from jaxspec.core.loop import CHUNK, run
@@ -94,6 +102,10 @@ class Dormant:
     @property
     def widths(self) -> tuple[int, ...]:
         return self.drafter.widths
+
+    @property
+    def num_likeliest(self) -> int:
+        return num_likeliest(self.drafter)
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> PyTree:
         shapes = jax.eval_shape(self.drafter.init, params, prompt, context)

@@ -26,6 +26,7 @@ from jaxspec.drafters import (
     LoadedDrafter,
     NoDraft,
     PromptLookup,
+    TokenRecycling,
 )
 from jaxspec.drafters.loaded import OtherTargetError
 from jaxspec.measure.step import measure_drafter
@@ -146,6 +147,7 @@ def with_dflash(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter |
 
 EVERY_METHOD: Mapping[str, Callable[[Model], DrafterLike | None]] = {
     "prompt lookup": lambda target: PromptLookup(),
+    "token recycling": lambda target: TokenRecycling(),
     "draft model": with_draft_model(DRAFT),
     "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
     "EAGLE-2, 59 nodes": with_head(EAGLE_HEAD, Eagle2.of),

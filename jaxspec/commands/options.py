@@ -25,6 +25,7 @@ from jaxspec.drafters import (
     LayerSkip,
     LoadedDrafter,
     PromptLookup,
+    TokenRecycling,
     published_skips,
 )
 from jaxspec.models.storage import STORAGES
@@ -332,6 +333,11 @@ def _loaded(args: argparse.Namespace, settings: dict[str, Any], drafter: str, ne
     return load(_taken(settings, "model", drafter, needs), dtype=getattr(args, "dtype", None))
 
 
+def _recycling(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> TokenRecycling:
+    tree = settings.get("tree")
+    return TokenRecycling() if tree is None else TokenRecycling(load_tree(tree))
+
+
 def _draft_model(args: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
     needs = (
         "--draft-model MODEL or draft-model:model=MODEL, a smaller model, at best with the same "
@@ -430,8 +436,9 @@ DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]
         {"num_speculative_tokens": int, "max_ngram": int, "match": str},
         lambda args, settings, model: PromptLookup(**settings),
     ),
+    # tree: a file of rank paths or a published name, here and below.
+    "recycling": ({"tree": str}, _recycling),
     "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
-    # tree: a file of `tune tree` or a published name.
     "eagle": ({"head": str, "tree": str}, _eagle),
     "eagle2": ({"head": str, "depth": int, "beam": int, "num_nodes": int}, _eagle2),
     "deer": ({"model": str, **_OF_BLOCKS, "sep": str, "mask": str, "cache": str}, _deer),

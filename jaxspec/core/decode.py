@@ -24,9 +24,10 @@ from jaxspec.core.forms import is_exchanged
 from jaxspec.core.grammar import Grammar, RowGrammar, grammar_of, is_closed, walk
 from jaxspec.core.penalties import penalize
 from jaxspec.core.rows import largest_of_rows
-from jaxspec.core.sampling import at_least_float32, warp_logits
+from jaxspec.core.sampling import at_least_float32, likeliest_tokens, warp_logits
 from jaxspec.core.stopping import StopAutomaton, cut_emitted
 from jaxspec.core.types import (
+    AsksLikeliest,
     Context,
     DecodeState,
     Drafter,
@@ -215,7 +216,8 @@ def begin(
         taps=drafter.taps,
         prefix=prefix,
     )
-    depth = drafter.tree_shape[1]
+    nodes, depth = drafter.tree_shape
+    branch = num_likeliest(drafter)
     assert text_capacity >= prompt.tokens.shape[0] + depth + 1, "no headroom for one step"
     tokens = jnp.pad(prompt.tokens, (0, text_capacity - prompt.tokens.shape[0]))
     recent = Recent(
@@ -223,6 +225,7 @@ def begin(
         features=jnp.zeros((depth + 1, hidden.features.shape[-1]), hidden.features.dtype),
         taps=jnp.zeros((depth + 1, hidden.taps.shape[-1]), hidden.taps.dtype),
         count=jnp.int32(0),
+        likeliest=jnp.full((nodes, branch), -1, jnp.int32) if branch else None,
     )
     context = Context(
         tokens, prompt.length, prompt.room, prompt.stop_ids, prompt.warp, cache, recent
@@ -249,6 +252,11 @@ def begin(
     )
 
 
+def num_likeliest(drafter: Drafter) -> int:
+    """Returns the tokens for each node in `Recent.likeliest`; 0 for drafters that do not ask."""
+    return drafter.num_likeliest if isinstance(drafter, AsksLikeliest) else 0
+
+
 def named_key(seed: Int[Array, " numbers"]) -> PRNGKeyArray:
     """Returns the key that numbers name: the first makes it, the others are folded in."""
     key = jax.random.key(seed[0])
@@ -267,12 +275,13 @@ def samples_of(state: DecodeState, num_samples: int) -> DecodeState:
 
 
 class _Outcome(NamedTuple):
-    """Results of a target pass of any width: as wide as a path, not as the pass."""
+    """Results of a target pass of any width: of one shape, whatever the width."""
 
     verdict: Verdict
     path_kv: tuple[LayerKV, ...]
     features: Float[Array, "levels embed"]
     taps: Float[Array, "levels tapped"]
+    likeliest: Int[Array, "nodes branch"] | None
     failures: Int[Array, " levels"]
     logprobs: Float[Array, " levels"] | None
     warped_logprobs: Float[Array, " levels"] | None
@@ -310,8 +319,7 @@ def speculative_step(
     order = jnp.arange(1, proposals.tokens.shape[1] + 1)
     needed = jnp.max(jnp.where(proposals.valid, order, 0))
     branches = [
-        jax.vmap(partial(_target_pass, params.target, width, drafter.taps, grammar))
-        for width in widths
+        jax.vmap(partial(_target_pass, params.target, width, drafter, grammar)) for width in widths
     ]
     if len(branches) == 1:
         outcome = branches[0](keys[:, 1], proposals, states)
@@ -371,7 +379,7 @@ def narrow(proposal: Proposal, width: int) -> Proposal:
 def _target_pass(
     target: LanguageModel,
     width: int,
-    taps: tuple[int, ...],
+    drafter: Drafter,
     grammar: Grammar | None,
     key: PRNGKeyArray,
     proposal: Proposal,
@@ -386,7 +394,7 @@ def _target_pass(
         context.length - 1 + tree.depths,
         tree.ancestors & proposal.valid[None, :],
         context.cache,
-        taps=taps,
+        taps=drafter.taps,
     )
     logits = at_least_float32(target.unembed(hidden.features))
     rules = _rules(state, proposal, grammar_of(context, grammar, state.grammar))
@@ -406,6 +414,12 @@ def _target_pass(
         chosen = jnp.take_along_axis(rows, emitted[:, None], axis=1)[:, 0]
         return chosen - jax.nn.logsumexp(rows, axis=-1)
 
+    likeliest = None
+    if branch := num_likeliest(drafter):
+        found = likeliest_tokens(logits, context.warp, branch)
+        found = jnp.where(proposal.valid[:, None], found, -1)
+        likeliest = jnp.pad(found, ((0, num_nodes - width), (0, 0)), constant_values=-1)
+
     # A maximum does not show every NaN: XLA drops them from long rows on CPUs.
     is_number = ~jnp.any(jnp.isnan(logits), axis=-1)
     chosen = jnp.isfinite(jnp.max(warped, axis=-1)) & is_number
@@ -418,6 +432,7 @@ def _target_pass(
         path_kv=select_path(settled(hidden), verdict.path),
         features=hidden.features[path],
         taps=hidden.taps[path],
+        likeliest=likeliest,
         failures=failures[path],
         logprobs=None if state.emitted.logprobs is None else logprobs_along_path(logits),
         warped_logprobs=(
@@ -515,7 +530,7 @@ def _advance(
             stop_ids=context.stop_ids,
             warp=context.warp,
             cache=append(context.cache, outcome.path_kv, count),
-            recent=Recent(tokens, outcome.features, outcome.taps, count),
+            recent=Recent(tokens, outcome.features, outcome.taps, count, outcome.likeliest),
         ),
         draft=state.draft,
         key=state.key,

@@ -23,6 +23,18 @@ def at_least_float32(logits: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
+def likeliest_tokens(logits: Logits, warp: Warp, num_tokens: int) -> Int[Array, "nodes tokens"]:
+    """Returns the likeliest tokens of each row, best first; of the warp, the bias is applied.
+
+    Example:
+        >>> likeliest_tokens(jnp.array([[0.0, 3.0, 1.0]]), Warp(), 2).tolist()
+        [[1, 2]]
+    """
+    if warp.bias is not None:
+        logits = logits + warp.bias.astype(logits.dtype)[None, :]
+    return jax.lax.top_k(logits, num_tokens)[1].astype(jnp.int32)
+
+
 def warp_logits(
     logits: Logits, warp: Warp, penalize: Callable[[Logits], Logits] | None = None
 ) -> Logits:

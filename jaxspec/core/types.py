@@ -136,12 +136,16 @@ class Recent(NamedTuple):
         tokens: `tokens[i]` is the token emitted AFTER the position that `features[i]` describes, so
             that `(features[i], tokens[i])` are EAGLE's shifted pairs and `tokens[count - 1]` is the
             pending token.
+        likeliest: for drafters that ask (`AsksLikeliest`), the target's likeliest tokens after each
+            node of the last pass, rejected ones too, best first; -1 after nodes that were not
+            valid. It means nothing if `count` is 0.
     """
 
     tokens: Int[Array, " levels"]
     features: Float[Array, "levels embed"]
     taps: Float[Array, "levels tapped"]
     count: Int[Array, ""]
+    likeliest: Int[Array, "nodes branch"] | None = None
 
 
 class Penalties(NamedTuple):
@@ -369,6 +373,16 @@ class ChecksFit(Protocol):
 
     def check_fit(self, params: Params) -> None:
         """Raises ValueError, naming `drafter`, where its weights are not for this target."""
+        ...
+
+
+@runtime_checkable
+class AsksLikeliest(Protocol):
+    """An optional part of a drafter: it is told what the target found likely at every node."""
+
+    @property
+    def num_likeliest(self) -> int:
+        """Tokens for each node in `Recent.likeliest`."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 | file | what it holds |
 |---|---|
-| plain, lookup, draft_model, layer_skip, eagle, eagle2, deer, dflash | one method each |
+| plain, lookup, recycling, draft_model, layer_skip, eagle, eagle2, deer, dflash | one method each |
 | block | settings and drafting of `Deer` and `DFlash` |
 | growth | trees grown level by level; the best of a pool of candidates |
 | loaded | a drafter with its weights; checks that weights belong to a target |
@@ -19,6 +19,7 @@ from jaxspec.drafters.layer_skip import AdaptiveExit, LayerSkip
 from jaxspec.drafters.loaded import DrafterLike, LoadedDrafter, loaded_drafter
 from jaxspec.drafters.lookup import PromptLookup
 from jaxspec.drafters.plain import NoDraft
+from jaxspec.drafters.recycling import TokenRecycling
 from jaxspec.drafters.skip_sets import PUBLISHED_SKIPS, published_skips
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "LoadedDrafter",
     "NoDraft",
     "PromptLookup",
+    "TokenRecycling",
     "loaded_drafter",
     "published_skips",
 ]

@@ -152,6 +152,12 @@ class TestDrafters:
         assert lookup == jaxspec.PromptLookup(2, 3, "recent")
         assert drafter_spec("none") is None
 
+    def test_tokens_are_recycled_over_a_tree(self, tmp_path):
+        assert self.make("recycling") == jaxspec.TokenRecycling()
+        (tmp_path / "mine.json").write_text("[[0], [1]]")
+        made = self.make(f"recycling:tree={tmp_path / 'mine.json'}")
+        assert made == jaxspec.TokenRecycling(((0,), (1,)))
+
     def test_draft_models_are_loaded(self, model, folder):
         made = self.make("draft-model:num_speculative_tokens=2", model, draft_model=folder)
         drafter = made.drafter
@@ -227,6 +233,7 @@ class TestDrafters:
             ("lookup:size=3", "lookup has no setting 'size'; it has num_speculative_tokens,"),
             ("lookup:max_ngram=x", "max_ngram must be a number"),
             ("lookup:max_ngram=0", "max_ngram must be at least 1, got 0"),
+            ("recycling:size=3", "recycling has no setting 'size'; it has tree."),
             ("draft-model", "needs --draft-model MODEL"),
             ("eagle", "eagle needs eagle:head=FOLDER"),
             ("eagle2:depth=3", "eagle2 needs eagle2:head=FOLDER"),

@@ -18,6 +18,7 @@ from jaxspec.drafters import (
     LayerSkip,
     NoDraft,
     PromptLookup,
+    TokenRecycling,
 )
 from jaxspec.drafters.vocabularies import SharedTokens
 from jaxspec.models import (
@@ -134,6 +135,7 @@ PLAIN = Case(NoDraft)
 
 DRAFTERS: dict[str, Case] = {
     "lookup": Case(lambda: PromptLookup(num_speculative_tokens=3)),
+    "token recycling": Case(lambda: TokenRecycling(FORKED)),
     "draft model, chain": Case(lambda: DraftModel(num_speculative_tokens=3), blurred),
     "draft model, tree": Case(lambda: DraftModel(paths=PATHS), blurred),
     "draft model, another vocabulary": Case(
