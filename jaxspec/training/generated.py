@@ -123,7 +123,12 @@ def _texts(model: Model, rows: Batches, part: int) -> list[str]:
     seed = int(rng.integers(1 << 31))
     if model.config.diffusion is None:
         temperatures = [_TEMPERATURES[index % 2] for index in range(len(prompts))]
-        config = GenerationConfig(max_new_tokens=new_tokens, temperature=temperatures)
+        config = GenerationConfig(
+            max_new_tokens=new_tokens,
+            temperature=temperatures,
+            # A mask may be among the ids past the tokenizer's, and a text holds none.
+            tokenizer_ids_only=model.tokenizer is not None,
+        )
         result = generate(model, prompts, config, seed=seed)
     else:
         temperatures = [0.0] * len(prompts)

@@ -122,6 +122,7 @@ def test_every_generation_setting_has_a_flag():
         "stop_token_ids": ("", ()),
         "stop": ("end", ("end",)),
         "num_samples": ("2", 2),
+        "tokenizer_ids_only": (None, True),
         "logprobs": (None, True),
         "warped_logprobs": (None, True),
         "repetition_penalty": ("1.1", 1.1),
