@@ -240,7 +240,7 @@ def test_a_model_of_the_hub_is_fetched(target, tmp_path, monkeypatch):
     assert load(tmp_path / "masked").config.masking.block == 4
     eagle = EagleTrainingSettings((source,), "someone/model", version=1, **SHORT)
     train(EagleTrainer(eagle), tmp_path / "e", tmp_path / "eagle", console=QUIET)
-    assert "someone/model" in (tmp_path / "eagle" / "recipe.json").read_text()
+    assert "someone/model" in (tmp_path / "eagle" / "recipe.md").read_text()
 
 
 def test_a_draft_model_learns_from_the_target(target, tmp_path):
