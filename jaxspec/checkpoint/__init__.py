@@ -7,6 +7,7 @@ from jaxspec.checkpoint.files import CheckpointError, recover_files
 from jaxspec.checkpoint.hub import (
     Model,
     find_head,
+    find_model,
     load,
     save,
     save_orbax,
@@ -35,6 +36,7 @@ __all__ = [
     "eagle3_taps",
     "estimate_memory",
     "find_head",
+    "find_model",
     "load",
     "load_dflash",
     "load_eagle",

@@ -462,6 +462,20 @@ def shipped_folders() -> dict[str, Path]:
     return found
 
 
+def find_model(source: str | Path) -> Path:
+    """Finds the folder of a model: on this machine, shipped under this name, or from the Hub.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be downloaded.
+
+    Example:
+        >>> from jaxspec.checkpoint import find_model
+        >>> find_model("demo").name
+        'demo'
+    """
+    return _find(source, None).path
+
+
 def find_head(
     source: str | Path,
     kind: Literal["eagle", "dflash"] = "eagle",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from tokenizers import Tokenizer
 
-from jaxspec.checkpoint import load
+from jaxspec.checkpoint import find_model, load
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
@@ -192,7 +192,9 @@ class LMTrainer:
     def open(self, run: Run[LMTrainingSettings]) -> Network | None:
         if self.settings.teacher is None:
             return None
-        return jax.device_put(load_network(Path(self.settings.teacher)), on_every_device(run.mesh))
+        return jax.device_put(
+            load_network(find_model(self.settings.teacher)), on_every_device(run.mesh)
+        )
 
     def task(
         self, run: Run[LMTrainingSettings], opened: Network | None, documents: Sequence[Divided]
@@ -287,7 +289,7 @@ def _beginning(
     config = settings.model.replace(vocab_size=vocabulary.size)
     if settings.start_from is None:
         return config, lambda: init_params(config, jax.random.key(settings.seed))
-    network = load_network(Path(settings.start_from), "float32")
+    network = load_network(find_model(settings.start_from), "float32")
     if settings.model == SMALL:  # no other shape is asked for
         config = network.config.replace(diffusion=None)
     if network.config != config:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxspec.checkpoint import load
+from jaxspec.checkpoint import find_model, load
 from jaxspec.checkpoint.config import config_to_json
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
@@ -267,7 +267,7 @@ def first_network(settings: MaskedTrainingSettings, vocabulary: TrainingVocabula
         diffusion = Diffusion(vocabulary.needed("mask"), bool(settings.shift), block)
         config = settings.model.replace(vocab_size=vocabulary.size, diffusion=diffusion)
         return Network(init_params(config, jax.random.key(settings.seed)), config)
-    source = load_network(Path(settings.start_from), "float32")
+    source = load_network(find_model(settings.start_from), "float32")
     before = source.config.diffusion
     mask = vocabulary.needed("mask") if before is None else before.mask_token_id
     shift = settings.shift

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxspec.checkpoint import Model, save
+from jaxspec.checkpoint import CheckpointError, Model, find_model, save
 from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
 from jaxspec.core.types import PyTree
 from jaxspec.models import Network
@@ -262,7 +262,7 @@ def _fingerprints(settings: RunSettings) -> dict[str, str]:
     """Returns the SHA-256 of the sources, the models and the other files of a run, by name."""
     digests = {source.name: fingerprint(source) for source in settings.sources}
     for name, folder in settings.models_read.items():
-        digests[name] = _model_fingerprint(name, Path(folder))
+        digests[name] = _model_fingerprint(name, folder)
     for name, path in settings.files_read.items():
         if not Path(path).is_file():
             raise ValueError(f"{name} must be a file, but {path} is not a file.")
@@ -270,10 +270,14 @@ def _fingerprints(settings: RunSettings) -> dict[str, str]:
     return digests
 
 
-def _model_fingerprint(name: str, folder: Path) -> str:
+def _model_fingerprint(name: str, source: str) -> str:
     """Returns the SHA-256 of the sorted lines `sha256  name` of the files of a model."""
+    folder = Path(source)
     if not folder.is_dir():
-        raise ValueError(f"{name} must be a model's folder, but {folder} is not a folder.")
+        try:
+            folder = find_model(source)
+        except CheckpointError as error:
+            raise ValueError(f"{name} must be a model's folder or owner/name. {error}") from None
     patterns = ("config.json", "tokenizer.json", "*.safetensors")
     return files_digest(sorted(path for name in patterns for path in folder.glob(name)), folder)
 

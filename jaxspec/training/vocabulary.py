@@ -5,13 +5,12 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from jaxspec.checkpoint import Model
+from jaxspec.checkpoint import Model, find_model
 from jaxspec.checkpoint.folder import read_folder
 from jaxspec.checkpoint.tokenizer import Tokenizer, covers, load_tokenizer
 from jaxspec.training.sources import DataError, Document
@@ -111,13 +110,14 @@ class TrainingVocabulary:
         """Returns the vocabulary of a model in the Hugging Face layout, without its weights.
 
         Args:
-            folder: folder of the model.
+            folder: folder of the model, or its owner/name on the Hub.
             tokenizer: folder with its tokenizer; `None`: the same.
         """
-        model = read_folder(Path(folder))
-        loaded = load_tokenizer(tokenizer or folder)
+        path = find_model(folder)
+        model = read_folder(path)
+        loaded = load_tokenizer(tokenizer or path)
         if tokenizer is not None and model.has_tokenizer:
-            own = load_tokenizer(folder)
+            own = load_tokenizer(path)
             if not (covers(loaded, own) or covers(own, loaded)):
                 raise ValueError(
                     f"tokenizer: that of {tokenizer} differs from that of {folder}, so its ids "

@@ -304,7 +304,7 @@ def test_a_state_folder_belongs_to_one_run(run):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": "nowhere"}, "must be a model's folder"),
+        ({"target": "nowhere"}, "must be a model's folder or owner/name"),
         ({"sequence_length": 65}, r"at most the target's max_positions \(64\), got 65"),
         ({"taps": (1, 2)}, r"layers in 0\.\.1 of the target, got \(1, 2\)"),
         ({"taps": ()}, "at least one layer"),

@@ -231,6 +231,18 @@ def test_a_drafter_gets_rows_for_mask_and_separator(target, tmp_path):
     assert_same_text(tmp_path, jaxspec.Deer.of(drafter, block=4))
 
 
+def test_a_model_of_the_hub_is_fetched(target, tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    folder, source = target
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(folder / "target"))
+    settings = MaskedTrainingSettings((source,), start_from="someone/model", block=4, **MODELS)
+    train(MaskedTrainer(settings), tmp_path / "m", tmp_path / "masked", console=QUIET)
+    assert load(tmp_path / "masked").config.masking.block == 4
+    eagle = EagleTrainingSettings((source,), "someone/model", version=1, **SHORT)
+    train(EagleTrainer(eagle), tmp_path / "e", tmp_path / "eagle", console=QUIET)
+    assert "someone/model" in (tmp_path / "eagle" / "recipe.md").read_text()
+
+
 def test_a_draft_model_learns_from_the_target(target, tmp_path):
     folder, source = target
     settings = LMTrainingSettings(

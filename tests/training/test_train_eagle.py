@@ -166,7 +166,7 @@ def test_a_head_is_for_its_own_target(run, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": "nowhere"}, "must be a model's folder"),
+        ({"target": "nowhere"}, "must be a model's folder or owner/name"),
         ({"sequence_length": 65}, r"at most the target's max_positions \(64\), got 65"),
         ({"draft_vocab": 280}, r"below the target's vocabulary \(280\), got 280"),
         ({"draft_vocab": 1}, "a node of the tree .paths. has 2 children"),
