@@ -191,6 +191,8 @@ def _query_scale(text: Json, scale: float) -> float | None:
 
 def _gemma2_fields(text: Json) -> dict[str, Any]:
     scalar = read_number(text, "query_pre_attn_scalar")
+    if scalar <= 0:
+        raise CheckpointError(f"query_pre_attn_scalar must be above 0; config.json has {scalar}.")
     num_layers = read_integer(text, "num_hidden_layers")
     rule = ["full" if layer % 2 else "sliding" for layer in range(num_layers)]
     return {

@@ -190,7 +190,10 @@ def verify_traversal(
         return rest, jnp.where(drawn, _without(draft, tokens[node]), draft), weight
 
     # Siblings follow one another, and parents come before their children.
-    order = jnp.argsort(tree.parents, stable=True)
+    places = jnp.arange(nodes)
+    is_before = tree.parents[None, :] < tree.parents[:, None]
+    is_before |= (tree.parents[None, :] == tree.parents[:, None]) & (places[None] < places[:, None])
+    order = jnp.zeros(nodes, jnp.int32).at[jnp.sum(is_before, axis=1)].set(places)
 
     def visit(index: Int[Array, ""], state: tuple[Array, ...]) -> tuple[Array, ...]:
         rest, draft, weights, ends = state
@@ -215,7 +218,6 @@ def verify_traversal(
     # later siblings or their parent.
     passes = jnp.log1p(-ends)
     below = jnp.sum(jnp.where(tree.ancestors, passes[:, None], 0.0), axis=0)
-    places = jnp.arange(nodes)
     siblings = (tree.parents[:, None] == tree.parents[None, :]) & (places > 0)[None, :]
     later = siblings & (places[None, :] >= places[:, None])
     left = jnp.sum(jnp.where(later, below[None, :], 0.0), axis=1)

@@ -5,6 +5,7 @@ evaluations so far to the next set. So an interrupted search continues from its 
 not been interrupted, and all methods have the same first sets and the same budget.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -296,8 +297,11 @@ def best_of(history: Sequence[Evaluation]) -> Evaluation:
 
 
 def network_fingerprint(network: Network) -> str:
-    """Names a network: a hash of the configuration and the beginning of every weight."""
-    digest = hashlib.sha256(repr(network.config).encode())
+    """Names a network: a hash of its unusual settings and of the beginning of every weight."""
+    config = network.config
+    usual = {field.name: field.default for field in dataclasses.fields(config)}
+    settings = {name: value for name, value in vars(config).items() if value != usual[name]}
+    digest = hashlib.sha256(repr(settings).encode())
     for leaf in jax.tree.leaves(widened(network).params):
         digest.update(np.asarray(leaf.reshape(-1)[:4096]).tobytes())
     return digest.hexdigest()[:16]

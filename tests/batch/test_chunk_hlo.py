@@ -29,7 +29,9 @@ def compiled_chunk(name: str) -> str:
         warp=Warp(),
     )
     shapes = state_shapes(params, prompt, ROWS, drafter=drafter, settings=RowSettings(CAPACITY))
-    lowered = run_chunk.lower(params, shapes, None, np.asarray(True), one, one, drafter=drafter)
+    lowered = run_chunk.lower(
+        params, shapes, None, None, np.asarray(True), one, one, drafter=drafter
+    )
     return lowered.compile().as_text()
 
 
