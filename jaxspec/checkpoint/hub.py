@@ -473,7 +473,8 @@ def find_model(source: str | Path) -> Path:
         >>> find_model("demo").name
         'demo'
     """
-    return _find(source, None).path
+    folder = Path(source).expanduser()
+    return folder if folder.is_dir() else _find(source, None).path
 
 
 def find_head(

@@ -272,12 +272,10 @@ def _fingerprints(settings: RunSettings) -> dict[str, str]:
 
 def _model_fingerprint(name: str, source: str) -> str:
     """Returns the SHA-256 of the sorted lines `sha256  name` of the files of a model."""
-    folder = Path(source)
-    if not folder.is_dir():
-        try:
-            folder = find_model(source)
-        except CheckpointError as error:
-            raise ValueError(f"{name} must be a model's folder or owner/name. {error}") from None
+    try:
+        folder = find_model(source)
+    except CheckpointError as error:
+        raise ValueError(f"{name} must be a model's folder or owner/name. {error}") from None
     patterns = ("config.json", "tokenizer.json", "*.safetensors")
     return files_digest(sorted(path for name in patterns for path in folder.glob(name)), folder)
 
