@@ -60,8 +60,7 @@ class RowGrammar(NamedTuple):
 
     def after(self, states: Int[Array, "*nodes"], tokens: Int[Array, "*nodes"]):
         """Returns the states after one more token each; -1 for texts that the grammar forbids."""
-        grammar = self.grammar
-        return jnp.where(states < 0, _DEAD, grammar.table[states, grammar.kinds[tokens]])
+        return _moved(self.grammar, states, tokens)
 
     def at_nodes(self, tree: Tree, tokens: Int[Array, " nodes"]) -> Int[Array, " nodes"]:
         """Returns the state of each node; the root is the last token of the row's text."""
@@ -136,11 +135,15 @@ def walk(
     """Returns the states before the first token, and after each."""
 
     def advance(state, token):
-        state = jnp.where(state < 0, _DEAD, grammar.table[state, grammar.kinds[token]])
+        state = _moved(grammar, state, token)
         return state, state
 
     _, reached = jax.lax.scan(advance, state, tokens)
     return jnp.concatenate([state[None], reached])
+
+
+def _moved(grammar: Grammar, states: Array, tokens: Array) -> Array:
+    return jnp.where(states < 0, _DEAD, grammar.table[states, grammar.kinds[tokens]])
 
 
 def is_closed(grammar: Grammar, states: Int[Array, " states"]) -> Bool[Array, " states"]:

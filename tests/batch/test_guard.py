@@ -127,7 +127,7 @@ def test_it_changes_its_mind_when_the_text_does():
 
 
 def test_many_samples_are_enough_some_day():
-    """What is forgotten meanwhile must leave as many as are asked for."""
+    """Chunks that are forgotten meanwhile must leave as many as are asked for."""
     guard = Guard(GuardSettings(samples=40))
     for _ in range(200):
         drafting, limit = guard.choose()

@@ -62,7 +62,7 @@ def test_a_saved_model_is_loaded_as_it_was(layout, tiny_network, byte_level_toke
 
 
 def test_a_saved_model_has_a_card_whose_program_runs(tiny_network, tmp_path, capsys):
-    model = Model(tiny_network, name="/home/someone/secret/tiny")
+    model = Model(tiny_network, name="/secret/folder/tiny")
     save(model, tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: jaxspec\n")

@@ -131,7 +131,7 @@ def test_tokens_the_target_excludes_are_never_emitted(rule, uniform):
 @pytest.mark.parametrize("bad", [-np.inf, np.nan])
 @pytest.mark.parametrize("rule", [name for name in RULES if name != "greedy"])
 def test_a_node_that_no_token_may_follow_is_nobody_elses_affair(rule, bad):
-    """What happens at and below it changes nothing for nodes elsewhere."""
+    """Nodes elsewhere are judged as if it were sound."""
     function, tree, sampled = RULES[rule]
     function, decided = jax.jit(function), 0
     rng = np.random.default_rng(6)

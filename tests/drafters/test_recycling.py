@@ -146,7 +146,7 @@ def test_a_long_prompt_is_read_in_parts():
 
 
 def test_banned_tokens_are_not_drafted():
-    """Where two tokens are allowed, they are the two that are drafted."""
+    """Only two tokens are allowed, and they are drafted."""
     config = GenerationConfig(12, allowed_token_ids=(3, 5))
     (row,) = generate(Model(target()), [3, 5, 3], config, TREE, return_trace=True)
     drafted = {int(token) for step in row.trace for token in step.tokens[step.valid]}

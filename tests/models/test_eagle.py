@@ -319,7 +319,7 @@ def test_a_head_may_know_how_deep_its_target_is(first, third, tmp_path):
 
 
 def test_reduced_logits_are_those_of_the_target(first):
-    """What divides logits (Granite) and what caps them (Gemma 2) hold for them, too."""
+    """The divisor of logits (Granite) and their cap (Gemma 2) hold for them, too."""
     target, folder = first
     changed = target.config.replace(final_softcap=0.5, logit_divisor=3.0)
     head, ids = load_eagle(folder, target), jnp.array([1, 5, 6])

@@ -203,7 +203,7 @@ def test_a_drafter_of_blocks_is_made_from_the_target_and_aligned(target, tmp_pat
 
 
 def test_a_drafter_gets_rows_for_mask_and_separator(target, tmp_path):
-    """Of a model whose every id is in use."""
+    """The model's every id is in use."""
     _, source = target
     tokenizer = like_qwen()
     size = tokenizer.vocab_size
