@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.sampling import argmax_rows, at_least_float32, inverse_cdf
 from jaxspec.core.types import Proposal, Tree, Verdict
 
@@ -169,50 +170,53 @@ def verify_traversal(
     assert distributions is not None, "a tree without distributions is verified as deterministic"
     logits = at_least_float32(target_logits)
     nodes, vocab = logits.shape
-    totals = jax.nn.logsumexp(logits, axis=-1)
-    first_child = jnp.maximum(tree.children[:, 0], 0)
-
-    def begin(node: Int[Array, ""], weight: Float[Array, ""]) -> tuple[Array, Array]:
-        """Returns what a node owes before its first child, and what its children are drawn from."""
-        # After a node that no token may follow nothing is emitted, so any distribution will do.
-        law = jnp.exp(logits[node] - totals[node])
-        law = jnp.where(jnp.isfinite(totals[node]), law, 1 / vocab)
-        draft = jnp.exp(distributions[proposal.law_row[first_child[node]]])
-        return weight * law, draft.astype(logits.dtype)
-
-    def take_turn(node: Int[Array, ""], rest: Array, draft: Array) -> tuple[Array, Array, Array]:
-        """Returns both after a child, if it is rejected, and the child's weight."""
-        drawn = draft[tokens[node]] > 0
-        tried = drawn & proposal.valid[node]
-        ratio = rest[tokens[node]] / jnp.where(drawn, draft[tokens[node]], 1.0)
-        weight = jnp.where(tried, jnp.minimum(ratio, 1.0), 0.0)
-        rest = jnp.where(tried, _rest_after(rest, draft), rest)
-        return rest, jnp.where(drawn, _without(draft, tokens[node]), draft), weight
-
-    # Siblings follow one another, and parents come before their children.
     places = jnp.arange(nodes)
-    is_before = tree.parents[None, :] < tree.parents[:, None]
-    is_before |= (tree.parents[None, :] == tree.parents[:, None]) & (places[None] < places[:, None])
-    order = jnp.zeros(nodes, jnp.int32).at[jnp.sum(is_before, axis=1)].set(places)
+    num_children = jnp.sum(tree.children >= 0, axis=1)
+    draws = proposal.law_row[jnp.maximum(tree.children[:, 0], 0)]
 
-    def visit(index: Int[Array, ""], state: tuple[Array, ...]) -> tuple[Array, ...]:
-        rest, draft, weights, ends = state
-        node, parent = order[index], jnp.maximum(tree.parents[order[index]], 0)
-        is_first = tree.parents[node] != tree.parents[order[index - 1]]
-        begun = begin(parent, weights[parent])
-        rest, draft = (
-            jnp.where(is_first, new, old) for new, old in zip(begun, (rest, draft), strict=True)
-        )
-        rest, draft, weight = take_turn(node, rest, draft)
-        # A node without children ends all that reaches it.
-        ends = ends.at[parent].set(jnp.sum(rest)).at[node].set(weight)
-        return rest, draft, weights.at[node].set(weight), ends
+    def laws_at(parents: Int[Array, " parents"]) -> tuple[Array, Array]:
+        """Returns the target's laws after some nodes, and what their children are drawn from."""
+        laws = jax.nn.softmax(logits[parents], axis=-1)
+        # After a node that no token may follow nothing is emitted, so any distribution will do.
+        laws = jnp.where(jnp.isfinite(laws), laws, 1 / vocab)
+        return laws, jnp.exp(distributions[draws[parents]]).astype(logits.dtype)
+
+    def give(parent: Int[Array, ""], owed: Array, draft: Array) -> tuple[Array, Array]:
+        """Returns what a node owes after all its children, if they are rejected; their weights."""
+
+        def take_turn(rank: Int[Array, ""], state: tuple[Array, ...]) -> tuple[Array, ...]:
+            rest, draft, weights = state
+            is_child = rank < num_children[parent]
+            child = jnp.maximum(tree.children[parent, rank], 0)
+            token = tokens[child]
+            drawn = is_child & (draft[token] > 0)
+            tried = drawn & proposal.valid[child]
+            ratio = rest[token] / jnp.where(drawn, draft[token], 1.0)
+            weight = jnp.where(tried, jnp.minimum(ratio, 1.0), 0.0)
+            rest = jnp.where(tried, _rest_after(rest, draft), rest)
+            draft = jnp.where(drawn, _without(draft, token), draft)
+            return rest, draft, jnp.where((places == child) & is_child, weight, weights)
+
+        state = owed, draft, jnp.zeros(nodes, logits.dtype)
+        turns = largest_of_rows(num_children[parent])
+        rest, _, weights = jax.lax.fori_loop(0, turns, take_turn, state)
+        return rest, weights
+
+    # Parents come before their children, and each has a distribution of its own.
+    (parents,) = jnp.nonzero(num_children > 0, size=len(distributions), fill_value=nodes)
+    laws, drafts = laws_at(parents)
+
+    def visit(index: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
+        weights, ends = state
+        parent = parents[index]
+        weight = weights[parent]
+        rest, of_children = give(parent, weight * laws[index], drafts[index])
+        return weights + of_children, ends.at[parent].set(jnp.sum(rest), mode="drop")
 
     root = jnp.zeros(nodes, logits.dtype).at[0].set(1.0)
-    nothing = jnp.zeros(vocab, logits.dtype)
-    state = (nothing, nothing, root, root)
-    *_, weights, ends = jax.lax.fori_loop(1, nodes, visit, state)
-    ends = jnp.minimum(ends, 1.0).at[0].set(1.0)
+    weights, ends = jax.lax.fori_loop(0, len(distributions), visit, (root, root))
+    # A node without children ends all that reaches it.
+    ends = jnp.where(num_children > 0, jnp.minimum(ends, 1.0), weights).at[0].set(1.0)
 
     # Logarithms of probabilities that a path ends neither at a node, nor below it, nor at it or its
     # later siblings or their parent.
@@ -226,15 +230,10 @@ def verify_traversal(
     earlier = siblings & (places[None, :] < places[:, None])
     last = _deepest(tree, keep & ~jnp.any(earlier & keep[None, :], axis=1))
 
-    def pass_child(rank: Int[Array, ""], owed: tuple[Array, Array]) -> tuple[Array, Array]:
-        child = tree.children[last, rank]
-        *after, _ = take_turn(jnp.maximum(child, 0), *owed)
-        rest, draft = (jnp.where(child < 0, old, new) for old, new in zip(owed, after, strict=True))
-        return rest, draft
-
-    owed = begin(last, weights[last])
-    rest, _ = jax.lax.fori_loop(0, tree.children.shape[-1], pass_child, owed)
-    next_token = inverse_cdf(jnp.where(jnp.sum(rest) > 0, rest, owed[0]), uniforms[0])
+    law, draft = laws_at(last[None])
+    owed = weights[last] * law[0]
+    rest, _ = give(last, owed, draft[0])
+    next_token = inverse_cdf(jnp.where(jnp.sum(rest) > 0, rest, owed), uniforms[0])
     return Verdict(tree.paths[last], tree.depths[last] + 1, next_token)
 
 
