@@ -96,9 +96,20 @@ def drafted(target: Network, head, text, length):
     return drafter.propose(pair, jax.random.key(0), state, context)[0].draft_logprobs
 
 
+@jax.jit
+def laws_of(target: Network, text):
+    """The target's laws of the token after each of a text."""
+    places = len(text)
+    read = target.forward(text, jnp.arange(places), causal(places), None)
+    return jax.nn.softmax(target.unembed(read.features))
+
+
 def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, answers):
     objective, key = objective_for(target), jax.random.key(3)
     loss, metrics = jax.jit(objective)(params, Observed(answers, target), key)
+    matched = objective_for(target, loss="overlap")
+    loss_of_laws, shown = jax.jit(matched)(params, Observed(answers, target), key)
+    of_laws, overlaps = 0.0, np.zeros(BLOCK - 1)
     head = objective.head(params, target)
     total = weight = nats = tokens = 0.0
     hits, places = np.zeros(BLOCK - 1), np.zeros(BLOCK - 1)
@@ -114,6 +125,8 @@ def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, 
             padded = np.zeros(LENGTH + 2 * BLOCK, np.int32)
             padded[: pending + 1] = text[: pending + 1]
             laws = drafted(target, head, jnp.asarray(padded), jnp.int32(pending + 1))
+            padded[: len(text)] = text
+            said_by_target = laws_of(target, jnp.asarray(padded))[pending:]
             for i, token in enumerate(text[pending + 1 : pending + BLOCK]):
                 share = np.exp(-i / objective.gamma)
                 said = float(laws[i, token])
@@ -121,12 +134,17 @@ def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, 
                 nats, tokens = nats - said, tokens + 1
                 hits[i] += said >= float(jnp.max(laws[i]))
                 places[i] += 1
+                both = float(jnp.sum(jnp.minimum(jnp.exp(laws[i]), said_by_target[i])))
+                of_laws, overlaps[i] = of_laws - share * np.log(both), overlaps[i] + both
     assert tokens > 40
     assert float(metrics["tokens"]) == tokens
     np.testing.assert_allclose(loss, total / weight, rtol=1e-5)
     np.testing.assert_allclose(metrics["nats"], nats / tokens, rtol=1e-5)
     at_depth = [float(metrics[f"top1_at_{i + 1}"]) for i in range(BLOCK - 1)]
     np.testing.assert_allclose(at_depth, hits / places, rtol=1e-6)
+    np.testing.assert_allclose(loss_of_laws, of_laws / weight, rtol=1e-5)
+    at_depth = [float(shown[f"overlap_at_{i + 1}"]) for i in range(BLOCK - 1)]
+    np.testing.assert_allclose(at_depth, overlaps / places, rtol=1e-5)
 
 
 def test_anchors_are_what_may_be_pending_within_an_answer(target, answers):

@@ -1,6 +1,5 @@
 """Losses between two laws: values and gradients by hand and in NumPy, and what training makes."""
 
-import json
 from functools import partial
 
 import jax
@@ -165,3 +164,76 @@ def test_each_depth_has_its_own_weight_of_the_divergence():
     for depth in range(4):
         alone, _ = reference("hybrid", draft[:, depth], target[:, depth], ids, counted[:, depth])
         np.testing.assert_allclose(apart[:, depth], alone, rtol=1e-5)
+
+
+# Training
+
+
+LENGTH, BLOCK, MASK_ID = 24, 4, 9
+OPTIMIZER = OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=1)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_config):
+    """A network with laws that are far from even."""
+    params = init_params(tiny_config, jax.random.key(0))
+    kernel = 8.0 * params["head"]["kernel"]
+    return Network({**params, "head": {"kernel": kernel}}, tiny_config)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(10, 97, size).astype(np.int32) for size in (22, 11, 9, 17)]
+
+
+def cases(name, target, texts):
+    """Returns what makes an objective of a loss, its first weights, and a batch."""
+    config, key = head_config(target.config), jax.random.key(7)
+    answers, ids = pack_answers(texts, (6, 4, 1, 12), LENGTH), jnp.arange(0, 97, 2)
+    if name == "lm":
+        params = init_params(target.config, key)
+        student = NextToken(target.config)
+        batch = Taught(pack(texts, LENGTH), target)
+        return lambda loss: SoftLabels(student, 1.0, loss), params, batch
+    if name == "eagle-1":
+        make = partial(FeatureRegression, config, noise=0.0, token_weight=1.0)
+        batch = Observed(pack(texts, LENGTH), target, ids)
+        return lambda loss: make(loss=loss), init_eagle_params(config, True, key), batch
+    if name == "eagle-3":
+        config, taps = config.replace(vocab_size=len(ids)), (0, 1)
+        make = partial(TrainingTimeTest, config, taps, num_unrolled=2)
+        params = init_eagle3_params(config, 2 * target.embed_dim, key)
+        batch = Observed(pack(texts, LENGTH), target, ids)
+        return lambda loss: make(loss=loss), params, batch
+    if name == "dflash":
+        config, taps = layers_config(target.config, 1, 24), (0, 1)
+        make = partial(AnchoredBlocks, config, taps, MASK_ID, BLOCK, 99, 2.0)
+        params = init_dflash_params(config, 2 * target.embed_dim, key)
+        return lambda loss: make(loss=loss), params, Observed(answers, target)
+    config = target.config.replace(diffusion=Diffusion(MASK_ID, True, 4))
+    answers = pack_answers(texts, (6, 4, 1, 12), LENGTH, 4, MASK_ID)
+    make = partial(Refinement, config, 8, cuts="all")
+    return lambda loss: make(loss=loss), init_params(config, key), Observed(answers, target)
+
+
+@pytest.mark.parametrize("name", ["lm", "eagle-1", "eagle-3", "dflash", "deer"])
+def test_the_overlap_rises_with_either_loss(name, target, texts):
+    objective_of, params, batch = cases(name, target, texts)
+    measured = objective_of("overlap")
+    if name.startswith("eagle"):
+        measured = HeadQuality(measured, depth=1, top_k=2)
+
+    @jax.jit
+    def overlap(params):
+        metrics = measured(params, batch, jax.random.key(0))[1]
+        return metrics["overlap"] if "overlap" in metrics else metrics["overlap_at_1"]
+
+    before = float(overlap(params))
+    for loss in LOSSES[1:]:
+        step = make_train_step(objective_of(loss), OPTIMIZER, 30)
+        state = initial_state(jax.tree.map(jnp.copy, params), make_optimizer(OPTIMIZER, 30))
+        for _ in range(30):
+            state, metrics = step(state, batch)
+        assert np.isfinite(float(metrics["loss"]))
+        assert float(overlap(state.params)) > 1.2 * before, loss
