@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxspec.training.settings import CROSS_ENTROPY
+
 DECAY = 3.0
 """Decay of the divergence's weight in "hybrid" with the overlap; the paper's choice."""
 
@@ -97,7 +99,7 @@ def losses_of(
     >>> [round(float(losses_of(loss, found, counted)[0]), 4) for loss in ("overlap", "hybrid")]
     [0.3567, 0.2869]
     """
-    if loss == "cross-entropy":
+    if loss == CROSS_ENTROPY:
         return found.cross_entropy
     if loss == "overlap":
         return -found.log_overlap
