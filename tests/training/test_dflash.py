@@ -96,9 +96,20 @@ def drafted(target: Network, head, text, length):
     return drafter.propose(pair, jax.random.key(0), state, context)[0].draft_logprobs
 
 
+@jax.jit
+def laws_of(target: Network, text):
+    """The target's laws of the token after each of a text."""
+    places = len(text)
+    read = target.forward(text, jnp.arange(places), causal(places), None)
+    return jax.nn.softmax(target.unembed(read.features))
+
+
 def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, answers):
     objective, key = objective_for(target), jax.random.key(3)
     loss, metrics = jax.jit(objective)(params, Observed(answers, target), key)
+    matched = objective_for(target, loss="overlap")
+    loss_of_laws, shown = jax.jit(matched)(params, Observed(answers, target), key)
+    of_laws, overlaps = 0.0, np.zeros(BLOCK - 1)
     head = objective.head(params, target)
     total = weight = nats = tokens = 0.0
     hits, places = np.zeros(BLOCK - 1), np.zeros(BLOCK - 1)
@@ -114,6 +125,8 @@ def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, 
             padded = np.zeros(LENGTH + 2 * BLOCK, np.int32)
             padded[: pending + 1] = text[: pending + 1]
             laws = drafted(target, head, jnp.asarray(padded), jnp.int32(pending + 1))
+            padded[: len(text)] = text
+            said_by_target = laws_of(target, jnp.asarray(padded))[pending:]
             for i, token in enumerate(text[pending + 1 : pending + BLOCK]):
                 share = np.exp(-i / objective.gamma)
                 said = float(laws[i, token])
@@ -121,12 +134,17 @@ def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, 
                 nats, tokens = nats - said, tokens + 1
                 hits[i] += said >= float(jnp.max(laws[i]))
                 places[i] += 1
+                both = float(jnp.sum(jnp.minimum(jnp.exp(laws[i]), said_by_target[i])))
+                of_laws, overlaps[i] = of_laws - share * np.log(both), overlaps[i] + both
     assert tokens > 40
     assert float(metrics["tokens"]) == tokens
     np.testing.assert_allclose(loss, total / weight, rtol=1e-5)
     np.testing.assert_allclose(metrics["nats"], nats / tokens, rtol=1e-5)
     at_depth = [float(metrics[f"top1_at_{i + 1}"]) for i in range(BLOCK - 1)]
     np.testing.assert_allclose(at_depth, hits / places, rtol=1e-6)
+    np.testing.assert_allclose(loss_of_laws, of_laws / weight, rtol=1e-5)
+    at_depth = [float(shown[f"overlap_at_{i + 1}"]) for i in range(BLOCK - 1)]
+    np.testing.assert_allclose(at_depth, overlaps / places, rtol=1e-5)
 
 
 def test_anchors_are_what_may_be_pending_within_an_answer(target, answers):
@@ -185,27 +203,32 @@ def test_narrow_products_give_nearly_the_same_loss(target, params, answers):
     np.testing.assert_allclose(exact, narrow, rtol=0.02)
 
 
+@pytest.mark.parametrize("loss", ["cross-entropy", "overlap"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_flops_of_a_token_are_what_the_compiler_counts(kept):
+def test_flops_of_a_token_are_what_the_compiler_counts(kept, loss):
     """So nothing is computed that training does not need, such as what the context attends to."""
     config = ModelConfig(512, 128, 2, 4, 2, 32, 256, 128, tied_head=True)
     layers, length, rows = layers_config(config, 2, None), 64, 2
-    objective = AnchoredBlocks(layers, (0, 1), MASK_ID, block=8, anchors=16, gamma=3.5)
+    objective = AnchoredBlocks(layers, (0, 1), MASK_ID, block=8, anchors=16, gamma=3.5, loss=loss)
     first = partial(init_dflash_params, layers, 2 * config.embed_dim)
     shapes = jax.eval_shape(first, jax.random.key(0))
     field = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     answers, network = Sequences(field, field, field, field), Network(param_shapes(config), config)
+    reads_laws = loss != "cross-entropy"
+    width = config.embed_dim if reads_laws else 0
     if kept:
         answers = answers._replace(
-            features=jax.ShapeDtypeStruct((rows, length, 0), jnp.float32),
+            features=jax.ShapeDtypeStruct((rows, length, width), jnp.float32),
             taps=jax.ShapeDtypeStruct((rows, length, 2 * config.embed_dim), jnp.float32),
         )
     batch = Observed(answers, network)
     step = jax.jit(jax.grad(objective, has_aux=True))
     with exchanged({}):  # the compiler does not look into native code
         compiled = step.lower(shapes, batch, jax.eval_shape(lambda: jax.random.key(0))).compile()
-    share = 0.0 if kept else 0.5  # the second layer's input is all that is read behind the first
-    expected = rows * length * block_flops_per_token(shapes, layers, config, length, 8, 16, share)
+    # The second layer's input is all that is read behind the first, except for laws.
+    share = 0.0 if kept else 1.0 if reads_laws else 0.5
+    of_token = block_flops_per_token(shapes, layers, config, length, 8, 16, share, reads_laws)
+    expected = rows * length * of_token
     assert expected < compiled.cost_analysis()["flops"] < 1.25 * expected
 
 
