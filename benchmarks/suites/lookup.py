@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -20,35 +20,25 @@ from jaxspec.batch.rows import rows_of
 from jaxspec.batch.settings import JobSettings
 from jaxspec.batch.writer import Collector
 from jaxspec.checkpoint import Model, load
-from jaxspec.commands.methods import EAGLE_HEAD, MADE_FOR, searched_tree
+from jaxspec.commands.methods import EAGLE_HEAD, MADE_FOR, searched_tree, with_lookup
 from jaxspec.core.cache import empty_layer
 from jaxspec.core.types import Hidden, KVCache
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.metrics import Counts, repeated_ngrams
 from jaxspec.decoding.request import GenerationConfig, encode_prompt
-from jaxspec.drafters import DrafterLike, PromptLookup, SuffixLookup, Union
+from jaxspec.drafters import DrafterLike, PromptLookup, SuffixLookup
 from jaxspec.measure.comparison import TIE_GAP, Divergence, divergence_lines
 from jaxspec.measure.figures import PLAIN
 from jaxspec.measure.prompts import read_entries
 
 CODE_EDITS = PromptSet("code edits", str(EDITS), "{prompt}")
-_EAGLE = "EAGLE-1, searched tree"
-_UNION = "suffix lookup and EAGLE-1"
 _ANSWER_ROOM = 512
 """Tokens of an answer at most, so that all of them share programs."""
 
 
-def _union(target: Model) -> DrafterLike | None:
-    head = searched_tree(EAGLE_HEAD)(target)
-    return None if head is None else Union.of(head)
-
-
-METHODS: Mapping[str, Callable[[Model], DrafterLike | None]] = {
-    PLAIN: lambda target: None,
-    "prompt lookup": lambda target: PromptLookup(),
-    "suffix lookup": lambda target: SuffixLookup(),
-    _EAGLE: searched_tree(EAGLE_HEAD),
-    _UNION: _union,
+_COPYING: Mapping[str, DrafterLike] = {
+    "prompt lookup": PromptLookup(),
+    "suffix lookup": SuffixLookup(),
 }
 
 
@@ -128,9 +118,8 @@ def _measure_lookup(run: SuiteRun) -> Page:
     prompts = run.prompts(model, suite.max_new_tokens)
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
     jobs: list[Copied] = []
-    copying = [name for name in suite.methods if name.endswith("lookup")]
     written: dict[str, Counts] = {}
-    with run.steps(len(categories) * len(suite.methods) + len(copying)) as advance:
+    with run.steps(len(categories) * len(suite.methods) + len(_COPYING)) as advance:
         for category in categories:
             rows = rows_of([prompt.text for prompt in prompts if prompt.category == category])
             ids = [row._replace(prompt=encode_prompt(model, row.prompt)) for row in rows]
@@ -152,10 +141,8 @@ def _measure_lookup(run: SuiteRun) -> Page:
                         repeated_ngrams(list(tokens.values())),
                     )
                 )
-        for name in copying:
+        for name, drafter in _COPYING.items():
             advance(f"answers: {name}")
-            drafter = suite.methods[name](model)
-            assert drafter is not None, "lookup drafts for every target"
             written[name] = write_answers(model, drafter)
     return lookup_page(model.name, jobs, written)
 
@@ -213,6 +200,11 @@ LOOKUP_SUITES: Mapping[str, Suite] = {
         prompt_sets=(GSM8K, CODE_EDITS),
         prompts_per_set=1319,
         needs=(MADE_FOR, EAGLE_HEAD),
-        methods=METHODS,
+        methods={
+            PLAIN: lambda target: None,
+            **{name: lambda target, each=each: each for name, each in _COPYING.items()},
+            "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
+            "suffix lookup and EAGLE-1": with_lookup(EAGLE_HEAD),
+        },
     ),
 }

@@ -59,7 +59,7 @@ def corpus_of(texts: Sequence[np.ndarray], reach: int) -> Corpus:
     return _sorted(tokens, len(tokens) + ROOM, reach)
 
 
-def with_texts(corpus: Corpus, texts: Sequence[np.ndarray], reach: int) -> Corpus | None:
+def extended(corpus: Corpus, texts: Sequence[np.ndarray], reach: int) -> Corpus | None:
     """Returns the corpus with further texts in its `ROOM` free places.
 
     Where these are full, the oldest of the further texts are forgotten. `None`: what is new is less
@@ -94,9 +94,9 @@ def _sorted(tokens: np.ndarray, capacity: int, reach: int) -> Corpus:
     order = order[((tokens >= 0) & (before >= 0))[order]]
 
     def padded(array: np.ndarray, filler: int) -> Array:
-        return jnp.pad(
-            jnp.asarray(array, jnp.int32), (0, capacity - len(array)), constant_values=filler
-        )
+        # By NumPy: XLA would compile a program for each length.
+        whole = np.pad(array, (0, capacity - len(array)), constant_values=filler)
+        return jnp.asarray(whole.astype(np.int32))
 
     return Corpus(padded(tokens, _BETWEEN), padded(order, 0), jnp.int32(len(order)))
 

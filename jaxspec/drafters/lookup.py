@@ -19,7 +19,7 @@ from jaxspec.core.checks import check_at_least, check_one_of
 from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import bank, chain_proposal
 from jaxspec.core.types import Context, Hidden, Params, Proposal
-from jaxspec.drafters.corpus import Corpus, corpus_of, encoded_texts, nearest, with_texts
+from jaxspec.drafters.corpus import Corpus, corpus_of, encoded_texts, extended, nearest
 from jaxspec.drafters.loaded import LoadedDrafter, OtherTargetError
 
 if TYPE_CHECKING:
@@ -179,11 +179,11 @@ class SuffixLookup:
         lengths = _matched_lengths(context, self.max_ngram)
         longest = jnp.max(lengths)
         places = jnp.where((lengths == longest) & (longest > 0), jnp.arange(len(lengths)), -1)
-        # Of the likeliest, the latest first. In float32, as XLA sorts whole numbers.
-        starts = jax.lax.top_k(places.astype(jnp.float32), min(_MOST_VOTES, len(lengths)))[0]
-        starts = starts.astype(jnp.int32)[:, None]
-        following = jax.vmap(lambda start: _tokens_from(context, start, size))(starts[:, 0])
-        following = jnp.where(starts >= 0, following, -1)
+        # The latest come first. They are floats because XLA sorts whole numbers for that.
+        latest = jax.lax.top_k(places.astype(jnp.float32), min(_MOST_VOTES, len(lengths)))[0]
+        starts = latest.astype(jnp.int32)
+        following = jax.vmap(lambda start: _tokens_from(context, start, size))(starts)
+        following = jnp.where((starts >= 0)[:, None], following, -1)
         weight = jnp.where(longest > 0, longest + NEARER, 0)
         if corpus:
             starts, lengths = nearest(
@@ -205,7 +205,7 @@ class SuffixLookup:
         """See `core.types.ReadsFinished`."""
         if not params:
             return corpus_of(texts, self.max_ngram)
-        return with_texts(params, texts, self.max_ngram)
+        return extended(params, texts, self.max_ngram)
 
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`."""

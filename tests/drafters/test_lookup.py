@@ -12,7 +12,7 @@ from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import CheckpointError, Model, memory
 from jaxspec.core.types import Context, KVCache, Params, Recent, Warp
 from jaxspec.drafters import PromptLookup, SuffixLookup, corpus
-from jaxspec.drafters.corpus import corpus_of, with_texts
+from jaxspec.drafters.corpus import corpus_of, extended
 from tests.laws.drafters import network
 
 CAPACITY, VOCAB, ROWS = 20, 4, 200
@@ -198,16 +198,16 @@ def test_texts_that_come_later_are_found_as_those_that_were_given(monkeypatch):
     texts = [rng.integers(0, VOCAB, size) for size in (20, 7, 9, 11, 12)]
     whole = corpus_of(texts[:1], 4)
     for more in (texts[1:3], texts[3:4]):
-        whole = with_texts(whole, more, 4)
+        whole = extended(whole, more, 4)
     assert whole.tokens.shape == (61,)
     once = corpus_of(texts[:4], 4)
     size = int(once.count)
     assert int(whole.count) == size
     assert whole.tokens[:51].tolist() == once.tokens[:51].tolist()
     assert whole.order[:size].tolist() == once.order[:size].tolist()
-    assert with_texts(whole, [np.array([1])], 4) is None  # too few to sort anew
+    assert extended(whole, [np.array([1])], 4) is None  # too few to sort anew
     # The room is full: of what came later, the oldest is forgotten.
-    full = with_texts(whole, texts[4:], 4)
+    full = extended(whole, texts[4:], 4)
     kept = np.concatenate([np.append(text, -1) for text in texts[1:]])[-40:]
     assert full.tokens.tolist() == [*texts[0], -1, *kept]
     assert jax.tree.map(jnp.shape, full) == jax.tree.map(jnp.shape, whole)
