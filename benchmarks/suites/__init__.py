@@ -9,6 +9,7 @@ from benchmarks.suites.guard import GUARD_SUITES
 from benchmarks.suites.jobs import JOB_SUITES
 from benchmarks.suites.litert import LITERT_DECODING
 from benchmarks.suites.litert_files import LITERT_FILES
+from benchmarks.suites.lookup import LOOKUP_SUITES
 from benchmarks.suites.shipped import SHIPPED_SUITES
 from benchmarks.suites.side_by_side import SIDE_BY_SIDE
 
@@ -19,6 +20,7 @@ SUITES: Mapping[str, Suite] = {
     **LITERT_FILES,
     **JOB_SUITES,
     **GUARD_SUITES,
+    **LOOKUP_SUITES,
     **COST_SUITES,
     **SIDE_BY_SIDE,
 }

@@ -143,7 +143,7 @@ class JobRunner:
             prompt.rows, prompt.batch_size, DRAFTINGS[name], output, prompt.capacity
         )
         self.reports.setdefault(method, []).append(report)
-        by_line = _tokens_by_line(output.records)
+        by_line = tokens_by_line(output.records)
         rows = tuple(DecodedText(_ids(row), by_line[row.line]) for row in prompt.rows)
         return Sample(rows, report.seconds, report.counts)
 
@@ -303,7 +303,7 @@ def _ways(
         found[name] = decode()
     first = next(iter(found.values()))
     return tuple(
-        Way(name, _digest(by_line), _divergences(jobs.model, rows, first, by_line))
+        Way(name, digest_of_tokens(by_line), divergences_of(jobs.model, rows, first, by_line))
         for name, by_line in found.items()
     )
 
@@ -313,7 +313,7 @@ def _collected(
 ) -> dict[int, list[int]]:
     output = Collector()
     jobs.job(rows, size, drafting, output)
-    return _tokens_by_line(output.records)
+    return tokens_by_line(output.records)
 
 
 def _resumed(jobs: Jobs, rows: Sequence[Row], size: int) -> dict[int, list[int]]:
@@ -321,7 +321,7 @@ def _resumed(jobs: Jobs, rows: Sequence[Row], size: int) -> dict[int, list[int]]
     output, enough = Collector(), max(1, len(rows) // 4)
     jobs.job(rows, size, "always", output, should_stop=lambda: len(output.records) >= enough)
     jobs.job(rows, size, "always", output)
-    return _tokens_by_line(output.records)
+    return tokens_by_line(output.records)
 
 
 def _on_devices(
@@ -356,10 +356,10 @@ def _on_devices(
         if done.returncode:
             raise ValueError(f"A job on {sizes.devices} virtual devices failed:\n{done.stderr}")
         records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    return _tokens_by_line(records)
+    return tokens_by_line(records)
 
 
-def _divergences(
+def divergences_of(
     model: Model,
     rows: Sequence[Row],
     plain: Mapping[int, list[int]],
@@ -385,11 +385,11 @@ def _ids(row: Row) -> list[int]:
     return list(ids)
 
 
-def _tokens_by_line(records: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
+def tokens_by_line(records: Sequence[Mapping[str, Any]]) -> dict[int, list[int]]:
     return {record["line"]: record["tokens"] for record in records}
 
 
-def _digest(tokens: Mapping[int, list[int]]) -> str:
+def digest_of_tokens(tokens: Mapping[int, list[int]]) -> str:
     return hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest()[:16]
 
 

@@ -24,13 +24,13 @@ from jaxspec.batch.plan import (
 )
 from jaxspec.batch.report import Counters, JobReport
 from jaxspec.batch.rows import EncodedRow, Row, encode_rows
-from jaxspec.batch.settings import JobSettings, has_guard
+from jaxspec.batch.settings import JobSettings, drafts_change_nothing, has_guard
 from jaxspec.batch.slots import ChunkInfo, Programs, bytes_in_one_memory
 from jaxspec.batch.writer import Output
 from jaxspec.compilation import CompileClock
 from jaxspec.core.decode import Prefix
 from jaxspec.core.loop import CHUNK, round_up
-from jaxspec.core.types import DecodeState, Params, Stop
+from jaxspec.core.types import DecodeState, Params, ReadsFinished, Stop
 from jaxspec.decoding.metrics import ROW_FIGURES, Counts
 from jaxspec.decoding.request import (
     PENALTIES,
@@ -51,6 +51,8 @@ LONGEST_CHUNK = 32
 """Steps after which the host looks, if no row stops before."""
 _REFILL_SHARE = 16
 """A chunk ends when one slot in 16 is free."""
+_LEAD = 16
+"""Tokens of its prompt that lead a finished row's output, where a drafter reads it."""
 
 
 def run(
@@ -111,6 +113,9 @@ def run(
             grammar=grammar_asked(model, config, 1)[0],
             place=placement_of(model.params),
         )
+        reads = isinstance(loaded.drafter, ReadsFinished) and drafts_change_nothing(model, config)
+        if reads:
+            programs.add_texts(())
         capacity = None if settings.capacity is None else round_up(settings.capacity)
         encoded = [_within(row, programs, capacity) for row in encode_rows(model, rows)]
         job = _Job(
@@ -121,6 +126,7 @@ def run(
             guard=Guard(settings.guard, LONGEST_CHUNK, int(np.asarray(config.max_new_tokens)))
             if has_guard(model, config, loaded, settings)
             else None,
+            unread=[] if reads else None,
             should_stop=should_stop or (lambda: False),
             progress=progress or (lambda report: None),
         )
@@ -199,13 +205,18 @@ class _Item(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """Everything that the groups of a job share."""
+    """Everything that the groups of a job share.
+
+    Attributes:
+        unread: texts of finished rows that the drafter has not read; `None` if it reads none.
+    """
 
     programs: Programs
     settings: JobSettings
     output: Output
     counters: Counters
     guard: Guard | None
+    unread: list[np.ndarray] | None
     should_stop: Callable[[], bool]
     progress: Callable[[JobReport], None]
 
@@ -425,4 +436,9 @@ class _Batch:
         self.job.keep(
             [self.job.record(item, host) for item, host in zip(items, hosts, strict=True)]
         )
+        if (unread := self.job.unread) is not None:
+            pairs = zip(items, hosts, strict=True)
+            unread += [np.append(item.row.tokens[-_LEAD:], host.tokens) for item, host in pairs]
+            if self.programs.add_texts(unread):
+                unread.clear()
         self.job.counters.add(num_decoded=len(items))

@@ -8,7 +8,7 @@ nothing compiles twice. `Programs` binds them to what is the same for all rows.
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,13 +43,14 @@ from jaxspec.core.types import (
     Params,
     Proposal,
     PyTree,
+    ReadsFinished,
     Recent,
     Stop,
     Warp,
 )
 from jaxspec.decoding.request import GenerationConfig, bucket_of, warps_of
 from jaxspec.drafters import NoDraft
-from jaxspec.sharding import Placement
+from jaxspec.sharding import Placement, shard_like
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -368,7 +369,7 @@ def _from_plain(plain: DecodeState, drafted: DecodeState, chosen: Bool[Array, ""
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Programs:
     """Calls the programs of a job; numbers that change from call to call are typed arguments.
 
@@ -376,7 +377,7 @@ class Programs:
         model: the target.
         config: settings of decoding.
         seed: seed of the randomness.
-        params: weights of target and drafter.
+        params: weights of target and drafter. `add_texts` changes those of the drafter.
         drafter: the method, static.
         automaton: stop strings.
         grammar: of the texts that rows may emit; `None` for any text.
@@ -467,6 +468,14 @@ class Programs:
             drafter=self.drafter if drafting else Dormant(self.drafter),
             settings=self.row_settings(capacity),
         )
+
+    def add_texts(self, texts: Sequence[np.ndarray]) -> bool:
+        """Gives texts to a drafter that reads them; False: it asks for them again, with more."""
+        assert isinstance(self.drafter, ReadsFinished)
+        draft = self.drafter.with_texts(self.params.draft, texts)
+        if draft is not None:
+            self.params = self.params._replace(draft=shard_like(self.model.params, draft))
+        return draft is not None
 
     def insert(self, states: DecodeState, row: DecodeState, slot: int, sample: int) -> DecodeState:
         """Puts a row into a slot, and waits until it is there."""

@@ -15,6 +15,7 @@ from jaxspec.models.storage import is_matrix
 from jaxspec.models.transformer import Network, param_shapes
 
 _SHORT_TEXT = 1024  # tokens: with less room than this, loading is of no use
+_BYTES_SORTED = 64  # of each token of a corpus: ranks, their order, and copies of both
 
 
 class MemoryEstimate(NamedTuple):
@@ -176,6 +177,21 @@ def check_rows_fit(network: LanguageModel, capacity: int, batch_size: int, share
     cache = jax.eval_shape(lambda network: network.empty_cache(capacity), network)
     row = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     _refuse_caches(row * batch_size, capacity, batch_size, shares)
+
+
+def check_corpus_fits(num_tokens: int) -> None:
+    """Refuses texts to look tokens up in, before they are sorted, that cannot fit.
+
+    Raises:
+        CheckpointError: they are larger than the memory that is available; with figures.
+    """
+    needed = _BYTES_SORTED * num_tokens
+    _refuse_if_more(
+        needed,
+        1,
+        f"corpus: {num_tokens:,} tokens need {_gigabytes(needed)} while they are sorted",
+        "Give fewer texts.",
+    )
 
 
 def _refuse_caches(needed: int, capacity: int, batch_size: int, shares: int) -> None:

@@ -26,7 +26,9 @@ from jaxspec.drafters import (
     LoadedDrafter,
     NoDraft,
     PromptLookup,
+    SuffixLookup,
     TokenRecycling,
+    Union,
 )
 from jaxspec.drafters.loaded import OtherTargetError
 from jaxspec.measure.step import measure_drafter
@@ -65,6 +67,11 @@ def with_head(
 def searched_tree(name: str) -> Callable[[Model], LoadedDrafter | None]:
     """Builds a shipped head over the tree that was searched for it."""
     return with_head(name, lambda head: None if head.paths is None else Eagle.of(head))
+
+
+def with_lookup(name: str) -> Callable[[Model], LoadedDrafter | None]:
+    """Builds a shipped head over its searched tree, and lookup where its match is long."""
+    return with_head(name, lambda head: None if head.paths is None else Union.of(Eagle.of(head)))
 
 
 def with_draft_model(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | None]:
@@ -147,9 +154,11 @@ def with_dflash(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter |
 
 EVERY_METHOD: Mapping[str, Callable[[Model], DrafterLike | None]] = {
     "prompt lookup": lambda target: PromptLookup(),
+    "suffix lookup": lambda target: SuffixLookup(),
     "token recycling": lambda target: TokenRecycling(),
     "draft model": with_draft_model(DRAFT),
     "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
+    "suffix lookup and EAGLE-1": with_lookup(EAGLE_HEAD),
     "EAGLE-2, 59 nodes": with_head(EAGLE_HEAD, Eagle2.of),
     "EAGLE-3, searched tree": searched_tree(EAGLE3_HEAD),
     "layer skip, as searched": searched_set(),

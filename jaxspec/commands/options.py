@@ -25,9 +25,12 @@ from jaxspec.drafters import (
     LayerSkip,
     LoadedDrafter,
     PromptLookup,
+    SuffixLookup,
     TokenRecycling,
+    Union,
     published_skips,
 )
+from jaxspec.measure.prompts import read_prompts
 from jaxspec.models.storage import STORAGES
 from jaxspec.sharding import parse_mesh, shard_like
 from jaxspec.tuning import load_tree
@@ -333,6 +336,37 @@ def _loaded(args: argparse.Namespace, settings: dict[str, Any], drafter: str, ne
     return load(_taken(settings, "model", drafter, needs), dtype=getattr(args, "dtype", None))
 
 
+def _suffix(
+    _: argparse.Namespace, settings: dict[str, Any], model: Model
+) -> SuffixLookup | LoadedDrafter:
+    corpus = settings.pop("corpus", None)
+    if corpus is None:
+        return SuffixLookup(**settings)
+    return SuffixLookup.of(_texts_of(corpus), model, **settings)
+
+
+def _texts_of(path: str) -> list[str]:
+    """Reads the texts of a corpus: those of a `.jsonl` or `.jsonl.gz` file, or a file as a whole.
+
+    Raises:
+        ValueError: a line of the file holds no text.
+        OSError: the file cannot be read.
+    """
+    if not path.endswith((".jsonl", ".jsonl.gz")):
+        return [Path(path).read_text(encoding="utf-8")]
+    texts = [row.prompt for row in read_prompts(path)]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"corpus={path}: each line must hold a text, and one holds a chat.")
+    return texts
+
+
+def _union(args: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
+    head = {name: settings.pop(name) for name in ("head", "tree") if name in settings}
+    own = {name: settings.pop(name) for name in ("min_match",) if name in settings}
+    lookup = _suffix(args, settings, model)
+    return Union.of(_eagle(args, head, model, "union"), lookup, **own)
+
+
 def _recycling(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> TokenRecycling:
     tree = settings.get("tree")
     return TokenRecycling() if tree is None else TokenRecycling(load_tree(tree))
@@ -356,8 +390,10 @@ def _draft_model(args: argparse.Namespace, settings: dict[str, Any], model: Mode
     return made
 
 
-def _eagle(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
-    source, tree = _head("eagle", settings), settings.get("tree")
+def _eagle(
+    _: argparse.Namespace, settings: dict[str, Any], model: Model, drafter: str = "eagle"
+) -> LoadedDrafter:
+    source, tree = _head(drafter, settings), settings.get("tree")
     paths = None if tree is None else load_tree(tree)
     return Eagle.of(load_eagle(source, model.network), paths)
 
@@ -430,16 +466,25 @@ _OF_BLOCKS: Mapping[str, Callable[[str], Any]] = {
     **dict.fromkeys(_COSTS, float),
 }
 
+_OF_SUFFIX: Mapping[str, Callable[[str], Any]] = {
+    "num_speculative_tokens": int,
+    "max_ngram": int,
+    "corpus": str,
+}
+
 # The only place that names drafters: the types of their settings, and how they are built.
 DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
     "lookup": (
         {"num_speculative_tokens": int, "max_ngram": int, "match": str},
         lambda args, settings, model: PromptLookup(**settings),
     ),
+    # corpus: a file of text, or a .jsonl file of texts.
+    "suffix": (_OF_SUFFIX, _suffix),
     # tree: a file of rank paths or a published name, here and below.
     "recycling": ({"tree": str}, _recycling),
     "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
     "eagle": ({"head": str, "tree": str}, _eagle),
+    "union": ({"head": str, "tree": str, "min_match": int, **_OF_SUFFIX}, _union),
     "eagle2": ({"head": str, "depth": int, "beam": int, "num_nodes": int}, _eagle2),
     "deer": ({"model": str, **_OF_BLOCKS, "sep": str, "mask": str, "cache": str}, _deer),
     "dflash": ({"head": str, **_OF_BLOCKS}, _dflash),

@@ -157,7 +157,7 @@ def traced_tree(
         branch: static bound on children per node.
     """
     nodes = parents.shape[0]
-    index = jnp.arange(nodes)
+    index = jnp.arange(nodes, dtype=jnp.int32)
     climb = [index]
     for _ in range(max_depth):
         last = climb[-1]

@@ -5,10 +5,12 @@ batch. Axis names: `nodes` of a tree, root included; `levels` = its depth + 1; `
 cache; `distributions`, one for each parent whose children were sampled.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 PyTree = Any
@@ -397,6 +399,22 @@ class CarriesOn(Protocol):
             params: its own, of the prompt that was decoded.
             draft: the row's `DecodeState.draft`.
             context: the row's, without its cache.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadsFinished(Protocol):
+    """A further part of drafters that read texts: a job gives them those of its finished rows.
+
+    It does so where drafts change no output: for greedy decoding in float32.
+    """
+
+    def with_texts(self, params: PyTree, texts: Sequence[np.ndarray]) -> PyTree | None:
+        """Its own params with further texts, or `None`: these are too few to be worth the work.
+
+        A job calls it first without texts. Arrays that come later must have the shapes of those
+        that come from this call, or of the given ones if it returns `None`.
         """
         ...
 

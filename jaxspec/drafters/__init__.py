@@ -2,7 +2,10 @@
 
 | file | what it holds |
 |---|---|
-| plain, lookup, recycling, draft_model, layer_skip, eagle, eagle2, deer, dflash | one method each |
+| plain, recycling, draft_model, layer_skip, eagle, eagle2, deer, dflash | one method each |
+| lookup | `PromptLookup` and `SuffixLookup` |
+| corpus | texts to look tokens up in, as sorted arrays |
+| union | lookup where its match is long, another drafter elsewhere |
 | block | settings and drafting of `Deer` and `DFlash` |
 | growth | trees grown level by level; the best of a pool of candidates |
 | loaded | a drafter with its weights; checks that weights belong to a target |
@@ -17,10 +20,11 @@ from jaxspec.drafters.eagle import Eagle
 from jaxspec.drafters.eagle2 import Eagle2
 from jaxspec.drafters.layer_skip import AdaptiveExit, LayerSkip
 from jaxspec.drafters.loaded import DrafterLike, LoadedDrafter, loaded_drafter
-from jaxspec.drafters.lookup import PromptLookup
+from jaxspec.drafters.lookup import PromptLookup, SuffixLookup
 from jaxspec.drafters.plain import NoDraft
 from jaxspec.drafters.recycling import TokenRecycling
 from jaxspec.drafters.skip_sets import PUBLISHED_SKIPS, published_skips
+from jaxspec.drafters.union import Union
 
 __all__ = [
     "PUBLISHED_SKIPS",
@@ -36,7 +40,9 @@ __all__ = [
     "LoadedDrafter",
     "NoDraft",
     "PromptLookup",
+    "SuffixLookup",
     "TokenRecycling",
+    "Union",
     "loaded_drafter",
     "published_skips",
 ]

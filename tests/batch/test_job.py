@@ -26,7 +26,7 @@ from jaxspec.batch import slots as slots_module
 from jaxspec.batch.guard import Chunk
 from jaxspec.batch.slots import Programs, insert, run_chunk
 from jaxspec.checkpoint import Model
-from jaxspec.drafters import LoadedDrafter
+from jaxspec.drafters import LoadedDrafter, SuffixLookup
 from jaxspec.sharding import Placement
 from tests.batch.conftest import PROMPTS
 from tests.laws.drafters import DRAFTERS, FORKED, PATHS, blurred, eagle_head, network
@@ -159,6 +159,52 @@ def test_sampled_rows_are_those_of_generate_at_any_batch_size(model, name):
     assert decoded(model, config, drafter, seed=5, batch_size=3) == expected
     assert decoded(model, config, drafter, seed=5, batch_size=16) == expected
     assert len({tuple(tokens) for tokens in expected.values()}) > 12
+
+
+def texts_read(monkeypatch) -> list[int]:
+    """Counts, before each chunk, the places of the corpus that drafts come from."""
+    counts, run_chunk = [], slots_module.run_chunk
+
+    def counted(params, *args, **settings):
+        counts.append(int(params.draft.count) if params.draft else None)
+        return run_chunk(params, *args, **settings)
+
+    monkeypatch.setattr(slots_module, "run_chunk", counted)
+    return counts
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_rows_emitted_is_looked_up_and_changes_no_row(model, size, monkeypatch):
+    expected, counts = expected_tokens(model, GREEDY), texts_read(monkeypatch)
+    drafter = SuffixLookup(4)
+    assert decoded(model, GREEDY, drafter, batch_size=size, drafting="always") == expected
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] > 3 * 20  # of eight rows with 20 tokens each
+    before = run_chunk._cache_size()
+    again = decoded(model, GREEDY, drafter, batch_size=size, drafting="always")
+    assert again == expected
+    assert run_chunk._cache_size() == before  # one program for a corpus of any size
+
+
+def test_what_rows_emitted_shortens_the_job(model):
+    """The second half of the prompts is the first once more."""
+    rows = rows_of(PROMPTS * 2)
+    steps = [
+        run(model, rows, Collector(), GREEDY, each, batch_size=1, drafting="always").num_steps
+        for each in (SuffixLookup(8), PromptLookup(8, 16, "recent"))
+    ]
+    assert steps[0] < 0.75 * steps[1]
+
+
+def test_sampled_rows_are_not_looked_up_by_others(model, monkeypatch):
+    """Drawn tokens depend on the drafts, so they may not depend on who finished before."""
+    counts, drafter = texts_read(monkeypatch), SuffixLookup(4)
+    expected = expected_tokens(model, SAMPLED, drafter, seed=3)
+    output = Collector()
+    run(model, rows_of(PROMPTS), output, SAMPLED, drafter, 3, batch_size=3)
+    assert tokens_by_line(output) == expected
+    assert set(counts) == {None}
 
 
 def test_order_changes_nothing(model):

@@ -24,7 +24,7 @@ from jaxspec.commands import methods as shipped
 from jaxspec.commands.generate import Session, Shown, add_arguments
 from jaxspec.commands.options import drafter_spec, generation_config
 from jaxspec.core.tree import EAGLE_PATHS
-from jaxspec.drafters import AdaptiveBlock
+from jaxspec.drafters import AdaptiveBlock, SuffixLookup
 from jaxspec.measure import step
 from jaxspec.measure.step import StepTimes
 from jaxspec.models import Diffusion, EagleHead, ModelConfig, init_eagle_params
@@ -155,6 +155,22 @@ class TestDrafters:
         assert lookup == jaxspec.PromptLookup(2, 3, "recent")
         assert drafter_spec("none") is None
 
+    def test_a_corpus_is_read_from_a_file(self, model, tmp_path):
+        assert self.make("suffix:max_ngram=5") == SuffixLookup(max_ngram=5)
+        texts = tmp_path / "texts.jsonl"
+        texts.write_text('{"text": "one, two"}\n{"text": "three"}\n')
+        made = self.make(f"suffix:corpus={texts}", model)
+        expected = SuffixLookup.of(["one, two", "three"], model)
+        assert made.drafter == expected.drafter
+        assert (made.params.tokens == expected.params.tokens).all()
+        plain = tmp_path / "text.md"
+        plain.write_text("one, two")
+        made = self.make(f"suffix:corpus={plain}", model)
+        assert (made.params.tokens == SuffixLookup.of("one, two", model).params.tokens).all()
+        texts.write_text('{"text": [{"role": "user", "content": "one"}]}\n')
+        with pytest.raises(ValueError, match="each line must hold a text, and one holds a chat"):
+            self.make(f"suffix:corpus={texts}", model)
+
     def test_tokens_are_recycled_over_a_tree(self, tmp_path):
         assert self.make("recycling") == jaxspec.TokenRecycling()
         (tmp_path / "mine.json").write_text("[[0], [1]]")
@@ -236,6 +252,8 @@ class TestDrafters:
             ("lookup:size=3", "lookup has no setting 'size'; it has num_speculative_tokens,"),
             ("lookup:max_ngram=x", "max_ngram must be a number"),
             ("lookup:max_ngram=0", "max_ngram must be at least 1, got 0"),
+            ("suffix:size=3", "suffix has no setting 'size'; it has num_speculative_tokens,"),
+            ("union:min_match=8", "--drafter union needs union:head=FOLDER"),
             ("recycling:size=3", "recycling has no setting 'size'; it has tree."),
             ("draft-model", "needs --draft-model MODEL"),
             ("eagle", "eagle needs eagle:head=FOLDER"),
@@ -583,7 +601,9 @@ class TestDemo:
         shown = json.loads(capsys.readouterr().out)
         assert shown["outputs_agree"] is True
         outputs = shown["prompts"][0]["outputs"]
-        assert set(outputs) == {"plain", "prompt lookup", "token recycling", drafter}
+        assert {*outputs} - {"plain", drafter} == {
+            *("prompt lookup", "suffix lookup", "token recycling"),
+        }
         assert len({tuple(output["tokens"]) for output in outputs.values()}) == 1
         assert not any(outputs["plain"]["from_draft"])
         assert shown["comparison"]["rows"][-1]["overall"]["mean_acceptance_length"] > 1

@@ -1,12 +1,19 @@
-"""Prompt lookup against a search in plain Python."""
+"""Lookups against searches in plain Python."""
+
+from bisect import bisect_left
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec import GenerationConfig, generate
+from jaxspec.checkpoint import CheckpointError, Model, memory
 from jaxspec.core.types import Context, KVCache, Params, Recent, Warp
-from jaxspec.drafters import PromptLookup
+from jaxspec.drafters import PromptLookup, SuffixLookup, corpus
+from jaxspec.drafters.corpus import corpus_of, extended
+from tests.laws.drafters import network
 
 CAPACITY, VOCAB, ROWS = 20, 4, 200
 KEY = jax.random.key(0)  # of no consequence: a lookup draws nothing
@@ -82,3 +89,168 @@ def test_a_draft_by_eye():
 def test_settings_that_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         PromptLookup(**settings)
+
+
+NEIGHBOURS = 16
+"""Matches of a corpus, and of a text, that vote."""
+
+
+def same_end(one: list[int], other: list[int], most: int) -> int:
+    """Counts the last tokens that two texts share, `most` at most."""
+    pairs = zip(one[::-1][:most], other[::-1][:most], strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(most, len(one), len(other)))
+
+
+class Searched:
+    """A corpus that is sorted and searched by plain Python, all tokens of a text deep."""
+
+    def __init__(self, texts: list[list[int]], reach: int):
+        # As in the arrays, what is before a text counts where all of it is the same.
+        stream = [token for text in texts for token in [*text, -1]]
+        self.places = [
+            (stream[:at][::-1][:reach] + [-2] * (reach - at), at)
+            for at in range(1, len(stream))
+            if min(stream[at - 1 : at + 1]) >= 0
+        ]
+        self.places.sort()
+        self.stream, self.reach = stream, reach
+
+    def matches(self, text: list[int], count: int, most: int) -> tuple[int, list[list[int]]]:
+        """Returns the longest match among the neighbours, and what follows such matches."""
+        wanted = (text[::-1] + [-2] * self.reach)[: self.reach]
+        first = bisect_left(self.places, (wanted, -1)) - NEIGHBOURS // 2
+        near = [self.places[i][1] for i in range(first, first + NEIGHBOURS) if self.valid(i)]
+        before = {at: self.stream[:at] for at in near}
+        lengths = {at: same_end(text, before[at], most) for at in near}
+        longest = max(lengths.values(), default=0)
+        return longest, [self.following(at, count) for at in near if lengths[at] == longest]
+
+    def valid(self, index: int) -> bool:
+        return 0 <= index < len(self.places)
+
+    def following(self, at: int, count: int) -> list[int]:
+        after = self.stream[at : at + count]
+        return after[: after.index(-1)] if -1 in after else after
+
+
+def voted(continuations: list[list[int]]) -> list[int]:
+    """The likeliest token of those that agree so far, until all have ended."""
+    chosen = []
+    while continuations := [each for each in continuations if len(each) > len(chosen)]:
+        votes = Counter(each[len(chosen)] for each in continuations)
+        token = max(votes, key=votes.__getitem__)  # the first one on ties
+        continuations = [each for each in continuations if each[len(chosen)] == token]
+        chosen.append(token)
+    return chosen
+
+
+def drafted_by_hand(text: list[int], drafter: SuffixLookup, searched: Searched | None) -> list[int]:
+    count, most = drafter.num_speculative_tokens, drafter.max_ngram
+    lengths = [same_end(text, text[:at], most) for at in range(len(text))]
+    own, found = max(lengths), [] if max(lengths) == 0 else lengths
+    latest = [at for at in range(len(text)) if found and found[at] == own][::-1][:NEIGHBOURS]
+    continuations, weight = [text[at : at + count] for at in latest], own + 4 if own else 0
+    if searched is not None:
+        elsewhere, others = searched.matches(text, count, most)
+        if elsewhere > weight:
+            continuations, weight = others, elsewhere
+    return voted(continuations)[: min(count, weight)]
+
+
+@pytest.mark.parametrize("max_ngram", [1, 3, 8])
+@pytest.mark.parametrize("with_corpus", [True, False])
+def test_the_longest_matches_vote(with_corpus, max_ngram):
+    """Random texts of few letters; the longest match is short or long, here or in the corpus."""
+    drafter, rng = SuffixLookup(6, max_ngram), np.random.default_rng(max_ngram)
+    texts = [rng.integers(0, VOCAB, size).tolist() for size in (1, 30, 2, 90, 17)]
+    reach = 1 << (max_ngram - 1).bit_length()
+    searched = Searched(texts, reach) if with_corpus else None
+    params = corpus_of([np.array(text) for text in texts], max_ngram) if with_corpus else ()
+    lengths = rng.integers(1, CAPACITY + 1, ROWS)
+    tokens = rng.integers(0, VOCAB, (ROWS, CAPACITY)).astype(np.int32)
+    for row in range(0, ROWS, 2):  # texts that end as the corpus does somewhere
+        start = rng.integers(0, 60)
+        tokens[row, : lengths[row]] = texts[3][start : start + lengths[row]]
+    contexts = [context(*row, -1) for row in zip(tokens, lengths, strict=True)]
+    batch = jax.tree.map(lambda *leaves: jnp.stack(leaves), *contexts)
+    propose = jax.vmap(lambda row: drafter.propose(Params((), params), KEY, (), row)[0])
+    proposals = jax.jit(propose)(batch)
+    sizes = set()
+    for row in range(ROWS):
+        text = tokens[row, : lengths[row]].tolist()
+        ours = proposals.tokens[row][np.asarray(proposals.valid[row])].tolist()
+        assert ours == [text[-1], *drafted_by_hand(text, drafter, searched)]
+        sizes.add(len(ours))
+    assert len(sizes) > 2
+
+
+def test_a_vote_by_eye():
+    """After 5, 6 comes 7 twice and 8 once; then 9 once and 1 once, of which 9 is first."""
+    texts = [np.array([5, 6, 7, 9]), np.array([2, 5, 6, 8]), np.array([3, 5, 6, 7, 1])]
+    drafter, row = SuffixLookup(4), context(jnp.array([0, 5, 6, 0]), 3, -1)
+    proposal, _ = drafter.propose(Params((), corpus_of(texts, 16)), KEY, (), row)
+    assert proposal.tokens[np.asarray(proposal.valid)].tolist() == [6, 7, 9]
+
+
+def test_texts_that_come_later_are_found_as_those_that_were_given(monkeypatch):
+    monkeypatch.setattr(corpus, "ROOM", 40)
+    rng = np.random.default_rng(3)
+    texts = [rng.integers(0, VOCAB, size) for size in (20, 7, 9, 11, 12)]
+    whole = corpus_of(texts[:1], 4)
+    for more in (texts[1:3], texts[3:4]):
+        whole = extended(whole, more, 4)
+    assert whole.tokens.shape == (61,)
+    once = corpus_of(texts[:4], 4)
+    size = int(once.count)
+    assert int(whole.count) == size
+    assert whole.tokens[:51].tolist() == once.tokens[:51].tolist()
+    assert whole.order[:size].tolist() == once.order[:size].tolist()
+    assert extended(whole, [np.array([1])], 4) is None  # too few to sort anew
+    # The room is full: of what came later, the oldest is forgotten.
+    full = extended(whole, texts[4:], 4)
+    kept = np.concatenate([np.append(text, -1) for text in texts[1:]])[-40:]
+    assert full.tokens.tolist() == [*texts[0], -1, *kept]
+    assert jax.tree.map(jnp.shape, full) == jax.tree.map(jnp.shape, whole)
+
+
+def test_texts_of_a_user_are_encoded_with_the_targets_tokenizer(model):
+    loaded = SuffixLookup.of(["one, two", [3, 4]], model, max_ngram=3)
+    ids = model.tokenizer.encode("one, two")
+    assert loaded.params.tokens[: len(ids) + 4].tolist() == [*ids, -1, 3, 4, -1]
+    assert loaded.drafter == SuffixLookup(max_ngram=3)
+
+
+VOCABULARY = 24
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "corpus: got 0 texts, none of them of two tokens or more"),
+        ([[], [7]], "corpus: got 2 texts, none of them of two tokens or more"),
+        (
+            [[1, 2], [3, 24]],
+            r"texts\[1\] has ids outside 0..23, such as 24; encode it with",
+        ),
+        ([[1, -1]], r"texts\[0\] has ids outside 0..23, such as -1"),
+        ("some text", r"texts\[0\]: mine has no tokenizer; give token ids"),
+    ],
+)
+def test_texts_that_are_refused(texts, message):
+    with pytest.raises(ValueError, match=message):
+        SuffixLookup.of(texts, Model(network(VOCABULARY), name="mine"))
+
+
+def test_a_corpus_larger_than_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda: 10_000)
+    with pytest.raises(CheckpointError, match=r"corpus: 262,147 tokens need .* Give fewer texts"):
+        SuffixLookup.of([[1, 2]], Model(network(VOCABULARY)))
+
+
+def test_a_corpus_of_another_target_is_refused(model):
+    config = GenerationConfig(max_new_tokens=4)
+    of_larger = SuffixLookup.of([[1, 2, 30]], Model(network(40)))
+    with pytest.raises(ValueError, match="corpus holds the id 30, and the target has 24"):
+        generate(Model(network(VOCABULARY)), [1], config, of_larger)
+    with pytest.raises(ValueError, match=r"looks tokens up in texts: SuffixLookup\.of"):
+        generate(model, [1], config, of_larger._replace(params={"weights": jnp.zeros(3)}))

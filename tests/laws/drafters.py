@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxspec.core.types import Drafter, PyTree
@@ -18,8 +19,12 @@ from jaxspec.drafters import (
     LayerSkip,
     NoDraft,
     PromptLookup,
+    SuffixLookup,
     TokenRecycling,
+    Union,
 )
+from jaxspec.drafters.corpus import Corpus, corpus_of
+from jaxspec.drafters.union import UnionParams
 from jaxspec.drafters.vocabularies import SharedTokens
 from jaxspec.models import (
     DFlashHead,
@@ -127,6 +132,12 @@ def of_another_vocabulary(target: Network) -> SharedTokens:
     return SharedTokens(Network(changed, network.config), ids, shared)
 
 
+def corpus(target: Network) -> Corpus:
+    """Random texts, whose ends are found by chance."""
+    rng = np.random.default_rng(7)
+    return corpus_of([rng.integers(0, target.vocab_size, size) for size in (40, 1, 90)], reach=6)
+
+
 PATHS = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 # Its second node has children and its first has none: rows of a level's pass are not its nodes.
 FORKED = ((0,), (1,), (1, 0), (1, 1), (1, 1, 0))
@@ -135,6 +146,12 @@ PLAIN = Case(NoDraft)
 
 DRAFTERS: dict[str, Case] = {
     "lookup": Case(lambda: PromptLookup(num_speculative_tokens=3)),
+    "suffix lookup": Case(lambda: SuffixLookup(4, max_ngram=6), corpus),
+    "suffix lookup, own text": Case(lambda: SuffixLookup(3), slow=True),
+    "union": Case(
+        lambda: Union(Eagle(FORKED, chunk=8), SuffixLookup(5, max_ngram=6), min_match=6),
+        lambda target: UnionParams(corpus(target), eagle_head(target)),
+    ),
     "token recycling": Case(lambda: TokenRecycling(FORKED)),
     "draft model, chain": Case(lambda: DraftModel(num_speculative_tokens=3), blurred),
     "draft model, tree": Case(lambda: DraftModel(paths=PATHS), blurred),
