@@ -71,7 +71,7 @@ class Union:
 
     head: Drafter
     lookup: SuffixLookup
-    min_match: int = 12
+    min_match: int = 10
 
     def __post_init__(self):
         check_at_least(self, 1, "min_match")
