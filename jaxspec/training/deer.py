@@ -28,20 +28,31 @@ from jaxspec.diffusion.process import (
     mask_share,
 )
 from jaxspec.drafters import Deer, LoadedDrafter
+from jaxspec.drafters.growth import fit_vocab
 from jaxspec.models import ModelConfig, Network
+from jaxspec.sharding import on_every_device
 from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import answers_of, answers_read
 from jaxspec.training.loop import StepMetrics, products_in
-from jaxspec.training.report import PALM_FLOPS, RecipeNotes
+from jaxspec.training.overlap import losses_of, match
+from jaxspec.training.report import OVERLAP, PALM_FLOPS, RecipeNotes
 from jaxspec.training.settings import (
+    CROSS_ENTROPY,
     CUTS,
     DTYPES,
+    LOSSES,
     TARGET,
     DeerTrainingSettings,
 )
 from jaxspec.training.sources import Divided
-from jaxspec.training.target import as_stored, decoding_of, load_target
+from jaxspec.training.target import (
+    Observed,
+    as_stored,
+    decoding_of,
+    load_target,
+    target_states,
+)
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
 from jaxspec.training.vocabulary import TrainingVocabulary
 
@@ -137,6 +148,9 @@ class Refinement:
             places, from one of the first blocks on, all in one pass that reads a clean copy next to
             the hidden one: twice the work for as many ends as there is room for. Needs a network
             that is causal over blocks, and `longest` in whole blocks.
+        loss: "cross-entropy" of the answer's tokens, or another of `settings.LOSSES` between the
+            target's laws of them and those that are drafted from, see `overlap.losses_of`; such a
+            batch holds the target too (`Observed`).
 
     Raises:
         ValueError: a setting is out of range, or the network is no diffusion model.
@@ -149,11 +163,13 @@ class Refinement:
     separator: bool | None = None
     dtype: str = "float32"
     cuts: str = "one"
+    loss: str = CROSS_ENTROPY
 
     def __post_init__(self):
         _check(self)
         check_above_zero(self, "longest", "alpha")
         check_one_of(self, CUTS, "cuts")
+        check_one_of(self, LOSSES, "loss")
         diffusion = self.config.masking
         if self.cuts == "all" and diffusion.block is None:
             raise ValueError(
@@ -167,9 +183,15 @@ class Refinement:
             )
 
     def __call__(
-        self, params: PyTree, batch: Sequences, key: PRNGKeyArray
+        self, params: PyTree, batch: Sequences | Observed, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], StepMetrics]:
-        return _loss(self, params, batch, key)
+        if self.loss == CROSS_ENTROPY:
+            assert isinstance(batch, Sequences)
+            return _loss(self, params, batch, key)
+        assert isinstance(batch, Observed)
+        said = target_states(batch.target, batch.sequences).features
+        laws = jax.vmap(batch.target.unembed)(jnp.roll(said, 1, axis=1))
+        return _loss(self, params, batch.sequences, key, laws)
 
     @property
     def measured(self) -> "Refinement":
@@ -223,9 +245,22 @@ def tail_weights(
 
 
 def _loss(
-    objective: Continuation | Refinement, params: PyTree, batch: Sequences, key: PRNGKeyArray
+    objective: Continuation | Refinement,
+    params: PyTree,
+    batch: Sequences,
+    key: PRNGKeyArray,
+    laws: Float[Array, "rows places vocab"] | None = None,
 ) -> tuple[Float[Array, ""], StepMetrics]:
-    """Returns the weighted cross-entropies of each text over its scale, averaged over texts."""
+    """Returns the weighted losses of each text over its scale, averaged over texts.
+
+    Args:
+        objective: says what is hidden.
+        params: weights of the drafter.
+        batch: rows of answers.
+        key: for what is drawn.
+        laws: the target's logits of the token at each place; `None`: the loss is cross-entropy of
+            the tokens that stand there.
+    """
     network = Network(params, objective.config)
     arrays = jax.tree.map(jnp.asarray, batch)
     with products_in(objective.dtype):
@@ -235,16 +270,30 @@ def _loss(
     chosen = jnp.take_along_axis(logits, arrays.tokens[:, :, None], axis=-1)[:, :, 0]
     nats = jax.nn.logsumexp(logits, axis=-1) - chosen
     hidden = rows.masked.hidden
-    lengths = jnp.maximum(jax.vmap(_count)(rows.texts, rows.left), 1.0)
-    texts = jnp.sum(rows.left / lengths)
-    loss = jnp.sum(nats * rows.masked.weights / rows.scale) / jnp.maximum(texts, 1.0)
     count = jnp.maximum(jnp.sum(hidden), 1)
     metrics = {
         "nats": jnp.sum(nats * hidden) / count,
         "top1": jnp.sum(hidden & (chosen >= jnp.max(logits, axis=-1))) / count,
         "tokens": jnp.sum(hidden).astype(jnp.float32),
     }
+    losses = nats
+    if laws is not None:
+        assert isinstance(objective, Refinement)
+        found = match(_drafted_from(logits, network, laws.shape[-1]), laws)
+        losses = losses_of(objective.loss, found, hidden)
+        metrics["overlap"] = jnp.sum(found.overlap * hidden) / count
+    lengths = jnp.maximum(jax.vmap(_count)(rows.texts, rows.left), 1.0)
+    texts = jnp.sum(rows.left / lengths)
+    loss = jnp.sum(losses * rows.masked.weights / rows.scale) / jnp.maximum(texts, 1.0)
     return loss, metrics
+
+
+def _drafted_from(
+    logits: Float[Array, "rows places draft_vocab"], network: Network, vocab_size: int
+) -> Float[Array, "rows places vocab"]:
+    """Returns the logits that drafts are drawn from: of the target's tokens, without the mask."""
+    known = logits.at[..., network.config.masking.mask_token_id].set(-jnp.inf)
+    return jax.vmap(lambda row: fit_vocab(row, vocab_size))(known)
 
 
 def _predict(
@@ -402,6 +451,12 @@ class DeerTrainer:
         # A drafter that is causal over blocks always sees whole ones.
         corpus = answers_of(run, model, sources, diffusion.block or 1, diffusion.mask_token_id)
         objective = partial(self._objective, config)
+        flops = self._copies * flops_per_token(config, settings.sequence_length)
+        target = None
+        if settings.loss != CROSS_ENTROPY:
+            target = jax.device_put(model.network, on_every_device(run.mesh))
+            # The target's pass is a forward one, which is a third.
+            flops += flops_per_token(model.config, settings.sequence_length) / 3
 
         def drafter(params: PyTree) -> LoadedDrafter:
             network = Network(as_stored(params, model.network), config)
@@ -414,7 +469,8 @@ class DeerTrainer:
             evaluation=lambda dtype: objective(dtype).measured,
             first_params=lambda: start.params,
             result=lambda params: Network(params, config),
-            flops_per_token=self._copies * flops_per_token(config, settings.sequence_length),
+            flops_per_token=flops,
+            as_batch=lambda rows: rows if target is None else Observed(rows, target),
             decode=decoding_of(run, model, sources.validation, drafter),
         )
 
@@ -433,15 +489,18 @@ class DeerTrainer:
             f"{'one cut' if settings.cuts == 'one' else 'cuts throughout'} of each answer)"
         )
         twice = ", twice, for a hidden and a clean copy of each row"
+        reads_laws = settings.loss != CROSS_ENTROPY
         return RecipeNotes(
-            cost=PALM_FLOPS + (twice if self._copies > 1 else ""),
+            cost=PALM_FLOPS
+            + (twice if self._copies > 1 else "")
+            + (", and the target's forward pass" if reads_laws else ""),
             about=f"A drafter of blocks (DEER) for the target in `{settings.target}`, whose files "
             f"have the SHA-256 `{run.sha256[TARGET]}`, from the diffusion model in "
             f"`{settings.start_from}` (`{run.sha256['start_from']}`). Stage {stage}.",
             read=[answers_read(settings, run.sha256)],
             held_out="answers",
             meaning="nats: cross-entropy of a hidden token. top1: share of them that were the most "
-            "likely one.",
+            "likely one." + (f" {OVERLAP}" if reads_laws else ""),
             drafts=f"blocks of {settings.block} tokens",
             label="nats per hidden token",
         )
@@ -463,6 +522,7 @@ class DeerTrainer:
             settings.separator,
             dtype,
             settings.cuts,
+            settings.loss,
         )
 
 

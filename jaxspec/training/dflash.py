@@ -25,8 +25,15 @@ from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import block_flops_per_token
 from jaxspec.training.generated import answers_of, answers_read
 from jaxspec.training.loop import StepMetrics, products_in
-from jaxspec.training.report import RecipeNotes
-from jaxspec.training.settings import DTYPES, TARGET, DFlashTrainingSettings
+from jaxspec.training.overlap import losses_of, match
+from jaxspec.training.report import OVERLAP_AT, RecipeNotes
+from jaxspec.training.settings import (
+    CROSS_ENTROPY,
+    DTYPES,
+    LOSSES,
+    TARGET,
+    DFlashTrainingSettings,
+)
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import (
     Observed,
@@ -56,7 +63,7 @@ class Anchors(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AnchoredBlocks:
-    """Cross-entropy of the tokens behind anchors, each block predicted in one pass.
+    """A loss of the tokens behind anchors, each block predicted in one pass.
 
     An anchor is any token that an answer's token follows: what may be pending when the drafter is
     asked. It stands open at the head of a block of masks, which sees the target's states at all
@@ -73,6 +80,8 @@ class AnchoredBlocks:
         gamma: decay length of the weights; 7 in the paper for blocks of 16.
         dtype: dtype of the head's products, see `NextToken`. The target's are as exact as when it
             decodes.
+        loss: "cross-entropy" of the answer's tokens, or another of `settings.LOSSES` against the
+            target's laws of them, see `overlap.losses_of`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -85,9 +94,11 @@ class AnchoredBlocks:
     anchors: int
     gamma: float
     dtype: str = "float32"
+    loss: str = CROSS_ENTROPY
 
     def __post_init__(self):
         check_one_of(self, DTYPES, "dtype")
+        check_one_of(self, LOSSES, "loss")
         if self.block < 2 or self.anchors < 1:
             raise ValueError(
                 "block must be at least 2 places, the anchor included, and anchors at least 1, got "
@@ -105,11 +116,13 @@ class AnchoredBlocks:
     ) -> tuple[Float[Array, ""], StepMetrics]:
         head, target = self.head(params, batch.target), batch.target
         answers = jax.tree.map(jnp.asarray, batch.sequences)
-        taps = batch.states(self.taps).taps
+        states = batch.states(self.taps)
         keys = jax.random.split(key, len(answers.tokens))
-        logits, wanted, counted = jax.vmap(
+        logits, predicted, counted = jax.vmap(
             lambda row, taps, key: self._predict(head, target, row, taps, self.draw(row, key))
-        )(answers, taps, keys)
+        )(answers, states.taps, keys)
+        rows = jnp.arange(len(predicted))[:, None, None]
+        wanted = answers.tokens[rows, predicted]
         chosen = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
         nats = jnp.where(counted, jax.nn.logsumexp(logits, axis=-1) - chosen, 0.0)
         weights = counted * jnp.exp(-jnp.arange(self.block - 1) / self.gamma)[None, None]
@@ -121,7 +134,15 @@ class AnchoredBlocks:
             **{f"top1_at_{i + 1}": at_depth[i] for i in range(self.block - 1)},
             "tokens": tokens,
         }
-        loss = jnp.sum(nats * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
+        losses = nats
+        if self.loss != CROSS_ENTROPY:
+            said = states.features[rows, predicted - 1].reshape(-1, target.embed_dim)
+            found = match(logits, target.unembed(said).reshape(logits.shape))
+            losses = losses_of(self.loss, found, counted, axes=(0, 1))
+            overlap = jnp.sum(found.overlap * counted, axis=(0, 1))
+            overlap = overlap / jnp.maximum(jnp.sum(counted, axis=(0, 1)), 1)
+            metrics |= {f"overlap_at_{i + 1}": overlap[i] for i in range(self.block - 1)}
+        loss = jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1e-6)
         return loss, metrics
 
     def draw(self, row: Sequences, key: PRNGKeyArray) -> Anchors:
@@ -146,7 +167,7 @@ class AnchoredBlocks:
         Int[Array, "anchors block-1"],
         Bool[Array, "anchors block-1"],
     ]:
-        """Returns logits of all masks of a row, the true tokens, and True where they count."""
+        """Returns logits of a row's masks, places of their tokens, and True where they count."""
         tokens, segments, positions = map(jnp.asarray, row[:3])
         length, steps = len(tokens), jnp.arange(self.block)
         masks = jnp.full(self.block - 1, self.mask_token_id, tokens.dtype)
@@ -167,11 +188,9 @@ class AnchoredBlocks:
         predicted = anchors.places[:, None] + steps[None, 1:]
         inside = jnp.minimum(predicted, length - 1)
         own = segments[inside] == segments[anchors.places][:, None]
-        wanted = tokens[inside]
-        counted = (
-            anchors.counted[:, None] & (predicted < length) & own & (wanted != self.mask_token_id)
-        )
-        return logits.reshape(*predicted.shape, -1), wanted, counted
+        known = tokens[inside] != self.mask_token_id
+        counted = anchors.counted[:, None] & (predicted < length) & own & known
+        return logits.reshape(*predicted.shape, -1), inside, counted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,11 +236,14 @@ class DFlashTrainer:
             settings.block,
             settings.anchors,
             settings.decay,
+            loss=settings.loss,
         )
+        reads_laws = settings.loss != CROSS_ENTROPY
+        share_read = 1.0 if reads_laws else max(taps) / model.config.num_layers
         tapped = len(taps) * model.config.embed_dim
         first_params = partial(init_dflash_params, config, tapped, jax.random.key(settings.seed))
         if settings.cache_features:
-            corpus = with_states(run, corpus, target, taps, features=False)
+            corpus = with_states(run, corpus, target, taps, features=reads_laws)
 
         def drafter(params: PyTree):
             head = objective("float32").head(as_stored(params, model.network), model.network)
@@ -241,7 +263,8 @@ class DFlashTrainer:
                 settings.sequence_length,
                 settings.block,
                 settings.anchors,
-                0.0 if settings.cache_features else max(taps) / model.config.num_layers,
+                0.0 if settings.cache_features else share_read,
+                reads_laws,
             ),
             as_batch=lambda rows: Observed(rows, target),
             decode=decoding_of(run, model, sources.validation, drafter),
@@ -254,16 +277,15 @@ class DFlashTrainer:
         self, run: Run[DFlashTrainingSettings], opened: OpenedTarget, metrics: Mapping[str, Any]
     ) -> RecipeNotes:
         settings = self.settings
-        states = (
-            "left out, since it was made once"
-            if settings.cache_features
-            else "up to the last layer read included"
-        )
+        reads_laws = settings.loss != CROSS_ENTROPY
+        states = "included" if reads_laws else "up to the last layer read included"
+        if settings.cache_features:
+            states = "left out, since it was made once"
         return RecipeNotes(
             cost="for each token of text, 6 x the weights that make context of it; for each place "
             "of a block, 6 x the layers' weights in products + 12 x layers x heads x head dim x "
-            "(sequence length + block); for each mask, 4 x those of the target's output head; the "
-            f"target's forward pass {states}",
+            f"(sequence length + block); for each mask, {6 if reads_laws else 4} x those of the "
+            f"target's output head; the target's forward pass {states}",
             about=f"A DFlash head of {settings.layers} layers for the target in "
             f"`{settings.target}`, whose files have the SHA-256 `{run.sha256[TARGET]}`. It reads "
             f"the inputs of the target's layers {', '.join(map(str, opened.taps))}. Blocks of "
@@ -272,7 +294,8 @@ class DFlashTrainer:
             read=[answers_read(settings, run.sha256)],
             held_out="answers",
             meaning="nats: cross-entropy of a masked token, all weighing the same. top1_at_D: "
-            "share of the D-th masks whose token was the most likely one.",
+            "share of the D-th masks whose token was the most likely one."
+            + (f" {OVERLAP_AT}" if reads_laws else ""),
             drafts=f"drafts of {settings.block - 1} tokens",
             label="nats per masked token",
         )

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.checkpoint import Model, eagle3_taps, save_eagle
+from jaxspec.core.checks import check_one_of
 from jaxspec.core.masks import causal, same_document
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import Eagle
@@ -35,8 +36,9 @@ from jaxspec.training.data import Corpus, Sequences
 from jaxspec.training.efficiency import head_flops_per_token
 from jaxspec.training.generated import pack_generated
 from jaxspec.training.loop import Objective, StepMetrics, products_in, same_choice
-from jaxspec.training.report import RecipeNotes, generated_texts
-from jaxspec.training.settings import OWN_TEXT, TARGET, EagleTrainingSettings
+from jaxspec.training.overlap import Match, losses_of, match
+from jaxspec.training.report import OVERLAP_AT, RecipeNotes, generated_texts
+from jaxspec.training.settings import CROSS_ENTROPY, LOSSES, OWN_TEXT, TARGET, EagleTrainingSettings
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import (
     Observed,
@@ -60,11 +62,12 @@ class FeatureRegression:
     Attributes:
         config: shape of the head's one layer.
         bias: see `EagleHead`.
-        token_weight: weight of the cross-entropy against the target's distribution.
+        token_weight: weight of the loss of tokens against the target's distribution.
         noise: half the width of the uniform noise on the states that are read, at 512 tokens a
             sequence; it scales with 512 / tokens, as in the published code.
         dtype: dtype of the head's products, see `NextToken`. The target's are as exact as when it
             decodes.
+        loss: the loss of tokens, see `overlap.losses_of`.
     """
 
     config: ModelConfig
@@ -72,6 +75,10 @@ class FeatureRegression:
     token_weight: float = 0.1
     noise: float = 0.1
     dtype: str = "float32"
+    loss: str = CROSS_ENTROPY
+
+    def __post_init__(self):
+        check_one_of(self, LOSSES, "loss")
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -98,20 +105,21 @@ class FeatureRegression:
             with products_in(self.dtype):
                 predicted = head.forward(embedded, states, positions[:-1], mask, None).features
                 draft_logits = head.unembed(target, predicted)
-            return predicted, expected, draft_logits, head.unembed(target, expected)
+            log_total = jax.nn.logsumexp(target.unembed(expected), axis=-1)
+            return predicted, expected, draft_logits, head.unembed(target, expected), log_total
 
         keys = jax.random.split(key, len(sequences.tokens))
         outputs = jax.vmap(read)(*sequences[:3], seen.features, keys)
         counted = sequences.segments[:, 1:] == sequences.segments[:, :-1]
         counted &= sequences.segments[:, 1:] > 0
-        regression, entropy = feature_losses(*outputs, counted)
+        regression, tokens = feature_losses(*outputs, counted, self.loss)
         metrics = {
             "feature_loss": regression,
-            "token_loss": entropy,
+            "token_loss": tokens,
             "agreement": _mean(same_choice(outputs[2], outputs[3]), counted),
             "tokens": jnp.sum(counted).astype(jnp.float32),
         }
-        return regression + self.token_weight * entropy, metrics
+        return regression + self.token_weight * tokens, metrics
 
 
 def feature_losses(
@@ -119,15 +127,15 @@ def feature_losses(
     expected: Float[Array, "rows length embed"],
     draft_logits: Float[Array, "rows length vocab"],
     target_logits: Float[Array, "rows length vocab"],
+    log_total: Float[Array, "rows length"],
     counted: Bool[Array, "rows length"],
+    loss: str,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns SmoothL1 of features (beta 1, mean over width) and soft cross-entropy per place."""
+    """Returns SmoothL1 of features (beta 1, mean over width) and the loss of tokens per place."""
     difference = jnp.abs(predicted - jax.lax.stop_gradient(expected))
     smooth = jnp.where(difference < 1, 0.5 * difference**2, difference - 0.5)
-    return (
-        _mean(jnp.mean(smooth, axis=-1), counted),
-        _mean(_soft_cross_entropy(draft_logits, target_logits), counted),
-    )
+    tokens = losses_of(loss, match(draft_logits, target_logits, log_total), counted)
+    return _mean(jnp.mean(smooth, axis=-1), counted), _mean(tokens, counted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +151,7 @@ class TrainingTimeTest:
         num_unrolled: number of steps; 7 in the paper.
         decay: weight of a step over that of the one before.
         dtype: dtype of the head's products, see `FeatureRegression`.
+        loss: the loss of a step's tokens, see `overlap.losses_of`.
     """
 
     config: ModelConfig
@@ -150,6 +159,10 @@ class TrainingTimeTest:
     num_unrolled: int = 7
     decay: float = 0.8
     dtype: str = "float32"
+    loss: str = CROSS_ENTROPY
+
+    def __post_init__(self):
+        check_one_of(self, LOSSES, "loss")
 
     def head(
         self, params: PyTree, target: Network, draft_ids: Int[Array, " draft_vocab"] | None
@@ -162,9 +175,10 @@ class TrainingTimeTest:
         del key  # Nothing is drawn.
         head = self.head(params, batch.target, batch.draft_ids)
         sequences = jax.tree.map(jnp.asarray, batch.sequences)
-        losses, agreements, counts = jax.vmap(
-            lambda row, states: self._losses(head, batch.target, row, states)
+        found, agreements, counts = jax.vmap(
+            lambda row, states: self._steps(head, batch.target, row, states)
         )(sequences, batch.states(self.taps))
+        losses = losses_of(self.loss, found, counts, axes=(0, 2)) * counts
         # The mean over all places, counted or not, as in the published code.
         places = sequences.tokens.size
         steps = jnp.sum(losses, axis=(0, 2)) / places
@@ -174,20 +188,44 @@ class TrainingTimeTest:
         tokens = jnp.sum(counts[:, 0]).astype(jnp.float32)
         return jnp.sum(weights * steps), metrics | {"tokens": tokens}
 
-    def _losses(self, head: Eagle3Head, target: Network, row: Sequences, states: TargetStates):
-        """Returns loss, agreement and True where the place counts, per step and place."""
-        target_logits = jax.lax.stop_gradient(target.unembed(states.features))
-        draftable, _ = _draft_place(head, jnp.argmax(target_logits, axis=-1))
-        if head.draft_ids is not None:
-            target_logits = target_logits[:, head.draft_ids]
+    def _steps(
+        self, head: Eagle3Head, target: Network, row: Sequences, states: TargetStates
+    ) -> tuple[Match, Bool[Array, "steps length"], Bool[Array, "steps length"]]:
+        """Returns laws' comparison, agreement and True where the place counts."""
+        said = _said(head, target, states)
         results = []
         for depth in unroll(head, target, row, states, self.num_unrolled, self.dtype):
-            wanted = target_logits[depth.places]
-            counted = depth.counted & draftable[depth.places]
-            loss = _soft_cross_entropy(depth.logits, wanted)
-            agreed = same_choice(depth.logits, wanted)
-            results.append((loss * counted, agreed & counted, counted))
-        return tuple(jnp.stack(part) for part in zip(*results, strict=True))
+            wanted = said.logits[depth.places]
+            counted = depth.counted & said.draftable[depth.places]
+            found = match(depth.logits, wanted, said.log_total[depth.places])
+            results.append((found, same_choice(depth.logits, wanted) & counted, counted))
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *results)
+
+
+class _Said(NamedTuple):
+    """The target's word on the token after each place of a row.
+
+    Attributes:
+        logits: of the tokens that can be drafted.
+        log_total: log-sum-exp of the logits of all tokens.
+        draftable: True where the likeliest token can be drafted.
+        draft_places: its place among the draft's logits.
+    """
+
+    logits: Float[Array, "length draft_vocab"]
+    log_total: Float[Array, " length"]
+    draftable: Bool[Array, " length"]
+    draft_places: Int[Array, " length"]
+
+
+def _said(head: EagleHead | Eagle3Head, target: Network, states: TargetStates) -> _Said:
+    logits = jax.lax.stop_gradient(target.unembed(states.features))
+    choices, log_total = jnp.argmax(logits, axis=-1), jax.nn.logsumexp(logits, axis=-1)
+    ids = head.draft_ids
+    if ids is None:
+        return _Said(logits, log_total, jnp.ones(choices.shape, bool), choices)
+    places = jnp.minimum(jnp.searchsorted(ids, choices), len(ids) - 1)
+    return _Said(logits[:, ids], log_total, ids[places] == choices, places)
 
 
 class DepthLogits(NamedTuple):
@@ -239,12 +277,13 @@ def unroll(
 
 @dataclasses.dataclass(frozen=True)
 class HeadQuality:
-    """The objective of validation: a head's loss, and how often it predicts the target's choice.
+    """The objective of validation: a head's loss, and how well it predicts the target.
 
     `top1_at_2` is the share of places where the likeliest token at depth 2 of the draft is what the
     target says there, `top4_at_2` where it is among the four likeliest. The draft before is fed the
     true text, and tokens that cannot be drafted count as missed: on text that the target wrote
     greedily these are the chances that a node of that rank is accepted after its parent was.
+    `overlap_at_2` is the chance that a token drawn at depth 2 at temperature 1 is accepted there.
 
     Attributes:
         objective: what the head is trained for.
@@ -267,24 +306,24 @@ class HeadQuality:
         head = self.objective.head(params, batch.target, batch.draft_ids)
 
         def hits(row: Sequences, states: TargetStates):
-            choices = jnp.argmax(batch.target.unembed(states.features), axis=-1)
-            draftable, draft_places = _draft_place(head, choices)
+            said = _said(head, batch.target, states)
             results = []
             depths = unroll(head, batch.target, row, states, self.depth, self.objective.dtype)
             for depth in depths:
-                wanted = draft_places[depth.places]
-                said = jnp.take_along_axis(depth.logits, wanted[:, None], axis=1)
-                rank = jnp.sum(depth.logits > said, axis=1)
-                counted = depth.counted
-                hit = counted & draftable[depth.places]
-                results.append((hit & (rank < 1), hit & (rank < self.top_k), counted))
+                wanted, counted = said.draft_places[depth.places], depth.counted
+                given = jnp.take_along_axis(depth.logits, wanted[:, None], axis=1)
+                rank = jnp.sum(depth.logits > given, axis=1)
+                hit = counted & said.draftable[depth.places]
+                logits, log_total = said.logits[depth.places], said.log_total[depth.places]
+                overlap = match(depth.logits, logits, log_total).overlap * counted
+                results.append((hit & (rank < 1), hit & (rank < self.top_k), overlap, counted))
             return tuple(jnp.stack(part) for part in zip(*results, strict=True))
 
-        first, among, counted = jax.vmap(hits)(batch.sequences, states)
+        first, among, overlap, counted = jax.vmap(hits)(batch.sequences, states)
         totals = jnp.maximum(jnp.sum(counted, axis=(0, 2)), 1)
-        for name, hit in (("top1", first), (f"top{self.top_k}", among)):
-            shares = jnp.sum(hit, axis=(0, 2)) / totals
-            metrics |= {f"{name}_at_{i + 1}": shares[i] for i in range(self.depth)}
+        for name, values in (("top1", first), (f"top{self.top_k}", among), ("overlap", overlap)):
+            means = jnp.sum(values, axis=(0, 2)) / totals
+            metrics |= {f"{name}_at_{i + 1}": means[i] for i in range(self.depth)}
         tokens = jnp.sum(counted[:, 0]).astype(jnp.float32)
         return loss, metrics | {"loss": loss, "tokens": tokens}
 
@@ -299,24 +338,6 @@ def evaluation_of(objective: FeatureRegression | TrainingTimeTest, paths) -> Obj
     if isinstance(objective, FeatureRegression):
         objective = dataclasses.replace(objective, noise=0.0)
     return HeadQuality(objective, max(map(len, paths)), 1 + max(map(max, paths)))
-
-
-def _draft_place(
-    head: EagleHead | Eagle3Head, tokens: Int[Array, " length"]
-) -> tuple[Bool[Array, " length"], Int[Array, " length"]]:
-    """Returns True where a token can be drafted, and places of tokens among the draft's logits."""
-    ids = head.draft_ids
-    if ids is None:
-        return jnp.ones(tokens.shape, bool), tokens
-    places = jnp.minimum(jnp.searchsorted(ids, tokens), len(ids) - 1)
-    return ids[places] == tokens, places
-
-
-def _soft_cross_entropy(
-    draft_logits: Float[Array, "*places vocab"], target_logits: Float[Array, "*places vocab"]
-) -> Float[Array, "*places"]:
-    wanted = jax.lax.stop_gradient(jax.nn.softmax(target_logits, axis=-1))
-    return -jnp.sum(wanted * jax.nn.log_softmax(draft_logits, axis=-1), axis=-1)
 
 
 def _mean(values: Float[Array, "rows length"], counted: Bool[Array, "rows length"]):
@@ -396,6 +417,7 @@ class EagleTrainer:
                 num_drafted,
                 settings.num_unrolled if settings.version == 3 else None,
                 reads_target=not settings.cache_features,
+                whole_laws=settings.loss != CROSS_ENTROPY and ids is not None,
             ),
             as_batch=lambda rows: Observed(rows, target, ids),
             decode=decoding_of(run, model, sources.validation, drafter),
@@ -430,7 +452,8 @@ class EagleTrainer:
             ),
             meaning="loss: what was trained for, without noise. topK_at_D: share of places where "
             "the target's choice is among the K likeliest tokens of the draft's depth D, the draft "
-            "before it being fed the true text; tokens that cannot be drafted count as missed.",
+            "before it being fed the true text; tokens that cannot be drafted count as missed. "
+            + OVERLAP_AT,
             drafts=f"over the tree of {len(settings.paths)} nodes (its root not counted) in "
             "`training.json`",
             metric="loss",
@@ -455,9 +478,15 @@ class EagleTrainer:
         settings = self.settings
         if settings.version == 1:
             return FeatureRegression(
-                config, token_weight=settings.token_weight, noise=settings.noise, dtype=dtype
+                config,
+                token_weight=settings.token_weight,
+                noise=settings.noise,
+                dtype=dtype,
+                loss=settings.loss,
             )
-        return TrainingTimeTest(config, taps, settings.num_unrolled, settings.decay, dtype)
+        return TrainingTimeTest(
+            config, taps, settings.num_unrolled, settings.decay, dtype, settings.loss
+        )
 
     def _first_params(self, config: ModelConfig, tapped: int) -> PyTree:
         key = jax.random.key(self.settings.seed)

@@ -60,6 +60,7 @@ def head_flops_per_token(
     num_drafted: int,
     num_unrolled: int | None,
     reads_target: bool,
+    whole_laws: bool,
 ) -> float:
     """Returns the FLOPs that one token costs in training an EAGLE head, as `flops_per_token`.
 
@@ -73,6 +74,8 @@ def head_flops_per_token(
             output head is the target's and gets no gradient, but is read for the target's states
             too.
         reads_target: True if the target's pass is part of every update.
+        whole_laws: True if the target's whole output head is read too, besides the rows of the
+            tokens that EAGLE-1 drafts from; EAGLE-3 always does.
     """
     kernels = _kernels(shapes)
     attention = 12 * config.num_heads * config.head_dim * length
@@ -81,6 +84,7 @@ def head_flops_per_token(
     else:
         fusion = kernels.pop("fc/kernel")
         flops = num_unrolled * (6 * sum(kernels.values()) + attention) + 6 * fusion
+    if whole_laws or num_unrolled is not None:
         flops += 2 * target.embed_dim * target.vocab_size
     return flops + (_pass_flops_per_token(target, length) if reads_target else 0)
 
@@ -93,6 +97,7 @@ def block_flops_per_token(
     block: int,
     anchors: int,
     target_share: float,
+    reads_laws: bool,
 ) -> float:
     """Returns the FLOPs that one token costs in training a DFlash head, as `flops_per_token`.
 
@@ -108,13 +113,14 @@ def block_flops_per_token(
         anchors: blocks of a sequence.
         target_share: share of the target's layers that every update passes through: up to the last
             tapped one, or 0 where its states are kept.
+        reads_laws: True if the target's output head is read at each mask's place too.
     """
     kernels = _kernels(shapes)
     fusion = kernels.pop("fc/kernel")
     context = 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.embed_dim
     attention = 12 * config.num_layers * config.num_heads * config.head_dim * (length + block)
     of_place = 6 * sum(kernels.values()) + attention
-    of_mask = 4 * target.embed_dim * target.vocab_size
+    of_mask = (6 if reads_laws else 4) * target.embed_dim * target.vocab_size
     of_block = block * of_place + (block - 1) * of_mask
     flops = 6 * (fusion + context) + anchors / length * of_block
     return flops + target_share * _pass_flops_per_token(target, length)

@@ -27,8 +27,9 @@ from jaxspec.training.data import Sequences
 from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import pack_generated
 from jaxspec.training.loop import StepMetrics, products_in, same_choice
-from jaxspec.training.report import PALM_FLOPS, RecipeNotes, texts_read
-from jaxspec.training.settings import DTYPES, SMALL, LMTrainingSettings
+from jaxspec.training.overlap import losses_of, match
+from jaxspec.training.report import OVERLAP, PALM_FLOPS, RecipeNotes, texts_read
+from jaxspec.training.settings import CROSS_ENTROPY, DTYPES, LOSSES, SMALL, LMTrainingSettings
 from jaxspec.training.sources import Divided, document_texts
 from jaxspec.training.tokenizer import loaded_tokenizer, train_tokenizer
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
@@ -94,18 +95,21 @@ class NextToken:
 
 @dataclasses.dataclass(frozen=True)
 class SoftLabels:
-    """Cross-entropy against the teacher's whole distribution, and against the next token.
+    """A loss against the teacher's whole distribution, and cross-entropy of the next token.
 
     Attributes:
         student: gives the student's logits.
         soft_share: weight of the teacher's distribution; the rest goes to the text itself.
+        loss: the loss against that distribution, see `overlap.losses_of`.
     """
 
     student: NextToken
     soft_share: float = 0.9
+    loss: str = CROSS_ENTROPY
 
     def __post_init__(self):
         check_share(self, "soft_share")
+        check_one_of(self, LOSSES, "loss")
 
     @property
     def measured(self) -> "SoftLabels":
@@ -119,13 +123,13 @@ class SoftLabels:
         logits = self.student.logits(params, sequences, key)
         expert = jax.lax.stop_gradient(_logits(batch.teacher, sequences))
         _, learned = _targets(sequences)
-        expected = jnp.sum(jax.nn.softmax(expert) * logits, axis=-1)
-        soft = jax.nn.logsumexp(logits, axis=-1) - expected
+        found = match(logits, expert)
+        soft = _mean(losses_of(self.loss, found, learned), learned)
         metrics = _metrics(logits, sequences) | {
-            "agreement": _mean(same_choice(logits, expert), learned)
+            "agreement": _mean(same_choice(logits, expert), learned),
+            "overlap": _mean(found.overlap, learned),
         }
-        hard_share = 1.0 - self.soft_share
-        return self.soft_share * _mean(soft, learned) + hard_share * metrics["nats"], metrics
+        return self.soft_share * soft + (1.0 - self.soft_share) * metrics["nats"], metrics
 
 
 def _logits(
@@ -235,14 +239,14 @@ class LMTrainer:
         self, run: Run[LMTrainingSettings], opened: Any, metrics: Mapping[str, Any]
     ) -> RecipeNotes:
         settings = self.settings
-        names = {name for figures in metrics["validation"].values() for name in figures}
-        agreement = (
-            " agreement: share of tokens where the teacher's most likely token is this model's too."
+        compared = (
+            " agreement: share of tokens where the teacher's most likely token is this model's "
+            f"too. {OVERLAP}"
         )
         return RecipeNotes(
             cost=PALM_FLOPS + (", and the teacher's forward pass" if settings.teacher else ""),
             meaning="nats: cross-entropy per token. top1: share of tokens that were the most "
-            "likely one." + (agreement if "agreement" in names else ""),
+            "likely one." + (compared if settings.teacher else ""),
             read=texts_read(settings, run.sha256, metrics, settings.own_text_weight),
         )
 
@@ -251,7 +255,9 @@ class LMTrainer:
     ) -> NextToken | SoftLabels:
         settings = self.settings
         student = NextToken(config, settings.layer_drop, settings.early_exit, dtype)
-        return student if teacher is None else SoftLabels(student, settings.soft_share)
+        if teacher is None:
+            return student
+        return SoftLabels(student, settings.soft_share, settings.loss)
 
 
 def _vocabulary(

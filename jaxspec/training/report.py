@@ -22,6 +22,9 @@ PALM_FLOPS = (
     "6 x weights in products + 12 x layers x heads x head dim x sequence length, PaLM, appendix B"
 )
 """Name of what `efficiency.flops_per_token` counts, in recipes."""
+OVERLAP = "overlap: chance that a token that is drawn from the draft's law is accepted."
+OVERLAP_AT = "overlap_at_D: chance that a token that is drawn at depth D is accepted there."
+"""Meaning of figures of several trainers, in recipes."""
 _HOW_TO_ASK = (
     "A text is `<|bos|>`, the text, `<|eos|>`. To ask for an answer, give a prompt in the shape of "
     "the text column, up to where the answer begins. The weight says how many passes are made over "

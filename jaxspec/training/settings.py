@@ -25,6 +25,8 @@ TAU = "tau_with_bonus"
 EAGLE_VERSIONS = (1, 3)
 DEER_STAGES = (1, 2)
 CUTS = ("one", "all")
+CROSS_ENTROPY = "cross-entropy"
+LOSSES = (CROSS_ENTROPY, "overlap", "hybrid")
 DTYPES = ("float32", "bfloat16")
 # Settings of the trainers that name a model's folder.
 _MODELS = (TARGET, "teacher", "start_from", "tokenizer")
@@ -174,7 +176,25 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class LMTrainingSettings(RunSettings):
+class MatchingSettings(RunSettings):
+    """Settings of trainers whose model may match another one's distributions.
+
+    Attributes:
+        loss: what is learned from the other model's distributions: "cross-entropy"; "overlap", -log
+            of the chance that a drawn token is accepted; "hybrid", the divergence of Kullback and
+            Leibler where that chance is small, its complement where it is large.
+    """
+
+    _: KW_ONLY
+    loss: str = field(default=CROSS_ENTROPY, metadata={"choices": LOSSES})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_one_of(self, LOSSES, "loss")
+
+
+@dataclass(frozen=True)
+class LMTrainingSettings(MatchingSettings):
     """Settings of `LMTrainer`, after those of every trainer.
 
     Attributes:
@@ -203,6 +223,11 @@ class LMTrainingSettings(RunSettings):
         super().__post_init__()
         if self.own_text and self.teacher is None:
             raise ValueError("own_text is written by a teacher: name one (--teacher FOLDER).")
+        if self.loss != CROSS_ENTROPY and self.teacher is None:
+            raise ValueError(
+                f"loss {self.loss!r} compares with a teacher's distributions: name one (--teacher "
+                "FOLDER), or leave it out."
+            )
         check_above_zero(self, "own_text_weight")
         if self.start_from is None and self.sequence_length > self.model.max_positions:
             raise ValueError(
@@ -268,7 +293,7 @@ class MaskedTrainingSettings(RunSettings):
 
 
 @dataclass(frozen=True)
-class DraftingSettings(RunSettings):
+class DraftingSettings(MatchingSettings):
     """Settings of trainers of drafters, after those of every trainer.
 
     The target's texts continue the beginnings of the sources' documents.
@@ -302,7 +327,7 @@ class EagleTrainingSettings(DraftingSettings):
         draft_vocab: number of tokens to draft from, the most frequent ones of the target's texts
             (of the sources, where there are none); 0: all.
         noise: EAGLE-1: noise on the states that are read, see `FeatureRegression`.
-        token_weight: EAGLE-1: weight of the tokens' cross-entropy.
+        token_weight: EAGLE-1: weight of the tokens' loss.
         num_unrolled: EAGLE-3: passes of the head over each text, see `TrainingTimeTest`.
         decay: EAGLE-3: weight of a pass over that of the one before.
         taps: EAGLE-3: layers of the target whose inputs to read; `None`: `eagle3_taps`.
@@ -411,7 +436,7 @@ class DeerTrainingSettings(AnswersSettings):
         check_one_of(self, DEER_STAGES, "stage")
         check_one_of(self, CUTS, "cuts")
         for entry in fields(self):
-            of_stage_2 = entry.name in ("longest", "alpha", "normalise", "cuts")
+            of_stage_2 = entry.name in ("longest", "alpha", "normalise", "cuts", "loss")
             if of_stage_2 and self.stage == 1 and getattr(self, entry.name) != entry.default:
                 raise ValueError(
                     f"{entry.name} is a setting of stage 2: leave it out in stage 1, got "

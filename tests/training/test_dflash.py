@@ -185,27 +185,32 @@ def test_narrow_products_give_nearly_the_same_loss(target, params, answers):
     np.testing.assert_allclose(exact, narrow, rtol=0.02)
 
 
+@pytest.mark.parametrize("loss", ["cross-entropy", "overlap"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_flops_of_a_token_are_what_the_compiler_counts(kept):
+def test_flops_of_a_token_are_what_the_compiler_counts(kept, loss):
     """So nothing is computed that training does not need, such as what the context attends to."""
     config = ModelConfig(512, 128, 2, 4, 2, 32, 256, 128, tied_head=True)
     layers, length, rows = layers_config(config, 2, None), 64, 2
-    objective = AnchoredBlocks(layers, (0, 1), MASK_ID, block=8, anchors=16, gamma=3.5)
+    objective = AnchoredBlocks(layers, (0, 1), MASK_ID, block=8, anchors=16, gamma=3.5, loss=loss)
     first = partial(init_dflash_params, layers, 2 * config.embed_dim)
     shapes = jax.eval_shape(first, jax.random.key(0))
     field = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     answers, network = Sequences(field, field, field, field), Network(param_shapes(config), config)
+    reads_laws = loss != "cross-entropy"
+    width = config.embed_dim if reads_laws else 0
     if kept:
         answers = answers._replace(
-            features=jax.ShapeDtypeStruct((rows, length, 0), jnp.float32),
+            features=jax.ShapeDtypeStruct((rows, length, width), jnp.float32),
             taps=jax.ShapeDtypeStruct((rows, length, 2 * config.embed_dim), jnp.float32),
         )
     batch = Observed(answers, network)
     step = jax.jit(jax.grad(objective, has_aux=True))
     with exchanged({}):  # the compiler does not look into native code
         compiled = step.lower(shapes, batch, jax.eval_shape(lambda: jax.random.key(0))).compile()
-    share = 0.0 if kept else 0.5  # the second layer's input is all that is read behind the first
-    expected = rows * length * block_flops_per_token(shapes, layers, config, length, 8, 16, share)
+    # The second layer's input is all that is read behind the first, except for laws.
+    share = 0.0 if kept else 1.0 if reads_laws else 0.5
+    of_token = block_flops_per_token(shapes, layers, config, length, 8, 16, share, reads_laws)
+    expected = rows * length * of_token
     assert expected < compiled.cost_analysis()["flops"] < 1.25 * expected
 
 
