@@ -328,7 +328,7 @@ _CONVOLUTIONS = tuple(
         Rule(f"layers.{{layer}}.{name}.base_kernel", f"layer_{{layer}}/{name}/base", _whole),
         Rule(
             f"layers.{{layer}}.{name}.kernel_projection.weight",
-            f"layer_{{layer}}/{name}/projection/kernel",
+            f"layer_{{layer}}/{name}/kernel",
             _kernels,
         ),
     )

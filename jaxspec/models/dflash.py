@@ -37,6 +37,7 @@ from jaxspec.models.transformer import (
     RMSNorm,
     Rotation,
     Visible,
+    Weights,
     empty_kv_cache,
     rms_norm,
     visible_to,
@@ -91,7 +92,9 @@ class BlockConvolution(nn.Module):
         """Returns the inputs after theirs, and the function that is that of the outputs."""
         (taps, group), width = self.shape, inputs.shape[1]
         own = self.param("base", _identities, (2, taps, width))
-        added = Linear((width,), (2, taps, width // group), name="projection")(inputs)
+        kernel = self.param("kernel", nn.initializers.zeros, (width, 2, taps, width // group))
+        scale = self.get_variable("params", "scale")
+        added = Weights(kernel, None, scale).apply(inputs)
         before, after = (
             partial(_convolve, own[side][None] + jnp.repeat(added[:, side], group, axis=2))
             for side in range(2)
@@ -346,7 +349,7 @@ class DFlashHead:
         """Its parts, as its weights show them."""
         convolution, rank, confidence = None, 0, 0
         if "attention_conv" in (layer := self.params["layer_0"]):
-            *_, taps, groups = layer["attention_conv"]["projection"]["kernel"].shape
+            *_, taps, groups = layer["attention_conv"]["kernel"].shape
             convolution = Convolution(taps, self.config.embed_dim // groups)
         transitions = self.params.get("transitions", {})
         if transitions:
