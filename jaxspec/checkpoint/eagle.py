@@ -143,8 +143,15 @@ def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3H
     rules = eagle3_rules("midlayer" if published else "layers.0", norms)
     init = partial(init_eagle3_params, config, len(taps) * target.embed_dim, tap_norms=norms)
     params = load_head_params(rules, config, init, stored, target, dtype, _NOT_NEEDED)
-    normed = (_flag(raw, name, False) for name in ("norm_before_residual", "norm_output"))
-    return Eagle3Head(params, config, taps, target.vocab_size, ids, *normed)
+    return Eagle3Head(
+        params,
+        config,
+        taps,
+        target.vocab_size,
+        ids,
+        norm_before_residual=_flag(raw, "norm_before_residual", False),
+        norm_output=_flag(raw, "norm_output", False),
+    )
 
 
 def _tap_norms(folder: Path, raw: Mapping[str, Any], num_taps: int) -> int:

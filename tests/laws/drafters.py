@@ -112,18 +112,20 @@ def diffuser(target: Network, block: int | None, shift: bool = True) -> Network:
     return Network(target.params, config)
 
 
-def dflash_head(target: Network, parts: DFlashParts = NO_MORE, **settings) -> DFlashHead:
+def dflash_head(
+    target: Network, parts: DFlashParts = NO_MORE, seed: int = 6, **settings
+) -> DFlashHead:
     """A random head over one layer's inputs."""
     full = ("full",) * target.num_layers
     config = target.config.replace(layer_types=full, sliding_window=None, qk_norm=True)
-    params = init_dflash_params(config, target.embed_dim, jax.random.key(6), parts)
+    params = init_dflash_params(config, target.embed_dim, jax.random.key(seed), parts)
     return DFlashHead(params, config, (1,), target.vocab_size - 1, 4, **settings)
 
 
 def dspark_head(target: Network) -> DFlashHead:
     """A random head whose laws and lengths depend on the token before."""
     parts = DFlashParts(rank=4, confidence=target.embed_dim + 4)
-    return dflash_head(target, parts, anchor_predicts=True)
+    return dflash_head(target, parts, 7, anchor_predicts=True)
 
 
 def dflash2_head(target: Network) -> DFlashHead:
@@ -191,9 +193,9 @@ DRAFTERS: dict[str, Case] = {
         dflash_head,
         slow=True,
     ),
-    "dspark": Case(lambda: DFlash(3, taps=(1,), confidence=0.4), dspark_head),
+    "dspark": Case(lambda: DFlash(3, taps=(1,), confidence=0.3), dspark_head),
     "dspark, tree": Case(
-        lambda: DFlash(4, FORKED, taps=(1,), confidence=0.4), dspark_head, slow=True
+        lambda: DFlash(4, FORKED, taps=(1,), confidence=0.3), dspark_head, slow=True
     ),
     "dflash 2": Case(lambda: DFlash(3, FORKED, taps=(1,)), dflash2_head),
     "dflash 2, adaptive": Case(
