@@ -3,6 +3,15 @@
 The layers of a Qwen-3 without embedding and output head, `fc` and `hidden_norm` that make their
 context, and in config.json the usual fields with `block_size`, `num_target_layers` and
 `dflash_config`: `mask_token_id` and `target_layer_ids`, which name layers by what comes out.
+
+DFlash 2 (z-lab) adds to `dflash_config` `conv_kernel_size` and `conv_group_size` of convolutions,
+and `selector_rank` and `selector_top_k` of a path selector. DSpark (DeepSpec) has all of its
+settings at the top: `markov_rank` of a Markov head, `enable_confidence_head` and
+`confidence_head_with_markov`; every place of its blocks predicts. The speculators format nests the
+layers' settings in `transformer_layer_config`, names layers by what goes in
+(`aux_hidden_state_layer_ids`) and says in `sample_from_anchor` which places predict.
+
+Files of DSpark hold the target's embedding and output head, frozen; they are not read.
 """
 
 from collections.abc import Mapping
@@ -11,23 +20,37 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json
+from jaxspec.checkpoint.entries import read_integer
 from jaxspec.checkpoint.files import CheckpointError, read_json
 from jaxspec.checkpoint.folder import CONFIG
 from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
 from jaxspec.checkpoint.hub import Model, find_head
-from jaxspec.checkpoint.names import DFLASH, TIED_HEAD
+from jaxspec.checkpoint.names import dflash_rules
 from jaxspec.checkpoint.safetensors import find_tensors
-from jaxspec.models.dflash import DFlashHead, dflash_taps, init_dflash_params
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.dflash import (
+    Convolution,
+    DFlashHead,
+    DFlashParts,
+    dflash_taps,
+    init_dflash_params,
+)
 from jaxspec.models.transformer import Network
 from jaxspec.sharding import shard_like
 
-# Settings of later dialects that change what a head computes, and their meaning here.
+# Settings of other dialects that change what a head computes, and their meaning here.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "is_causal": (None, False),
     "input_embedding_scale": (None, 1, 1.0),
+    "output_multiplier": (None, 1, 1.0),
     "final_logit_softcapping": (None,),
-    "markov_rank": (None, 0),
+    "markov_head_type": (None, "vanilla"),
+    "projector_type": (None, "dflash"),
+    "shift_label": (None, False),
+    "causal": (None, False),
 }
+_DSPARK = "Qwen3DSparkModel"
+_CONVOLUTION = ("conv_kernel_size", "conv_group_size")
+_NOT_NEEDED = ("embed_tokens.weight", "lm_head.weight")
 
 
 def load_dflash(
@@ -48,7 +71,8 @@ def load_dflash(
     Raises:
         CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
             listed), the head was made for a target of another width, vocabulary or depth, it
-            reads layers that the target lacks, or some of its layers have a sliding window.
+            reads layers that the target lacks, or config.json asks for what is not covered (the
+            fields are named).
 
     Example:
         >>> import tempfile
@@ -71,20 +95,9 @@ def load_dflash(
     """
     target = target if isinstance(target, Network) else target.known_network
     folder = find_head(source, "dflash", revision)
-    raw = read_json(folder / CONFIG)
-    own = raw.get("dflash_config")
-    if not isinstance(own, Mapping):
-        raise CheckpointError(
-            f"{folder}: config.json has no `dflash_config`, so this is no DFlash head."
-        )
-    _check_dialect(folder, {**raw, **own})
+    raw = _flattened(folder, read_json(folder / CONFIG))
     config = config_from_json({**raw, "model_type": "qwen3", "tie_word_embeddings": False})
-    if config.sliding_window is not None:
-        sliding = [i for i, kind in enumerate(config.layer_types) if kind == "sliding"]
-        raise CheckpointError(
-            f"{folder}: layers {sliding} of this DFlash head see {config.sliding_window} positions "
-            "only (sliding_window), which is not supported: its layers must see the whole text."
-        )
+    _check_dialect(folder, raw, config)
     layers = raw.get("num_target_layers", target.num_layers)
     facts = (
         ("hidden_size", config.embed_dim, target.embed_dim),
@@ -92,14 +105,14 @@ def load_dflash(
         ("num_target_layers", layers, target.num_layers),
     )
     problems = []
-    taps = _taps(own, target.num_layers, config.num_layers)
+    taps = _taps(raw, target.num_layers, config.num_layers)
     if not all(0 <= layer < target.num_layers for layer in taps):
         outputs = [layer - 1 for layer in taps]
         problems.append(
             f"target_layer_ids are {outputs}, and of {target.num_layers} layers there are 0 to "
             f"{target.num_layers - 2} whose output goes into another"
         )
-    mask = own.get("mask_token_id")
+    mask = raw.get("mask_token_id")
     if type(mask) is not int or not 0 <= mask < target.vocab_size:
         problems.append(f"mask_token_id is {mask}, and must be an id below {target.vocab_size}")
     block = raw.get("block_size")
@@ -109,19 +122,28 @@ def load_dflash(
     assert isinstance(mask, int)
     assert isinstance(block, int)
 
-    init = partial(init_dflash_params, config, len(taps) * target.embed_dim)
-    stored = find_tensors(folder)
-    params = load_head_params(DFLASH, config, init, stored, target, dtype, TIED_HEAD)
-    return shard_like(target, DFlashHead(params, config, taps, mask, block, layers))
+    parts, likeliest = _parts(raw, config)
+    init = partial(init_dflash_params, config, len(taps) * target.embed_dim, parts=parts)
+    stored, rules = find_tensors(folder), dflash_rules(gated=parts.gated)
+    params = load_head_params(rules, config, init, stored, target, dtype, _NOT_NEEDED)
+    predicts, causal = raw["sample_from_anchor"], raw.get("is_causal")
+    head = DFlashHead(params, config, taps, mask, block, layers, predicts, causal, likeliest)
+    return shard_like(target, head)
 
 
 def save_dflash(head: DFlashHead, folder: str | Path, dtype: Any = None) -> None:
     """Writes a head as `load_dflash` reads it, under the published names.
 
+    A head with a Markov head, or whose blocks predict at every place, is written as DSpark's are,
+    others as DFlash's.
+
     Args:
         head: what to write.
         folder: made if it is not there; an interruption leaves it as it was.
         dtype: to store the weights in; `None`: the one they have.
+
+    Raises:
+        CheckpointError: it has a path selector and a part that only DSpark's files can describe.
 
     Example:
         >>> import os, tempfile
@@ -139,41 +161,139 @@ def save_dflash(head: DFlashHead, folder: str | Path, dtype: Any = None) -> None
         ...     sorted(os.listdir(folder))
         ['config.json', 'model.safetensors']
     """
-    raw = {
+    raw: dict[str, Any] = {
         **config_to_json(head.config),
         "model_type": "qwen3",
-        "architectures": ["DFlashDraftModel"],
         "block_size": head.block,
-        "dflash_config": {
-            "mask_token_id": head.mask_token_id,
-            "target_layer_ids": [layer - 1 for layer in head.taps],
-        },
     }
     if head.target_layers is not None:
         raw["num_target_layers"] = head.target_layers
-    write_head(folder, raw, head.params, DFLASH, head.config, dtype)
+    if head.causal is not None:
+        raw["is_causal"] = head.causal
+    own: dict[str, Any] = {
+        "mask_token_id": head.mask_token_id,
+        "target_layer_ids": [layer - 1 for layer in head.taps],
+    }
+    parts = head.parts
+    if parts.convolution is not None:
+        own["conv_kernel_size"], own["conv_group_size"] = parts.convolution
+    if parts.gated:
+        if parts.confidence or head.anchor_predicts:
+            raise CheckpointError(
+                "No published layout holds a path selector with a confidence head, or with a block "
+                "whose first place predicts: save the head without one of them."
+            )
+        own |= {"selector_rank": parts.rank, "selector_top_k": head.likeliest}
+    elif parts.rank or parts.confidence or head.anchor_predicts:
+        raw |= own | {
+            "architectures": [_DSPARK],
+            "sample_from_anchor": head.anchor_predicts,
+            "markov_rank": parts.rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": parts.confidence > 0,
+            "confidence_head_with_markov": parts.confidence > head.config.embed_dim,
+        }
+        own = {}
+    if own:
+        name = "DFlash2DraftModel" if parts.gated else "DFlashDraftModel"
+        raw |= {"architectures": [name], "dflash_config": own}
+    write_head(folder, raw, head.params, dflash_rules(gated=parts.gated), head.config, dtype)
 
 
-def _taps(own: Mapping[str, Any], num_layers: int, num_features: int) -> tuple[int, ...]:
-    """Layers whose inputs are read: the layers behind those whose outputs the file names."""
-    outputs = own.get("target_layer_ids")
-    if outputs is None:
-        # Published heads have as many features as layers where they name none.
-        return dflash_taps(num_layers, num_features)
-    if not isinstance(outputs, list) or not all(type(layer) is int for layer in outputs):
+def _flattened(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json with all settings at the top, wherever the file has them.
+
+    Raises:
+        CheckpointError: it is not of a DFlash head, or leaves open which places predict.
+    """
+    own, nested = raw.get("dflash_config"), raw.get("transformer_layer_config")
+    speculators = raw.get("speculators_model_type")
+    is_dspark = speculators == "dspark" or _DSPARK in (raw.get("architectures") or ())
+    if not (isinstance(own, Mapping) or isinstance(nested, Mapping) or is_dspark):
         raise CheckpointError(
-            f"target_layer_ids in config.json must be a list of layers, got {outputs!r}."
+            f"{folder}: config.json has no `dflash_config`, and its architecture is not {_DSPARK}, "
+            "so this is no DFlash head."
         )
-    return tuple(layer + 1 for layer in outputs)
+    flat = {**(nested or {}), **raw, **(own or {})}
+    if speculators == "dspark" and flat.get("sample_from_anchor") is None:
+        raise CheckpointError(
+            f"{folder}: config.json does not have sample_from_anchor, which says whether the first "
+            "place of a block predicts; its makers have written both kinds without it. Add it."
+        )
+    if flat.get("sample_from_anchor") is None:
+        flat["sample_from_anchor"] = is_dspark
+    if (
+        speculators is not None
+        and "is_causal" not in flat
+        and flat.get("sliding_window_non_causal")
+    ):
+        flat["is_causal"] = False
+    for name in ("sample_from_anchor", "is_causal"):
+        if flat.get(name) not in (None, True, False):
+            raise CheckpointError(
+                f"{name} in config.json must be true or false, got {flat[name]!r}."
+            )
+    return flat
 
 
-def _check_dialect(folder: Path, raw: Mapping[str, Any]) -> None:
+def _parts(raw: Mapping[str, Any], config: ModelConfig) -> tuple[DFlashParts, int | None]:
+    """Returns the parts of a head, and how many tokens of a place its selector chooses among."""
+    convolution, likeliest = None, None
+    if raw.get("conv_kernel_size"):
+        convolution = Convolution(*(read_integer(raw, name) for name in _CONVOLUTION))
+        if config.embed_dim % convolution.group:
+            raise CheckpointError(
+                f"conv_group_size in config.json must divide hidden_size ({config.embed_dim}), got "
+                f"{convolution.group}."
+            )
+    gated, rank = bool(raw.get("selector_rank")), raw.get("markov_rank") or 0
+    if gated:
+        rank, likeliest = (read_integer(raw, f"selector_{name}") for name in ("rank", "top_k"))
+        if likeliest >= config.vocab_size:
+            raise CheckpointError(
+                f"selector_top_k in config.json must be below vocab_size ({config.vocab_size}), "
+                f"got {likeliest}."
+            )
+    confidence = 0
+    if raw.get("enable_confidence_head"):
+        with_markov = bool(raw.get("confidence_head_with_markov"))
+        confidence = config.embed_dim + (rank if with_markov else 0)
+    return DFlashParts(convolution, rank, gated, confidence), likeliest
+
+
+def _taps(raw: Mapping[str, Any], num_layers: int, num_features: int) -> tuple[int, ...]:
+    """Layers whose inputs are read: the layers behind those whose outputs the file names."""
+    for name, behind in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
+        listed = raw.get(name)
+        if listed is None:
+            continue
+        if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
+            raise CheckpointError(
+                f"{name} in config.json must be a list of layers, got {listed!r}."
+            )
+        return tuple(layer + behind for layer in listed)
+    # Published heads have as many features as layers where they name none.
+    return dflash_taps(num_layers, num_features)
+
+
+def _check_dialect(folder: Path, raw: Mapping[str, Any], config: ModelConfig) -> None:
+    neutral = {**_UNSUPPORTED, "draft_vocab_size": (None, config.vocab_size)}
+    if raw.get("selector_rank"):
+        neutral |= {"markov_rank": (None, 0), "enable_confidence_head": (None, False)}
+    if not raw.get("markov_rank"):
+        del neutral["markov_head_type"]  # of no head
+        if raw.get("enable_confidence_head"):
+            neutral["confidence_head_with_markov"] = (None, False)
     unsupported = [
-        f"{name} {raw[name]!r}"
-        for name, neutral in _UNSUPPORTED.items()
-        if raw.get(name) not in neutral
+        f"{name} {raw[name]!r}" for name, values in neutral.items() if raw.get(name) not in values
     ]
     if unsupported:
         raise CheckpointError(
             f"{folder}: this DFlash dialect sets {', '.join(unsupported)}, which is not supported."
+        )
+    window, block = config.sliding_window, raw.get("block_size")
+    if window is not None and isinstance(block, int) and window < block:
+        raise CheckpointError(
+            f"{folder}: sliding_window {window} is less than a block ({block} places), which is "
+            "not supported."
         )

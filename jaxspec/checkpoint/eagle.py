@@ -6,6 +6,11 @@ definitions of SafeAILab/EAGLE, branches v1 and main. The speculators format say
 EAGLE-3 too, may put `model.` before everything, nests the layer's settings in
 `transformer_layer_config`, and knows `norm_before_residual`.
 
+EAGLE 3.1 (arXiv 2605.09992) is two settings more: `fc_norm`, norms `fc_norm.0` and so on of each
+tapped layer before `fc`, and `norm_output`, by which the next state is what `lm_head` reads, after
+the last norm. `norm_before_fc`, which NVIDIA writes inside `eagle_config`, is one norm,
+`input_norm`, of all tapped layers side by side. vLLM, SGLang and speculators read them so.
+
 Tapped layers are counted in two ways. `eagle_aux_hidden_state_layer_ids` at the top names layers
 by what goes in, as vLLM and we do. Inside `eagle_config`, as SpecForge writes and SGLang reads, it
 names them by what comes out: [1, 46, 90] of 94 layers are the usual 2, L // 2 and L - 3.
@@ -43,11 +48,11 @@ from jaxspec.models.transformer import Network
 from jaxspec.sharding import shard_like
 
 _TORCH_FILE = "pytorch_model.bin"
-# Settings of later dialects that change what a head computes, and their meaning here.
-_UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
+# An earlier name of `fc_norm`, with other names of tensors.
+_UNSUPPORTED = ("use_aux_norm",)
 # Files carry the target's embedding and masks that follow from other tensors.
 _NOT_NEEDED = ("embed_tokens.weight", "t2d", "d2t")
-_EAGLE, _EAGLE3 = eagle_rules("layers.0"), eagle3_rules("midlayer")
+_EAGLE = eagle_rules("layers.0")
 
 
 class HeadTensor(NamedTuple):
@@ -133,12 +138,33 @@ def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3H
             f"The head is for another target: it reads layers {list(taps)}, the target has "
             f"{target.num_layers} (eagle_aux_hidden_state_layer_ids in config.json)."
         )
+    norms = _tap_norms(folder, raw, len(taps))
     published = any(name.startswith("midlayer.") for name in stored)
-    rules = _EAGLE3 if published else eagle3_rules("layers.0")
-    init = partial(init_eagle3_params, config, len(taps) * target.embed_dim)
+    rules = eagle3_rules("midlayer" if published else "layers.0", norms)
+    init = partial(init_eagle3_params, config, len(taps) * target.embed_dim, tap_norms=norms)
     params = load_head_params(rules, config, init, stored, target, dtype, _NOT_NEEDED)
-    normed = _flag(raw, "norm_before_residual", False)
-    return Eagle3Head(params, config, taps, target.vocab_size, ids, normed)
+    return Eagle3Head(
+        params,
+        config,
+        taps,
+        target.vocab_size,
+        ids,
+        norm_before_residual=_flag(raw, "norm_before_residual", False),
+        norm_output=_flag(raw, "norm_output", False),
+    )
+
+
+def _tap_norms(folder: Path, raw: Mapping[str, Any], num_taps: int) -> int:
+    """Norms of the tapped layers before they are fused: of each, one of all together, or none."""
+    nested = raw.get("eagle_config")
+    settings = {**raw, **(nested if isinstance(nested, Mapping) else {})}
+    each, together = (_flag(settings, name, False) for name in ("fc_norm", "norm_before_fc"))
+    if each and together:
+        raise CheckpointError(
+            f"{folder}: fc_norm and norm_before_fc in config.json exclude each other: the tapped "
+            "layers are normed each by itself or all together."
+        )
+    return num_taps if each else int(together)
 
 
 def save_eagle(
@@ -178,7 +204,9 @@ def save_eagle(
         ids = np.asarray(head.draft_ids, np.int64)
         more["d2t"] = ids - np.arange(len(ids))
         raw["draft_vocab_size"] = len(ids)
-    rules = _EAGLE3 if isinstance(head, Eagle3Head) else _EAGLE
+    rules = _EAGLE
+    if isinstance(head, Eagle3Head):
+        rules = eagle3_rules("midlayer", head.tap_norms)
     write_head(folder, raw, head.params, rules, head.config, dtype, more)
 
 
@@ -291,12 +319,18 @@ def _config_to_json(head: EagleHead | Eagle3Head) -> dict[str, Any]:
     del raw["architectures"]  # a head is no model
     if isinstance(head, Eagle3Head):
         taps = {"eagle_aux_hidden_state_layer_ids": list(head.taps)}
-        return {**raw, **taps, "norm_before_residual": head.norm_before_residual}
+        norms = {
+            "norm_before_residual": head.norm_before_residual,
+            "norm_before_fc": head.tap_norms == 1,
+            "fc_norm": head.tap_norms > 1,
+            "norm_output": head.norm_output,
+        }
+        return {**raw, **taps, **norms}
     return {**raw, "bias": head.bias}
 
 
 def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = raw.get(key, default)
-    if not isinstance(value, bool):
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
         raise CheckpointError(f"{key} in config.json must be true or false, got {value!r}.")
-    return value
+    return default if value is None else value

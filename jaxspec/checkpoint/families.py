@@ -78,10 +78,11 @@ def _mixtral_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_fields(text: Json) -> dict[str, Any]:
-    first = read_integer(text, "max_window_layers", 28)
+    # 0 if the first layer slides.
+    first = text.get("max_window_layers") and read_integer(text, "max_window_layers")
     windowed = bool(text.get("use_sliding_window"))
     rule = [
-        "sliding" if windowed and layer >= first else "full"
+        "sliding" if windowed and layer >= (28 if first is None else first) else "full"
         for layer in range(read_integer(text, "num_hidden_layers"))
     ]
     return {"qkv_bias": True, **sliding_fields(text, read_layer_types(text, rule))}

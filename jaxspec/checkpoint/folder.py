@@ -14,6 +14,8 @@ ORBAX_CONFIG = "network.json"
 ORBAX_PARAMS = "params"
 
 Kind = Literal["model", "eagle", "dflash"]
+# Entries that only config.json of DFlash heads has, DSpark's among them.
+_OF_DFLASH = ("dflash_config", "target_layer_ids", "aux_hidden_state_layer_ids")
 _BOOKKEEPING = ("_from_model_config", "transformers_version")
 
 
@@ -80,7 +82,7 @@ def read_folder(path: Path) -> Folder:
 
 
 def _kind(config: Mapping[str, Any]) -> Kind:
-    if "dflash_config" in config:
+    if not config.keys().isdisjoint(_OF_DFLASH):
         return "dflash"
     one_layer = config.get("num_hidden_layers") == 1
     eagle = one_layer and ("bias" in config or "eagle_aux_hidden_state_layer_ids" in config)

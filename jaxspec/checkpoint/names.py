@@ -34,15 +34,17 @@ class Region(NamedTuple):
     Attributes:
         view: the part, its axes in the order of the stored tensor.
         num_row_axes: how many leading axes of `view` make up the tensor's first axis; the others,
-            if any, make up its second.
+            if any, make up its second. `None`: the tensor has the axes of `view`.
     """
 
     view: np.ndarray
-    num_row_axes: int
+    num_row_axes: int | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the rows have in the file."""
+        if self.num_row_axes is None:
+            return self.view.shape
         rows, columns = self.view.shape[: self.num_row_axes], self.view.shape[self.num_row_axes :]
         return (math.prod(rows), math.prod(columns)) if columns else (math.prod(rows),)
 
@@ -54,8 +56,8 @@ class Rule(NamedTuple):
     """One line of a table.
 
     Attributes:
-        name: of the stored tensor, with `{layer}` and `{expert}` to fill in. Experts are the
-            leading axis of their leaf.
+        name: of the stored tensor, with `{layer}` and `{expert}` to fill in. Experts, or whatever
+            else is counted like them, are the leading axis of their leaf.
         path: of the leaf. The rule holds for the networks that have such a leaf.
         regions: where the tensor's rows lie in the leaf, from its first row to its last.
     """
@@ -90,6 +92,21 @@ class TensorPlacement(NamedTuple):
 def _same(leaf):
     """Vectors, and tables whose rows are looked up."""
     return (Region(leaf, 1),)
+
+
+def _whole(leaf):
+    """Of more than two axes, which lie there as here."""
+    return (Region(leaf, None),)
+
+
+def _kernels(leaf):
+    """[in, *outs] here, [all outs, in] there."""
+    return (Region(np.moveaxis(leaf, 0, -1), leaf.ndim - 1),)
+
+
+def _first(leaf):
+    """One vector, here a table of one row."""
+    return _same(leaf[0])
 
 
 def _linear(leaf):
@@ -285,10 +302,18 @@ def eagle_rules(layer: str) -> tuple[Rule, ...]:
     )
 
 
-def eagle3_rules(layer: str) -> tuple[Rule, ...]:
-    """Returns the table of EAGLE-3 heads, whose layer has that name."""
+def eagle3_rules(layer: str, tap_norms: int = 0) -> tuple[Rule, ...]:
+    """Returns the table of EAGLE-3 heads, whose layer has that name.
+
+    Args:
+        layer: its name.
+        tap_norms: norms in front of `fc`: one for each tapped layer, or one for all together.
+    """
+    one = Rule("input_norm.weight", "tap_norm/scale", _first)
+    each = Rule("fc_norm.{expert}.weight", "tap_norm/scale", _same)
     return (
         *eagle_rules(layer),
+        one if tap_norms == 1 else each,
         Rule(f"{layer}.input_layernorm.weight", "embed_norm/scale", _same),
         Rule(f"{layer}.hidden_norm.weight", "state_norm/scale", _same),
         Rule("norm.weight", "norm/scale", _same),
@@ -296,14 +321,44 @@ def eagle3_rules(layer: str) -> tuple[Rule, ...]:
     )
 
 
+_CONVOLUTIONS = tuple(
+    rule
+    for name in ("attention_conv", "mlp_conv")
+    for rule in (
+        Rule(f"layers.{{layer}}.{name}.base_kernel", f"layer_{{layer}}/{name}/base", _whole),
+        Rule(
+            f"layers.{{layer}}.{name}.kernel_projection.weight",
+            f"layer_{{layer}}/{name}/kernel",
+            _kernels,
+        ),
+    )
+)
 # DFlash heads are the layers of a Qwen-3 without its ends, and what makes their context.
-DFLASH = (
+_DFLASH = (
     *_sublayers("layers.{layer}", "layer_{layer}/"),
     *(Rule(rule.name.removeprefix("model."), rule.path, _same) for rule in _QK_NORMS + _PRE_NORMS),
+    *_CONVOLUTIONS,
     Rule("fc.weight", "fc/kernel", _linear),
     Rule("hidden_norm.weight", "hidden_norm/scale", _same),
     Rule("norm.weight", "norm/scale", _same),
+    Rule("confidence_head.proj.weight", "confidence/kernel", _linear),
+    Rule("confidence_head.proj.bias", "confidence/bias", _same),
 )
+_MARKOV_HEAD = (
+    Rule("markov_head.markov_w1.weight", "transitions/previous/embedding", _same),
+    Rule("markov_head.markov_w2.weight", "transitions/following/embedding", _same),
+)
+_PATH_SELECTOR = (
+    Rule("candidate_selector.predecessor_codebook", "transitions/previous/embedding", _same),
+    Rule("candidate_selector.successor_codebook", "transitions/following/embedding", _same),
+    Rule("candidate_selector.hidden_projection.weight", "transitions/gate/kernel", _linear),
+)
+
+
+def dflash_rules(*, gated: bool) -> tuple[Rule, ...]:
+    """Returns the table of DFlash heads; `gated`: with a path selector, not a Markov head."""
+    return _DFLASH + (_PATH_SELECTOR if gated else _MARKOV_HEAD)
+
 
 # Multimodal Gemma-3 keeps its text model under one of these, next to parts that are not read.
 _TEXT_PREFIXES = {

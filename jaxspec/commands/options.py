@@ -487,7 +487,7 @@ DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]
     "union": ({"head": str, "tree": str, "min_match": int, **_OF_SUFFIX}, _union),
     "eagle2": ({"head": str, "depth": int, "beam": int, "num_nodes": int}, _eagle2),
     "deer": ({"model": str, **_OF_BLOCKS, "sep": str, "mask": str, "cache": str}, _deer),
-    "dflash": ({"head": str, **_OF_BLOCKS}, _dflash),
+    "dflash": ({"head": str, **_OF_BLOCKS, "confidence": float}, _dflash),
     "layer-skip": ({"num_speculative_tokens": int, "threshold": float, "skips": str}, _layer_skip),
 }
 

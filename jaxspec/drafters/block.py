@@ -3,11 +3,14 @@
 The pass gives one distribution for each of the next positions, independent of one another (the
 marginals). They make a chain, a static tree whose nodes of one depth choose from one distribution,
 or a tree that is built for each row and step. Drafting costs one pass at any depth of the tree.
+
+A drafter may change the distribution of a position by the token that was chosen before it. Then a
+chain or a static tree is chosen level by level, each node from its own distribution.
 """
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +23,8 @@ from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import bank, choose_children, tree_proposal
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
-from jaxspec.core.types import Context, Proposal, PyTree, Tree, Warp
-from jaxspec.drafters.growth import Pool, best_of_pool, fit_vocab, take_rows
+from jaxspec.core.types import Context, Hidden, Proposal, PyTree, Tree, Warp
+from jaxspec.drafters.growth import Pool, best_of_pool, fit_vocab, grow_tree, take_rows
 
 BlockPass = Callable[[Int[Array, " block"]], tuple[Float[Array, "block embed"], PyTree]]
 """A draft pass over a block.
@@ -29,6 +32,13 @@ BlockPass = Callable[[Int[Array, " block"]], tuple[Float[Array, "block embed"], 
 It takes the block's tokens, masks if they are not drafted yet. It returns the features that decide
 each position, and what the drafter keeps of the pass.
 """
+Follow = Callable[
+    [Float[Array, "nodes vocab"], Float[Array, "nodes embed"], Int[Array, " nodes"]],
+    Float[Array, "nodes vocab"],
+]
+"""Changes the logits of positions by their features and the tokens before them."""
+Sure = Callable[[Float[Array, "nodes embed"], Int[Array, " nodes"]], Bool[Array, " nodes"]]
+"""Says whether positions are worth a draft, by their features and the tokens before them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,6 +291,8 @@ class BlockSettings:
         vocab_size: int,
         context: Context,
         acceptance: Acceptance,
+        follow: Follow | None = None,
+        sure: Sure | None = None,
     ) -> BlockDraft:
         """Drafts a block.
 
@@ -292,14 +304,19 @@ class BlockSettings:
             vocab_size: of the target.
             context: of the row.
             acceptance: after the last draft.
+            follow: what a token makes of the next position; `None`: nothing. Not for trees that are
+                built in each step, nor for several passes.
+            sure: a path ends where it is False; `None`: nowhere. As `follow`, and not with
+                `adaptive`.
         """
+        root = context.tokens[context.length - 1]
         rates, length, wait = self._length(acceptance, context)
         length = jnp.minimum(length, jnp.maximum(context.room - 1, 0))
         warp = self._warp(context.warp)
 
-        def choose() -> tuple[Choices, PyTree]:
+        def choose() -> tuple[Choices, Float[Array, "positions embed"], PyTree]:
             tokens = jnp.full(self.block, mask_token_id, jnp.int32)
-            kept, choices = None, []
+            kept, choices, seen = None, [], []
             standing: Any = None
             if context.grammar is not None:
                 standing = context.grammar.state[None]
@@ -307,10 +324,14 @@ class BlockSettings:
             for step, step_key in enumerate(jax.random.split(key, self.steps)):
                 part = slice(ends[step], min(ends[step + 1], self.depth))
                 features, kept = read(tokens)
-                logits = fit_vocab(unembed(features[part]), vocab_size)
+                seen.append(features[part])
+                logits = fit_vocab(unembed(seen[-1]), vocab_size)
                 if mask_token_id < vocab_size:
                     logits = logits.at[:, mask_token_id].set(-jnp.inf)
-                if context.grammar is None:
+                if follow is not None:
+                    given = partial(_given, follow, logits, seen[-1])
+                    choices.append(self._choose_by_level(step_key, given, root, warp, context))
+                elif context.grammar is None:
                     choices.append(self._choose(step_key, logits, warp))
                 else:
                     chosen, standing = self._choose_in_turn(
@@ -319,17 +340,30 @@ class BlockSettings:
                     choices.append(chosen)
                 if self.steps > 1:
                     tokens = tokens.at[part].set(choices[-1].tokens[:, 0])
-            return Choices(*map(jnp.concatenate, zip(*choices, strict=True))), kept
+            return _joined(choices), jnp.concatenate(seen), kept
 
         drafted = jnp.bool_(True)
         if self.adaptive is None:
-            choices, kept = choose()
+            choices, features, kept = choose()
         else:
             drafted = length > 0
-            choices, kept = _where_wanted(drafted, choose)
-        root = context.tokens[context.length - 1]
-        proposal = self.offer(choices, root, drawn=warp.temperature is not None)
-        proposal = proposal._replace(valid=self._valid(proposal, length, context))
+            choices, features, kept = _where_wanted(drafted, choose)
+        drawn = warp.temperature is not None
+        if follow is None:
+            proposal = self.offer(choices, root, drawn=drawn)
+        else:
+            assert self.tree is not None, "a tree that is built from marginals"
+            tokens = jnp.concatenate([root[None], choices.tokens[:, 0]])
+            every_node = jnp.ones(len(tokens), bool)
+            logprobs = choices.logprobs if drawn else None
+            proposal = tree_proposal(self.tree, tokens, every_node, logprobs)
+        goes_on = None
+        if sure is not None:
+            assert self.tree is not None, "a tree that is built from marginals"
+            above = proposal.tokens[jnp.maximum(proposal.tree.parents, 0)]
+            goes_on = sure(take_rows(features, np.maximum(self.tree.depths - 1, 0)), above)
+        valid = self._valid(proposal, length, context, goes_on)
+        proposal = proposal._replace(valid=valid)
         idle = jnp.where(drafted, 0, acceptance.idle + 1)
         return BlockDraft(proposal, kept, drafted, Acceptance(rates, length, idle, wait))
 
@@ -382,7 +416,48 @@ class BlockSettings:
             row = grammar.keep(row, standing, start + place, warp.bias)
             choices.append(self._choose(place_key, row, warp))
             standing = grammar.after(standing, choices[-1].tokens[:, 0])
-        return Choices(*map(jnp.concatenate, zip(*choices, strict=True))), standing
+        return _joined(choices), standing
+
+    def _choose_by_level(
+        self,
+        key: PRNGKeyArray,
+        given: Callable[[int, Int[Array, " nodes"]], Float[Array, "nodes vocab"]],
+        root: Int[Array, ""],
+        warp: Warp,
+        context: Context,
+    ) -> Choices:
+        """Chooses the nodes of the static tree, each level given the one above.
+
+        Args:
+            key: for sampled tokens.
+            given: from a position and the tokens before it to logits.
+            root: the pending token.
+            warp: of the drafts.
+            context: of the row.
+
+        Returns:
+            One token for each node, and one distribution for each that has children.
+        """
+        assert self.tree is not None, "a tree that is built from marginals"
+
+        def forward(level: int, tokens: Int[Array, " nodes"], *_: Any) -> Hidden:
+            logits = given(level, tokens)
+            return Hidden(logits, logits[:, :0], ())
+
+        first = given(0, root[None])
+        proposal = grow_tree(
+            self.tree,
+            key,
+            root,
+            warp,
+            first,
+            lambda logits: logits,
+            forward,
+            first.shape[1],
+            grammar=context.grammar,
+        )
+        logprobs = proposal.draft_logprobs
+        return Choices(proposal.tokens[1:, None], first[:0] if logprobs is None else logprobs)
 
     def offer(self, choices: Choices, root: Int[Array, ""], *, drawn: bool) -> Proposal:
         """The proposal that choices make, every node valid; `drawn`: they are sampled."""
@@ -422,14 +497,23 @@ class BlockSettings:
         return best_of_pool(pool, root, self.num_nodes, self.depth, self.branch)
 
     def _valid(
-        self, proposal: Proposal, length: Int[Array, ""], context: Context
+        self,
+        proposal: Proposal,
+        length: Int[Array, ""],
+        context: Context,
+        goes_on: Bool[Array, " nodes"] | None,
     ) -> Bool[Array, " nodes"]:
-        """Returns True for nodes within the length that do not follow a drafted stop id."""
+        """Returns True for nodes within the length that do not follow a drafted stop id.
+
+        Where `goes_on` is False, a path ends above the node.
+        """
         tree = proposal.tree
         is_stop = jnp.any(proposal.tokens[:, None] == context.stop_ids[None, :], axis=1)
         nodes = jnp.arange(is_stop.shape[0])
         before = tree.ancestors & (nodes[:, None] != nodes[None, :]) & (nodes > 0)[None, :]
         ended = jnp.any(before & is_stop[None, :], axis=1)
+        if goes_on is not None:
+            ended = ended | jnp.any(tree.ancestors & (~goes_on & (nodes > 0))[None, :], axis=1)
         return (tree.depths == 0) | ((tree.depths <= length) & ~ended)
 
     def _length(
@@ -454,6 +538,23 @@ class BlockSettings:
         could_pay = bool(np.any(1 + np.arange(1, self.depth + 1) > costs))
         tries = (acceptance.idle >= wait) & could_pay
         return rates, jnp.where(pays | tries, best, 0), wait
+
+
+def _joined(choices: list[Choices]) -> Choices:
+    return Choices(*map(jnp.concatenate, zip(*choices, strict=True)))
+
+
+def _given(
+    follow: Follow,
+    logits: Float[Array, "positions vocab"],
+    features: Float[Array, "positions embed"],
+    position: int,
+    previous: Int[Array, " nodes"],
+) -> Float[Array, "nodes vocab"]:
+    """Returns the logits of one position after each of several tokens."""
+    same = partial(jnp.repeat, repeats=len(previous), axis=0)
+    row = slice(position, position + 1)
+    return follow(same(logits[row]), same(features[row]), previous)
 
 
 def _where_wanted(wanted: Bool[Array, ""], compute: Callable[[], PyTree]) -> PyTree:

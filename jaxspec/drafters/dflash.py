@@ -2,7 +2,9 @@
 
 Chen et al. 2026, "DFlash: Block Diffusion for Flash Speculative Decoding" (2602.06036), section 3.
 It differs from `Deer` in its context, see `jaxspec.models.dflash`: that is made of the target's
-states, so no part of the text is read twice.
+states, so no part of the text is read twice. The head may know more than marginals: a Markov head
+or a path selector gives the law of a place by the token chosen before it, and is asked from left to
+right, without another pass.
 """
 
 import dataclasses
@@ -15,6 +17,8 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import append
+from jaxspec.core.checks import check_share
+from jaxspec.core.proposal import bank
 from jaxspec.core.tree import Path
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal
 from jaxspec.drafters.block import Acceptance, BlockSettings
@@ -39,10 +43,12 @@ class DFlash(BlockSettings):
     """Drafts with a DFlash head, `params.draft`, for the target it was trained for.
 
     A head whose blocks have B positions was trained to predict B - 1 tokens (`block`): the first
-    position is the pending token.
+    position is the pending token. Heads of DSpark predict B, one at that position too.
 
     Attributes:
         taps: target layers that the head reads, its `taps`.
+        confidence: a draft ends before the first token whose chance of acceptance is below this, as
+            the head's confidence head predicts it; `None`: it is not asked.
 
     Raises:
         ValueError: see `BlockSettings`.
@@ -59,6 +65,21 @@ class DFlash(BlockSettings):
     """
 
     taps: tuple[int, ...] = ()
+    confidence: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.confidence is None:
+            return
+        check_share(self, "confidence")
+        if self.adaptive is not None or self.num_nodes is not None:
+            raise ValueError(
+                "confidence excludes adaptive and num_nodes: each of them says how long a draft is."
+            )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return super().widths if self.confidence is None else bank(self.tree_shape[0])
 
     @classmethod
     def of(
@@ -79,7 +100,7 @@ class DFlash(BlockSettings):
         Raises:
             ValueError: a setting is out of range, or two exclude each other.
         """
-        block = head.block - 1 if block is None else block
+        block = head.num_drafted if block is None else block
         paths = None if paths is None else tuple(paths)
         return LoadedDrafter(cls(block, paths, taps=head.taps, **settings), head)
 
@@ -94,13 +115,18 @@ class DFlash(BlockSettings):
         target, head, recent = params.target, params.draft, context.recent
         behind = state.cache.length + jnp.arange(recent.tokens.shape[0])
         cache = append(state.cache, head.remember(recent.taps, behind), recent.count)
-        positions = context.length - 1 + jnp.arange(self.block + 1)
+        places = self.block + int(not head.anchor_predicts)
+        positions = context.length - 1 + jnp.arange(places)
         root = context.tokens[context.length - 1]
 
         def read(drafted: Int[Array, " block"]) -> tuple[Array, tuple[()]]:
-            embedded = target.embed(jnp.concatenate([root[None], drafted]))
-            seen = masks.bidirectional(self.block + 1)
-            return head.forward(embedded, positions, seen, cache).features[1:], ()
+            embedded = target.embed(jnp.concatenate([root[None], drafted])[:places])
+            seen = masks.bidirectional(places)
+            features = head.forward(embedded, positions, seen, cache).features
+            return features[places - self.block :], ()
+
+        def sure(features: Array, previous: Array) -> Array:
+            return head.acceptance(features, previous) >= self.confidence
 
         drafted = self.draft(
             key,
@@ -110,6 +136,8 @@ class DFlash(BlockSettings):
             target.vocab_size,
             context,
             state.acceptance,
+            head.follow if head.parts.rank else None,
+            None if self.confidence is None else sure,
         )
         return drafted.proposal, DFlashState(cache, drafted.acceptance)
 
@@ -130,11 +158,22 @@ class DFlash(BlockSettings):
         )
         if head.taps != self.taps:
             raise ValueError(f"drafter: taps must be the head's, {head.taps}, got {self.taps}.")
+        if head.parts.rank and (self.num_nodes is not None or self.steps > 1):
+            raise ValueError(
+                "drafter: num_nodes and steps are for places that do not depend on one another, "
+                "and this head drafts each token by the one before it; give paths or a chain, and "
+                "one step."
+            )
+        if self.confidence is not None and not head.parts.confidence:
+            raise ValueError(
+                "drafter: confidence needs a head with a confidence head, and this one has none; "
+                "adaptive=AdaptiveBlock() chooses the length of drafts for any head."
+            )
         places = head.config.max_positions
         self.check_room(f"the head's {places} positions less one", places - 1, target.vocab_size)
-        if self.block > head.block - 1:
+        if self.block > head.num_drafted:
             warnings.warn(
                 f"block: drafts of {self.block} tokens, but this head was trained on "
-                f"{head.block - 1}; it will guess later tokens badly.",
+                f"{head.num_drafted}; it will guess later tokens badly.",
                 stacklevel=2,
             )

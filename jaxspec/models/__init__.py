@@ -11,7 +11,13 @@ from jaxspec.models.config import (
     Rope,
     YarnScaling,
 )
-from jaxspec.models.dflash import DFlashHead, dflash_taps, init_dflash_params
+from jaxspec.models.dflash import (
+    Convolution,
+    DFlashHead,
+    DFlashParts,
+    dflash_taps,
+    init_dflash_params,
+)
 from jaxspec.models.eagle import (
     DraftVocabulary,
     Eagle3Head,
@@ -24,7 +30,9 @@ from jaxspec.models.transformer import Network, Skips, init_params, lookup_rows,
 
 __all__ = [
     "NARROW",
+    "Convolution",
     "DFlashHead",
+    "DFlashParts",
     "Diffusion",
     "DraftVocabulary",
     "DynamicScaling",

@@ -1,9 +1,10 @@
 """Heads that draft from the target's hidden states: EAGLE-1 (also used by EAGLE-2) and EAGLE-3.
 
 EAGLE: Li et al. 2024, section 4.1; EAGLE-2: Li et al. 2024b, the same weights; EAGLE-3: Li et al.
-2025, section 3. Position t of a head holds the pair (state at t, token t + 1) and predicts the
-state at t + 1, whose logits are those of token t + 2. States are the target's own where they are
-known, and the head's predictions where they are not.
+2025, section 3; EAGLE 3.1 (arXiv 2605.09992): EAGLE-3 with norms of what it reads and of its own
+states. Position t of a head holds the pair (state at t, token t + 1) and predicts the state at
+t + 1, whose logits are those of token t + 2. States are the target's own where they are known, and
+the head's predictions where they are not.
 """
 
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from jaxspec.models.transformer import (
     Stream,
     Visible,
     empty_kv_cache,
+    rms_norm,
     scaled_logits,
     visible_to,
 )
@@ -75,6 +77,22 @@ class EagleLayer(nn.Module):
         return _hidden(self.mlp(residual, Stream(self.mlp_norm(), base=residual)), own)
 
 
+class TapNorm(nn.Module):
+    """A norm of tapped layers that lie side by side: in equal parts, each by itself."""
+
+    config: ModelConfig
+    parts: int
+
+    @nn.compact
+    def __call__(self, taps: Float[Array, "nodes tapped"]) -> Float[Array, "nodes tapped"]:
+        norm = self.config.norm_eps, self.config.norm_plus_one
+        init = nn.initializers.zeros if self.config.norm_plus_one else nn.initializers.ones
+        scales = self.param("scale", init, (self.parts, taps.shape[1] // self.parts))
+        parts = jnp.split(taps, self.parts, axis=1)
+        normed = [rms_norm(part, scale, *norm) for part, scale in zip(parts, scales, strict=True)]
+        return jnp.concatenate(normed, axis=1)
+
+
 class Eagle3Layer(nn.Module):
     """One decoder layer whose attention reads embedding and state side by side, each normed.
 
@@ -82,15 +100,20 @@ class Eagle3Layer(nn.Module):
         tapped: width of the target's tapped layers side by side.
         norm_before_residual: whether the state that attention's output is added to is the normed
             one.
+        norm_output: whether the next state is the normed one, which the output head reads.
+        tap_norms: parts in which the tapped layers are normed before they are fused; 0: not.
     """
 
     config: ModelConfig
     tapped: int
     norm_before_residual: bool = False
+    norm_output: bool = False
+    tap_norms: int = 0
 
     def setup(self):
         config = self.config
         norm = partial(RMSNorm, config.norm_eps, config.norm_plus_one)
+        self.tap_norm = TapNorm(config, self.tap_norms) if self.tap_norms else None
         self.fc = Linear((self.tapped,), (config.embed_dim,))
         self.embed_norm, self.state_norm, self.norm = (norm() for _ in range(3))
         self.mlp_norm = NormScale(config.embed_dim, config.norm_plus_one)
@@ -108,13 +131,15 @@ class Eagle3Layer(nn.Module):
         pair = jnp.concatenate([self.embed_norm(embedded), normed], axis=-1)
         base = normed if self.norm_before_residual else states
         residual, own = self.attention(pair, *seen, Stream(base=base))
-        return _hidden(self.mlp(residual, Stream(self.mlp_norm(), base=residual)), own)
+        residual = self.mlp(residual, Stream(self.mlp_norm(), base=residual))
+        return _hidden(self.norm(residual) if self.norm_output else residual, own)
 
     def fuse(self, taps: Float[Array, "nodes tapped"]) -> Float[Array, "nodes embed"]:
-        return self.fc(taps)
+        return self.fc(taps if self.tap_norm is None else self.tap_norm(taps))
 
     def unembed(self, states: Float[Array, "nodes embed"]) -> Float[Array, "nodes draft_vocab"]:
-        return self.head(self.norm(states)).astype(at_least_float32(states.dtype))
+        normed = states if self.norm_output else self.norm(states)
+        return self.head(normed).astype(at_least_float32(states.dtype))
 
     def everything(self, embedded, taps, seen) -> Float[Array, "nodes draft_vocab"]:
         """Reads every weight: what `init` traces."""
@@ -249,7 +274,7 @@ class EagleHead(_OneLayerHead):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "draft_ids"],
-    meta_fields=["config", "taps", "target_vocab_size", "norm_before_residual"],
+    meta_fields=["config", "taps", "target_vocab_size", "norm_before_residual", "norm_output"],
     drop_fields=["paths"],
 )
 @dataclass(frozen=True, repr=False)
@@ -262,6 +287,7 @@ class Eagle3Head(_OneLayerHead):
         target_vocab_size: of the target.
         draft_ids: the target's ids of those tokens; `None` if they are all tokens.
         norm_before_residual: see `Eagle3Layer`; the paper's heads do not.
+        norm_output: see `Eagle3Layer`; heads of EAGLE 3.1 do.
         paths: as for `EagleHead`.
     """
 
@@ -271,7 +297,13 @@ class Eagle3Head(_OneLayerHead):
     target_vocab_size: int
     draft_ids: Int[Array, " draft_vocab"] | None = None
     norm_before_residual: bool = False
+    norm_output: bool = False
     paths: tuple[Path, ...] | None = None
+
+    @property
+    def tap_norms(self) -> int:
+        """Parts in which the tapped layers are normed before they are fused; 0: not."""
+        return len(self.params["tap_norm"]["scale"]) if "tap_norm" in self.params else 0
 
     def states_of(
         self, features: Float[Array, "nodes embed"], taps: Float[Array, "nodes tapped"]
@@ -287,8 +319,8 @@ class Eagle3Head(_OneLayerHead):
 
     @property
     def _layer(self) -> Eagle3Layer:
-        tapped = self.params["fc"]["kernel"].shape[0]
-        return Eagle3Layer(self.config, tapped, self.norm_before_residual)
+        tapped, norms = self.params["fc"]["kernel"].shape[0], self.tap_norms
+        return Eagle3Layer(self.config, tapped, self.norm_before_residual, self.norm_output, norms)
 
 
 def init_eagle_params(config: ModelConfig, bias: bool, key: PRNGKeyArray) -> PyTree:
@@ -310,8 +342,12 @@ def init_eagle_params(config: ModelConfig, bias: bool, key: PRNGKeyArray) -> PyT
     return variables["params"]
 
 
-def init_eagle3_params(config: ModelConfig, tapped: int, key: PRNGKeyArray) -> PyTree:
+def init_eagle3_params(
+    config: ModelConfig, tapped: int, key: PRNGKeyArray, tap_norms: int = 0
+) -> PyTree:
     """Random weights of an `Eagle3Head` over tapped layers of `tapped` numbers in all.
+
+    With `tap_norms`, they are normed in that many parts: EAGLE 3.1 norms each tapped layer.
 
     Example:
         >>> from jaxspec.models import ModelConfig, init_eagle3_params
@@ -325,7 +361,7 @@ def init_eagle3_params(config: ModelConfig, tapped: int, key: PRNGKeyArray) -> P
     """
     row = jax.ShapeDtypeStruct((1, config.embed_dim), jnp.float32)
     taps = jax.ShapeDtypeStruct((1, tapped), jnp.float32)
-    layer = Eagle3Layer(config, tapped)
+    layer = Eagle3Layer(config, tapped, tap_norms=tap_norms)
     seen = _nothing_seen(config)
     return layer.lazy_init(key, row, taps, seen, method=Eagle3Layer.everything)["params"]
 

@@ -169,6 +169,19 @@ class ScaledTable(NamedTuple):
     table: Shaped[Array, "..."]
     scale: Float[Array, " vocab"] | None
 
+    def rows(self, tokens: Int[Array, " nodes"], dtype: Any) -> Float[Array, "nodes width"]:
+        """Returns what a table holds of some tokens."""
+        rows = lookup_rows(self.table, tokens).astype(dtype)
+        return rows if self.scale is None else rows * lookup_rows(self.scale[:, None], tokens)
+
+    def products(
+        self, features: Float[Array, "nodes width"], *, turned: bool
+    ) -> Float[Array, "nodes vocab"]:
+        """Returns products with every token; `turned`: it lies as a table does, [vocab, width]."""
+        dtype = at_least_float32(features.dtype)
+        products = multiply(features, self.table, dtype, turned=turned)
+        return products if self.scale is None else products * self.scale[None]
+
 
 class LinearWeights(nn.Module):
     """Weights that contract all axes of `in_shape` and yield those of `out_shape`."""
@@ -527,14 +540,15 @@ def _scale_of(module: nn.Module) -> Array | None:
 
 
 class Embedding(nn.Module):
-    """The table of token embeddings, [vocab, embed]."""
+    """A table with a row for each token, [vocab, width]."""
 
-    config: ModelConfig
+    vocab_size: int
+    width: int
 
     @nn.compact
     def __call__(self) -> ScaledTable:
-        shape = (self.config.vocab_size, self.config.embed_dim)
-        table = self.param("embedding", _scaled_normal(self.config.embed_dim), shape)
+        shape = (self.vocab_size, self.width)
+        table = self.param("embedding", _scaled_normal(self.width), shape)
         return ScaledTable(table, _scale_of(self))
 
 
@@ -562,7 +576,7 @@ class Transformer(nn.Module):
 
     def setup(self):
         config = self.config
-        self.embedding = Embedding(config, name="embed")
+        self.embedding = Embedding(config.vocab_size, config.embed_dim, name="embed")
         self.layers = [
             Layer(config, config.sparse_layer(i), name=f"layer_{i}")
             for i in range(config.num_layers)
@@ -605,20 +619,14 @@ class Transformer(nn.Module):
         return Hidden(self.norm(residual), jnp.concatenate(tapped, axis=-1), tuple(new_kv))
 
     def embed(self, tokens: Int[Array, " nodes"]) -> Float[Array, "nodes embed"]:
-        table, scales = self.embedding()
-        embedded = lookup_rows(table, tokens).astype(self.dtype)
-        if scales is not None:
-            embedded = embedded * lookup_rows(scales[:, None], tokens)
+        embedded = self.embedding().rows(tokens, self.dtype)
         scale = self.config.embed_scale
         return embedded if scale is None else embedded * scale
 
     def unembed(self, features: Float[Array, "nodes embed"]) -> Float[Array, "nodes vocab"]:
         tied = self.config.tied_head
-        table, scales = self.embedding() if tied else self.head()
-        logits = multiply(features, table, at_least_float32(features.dtype), turned=tied)
-        if scales is not None:
-            logits = logits * scales[None]
-        return scaled_logits(self.config, logits)
+        table = self.embedding() if tied else self.head()
+        return scaled_logits(self.config, table.products(features, turned=tied))
 
     def everything(self, tokens, positions, mask) -> Float[Array, "nodes vocab"]:
         """Reads every weight: what `init` traces."""

@@ -98,11 +98,14 @@ def block_flops_per_token(
     anchors: int,
     target_share: float,
     reads_laws: bool,
+    num_drafted: int,
+    rank: int = 0,
+    frozen: bool = False,
 ) -> float:
     """Returns the FLOPs that one token costs in training a DFlash head, as `flops_per_token`.
 
     Every token of text becomes context. `anchors` blocks of each sequence also pass through the
-    layers, and their masks through the target's output head, which gets no gradient.
+    layers, and places that predict through the target's output head, which gets no gradient.
 
     Args:
         shapes: shapes of the head's weights.
@@ -113,16 +116,22 @@ def block_flops_per_token(
         anchors: blocks of a sequence.
         target_share: share of the target's layers that every update passes through: up to the last
             tapped one, or 0 where its states are kept.
-        reads_laws: True if the target's output head is read at each mask's place too.
+        reads_laws: True if the target's output head is read at each predicted place too.
+        num_drafted: places of a block that predict.
+        rank: that of a Markov head.
+        frozen: True if nothing else is trained.
     """
     kernels = _kernels(shapes)
     fusion = kernels.pop("fc/kernel")
     context = 2 * config.num_layers * config.num_kv_heads * config.head_dim * config.embed_dim
-    attention = 12 * config.num_layers * config.num_heads * config.head_dim * (length + block)
-    of_place = 6 * sum(kernels.values()) + attention
-    of_mask = (6 if reads_laws else 4) * target.embed_dim * target.vocab_size
-    of_block = block * of_place + (block - 1) * of_mask
-    flops = 6 * (fusion + context) + anchors / length * of_block
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (length + block)
+    # A pass back costs twice a pass; the target's output head has half of one.
+    passes, of_output_head = (1, 1) if frozen else (3, 2)
+    of_place = passes * (2 * sum(kernels.values()) + attention)
+    of_logits = 2 * (of_output_head + reads_laws) * target.embed_dim * target.vocab_size
+    of_logits += 6 * rank * target.vocab_size
+    of_block = block * of_place + num_drafted * of_logits
+    flops = 2 * passes * (fusion + context) + anchors / length * of_block
     return flops + target_share * _pass_flops_per_token(target, length)
 
 

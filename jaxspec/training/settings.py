@@ -455,12 +455,20 @@ class DFlashTrainingSettings(AnswersSettings):
         taps: layers of the target whose inputs to read; `None`: `dflash_taps`, as many as
             `layers`.
         block: places of a block, the pending token counted; validation decodes with drafts of one
-            token less.
+            token less, or, with `markov`, of as many tokens.
         anchors: blocks of a sequence in an update.
         gamma: decay length of the weights within a block; `None`: 7 for a block of 16, as in the
             paper, and for others in proportion.
         cache_features: compute the target's states once and keep them on disk, instead of anew
             with every batch.
+        markov: rank of a Markov head, by which a token adds to the logits of the next one; every
+            place of a block then predicts a token (DSpark). 0: none.
+        confidence: train a head too that predicts how likely a token of a block is accepted.
+        selector: rank of a path selector, a Markov head that chooses among the 16 likeliest tokens
+            of a place, with convolutions of two places around the sub-layers (DFlash 2). 0: none.
+        start_from: folder of a DFlash head that stays as it is; only a Markov head, a confidence
+            head or both are trained, over it. Its layers and its block are its own. `None`: a whole
+            head is trained.
     """
 
     layers: int = 2
@@ -470,10 +478,33 @@ class DFlashTrainingSettings(AnswersSettings):
     anchors: int = 32
     gamma: float | None = None
     cache_features: bool = False
+    markov: int = field(default=0, metadata={"metavar": "RANK"})
+    confidence: bool = False
+    selector: int = field(default=0, metadata={"metavar": "RANK"})
+    start_from: str | None = field(default=None, metadata=_FOLDER)
 
     def __post_init__(self):
         super().__post_init__()
         check_above_zero(self, "layers", "mlp_dim", "anchors", "gamma")
+        check_at_least(self, 0, "markov", "selector")
+        if self.selector and (self.markov or self.confidence or self.start_from is not None):
+            raise ValueError(
+                "selector makes a whole head of DFlash 2: leave out markov, confidence and "
+                "start_from."
+            )
+        if self.start_from is not None:
+            if not (self.markov or self.confidence):
+                raise ValueError(
+                    "start_from stays as it is, so say what to train over it: markov or confidence "
+                    "(--markov RANK, --confidence)."
+                )
+            for entry in fields(self):
+                of_the_head = entry.name in ("layers", "mlp_dim", "taps", "block")
+                if of_the_head and getattr(self, entry.name) != entry.default:
+                    raise ValueError(
+                        f"{entry.name} is that of the head in start_from: leave it out, got "
+                        f"{getattr(self, entry.name)!r}."
+                    )
         if self.block < 2:
             raise ValueError(
                 f"block must be at least 2 places, the pending token counted, got {self.block}."
@@ -481,10 +512,9 @@ class DFlashTrainingSettings(AnswersSettings):
         if self.taps is not None and not self.taps:
             raise ValueError("taps must name at least one layer of the target; got none.")
 
-    @property
-    def decay(self) -> float:
-        """`gamma`, or its default."""
-        return 7 / 16 * self.block if self.gamma is None else self.gamma
+    def decay_over(self, block: int) -> float:
+        """`gamma`, or its default for a block of so many places."""
+        return 7 / 16 * block if self.gamma is None else self.gamma
 
 
 def settings_to_json(settings: RunSettings) -> dict[str, Any]:

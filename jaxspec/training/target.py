@@ -50,11 +50,13 @@ class Observed(NamedTuple):
         sequences: rows of text; without the target's states, they are computed when needed.
         target: the target.
         draft_ids: the target's ids of the tokens that a head drafts from, ascending; `None`: all.
+        frozen: weights of a head that are read, but not trained; `None`: all are trained.
     """
 
     sequences: Sequences
     target: Network
     draft_ids: Int[Array, " draft_vocab"] | None = None
+    frozen: PyTree | None = None
 
     def states(self, taps: tuple[int, ...]) -> TargetStates:
         """Returns the target's states over the text: those that were kept, or new ones."""

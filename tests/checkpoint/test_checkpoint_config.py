@@ -149,6 +149,15 @@ def test_a_config_written_and_read_is_the_same(name):
             },
             {"qkv_bias": True, "layer_types": MIXED, "sliding_window": 8},
         ),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 8,
+                "max_window_layers": 0,
+            },
+            {"qkv_bias": True, "layer_types": SLIDING, "sliding_window": 8},
+        ),
         ({"model_type": "qwen3", "head_dim": None}, {"qk_norm": True}),
         ({"model_type": "qwen3"}, {"qk_norm": True, "head_dim": 128}),
         (

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import warnings
 from functools import partial
 
@@ -374,21 +373,6 @@ def test_a_dflash_head_is_not_loaded_for_another_target(saved):
     _, folder, _ = saved
     with pytest.raises(CheckpointError, match="vocab_size is 24 in config"):
         load_dflash(folder, network(VOCAB + 1))
-
-
-def test_a_dflash_head_with_sliding_layers_is_refused(saved, tmp_path):
-    _, folder, target = saved
-    raw = json.loads((folder / "config.json").read_text())
-    kinds = ["full_attention", "sliding_attention", "full_attention"]
-    raw |= {"layer_types": kinds, "use_sliding_window": True, "sliding_window": 32}
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match=r"layers \[1\] .* see 32 positions only"):
-        load_dflash(tmp_path, target)
-    # A window that no layer has says nothing.
-    raw["layer_types"] = ["full_attention"] * 3
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert load_dflash(tmp_path, target).config.sliding_window is None
 
 
 def test_a_dflash_block_sees_the_context_through_its_cache(target):

@@ -1,5 +1,6 @@
 """Every drafting method under test: ONE table. A new method adds a row, and obeys every law."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,7 +28,9 @@ from jaxspec.drafters.corpus import Corpus, corpus_of
 from jaxspec.drafters.union import UnionParams
 from jaxspec.drafters.vocabularies import SharedTokens
 from jaxspec.models import (
+    Convolution,
     DFlashHead,
+    DFlashParts,
     Diffusion,
     DraftVocabulary,
     Eagle3Head,
@@ -40,6 +43,7 @@ from jaxspec.models import (
     init_eagle_params,
     init_params,
 )
+from jaxspec.models.dflash import NO_MORE
 from jaxspec.models.storage import widened
 
 
@@ -113,12 +117,29 @@ def diffuser(target: Network, block: int | None, shift: bool = True) -> Network:
     return Network(target.params, config)
 
 
-def dflash_head(target: Network) -> DFlashHead:
+def dflash_head(
+    target: Network, parts: DFlashParts = NO_MORE, seed: int = 6, **settings
+) -> DFlashHead:
     """A random head over one layer's inputs."""
     full = ("full",) * target.num_layers
     config = target.config.replace(layer_types=full, sliding_window=None, qk_norm=True)
-    params = init_dflash_params(config, target.embed_dim, jax.random.key(6))
-    return DFlashHead(params, config, (1,), target.vocab_size - 1, 4)
+    params = init_dflash_params(config, target.embed_dim, jax.random.key(seed), parts)
+    return DFlashHead(params, config, (1,), target.vocab_size - 1, 4, **settings)
+
+
+def dspark_head(target: Network) -> DFlashHead:
+    """A random head whose laws and lengths depend on the token before."""
+    parts = DFlashParts(rank=4, confidence=target.embed_dim + 4)
+    return dflash_head(target, parts, 7, anchor_predicts=True)
+
+
+def dflash2_head(target: Network) -> DFlashHead:
+    """A random head with convolutions, and a selector among three tokens."""
+    head = dflash_head(target, DFlashParts(Convolution(2, 4), 4, gated=True), likeliest=3)
+    # Convolutions are identities at first.
+    noise = jax.random.normal(jax.random.key(7), (64,))
+    params = jax.tree.map(lambda leaf: leaf + 0.3 * jnp.resize(noise, leaf.shape), head.params)
+    return dataclasses.replace(head, params=params)
 
 
 def of_another_vocabulary(target: Network) -> SharedTokens:
@@ -187,6 +208,16 @@ DRAFTERS: dict[str, Case] = {
     "dflash, dynamic tree": Case(
         lambda: DFlash(3, num_nodes=6, taps=(1,), adaptive=AdaptiveBlock(explore=1, patience=2)),
         dflash_head,
+        slow=True,
+    ),
+    "dspark": Case(lambda: DFlash(3, taps=(1,), confidence=0.3), dspark_head),
+    "dspark, tree": Case(
+        lambda: DFlash(4, FORKED, taps=(1,), confidence=0.3), dspark_head, slow=True
+    ),
+    "dflash 2": Case(lambda: DFlash(3, FORKED, taps=(1,)), dflash2_head),
+    "dflash 2, adaptive": Case(
+        lambda: DFlash(3, taps=(1,), adaptive=AdaptiveBlock(explore=1, patience=2)),
+        dflash2_head,
         slow=True,
     ),
     "eagle 2": Case(lambda: Eagle2(num_nodes=6, depth=2, beam=2), eagle_head, slow=True),

@@ -4,9 +4,11 @@ The drawing of tokens is replaced by given ones, each in turn; laws, tree and va
 the drafter then states. Verification is measured as in `test_enumeration.py`, and the joint law of
 the text must be the target's own to 1e-12. The published pseudo-code of DEER asks the drafter
 again for the law behind each accepted token, and continues behind a rejection with what the target
-said of the drafted text: each of the two must be caught.
+said of the drafted text: each of the two must be caught. So must laws that leave out the token
+before, where a Markov head knows it, and lengths that depend on a token that is then dropped.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -22,14 +24,17 @@ from jaxspec.core.cache import empty_layer
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal, Recent, Warp
 from jaxspec.core.verify import verify
-from jaxspec.drafters import Deer, block
+from jaxspec.drafters import Deer, DFlash, block, growth
+from jaxspec.models import DFlashHead
 from tests.laws import enumeration
-from tests.laws.drafters import diffuser, network
+from tests.laws.drafters import dflash2_head, diffuser, dspark_head, network
 from tests.laws.test_enumeration import EXACT, QUICK, WARPS, random_laws
 
 VOCAB = 4
 TEXT = [0, 2, 1, 1, 0]
 CAPACITY = 24
+WIDTH = 16
+"""Of the target's states."""
 TREE = ((0,), (1,), (0, 0), (1, 0), (1, 1))
 
 
@@ -53,12 +58,53 @@ def drafter_network(block_size: int | None, shift: bool):
         return type(net)(sharp, net.config)
 
 
+@lru_cache
+def head_of(make: Callable[..., DFlashHead]) -> DFlashHead:
+    with jax.ensure_compile_time_eval():
+        head = make(network(VOCAB, seed=5))
+        sharp = jax.tree.map(lambda leaf: 1.5 * leaf.astype(jnp.float64), head.params)
+        return dataclasses.replace(head, params=sharp)
+
+
+def unsure_head(target) -> DFlashHead:
+    """Of confidence behind the text's last token, and behind tokens whose rows are like its row."""
+    head = dspark_head(target)
+    row = head.params["transitions"]["previous"]["embedding"][TEXT[-1]]
+    confidence = {"kernel": jnp.pad(row, (WIDTH, 0))[:, None], "bias": jnp.zeros(1)}
+    return dataclasses.replace(head, params=head.params | {"confidence": confidence})
+
+
 class Block(NamedTuple):
     """One way to draft: the settings, and whether the drafter is causal over blocks and shifts."""
 
     drafter: Deer
     block: int | None = 4
     shift: bool = True
+
+    @property
+    def weights(self):
+        return drafter_network(self.block, self.shift)
+
+    @property
+    def draws(self) -> int:
+        """Laws that a draft draws from."""
+        return self.drafter.depth
+
+
+class Sequential(NamedTuple):
+    """One way to draft with a head whose laws depend on the token before."""
+
+    drafter: DFlash
+    make: Callable[..., DFlashHead]
+
+    @property
+    def weights(self):
+        return head_of(self.make)
+
+    @property
+    def draws(self) -> int:
+        """Laws that a draft draws from: of each node with children."""
+        return len(np.unique(self.drafter.tree.parents[1:]))
 
 
 BLOCKS = {
@@ -69,6 +115,13 @@ BLOCKS = {
     "two passes": Block(Deer(3, steps=2)),
     "tree": Block(Deer(2, TREE)),
 }
+SEQUENTIAL = {
+    "dspark": Sequential(DFlash(3, taps=(1,)), dspark_head),
+    "dspark, confidence": Sequential(DFlash(3, taps=(1,), confidence=0.5), unsure_head),
+    "dspark, tree": Sequential(DFlash(2, TREE, taps=(1,), confidence=0.5), unsure_head),
+    "dflash 2": Sequential(DFlash(3, taps=(1,)), dflash2_head),
+    "dflash 2, tree": Sequential(DFlash(2, TREE, taps=(1,)), dflash2_head),
+}
 FIXED = {
     "arg-max chain": Block(Deer(3, temperature=0.0)),
     "arg-max tree": Block(Deer(2, TREE, temperature=0.0), None),
@@ -76,9 +129,9 @@ FIXED = {
 }
 
 
-def context_of(warp: Warp, text: list[int], stop_id: int = -1) -> Context:
-    nothing = jnp.zeros((4, 0))
-    recent = Recent(jnp.zeros(4, jnp.int32), nothing, nothing, jnp.int32(0))
+def context_of(warp: Warp, text: list[int], stop_id: int = -1, tapped: int = 0) -> Context:
+    nothing = jnp.zeros((4, tapped))
+    recent = Recent(jnp.zeros(4, jnp.int32), nothing[:, :0], nothing, jnp.int32(0))
     cache = KVCache((empty_layer(1, 1, CAPACITY, jnp.dtype("float32")),), jnp.int32(len(text) - 1))
     tokens = jnp.zeros(CAPACITY, jnp.int32).at[: len(text)].set(jnp.array(text))
     return Context(
@@ -86,9 +139,10 @@ def context_of(warp: Warp, text: list[int], stop_id: int = -1) -> Context:
     )
 
 
-def propose(case: Block, context: Context, key=None) -> Proposal:
-    params = Params(target(), drafter_network(case.block, case.shift))
-    prompt = Hidden(jnp.zeros((8, 1)), jnp.zeros((8, 0)), ())
+def propose(case: Block | Sequential, context: Context, key=None) -> Proposal:
+    params = Params(target(), case.weights)
+    taps = jax.random.normal(jax.random.key(2), (8, context.recent.taps.shape[1]))
+    prompt = Hidden(jnp.zeros((8, 1)), taps, ())
     state = case.drafter.init(params, prompt, context)
     state = jax.tree.map(jnp.asarray, state)
     if state.cache is not None:
@@ -127,15 +181,16 @@ class Drafted(NamedTuple):
     probability: np.ndarray
 
 
-def every_draft(case: Block, context: Context, monkeypatch) -> Drafted:
-    """Draws of a position are without replacement, and shared by all parents of its depth."""
-    positions, branch = case.drafter.depth, case.drafter.max_branch
+def every_draft(case: Block | Sequential, context: Context, monkeypatch) -> Drafted:
+    """Draws of a law are without replacement; `Block` shares one by all parents of a depth."""
+    positions, branch = case.draws, case.drafter.max_branch
     draws = list(itertools.permutations(range(VOCAB), branch))
     choices = np.array(list(itertools.product(draws, repeat=positions)))
 
     def one(choices):
         with monkeypatch.context() as patch:
-            patch.setattr(block, "choose_children", given(choices))
+            for module in (block, growth):
+                patch.setattr(module, "choose_children", given(choices))
             return propose(case, context)
 
     proposals = jax.jit(jax.vmap(one), compiler_options=QUICK)(choices)
@@ -208,6 +263,64 @@ def test_sampled_blocks_keep_the_law(name, warp, monkeypatch):
     np.testing.assert_allclose(drafted.probability.sum(), 1, atol=EXACT)
     laws = random_laws(20, warp, case.drafter.depth, VOCAB)
     assert deviation(drafted, static_tree(drafted.proposals), laws) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "warp"),
+    [
+        ("dspark, confidence", "hot"),
+        ("dflash 2, tree", "plain"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (
+                ("dspark", "top-p"),
+                ("dspark, tree", "hot"),
+                ("dflash 2", "top-k"),
+                ("dflash 2", "banned"),
+                ("dflash 2, tree", "greedy row"),
+            )
+        ),
+    ],
+)
+def test_laws_that_depend_on_the_token_before_keep_the_law(name, warp, monkeypatch):
+    case, warp = SEQUENTIAL[name], WARPS[warp]
+    drafted = every_draft(case, context_of(warp, TEXT, tapped=WIDTH), monkeypatch)
+    np.testing.assert_allclose(drafted.probability.sum(), 1, atol=EXACT)
+    valid = drafted.proposals.valid
+    assert valid.all() == (case.drafter.confidence is None)
+    assert valid[:, 1].all()
+    laws = random_laws(25, warp, case.drafter.depth, VOCAB)
+    assert deviation(drafted, static_tree(drafted.proposals), laws) < EXACT
+
+
+@pytest.mark.parametrize("name", ["dspark", "dflash 2"])
+def test_laws_without_the_token_before_are_caught(name, monkeypatch):
+    """As if the block were drawn from its marginals, or from laws after other tokens."""
+    case, warp = SEQUENTIAL[name], WARPS["hot"]
+    drafted = every_draft(case, context_of(warp, TEXT, tapped=WIDTH), monkeypatch)
+    laws, tree = random_laws(26, warp, 3, VOCAB), static_tree(drafted.proposals)
+    stated = drafted.proposals.draft_logprobs
+    assert deviation(drafted, tree, laws, stated) < EXACT
+    first = np.broadcast_to(stated[:1], stated.shape)
+    mixed = np.concatenate([stated[:, :1], first[:, 1:]], axis=1)
+    assert deviation(drafted, tree, laws, mixed) > 1e-3
+
+
+def test_dropping_a_token_for_its_own_sake_is_caught(monkeypatch):
+    """Confidence knows the token before a place. If it knew the drawn one, that would be a bias."""
+    case, warp = SEQUENTIAL["dspark"], WARPS["hot"]
+    drafted = every_draft(case, context_of(warp, TEXT, tapped=WIDTH), monkeypatch)
+    laws, tree = random_laws(27, warp, 3, VOCAB), static_tree(drafted.proposals)
+    tokens = drafted.proposals.tokens
+    keeps = np.array([True, False, True, True])
+
+    def dropped(decided_by: np.ndarray) -> Drafted:
+        kept = np.logical_and.accumulate(keeps[decided_by], axis=1)
+        valid = np.concatenate([np.ones((len(tokens), 1), bool), kept], axis=1)
+        return drafted._replace(proposals=drafted.proposals._replace(valid=valid))
+
+    assert deviation(dropped(tokens[:, :-1]), tree, laws) < EXACT
+    assert deviation(dropped(tokens[:, 1:]), tree, laws) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["chain", "tree"])

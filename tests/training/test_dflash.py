@@ -18,7 +18,15 @@ from jaxspec.core.types import Context, Params, Recent, Warp
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import DFlash
-from jaxspec.models import Diffusion, ModelConfig, Network, init_dflash_params, param_shapes
+from jaxspec.models import (
+    Convolution,
+    DFlashParts,
+    Diffusion,
+    ModelConfig,
+    Network,
+    init_dflash_params,
+    param_shapes,
+)
 from jaxspec.training.data import Sequences, pack_answers
 from jaxspec.training.dflash import AnchoredBlocks, DFlashTrainer, layers_config
 from jaxspec.training.efficiency import block_flops_per_token
@@ -84,7 +92,7 @@ def row_of(answers: Sequences, index: int) -> Sequences:
 @jax.jit
 def drafted(target: Network, head, text, length):
     """The laws of a block that the drafter itself states behind the first `length` tokens."""
-    drafter, places = DFlash(head.block - 1, taps=head.taps), len(text)
+    drafter, places = DFlash(head.num_drafted, taps=head.taps), len(text)
     read = target.forward(text, jnp.arange(places), causal(places), None, taps=head.taps)
     nothing = jnp.zeros((head.block, head.params["fc"]["kernel"].shape[0]))
     recent = Recent(jnp.zeros(head.block, jnp.int32), nothing[:, :0], nothing, jnp.int32(0))
@@ -104,15 +112,20 @@ def laws_of(target: Network, text):
     return jax.nn.softmax(target.unembed(read.features))
 
 
-def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, answers):
-    objective, key = objective_for(target), jax.random.key(3)
+@pytest.mark.parametrize("rank", [0, 3], ids=["alone", "markov"])
+def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, answers, rank):
+    objective, key = objective_for(target, anchor_predicts=rank > 0), jax.random.key(3)
+    parts = DFlashParts(rank=rank)
+    params = init_dflash_params(objective.config, 64, jax.random.key(7), parts)
     loss, metrics = jax.jit(objective)(params, Observed(answers, target), key)
-    matched = objective_for(target, loss="overlap")
+    matched = dataclasses.replace(objective, loss="overlap")
     loss_of_laws, shown = jax.jit(matched)(params, Observed(answers, target), key)
-    of_laws, overlaps = 0.0, np.zeros(BLOCK - 1)
     head = objective.head(params, target)
+    of_laws, overlaps = 0.0, np.zeros(head.num_drafted)
+    tables = params.pop("transitions", None)
+    alone = objective.head(params, target)
     total = weight = nats = tokens = 0.0
-    hits, places = np.zeros(BLOCK - 1), np.zeros(BLOCK - 1)
+    hits, places = np.zeros(head.num_drafted), np.zeros(head.num_drafted)
     for index, row_key in enumerate(jax.random.split(key, len(answers.tokens))):
         row = row_of(answers, index)
         for place, counted in zip(*objective.draw(row, row_key), strict=True):
@@ -124,10 +137,15 @@ def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, 
             pending = int(place) - start
             padded = np.zeros(LENGTH + 2 * BLOCK, np.int32)
             padded[: pending + 1] = text[: pending + 1]
-            laws = drafted(target, head, jnp.asarray(padded), jnp.int32(pending + 1))
+            laws = drafted(target, alone, jnp.asarray(padded), jnp.int32(pending + 1))
+            if tables is not None:
+                previous = text[pending : pending + head.num_drafted]
+                rows = tables["previous"]["embedding"][previous]
+                laws = laws[: len(previous)] + rows @ tables["following"]["embedding"].T
+                laws = jax.nn.log_softmax(laws)
             padded[: len(text)] = text
             said_by_target = laws_of(target, jnp.asarray(padded))[pending:]
-            for i, token in enumerate(text[pending + 1 : pending + BLOCK]):
+            for i, token in enumerate(text[pending + 1 : pending + 1 + head.num_drafted]):
                 share = np.exp(-i / objective.gamma)
                 said = float(laws[i, token])
                 total, weight = total - share * said, weight + share
@@ -140,10 +158,10 @@ def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, params, 
     assert float(metrics["tokens"]) == tokens
     np.testing.assert_allclose(loss, total / weight, rtol=1e-5)
     np.testing.assert_allclose(metrics["nats"], nats / tokens, rtol=1e-5)
-    at_depth = [float(metrics[f"top1_at_{i + 1}"]) for i in range(BLOCK - 1)]
+    at_depth = [float(metrics[f"top1_at_{i + 1}"]) for i in range(head.num_drafted)]
     np.testing.assert_allclose(at_depth, hits / places, rtol=1e-6)
     np.testing.assert_allclose(loss_of_laws, of_laws / weight, rtol=1e-5)
-    at_depth = [float(shown[f"overlap_at_{i + 1}"]) for i in range(BLOCK - 1)]
+    at_depth = [float(shown[f"overlap_at_{i + 1}"]) for i in range(head.num_drafted)]
     np.testing.assert_allclose(at_depth, overlaps / places, rtol=1e-5)
 
 
@@ -203,6 +221,43 @@ def test_narrow_products_give_nearly_the_same_loss(target, params, answers):
     np.testing.assert_allclose(exact, narrow, rtol=0.02)
 
 
+def test_a_confidence_head_learns_the_overlap(target, answers):
+    """Its own part of the loss is the least at that, and it alone is what changes there."""
+    objective, key = objective_for(target, anchor_predicts=True), jax.random.key(3)
+    embed = objective.config.embed_dim
+    whole, without = (
+        init_dflash_params(objective.config, 64, jax.random.key(7), DFlashParts(None, 3, False, n))
+        for n in (embed + 3, 0)
+    )
+    batch = Observed(answers, target)
+    loss, metrics = jax.jit(objective)(whole, batch, key)
+    plain, _ = jax.jit(objective)(without, batch, key)
+    chances = [metrics[f"overlap_at_{i + 1}"] for i in range(BLOCK)]
+    assert all(0 < float(chance) < 1 for chance in chances)
+    # A head that says the same of every place is right on average at best.
+    kernel, logit = jnp.zeros((embed + 3, 1)), jnp.log(chances[0] / (1 - chances[0]))
+    flat = whole | {"confidence": {"kernel": kernel, "bias": logit[None]}}
+    found, said = jax.jit(objective)(flat, batch, key)
+    assert float(said["confidence_error_at_1"]) < float(metrics["confidence_error_at_1"])
+    assert float(plain) < float(found) < float(loss)
+
+
+def test_a_selector_learns_from_places_whose_token_it_may_select(target, answers):
+    objective, key = objective_for(target, likeliest=20), jax.random.key(3)
+    parts = DFlashParts(Convolution(2, 8), 3, gated=True)
+    params = init_dflash_params(objective.config, 64, jax.random.key(7), parts)
+    batch = Observed(answers, target)
+    grad = jax.jit(jax.grad(objective, has_aux=True))
+    gradient, metrics = grad(params, batch, key)
+    shares = [float(metrics[f"candidate_at_{i + 1}"]) for i in range(BLOCK - 1)]
+    assert 0 < max(shares) < 1
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
+    # With one candidate there is nothing to learn about the choice.
+    alone = jax.jit(jax.grad(dataclasses.replace(objective, likeliest=1), has_aux=True))
+    tables = alone(params, batch, key)[0]["transitions"]
+    assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(tables))
+
+
 @pytest.mark.parametrize("loss", ["cross-entropy", "overlap"])
 @pytest.mark.parametrize("kept", [False, True])
 def test_flops_of_a_token_are_what_the_compiler_counts(kept, loss):
@@ -227,7 +282,7 @@ def test_flops_of_a_token_are_what_the_compiler_counts(kept, loss):
         compiled = step.lower(shapes, batch, jax.eval_shape(lambda: jax.random.key(0))).compile()
     # The second layer's input is all that is read behind the first, except for laws.
     share = 0.0 if kept else 1.0 if reads_laws else 0.5
-    of_token = block_flops_per_token(shapes, layers, config, length, 8, 16, share, reads_laws)
+    of_token = block_flops_per_token(shapes, layers, config, length, 8, 16, share, reads_laws, 7)
     expected = rows * length * of_token
     assert expected < compiled.cost_analysis()["flops"] < 1.25 * expected
 
@@ -317,6 +372,50 @@ def test_an_interrupted_run_ends_with_the_same_bits(run, tmp_path, monkeypatch):
     )
 
 
+MORE = {
+    "markov": {"markov": 4, "confidence": True, "cache_features": True},
+    "selector": {"selector": 4},
+    "over": {"markov": 4, "start_from": "run-False/out"},
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_parts_are_trained_and_read_back(folder, name, tmp_path, request):
+    changes = dict(MORE[name])
+    if "start_from" in changes:
+        train(
+            DFlashTrainer(settings_for(folder)), tmp_path / "first", folder / "first", console=QUIET
+        )
+        changes |= {"start_from": str(folder / "first"), "layers": 2, "mlp_dim": None}
+        changes |= {"taps": None, "block": 8}
+    settings = settings_for(folder, **changes)
+    trained = train(
+        DFlashTrainer(settings), tmp_path / "state", tmp_path / "out", command="c", console=QUIET
+    )
+    losses = losses_in(tmp_path / "state")
+    assert np.mean(losses[-10:]) < 0.95 * np.mean(losses[:3])
+    stored = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert settings_from_json(stored, DFlashTrainingSettings) == settings
+    model = load(settings.target)
+    head = load_dflash(tmp_path / "out", model.network)
+    assert dataclasses.replace(head, params=()) == dataclasses.replace(trained.result, params=())
+    assert head.parts.rank == 4
+    assert head.anchor_predicts == (name == "markov")
+    assert head.num_drafted == (4 if name == "markov" else 3)
+    assert (head.parts.convolution is not None) == (name == "selector")
+    if name == "over":
+        kept = load_dflash(folder / "first", model.network)
+        for part, leaves in kept.params.items():
+            jax.tree.map(np.testing.assert_array_equal, leaves, head.params[part])
+    recipe = (tmp_path / "out" / "recipe.md").read_text()
+    said = {"markov": "Markov head of rank 4 and a conf", "over": "A Markov head of rank 4, over"}
+    assert said.get(name, "path selector of rank 4") in recipe
+    prompts = ["3 and 4", "8 and 2 make"]
+    config = GenerationConfig(max_new_tokens=16)
+    plain, fast = (generate(model, prompts, config, drafter) for drafter in (None, DFlash.of(head)))
+    assert [row.tokens.tolist() for row in fast] == [row.tokens.tolist() for row in plain]
+
+
 def test_a_state_folder_belongs_to_one_run(run):
     settings, _, place = run
     other = dataclasses.replace(settings, anchors=9)
@@ -338,6 +437,10 @@ def test_a_state_folder_belongs_to_one_run(run):
         ({"anchors": 0}, "anchors must be above 0"),
         ({"gamma": 0.0}, "gamma must be above 0"),
         ({"mlp_dim": 0}, "mlp_dim must be above 0"),
+        ({"markov": -1}, "markov must be at least 0"),
+        ({"selector": 4, "markov": 4}, "selector makes a whole head"),
+        ({"start_from": "x"}, "say what to train over it"),
+        ({"start_from": "x", "markov": 4}, "layers is that of the head in start_from"),
         ({"own_text": 0}, "one of both"),
         ({"decoding_prompts": -1}, "decoding_prompts must be at least 0"),
     ],
@@ -374,12 +477,14 @@ def test_flags_become_settings():
         "--texts", "written", "--cache-features", "--decoding-prompts", "2",
     )  # fmt: skip
     assert (settings.layers, settings.mlp_dim, settings.taps) == (3, 480, (2, 6, 10))
-    assert (settings.block, settings.anchors, settings.decay) == (10, 16, 4.0)
+    assert (settings.block, settings.anchors, settings.decay_over(10)) == (10, 16, 4.0)
     assert (settings.own_text, settings.texts, settings.cache_features) == (4000, "written", True)
     assert (settings.num_steps, settings.decoding_prompts) == (9, 2)
     plain = json.loads(json.dumps(settings_to_json(settings)))
     assert settings_from_json(plain, DFlashTrainingSettings) == settings
-    assert parsed("--target", "t", "--data", "a=a.txt", "--block", "16").decay == 7.0
+    assert parsed("--target", "t", "--data", "a=a.txt").decay_over(16) == 7.0
+    dspark = parsed("--target", "t", "--data", "a=a.txt", "--markov", "64", "--confidence")
+    assert (dspark.markov, dspark.confidence, dspark.selector) == (64, True, 0)
     answered = parsed("--target", "t", "--data", "a=a.txt", "--answers", "answers.jsonl")
     assert (answered.own_text, answered.answers) == (0, "answers.jsonl")
 
