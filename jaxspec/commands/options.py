@@ -30,7 +30,7 @@ from jaxspec.drafters import (
 )
 from jaxspec.models.storage import STORAGES
 from jaxspec.sharding import parse_mesh, shard_like
-from jaxspec.tuning import load_tree
+from jaxspec.tuning import load_threshold, load_tree
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -339,6 +339,7 @@ def _recycling(_: argparse.Namespace, settings: dict[str, Any], model: Model) ->
 
 
 def _draft_model(args: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
+    _read_tree(settings)
     needs = (
         "--draft-model MODEL or draft-model:model=MODEL, a smaller model, at best with the same "
         "tokenizer (for the shipped demo: demo-draft)"
@@ -357,9 +358,17 @@ def _draft_model(args: argparse.Namespace, settings: dict[str, Any], model: Mode
 
 
 def _eagle(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
-    source, tree = _head("eagle", settings), settings.get("tree")
-    paths = None if tree is None else load_tree(tree)
-    return Eagle.of(load_eagle(source, model.network), paths)
+    source = _head("eagle", settings)
+    _read_tree(settings)
+    return Eagle.of(load_eagle(source, model.network), **settings)
+
+
+def _read_tree(settings: dict[str, Any]) -> None:
+    """Replaces the setting `tree` by what its file holds, unless that is given too."""
+    tree = settings.pop("tree", None)
+    if tree is not None:
+        settings["paths"] = load_tree(tree)
+        settings.setdefault("threshold", load_threshold(tree))
 
 
 def _eagle2(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
@@ -438,8 +447,12 @@ DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]
     ),
     # tree: a file of rank paths or a published name, here and below.
     "recycling": ({"tree": str}, _recycling),
-    "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
-    "eagle": ({"head": str, "tree": str}, _eagle),
+    # threshold: of chains that end early.
+    "draft-model": (
+        {"num_speculative_tokens": int, "model": str, "tree": str, "threshold": float},
+        _draft_model,
+    ),
+    "eagle": ({"head": str, "tree": str, "threshold": float}, _eagle),
     "eagle2": ({"head": str, "depth": int, "beam": int, "num_nodes": int}, _eagle2),
     "deer": ({"model": str, **_OF_BLOCKS, "sep": str, "mask": str, "cache": str}, _deer),
     "dflash": ({"head": str, **_OF_BLOCKS}, _dflash),

@@ -146,6 +146,7 @@ class _OneLayerHead:
     params: PyTree
     config: ModelConfig
     paths: tuple[Path, ...] | None
+    threshold: float
     _layer: Any
 
     def _facts(self) -> dict[str, str]:
@@ -194,7 +195,7 @@ class _OneLayerHead:
     jax.tree_util.register_dataclass,
     data_fields=["params", "vocabulary"],
     meta_fields=["config", "bias"],
-    drop_fields=["paths"],
+    drop_fields=["paths", "threshold"],
 )
 @dataclass(frozen=True, repr=False)
 class EagleHead(_OneLayerHead):
@@ -205,6 +206,7 @@ class EagleHead(_OneLayerHead):
         vocabulary: `None` to draft from all tokens.
         paths: rank paths of the tree that lay beside it when it was loaded, for `Eagle.of`; `None`
             for none. They are no part of the pytree: what JAX makes of a head has none.
+        threshold: of that tree, a chain that ends early: see `drafters.DraftModel`. As `paths`.
     """
 
     params: PyTree
@@ -212,6 +214,7 @@ class EagleHead(_OneLayerHead):
     bias: bool = True
     vocabulary: DraftVocabulary | None = None
     paths: tuple[Path, ...] | None = None
+    threshold: float = 0.0
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -250,7 +253,7 @@ class EagleHead(_OneLayerHead):
     jax.tree_util.register_dataclass,
     data_fields=["params", "draft_ids"],
     meta_fields=["config", "taps", "target_vocab_size", "norm_before_residual"],
-    drop_fields=["paths"],
+    drop_fields=["paths", "threshold"],
 )
 @dataclass(frozen=True, repr=False)
 class Eagle3Head(_OneLayerHead):
@@ -263,6 +266,7 @@ class Eagle3Head(_OneLayerHead):
         draft_ids: the target's ids of those tokens; `None` if they are all tokens.
         norm_before_residual: see `Eagle3Layer`; the paper's heads do not.
         paths: as for `EagleHead`.
+        threshold: as for `EagleHead`.
     """
 
     params: PyTree
@@ -272,6 +276,7 @@ class Eagle3Head(_OneLayerHead):
     draft_ids: Int[Array, " draft_vocab"] | None = None
     norm_before_residual: bool = False
     paths: tuple[Path, ...] | None = None
+    threshold: float = 0.0
 
     def states_of(
         self, features: Float[Array, "nodes embed"], taps: Float[Array, "nodes tapped"]
