@@ -138,7 +138,7 @@ class DraftModel:
         key: PRNGKeyArray,
         state: KVCache,
         context: Context,
-        threshold: Float[Array, ""] | None = None,
+        threshold: float | Float[Array, ""] | None = None,
     ) -> tuple[Proposal, KVCache]:
         """See `core.types.Drafter`; another threshold than its own may be given."""
         cache, feature = self._absorb(params.draft, state, context)
@@ -154,9 +154,9 @@ class DraftModel:
         if not self.threshold:
             return grow_tree(self.tree, key, root, law, feature, forward), cache
         scratch = draft.empty_cache(depth := self.tree_shape[1]).layers
-        threshold = self.threshold if threshold is None else threshold
+        given = self.threshold if threshold is None else threshold
         proposal, _ = grow_chain(
-            depth, context.room, threshold, key, root, law, feature, forward, scratch
+            depth, context.room, given, key, root, law, feature, forward, scratch
         )
         return proposal, cache
 

@@ -129,7 +129,7 @@ class Eagle:
         key: PRNGKeyArray,
         state: EagleState,
         context: Context,
-        threshold: Float[Array, ""] | None = None,
+        threshold: float | Float[Array, ""] | None = None,
     ) -> tuple[Proposal, EagleState]:
         """See `core.types.Drafter`; another threshold than its own may be given."""
         target, head = params.target, params.draft
@@ -153,9 +153,9 @@ class Eagle:
         if not self.threshold:
             return grow_tree(self.tree, key, root, law, feature, forward), state
         scratch = head.empty_cache(depth := self.tree_shape[1]).layers
-        threshold = self.threshold if threshold is None else threshold
+        given = self.threshold if threshold is None else threshold
         proposal, _ = grow_chain(
-            depth, context.room, threshold, key, root, law, feature, forward, scratch
+            depth, context.room, given, key, root, law, feature, forward, scratch
         )
         return proposal, state
 

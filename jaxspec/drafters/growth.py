@@ -16,13 +16,15 @@ from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import Hidden, LayerKV, Proposal, Tree, Warp
 
 Scratch = tuple[LayerKV, ...]
+ChainScratch = tuple[LayerKV | None, ...]
+"""Keys and values of a chain's nodes, place by place; `None` in a layer without attention."""
 LevelPass = Callable[
     [
         int | Int[Array, ""],
         Int[Array, " expanded"],
         Float[Array, "expanded embed"],
         Bool[Array, "expanded seen"],
-        Scratch | None,
+        Scratch | ChainScratch | None,
     ],
     Hidden,
 ]
@@ -149,7 +151,8 @@ def grow_tree(
             )
             scratch, scratch_nodes = extend(scratch, hidden.new_kv), seen
             features, above = hidden.features, expanded
-        logits = law.logits(features, None if states is None else states[expanded], level)
+        standing = None if law.grammar is None else states[expanded]
+        logits = law.logits(features, standing, level)
         choices, logprobs = law.choose(level_key, logits, branch)
         below = np.flatnonzero(tree.depths == level + 1)
         rows = np.searchsorted(expanded, tree.parents[below])
@@ -191,7 +194,7 @@ class _Chain(NamedTuple):
         tokens: the pending token, then the drafted ones.
         feature: of the last pass.
         logprobs: distributions that the tokens were drawn from; `None` for deterministic drafts.
-        scratch: keys and values of the nodes; `None` in a layer without attention.
+        scratch: of the nodes.
         count: drafted tokens.
         confidence: in the draft.
         standing: the draft's state of the grammar; `None` without one.
@@ -200,7 +203,7 @@ class _Chain(NamedTuple):
     tokens: Int[Array, " nodes"]
     feature: Float[Array, "1 embed"]
     logprobs: Float[Array, "drafts drafted"] | None
-    scratch: tuple[LayerKV | None, ...]
+    scratch: ChainScratch
     count: Int[Array, ""]
     confidence: Float[Array, ""]
     standing: Any
@@ -215,7 +218,7 @@ def grow_chain(
     law: DraftLaw,
     feature: Float[Array, "1 embed"],
     forward: LevelPass,
-    scratch: tuple[LayerKV | None, ...],
+    scratch: ChainScratch,
     *,
     begun: bool = True,
     confidence: Confidence = of_draft,
@@ -234,7 +237,7 @@ def grow_chain(
         law: makes tokens of features.
         feature: gives the distribution at the root, if it was `begun`; else it means nothing.
         forward: the pass over one node.
-        scratch: an empty one of `length` places; `None` in a layer without attention.
+        scratch: an empty one of `length` places.
         begun: the root has been read; else the first pass is over it.
         confidence: how it is counted.
 
@@ -245,8 +248,8 @@ def grow_chain(
     longest = jnp.minimum(length, room - 1)
 
     def draw(chain: _Chain) -> _Chain:
-        at, standing = chain.count, chain.standing
-        logits = law.logits(chain.feature, None if standing is None else standing[None], at)
+        at, state = chain.count, chain.standing
+        logits = law.logits(chain.feature, None if law.grammar is None else state[None], at)
         choices, logprobs = law.choose(keys[at], logits, 1)
         (token,) = law.ids(choices[0])
         sure = confidence(chain.confidence, jax.nn.softmax(logits[0]), choices[0, 0])
@@ -255,7 +258,7 @@ def grow_chain(
             logprobs=None if chain.logprobs is None else chain.logprobs.at[at].set(logprobs[0]),
             count=at + 1,
             confidence=sure.astype(jnp.float32),
-            standing=None if law.grammar is None else law.grammar.after(standing, token),
+            standing=None if law.grammar is None else law.grammar.after(state, token),
         )
 
     def read_and_draw(chain: _Chain) -> _Chain:

@@ -10,7 +10,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray

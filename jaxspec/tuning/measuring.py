@@ -24,7 +24,6 @@ from jaxspec.tuning.acceptance import (
 )
 from jaxspec.tuning.tree_search import Candidate
 
-
 THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 CHAIN = 8
 """Length of the chains that end early, unless another is asked for."""
