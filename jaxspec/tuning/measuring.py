@@ -11,7 +11,6 @@ from jaxspec.checkpoint import Model
 from jaxspec.core.tree import Path, normalize_paths
 from jaxspec.core.types import Context, Drafter, Hidden, Params, Proposal, PyTree
 from jaxspec.decoding.generate import generate
-from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import GenerationConfig, PromptLike, Request, prepare
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.measure.timing import release_programs, time_in_turns
@@ -148,7 +147,7 @@ def measure_exits(
         advance: called once per prompt, with a description of the work.
 
     Raises:
-        ValueError: the drafter ends no chain early.
+        ValueError: the drafter ends no chain early, or no text has a second step.
 
     Example:
         >>> import jaxspec
@@ -161,17 +160,21 @@ def measure_exits(
     """
     chain = tuple((0,) * depth for depth in range(1, length + 1))
     probing = _AnyThreshold(with_tree(drafter, chain, threshold=1.0).drafter)
-    totals = dict.fromkeys(thresholds, Counts())
+    drafted, accepted = np.zeros((2, len(thresholds), length + 1), int)
     for prompt in prompts:
         advance("counting drafts that end early")
-        for threshold in thresholds:
+        for index, threshold in enumerate(thresholds):
             weights = drafter.params, jnp.float32(threshold)
-            result = generate(model, prompt, config, LoadedDrafter(probing, weights), seed)
-            totals[threshold] += result.metrics.counts
-    return tuple(
-        ExitCounts(threshold, counts.drafted, counts.accepted)
-        for threshold, counts in totals.items()
-    )
+            loaded = LoadedDrafter(probing, weights)
+            (row,) = generate(model, prompt, config, loaded, seed, return_trace=True)
+            # The last step may have been short of room.
+            for step in (row.trace or ())[:-1]:
+                drafted[index, np.sum(step.valid) - 1] += 1
+                accepted[index, len(step.path) - 1] += 1
+    if not drafted.sum(axis=1).all():
+        raise ValueError("prompts: no output has a second step; ask for more tokens.")
+    counts = (map(tuple, each.tolist()) for each in (drafted, accepted))
+    return tuple(map(ExitCounts, thresholds, *counts))
 
 
 class MeasuredTree(NamedTuple):
