@@ -35,7 +35,7 @@ from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
 from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import Tensor, eagle3_rules, eagle_rules
 from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors
-from jaxspec.checkpoint.trees import TREE_FILE, read_paths
+from jaxspec.checkpoint.trees import TREE_FILE, load_threshold, read_paths
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.eagle import (
     DraftVocabulary,
@@ -79,7 +79,7 @@ def load_eagle(
     """Loads an EAGLE-1 (also EAGLE-2) or EAGLE-3 head for a target, onto the target's mesh.
 
     The tree in `tree.json` beside the head, which `jaxspec tune tree` writes, becomes the one that
-    `Eagle.of(head)` drafts over.
+    `Eagle.of(head)` drafts over, with its threshold.
 
     Args:
         source: a folder with config.json and model.safetensors, the name of a head that comes with
@@ -104,7 +104,9 @@ def load_eagle(
     folder = find_head(source, revision=revision)
     head = shard_like(target, _read_head(folder, target, dtype))
     tree = folder / TREE_FILE
-    return dataclasses.replace(head, paths=read_paths(tree) if tree.is_file() else None)
+    if not tree.is_file():
+        return head
+    return dataclasses.replace(head, paths=read_paths(tree), threshold=load_threshold(tree))
 
 
 def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3Head:

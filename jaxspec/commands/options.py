@@ -33,7 +33,7 @@ from jaxspec.drafters import (
 from jaxspec.measure.prompts import read_prompts
 from jaxspec.models.storage import STORAGES
 from jaxspec.sharding import parse_mesh, shard_like
-from jaxspec.tuning import load_tree
+from jaxspec.tuning import load_threshold, load_tree
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -361,7 +361,7 @@ def _texts_of(path: str) -> list[str]:
 
 
 def _union(args: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
-    head = {name: settings.pop(name) for name in ("head", "tree") if name in settings}
+    head = {name: settings.pop(name) for name in ("head", "tree", "threshold") if name in settings}
     own = {name: settings.pop(name) for name in ("min_match",) if name in settings}
     lookup = _suffix(args, settings, model)
     return Union.of(_eagle(args, head, model, "union"), lookup, **own)
@@ -373,6 +373,7 @@ def _recycling(_: argparse.Namespace, settings: dict[str, Any], model: Model) ->
 
 
 def _draft_model(args: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
+    _read_tree(settings)
     needs = (
         "--draft-model MODEL or draft-model:model=MODEL, a smaller model, at best with the same "
         "tokenizer (for the shipped demo: demo-draft)"
@@ -393,9 +394,17 @@ def _draft_model(args: argparse.Namespace, settings: dict[str, Any], model: Mode
 def _eagle(
     _: argparse.Namespace, settings: dict[str, Any], model: Model, drafter: str = "eagle"
 ) -> LoadedDrafter:
-    source, tree = _head(drafter, settings), settings.get("tree")
-    paths = None if tree is None else load_tree(tree)
-    return Eagle.of(load_eagle(source, model.network), paths)
+    source = _head(drafter, settings)
+    _read_tree(settings)
+    return Eagle.of(load_eagle(source, model.network), **settings)
+
+
+def _read_tree(settings: dict[str, Any]) -> None:
+    """Replaces the setting `tree` by what its file holds, unless that is given too."""
+    tree = settings.pop("tree", None)
+    if tree is not None:
+        settings["paths"] = load_tree(tree)
+        settings.setdefault("threshold", load_threshold(tree))
 
 
 def _eagle2(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
@@ -482,9 +491,16 @@ DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]
     "suffix": (_OF_SUFFIX, _suffix),
     # tree: a file of rank paths or a published name, here and below.
     "recycling": ({"tree": str}, _recycling),
-    "draft-model": ({"num_speculative_tokens": int, "model": str}, _draft_model),
-    "eagle": ({"head": str, "tree": str}, _eagle),
-    "union": ({"head": str, "tree": str, "min_match": int, **_OF_SUFFIX}, _union),
+    # threshold: of chains that end early.
+    "draft-model": (
+        {"num_speculative_tokens": int, "model": str, "tree": str, "threshold": float},
+        _draft_model,
+    ),
+    "eagle": ({"head": str, "tree": str, "threshold": float}, _eagle),
+    "union": (
+        {"head": str, "tree": str, "threshold": float, "min_match": int, **_OF_SUFFIX},
+        _union,
+    ),
     "eagle2": ({"head": str, "depth": int, "beam": int, "num_nodes": int}, _eagle2),
     "deer": ({"model": str, **_OF_BLOCKS, "sep": str, "mask": str, "cache": str}, _deer),
     "dflash": ({"head": str, **_OF_BLOCKS, "confidence": float}, _dflash),

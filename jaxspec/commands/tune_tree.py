@@ -1,10 +1,11 @@
 """`jaxspec tune tree`: the draft tree that gives the most tokens per second on a device."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path as FilePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -43,8 +44,10 @@ from jaxspec.tuning import (
     shipped_tables,
 )
 from jaxspec.tuning.measuring import (
+    CHAIN,
     SpeedPrediction,
     measure_acceptance,
+    measure_exits,
     measure_trees,
     prediction_errors,
 )
@@ -60,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec tune tree`."""
     parser.description = (
         "Searches the draft tree with the most tokens per second, from a latency profile and an "
-        "acceptance table. MODEL, PROMPTS and --drafter measure the table; with --measure the best "
+        "acceptance table; with eagle and draft-model, also the chain that ends early at the best "
+        "threshold. MODEL, PROMPTS and --drafter measure the table; with --measure the best "
         "trees are then decoded with, in turns. Give held-out rows of training text, never the "
         "text that you evaluate on."
     )
@@ -136,6 +140,7 @@ def run(args: argparse.Namespace) -> int:
         max_width=args.max_width,
         max_branch=args.max_branch,
         num_best=max(10, args.measure) + 1,  # plain decoding may be one of them
+        early_exit=True,
     )
     predictions = []
     if args.measure:
@@ -171,8 +176,15 @@ def _setting(args: argparse.Namespace) -> _Setting:
 def _measure_acceptance(args: argparse.Namespace, setting: _Setting) -> AcceptanceTable:
     depth = _depth_to_measure(setting.drafter.drafter, args.max_depth)
     paths = probe_paths(depth, args.max_branch or 4)
-    with progress_bar(len(setting.prompts)) as advance:
-        return measure_acceptance(*setting, paths=paths, seed=args.seed, advance=advance)
+    how: Any = {"seed": args.seed}
+    ends_early = hasattr(setting.drafter.drafter, "threshold")
+    with progress_bar(len(setting.prompts) * (1 + ends_early)) as advance:
+        table = measure_acceptance(*setting, paths=paths, advance=advance, **how)
+        if not ends_early:
+            return table
+        longest = args.max_depth or CHAIN
+        exits = measure_exits(*setting, length=longest, advance=advance, **how)
+        return dataclasses.replace(table, exits=exits)
 
 
 def _measure_speeds(
@@ -188,6 +200,7 @@ def _measure_speeds(
             [candidate.paths for candidate in chosen],
             setting.prompts,
             setting.config,
+            thresholds=[candidate.threshold for candidate in chosen],
             repeats=args.repeats,
             seed=args.seed,
             advance=advance,
@@ -245,13 +258,14 @@ def _show(
 
 def _ranking(found: TreeSearch, predictions: Sequence[SpeedPrediction]) -> Table:
     table = Table(
-        title="trees, fastest first; nodes exclude the root, tau includes the bonus token",
+        title="trees, fastest first; nodes exclude the root, tau includes the bonus token; chains "
+        "with a threshold end early",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    for column in ("nodes", "depth", "tau", "ms/step", "tokens/s", "x plain"):
+    for column in ("nodes", "depth", "threshold", "tau", "ms/step", "tokens/s", "x plain"):
         table.add_column(column, justify="right")
-    by_paths = {each.predicted.paths: each for each in predictions}
+    measured_of = {each.predicted: each for each in predictions}
     if predictions:
         for column in ("tau measured", "tokens/s measured", "error"):
             table.add_column(column, justify="right")
@@ -259,15 +273,16 @@ def _ranking(found: TreeSearch, predictions: Sequence[SpeedPrediction]) -> Table
         row = [
             str(each.nodes),
             str(each.depth),
+            f"{each.threshold:g}" if each.threshold else "",
             f"{each.tau:.3f}",
             f"{1e3 * each.step_seconds:.2f}",
             f"{each.tokens_per_second:.2f}",
             f"{each.tokens_per_second / found.plain.tokens_per_second:.2f}",
         ]
-        if each.paths in by_paths:
-            measured = by_paths[each.paths].measured
+        if each in measured_of:
+            measured = measured_of[each].measured
             row += [f"{measured.tau:.3f}", f"{measured.tokens_per_second:.2f}"]
-            row.append(f"{by_paths[each.paths].error:+.1%}")
+            row.append(f"{measured_of[each].error:+.1%}")
         elif predictions:
             row += ["", "", ""]
         table.add_row(*row)
@@ -279,7 +294,7 @@ def _drawing(best: Candidate, acceptance: AcceptanceTable) -> Drawing:
     root = Drawing(f"root ({best.nodes} nodes below)")
     branches: dict[Path, Drawing] = {(): root}
     for path in sorted(best.paths, key=lambda path: (len(path), path)):
-        label = f"rank {path[-1]}, accepted {acceptance.chance(path):.0%}"
+        label = f"rank {path[-1]}, accepted {acceptance.chance(path, best.threshold):.0%}"
         branches[path] = branches[path[:-1]].add(label)
     return root
 

@@ -1,7 +1,8 @@
 """A small language model drafts for a large one.
 
-Leviathan et al. 2023 and Chen et al. 2023 for a chain; with `paths`, a small static tree whose
-siblings are the draft model's likeliest tokens (greedy) or draws without replacement (sampling).
+Leviathan et al. 2023 and Chen et al. 2023 for a chain; with `threshold`, one that ends where the
+draft model is unsure; with `paths`, a small static tree whose siblings are the draft model's
+likeliest tokens (greedy) or draws without replacement (sampling).
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
 from jaxspec.core.checks import check_at_least
 from jaxspec.core.decode import prefill
+from jaxspec.core.proposal import bank
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
 from jaxspec.core.types import (
     Context,
@@ -27,7 +29,7 @@ from jaxspec.core.types import (
     Proposal,
     Tree,
 )
-from jaxspec.drafters.growth import grow_tree
+from jaxspec.drafters.growth import DraftLaw, check_threshold, grow_chain, grow_tree
 from jaxspec.drafters.loaded import LoadedDrafter
 from jaxspec.drafters.vocabularies import shared_tokens
 
@@ -48,9 +50,12 @@ class DraftModel:
         num_speculative_tokens: length of the chain; ignored when `paths` is given.
         paths: rank paths of a static tree, see `tree_from_paths`.
         chunk: tokens per pass over the prompt.
+        threshold: a chain ends early once its confidence is below this: the product of the largest
+            probabilities of the laws of its tokens, before any warping. 0 never ends it early.
 
     Raises:
-        ValueError: `num_speculative_tokens` is below 1, or the tree is invalid.
+        ValueError: a setting is out of range, the tree is invalid, or a threshold is given for a
+            tree that is no chain.
 
     Example:
         >>> import jaxspec
@@ -67,11 +72,13 @@ class DraftModel:
     num_speculative_tokens: int = 4
     paths: tuple[Path, ...] | None = None
     chunk: int = 256
+    threshold: float = 0.0
 
     def __post_init__(self):
         check_at_least(self, 1, "num_speculative_tokens", "chunk")
         if self.paths is not None:
             object.__setattr__(self, "paths", normalize_paths(self.paths))
+        check_threshold(self.threshold, self.tree)
 
     @classmethod
     def of(
@@ -80,6 +87,7 @@ class DraftModel:
         num_speculative_tokens: int = 4,
         paths: Sequence[Path] | None = None,
         target: "Model | None" = None,
+        threshold: float = 0.0,
     ) -> LoadedDrafter:
         """Returns a drafter for `generate` from a model that `load` gave.
 
@@ -89,11 +97,13 @@ class DraftModel:
             paths: see the class.
             target: the model to draft for, where it has another tokenizer. Then only tokens that
                 both have are drafted (arXiv 2502.05202).
+            threshold: see the class.
 
         Raises:
             OtherTargetError: the two share no token.
         """
-        drafter = cls(num_speculative_tokens, None if paths is None else tuple(paths))
+        paths = None if paths is None else tuple(paths)
+        drafter = cls(num_speculative_tokens, paths, threshold=threshold)
         if target is None:
             return LoadedDrafter(drafter, model.network, model.tokenizer)
         return LoadedDrafter(drafter, shared_tokens(model, target), target.tokenizer)
@@ -112,7 +122,8 @@ class DraftModel:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        return (self.tree_shape[0],)
+        nodes, _ = self.tree_shape
+        return bank(nodes) if self.threshold else (nodes,)
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> KVCache:
         """Returns the draft model's cache of the prompt, without the pending token."""
@@ -122,25 +133,30 @@ class DraftModel:
         return cache
 
     def propose(
-        self, params: Params, key: PRNGKeyArray, state: KVCache, context: Context
+        self,
+        params: Params,
+        key: PRNGKeyArray,
+        state: KVCache,
+        context: Context,
+        threshold: float | Float[Array, ""] | None = None,
     ) -> tuple[Proposal, KVCache]:
+        """See `core.types.Drafter`; another threshold than its own may be given."""
         cache, feature = self._absorb(params.draft, state, context)
 
         def forward(level, tokens, _, mask, scratch) -> Hidden:
             positions = jnp.full(len(tokens), context.length - 1 + level, jnp.int32)
             return params.draft.forward(tokens, positions, mask, cache, scratch=scratch)
 
-        vocab_size = params.target.vocab_size
-        proposal = grow_tree(
-            self.tree,
-            key,
-            context.tokens[context.length - 1],
-            context.warp,
-            feature,
-            params.draft.unembed,
-            forward,
-            vocab_size,
-            grammar=context.grammar,
+        draft, root = params.draft, context.tokens[context.length - 1]
+        law = DraftLaw(
+            draft.unembed, context.warp, params.target.vocab_size, grammar=context.grammar
+        )
+        if not self.threshold:
+            return grow_tree(self.tree, key, root, law, feature, forward), cache
+        scratch = draft.empty_cache(depth := self.tree_shape[1]).layers
+        given = self.threshold if threshold is None else threshold
+        proposal, _ = grow_chain(
+            depth, context.room, given, key, root, law, feature, forward, scratch
         )
         return proposal, cache
 

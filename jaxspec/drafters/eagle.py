@@ -17,9 +17,10 @@ from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
 from jaxspec.core.checks import check_at_least
 from jaxspec.core.decode import in_chunks, places_at_once
+from jaxspec.core.proposal import bank
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal, Tree
-from jaxspec.drafters.growth import grow_tree
+from jaxspec.drafters.growth import DraftLaw, check_threshold, grow_chain, grow_tree
 from jaxspec.drafters.loaded import LoadedDrafter, check_made_for
 
 if TYPE_CHECKING:
@@ -51,9 +52,11 @@ class Eagle:
             usually faster; `of` takes the one that lies beside the head.
         taps: target layers that the head reads, its `taps`; `()` for EAGLE-1.
         chunk: tokens per pass over the prompt.
+        threshold: of a chain, as for `DraftModel`: it ends early once the head is unsure.
 
     Raises:
-        ValueError: the tree is invalid, or has no node.
+        ValueError: the tree is invalid or has no node; or a threshold is out of range, or given for
+            a tree that is no chain.
 
     Example:
         >>> import jaxspec
@@ -69,6 +72,7 @@ class Eagle:
     paths: tuple[Path, ...] = EAGLE_PATHS
     taps: tuple[int, ...] = ()
     chunk: int = 256
+    threshold: float = 0.0
 
     def __post_init__(self):
         object.__setattr__(self, "paths", normalize_paths(self.paths))
@@ -78,10 +82,14 @@ class Eagle:
                 "decoding is faster. Give no drafter, or another tree."
             )
         check_at_least(self, 1, "chunk")
+        check_threshold(self.threshold, self.tree)
 
     @classmethod
     def of(
-        cls, head: "EagleHead | Eagle3Head", paths: Sequence[Path] | None = None
+        cls,
+        head: "EagleHead | Eagle3Head",
+        paths: Sequence[Path] | None = None,
+        threshold: float | None = None,
     ) -> LoadedDrafter:
         """Returns a drafter for `generate` from a head that `load_eagle` gave.
 
@@ -89,10 +97,13 @@ class Eagle:
             head: the head.
             paths: of the tree; `None`: those of the tree that lay beside the head (`tree.json` in
                 its folder), or EAGLE's own without one.
+            threshold: see the class; `None`: that of the tree beside the head, and 0 for others.
         """
+        if threshold is None:
+            threshold = head.threshold if paths is None else 0.0
         if paths is None:
             paths = EAGLE_PATHS if head.paths is None else head.paths
-        return LoadedDrafter(cls(tuple(paths), head.taps), head)
+        return LoadedDrafter(cls(tuple(paths), head.taps, threshold=threshold), head)
 
     @cached_property
     def tree(self) -> Tree:
@@ -106,14 +117,21 @@ class Eagle:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        return (self.tree_shape[0],)
+        nodes, _ = self.tree_shape
+        return bank(nodes) if self.threshold else (nodes,)
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> EagleState:
         return read_prompt(params, prompt, context, self.chunk)
 
     def propose(
-        self, params: Params, key: PRNGKeyArray, state: EagleState, context: Context
+        self,
+        params: Params,
+        key: PRNGKeyArray,
+        state: EagleState,
+        context: Context,
+        threshold: float | Float[Array, ""] | None = None,
     ) -> tuple[Proposal, EagleState]:
+        """See `core.types.Drafter`; another threshold than its own may be given."""
         target, head = params.target, params.draft
         state = absorb(params, state, context)
 
@@ -123,17 +141,21 @@ class Eagle:
                 target.embed(tokens), states, positions, mask, state.cache, scratch=scratch
             )
 
-        proposal = grow_tree(
-            self.tree,
-            key,
-            context.tokens[context.length - 1],
-            context.warp,
-            state.state[None],
+        root = context.tokens[context.length - 1]
+        law = DraftLaw(
             lambda states: head.unembed(target, states),
-            forward,
+            context.warp,
             target.vocab_size,
             head.draft_ids,
             context.grammar,
+        )
+        feature = state.state[None]
+        if not self.threshold:
+            return grow_tree(self.tree, key, root, law, feature, forward), state
+        scratch = head.empty_cache(depth := self.tree_shape[1]).layers
+        given = self.threshold if threshold is None else threshold
+        proposal, _ = grow_chain(
+            depth, context.room, given, key, root, law, feature, forward, scratch
         )
         return proposal, state
 

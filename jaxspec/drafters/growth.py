@@ -1,4 +1,4 @@
-"""Trees that several drafters share: static ones grown level by level, the best of a pool."""
+"""Drafts of several drafters: static trees, chains that end when unsure, the best of a pool."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,21 +8,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, Shaped
 
-from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS
+from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS, write
 from jaxspec.core.forms import exchangeable
 from jaxspec.core.grammar import RowGrammar
-from jaxspec.core.proposal import choose_children, tree_proposal
+from jaxspec.core.proposal import chain_proposal, choose_children, tree_proposal
 from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import Hidden, LayerKV, Proposal, Tree, Warp
 
 Scratch = tuple[LayerKV, ...]
+ChainScratch = tuple[LayerKV | None, ...]
+"""Keys and values of a chain's nodes, place by place; `None` in a layer without attention."""
 LevelPass = Callable[
     [
-        int,
+        int | Int[Array, ""],
         Int[Array, " expanded"],
         Float[Array, "expanded embed"],
         Bool[Array, "expanded seen"],
-        Scratch | None,
+        Scratch | ChainScratch | None,
     ],
     Hidden,
 ]
@@ -33,17 +35,80 @@ nodes that each sees, and the keys and values of the levels above.
 """
 
 
+class DraftLaw(NamedTuple):
+    """Settings that turn features of a draft pass into the tokens that follow.
+
+    Attributes:
+        unembed: features to draft logits.
+        warp: of the row.
+        vocab_size: of the target.
+        draft_ids: the target's id of each draft logit; `None`: the same, except for padding.
+        grammar: of the row.
+    """
+
+    unembed: Callable[[Float[Array, "nodes embed"]], Float[Array, "nodes draft_vocab"]]
+    warp: Warp
+    vocab_size: int
+    draft_ids: Int[Array, " draft_vocab"] | None = None
+    grammar: RowGrammar | None = None
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that may be drafted."""
+        return self.vocab_size if self.draft_ids is None else len(self.draft_ids)
+
+    def logits(
+        self, features: Float[Array, "nodes embed"], states: Any, depth: int | Int[Array, ""]
+    ) -> Float[Array, "nodes drafted"]:
+        """Returns the logits of what may follow nodes of one depth, before any warping.
+
+        Args:
+            features: of the nodes.
+            states: of the grammar, at the nodes; `None` without one.
+            depth: of the nodes.
+        """
+        logits = self.unembed(features)
+        if self.draft_ids is None:
+            logits = fit_vocab(logits, self.vocab_size)
+        if self.grammar is not None:
+            logits = self.grammar.keep(logits, states, depth, self._warp.bias, self.draft_ids)
+        return logits
+
+    def choose(
+        self, key: PRNGKeyArray, logits: Float[Array, "nodes drafted"], branch: int
+    ) -> tuple[Int[Array, "nodes branch"], Float[Array, "nodes drafted"]]:
+        """Chooses the children of nodes, see `choose_children`, as places among the logits."""
+        return choose_children(key, logits, self._warp, branch)
+
+    def ids(self, choices: Int[Array, " chosen"]) -> Int[Array, " chosen"]:
+        """Returns the target's ids of what `choose` chose."""
+        return choices if self.draft_ids is None else lookup_ids(self.draft_ids, choices)
+
+    def over_vocab(
+        self, logprobs: Float[Array, "distributions drafted"]
+    ) -> Float[Array, "distributions vocab"] | None:
+        """Returns the distributions over the target's ids; `None` if the row decodes greedily."""
+        if self.warp.temperature is None:
+            return None
+        if self.draft_ids is None:
+            return logprobs
+        nowhere = jnp.full((logprobs.shape[0], self.vocab_size), -jnp.inf)
+        return nowhere.at[:, self.draft_ids].set(logprobs)
+
+    @property
+    def _warp(self) -> Warp:
+        if self.draft_ids is None or self.warp.bias is None:
+            return self.warp
+        return self.warp._replace(bias=self.warp.bias[self.draft_ids])
+
+
 def grow_tree(
     tree: Tree,
     key: PRNGKeyArray,
     root: Int[Array, ""],
-    warp: Warp,
+    law: DraftLaw,
     feature: Float[Array, "1 embed"],
-    unembed: Callable[[Float[Array, "nodes embed"]], Float[Array, "nodes draft_vocab"]],
     forward: LevelPass,
-    vocab_size: int,
-    draft_ids: Int[Array, " draft_vocab"] | None = None,
-    grammar: RowGrammar | None = None,
 ) -> Proposal:
     """Chooses the children of every node from the draft model's distribution at it.
 
@@ -54,32 +119,24 @@ def grow_tree(
         tree: static.
         key: for sampled children.
         root: the pending token.
-        warp: of the row.
+        law: makes tokens of features.
         feature: gives the distribution at the root.
-        unembed: features to draft logits.
         forward: the pass of one level.
-        vocab_size: of the target.
-        draft_ids: the target's id of each draft logit; `None`: the same, except for padding.
-        grammar: of the row.
 
     Raises:
         ValueError: a node has more children than there are tokens to draft.
     """
-    branch, num_drafted = (
-        tree.children.shape[1],
-        vocab_size if draft_ids is None else len(draft_ids),
-    )
-    if branch > num_drafted:
+    branch = tree.children.shape[1]
+    if branch > law.num_drafted:
         raise ValueError(
-            f"paths: a node has {branch} children, but only {num_drafted} tokens can be drafted."
+            f"paths: a node has {branch} children, but only {law.num_drafted} tokens can be "
+            "drafted."
         )
     has_child = tree.children[:, 0] >= 0
-    if draft_ids is not None and warp.bias is not None:
-        warp = warp._replace(bias=warp.bias[draft_ids])
     tokens = root[None]
     features, above = feature, np.zeros(1, np.int32)  # of the nodes `above`
     scratch, scratch_nodes, distributions = None, np.zeros(0, np.int32), []
-    states: Any = None if grammar is None else grammar.state[None]
+    states: Any = None if law.grammar is None else law.grammar.state[None]
     depth = tree.paths.shape[1] - 1
     for level, level_key in enumerate(jax.random.split(key, depth)):
         expanded = np.flatnonzero((tree.depths == level) & has_child)
@@ -94,29 +151,163 @@ def grow_tree(
             )
             scratch, scratch_nodes = extend(scratch, hidden.new_kv), seen
             features, above = hidden.features, expanded
-        logits = unembed(features)
-        if draft_ids is None:
-            logits = fit_vocab(logits, vocab_size)
-        if grammar is not None:
-            logits = grammar.keep(logits, states[expanded], level, warp.bias, draft_ids)
-        choices, logprobs = choose_children(level_key, logits, warp, branch)
+        standing = None if law.grammar is None else states[expanded]
+        logits = law.logits(features, standing, level)
+        choices, logprobs = law.choose(level_key, logits, branch)
         below = np.flatnonzero(tree.depths == level + 1)
         rows = np.searchsorted(expanded, tree.parents[below])
-        chosen = take_rows(choices.reshape(-1), rows * branch + tree.ranks[below])
-        chosen = chosen if draft_ids is None else lookup_ids(draft_ids, chosen)
+        chosen = law.ids(take_rows(choices.reshape(-1), rows * branch + tree.ranks[below]))
         tokens = jnp.concatenate([tokens, chosen])
-        if grammar is not None:
-            moved = grammar.after(states[tree.parents[below]], chosen)
+        if law.grammar is not None:
+            moved = law.grammar.after(states[tree.parents[below]], chosen)
             states = jnp.concatenate([states, moved])
         distributions.append(logprobs)
-    draft_logprobs = None
-    if warp.temperature is not None:
-        draft_logprobs = jnp.concatenate(distributions)
-        if draft_ids is not None:
-            nowhere = jnp.full((draft_logprobs.shape[0], vocab_size), -jnp.inf)
-            draft_logprobs = nowhere.at[:, draft_ids].set(draft_logprobs)
     every_node = jnp.ones(tree.parents.shape[0], bool)
-    return tree_proposal(tree, tokens, every_node, draft_logprobs)
+    return tree_proposal(tree, tokens, every_node, law.over_vocab(jnp.concatenate(distributions)))
+
+
+Confidence = Callable[
+    [Float[Array, ""], Float[Array, " drafted"], Int[Array, ""]], Float[Array, ""]
+]
+"""The confidence after a token: from that before it, the law that it was drawn from, and itself.
+
+The law is the one before any warping. The token is named by its place in the law.
+"""
+
+
+def of_draft(
+    before: Float[Array, ""], law: Float[Array, " drafted"], choice: Int[Array, ""]
+) -> Float[Array, ""]:
+    """Estimates the chance that the whole draft is accepted: the product of the laws' largest.
+
+    Example:
+        >>> round(float(of_draft(jnp.float32(0.5), jnp.array([0.1, 0.6, 0.3]), 2)), 2)
+        0.3
+    """
+    return before * jnp.max(law)
+
+
+class _Chain(NamedTuple):
+    """A chain that is growing. Entries at or past `count` mean nothing.
+
+    Attributes:
+        tokens: the pending token, then the drafted ones.
+        feature: of the last pass.
+        logprobs: distributions that the tokens were drawn from; `None` for deterministic drafts.
+        scratch: of the nodes.
+        count: drafted tokens.
+        confidence: in the draft.
+        standing: the draft's state of the grammar; `None` without one.
+    """
+
+    tokens: Int[Array, " nodes"]
+    feature: Float[Array, "1 embed"]
+    logprobs: Float[Array, "drafts drafted"] | None
+    scratch: ChainScratch
+    count: Int[Array, ""]
+    confidence: Float[Array, ""]
+    standing: Any
+
+
+def grow_chain(
+    length: int,
+    room: Int[Array, ""],
+    threshold: float | Float[Array, ""],
+    key: PRNGKeyArray,
+    root: Int[Array, ""],
+    law: DraftLaw,
+    feature: Float[Array, "1 embed"],
+    forward: LevelPass,
+    scratch: ChainScratch,
+    *,
+    begun: bool = True,
+    confidence: Confidence = of_draft,
+) -> tuple[Proposal, Int[Array, ""]]:
+    """Drafts a chain that ends when the draft is unsure: each further token costs a pass.
+
+    The token after which the confidence is below the threshold is kept. To drop a token for what it
+    is, or for its probability, is a bias: the law of the tokens that remain is not the stated one.
+
+    Args:
+        length: of the longest chain, static.
+        room: tokens that may be emitted; one of them is the target's own.
+        threshold: 0 never ends a chain early.
+        key: for sampled tokens.
+        root: the pending token.
+        law: makes tokens of features.
+        feature: gives the distribution at the root, if it was `begun`; else it means nothing.
+        forward: the pass over one node.
+        scratch: an empty one of `length` places.
+        begun: the root has been read; else the first pass is over it.
+        confidence: how it is counted.
+
+    Returns:
+        The proposal, and the number of its tokens.
+    """
+    keys, places = jax.random.split(key, length), jnp.arange(length)
+    longest = jnp.minimum(length, room - 1)
+
+    def draw(chain: _Chain) -> _Chain:
+        at, state = chain.count, chain.standing
+        logits = law.logits(chain.feature, None if law.grammar is None else state[None], at)
+        choices, logprobs = law.choose(keys[at], logits, 1)
+        (token,) = law.ids(choices[0])
+        sure = confidence(chain.confidence, jax.nn.softmax(logits[0]), choices[0, 0])
+        return chain._replace(
+            tokens=chain.tokens.at[at + 1].set(token),
+            logprobs=None if chain.logprobs is None else chain.logprobs.at[at].set(logprobs[0]),
+            count=at + 1,
+            confidence=sure.astype(jnp.float32),
+            standing=None if law.grammar is None else law.grammar.after(state, token),
+        )
+
+    def read_and_draw(chain: _Chain) -> _Chain:
+        at = chain.count
+        seen = jnp.concatenate([(places < at) & (places >= int(begun)), jnp.ones(1, bool)])
+        hidden = forward(at, chain.tokens[at][None], chain.feature, seen[None], chain.scratch)
+        kept = tuple(
+            None if layer is None else write(layer, new, at)
+            for layer, new in zip(chain.scratch, hidden.new_kv, strict=True)
+        )
+        return draw(chain._replace(feature=hidden.features, scratch=kept))
+
+    distributions = None
+    if law.warp.temperature is not None:
+        # Verification reads all rows, also those of nodes that are not drafted.
+        distributions = jnp.full((length, law.num_drafted), -jnp.log(law.num_drafted))
+    chain = _Chain(
+        tokens=jnp.zeros(length + 1, jnp.int32).at[0].set(root),
+        feature=feature,
+        logprobs=distributions,
+        scratch=scratch,
+        count=jnp.int32(0),
+        confidence=jnp.float32(1),
+        standing=None if law.grammar is None else law.grammar.state,
+    )
+    chain = jax.lax.while_loop(
+        lambda chain: (chain.confidence >= threshold) & (chain.count < longest),
+        read_and_draw,
+        draw(chain) if begun else chain,
+    )
+    distributions = None if chain.logprobs is None else law.over_vocab(chain.logprobs)
+    valid = jnp.arange(length + 1) <= chain.count
+    return chain_proposal(chain.tokens, valid, distributions), chain.count
+
+
+def check_threshold(threshold: float, tree: Tree) -> None:
+    """Refuses a threshold that is out of range, or of a tree with branches.
+
+    Raises:
+        ValueError: saying what to give.
+    """
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold must be in [0, 1], got {threshold}.")
+    if threshold and tree.children.shape[1] > 1:
+        raise ValueError(
+            f"threshold: only a chain ends early, and this tree has nodes with "
+            f"{tree.children.shape[1]} children; give paths of a chain, such as ((0,), (0, 0)), "
+            "or no threshold."
+        )
 
 
 def take_rows(array: Shaped[Array, "rows *row"], rows: np.ndarray) -> Shaped[Array, "taken *row"]:

@@ -10,15 +10,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxspec.core.cache import empty_layer, write
+from jaxspec.core.cache import empty_layer
 from jaxspec.core.checks import check_at_least, check_one_of, check_share
-from jaxspec.core.proposal import bank, chain_proposal, choose_children
-from jaxspec.core.types import Context, Hidden, LayerKV, Params, Proposal
+from jaxspec.core.proposal import bank
+from jaxspec.core.types import Context, Hidden, Params, Proposal
+from jaxspec.drafters.growth import DraftLaw, grow_chain
 from jaxspec.drafters.loaded import LoadedDrafter
 from jaxspec.drafters.skip_sets import skip_settings
 from jaxspec.models import Network, Skips
@@ -98,26 +98,6 @@ class CarriedSkip(NamedTuple):
     skip: Skips | None
     threshold: Float[Array, ""]
     rate: Float[Array, ""]
-
-
-class _Draft(NamedTuple):
-    """A draft that is growing. Entries at or past `count` mean nothing.
-
-    Attributes:
-        tokens: the pending token, then the drafted ones.
-        logprobs: distributions that they were drawn from; `None` for deterministic drafts.
-        scratch: keys and values of the drafted tokens; `None` in a layer without attention.
-        count: drafted tokens.
-        sure: False after a token below the threshold.
-        standing: the draft's state of the grammar; `None` without one.
-    """
-
-    tokens: Int[Array, " nodes"]
-    logprobs: Float[Array, "drafts vocab"] | None
-    scratch: tuple[LayerKV | None, ...]
-    count: Int[Array, ""]
-    sure: Bool[Array, ""]
-    standing: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,12 +212,30 @@ class LayerSkip:
         self, params: Params, key: PRNGKeyArray, state: LayerSkipState, context: Context
     ) -> tuple[Proposal, LayerSkipState]:
         threshold, rate = self._moved(state, context)
-        # The target adds one token, so a longer draft could not be emitted.
-        longest = jnp.minimum(self.num_speculative_tokens, context.room - 1)
-        draft = self._draft(params, key, threshold, longest, context)
-        valid = jnp.arange(self.num_speculative_tokens + 1) <= draft.count
-        proposal = chain_proposal(draft.tokens, valid, draft.logprobs)
-        return proposal, LayerSkipState(threshold, rate, draft.count)
+        target, skip = params.target, self._set(params.draft)
+
+        def forward(depth, token, _, mask, scratch) -> Hidden:
+            positions = (context.length - 1 + depth)[None]
+            return target.forward(token, positions, mask, context.cache, scratch=scratch, skip=skip)
+
+        size, num_layers = self.num_speculative_tokens, len(context.cache.layers)
+        kv_heads, head_dim, _ = context.cache.layers[0].keys.shape
+        no_keys = empty_layer(kv_heads, head_dim, size, context.cache.layers[0].keys.dtype)
+        absent = (False,) * num_layers if self.skip is None else self.skip.attention
+        proposal, drafted = grow_chain(
+            size,
+            context.room,
+            threshold,
+            key,
+            context.tokens[context.length - 1],
+            DraftLaw(target.unembed, context.warp, target.vocab_size, grammar=context.grammar),
+            jnp.zeros((1, target.embed_dim), target.dtype),
+            forward,
+            tuple(None if skipped else no_keys for skipped in absent),
+            begun=False,
+            confidence=lambda before, law, choice: law[choice],  # as published: of the last token
+        )
+        return proposal, LayerSkipState(threshold, rate, drafted)
 
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`."""
@@ -277,71 +275,6 @@ class LayerSkip:
         return self.adaptive.update(
             state.threshold, state.rate, accepted, state.drafted, self.num_speculative_tokens
         )
-
-    def _draft(
-        self,
-        params: Params,
-        key: PRNGKeyArray,
-        threshold: Float[Array, ""],
-        longest: Int[Array, ""],
-        context: Context,
-    ) -> _Draft:
-        target, size, grammar = params.target, self.num_speculative_tokens, context.grammar
-        skip = self._set(params.draft)
-        keys = jax.random.split(key, size)
-        places = jnp.arange(size)
-
-        def continues(draft: _Draft) -> Bool[Array, ""]:
-            return draft.sure & (draft.count < longest)
-
-        def draw(draft: _Draft) -> _Draft:
-            at = draft.count
-            seen = jnp.concatenate([places < at, jnp.ones(1, bool)])
-            hidden = target.forward(
-                draft.tokens[at][None],
-                (context.length - 1 + at)[None],
-                seen[None],
-                context.cache,
-                scratch=draft.scratch,
-                skip=skip,
-            )
-            logits = target.unembed(hidden.features)
-            if grammar is not None:
-                logits = grammar.keep(logits, draft.standing[None], at, context.warp.bias)
-            choices, logprobs = choose_children(keys[at], logits, context.warp, 1)
-            token = choices[0, 0]
-            # The exit reads the unwarped distribution, at a token that is kept either way.
-            confidence = jax.nn.softmax(logits[0])[token]
-            return _Draft(
-                tokens=draft.tokens.at[at + 1].set(token),
-                logprobs=None if draft.logprobs is None else draft.logprobs.at[at].set(logprobs[0]),
-                scratch=tuple(
-                    None if layer is None else write(layer, new, at)
-                    for layer, new in zip(draft.scratch, hidden.new_kv, strict=True)
-                ),
-                count=at + 1,
-                sure=confidence >= threshold,
-                standing=None if grammar is None else grammar.after(draft.standing, token),
-            )
-
-        kv_heads, head_dim, _ = context.cache.layers[0].keys.shape
-        dtype = context.cache.layers[0].keys.dtype
-        no_keys = empty_layer(kv_heads, head_dim, size, dtype)
-        num_layers = len(context.cache.layers)
-        absent = (False,) * num_layers if self.skip is None else self.skip.attention
-        distributions = None
-        if context.warp.temperature is not None:
-            # Verification reads all rows, also those of nodes that are not drafted.
-            distributions = jnp.full((size, target.vocab_size), -jnp.log(target.vocab_size))
-        start = _Draft(
-            tokens=jnp.zeros(size + 1, jnp.int32).at[0].set(context.tokens[context.length - 1]),
-            logprobs=distributions,
-            scratch=tuple(None if skipped else no_keys for skipped in absent),
-            count=jnp.int32(0),
-            sure=jnp.bool_(True),
-            standing=None if grammar is None else grammar.state,
-        )
-        return jax.lax.while_loop(continues, draw, start)
 
 
 def _check_kind(skip: object) -> None:

@@ -23,7 +23,7 @@ class LoadedDrafter(NamedTuple):
         >>> import jaxspec
         >>> loaded = jaxspec.DraftModel.of(jaxspec.load("demo-draft"))
         >>> loaded.drafter
-        DraftModel(num_speculative_tokens=4, paths=None, chunk=256)
+        DraftModel(num_speculative_tokens=4, paths=None, chunk=256, threshold=0.0)
     """
 
     drafter: Drafter

@@ -35,6 +35,7 @@ from jaxspec.mobile.signatures.target import (
 )
 from jaxspec.models import Diffusion, ModelConfig
 from jaxspec.models.storage import widened
+from jaxspec.tuning.measuring import with_tree
 
 BUNDLES = ("cpu", "gpu")
 _DRAFTS = (4,)
@@ -182,7 +183,8 @@ def check_model(config: ModelConfig, capacity: int) -> None:
 
 def drafters_over_trees(drafter: Any, config: ExportConfig) -> list[Any]:
     """Returns a drafter over each of several trees, or as it is."""
-    return [dataclasses.replace(drafter, paths=tree) for tree in config.trees] or [drafter]
+    loaded = LoadedDrafter(drafter, ())
+    return [with_tree(loaded, tree).drafter for tree in config.trees] or [drafter]
 
 
 def _canvases(target: Target, diffusion: Diffusion, drafter: Any, config: ExportConfig) -> Canvases:

@@ -171,6 +171,7 @@ class _OneLayerHead:
     params: PyTree
     config: ModelConfig
     paths: tuple[Path, ...] | None
+    threshold: float
     _layer: Any
 
     def _facts(self) -> dict[str, str]:
@@ -219,7 +220,7 @@ class _OneLayerHead:
     jax.tree_util.register_dataclass,
     data_fields=["params", "vocabulary"],
     meta_fields=["config", "bias"],
-    drop_fields=["paths"],
+    drop_fields=["paths", "threshold"],
 )
 @dataclass(frozen=True, repr=False)
 class EagleHead(_OneLayerHead):
@@ -230,6 +231,7 @@ class EagleHead(_OneLayerHead):
         vocabulary: `None` to draft from all tokens.
         paths: rank paths of the tree that lay beside it when it was loaded, for `Eagle.of`; `None`
             for none. They are no part of the pytree: what JAX makes of a head has none.
+        threshold: of that tree, a chain that ends early: see `drafters.DraftModel`. As `paths`.
     """
 
     params: PyTree
@@ -237,6 +239,7 @@ class EagleHead(_OneLayerHead):
     bias: bool = True
     vocabulary: DraftVocabulary | None = None
     paths: tuple[Path, ...] | None = None
+    threshold: float = 0.0
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -275,7 +278,7 @@ class EagleHead(_OneLayerHead):
     jax.tree_util.register_dataclass,
     data_fields=["params", "draft_ids"],
     meta_fields=["config", "taps", "target_vocab_size", "norm_before_residual", "norm_output"],
-    drop_fields=["paths"],
+    drop_fields=["paths", "threshold"],
 )
 @dataclass(frozen=True, repr=False)
 class Eagle3Head(_OneLayerHead):
@@ -289,6 +292,7 @@ class Eagle3Head(_OneLayerHead):
         norm_before_residual: see `Eagle3Layer`; the paper's heads do not.
         norm_output: see `Eagle3Layer`; heads of EAGLE 3.1 do.
         paths: as for `EagleHead`.
+        threshold: as for `EagleHead`.
     """
 
     params: PyTree
@@ -299,6 +303,7 @@ class Eagle3Head(_OneLayerHead):
     norm_before_residual: bool = False
     norm_output: bool = False
     paths: tuple[Path, ...] | None = None
+    threshold: float = 0.0
 
     @property
     def tap_norms(self) -> int:

@@ -4,9 +4,10 @@ Latency profiles and acceptance tables are measured (`profiling`, `measuring`) o
 `search_tree` finds the fastest tree from them. `skip_search` finds sets for `LayerSkip`.
 """
 
-from jaxspec.checkpoint.trees import load_tree
+from jaxspec.checkpoint.trees import load_threshold, load_tree
 from jaxspec.tuning.acceptance import (
     AcceptanceTable,
+    ExitCounts,
     RankCounts,
     calibrated_table,
     count_acceptance,
@@ -39,6 +40,7 @@ from jaxspec.tuning.tree_search import (
 __all__ = [
     "AcceptanceTable",
     "Candidate",
+    "ExitCounts",
     "LatencyProfile",
     "Limits",
     "RankCounts",
@@ -52,6 +54,7 @@ __all__ = [
     "likeliest_paths",
     "load_acceptance",
     "load_profile",
+    "load_threshold",
     "load_tree",
     "predict",
     "probe_paths",

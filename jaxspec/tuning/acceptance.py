@@ -2,7 +2,8 @@
 
 A table holds P(child of rank r is accepted | its parent is accepted) for every parent. At most one
 child of a parent is accepted. So the chance that a node is accepted is the product along its path,
-and tau is one plus the sum of these chances over the nodes of the tree.
+and tau is one plus the sum of these chances over the nodes of the tree. Of chains that end early,
+it holds how deep they were drafted and accepted, by threshold.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
 from jaxspec.core.tree import EAGLE_PATHS, Path, tree_from_parents
 from jaxspec.core.types import PyTree, Tree
@@ -52,6 +54,30 @@ class RankCounts(NamedTuple):
     accepted: tuple[int, ...]
 
 
+class ExitCounts(NamedTuple):
+    """Counts of steps over a chain that ends early, at one threshold.
+
+    Attributes:
+        threshold: of the drafter.
+        drafted: entry i: steps whose draft was i tokens deep.
+        accepted: entry i: steps that accepted i draft tokens, bonus EXCLUDED.
+    """
+
+    threshold: float
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    def shares(self, longest: int) -> Float[np.ndarray, " depths"]:
+        """Returns the share of steps that drafted 0, 1, ... tokens of at most `longest`."""
+        counts = np.asarray([*self.drafted, *[0] * longest], float)
+        capped = np.append(counts[:longest], counts[longest:].sum())
+        return capped / capped.sum()
+
+    def chance(self, depth: int) -> float:
+        """Returns the share of steps that accepted so many tokens."""
+        return sum(self.accepted[depth:]) / sum(self.accepted)
+
+
 @dataclasses.dataclass(frozen=True)
 class AcceptanceTable:
     """P(the child of rank r is accepted | its parent is), by parent.
@@ -63,6 +89,7 @@ class AcceptanceTable:
             drawn towards `rates`.
         head: identity of the drafter's weights, see `identity_of`; "" if they are not known.
         source: origin of the figures; says whether they are inferred.
+        exits: counts of chains that end early, all of one greatest length; `()` for none.
 
     Raises:
         ValueError: a chance is below 0, or the chances of a depth add up to more than 1.
@@ -80,6 +107,7 @@ class AcceptanceTable:
     counts: Mapping[Path, RankCounts] = dataclasses.field(default_factory=dict)
     head: str = ""
     source: str = ""
+    exits: tuple[ExitCounts, ...] = ()
 
     def __post_init__(self):
         if not self.rates or not all(self.rates):
@@ -160,13 +188,34 @@ class AcceptanceTable:
         counts = self.counts.get(parent, RankCounts((), ()))
         return _drawn(counts, rank, self.rates[depth][rank])
 
-    def chance(self, path: Path) -> float:
-        """P(the node at this rank path is accepted)."""
+    def exit(self, threshold: float) -> ExitCounts:
+        """Returns the counts at a threshold.
+
+        Raises:
+            ValueError: there are none.
+        """
+        for counts in self.exits:
+            if counts.threshold == threshold:
+                return counts
+        known = [counts.threshold for counts in self.exits]
+        raise ValueError(
+            f"acceptance table: has no counts for threshold {threshold}, only for {known}; measure "
+            "them with `jaxspec tune tree`."
+        )
+
+    def chance(self, path: Path, threshold: float = 0.0) -> float:
+        """P(the node at this rank path is accepted); of a chain that ends early, with a threshold.
+
+        Raises:
+            ValueError: the table does not know that depth, rank or threshold.
+        """
+        if threshold:
+            return self.exit(threshold).chance(len(path))
         return math.prod(self.rate(path[:depth], rank) for depth, rank in enumerate(path))
 
-    def tau(self, paths: Iterable[Path]) -> float:
+    def tau(self, paths: Iterable[Path], threshold: float = 0.0) -> float:
         """Expected tokens per target pass, bonus INCLUDED, of the tree with these nodes."""
-        return 1.0 + sum(map(self.chance, paths))
+        return 1.0 + sum(self.chance(path, threshold) for path in paths)
 
     def rates_by_depth(self) -> tuple[tuple[float, ...], ...]:
         """Rates by depth and rank over all parents, weighted by how often each was reached."""
@@ -215,6 +264,7 @@ class AcceptanceTable:
                 {"parent": list(parent), **{k: list(v) for k, v in ranks._asdict().items()}}
                 for _, parent, ranks in sorted((len(p), p, r) for p, r in self.counts.items())
             ],
+            "exits": [counts._asdict() for counts in self.exits],
         }
 
 
@@ -270,6 +320,10 @@ def load_acceptance(source: str | FilePath) -> AcceptanceTable:
             },
             head=entry["head"],
             source=entry["source"],
+            exits=tuple(
+                ExitCounts(each["threshold"], tuple(each["drafted"]), tuple(each["accepted"]))
+                for each in entry.get("exits", ())
+            ),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(

@@ -9,25 +9,32 @@ import numpy as np
 
 from jaxspec.checkpoint import Model
 from jaxspec.core.tree import Path, normalize_paths
-from jaxspec.core.types import Drafter
+from jaxspec.core.types import Context, Drafter, Hidden, Params, Proposal, PyTree
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig, PromptLike, Request, prepare
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.measure.timing import release_programs, time_in_turns
 from jaxspec.tuning.acceptance import (
     AcceptanceTable,
+    ExitCounts,
     count_acceptance,
     identity_of,
     probe_paths,
 )
 from jaxspec.tuning.tree_search import Candidate
 
+THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+CHAIN = 8
+"""Length of the chains that end early, unless another is asked for."""
 
-def with_tree(drafter: LoadedDrafter, paths: Sequence[Path]) -> LoadedDrafter:
-    """Returns the same drafter over another static tree.
+
+def with_tree(
+    drafter: LoadedDrafter, paths: Sequence[Path], threshold: float = 0.0
+) -> LoadedDrafter:
+    """Returns the same drafter over another static tree, or a chain that ends early.
 
     Raises:
-        ValueError: the drafter does not use a static tree.
+        ValueError: the drafter does not use a static tree, or ends no chain early.
     """
     method: Drafter = drafter.drafter
     if not dataclasses.is_dataclass(method) or not hasattr(method, "paths"):
@@ -35,8 +42,14 @@ def with_tree(drafter: LoadedDrafter, paths: Sequence[Path]) -> LoadedDrafter:
             "drafter: must draft over a static tree (Eagle, DraftModel, Deer, DFlash), got "
             f"{type(method).__name__}."
         )
-    tree = {"paths": normalize_paths(paths)}
-    return drafter._replace(drafter=dataclasses.replace(method, **tree))
+    settings: dict[str, Any] = {"paths": normalize_paths(paths)}
+    if hasattr(method, "threshold"):
+        settings["threshold"] = threshold
+    elif threshold:
+        raise ValueError(
+            f"threshold: {type(method).__name__} ends no chain early; Eagle and DraftModel do."
+        )
+    return drafter._replace(drafter=dataclasses.replace(method, **settings))
 
 
 def measure_acceptance(
@@ -82,6 +95,86 @@ def measure_acceptance(
             f"a probing tree of {len(paths)} nodes"
         ),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _AnyThreshold:
+    """A drafter of chains that end early, with its threshold among its weights: one program."""
+
+    drafter: Any
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps
+
+    @property
+    def tree_shape(self) -> tuple[int, int]:
+        return self.drafter.tree_shape
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.drafter.widths
+
+    def init(self, params: Params, prompt: Hidden, context: Context) -> PyTree:
+        return self.drafter.init(params._replace(draft=params.draft[0]), prompt, context)
+
+    def propose(self, params, key, state, context) -> tuple[Proposal, PyTree]:
+        own, threshold = params.draft
+        return self.drafter.propose(params._replace(draft=own), key, state, context, threshold)
+
+
+def measure_exits(
+    model: Model,
+    drafter: LoadedDrafter,
+    prompts: Sequence[PromptLike],
+    config: GenerationConfig | None = None,
+    *,
+    thresholds: Sequence[float] = THRESHOLDS,
+    length: int = CHAIN,
+    seed: int = 0,
+    advance: Callable[[str], None] = lambda _: None,
+) -> tuple[ExitCounts, ...]:
+    """Decodes prompts over a chain that ends early, at each threshold, and counts its depths.
+
+    Args:
+        model: the target.
+        drafter: an `Eagle` or `DraftModel`; its own tree is not used.
+        prompts: as for `generate`; other text than for evaluation.
+        config: settings of decoding; acceptance depends on them.
+        thresholds: each above 0.
+        length: of the longest chain.
+        seed: seed of sampling.
+        advance: called once per prompt, with a description of the work.
+
+    Raises:
+        ValueError: the drafter ends no chain early, or no text has a second step.
+
+    Example:
+        >>> import jaxspec
+        >>> from jaxspec.tuning.measuring import measure_exits
+        >>> model, draft = jaxspec.load("demo"), jaxspec.DraftModel.of(jaxspec.load("demo-draft"))
+        >>> config = jaxspec.GenerationConfig(max_new_tokens=8)
+        >>> (counts,) = measure_exits(model, draft, ["1, 2,"], config, thresholds=[0.2], length=2)
+        >>> len(counts.drafted), sum(counts.drafted) == sum(counts.accepted)
+        (3, True)
+    """
+    chain = tuple((0,) * depth for depth in range(1, length + 1))
+    probing = _AnyThreshold(with_tree(drafter, chain, threshold=1.0).drafter)
+    drafted, accepted = np.zeros((2, len(thresholds), length + 1), int)
+    for prompt in prompts:
+        advance("counting drafts that end early")
+        for index, threshold in enumerate(thresholds):
+            weights = drafter.params, jnp.float32(threshold)
+            loaded = LoadedDrafter(probing, weights)
+            (row,) = generate(model, prompt, config, loaded, seed, return_trace=True)
+            # The last step may have been short of room.
+            for step in (row.trace or ())[:-1]:
+                drafted[index, np.sum(step.valid) - 1] += 1
+                accepted[index, len(step.path) - 1] += 1
+    if not drafted.sum(axis=1).all():
+        raise ValueError("prompts: no output has a second step; ask for more tokens.")
+    counts = (map(tuple, each.tolist()) for each in (drafted, accepted))
+    return tuple(map(ExitCounts, thresholds, *counts))
 
 
 class MeasuredTree(NamedTuple):
@@ -179,6 +272,7 @@ def measure_trees(
     prompts: Sequence[PromptLike],
     config: GenerationConfig | None = None,
     *,
+    thresholds: Sequence[float] | None = None,
     repeats: int = 3,
     seed: int = 0,
     advance: Callable[[str], None] = lambda _: None,
@@ -194,6 +288,7 @@ def measure_trees(
         trees: rank paths of each tree; empty for plain decoding.
         prompts: as for `generate`.
         config: settings of decoding.
+        thresholds: of each tree, see `with_tree`; `None`: no chain ends early.
         repeats: timed runs of each prompt and tree.
         seed: seed of sampling.
         advance: called once per prompt, with a description of the work.
@@ -202,7 +297,10 @@ def measure_trees(
         ValueError: as for `generate`; or no prompt gives more than one step.
     """
     config = config or GenerationConfig()
-    methods = [with_tree(drafter, paths) if len(paths) else None for paths in trees]
+    methods = [
+        with_tree(drafter, paths, threshold) if len(paths) else None
+        for paths, threshold in zip(trees, thresholds or [0.0] * len(trees), strict=True)
+    ]
     seconds, steps, tokens = np.zeros((3, len(trees)))
     for prompt in prompts:
         advance("decoding in turns")

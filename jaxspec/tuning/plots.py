@@ -85,7 +85,7 @@ def draw_tree(axes: Any, found: Candidate, acceptance: "AcceptanceTable") -> Non
         if node:
             parent_x, parent_y = places[node[:-1]]
             axes.plot([parent_x, x], [parent_y, y], color="0.7", zorder=1)
-        chance = acceptance.chance(node)
+        chance = acceptance.chance(node, found.threshold) if node else 1.0
         text = f"{node[-1]}\n{chance:.0%}" if node else "root"
         look = {"boxstyle": "round,pad=0.3", "facecolor": "white", "edgecolor": "C0"}
         axes.text(x, y, text, ha="center", va="center", fontsize="small", bbox=look, zorder=2)

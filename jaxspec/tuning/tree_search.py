@@ -4,7 +4,7 @@ A step has one draft pass per level that has nodes with children, and one target
 tokens. `cost` is seconds per token: (T_d(1) * D + T_target(n)) / tau, as in the paper, if a draft
 pass over several nodes takes as long as one over a single node. A drafter of blocks has one draft
 pass for a tree of any depth: (T_d + T_target(n)) / tau. Of its trees with n nodes, the likeliest is
-the best.
+the best. A chain that ends early costs the mean over the depths that it was drafted to.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxspec.core.proposal import bank
 from jaxspec.core.tree import Path, tree_from_paths
 from jaxspec.core.types import Tree
 from jaxspec.tuning.acceptance import AcceptanceTable, rank_paths
@@ -73,11 +74,13 @@ class Candidate(NamedTuple):
         paths: rank paths of its nodes, without the root; empty for plain decoding.
         tau: tokens per target pass, bonus INCLUDED.
         step_seconds: seconds of one step.
+        threshold: of a chain that ends early, see `DraftModel`; 0: it does not.
     """
 
     paths: tuple[Path, ...]
     tau: float
     step_seconds: float
+    threshold: float = 0.0
 
     @property
     def nodes(self) -> int:
@@ -106,6 +109,7 @@ class Candidate(NamedTuple):
             "nodes_without_root": self.nodes,
             "tokens_with_root": self.nodes + 1,
             "depth": self.depth,
+            "threshold": self.threshold,
             "predicted": {
                 "tau_bonus_included": self.tau,
                 "step_seconds": self.step_seconds,
@@ -115,17 +119,22 @@ class Candidate(NamedTuple):
 
 
 def predict(
-    paths: Iterable[Path], acceptance: AcceptanceTable, profile: LatencyProfile
+    paths: Iterable[Path],
+    acceptance: AcceptanceTable,
+    profile: LatencyProfile,
+    threshold: float = 0.0,
 ) -> Candidate:
-    """Predicts the speed of one tree.
+    """Predicts the speed of one tree, or of a chain that ends early.
 
     Args:
         paths: rank paths of its nodes, without the root; empty for plain decoding.
         acceptance: table of the drafter.
         profile: pass times of the device.
+        threshold: of a chain that ends early; 0: it does not.
 
     Raises:
-        ValueError: the tree is larger than the table or the profile covers.
+        ValueError: the tree is larger than the table or the profile covers, or the table does not
+            know the threshold.
 
     Example:
         >>> from jaxspec.tuning import calibrated_table, load_profile, predict
@@ -134,7 +143,28 @@ def predict(
         11.49
     """
     paths = tuple(paths)
-    return Candidate(paths, acceptance.tau(paths), _step_seconds(paths, profile))
+    if not threshold:
+        return Candidate(paths, acceptance.tau(paths), _step_seconds(paths, profile))
+    longest = len(paths)
+    shares, depths = acceptance.exit(threshold).shares(longest), np.arange(longest + 1)
+    widths = np.asarray(bank(longest + 1))
+    targets = profile.target_seconds(widths[np.searchsorted(widths, depths + 1)])
+    later = np.maximum(depths - 1, 0) * profile.later_draft_seconds(1)
+    seconds = profile.first_draft_seconds(longest) + float(shares @ (later + targets))
+    return Candidate(paths, acceptance.tau(paths, threshold), seconds, threshold)
+
+
+def early_exits(
+    acceptance: AcceptanceTable, profile: LatencyProfile, max_nodes: int
+) -> list[Candidate]:
+    """Predicts the chains that end early, of each threshold and greatest length, fastest first."""
+    chain = tuple((0,) * depth for depth in range(1, max_nodes + 1))
+    found = [
+        predict(chain[:length], acceptance, profile, counts.threshold)
+        for counts in acceptance.exits
+        for length in range(2, int(min(len(counts.drafted), max_nodes + 1, profile.max_levels + 1)))
+    ]
+    return sorted(found, key=_speed, reverse=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +174,7 @@ class TreeSearch:
     Attributes:
         ranking: the fastest trees and plain decoding, fastest first.
         by_budget: the fastest tree of each number of nodes, from 0 (plain decoding) upwards.
+        exits: chains that end early, if they were asked for, fastest first.
         limits: limits of the search.
         num_shapes: number of tree shapes that were priced.
         profile: name of the latency profile.
@@ -156,6 +187,7 @@ class TreeSearch:
     num_shapes: int
     profile: str
     acceptance: str
+    exits: tuple[Candidate, ...] = ()
 
     @property
     def best(self) -> Candidate:
@@ -170,7 +202,7 @@ class TreeSearch:
     @property
     def best_draft(self) -> Candidate:
         """The fastest tree with a node, even if plain decoding is faster."""
-        return max(self.by_budget[1:], key=_speed)
+        return max((*self.by_budget[1:], *self.exits), key=_speed)
 
     @property
     def tree(self) -> Tree:
@@ -185,6 +217,7 @@ class TreeSearch:
             "limits": self.limits._asdict(),
             "ranking": [candidate.as_dict() for candidate in self.ranking],
             "by_budget": [candidate.as_dict() for candidate in self.by_budget],
+            "exits": [candidate.as_dict() for candidate in self.exits],
         }
 
 
@@ -197,6 +230,7 @@ def search_tree(
     max_width: int | None = None,
     max_branch: int | None = None,
     num_best: int = 10,
+    early_exit: bool = False,
 ) -> TreeSearch:
     """Finds the tree that gives the most tokens per second on a device.
 
@@ -211,6 +245,8 @@ def search_tree(
         max_width: nodes of a level; `None`: no limit. A limit makes the search slower.
         max_branch: children of a node; `None`: 4, or as many as the table covers.
         num_best: number of trees to rank.
+        early_exit: also rank chains that end early, up to the length that the table has counts of
+            (`jaxspec tune tree` does). A graph for a phone does not end them.
 
     Raises:
         ValueError: a limit is larger than the profile or the table covers.
@@ -226,6 +262,9 @@ def search_tree(
     limits = _limits(acceptance, profile, max_nodes, max_depth, max_width, max_branch)
     search = _search_one_pass if profile.one_pass else _search_all_shapes
     best, by_budget, num_shapes = search(acceptance, profile, limits, num_best)
+    most = limits.nodes if max_depth is None else min(limits.nodes, max_depth)
+    exits = early_exits(acceptance, profile, most) if early_exit else []
+    best = sorted((*best, *exits), key=_speed, reverse=True)[:num_best]
     plain = () if any(not candidate.paths for candidate in best) else by_budget[:1]
     return TreeSearch(
         ranking=tuple(sorted((*best, *plain), key=_speed, reverse=True)),
@@ -234,6 +273,7 @@ def search_tree(
         num_shapes=num_shapes,
         profile=profile.name,
         acceptance=acceptance.source,
+        exits=tuple(exits),
     )
 
 

@@ -108,6 +108,11 @@ def test_a_head_drafts_over_the_tree_beside_it(heads, tmp_path, request):
     head = load_eagle(tmp_path, target)
     assert Eagle.of(head).drafter == Eagle(((0,), (0, 0)), head.taps)
     assert Eagle.of(head, siblings(2)).drafter.paths == siblings(2)
+    (tmp_path / "tree.json").write_text('{"paths": [[0], [0, 0]], "threshold": 0.3}')
+    head = load_eagle(tmp_path, target)
+    assert Eagle.of(head).drafter.threshold == 0.3
+    assert Eagle.of(head, threshold=0.0).drafter.threshold == 0
+    assert Eagle.of(head, siblings(2)).drafter.threshold == 0
     # Its tree makes no other program of what reads the head alone.
     assert jax.tree.structure(head) == jax.tree.structure(without)
     (tmp_path / "tree.json").write_text('{"paths": []}')

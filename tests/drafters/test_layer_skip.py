@@ -20,7 +20,7 @@ from jaxspec.core.proposal import choose_children
 from jaxspec.core.types import Context, Params, Recent, Warp
 from jaxspec.core.verify import verify_chain
 from jaxspec.decoding.request import prepare
-from jaxspec.drafters import AdaptiveExit, LayerSkip, LoadedDrafter, NoDraft, layer_skip
+from jaxspec.drafters import AdaptiveExit, LayerSkip, LoadedDrafter, NoDraft, growth
 from jaxspec.drafters.layer_skip import CarriedSkip, LayerSkipState
 from jaxspec.measure.step import begin_and_propose, repetitive_prompt
 from jaxspec.models import Network, Skips
@@ -217,7 +217,7 @@ def test_recorded_sampling_cycles(golden, target, monkeypatch):
             own, every = map(jax.random.key_data, (own_key, jax.random.split(key, size)))
             return draws[jnp.argmax(jnp.all(every == own[None], axis=1))][None, None], laws
 
-        monkeypatch.setattr(layer_skip, "choose_children", choose)
+        monkeypatch.setattr(growth, "choose_children", choose)
         _, cache = prefill(target, tokens, length, chunk=places)
         nothing = jnp.zeros((size + 1, 0))
         recent = Recent(jnp.zeros(size + 1, jnp.int32), nothing, nothing, num_emitted)

@@ -175,6 +175,7 @@ DRAFTERS: dict[str, Case] = {
     ),
     "token recycling": Case(lambda: TokenRecycling(FORKED)),
     "draft model, chain": Case(lambda: DraftModel(num_speculative_tokens=3), blurred),
+    "draft model, early exit": Case(lambda: DraftModel(3, threshold=0.1), blurred),
     "draft model, tree": Case(lambda: DraftModel(paths=PATHS), blurred),
     "draft model, another vocabulary": Case(
         lambda: DraftModel(num_speculative_tokens=3), of_another_vocabulary
@@ -221,6 +222,9 @@ DRAFTERS: dict[str, Case] = {
         slow=True,
     ),
     "eagle 2": Case(lambda: Eagle2(num_nodes=6, depth=2, beam=2), eagle_head, slow=True),
+    "eagle, early exit": Case(
+        lambda: Eagle(((0,), (0, 0), (0, 0, 0)), threshold=0.05), eagle_head, slow=True
+    ),
     "eagle 3": Case(lambda: Eagle(FORKED, taps=(0, 1)), eagle3_head, slow=True),
 }
 

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 from jaxspec.core import verify as rules
+from jaxspec.core.cache import empty_layer
 from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.penalties import penalize
-from jaxspec.core.proposal import tree_proposal
+from jaxspec.core.proposal import choose_children, tree_proposal
 from jaxspec.core.sampling import inverse_cdf, warp_logits
 from jaxspec.core.tree import chain, tree_from_paths
-from jaxspec.core.types import Context, Penalties, Tree, Warp
+from jaxspec.core.types import Context, Hidden, LayerKV, Penalties, Tree, Warp
+from jaxspec.drafters import growth
 from jaxspec.drafters.vocabularies import SharedTokens
 from tests.core.table_model import TableModel
 from tests.laws import enumeration
@@ -47,9 +49,13 @@ def float64():
 
 def random_laws(seed: int, warp: Warp, depth: int = 3, vocab: int = VOCAB) -> list[np.ndarray]:
     """A random autoregressive law: one table for each length of prefix, warped."""
+    return [warped(logits, warp) for logits in random_logits(seed, depth, vocab)]
+
+
+def random_logits(seed: int, depth: int = 3, vocab: int = VOCAB) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = [(vocab,) * (length + 1) for length in range(depth + 1)]
-    return [warped(1.5 * rng.standard_normal(shape), warp) for shape in shapes]
+    return [1.5 * rng.standard_normal(shape) for shape in shapes]
 
 
 def warped(logits: np.ndarray, warp: Warp) -> np.ndarray:
@@ -258,52 +264,140 @@ def test_a_draft_that_stops_early_keeps_the_law(shape, exit_rule):
     assert_lossless(judge(honest(shape), tree, target, drafts, draft))
 
 
-SURE = 0.6
+SURE = 0.5
 
 
-def sure_of(tokens: np.ndarray, raw: enumeration.Laws) -> np.ndarray:
-    """Marks nodes of a chain whose probability before any warping was at least SURE."""
-    sure = np.ones(tokens.shape, bool)
-    for node in range(1, tokens.shape[1]):
-        law = raw[node - 1][tuple(tokens[:, 1:node].T)]
-        chances = np.broadcast_to(law, (len(tokens), VOCAB))[
-            np.arange(len(tokens)), tokens[:, node]
-        ]
-        sure[:, node] = chances >= SURE
-    return sure
+def of_nodes(tokens: np.ndarray, raw: enumeration.Laws) -> tuple[np.ndarray, np.ndarray]:
+    """Largest probability of each node's law in a chain, and the node's own; 1 at the root."""
+    drafted = tokens[:, 1:]
+    laws = enumeration.laws_at(CHAIN, raw, tokens, range(drafted.shape[1]))
+    own = np.take_along_axis(laws, drafted[..., None], axis=2)[..., 0]
+    return tuple(
+        np.pad(part, ((0, 0), (1, 0)), constant_values=1) for part in (laws.max(axis=2), own)
+    )
 
 
-def exit_after(tokens: np.ndarray, raw: enumeration.Laws) -> np.ndarray:
-    """Valid nodes where drafting ends AFTER the first token that it is not sure of."""
-    before = np.roll(sure_of(tokens, raw), 1, axis=1)
-    before[:, 0] = True
-    return np.cumprod(before, axis=1).astype(bool)
+def ended(sure: np.ndarray) -> np.ndarray:
+    return np.cumprod(sure, axis=1).astype(bool)
 
 
-def exit_before(tokens: np.ndarray, raw: enumeration.Laws) -> np.ndarray:
-    """The same, but the token that it is not sure of is thrown away: a mistake."""
-    return np.cumprod(sure_of(tokens, raw), axis=1).astype(bool)
+def a_place_later(sure: np.ndarray) -> np.ndarray:
+    return np.pad(sure[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
-@pytest.mark.parametrize("warp", ["hot", "cold", "top-p"])
-def test_an_exit_decided_by_the_unwarped_probability_keeps_the_law(warp):
-    """Draft & Verify: tokens are drawn from the warped law, and drafting ends by the other."""
-    target, draft, raw = (random_laws(*law) for law in of_two_seeds(warp))
-    drafts = enumeration.sampled_drafts(CHAIN, draft, lambda tokens: exit_after(tokens, raw))
-    assert not drafts.valid[drafts.probability > 0].all()
+# Ends of a chain by what was known before the draw of the first token that is missing.
+EXITS = {
+    "after a flat law": lambda largest, own: ended(a_place_later(largest)),
+    "before a flat law": lambda largest, own: ended(largest),
+    "after an improbable token": lambda largest, own: ended(a_place_later(own)),
+}
+
+
+def judge_exit(warp: str, rule: Callable) -> Outcome:
+    """Tokens are drawn from the warped law, and the chain ends by the law before any warping."""
+    target, draft = random_laws(9, WARPS[warp]), random_laws(10, WARPS[warp])
+    raw = random_laws(10, WARPS["plain"])
+
+    def valid(tokens):
+        return rule(*(chances >= SURE for chances in of_nodes(tokens, raw)))
+
+    drafts = enumeration.sampled_drafts(CHAIN, draft, valid)
+    assert len(set(drafts.valid.sum(axis=1).tolist())) > 1
+    return judge(honest("chain"), CHAIN, target, drafts, draft)
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("rule", EXITS)
+def test_an_exit_by_what_was_known_before_the_draw_keeps_the_law(rule, warp):
+    assert_lossless(judge_exit(warp, EXITS[rule]))
+
+
+@pytest.mark.parametrize("warp", ["plain", "hot", "cold", "banned"])
+def test_throwing_an_improbable_token_away_is_caught(warp):
+    """An exit by a token's own probability, once it is drawn, that does not keep the token."""
+    assert_caught(judge_exit(warp, lambda largest, own: ended(own)))
+
+
+def grown(
+    tokens: np.ndarray, raw: list[np.ndarray], warp: Warp, threshold: float, **settings
+) -> tuple[np.ndarray, np.ndarray]:
+    """Valid nodes and stated laws of `grow_chain`, made to draw these tokens.
+
+    Its draft model reads the tokens before from the scratch, as attention does.
+    """
+    key, size = jax.random.key(0), tokens.shape[1] - 1
+    tables = jnp.concatenate([jnp.asarray(table.reshape(-1, VOCAB)) for table in raw])
+    starts = jnp.asarray(np.cumsum([0, *(table.size // VOCAB for table in raw[:-1])]))
+    keys = jax.random.key_data(jax.random.split(key, size))
+
+    def one(drawn):
+        def forward(depth, token, feature, mask, scratch):
+            seen = jnp.where(mask[0], jnp.append(scratch[0].values[0, :, 0], token), 0)
+            places = jnp.append(jnp.arange(size), depth)
+            prefix = jnp.sum(jnp.where(places > 0, seen * float(VOCAB) ** (depth - places), 0))
+            row = tables[starts[depth] + prefix.astype(int)]
+            own = LayerKV(token[None, None].astype(float), token[None, :, None].astype(float))
+            return Hidden(row[None], jnp.zeros((1, 0)), (own,))
+
+        def choose(own_key, logits, warp, branch):
+            _, laws = choose_children(own_key, logits, warp, branch)
+            place = jnp.argmax(jnp.all(keys == jax.random.key_data(own_key)[None], axis=1))
+            return drawn[1 + place][None, None], laws
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(growth, "choose_children", choose)
+            proposal, count = growth.grow_chain(
+                size,
+                jnp.int32(size + 1),
+                threshold,
+                key,
+                drawn[0],
+                growth.DraftLaw(lambda features: features, warp, VOCAB),
+                tables[:1],
+                forward,
+                (empty_layer(1, 1, size, jnp.dtype("float64")),),
+                **settings,
+            )
+        return proposal.tokens, proposal.valid, proposal.draft_logprobs, count
+
+    found, valid, logprobs, count = map(
+        np.asarray, jax.jit(jax.vmap(one))(jnp.asarray(tokens, jnp.int32))
+    )
+    assert (valid.sum(axis=1) == count + 1).all()
+    assert (found == tokens)[valid].all()
+    return valid, np.exp(logprobs)
+
+
+CONFIDENCES = {
+    "of the draft": ({}, 0.3, lambda largest, own: np.cumprod(largest, axis=1)),
+    "of the last token": (
+        {"begun": False, "confidence": lambda before, law, choice: law[choice]},
+        0.3,
+        lambda largest, own: own,
+    ),
+}
+
+
+@pytest.mark.parametrize("warp", WARPS)
+@pytest.mark.parametrize("name", CONFIDENCES)
+def test_chains_that_end_early_keep_the_law(name, warp):
+    """The drafting code itself: nodes that it offers, and the laws that it states for them."""
+    settings, threshold, confidence = CONFIDENCES[name]
+    logits = random_logits(10)
+    target, draft = random_laws(9, WARPS[warp]), random_laws(10, WARPS[warp])
+    raw = random_laws(10, WARPS["plain"])
+
+    def valid(tokens):
+        drawn, laws = grown(tokens, logits, WARPS[warp], threshold, **settings)
+        sure = confidence(*of_nodes(tokens, raw)) >= threshold
+        assert (drawn == ended(a_place_later(sure))).all()
+        expected = enumeration.laws_at(CHAIN, draft, tokens, range(3))
+        np.testing.assert_allclose(laws[drawn[:, 1:]], expected[drawn[:, 1:]], atol=EXACT)
+        return drawn
+
+    drafts = enumeration.sampled_drafts(CHAIN, draft, valid)
+    assert len(set(drafts.valid.sum(axis=1).tolist())) > 1
     assert_lossless(judge(honest("chain"), CHAIN, target, drafts, draft))
-
-
-@pytest.mark.parametrize("warp", ["hot", "cold"])
-def test_throwing_the_unsure_token_away_is_caught(warp):
-    target, draft, raw = (random_laws(*law) for law in of_two_seeds(warp))
-    drafts = enumeration.sampled_drafts(CHAIN, draft, lambda tokens: exit_before(tokens, raw))
-    assert_caught(judge(honest("chain"), CHAIN, target, drafts, draft))
-
-
-def of_two_seeds(warp: str) -> list[tuple[int, Warp]]:
-    """Seeds and warps of the target, of the drafter, and of the drafter before warping."""
-    return [(9, WARPS[warp]), (10, WARPS[warp]), (10, WARPS["plain"])]
 
 
 @pytest.mark.parametrize("gap", [1, 2, 4])

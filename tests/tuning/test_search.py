@@ -20,6 +20,7 @@ from jaxspec import chain, eagle_tree, search_tree, tree_from_paths
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.tuning import (
     AcceptanceTable,
+    ExitCounts,
     LatencyProfile,
     Limits,
     RankCounts,
@@ -30,7 +31,10 @@ from jaxspec.tuning import (
     likeliest_paths,
     load_acceptance,
     load_profile,
+    load_threshold,
     load_tree,
+    predict,
+    save_acceptance,
     save_tree,
 )
 from jaxspec.tuning.latency import profile_from_dict
@@ -210,6 +214,54 @@ def test_not_speculating_wins_where_drafts_are_useless():
     # Who asks for a draft all the same is best served by one token.
     assert found.best_draft.paths == ((0,),)
     assert found.best_draft.tokens_per_second < 11.49
+
+
+def chains(length: int) -> tuple[tuple[int, ...], ...]:
+    return tuple((0,) * depth for depth in range(1, length + 1))
+
+
+# Of ten steps at 0.5, four drafted one token, three two and three three; one at 0.1 drafted fewer.
+EXITS = (
+    ExitCounts(0.1, drafted=(0, 1, 0, 9), accepted=(2, 2, 3, 3)),
+    ExitCounts(0.5, drafted=(0, 4, 3, 3), accepted=(2, 3, 2, 3)),
+)
+ENDING = AcceptanceTable(((0.6, 0.1), (0.6, 0.1)), exits=EXITS)
+
+
+def test_a_chain_that_ends_early_costs_what_it_drafts():
+    """Passes of 2, 3 and, for drafts of three tokens, 4: `bank(4)` has no width between."""
+    profile = LatencyProfile(
+        "steep",
+        tuple(Timing(size, float(size)) for size in range(1, 6)),
+        (Timing(1, 0.1),),
+        (Timing(1, 0.2), Timing(3, 0.4)),
+    )
+    found = predict(chains(3), ENDING, profile, 0.5)
+    assert found.tau == pytest.approx(1 + 0.8 + 0.5 + 0.3)
+    assert found.step_seconds == pytest.approx(0.4 + 0.4 * 2 + 0.3 * (0.1 + 4) + 0.3 * (0.2 + 4))
+    shorter = predict(chains(2), ENDING, profile, 0.5)
+    assert shorter.tau == pytest.approx(1 + 0.8 + 0.5)
+    assert shorter.step_seconds == pytest.approx(0.3 + 0.4 * 2 + 0.6 * (0.1 + 3))
+    with pytest.raises(ValueError, match=r"no counts for threshold 0.3, only for \[0.1, 0.5\]"):
+        predict(chains(2), ENDING, profile, 0.3)
+
+
+def test_chains_that_end_early_are_ranked_if_asked_for(tmp_path):
+    found = search_tree(ENDING, PHONE, early_exit=True, num_best=4)
+    assert {(each.threshold, each.depth) for each in found.exits} == {
+        (threshold, depth) for threshold in (0.1, 0.5) for depth in (2, 3)
+    }
+    assert found.best_draft == found.exits[0] == found.ranking[0]
+    speeds = [each.tokens_per_second for each in found.ranking]
+    assert speeds == sorted(speeds, reverse=True)
+    save_tree(found.best_draft, tmp_path / "tree.json")
+    assert load_threshold(tmp_path / "tree.json") == found.best_draft.threshold > 0
+    assert search_tree(ENDING, PHONE, early_exit=True, max_depth=2).exits[0].depth == 2
+    without = search_tree(ENDING, PHONE)
+    assert without.exits == ()
+    assert without.best_draft.threshold == 0
+    save_acceptance(ENDING, tmp_path / "table.json")
+    assert load_acceptance(tmp_path / "table.json") == ENDING
 
 
 def test_what_cannot_be_priced_is_left_out_and_said():

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import Deer, DraftModel, GenerationConfig, PromptLookup
+from jaxspec import Deer, DraftModel, GenerationConfig, PromptLookup, generate
 from jaxspec.cli import main
+from jaxspec.core import loop
 from jaxspec.core.tree import tree_from_paths
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.tuning import (
@@ -25,6 +26,7 @@ from jaxspec.tuning.measuring import (
     MeasuredTree,
     SpeedPrediction,
     measure_acceptance,
+    measure_exits,
     measure_trees,
     prediction_errors,
     with_tree,
@@ -120,6 +122,24 @@ def test_acceptance_of_a_perfect_drafter(model, drafter):
     assert table.shares() == (1.0, 0.0)
     assert table.head == identity_of(drafter.params)
     table.check_head(drafter.params)
+
+
+def test_one_program_counts_drafts_at_every_threshold(model, drafter):
+    """It drafts as the drafter of each threshold does, up to the last step of a text."""
+    thresholds = (0.02, 0.1, 0.5)
+    before = loop._step_stream._cache_size()
+    counts = measure_exits(model, drafter, ["one, two"], CONFIG, thresholds=thresholds, length=3)
+    assert loop._step_stream._cache_size() == before + 1
+    chain = ((0,), (0, 0), (0, 0, 0))
+    for threshold, found in zip(thresholds, counts, strict=True):
+        own = with_tree(drafter, chain, threshold)
+        (row,) = generate(model, "one, two", CONFIG, own, return_trace=True)
+        drafted = [int(np.sum(step.valid)) - 1 for step in row.trace[:-1]]
+        accepted = [len(step.path) - 1 for step in row.trace[:-1]]
+        assert found.threshold == threshold
+        assert found.drafted == tuple(np.bincount(drafted, minlength=4).tolist())
+        assert found.accepted == tuple(np.bincount(accepted, minlength=4).tolist())
+    assert len({found.drafted for found in counts}) == 3
 
 
 def test_trees_are_timed_without_prefill(model, drafter, timed):

@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jaxspec.core import masks
 from jaxspec.core.types import Hidden, KVCache, Params, Warp
 from jaxspec.drafters import Eagle
-from jaxspec.drafters.growth import grow_tree, lookup_ids
+from jaxspec.drafters.growth import DraftLaw, grow_tree, lookup_ids
 from jaxspec.mobile.records import (
     Record,
     Shapes,
@@ -203,14 +203,11 @@ class EagleStep:
             position, embedded = inputs["length"] + (level - 1), params.target.embed(tokens)
             return head.forward(embedded, states, position, mask, cache, scratch=scratch)
 
-        return grow_tree(
-            self.tree,
-            jax.random.key(0),  # nothing is drawn
-            inputs["pending"][0],
-            Warp(),
-            state,
+        law = DraftLaw(
             lambda states: head.unembed(params.target, states),
-            forward,
+            Warp(),
             target.num_tokens,
             head.draft_ids,
-        ).tokens
+        )
+        key = jax.random.key(0)  # nothing is drawn
+        return grow_tree(self.tree, key, inputs["pending"][0], law, state, forward).tokens
