@@ -78,7 +78,7 @@ def _mixtral_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_fields(text: Json) -> dict[str, Any]:
-    first = read_integer(text, "max_window_layers", 28)
+    first = read_integer(text, "max_window_layers", 28, least=0)
     windowed = bool(text.get("use_sliding_window"))
     rule = [
         "sliding" if windowed and layer >= first else "full"
@@ -138,7 +138,7 @@ def _qwen_expert_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_moe_fields(text: Json) -> dict[str, Any]:
-    end = read_integer(text, "max_window_layers", 28)
+    end = read_integer(text, "max_window_layers", 28, least=0)
     windowed = bool(text.get("use_sliding_window"))
     # Every other layer slides, up to that one.
     rule = [
