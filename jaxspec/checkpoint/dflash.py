@@ -13,7 +13,7 @@ from typing import Any
 from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.files import CheckpointError, read_json
 from jaxspec.checkpoint.folder import CONFIG
-from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
+from jaxspec.checkpoint.heads import check_target, load_head_params, network_of, write_head
 from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import DFLASH, TIED_HEAD
 from jaxspec.checkpoint.safetensors import find_tensors
@@ -49,6 +49,7 @@ def load_dflash(
         CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
             listed), the head was made for a target of another width, vocabulary or depth, it
             reads layers that the target lacks, or some of its layers have a sliding window.
+        ValueError: `target` is none.
 
     Example:
         >>> import tempfile
@@ -69,7 +70,7 @@ def load_dflash(
         ...     load_dflash(folder, target).block
         4
     """
-    target = target if isinstance(target, Network) else target.known_network
+    target = network_of(target)
     folder = find_head(source, "dflash", revision)
     raw = read_json(folder / CONFIG)
     own = raw.get("dflash_config")
