@@ -18,7 +18,7 @@ from benchmarks.prompts import PROMPT_SETS
 from jaxspec.checkpoint import Model, load
 from jaxspec.core.types import Params, Warp
 from jaxspec.decoding.generate import generate, score
-from jaxspec.decoding.request import GenerationConfig, prepare
+from jaxspec.decoding.request import GenerationConfig, prepare, row_bucket_of
 from jaxspec.drafters import DraftModel, NoDraft, PromptLookup
 from jaxspec.measure.agreement import TextAgreement, agreement
 from jaxspec.measure.compare import JaxRunner
@@ -254,8 +254,10 @@ def measure_rows(model: Model, num_rows: int, repeats: int) -> RowsSpeed:
 
 def _measure_rows(run: SuiteRun) -> Page:
     model, num_rows = load(run.settings["model"]), run.settings["rows"]
-    if num_rows < 1:
-        raise ValueError(f"rows must be at least 1, got {num_rows}.")
+    if num_rows < 1 or row_bucket_of(num_rows) != num_rows:
+        raise ValueError(
+            f"rows must be 1, 2, 6 or a multiple of 8, as others are filled up; got {num_rows}."
+        )
     found = measure_rows(model, num_rows, run.repeats)
     table = Section(
         text=[

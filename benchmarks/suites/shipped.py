@@ -155,7 +155,7 @@ SHIPPED_SUITES: Mapping[str, Suite] = {
             "DFlash, tree of 8": with_dflash(DFLASH, num_nodes=8),
         },
         temperatures={"greedy": 0.0, "temperature 0.6": 0.6, "temperature 1": 1.0},
-        batches=(1, 2, 4, 8, 16),
+        batches=(1, 2, 6, 8, 16),
         batch_methods=("EAGLE-1, searched tree", "DEER, chain of 8", "DEER, tree of 8"),
     ),
     # The same as `jaxspec bench --drafter all`, in full.
@@ -169,7 +169,7 @@ SHIPPED_SUITES: Mapping[str, Suite] = {
         models=(MADE_FOR,),
         methods=EVERY_METHOD,
         temperatures={"greedy": 0.0, "temperature 0.6": 0.6, "temperature 1": 1.0},
-        batches=(1, 2, 4, 8, 16),
+        batches=(1, 2, 6, 8, 16),
         batch_methods=tuple(EVERY_METHOD),
     ),
 }

@@ -23,7 +23,7 @@ from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.entries import read_integer
 from jaxspec.checkpoint.files import CheckpointError, read_json
 from jaxspec.checkpoint.folder import CONFIG
-from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
+from jaxspec.checkpoint.heads import check_target, load_head_params, network_of, write_head
 from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import dflash_rules
 from jaxspec.checkpoint.safetensors import find_tensors
@@ -73,6 +73,7 @@ def load_dflash(
             listed), the head was made for a target of another width, vocabulary or depth, it
             reads layers that the target lacks, or config.json asks for what is not covered (the
             fields are named).
+        ValueError: `target` is none.
 
     Example:
         >>> import tempfile
@@ -93,7 +94,7 @@ def load_dflash(
         ...     load_dflash(folder, target).block
         4
     """
-    target = target if isinstance(target, Network) else target.known_network
+    target = network_of(target)
     folder = find_head(source, "dflash", revision)
     raw = _flattened(folder, read_json(folder / CONFIG))
     config = config_from_json({**raw, "model_type": "qwen3", "tie_word_embeddings": False})

@@ -31,7 +31,7 @@ from safetensors import safe_open
 from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.files import CheckpointError, read_json
 from jaxspec.checkpoint.folder import CONFIG
-from jaxspec.checkpoint.heads import check_target, load_head_params, write_head
+from jaxspec.checkpoint.heads import check_target, load_head_params, network_of, write_head
 from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import Tensor, eagle3_rules, eagle_rules
 from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors
@@ -92,7 +92,7 @@ def load_eagle(
         CheckpointError: nothing is there, or only a pickle (the message converts it), tensors are
             missing, unknown or mis-shaped (all are listed), or the head was made for a target of
             another width, vocabulary or depth.
-        ValueError: `tree.json` holds no tree.
+        ValueError: `tree.json` holds no tree, or `target` is none.
 
     Example:
         >>> from jaxspec import load
@@ -100,7 +100,7 @@ def load_eagle(
         >>> head.config.num_layers, head.paths
         (1, ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)))
     """
-    target = target if isinstance(target, Network) else target.known_network
+    target = network_of(target)
     folder = find_head(source, revision=revision)
     head = shard_like(target, _read_head(folder, target, dtype))
     tree = folder / TREE_FILE
@@ -112,6 +112,11 @@ def load_eagle(
 def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3Head:
     raw = _unfolded(read_json(folder / CONFIG))
     stored = _stored_tensors(folder)
+    if "fc.weight" not in stored:
+        raise CheckpointError(
+            f"{folder} holds no EAGLE head: its weights have no fc.weight, which joins tokens and "
+            "states; give the folder of a head, and its model as target."
+        )
     config = _layer_config(raw, stored, target)
     ids = _draft_ids(stored, target.vocab_size)
     num_drafted = target.vocab_size if ids is None else len(ids)
@@ -180,7 +185,8 @@ def save_eagle(
 
     The target's embedding, which published files hold as well and which programs that load strictly
     ask for, is left out, and so is t2d, which follows from d2t. An EAGLE-1 head over a reduced
-    vocabulary has a d2t too, which other programs do not know of.
+    vocabulary has a d2t too, which other programs do not know of. The head's tree is written beside
+    it; without one, a tree that lies there stays.
 
     Args:
         head: what to write.
@@ -206,10 +212,12 @@ def save_eagle(
         ids = np.asarray(head.draft_ids, np.int64)
         more["d2t"] = ids - np.arange(len(ids))
         raw["draft_vocab_size"] = len(ids)
+    tree = {"paths": head.paths, "threshold": head.threshold}
+    beside = None if head.paths is None else {TREE_FILE: tree}
     rules = _EAGLE
     if isinstance(head, Eagle3Head):
         rules = eagle3_rules("midlayer", head.tap_norms)
-    write_head(folder, raw, head.params, rules, head.config, dtype, more)
+    write_head(folder, raw, head.params, rules, head.config, dtype, more, beside)
 
 
 def eagle3_taps(num_layers: int) -> tuple[int, int, int]:

@@ -203,11 +203,13 @@ def _object(value: Any) -> Json:
     return value or {}
 
 
-def read_integer(values: Json, key: str, default: Any = _REQUIRED) -> int:
-    """Reads a positive whole number; without a default, it must be there."""
+def read_integer(values: Json, key: str, default: Any = _REQUIRED, least: int = 1) -> int:
+    """Reads a whole number of at least `least`; without a default, it must be there."""
     value = _value(values, key, default)
-    if type(value) is not int or not 1 <= value <= LARGEST_SIZE:
-        raise CheckpointError(f"{key} must be a positive whole number; config.json has {value!r}.")
+    if type(value) is not int or not least <= value <= LARGEST_SIZE:
+        raise CheckpointError(
+            f"{key} must be a whole number of at least {least}; config.json has {value!r}."
+        )
     return value
 
 

@@ -78,11 +78,10 @@ def _mixtral_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_fields(text: Json) -> dict[str, Any]:
-    # 0 if the first layer slides.
-    first = text.get("max_window_layers") and read_integer(text, "max_window_layers")
+    first = read_integer(text, "max_window_layers", 28, least=0)
     windowed = bool(text.get("use_sliding_window"))
     rule = [
-        "sliding" if windowed and layer >= (28 if first is None else first) else "full"
+        "sliding" if windowed and layer >= first else "full"
         for layer in range(read_integer(text, "num_hidden_layers"))
     ]
     return {"qkv_bias": True, **sliding_fields(text, read_layer_types(text, rule))}
@@ -139,7 +138,7 @@ def _qwen_expert_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_moe_fields(text: Json) -> dict[str, Any]:
-    end = read_integer(text, "max_window_layers", 28)
+    end = read_integer(text, "max_window_layers", 28, least=0)
     windowed = bool(text.get("use_sliding_window"))
     # Every other layer slides, up to that one.
     rule = [

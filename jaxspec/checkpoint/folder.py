@@ -16,6 +16,8 @@ ORBAX_PARAMS = "params"
 Kind = Literal["model", "eagle", "dflash"]
 # Entries that only config.json of DFlash heads has, DSpark's among them.
 _OF_DFLASH = ("dflash_config", "target_layer_ids", "aux_hidden_state_layer_ids")
+# Settings that no model has; a head in the speculators format nests those of its layer.
+_OF_EAGLE = ("bias", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size")
 _BOOKKEEPING = ("_from_model_config", "transformers_version")
 
 
@@ -85,5 +87,5 @@ def _kind(config: Mapping[str, Any]) -> Kind:
     if not config.keys().isdisjoint(_OF_DFLASH):
         return "dflash"
     one_layer = config.get("num_hidden_layers") == 1
-    eagle = one_layer and ("bias" in config or "eagle_aux_hidden_state_layer_ids" in config)
-    return "eagle" if eagle else "model"
+    eagle = one_layer and any(name in config for name in _OF_EAGLE)
+    return "eagle" if eagle or "transformer_layer_config" in config else "model"

@@ -10,6 +10,7 @@ from jaxtyping import PRNGKeyArray
 from safetensors.numpy import save
 
 from jaxspec.checkpoint.files import CheckpointError, replacing_files, write_json
+from jaxspec.checkpoint.hub import Model, check_is_model
 from jaxspec.checkpoint.names import Rule, Tensor, copy_out, match_tensors, placements_by
 from jaxspec.checkpoint.params import leaves_by_path, read_params, shapes_by_path
 from jaxspec.checkpoint.safetensors import SINGLE
@@ -51,6 +52,18 @@ def load_head_params(
     return kept_like(read_params(shapes, placed, matched, np.dtype(target.dtype)), target.params)
 
 
+def network_of(target: Network | Model) -> Network:
+    """Returns the network of a target that is given as a model or as its network.
+
+    Raises:
+        ValueError: it is something else, or a network of one's own.
+    """
+    if isinstance(target, Network):
+        return target
+    check_is_model(target, "target")
+    return target.known_network
+
+
 def check_target(facts: Iterable[tuple[str, Any, Any]], problems: Sequence[str] = ()) -> None:
     """Refuses a head that was made for another target.
 
@@ -78,8 +91,9 @@ def write_head(
     config: ModelConfig,
     dtype: Any = None,
     more: Mapping[str, np.ndarray] | None = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes config.json and model.safetensors of a head.
+    """Writes config.json and model.safetensors of a head, and what lies beside them.
 
     Args:
         folder: made if it is not there; an interruption leaves it as it was.
@@ -89,6 +103,7 @@ def write_head(
         config: the shape of the head's layers.
         dtype: dtype to store the weights in; `None`: the one they have.
         more: further tensors by name, stored as they are.
+        beside: contents of further JSON files by name.
     """
     params = unscaled(params)
     leaves = leaves_by_path(params)
@@ -98,6 +113,7 @@ def write_head(
         for placement in group:
             tensors[placement.name] = copy_out(placement, leaf, np.dtype(dtype or leaf.dtype))
     with replacing_files(Path(folder)) as staging:
-        write_json(staging / "config.json", raw)
+        for name, contents in {"config.json": raw, **(beside or {})}.items():
+            write_json(staging / name, contents)
         # Not `save_file`, whose files only their owner may read.
         (staging / SINGLE).write_bytes(save(tensors))

@@ -51,13 +51,17 @@ _HUB_FILES = (
     "additional_chat_templates/*.jinja",
 )
 # Heads were first published as pickles, which their owner converts once.
-_HUB_HEAD_FILES = ("config.json", "model.safetensors", "pytorch_model.bin", "tree.json")
+_HUB_HEAD_FILES = (
+    *("config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "tree.json"),
+)
+_MORE_TEMPLATES = "additional_chat_templates"
 # Files that a saved model replaces in its folder, also where it writes none of that name itself.
 _REPLACED = (
     *("config.json", "generation_config.json", "model.safetensors", "model-*.safetensors"),
     *("model.safetensors.index.json", ORBAX_CONFIG, ORBAX_PARAMS),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "additional_chat_templates"),
+    *("chat_template.jinja", _MORE_TEMPLATES),
 )
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -175,7 +179,7 @@ class Model:
     def push_to_hub(self, repo_id: str, dtype: Any = None, private: bool | None = None) -> str:
         """Uploads what `save` writes to the Hugging Face Hub, and returns the address.
 
-        A README.md that the repository has stays.
+        As with `save`, files of another model that the repository has go, and its README.md stays.
 
         Args:
             repo_id: "owner/name" of a repository, made if there is none.
@@ -183,7 +187,8 @@ class Model:
             private: of a repository that is made; `None`: what its owner's settings say.
 
         Raises:
-            CheckpointError: `repo_id` is no such name, or the Hub refuses; or as `save` raises.
+            CheckpointError: `repo_id` is no such name, or the Hub refuses or cannot be reached; or
+                as `save` raises.
             ValueError: the network is one of your own (`Model.of`).
         """
         if not _HUB_ID.fullmatch(repo_id):
@@ -197,12 +202,21 @@ class Model:
                 address = huggingface_hub.create_repo(repo_id, private=private, exist_ok=True)
                 kept = [CARD] if huggingface_hub.file_exists(repo_id, CARD) else []
                 huggingface_hub.upload_folder(
-                    repo_id=repo_id, folder_path=folder, ignore_patterns=kept
+                    repo_id=repo_id,
+                    folder_path=folder,
+                    ignore_patterns=kept,
+                    delete_patterns=[*_REPLACED, f"{_MORE_TEMPLATES}/*"],
                 )
             except (HfHubHTTPError, LocalTokenNotFoundError) as error:
                 raise CheckpointError(
                     f"{repo_id} cannot be written to on the Hugging Face Hub ({error}): log in, "
                     "with `hf auth login`, as somebody who may write there."
+                ) from error
+            # Releases of that library differ in the one that they connect with.
+            except (*HfHubHTTPError.__bases__, OSError) as error:
+                raise CheckpointError(
+                    f"The Hugging Face Hub cannot be reached to write {repo_id} "
+                    f"({type(error).__name__}): connect to the network, and try again."
                 ) from error
         return str(address)
 
@@ -269,6 +283,26 @@ class Model:
     def vocab_size(self) -> int:
         """Size of the network's vocabulary. It may be padded beyond the tokenizer's."""
         return self.network.vocab_size
+
+
+def check_is_model(given: Any, name: str = "model") -> None:
+    """Refuses what is no `Model`, and says what makes one.
+
+    Raises:
+        ValueError: naming the argument.
+
+    Example:
+        >>> check_is_model("demo")
+        Traceback (most recent call last):
+        ...
+        ValueError: model must be a Model, got str; give jaxspec.load('demo').
+    """
+    if isinstance(given, Model):
+        return
+    makes = "a model of jaxspec.load, or jaxspec.Model.of(network)"
+    if isinstance(given, str | Path):
+        makes = f"jaxspec.load({str(given)!r})"
+    raise ValueError(f"{name} must be a Model, got {type(given).__name__}; give {makes}.")
 
 
 def _positions_of(network: Any, asked: int | None) -> int:
@@ -341,7 +375,7 @@ def load(
         name, loader = _HEADS[folder.kind]
         raise CheckpointError(
             f"{path_or_hub_id} is {name} head, which drafts for a model: load that, then "
-            f"jaxspec.{loader}({str(path_or_hub_id)!r}, model.network)."
+            f"jaxspec.{loader}({str(path_or_hub_id)!r}, model)."
         )
     if folder.is_orbax:
         network = load_orbax(folder.path, dtype, max_positions, mesh, weights)
@@ -392,6 +426,7 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
         ...     load(folder).vocab_size
         4096
     """
+    check_is_model(model)
     network = model.known_network
     with replacing_files(Path(folder), _REPLACED) as staging:
         write_network(network, staging, dtype, _token_ids(model))
@@ -413,6 +448,7 @@ def save_orbax(model: Model, folder: str | Path) -> None:
         ...     load(folder).vocab_size
         4096
     """
+    check_is_model(model)
     network = model.known_network
     with replacing_files(Path(folder), _REPLACED) as staging:
         write_orbax(network, staging)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxspec.checkpoint import (
+    CheckpointError,
     Model,
     load,
     load_dflash,
@@ -75,12 +76,19 @@ def with_lookup(name: str) -> Callable[[Model], LoadedDrafter | None]:
 
 
 def with_draft_model(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | None]:
-    """Builds a shipped causal model that drafts for every target with its tokenizer."""
+    """Builds a shipped causal model that drafts for every target, in tokens that both have."""
 
     def method(target: Model) -> LoadedDrafter | None:
         if name not in shipped_models():
             return None
-        return if_it_drafts_for(target, DraftModel.of(load(name), **settings))
+        draft = load(name)
+        made = if_it_drafts_for(target, DraftModel.of(draft, **settings))
+        if made is not None:
+            return made
+        try:
+            return DraftModel.of(draft, target=target, **settings)
+        except (OtherTargetError, CheckpointError):
+            return None
 
     return method
 

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,8 +181,8 @@ def sources_from_arguments(args: argparse.Namespace) -> tuple[Source, ...]:
 
 
 def _with_line_feeds(template: str) -> str:
-    r"""Returns a template as a shell passes it, with line feeds for `\n`."""
-    return template.replace(r"\n", "\n")
+    r"""Returns a template as a shell passes it, with line feeds for `\n`; `\\` is a backslash."""
+    return re.sub(r"\\([n\\])", lambda found: "\n" if found[1] == "n" else "\\", template)
 
 
 def _pairs(flag: str, entries: Sequence[str]) -> list[tuple[str, str]]:

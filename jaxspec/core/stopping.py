@@ -10,13 +10,16 @@ from jaxtyping import Array, Bool, Int
 
 from jaxspec.core.types import Stop
 
+_FEWEST_STATES = 16
+
 
 class StopAutomaton(NamedTuple):
     """Stop strings as a machine over tokens (Aho-Corasick over the bytes that tokens spell).
 
     Attributes:
         table: `table[state, token]` is the state after the token; the last state means "a stop
-            string has been completed" and is never left.
+            string has been completed" and is never left. Their number is a power of two, so that
+            programs are few: those before the last may be unused.
     """
 
     table: Int[Array, "states vocab"]
@@ -45,7 +48,10 @@ def stop_automaton(strings: Sequence[bytes], token_bytes: Sequence[bytes]) -> St
     for position in range(longest):
         (longer,) = np.nonzero(lengths > position)
         state[:, longer] = by_byte[state[:, longer], spelled[None, longer, position]]
-    return StopAutomaton(jnp.asarray(state, jnp.int32))
+    last = max(_FEWEST_STATES, 1 << done.bit_length()) - 1
+    table = np.full((last + 1, len(token_bytes)), last, np.int32)
+    table[:done] = np.where(state[:done] == done, last, state[:done])
+    return StopAutomaton(jnp.asarray(table))
 
 
 def _byte_automaton(strings: Sequence[bytes]) -> np.ndarray:

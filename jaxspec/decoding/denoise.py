@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.checkpoint.memory import check_cache_fits
 from jaxspec.core.checks import check_at_least, check_one_of
 from jaxspec.core.loop import round_up
@@ -21,6 +22,7 @@ from jaxspec.decoding.request import (
     check_call,
     check_id_list,
     check_numbers,
+    config_of,
     encode_prompts,
     one_per_prompt,
     peak_bytes,
@@ -180,7 +182,7 @@ class Denoised:
         return None if drafted == 0 else int(self.accepted @ counts) / drafted
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class DenoiseResult(Rows[Denoised]):
     """Rows in order of prompts.
 
@@ -205,6 +207,7 @@ def denoise(
     config: DenoiseConfig | None = None,
     speculation: SelfSpeculation | None = None,
     seed: int = 0,
+    **settings: Any,
 ) -> DenoiseResult:
     """Continues prompts with a diffusion language model, in one compiled program.
 
@@ -216,6 +219,7 @@ def denoise(
             the output is that of stepwise decoding. `None` decodes stepwise.
         seed: seed of the randomness, in 0..2**31 - 1. A row depends on it and on its place among
             the prompts.
+        **settings: fields of `DenoiseConfig`, such as `steps=32`, in place of those of `config`.
 
     Returns:
         One `Denoised` per prompt.
@@ -233,7 +237,8 @@ def denoise(
         >>> fast.texts == stepwise.texts, fast[0].num_calls <= stepwise[0].num_calls
         (True, True)
     """
-    request = prepare_denoising(model, prompts, config or DenoiseConfig(), speculation, seed)
+    config = config_of(config, settings, DenoiseConfig)
+    request = prepare_denoising(model, prompts, config, speculation, seed)
     return request.result(request.denoise())
 
 
@@ -259,6 +264,7 @@ def denoise_stream(
     config: DenoiseConfig | None = None,
     speculation: SelfSpeculation | None = None,
     seed: int = 0,
+    **settings: Any,
 ) -> Generator[list[DenoiseStep | None], None, DenoiseResult]:
     """Yields the steps of `denoise` as they are taken: one entry per row.
 
@@ -271,6 +277,7 @@ def denoise_stream(
         config: see `denoise`.
         speculation: see `denoise`.
         seed: see `denoise`.
+        **settings: see `denoise`.
 
     Returns:
         The `DenoiseResult`, as the value of `yield from`.
@@ -286,7 +293,8 @@ def denoise_stream(
         >>> steps[0][0].tokens.shape, steps[0][0].num_accepted
         ((16,), 0)
     """
-    request = prepare_denoising(model, prompts, config or DenoiseConfig(), speculation, seed)
+    config = config_of(config, settings, DenoiseConfig)
+    request = prepare_denoising(model, prompts, config, speculation, seed)
     states = request.begin()
     depths = np.asarray(request.speculation.tree.depths)
     firsts = np.searchsorted(depths, np.arange(1 + request.speculation.num_drafts))
@@ -451,6 +459,7 @@ def prepare_denoising(
     Raises:
         ValueError: as `denoise` does.
     """
+    check_is_model(model)
     diffusion = model.config.diffusion
     if diffusion is None:
         raise ValueError(

@@ -283,7 +283,7 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
         (3, (2,))
     """
     check_causal(model)
-    ids = encode_prompt(model, tokens)
+    ids = encode_prompt(model, tokens, "tokens")
     check_ids(model, ids, "tokens", spare=0)
     # Texts of similar lengths share a program: padding at the end changes nothing before it.
     padded = np.zeros(bucket_of(len(ids)), np.int32)

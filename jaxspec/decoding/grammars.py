@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxspec.core.grammar import NEVER, Grammar, grammar_over_tokens, with_room
+from jaxspec.decoding.schemas import reference_depth
 from jaxspec.extras import needs_extra
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Tokenizer
 
-_NOWHERE = -1
+_NOWHERE, _LEAST_DEPTH = -1, 3
 _MOST_STATES = 20_000
 """States of all languages of a call; with a large vocabulary they take some hundred megabytes."""
 
@@ -72,6 +73,14 @@ def languages_of(choices: Any, regex: Any, json_schema: Any) -> list[Language] |
     return [Language(setting, read(one)) for one in each]
 
 
+_ANCHORS = " Leave out ^ and $: the whole output has to match."
+# What to do, by a part of what the compiler of regular expressions and schemas says.
+_HINTS = {
+    "anchored": _ANCHORS,
+    "vocabulary": _ANCHORS,
+    "NFA": " Check its brackets, ranges and escapes; the syntax is that of Rust's `regex`, without "
+    "look-around.",
+}
 _MEANINGS = {
     "choices": "give a list of texts, or one list for each prompt",
     "regex": "give a regular expression, or one for each prompt",
@@ -94,13 +103,19 @@ def _regex(value: Any) -> tuple[str, ...]:
 
 def _schema(value: Any) -> tuple[str, ...]:
     value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
+    wrong = ValueError(f"json_schema: got {value!r:.80}; {_MEANINGS['json_schema']}.")
     try:
         text = value if isinstance(value, str) else json.dumps(value)
-        if isinstance(json.loads(text), dict):
-            return (text,)
+        schema = json.loads(text)
     except (TypeError, ValueError):
-        pass
-    raise ValueError(f"json_schema: got {value!r:.80}; {_MEANINGS['json_schema']}.")
+        raise wrong from None
+    if not isinstance(schema, dict):
+        raise wrong
+    try:
+        reference_depth(schema)  # refuses what would not be obeyed
+    except TypeError:  # a keyword is of another type
+        raise wrong from None
+    return (text,)
 
 
 # A large vocabulary takes seconds, and calls repeat their grammars.
@@ -173,16 +188,15 @@ def _machine(language: Language) -> ByteMachine:
         regex = (
             text
             if language.setting == "regex"
-            else compiler.json_schema.build_regex_from_schema(text)
+            else compiler.json_schema.build_regex_from_schema(text, None, _depth_of(text))
         )
         # A vocabulary of single bytes, so that the index is the machine over bytes itself.
         vocabulary = compiler.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
         index = compiler.Index(regex, vocabulary)
     except Exception as error:  # the library raises several kinds, some of them bare `Exception`s
-        hint = (
-            " Leave out ^ and $: the whole output has to match." if "anchored" in f"{error}" else ""
-        )
-        raise ValueError(f"{language.setting}: {error} (in {text!r:.80}).{hint}") from None
+        hint = next((hint for sign, hint in _HINTS.items() if sign in f"{error}"), "")
+        reason = f"{error}".splitlines()[0].rstrip(". ")
+        raise ValueError(f"{language.setting}: {reason} (in {text!r:.80}).{hint}") from None
     moves = index.get_transitions()
     order = [index.get_initial_state()]
     order += sorted({*moves, *index.get_final_states()} - {*order})
@@ -193,6 +207,11 @@ def _machine(language: Language) -> ByteMachine:
             if byte < 256:
                 table[number[state], byte] = number[reached]
     return ByteMachine(table, np.isin(order, list(index.get_final_states())))
+
+
+def _depth_of(schema: str) -> int:
+    """Returns the depth to which a schema is read; free parts of it are nested so deep too."""
+    return max(_LEAST_DEPTH, reference_depth(json.loads(schema)))
 
 
 def machine_of_choices(texts: Sequence[str]) -> ByteMachine:

@@ -15,7 +15,7 @@ from jaxspec.models.summary import table_html
 
 if TYPE_CHECKING:
     from jaxspec.decoding.metrics import Metrics
-    from jaxspec.decoding.result import Generation, GenerationResult, TraceStep
+    from jaxspec.decoding.result import Generation, GenerationResult, Rows, TraceStep
 
 MAX_ROWS = 8  # rows of a result, and steps of a trace, that are shown in full
 MAX_PROMPT = 240  # characters of a prompt shown before its continuation
@@ -93,10 +93,23 @@ def result_html(result: "GenerationResult") -> str:
         sample = f", sample {row.sample_index}" if several_samples else ""
         title = f'<b style="font-size:85%">prompt {row.prompt_index}{sample}</b>'
         parts.append(title + generation_html(row))
-    left = len(result) - MAX_ROWS
-    if left > 0:
-        parts.append(f"<p>... and {left} more, by their place: <code>result[{MAX_ROWS}]</code></p>")
-    return f"<div>{''.join(parts)}{metrics_html(result.metrics)}</div>"
+    return f"<div>{''.join(parts)}{_left_out(len(result))}{metrics_html(result.metrics)}</div>"
+
+
+def _left_out(num_rows: int) -> str:
+    left = num_rows - MAX_ROWS
+    if left <= 0:
+        return ""
+    return f"<p>... and {left} more, by their place: <code>result[{MAX_ROWS}]</code></p>"
+
+
+def rows_html(rows: "Rows") -> str:
+    """Returns a table of the first rows of a result: text, or tokens, and why it ended."""
+    shown = [
+        (str(index), str(row.tokens) if row.text is None else row.text, _FINISH[row.finish_reason])
+        for index, row in enumerate(rows[:MAX_ROWS])
+    ]
+    return table_html(("prompt", "text", "end"), shown) + _left_out(len(rows))
 
 
 def metrics_html(metrics: "Metrics") -> str:

@@ -7,12 +7,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.checkpoint.memory import check_rows_fit
 from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.core.decode import Prompt
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Tokenizer
 
 MIN_BUCKET = 16
-_FEW_ROWS, _ROW_MULTIPLE = (1, 2, 6), 8
+_FEW_ROWS, _ROW_MULTIPLE, _STOP_ID_MULTIPLE = (1, 2, 6), 8, 4
 
+Config = TypeVar("Config", bound=Any)
 Message = Mapping[str, Any]
 PromptLike = str | Sequence[int] | np.ndarray | Sequence[Message]
 PerPrompt = float | Sequence[float]
@@ -126,7 +128,9 @@ class GenerationConfig:
         regex: a regular expression that the whole output matches, in the syntax of Rust's `regex`
             without look-around; or one for each prompt. Needs the extra `grammar`.
         json_schema: a JSON schema that the output is valid for, as a dictionary, JSON, or a model
-            class of pydantic; or one for each prompt. Needs the extra `grammar`.
+            class of pydantic; or one for each prompt. `oneOf` counts as `anyOf`. Schemas that refer
+            to themselves, and keywords that would not be obeyed, such as `minimum`, are refused.
+            Needs the extra `grammar`.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -196,24 +200,24 @@ class GenerationConfig:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-def config_of(config: GenerationConfig | None, settings: Mapping[str, Any]) -> GenerationConfig:
+def config_of(config: Config | None, settings: Mapping[str, Any], kind: type[Config]) -> Config:
     """Returns the settings of a call: a config, with fields given as keywords in place of its own.
 
     Raises:
-        TypeError: a keyword is no field.
+        TypeError: a keyword is no field of `kind`.
 
     Example:
-        >>> config_of(GenerationConfig(top_k=5), {"temperature": 0.5}).top_k
+        >>> config_of(GenerationConfig(top_k=5), {"temperature": 0.5}, GenerationConfig).top_k
         5
     """
-    names = [field.name for field in dataclasses.fields(GenerationConfig)]
+    names = [field.name for field in dataclasses.fields(kind)]
     for name in settings:
         if name not in names:
             raise TypeError(
                 f"{name} is no argument and no setting; settings are {', '.join(names)}."
             )
     if config is None:
-        return GenerationConfig(**settings)
+        return kind(**settings)
     return dataclasses.replace(config, **settings) if settings else config
 
 
@@ -230,7 +234,7 @@ def config_and_drafter(
     given: Any = (config, drafter)
     if isinstance(drafter, GenerationConfig) or not isinstance(config, GenerationConfig | None):
         given = given[::-1]
-    return config_of(given[0], settings), given[1]
+    return config_of(given[0], settings, GenerationConfig), given[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -417,7 +421,7 @@ def prompt_arrays(
         encoded: ids of each prompt, at least one of one id.
         bucket: size that they are padded to.
         seed: seed of the call. A row's randomness depends on it and on the row's place.
-        stop_ids: end every row.
+        stop_ids: end every row; -1 fills up their number, so that programs are few.
 
     Example:
         >>> arrays = prompt_arrays([[5, 6], [7]], 3, seed=9, stop_ids=())
@@ -428,11 +432,13 @@ def prompt_arrays(
     for prompt, ids in enumerate(encoded):
         tokens[prompt, : len(ids)] = ids
     index = np.arange(len(encoded), dtype=np.int32)
+    ends = [*stop_ids]
+    ends += [-1] * (round_up(max(len(ends), 1), _STOP_ID_MULTIPLE) - len(ends))
     return {
         "tokens": tokens,
         "length": np.asarray([len(ids) for ids in encoded], np.int32),
         "seed": np.stack([np.full_like(index, seed), index], axis=1),
-        "stop_ids": np.tile(np.asarray([*stop_ids] or [-1], np.int32), (len(encoded), 1)),
+        "stop_ids": np.tile(np.asarray(ends, np.int32), (len(encoded), 1)),
     }
 
 
@@ -448,11 +454,12 @@ def peak_bytes(compiled: Any) -> int:
 
 
 def check_causal(model: "Model") -> None:
-    """Refuses a diffusion language model.
+    """Refuses a diffusion language model, and what is no model.
 
     Raises:
         ValueError: saying what to call instead.
     """
+    check_is_model(model)
     if model.is_diffusion:
         raise ValueError(
             f"model: {model.name} is a diffusion language model and does not continue text token "
@@ -570,17 +577,18 @@ def prompt_list(prompts) -> list[PromptLike]:
         raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}.")
     if len(prompts) == 0:
         raise ValueError("prompts: got none; give at least one, of one token or more.")
-    first = prompts[0]
-    single = isinstance(first, Mapping | int | float | np.number)
+    single = isinstance(prompts[0], Mapping | int | np.integer)
     return [prompts] if single else list(prompts)
 
 
-def encode_prompt(model: Vocabulary, prompt: Any) -> list[int]:
-    """Returns the token ids of text, chat messages or ids.
+def encode_prompt(model: Vocabulary, prompt: Any, name: str = "prompt") -> list[int]:
+    """Returns the token ids of text, chat messages or ids; messages call them `name`.
 
     Raises:
         ValueError: it is something else, or the model has no tokenizer or template for it.
     """
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         return _tokenizer_of(model, "chat messages").encode_chat(prompt)
     if isinstance(prompt, str):
@@ -589,8 +597,7 @@ def encode_prompt(model: Vocabulary, prompt: Any) -> list[int]:
     ids = np.asarray(prompt)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
-            "prompts: one must be text, chat messages or a list of whole token ids, got "
-            f"{prompt!r:.80}."
+            f"{name} must be text, chat messages or a list of whole token ids, got {prompt!r:.80}."
         )
     return ids.tolist()
 
@@ -601,9 +608,11 @@ def encode_prompts(model: "Model", prompts: Any, spare: int = 1) -> list[list[in
     Raises:
         ValueError: one of them cannot be decoded from.
     """
-    encoded = [encode_prompt(model, prompt) for prompt in prompt_list(prompts)]
-    for index, ids in enumerate(encoded):
-        check_ids(model, ids, f"prompts[{index}]", spare)
+    encoded = []
+    for index, prompt in enumerate(prompt_list(prompts)):
+        name = f"prompts[{index}]"
+        encoded.append(encode_prompt(model, prompt, name))
+        check_ids(model, encoded[-1], name, spare)
     return encoded
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxspec.core.types import DecodeState, Info, Stop
 from jaxspec.decoding.metrics import ROW_FIGURES, Counts, Metrics
 from jaxspec.extras import needs_extra
+from jaxspec.models.summary import summary_line
 
 if TYPE_CHECKING:
     import pandas
@@ -74,6 +75,9 @@ class Trace(tuple[TraceStep, ...]):
         from jaxspec.decoding.notebook import trace_table
 
         return trace_table(self)
+
+    def __repr__(self) -> str:
+        return summary_line(self, {"steps": f"{len(self)}"})
 
     def _repr_html_(self) -> str:
         from jaxspec.decoding.notebook import trace_html
@@ -165,6 +169,17 @@ class Rows(Sequence[R]):
 
     rows: tuple[R, ...]
 
+    def _facts(self) -> dict[str, str]:
+        return {"rows": f"{len(self)}", "tokens": f"{sum(map(len, self.tokens))}"}
+
+    def __repr__(self) -> str:
+        return summary_line(self, self._facts())
+
+    def _repr_html_(self) -> str:
+        from jaxspec.decoding.notebook import rows_html
+
+        return rows_html(self)
+
     def __getitem__(self, index: Any) -> Any:
         return self.rows[index]
 
@@ -182,7 +197,7 @@ class Rows(Sequence[R]):
         return [row.tokens for row in self.rows]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class GenerationResult(Rows[Generation]):
     """Rows in order of prompts, the samples of a prompt next to each other, and metrics.
 
@@ -205,6 +220,9 @@ class GenerationResult(Rows[Generation]):
     metrics: Metrics
     drafters: tuple["DrafterLike | None", ...] = ()
     drafting: "DraftingProfile | None" = None
+
+    def _facts(self) -> dict[str, str]:
+        return {**super()._facts(), "tau": f"{self.metrics.mean_acceptance_length:.2f}"}
 
     def to_pandas(self) -> "pandas.DataFrame":
         """Returns one row for each continuation: text, tokens, and its figures.

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
+from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.core import masks
 from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS, append_within, settled
 from jaxspec.core.checks import check_at_least, check_one_of
@@ -133,8 +134,10 @@ class Deer(BlockSettings):
             settings: further fields of `Deer`.
 
         Raises:
-            ValueError: the tokenizer has no such token, or a setting is out of range.
+            ValueError: it is no model, the tokenizer has no such token, the mask is one of ordinary
+                text, or a setting is out of range.
         """
+        check_is_model(model)
         network = model.known_network
         if mask is not None:
             if network.config.diffusion is not None:
@@ -142,7 +145,14 @@ class Deer(BlockSettings):
                     f"mask: {model.name} is a diffusion model, whose config.json names its mask; "
                     "leave it out."
                 )
-            diffusion = Diffusion(_token_id(model, "mask", mask), shift=True)
+            mask_token_id = _token_id(model, "mask", mask)
+            assert model.tokenizer is not None, "it has the token"
+            if mask_token_id not in model.tokenizer.backend.get_added_tokens_decoder():
+                raise ValueError(
+                    f"mask: {mask!r} is a token of ordinary text of {model.name}; give one that "
+                    "was added for this, as its tokenizer.json lists them."
+                )
+            diffusion = Diffusion(mask_token_id, shift=True)
             network = Network(network.params, network.config.replace(diffusion=diffusion))
         if sep is None:
             diffusion = network.config.diffusion

@@ -10,7 +10,7 @@ right, without another pass.
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
@@ -23,7 +23,9 @@ from jaxspec.core.tree import Path
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal
 from jaxspec.drafters.block import Acceptance, BlockSettings
 from jaxspec.drafters.loaded import LoadedDrafter, check_made_for
-from jaxspec.models import DFlashHead
+
+if TYPE_CHECKING:
+    from jaxspec.models import DFlashHead
 
 
 class DFlashState(NamedTuple):
@@ -84,7 +86,7 @@ class DFlash(BlockSettings):
     @classmethod
     def of(
         cls,
-        head: DFlashHead,
+        head: "DFlashHead",
         block: int | None = None,
         paths: Sequence[Path] | None = None,
         **settings: Any,
@@ -98,8 +100,9 @@ class DFlash(BlockSettings):
             settings: further fields of `DFlash`.
 
         Raises:
-            ValueError: a setting is out of range, or two exclude each other.
+            ValueError: it is no such head, a setting is out of range, or two exclude each other.
         """
+        _check_is_head(head)
         block = head.num_drafted if block is None else block
         paths = None if paths is None else tuple(paths)
         return LoadedDrafter(cls(block, paths, taps=head.taps, **settings), head)
@@ -144,11 +147,7 @@ class DFlash(BlockSettings):
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`. Warns if a block is longer than those trained on."""
         head, target = params.draft, params.target
-        if not isinstance(head, DFlashHead):
-            raise ValueError(
-                "drafter: DFlash needs a head: load_dflash(folder, model.network), then "
-                f"DFlash.of(head); got {type(head).__name__}."
-            )
+        _check_is_head(head)
         check_made_for(
             target,
             "head",
@@ -177,3 +176,12 @@ class DFlash(BlockSettings):
                 f"{head.num_drafted}; it will guess later tokens badly.",
                 stacklevel=2,
             )
+
+
+def _check_is_head(head: Any) -> None:
+    """Refuses what is no DFlash head, and says what makes one."""
+    if not hasattr(head, "remember"):
+        raise ValueError(
+            "drafter: DFlash needs a head: load_dflash(folder, model), then DFlash.of(head); got "
+            f"{type(head).__name__}."
+        )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
 from jaxspec.core.checks import check_at_least
@@ -101,11 +102,14 @@ class DraftModel:
 
         Raises:
             OtherTargetError: the two share no token.
+            ValueError: an argument is something else, or a setting is out of range.
         """
+        check_is_model(model)
         paths = None if paths is None else tuple(paths)
         drafter = cls(num_speculative_tokens, paths, threshold=threshold)
         if target is None:
             return LoadedDrafter(drafter, model.network, model.tokenizer)
+        check_is_model(target, "target")
         return LoadedDrafter(drafter, shared_tokens(model, target), target.tokenizer)
 
     @cached_property

@@ -8,7 +8,7 @@ for one draft; the head's cache holds those of the target's true states only.
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -98,7 +98,11 @@ class Eagle:
             paths: of the tree; `None`: those of the tree that lay beside the head (`tree.json` in
                 its folder), or EAGLE's own without one.
             threshold: see the class; `None`: that of the tree beside the head, and 0 for others.
+
+        Raises:
+            ValueError: it is no such head, or the tree is invalid.
         """
+        check_is_head(head)
         if threshold is None:
             threshold = head.threshold if paths is None else 0.0
         if paths is None:
@@ -165,6 +169,19 @@ class Eagle:
         check_head(params, self.taps, depth=self.tree_shape[1], branch=branch)
 
 
+def check_is_head(head: Any) -> None:
+    """Refuses what is no EAGLE head, and says what makes one.
+
+    Raises:
+        ValueError: naming what was given.
+    """
+    if not hasattr(head, "states_of"):
+        raise ValueError(
+            "drafter: an EAGLE drafter needs a head: load_eagle(folder, model), then "
+            f"Eagle.of(head) or Eagle2.of(head); got {type(head).__name__}."
+        )
+
+
 def check_head(params: Params, taps: tuple[int, ...], depth: int, branch: int) -> None:
     """Refuses a head for another target or other layers, or too small for the trees.
 
@@ -178,11 +195,7 @@ def check_head(params: Params, taps: tuple[int, ...], depth: int, branch: int) -
         ValueError: naming what differs.
     """
     target, head = params.target, params.draft
-    if not hasattr(head, "states_of"):
-        raise ValueError(
-            "drafter: an EAGLE drafter needs a head: load_eagle(folder, model), then "
-            f"Eagle.of(head) or Eagle2.of(head); got {type(head).__name__}."
-        )
+    check_is_head(head)
     if not hasattr(target, "embed"):
         raise ValueError(
             "drafter: an EAGLE head reads the token embeddings of a model of `load`; the target is "

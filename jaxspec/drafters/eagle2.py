@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxspec.core.checks import check_at_least
 from jaxspec.core.types import Context, Hidden, Params, Proposal
-from jaxspec.drafters.eagle import EagleState, absorb, check_head, read_prompt
+from jaxspec.drafters.eagle import EagleState, absorb, check_head, check_is_head, read_prompt
 from jaxspec.drafters.growth import Pool, Scratch, best_of_pool, extend
 from jaxspec.drafters.loaded import LoadedDrafter
 
@@ -67,7 +67,12 @@ class Eagle2:
 
     @classmethod
     def of(cls, head: "EagleHead | Eagle3Head", **settings: int) -> LoadedDrafter:
-        """Returns a drafter for `generate` from a head that `load_eagle` gave."""
+        """Returns a drafter for `generate` from a head that `load_eagle` gave.
+
+        Raises:
+            ValueError: it is no such head, or a setting is out of range.
+        """
+        check_is_head(head)
         return LoadedDrafter(cls(**settings, taps=head.taps), head)
 
     @property

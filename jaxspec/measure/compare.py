@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxspec.checkpoint import Model
+from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.core.decode import Prompt
 from jaxspec.core.masks import causal
 from jaxspec.core.penalties import penalize
@@ -149,7 +150,8 @@ def compare(
         >>> comparison.outputs_agree
         True
     """
-    config = config_of(config, settings)
+    check_is_model(model)
+    config = config_of(config, settings, GenerationConfig)
     prompts = prompt_list(prompts)
     categories = _check_arguments(prompts, drafters, config, repeats, categories)
     methods = {PLAIN: None, **drafters}
@@ -241,6 +243,11 @@ def _check_arguments(
     repeats: int,
     categories: Sequence[str | None] | None,
 ) -> Sequence[str | None]:
+    if not isinstance(drafters, Mapping):
+        raise ValueError(
+            "drafters: give a dictionary of drafters by name, such as {'lookup': PromptLookup()}; "
+            f"got {type(drafters).__name__}."
+        )
     if PLAIN in drafters:
         raise ValueError(
             f"drafters: {PLAIN!r} names plain decoding, which is always measured; rename yours."

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxspec.checkpoint import Model, eagle3_taps, save_eagle
 from jaxspec.core.checks import check_one_of
 from jaxspec.core.masks import causal, same_document
+from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import Eagle
 from jaxspec.drafters.growth import extend
@@ -393,6 +394,7 @@ class EagleTrainer:
         own_device = None if ids is None else jnp.asarray(ids)
         ids = None if ids is None else jax.device_put(own_device, on_every_device(run.mesh))
         objective = partial(self._objective, config, taps)
+        own_tree = None if settings.paths == EAGLE_PATHS else settings.paths
         first_params = partial(self._first_params, config, len(taps) * model.config.embed_dim)
         if settings.cache_features:
             corpus = with_states(run, corpus, target, taps, features=True)
@@ -408,7 +410,9 @@ class EagleTrainer:
             objective,
             evaluation=lambda dtype: evaluation_of(objective(dtype), settings.paths),
             first_params=first_params,
-            result=lambda params: objective("float32").head(params, target, ids),
+            result=lambda params: dataclasses.replace(
+                objective("float32").head(params, target, ids), paths=own_tree
+            ),
             flops_per_token=head_flops_per_token(
                 jax.eval_shape(first_params),
                 config,

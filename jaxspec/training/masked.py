@@ -318,9 +318,14 @@ def with_layers(
         )
     taken = {f"layer_{new}": params[f"layer_{old}"] for new, old in enumerate(kept)}
     rest = {name: leaf for name, leaf in params.items() if not name.startswith("layer_")}
+    experts = config.experts
+    if experts is not None:
+        sparse = tuple(experts.layers[layer] for layer in kept)
+        experts = dataclasses.replace(experts, layers=sparse)
     changed = config.replace(
         num_layers=len(kept),
         layer_types=tuple(config.layer_types[layer] for layer in kept),
+        experts=experts,
         diffusion=diffusion,
     )
     return Network(rest | taken, changed)

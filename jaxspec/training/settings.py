@@ -286,6 +286,13 @@ class MaskedTrainingSettings(RunSettings):
             )
         if self.layers is not None and self.start_from is None:
             raise ValueError("layers are those of start_from: name a model (--start-from FOLDER).")
+        names = [entry.name for entry in fields(ModelConfig)]
+        given = [name for name in names if getattr(self.model, name) != getattr(SMALL, name)]
+        if self.start_from is not None and given:
+            raise ValueError(
+                f"{', '.join(given)}: with start_from ({self.start_from}) the shape is that of its "
+                "model; leave this out (--keep-layers names the layers to keep)."
+            )
         check_above_zero(self, "own_text_weight")
         if self.block < 0:
             raise ValueError(f"block must be 0 (the whole text) or more, got {self.block}.")
@@ -333,9 +340,9 @@ class EagleTrainingSettings(DraftingSettings):
         taps: EAGLE-3: layers of the target whose inputs to read; `None`: `eagle3_taps`.
         cache_features: compute the target's states once and keep them on disk, instead of anew
             with every batch.
-        paths: tree that validation decodes with: a file of `jaxspec tune tree`, a JSON list of
-            rank paths, or eagle-25 (the default: EAGLE's 25 nodes, the root not counted). In
-            Python as for `tree_from_paths`.
+        paths: tree that validation decodes with, and the head after it: a file of
+            `jaxspec tune tree`, a JSON list of rank paths, or eagle-25 (the default: EAGLE's 25
+            nodes, the root not counted). In Python as for `tree_from_paths`.
     """
 
     version: int = field(default=1, metadata={"choices": EAGLE_VERSIONS})

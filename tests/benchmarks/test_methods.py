@@ -20,6 +20,7 @@ from jaxspec.commands import methods as made
 from jaxspec.commands.methods import if_it_drafts_for, measure_block_costs
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.decoding.metrics import Counts
+from jaxspec.decoding.request import row_bucket_of
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.measure import step
 from jaxspec.measure.comparison import Divergence
@@ -30,6 +31,7 @@ from jaxspec.tuning import draft_batches
 from tests.benchmarks.conftest import ONE, TIMES, TWO
 from tests.benchmarks.test_page import tables
 from tests.checkpoint.networks import random_network
+from tests.foreign import LIKE
 from tests.measure.models import WrongRoot
 
 
@@ -330,6 +332,29 @@ class TestBlocks:
         too_long = drafter._replace(drafter=jaxspec.Deer(4096))
         with pytest.raises(ValueError, match="block must be at most"):
             if_it_drafts_for(model, too_long)
+
+    def test_a_draft_model_with_another_tokenizer_drafts_what_both_have(self, model, monkeypatch):
+        tokenizers = {name: make() for name, make in LIKE.items()}
+        draft, target = (
+            dataclasses.replace(
+                model,
+                tokenizer=tokenizers[name],
+                network=random_network(model.config.replace(vocab_size=300)),
+            )
+            for name in ("llama2", "llama3")
+        )
+        monkeypatch.setattr(made, "shipped_models", lambda: {"small": None})
+        monkeypatch.setattr(made, "load", lambda name: draft)
+        make = made.with_draft_model("small", num_speculative_tokens=2)
+        assert make(draft).params is draft.network
+        assert make(target).params.shared.any()
+        assert make(dataclasses.replace(target, tokenizer=None, network=model.network)) is None
+
+
+def test_batches_have_the_rows_that_programs_have():
+    """Others are filled up, and the time of rows that nobody asked for would count."""
+    for suite in SUITES.values():
+        assert [row_bucket_of(size) for size in suite.batches] == list(suite.batches)
 
 
 def test_a_static_tree_has_the_passes_of_a_dynamic_one():

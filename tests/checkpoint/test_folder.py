@@ -17,6 +17,8 @@ LAYER = {"num_hidden_layers": 1}
         ({"model_type": "llama", **LAYER}, "model"),
         ({"bias": True, **LAYER}, "eagle"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 6], **LAYER}, "eagle"),
+        ({"draft_vocab_size": 32, **LAYER}, "eagle"),
+        ({"transformer_layer_config": LAYER, "draft_vocab_size": 32}, "eagle"),
         ({"bias": True, "num_hidden_layers": 2}, "model"),
         ({"dflash_config": {}}, "dflash"),
     ],

@@ -348,7 +348,7 @@ def test_shipped_models_are_found_by_name(place, tmp_path, monkeypatch, tiny_net
     assert shipped_heads().keys() == {"tiny-head"}
     again = load_eagle("tiny-head", tiny_network)
     jax.tree.map(np.testing.assert_array_equal, again.params, head.params)
-    with pytest.raises(CheckpointError, match=r"load_eagle\('tiny-head', model\.network\)"):
+    with pytest.raises(CheckpointError, match=r"load_eagle\('tiny-head', model\)"):
         load("tiny-head")
     with pytest.raises(CheckpointError, match=r"nor a shipped head .* \(shipped: tiny-head\)"):
         load_eagle("other-head", tiny_network)
@@ -370,12 +370,15 @@ def hub_that_holds(folder, monkeypatch):
 
 
 def test_a_head_is_fetched_by_its_hub_id(monkeypatch, tmp_path):
-    _, calls = hub_that_holds(tmp_path, monkeypatch)
+    huggingface_hub, calls = hub_that_holds(tmp_path, monkeypatch)
     assert find_head("someone/a-head") == tmp_path
     ((hub_id, patterns),) = calls
     assert hub_id == "someone/a-head"
-    expected = {"config.json", "model.safetensors", "pytorch_model.bin", "tree.json"}
-    assert set(patterns) == expected
+    shards = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    expected = ["config.json", "model.safetensors", *shards, "pytorch_model.bin", "tree.json"]
+    unneeded = ["optimizer.bin", "train.py"]
+    filtered = huggingface_hub.utils.filter_repo_objects
+    assert list(filtered([*expected, *unneeded], allow_patterns=patterns)) == expected
 
 
 def test_a_hub_id_is_fetched_without_what_is_not_needed(saved_folder, monkeypatch):
@@ -439,18 +442,23 @@ def test_a_model_is_pushed_to_the_hub(has_card, tiny_network, monkeypatch):
         made.append((repo_id, private, exist_ok))
         return f"https://hub/{repo_id}"
 
-    def upload_folder(repo_id, folder_path, ignore_patterns):
-        names = huggingface_hub.utils.filter_repo_objects(
-            contents(Path(folder_path)), ignore_patterns=ignore_patterns
-        )
-        pushed[repo_id] = set(names), load(folder_path).network
+    # What another model left: a reader would take its weights, or find the index in the way.
+    before = ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "notes.txt"]
+    before += ["additional_chat_templates/rag.jinja", "pytorch_model.bin"]
+
+    def upload_folder(repo_id, folder_path, ignore_patterns, delete_patterns):
+        filtered = huggingface_hub.utils.filter_repo_objects
+        names = filtered(contents(Path(folder_path)), ignore_patterns=ignore_patterns)
+        gone = set(filtered(before, allow_patterns=delete_patterns))
+        pushed[repo_id] = set(names), gone, load(folder_path).network
 
     monkeypatch.setattr(huggingface_hub, "create_repo", create_repo)
     monkeypatch.setattr(huggingface_hub, "file_exists", lambda repo_id, name: has_card)
     monkeypatch.setattr(huggingface_hub, "upload_folder", upload_folder)
     assert Model(tiny_network).push_to_hub("me/tiny", private=True) == "https://hub/me/tiny"
     assert made == [("me/tiny", True, True)]
-    names, network = pushed["me/tiny"]
+    names, gone, network = pushed["me/tiny"]
+    assert gone == {*before} - {"notes.txt", "pytorch_model.bin"}
     expected = {"config.json", "generation_config.json", "model.safetensors"}
     assert names == (expected if has_card else expected | {"README.md"})
     assert_same_network(network, tiny_network)
@@ -470,14 +478,16 @@ def test_a_hub_that_refuses_says_so(tiny_network, monkeypatch):
         Model(tiny_network).push_to_hub("me/tiny")
 
 
-def test_the_hub_out_of_reach_is_an_error_that_says_so(tmp_path):
+def test_the_hub_out_of_reach_is_an_error_that_says_so(saved_folder, tmp_path):
     pytest.importorskip("huggingface_hub")
     program = (
         "from jaxspec.checkpoint import CheckpointError, load\n"
-        "try:\n"
-        "    load('someone/something')\n"
-        "except CheckpointError as error:\n"
-        "    print(error)\n"
+        f"model = load({str(saved_folder)!r})\n"
+        "for call in (load, model.push_to_hub):\n"
+        "    try:\n"
+        "        call('someone/something')\n"
+        "    except CheckpointError as error:\n"
+        "        print(error)\n"
     )
     # A port that nothing listens on: what a machine without a network sees, but at once.
     away = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
@@ -488,4 +498,4 @@ def test_the_hub_out_of_reach_is_an_error_that_says_so(tmp_path):
         text=True,
         timeout=120,
     )
-    assert "Hub cannot be reached" in finished.stdout, finished.stderr
+    assert finished.stdout.count("Hub cannot be reached") == 2, finished.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxspec import DenoiseConfig, Model, SelfSpeculation, denoise, generate, score
+from jaxspec import DenoiseConfig, Model, SelfSpeculation, denoise, denoise_stream, generate, score
 from jaxspec.models import Network
 from jaxspec.sharding import make_mesh, shard
 from tests.diffusion.networks import BLOCK, MASK, tiny_model
@@ -69,6 +69,19 @@ SHORT = {"max_new_tokens": 12, "block_length": BLOCK}
 def test_settings_that_do_not_fit(network, prompt, values, message):
     with pytest.raises(ValueError, match=message):
         denoise(tiny_model(**network), prompt, DenoiseConfig(**values))
+
+
+def test_settings_may_be_keywords():
+    model, given = tiny_model(), DenoiseConfig(**SHORT, steps=12)
+    expected = denoise(model, [1], DenoiseConfig(**SHORT, steps=6))
+    assert repr(expected) == "DenoiseResult(rows: 1, tokens: 12)"
+    assert "token budget or context used up" in expected._repr_html_()
+    for config, settings in ((None, {**SHORT, "steps": 6}), (given, {"steps": 6})):
+        (row,) = denoise(model, [1], config, **settings)
+        assert (row.num_calls, row.tokens.tolist()) == (6, expected[0].tokens.tolist())
+        assert len(list(denoise_stream(model, [1], config, **settings))) == 6
+    with pytest.raises(TypeError, match=r"stepz is no argument and no setting; .* steps"):
+        denoise(model, [1], stepz=6)
 
 
 def test_more_drafts_than_places():

@@ -11,6 +11,8 @@ from jax import monitoring
 
 import jaxspec
 from jaxspec import (
+    Deer,
+    DFlash,
     DraftModel,
     Eagle,
     Eagle2,
@@ -23,10 +25,11 @@ from jaxspec import (
     Tokenizer,
     compilation,
     generate,
+    load_eagle,
     score,
     stream,
 )
-from jaxspec.checkpoint import CheckpointError
+from jaxspec.checkpoint import CheckpointError, load_dflash, save_orbax
 from jaxspec.compilation import CompileClock
 from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import begin, speculative_step
@@ -102,7 +105,9 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
     expected = generate(model, "hello", config)[0].tokens
     for prompt in (ids, np.asarray(ids), jax.numpy.asarray(ids), ["hello"], [ids]):
         np.testing.assert_array_equal(generate(model, prompt, config)[0].tokens, expected)
-    rows = generate(model, ["hello", chat], config)
+    chats = np.empty(1, object)  # as tables in files hold them
+    chats[0] = chat[0]
+    rows = generate(model, ["hello", chats], config)
     np.testing.assert_array_equal(rows[0].tokens, expected)
     assert rows[1].prompt_tokens.tolist() == tokenizer.encode("user:hi;")
     assert [row.prompt_index for row in rows] == [0, 1]
@@ -149,10 +154,11 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
             {"logit_bias": {5: np.nan}},
             "finite number or -inf, got nan",
         ),
-        ([1.5, 2.5], {}, "prompts: one must be text, chat messages or a list of whole"),
-        ([[1.7, 2.2]], {}, "prompts: one must be text, chat messages or a list of whole"),
+        ([1.5, 2.5], {}, r"prompts\[0\] must be text, chat messages or a list of whole"),
+        ([[1.7, 2.2]], {}, r"prompts\[0\] must be text, chat messages or a list of whole"),
         (None, {}, "prompts must be a prompt or a list of them, got None"),
-        ([None], {}, "prompts: one must be text, chat messages or a list of whole"),
+        ([None], {}, r"prompts\[0\] must be text, chat messages or a list of whole"),
+        ([[1], float("nan")], {}, r"prompts\[1\] must be text, .*, got nan"),
     ],
 )
 def test_bad_arguments_are_named(model, prompts, options, message):
@@ -178,6 +184,8 @@ def test_tables_give_prompts_by_column_and_take_results(model):
     config = GenerationConfig(max_new_tokens=4, num_samples=2)
     with pytest.raises(ValueError, match=r"a whole table \(DataFrame\); give the column"):
         generate(model, table)
+    with pytest.raises(ValueError, match=r"prompts\[0\] must be text, .*, got nan"):
+        generate(model, pandas.Series([None, "ab"]).astype(object).fillna(np.nan))
     result = generate(model, table["prompt"], config)
     rows = result.to_pandas()
     assert rows["prompt"].tolist() == [0, 0, 1, 1]
@@ -254,6 +262,43 @@ def test_what_makes_a_drafter_is_said(model):
             generate(model, [1], given)
     with pytest.raises(ValueError, match="an instance"):
         generate(model, [1], drafter=PromptLookup)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: generate("demo", "a"), r"model must be a Model, got str; give .*load\('demo'\)"),
+        (lambda: next(stream("demo", "a")), "model must be a Model, got str"),
+        (lambda: score("demo", "a"), "model must be a Model, got str"),
+        (lambda: jaxspec.denoise("demo", "a"), "model must be a Model, got str"),
+        (lambda: jaxspec.save("demo", "folder"), "model must be a Model, got str"),
+        (lambda: save_orbax("demo", "folder"), "model must be a Model, got str"),
+        (lambda: DraftModel.of("demo"), "model must be a Model, got str"),
+        (lambda: Deer.of("demo"), "model must be a Model, got str"),
+        (lambda: load_eagle("demo-eagle", "demo"), r"target must be a Model.*load\('demo'\)"),
+        (lambda: load_dflash("head", "demo"), "target must be a Model, got str"),
+        (lambda: Eagle.of("demo-eagle"), r"load_eagle\(folder, model\).*got str"),
+        (lambda: Eagle2.of("demo-eagle"), r"load_eagle\(folder, model\).*got str"),
+        (lambda: DFlash.of("head"), r"load_dflash\(folder, model\).*got str"),
+    ],
+)
+def test_what_makes_a_model_or_a_head_is_said(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_networks_and_models_are_told_apart(model):
+    for call in (generate, score):
+        with pytest.raises(ValueError, match=r"got Network; give .*Model\.of\(network\)"):
+            call(model.network, [1])
+    with pytest.raises(ValueError, match="target must be a Model, got Network"):
+        DraftModel.of(model, target=model.network)
+
+
+def test_results_show_themselves_in_a_line(model):
+    result = generate(model, [[1], [2]], max_new_tokens=3, return_trace=True, stop_token_ids=())
+    assert repr(result) == "GenerationResult(rows: 2, tokens: 6, tau: 1.00)"
+    assert "trace=Trace(steps: 3)" in repr(result[0])
 
 
 def test_a_model_shows_itself_in_a_line(model):
@@ -586,6 +631,17 @@ def test_three_to_six_prompts_share_a_program(model):
         config = GenerationConfig(max_new_tokens=5, temperature=temperature, top_k=7)
         result = generate(model, [[token] for token in range(count)], config, PromptLookup(2))
         assert len(result) == len(result.drafters) == count
+    assert decode._cache_size() == programs + 1
+
+
+def test_other_stops_share_a_program(model):
+    programs = decode._cache_size()
+    for ends in (
+        {"stop": "x", "stop_token_ids": ()},
+        {"stop": ["longer than", "x"], "stop_token_ids": [5]},
+        {"stop": "\n\n", "stop_token_ids": [5, 6, 7]},
+    ):
+        generate(model, [1, 2], max_new_tokens=5, **ends)
     assert decode._cache_size() == programs + 1
 
 

@@ -24,6 +24,7 @@ from jaxspec.core.loop import decode
 from jaxspec.core.types import Stop
 from jaxspec.decoding.grammars import Language, compiled, languages_of
 from jaxspec.decoding.result import FINISH_REASONS
+from jaxspec.decoding.schemas import reference_depth
 from jaxspec.extras import MissingExtra
 from tests.foreign import like_llama2
 
@@ -228,17 +229,75 @@ def test_what_is_no_grammar_is_refused(wrong, message):
     [
         ({"regex": "a(b"}, "regex: .*in 'a\\(b'"),
         ({"regex": "(?=a)a"}, "regex: "),
-        ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema: "),
-        (
-            {"json_schema": {"$defs": {"a": {"items": {"$ref": "#/$defs/a"}, **ARRAY}}, **OF_A}},
-            "json_schema: ",
-        ),
+        ({"regex": "^a"}, "regex: .*Leave out \\^ and \\$"),
+        ({"json_schema": {"type": "array", "items": True}}, "json_schema: [^\n]*$"),
     ],
-)  # fmt: skip
+)
 def test_what_the_compiler_refuses_is_named(model, wrong, message):
     needs_compiler()
     with pytest.raises(ValueError, match=message):
         generate(model, PROMPTS[0], settings(**wrong))
+
+
+def nested(levels: int) -> dict:
+    """A schema in which one reference leads to the next, the last to a boolean."""
+    defs = {
+        f"d{level}": {
+            "type": "object",
+            "properties": {"a": {"type": "null"}, "b": {"$ref": f"#/$defs/d{level + 1}"}},
+            "required": ["a", "b"],
+        }
+        for level in range(levels)
+    }
+    return {"$defs": {**defs, f"d{levels}": {"type": "boolean"}}, "$ref": "#/$defs/d0"}
+
+
+def test_a_schema_is_read_to_the_end_of_its_references(model):
+    """Past a depth the compiler leaves properties out, and a comma behind."""
+    needs_compiler()
+    assert reference_depth(nested(6)) == 7
+    config = settings(json_schema=nested(6), temperature=1.0, max_new_tokens=150)
+    for text in generate(model, PROMPTS, config).texts:
+        found = json.loads(text)
+        for _ in range(6):
+            assert {*found} == {"a", "b"}
+            found = found["b"]
+        assert isinstance(found, bool)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"$ref": "#"}, "# refers to itself"),
+        ({"$defs": {"a": {"items": OF_A, **ARRAY}}, **OF_A}, "#/[$]defs/a refers to itself"),
+        ({"$defs": {"a": {"properties": {"b": OF_A}}}, **OF_A}, "#/[$]defs/a refers to itself"),
+        ({"$ref": "#/nowhere"}, "refers to #/nowhere, which is not in it"),
+        ({"$ref": "https://elsewhere/a.json"}, "refers to https://elsewhere/a.json"),
+        ({"properties": {"a": {"type": "integer", "minimum": 3}}}, "minimum at #/properties/a "),
+        ({"items": {"anyOf": [{"not": {}}]}, **ARRAY}, "not at #/items/anyOf/0 "),
+        ({"properties": {}, "anyOf": [{}]}, "anyOf at # "),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "pattern at # "),
+        ({"type": ["string", "null"], "format": "uri"}, "format .uri. at # "),
+        ({"properties": {"a": {}}, "required": ["a", "z"]}, "required .z. at # "),
+        ({"properties": {'"': {}}}, "the name '\"' at # "),
+        ({"allOf": [{"type": "string"}, {"maxLength": 3}]}, "allOf at # "),
+        ({"properties": {}, "required": 3}, "give a JSON schema as a dictionary"),
+    ],
+)
+def test_a_schema_that_would_not_be_obeyed_is_refused(schema, message):
+    with pytest.raises(ValueError, match=f"json_schema: .*{message}"):
+        GenerationConfig(json_schema=schema)
+
+
+def test_what_only_describes_is_no_keyword():
+    described = {"title": "A", "description": "b", "default": 3, "examples": [3], "x-minimum": 1}
+    for schema in (
+        {"type": "integer", "format": "int64", **described},
+        {"type": "string", "enum": ["a"], **described},
+        {"allOf": [OF_A], "$defs": {"a": {"type": "null"}, "unused": OF_A}, **described},
+        {"properties": {"minimum": {"type": "null"}}, "additionalProperties": False},
+    ):
+        assert languages_of(None, None, schema)
 
 
 def test_a_text_that_cannot_be_spelled_is_refused(model):

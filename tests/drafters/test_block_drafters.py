@@ -304,6 +304,8 @@ def test_drafters_that_cannot_draft_are_refused(model, target):
         Deer.of(Model(diffuser(target, 4)), sep="[SEP]")
     with pytest.raises(ValueError, match=r"no token '\[MASK\]'"):
         Deer.of(model, mask="[MASK]")
+    with pytest.raises(ValueError, match=r"mask: 'a' is a token of ordinary text of tiny; give"):
+        Deer.of(tiny_model(), mask="a")
     with pytest.raises(ValueError, match=r"mask: .* names its mask; leave it out"):
         Deer.of(Model(diffuser(target, 4)), mask="[MASK]")
     with pytest.raises(ValueError, match="temperature and num_nodes exclude each other"):
@@ -394,25 +396,15 @@ def test_a_dflash_block_sees_the_context_through_its_cache(target):
     assert np.abs(once - features([taps[:5]])).max() > 1e-3
 
 
-def test_a_checkpoint_in_the_layout_of_a_causal_model_is_told_its_mask(target):
+def test_a_checkpoint_in_the_layout_of_a_causal_model_is_told_its_mask(tmp_path):
     """Open-dCoder's are: both sides seen, outputs shifted, a mask among the added tokens."""
-    reader = tiny_model()
-    mask = reader.tokenizer.token_id("Ġ")
-    loaded = Deer.of(reader, 4, mask="Ġ", sep="Ċ")
-    assert loaded.params.config.diffusion == Diffusion(mask, shift=True)
-    assert loaded.drafter.sep_token_id == reader.tokenizer.token_id("Ċ")
-    config = GenerationConfig(max_new_tokens=12)
-    (row,) = generate(reader, "abcabc", config, loaded)
-    assert row.tokens.tolist() == generate(reader, "abcabc", config)[0].tokens.tolist()
-
-
-def test_a_folder_in_that_layout_drafts_with_the_mask_that_was_added(tmp_path):
     target = tiny_model()
     config = target.config.replace(vocab_size=target.vocab_size + 1, qkv_bias=True)
     save(Model(random_network(config), with_tokens("[MASK]"), "reader"), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen2"
-    loaded = Deer.of(load(tmp_path), 4, mask="[MASK]")
+    loaded = Deer.of(load(tmp_path), 4, mask="[MASK]", sep="Ċ")
     assert loaded.params.config.diffusion == Diffusion(target.vocab_size, shift=True)
+    assert loaded.drafter.sep_token_id == target.tokenizer.token_id("Ċ")
     config = GenerationConfig(max_new_tokens=12)
     (row,) = generate(target, "abcabc", config, loaded)
     assert row.tokens.tolist() == generate(target, "abcabc", config)[0].tokens.tolist()

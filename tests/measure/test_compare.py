@@ -172,6 +172,8 @@ class TestDivergence:
     ("arguments", "message"),
     [
         ({"drafters": {"plain": WrongRoot()}}, "drafters: 'plain' names plain decoding"),
+        ({"drafters": [WrongRoot()]}, "drafters: give a dictionary of drafters by name.*got list"),
+        ({"model": "demo"}, "model must be a Model, got str"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
         ({"categories": ["a"]}, "categories: got 1 for 2 prompts"),
         ({"config": GenerationConfig(num_samples=2)}, "num_samples must be 1"),
@@ -181,6 +183,6 @@ class TestDivergence:
     ],
 )
 def test_bad_arguments_are_named(model, arguments, message):
-    defaults = {"prompts": ["a", "b"], "drafters": {}, "progress": False}
+    defaults = {"model": model, "prompts": ["a", "b"], "drafters": {}, "progress": False}
     with pytest.raises(ValueError, match=message):
-        jaxspec.compare(model, **{**defaults, **arguments})
+        jaxspec.compare(**{**defaults, **arguments})

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ import jaxspec
 from jaxspec.checkpoint import load
 from jaxspec.core.masks import block_causal
 from jaxspec.diffusion.process import LOWEST_SHARE, block_training_mask, mask_number, mask_share
-from jaxspec.models import Diffusion, Network, init_params
+from jaxspec.models import Diffusion, Experts, Network, init_params
 from jaxspec.training.data import Sequences, pack
 from jaxspec.training.lm import LMTrainer
 from jaxspec.training.masked import MaskedTokens, MaskedTrainer, first_network, with_layers
 from jaxspec.training.settings import (
+    SMALL,
     LMTrainingSettings,
     MaskedTrainingSettings,
     OptimizerSettings,
@@ -292,6 +294,16 @@ def test_layers_are_taken_in_the_order_asked_for(masked_settings, causal_folder)
         with_layers(source, (0, 2), None)
 
 
+def test_layers_that_are_taken_stay_sparse_or_dense():
+    experts = Experts(4, 2, 8, True, (True, False, True))
+    config = tiny(False, None).replace(num_layers=3, layer_types=(), experts=experts)
+    network = Network(init_params(config, jax.random.key(0)), config)
+    taken = with_layers(network, (1, 2), None)
+    assert taken.config.experts.layers == (False, True)
+    shapes = jax.eval_shape(partial(init_params, taken.config), jax.random.key(0))
+    assert jax.tree.structure(taken.params) == jax.tree.structure(shapes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -299,6 +311,7 @@ def test_layers_are_taken_in_the_order_asked_for(masked_settings, causal_folder)
         ({"own_text": 5}, "teacher and own_text go together"),
         ({"start_from": None, "tokenizer": "x"}, "layers are those of start_from"),
         ({"block": -1}, "block must be"),
+        ({"model": SMALL.replace(mlp_dim=64)}, "mlp_dim: with start_from .* the shape is that of"),
         ({"random_lengths": 1.5}, "random_lengths must be"),
     ],
 )

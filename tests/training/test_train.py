@@ -454,12 +454,14 @@ def test_flags_go_before_the_file_and_the_file_before_defaults(tmp_path):
 def test_sources_by_flags(tmp_path):
     settings = parsed(
         "--data", "gsm8k=a.jsonl", "--data", "own=b.jsonl", "--weight", "own=0.5",
-        "--template", "own={prompt}\\n{answer}", "--data", "notes=notes.txt", "--steps", "3",
+        "--template", r"own={prompt}\n{answer}: \\n \frac", "--data", "notes=notes.txt",
+        "--steps", "3",
     )  # fmt: skip
     known, own, notes = settings.sources
     assert (own.split, notes.split) == (EveryNth(20), LastCharacters(0.1))
     assert (known.path, known.split) == ("a.jsonl", LastRows(300))
-    assert (own.path, own.weight, own.template) == ("b.jsonl", 0.5, "{prompt}\n{answer}")
+    assert (own.path, own.weight) == ("b.jsonl", 0.5)
+    assert own.template == "{prompt}\n{answer}: \\n \\frac"
     assert (settings.num_steps, settings.minutes) == (3, None)
 
 
