@@ -24,7 +24,7 @@ from jaxspec.core.proposal import bank, choose_children, tree_proposal
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Hidden, Proposal, PyTree, Tree, Warp
-from jaxspec.drafters.growth import Pool, best_of_pool, fit_vocab, grow_tree, take_rows
+from jaxspec.drafters.growth import DraftLaw, Pool, best_of_pool, fit_vocab, grow_tree, take_rows
 
 BlockPass = Callable[[Int[Array, " block"]], tuple[Float[Array, "block embed"], PyTree]]
 """A draft pass over a block.
@@ -445,17 +445,8 @@ class BlockSettings:
             return Hidden(logits, logits[:, :0], ())
 
         first = given(0, root[None])
-        proposal = grow_tree(
-            self.tree,
-            key,
-            root,
-            warp,
-            first,
-            lambda logits: logits,
-            forward,
-            first.shape[1],
-            grammar=context.grammar,
-        )
+        law = DraftLaw(lambda logits: logits, warp, first.shape[1], grammar=context.grammar)
+        proposal = grow_tree(self.tree, key, root, law, first, forward)
         logprobs = proposal.draft_logprobs
         return Choices(proposal.tokens[1:, None], first[:0] if logprobs is None else logprobs)
 
