@@ -440,7 +440,7 @@ class BlockSettings:
         """
         assert self.tree is not None, "a tree that is built from marginals"
 
-        def forward(level: int, tokens: Int[Array, " nodes"], *_: Any) -> Hidden:
+        def forward(level: Any, tokens: Int[Array, " nodes"], *_: Any) -> Hidden:
             logits = given(level, tokens)
             return Hidden(logits, logits[:, :0], ())
 
