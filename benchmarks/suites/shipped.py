@@ -29,6 +29,8 @@ from jaxspec.drafters import AdaptiveExit, Eagle, Eagle2, LayerSkip, LoadedDraft
 from jaxspec.models import Eagle3Head, EagleHead
 from jaxspec.tuning import draft_batches
 
+# Each node has a law of its own where the head knows the token before.
+_TREE_OF_8 = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
 _BLOCKS = (4, 8, 16, 32)
 
 
@@ -152,7 +154,7 @@ SHIPPED_SUITES: Mapping[str, Suite] = {
             **{f"DEER, tree of {k}": with_deer(DEER, block=k, num_nodes=k) for k in _BLOCKS},
             "DEER, adaptive chain": adaptive_deer(DEER, block=16),
             "DFlash, chain": with_dflash(DFLASH),
-            "DFlash, tree of 8": with_dflash(DFLASH, num_nodes=8),
+            "DFlash, tree of 8": with_dflash(DFLASH, paths=_TREE_OF_8),
         },
         temperatures={"greedy": 0.0, "temperature 0.6": 0.6, "temperature 1": 1.0},
         batches=(1, 2, 6, 8, 16),

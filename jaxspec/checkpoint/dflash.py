@@ -210,12 +210,14 @@ def _flattened(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     own, nested = raw.get("dflash_config"), raw.get("transformer_layer_config")
     speculators = raw.get("speculators_model_type")
     is_dspark = speculators == "dspark" or _DSPARK in (raw.get("architectures") or ())
-    if not (isinstance(own, Mapping) or isinstance(nested, Mapping) or is_dspark):
+    is_nested = isinstance(nested, Mapping) and "block_size" in raw
+    if not (isinstance(own, Mapping) or is_nested or is_dspark):
         raise CheckpointError(
             f"{folder}: config.json has no `dflash_config`, and its architecture is not {_DSPARK}, "
             "so this is no DFlash head."
         )
-    flat = {**(nested or {}), **raw, **(own or {})}
+    parts = (nested, raw, own)
+    flat = {name: part[name] for part in parts if isinstance(part, Mapping) for name in part}
     if speculators == "dspark" and flat.get("sample_from_anchor") is None:
         raise CheckpointError(
             f"{folder}: config.json does not have sample_from_anchor, which says whether the first "
@@ -247,7 +249,8 @@ def _parts(raw: Mapping[str, Any], config: ModelConfig) -> tuple[DFlashParts, in
                 f"conv_group_size in config.json must divide hidden_size ({config.embed_dim}), got "
                 f"{convolution.group}."
             )
-    gated, rank = bool(raw.get("selector_rank")), raw.get("markov_rank") or 0
+    gated = bool(raw.get("selector_rank"))
+    rank = read_integer(raw, "markov_rank") if raw.get("markov_rank") else 0
     if gated:
         rank, likeliest = (read_integer(raw, f"selector_{name}") for name in ("rank", "top_k"))
         if likeliest >= config.vocab_size:
