@@ -66,7 +66,7 @@ class Copied(NamedTuple):
     jax.tree_util.register_dataclass, data_fields=["text"], meta_fields=["vocab_size"]
 )
 @dataclasses.dataclass(frozen=True)
-class Writer:
+class Dictated:
     """A target that writes a given text: after place i comes token i + 1 of it.
 
     Drafts that leave the text are refused, so what it says after them does not matter.
@@ -103,7 +103,7 @@ def write_answers(model: Model, drafter: DrafterLike) -> Counts:
         text = np.full(model.max_positions, end, np.int32)
         text[: len(both)] = both
         writer = Model.of(
-            Writer(jnp.asarray(text), model.vocab_size),
+            Dictated(jnp.asarray(text), model.vocab_size),
             max_positions=model.max_positions,
             stop_token_ids=(end,),
         )

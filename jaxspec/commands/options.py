@@ -354,9 +354,9 @@ def _texts_of(path: str) -> list[str]:
     """
     if not path.endswith((".jsonl", ".jsonl.gz")):
         return [Path(path).read_text(encoding="utf-8")]
-    rows = read_prompts(path)
-    texts = [row.prompt for row in rows if isinstance(row.prompt, str)]
-    if len(texts) < len(rows):
+    prompts = [row.prompt for row in read_prompts(path)]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if len(texts) < len(prompts):
         raise ValueError(f"corpus={path}: each line must hold a text, and one holds a chat.")
     return texts
 
