@@ -112,7 +112,7 @@ def write_head(
         leaf = np.asarray(leaves[path])
         for placement in group:
             tensors[placement.name] = copy_out(placement, leaf, np.dtype(dtype or leaf.dtype))
-    with replacing_files(Path(folder)) as staging:
+    with replacing_files(Path(folder).expanduser()) as staging:
         for name, contents in {"config.json": raw, **(beside or {})}.items():
             write_json(staging / name, contents)
         # Not `save_file`, whose files only their owner may read.

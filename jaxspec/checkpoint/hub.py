@@ -142,6 +142,12 @@ class Model:
                 "network: its weights lie on a mesh, over which only models of `load` are divided; "
                 "put them on one device."
             )
+        if not isinstance(tokenizer, Tokenizer | None):
+            raise ValueError(
+                f"tokenizer must be a jaxspec.Tokenizer, got {type(tokenizer).__name__}; give "
+                "jaxspec.checkpoint.load_tokenizer(folder), or jaxspec.Tokenizer(backend) around "
+                "one of the package tokenizers, such as `backend_tokenizer` of transformers'."
+            )
         if tokenizer is not None and tokenizer.vocab_size > network.vocab_size:
             raise ValueError(
                 f"tokenizer: it knows {tokenizer.vocab_size} ids, and the network only "
@@ -150,6 +156,8 @@ class Model:
         if stop_token_ids is None:
             end = None if tokenizer is None else tokenizer.eos_id
             stop_token_ids = () if end is None else (end,)
+        if np.ndim(stop_token_ids) != 1:
+            raise ValueError(f"stop_token_ids must be a list of ids, got {stop_token_ids!r}.")
         wrong = [token for token in stop_token_ids if not 0 <= token < network.vocab_size]
         if wrong:
             raise ValueError(
@@ -427,11 +435,11 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
         4096
     """
     check_is_model(model)
-    network = model.known_network
-    with replacing_files(Path(folder), _REPLACED) as staging:
+    network, folder = model.known_network, Path(folder).expanduser()
+    with replacing_files(folder, _REPLACED) as staging:
         write_network(network, staging, dtype, _token_ids(model))
         _write_companions(model, staging)
-        if not (Path(folder) / CARD).exists():
+        if not (folder / CARD).exists():
             (staging / CARD).write_text(model_card(model), encoding="utf-8")
 
 
@@ -450,7 +458,7 @@ def save_orbax(model: Model, folder: str | Path) -> None:
     """
     check_is_model(model)
     network = model.known_network
-    with replacing_files(Path(folder), _REPLACED) as staging:
+    with replacing_files(Path(folder).expanduser(), _REPLACED) as staging:
         write_orbax(network, staging)
         _write_companions(model, staging)
 

@@ -49,7 +49,7 @@ class LawCheck:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterReport:
-    """Outcomes of the laws that `check_drafter` or `check_model` ran; printed as a table.
+    """Outcomes of the laws that `check_drafter` or `check_model` ran; shown as a table.
 
     Attributes:
         checks: one per law, in order.
@@ -69,7 +69,7 @@ class DrafterReport:
         if not self.holds:
             raise AssertionError(f"the {self.subject} breaks a law\n{self}")
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         width = max(len(check.law) for check in self.checks)
         return "\n".join(
             f"{'ok    ' if check.holds else 'BROKEN'}  {check.law:<{width}}  {check.seen}"

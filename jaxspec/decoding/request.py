@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 MIN_BUCKET = 16
 _FEW_ROWS, _ROW_MULTIPLE, _STOP_ID_MULTIPLE = (1, 2, 6), 8, 4
 
+_WHOLE = int | np.integer
 Config = TypeVar("Config", bound=Any)
 Message = Mapping[str, Any]
 PromptLike = str | Sequence[int] | np.ndarray | Sequence[Message]
@@ -187,6 +188,11 @@ class GenerationConfig:
         strings = self.stop_strings if isinstance(self.stop, str | Sequence) else None
         if strings is None or not all(isinstance(string, str) for string in strings):
             raise ValueError(f"stop must be a string or several, got {self.stop!r}.")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping) or not all(isinstance(token, _WHOLE) for token in bias):
+            raise ValueError(
+                f"logit_bias must be a dictionary of numbers by token id, got {bias!r:.80}."
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
             check_id_list(name, getattr(self, name))
         for name, rule in PENALTIES.items():
@@ -577,7 +583,7 @@ def prompt_list(prompts) -> list[PromptLike]:
         raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}.")
     if len(prompts) == 0:
         raise ValueError("prompts: got none; give at least one, of one token or more.")
-    single = isinstance(prompts[0], Mapping | int | np.integer)
+    single = isinstance(prompts[0], Mapping | _WHOLE)
     return [prompts] if single else list(prompts)
 
 

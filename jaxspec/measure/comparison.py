@@ -88,9 +88,9 @@ class ComparisonRow:
     samples: tuple[Sample, ...] = dataclasses.field(repr=False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison:
-    """The result of `compare`; `str`, rich and notebooks show it as tables.
+    """The result of `compare`; `print`, rich and notebooks show it as tables.
 
     Attributes:
         rows: one for each method, plain decoding first.
@@ -176,7 +176,7 @@ class Comparison:
     def __rich__(self) -> Group:
         return as_tables(self)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         """Returns the tables without colours, 100 characters wide."""
         text = StringIO()
         Console(file=text, width=100, color_system=None).print(as_tables(self))

@@ -79,6 +79,15 @@ def test_a_saved_model_has_a_card_whose_program_runs(tiny_network, tmp_path, cap
 
 
 @pytest.mark.parametrize("layout", sorted(SAVERS))
+def test_a_folder_at_home_is_written_and_read_there(layout, tiny_network, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    SAVERS[layout](Model(tiny_network), "~/mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert_same_network(load("~/mine").network, tiny_network)
+
+
+@pytest.mark.parametrize("layout", sorted(SAVERS))
 def test_a_dynamic_scaling_past_its_length_is_told_apart(layout, tiny_network, tmp_path):
     config = tiny_network.config.replace(max_positions=32, rope=Rope(scaling=DynamicScaling(2, 32)))
     SAVERS[layout](Model(dataclasses.replace(tiny_network, config=config)), tmp_path)

@@ -147,6 +147,8 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
         ([1], {"stop": None}, "stop must be a string or several, got None"),
         ([1], {"stop": [3]}, r"stop must be a string or several, got \[3\]"),
         ([1], {"stop_token_ids": 2}, "stop_token_ids must be a list of token ids, got 2"),
+        ([1], {"logit_bias": [1.0]}, r"logit_bias must be a dictionary .*, got \[1.0\]"),
+        ([1], {"logit_bias": {"a": 1.0}}, "logit_bias must be a dictionary of numbers by token id"),
         ([1], {"logit_bias": {5: np.inf}}, "logit_bias of token 5 must be a finite number"),
         ("caf\ud83d", {}, "not valid Unicode: .* at character 3"),
         (

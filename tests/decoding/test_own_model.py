@@ -295,6 +295,8 @@ def test_what_does_not_fit_the_protocol_is_said(kind, said):
         ({}, "max_positions: OwnNetwork does not say"),
         ({"max_positions": 0}, "max_positions must be at least 1, got 0"),
         ({"max_positions": 8, "stop_token_ids": [31]}, r"stop_token_ids has ids outside 0..30"),
+        ({"max_positions": 8, "stop_token_ids": 3}, "stop_token_ids must be a list of ids, got 3"),
+        ({"max_positions": 8, "tokenizer": "demo"}, r"tokenizer must be .* got str; give jaxspec"),
     ],
 )
 def test_settings_are_checked(settings, said):

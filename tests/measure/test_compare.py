@@ -106,6 +106,7 @@ def test_json_holds_every_row_and_prompt(comparison):
 
 def test_the_table_states_its_conventions_and_fits(comparison):
     text = str(comparison)
+    assert repr(comparison) == text
     for part in ("bonus token INCLUDED", "bonus token EXCLUDED", "DIFFER", "FAILED: prompt 2"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 100

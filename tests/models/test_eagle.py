@@ -135,10 +135,11 @@ def test_recorded_forwards_of_eagle3(golden, third):
 
 
 @pytest.mark.parametrize("which", ["first", "third"])
-def test_a_head_survives_saving(which, request, tmp_path):
+def test_a_head_survives_saving(which, request, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     target, folder = request.getfixturevalue(which)
     head = dataclasses.replace(load_eagle(folder, target), paths=((0,), (1,), (0, 0)))
-    save_eagle(head, tmp_path / "saved")
+    save_eagle(head, "~/saved")
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "saved").iterdir()}
     (tmp_path / "any file").touch()
     assert modes == {(tmp_path / "any file").stat().st_mode & 0o777}
