@@ -175,13 +175,21 @@ The law is the one before any warping. The token is named by its place in the la
 """
 
 
+NODE_SHARE = 0.25
+"""Share of the threshold below which a token is not drawn at all.
+
+The threshold pays for a draft pass and a place in the target's; when the pass is made, a token has
+to pay for its place alone.
+"""
+
+
 def of_draft(
     before: Float[Array, ""], law: Float[Array, " drafted"], choice: Int[Array, ""]
 ) -> Float[Array, ""]:
     """Estimates the chance that the whole draft is accepted: the product of the laws' largest.
 
     Example:
-        >>> round(float(of_draft(jnp.float32(0.5), jnp.array([0.1, 0.6, 0.3]), 2)), 2)
+        >>> round(float(of_draft(jnp.float32(0.5), jnp.array([0.1, 0.6, 0.3]), jnp.int32(2))), 2)
         0.3
     """
     return before * jnp.max(law)
@@ -222,11 +230,13 @@ def grow_chain(
     *,
     begun: bool = True,
     confidence: Confidence = of_draft,
+    least: float = NODE_SHARE,
 ) -> tuple[Proposal, Int[Array, ""]]:
     """Drafts a chain that ends when the draft is unsure: each further token costs a pass.
 
-    The token after which the confidence is below the threshold is kept. To drop a token for what it
-    is, or for its probability, is a bias: the law of the tokens that remain is not the stated one.
+    It ends after the token that takes the confidence below the threshold; or before that token is
+    drawn, if its law alone takes the confidence far below. To drop a token for what it is, or for
+    its own probability, is a bias: the law of the tokens that remain is not the stated one.
 
     Args:
         length: of the longest chain, static.
@@ -240,6 +250,8 @@ def grow_chain(
         scratch: an empty one of `length` places.
         begun: the root has been read; else the first pass is over it.
         confidence: how it is counted.
+        least: share of the threshold below which a token is not drawn. It must be 0 if the
+            confidence depends on the token.
 
     Returns:
         The proposal, and the number of its tokens.
@@ -256,7 +268,7 @@ def grow_chain(
         return chain._replace(
             tokens=chain.tokens.at[at + 1].set(token),
             logprobs=None if chain.logprobs is None else chain.logprobs.at[at].set(logprobs[0]),
-            count=at + 1,
+            count=at + ~(sure < least * threshold),
             confidence=sure.astype(jnp.float32),
             standing=None if law.grammar is None else law.grammar.after(state, token),
         )

@@ -234,6 +234,7 @@ class LayerSkip:
             tuple(None if skipped else no_keys for skipped in absent),
             begun=False,
             confidence=lambda before, law, choice: law[choice],  # as published: of the last token
+            least=0.0,
         )
         return proposal, LayerSkipState(threshold, rate, drafted)
 

@@ -295,15 +295,10 @@ EXITS = {
 
 def judge_exit(warp: str, rule: Callable) -> Outcome:
     """Tokens are drawn from the warped law, and the chain ends by the law before any warping."""
-    target, draft = random_laws(9, WARPS[warp]), random_laws(10, WARPS[warp])
     raw = random_laws(10, WARPS["plain"])
-
-    def valid(tokens):
-        return rule(*(chances >= SURE for chances in of_nodes(tokens, raw)))
-
-    drafts = enumeration.sampled_drafts(CHAIN, draft, valid)
-    assert len(set(drafts.valid.sum(axis=1).tolist())) > 1
-    return judge(honest("chain"), CHAIN, target, drafts, draft)
+    return judge_chains(
+        warp, lambda tokens: rule(*(chances >= SURE for chances in of_nodes(tokens, raw)))
+    )
 
 
 @pytest.mark.parametrize("warp", WARPS)
@@ -368,10 +363,15 @@ def grown(
     return valid, np.exp(logprobs)
 
 
+def of_the_last_token(before, law, choice):
+    return law[choice]
+
+
+# Settings of `grow_chain`, a threshold, and the confidence that they mean.
 CONFIDENCES = {
-    "of the draft": ({}, 0.3, lambda largest, own: np.cumprod(largest, axis=1)),
+    "of the draft": ({"least": 0.6}, 0.25, lambda largest, own: np.cumprod(largest, axis=1)),
     "of the last token": (
-        {"begun": False, "confidence": lambda before, law, choice: law[choice]},
+        {"begun": False, "confidence": of_the_last_token, "least": 0.0},
         0.3,
         lambda largest, own: own,
     ),
@@ -383,21 +383,36 @@ CONFIDENCES = {
 def test_chains_that_end_early_keep_the_law(name, warp):
     """The drafting code itself: nodes that it offers, and the laws that it states for them."""
     settings, threshold, confidence = CONFIDENCES[name]
-    logits = random_logits(10)
-    target, draft = random_laws(9, WARPS[warp]), random_laws(10, WARPS[warp])
-    raw = random_laws(10, WARPS["plain"])
+    draft, raw = random_laws(10, WARPS[warp]), random_laws(10, WARPS["plain"])
 
     def valid(tokens):
-        drawn, laws = grown(tokens, logits, WARPS[warp], threshold, **settings)
-        sure = confidence(*of_nodes(tokens, raw)) >= threshold
-        assert (drawn == ended(a_place_later(sure))).all()
+        drawn, laws = grown(tokens, random_logits(10), WARPS[warp], threshold, **settings)
+        sure = confidence(*of_nodes(tokens, raw))
+        worth = sure >= settings["least"] * threshold
+        assert (drawn == ended(a_place_later(sure >= threshold) & worth)).all()
         expected = enumeration.laws_at(CHAIN, draft, tokens, range(3))
         np.testing.assert_allclose(laws[drawn[:, 1:]], expected[drawn[:, 1:]], atol=EXACT)
         return drawn
 
+    assert_lossless(judge_chains(warp, valid))
+
+
+def judge_chains(warp: str, valid: Callable) -> Outcome:
+    target, draft = random_laws(9, WARPS[warp]), random_laws(10, WARPS[warp])
     drafts = enumeration.sampled_drafts(CHAIN, draft, valid)
     assert len(set(drafts.valid.sum(axis=1).tolist())) > 1
-    assert_lossless(judge(honest("chain"), CHAIN, target, drafts, draft))
+    return judge(honest("chain"), CHAIN, target, drafts, draft)
+
+
+@pytest.mark.parametrize("warp", ["plain", "hot", "cold", "banned"])
+def test_a_chain_that_drops_tokens_for_their_own_probability_is_caught(warp):
+    """What `grow_chain` does if its confidence reads the token and it may still drop it."""
+    settings = {"confidence": of_the_last_token, "least": 1.0}
+    assert_caught(
+        judge_chains(
+            warp, lambda tokens: grown(tokens, random_logits(10), WARPS[warp], SURE, **settings)[0]
+        )
+    )
 
 
 @pytest.mark.parametrize("gap", [1, 2, 4])
