@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxspec.training.settings import CROSS_ENTROPY
+
 DECAY = 3.0
 """Decay of the divergence's weight in "hybrid" with the overlap; the paper's choice."""
 
@@ -44,8 +46,6 @@ class Match(NamedTuple):
         return jnp.exp(self.log_overlap)
 
 
-# Recomputed with the gradient: of the vocabulary's width, only the logits are kept.
-@jax.checkpoint
 def match(
     draft_logits: Float[Array, "*places vocab"],
     target_logits: Float[Array, "*places vocab"],
@@ -64,18 +64,17 @@ def match(
     0.7
     """
     # The same operations for both, so that equal logits are equal laws to the last bit.
-    draft = draft_logits - jax.nn.logsumexp(draft_logits, axis=-1, keepdims=True)
-    own = target_logits - jax.nn.logsumexp(target_logits, axis=-1, keepdims=True)
-    target = own if log_total is None else target_logits - log_total[..., None]
-    own, target = jax.lax.stop_gradient((own, target))
+    draft_total = jax.nn.logsumexp(draft_logits, axis=-1)
+    target_logits = jax.lax.stop_gradient(target_logits)
+    total = jax.nn.logsumexp(target_logits, axis=-1) if log_total is None else log_total
+    draft = draft_logits - draft_total[..., None]
+    target = target_logits - jax.lax.stop_gradient(total)[..., None]
     smaller = jnp.minimum(draft, target)
-
-    def total_of(terms: Float[Array, "*places vocab"]) -> Float[Array, "*places"]:
-        return jnp.sum(jnp.where(smaller > -jnp.inf, terms, 0.0), axis=-1)
-
+    own_terms = jax.nn.softmax(target_logits, axis=-1) * draft_logits
+    terms = jnp.exp(target) * (target - draft)
     return Match(
-        -total_of(jnp.exp(own) * draft),
-        total_of(jnp.exp(target) * (target - draft)),
+        draft_total - jnp.sum(jnp.where(draft_logits > -jnp.inf, own_terms, 0.0), axis=-1),
+        jnp.sum(jnp.where(smaller > -jnp.inf, terms, 0.0), axis=-1),
         jax.nn.logsumexp(smaller, axis=-1),
     )
 
@@ -100,7 +99,7 @@ def losses_of(
     >>> [round(float(losses_of(loss, found, counted)[0]), 4) for loss in ("overlap", "hybrid")]
     [0.3567, 0.2869]
     """
-    if loss == "cross-entropy":
+    if loss == CROSS_ENTROPY:
         return found.cross_entropy
     if loss == "overlap":
         return -found.log_overlap

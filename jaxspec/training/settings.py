@@ -181,8 +181,8 @@ class MatchingSettings(RunSettings):
 
     Attributes:
         loss: what is learned from the other model's distributions: "cross-entropy"; "overlap", -log
-            of the chance that a drawn token is accepted; "hybrid", the divergence of Kullback and
-            Leibler where that chance is small, its complement where it is large.
+            of the chance that a drawn token is accepted; "hybrid", from the Kullback-Leibler
+            divergence to 1 - that chance, as the chance rises.
     """
 
     _: KW_ONLY

@@ -35,6 +35,7 @@ from jaxspec.training.settings import (
     settings_to_json,
 )
 from jaxspec.training.sources import LastRows, Source
+from jaxspec.training.target import Observed
 from jaxspec.training.tokenizer import MASK, RESERVED, SEPARATOR
 from jaxspec.training.train import train
 from jaxspec.training.vocabulary import TrainingVocabulary
@@ -269,6 +270,31 @@ def test_cuts_throughout_weigh_each_end_the_same(normalise):
     assert metrics["tokens"] == np.asarray(cut.masked.hidden).sum()
 
 
+def test_the_overlap_is_that_of_the_laws_that_verification_compares():
+    """The drafter has two tokens more than the target, its mask among them."""
+    wide = TINY.replace(vocab_size=302, diffusion=Diffusion(301, True, 4))
+    network = Network(init_params(wide, jax.random.key(0)), wide)
+    target = Network(init_params(TINY, jax.random.key(1)), TINY)
+    text = np.arange(20, 55, dtype=np.int32)
+    batch = pack_answers([text], [6], 40, 4, 301)
+    objective = Refinement(wide, 8, 1.5, cuts="all", loss="overlap")
+    key = jax.random.key(3)
+    loss, metrics = jax.jit(objective)(network.params, Observed(batch, target), key)
+    row = jax.tree.map(lambda field: jnp.asarray(field[0]), batch)
+    cut, logits = deer._predict(network, objective, row, jax.random.split(key, 1)[0])
+    read = target.forward(jnp.asarray(text), jnp.arange(35), causal(35), None)
+    said = jax.nn.softmax(target.unembed(read.features))
+    drafted_laws = jax.nn.softmax(logits[:, :300])
+    overlap = np.zeros(40)
+    overlap[1:35] = jnp.sum(jnp.minimum(said[:-1], drafted_laws[1:35]), axis=1)
+    hidden, weights = np.asarray(cut.masked.hidden), np.asarray(cut.masked.weights)
+    np.testing.assert_allclose(metrics["overlap"], overlap[hidden].mean(), rtol=1e-5)
+    ends = [tail for _, _, tail in ends_of(cut, np.asarray(cut.firsts))]
+    means = [np.average(-np.log(overlap[tail]), weights=weights[tail]) for tail in ends]
+    assert len(means) >= 4
+    np.testing.assert_allclose(loss, np.mean(means), rtol=1e-5)
+
+
 @pytest.mark.parametrize("cuts", ["one", "all"])
 def test_texts_are_shown_in_whole_blocks(cuts):
     """13 tokens lie in 16 places; what fills them is shown as masks, and not where it was cut."""
@@ -490,6 +516,8 @@ def test_answers_come_from_a_file_and_wrong_lines_are_named(models, tmp_path):
         ({"cuts": "two"}, "cuts must be one of"),
         ({"cuts": "all"}, "cuts is a setting of stage 2"),
         ({"alpha": 1.1}, "alpha is a setting of stage 2"),
+        ({"loss": "hybrid"}, "loss is a setting of stage 2: leave it out in stage 1"),
+        ({"stage": 2, "loss": "total"}, "loss must be one of"),
     ],
 )
 def test_wrong_settings_are_named(settings, changes, message):

@@ -104,13 +104,24 @@ def drafted(target: Network, head, text, length):
     return drafter.propose(pair, jax.random.key(0), state, context)[0].draft_logprobs
 
 
+@jax.jit
+def laws_of(target: Network, text):
+    """The target's laws of the token after each of a text."""
+    places = len(text)
+    read = target.forward(text, jnp.arange(places), causal(places), None)
+    return jax.nn.softmax(target.unembed(read.features))
+
+
 @pytest.mark.parametrize("rank", [0, 3], ids=["alone", "markov"])
 def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, answers, rank):
     objective, key = objective_for(target, anchor_predicts=rank > 0), jax.random.key(3)
     parts = DFlashParts(rank=rank)
     params = init_dflash_params(objective.config, 64, jax.random.key(7), parts)
     loss, metrics = jax.jit(objective)(params, Observed(answers, target), key)
+    matched = dataclasses.replace(objective, loss="overlap")
+    loss_of_laws, shown = jax.jit(matched)(params, Observed(answers, target), key)
     head = objective.head(params, target)
+    of_laws, overlaps = 0.0, np.zeros(head.num_drafted)
     tables = params.pop("transitions", None)
     alone = objective.head(params, target)
     total = weight = nats = tokens = 0.0
@@ -132,6 +143,8 @@ def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, answers,
                 rows = tables["previous"]["embedding"][previous]
                 laws = laws[: len(previous)] + rows @ tables["following"]["embedding"].T
                 laws = jax.nn.log_softmax(laws)
+            padded[: len(text)] = text
+            said_by_target = laws_of(target, jnp.asarray(padded))[pending:]
             for i, token in enumerate(text[pending + 1 : pending + 1 + head.num_drafted]):
                 share = np.exp(-i / objective.gamma)
                 said = float(laws[i, token])
@@ -139,12 +152,17 @@ def test_the_loss_is_that_of_drafting_from_one_anchor_at_a_time(target, answers,
                 nats, tokens = nats - said, tokens + 1
                 hits[i] += said >= float(jnp.max(laws[i]))
                 places[i] += 1
+                both = float(jnp.sum(jnp.minimum(jnp.exp(laws[i]), said_by_target[i])))
+                of_laws, overlaps[i] = of_laws - share * np.log(both), overlaps[i] + both
     assert tokens > 40
     assert float(metrics["tokens"]) == tokens
     np.testing.assert_allclose(loss, total / weight, rtol=1e-5)
     np.testing.assert_allclose(metrics["nats"], nats / tokens, rtol=1e-5)
     at_depth = [float(metrics[f"top1_at_{i + 1}"]) for i in range(head.num_drafted)]
     np.testing.assert_allclose(at_depth, hits / places, rtol=1e-6)
+    np.testing.assert_allclose(loss_of_laws, of_laws / weight, rtol=1e-5)
+    at_depth = [float(shown[f"overlap_at_{i + 1}"]) for i in range(head.num_drafted)]
+    np.testing.assert_allclose(at_depth, overlaps / places, rtol=1e-5)
 
 
 def test_anchors_are_what_may_be_pending_within_an_answer(target, answers):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.checkpoint import load_eagle
-from jaxspec.core.masks import causal
+from jaxspec.core.masks import causal, same_document
 from jaxspec.models import (
     Eagle3Head,
     Network,
@@ -104,6 +104,26 @@ def test_feature_regression_counts_places_within_documents(target, sequences):
     assert draws[0] == draws[1] != draws[2] != value
 
 
+def test_the_overlap_of_tokens_counts_all_that_the_target_may_say(target, sequences):
+    config = layer_of(target)
+    params, ids = init_eagle_params(config, True, jax.random.key(1)), jnp.arange(0, 24, 2)
+    objective = FeatureRegression(config, noise=0.0, loss="overlap")
+    observed = Observed(sequences, target, ids)
+    metrics = jax.jit(objective)(params, observed, jax.random.key(2))[1]
+    head, states = objective.head(params, target, ids), observed.states(())
+    nats = []
+    for row, features in zip(zip(*sequences[:3], strict=True), states.features, strict=True):
+        tokens, segments, positions = map(jnp.asarray, row)
+        mask = (causal(12) & same_document(segments))[:-1, :-1]
+        embedded = target.embed(tokens[1:])
+        predicted = head.forward(embedded, features[:-1], positions[:-1], mask, None).features
+        drafted = jax.nn.softmax(head.unembed(target, predicted))
+        said = jax.nn.softmax(target.unembed(features[1:]))[:, ids]
+        counted = (segments[1:] == segments[:-1]) & (segments[1:] > 0)
+        nats.append(-np.log(np.sum(np.minimum(drafted, said), axis=1))[np.asarray(counted)])
+    np.testing.assert_allclose(metrics["token_loss"], np.mean(np.concatenate(nats)), rtol=1e-5)
+
+
 def test_unrolled_states_are_those_of_drafting(target, sequences):
     """Place t's loss at step i is that of a chain of i + 1 drafts from there, fed the true text."""
     ids = jnp.arange(0, 24, 3)
@@ -126,7 +146,8 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
     tokens = jnp.asarray(row.tokens[0])
     seen = target.forward(tokens, jnp.arange(5), causal(5), None, taps=taps)
     true_states, logits = head.states_of(seen.features, seen.taps), target.unembed(seen.features)
-    total, places = 0.0, 0
+    total, places, nats = 0.0, 0, 0.0
+    overlaps = {step: [] for step in range(3)}
     ranks = {step: [] for step in range(3)}  # of the target's choice; tokens not drafted come last
     for place in range(4):
         known = place + 1
@@ -140,7 +161,10 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
             order = ids[jnp.argsort(-drafted)].tolist()
             choice = int(jnp.argmax(wanted))
             ranks[step].append(order.index(choice) if choice in order else len(order))
+            both = jnp.minimum(jax.nn.softmax(wanted)[ids], jnp.exp(drafted))
+            overlaps[step].append(float(jnp.sum(both)))
             if choice in order:
+                nats -= 0.8**step * np.log(overlaps[step][-1])
                 law = jax.nn.softmax(wanted[ids])
                 total -= 0.8**step * float(jnp.sum(law * drafted))
                 places += step == 0
@@ -150,11 +174,17 @@ def test_unrolled_states_are_those_of_drafting(target, sequences):
     np.testing.assert_allclose(value, total / 5, rtol=1e-4)
     assert metrics["tokens"] == places
 
+    matched = TrainingTimeTest(config, taps, num_unrolled=3, decay=0.8, loss="overlap")
+    value_of_nats, _ = jax.jit(matched)(params, observed, jax.random.key(0))
+    np.testing.assert_allclose(value_of_nats, nats / 5, rtol=1e-4)
+
     quality = HeadQuality(objective, depth=3, top_k=4)
     loss, shown = jax.jit(quality)(params, Observed(row, target, ids), jax.random.key(0))
     np.testing.assert_allclose(loss, value, rtol=1e-5)
     assert shown["tokens"] == 4
     for step, found in ranks.items():
+        mean = np.mean(overlaps[step])
+        np.testing.assert_allclose(shown[f"overlap_at_{step + 1}"], mean, rtol=1e-5)
         for name, most in (("top1", 1), ("top4", 4)):
             share = np.mean(np.array(found) < most)
             np.testing.assert_allclose(shown[f"{name}_at_{step + 1}"], share, rtol=1e-6)

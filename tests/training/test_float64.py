@@ -44,6 +44,12 @@ COMMON = {"num_steps": 1, "minutes": None, "sequence_length": 32, "rows_per_batc
 CASES = {
     "lm": (LMTrainer, LMTrainingSettings, {"model": TINY, "tokenizer": "target"}),
     "lm-teacher": (LMTrainer, LMTrainingSettings, {"model": TINY, "teacher": "target"}),
+    # Another seed than the teacher's: at equal laws the overlap has no gradient.
+    "lm-overlap": (
+        LMTrainer,
+        LMTrainingSettings,
+        {"model": TINY, "teacher": "target", "loss": "overlap", "seed": 1},
+    ),
     "lm-drop": (
         LMTrainer,
         LMTrainingSettings,
@@ -52,6 +58,11 @@ CASES = {
     "masked": (MaskedTrainer, MaskedTrainingSettings, {"start_from": "target"}),
     "masked-block": (MaskedTrainer, MaskedTrainingSettings, {"start_from": "target", "block": 4}),
     "eagle-1": (EagleTrainer, EagleTrainingSettings, {"sources_weight": 1.0, "draft_vocab": 48}),
+    "eagle-1-hybrid": (
+        EagleTrainer,
+        EagleTrainingSettings,
+        {"sources_weight": 1.0, "draft_vocab": 48, "loss": "hybrid"},
+    ),
     "eagle-3": (
         EagleTrainer,
         EagleTrainingSettings,
@@ -63,10 +74,20 @@ CASES = {
         DeerTrainingSettings,
         {"start_from": "diffusion", "stage": 2, "cuts": "all", "longest": 8},
     ),
+    "deer-2-overlap": (
+        DeerTrainer,
+        DeerTrainingSettings,
+        {"start_from": "diffusion", "stage": 2, "cuts": "all", "longest": 8, "loss": "overlap"},
+    ),
     "dflash": (
         DFlashTrainer,
         DFlashTrainingSettings,
         {"layers": 1, "taps": (0, 1), "block": 4, "anchors": 8},
+    ),
+    "dflash-hybrid": (
+        DFlashTrainer,
+        DFlashTrainingSettings,
+        {"layers": 1, "taps": (0, 1), "block": 4, "anchors": 8, "loss": "hybrid"},
     ),
 }
 

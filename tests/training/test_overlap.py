@@ -1,6 +1,9 @@
 """Losses between two laws: values and gradients by hand and in NumPy, and what training makes."""
 
+import argparse
+import dataclasses
 import json
+import re
 from functools import partial
 
 import jax
@@ -8,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxspec.commands import train_deer, train_dflash, train_eagle, train_lm
 from jaxspec.models import (
     Diffusion,
     Network,
@@ -17,16 +21,35 @@ from jaxspec.models import (
     init_params,
 )
 from jaxspec.training.data import pack, pack_answers
-from jaxspec.training.deer import Refinement
-from jaxspec.training.dflash import AnchoredBlocks, layers_config
-from jaxspec.training.eagle import FeatureRegression, HeadQuality, TrainingTimeTest
-from jaxspec.training.lm import NextToken, SoftLabels, Taught
+from jaxspec.training.deer import DeerTrainer, Refinement
+from jaxspec.training.dflash import AnchoredBlocks, DFlashTrainer, layers_config
+from jaxspec.training.eagle import (
+    EagleTrainer,
+    FeatureRegression,
+    HeadQuality,
+    TrainingTimeTest,
+)
+from jaxspec.training.lm import LMTrainer, NextToken, SoftLabels, Taught
 from jaxspec.training.loop import make_train_step
 from jaxspec.training.optimizer import make_optimizer
 from jaxspec.training.overlap import losses_of, match
-from jaxspec.training.settings import LOSSES, OptimizerSettings
+from jaxspec.training.settings import (
+    LOSSES,
+    OWN_TEXT,
+    DeerTrainingSettings,
+    DFlashTrainingSettings,
+    EagleTrainingSettings,
+    LMTrainingSettings,
+    OptimizerSettings,
+    settings_from_json,
+)
 from jaxspec.training.state import initial_state
 from jaxspec.training.target import Observed, head_config
+from jaxspec.training.tokenizer import MASK, RESERVED
+from jaxspec.training.train import train
+from tests.training.runs import CONFIG, DRAFTING, QUIET, write_model, write_sums
+
+MASK_TOKEN = RESERVED.index(MASK)
 
 # Values and gradients
 
@@ -165,3 +188,171 @@ def test_each_depth_has_its_own_weight_of_the_divergence():
     for depth in range(4):
         alone, _ = reference("hybrid", draft[:, depth], target[:, depth], ids, counted[:, depth])
         np.testing.assert_allclose(apart[:, depth], alone, rtol=1e-5)
+
+
+# Training
+
+
+LENGTH, BLOCK, MASK_ID = 24, 4, 9
+OPTIMIZER = OptimizerSettings("adamw", learning_rate=0.01, warmup_steps=1)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_config):
+    """A network with laws that are far from even."""
+    params = init_params(tiny_config, jax.random.key(0))
+    kernel = 8.0 * params["head"]["kernel"]
+    return Network({**params, "head": {"kernel": kernel}}, tiny_config)
+
+
+@pytest.fixture(scope="module")
+def texts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(10, 97, size).astype(np.int32) for size in (22, 11, 9, 17)]
+
+
+def cases(name, target, texts):
+    """Returns what makes an objective of a loss, its first weights, and a batch."""
+    config, key = head_config(target.config), jax.random.key(7)
+    answers, ids = pack_answers(texts, (6, 4, 1, 12), LENGTH), jnp.arange(0, 97, 2)
+    if name == "lm":
+        params = init_params(target.config, key)
+        student = NextToken(target.config)
+        batch = Taught(pack(texts, LENGTH), target)
+        return lambda loss: SoftLabels(student, 1.0, loss), params, batch
+    if name == "eagle-1":
+        make = partial(FeatureRegression, config, noise=0.0, token_weight=1.0)
+        batch = Observed(pack(texts, LENGTH), target, ids)
+        return lambda loss: make(loss=loss), init_eagle_params(config, True, key), batch
+    if name == "eagle-3":
+        config, taps = config.replace(vocab_size=len(ids)), (0, 1)
+        make = partial(TrainingTimeTest, config, taps, num_unrolled=2)
+        params = init_eagle3_params(config, 2 * target.embed_dim, key)
+        batch = Observed(pack(texts, LENGTH), target, ids)
+        return lambda loss: make(loss=loss), params, batch
+    if name == "dflash":
+        config, taps = layers_config(target.config, 1, 24), (0, 1)
+        make = partial(AnchoredBlocks, config, taps, MASK_ID, BLOCK, 99, 2.0)
+        params = init_dflash_params(config, 2 * target.embed_dim, key)
+        return lambda loss: make(loss=loss), params, Observed(answers, target)
+    config = target.config.replace(diffusion=Diffusion(MASK_ID, True, 4))
+    answers = pack_answers(texts, (6, 4, 1, 12), LENGTH, 4, MASK_ID)
+    make = partial(Refinement, config, 8, cuts="all")
+    return lambda loss: make(loss=loss), init_params(config, key), Observed(answers, target)
+
+
+@pytest.mark.parametrize("name", ["lm", "eagle-1", "eagle-3", "dflash", "deer"])
+def test_the_overlap_rises_with_either_loss(name, target, texts):
+    objective_of, params, batch = cases(name, target, texts)
+    measured = objective_of("overlap")
+    if name.startswith("eagle"):
+        measured = HeadQuality(measured, depth=1, top_k=2)
+
+    @jax.jit
+    def overlap(params):
+        metrics = measured(params, batch, jax.random.key(0))[1]
+        return metrics["overlap"] if "overlap" in metrics else metrics["overlap_at_1"]
+
+    before = float(overlap(params))
+    for loss in LOSSES[1:]:
+        step = make_train_step(objective_of(loss), OPTIMIZER, 30)
+        state = initial_state(jax.tree.map(jnp.copy, params), make_optimizer(OPTIMIZER, 30))
+        for _ in range(30):
+            state, metrics = step(state, batch)
+        assert np.isfinite(float(metrics["loss"]))
+        assert float(overlap(state.params)) > 1.2 * before, loss
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target, a diffusion model that shares its tokenizer, and text."""
+    folder = tmp_path_factory.mktemp("overlap")
+    write_model(folder / "target", CONFIG)
+    write_model(folder / "diffusion", CONFIG.replace(diffusion=Diffusion(MASK_TOKEN, True, 4)))
+    return folder
+
+
+RUNS = {
+    "lm": (LMTrainer, LMTrainingSettings, {"model": CONFIG, "teacher": "target"}),
+    "eagle": (
+        EagleTrainer,
+        EagleTrainingSettings,
+        {"draft_vocab": 48, "paths": ((0,), (0, 0)), "cache_features": True},
+    ),
+    "dflash": (
+        DFlashTrainer,
+        DFlashTrainingSettings,
+        {"layers": 1, "taps": (0, 1), "block": 4, "anchors": 8, "cache_features": True},
+    ),
+    "deer": (DeerTrainer, DeerTrainingSettings, {"start_from": "diffusion", "stage": 2}),
+}
+
+
+@pytest.mark.parametrize("name", sorted(RUNS))
+def test_a_run_has_one_loss_and_says_so(name, folder):
+    trainer, kind, changes = RUNS[name]
+    values = {**DRAFTING, "num_steps": 2, "loss": "hybrid", "dtype": "bfloat16", **changes}
+    for field in ("teacher", "start_from"):
+        if field in values:
+            values[field] = str(folder / values[field])
+    if name == "lm":
+        del values["decoding_prompts"]
+    else:
+        values |= {"target": str(folder / "target"), "decoding_prompts": 0}
+    settings = kind((write_sums(folder),), **values)
+    state, out = folder / name / "state", folder / name / "out"
+    trained = train(trainer(settings), state, out, console=QUIET)
+    figures = trained.metrics["validation"][OWN_TEXT]
+    shown = [value for metric, value in figures.items() if metric.startswith("overlap")]
+    assert shown
+    assert all(0 < value <= 1 for value in shown)
+    stored = json.loads((out / "training.json").read_text())
+    assert stored["loss"] == "hybrid"
+    assert settings_from_json(stored, kind) == settings
+    assert "is accepted" in (out / "recipe.md").read_text()
+    other = dataclasses.replace(settings, loss="overlap")
+    with pytest.raises(ValueError, match="loss: 'hybrid' before, 'overlap' now"):
+        train(trainer(other), state, console=QUIET)
+
+
+@pytest.mark.parametrize(
+    ("verb", "flags"),
+    [
+        (train_lm, ["--teacher", "t"]),
+        (train_eagle, ["--target", "t"]),
+        (train_dflash, ["--target", "t"]),
+        (train_deer, ["--target", "t", "--start-from", "d", "--stage", "2"]),
+    ],
+)
+def test_one_flag_says_it_to_every_trainer(verb, flags, capsys):
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    flags = ["--out", "x", "--data", "notes=notes.txt", *flags]
+    assert verb.settings_from_arguments(parser.parse_args(flags)).loss == "cross-entropy"
+    for loss in LOSSES:
+        args = parser.parse_args([*flags, "--loss", loss])
+        assert verb.settings_from_arguments(args).loss == loss
+    with pytest.raises(SystemExit):
+        parser.parse_args([*flags, "--loss", "total"])
+    assert "--loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("verb", "flags", "message"),
+    [
+        (train_lm, [], "name one (--teacher FOLDER), or leave it out"),
+        (
+            train_deer,
+            ["--target", "t", "--start-from", "d"],
+            "loss is a setting of stage 2: leave it out in stage 1",
+        ),
+    ],
+)
+def test_text_alone_has_no_law_to_match(verb, flags, message):
+    parser = argparse.ArgumentParser()
+    verb.add_arguments(parser)
+    args = parser.parse_args(
+        ["--out", "x", "--data", "notes=notes.txt", "--loss", "overlap", *flags]
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        verb.settings_from_arguments(args)
