@@ -409,7 +409,7 @@ def changed(config: dict, own: dict | None = None, **values) -> dict:
         (changed(DSPARK, draft_vocab_size=9), "sets draft_vocab_size 9"),
         (changed(DSPARK, final_logit_softcapping=30.0), r"final_logit_softcapping 30\.0"),
         (changed(DSPARK, architectures=["Gemma4DSparkModel"]), "is no DFlash head"),
-        (changed(DSPARK, markov_rank="5"), "markov_rank must be a positive whole number"),
+        (changed(DSPARK, markov_rank="5"), "markov_rank must be a whole number of at least 1"),
         (changed(DSPARK, sample_from_anchor=3), "sample_from_anchor in config.json must be true"),
         (changed(DSPARK, mask_token_id="left out"), "mask_token_id is None"),
         (

@@ -15,7 +15,10 @@ FORKED = ((0,), (1,))
 
 
 def test_an_exit_saves_draft_passes_and_narrows_the_target_pass():
-    """A pass for every drafted token but the first, and the narrowest target pass for them."""
+    """A pass for each law but the first, and the narrowest target pass for the tokens.
+
+    The last law of a step may have been too flat to draw from.
+    """
     target, passes = network(24), []
 
     class Counted(Network):
@@ -26,13 +29,14 @@ def test_an_exit_saves_draft_passes_and_narrows_the_target_pass():
 
     jax.tree_util.register_dataclass(Counted, data_fields=["params"], meta_fields=["config"])
     draft = blurred(target)
-    drafter = DraftModel(6, threshold=0.05)
+    drafter = DraftModel(6, threshold=0.01)
     loaded = LoadedDrafter(drafter, Counted(draft.params, draft.config))
     (row,) = generate(Model(target), PROMPT, CONFIG, loaded, return_trace=True)
     jax.effects_barrier()
     drafted = [int(np.sum(step.valid)) - 1 for step in row.trace]
-    assert len(set(drafted)) > 2
-    assert len(passes) == sum(max(count - 1, 0) for count in drafted)
+    assert len(set(drafted)) > 1
+    fewest, most = sum(max(count - 1, 0) for count in drafted), sum(drafted)
+    assert fewest <= len(passes) <= most < len(drafted) * (drafter.num_speculative_tokens - 1)
     for step, count in zip(row.trace, drafted, strict=True):
         assert step.width == min(width for width in drafter.widths if width > count)
     assert min(step.width for step in row.trace) < max(drafter.widths)
