@@ -21,7 +21,7 @@ _OUTSIDE = -2
 """Stands for what is before the first token."""
 
 
-class Corpus(NamedTuple):
+class SortedTexts(NamedTuple):
     """Texts, and their places in the order of what stands before them.
 
     Two places are compared by the tokens before them, the nearest first. So the places that share
@@ -39,7 +39,7 @@ class Corpus(NamedTuple):
     count: Int[Array, ""]
 
 
-def corpus_of(texts: Sequence[np.ndarray], reach: int) -> Corpus:
+def corpus_of(texts: Sequence[np.ndarray], reach: int) -> SortedTexts:
     """Returns a corpus with `ROOM` free places.
 
     Args:
@@ -59,7 +59,7 @@ def corpus_of(texts: Sequence[np.ndarray], reach: int) -> Corpus:
     return _sorted(tokens, len(tokens) + ROOM, reach)
 
 
-def extended(corpus: Corpus, texts: Sequence[np.ndarray], reach: int) -> Corpus | None:
+def extended(corpus: SortedTexts, texts: Sequence[np.ndarray], reach: int) -> SortedTexts | None:
     """Returns the corpus with further texts in its `ROOM` free places.
 
     Where these are full, the oldest of the further texts are forgotten. `None`: what is new is less
@@ -81,7 +81,7 @@ def _joined(texts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
 
 
-def _sorted(tokens: np.ndarray, capacity: int, reach: int) -> Corpus:
+def _sorted(tokens: np.ndarray, capacity: int, reach: int) -> SortedTexts:
     """Sorts by one token before each place, then by two, by four, ..."""
     before = np.concatenate([[_OUTSIDE], tokens])[: len(tokens)]
     ranks = np.unique(before, return_inverse=True)[1]
@@ -98,11 +98,11 @@ def _sorted(tokens: np.ndarray, capacity: int, reach: int) -> Corpus:
         whole = np.pad(array, (0, capacity - len(array)), constant_values=filler)
         return jnp.asarray(whole.astype(np.int32))
 
-    return Corpus(padded(tokens, _BETWEEN), padded(order, 0), jnp.int32(len(order)))
+    return SortedTexts(padded(tokens, _BETWEEN), padded(order, 0), jnp.int32(len(order)))
 
 
 def nearest(
-    corpus: Corpus, tokens: Int[Array, " text"], length: Int[Array, ""], reach: int, count: int
+    corpus: SortedTexts, tokens: Int[Array, " text"], length: Int[Array, ""], reach: int, count: int
 ) -> tuple[Int[Array, " count"], Int[Array, " count"]]:
     """Finds the places of a corpus before which the end of a text stands, its longest part.
 

@@ -19,7 +19,7 @@ from jaxspec.core.checks import check_at_least, check_one_of
 from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import bank, chain_proposal
 from jaxspec.core.types import Context, Hidden, Params, Proposal
-from jaxspec.drafters.corpus import Corpus, corpus_of, encoded_texts, extended, nearest
+from jaxspec.drafters.corpus import SortedTexts, corpus_of, encoded_texts, extended, nearest
 from jaxspec.drafters.loaded import LoadedDrafter, OtherTargetError
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class SuffixLookup:
         return self.look_up(params.draft, context)[0], state
 
     def look_up(
-        self, corpus: Corpus | tuple[()], context: Context
+        self, corpus: SortedTexts | tuple[()], context: Context
     ) -> tuple[Proposal, Int[Array, ""]]:
         """Returns a draft, and how many tokens match: `NEARER` more in the row's own text."""
         size = self.num_speculative_tokens
@@ -201,7 +201,9 @@ class SuffixLookup:
         drafted, valid = _vote(following)
         return _proposal(context, drafted, valid & (jnp.arange(size) < weight)), weight
 
-    def with_texts(self, params: Corpus | tuple[()], texts: Sequence[np.ndarray]) -> Corpus | None:
+    def with_texts(
+        self, params: SortedTexts | tuple[()], texts: Sequence[np.ndarray]
+    ) -> SortedTexts | None:
         """See `core.types.ReadsFinished`."""
         if not params:
             return corpus_of(texts, self.max_ngram)
@@ -211,7 +213,7 @@ class SuffixLookup:
         """See `core.types.ChecksFit`."""
         if not params.draft:
             return
-        if not isinstance(params.draft, Corpus):
+        if not isinstance(params.draft, SortedTexts):
             raise ValueError(
                 "drafter: SuffixLookup looks tokens up in texts: SuffixLookup.of(texts, model), or "
                 f"SuffixLookup() without; got {type(params.draft).__name__}."

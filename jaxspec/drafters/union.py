@@ -20,7 +20,7 @@ from jaxspec.core.types import (
     Proposal,
     PyTree,
 )
-from jaxspec.drafters.corpus import Corpus
+from jaxspec.drafters.corpus import SortedTexts
 from jaxspec.drafters.loaded import DrafterLike, LoadedDrafter, loaded_drafter
 from jaxspec.drafters.lookup import SuffixLookup
 
@@ -33,7 +33,7 @@ class UnionParams(NamedTuple):
         head: weights of the other drafter.
     """
 
-    lookup: Corpus | tuple[()]
+    lookup: SortedTexts | tuple[()]
     head: PyTree
 
 

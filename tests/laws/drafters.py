@@ -24,7 +24,7 @@ from jaxspec.drafters import (
     TokenRecycling,
     Union,
 )
-from jaxspec.drafters.corpus import Corpus, corpus_of
+from jaxspec.drafters.corpus import SortedTexts, corpus_of
 from jaxspec.drafters.union import UnionParams
 from jaxspec.drafters.vocabularies import SharedTokens
 from jaxspec.models import (
@@ -153,7 +153,7 @@ def of_another_vocabulary(target: Network) -> SharedTokens:
     return SharedTokens(Network(changed, network.config), ids, shared)
 
 
-def corpus(target: Network) -> Corpus:
+def corpus(target: Network) -> SortedTexts:
     """Random texts, whose ends are found by chance."""
     rng = np.random.default_rng(7)
     return corpus_of([rng.integers(0, target.vocab_size, size) for size in (40, 1, 90)], reach=6)
