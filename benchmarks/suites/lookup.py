@@ -199,7 +199,8 @@ LOOKUP_SUITES: Mapping[str, Suite] = {
         measure=_measure_lookup,
         prompt_sets=(GSM8K, CODE_EDITS),
         prompts_per_set=1319,
-        needs=(MADE_FOR, EAGLE_HEAD),
+        needs=(EAGLE_HEAD,),
+        models=(MADE_FOR,),
         methods={
             PLAIN: lambda target: None,
             **{name: lambda target, each=each: each for name, each in _COPYING.items()},
