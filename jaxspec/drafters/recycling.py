@@ -11,13 +11,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, Shaped
 
+from jaxspec.core.forms import exchangeable
 from jaxspec.core.proposal import bank, tree_proposal
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.sampling import likeliest_tokens
 from jaxspec.core.tree import Path, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Hidden, Params, Proposal, Tree
+from jaxspec.drafters.growth import take_rows
 
 DEFAULT_PATHS: tuple[Path, ...] = ((0,), (1,), (0, 0), (0, 0, 0), (0, 0, 0, 0))
 CHUNK = 64
@@ -111,7 +113,7 @@ class TokenRecycling:
             )
             logits = params.target.unembed(features)
             likeliest = likeliest_tokens(logits, context.warp, self.num_likeliest)
-            return _learn(table, tokens, likeliest, start + jnp.arange(chunk) < length)
+            return learned(table, tokens, likeliest, start + jnp.arange(chunk) < length)
 
         if chunk == bucket:
             # In a loop, XLA would move the choice of tokens out of it, and sort whole rows there.
@@ -128,13 +130,8 @@ class TokenRecycling:
         recent, tree = context.recent, self.tree
         assert recent.likeliest is not None, "the step gives what `num_likeliest` asks for"
         scored = (recent.count > 0) & (recent.likeliest[:, 0] >= 0)
-        table = _learn(state.table, state.tokens, recent.likeliest, scored)
-        drafted = context.tokens[context.length - 1][None]
-        for depth in range(1, self.tree_shape[1] + 1):
-            level = np.flatnonzero(tree.depths == depth)
-            parents = drafted[tree.parents[level]]
-            found = table[jnp.maximum(parents, 0), tree.ranks[level]]
-            drafted = jnp.concatenate([drafted, jnp.where(parents >= 0, found, -1)])
+        table = learned(state.table, state.tokens, recent.likeliest, scored)
+        drafted = filled(tree, table, context.tokens[context.length - 1][None])
         tokens = jnp.maximum(drafted, 0)
         return tree_proposal(tree, tokens, drafted >= 0), RecyclingState(table, tokens)
 
@@ -147,7 +144,44 @@ class TokenRecycling:
             )
 
 
-def _learn(
+def filled(
+    tree: Tree, table: Shaped[Array, "vocab branch"], root: Int[Array, " 1"]
+) -> Int[Array, " nodes"]:
+    """Fills a static tree from a table of successors.
+
+    Args:
+        tree: static.
+        table: as `successors` reads it.
+        root: the pending token.
+
+    Returns:
+        The token of each node; -1 below one that is not in the table yet.
+
+    Example:
+        >>> from jaxspec.core.tree import tree_from_paths
+        >>> table = jnp.array([[1, 2], [2, 0], [-1, -1]])
+        >>> filled(tree_from_paths([(0,), (1,), (0, 0), (0, 0, 0)]), table, jnp.array([0])).tolist()
+        [0, 1, 2, 2, -1]
+    """
+    drafted, branch = root, table.shape[1]
+    for depth in range(1, tree.paths.shape[1]):
+        level = np.flatnonzero(tree.depths == depth)
+        parents, places = np.unique(tree.parents[level], return_inverse=True)
+        found = successors(table, take_rows(drafted, parents)).reshape(-1)
+        drafted = jnp.concatenate([drafted, take_rows(found, places * branch + tree.ranks[level])])
+    return drafted
+
+
+@exchangeable
+def successors(
+    table: Int[Array, "vocab branch"], tokens: Int[Array, " nodes"]
+) -> Int[Array, "nodes branch"]:
+    """Returns the rows of tokens; -1 is a token that is not known, and its row."""
+    return jnp.where((tokens >= 0)[:, None], table[jnp.maximum(tokens, 0)], -1)
+
+
+@exchangeable
+def learned(
     table: Int[Array, "vocab branch"],
     tokens: Int[Array, " places"],
     likeliest: Int[Array, "places branch"],

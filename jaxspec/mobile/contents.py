@@ -15,6 +15,7 @@ from jaxspec.drafters import (
     LoadedDrafter,
     NoDraft,
     PromptLookup,
+    TokenRecycling,
     loaded_drafter,
 )
 from jaxspec.mobile.quantize import QUANTIZATIONS, check_quantization
@@ -27,6 +28,7 @@ from jaxspec.mobile.signatures.diffusion import (
 )
 from jaxspec.mobile.signatures.eagle import EagleStep
 from jaxspec.mobile.signatures.layer_skip import LayerSkipStep
+from jaxspec.mobile.signatures.recycling import RecyclingStep
 from jaxspec.mobile.signatures.target import (
     commit_signature,
     decode_signature,
@@ -238,6 +240,8 @@ def _signatures(
         case LayerSkip():
             step = LayerSkipStep(drafter)
             paths = tuple((0,) * depth for depth in range(1, step.levels))
+        case TokenRecycling():
+            step, paths = RecyclingStep(drafter), drafter.paths
         case PromptLookup():
             verify.add(drafter.tree_shape[0])
         case Deer():
@@ -246,25 +250,27 @@ def _signatures(
                 verify.add(drafter.tree_shape[0])
         case _:
             raise ValueError(
-                f"drafter: {type(drafter).__name__} cannot be exported; Eagle, LayerSkip, Deer and "
-                "PromptLookup can. A draft model is exported as a separate file."
+                f"drafter: {type(drafter).__name__} cannot be exported; Eagle, LayerSkip, Deer, "
+                "TokenRecycling and PromptLookup can. A draft model is exported as a separate file."
             )
     if step is not None and step.levels >= target.capacity:
         raise ValueError(
             f"capacity: a tree of depth {step.levels - 1} needs more than {target.capacity} tokens."
         )
     drafting = step if isinstance(step, EagleStep) else None
+    filling = step if isinstance(step, EagleStep | RecyclingStep) else None
+    for_host = step if isinstance(step, EagleStep | LayerSkipStep) else None
     if config.levels and drafting is None:
         raise ValueError("levels: only an EAGLE head drafts level by level; leave it out.")
     if config.trees and drafting is None:
         raise ValueError("trees: only an EAGLE head drafts over several; leave it out.")
     if config.trees:
         paths = ()
-    elif step is not None and config.bundle == "cpu":
+    elif for_host is not None and config.bundle == "cpu":
         verify.add(1 + len(paths))
     sizes = sorted(verify)
     functions = {
-        **{f"prefill_{n}": prefill_signature(target, n, drafting) for n in config.prefill},
+        **{f"prefill_{n}": prefill_signature(target, n, filling) for n in config.prefill},
         "decode": decode_signature(target),
         **{f"verify_{n}": verify_signature(target, n, drafting) for n in sizes},
         **{f"commit_{n}": commit_signature(target, n, drafting) for n in sizes},
@@ -283,7 +289,8 @@ def _signatures(
         functions["step"] = step.signature(target)
         if config.bundle == "cpu":
             functions["step_sampled"] = step.sampled_signature(target)
-            functions["draft"] = step.draft_signature(target)
+            if for_host is not None:
+                functions["draft"] = for_host.draft_signature(target)
     if drafting is not None and config.levels:
         functions["absorb"] = drafting.absorb_signature(target)
         for size in config.levels:

@@ -18,6 +18,7 @@ from jaxspec.core.masks import sliding_window
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.types import LayerKV
 from jaxspec.drafters.growth import lookup_ids
+from jaxspec.drafters.recycling import learned, successors
 from jaxspec.models.attention import Segment, attend, softcapped
 from jaxspec.models.config import Rope
 from jaxspec.models.linear import multiply
@@ -32,12 +33,14 @@ def litert_forms(num_positions: int) -> Mapping[Callable, Callable]:
     return {
         argmax_rows: _argmax_rows,
         attend: _attend,
+        learned: _learned,
         lookup_ids: _lookup_ids,
         lookup_rows: _lookup_rows,
         multiply: _multiply,
         rotations: partial(_rotations, num_positions),
         sliding_window: _sliding_window,
         select_nodes: _select_nodes,
+        successors: _successors,
     }
 
 
@@ -100,6 +103,32 @@ def _lookup_rows(
     Ids must be rows of the table; on a CPU any other id ends the run with an error.
     """
     return jax.nn.one_hot(ids, table.shape[0], dtype=table.dtype) @ table
+
+
+def _successors(
+    table: Float[Array, "vocab branch"], tokens: Int[Array, " nodes"]
+) -> Int[Array, "nodes branch"]:
+    """Reads a table of ids plus 1, as floats, see `mobile.signatures.recycling`."""
+    known = (tokens >= 0).astype(table.dtype)
+    rows = _lookup_rows(table, jnp.maximum(tokens, 0)) * known[:, None]
+    return rows.astype(jnp.int32) - 1
+
+
+def _learned(
+    table: Float[Array, "vocab branch"],
+    tokens: Int[Array, " places"],
+    likeliest: Int[Array, "places branch"],
+    known: Bool[Array, " places"],
+) -> Float[Array, "vocab branch"]:
+    """Multiplies one-hot rows, as a table of floats may not be written to in random places."""
+    later = np.triu(np.ones((len(tokens), len(tokens)), np.float32), k=1)
+    same = jnp.equal(tokens[:, None], tokens[None, :]).astype(jnp.float32)
+    counted = known.astype(jnp.float32)
+    again = jnp.sum(same * later * counted[None, :], axis=1)
+    here = jax.nn.one_hot(tokens, table.shape[0], dtype=jnp.float32)
+    here = here * (counted * jax.nn.relu(1.0 - again))[:, None]
+    rows = (likeliest + 1).astype(jnp.float32)
+    return table * (1.0 - jnp.sum(here, axis=0))[:, None] + here.T @ rows
 
 
 def _select_nodes(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec import GenerationConfig, LayerSkip, generate, score
+from jaxspec import GenerationConfig, LayerSkip, TokenRecycling, generate, score
 from jaxspec.checkpoint import CheckpointError, Model
 from jaxspec.compilation import CompileClock
 from jaxspec.core import masks
@@ -357,6 +357,26 @@ def test_layers_skipped_give_the_same_tokens(pair, expected, tmp_path):
     decoded = [skipping.generate(prompt, NUM_NEW) for prompt in PROMPTS]
     assert [each.tokens.tolist() for each in decoded] == expected
     assert max(count for each in decoded for count in each.counts) > 1
+
+
+@pytest.mark.parametrize("bundle", ["cpu", "gpu"])
+def test_recycled_tokens_are_those_of_jax(bundle, pair, expected, tmp_path):
+    """Token by token and step by step; a second text begins with the first one's table."""
+    drafter = TokenRecycling(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+    manifest = export(pair[0], tmp_path, drafter, replace(SHAPES, bundle=bundle))
+    assert manifest.sizes("verify") == ()
+    assert "draft" not in manifest.signatures
+    for prompt, text in zip(PROMPTS, expected, strict=True):
+        recycling = MobileModel(tmp_path / "model.tflite", num_threads=1)
+        decoded = recycling.generate(prompt, NUM_NEW, ())
+        assert decoded.tokens.tolist() == text
+        # The file's first token comes with the prompt.
+        config = GenerationConfig(max_new_tokens=NUM_NEW - 1, stop_token_ids=())
+        (row,) = generate(pair[0], [*prompt, text[0]], config, drafter)
+        assert len(decoded.counts) - 1 == row.metrics.counts.num_steps < NUM_NEW - 1
+        again = recycling.generate(prompt, NUM_NEW, ())
+        assert again.tokens.tolist() == text
+        assert len(again.counts) <= len(decoded.counts)
 
 
 def test_the_manifest_says_what_the_file_is(exported, path):

@@ -59,6 +59,43 @@ class EagleStep:
         """Returns the shapes of the head's cache."""
         return kv_inputs(target._replace(config=self.head_config), "head")
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target that the head reads."""
+        return self.drafter.taps
+
+    def prefill_inputs(self, target: Target) -> Shapes:
+        """Returns the further inputs of `prefill_N`.
+
+        `following` is the token after the part of the prompt that it reads; for the last part,
+        whose successor is unknown, it may be any token.
+        """
+        return {"following": ints(1), **self.head_kv(target)}
+
+    def prefilled(
+        self, target: Target, params: Params, inputs: Record, hidden: Hidden, pending: Array
+    ) -> Record:
+        """Returns the further outputs of `prefill_N`, which caches the prompt's pairs.
+
+        Pair t joins the state at t with the token after it.
+        """
+        length, prompt = inputs["length"][0], inputs["prompt"][0]
+        head, read, size = params.draft, self.read(hidden), inputs["prompt"].shape[1]
+        pairs = head.forward(
+            params.target.embed(jnp.concatenate([prompt[1:], inputs["following"]])),
+            head.states_of(read, read),
+            length + np.arange(size, dtype=np.int32),
+            masks.causal(size),
+            read_cache(inputs, "head", 1, length),
+        )
+        rest = self.levels - 1
+        states = lookup_rows(read, inputs["count"] - 1)
+        return {
+            "o_tokens": jnp.concatenate([pending, jnp.zeros(rest, jnp.int32)])[None],
+            "o_states": jnp.concatenate([states, jnp.zeros((rest, states.shape[1]))])[None],
+            **outgoing(write_kv(inputs, "head", pairs.new_kv, length)),
+        }
+
     def signature(self, target: Target, report: bool = False) -> Signature:
         """Makes `step`: draft, target pass, greedy acceptance, commit.
 
@@ -158,7 +195,7 @@ class EagleStep:
         absorbed, root_state = self._absorb(params, inputs)
         head_cache = read_cache(absorbed, "head", 1, length)
         tokens = self._draft(params, inputs, head_cache, root_state, target)
-        hidden, path, outputs = verify_and_commit(
+        hidden, _, path, outputs = verify_and_commit(
             params.target, target, self.tree, tokens, inputs, self.drafter.taps, accept, self.levels
         )
         states = path @ self.read(hidden)

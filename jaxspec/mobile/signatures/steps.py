@@ -1,6 +1,7 @@
 """The half of a step that all drafters share: target pass, acceptance, commit."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,22 @@ def _warped(logits: Array, temperature: Array, top_k: Array) -> Array:
     return jax.nn.softmax(logits / temperature.reshape(1, 1) - 1e4 * filtered_out, axis=-1)
 
 
+class Verified(NamedTuple):
+    """The second half of a step.
+
+    Attributes:
+        hidden: the target's states at the nodes.
+        logits: the target's, after each node.
+        path: the accepted path as one-hot rows.
+        outputs: of the step.
+    """
+
+    hidden: Hidden
+    logits: Array
+    path: Array
+    outputs: Record
+
+
 def verify_and_commit(
     network: Network,
     target: Target,
@@ -79,12 +96,8 @@ def verify_and_commit(
     taps: tuple[int, ...],
     accept: Accept,
     levels: int,
-) -> tuple[Hidden, Array, Record]:
-    """Runs the second half of a step.
-
-    Returns:
-        The target's hidden states, the accepted path as `levels` one-hot rows, and the outputs.
-    """
+) -> Verified:
+    """Runs the second half of a step, whose result has `levels` rows."""
     length = inputs["length"][0]
     hidden = network.forward(
         tokens,
@@ -93,16 +106,14 @@ def verify_and_commit(
         read_cache(inputs, "kv", target.config.num_layers, length),
         taps=taps,
     )
-    accepted = accept(tree, tokens, unembed_rows(network, target, hidden.features), levels)
+    logits = unembed_rows(network, target, hidden.features)
+    accepted = accept(tree, tokens, logits, levels)
     path_kv = select_nodes(hidden.new_kv, accepted.path)
-    return (
-        hidden,
-        accepted.path,
-        {
-            "o_tokens": accepted.tokens[None],
-            "o_count": accepted.count[None],
-            "o_length": (length + accepted.count)[None],
-            "o_pending": accepted.last[None],
-            **outgoing(write_kv(inputs, "kv", path_kv, length)),
-        },
-    )
+    outputs = {
+        "o_tokens": accepted.tokens[None],
+        "o_count": accepted.count[None],
+        "o_length": (length + accepted.count)[None],
+        "o_pending": accepted.last[None],
+        **outgoing(write_kv(inputs, "kv", path_kv, length)),
+    }
+    return Verified(hidden, logits, accepted.path, outputs)

@@ -1,15 +1,19 @@
 """Passes of the target: `prefill_N`, `decode`, `verify_N` and `commit_N`."""
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxspec.core import masks
 from jaxspec.core.cache import select_path
 from jaxspec.core.sampling import argmax_rows
-from jaxspec.core.types import Params
+from jaxspec.core.types import Hidden, Params
 from jaxspec.mobile.records import (
     Record,
+    Shapes,
     Signature,
     Target,
     floats,
@@ -46,19 +50,37 @@ def decode_signature(target: Target) -> Signature:
     )
 
 
-def prefill_signature(target: Target, size: int, drafting: EagleStep | None = None) -> Signature:
+class FillsPrompts(Protocol):
+    """A step whose state is filled while the prompt is read."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target that it reads."""
+        ...
+
+    def prefill_inputs(self, target: Target) -> Shapes:
+        """Returns the further inputs of `prefill_N`."""
+        ...
+
+    def prefilled(
+        self, target: Target, params: Params, inputs: Record, hidden: Hidden, pending: Array
+    ) -> Record:
+        """Returns the further outputs of `prefill_N`, from the target's states of the prompt."""
+        ...
+
+
+def prefill_signature(target: Target, size: int, drafting: FillsPrompts | None = None) -> Signature:
     """Makes `prefill_N`, which reads `count` <= `size` tokens of a prompt behind the cached ones.
 
     Padding follows them; it is written and later overwritten. `logits` and `o_pending` belong to
-    the last token. An EAGLE head also needs `following`, the token after these; for the last part
-    of a prompt, whose successor is unknown, it may be any token.
+    the last token.
     """
 
     def prefill(params: Params, inputs: Record) -> Record:
         length, prompt, last = inputs["length"][0], inputs["prompt"][0], inputs["count"] - 1
         cache = read_cache(inputs, "kv", target.config.num_layers, length)
         positions = length + np.arange(size, dtype=np.int32)
-        taps = () if drafting is None else drafting.drafter.taps
+        taps = () if drafting is None else drafting.taps
         hidden = params.target.forward(prompt, positions, masks.causal(size), cache, taps=taps)
         logits = unembed_rows(params.target, target, lookup_rows(hidden.features, last))
         pending = argmax_rows(logits)
@@ -70,26 +92,11 @@ def prefill_signature(target: Target, size: int, drafting: EagleStep | None = No
         }
         if drafting is None:
             return outputs
-        # Pair t joins the state at t with the token after it.
-        head, read = params.draft, drafting.read(hidden)
-        pairs = head.forward(
-            params.target.embed(jnp.concatenate([prompt[1:], inputs["following"]])),
-            head.states_of(read, read),
-            positions,
-            masks.causal(size),
-            read_cache(inputs, "head", 1, length),
-        )
-        rest = drafting.levels - 1
-        states = lookup_rows(read, last)
-        return outputs | {
-            "o_tokens": jnp.concatenate([pending, jnp.zeros(rest, jnp.int32)])[None],
-            "o_states": jnp.concatenate([states, jnp.zeros((rest, states.shape[1]))])[None],
-            **outgoing(write_kv(inputs, "head", pairs.new_kv, length)),
-        }
+        return outputs | drafting.prefilled(target, params, inputs, hidden, pending)
 
     inputs = {"prompt": ints(1, size), "count": ints(1), "length": ints(1), **kv_inputs(target)}
     if drafting is not None:
-        inputs |= {"following": ints(1), **drafting.head_kv(target)}
+        inputs |= drafting.prefill_inputs(target)
     return make_signature(target, prefill, inputs)
 
 
