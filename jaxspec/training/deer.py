@@ -41,7 +41,9 @@ from jaxspec.training.settings import (
     CROSS_ENTROPY,
     CUTS,
     DTYPES,
+    HIDES,
     LOSSES,
+    SCATTERED,
     TARGET,
     DeerTrainingSettings,
 )
@@ -81,10 +83,11 @@ class _Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """Stage I: an answer is cut at a random place and any of its places may be hidden.
+    """Stage I: an answer is cut at a random place, and places of what is left are hidden.
 
-    Each text has a share t ~ U(0, 1) of the rest of its answer hidden, each place weighing 1/t; the
-    sum is divided by the answer's length. A separator stands at the cut.
+    A separator stands at the cut. "scattered", as a diffusion model learns: a share t ~ U(0, 1) of
+    the places is hidden, each weighing 1/t; the sum is divided by the answer's length. "suffix", as
+    a drafter is used: the last `longest` places are hidden, all of them, and weigh the same.
 
     Attributes:
         config: shape of the drafter; `config.diffusion` says what its places see.
@@ -94,6 +97,8 @@ class Continuation:
         dtype: dtype of the operands of products; "bfloat16" still sums in float32.
         steady: draw numbers of hidden places instead of shares, for validation: the expected loss
             is the same, and a part of every answer is hidden.
+        hide: "scattered" or "suffix".
+        longest: of a suffix: most hidden places.
 
     Raises:
         ValueError: a setting is out of range, or the network is no diffusion model.
@@ -103,9 +108,13 @@ class Continuation:
     separator: bool | None = None
     dtype: str = "float32"
     steady: bool = False
+    hide: str = SCATTERED
+    longest: int = 96
 
     def __post_init__(self):
         _check(self)
+        check_above_zero(self, "longest")
+        check_one_of(self, HIDES, "hide")
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
@@ -123,10 +132,15 @@ class Continuation:
         tokens, segments, left = _cut(
             row, cut_key, self.config, separated(self.config, self.separator)
         )
-        draw = mask_number if self.steady else mask_share
-        masked = draw(mask_key, left, segments)
-        length = jnp.maximum(_count(segments, left), 1.0)
-        return _Row(tokens, segments, segments, left, masked, length)
+        if self.hide == SCATTERED:
+            draw = mask_number if self.steady else mask_share
+            masked, counted = draw(mask_key, left, segments), left
+        else:
+            number = jnp.full(len(tokens), float(self.longest))
+            masked = tail_weights(left, _count_from(segments, left), number, alpha=1.0)
+            counted = masked.hidden
+        scale = jnp.maximum(_count(segments, counted), 1.0)
+        return _Row(tokens, segments, segments, left, masked, scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -481,8 +495,11 @@ class DeerTrainer:
         self, run: Run[DeerTrainingSettings], opened: OpenedDeer, metrics: Mapping[str, Any]
     ) -> RecipeNotes:
         settings = self.settings
+        hidden = (
+            f"the last {settings.longest} places hidden" if settings.has_window else "any hidden"
+        )
         stage = (
-            "I, continuation distillation"
+            f"I, continuation distillation ({hidden})"
             if settings.stage == 1
             else f"II, refinement (the last 1 to {settings.longest} places hidden, alpha "
             f"{settings.alpha:g}, {'' if settings.normalise else 'not '}normalised, "
@@ -513,7 +530,9 @@ class DeerTrainer:
     def _objective(self, config: ModelConfig, dtype: str) -> Continuation | Refinement:
         settings = self.settings
         if settings.stage == 1:
-            return Continuation(config, settings.separator, dtype)
+            return Continuation(
+                config, settings.separator, dtype, hide=settings.hide, longest=settings.longest
+            )
         return Refinement(
             config,
             settings.longest,
@@ -559,7 +578,7 @@ def _first_network(
         )
     separator = _separator(config, vocabulary) if separated(config, settings.separator) else None
     trained = {"separator": separator}
-    if settings.stage == 2:
+    if settings.has_window:
         trained["window"] = settings.longest
     config = config.replace(diffusion=dataclasses.replace(config.diffusion, **trained))
     network = Network(start.params, config)

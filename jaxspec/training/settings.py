@@ -25,6 +25,8 @@ TAU = "tau_with_bonus"
 EAGLE_VERSIONS = (1, 3)
 DEER_STAGES = (1, 2)
 CUTS = ("one", "all")
+SCATTERED = "scattered"
+HIDES = (SCATTERED, "suffix")
 CROSS_ENTROPY = "cross-entropy"
 LOSSES = (CROSS_ENTROPY, "overlap", "hybrid")
 DTYPES = ("float32", "bfloat16")
@@ -421,7 +423,8 @@ class DeerTrainingSettings(AnswersSettings):
         start_from: folder of the diffusion model to align with the target.
         stage: 1 for `Continuation`, 2 for `Refinement`.
         separator: put [SEP] where an answer is cut; `None`: for drafters that see the whole text.
-        longest: stage 2: most hidden tokens of an answer.
+        hide: stage 1: "scattered" tokens of an answer, or its "suffix", all that a draft may be.
+        longest: stage 2, or a suffix: most hidden tokens of an answer.
         alpha: stage 2: weight of a hidden token over that of the next one.
         normalise: stage 2: divide by the sum of the weights.
         cuts: stage 2: cut an answer at "one" place or at "all" places, for drafters that are
@@ -432,6 +435,7 @@ class DeerTrainingSettings(AnswersSettings):
     start_from: str = field(metadata=_FOLDER)
     stage: int = field(default=1, metadata={"choices": DEER_STAGES})
     separator: bool | None = None
+    hide: str = field(default=SCATTERED, metadata={"choices": HIDES})
     longest: int = 96
     alpha: float = 1.01
     normalise: bool = True
@@ -442,14 +446,23 @@ class DeerTrainingSettings(AnswersSettings):
         super().__post_init__()
         check_one_of(self, DEER_STAGES, "stage")
         check_one_of(self, CUTS, "cuts")
+        check_one_of(self, HIDES, "hide")
+        of_stage = {name: 2 for name in ("alpha", "normalise", "cuts", "loss")} | {"hide": 1}
+        if not self.has_window:
+            of_stage["longest"] = 2
         for entry in fields(self):
-            of_stage_2 = entry.name in ("longest", "alpha", "normalise", "cuts", "loss")
-            if of_stage_2 and self.stage == 1 and getattr(self, entry.name) != entry.default:
+            stage = of_stage.get(entry.name, self.stage)
+            if stage != self.stage and getattr(self, entry.name) != entry.default:
                 raise ValueError(
-                    f"{entry.name} is a setting of stage 2: leave it out in stage 1, got "
-                    f"{getattr(self, entry.name)!r}."
+                    f"{entry.name} is a setting of stage {stage}: leave it out in stage "
+                    f"{self.stage}, got {getattr(self, entry.name)!r}."
                 )
         check_above_zero(self, "longest", "alpha", "block")
+
+    @property
+    def has_window(self) -> bool:
+        """True if the last `longest` tokens of an answer are hidden at most."""
+        return self.stage == 2 or self.hide != SCATTERED
 
 
 @dataclass(frozen=True)

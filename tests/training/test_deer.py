@@ -174,6 +174,21 @@ def test_an_answer_is_cut_and_the_cut_is_marked(separator):
     assert len(lengths) > 5
 
 
+@pytest.mark.parametrize("block", [None, 4])
+def test_a_suffix_is_hidden_whole_and_all_of_it_weighs_the_same(block):
+    objective = Continuation(drafter(False, block).config, hide="suffix", longest=5)
+    sizes = set()
+    for seed in range(20):
+        cut = objective.cut(one_row(), jax.random.key(seed))
+        left = np.flatnonzero(np.asarray(cut.left))
+        hidden = np.flatnonzero(np.asarray(cut.masked.hidden))
+        assert hidden.tolist() == left[-5:].tolist()
+        np.testing.assert_array_equal(np.asarray(cut.masked.weights)[hidden], 1)
+        np.testing.assert_array_equal(np.asarray(cut.scale)[hidden], len(hidden))
+        sizes.add(len(hidden))
+    assert 5 in sizes
+
+
 def test_a_drafter_of_blocks_is_cut_at_their_ends():
     objective = Refinement(drafter(True, 4).config, longest=3)
     for seed in range(10):
