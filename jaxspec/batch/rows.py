@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxspec.checkpoint.files import parse_json
 from jaxspec.decoding.request import PromptLike, check_ids, encode_prompt, prompt_list
 from jaxspec.measure.prompts import FIELDS, field_in, numbered_lines
 
@@ -145,16 +146,21 @@ def _encode(model: "Model", row: Row) -> EncodedRow:
 def _read_line(number: int, line: bytes, field: str | None, chat: bool) -> Row:
     row_id: str | int = number - 1
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = _parsed(line.decode("utf-8"))
         if isinstance(value, Mapping) and "id" in value:
             row_id = checked_id(value["id"])
         return Row(number, row_id, _as_prompt(_prompt_in(value, field), chat))
     except UnicodeDecodeError as error:
         return Row(number, row_id, None, f"not UTF-8 text ({error}).")
-    except (json.JSONDecodeError, RecursionError) as error:
-        return Row(number, row_id, None, f"not valid JSON ({error}).")
     except ValueError as error:
         return Row(number, row_id, None, str(error))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error}).") from None
 
 
 def _with_own_id(row: Row, lines_of_ids: dict[str | int, int]) -> Row:

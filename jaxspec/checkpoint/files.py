@@ -14,23 +14,63 @@ _ORIGINALS = ".originals"
 _JOURNAL = ".journal.json"
 
 
+MOST_BYTES = 1 << 28
+"""Of a file of settings, and of a line of a file of prompts."""
+DEEPEST = 100
+"""Levels of JSON: lists and objects within each other."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or written, as asked."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns what a JSON text says.
+
+    Raises:
+        ValueError: it is not JSON, or lists and objects lie deeper than `DEEPEST` in each other.
+
+    Example:
+        >>> parse_json('{"layers": [1, 2]}')
+        {'layers': [1, 2]}
+    """
+    too_deep = ValueError(f"more than {DEEPEST} lists or objects within each other")
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise too_deep from None
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            part
+            for whole in level
+            if isinstance(whole, list | dict)
+            for part in (whole.values() if isinstance(whole, dict) else whole)
+        ]
+    if level:
+        raise too_deep
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads the JSON object in a file.
 
     Raises:
-        CheckpointError: the file is missing, is not JSON, or holds something else than an object.
+        CheckpointError: the file is missing or too large, is not JSON, or holds something else than
+            an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist.") from None
+        if not path.is_file():
+            missing = not path.exists()
+            raise CheckpointError(f"{path} {'does not exist' if missing else 'is not a file'}.")
+        if path.stat().st_size > MOST_BYTES:
+            raise CheckpointError(f"{path} is larger than {MOST_BYTES >> 20} MiB: no settings are.")
+        value = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    except (ValueError, RecursionError) as error:
+    except CheckpointError:
+        raise
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is not valid JSON ({error}): it is damaged or incomplete, fetch it again."
         ) from error

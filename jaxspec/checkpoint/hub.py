@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -31,12 +32,13 @@ from jaxspec.checkpoint.folder import (
 from jaxspec.checkpoint.huggingface import load_network, write_network
 from jaxspec.checkpoint.orbax import load_orbax, write_orbax
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from jaxspec.core.masks import causal
 from jaxspec.core.protocol import check_members, check_sizes
 from jaxspec.core.types import LanguageModel, PyTree
 from jaxspec.models.config import DynamicScaling, ModelConfig
 from jaxspec.models.summary import summary_html, summary_line, weight_facts
 from jaxspec.models.transformer import Network
-from jaxspec.sharding import mesh_of
+from jaxspec.sharding import mesh_of, on_mesh_of
 
 # Files to fetch from the Hub. Other weight formats, often a second copy, are left alone.
 _HUB_FILES = (
@@ -342,6 +344,7 @@ def load(
     mesh: Mesh | None = None,
     weights: str | None = None,
     revision: str | None = None,
+    check: bool = False,
 ) -> Model:
     """Loads a model.
 
@@ -363,6 +366,7 @@ def load(
             `dtype`; but where native code runs and `dtype` is `None` too, matrices that are stored
             in bfloat16 stay that, which gives the same results from half the memory.
         revision: a branch, tag or commit on the Hub; `None`: the newest of its main branch.
+        check: run a pass over a few tokens, and refuse weights whose logits are not finite.
 
     Raises:
         ValueError: the mesh does not divide the model, or `weights` is unknown or wider than
@@ -400,6 +404,8 @@ def load(
             "its own position.",
             stacklevel=2,
         )
+    if check:
+        _check_finite(network, path_or_hub_id)
     tokenizer = load_tokenizer(folder.path) if folder.has_tokenizer else None
     return Model(
         network,
@@ -408,6 +414,18 @@ def load(
         stop_token_ids=folder.stop_token_ids(None if tokenizer is None else tokenizer.eos_id),
         generation_defaults=folder.generation_defaults,
     )
+
+
+def _check_finite(network: Network, name: str | Path) -> None:
+    tokens = jnp.arange(min(8, network.vocab_size, network.config.max_positions))
+    with on_mesh_of(network):
+        features = network.forward(tokens, tokens, causal(len(tokens)), None).features
+        finite = bool(jnp.isfinite(network.unembed(features)).all())
+    if not finite:
+        raise CheckpointError(
+            f"{name}: a first pass gives logits that are not finite, so its weights are damaged, "
+            'too large for this dtype (try dtype="float32"), or not those of its config.json.'
+        )
 
 
 def save(model: Model, folder: str | Path, dtype: Any = None) -> None:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
+from jaxspec.checkpoint.templates import TemplateFailure, render
 
 if TYPE_CHECKING:
     import tokenizers
 
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a whole character
 Message = Mapping[str, Any]
+
+_MOST_IDS = 1 << 22  # tables have an entry for each id; published vocabularies have 300,000
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,8 +153,6 @@ class Tokenizer:
             CheckpointError: there is no such template, or it fails on or refuses the messages.
             ValueError: `messages` is not a list of dictionaries of plain JSON values with a role.
         """
-        import jinja2
-
         if template is None:
             template = "tool_use" if tools and "tool_use" in self.templates else "default"
         source = self._template(template)
@@ -167,16 +168,17 @@ class Tokenizer:
             }
         )
         try:
-            return _compile_template(source).render(variables)
-        except jinja2.TemplateError as error:
+            return render(source, variables)
+        except TemplateFailure as failure:
+            where = "" if failure.line is None else f" in its line {failure.line}"
+            if failure.refused:
+                raise CheckpointError(
+                    f"The chat template {template!r} refused these messages{where}: {failure}"
+                ) from None
             raise CheckpointError(
-                f"The chat template {template!r} refused these messages: {error}"
-            ) from error
-        except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
-            raise CheckpointError(
-                f"The chat template {template!r} failed on these messages ({error!r}): "
+                f"The chat template {template!r} failed on these messages{where} ({failure}): "
                 "see whether it needs other keys or further variables."
-            ) from error
+            ) from None
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Returns the ids of a rendered conversation; options as for `render_chat`."""
@@ -307,7 +309,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     backend.no_padding()
     settings = _read_settings(folder)
     templates = _read_templates(folder, settings.pop("chat_template", None))
-    return Tokenizer(backend, settings, templates)
+    tokenizer = Tokenizer(backend, settings, templates)
+    if tokenizer.vocab_size > _MOST_IDS:
+        raise CheckpointError(
+            f"{path} has a token of id {tokenizer.vocab_size - 1}; ids must be below {_MOST_IDS}."
+        )
+    return tokenizer
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
@@ -357,70 +364,8 @@ def _plain_json(variables: dict[str, Any]) -> dict[str, Any]:
     # A template comes from the outside. It is handed nothing that has methods worth calling.
     try:
         return json.loads(json.dumps(variables))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"Chat messages must be made of plain JSON values: {error}.") from error
-
-
-@functools.lru_cache(maxsize=32)
-def _compile_template(source: str):
-    import datetime
-
-    import jinja2
-    import jinja2.exceptions
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
-    import jinja2.utils
-
-    class _Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what the assistant said, for training; it prints its body."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    class PublicNamespace(jinja2.utils.Namespace):
-        """Refuses the attributes that Python gives a meaning, which Jinja's own stores.
-
-        Filters call `__html__` of what they are given, past the sandbox's check of calls.
-        """
-
-        def __init__(self, **values):
-            super().__init__()
-            for name, value in values.items():
-                self[name] = value
-
-        def __setitem__(self, name, value):
-            if name.startswith("_"):
-                raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} is refused.")
-            super().__setitem__(name, value)
-
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(form):
-        return datetime.datetime.now().strftime(form)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    # Jinja's own filter escapes HTML, which no model was trained on.
-    environment.filters["tojson"] = to_json
-    environment.globals.update(
-        raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace
-    )
-    return environment.from_string(source)
 
 
 def _byte_alphabet() -> dict[str, int]:

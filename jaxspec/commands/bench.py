@@ -29,8 +29,9 @@ from jaxspec.commands.options import (
 from jaxspec.drafters import loaded_drafter
 from jaxspec.measure.compare import compare, describe
 from jaxspec.measure.comparison import as_tables
-from jaxspec.measure.prompts import FIELDS, read_prompts
+from jaxspec.measure.prompts import FIELDS, PromptRow, read_prompts
 from jaxspec.measure.step import time_steps
+from jaxspec.measure.tasks import TASKS, Question, answers_of, answers_table, read_task
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompts", type=Path, nargs="?", metavar="PROMPTS.jsonl[.gz]")
     parser.add_argument(
         "--field", help=f"field of the prompt (default: the first of {', '.join(FIELDS)})"
+    )
+    parser.add_argument(
+        "--task",
+        choices=tuple(TASKS),
+        help="PROMPTS is the published file of this task: make the prompts of its entries, judge "
+        "the answers, and print how many are right. Programs that a model wrote run in processes "
+        "of their own, with little time and memory",
     )
     parser.add_argument("--limit", type=int, metavar="N", help="prompts at most")
     parser.add_argument("--shuffle-seed", type=int, metavar="N", help="shuffle before --limit")
@@ -74,7 +82,14 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.prompts)
     config = generation_config(args)
     check_writable(args.json)
-    rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)
+    questions: list[Question] = []
+    if args.task is None:
+        rows = read_prompts(path, args.field, args.limit, args.shuffle_seed)
+    else:
+        if args.field is not None:
+            raise ValueError("--field: the entries of a task have their own; leave it out.")
+        questions = read_task(args.task, path, args.limit, args.shuffle_seed)
+        rows = [PromptRow(question.prompt, None) for question in questions]
     specs = [spec for spec in args.drafter or [drafter_spec("lookup")] if spec is not None]
     refuse_unread(args, specs)
     model = load_model(args, mesh_asked(args))
@@ -113,13 +128,20 @@ def run(args: argparse.Namespace) -> int:
     every = any(spec.text == EVERY_DRAFTER for spec in specs)
     steps = time_steps(model, drafters, config, args.repeats) if every else {}
     tables = as_tables(comparison, steps)
+    answers = answers_of(comparison, args.task, questions) if args.task else None
     width = None if sys.stdout.isatty() else 120
-    Console(stderr=args.json == "-", highlight=False, width=width).print(tables)
+    console = Console(stderr=args.json == "-", highlight=False, width=width)
+    console.print(tables)
+    if answers is not None:
+        console.print(answers_table(answers))
     of_steps = {name: each.as_dict() for name, each in steps.items()}
     for name, entry in of_steps.items():
         shape = loaded_drafter(drafters.get(name)).drafter.tree_shape
         entry["nodes_without_root"] = shape[0] - 1
-    write_figures({**comparison.as_dict(), "steps": of_steps}, args.json)
+    figures = {**comparison.as_dict(), "steps": of_steps}
+    if answers is not None:
+        figures["answers"] = answers._asdict()
+    write_figures(figures, args.json)
     return 0 if comparison.outputs_agree else EXIT_DIFFERENT
 
 

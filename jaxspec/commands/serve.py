@@ -13,8 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec serve`."""
     parser.description = (
         "Serves a folder of `jaxspec export web` with the headers that threads need, on loopback "
-        "only unless --lan is given. Browsers give WebGPU, threads and storage to secure pages "
-        "only: pages of loopback, or of another address with --certificate."
+        "only unless --lan is given. It is a server for development. Browsers give WebGPU, threads "
+        "and storage to secure pages only: pages of loopback, or of another address with "
+        "--certificate."
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--lan", action="store_true", help="accept other machines, such as a phone")

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Int
 from jaxspec.core.types import Stop
 
 _FEWEST_STATES = 16
+_MOST_BYTES, _MOST_ENTRIES = 1 << 14, 1 << 29  # of the strings; of the table, 2 GB
 
 
 class StopAutomaton(NamedTuple):
@@ -33,18 +34,28 @@ def stop_automaton(strings: Sequence[bytes], token_bytes: Sequence[bytes]) -> St
         token_bytes: the bytes each token id spells; empty for special tokens, which spell nothing.
 
     Raises:
-        ValueError: for an empty stop string.
+        ValueError: for an empty stop string, or strings that would take too much memory.
     """
     if any(not string for string in strings):
         raise ValueError("stop: an empty stop string would end every row at once; remove it.")
+    if (length := sum(map(len, strings))) > _MOST_BYTES:
+        raise ValueError(
+            f"stop: strings of {length} bytes in all, at most {_MOST_BYTES} are possible: give "
+            "fewer or shorter ones."
+        )
     by_byte = _byte_automaton(strings)
     done = by_byte.shape[0] - 1
+    if (size := len(by_byte) * len(token_bytes)) > _MOST_ENTRIES:
+        raise ValueError(
+            f"stop: these strings make a table of {size:.1e} entries over {len(token_bytes)} "
+            f"tokens, at most {_MOST_ENTRIES:.1e} are possible: give fewer or shorter ones."
+        )
     longest = max(1, max(map(len, token_bytes)))
     spelled = np.zeros((len(token_bytes), longest), np.uint8)
     lengths = np.asarray([len(token) for token in token_bytes])
     for token, text in enumerate(token_bytes):
         spelled[token, : len(text)] = np.frombuffer(text, np.uint8)
-    state = np.repeat(np.arange(done + 1)[:, None], len(token_bytes), axis=1)
+    state = np.repeat(np.arange(done + 1, dtype=np.int32)[:, None], len(token_bytes), axis=1)
     for position in range(longest):
         (longer,) = np.nonzero(lengths > position)
         state[:, longer] = by_byte[state[:, longer], spelled[None, longer, position]]
@@ -56,20 +67,24 @@ def stop_automaton(strings: Sequence[bytes], token_bytes: Sequence[bytes]) -> St
 
 def _byte_automaton(strings: Sequence[bytes]) -> np.ndarray:
     """Aho-Corasick transitions `[states, 256]`; the last state absorbs every completed string."""
-    prefixes = sorted({string[:end] for string in strings for end in range(len(string))})
-    prefixes.sort(key=len)
+    complete = frozenset(strings)
+    prefixes = sorted({string[:end] for string in strings for end in range(len(string))}, key=len)
     index = {prefix: state for state, prefix in enumerate(prefixes)}
     done = len(prefixes)
-    table = np.zeros((done + 1, 256), np.int32)
-    for prefix, state in index.items():
-        for byte in range(256):
-            text = prefix + bytes([byte])
-            suffixes = [text[start:] for start in range(len(text) + 1)]
-            if any(suffix in strings for suffix in suffixes if suffix):
-                table[state, byte] = done
-            else:
-                table[state, byte] = next(index[suffix] for suffix in suffixes if suffix in index)
-    table[done] = done
+    further: list[list[tuple[int, int]]] = [[] for _ in prefixes]
+    for text in (*prefixes[1:], *strings):
+        if text[:-1] in index:
+            further[index[text[:-1]]].append((text[-1], done if text in complete else index[text]))
+    table = np.full((done + 1, 256), done, np.int32)
+    shorter = np.zeros(done, np.int32)  # the state of the longest proper suffix that is a prefix
+    for state, prefix in enumerate(prefixes):
+        if len(prefix) > 1:
+            shorter[state] = table[shorter[index[prefix[:-1]]], prefix[-1]]
+        row = table[shorter[state]].copy() if state else np.zeros(256, np.int32)
+        for byte, next_state in further[state]:
+            # Where a shorter string ends, the text ends.
+            row[byte] = done if row[byte] == done else next_state
+        table[state] = row
     return table
 
 

@@ -1,13 +1,14 @@
 """Prompts from a `.jsonl` or `.jsonl.gz` file."""
 
 import gzip
-import json
+import itertools
 import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxspec.checkpoint.files import MOST_BYTES, parse_json
 from jaxspec.decoding.request import PromptLike
 
 FIELDS = ("prompt", "question", "text", "turns")
@@ -79,21 +80,31 @@ def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
     """Yields the lines of a file that are not empty, with their numbers from 1.
 
     Raises:
-        ValueError: for a gzipped file that is cut off or damaged.
+        ValueError: for a gzipped file that is cut off or damaged, a line longer than `MOST_BYTES`,
+            or a device or pipe.
         OSError: if the file cannot be opened.
     """
     path = Path(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"{path} is a device or a pipe: write the prompts into a file.")
     open_file = gzip.open if path.suffix == ".gz" else open
     with open_file(path, "rb") as lines:
         try:
-            yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+            for number in itertools.count(1):
+                line = lines.readline(MOST_BYTES + 1)
+                if len(line) > MOST_BYTES:
+                    raise ValueError(f"{path}:{number}: longer than {MOST_BYTES >> 20} MiB.")
+                if not line:
+                    return
+                if line.strip():
+                    yield number, line
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path} is cut off or damaged: fetch it again.") from error
 
 
 def _as_entry(line: bytes, where: str) -> dict[str, Any]:
     try:
-        entry = json.loads(line)
+        entry = parse_json(line)
     except ValueError as error:
         raise ValueError(f"{where}: not valid JSON ({error}).") from error
     if not isinstance(entry, dict):

@@ -36,8 +36,8 @@ def export(
             a fixed set. A `Deer` that is causal over blocks gets `draft_block_N`, which the host
             calls before `verify_N`, and over a chain or a static tree `step_block_N`, whole greedy
             steps. `TokenRecycling` gets whole steps, whose state is its table, and nothing for
-            hosts that draft. `PromptLookup` runs on the host and gets a `verify_N` that fits. `None`: plain
-            decoding only.
+            hosts that draft. `PromptLookup` runs on the host and gets a `verify_N` that fits.
+            `None`: plain decoding only.
         config: functions, shapes and quantization; 1024 tokens of text and int8 by default.
 
     Returns:

@@ -1,11 +1,18 @@
-"""A web server for exported pages, with the headers that threads in a browser need."""
+"""A web server for exported pages, with the headers that threads in a browser need.
+
+It is for development: it serves one folder to a few visitors, and knows no log, no limit of rates
+and no user.
+"""
 
 import functools
 import socket
 import ssl
 import sys
+import threading
+from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from jaxspec.mobile.web import PROFILE_FILE
 
@@ -35,10 +42,42 @@ _TYPES = {
 }
 
 
+MOST_VISITORS = 64
+"""Connections at once; any further one is closed."""
+SILENT_SECONDS = 30.0
+"""A visitor who says nothing for so long is let go."""
+
+
 class _Handler(SimpleHTTPRequestHandler):
     """Serves the files of one folder, without a list of them."""
 
+    timeout = SILENT_SECONDS
     extensions_map = _TYPES  # pyright: ignore[reportAssignmentType, reportIncompatibleUnannotatedOverride]
+
+    def parse_request(self) -> bool:
+        if not super().parse_request():
+            return False
+        if self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
+            self.send_error(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
+            return False
+        return True
+
+    def send_head(self):
+        if not self._is_given_out():
+            self.send_error(HTTPStatus.NOT_FOUND, "no such file")
+            return None
+        return super().send_head()
+
+    def _is_given_out(self) -> bool:
+        """True for files of the folder: no dotfile, and nothing behind a link that leaves it."""
+        try:
+            name = unquote(urlsplit(self.path).path, errors="strict")
+            if "\0" in name or any(part.startswith(".") for part in name.split("/")):
+                return False
+            found = Path(self.translate_path(self.path)).resolve()
+            return found.is_relative_to(Path(self.directory).resolve())
+        except (OSError, RuntimeError, ValueError):  # a name too long, a loop of links, no UTF-8
+            return False
 
     def end_headers(self) -> None:
         for name, value in HEADERS.items():
@@ -58,8 +97,29 @@ class _Handler(SimpleHTTPRequestHandler):
 class _Server(ThreadingHTTPServer):
     """Ignores visitors who leave in the middle of a file or do not trust the certificate."""
 
-    def handle_error(self, request, client_address) -> None:
+    request_queue_size = MOST_VISITORS
 
+    def __init__(self, *args):
+        self._places = threading.BoundedSemaphore(MOST_VISITORS)
+        super().__init__(*args)
+
+    def process_request(self, request, client_address) -> None:
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._places.release()  # no thread was begun
+            raise
+
+    def process_request_thread(self, request, client_address) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request, client_address) -> None:
         if not isinstance(sys.exception(), ConnectionError | TimeoutError | ssl.SSLError):
             super().handle_error(request, client_address)
 

@@ -40,6 +40,8 @@ def test_every_way_to_write_a_prompt(tmp_path, name):
 BAD = {
     b"\xff\xfe": "not UTF-8",
     b"{": "not valid JSON",
+    b'{"messages": ' + b"[" * 101 + b"]" * 101 + b"}": "not valid JSON (more than 100 lists or",
+    b"[" * 100_000: "not valid JSON (more than 100 lists or",
     b'""': "not empty",
     b"[]": "not empty",
     b"3": "must be a text",

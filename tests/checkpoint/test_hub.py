@@ -31,7 +31,14 @@ from jaxspec.checkpoint import (
 )
 from jaxspec.checkpoint.hub import find_head
 from jaxspec.checkpoint.safetensors import find_tensors
-from jaxspec.models import DynamicScaling, EagleHead, ModelConfig, Rope, init_eagle_params
+from jaxspec.models import (
+    DynamicScaling,
+    EagleHead,
+    ModelConfig,
+    Network,
+    Rope,
+    init_eagle_params,
+)
 from tests.checkpoint.networks import assert_same_network, random_network
 
 
@@ -120,6 +127,17 @@ def test_a_dtype_is_applied_when_saving(dtype, stored, tiny_network, tmp_path):
         lambda leaf: np.asarray(leaf).astype(cast).astype(np.float32), tiny_network.params
     )
     chex.assert_trees_all_equal(network.params, kept)
+
+
+def test_weights_that_are_not_finite_are_refused_where_asked(tiny_network, tmp_path):
+    table = tiny_network.params["embed"]["embedding"]
+    params = {**tiny_network.params, "embed": {"embedding": table.at[1, 2].set(np.nan)}}
+    for network, folder in ((tiny_network, "sound"), (Network(params, tiny_network.config), "bad")):
+        save(Model(network), tmp_path / folder)
+        load(tmp_path / folder)
+    load(tmp_path / "sound", check=True)
+    with pytest.raises(CheckpointError, match="bad: a first pass gives logits that are not finite"):
+        load(tmp_path / "bad", check=True)
 
 
 @pytest.mark.parametrize("layout", sorted(SAVERS))

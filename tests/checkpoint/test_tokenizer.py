@@ -1,10 +1,11 @@
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.checkpoint import CheckpointError, Tokenizer, load_tokenizer
+from jaxspec.checkpoint import CheckpointError, Tokenizer, load_tokenizer, templates
 
 KINDS = ("byte_level_tokenizer", "sentence_piece_tokenizer")
 CHAT = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "Hello"}]
@@ -162,6 +163,68 @@ def test_a_refusal_is_passed_on(tokenizer):
     template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(CheckpointError, match="roles must alternate"):
         with_template(tokenizer, template).render_chat(CHAT)
+
+
+GREEDY_TEMPLATES = {
+    "turns": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "power": "{{ 10 ** (10 ** 10) }}",
+    "product": "{{ 'a' * 10 ** 10 }}",
+    "joins": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}",
+    "lists": "{% set n = namespace(x=['a']) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}"
+    "{% endfor %}{{ n.x }}",
+    "width": "{{ '{:>{}}'.format(1, 10 ** 10) }}",
+    "printed": "{% for a in range(99999) %}{{ 'b' * 9999 }}{% endfor %}",
+    "calls": "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}",
+}
+
+
+@pytest.mark.parametrize("name", GREEDY_TEMPLATES)
+def test_a_template_that_takes_too_much_is_an_error_in_time(byte_level_tokenizer, name):
+    greedy = with_template(byte_level_tokenizer, GREEDY_TEMPLATES[name])
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="chat template 'default' refused these messages"):
+        greedy.render_chat(CHAT)
+    assert time.monotonic() - began < 30
+    assert with_template(byte_level_tokenizer, "next").render_chat(CHAT) == "next"
+
+
+def test_long_chats_take_no_longer_than_they_may(tokenizer):
+    template = (
+        "{% for m in messages %}{{ '<|' ~ m.role + '|>' }}"
+        "{{ m.content|trim|replace('\n', '\n\n') }}"
+        "{% if not loop.last %}{{ loop.length }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "word\n" * 1000}] * 1000
+    assert len(with_template(tokenizer, template).render_chat(messages)) > 5_000_000
+
+
+def test_forked_processes_render_by_themselves(byte_level_tokenizer):
+    chat = with_template(byte_level_tokenizer, "{{ messages|length }}")
+    assert chat.render_chat(CHAT) == "2"
+    owner = templates._workers[0].owner
+    templates._workers[0].owner = owner + 1
+    assert not templates._workers[0].is_alive
+    templates._workers[0].owner = owner
+    assert chat.render_chat(CHAT[:1]) == "1"
+
+
+def test_an_id_that_no_table_holds_is_refused(byte_level_tokenizer, tmp_path):
+    byte_level_tokenizer.write(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    described = json.loads(file.read_text())
+    described["added_tokens"].append({**described["added_tokens"][0], "content": "<far>"})
+    described["added_tokens"][-1]["id"] = 2**31 - 2
+    described["model"]["vocab"]["<far>"] = 2**31 - 2
+    file.write_text(json.dumps(described))
+    with pytest.raises(CheckpointError, match=r"has a token of id 2147483646; ids must be below"):
+        load_tokenizer(tmp_path)
+
+
+def test_an_error_of_a_template_names_its_line(tokenizer):
+    for wrong in ("{{ raise_exception('no') }}", "{{ 1 + 'a' }}", "{% for %}"):
+        with pytest.raises(CheckpointError, match="in its line 3"):
+            with_template(tokenizer, f"{{# 1 #}}\n\n{wrong}").render_chat(CHAT)
 
 
 def test_chat_without_a_template_is_an_error(tokenizer):

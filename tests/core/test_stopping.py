@@ -1,5 +1,6 @@
 """Ends of rows: the automaton against a byte search, the cut against a plain loop."""
 
+import time
 from collections.abc import Sequence
 
 import jax
@@ -54,6 +55,16 @@ def test_characters_of_several_bytes_may_be_split_over_tokens():
     automaton = stop_automaton([euro], vocabulary)
     assert walk(automaton, [3, 0, 1, 2]) == [False, False, False, True]
     assert walk(automaton, [0, 1, 3, 2]) == [False] * 4
+
+
+def test_long_stop_strings_are_quick_and_endless_ones_refused():
+    spelled = [bytes([byte]) for byte in range(256)]
+    began = time.monotonic()
+    automaton = stop_automaton([b"ab" * 2000, b"b" * 3000], spelled)
+    assert time.monotonic() - began < 5
+    assert walk(automaton, [ord("b")] * 3000)[-2:] == [False, True]
+    with pytest.raises(ValueError, match="stop: strings of 1000000 bytes in all, at most 16384"):
+        stop_automaton([b"a" * 1_000_000], spelled)
 
 
 def test_an_empty_stop_string_is_refused():

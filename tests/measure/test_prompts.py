@@ -2,9 +2,11 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 
+from jaxspec.measure import prompts
 from jaxspec.measure.prompts import PromptRow, read_prompts
 
 
@@ -56,6 +58,18 @@ def test_a_named_field_is_the_only_one(tmp_path):
 def test_a_bad_line_is_named(tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
         read_prompts(write(tmp_path, {"prompt": "fine"}, line))
+
+
+def test_what_never_ends_is_refused(tmp_path, monkeypatch):
+    for path in ("/dev/zero", "/dev/stdin"):
+        if Path(path).exists() and not Path(path).is_file():
+            with pytest.raises(ValueError, match="is a device or a pipe"):
+                read_prompts(path)
+    monkeypatch.setattr(prompts, "MOST_BYTES", 1 << 20)
+    bomb = tmp_path / "bomb.jsonl.gz"
+    bomb.write_bytes(gzip.compress(b'"fine"\n' + bytes(1 << 24)))
+    with pytest.raises(ValueError, match=r"bomb.jsonl.gz:2: longer than 1 MiB"):
+        list(prompts.numbered_lines(bomb))
 
 
 def test_bytes_that_are_not_utf8_are_a_bad_line(tmp_path):

@@ -7,6 +7,7 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -16,6 +17,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 from jaxspec.cli import main
 from jaxspec.commands import serve as command
+from jaxspec.mobile import serve
 from jaxspec.mobile.serve import POLICY, page_server, qr_code
 from jaxspec.mobile.web import PAGE_FOLDER
 
@@ -72,6 +74,57 @@ def test_it_lists_no_folders_and_leaves_its_own(folder):
             assert b"secret" not in body
         answer, _ = answer_to(server, "/", method="POST")
         assert answer.status == 501
+
+
+def test_dotfiles_and_links_that_leave_the_folder_are_not_given_out(folder):
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "secret.txt").write_text("secret")
+    (folder / ".env").write_text("secret")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("secret")
+    (folder / "leaves.txt").symlink_to(outside / "secret.txt")
+    (folder / "away").symlink_to(outside)
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "stays.js").symlink_to(folder / "page.js")
+    with running(folder) as server:
+        hidden = ("/.env", "/.git/config", "/%2eenv", "/leaves.txt", "/away/secret.txt", "/loop")
+        odd = ("/page.js%00", "/%ff", "/" + "a" * 5000, "/vendor/../../outside/secret.txt")
+        for path in (*hidden, *odd):
+            answer, body = answer_to(server, path)
+            assert answer.status == 404, path
+            assert b"secret" not in body
+        assert answer_to(server, "/stays.js")[1] == b"page.js"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"GET /page.js", b"GET /page.js HTTP/0.9", b"GET /page.js HTTP/3.0", b"\0\0 / HTTP/1.1"],
+)
+def test_requests_that_are_none_are_refused(folder, line, capsys):
+    with running(folder) as server, socket.create_connection(server.server_address[:2]) as visitor:
+        visitor.sendall(line + b"\r\n\r\n")
+        visitor.settimeout(10)
+        said = b"".join(iter(lambda: visitor.recv(4096), b""))
+    assert b"Error code: " in said
+    assert capsys.readouterr().err == ""
+
+
+def test_who_says_nothing_is_let_go_and_the_rest_wait_for_nobody(folder, monkeypatch, capsys):
+    monkeypatch.setattr(serve._Handler, "timeout", 1.0)
+    with running(folder) as server:
+        before, silent = threading.active_count(), []
+        for _ in range(300):
+            silent.append(socket.create_connection(server.server_address[:2]))
+            assert threading.active_count() <= before + serve.MOST_VISITORS
+        ends = time.monotonic() + 20
+        while threading.active_count() > before and time.monotonic() < ends:
+            time.sleep(0.05)
+        assert threading.active_count() == before
+        assert answer_to(server, "/page.js")[1] == b"page.js"
+        for each in silent:
+            each.close()
+    assert capsys.readouterr().err == ""
 
 
 def test_the_page_brings_the_policy_of_the_server():

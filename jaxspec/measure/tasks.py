@@ -1,0 +1,202 @@
+"""Tasks whose answers are right or wrong: arithmetic in words, and Python functions with tests."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.table import Table
+
+from jaxspec.measure.comparison import Comparison
+from jaxspec.measure.judge import passes
+from jaxspec.measure.prompts import read_entries
+from jaxspec.native import num_cores
+
+Entry = Mapping[str, Any]
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_FENCED = re.compile(r"```[\w+-]*[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# What a model writes on after a function is no part of it.
+_AFTER_BODY = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", '\n"""', "\n#", "\n```")
+_AFTER_CODE = ("\nif __name__", "\nprint(", "\nassert ", '\n"""', "\n```")
+
+
+class Task(NamedTuple):
+    """A task of one answer for each entry of a file.
+
+    Attributes:
+        fields: that an entry must have.
+        prompt: of an entry, in the shape that the task's paper or its data give.
+        is_right: judges the text that a model wrote for an entry.
+    """
+
+    fields: tuple[str, ...]
+    prompt: Callable[[Entry], str]
+    is_right: Callable[[Entry, str], bool]
+
+
+class Question(NamedTuple):
+    """An entry of a file and the prompt made of it."""
+
+    prompt: str
+    entry: Entry
+
+
+def answer_of(text: str) -> Decimal | None:
+    """Returns the number that a text ends in: the one after "####", or else the last one.
+
+    Example:
+        >>> answer_of("He has 3 * 4 = 12 pens. #### 1,200"), answer_of("So it is 7.50.")
+        (Decimal('1200'), Decimal('7.50'))
+    """
+    _, mark, rest = text.partition("####")
+    found = _NUMBER.findall(rest if mark else text)
+    if not found:
+        return None
+    return Decimal((found[0] if mark else found[-1]).replace(",", ""))
+
+
+def cut_before(text: str, ends: Sequence[str]) -> str:
+    r"""Returns a text up to the first of some strings.
+
+    Example:
+        >>> cut_before("    return x\nprint(f(1))", ["\nprint("])
+        '    return x'
+    """
+    return text[: min((at for end in ends if (at := text.find(end)) >= 0), default=len(text))]
+
+
+def code_in(text: str, name: str = "") -> str | None:
+    r"""Returns the first fenced block of a text that defines a function; `None` without one.
+
+    Example:
+        >>> code_in("Here:\n```python\ndef f():\n    pass\n```\nDone.", "f")
+        'def f():\n    pass\n'
+    """
+    return next((block for block in _FENCED.findall(text) if f"def {name}" in block), None)
+
+
+def _is_right_number(entry: Entry, text: str) -> bool:
+    found = answer_of(text)
+    return found is not None and found == answer_of(entry["answer"])
+
+
+def _passes_tests(entry: Entry, text: str) -> bool:
+    code = code_in(text) or cut_before(text, _AFTER_CODE)
+    setup = entry.get("test_setup_code") or ""
+    return passes("\n".join([setup, code, *entry["test_list"]]))
+
+
+def _passes_check(entry: Entry, text: str) -> bool:
+    # The prompt holds imports and helpers too; a whole function of the same name replaces its own.
+    fenced = code_in(text, entry["entry_point"])
+    whole = cut_before(text, _AFTER_BODY) if fenced is None else f"    pass\n\n{fenced}"
+    return passes(f"{entry['prompt']}{whole}\n{entry['test']}\ncheck({entry['entry_point']})\n")
+
+
+def _with_tests(entry: Entry) -> str:
+    tests = "\n".join(entry["test_list"])
+    return f'"""\n{entry["text"]}\n{tests}\n"""\n'.replace("\r", "")
+
+
+TASKS: Mapping[str, Task] = {
+    "gsm8k": Task(("question", "answer"), lambda entry: entry["question"] + "\n", _is_right_number),
+    "mbpp": Task(("text", "test_list"), _with_tests, _passes_tests),
+    "humaneval": Task(
+        ("prompt", "test", "entry_point"), lambda entry: entry["prompt"], _passes_check
+    ),
+}
+
+
+def _is_text(value: Any, field: str) -> bool:
+    """True for a text, and for a list of texts where the tests are one."""
+    texts = value if field == "test_list" and isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(text, str) and text for text in texts)
+
+
+def read_task(
+    name: str, path: str | Path, limit: int | None = None, shuffle_seed: int | None = None
+) -> list[Question]:
+    """Reads the questions of a task, as it is published.
+
+    Args:
+        name: of `TASKS`.
+        path: JSON Lines, may be gzipped.
+        limit: questions at most; `None` for all.
+        shuffle_seed: shuffle before cutting to `limit`; `None` keeps the file's order.
+
+    Raises:
+        ValueError: the file is empty, or an entry lacks a field of the task.
+        OSError: it cannot be opened.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, got {limit}.")
+    task, questions = TASKS[name], []
+    for where, entry in read_entries(path):
+        missing = [field for field in task.fields if not _is_text(entry.get(field), field)]
+        if missing:
+            raise ValueError(f"{where}: has no {', '.join(missing)}, which {name} asks for.")
+        questions.append(Question(task.prompt(entry), entry))
+    if not questions:
+        raise ValueError(f"{path} holds no questions.")
+    if shuffle_seed is not None:
+        Random(shuffle_seed).shuffle(questions)
+    return questions[:limit]
+
+
+class Answers(NamedTuple):
+    """How many answers of each method are right.
+
+    Attributes:
+        task: its name.
+        num_questions: that were decoded.
+        right: answers that are right, by method.
+        changed: answers that are judged otherwise than plain decoding's, by method.
+    """
+
+    task: str
+    num_questions: int
+    right: Mapping[str, int]
+    changed: Mapping[str, int]
+
+
+def judged(name: str, questions: Sequence[Question], texts: Sequence[str]) -> list[bool]:
+    """Says of each text whether it answers its question; programs run in their own processes."""
+    entries = [question.entry for question in questions]
+    with ThreadPoolExecutor(num_cores()) as pool:
+        return list(pool.map(TASKS[name].is_right, entries, texts))
+
+
+def answers_of(comparison: Comparison, name: str, questions: Sequence[Question]) -> Answers:
+    """Judges what every method of a comparison wrote; prompt i was made of question i."""
+    asked = [questions[index] for index in comparison.prompt_indices]
+    verdicts: dict[str, list[bool]] = {}
+    for row in comparison.rows:
+        texts = [getattr(sample.rows[0], "text", None) or "" for sample in row.samples]
+        verdicts[row.name] = judged(name, asked, texts)
+    plain = verdicts[comparison.plain.name]
+    return Answers(
+        name,
+        len(asked),
+        {method: sum(right) for method, right in verdicts.items()},
+        {
+            method: sum(ours != theirs for ours, theirs in zip(right, plain, strict=True))
+            for method, right in verdicts.items()
+        },
+    )
+
+
+def answers_table(answers: Answers) -> Table:
+    """Returns a table for people."""
+    table = Table(title=f"Answers to {answers.task}", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("method", overflow="fold")
+    for column in ("right", "share", "judged otherwise than plain"):
+        table.add_column(column, justify="right")
+    for method, right in answers.right.items():
+        share = f"{right / answers.num_questions:.1%}"
+        of_all = f"{right} of {answers.num_questions}"
+        table.add_row(method, of_all, share, str(answers.changed[method]))
+    return table

@@ -1,0 +1,117 @@
+"""Tasks: known answers, and programs that do what nobody asked for."""
+
+import json
+import time
+from decimal import Decimal
+
+import pytest
+
+from jaxspec.cli import main
+from jaxspec.measure.judge import passes
+from jaxspec.measure.tasks import TASKS, answer_of, read_task
+
+GSM8K = {"question": "How many?", "answer": "2 * 600 = 1,200\n#### 1,200"}
+MBPP = {
+    "text": "Write a function to add.",
+    "test_list": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"],
+    "test_setup_code": "",
+}
+HUMANEVAL = {
+    "prompt": 'def add(a, b):\n    """Adds."""\n',
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+    "entry_point": "add",
+}
+RIGHT = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so 3 + 4 = 7 #### 7", "7"),
+        ("#### $1,200.", "1200"),
+        ("#### -3 or 4", "-3"),
+        ("it is 5, no, 6.5.", "6.5"),
+        ("none", None),
+        ("5 ####", None),
+    ],
+)
+def test_the_number_of_an_answer(text, answer):
+    assert answer_of(text) == (None if answer is None else Decimal(answer))
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "text", "right"),
+    [
+        ("gsm8k", GSM8K, "2 * 600 = 1200 #### 1200", True),
+        ("gsm8k", GSM8K, "It is 1,200.00", True),
+        ("gsm8k", GSM8K, "It is 1,201", False),
+        ("gsm8k", GSM8K, "", False),
+        ("mbpp", MBPP, RIGHT, True),
+        ("mbpp", MBPP, f"{RIGHT}\nprint(add(1))\n", True),
+        ("mbpp", MBPP, f"Here:\n```python\n{RIGHT}```\nIt adds.", True),
+        ("mbpp", MBPP, RIGHT.replace("+", "-"), False),
+        ("mbpp", MBPP, "def add(", False),
+        ("humaneval", HUMANEVAL, "    return a + b\n\nprint(add(1))\n", True),
+        ("humaneval", HUMANEVAL, f"```python3\n{RIGHT}```", True),
+        ("humaneval", HUMANEVAL, "    return a + b\n```\nThis adds.", True),
+        ("humaneval", HUMANEVAL, "```\nadd(1, 2)\n```\n", False),
+        ("humaneval", HUMANEVAL, "    return a - b\n", False),
+    ],
+)
+def test_answers_are_judged(name, entry, text, right):
+    assert TASKS[name].is_right(entry, text) is right
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "import os; os.fork()",
+        "import os; os.system('true')",
+        "import subprocess; subprocess.run(['true'])",
+        "import multiprocessing as m; m.Process(target=print).start()",
+        "import socket; socket.socket().connect(('127.0.0.1', 9))",
+        "try:\n    open('file', 'w')\nexcept BaseException: pass",
+        "x = [0] * 10 ** 10",
+        "import ctypes; ctypes.string_at(0)",
+        "def f(): f()\nf()",
+        "raise SystemExit",
+        "assert False",
+        "\0",
+    ],
+)
+def test_a_program_that_does_not_end_well_is_wrong(program):
+    began = time.monotonic()
+    assert not passes(program, seconds=1.0)
+    assert time.monotonic() - began < 12
+
+
+def test_nothing_is_left_behind(tmp_path):
+    target = tmp_path / "file"
+    assert not passes(f"open({str(target)!r}, 'w').write('x')")
+    assert not target.exists()
+    assert passes("import math, random, itertools, collections, re, heapq\nassert True")
+
+
+def test_a_file_of_another_task_is_refused(tmp_path):
+    path = tmp_path / "file.jsonl"
+    path.write_text(json.dumps(MBPP))
+    assert read_task("mbpp", path)[0].prompt.startswith('"""\nWrite a function')
+    with pytest.raises(ValueError, match=r"file.jsonl:1: has no question, answer, which gsm8k"):
+        read_task("gsm8k", path)
+
+
+def test_the_command_judges_every_method(tmp_path, capsys):
+    path, figures = tmp_path / "file.jsonl", tmp_path / "figures.json"
+    path.write_text("\n".join([json.dumps(GSM8K)] * 2))
+    arguments = ["bench", "demo-draft", str(path), "--task", "gsm8k", "--max-new-tokens", "8"]
+    assert main([*arguments, "--repeats", "1", "--drafter", "lookup", "--json", str(figures)]) == 0
+    assert "Answers to gsm8k" in capsys.readouterr().out
+    answers = json.loads(figures.read_text())["answers"]
+    assert answers["num_questions"] == 2
+    assert set(answers["right"]) == {"plain", "lookup"}
+    assert answers["changed"] == {"plain": 0, "lookup": 0}
+    assert main([*arguments, "--field", "question"]) == 2
