@@ -1,6 +1,283 @@
-"""Checks of settings: each refuses values with a message that names the setting and its value."""
+"""Checks of settings: a field's annotation says what it must be, and errors name the field.
 
-from typing import Any
+A field of a `Checked` dataclass is annotated with its type and, where that says too little, with
+rules: `Annotated[int, at_least(1)]`, or one of the short names below. So Python, the command line
+and files of settings are refused alike, before anything is built.
+"""
+
+import dataclasses
+import math
+import numbers
+import pathlib
+import sys
+import types
+import typing
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union
+
+import numpy as np
+
+
+class Rule(NamedTuple):
+    """A condition on a value of the right type.
+
+    Attributes:
+        said: the condition, after "must be".
+        holds: decides.
+    """
+
+    said: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(least: int | float) -> Rule:
+    """Returns the rule of numbers from `least` up."""
+    return Rule(f"at least {least}", lambda value: value >= least)
+
+
+def above(bound: int | float) -> Rule:
+    """Returns the rule of numbers above `bound`."""
+    return Rule(f"above {bound}", lambda value: value > bound)
+
+
+def at_most(most: int | float) -> Rule:
+    """Returns the rule of numbers up to `most`."""
+    return Rule(f"at most {most}", lambda value: value <= most)
+
+
+def below(bound: int | float) -> Rule:
+    """Returns the rule of numbers below `bound`."""
+    return Rule(f"below {bound}", lambda value: value < bound)
+
+
+def within(low: int | float, high: int | float) -> Rule:
+    """Returns the rule of numbers in [low, high]."""
+    return Rule(f"in [{low}, {high}]", lambda value: low <= value <= high)
+
+
+def from_up_to(low: int | float, high: int | float) -> Rule:
+    """Returns the rule of numbers in [low, high)."""
+    return Rule(f"in [{low}, {high})", lambda value: low <= value < high)
+
+
+def above_up_to(low: int | float, high: int | float) -> Rule:
+    """Returns the rule of numbers in (low, high]."""
+    return Rule(f"in ({low}, {high}]", lambda value: low < value <= high)
+
+
+def one_of(*choices: Any) -> Rule:
+    """Returns the rule of values that are listed."""
+    return Rule(f"one of {choices}", lambda value: isinstance(value, Hashable) and value in choices)
+
+
+# Sizes and ids are 32-bit integers in compiled programs.
+Count = Annotated[int, at_least(1), below(2**31)]
+Natural = Annotated[int, at_least(0), below(2**31)]
+MOST_NODES = 4096
+"""Of a tree, the root left out: its masks have an entry for each pair of nodes."""
+Nodes = Annotated[int, at_least(1), at_most(MOST_NODES)]
+Positive = Annotated[float, above(0)]
+NotNegative = Annotated[float, at_least(0)]
+Share = Annotated[float, within(0, 1)]
+
+
+class Checked:
+    """A dataclass whose fields are checked when it is made, and stored as plain values.
+
+    Attributes:
+        prefix: before the names of its fields in errors, such as "diffusion.".
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Sizes(Checked):
+        ...     block: Count = 8
+        ...     rate: Share | None = None
+        >>> Sizes(np.int64(4), 1)
+        Sizes(block=4, rate=1.0)
+        >>> Sizes(1.5)
+        Traceback (most recent call last):
+        ...
+        ValueError: block must be a whole number, got 1.5.
+        >>> Sizes(rate=2)
+        Traceback (most recent call last):
+        ...
+        ValueError: rate must be in [0, 1], got 2.0.
+    """
+
+    prefix: ClassVar[str] = ""
+
+    def __post_init__(self):
+        for name, hint in _hints(type(self)).items():
+            given = getattr(self, name)
+            plain = checked(f"{self.prefix}{name}", given, hint)
+            if plain is not given:
+                object.__setattr__(self, name, plain)
+
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """Returns a value as a plain one of the type and under the rules of an annotation.
+
+    Whole numbers may be given as floats, such as 8.0, which is how some files hold them. Types that
+    are neither built in nor classes are not checked.
+
+    Args:
+        name: of the setting.
+        value: of the setting.
+        hint: `int`, `Count | None`, `tuple[Share, ...]`, a dataclass, ...
+
+    Raises:
+        ValueError: naming the setting, what it must be, and its value.
+
+    Example:
+        >>> checked("repeats", 3.0, Count)
+        3
+        >>> checked("layers", [0, True], tuple[int, ...])
+        Traceback (most recent call last):
+        ...
+        ValueError: layers[1] must be a whole number, got True.
+    """
+    if typing.get_origin(hint) is Annotated:
+        kind, *rules = typing.get_args(hint)
+        plain = checked(name, value, kind)
+        for rule in rules:
+            if isinstance(rule, Rule) and plain is not None and not rule.holds(plain):
+                raise ValueError(f"{name} must be {rule.said}, got {_shown(plain)}.")
+        return plain
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return _of_any(name, value, typing.get_args(hint))
+    kind = _Kind.of(hint)
+    found = kind.read(value)
+    if found is _WRONG:
+        raise ValueError(f"{name} must be {kind.said}, got {_shown(value)}.")
+    if kind.parts is None:
+        return found
+    return tuple(checked(f"{name}[{i}]", part, kind.parts(i)) for i, part in enumerate(found))
+
+
+def _of_any(name: str, value: Any, hints: tuple[Any, ...]) -> Any:
+    """Returns a value of the first kind that it is of; the rules of that kind decide alone."""
+    kinds = [hint for hint in hints if hint is not type(None)]
+    if value is None and len(kinds) < len(hints):
+        return None
+    for hint in kinds:
+        if len(kinds) == 1 or _Kind.of(_bare(hint)).read(value) is not _WRONG:
+            return checked(name, value, hint)
+    said = " or ".join(_Kind.of(_bare(hint)).said for hint in kinds)
+    raise ValueError(f"{name} must be {said}, got {_shown(value)}.")
+
+
+_WRONG = object()
+
+
+class _Kind(NamedTuple):
+    """A type, as settings are checked by it.
+
+    Attributes:
+        said: its name, after "must be".
+        read: returns a value as a plain one, or `_WRONG`.
+        parts: of a sequence: the annotation of each entry, by its place.
+    """
+
+    said: str
+    read: Callable[[Any], Any]
+    parts: Callable[[int], Any] | None = None
+
+    @classmethod
+    def of(cls, hint: Any) -> "_Kind":
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        if hint in _KINDS:
+            return _KINDS[hint]
+        if origin is Literal:
+            said, holds = one_of(*args)
+            return cls(said, lambda value: value if holds(value) else _WRONG)
+        if origin is Sequence or (origin is tuple and args[1:] == (Ellipsis,)):
+            return cls("a sequence", _entries, lambda place: args[0])
+        if origin is tuple:
+            return cls(
+                f"{len(args)} entries",
+                lambda value: _entries(value, len(args)),
+                lambda place: args[place],
+            )
+        if origin is Mapping:
+            return cls("a mapping", _instance(Mapping))
+        if isinstance(hint, type) and origin is None and not getattr(hint, "_is_protocol", False):
+            return cls(f"of type {hint.__name__}", _instance(hint))
+        return cls("anything", lambda value: value)
+
+
+def _instance(kind: type) -> Callable[[Any], Any]:
+    return lambda value: value if isinstance(value, kind) else _WRONG
+
+
+def _scalar(value: Any) -> Any:
+    """Returns what an array without axes holds."""
+    return np.asarray(value).item() if hasattr(value, "__array__") and not np.ndim(value) else value
+
+
+def _real(value: Any) -> Any:
+    """Returns a real number that is no truth value, or `_WRONG`."""
+    value = _scalar(value)
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return value if is_real else _WRONG
+
+
+def _whole(value: Any) -> Any:
+    found = _real(value)
+    if found is _WRONG or not (isinstance(found, int) or math.isfinite(found)):
+        return _WRONG
+    return int(found) if int(found) == found else _WRONG
+
+
+def _number(value: Any) -> Any:
+    found = _real(value)
+    if found is _WRONG or abs(found) > sys.float_info.max or not math.isfinite(found):
+        return _WRONG
+    return float(found)
+
+
+def _flag(value: Any) -> Any:
+    value = _scalar(value)
+    return value if isinstance(value, bool) else _WRONG
+
+
+def _entries(value: Any, count: int | None = None) -> Any:
+    if hasattr(value, "__array__") and np.ndim(value):
+        value = np.asarray(value).tolist()
+    fits = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return value if fits and count in (None, len(value)) else _WRONG
+
+
+_KINDS: dict[Any, _Kind] = {
+    bool: _Kind("True or False", _flag),
+    int: _Kind("a whole number", _whole),
+    float: _Kind("a finite number", _number),
+    str: _Kind("a text", _instance(str)),
+    pathlib.Path: _Kind("a path", _instance(pathlib.Path)),
+    Any: _Kind("anything", lambda value: value),
+}
+
+
+def _bare(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+
+
+def _shown(value: Any) -> str:
+    text = repr(_scalar(value))
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@cache
+def _hints(kind: type) -> Mapping[str, Any]:
+    """Returns the annotation of each field, with the choices that its metadata lists."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    found = {}
+    assert dataclasses.is_dataclass(kind), "only dataclasses are checked"
+    for field in dataclasses.fields(kind):
+        choices = field.metadata.get("choices")
+        hint = hints[field.name]
+        found[field.name] = hint if choices is None else Annotated[hint, one_of(*choices)]
+    return found
 
 
 def check_at_least(settings: Any, least: int, *names: str) -> None:

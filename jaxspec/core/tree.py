@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jaxspec.core.checks import MOST_NODES, checked
 from jaxspec.core.types import Tree
 
 Path = tuple[int, ...]
@@ -33,9 +34,10 @@ def normalize_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
     verified in the order they were drawn, so a gap would falsify the distribution.
 
     Raises:
-        ValueError: for a negative rank, a duplicate, a missing parent or a missing sibling.
+        ValueError: for what is no list of paths, a negative rank, a duplicate, a missing parent or
+            a missing sibling.
     """
-    tuples = [tuple(int(rank) for rank in path) for path in paths]
+    tuples = checked("paths", paths, tuple[Path, ...])
     known = set(tuples)
     if len(known) != len(tuples):
         repeated = next(path for path in tuples if tuples.count(path) > 1)
@@ -68,6 +70,8 @@ def tree_from_parents(parents: Sequence[int]) -> Tree:
     Raises:
         ValueError: unless node 0 is the root and every parent comes before its children.
     """
+    if len(parents) > MOST_NODES + 1:
+        raise ValueError(f"a tree has at most {MOST_NODES} nodes, got {len(parents) - 1}.")
     parents = [int(parent) for parent in parents]
     if not parents or parents[0] != -1:
         raise ValueError(f"parents[0] must be -1, the root; got {parents[:1]}.")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxspec.core.checks import check_at_least, check_share
+from jaxspec.core.checks import Checked, Count, Nodes, NotNegative, Share
 from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import bank, choose_children, tree_proposal
 from jaxspec.core.rows import largest_of_rows
@@ -42,7 +42,7 @@ Sure = Callable[[Float[Array, "nodes embed"], Int[Array, " nodes"]], Bool[Array,
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveBlock:
+class AdaptiveBlock(Checked):
     """Rule for the length of drafts, by how much of the last ones was accepted.
 
     Each row keeps a running rate for each depth: the share of steps that accepted it, of those that
@@ -71,17 +71,15 @@ class AdaptiveBlock:
         ValueError: a setting is out of range.
     """
 
-    memory: float = 0.9
-    prior: float = 0.8
-    draft_cost: float = 0.2
-    token_cost: float = 0.37
-    explore: int = 8
-    patience: int = 64
+    memory: Share = 0.9
+    prior: Share = 0.8
+    draft_cost: NotNegative = 0.2
+    token_cost: NotNegative = 0.37
+    explore: Count = 8
+    patience: Count = 64
 
     def __post_init__(self):
-        check_share(self, "memory", "prior")
-        check_at_least(self, 0, "draft_cost", "token_cost")
-        check_at_least(self, 1, "explore")
+        super().__post_init__()
         if self.patience < self.explore:
             raise ValueError(
                 f"patience must be at least explore ({self.explore}), got {self.patience}."
@@ -133,7 +131,7 @@ class Choices(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockSettings:
+class BlockSettings(Checked):
     """Settings of drafting a block. The default is a chain.
 
     Attributes:
@@ -155,17 +153,16 @@ class BlockSettings:
         ValueError: a setting is out of range, or two exclude each other.
     """
 
-    block: int = 8
+    block: Nodes = 8
     paths: tuple[Path, ...] | None = None
-    num_nodes: int | None = None
-    branch: int = 4
-    temperature: float | None = None
-    steps: int = 1
+    num_nodes: Nodes | None = None
+    branch: Count = 4
+    temperature: NotNegative | None = None
+    steps: Count = 1
     adaptive: AdaptiveBlock | None = None
 
     def __post_init__(self):
-        check_at_least(self, 1, "block", "branch", "steps", "num_nodes")
-        check_at_least(self, 0, "temperature")
+        super().__post_init__()
         if self.temperature is not None and self.num_nodes is not None:
             raise ValueError(
                 "temperature and num_nodes exclude each other: such a tree takes the likeliest "

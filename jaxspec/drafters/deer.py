@@ -17,7 +17,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.core import masks
 from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS, append_within, settled
-from jaxspec.core.checks import check_at_least, check_one_of
+from jaxspec.core.checks import Count, Natural, one_of
 from jaxspec.core.decode import in_chunks, places_at_once
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path
@@ -100,14 +100,9 @@ class Deer(BlockSettings):
     """
 
     taps = ()
-    sep_token_id: int | None = None
-    cache: str | None = None
-    chunk: int = 256
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_one_of(self, (*CACHES, None), "cache")
-        check_at_least(self, 1, "chunk")
+    sep_token_id: Natural | None = None
+    cache: Annotated[str, one_of(*CACHES)] | None = None
+    chunk: Count = 256
 
     @classmethod
     def of(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import append
-from jaxspec.core.checks import check_share
+from jaxspec.core.checks import Natural, Share
 from jaxspec.core.proposal import bank
 from jaxspec.core.tree import Path
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal
@@ -66,14 +66,13 @@ class DFlash(BlockSettings):
         (4, (1,))
     """
 
-    taps: tuple[int, ...] = ()
-    confidence: float | None = None
+    taps: tuple[Natural, ...] = ()
+    confidence: Share | None = None
 
     def __post_init__(self):
         super().__post_init__()
         if self.confidence is None:
             return
-        check_share(self, "confidence")
         if self.adaptive is not None or self.num_nodes is not None:
             raise ValueError(
                 "confidence excludes adaptive and num_nodes: each of them says how long a draft is."

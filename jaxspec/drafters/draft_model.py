@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
-from jaxspec.core.checks import check_at_least
+from jaxspec.core.checks import Checked, Count, Nodes, Share
 from jaxspec.core.decode import prefill
 from jaxspec.core.proposal import bank
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel:
+class DraftModel(Checked):
     """Drafts with a separate, smaller model, `params.draft`.
 
     Its vocabulary is the target's, or another's: see `of`.
@@ -70,13 +70,13 @@ class DraftModel:
     """
 
     taps = ()
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: Nodes = 4
     paths: tuple[Path, ...] | None = None
-    chunk: int = 256
-    threshold: float = 0.0
+    chunk: Count = 256
+    threshold: Share = 0.0
 
     def __post_init__(self):
-        check_at_least(self, 1, "num_speculative_tokens", "chunk")
+        super().__post_init__()
         if self.paths is not None:
             object.__setattr__(self, "paths", normalize_paths(self.paths))
         check_threshold(self.threshold, self.tree)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
-from jaxspec.core.checks import check_at_least
+from jaxspec.core.checks import Checked, Count, Natural, Share
 from jaxspec.core.decode import in_chunks, places_at_once
 from jaxspec.core.proposal import bank
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths, tree_from_paths
@@ -40,7 +40,7 @@ class EagleState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle:
+class Eagle(Checked):
     """Drafts with an EAGLE head, `params.draft`, for the target it was trained for.
 
     A step costs one pass of the head over the tokens just emitted, and one for each further level
@@ -70,18 +70,18 @@ class Eagle:
     """
 
     paths: tuple[Path, ...] = EAGLE_PATHS
-    taps: tuple[int, ...] = ()
-    chunk: int = 256
-    threshold: float = 0.0
+    taps: tuple[Natural, ...] = ()
+    chunk: Count = 256
+    threshold: Share = 0.0
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "paths", normalize_paths(self.paths))
         if not self.paths:
             raise ValueError(
                 "paths: a tree without a node drafts nothing; a search writes one where plain "
                 "decoding is faster. Give no drafter, or another tree."
             )
-        check_at_least(self, 1, "chunk")
         check_threshold(self.threshold, self.tree)
 
     @classmethod

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from jaxspec.core.checks import check_at_least
+from jaxspec.core.checks import Checked, Count, Natural, Nodes
 from jaxspec.core.types import Context, Hidden, Params, Proposal
 from jaxspec.drafters.eagle import EagleState, absorb, check_head, check_is_head, read_prompt
 from jaxspec.drafters.growth import Pool, Scratch, best_of_pool, extend
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle2:
+class Eagle2(Checked):
     """Drafts with an EAGLE head over a tree that is built for every row and step.
 
     The tree depends on the head's probabilities alone, never on a drawn token. Verification treats
@@ -51,14 +51,14 @@ class Eagle2:
         (True, True)
     """
 
-    num_nodes: int = 59
-    depth: int = 5
-    beam: int = 10
-    taps: tuple[int, ...] = ()
-    chunk: int = 256
+    num_nodes: Nodes = 59
+    depth: Count = 5
+    beam: Count = 10
+    taps: tuple[Natural, ...] = ()
+    chunk: Count = 256
 
     def __post_init__(self):
-        check_at_least(self, 1, "num_nodes", "depth", "beam", "chunk")
+        super().__post_init__()
         if self.num_nodes > self._num_candidates:
             raise ValueError(
                 f"num_nodes must be at most beam + depth * beam^2 = {self._num_candidates}, "

@@ -8,14 +8,14 @@ by a threshold that follows the acceptance rate.
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxspec.core.cache import empty_layer
-from jaxspec.core.checks import check_at_least, check_one_of, check_share
+from jaxspec.core.checks import Checked, Nodes, Share, one_of
 from jaxspec.core.proposal import bank
 from jaxspec.core.types import Context, Hidden, Params, Proposal
 from jaxspec.drafters.growth import DraftLaw, grow_chain
@@ -25,7 +25,7 @@ from jaxspec.models import Network, Skips
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveExit:
+class AdaptiveExit(Checked):
     """Rule by which the exit threshold follows the acceptance rate, once a step (paper, 3.3).
 
     The threshold settles so that the running rate is below `target_rate` half of the time. With the
@@ -42,15 +42,11 @@ class AdaptiveExit:
             draft of full length.
     """
 
-    target_rate: float = 0.9
-    step: float = 0.01
-    rate_memory: float = 0.5
-    threshold_memory: float = 0.9
-    rule: str = "paper"
-
-    def __post_init__(self):
-        check_share(self, "target_rate", "step", "rate_memory", "threshold_memory")
-        check_one_of(self, ("paper", "released"), "rule")
+    target_rate: Share = 0.9
+    step: Share = 0.01
+    rate_memory: Share = 0.5
+    threshold_memory: Share = 0.9
+    rule: Annotated[str, one_of("paper", "released")] = "paper"
 
     def update(
         self,
@@ -101,7 +97,7 @@ class CarriedSkip(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerSkip:
+class LayerSkip(Checked):
     """Drafts with the target itself, without some attention and MLP sub-layers and their norms.
 
     An adaptive threshold continues from prompt to prompt if the next prompt is decoded with the
@@ -132,15 +128,15 @@ class LayerSkip:
 
     taps = ()
     skip: Skips | None = None
-    num_speculative_tokens: int = 8
-    threshold: float = 0.8
+    num_speculative_tokens: Nodes = 8
+    threshold: Share = 0.8
     adaptive: AdaptiveExit | None = AdaptiveExit()
 
     def __post_init__(self):
-        check_at_least(self, 1, "num_speculative_tokens")
-        check_share(self, "threshold")
         if self.skip is not None:
             _check_kind(self.skip)
+        super().__post_init__()
+        if self.skip is not None:
             entries = [entry for part in self.skip for entry in part]
             if not all(entry in (0, 1) for entry in entries):
                 raise ValueError(

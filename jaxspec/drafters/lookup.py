@@ -8,14 +8,14 @@ SuffixDecoding does (Oliaro et al. 2024); its trees of suffixes are sorted array
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from jaxspec.core.checks import check_at_least, check_one_of
+from jaxspec.core.checks import Checked, Nodes, at_least, at_most
 from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import bank, chain_proposal
 from jaxspec.core.types import Context, Hidden, Params, Proposal
@@ -32,7 +32,7 @@ _MOST_VOTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Checked):
     """Matches the text's last n tokens, n from `max_ngram` down to 1, against what came before.
 
     It needs no weights, and pays if output repeats input (summaries, edits, code).
@@ -59,13 +59,9 @@ class PromptLookup:
     """
 
     taps = ()
-    num_speculative_tokens: int = 4
-    max_ngram: int = 2
+    num_speculative_tokens: Nodes = 4
+    max_ngram: Annotated[int, at_least(1), at_most(64)] = 2
     match: Literal["first", "recent"] = "first"
-
-    def __post_init__(self):
-        check_at_least(self, 1, "num_speculative_tokens", "max_ngram")
-        check_one_of(self, ("first", "recent"), "match")
 
     @property
     def tree_shape(self) -> tuple[int, int]:
@@ -95,7 +91,7 @@ class PromptLookup:
 
 
 @dataclasses.dataclass(frozen=True)
-class SuffixLookup:
+class SuffixLookup(Checked):
     """Looks for the longest earlier copy of the text's end, in the text and in a corpus.
 
     Where several copies are as long, their continuations vote, token by token. A match of n tokens
@@ -128,11 +124,8 @@ class SuffixLookup:
     """
 
     taps = ()
-    num_speculative_tokens: int = 8
-    max_ngram: int = 16
-
-    def __post_init__(self):
-        check_at_least(self, 1, "num_speculative_tokens", "max_ngram")
+    num_speculative_tokens: Nodes = 8
+    max_ngram: Annotated[int, at_least(1), at_most(64)] = 16
 
     @classmethod
     def of(

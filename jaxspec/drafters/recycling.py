@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray, Shaped
 
+from jaxspec.core.checks import Checked
 from jaxspec.core.forms import exchangeable
 from jaxspec.core.proposal import bank, tree_proposal
 from jaxspec.core.rows import largest_of_rows
@@ -40,7 +41,7 @@ class RecyclingState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenRecycling:
+class TokenRecycling(Checked):
     """Fills a static tree from a table of the likeliest tokens after each token.
 
     It needs no weights and no training. The child of rank r of a node with token t is the token of
@@ -74,6 +75,7 @@ class TokenRecycling:
     paths: tuple[Path, ...] = DEFAULT_PATHS
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "paths", normalize_paths(self.paths))
         if not self.paths:
             raise ValueError(

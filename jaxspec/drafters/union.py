@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from jaxspec.core.checks import check_at_least
+from jaxspec.core.checks import Checked, Count
 from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import (
     AsksLikeliest,
@@ -38,7 +38,7 @@ class UnionParams(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Union:
+class Union(Checked):
     """Drafts from lookup where its match is long, and from a head elsewhere.
 
     Which of the two drafts depends on the text alone. Both draft over one tree of static size, in
@@ -71,10 +71,10 @@ class Union:
 
     head: Drafter
     lookup: SuffixLookup
-    min_match: int = 10
+    min_match: Count = 10
 
     def __post_init__(self):
-        check_at_least(self, 1, "min_match")
+        super().__post_init__()
         if isinstance(self.head, AsksLikeliest):
             raise ValueError(
                 f"head: {type(self.head).__name__} learns from the drafts that it made itself, and "

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxspec.core.checks import MOST_NODES
 from jaxspec.core.tree import (
     EAGLE_PATHS,
     chain,
@@ -115,6 +116,12 @@ def test_paths_that_are_refused(paths, message):
 def test_parents_that_are_refused(parents, message):
     with pytest.raises(ValueError, match=message):
         tree_from_parents(parents)
+
+
+def test_a_tree_that_no_mask_holds_is_refused():
+    assert len(chain(MOST_NODES).parents) == MOST_NODES + 1
+    with pytest.raises(ValueError, match="a tree has at most 4096 nodes, got 1000000"):
+        chain(10**6)
 
 
 def test_a_chain_of_negative_length_is_refused():
