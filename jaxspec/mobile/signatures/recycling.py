@@ -66,7 +66,8 @@ class RecyclingStep:
         """Returns the further outputs of `prefill_N`, which learns from the whole prompt."""
         del pending
         tokens = inputs["prompt"][0]
-        known = jnp.less(np.arange(len(tokens), dtype=np.int32), inputs["count"])
+        places = np.arange(len(tokens), dtype=np.int32).reshape(1, 1, 1, -1)
+        known = jnp.less(places, inputs["count"].reshape(1, 1, 1, 1)).reshape(-1)
         logits = unembed_rows(params.target, target, hidden.features)
         continued = jnp.greater(inputs["length"], 0).astype(jnp.float32)
         before = {"table": inputs["table"] * continued.reshape(1, 1, 1)}
