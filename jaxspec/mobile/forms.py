@@ -120,11 +120,14 @@ def _learned(
     likeliest: Int[Array, "places branch"],
     known: Bool[Array, " places"],
 ) -> Float[Array, "vocab branch"]:
-    """Multiplies one-hot rows, as a table of floats may not be written to in random places."""
-    later = np.triu(np.ones((len(tokens), len(tokens)), np.float32), k=1)
-    same = jnp.equal(tokens[:, None], tokens[None, :]).astype(jnp.float32)
+    """Multiplies one-hot rows, as a table of floats may not be written to in random places.
+
+    The constant has four axes: of one with fewer, a GPU reads the first row only.
+    """
+    later = np.triu(np.ones((1, 1, len(tokens), len(tokens)), np.float32), k=1)
+    same = jnp.equal(tokens.reshape(1, 1, -1, 1), tokens.reshape(1, 1, 1, -1)).astype(jnp.float32)
     counted = known.astype(jnp.float32)
-    again = jnp.sum(same * later * counted[None, :], axis=1)
+    again = jnp.sum(same * later * counted.reshape(1, 1, 1, -1), axis=3).reshape(-1)
     here = jax.nn.one_hot(tokens, table.shape[0], dtype=jnp.float32)
     here = here * (counted * jax.nn.relu(1.0 - again))[:, None]
     rows = (likeliest + 1).astype(jnp.float32)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxspec import LayerSkip, load
+from jaxspec import LayerSkip, TokenRecycling, load
 from jaxspec.checkpoint import load_eagle, shipped_folders
 from jaxspec.drafters import Deer, Eagle, LoadedDrafter
 from jaxspec.drafters.skip_sets import skips_of
@@ -66,6 +66,15 @@ def test_eagle_steps_run_whole_and_right(tmp_path, quantization):
 def test_layers_skipped_run_whole_and_right(tmp_path):
     model, _ = successor_model()
     drafter = LayerSkip(skips_of(2, attention=[1], mlp=[0]), 3)
+    export(model, tmp_path, drafter, replace(SHAPES, bundle="gpu"))
+    assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
+
+
+@needs_gpu
+@pytest.mark.slow
+def test_tokens_recycled_run_whole_and_right(tmp_path):
+    model, _ = successor_model()
+    drafter = TokenRecycling(((0,), (1,), (0, 0), (0, 0, 0)))
     export(model, tmp_path, drafter, replace(SHAPES, bundle="gpu"))
     assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
 

@@ -36,8 +36,8 @@ class RecyclingStep:
     """A whole step over the static tree of a drafter, filled from a table of successors.
 
     State carried between calls: `table`, the ids of the likeliest tokens after each token, plus 1,
-    as floats; 0 is a token that the target has not scored yet. It stays from text to text, as in
-    the paper; in JAX each row begins with an empty one.
+    as floats; 0 is a token that the target has not scored yet. `prefill_N` empties it where a text
+    begins, as in JAX each row begins with an empty one.
     """
 
     taps = ()
@@ -66,9 +66,12 @@ class RecyclingStep:
         """Returns the further outputs of `prefill_N`, which learns from the whole prompt."""
         del pending
         tokens = inputs["prompt"][0]
-        known = jnp.less(np.arange(len(tokens), dtype=np.int32), inputs["count"])
+        places = np.arange(len(tokens), dtype=np.int32).reshape(1, 1, 1, -1)
+        known = jnp.less(places, inputs["count"].reshape(1, 1, 1, 1)).reshape(-1)
         logits = unembed_rows(params.target, target, hidden.features)
-        return outgoing(self._learned(inputs, tokens, logits, known))
+        continued = jnp.greater(inputs["length"], 0).astype(jnp.float32)
+        before = {"table": inputs["table"] * continued.reshape(1, 1, 1)}
+        return outgoing(self._learned(before, tokens, logits, known))
 
     def _inputs(self, target: Target) -> Shapes:
         own = self.prefill_inputs(target)
