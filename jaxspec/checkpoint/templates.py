@@ -129,7 +129,7 @@ def _compiled(source: str):
     import jinja2.sandbox
     import jinja2.utils
 
-    class Generation(jinja2.ext.Extension):
+    class _Generation(jinja2.ext.Extension):
         """`{% generation %}` marks what the assistant said, for training; it prints its body."""
 
         tags = {"generation"}  # noqa: RUF012
@@ -170,7 +170,7 @@ def _compiled(source: str):
         return datetime.datetime.now().strftime(form)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     # Jinja's own filter escapes HTML, which no model was trained on.
     environment.filters["tojson"] = to_json

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union
 import numpy as np
 
 
-class Rule(NamedTuple):
+class Requirement(NamedTuple):
     """A condition on a value of the right type.
 
     Attributes:
@@ -31,44 +31,46 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def at_least(least: int | float) -> Rule:
+def at_least(least: int | float) -> Requirement:
     """Returns the rule of numbers from `least` up."""
-    return Rule(f"at least {least}", lambda value: value >= least)
+    return Requirement(f"at least {least}", lambda value: value >= least)
 
 
-def above(bound: int | float) -> Rule:
+def above(bound: int | float) -> Requirement:
     """Returns the rule of numbers above `bound`."""
-    return Rule(f"above {bound}", lambda value: value > bound)
+    return Requirement(f"above {bound}", lambda value: value > bound)
 
 
-def at_most(most: int | float) -> Rule:
+def at_most(most: int | float) -> Requirement:
     """Returns the rule of numbers up to `most`."""
-    return Rule(f"at most {most}", lambda value: value <= most)
+    return Requirement(f"at most {most}", lambda value: value <= most)
 
 
-def below(bound: int | float) -> Rule:
+def below(bound: int | float) -> Requirement:
     """Returns the rule of numbers below `bound`."""
-    return Rule(f"below {bound}", lambda value: value < bound)
+    return Requirement(f"below {bound}", lambda value: value < bound)
 
 
-def within(low: int | float, high: int | float) -> Rule:
+def within(low: int | float, high: int | float) -> Requirement:
     """Returns the rule of numbers in [low, high]."""
-    return Rule(f"in [{low}, {high}]", lambda value: low <= value <= high)
+    return Requirement(f"in [{low}, {high}]", lambda value: low <= value <= high)
 
 
-def from_up_to(low: int | float, high: int | float) -> Rule:
+def from_up_to(low: int | float, high: int | float) -> Requirement:
     """Returns the rule of numbers in [low, high)."""
-    return Rule(f"in [{low}, {high})", lambda value: low <= value < high)
+    return Requirement(f"in [{low}, {high})", lambda value: low <= value < high)
 
 
-def above_up_to(low: int | float, high: int | float) -> Rule:
+def above_up_to(low: int | float, high: int | float) -> Requirement:
     """Returns the rule of numbers in (low, high]."""
-    return Rule(f"in ({low}, {high}]", lambda value: low < value <= high)
+    return Requirement(f"in ({low}, {high}]", lambda value: low < value <= high)
 
 
-def one_of(*choices: Any) -> Rule:
+def one_of(*choices: Any) -> Requirement:
     """Returns the rule of values that are listed."""
-    return Rule(f"one of {choices}", lambda value: isinstance(value, Hashable) and value in choices)
+    return Requirement(
+        f"one of {choices}", lambda value: isinstance(value, Hashable) and value in choices
+    )
 
 
 # Sizes and ids are 32-bit integers in compiled programs.
@@ -141,7 +143,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         kind, *rules = typing.get_args(hint)
         plain = checked(name, value, kind)
         for rule in rules:
-            if isinstance(rule, Rule) and plain is not None and not rule.holds(plain):
+            if isinstance(rule, Requirement) and plain is not None and not rule.holds(plain):
                 raise ValueError(f"{name} must be {rule.said}, got {_shown(plain)}.")
         return plain
     if typing.get_origin(hint) in (Union, types.UnionType):
