@@ -71,7 +71,7 @@ def _warped(logits: Array, temperature: Array, top_k: Array) -> Array:
     return jax.nn.softmax(logits / temperature.reshape(1, 1) - 1e4 * filtered_out, axis=-1)
 
 
-class Verified(NamedTuple):
+class Committed(NamedTuple):
     """The second half of a step.
 
     Attributes:
@@ -96,7 +96,7 @@ def verify_and_commit(
     taps: tuple[int, ...],
     accept: Accept,
     levels: int,
-) -> Verified:
+) -> Committed:
     """Runs the second half of a step, whose result has `levels` rows."""
     length = inputs["length"][0]
     hidden = network.forward(
@@ -116,4 +116,4 @@ def verify_and_commit(
         "o_pending": accepted.last[None],
         **outgoing(write_kv(inputs, "kv", path_kv, length)),
     }
-    return Verified(hidden, logits, accepted.path, outputs)
+    return Committed(hidden, logits, accepted.path, outputs)
