@@ -24,7 +24,7 @@ _AFTER_BODY = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", '\n"""', 
 _AFTER_CODE = ("\nif __name__", "\nprint(", "\nassert ", '\n"""', "\n```")
 
 
-class Task(NamedTuple):
+class JudgedTask(NamedTuple):
     """A task of one answer for each entry of a file.
 
     Attributes:
@@ -102,10 +102,12 @@ def _with_tests(entry: Entry) -> str:
     return f'"""\n{entry["text"]}\n{tests}\n"""\n'.replace("\r", "")
 
 
-TASKS: Mapping[str, Task] = {
-    "gsm8k": Task(("question", "answer"), lambda entry: entry["question"] + "\n", _is_right_number),
-    "mbpp": Task(("text", "test_list"), _with_tests, _passes_tests),
-    "humaneval": Task(
+TASKS: Mapping[str, JudgedTask] = {
+    "gsm8k": JudgedTask(
+        ("question", "answer"), lambda entry: entry["question"] + "\n", _is_right_number
+    ),
+    "mbpp": JudgedTask(("text", "test_list"), _with_tests, _passes_tests),
+    "humaneval": JudgedTask(
         ("prompt", "test", "entry_point"), lambda entry: entry["prompt"], _passes_check
     ),
 }
