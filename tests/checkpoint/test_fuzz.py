@@ -260,7 +260,7 @@ def folder(tmp_path, byte_level_tokenizer):
 def tried(folder: Path, case: Case, examples: int) -> None:
     made_unchecked(SETTINGS)
 
-    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(changed(case.valid))
     def try_one(value):
         is_answered(lambda: case.read(folder, value))
@@ -287,7 +287,7 @@ def test_files_that_are_cut_off_or_damaged_are_refused(name, folder):
     whole = (folder / name).read_bytes()
     read = find_tensors if name == "model.safetensors" else load_tokenizer
 
-    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(damaged(whole))
     def try_one(data):
         (folder / name).write_bytes(data)
@@ -308,7 +308,7 @@ WORDS = (
 def test_command_lines_are_answered_in_a_few_lines(tmp_path, capsys):
     from jaxspec.cli import main
 
-    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.lists(st.sampled_from(WORDS), max_size=6).filter(lambda words: "demo" not in words))
     def try_one(words):
         with contextlib.chdir(tmp_path):
