@@ -15,7 +15,7 @@ _JOURNAL = ".journal.json"
 
 
 MOST_BYTES = 1 << 28
-"""Of a file of settings, and of a line of a file of prompts."""
+"""Largest file of settings, and largest line of a file of prompts."""
 DEEPEST = 100
 """Levels of JSON: lists and objects within each other."""
 

@@ -77,7 +77,7 @@ def one_of(*choices: Any) -> Requirement:
 Count = Annotated[int, at_least(1), below(2**31)]
 Natural = Annotated[int, at_least(0), below(2**31)]
 MOST_NODES = 4096
-"""Of a tree, the root left out: its masks have an entry for each pair of nodes."""
+"""Largest tree, the root not counted: its masks have an entry for each pair of nodes."""
 Nodes = Annotated[int, at_least(1), at_most(MOST_NODES)]
 Positive = Annotated[float, above(0)]
 NotNegative = Annotated[float, at_least(0)]

@@ -82,7 +82,7 @@ def _byte_automaton(strings: Sequence[bytes]) -> np.ndarray:
             shorter[state] = table[shorter[index[prefix[:-1]]], prefix[-1]]
         row = table[shorter[state]].copy() if state else np.zeros(256, np.int32)
         for byte, next_state in further[state]:
-            # Where a shorter string ends, the text ends.
+            # A text ends where a shorter string ends.
             row[byte] = done if row[byte] == done else next_state
         table[state] = row
     return table

@@ -19,7 +19,7 @@ from jaxspec.native import num_cores
 Entry = Mapping[str, Any]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _FENCED = re.compile(r"```[\w+-]*[^\S\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-# What a model writes on after a function is no part of it.
+# Beginnings of what a model writes after a function, which is no part of it.
 _AFTER_BODY = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", '\n"""', "\n#", "\n```")
 _AFTER_CODE = ("\nif __name__", "\nprint(", "\nassert ", '\n"""', "\n```")
 
@@ -150,7 +150,7 @@ def read_task(
 
 
 class Answers(NamedTuple):
-    """How many answers of each method are right.
+    """Number of right answers of each method.
 
     Attributes:
         task: its name.

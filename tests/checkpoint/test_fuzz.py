@@ -246,7 +246,7 @@ def is_answered(read: Callable[[], object]) -> None:
     """Passes if something is read, or refused in one sentence."""
     error = refusal_of(read)
     if error is not None:
-        # What Python raises by itself says nothing of the file or the setting.
+        # Errors of Python itself say nothing of the file or the setting.
         assert not isinstance(error, UnicodeError | json.JSONDecodeError)
         assert 10 < len(str(error)) < 2000
 
