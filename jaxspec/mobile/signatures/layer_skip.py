@@ -1,7 +1,5 @@
 """Steps in which the target drafts with some of its own layers skipped."""
 
-from functools import partial
-
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -21,16 +19,10 @@ from jaxspec.mobile.records import (
     read_cache,
     unembed_rows,
 )
-from jaxspec.mobile.signatures.steps import (
-    Accept,
-    greedy,
-    sampled,
-    sampling_inputs,
-    verify_and_commit,
-)
+from jaxspec.mobile.signatures.steps import Accept, WholeStep, verify_and_commit
 
 
-class LayerSkipStep:
+class LayerSkipStep(WholeStep):
     """A whole step in which the target drafts a chain while it skips a fixed set of layers.
 
     The draft always has its full length, as a graph without control flow cannot end it early.
@@ -47,16 +39,6 @@ class LayerSkipStep:
         self.skip = drafter.skip
         self.tree = chain(drafter.num_speculative_tokens)
         self.levels = drafter.num_speculative_tokens + 1
-
-    def signature(self, target: Target) -> Signature:
-        """Makes `step`."""
-        function = partial(self._step, target, greedy)
-        return make_signature(target, function, self._inputs(target))
-
-    def sampled_signature(self, target: Target) -> Signature:
-        """Makes `step_sampled`."""
-        inputs = self._inputs(target) | sampling_inputs(self.tree)
-        return make_signature(target, partial(sampled, partial(self._step, target)), inputs)
 
     def draft_signature(self, target: Target) -> Signature:
         """Makes `draft`, which drafts the whole chain."""

@@ -1,7 +1,5 @@
 """Steps that draft what the target found likeliest after the same tokens before."""
 
-from functools import partial
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -14,25 +12,17 @@ from jaxspec.mobile.acceptance import Accepted
 from jaxspec.mobile.records import (
     Record,
     Shapes,
-    Signature,
     Target,
     floats,
     ints,
     kv_inputs,
-    make_signature,
     outgoing,
     unembed_rows,
 )
-from jaxspec.mobile.signatures.steps import (
-    Accept,
-    greedy,
-    sampled,
-    sampling_inputs,
-    verify_and_commit,
-)
+from jaxspec.mobile.signatures.steps import Accept, WholeStep, verify_and_commit
 
 
-class RecyclingStep:
+class RecyclingStep(WholeStep):
     """A whole step over the static tree of a drafter, filled from a table of successors.
 
     State carried between calls: `table`, the ids of the likeliest tokens after each token, plus 1,
@@ -45,16 +35,6 @@ class RecyclingStep:
     def __init__(self, drafter: TokenRecycling):
         self.tree, self.branch = drafter.tree, drafter.num_likeliest
         self.levels = drafter.tree_shape[1] + 1
-
-    def signature(self, target: Target) -> Signature:
-        """Makes `step`."""
-        function = partial(self._step, target, greedy)
-        return make_signature(target, function, self._inputs(target))
-
-    def sampled_signature(self, target: Target) -> Signature:
-        """Makes `step_sampled`."""
-        inputs = self._inputs(target) | sampling_inputs(self.tree)
-        return make_signature(target, partial(sampled, partial(self._step, target)), inputs)
 
     def prefill_inputs(self, target: Target) -> Shapes:
         """Returns the further inputs of `prefill_N`."""

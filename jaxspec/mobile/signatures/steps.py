@@ -1,6 +1,8 @@
 """The half of a step that all drafters share: target pass, acceptance, commit."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -14,9 +16,11 @@ from jaxspec.mobile.acceptance import Accepted, accept_greedy, accept_sampled
 from jaxspec.mobile.records import (
     Record,
     Shapes,
+    Signature,
     Target,
     floats,
     ints,
+    make_signature,
     outgoing,
     read_cache,
     unembed_rows,
@@ -85,6 +89,31 @@ class Committed(NamedTuple):
     logits: Array
     path: Array
     outputs: Record
+
+
+class WholeStep(ABC):
+    """A drafter's step in one signature, greedy or sampled.
+
+    Attributes:
+        tree: static.
+    """
+
+    tree: Tree
+
+    def signature(self, target: Target) -> Signature:
+        """Makes `step`."""
+        return make_signature(target, partial(self._step, target, greedy), self._inputs(target))
+
+    def sampled_signature(self, target: Target) -> Signature:
+        """Makes `step_sampled`."""
+        inputs = self._inputs(target) | sampling_inputs(self.tree)
+        return make_signature(target, partial(sampled, partial(self._step, target)), inputs)
+
+    @abstractmethod
+    def _inputs(self, target: Target) -> Shapes: ...
+
+    @abstractmethod
+    def _step(self, target: Target, accept: Accept, params: Params, inputs: Record) -> Record: ...
 
 
 def verify_and_commit(
