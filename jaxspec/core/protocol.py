@@ -114,7 +114,8 @@ def _forward(network: Any, cache: PyTree, scratch: PyTree) -> Any:
 
 def _shapes(what: str, function: Callable[..., Any], *args: PyTree) -> Any:
     try:
-        return jax.eval_shape(function, *args)
+        # A new function for each call: JAX remembers shapes, and can take two classes for one.
+        return jax.eval_shape(lambda *given: function(*given), *args)
     except Exception as error:
         # Whatever someone else's network raises says which of its methods is wrong.
         reason = (str(error).splitlines() or [""])[0]

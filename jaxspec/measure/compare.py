@@ -17,7 +17,7 @@ from jaxspec.core.penalties import penalize
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import chain
-from jaxspec.core.types import Context, LanguageModel, Warp
+from jaxspec.core.types import Context, Params, Warp
 from jaxspec.decoding.generate import generate, score, stream
 from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import (
@@ -404,19 +404,19 @@ def with_logprob(model: Model, sample: Sample) -> Sample:
     ids = np.concatenate([np.asarray(row.prompt_tokens), np.asarray(row.tokens)])
     padded = np.zeros(1 << (len(ids) - 1).bit_length(), np.int32)
     padded[: len(ids)] = ids
-    logprob = _output_logprob(model.network, padded, len(row.prompt_tokens), len(ids))
+    logprob = _output_logprob(Params(model.network, ()), padded, len(row.prompt_tokens), len(ids))
     return sample._replace(logprob=float(logprob))
 
 
 @jax.jit
 def _output_logprob(
-    network: LanguageModel,
+    params: Params,
     tokens: Int[Array, " bucket"],
     start: Int[Array, ""],
     end: Int[Array, ""],
 ) -> Float[Array, ""]:
     """Adds up tokens `start` to `end`; 32 rows of logits exist at a time."""
-    positions = jnp.arange(tokens.shape[0])
+    network, positions = params.target, jnp.arange(tokens.shape[0])
     hidden = network.forward(tokens, positions, causal(tokens.shape[0]), None)
 
     def logprob(feature_and_next):

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.core.masks import causal
 from jaxspec.core.sampling import argmax_rows
-from jaxspec.core.types import KVCache, LayerKV
+from jaxspec.core.types import KVCache, LayerKV, Params
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.models import Network, Skips
@@ -147,9 +147,9 @@ class TextDrafts(NamedTuple):
 
 
 @jax.jit
-def read_window(target: Network, tokens: Int[Array, "rows positions"]) -> Reading:
+def read_window(params: Params, tokens: Int[Array, "rows positions"]) -> Reading:
     """Runs the whole network once over each row."""
-    length = tokens.shape[1]
+    target, length = params.target, tokens.shape[1]
 
     def read(row):
         hidden = target.forward(row, jnp.arange(length), causal(length), None)
@@ -160,7 +160,7 @@ def read_window(target: Network, tokens: Int[Array, "rows positions"]) -> Readin
 
 @partial(jax.jit, static_argnames="depth")
 def draft_everywhere(
-    target: Network,
+    params: Params,
     tokens: Int[Array, "rows positions"],
     reading: Reading,
     starts: Int[Array, " starts"],
@@ -172,6 +172,7 @@ def draft_everywhere(
 
     `skip` is traced, so that one program serves every set.
     """
+    target = params.target
 
     def draft(layers, row, choices, start):
         positions = start + jnp.arange(depth)
@@ -214,12 +215,12 @@ class FixedText:
                 f"tokens after its first {window.first + 1}; use longer rows."
             )
         self._tokens = jnp.asarray(window.tokens)
-        self._reading = read_window(target, self._tokens)
+        self._reading = read_window(Params(target, ()), self._tokens)
 
     def drafts(self, skip: Skips) -> TextDrafts:
         """Drafts with a set from every position: arrays `[rows, starts, depth]`; see `counted`."""
         drafts = draft_everywhere(
-            self.target,
+            Params(self.target, ()),
             self._tokens,
             self._reading,
             jnp.asarray(self.starts),

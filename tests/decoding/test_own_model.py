@@ -54,6 +54,25 @@ def test_a_class_defined_again_is_another_program():
     assert structures[0] == structures[2]
 
 
+def test_a_class_defined_again_is_checked_again():
+    """Forty times, since JAX takes such classes for one only now and then."""
+    settings = ["vocab_size", "embed_dim", "fault"]
+    for time in range(40):
+
+        class Mended(OwnNetwork):
+            pass
+
+        class Raises(OwnNetwork):
+            def unembed(self, features):
+                raise NotImplementedError(f"edited {time} times")  # noqa: B023
+
+        for kind in (Mended, Raises):
+            jax.tree_util.register_dataclass(kind, ["weights"], settings)
+        Model.of(Mended(own_network().weights, 31, 12), max_positions=8)
+        with pytest.raises(ValueError, match=f"NotImplementedError: edited {time} times"):
+            Model.of(Raises(own_network().weights, 31, 12), max_positions=8)
+
+
 @dataclasses.dataclass(frozen=True)
 class ReadsALayer(NoDraft):
     """Asks for the inputs of the target's first layer."""

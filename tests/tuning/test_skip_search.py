@@ -12,6 +12,7 @@ import jaxspec
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import Model, shipped_folders
 from jaxspec.cli import main
+from jaxspec.core.types import Params
 from jaxspec.drafters import LayerSkip
 from jaxspec.drafters.skip_sets import skipped_layers, skips_of
 from jaxspec.models import Skips
@@ -90,10 +91,10 @@ def test_steps_begin_where_the_last_one_ended():
 @pytest.mark.parametrize("threshold", [0.0, 0.3])
 def test_drafts_computed_at_once_are_those_of_decoding(model, window, threshold):
     """Walked from step to step over the model's own text, they are its run, step by step."""
-    reading = read_window(model.network, window.tokens)
+    reading = read_window(Params(model.network, ()), window.tokens)
     last = window.tokens.shape[1] - DEPTH
     drafts = draft_everywhere(
-        model.network,
+        Params(model.network, ()),
         jnp.asarray(window.tokens),
         reading,
         jnp.arange(last + 1),
