@@ -10,13 +10,14 @@ into their slots, as the drafter reads their prompts too; the guard measures tha
 import dataclasses
 from collections import deque
 from statistics import median
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+from jaxspec.core.checks import Checked, Count, Positive, between, from_up_to
 from jaxspec.decoding.profile import MARGIN
 
 
 @dataclasses.dataclass(frozen=True)
-class GuardSettings:
+class GuardSettings(Checked):
     """Settings of a guard.
 
     Attributes:
@@ -34,22 +35,11 @@ class GuardSettings:
         ValueError: a number is out of range.
     """
 
-    margin: float = MARGIN
-    samples: int = 2
-    probe_seconds: float = 0.1
-    probe_share: float = 0.01
-    expected: float | None = None
-
-    def __post_init__(self):
-        if not 0 <= self.margin < 1:
-            raise ValueError(f"margin must be in [0, 1), got {self.margin}.")
-        if self.samples < 1 or self.probe_seconds <= 0 or not 0 < self.probe_share < 1:
-            raise ValueError(
-                "samples must be at least 1, probe_seconds positive and probe_share in (0, 1), got "
-                f"{self.samples}, {self.probe_seconds} and {self.probe_share}."
-            )
-        if self.expected is not None and not self.expected > 0:
-            raise ValueError(f"expected must be positive, got {self.expected}.")
+    margin: Annotated[float, from_up_to(0, 1)] = MARGIN
+    samples: Count = 2
+    probe_seconds: Positive = 0.1
+    probe_share: Annotated[float, between(0, 1)] = 0.01
+    expected: Positive | None = None
 
 
 class Chunk(NamedTuple):

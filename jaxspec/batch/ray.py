@@ -15,7 +15,7 @@ from jaxspec.batch.rows import Row, checked_id
 from jaxspec.batch.settings import JobSettings
 from jaxspec.batch.writer import Collector
 from jaxspec.checkpoint import Model, load
-from jaxspec.core.checks import check_at_least
+from jaxspec.core.checks import Count, checked
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import DrafterLike
 from jaxspec.extras import needs_extra
@@ -69,7 +69,8 @@ def decode(
         ImportError: Ray is not installed.
         ValueError: the dataset lacks a column, or `actors` or `rows_per_call` is below 1.
     """
-    check_at_least({"actors": actors, "rows_per_call": rows_per_call}, 1, "actors", "rows_per_call")
+    actors = checked("actors", actors, Count)
+    rows_per_call = checked("rows_per_call", rows_per_call, Count)
     ray_data = _ray_data()
     columns = dataset.columns() or []
     for role, column in (("prompt", prompt), ("row_id", row_id)):

@@ -3,12 +3,12 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import numpy as np
 
 from jaxspec.batch.guard import GuardSettings
-from jaxspec.core.checks import check_at_least
+from jaxspec.core.checks import Checked, Count, Natural, at_least
 from jaxspec.decoding.profile import DraftingMode
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LoadedDrafter, NoDraft
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class JobSettings:
+class JobSettings(Checked):
     """Settings of a job.
 
     Only `capacity` changes its records, and `drafting` when sampling or in 16 bits.
@@ -45,22 +45,15 @@ class JobSettings:
         ValueError: batch_size must be at least 1, got 0.
     """
 
-    batch_size: int | None = None
-    capacity: int | None = None
+    batch_size: Count | None = None
+    capacity: Count | None = None
     drafting: DraftingMode = "auto"
     guard: GuardSettings | None = None
-    memory: int | None = None
-
-    def __post_init__(self):
-        check_at_least(self, 1, "batch_size", "capacity", "memory")
-        if self.drafting not in get_args(DraftingMode):
-            raise ValueError(
-                f"drafting must be 'auto', 'always' or 'never', got {self.drafting!r}."
-            )
+    memory: Annotated[int, at_least(1)] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard:
+class Shard(Checked):
     """One of several parts of a job: the rows `index`, `index + num`, `index + 2 num`, ...
 
     Attributes:
@@ -75,10 +68,11 @@ class Shard:
         ['adg', 'beh', 'cf']
     """
 
-    index: int = 1
-    num: int = 1
+    index: Natural = 1
+    num: Natural = 1
 
     def __post_init__(self):
+        super().__post_init__()
         if not 1 <= self.index <= self.num:
             raise ValueError(f"shard must be I/N with I from 1 to N, such as 3/8, got {self}.")
 

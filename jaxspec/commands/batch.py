@@ -1,7 +1,6 @@
 """`jaxspec batch`: a file of prompts in, a file of records out."""
 
 import argparse
-import json
 import signal
 import sys
 import time
@@ -28,6 +27,7 @@ from jaxspec.commands.options import (
     generation_config,
     load_model,
     mesh_asked,
+    write_figures,
 )
 from jaxspec.measure.compare import describe
 
@@ -146,12 +146,7 @@ def _show(args: argparse.Namespace, report: JobReport) -> int:
     """Prints how a job went, and writes its figures where `--json` asks for them."""
     ended = "interrupted" if report.interrupted else "done"
     print(f"{ended}: {report}", file=sys.stderr)
-    if args.json is not None:
-        text = json.dumps(report.as_dict(), indent=2)
-        if args.json == "-":
-            print(text)
-        else:
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
+    write_figures(report.as_dict(), args.json)
     if report.interrupted:
         print("the same command with --resume continues", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -1,14 +1,11 @@
 """`jaxspec bench`: drafters against plain decoding, over the prompts of a file."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from jaxspec.checkpoint.files import replacing_files
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.methods import EVERY_METHOD
 from jaxspec.commands.options import (
@@ -25,6 +22,7 @@ from jaxspec.commands.options import (
     make_drafter,
     mesh_asked,
     refuse_unread,
+    write_figures,
 )
 from jaxspec.drafters import loaded_drafter
 from jaxspec.measure.compare import compare, describe
@@ -143,16 +141,3 @@ def run(args: argparse.Namespace) -> int:
         figures["answers"] = answers._asdict()
     write_figures(figures, args.json)
     return 0 if comparison.outputs_agree else EXIT_DIFFERENT
-
-
-def write_figures(figures: dict[str, Any], path: str | None) -> None:
-    """Writes all figures as JSON to a file, or to standard output for "-"."""
-    if path is None:
-        return
-    text = json.dumps(figures, indent=2)
-    if path == "-":
-        print(text)
-    else:
-        with replacing_files(Path(path).parent) as staging:
-            (staging / Path(path).name).write_text(text + "\n", encoding="utf-8")
-        print(f"wrote {path}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """Flags that several verbs share, and the objects that they ask for."""
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -551,3 +552,17 @@ def check_writable(path: str | Path | None, flag: str = "--json") -> None:
         return
     if Path(path).is_dir() or not Path(path).parent.is_dir():
         raise ValueError(f"{flag} {path}: must be a file in a folder that exists.")
+
+
+def write_figures(figures: dict[str, Any], path: str | None) -> None:
+    """Writes all figures as JSON to a file, or to standard output for "-"."""
+    from jaxspec.batch.writer import write_whole
+
+    if path is None:
+        return
+    text = json.dumps(figures, indent=2)
+    if path == "-":
+        print(text)
+    else:
+        write_whole(Path(path), [text.encode() + b"\n"])
+        print(f"wrote {path}", file=sys.stderr)

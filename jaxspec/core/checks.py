@@ -25,10 +25,12 @@ class Requirement(NamedTuple):
     Attributes:
         said: the condition, after "must be".
         holds: decides.
+        is_interval: whatever lies between two values that meet it meets it too.
     """
 
     said: str
     holds: Callable[[Any], bool]
+    is_interval: bool = True
 
 
 def at_least(least: int | float) -> Requirement:
@@ -56,6 +58,11 @@ def within(low: int | float, high: int | float) -> Requirement:
     return Requirement(f"in [{low}, {high}]", lambda value: low <= value <= high)
 
 
+def between(low: int | float, high: int | float) -> Requirement:
+    """Returns the rule of numbers in (low, high)."""
+    return Requirement(f"in ({low}, {high})", lambda value: low < value < high)
+
+
 def from_up_to(low: int | float, high: int | float) -> Requirement:
     """Returns the rule of numbers in [low, high)."""
     return Requirement(f"in [{low}, {high})", lambda value: low <= value < high)
@@ -69,7 +76,9 @@ def above_up_to(low: int | float, high: int | float) -> Requirement:
 def one_of(*choices: Any) -> Requirement:
     """Returns the rule of values that are listed."""
     return Requirement(
-        f"one of {choices}", lambda value: isinstance(value, Hashable) and value in choices
+        f"one of {choices}",
+        lambda value: isinstance(value, Hashable) and value in choices,
+        is_interval=False,
     )
 
 
@@ -152,19 +161,45 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     found = kind.read(value)
     if found is _WRONG:
         raise ValueError(f"{name} must be {kind.said}, got {_shown(value)}.")
+    if kind.entry is not None:
+        key, entry = kind.entry
+        return {
+            checked(f"{name}: each key", a, key): checked(f"{name}[{a!r}]", b, entry)
+            for a, b in found.items()
+        }
     if kind.parts is None:
         return found
+    if len(found) > _FEW and _are_whole(found, kind.parts(0)):
+        return tuple(found)
     return tuple(checked(f"{name}[{i}]", part, kind.parts(i)) for i, part in enumerate(found))
 
 
+_FEW = 64
+
+
+def _are_whole(found: Sequence[Any], hint: Any) -> bool:
+    """Says whether many entries are whole numbers under the rules of `hint`, by their extremes."""
+    kind, *rules = typing.get_args(hint) or (hint,)
+    if kind is not int or set(map(type, found)) != {int}:
+        return False
+    ends = min(found), max(found)
+    return all(rule.is_interval and all(map(rule.holds, ends)) for rule in rules)
+
+
 def _of_any(name: str, value: Any, hints: tuple[Any, ...]) -> Any:
-    """Returns a value of the first kind that it is of; the rules of that kind decide alone."""
+    """Returns a value of the first kind that it is of, and whose rules it keeps."""
     kinds = [hint for hint in hints if hint is not type(None)]
     if value is None and len(kinds) < len(hints):
         return None
+    refusal = None
     for hint in kinds:
         if len(kinds) == 1 or _Kind.of(_bare(hint)).read(value) is not _WRONG:
-            return checked(name, value, hint)
+            try:
+                return checked(name, value, hint)
+            except ValueError as error:
+                refusal = refusal or error
+    if refusal is not None:
+        raise refusal
     said = " or ".join(_Kind.of(_bare(hint)).said for hint in kinds)
     raise ValueError(f"{name} must be {said}, got {_shown(value)}.")
 
@@ -179,20 +214,23 @@ class _Kind(NamedTuple):
         said: its name, after "must be".
         read: returns a value as a plain one, or `_WRONG`.
         parts: of a sequence: the annotation of each entry, by its place.
+        entry: of a mapping: the annotations of keys and of values.
     """
 
     said: str
     read: Callable[[Any], Any]
     parts: Callable[[int], Any] | None = None
+    entry: tuple[Any, Any] | None = None
 
     @classmethod
+    @cache
     def of(cls, hint: Any) -> "_Kind":
         origin, args = typing.get_origin(hint), typing.get_args(hint)
         if hint in _KINDS:
             return _KINDS[hint]
         if origin is Literal:
-            said, holds = one_of(*args)
-            return cls(said, lambda value: value if holds(value) else _WRONG)
+            rule = one_of(*args)
+            return cls(rule.said, lambda value: value if rule.holds(value) else _WRONG)
         if origin is Sequence or (origin is tuple and args[1:] == (Ellipsis,)):
             return cls("a sequence", _entries, lambda place: args[0])
         if origin is tuple:
@@ -202,7 +240,7 @@ class _Kind(NamedTuple):
                 lambda place: args[place],
             )
         if origin is Mapping:
-            return cls("a mapping", _instance(Mapping))
+            return cls("a mapping", _instance(Mapping), entry=(args[0], args[1]))
         if isinstance(hint, type) and origin is None and not getattr(hint, "_is_protocol", False):
             return cls(f"of type {hint.__name__}", _instance(hint))
         return cls("anything", lambda value: value)
@@ -280,59 +318,3 @@ def _hints(kind: type) -> Mapping[str, Any]:
         hint = hints[field.name]
         found[field.name] = hint if choices is None else Annotated[hint, one_of(*choices)]
     return found
-
-
-def check_at_least(settings: Any, least: int, *names: str) -> None:
-    """Refuses settings that are given and below `least`.
-
-    Raises:
-        ValueError: naming the setting and its value.
-
-    Example:
-        >>> check_at_least({"block": 0}, 1, "block")
-        Traceback (most recent call last):
-        ...
-        ValueError: block must be at least 1, got 0.
-    """
-    for name, value in _values(settings, names):
-        if value is not None and not value >= least:
-            raise ValueError(f"{name} must be at least {least}, got {value}.")
-
-
-def check_above_zero(settings: Any, *names: str) -> None:
-    """Refuses settings that are given and not above 0.
-
-    Raises:
-        ValueError: naming the setting and its value.
-    """
-    for name, value in _values(settings, names):
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} must be above 0, got {value}.")
-
-
-def check_share(settings: Any, *names: str) -> None:
-    """Refuses settings outside of [0, 1].
-
-    Raises:
-        ValueError: naming the setting and its value.
-    """
-    for name, value in _values(settings, names):
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must be in [0, 1], got {value}.")
-
-
-def check_one_of(settings: Any, choices: tuple, *names: str) -> None:
-    """Refuses settings that are none of `choices`.
-
-    Raises:
-        ValueError: naming the setting, the choices and its value.
-    """
-    for name, value in _values(settings, names):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
-
-
-def _values(settings: Any, names: tuple[str, ...]) -> list[tuple[str, Any]]:
-    """Returns names and values of settings: fields of a record, or arguments by their names."""
-    given = settings if isinstance(settings, dict) else vars(settings)
-    return [(name, given[name]) for name in names]

@@ -7,21 +7,28 @@ stepwise decoding is the same program with no drafts.
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.checkpoint.memory import check_cache_fits
-from jaxspec.core.checks import check_at_least, check_one_of
+from jaxspec.core.checks import (
+    Checked,
+    Count,
+    Natural,
+    above_up_to,
+    between,
+    checked,
+    one_of,
+)
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import Params, Stop
 from jaxspec.decoding.request import (
     PromptLike,
+    Temperature,
     check_call,
-    check_id_list,
-    check_numbers,
     config_of,
     encode_prompts,
     one_per_prompt,
@@ -61,7 +68,7 @@ DEFAULT_BLOCK = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class DenoiseConfig:
+class DenoiseConfig(Checked):
     """Settings of filling in masks.
 
     Attributes:
@@ -98,43 +105,25 @@ class DenoiseConfig:
         True
     """
 
-    max_new_tokens: int = 128
-    block_length: int | None = None
-    steps: int | None = None
-    schedule: str = "even"
-    eps: float = 1e-3
-    threshold: float | None = None
-    order: str = "low_confidence"
-    temperature: float | Sequence[float] = 0.0
-    guidance: float = 0.0
-    cache: str | None = None
-    stop_token_ids: Sequence[int] | None = None
+    max_new_tokens: Count = 128
+    block_length: Count | None = None
+    steps: Count | None = None
+    schedule: Annotated[str, one_of(*SCHEDULES)] = "even"
+    eps: Annotated[float, between(0, 1)] = 1e-3
+    threshold: Annotated[float, above_up_to(0, 1)] | None = None
+    order: Annotated[str, one_of(*ORDERS)] = "low_confidence"
+    temperature: Temperature | Sequence[Temperature] = 0.0
+    guidance: Temperature = 0.0
+    cache: Annotated[str, one_of(*CACHES)] | None = None
+    stop_token_ids: Sequence[Natural] | None = None
     allow_mask_token: bool = False
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "block_length", "steps"):
-            value = getattr(self, name)
-            if value is None and name != "max_new_tokens":
-                continue
-            if not isinstance(value, int | np.integer) or value < 1:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-        check_one_of(self, tuple(ORDERS), "order")
-        check_one_of(self, SCHEDULES, "schedule")
-        check_one_of(self, (*CACHES, None), "cache")
-        for name in ("eps", "guidance", "threshold"):
-            if np.ndim(getattr(self, name)):
-                raise ValueError(f"{name} must be one number, got {getattr(self, name)!r}.")
-        check_numbers("eps", self.eps, "in (0, 1)", lambda value: 0 < value < 1)
-        for name in ("temperature", "guidance"):
-            value = getattr(self, name)
-            check_numbers(name, value, "at least 0", lambda value: value >= 0)
-            check_numbers(name, value, "finite in float32", lambda value: value < 3e38)
-        check_id_list("stop_token_ids", self.stop_token_ids)
+        super().__post_init__()
         if self.threshold is not None:
             self._check_threshold()
 
     def _check_threshold(self) -> None:
-        check_numbers("threshold", self.threshold, "in (0, 1]", lambda value: 0 < value <= 1)
         if self.steps is not None or self.schedule != "even":
             raise ValueError("threshold: decides how many steps there are; leave out steps.")
         if self.order not in ("low_confidence", "maskgit_plus"):
@@ -341,7 +330,7 @@ def measure_costs(
     Raises:
         ValueError: as `denoise` does, or `repeats` is not at least 1.
     """
-    check_at_least({"repeats": repeats}, 1, "repeats")
+    repeats = checked("repeats", repeats, Count)
     config, speculation = config or DenoiseConfig(), speculation or SelfSpeculation()
     # As wide a window as all drafts will need: it is part of what a pass costs.
     window = prepare_denoising(model, prompts, config, speculation, 0).plan.window

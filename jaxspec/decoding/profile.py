@@ -9,7 +9,6 @@ measure itself: see its guard.)
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import tempfile
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import jax
 import numpy as np
@@ -27,6 +26,7 @@ from jaxspec import native
 from jaxspec.checkpoint.files import read_json, write_json
 from jaxspec.compilation import cache_folder
 from jaxspec.core.cache import pad_caches
+from jaxspec.core.checks import Checked, Positive, at_least
 from jaxspec.core.decode import speculative_step
 from jaxspec.core.grammar import Grammar
 from jaxspec.core.loop import run, unfinished
@@ -70,7 +70,7 @@ _ENOUGH_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftingProfile:
+class DraftingProfile(Checked):
     """Times of steps with drafts and without, and the choice that follows.
 
     Attributes:
@@ -87,17 +87,9 @@ class DraftingProfile:
         (0.5, False)
     """
 
-    plain_seconds: float
-    drafted_seconds: float
-    tau: float
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be a positive number, got {value!r}.")
-        if self.tau < 1:
-            raise ValueError(f"tau must be at least 1, the bonus token, got {self.tau}.")
+    plain_seconds: Positive
+    drafted_seconds: Positive
+    tau: Annotated[float, at_least(1)]
 
     @property
     def speedup(self) -> float:

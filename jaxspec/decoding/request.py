@@ -6,8 +6,9 @@
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +17,15 @@ from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.checkpoint.memory import check_rows_fit
 from jaxspec.checkpoint.tokenizer import covers
+from jaxspec.core.checks import (
+    Checked,
+    Count,
+    Natural,
+    Requirement,
+    above_up_to,
+    between,
+    from_up_to,
+)
 from jaxspec.core.decode import Prompt
 from jaxspec.core.grammar import Grammar
 from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding, round_up
@@ -37,7 +47,6 @@ _WHOLE = int | np.integer
 Config = TypeVar("Config", bound=Any)
 Message = Mapping[str, Any]
 PromptLike = str | Sequence[int] | np.ndarray | Sequence[Message]
-PerPrompt = float | Sequence[float]
 PerRow = Callable[[str, type], Any]
 """A field of `GenerationConfig` as an array with one entry per prompt."""
 
@@ -64,37 +73,42 @@ class PenaltyRule(NamedTuple):
     Attributes:
         field: its name in `Penalties`.
         neutral: the value that changes nothing.
-        requirement: of a value, for messages.
-        holds: whether a value meets it.
     """
 
     field: str
     neutral: float
-    requirement: str
-    holds: Callable[[Any], bool | np.bool_]
-
-
-def _is_count(value: Any) -> bool:
-    return value >= 0 and value % 1 == 0 and value < 2**31
-
-
-def _is_moderate(value: Any) -> bool:
-    return abs(value) < 1e30
 
 
 PENALTIES = {
-    "repetition_penalty": PenaltyRule(
-        "repetition", 1.0, "between 1e-30 and 1e30", lambda value: 1e-30 < value < 1e30
-    ),
-    "presence_penalty": PenaltyRule("presence", 0.0, "below 1e30", _is_moderate),
-    "frequency_penalty": PenaltyRule("frequency", 0.0, "below 1e30", _is_moderate),
-    "no_repeat_ngram_size": PenaltyRule("ngram_size", 0, "a whole number, at least 0", _is_count),
-    "min_new_tokens": PenaltyRule("min_new_tokens", 0, "a whole number, at least 0", _is_count),
+    "repetition_penalty": PenaltyRule("repetition", 1.0),
+    "presence_penalty": PenaltyRule("presence", 0.0),
+    "frequency_penalty": PenaltyRule("frequency", 0.0),
+    "no_repeat_ngram_size": PenaltyRule("ngram_size", 0),
+    "min_new_tokens": PenaltyRule("min_new_tokens", 0),
 }
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+# What compiled programs compute with in float32 must be finite there.
+Temperature = Annotated[float, from_up_to(0, 3e38)]
+TopP = Annotated[float, above_up_to(0, 1)]
+MinP = Annotated[float, from_up_to(0, 1)]
+Penalty = Annotated[float, between(-1e30, 1e30)]
+Factor = Annotated[float, between(1e-30, 1e30)]
+Bias = Annotated[
+    Any,
+    Requirement(
+        "a number below 1e30, or -inf (to emit nothing else, use allowed_token_ids)",
+        lambda value: _is_number(value) and (value == -math.inf or abs(value) < 1e30),
+    ),
+]
+
+
 @dataclasses.dataclass(frozen=True)
-class GenerationConfig:
+class GenerationConfig(Checked):
     """Settings of decoding. A number may be one for all prompts, or a sequence of one per prompt.
 
     Attributes:
@@ -147,57 +161,31 @@ class GenerationConfig:
         (True, 'grammar')
     """
 
-    max_new_tokens: int | Sequence[int] = 128
-    temperature: PerPrompt = 0.0
-    top_k: int | Sequence[int] = 0
-    top_p: PerPrompt = 1.0
-    min_p: PerPrompt = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    banned_token_ids: Sequence[int] = ()
+    max_new_tokens: Natural | Sequence[Natural] = 128
+    temperature: Temperature | Sequence[Temperature] = 0.0
+    top_k: Natural | Sequence[Natural] = 0
+    top_p: TopP | Sequence[TopP] = 1.0
+    min_p: MinP | Sequence[MinP] = 0.0
+    logit_bias: Mapping[Natural, Bias] | None = None
+    allowed_token_ids: Sequence[Natural] | None = None
+    banned_token_ids: Sequence[Natural] = ()
     tokenizer_ids_only: bool = False
-    stop_token_ids: Sequence[int] | None = None
+    stop_token_ids: Sequence[Natural] | None = None
     stop: str | Sequence[str] = ()
-    num_samples: int = 1
+    num_samples: Count = 1
     logprobs: bool = False
     warped_logprobs: bool = False
-    repetition_penalty: PerPrompt | None = None
-    presence_penalty: PerPrompt | None = None
-    frequency_penalty: PerPrompt | None = None
-    no_repeat_ngram_size: int | Sequence[int] | None = None
-    min_new_tokens: int | Sequence[int] | None = None
+    repetition_penalty: Factor | Sequence[Factor] | None = None
+    presence_penalty: Penalty | Sequence[Penalty] | None = None
+    frequency_penalty: Penalty | Sequence[Penalty] | None = None
+    no_repeat_ngram_size: Natural | Sequence[Natural] | None = None
+    min_new_tokens: Natural | Sequence[Natural] | None = None
     choices: Sequence[str] | Sequence[Sequence[str]] | None = None
     regex: str | Sequence[str] | None = None
     json_schema: Any = None
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "top_k", "num_samples"):
-            check_numbers(name, getattr(self, name), "a whole number", lambda value: value % 1 == 0)
-            check_numbers(name, getattr(self, name), "below 2 ** 31", lambda value: value < 2**31)
-        check_numbers("max_new_tokens", self.max_new_tokens, "at least 0", lambda value: value >= 0)
-        check_numbers("temperature", self.temperature, "at least 0", lambda value: value >= 0)
-        check_numbers(
-            "temperature", self.temperature, "finite in float32", lambda value: value < 3e38
-        )
-        check_numbers("top_k", self.top_k, "at least 0", lambda value: value >= 0)
-        check_numbers("top_p", self.top_p, "in (0, 1]", lambda value: 0 < value <= 1)
-        check_numbers("min_p", self.min_p, "in [0, 1)", lambda value: 0 <= value < 1)
-        check_numbers("num_samples", self.num_samples, "at least 1", lambda value: value >= 1)
-        if not isinstance(self.num_samples, int | np.integer):
-            raise ValueError(f"num_samples must be one int, got {self.num_samples!r}.")
-        strings = self.stop_strings if isinstance(self.stop, str | Sequence) else None
-        if strings is None or not all(isinstance(string, str) for string in strings):
-            raise ValueError(f"stop must be a string or several, got {self.stop!r}.")
-        bias = {} if self.logit_bias is None else self.logit_bias
-        if not isinstance(bias, Mapping) or not all(isinstance(token, _WHOLE) for token in bias):
-            raise ValueError(
-                f"logit_bias must be a dictionary of numbers by token id, got {bias!r:.80}."
-            )
-        for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-            check_id_list(name, getattr(self, name))
-        for name, rule in PENALTIES.items():
-            if (values := getattr(self, name)) is not None:
-                check_numbers(name, values, rule.requirement, rule.holds)
+        super().__post_init__()
         languages_of(self.choices, self.regex, self.json_schema)
 
     @property
@@ -656,35 +644,6 @@ def check_ids(model: "Model", ids: Sequence[int], name: str, spare: int = 1) -> 
         raise ValueError(f"{name} has ids outside 0..{vocab - 1}: {wrong[:5]}.")
 
 
-def check_numbers(
-    name: str, values: Any, requirement: str, holds: Callable[[Any], bool | np.bool_]
-) -> None:
-    """Refuses a setting (one number, or one for each prompt) that breaks a requirement.
-
-    Raises:
-        ValueError: an entry is not a number, or `holds` is false for it.
-    """
-    numbers = np.atleast_1d(np.asarray(values))
-    if numbers.dtype.kind not in "biuf":
-        raise ValueError(f"{name} must be {requirement}, got {values!r}.")
-    for value in numbers:
-        if not holds(value):
-            raise ValueError(f"{name} must be {requirement}, got {values}.")
-
-
-def check_id_list(name: str, ids: Any) -> None:
-    """Refuses token ids that are not a list of whole numbers, or `None`.
-
-    Raises:
-        ValueError: naming the setting.
-    """
-    if ids is None:
-        return
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"{name} must be a list of token ids, got {ids!r}.")
-
-
 def one_per_prompt(name: str, values: Any, num_prompts: int, dtype: type) -> np.ndarray:
     """Returns a setting as an array with one entry per prompt.
 
@@ -807,11 +766,6 @@ def _bias(model: Vocabulary, config: GenerationConfig) -> np.ndarray | None:
         bias[refused] = -np.inf
     bias[list(named["banned_token_ids"])] = -np.inf
     for token, value in (config.logit_bias or {}).items():
-        if math.isnan(value) or value == math.inf:
-            raise ValueError(
-                f"logit_bias of token {token} must be a finite number or -inf, got {value}; to "
-                "emit nothing else, use allowed_token_ids."
-            )
         bias[token] += value
     return bias if bias.any() else None
 

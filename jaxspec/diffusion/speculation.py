@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.checks import Checked, Count, Natural, Positive
 from jaxspec.core.tree import tree_from_paths
 from jaxspec.core.types import PyTree, Stop, Tree
 from jaxspec.diffusion.passes import CanvasSettings, DenoisePlan
@@ -17,7 +18,7 @@ from jaxspec.diffusion.unmask import Canvas, Prediction
 
 
 @dataclasses.dataclass(frozen=True)
-class SelfSpeculation:
+class SelfSpeculation(Checked):
     """Settings of drafting ahead. Lossless: the text is that of stepwise decoding.
 
     Attributes:
@@ -49,23 +50,16 @@ class SelfSpeculation:
         True
     """
 
-    num_drafts: int = 4
-    costs: Sequence[float] | None = None
-    branch: int = 1
+    num_drafts: Natural = 4
+    costs: Sequence[Positive] | None = None
+    branch: Count = 1
     lookup: bool = False
     deterministic: bool = False
-    limit: int | None = None
-    lossy_top_k: int | None = None
+    limit: Natural | None = None
+    lossy_top_k: Count | None = None
 
     def __post_init__(self):
-        for name, least in (("num_drafts", 0), ("branch", 1), ("limit", 0), ("lossy_top_k", 1)):
-            value = getattr(self, name)
-            if value is None and name in ("limit", "lossy_top_k"):
-                continue
-            if not isinstance(value, int | np.integer) or value < least:
-                raise ValueError(
-                    f"{name} must be a whole number of at least {least}, got {value!r}."
-                )
+        super().__post_init__()
         if self.branch > 1 and self.branch**self.num_drafts > _MOST_LEAVES:
             raise ValueError(
                 f"branch: {self.branch} successors of each of {self.num_drafts} drafts give "
@@ -77,12 +71,9 @@ class SelfSpeculation:
                 f"limit must be in 0..{self.num_drafts} (num_drafts), got {self.limit}."
             )
         if self.costs is not None:
-            # Static settings must hash.
-            costs = tuple(float(cost) for cost in self.costs)
-            object.__setattr__(self, "costs", costs)
-            self._check_costs(costs)
+            self._check_costs(self.costs)
 
-    def _check_costs(self, costs: tuple[float, ...]) -> None:
+    def _check_costs(self, costs: Sequence[float]) -> None:
         if self.deterministic:
             raise ValueError("costs: deterministic passes all cost the same; leave costs out.")
         if len(costs) != self.num_drafts + 1:

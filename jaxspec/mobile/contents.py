@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from jaxspec.checkpoint import Model
+from jaxspec.core.checks import Checked, Count, at_least, at_most
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.decoding.denoise import DEFAULT_BLOCK, block_asked
 from jaxspec.drafters import (
@@ -51,7 +52,7 @@ _ANY_OPS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class ExportConfig:
+class ExportConfig(Checked):
     """Functions of a file, and their fixed shapes.
 
     Attributes:
@@ -79,36 +80,30 @@ class ExportConfig:
         'int8'
     """
 
-    capacity: int = 1024
-    prefill: tuple[int, ...] = (64,)
+    capacity: Annotated[int, at_least(2), at_most(2**24)] = 1024
+    prefill: tuple[Count, ...] = (64,)
     bundle: str = dataclasses.field(default="cpu", metadata={"choices": BUNDLES})
-    verify: tuple[int, ...] = ()
-    levels: tuple[int, ...] = ()
+    verify: tuple[Count, ...] = ()
+    levels: tuple[Count, ...] = ()
     quantization: str = dataclasses.field(default="int8", metadata=_QUANTIZE)
-    drafts: tuple[int, ...] | None = None
-    block_length: int | None = None
+    drafts: tuple[Count, ...] | None = None
+    block_length: Count | None = None
     check_gpu_ops: bool = dataclasses.field(default=True, metadata=_ANY_OPS)
     trees: tuple[tuple[RankPath, ...], ...] = ()
 
     def __post_init__(self):
-        for count in self.drafts or ():
-            if count < 1:
-                raise ValueError(f"drafts: numbers must be at least 1, got {count}.")
-        if self.block_length is not None and not 1 <= self.block_length <= self.capacity:
+        super().__post_init__()
+        if self.block_length is not None and self.block_length > self.capacity:
             raise ValueError(
                 f"block_length must be in 1..{self.capacity} (the capacity), got "
                 f"{self.block_length}."
             )
-        if self.capacity < 2:
-            raise ValueError(f"capacity must be at least 2, got {self.capacity}.")
         if not self.prefill:
             raise ValueError("prefill must name at least one size: a prompt has to be read.")
-        if self.bundle not in BUNDLES:
-            raise ValueError(f"bundle must be one of {', '.join(BUNDLES)}, got {self.bundle!r}.")
         check_quantization(self.quantization, on_gpu=self.bundle == "gpu")
         for name in ("prefill", "verify", "levels"):
             for size in getattr(self, name):
-                if not 1 <= size <= self.capacity:
+                if size > self.capacity:
                     raise ValueError(
                         f"{name}: sizes must be in 1..{self.capacity} (the capacity), got {size}."
                     )

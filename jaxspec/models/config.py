@@ -6,26 +6,33 @@ equal one never compiles again.
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from jaxspec.core.checks import check_at_least, check_one_of
+from jaxspec.core.checks import Checked, Count, Natural, Positive, above_up_to, at_least, one_of
 
 LAYER_TYPES = ("full", "sliding", "unrotated")
 ACTIVATIONS = ("silu", "gelu_tanh")
 
+Growth = Annotated[float, at_least(1)]
+
+
+class _OfScaling(Checked):
+    prefix: ClassVar[str] = "scaling."
+
 
 @dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(_OfScaling):
     """All frequencies divided by `factor`.
 
     Attributes:
         factor: divisor of every frequency, at least 1.
     """
 
-    factor: float
+    factor: Growth
 
 
 @dataclass(frozen=True)
-class DynamicScaling:
+class DynamicScaling(_OfScaling):
     """The base grows with the position past `original_max_positions` (NTK-aware interpolation).
 
     Position p is rotated with the base of a text that ends at p. So a cached key never changes, and
@@ -38,12 +45,12 @@ class DynamicScaling:
         original_max_positions: longest text of the pretraining, in tokens.
     """
 
-    factor: float
-    original_max_positions: int
+    factor: Growth
+    original_max_positions: Count
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
+class Llama3Scaling(_OfScaling):
     """Low frequencies divided by `factor`, high ones kept, a linear ramp between.
 
     Attributes:
@@ -54,14 +61,14 @@ class Llama3Scaling:
         original_max_positions: longest text of the pretraining, in tokens.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
+    factor: Growth
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_positions: Count
 
 
 @dataclass(frozen=True)
-class YarnScaling:
+class YarnScaling(_OfScaling):
     """Slow dimensions divided by `factor`, fast ones kept, a linear ramp over dimensions between.
 
     Attributes:
@@ -77,18 +84,18 @@ class YarnScaling:
         truncate: round the ends of the ramp outwards to whole dimensions.
     """
 
-    factor: float
-    original_max_positions: int
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    factor: Growth
+    original_max_positions: Count
+    attention_factor: Positive | None = None
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
 
 
 @dataclass(frozen=True)
-class LongRopeScaling:
+class LongRopeScaling(_OfScaling):
     """A divisor per frequency, from one of two tables, and a larger scale of cosines and sines.
 
     The table is chosen once, for every position: `long_factors` when `ModelConfig.max_positions`
@@ -105,18 +112,18 @@ class LongRopeScaling:
         attention_factor: factor on cosines and sines; `None`: derived from `factor`.
     """
 
-    short_factors: tuple[float, ...]
-    long_factors: tuple[float, ...]
-    factor: float
-    original_max_positions: int
-    attention_factor: float | None = None
+    short_factors: tuple[Positive, ...]
+    long_factors: tuple[Positive, ...]
+    factor: Growth
+    original_max_positions: Count
+    attention_factor: Positive | None = None
 
 
 Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True)
-class Rope:
+class Rope(Checked):
     """Rotary position embedding, in the halves form: dimension i turns with i + rotated / 2.
 
     Attributes:
@@ -125,17 +132,11 @@ class Rope:
         scaling: change of the frequencies for longer texts; `None`: none.
     """
 
-    theta: float = 10_000.0
-    fraction: float = 1.0
-    scaling: Scaling | None = None
+    prefix: ClassVar[str] = "rope."
 
-    def __post_init__(self):
-        if self.theta <= 0:
-            raise ValueError(f"theta must be positive, got {self.theta}.")
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction must be in (0, 1], got {self.fraction}.")
-        if self.scaling is not None and self.scaling.factor < 1:
-            raise ValueError(f"scaling.factor must be at least 1, got {self.scaling.factor}.")
+    theta: Positive = 10_000.0
+    fraction: Annotated[float, above_up_to(0, 1)] = 1.0
+    scaling: Scaling | None = None
 
     def rotated_dim(self, head_dim: int) -> int:
         """Returns the number of dimensions of a head that are rotated."""
@@ -143,7 +144,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Experts:
+class Experts(Checked):
     """A sparse MLP: each token goes through `per_token` of `num` gated MLPs of width `mlp_dim`.
 
     Attributes:
@@ -153,28 +154,25 @@ class Experts:
             times a gate of its own (Qwen2-MoE); `None`: there is none.
     """
 
-    num: int
-    per_token: int
-    mlp_dim: int
+    prefix: ClassVar[str] = "experts."
+
+    num: Count
+    per_token: Count
+    mlp_dim: Count
     normalize: bool
     layers: tuple[bool, ...]
-    shared_dim: int | None = None
+    shared_dim: Count | None = None
 
     def __post_init__(self):
-        if not 1 <= self.per_token <= self.num:
+        super().__post_init__()
+        if self.per_token > self.num:
             raise ValueError(
                 f"experts.per_token must be in 1..{self.num} (experts.num), got {self.per_token}."
-            )
-        if self.mlp_dim < 1:
-            raise ValueError(f"experts.mlp_dim must be at least 1, got {self.mlp_dim}.")
-        if self.shared_dim is not None and self.shared_dim < 1:
-            raise ValueError(
-                f"experts.shared_dim must be at least 1, or None, got {self.shared_dim}."
             )
 
 
 @dataclass(frozen=True)
-class Diffusion:
+class Diffusion(Checked):
     """Settings of networks that fill in masked places, in any order, and do not continue text.
 
     Attributes:
@@ -189,25 +187,17 @@ class Diffusion:
             trained to read it there; `None`: nothing does.
     """
 
-    mask_token_id: int
-    shift: bool = False
-    block: int | None = None
-    window: int | None = None
-    separator: int | None = None
+    prefix: ClassVar[str] = "diffusion."
 
-    def __post_init__(self):
-        if self.mask_token_id < 0:
-            raise ValueError(f"mask_token_id must be an id, got {self.mask_token_id}.")
-        if self.separator is not None and self.separator < 0:
-            raise ValueError(f"diffusion.separator must be an id, or None, got {self.separator}.")
-        if self.block is not None and self.block < 1:
-            raise ValueError(f"diffusion.block must be at least 1, or None, got {self.block}.")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"diffusion.window must be at least 1, or None, got {self.window}.")
+    mask_token_id: Natural
+    shift: bool = False
+    block: Count | None = None
+    window: Count | None = None
+    separator: Natural | None = None
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """A decoder-only transformer: RMSNorm, rotary positions, gated MLPs.
 
     Attributes:
@@ -235,15 +225,15 @@ class ModelConfig:
             read this: its mask is an argument.
     """
 
-    vocab_size: int
-    embed_dim: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_dim: int
-    max_positions: int
-    norm_eps: float = 1e-6
+    vocab_size: Count
+    embed_dim: Count
+    num_layers: Count
+    num_heads: Count
+    num_kv_heads: Count
+    head_dim: Count
+    mlp_dim: Count
+    max_positions: Count
+    norm_eps: Positive = 1e-6
     norm_plus_one: bool = False
     pre_norms: bool = True
     post_norms: bool = False
@@ -252,44 +242,36 @@ class ModelConfig:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    activation: str = "silu"
+    activation: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
     tied_head: bool = False
     rope: Rope = Rope()
     sliding_rope: Rope | None = None
-    layer_types: tuple[str, ...] = ()
-    sliding_window: int | None = None
-    query_scale: float | None = None
-    attention_softcap: float | None = None
-    final_softcap: float | None = None
-    embed_scale: float | None = None
-    residual_scale: float = 1.0
-    logit_divisor: float = 1.0
+    layer_types: tuple[Annotated[str, one_of(*LAYER_TYPES)], ...] = ()
+    sliding_window: Count | None = None
+    query_scale: Positive | None = None
+    attention_softcap: Positive | None = None
+    final_softcap: Positive | None = None
+    embed_scale: Positive | None = None
+    residual_scale: Positive = 1.0
+    logit_divisor: Positive = 1.0
     experts: Experts | None = None
     diffusion: Diffusion | None = None
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.layer_types:
             object.__setattr__(self, "layer_types", ("full",) * self.num_layers)
-        check_at_least(self, 1, *_SIZES)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads ({self.num_kv_heads}), "
                 f"got {self.num_heads}."
             )
-        check_one_of(self, ACTIVATIONS, "activation")
         self._check_layers()
         self._check_diffusion()
         for name in ("rope", "sliding_rope"):
             self._check_rope(name)
-        for name in _POSITIVE_OR_NONE:
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, or None for none, got {value}.")
         if self.joint_qk_norm and not self.qk_norm:
             raise ValueError("joint_qk_norm says how qk_norm is done, so qk_norm must be True.")
-        for name in _POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}.")
 
     @property
     def masking(self) -> Diffusion:
@@ -333,9 +315,6 @@ class ModelConfig:
                 f"layer_types must name {self.num_layers} layers (num_layers), "
                 f"got {len(self.layer_types)}."
             )
-        unknown = sorted(set(self.layer_types) - set(LAYER_TYPES))
-        if unknown:
-            raise ValueError(f"layer_types must be of {LAYER_TYPES}, got {unknown}.")
         if "sliding" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding layers, so sliding_window must be given.")
         if self.experts is not None and len(self.experts.layers) != self.num_layers:
@@ -376,23 +355,3 @@ class ModelConfig:
                         f"{name}.scaling.{table} must have {rotated // 2} entries, one per "
                         f"frequency, got {given}."
                     )
-
-
-_SIZES = (
-    "vocab_size",
-    "embed_dim",
-    "num_layers",
-    "num_heads",
-    "num_kv_heads",
-    "head_dim",
-    "mlp_dim",
-    "max_positions",
-)
-_POSITIVE_OR_NONE = (
-    "sliding_window",
-    "query_scale",
-    "attention_softcap",
-    "final_softcap",
-    "embed_scale",
-)
-_POSITIVE = ("norm_eps", "residual_scale", "logit_divisor")

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxspec.core.checks import check_at_least
+from jaxspec.core.checks import Checked, Count, Positive
 
 
 class Sequences(NamedTuple):
@@ -111,7 +111,7 @@ def pack_answers(
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Batches:
+class Batches(Checked):
     """An endless series of batches: `batches(step)` needs no history.
 
     An epoch holds `weight` passes over each source, all rows shuffled together; a fractional
@@ -125,12 +125,12 @@ class Batches:
     """
 
     sources: tuple[Sequences, ...]
-    weights: tuple[float, ...]
-    rows_per_batch: int
+    weights: tuple[Positive, ...]
+    rows_per_batch: Count
     seed: int = 0
 
     def __post_init__(self):
-        check_at_least(self, 1, "rows_per_batch")
+        super().__post_init__()
         if len(self.sources) != len(self.weights):
             raise ValueError(
                 f"weights must be one per source: {len(self.sources)}, got {len(self.weights)}."

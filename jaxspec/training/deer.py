@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.checkpoint import Model, load
 from jaxspec.checkpoint.tokenizer import covers
-from jaxspec.core.checks import check_above_zero, check_one_of
+from jaxspec.core.checks import Checked, Count, Positive, one_of
 from jaxspec.core.masks import same_document
 from jaxspec.core.types import Params, PyTree
 from jaxspec.diffusion.process import (
@@ -40,12 +40,12 @@ from jaxspec.training.report import OVERLAP, PALM_FLOPS, RecipeNotes
 from jaxspec.training.settings import (
     CROSS_ENTROPY,
     CUTS,
-    DTYPES,
     HIDES,
-    LOSSES,
     SCATTERED,
     TARGET,
     DeerTrainingSettings,
+    Dtype,
+    Loss,
 )
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import (
@@ -82,7 +82,7 @@ class _Row(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Continuation:
+class Continuation(Checked):
     """Stage I: an answer is cut at a random place, and places of what is left are hidden.
 
     A separator stands at the cut. "scattered", as a diffusion model learns: a share t ~ U(0, 1) of
@@ -106,15 +106,14 @@ class Continuation:
 
     config: ModelConfig
     separator: bool | None = None
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
     steady: bool = False
-    hide: str = SCATTERED
-    longest: int = 96
+    hide: Annotated[str, one_of(*HIDES)] = SCATTERED
+    longest: Count = 96
 
     def __post_init__(self):
+        super().__post_init__()
         _check(self)
-        check_above_zero(self, "longest")
-        check_one_of(self, HIDES, "hide")
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
@@ -144,7 +143,7 @@ class Continuation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Refinement:
+class Refinement(Checked):
     """Stage II: the last R ~ U{1..longest} places of a cut answer are hidden, as in drafting.
 
     The i-th of them, counted from 1 at the first hidden one, weighs alpha^(R - i), because the
@@ -171,19 +170,17 @@ class Refinement:
     """
 
     config: ModelConfig
-    longest: int = 96
-    alpha: float = 1.01
+    longest: Count = 96
+    alpha: Positive = 1.01
     normalise: bool = True
     separator: bool | None = None
-    dtype: str = "float32"
-    cuts: str = "one"
-    loss: str = CROSS_ENTROPY
+    dtype: Dtype = "float32"
+    cuts: Annotated[str, one_of(*CUTS)] = "one"
+    loss: Loss = CROSS_ENTROPY
 
     def __post_init__(self):
+        super().__post_init__()
         _check(self)
-        check_above_zero(self, "longest", "alpha")
-        check_one_of(self, CUTS, "cuts")
-        check_one_of(self, LOSSES, "loss")
         diffusion = self.config.masking
         if self.cuts == "all" and diffusion.block is None:
             raise ValueError(
@@ -415,7 +412,6 @@ def separated(config: ModelConfig, separator: bool | None) -> bool:
 
 def _check(objective: Continuation | Refinement) -> None:
     """Refuses settings of a stage that do not fit its network."""
-    check_one_of(objective, DTYPES, "dtype")
     if objective.config.masking.block is not None and objective.separator:
         raise ValueError(
             "separator must be left out for a drafter that is causal over blocks: its answers are "

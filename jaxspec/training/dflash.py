@@ -12,14 +12,14 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.checkpoint import Model, load_dflash, save_dflash
-from jaxspec.core.checks import check_above_zero, check_one_of
+from jaxspec.core.checks import Checked, Count, Natural, Positive, at_least
 from jaxspec.core.masks import bidirectional
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import DFlash
@@ -42,10 +42,10 @@ from jaxspec.training.overlap import losses_of, match
 from jaxspec.training.report import OVERLAP_AT, RecipeNotes
 from jaxspec.training.settings import (
     CROSS_ENTROPY,
-    DTYPES,
-    LOSSES,
     TARGET,
     DFlashTrainingSettings,
+    Dtype,
+    Loss,
 )
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import (
@@ -75,7 +75,7 @@ class Anchors(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AnchoredBlocks:
+class AnchoredBlocks(Checked):
     """A loss of the tokens behind anchors, each block predicted in one pass.
 
     An anchor is any token that an answer's token follows: what may be pending when the drafter is
@@ -107,24 +107,14 @@ class AnchoredBlocks:
 
     config: ModelConfig
     taps: tuple[int, ...]
-    mask_token_id: int
-    block: int
-    anchors: int
-    gamma: float
-    dtype: str = "float32"
-    loss: str = CROSS_ENTROPY
+    mask_token_id: Natural
+    block: Annotated[int, at_least(2)]
+    anchors: Count
+    gamma: Positive
+    dtype: Dtype = "float32"
+    loss: Loss = CROSS_ENTROPY
     anchor_predicts: bool = False
-    likeliest: int | None = None
-
-    def __post_init__(self):
-        check_one_of(self, DTYPES, "dtype")
-        check_one_of(self, LOSSES, "loss")
-        if self.block < 2 or self.anchors < 1:
-            raise ValueError(
-                "block must be at least 2 places, the anchor included, and anchors at least 1, got "
-                f"{self.block} and {self.anchors}."
-            )
-        check_above_zero(self, "gamma")
+    likeliest: Count | None = None
 
     def head(self, params: PyTree, target: Network) -> DFlashHead:
         return DFlashHead(

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.checkpoint import Model, eagle3_taps, save_eagle
-from jaxspec.core.checks import check_one_of
+from jaxspec.core.checks import Checked, Count, NotNegative, Positive
 from jaxspec.core.masks import causal, same_document
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.types import PyTree
@@ -39,7 +39,14 @@ from jaxspec.training.generated import pack_generated
 from jaxspec.training.loop import Objective, StepMetrics, products_in, same_choice
 from jaxspec.training.overlap import Match, losses_of, match
 from jaxspec.training.report import OVERLAP_AT, RecipeNotes, generated_texts
-from jaxspec.training.settings import CROSS_ENTROPY, LOSSES, OWN_TEXT, TARGET, EagleTrainingSettings
+from jaxspec.training.settings import (
+    CROSS_ENTROPY,
+    OWN_TEXT,
+    TARGET,
+    Dtype,
+    EagleTrainingSettings,
+    Loss,
+)
 from jaxspec.training.sources import Divided
 from jaxspec.training.target import (
     Observed,
@@ -57,7 +64,7 @@ from jaxspec.training.train import STORED, Outcome, Run, Task, pack_sources
 
 
 @dataclasses.dataclass(frozen=True)
-class FeatureRegression:
+class FeatureRegression(Checked):
     """EAGLE-1's objective (Li et al. 2024, section 4.2): SmoothL1 of features, and tokens.
 
     Attributes:
@@ -73,13 +80,10 @@ class FeatureRegression:
 
     config: ModelConfig
     bias: bool = True
-    token_weight: float = 0.1
-    noise: float = 0.1
-    dtype: str = "float32"
-    loss: str = CROSS_ENTROPY
-
-    def __post_init__(self):
-        check_one_of(self, LOSSES, "loss")
+    token_weight: NotNegative = 0.1
+    noise: NotNegative = 0.1
+    dtype: Dtype = "float32"
+    loss: Loss = CROSS_ENTROPY
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -140,7 +144,7 @@ def feature_losses(
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingTimeTest:
+class TrainingTimeTest(Checked):
     """EAGLE-3's objective (Li et al. 2025, section 3.2): the head reads its own states, unrolled.
 
     Step i predicts the token i + 2 places ahead from states that the head made itself i times, so
@@ -157,13 +161,10 @@ class TrainingTimeTest:
 
     config: ModelConfig
     taps: tuple[int, ...]
-    num_unrolled: int = 7
-    decay: float = 0.8
-    dtype: str = "float32"
-    loss: str = CROSS_ENTROPY
-
-    def __post_init__(self):
-        check_one_of(self, LOSSES, "loss")
+    num_unrolled: Count = 7
+    decay: Positive = 0.8
+    dtype: Dtype = "float32"
+    loss: Loss = CROSS_ENTROPY
 
     def head(
         self, params: PyTree, target: Network, draft_ids: Int[Array, " draft_vocab"] | None

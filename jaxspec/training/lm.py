@@ -18,7 +18,7 @@ from jaxspec.checkpoint import find_model, load
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
-from jaxspec.core.checks import check_one_of, check_share
+from jaxspec.core.checks import Checked, Share
 from jaxspec.core.masks import causal, same_document
 from jaxspec.core.types import PyTree
 from jaxspec.models import ModelConfig, Network, Skips, init_params
@@ -29,7 +29,14 @@ from jaxspec.training.generated import pack_generated
 from jaxspec.training.loop import StepMetrics, products_in, same_choice
 from jaxspec.training.overlap import losses_of, match
 from jaxspec.training.report import OVERLAP, PALM_FLOPS, RecipeNotes, texts_read
-from jaxspec.training.settings import CROSS_ENTROPY, DTYPES, LOSSES, SMALL, LMTrainingSettings
+from jaxspec.training.settings import (
+    CROSS_ENTROPY,
+    SMALL,
+    BelowOne,
+    Dtype,
+    LMTrainingSettings,
+    Loss,
+)
 from jaxspec.training.sources import Divided, document_texts
 from jaxspec.training.tokenizer import loaded_tokenizer, train_tokenizer
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
@@ -44,7 +51,7 @@ class Taught(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class NextToken:
+class NextToken(Checked):
     """Cross-entropy of every token given those before it in its document, in nats per token.
 
     Attributes:
@@ -59,12 +66,9 @@ class NextToken:
     """
 
     config: ModelConfig
-    layer_drop: float = 0.0
-    early_exit: float = 0.0
-    dtype: str = "float32"
-
-    def __post_init__(self):
-        check_one_of(self, DTYPES, "dtype")
+    layer_drop: BelowOne = 0.0
+    early_exit: BelowOne = 0.0
+    dtype: Dtype = "float32"
 
     def __call__(
         self, params: PyTree, batch: Sequences, key: PRNGKeyArray
@@ -94,7 +98,7 @@ class NextToken:
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftLabels:
+class SoftLabels(Checked):
     """A loss against the teacher's whole distribution, and cross-entropy of the next token.
 
     Attributes:
@@ -104,12 +108,8 @@ class SoftLabels:
     """
 
     student: NextToken
-    soft_share: float = 0.9
-    loss: str = CROSS_ENTROPY
-
-    def __post_init__(self):
-        check_share(self, "soft_share")
-        check_one_of(self, LOSSES, "loss")
+    soft_share: Share = 0.9
+    loss: Loss = CROSS_ENTROPY
 
     @property
     def measured(self) -> "SoftLabels":

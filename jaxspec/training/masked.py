@@ -14,7 +14,7 @@ from jaxspec.checkpoint import find_model, load
 from jaxspec.checkpoint.config import config_to_json
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
-from jaxspec.core.checks import check_one_of
+from jaxspec.core.checks import Checked, Share
 from jaxspec.core.masks import same_document
 from jaxspec.core.types import PyTree
 from jaxspec.diffusion.process import Masked, block_training_mask, mask_number, mask_share
@@ -24,7 +24,7 @@ from jaxspec.training.efficiency import flops_per_token
 from jaxspec.training.generated import pack_generated
 from jaxspec.training.loop import StepMetrics, products_in
 from jaxspec.training.report import PALM_FLOPS, RecipeNotes, texts_read
-from jaxspec.training.settings import DTYPES, MaskedTrainingSettings
+from jaxspec.training.settings import Dtype, MaskedTrainingSettings
 from jaxspec.training.sources import Divided
 from jaxspec.training.train import Outcome, Run, Task, pack_sources, write_model
 from jaxspec.training.vocabulary import TrainingVocabulary, Turns
@@ -39,7 +39,7 @@ class _Seen(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedTokens:
+class MaskedTokens(Checked):
     """Upper bound of a text's negative log-likelihood, in nats per token.
 
     A network that sees the whole text is trained as LLaDA (arXiv 2502.09992, section 2): each text
@@ -61,13 +61,13 @@ class MaskedTokens:
     """
 
     config: ModelConfig
-    random_lengths: float = 0.01
+    random_lengths: Share = 0.01
     turns: Turns | None = None
     steady: bool = False
-    dtype: str = "float32"
+    dtype: Dtype = "float32"
 
     def __post_init__(self):
-        check_one_of(self, DTYPES, "dtype")
+        super().__post_init__()
         _ = self.config.masking  # refuses causal models
 
     def __call__(

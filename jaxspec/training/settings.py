@@ -6,9 +6,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from jaxspec.core.checks import check_above_zero, check_at_least, check_one_of, check_share
+from jaxspec.core.checks import (
+    Checked,
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    Share,
+    above_up_to,
+    at_least,
+    from_up_to,
+    one_of,
+)
 from jaxspec.core.tree import EAGLE_PATHS, normalize_paths
 from jaxspec.models import ModelConfig, Rope
 from jaxspec.training.sources import SPLITS, Source, Split
@@ -30,6 +41,9 @@ HIDES = (SCATTERED, "suffix")
 CROSS_ENTROPY = "cross-entropy"
 LOSSES = (CROSS_ENTROPY, "overlap", "hybrid")
 DTYPES = ("float32", "bfloat16")
+Loss = Annotated[str, one_of(*LOSSES)]
+Dtype = Annotated[str, one_of(*DTYPES)]
+BelowOne = Annotated[float, from_up_to(0, 1)]
 # Settings of the trainers that name a model's folder.
 _MODELS = (TARGET, "teacher", "start_from", "tokenizer")
 # Metadata of fields for the command line, as `jaxspec.commands.flags` reads it.
@@ -37,7 +51,7 @@ _FOLDER, _FILE, _NO_FLAG = {"metavar": "FOLDER"}, {"metavar": "FILE"}, {"flag": 
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
+class OptimizerSettings(Checked):
     """The optimizer of a run and its learning rate.
 
     Attributes:
@@ -57,26 +71,19 @@ class OptimizerSettings:
     """
 
     name: str = field(default="muon", metadata={"flag": "--optimizer", "choices": OPTIMIZERS})
-    learning_rate: float = 0.02
-    adam_learning_rate: float = 0.004
-    weight_decay: float = 0.1
-    beta1: float = field(default=0.9, metadata=_NO_FLAG)
-    beta2: float = field(default=0.95, metadata=_NO_FLAG)
-    warmup_steps: int = field(default=50, metadata={"flag": "--warmup"})
-    decay_fraction: float = 1.0
-    final_fraction: float = field(default=0.02, metadata=_NO_FLAG)
-    clip: float = 1.0
-
-    def __post_init__(self):
-        check_one_of(self, OPTIMIZERS, "name")
-        check_above_zero(self, "learning_rate", "adam_learning_rate", "clip")
-        check_at_least(self, 0, "weight_decay", "warmup_steps", "final_fraction")
-        if not 0 < self.decay_fraction <= 1:
-            raise ValueError(f"decay_fraction must be in (0, 1], got {self.decay_fraction}.")
+    learning_rate: Positive = 0.02
+    adam_learning_rate: Positive = 0.004
+    weight_decay: NotNegative = 0.1
+    beta1: BelowOne = field(default=0.9, metadata=_NO_FLAG)
+    beta2: BelowOne = field(default=0.95, metadata=_NO_FLAG)
+    warmup_steps: Natural = field(default=50, metadata={"flag": "--warmup"})
+    decay_fraction: Annotated[float, above_up_to(0, 1)] = 1.0
+    final_fraction: NotNegative = field(default=0.02, metadata=_NO_FLAG)
+    clip: Positive = 1.0
 
 
 @dataclass(frozen=True)
-class TrainingPace:
+class TrainingPace(Checked):
     """Intervals at which `fit` does something else than training.
 
     Attributes:
@@ -86,13 +93,10 @@ class TrainingPace:
         report_seconds: between two lines of progress where there is no terminal.
     """
 
-    save_seconds: float = 120.0
-    validate_steps: int = 200
-    record_steps: int = 10
-    report_seconds: float = 30.0
-
-    def __post_init__(self):
-        check_above_zero(self, *(entry.name for entry in fields(self)))
+    save_seconds: Positive = 120.0
+    validate_steps: Count = 200
+    record_steps: Count = 10
+    report_seconds: Positive = 30.0
 
 
 SMALL = ModelConfig(
@@ -111,7 +115,7 @@ SMALL = ModelConfig(
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class RunSettings(Checked):
     """Settings of every trainer. They, the files they name and the machine make the run.
 
     The fields keep the names that the `training.json` files next to trained weights have.
@@ -136,25 +140,25 @@ class RunSettings:
 
     sources: tuple[Source, ...]
     _: KW_ONLY
-    num_steps: int | None = field(default=None, metadata={"flag": "--steps"})
-    minutes: float | None = 15.0
-    sequence_length: int = 384
-    rows_per_batch: int = field(default=6, metadata={"flag": "--rows"})
+    num_steps: Count | None = field(default=None, metadata={"flag": "--steps"})
+    minutes: Positive | None = 15.0
+    sequence_length: Count = 384
+    rows_per_batch: Count = field(default=6, metadata={"flag": "--rows"})
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     dtype: str = field(default="auto", metadata={"choices": ("auto", *DTYPES)})
     seed: int = 0
-    validation_rows: int = field(default=24, metadata=_NO_FLAG)
-    own_text: int = 0
+    validation_rows: Count = field(default=24, metadata=_NO_FLAG)
+    own_text: Natural = 0
     pace: TrainingPace = field(default_factory=TrainingPace)
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.sources:
             raise ValueError("sources must name at least one source of text; got none.")
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ValueError(f"sources must have different names; given twice: {repeated}.")
-        check_at_least(self, 0, "own_text")
         if self.own_text and OWN_TEXT in names:
             raise ValueError(f"The name {OWN_TEXT!r} is taken by own_text: rename that source.")
         if (self.num_steps is None) == (self.minutes is None):
@@ -162,8 +166,6 @@ class RunSettings:
                 "Give either num_steps or minutes, and None for the other; got "
                 f"num_steps={self.num_steps}, minutes={self.minutes}."
             )
-        check_above_zero(self, "num_steps", "minutes", "sequence_length", "rows_per_batch")
-        check_one_of(self, ("auto", *DTYPES), "dtype")
 
     @property
     def models_read(self) -> dict[str, str]:
@@ -190,10 +192,6 @@ class MatchingSettings(RunSettings):
     _: KW_ONLY
     loss: str = field(default=CROSS_ENTROPY, metadata={"choices": LOSSES})
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_one_of(self, LOSSES, "loss")
-
 
 @dataclass(frozen=True)
 class LMTrainingSettings(MatchingSettings):
@@ -213,13 +211,13 @@ class LMTrainingSettings(MatchingSettings):
     """
 
     model: ModelConfig = SMALL
-    layer_drop: float = 0.0
-    early_exit: float = 0.0
+    layer_drop: BelowOne = 0.0
+    early_exit: BelowOne = 0.0
     tokenizer: str | None = field(default=None, metadata=_FOLDER)
     start_from: str | None = field(default=None, metadata=_FOLDER)
     teacher: str | None = field(default=None, metadata=_FOLDER)
-    soft_share: float = 0.9
-    own_text_weight: float = 1.0
+    soft_share: Share = 0.9
+    own_text_weight: Positive = 1.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -230,15 +228,11 @@ class LMTrainingSettings(MatchingSettings):
                 f"loss {self.loss!r} compares with a teacher's distributions: name one (--teacher "
                 "FOLDER), or leave it out."
             )
-        check_above_zero(self, "own_text_weight")
         if self.start_from is None and self.sequence_length > self.model.max_positions:
             raise ValueError(
                 f"sequence_length must be at most max_positions ({self.model.max_positions}), "
                 f"got {self.sequence_length}."
             )
-        for name in ("layer_drop", "early_exit"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}.")
 
 
 @dataclass(frozen=True)
@@ -263,16 +257,16 @@ class MaskedTrainingSettings(RunSettings):
         own_text_weight: passes over those texts while a source of weight 1 is passed once.
     """
 
-    block: int = 0
+    block: Natural = 0
     shift: bool | None = None
     start_from: str | None = field(default=None, metadata=_FOLDER)
-    layers: tuple[int, ...] | None = field(default=None, metadata={"flag": "--keep-layers"})
+    layers: tuple[Natural, ...] | None = field(default=None, metadata={"flag": "--keep-layers"})
     model: ModelConfig = SMALL
     tokenizer: str | None = field(default=None, metadata=_FOLDER)
-    random_lengths: float = 0.01
+    random_lengths: Share = 0.01
     answers_only: bool = False
     teacher: str | None = field(default=None, metadata=_FOLDER)
-    own_text_weight: float = 1.0
+    own_text_weight: Positive = 1.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -295,10 +289,6 @@ class MaskedTrainingSettings(RunSettings):
                 f"{', '.join(given)}: with start_from ({self.start_from}) the shape is that of its "
                 "model; leave this out (--keep-layers names the layers to keep)."
             )
-        check_above_zero(self, "own_text_weight")
-        if self.block < 0:
-            raise ValueError(f"block must be 0 (the whole text) or more, got {self.block}.")
-        check_share(self, "random_lengths")
 
 
 @dataclass(frozen=True)
@@ -314,7 +304,7 @@ class DraftingSettings(MatchingSettings):
 
     target: str = field(metadata=_FOLDER)
     _: KW_ONLY
-    decoding_prompts: int = 8
+    decoding_prompts: Natural = 8
 
     def __post_init__(self):
         super().__post_init__()
@@ -322,7 +312,6 @@ class DraftingSettings(MatchingSettings):
         taken = ours & {source.name for source in self.sources}
         if taken:
             raise ValueError(f"The names {sorted(taken)} are taken: rename these sources.")
-        check_at_least(self, 0, "decoding_prompts")
 
 
 @dataclass(frozen=True)
@@ -348,13 +337,13 @@ class EagleTrainingSettings(DraftingSettings):
     """
 
     version: int = field(default=1, metadata={"choices": EAGLE_VERSIONS})
-    sources_weight: float = 0.0
-    draft_vocab: int = 0
-    noise: float = 0.1
-    token_weight: float = 0.1
-    num_unrolled: int = field(default=7, metadata={"flag": "--unroll"})
-    decay: float = 0.8
-    taps: tuple[int, ...] | None = None
+    sources_weight: NotNegative = 0.0
+    draft_vocab: Natural = 0
+    noise: NotNegative = 0.1
+    token_weight: NotNegative = 0.1
+    num_unrolled: Count = field(default=7, metadata={"flag": "--unroll"})
+    decay: Positive = 0.8
+    taps: tuple[Natural, ...] | None = None
     cache_features: bool = False
     paths: tuple[tuple[int, ...], ...] = field(
         default=EAGLE_PATHS, metadata={"flag": "--tree", **_FILE}
@@ -365,11 +354,6 @@ class EagleTrainingSettings(DraftingSettings):
         object.__setattr__(self, "paths", normalize_paths(self.paths))
         if not self.paths:
             raise ValueError("paths must have at least one node; got none.")
-        if self.version not in EAGLE_VERSIONS:
-            raise ValueError(
-                f"version must be one of {EAGLE_VERSIONS}, got {self.version}; EAGLE-2 drafts "
-                "with the heads of version 1."
-            )
         if self.version == 1 and self.taps is not None:
             raise ValueError(f"taps are of EAGLE-3: give version 3 or no taps; got {self.taps}.")
         if not (self.own_text or self.sources_weight):
@@ -377,8 +361,6 @@ class EagleTrainingSettings(DraftingSettings):
                 "There is nothing to learn from: own_text and sources_weight are both 0. Give "
                 "--own-text N or --sources-weight X."
             )
-        check_above_zero(self, "num_unrolled", "decay")
-        check_at_least(self, 0, "sources_weight", "draft_vocab", "noise", "token_weight")
 
 
 @dataclass(frozen=True)
@@ -436,17 +418,14 @@ class DeerTrainingSettings(AnswersSettings):
     stage: int = field(default=1, metadata={"choices": DEER_STAGES})
     separator: bool | None = None
     hide: str = field(default=SCATTERED, metadata={"choices": HIDES})
-    longest: int = 96
-    alpha: float = 1.01
+    longest: Count = 96
+    alpha: Positive = 1.01
     normalise: bool = True
     cuts: str = field(default="one", metadata={"choices": CUTS})
-    block: int = 8
+    block: Count = 8
 
     def __post_init__(self):
         super().__post_init__()
-        check_one_of(self, DEER_STAGES, "stage")
-        check_one_of(self, CUTS, "cuts")
-        check_one_of(self, HIDES, "hide")
         of_stage = {name: 2 for name in ("alpha", "normalise", "cuts", "loss")} | {"hide": 1}
         if not self.has_window:
             of_stage["longest"] = 2
@@ -457,7 +436,6 @@ class DeerTrainingSettings(AnswersSettings):
                     f"{entry.name} is a setting of stage {stage}: leave it out in stage "
                     f"{self.stage}, got {getattr(self, entry.name)!r}."
                 )
-        check_above_zero(self, "longest", "alpha", "block")
 
     @property
     def has_window(self) -> bool:
@@ -491,22 +469,20 @@ class DFlashTrainingSettings(AnswersSettings):
             head is trained.
     """
 
-    layers: int = 2
-    mlp_dim: int | None = None
-    taps: tuple[int, ...] | None = None
-    block: int = 8
-    anchors: int = 32
-    gamma: float | None = None
+    layers: Count = 2
+    mlp_dim: Count | None = None
+    taps: tuple[Natural, ...] | None = None
+    block: Annotated[int, at_least(2)] = 8
+    anchors: Count = 32
+    gamma: Positive | None = None
     cache_features: bool = False
-    markov: int = field(default=0, metadata={"metavar": "RANK"})
+    markov: Natural = field(default=0, metadata={"metavar": "RANK"})
     confidence: bool = False
-    selector: int = field(default=0, metadata={"metavar": "RANK"})
+    selector: Natural = field(default=0, metadata={"metavar": "RANK"})
     start_from: str | None = field(default=None, metadata=_FOLDER)
 
     def __post_init__(self):
         super().__post_init__()
-        check_above_zero(self, "layers", "mlp_dim", "anchors", "gamma")
-        check_at_least(self, 0, "markov", "selector")
         if self.selector and (self.markov or self.confidence or self.start_from is not None):
             raise ValueError(
                 "selector makes a whole head of DFlash 2: leave out markov, confidence and "
@@ -525,10 +501,6 @@ class DFlashTrainingSettings(AnswersSettings):
                         f"{entry.name} is that of the head in start_from: leave it out, got "
                         f"{getattr(self, entry.name)!r}."
                     )
-        if self.block < 2:
-            raise ValueError(
-                f"block must be at least 2 places, the pending token counted, got {self.block}."
-            )
         if self.taps is not None and not self.taps:
             raise ValueError("taps must name at least one layer of the target; got none.")
 
@@ -587,16 +559,22 @@ def _read(kind: Any, value: Any) -> Any:
     if kind is Split or len(kinds) > 1:
         # One of several dataclasses stands under its name.
         named = SPLITS if kind is Split else {part.__name__: part for part in kinds}
-        [(name, value)] = value.items() if value is not None else [(None, None)]
-        if name is not None and name not in named:
-            raise ValueError(f"The kind must be one of {sorted(named)}, got {name!r}.")
-        return value if name is None else _read(named[name], value)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or len(value) != 1 or not named.keys() >= value.keys():
+            raise ValueError(
+                f"Settings of one of {sorted(named)} must stand under its name, got {value!r:.80}."
+            )
+        [(name, value)] = value.items()
+        return _read(named[name], value)
     if isinstance(value, list | tuple):
         part = get_args(kind)[0] if get_origin(kind) is tuple else Any
         return tuple(_read(part, entry) for entry in value)
     if not kinds or value is None:
         return value
     (kind,) = kinds
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{kind.__name__} must be settings by their names, got {value!r:.80}.")
     known = get_type_hints(kind)
     unknown = sorted(value.keys() - {entry.name for entry in fields(kind)})
     if unknown:

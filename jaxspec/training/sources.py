@@ -11,10 +11,10 @@ import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 from jaxspec.checkpoint.tokenizer import check_unicode
-from jaxspec.core.checks import check_at_least
+from jaxspec.core.checks import Checked, Natural, Positive, at_least, from_up_to
 from jaxspec.training.tokenizer import RESERVED
 
 DATA_FOLDER = Path("data/train")
@@ -62,14 +62,10 @@ class Split(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class EveryNth:
+class EveryNth(Checked):
     """Holds out the n-th, the 2n-th, ... document."""
 
-    n: int = 20
-
-    def __post_init__(self):
-        if self.n < 2:
-            raise ValueError(f"n must be at least 2, got {self.n}: 1 would hold out everything.")
+    n: Annotated[int, at_least(2)] = 20
 
     def divide(self, documents: Sequence[Document]) -> Divided:
         held_out = list(documents[self.n - 1 :: self.n])
@@ -78,13 +74,10 @@ class EveryNth:
 
 
 @dataclasses.dataclass(frozen=True)
-class LastRows:
+class LastRows(Checked):
     """Holds out the last `count` documents."""
 
-    count: int
-
-    def __post_init__(self):
-        check_at_least(self, 0, "count")
+    count: Natural
 
     def divide(self, documents: Sequence[Document]) -> Divided:
         border = max(len(documents) - self.count, 0)
@@ -92,7 +85,7 @@ class LastRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class FieldRanges:
+class FieldRanges(Checked):
     """Divides by a whole number in each row; both ends of a range are included."""
 
     field: str
@@ -119,14 +112,10 @@ class FieldRanges:
 
 
 @dataclasses.dataclass(frozen=True)
-class LastCharacters:
+class LastCharacters(Checked):
     """Holds out the last part of running text; may cut a document in two."""
 
-    fraction: float = 0.1
-
-    def __post_init__(self):
-        if not 0 <= self.fraction < 1:
-            raise ValueError(f"fraction must be in [0, 1), got {self.fraction}.")
+    fraction: Annotated[float, from_up_to(0, 1)] = 0.1
 
     def divide(self, documents: Sequence[Document]) -> Divided:
         sizes = [sum(map(len, document.pieces)) for document in documents]
@@ -149,7 +138,7 @@ SPLITS = {kind.__name__: kind for kind in (EveryNth, LastRows, FieldRanges, Last
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class Source(Checked):
     """A source of text, its weight, and its held-out part.
 
     Attributes:
@@ -169,15 +158,16 @@ class Source:
     name: str
     path: str
     template: str = "{text}"
-    weight: float = 1.0
+    weight: Positive = 1.0
     split: Split = EveryNth()
     exclude: tuple[str, ...] = ("site-packages", "__pycache__")
     origin: str = ""
     licence: str = ""
 
     def __post_init__(self):
-        if not self.weight > 0:
-            raise ValueError(f"The weight of {self.name!r} must be above 0, got {self.weight}.")
+        if isinstance(self.path, Path):
+            object.__setattr__(self, "path", str(self.path))
+        super().__post_init__()
 
 
 GSM8K = Source(

@@ -308,7 +308,7 @@ BAD = [
     ({"num_key_value_heads": 3}, "num_kv_heads"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
     ({"rope_theta": float("nan")}, "rope_theta must be a number"),
-    ({"rope_theta": -1.0}, "theta must be positive"),
+    ({"rope_theta": -1.0}, "theta must be above 0"),
     ({"rope_scaling": {"rope_type": "mrope"}}, "RoPE type .* longrope; .* 'mrope'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor must be at least 1"),
@@ -330,7 +330,7 @@ BAD = [
     ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 4}, "layers of a SmolLM3"),
     ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers .* each of 4 layers"),
     ({"model_type": "smollm3", "no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers must be a list"),
-    ({"model_type": "granite", "logits_scaling": 0}, "logit_divisor must be positive"),
+    ({"model_type": "granite", "logits_scaling": 0}, "logit_divisor must be above 0"),
 ]
 
 

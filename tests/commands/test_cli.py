@@ -360,7 +360,7 @@ class TestGenerate:
             (["MODEL", "x" * 3000], "has 3000 tokens; the context"),
             (["MODEL", "abc", "--file", "also"], "either PROMPT or --file"),
             (["MODEL", "--file", "missing.txt"], "error: missing.txt: No such file"),
-            (["MODEL", "abc", "--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+            (["MODEL", "abc", "--temperature", "-1"], "temperature must be in [0, 3e+38)"),
             (["MODEL", "abc", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
             (["MODEL", "abc", "--max-new-tokens", "-3"], "max_new_tokens must be at least 0"),
             (["MODEL", "abc", "--top-k", "999"], "top_k must be at most the vocabulary, 256"),

@@ -69,11 +69,11 @@ def test_drafting_pays_where_tau_outweighs_the_longer_step(plain, drafted, tau, 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((0.0, 1.0, 1.0), "plain_seconds must be a positive number, got 0.0"),
-        ((1.0, math.nan, 1.0), "drafted_seconds must be a positive number, got nan"),
-        ((1.0, 1.0, math.inf), "tau must be a positive number, got inf"),
-        (("1", 1.0, 1.0), "plain_seconds must be a positive number, got '1'"),
-        ((True, 1.0, 1.0), "plain_seconds must be a positive number, got True"),
+        ((0.0, 1.0, 1.0), "plain_seconds must be above 0, got 0.0"),
+        ((1.0, math.nan, 1.0), "drafted_seconds must be a finite number, got nan"),
+        ((1.0, 1.0, math.inf), "tau must be a finite number, got inf"),
+        (("1", 1.0, 1.0), "plain_seconds must be a finite number, got '1'"),
+        ((True, 1.0, 1.0), "plain_seconds must be a finite number, got True"),
         ((1.0, 1.0, 0.5), "tau must be at least 1"),
     ],
 )

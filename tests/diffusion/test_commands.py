@@ -123,7 +123,7 @@ def turns(model, *said: str) -> str:
         (["--draft-model", "demo"], "--draft-model: not for diffusion language models"),
         (
             ["--drafts", "2", "--lossy-top-k", "0"],
-            "lossy_top_k must be a whole number of at least 1, got 0",
+            "lossy_top_k must be at least 1, got 0",
         ),
         (["--threshold", "1.5"], r"threshold must be in (0, 1], got 1.5"),
         (["--block-length", "8"], "block_length must be 4"),

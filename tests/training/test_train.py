@@ -404,7 +404,7 @@ def test_settings_survive_json(tiny_settings):
     [
         ({"sources": ()}, "at least one source"),
         ({"minutes": 1.0}, "either num_steps or minutes"),
-        ({"num_steps": 0}, "num_steps must be above 0"),
+        ({"num_steps": 0}, "num_steps must be at least 1"),
         ({"sequence_length": 65}, "at most max_positions"),
         ({"layer_drop": 1.0}, r"layer_drop must be in \[0, 1\)"),
         ({"early_exit": -0.1}, r"early_exit must be in \[0, 1\)"),
