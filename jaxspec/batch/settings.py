@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import numpy as np
 
 from jaxspec.batch.guard import GuardSettings
-from jaxspec.core.checks import Checked, Count, Natural, at_least
+from jaxspec.core.checks import Checked, Count, at_least
 from jaxspec.decoding.profile import DraftingMode
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LoadedDrafter, NoDraft
@@ -68,8 +68,8 @@ class Shard(Checked):
         ['adg', 'beh', 'cf']
     """
 
-    index: Natural = 1
-    num: Natural = 1
+    index: int = 1
+    num: int = 1
 
     def __post_init__(self):
         super().__post_init__()

@@ -556,13 +556,17 @@ def check_writable(path: str | Path | None, flag: str = "--json") -> None:
 
 def write_figures(figures: dict[str, Any], path: str | None) -> None:
     """Writes all figures as JSON to a file, or to standard output for "-"."""
-    from jaxspec.batch.writer import write_whole
-
     if path is None:
         return
     text = json.dumps(figures, indent=2)
     if path == "-":
         print(text)
+        return
+    from jaxspec.batch.writer import write_whole
+
+    place = Path(path).resolve()
+    if place.exists() and not place.is_file():  # A pipe or a device.
+        place.write_text(text + "\n", encoding="utf-8")
     else:
-        write_whole(Path(path), [text.encode() + b"\n"])
-        print(f"wrote {path}", file=sys.stderr)
+        write_whole(place, [text.encode() + b"\n"])
+    print(f"wrote {path}", file=sys.stderr)

@@ -8,6 +8,7 @@ and files of settings are refused alike, before anything is built.
 import dataclasses
 import math
 import numbers
+import os
 import pathlib
 import sys
 import types
@@ -89,6 +90,9 @@ MOST_NODES = 4096
 """Largest tree, the root not counted: its masks have an entry for each pair of nodes."""
 Nodes = Annotated[int, at_least(1), at_most(MOST_NODES)]
 Positive = Annotated[float, above(0)]
+MAY_BE_INFINITE = "may be infinite"
+"""Among the rules of a float: infinities are numbers too."""
+PositiveOrInfinite = Annotated[float, MAY_BE_INFINITE, above(0)]
 NotNegative = Annotated[float, at_least(0)]
 Share = Annotated[float, within(0, 1)]
 
@@ -129,8 +133,8 @@ class Checked:
 def checked(name: str, value: Any, hint: Any) -> Any:
     """Returns a value as a plain one of the type and under the rules of an annotation.
 
-    Whole numbers may be given as floats, such as 8.0, which is how some files hold them. Types that
-    are neither built in nor classes are not checked.
+    Whole numbers may be given as floats, such as 8.0, which is how some files hold them, and texts
+    as paths. Types that are neither built in nor classes are not checked.
 
     Args:
         name: of the setting.
@@ -149,10 +153,9 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         ValueError: layers[1] must be a whole number, got True.
     """
     if typing.get_origin(hint) is Annotated:
-        kind, *rules = typing.get_args(hint)
-        plain = checked(name, value, kind)
-        for rule in rules:
-            if isinstance(rule, Requirement) and plain is not None and not rule.holds(plain):
+        plain = checked(name, value, _bare(hint))
+        for rule in _rules(hint):
+            if plain is not None and not rule.holds(plain):
                 raise ValueError(f"{name} must be {rule.said}, got {_shown(plain)}.")
         return plain
     if typing.get_origin(hint) in (Union, types.UnionType):
@@ -169,7 +172,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         }
     if kind.parts is None:
         return found
-    if len(found) > _FEW and _are_whole(found, kind.parts(0)):
+    if len(found) > _FEW and _are_plain(found, kind.parts(0)):
         return tuple(found)
     return tuple(checked(f"{name}[{i}]", part, kind.parts(i)) for i, part in enumerate(found))
 
@@ -177,13 +180,15 @@ def checked(name: str, value: Any, hint: Any) -> Any:
 _FEW = 64
 
 
-def _are_whole(found: Sequence[Any], hint: Any) -> bool:
-    """Says whether many entries are whole numbers under the rules of `hint`, by their extremes."""
-    kind, *rules = typing.get_args(hint) or (hint,)
-    if kind is not int or set(map(type, found)) != {int}:
+def _are_plain(found: Sequence[Any], hint: Any) -> bool:
+    """Says whether many entries are plain numbers under the rules of `hint`, by their extremes."""
+    kind = _bare(hint)
+    if kind not in (int, float) or set(map(type, found)) != {kind}:
+        return False
+    if kind is float and not all(map(math.isfinite, found)):
         return False
     ends = min(found), max(found)
-    return all(rule.is_interval and all(map(rule.holds, ends)) for rule in rules)
+    return all(rule.is_interval and all(map(rule.holds, ends)) for rule in _rules(hint))
 
 
 def _of_any(name: str, value: Any, hints: tuple[Any, ...]) -> Any:
@@ -241,7 +246,10 @@ class _Kind(NamedTuple):
             )
         if origin is Mapping:
             return cls("a mapping", _instance(Mapping), entry=(args[0], args[1]))
-        if isinstance(hint, type) and origin is None and not getattr(hint, "_is_protocol", False):
+        unknown = getattr(hint, "_is_protocol", False) and not getattr(
+            hint, "_is_runtime_protocol", False
+        )
+        if isinstance(hint, type) and origin is None and not unknown:
             return cls(f"of type {hint.__name__}", _instance(hint))
         return cls("anything", lambda value: value)
 
@@ -276,6 +284,18 @@ def _number(value: Any) -> Any:
     return float(found)
 
 
+def _any_number(value: Any) -> Any:
+    found = _real(value)
+    if found is _WRONG or isinstance(found, int):
+        return _number(value)
+    return _WRONG if math.isnan(found) else float(found)
+
+
+def _text(value: Any) -> Any:
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return value if isinstance(value, str) else _WRONG
+
+
 def _flag(value: Any) -> Any:
     value = _scalar(value)
     return value if isinstance(value, bool) else _WRONG
@@ -285,6 +305,9 @@ def _entries(value: Any, count: int | None = None) -> Any:
     if hasattr(value, "__array__") and np.ndim(value):
         value = np.asarray(value).tolist()
     fits = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if fits and len(value) > _FEW and isinstance(value[0], np.number):
+        # Entries of one type are turned into plain numbers at once.
+        value = np.asarray(value).tolist() if len(set(map(type, value))) == 1 else value
     return value if fits and count in (None, len(value)) else _WRONG
 
 
@@ -292,14 +315,25 @@ _KINDS: dict[Any, _Kind] = {
     bool: _Kind("True or False", _flag),
     int: _Kind("a whole number", _whole),
     float: _Kind("a finite number", _number),
-    str: _Kind("a text", _instance(str)),
+    str: _Kind("a text", _text),
     pathlib.Path: _Kind("a path", _instance(pathlib.Path)),
     Any: _Kind("anything", lambda value: value),
+    MAY_BE_INFINITE: _Kind("a number", _any_number),
 }
 
 
 def _bare(hint: Any) -> Any:
-    return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+    """Returns a hint without its rules."""
+    if typing.get_origin(hint) is not Annotated:
+        return hint
+    kind, *rules = typing.get_args(hint)
+    return MAY_BE_INFINITE if MAY_BE_INFINITE in rules else kind
+
+
+def _rules(hint: Any) -> list[Requirement]:
+    if typing.get_origin(hint) is not Annotated:
+        return []
+    return [rule for rule in typing.get_args(hint)[1:] if isinstance(rule, Requirement)]
 
 
 def _shown(value: Any) -> str:

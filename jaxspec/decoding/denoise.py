@@ -27,7 +27,7 @@ from jaxspec.core.loop import round_up
 from jaxspec.core.types import Params, Stop
 from jaxspec.decoding.request import (
     PromptLike,
-    Temperature,
+    Scale,
     check_call,
     config_of,
     encode_prompts,
@@ -112,8 +112,8 @@ class DenoiseConfig(Checked):
     eps: Annotated[float, between(0, 1)] = 1e-3
     threshold: Annotated[float, above_up_to(0, 1)] | None = None
     order: Annotated[str, one_of(*ORDERS)] = "low_confidence"
-    temperature: Temperature | Sequence[Temperature] = 0.0
-    guidance: Temperature = 0.0
+    temperature: Scale | Sequence[Scale] = 0.0
+    guidance: Scale = 0.0
     cache: Annotated[str, one_of(*CACHES)] | None = None
     stop_token_ids: Sequence[Natural] | None = None
     allow_mask_token: bool = False

@@ -6,7 +6,6 @@
 import dataclasses
 import functools
 import math
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
 
@@ -18,6 +17,7 @@ from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.checkpoint.memory import check_rows_fit
 from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.core.checks import (
+    MAY_BE_INFINITE,
     Checked,
     Count,
     Natural,
@@ -88,21 +88,17 @@ PENALTIES = {
 }
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
 # What compiled programs compute with in float32 must be finite there.
-Temperature = Annotated[float, from_up_to(0, 3e38)]
+Scale = Annotated[float, from_up_to(0, 3e38)]
 TopP = Annotated[float, above_up_to(0, 1)]
 MinP = Annotated[float, from_up_to(0, 1)]
 Penalty = Annotated[float, between(-1e30, 1e30)]
 Factor = Annotated[float, between(1e-30, 1e30)]
 Bias = Annotated[
-    Any,
+    float,
+    MAY_BE_INFINITE,
     Requirement(
-        "a number below 1e30, or -inf (to emit nothing else, use allowed_token_ids)",
-        lambda value: _is_number(value) and (value == -math.inf or abs(value) < 1e30),
+        "below 1e30 (to emit nothing else, use allowed_token_ids)", lambda value: value < 1e30
     ),
 ]
 
@@ -117,7 +113,7 @@ class GenerationConfig(Checked):
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the fewest likeliest tokens whose probabilities add up to this; in (0, 1].
         min_p: keep tokens at least this likely relative to the likeliest; in [0, 1).
-        logit_bias: added to the logits of these token ids.
+        logit_bias: added to the logits of these token ids; below 1e30, and -inf bans an id.
         allowed_token_ids: the only ids that may be emitted; `None`: all of them.
         banned_token_ids: ids never emitted.
         tokenizer_ids_only: emit no id past the tokenizer's. Vocabularies are often padded with
@@ -162,7 +158,7 @@ class GenerationConfig(Checked):
     """
 
     max_new_tokens: Natural | Sequence[Natural] = 128
-    temperature: Temperature | Sequence[Temperature] = 0.0
+    temperature: Scale | Sequence[Scale] = 0.0
     top_k: Natural | Sequence[Natural] = 0
     top_p: TopP | Sequence[TopP] = 1.0
     min_p: MinP | Sequence[MinP] = 0.0
@@ -180,8 +176,8 @@ class GenerationConfig(Checked):
     frequency_penalty: Penalty | Sequence[Penalty] | None = None
     no_repeat_ngram_size: Natural | Sequence[Natural] | None = None
     min_new_tokens: Natural | Sequence[Natural] | None = None
-    choices: Sequence[str] | Sequence[Sequence[str]] | None = None
-    regex: str | Sequence[str] | None = None
+    choices: Iterable[str] | Iterable[Iterable[str]] | None = None
+    regex: str | Iterable[str] | None = None
     json_schema: Any = None
 
     def __post_init__(self):
@@ -765,8 +761,9 @@ def _bias(model: Vocabulary, config: GenerationConfig) -> np.ndarray | None:
         refused[list(named["allowed_token_ids"])] = False
         bias[refused] = -np.inf
     bias[list(named["banned_token_ids"])] = -np.inf
-    for token, value in (config.logit_bias or {}).items():
-        bias[token] += value
+    with np.errstate(over="ignore"):  # Too negative for float32 is -inf.
+        for token, value in (config.logit_bias or {}).items():
+            bias[token] += value
     return bias if bias.any() else None
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxspec.checkpoint import Model, load_dflash, save_dflash
-from jaxspec.core.checks import Checked, Count, Natural, Positive, at_least
+from jaxspec.core.checks import Checked, Count, Natural, PositiveOrInfinite, at_least
 from jaxspec.core.masks import bidirectional
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import DFlash
@@ -110,7 +110,7 @@ class AnchoredBlocks(Checked):
     mask_token_id: Natural
     block: Annotated[int, at_least(2)]
     anchors: Count
-    gamma: Positive
+    gamma: PositiveOrInfinite
     dtype: Dtype = "float32"
     loss: Loss = CROSS_ENTROPY
     anchor_predicts: bool = False

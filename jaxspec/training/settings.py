@@ -14,6 +14,8 @@ from jaxspec.core.checks import (
     Natural,
     NotNegative,
     Positive,
+    PositiveOrInfinite,
+    Requirement,
     Share,
     above_up_to,
     at_least,
@@ -43,6 +45,14 @@ LOSSES = (CROSS_ENTROPY, "overlap", "hybrid")
 DTYPES = ("float32", "bfloat16")
 Loss = Annotated[str, one_of(*LOSSES)]
 Dtype = Annotated[str, one_of(*DTYPES)]
+Version = Annotated[
+    int,
+    Requirement(
+        "1 or 3 (EAGLE-2 drafts with the heads of version 1)",
+        lambda value: value in EAGLE_VERSIONS,
+        is_interval=False,
+    ),
+]
 BelowOne = Annotated[float, from_up_to(0, 1)]
 # Settings of the trainers that name a model's folder.
 _MODELS = (TARGET, "teacher", "start_from", "tokenizer")
@@ -67,7 +77,7 @@ class OptimizerSettings(Checked):
         decay_fraction: last part of the run, in which half a cosine takes the learning rate down.
             With less than 1 the length of the run may be changed until this part begins.
         final_fraction: the last learning rate as a share of the highest.
-        clip: largest norm of a whole gradient; larger ones are scaled down to it.
+        clip: largest norm of a whole gradient; larger ones are scaled down to it. inf: none are.
     """
 
     name: str = field(default="muon", metadata={"flag": "--optimizer", "choices": OPTIMIZERS})
@@ -79,7 +89,7 @@ class OptimizerSettings(Checked):
     warmup_steps: Natural = field(default=50, metadata={"flag": "--warmup"})
     decay_fraction: Annotated[float, above_up_to(0, 1)] = 1.0
     final_fraction: NotNegative = field(default=0.02, metadata=_NO_FLAG)
-    clip: Positive = 1.0
+    clip: PositiveOrInfinite = 1.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,7 @@ class TrainingPace(Checked):
         report_seconds: between two lines of progress where there is no terminal.
     """
 
-    save_seconds: Positive = 120.0
+    save_seconds: PositiveOrInfinite = 120.0
     validate_steps: Count = 200
     record_steps: Count = 10
     report_seconds: Positive = 30.0
@@ -336,7 +346,7 @@ class EagleTrainingSettings(DraftingSettings):
             nodes, the root not counted). In Python as for `tree_from_paths`.
     """
 
-    version: int = field(default=1, metadata={"choices": EAGLE_VERSIONS})
+    version: Version = field(default=1, metadata={"choices": EAGLE_VERSIONS})
     sources_weight: NotNegative = 0.0
     draft_vocab: Natural = 0
     noise: NotNegative = 0.1
@@ -474,7 +484,7 @@ class DFlashTrainingSettings(AnswersSettings):
     taps: tuple[Natural, ...] | None = None
     block: Annotated[int, at_least(2)] = 8
     anchors: Count = 32
-    gamma: Positive | None = None
+    gamma: PositiveOrInfinite | None = None
     cache_features: bool = False
     markov: Natural = field(default=0, metadata={"metavar": "RANK"})
     confidence: bool = False

@@ -11,7 +11,7 @@ import sysconfig
 import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol, runtime_checkable
 
 from jaxspec.checkpoint.tokenizer import check_unicode
 from jaxspec.core.checks import Checked, Natural, Positive, at_least, from_up_to
@@ -53,6 +53,7 @@ class Divided(NamedTuple):
     validation: list[Document]
 
 
+@runtime_checkable
 class Split(Protocol):
     """Rule that says which documents are held out."""
 
@@ -165,9 +166,10 @@ class Source(Checked):
     licence: str = ""
 
     def __post_init__(self):
-        if isinstance(self.path, Path):
-            object.__setattr__(self, "path", str(self.path))
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise ValueError(f"source {self.name!r}: {error}") from None
 
 
 GSM8K = Source(

@@ -17,9 +17,7 @@ from jaxspec.cli import main
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not hasattr(signal, "SIGKILL"), reason="needs SIGKILL, which Windows has not"
-    ),
+    pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL, which Windows lacks"),
 ]
 KILLS = 10
 """In a row, before the command is let end."""
@@ -96,8 +94,8 @@ def whole(folder: Path, work: Work) -> dict[str, bytes | None]:
         found[name] = path.read_bytes() if path.exists() else None
     for name in work.parsed:
         path = folder / "out" / name
-        if path.exists():
-            assert isinstance(json.loads(path.read_text()), dict)
+        # Its figures differ from run to run.
+        found[name] = b"JSON" if path.exists() and json.loads(path.read_text()) else None
     return found
 
 
@@ -153,10 +151,11 @@ def test_killed_at_random_moments(name, places, tmp_path):
         process = begin(killed)
         process.join(moments.uniform(0, lasts))
         if process.exitcode is None:
-            os.kill(process.pid or 0, signal.SIGKILL)
+            process.kill()
             process.join()
         assert process.exitcode in (0, -signal.SIGKILL)
         for file, data in whole(killed, work).items():
-            assert data in (None, expected[file]) or name == "batch"
+            # A job's output grows; everything else is there as a whole or not at all.
+            assert data is None or data == expected[file] or name == "batch"
     assert end(killed) == expected
     assert not list((killed / "out").glob(".saving-*"))

@@ -18,6 +18,7 @@ from jaxspec.core.checks import (
     Count,
     Natural,
     Positive,
+    PositiveOrInfinite,
     Share,
     above,
     at_least,
@@ -26,6 +27,12 @@ from jaxspec.core.checks import (
     one_of,
 )
 from tests.shapes import made_unchecked
+
+
+@typing.runtime_checkable
+class Splitting(typing.Protocol):
+    def divide(self) -> None: ...
+
 
 NOT_NUMBERS = (True, "1", b"1", None, [1], (1,), {}, print, 1 + 2j)
 NOT_WHOLE = (*NOT_NUMBERS, 1.5, math.nan, math.inf, -math.inf, np.float32(0.5))
@@ -74,6 +81,13 @@ def test_what_is_no_finite_number_is_refused(value):
         (Count | Sequence[Count], "a", "x must be a whole number or a sequence, got 'a'."),
         (Mapping[int, float], [1], "x must be a mapping, got [1]."),
         (Checked, 3, "x must be of type Checked, got 3."),
+        (tuple[tuple[int, ...], ...], [0] * 65, "x[0] must be a sequence, got 0."),
+        (tuple[Count, ...], [1] * 64 + [0], "x[64] must be at least 1, got 0."),
+        (tuple[int, ...], [1] * 64 + [True], "x[64] must be a whole number, got True."),
+        (tuple[Share, ...], [0.5] * 64 + [math.nan], "x[64] must be a finite number, got nan."),
+        (PositiveOrInfinite, -math.inf, "x must be above 0, got -inf."),
+        (PositiveOrInfinite, math.nan, "x must be a number, got nan."),
+        (Splitting, "every", "x must be of type Splitting, got 'every'."),
         (int, "y" * 200, f"x must be a whole number, got '{'y' * 76}...."),
     ],
 )
@@ -96,6 +110,12 @@ def test_what_breaks_a_rule_is_said(hint, value, said):
         (Share | Sequence[Share], np.array([0.5]), (0.5,)),
         (str | Sequence[str], "ab", "ab"),
         (str | Sequence[str], ["a", "b"], ("a", "b")),
+        (tuple[int | None, ...], [1] * 65 + [None], (*[1] * 65, None)),
+        (Sequence[int], list(np.arange(65)), tuple(range(65))),
+        (tuple[Share, ...], [0.5] * 65, (0.5,) * 65),
+        (PositiveOrInfinite, np.float32(np.inf), math.inf),
+        (PositiveOrInfinite, 3, 3.0),
+        (str, Path("a"), "a"),
         (Any, [1], [1]),
     ],
 )
