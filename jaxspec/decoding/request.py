@@ -88,7 +88,7 @@ PENALTIES = {
 }
 
 
-# What compiled programs compute with in float32 must be finite there.
+# Numbers that compiled programs compute with: finite in float32 too.
 Scale = Annotated[float, from_up_to(0, 3e38)]
 TopP = Annotated[float, above_up_to(0, 1)]
 MinP = Annotated[float, from_up_to(0, 1)]
