@@ -91,7 +91,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         said = str(error)
         if isinstance(error, OSError) and error.filename is not None:
-            said = f"{error.filename}: {error.strerror}; check the path and its permissions."
+            said = (
+                f"{error.filename}: {error.strerror}; check the path, its permissions and the room "
+                "on its disk."
+            )
         print("jaxspec: error:", " ".join(said.split()), file=sys.stderr)
         return EXIT_ERROR
 

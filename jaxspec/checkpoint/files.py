@@ -111,12 +111,14 @@ def replacing_files(folder: Path, obsolete: Sequence[str] = ()) -> Iterator[Path
     try:
         yield staging
         _swap(staging, obsolete)
-    except BaseException:
+    except BaseException as error:
         # If this raises too, the originals in the temporary folder stay for `recover_files`.
         _undo(staging)
         shutil.rmtree(staging, ignore_errors=True)
         if not existed:
             shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            error.filename = str(folder)  # a write that failed does not say where
         raise
     shutil.rmtree(staging, ignore_errors=True)
 

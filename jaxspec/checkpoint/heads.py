@@ -1,5 +1,6 @@
 """The one loader and the one writer of heads that draft for a target: EAGLE and DFlash."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.numpy import save
 
 from jaxspec.checkpoint.files import CheckpointError, replacing_files, write_json
 from jaxspec.checkpoint.hub import Model, check_is_model
+from jaxspec.checkpoint.memory import check_head_fits
 from jaxspec.checkpoint.names import Rule, Tensor, copy_out, match_tensors, placements_by
 from jaxspec.checkpoint.params import leaves_by_path, read_params, shapes_by_path
 from jaxspec.checkpoint.safetensors import SINGLE
@@ -42,11 +44,14 @@ def load_head_params(
 
     Raises:
         CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
+            Or the head does not fit into memory.
     """
     shapes = jax.eval_shape(init, jax.random.key(0))
     sizes = shapes_by_path(shapes)
     placed = placements_by(rules, config, sizes)
     matched = match_tensors(placed, sizes, stored, not_needed)
+    wanted = np.dtype(target.dtype if dtype is None else dtype)
+    check_head_fits(2 * wanted.itemsize * sum(map(math.prod, sizes.values())))
     if dtype is not None:
         return read_params(shapes, placed, matched, np.dtype(dtype))
     return kept_like(read_params(shapes, placed, matched, np.dtype(target.dtype)), target.params)

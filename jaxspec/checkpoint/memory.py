@@ -9,12 +9,14 @@ import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.checkpoint.params import leaves_by_path
-from jaxspec.core.types import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.storage import is_matrix
-from jaxspec.models.transformer import Network, param_shapes
+from jaxspec.models.transformer import param_shapes
 
-_SHORT_TEXT = 1024  # tokens: with less room than this, loading is of no use
+SHORT_TEXT = 1024
+"""Tokens of a text that there must be room for: with less, loading is of no use."""
+
+_BYTES_LOGIT = 4
 _BYTES_SORTED = 64  # of each token of a corpus: ranks, their order, and copies of both
 
 
@@ -113,7 +115,7 @@ def check_network_fits(
             ...
         jaxspec.checkpoint.files.CheckpointError: This network needs ...
     """
-    capacity = min(config.max_positions, _SHORT_TEXT)
+    capacity = min(config.max_positions, SHORT_TEXT)
     matrices = np.dtype(dtype if matrices is None else matrices)
     needed = estimate_memory(config, dtype, capacity, matrices=matrices)
     _refuse_if_more(
@@ -128,16 +130,22 @@ def check_network_fits(
 
 
 def check_cache_fits(
-    config: ModelConfig, dtype: np.dtype, capacity: int, batch_size: int, shares: int = 1
+    config: ModelConfig,
+    dtype: np.dtype,
+    capacity: int,
+    batch_size: int,
+    shares: int = 1,
+    scored: int = 0,
 ) -> None:
     """Refuses, before decoding with a network that is already loaded, caches that cannot fit.
 
     Args:
         config: the network.
         dtype: of the cache.
-        capacity: tokens that each row's cache holds.
+        capacity: tokens that each row's cache holds; 0 without a cache.
         batch_size: texts decoded at once.
         shares: devices, each with its own memory, that they are divided over.
+        scored: places of each text that have logits at the same time.
 
     Raises:
         CheckpointError: the caches are larger than the memory that is available; with figures.
@@ -153,30 +161,43 @@ def check_cache_fits(
         ... )  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        jaxspec.checkpoint.files.CheckpointError: The caches of 1000000000000 texts ...
+        jaxspec.checkpoint.files.CheckpointError: 1000000000000 texts of 128 tokens need ...
     """
-    needed = _cache_bytes(config, dtype, capacity, batch_size)
-    _refuse_caches(needed, capacity, batch_size, shares)
+    logits = scored * config.vocab_size * _BYTES_LOGIT
+    each = _cache_bytes(config, dtype, capacity, 1) + logits
+    check_texts_fit(each, max(capacity, scored), batch_size, shares)
 
 
-def check_rows_fit(network: LanguageModel, capacity: int, batch_size: int, shares: int = 1) -> None:
-    """Refuses caches that cannot fit, as `check_cache_fits` does, for any network.
+def check_texts_fit(each: int, length: int, batch_size: int, shares: int = 1) -> None:
+    """Refuses texts that are held at once and cannot fit.
 
     Args:
-        network: one of this package or of your own.
-        capacity: tokens that each row's cache holds.
-        batch_size: texts decoded at once.
+        each: bytes of one text.
+        length: tokens of one text.
+        batch_size: number of texts.
         shares: devices, each with its own memory, that they are divided over.
 
     Raises:
-        CheckpointError: the caches are larger than the memory that is available; with figures.
+        CheckpointError: they are larger than the memory that is available; with figures.
     """
-    if isinstance(network, Network):
-        check_cache_fits(network.config, network.dtype, capacity, batch_size, shares)
-        return
-    cache = jax.eval_shape(lambda network: network.empty_cache(capacity), network)
-    row = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    _refuse_caches(row * batch_size, capacity, batch_size, shares)
+    needed = each * batch_size
+    _refuse_if_more(
+        needed,
+        shares,
+        f"{batch_size} texts of {length} tokens need {_gigabytes(needed)} for caches and logits, "
+        f"{each // length:,} bytes a token",
+        "Decode fewer texts at once, or shorter ones.",
+    )
+
+
+def check_head_fits(needed: int) -> None:
+    """Refuses a head of a drafter, before it is loaded, that needs so many bytes and cannot fit.
+
+    Raises:
+        CheckpointError: they are more than are available; with figures.
+    """
+    what = f"This head needs {_gigabytes(needed)} while it is loaded"
+    _refuse_if_more(needed, 1, what, "Use a smaller head.")
 
 
 def check_corpus_fits(num_tokens: int) -> None:
@@ -191,16 +212,6 @@ def check_corpus_fits(num_tokens: int) -> None:
         1,
         f"corpus: {num_tokens:,} tokens need {_gigabytes(needed)} while they are sorted",
         "Give fewer texts.",
-    )
-
-
-def _refuse_caches(needed: int, capacity: int, batch_size: int, shares: int) -> None:
-    _refuse_if_more(
-        needed,
-        shares,
-        f"The caches of {batch_size} texts of {capacity} tokens need {_gigabytes(needed)}, "
-        f"{needed // (batch_size * capacity):,} bytes a token",
-        "Decode fewer texts at once, or shorter ones.",
     )
 
 

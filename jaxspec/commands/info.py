@@ -26,14 +26,14 @@ def run(args: argparse.Namespace) -> int:
     del args
     machine = this_machine()
     installed = {name: _version(name) for name in _PACKAGES}
-    extras = {extra: not _missing(extra) for extra in _extras()}
+    there, missing = _extras()
     facts = {
         "jaxspec": f"{jaxspec.__version__}, Python {machine.python}",
         "device": f"{machine.device} ({machine.platform}, {machine.cores} cores)",
         "products": machine.products,
         "packages": ", ".join(f"{name} {version}" for name, version in installed.items()),
-        "extras": _listed(name for name, there in extras.items() if there),
-        "not installed": _listed(name for name, there in extras.items() if not there),
+        "extras": there,
+        "not installed": missing,
         "shipped": _listed(shipped_folders()),
         "cache": _cache(),
     }
@@ -54,8 +54,14 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _extras() -> list[str]:
-    return importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+def _extras() -> tuple[str, str]:
+    """Lists the extras that are installed, and those that are not."""
+    try:
+        names = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ("unknown, as this copy of jaxspec is not installed (pip install .)",) * 2
+    complete = [name for name in names if not _missing(name)]
+    return _listed(complete), _listed(set(names) - set(complete))
 
 
 def _missing(extra: str) -> list[str]:

@@ -177,6 +177,26 @@ def decode_stream(
         yield states, info
 
 
+def bytes_of_row(params: Params, prompts: Prompt, drafter: Drafter, plan: DecodePlan) -> int:
+    """Returns the bytes that one row holds while it is decoded, found by tracing.
+
+    They are the caches, the text, what the drafter keeps, and the logits of one pass.
+    """
+    first = jax.tree.map(lambda leaf: leaf[:1], prompts)
+    plan = dataclasses.replace(plan, num_samples=1)
+    leaves = jax.tree.leaves(_largest_states.eval_shape(params, first, drafter=drafter, plan=plan))
+    logits = max(drafter.widths) * params.target.vocab_size
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) + 4 * logits
+
+
+@partial(jax.jit, static_argnames=("drafter", "plan"))
+def _largest_states(
+    params: Params, prompts: Prompt, *, drafter: Drafter, plan: DecodePlan
+) -> DecodeState:
+    states = _begin_batch(params, prompts, drafter, plan)
+    return pad_caches(states, plan.capacities[-1])
+
+
 def _begin_batch(
     params: Params, prompts: Prompt, drafter: Drafter, plan: DecodePlan
 ) -> DecodeState:

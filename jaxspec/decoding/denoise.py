@@ -519,8 +519,9 @@ def prepare_denoising(
         node_counts=speculation.node_counts,
         one_shape=speculation.deterministic,
     )
-    if cache != "none":
-        check_cache_fits(model.config, model.network.dtype, size, len(encoded))
+    held = 0 if cache == "none" else size
+    network = model.network
+    check_cache_fits(model.config, network.dtype, held, len(encoded), scored=plan.window)
     guidance: Any = None
     if config.guidance:
         guidance = np.full(len(encoded), config.guidance, np.float32)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.checkpoint.memory import check_texts_fit
 from jaxspec.compilation import CompileClock
 from jaxspec.core.masks import causal
 from jaxspec.core.types import CarriesOn, DecodeState, Params
@@ -45,6 +46,8 @@ from jaxspec.sharding import on_mesh_of
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
+
+_BYTES_SCORED = 12  # of each logit: itself in the model's dtype and in float32, and its logarithm
 
 
 def generate(
@@ -273,8 +276,8 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
         tokens: a text or its token ids.
 
     Raises:
-        ValueError: the text is empty or too long, ids are out of range, or the model is a diffusion
-            language model.
+        ValueError: the text is empty or too long, ids are out of range, the logits of all places do
+            not fit into memory, or the model is a diffusion language model.
 
     Example:
         >>> import jaxspec
@@ -288,6 +291,7 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
     # Texts of similar lengths share a program: padding at the end changes nothing before it.
     padded = np.zeros(bucket_of(len(ids)), np.int32)
     padded[: len(ids)] = ids
+    check_texts_fit(_BYTES_SCORED * model.vocab_size * len(padded), len(padded), 1)
     with on_mesh_of(model.params):
         logits, logprobs = _score(Params(model.network, ()), padded)
     return Score(np.asarray(logits)[: len(ids)], np.asarray(logprobs)[: len(ids) - 1])

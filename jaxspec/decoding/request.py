@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.checkpoint.hub import check_is_model
-from jaxspec.checkpoint.memory import check_rows_fit
+from jaxspec.checkpoint.memory import SHORT_TEXT, check_texts_fit
 from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.core.checks import (
     MAY_BE_INFINITE,
@@ -28,7 +28,14 @@ from jaxspec.core.checks import (
 )
 from jaxspec.core.decode import Prompt
 from jaxspec.core.grammar import Grammar
-from jaxspec.core.loop import DecodePlan, decode, decode_stream, plan_decoding, round_up
+from jaxspec.core.loop import (
+    DecodePlan,
+    bytes_of_row,
+    decode,
+    decode_stream,
+    plan_decoding,
+    round_up,
+)
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
 from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Penalties, Warp
 from jaxspec.decoding.grammars import compiled, languages_of
@@ -344,19 +351,19 @@ def prepare(
     mesh = mesh_of(model.params)
     parts = 1 if mesh is None else mesh.shape[DATA]
     count = row_bucket_of(len(encoded), parts // math.gcd(parts, config.num_samples))
-    check_fit = functools.partial(
-        check_rows_fit,
-        model.network,
-        plan.capacities[-1],
-        shares=shares_of_memory(mesh, rows=True),
-    )
-    try:
-        check_fit(count * config.num_samples)
-    except CheckpointError:
-        count = len(encoded)
-        check_fit(len(row_lengths))
+    params = Params(model.network, loaded.params)
+    capacity = plan.capacities[-1]
+    # A network that was loaded leaves room for a short text: `check_network_fits`.
+    if count * config.num_samples * capacity > SHORT_TEXT:
+        each = bytes_of_row(params, requested, loaded.drafter, plan)
+        shares = shares_of_memory(mesh, rows=True)
+        try:
+            check_texts_fit(each, capacity, count * config.num_samples, shares)
+        except CheckpointError:
+            count = len(encoded)
+            check_texts_fit(each, capacity, len(row_lengths), shares)
     return Request(
-        params=Params(model.network, loaded.params),
+        params=params,
         prompts=_filled_up(requested, count),
         automaton=automaton_of(model, config),
         grammar=grammar,

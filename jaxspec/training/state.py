@@ -1,5 +1,8 @@
 """State of a training run, and its copies on disk that outlive a killed process."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,10 +56,23 @@ class StateKeeper:
         return self._manager.latest_step()
 
     def save(self, state: TrainState) -> None:
-        """Saves a state, unless one of its step is there."""
+        """Saves a state, unless one of its step is there.
+
+        Raises:
+            OSError: there is no room for it, or it cannot be written; the older states are kept.
+        """
         step = int(state.step)
-        if step != self.latest_step:
+        if step == self.latest_step:
+            return
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        if shutil.disk_usage(self.folder).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.folder))
+        try:
             self._manager.save(step, args=ocp.args.StandardSave(state))
+        except ValueError as error:  # Orbax's, of a write that failed
+            raise OSError(
+                f"{self.folder}: the state of step {step} was not saved: {error}"
+            ) from error
 
     def restore(self, like: TrainState) -> TrainState | None:
         """Returns the newest state, or `None` where nothing was saved.

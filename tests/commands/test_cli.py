@@ -648,3 +648,6 @@ def test_info_says_what_runs_and_what_is_missing(capsys, monkeypatch):
     # An extra that names another one lacks what that lacks.
     assert {"plots", "notebooks", "dev"} <= set(lines["not installed"].split(", "))
     assert "test" in lines["extras"].split(", ")
+    monkeypatch.setattr(info, "DISTRIBUTION", "jaxspec-of-a-checkout")
+    assert main(["info"]) == 0
+    assert "not installed (pip install .)" in capsys.readouterr().out

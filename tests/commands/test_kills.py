@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL, which Windows lacks"),
 ]
-KILLS = 10
+KILLS = 50
 """In a row, before the command is let end."""
 TEXT = "One and one are two, two and two are four, and four and four are eight.\n" * 40
 
@@ -119,43 +121,86 @@ def places(model, tmp_path_factory) -> Callable[[str], list[str]]:
     return lambda words: words.format(**names).split()
 
 
-@pytest.mark.parametrize("name", WORKS)
-def test_killed_at_random_moments(name, places, tmp_path):
-    if name.startswith("export"):
-        pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
-    work = WORKS[name]
-    argv = places(work.argv)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+class Runs:
+    """Runs of one command, each in a process of its own."""
 
-    def begin(folder: Path) -> multiprocessing.process.BaseProcess:
+    def __init__(self, name: str, places: Callable[[str], list[str]]):
+        if name.startswith("export"):
+            pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+        self.work = WORKS[name]
+        self.argv = places(self.work.argv)
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload([__name__])
+
+    def begin(self, folder: Path) -> multiprocessing.process.BaseProcess:
         (folder / "out").mkdir(parents=True, exist_ok=True)
-        process = context.Process(target=run, args=(argv, folder))
+        process = self.context.Process(target=run, args=(self.argv, folder))
         process.start()
         return process
 
-    def end(folder: Path) -> dict[str, bytes | None]:
-        process = begin(folder)
+    def end(self, folder: Path) -> dict[str, bytes | None]:
+        process = self.begin(folder)
         process.join()
         assert process.exitcode == 0, (folder / "said").read_text()[-2000:]
-        return whole(folder, work)
+        return whole(folder, self.work)
 
-    end(tmp_path / "warm")
+
+@pytest.mark.parametrize("name", WORKS)
+def test_killed_at_random_moments(name, places, tmp_path):
+    runs = Runs(name, places)
+    runs.end(tmp_path / "warm")
     start = time.monotonic()
-    expected = end(tmp_path / "alone")
+    expected = runs.end(tmp_path / "alone")
     lasts = time.monotonic() - start
     assert None not in expected.values()
     moments = random.Random(0)
     killed = tmp_path / "killed"
-    for _ in range(KILLS):
-        process = begin(killed)
+    for turn in range(KILLS):
+        process = runs.begin(killed)
         process.join(moments.uniform(0, lasts))
         if process.exitcode is None:
-            process.kill()
+            (process.terminate if turn % 2 else process.kill)()
             process.join()
-        assert process.exitcode in (0, -signal.SIGKILL)
-        for file, data in whole(killed, work).items():
+        assert process.exitcode in (0, -signal.SIGKILL, -signal.SIGTERM)
+        for file, data in whole(killed, runs.work).items():
             # A job's output grows; everything else is there as a whole or not at all.
             assert data is None or data == expected[file] or name == "batch"
-    assert end(killed) == expected
+    assert runs.end(killed) == expected
     assert not list((killed / "out").glob(".saving-*"))
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_a_disk_that_is_full(name, places, tmp_path):
+    """One line says which file and why; the next run ends well.
+
+    Files cannot grow past half of the largest result, so a write fails some way into a file.
+    """
+    resource = pytest.importorskip("resource")
+    runs = Runs(name, places)
+    expected = runs.end(tmp_path / "alone")
+    full = tmp_path / "full"
+    results = (tmp_path / "alone" / "out" / name for name in (*runs.work.same, *runs.work.parsed))
+    largest = max(path.stat().st_size for path in results) // 2
+    (full / "out").mkdir(parents=True)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+
+    found = subprocess.run(
+        [sys.executable, "-m", "jaxspec", *runs.argv],
+        cwd=full,
+        preexec_fn=limit,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 2, found.stderr[-2000:]
+    prefix = "jaxspec: error: "
+    [said] = (line for line in found.stderr.splitlines() if line.startswith(prefix))
+    assert "File too large" in said
+    assert str(full) in said or said.startswith(f"{prefix}out")
+    if not name.startswith("train"):  # Orbax's threads print their own.
+        assert "Traceback" not in found.stderr
+    for file, data in whole(full, runs.work).items():
+        assert data in (None, expected[file])
+    assert runs.end(full) == expected

@@ -29,11 +29,11 @@ from jaxspec import (
     score,
     stream,
 )
-from jaxspec.checkpoint import CheckpointError, load_dflash, save_orbax
+from jaxspec.checkpoint import CheckpointError, load_dflash, memory, save_orbax
 from jaxspec.compilation import CompileClock
 from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import begin, speculative_step
-from jaxspec.core.loop import decode, run, unfinished
+from jaxspec.core.loop import bytes_of_row, decode, run, unfinished
 from jaxspec.decoding.request import prepare
 from jaxspec.decoding.result import cut_at
 from jaxspec.models import (
@@ -691,16 +691,40 @@ def test_rows_that_fill_up_the_program_change_nothing(model, own, num_samples, m
 
 
 def test_rows_that_fill_up_the_program_are_left_out_where_they_do_not_fit(model, monkeypatch):
-    def check_rows_fit(network, capacity, batch_size, shares):
+    def check_texts_fit(each, length, batch_size, shares):
         if batch_size > 4:
             raise CheckpointError("too many")
 
-    monkeypatch.setattr(jaxspec.decoding.request, "check_rows_fit", check_rows_fit)
+    monkeypatch.setattr(jaxspec.decoding.request, "check_texts_fit", check_texts_fit)
+    monkeypatch.setattr(jaxspec.decoding.request, "SHORT_TEXT", 0)
     config = GenerationConfig(max_new_tokens=4)
     for count in (1, 2, 3, 4):
         assert prepare(model, [[1]] * count, config, None, 0).num_rows == count
     with pytest.raises(CheckpointError, match="too many"):
         prepare(model, [[1]] * 5, config, None, 0)
+
+
+def test_what_a_call_would_hold_is_foretold(model, monkeypatch):
+    """Caches of the target and of the drafter, and logits; nothing is compiled to find them."""
+    config = GenerationConfig(max_new_tokens=100)
+
+    def held(drafter):
+        request = prepare(model, [[1]] * 16, config, drafter, 0)
+        return bytes_of_row(request.params, request.prompts, request.drafter, request.plan)
+
+    caches = sum(leaf.nbytes for leaf in jax.tree.leaves(model.network.empty_cache(128).layers))
+    plain, drafted = held(None), held(DraftModel.of(model, num_speculative_tokens=2))
+    assert caches + 4 * 272 < plain < caches + 4 * 272 + 128 * 8
+    assert caches + 2 * 4 * 272 <= drafted - plain < caches + 2 * 4 * 272 + 4000
+    programs = decode._cache_size()
+    monkeypatch.setattr(memory, "available_memory", lambda: 16 * plain)
+    prepare(model, [[1]] * 16, config, None, 0)
+    with pytest.raises(CheckpointError, match=r"16 texts of 128 tokens need .*caches and logits"):
+        generate(model, [[1]] * 16, config, DraftModel.of(model, num_speculative_tokens=2))
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    with pytest.raises(CheckpointError, match=r"1 texts of 16 tokens need"):
+        score(model, [1, 2, 3])
+    assert decode._cache_size() == programs
 
 
 def test_plain_decoding_is_the_same_program_with_a_one_node_tree(model):

@@ -85,7 +85,7 @@ def test_a_tied_head_is_stored_twice_and_not_more(tmp_path):
 
 
 def test_names_backends_and_widths_are_checked(tmp_path):
-    with pytest.raises(ValueError, match="quantization must be one of float32"):
+    with pytest.raises(ValueError, match=r"quantization must be one of \('float32'"):
         ExportConfig(quantization="int3")
     with pytest.raises(ValueError, match="for a GPU take int4"):
         ExportConfig(bundle="gpu", quantization="int4-block32")

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -234,13 +236,17 @@ def test_a_state_past_the_end_is_refused(adamw_step):
         fit(adamw_step, state, batches, 8, console=QUIET)
 
 
-def test_a_keeper_has_the_last_two_states(tmp_path):
+def test_a_keeper_has_the_last_two_states_while_there_is_room(tmp_path, monkeypatch):
     state = begin(ADAMW)
     keeper = StateKeeper(tmp_path / "states")
     assert keeper.restore(state) is None
     for step in range(1, 5):
         keeper.save(state._replace(step=jnp.asarray(step, jnp.int32)))
     assert sorted(path.name for path in (tmp_path / "states").iterdir()) == ["3", "4"]
+    assert int(keeper.restore(state).step) == 4
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match=r"No space left on device: .*states"):
+        keeper.save(state._replace(step=jnp.asarray(5, jnp.int32)))
     assert int(keeper.restore(state).step) == 4
     keeper.close()
 
