@@ -391,6 +391,7 @@ def _target_sections(name: str, target: TargetFigures) -> list[Section]:
 def _setting_sections(title: str, setting: TemperatureFigures) -> list[Section]:
     comparison, assisted = setting.comparison, setting.assisted
     config, categories = comparison.config, list(comparison.plain.by_category)
+    assert isinstance(config, GenerationConfig), "the target is causal"
     sampling = f"temperature {config.temperature:g}, top-p {config.top_p:g}, seed {comparison.seed}"
     facts = [
         f"{len(comparison.prompt_indices)} prompts, {sampling if config.temperature else 'greedy'},"

@@ -1,7 +1,8 @@
-"""Runtimes other than `generate`: `transformers`, files for LiteRT, diffusion models.
+"""Runtimes other than `generate` and `denoise`: `transformers`, files for LiteRT.
 
-`jaxspec.measure.compare.JaxRunner` is the runner of `generate`, `benchmarks.suites.jobs.JobRunner`
-that of jobs. All follow `jaxspec.measure.timing.Runner`.
+`jaxspec.measure.compare.JaxRunner` is the runner of `generate`,
+`jaxspec.measure.denoising.DenoiseRunner` that of `denoise`, `benchmarks.suites.jobs.JobRunner` that
+of jobs. All follow `jaxspec.measure.timing.Runner`.
 """
 
 import importlib
@@ -17,14 +18,7 @@ import numpy as np
 
 from jaxspec.checkpoint import Model
 from jaxspec.core.types import Proposal
-from jaxspec.decoding.denoise import (
-    DenoiseConfig,
-    Denoised,
-    DenoiseRequest,
-    prepare_denoising,
-)
 from jaxspec.decoding.metrics import Counts
-from jaxspec.diffusion import SelfSpeculation
 from jaxspec.measure.figures import DecodedText, Sample
 from jaxspec.mobile.drafts import Caller, Draft
 from jaxspec.mobile.filling import fill_in
@@ -160,45 +154,6 @@ def counts_of_passes(num_prompt: int, num_tokens: int, passes: Sequence[Pass]) -
         accepted=tuple(np.bincount(accepted, minlength=depth).tolist()),
         drafted=tuple(np.bincount(reads, minlength=depth).tolist()),
     )
-
-
-class DenoiseRunner:
-    """Fills in batches of prompts with a diffusion language model, as `denoise` does.
-
-    Attributes:
-        requests: prepared calls, by method and prompts.
-    """
-
-    def __init__(self, model: Model, config: DenoiseConfig, methods: Mapping[str, SelfSpeculation]):
-        self._model, self._config, self._methods = model, config, methods
-        self.requests: dict[tuple[str, str], DenoiseRequest] = {}
-
-    def request(self, method: str, prompts: Sequence[Any]) -> DenoiseRequest:
-        """Returns the prepared call of a method on a batch."""
-        key = (method, repr(prompts))
-        if key not in self.requests:
-            self.requests[key] = prepare_denoising(
-                self._model, prompts, self._config, self._methods[method], 0
-            )
-        return self.requests[key]
-
-    def decode(self, method: str, prompt: Sequence[Any], seed: int) -> Sample:
-        """Decodes one batch once; decoding is greedy, so `seed` is not used."""
-        del seed
-        request = self.request(method, prompt)
-        start = time.perf_counter()
-        outcome = jax.block_until_ready(request.denoise())
-        seconds = time.perf_counter() - start
-        rows: Any = tuple(request.result(outcome))
-        return Sample(rows, seconds, sum(map(counts_of_text, rows), Counts()))
-
-
-def counts_of_text(row: Denoised) -> Counts:
-    """Returns the counts of a text of `denoise`; a step is a call of the network."""
-    drafted, accepted = (tuple(map(int, each)) for each in (row.drafted, row.accepted))
-    kept = sum(i * steps for i, steps in enumerate(accepted))
-    num_drafted = sum(i * steps for i, steps in enumerate(drafted))
-    return Counts(len(row.tokens), row.num_calls, num_drafted, kept, accepted, drafted)
 
 
 class FillRunner:

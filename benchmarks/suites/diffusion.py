@@ -16,13 +16,13 @@ import numpy as np
 from benchmarks.harness import Advance, Suite, SuiteRun, measure_methods
 from benchmarks.page import Page, Section
 from benchmarks.prompts import GSM8K, PROMPT_SETS, SuitePrompt, read_prompt_set
-from benchmarks.runners import DenoiseRunner
 from jaxspec.checkpoint import Model, load
 from jaxspec.decoding.denoise import DenoiseConfig, Denoised, measure_costs
 from jaxspec.decoding.generate import score
 from jaxspec.decoding.metrics import repeated_ngrams
 from jaxspec.diffusion import SelfSpeculation
-from jaxspec.measure.figures import LOW_REPETITION, Sample
+from jaxspec.measure.denoising import DenoiseRunner
+from jaxspec.measure.figures import LOW_REPETITION, STEPWISE, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.timing import decode_in_turns, release_programs
 from jaxspec.models import Network
@@ -35,7 +35,6 @@ _DRAFTS = 4
 _SAMPLES = 5
 _ROOM = 320  # tokens that every prompt leaves of the context
 _MATHS = GSM8K.category
-STEPWISE = "stepwise"
 
 
 class Setting(NamedTuple):
@@ -158,7 +157,7 @@ def decode(
 ) -> Texts:
     """Decodes all prompts in one batch."""
     release_programs()
-    runner = DenoiseRunner(model, setting.config, {name: drafting})
+    runner = DenoiseRunner(model, {name: drafting}, setting.config)
     return Texts(name, drafting.num_drafts, runner.decode(name, prompts, 0))
 
 
@@ -312,7 +311,7 @@ def _speeds(setting: Setting, model: Model, prompt: str) -> dict[str, tuple[floa
     """Returns tokens a second of one prompt, and a pass's time over a stepwise one, by way."""
     ways = {STEPWISE: SelfSpeculation(0), **_chains()}
     costs = measure_costs(model, prompt, setting.config, SelfSpeculation(_MOST_DRAFTS))
-    runner = DenoiseRunner(model, setting.config, ways)
+    runner = DenoiseRunner(model, ways, setting.config)
     found = measure_methods(runner, list(ways), {0: [prompt]}, 3)
     return {
         name: (found[name].overall.tokens_per_second, costs[way.num_drafts] / costs[0])
@@ -588,7 +587,7 @@ def _time_batch(
     costs = tuple(cost / seconds[0] for cost in seconds)
     ways = {STEPWISE: SelfSpeculation(0), **_chains()}
     ways["as pays"] = dataclasses.replace(drafting, costs=costs)
-    runner = DenoiseRunner(model, setting.config, ways)
+    runner = DenoiseRunner(model, ways, setting.config)
     for name in ways:
         runner.decode(name, prompts, 0)
     timed = decode_in_turns(runner, list(ways), {0: list(prompts)}, repeats)

@@ -1,15 +1,25 @@
-"""`jaxspec bench`: drafters against plain decoding, over the prompts of a file."""
+"""`jaxspec bench`: drafters against plain decoding, over the prompts of a file.
+
+For a diffusion model: self-speculation against stepwise decoding.
+"""
 
 import argparse
+import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from jaxspec.checkpoint import Model
 from jaxspec.commands import EXIT_DIFFERENT
+from jaxspec.commands.canvas import add_diffusion_arguments, check_kind
+from jaxspec.commands.flags import given
 from jaxspec.commands.methods import EVERY_METHOD
 from jaxspec.commands.options import (
     EVERY_DRAFTER,
+    DrafterSpec,
     add_drafter_arguments,
     add_generation_arguments,
     add_mesh_argument,
@@ -24,7 +34,10 @@ from jaxspec.commands.options import (
     refuse_unread,
     write_figures,
 )
-from jaxspec.drafters import loaded_drafter
+from jaxspec.decoding.denoise import DenoiseConfig, measure_costs
+from jaxspec.decoding.request import PromptLike
+from jaxspec.diffusion import SelfSpeculation
+from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.measure.compare import compare, describe
 from jaxspec.measure.comparison import as_tables
 from jaxspec.measure.prompts import FIELDS, PromptRow, read_prompts
@@ -36,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec bench`."""
     parser.description = (
         "Decodes every prompt plainly and with each drafter, in turns, and prints a table. "
-        "Exits with 1 if a greedy output differs from plain decoding's by more than a tie."
+        "Exits with 1 if a greedy output differs from plain decoding's by more than a tie. A "
+        "diffusion language model decodes stepwise, with 1 to 5 decisions drafted (or --drafts), "
+        "and with as many as pay on this machine."
     )
     add_model_arguments(parser)
     add_mesh_argument(parser)
@@ -66,6 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=True)
+    add_diffusion_arguments(parser)
     parser.set_defaults(parser=parser, late_argument="prompts")
 
 
@@ -78,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if args.prompts is None:
         return args.parser.error("give MODEL and PROMPTS.jsonl.")
     path = Path(args.prompts)
-    config = generation_config(args)
+    config: Any = generation_config(args)
     check_writable(args.json)
     questions: list[Question] = []
     if args.task is None:
@@ -88,31 +104,32 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError("--field: the entries of a task have their own; leave it out.")
         questions = read_task(args.task, path, args.limit, args.shuffle_seed)
         rows = [PromptRow(question.prompt, None) for question in questions]
-    specs = [spec for spec in args.drafter or [drafter_spec("lookup")] if spec is not None]
-    refuse_unread(args, specs)
-    model = load_model(args, mesh_asked(args))
-    drafters = {}
-    for spec in specs:
-        if spec.text != EVERY_DRAFTER:
-            drafters[spec.text] = make_drafter(spec, args, model)
-            continue
-        made = {name: make(model) for name, make in EVERY_METHOD.items()}
-        drafters |= {name: drafter for name, drafter in made.items() if drafter is not None}
-        left_out = [name for name, drafter in made.items() if drafter is None]
-        announce(left_out=", ".join(left_out) or "nothing")
-    announce(
-        model=args.model,
-        prompts=f"{len(rows)} of {path}",
-        drafters={name: describe(drafter) for name, drafter in drafters.items()},
-        config=config,
-        seed=args.seed,
-    )
     prompts = [row.prompt for row in rows]
     if args.chat:
         prompts = [
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
+    specs = [spec for spec in args.drafter or [drafter_spec("lookup")] if spec is not None]
+    refuse_unread(args, specs)
+    model = load_model(args, mesh_asked(args))
+    check_kind(args, "diffusion" if model.is_diffusion else "causal")
+    drafters: Any
+    if model.is_diffusion:
+        config = DenoiseConfig(**given(args, DenoiseConfig))
+        drafters = _ways_to_draft(args, model, prompts, config)
+    else:
+        drafters = _drafters(args, model, specs)
+    announce(
+        model=args.model,
+        prompts=f"{len(rows)} of {path}",
+        drafters={
+            name: repr(each) if model.is_diffusion else describe(each)
+            for name, each in drafters.items()
+        },
+        config=config,
+        seed=args.seed,
+    )
     categories = [row.category for row in rows]
     comparison = compare(
         model,
@@ -123,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         categories=categories if any(categories) else None,
     )
-    every = any(spec.text == EVERY_DRAFTER for spec in specs)
+    every = not model.is_diffusion and any(spec.text == EVERY_DRAFTER for spec in specs)
     steps = time_steps(model, drafters, config, args.repeats) if every else {}
     tables = as_tables(comparison, steps)
     answers = answers_of(comparison, args.task, questions) if args.task else None
@@ -141,3 +158,39 @@ def run(args: argparse.Namespace) -> int:
         figures["answers"] = answers._asdict()
     write_figures(figures, args.json)
     return 0 if comparison.outputs_agree else EXIT_DIFFERENT
+
+
+def _drafters(
+    args: argparse.Namespace, model: Model, specs: Sequence[DrafterSpec]
+) -> dict[str, DrafterLike]:
+    """Builds the drafters that the arguments name."""
+    drafters = {}
+    for spec in specs:
+        if spec.text != EVERY_DRAFTER:
+            drafters[spec.text] = make_drafter(spec, args, model)
+            continue
+        made = {name: make(model) for name, make in EVERY_METHOD.items()}
+        drafters |= {name: drafter for name, drafter in made.items() if drafter is not None}
+        left_out = [name for name, drafter in made.items() if drafter is None]
+        announce(left_out=", ".join(left_out) or "nothing")
+    return drafters
+
+
+_MOST_DRAFTS = 5
+
+
+def _ways_to_draft(
+    args: argparse.Namespace, model: Model, prompts: Sequence[PromptLike], config: DenoiseConfig
+) -> dict[str, SelfSpeculation]:
+    """Returns self-speculation as the arguments say; without a number of drafts, several ways."""
+    asked = given(args, SelfSpeculation)
+    if "num_drafts" in asked:
+        return {f"{asked['num_drafts']} drafts": SelfSpeculation(**asked)}
+    most = SelfSpeculation(min(_MOST_DRAFTS, config.max_new_tokens - 1), **asked)
+    ways = {
+        f"{count} draft{'s' * (count > 1)}": dataclasses.replace(most, num_drafts=count)
+        for count in range(1, most.num_drafts + 1)
+    }
+    costs = measure_costs(model, [prompts[len(prompts) // 2]], config, most)
+    ways["as many as pay"] = dataclasses.replace(most, costs=costs)
+    return ways

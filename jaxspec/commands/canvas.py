@@ -69,7 +69,7 @@ def check_kind(args: argparse.Namespace, kind: str) -> None:
         ValueError: such flags are given; the message names them.
     """
     names, why = _NOT_READ[kind]
-    refuse_unused(args, names, why.format(args.model))
+    refuse_unused(args, [name for name in names if hasattr(args, name)], why.format(args.model))
 
 
 class CanvasResult(NamedTuple):

@@ -1,4 +1,7 @@
-"""Comparison of drafters with plain decoding: same process, same prompts, in turns."""
+"""Comparison of drafters with plain decoding: same process, same prompts, in turns.
+
+Diffusion models are compared by the same loop: self-speculation next to stepwise decoding.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +21,7 @@ from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import chain
 from jaxspec.core.types import Context, Params, Warp
+from jaxspec.decoding.denoise import DenoiseConfig
 from jaxspec.decoding.generate import generate, score, stream
 from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import (
@@ -25,14 +29,17 @@ from jaxspec.decoding.request import (
     GenerationConfig,
     PromptLike,
     Request,
+    check_call,
     config_of,
     prepare,
     prompt_list,
 )
-from jaxspec.decoding.result import Generation, GenerationResult
+from jaxspec.decoding.result import GenerationResult
+from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.measure.comparison import Comparison, ComparisonRow, Divergence, Failure
-from jaxspec.measure.figures import PLAIN, DecodedText, Sample, figures_of_subsets, subsets_of
+from jaxspec.measure.denoising import DenoiseRunner
+from jaxspec.measure.figures import PLAIN, Output, Sample, figures_of_subsets, subsets_of
 from jaxspec.measure.machine import num_bytes, read_bandwidth, this_machine
 from jaxspec.measure.timing import decode_in_turns, release_programs
 from jaxspec.progress import progress_bar
@@ -48,6 +55,7 @@ class JaxRunner:
         methods: drafters by name; `None` decodes plainly.
         config: settings of decoding.
         carry: continue with the state of a drafter that learns from prompt to prompt.
+        baseline: name of plain decoding.
 
     Example:
         >>> import jaxspec
@@ -67,6 +75,16 @@ class JaxRunner:
         self.model, self.config, self.carry = model, config, carry
         self.methods = dict(methods)
 
+    baseline = PLAIN
+
+    def request(self, method: str, prompt: PromptLike) -> Request:
+        """Checks a method and one prompt; returns the call of `generate`.
+
+        Raises:
+            ValueError: as `generate` does.
+        """
+        return prepare(self.model, prompt, self.config, self.methods[method], 0)
+
     def decode(self, method: str, prompt: PromptLike | list[PromptLike], seed: int) -> Sample:
         """Decodes one prompt, or one batch, once."""
         result = generate(self.model, prompt, self.config, self.methods[method], seed)
@@ -84,6 +102,33 @@ class JaxRunner:
             # The state that is carried has another structure than the first one.
             generate(self.model, prompt, self.config, result.drafters[0], seed)
         return sample_of(result), result.metrics.compile_seconds or 0.0
+
+    def divergence(
+        self, index: int, method: str, prompt: PromptLike, expected: Any, row: Any
+    ) -> Divergence | None:
+        """Returns where an output leaves plain decoding's, see `find_divergence`."""
+        return find_divergence(self.model, self.request(method, prompt), index, expected, row)
+
+    def is_lossless(self, method: str) -> bool:
+        """Returns True: every drafter's greedy output must be plain decoding's."""
+        return method in self.methods
+
+    def with_logprob(self, sample: Sample) -> Sample:
+        """Returns the sample of one prompt with the target's log-probability of its output."""
+        return with_logprob(self.model, sample)
+
+    def first_token_seconds(self, method: str, prompt: PromptLike, seed: int) -> float:
+        """Returns the median time until `stream` gives something, without compiling."""
+        seconds = []
+        for _ in range(1 + FIRST_TOKEN_REPEATS):
+            start = time.perf_counter()
+            next(stream(self.model, prompt, self.config, self.methods[method], seed))
+            seconds.append(time.perf_counter() - start)
+        return float(np.median(seconds[1:]))
+
+    def describe(self, method: str) -> str:
+        """Returns the settings of a method."""
+        return describe(self.methods[method])
 
 
 def sample_of(result: GenerationResult) -> Sample:
@@ -111,8 +156,8 @@ def sample_of(result: GenerationResult) -> Sample:
 def compare(
     model: Model,
     prompts: Sequence[PromptLike],
-    drafters: Mapping[str, DrafterLike],
-    config: GenerationConfig | None = None,
+    drafters: Mapping[str, DrafterLike] | Mapping[str, SelfSpeculation],
+    config: GenerationConfig | DenoiseConfig | None = None,
     *,
     repeats: int = 3,
     seed: int = 0,
@@ -122,20 +167,23 @@ def compare(
 ) -> Comparison:
     """Decodes prompts one at a time, plainly and with every drafter, and compares the methods.
 
-    Plain decoding is always measured, in the same process. Methods take turns on each prompt. A
-    prompt's time is the median of its repeats. Compiling is timed apart.
+    Plain decoding is always measured, in the same process; of a diffusion model, stepwise decoding
+    is. Methods take turns on each prompt. A prompt's time is the median of its repeats. Compiling
+    is timed apart.
 
     Args:
-        model: the target.
+        model: the target; causal, or a diffusion language model.
         prompts: strings, token ids or chats.
-        drafters: the methods to compare, by the names to show.
+        drafters: the methods to compare, by the names to show; for a diffusion model, each a
+            `SelfSpeculation`.
         config: settings of decoding, `num_samples` 1 and one value of each for all prompts. Greedy
-            outputs are checked against plain decoding's; see `Comparison.outputs_agree`.
+            outputs are checked against plain decoding's; see `Comparison.outputs_agree`. For a
+            diffusion model, a `DenoiseConfig`.
         repeats: timed runs of each prompt and method.
         seed: seed of sampling; prompt i has `seed + i`.
         categories: each prompt's category, for figures by category.
         progress: show a bar where standard error is a terminal.
-        **settings: fields of `GenerationConfig` in place of those of `config`.
+        **settings: fields of the config in place of those of `config`.
 
     Raises:
         ValueError: for settings that do not fit, or if no prompt at all can be decoded.
@@ -151,33 +199,39 @@ def compare(
         True
     """
     check_is_model(model)
-    config = config_of(config, settings, GenerationConfig)
+    kind = DenoiseConfig if model.is_diffusion else GenerationConfig
+    asked: Any = config
+    asked = config_of(asked, settings, kind)
+    check_call(asked, kind, seed)
     prompts = prompt_list(prompts)
-    categories = _check_arguments(prompts, drafters, config, repeats, categories)
-    methods = {PLAIN: None, **drafters}
+    runner_of: Any = DenoiseRunner if model.is_diffusion else JaxRunner
+    baseline = runner_of.baseline
+    categories = _check_arguments(prompts, drafters, asked, repeats, categories, baseline)
+    names = [baseline, *drafters]
+    runner = runner_of(model, {baseline: None, **drafters}, asked)
     machine = this_machine()
-    runner = JaxRunner(model, methods, config)
-    requests, failures = _requests(model, prompts, config, methods, seed)
-    by_length = sorted(requests, key=lambda index: requests[index].prompt_lengths[0])
+    requests, failures = _requests(runner, names, prompts)
+    lengths = {index: int(request.prompts.length[0]) for index, request in requests.items()}
+    by_length = sorted(requests, key=lengths.__getitem__)
     longest, middle = prompts[by_length[-1]], prompts[by_length[len(by_length) // 2]]
     # Prompts that share a bucket share the programs of all methods.
     of_each_shape: dict[tuple[int, ...], list[int]] = {}
     for index in requests:
         of_each_shape.setdefault(requests[index].prompts.tokens.shape, []).append(index)
 
-    parts = len(methods) * (len(of_each_shape) + repeats * len(requests) + 1) + 2
+    parts = len(names) * (len(of_each_shape) + repeats * len(requests) + 1) + 2
     with progress_bar(parts, progress) as advance:
-        compile_seconds = dict.fromkeys(methods, 0.0)
-        decoded: dict[str, dict[int, Sample]] = {name: {} for name in methods}
+        compile_seconds = dict.fromkeys(names, 0.0)
+        decoded: dict[str, dict[int, Sample]] = {name: {} for name in names}
         for indices in of_each_shape.values():
             release_programs()
-            for name in methods:
+            for name in names:
                 advance(f"compiling {name}")
                 first = indices[0]
                 compile_seconds[name] += runner.compile(name, prompts[first], seed + first)[1]
             group = {index: prompts[index] for index in indices}
-            found = decode_in_turns(runner, list(methods), group, repeats, seed, advance)
-            for name in methods:
+            found = decode_in_turns(runner, names, group, repeats, seed, advance)
+            for name in names:
                 decoded[name] |= found[name]
         failures += _not_finite(decoded)
         kept = sorted(set(requests) - {failure.prompt_index for failure in failures})
@@ -185,45 +239,46 @@ def compare(
             raise _nothing_left(prompts, failures)
         advance("scoring outputs")
         samples = {
-            name: [with_logprob(model, by_index[index]) for index in kept]
+            name: [runner.with_logprob(by_index[index]) for index in kept]
             for name, by_index in decoded.items()
         }
         first_token = {}
-        for name, drafter in methods.items():
+        for name in names:
             advance(f"first token of {name}")
             release_programs()
-            first_token[name] = _first_token_seconds(model, middle, config, drafter, seed)
+            first_token[name] = runner.first_token_seconds(name, middle, seed)
         advance("reading memory")
         weight_bytes = num_bytes(model.params)
         bandwidth = read_bandwidth(weight_bytes)
 
-    greedy = not np.any(config.temperature)
-    plain = samples[PLAIN]
+    greedy = not np.any(asked.temperature)
+    plain = samples[baseline]
     subsets = subsets_of(plain, [categories[index] for index in kept])
 
-    def row(name: str, drafter: DrafterLike | None) -> ComparisonRow:
+    def row(name: str) -> ComparisonRow:
         places = zip(kept, plain, samples[name], strict=True) if greedy else ()
         found = (
-            find_divergence(model, requests[index], index, expected.rows[0], sample.rows[0])
+            runner.divergence(index, name, prompts[index], expected.rows[0], sample.rows[0])
             for index, expected, sample in places
         )
         divergences = tuple(filter(None, found))
         release_programs()
         return ComparisonRow(
             name=name,
-            settings=describe(drafter),
+            settings=runner.describe(name),
             **figures_of_subsets(samples[name], plain, subsets)._asdict(),
             num_identical=len(kept) - len(divergences) if greedy else None,
             divergences=divergences,
+            lossless=runner.is_lossless(name),
             first_token_seconds=first_token[name],
-            peak_bytes=prepare(model, longest, config, drafter, seed).peak_bytes(),
+            peak_bytes=runner.request(name, longest).peak_bytes(),
             compile_seconds=compile_seconds[name],
             samples=tuple(samples[name]),
         )
 
     return Comparison(
-        rows=tuple(row(name, drafter) for name, drafter in methods.items()),
-        config=config,
+        rows=tuple(map(row, names)),
+        config=asked,
         seed=seed,
         repeats=repeats,
         failures=tuple(failures),
@@ -238,29 +293,31 @@ def compare(
 
 def _check_arguments(
     prompts: Sequence[PromptLike],
-    drafters: Mapping[str, DrafterLike],
-    config: GenerationConfig,
+    drafters: Mapping[str, Any],
+    config: Any,
     repeats: int,
     categories: Sequence[str | None] | None,
+    baseline: str,
 ) -> Sequence[str | None]:
     if not isinstance(drafters, Mapping):
         raise ValueError(
             "drafters: give a dictionary of drafters by name, such as {'lookup': PromptLookup()}; "
             f"got {type(drafters).__name__}."
         )
-    if PLAIN in drafters:
+    if baseline in drafters:
         raise ValueError(
-            f"drafters: {PLAIN!r} names plain decoding, which is always measured; rename yours."
+            f"drafters: {baseline!r} names {baseline} decoding, which is always measured; rename "
+            "yours."
         )
     if repeats < 1:
         raise ValueError(f"repeats must be at least 1, got {repeats}.")
-    if config.num_samples != 1:
+    if getattr(config, "num_samples", 1) != 1:
         raise ValueError(
             f"config: num_samples must be 1 to compare, got {config.num_samples}; "
             "repeat the prompts instead."
         )
     for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIES):
-        if np.ndim(getattr(config, name)):
+        if np.ndim(getattr(config, name, 0)):
             raise ValueError(f"config: {name} must be one value for all prompts to compare.")
     if not config.max_new_tokens:
         raise ValueError("config: max_new_tokens must be at least 1 to compare, got 0.")
@@ -274,24 +331,20 @@ def _check_arguments(
 
 
 def _requests(
-    model: Model,
-    prompts: Sequence[PromptLike],
-    config: GenerationConfig,
-    methods: Mapping[str, DrafterLike | None],
-    seed: int,
-) -> tuple[dict[int, Request], list[Failure]]:
+    runner: Any, names: Sequence[str], prompts: Sequence[PromptLike]
+) -> tuple[dict[int, Any], list[Failure]]:
     """Returns the prompts that can be decoded, by index, and those that cannot."""
     requests, failures = {}, []
     for index, prompt in enumerate(prompts):
         try:
-            requests[index] = prepare(model, prompt, config, None, seed)
+            requests[index] = runner.request(names[0], prompt)
         except ValueError as error:
-            # `prepare` sees one prompt at a time, so to it each is the first.
+            # A request sees one prompt at a time, so to it each is the first.
             failures.append(Failure(index, str(error).replace("prompts[0]", "it")))
     if not requests:
         raise _nothing_left(prompts, failures)
-    for drafter in methods.values():
-        prepare(model, prompts[min(requests)], config, drafter, seed)
+    for name in names[1:]:
+        runner.request(name, prompts[min(requests)])
     return requests, failures
 
 
@@ -314,8 +367,8 @@ def find_divergence(
     model: Model,
     request: Request,
     prompt_index: int,
-    plain: Generation | DecodedText,
-    other: Generation | DecodedText,
+    plain: Output,
+    other: Output,
 ) -> Divergence | None:
     """Returns where an output leaves the plain one of the same prompt; `None` if they are equal.
 
@@ -426,22 +479,6 @@ def _output_logprob(
     logprobs = jax.lax.map(logprob, (hidden.features[:-1], tokens[1:]), batch_size=32)
     emitted = (positions[1:] >= start) & (positions[1:] < end)
     return jnp.sum(jnp.where(emitted, logprobs, 0.0))
-
-
-def _first_token_seconds(
-    model: Model,
-    prompt: PromptLike,
-    config: GenerationConfig,
-    drafter: DrafterLike | None,
-    seed: int,
-) -> float:
-    """Returns the median time until `stream` gives something, without compiling."""
-    seconds = []
-    for _ in range(1 + FIRST_TOKEN_REPEATS):
-        start = time.perf_counter()
-        next(stream(model, prompt, config, drafter, seed))
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds[1:]))
 
 
 def describe(drafter: DrafterLike | None) -> str:

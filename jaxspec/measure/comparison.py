@@ -10,8 +10,9 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from jaxspec.decoding.denoise import DenoiseConfig
 from jaxspec.decoding.request import GenerationConfig
-from jaxspec.measure.figures import LOW_REPETITION, Figures, Sample
+from jaxspec.measure.figures import LOW_REPETITION, STEPWISE, Figures, Sample
 from jaxspec.measure.machine import Machine
 from jaxspec.measure.step import StepTimes
 
@@ -28,7 +29,10 @@ class Divergence(NamedTuple):
         plain_token: plain decoding's token there; `None` if its output had ended.
         drafted_token: the method's token there; `None` if its output had ended.
         gap: distance of the worse of the two from the target's best logit after the plain
-            output's first `position` tokens; `None` if one output had ended.
+            output's first `position` tokens; `None` if one output had ended, or of a diffusion
+            model.
+        in_one_shape: of a diffusion model: the two texts are equal if both are decoded in passes
+            of one shape.
     """
 
     prompt_index: int
@@ -36,15 +40,16 @@ class Divergence(NamedTuple):
     plain_token: int | None
     drafted_token: int | None
     gap: float | None
+    in_one_shape: bool = False
 
     @property
     def is_tie(self) -> bool:
         """True if rounding explains it: both tokens are the target's best within `TIE_GAP`.
 
         Passes of different widths add up in different orders, so such a pair may come out either
-        way.
+        way. Texts of a diffusion model that are equal in passes of one shape are tied, too.
         """
-        return self.gap is not None and self.gap < TIE_GAP
+        return self.in_one_shape or (self.gap is not None and self.gap < TIE_GAP)
 
 
 class Failure(NamedTuple):
@@ -67,8 +72,9 @@ class ComparisonRow:
         by_category: figures over the prompts of each category.
         num_identical: outputs equal to plain decoding's; `None` when sampling.
         divergences: places where the other outputs leave plain decoding's (greedy only).
+        lossless: the output must be plain decoding's.
         first_token_seconds: time from the call of `stream` to its first token, compiled; median
-            over repeats of one prompt of median length.
+            over repeats of one prompt of median length. `None` for a diffusion model.
         peak_bytes: arguments, results and scratch of the compiled program for the longest prompt,
             from XLA's memory analysis; weights of target and draft included.
         compile_seconds: tracing and compiling (or fetching from the cache) before the first run.
@@ -82,7 +88,8 @@ class ComparisonRow:
     by_category: Mapping[str, Figures]
     num_identical: int | None
     divergences: tuple[Divergence, ...]
-    first_token_seconds: float
+    lossless: bool
+    first_token_seconds: float | None
     peak_bytes: int
     compile_seconds: float
     samples: tuple[Sample, ...] = dataclasses.field(repr=False)
@@ -91,6 +98,8 @@ class ComparisonRow:
 @dataclasses.dataclass(frozen=True, repr=False)
 class Comparison:
     """The result of `compare`; `print`, rich and notebooks show it as tables.
+
+    For a diffusion model, plain decoding is stepwise decoding, and a target pass is a call.
 
     Attributes:
         rows: one for each method, plain decoding first.
@@ -114,7 +123,7 @@ class Comparison:
     """
 
     rows: tuple[ComparisonRow, ...]
-    config: GenerationConfig
+    config: GenerationConfig | DenoiseConfig
     seed: int
     repeats: int
     failures: tuple[Failure, ...]
@@ -134,6 +143,11 @@ class Comparison:
         return self.rows[0]
 
     @property
+    def is_of_diffusion(self) -> bool:
+        """True if the model is a diffusion language model."""
+        return self.plain.name == STEPWISE
+
+    @property
     def ties(self) -> dict[str, list[Divergence]]:
         """Divergences that rounding explains, by method."""
         return {row.name: [d for d in row.divergences if d.is_tie] for row in self.rows}
@@ -141,7 +155,10 @@ class Comparison:
     @property
     def differences(self) -> dict[str, list[Divergence]]:
         """Divergences that nothing explains: the method is broken there. By method."""
-        return {row.name: [d for d in row.divergences if not d.is_tie] for row in self.rows}
+        return {
+            row.name: [d for d in row.divergences if not d.is_tie and row.lossless]
+            for row in self.rows
+        }
 
     @property
     def outputs_agree(self) -> bool:
@@ -188,9 +205,18 @@ _SPEED_NOTES = (
     "tau: tokens per target pass, bonus token INCLUDED.",
     "accepted: draft tokens accepted per target pass, bonus token EXCLUDED.",
     "rate: accepted / drafted, along the path.",
-    "speed-up: plain decoding's time per token over the method's, over the same prompts [95 % "
-    "bootstrap interval over prompts]. Prefill counts, compiling does not.",
 )
+_DIFFUSION_NOTES = (
+    "tau: tokens per call of the network.",
+    "accepted: drafted decisions kept per call.",
+    "rate: kept / drafted.",
+    "saved: share of stepwise decoding's calls.",
+)
+_SPEEDUP_NOTE = (
+    "speed-up: {} decoding's time per token over the method's, over the same prompts [95 % "
+    "bootstrap interval over prompts]. Prefill counts, compiling does not."
+)
+_LOGPROB_NOTE = "log-prob: the target's mean for an output token."
 _SHARE_NOTE = (
     "draft, target: their shares of a step's time, one row, in a loop that repeats eight ids. "
     "Drafts that may end early have the length that they have there, not that of real prompts."
@@ -206,21 +232,31 @@ def as_tables(comparison: Comparison, steps: Mapping[str, StepTimes] | None = No
             says which share of a step drafting and the target's pass take, and holds the longest
             draft and the memory too.
     """
-    parts = [Text(_header(comparison)), _speed_table(comparison, steps)]
+    parts: list[Any] = [Text(_header(comparison)), _speed_table(comparison, steps)]
     if comparison.plain.low_repetition is not None:
         parts.append(_low_repetition_table(comparison))
     parts.append(_detail_table(comparison))
     if comparison.plain.by_category:
         parts.append(_category_table(comparison))
     shares = (_SHARE_NOTE,) if steps else ()
-    notes = (*_SPEED_NOTES, *shares, *_detail_notes(comparison), *findings(comparison))
+    notes = (
+        *_speed_notes(comparison),
+        *shares,
+        *_detail_notes(comparison),
+        *findings(comparison),
+    )
     return Group(*parts, *map(Text, notes))
 
 
 def as_summary(comparison: Comparison) -> Group:
     """Returns the table of speed alone, and notes on its figures."""
-    notes = (*_SPEED_NOTES, *findings(comparison))
+    notes = (*_speed_notes(comparison), *findings(comparison))
     return Group(Text(_header(comparison)), _speed_table(comparison), *map(Text, notes))
+
+
+def _speed_notes(comparison: Comparison) -> tuple[str, ...]:
+    notes = _DIFFUSION_NOTES if comparison.is_of_diffusion else _SPEED_NOTES
+    return (*notes, _SPEEDUP_NOTE.format(comparison.plain.name))
 
 
 def _row_as_dict(comparison: Comparison, row: ComparisonRow) -> dict[str, Any]:
@@ -273,16 +309,21 @@ def _table(title: str, *columns: str) -> Table:
 
 def _speed_table(comparison: Comparison, steps: Mapping[str, StepTimes] | None = None) -> Table:
     joined = ("longest", "draft, target", "peak") if steps else ()
+    if comparison.is_of_diffusion:
+        joined = ("calls", "saved")
     table = _table("All prompts", "method", *_SPEED_COLUMNS, *joined, "outputs")
     for row in comparison.rows:
         cells = (_longest(row), shares_text(steps[row.name]), _peak(row)) if steps else ()
+        if comparison.is_of_diffusion:
+            calls, most = (each.overall.num_verify_steps for each in (row, comparison.plain))
+            cells = (str(calls), f"{1 - calls / most:.0%}")
         outputs = _outputs(comparison, row)
         table.add_row(row.name, *_speed_cells(row.overall), *cells, outputs)
     return table
 
 
 def _low_repetition_table(comparison: Comparison) -> Table:
-    columns = (*_SPEED_COLUMNS, "repeated", "log-prob")
+    columns = (*_SPEED_COLUMNS, *_text_columns(comparison))
     table = _table(f"Low repetition (below {LOW_REPETITION:.0%})", "method", *columns)
     for row in comparison.rows:
         if row.low_repetition is not None:
@@ -292,18 +333,25 @@ def _low_repetition_table(comparison: Comparison) -> Table:
 
 
 def _detail_table(comparison: Comparison) -> Table:
-    columns = ("longest", "first token", "compiling", "peak", "repeated", "log-prob")
+    columns = ("longest", "compiling", "peak", "first token", *_text_columns(comparison))
+    if comparison.is_of_diffusion:
+        columns = ("longest", "compiling", "peak", *_text_columns(comparison))
     table = _table("Details", "method", *columns)
     for row in comparison.rows:
+        first = row.first_token_seconds
         table.add_row(
             row.name,
             _longest(row),
-            f"{row.first_token_seconds * 1e3:.1f} ms",
             f"{row.compile_seconds:.1f} s",
             _peak(row),
+            *(() if first is None else (f"{first * 1e3:.1f} ms",)),
             *_text_cells(row.overall),
         )
     return table
+
+
+def _text_columns(comparison: Comparison) -> tuple[str, ...]:
+    return ("repeated",) if comparison.is_of_diffusion else ("repeated", "log-prob")
 
 
 def _speed_cells(figures: Figures) -> tuple[str, ...]:
@@ -335,8 +383,8 @@ def shares_text(times: StepTimes) -> str:
 
 
 def _text_cells(figures: Figures) -> tuple[str, ...]:
-    logprob = "" if figures.mean_logprob is None else f"{figures.mean_logprob:.2f}"
-    return f"{figures.repeated_ngrams:.0%}", logprob
+    logprob = () if figures.mean_logprob is None else (f"{figures.mean_logprob:.2f}",)
+    return f"{figures.repeated_ngrams:.0%}", *logprob
 
 
 def speedup_text(figures: Figures) -> str:
@@ -350,9 +398,11 @@ def speedup_text(figures: Figures) -> str:
 def _outputs(comparison: Comparison, row: ComparisonRow) -> str:
     if row.num_identical is None:
         return "sampled"
-    return (
-        "baseline" if row is comparison.plain else outputs_text(row.divergences, len(row.samples))
-    )
+    if row is comparison.plain:
+        return "baseline"
+    if not row.lossless:
+        return f"{row.num_identical} of {len(row.samples)} same, lossy"
+    return outputs_text(row.divergences, len(row.samples))
 
 
 def outputs_text(divergences: Sequence[Divergence], num_prompts: int) -> str:
@@ -389,9 +439,9 @@ def _detail_notes(comparison: Comparison) -> list[str]:
         "longest: most draft tokens accepted in one pass, bonus token EXCLUDED.",
         "repeated: share of 4-grams that the output already held. Low repetition: the "
         f"{low.num_prompts if low else 0} of {comparison.plain.overall.num_prompts} prompts whose "
-        f"plain output repeats less than {LOW_REPETITION:.0%}.",
-        "log-prob: the target's mean for an output token. peak: XLA's memory analysis of the "
-        "program for the longest prompt, weights included.",
+        f"{comparison.plain.name} output repeats less than {LOW_REPETITION:.0%}.",
+        "peak: XLA's memory analysis of the program for the longest prompt, weights included.",
+        *(() if comparison.is_of_diffusion else (_LOGPROB_NOTE,)),
     ]
 
 
@@ -399,8 +449,9 @@ def findings(comparison: Comparison) -> list[str]:
     """Returns notes on how far the figures can be trusted, and everything that went wrong."""
     plain, bound = comparison.plain.overall, comparison.bound_tokens_per_second
     lines = [
-        f"Plain decoding reaches {plain.tokens_per_second / bound:.0%} of its memory bound of "
-        f"{bound:.0f} tokens/s: {comparison.weight_bytes / 1e6:.1f} MB of weights read at "
+        f"{comparison.plain.name.capitalize()} decoding reaches "
+        f"{plain.tokens_per_second / bound:.0%} of its memory bound of {bound:.0f} tokens/s: "
+        f"{comparison.weight_bytes / 1e6:.1f} MB of weights read at "
         f"{comparison.read_bandwidth / 1e9:.1f} GB/s, as measured here."
     ]
     if comparison.machine.busy:
@@ -409,7 +460,7 @@ def findings(comparison: Comparison) -> list[str]:
             "cores: something else was running, so do not trust these times."
         )
     for row in comparison.rows:
-        lines.extend(divergence_lines(row.name, row.divergences))
+        lines.extend(divergence_lines(row.name, row.divergences) if row.lossless else ())
     lines.extend(f"FAILED: prompt {index}: {reason}" for index, reason in comparison.failures)
     return lines
 
@@ -429,6 +480,9 @@ def divergence_lines(name: str, divergences: Sequence[Divergence]) -> list[str]:
 
 def _divergence(divergence: Divergence) -> str:
     where = f"prompt {divergence.prompt_index}, token {divergence.position}"
+    if None not in (divergence.plain_token, divergence.drafted_token) and divergence.gap is None:
+        equal = ", equal in passes of one shape" if divergence.in_one_shape else ""
+        return f"{where}: {divergence.drafted_token} instead of {divergence.plain_token}{equal}"
     if divergence.gap is None:
         return f"{where}: one output ends there and the other continues"
     return (

@@ -8,11 +8,14 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxspec.decoding.denoise import Denoised
 from jaxspec.decoding.metrics import Counts, repeated_ngrams
 from jaxspec.decoding.result import Generation
 
 PLAIN = "plain"
 """Name of plain decoding among methods."""
+STEPWISE = "stepwise"
+"""Name of a diffusion model's stepwise decoding among methods."""
 NUM_RESAMPLES = 2000
 LOW_REPETITION = 0.2
 """An output repeats little if less than this share of its 4-grams occurred in it before."""
@@ -32,6 +35,10 @@ class DecodedText(NamedTuple):
     finish_reason: str = "length"
 
 
+Output = Generation | Denoised | DecodedText
+"""One output, of any way to decode."""
+
+
 class Sample(NamedTuple):
     """One call of one method: a prompt, or a batch of them.
 
@@ -45,7 +52,7 @@ class Sample(NamedTuple):
         parts: seconds of parts of each step, by name, where a runtime shows them.
     """
 
-    rows: tuple[Generation | DecodedText, ...]
+    rows: tuple[Output, ...]
     seconds: float
     counts: Counts
     logprob: float | None = None

@@ -85,7 +85,7 @@ def row(tokens: list[int], calls: int, drafted: list[int], accepted: list[int]) 
 
 
 def sample(*rows: Denoised) -> Sample:
-    from benchmarks.runners import counts_of_text
+    from jaxspec.measure.denoising import counts_of_text
 
     return Sample(rows, 1.0, sum(map(counts_of_text, rows), Counts()))
 

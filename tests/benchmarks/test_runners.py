@@ -6,7 +6,6 @@ import jaxspec
 from benchmarks.runners import (
     ASSISTED,
     TRANSFORMERS,
-    DenoiseRunner,
     FileMethod,
     FillRunner,
     LitertRunner,
@@ -19,6 +18,7 @@ from jaxspec import DenoiseConfig, GenerationConfig, PromptLookup, SelfSpeculati
 from jaxspec.batch.rows import rows_of
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.measure.compare import JaxRunner
+from jaxspec.measure.denoising import DenoiseRunner
 from tests.measure.models import filling_model
 
 IDS = [5, 6, 7, 5, 6, 7, 5, 6]
@@ -64,7 +64,7 @@ def test_diffusion_models_decode_as_denoise_does(block):
     model = filling_model("filling", block)
     config = DenoiseConfig(8, 4, stop_token_ids=())
     drafting = SelfSpeculation(2)
-    runner = DenoiseRunner(model, config, {"drafted": drafting})
+    runner = DenoiseRunner(model, {"drafted": drafting}, config)
     prompts = [IDS, IDS[:5]]
     sample, expected = runner.decode("drafted", prompts, 0), None
     expected = jaxspec.denoise(model, prompts, config, drafting)

@@ -1,4 +1,4 @@
-"""`jaxspec generate` and `jaxspec export` with a diffusion language model."""
+"""`jaxspec generate`, `bench` and `export` with a diffusion language model."""
 
 import dataclasses
 import io
@@ -57,6 +57,28 @@ def test_generate_fills_in(capsys, model, folder):
     (relaxed,) = denoise(model, PROMPT, CONFIG, SelfSpeculation(2, lossy_top_k=9))
     lossy = ["--drafts", "2", "--lossy-top-k", "9"]
     assert shown(capsys, "generate", folder, PROMPT, *SHORT, *lossy)["tokens"] == [*relaxed.tokens]
+
+
+def test_bench_compares_numbers_of_drafts(capsys, folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (PROMPT, "abc")))
+    figures = shown(capsys, "bench", folder, str(prompts), *SHORT, "--repeats", "1")
+    names = [f"{count} draft{'s' * (count > 1)}" for count in range(1, 6)]
+    stepwise, *drafted, adaptive = figures["rows"]
+    assert [row["name"] for row in drafted] == names
+    assert (stepwise["name"], adaptive["name"]) == ("stepwise", "as many as pay")
+    calls = [row["overall"]["num_verify_steps"] for row in (stepwise, *drafted)]
+    assert calls[0] == 16
+    assert calls == sorted(calls, reverse=True)
+    assert calls[0] > calls[-1]
+    assert figures["outputs_agree"]
+    assert all(row["num_identical"] == 2 for row in figures["rows"])
+    asked = ["--drafts", "2", "--lossy-top-k", "9", "--repeats", "1"]
+    lossy = shown(capsys, "bench", folder, str(prompts), *SHORT, *asked)
+    assert [row["name"] for row in lossy["rows"]] == ["stepwise", "2 drafts"]
+    assert lossy["outputs_agree"]
+    assert not lossy["rows"][1]["lossless"]
+    assert "--drafter" in fails(capsys, "bench", folder, str(prompts), "--drafter", "lookup")
 
 
 def test_the_canvas_shows_decided_drafted_and_masked_places(model):

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 import jaxspec
+from jaxspec import DenoiseConfig, SelfSpeculation
 from jaxspec.checkpoint import Model
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig, prepare
+from jaxspec.measure import denoising
 from jaxspec.measure.compare import find_divergence
 from jaxspec.measure.comparison import TIE_GAP
+from jaxspec.measure.denoising import DenoiseRunner
 from jaxspec.measure.figures import LOW_REPETITION
-from tests.measure.models import WrongRoot
+from tests.measure.models import WrongRoot, filling_model
 
 PROMPTS = ["one, two, one", "abc", "x" * 3000, "to be, or not"]
 CONFIG = GenerationConfig(max_new_tokens=12)
@@ -187,3 +190,44 @@ def test_bad_arguments_are_named(model, arguments, message):
     defaults = {"model": model, "prompts": ["a", "b"], "drafters": {}, "progress": False}
     with pytest.raises(ValueError, match=message):
         jaxspec.compare(**{**defaults, **arguments})
+
+
+def test_drafts_of_a_diffusion_model_are_compared_with_stepwise_decoding():
+    model = filling_model("filling", None)
+    prompts = [[1, 2, 3], [4] * 40, "x" * 5000]
+    drafters = {"two": SelfSpeculation(2), "relaxed": SelfSpeculation(2, lossy_top_k=5)}
+    config = DenoiseConfig(8, 4)
+    found = jaxspec.compare(model, prompts, drafters, config, repeats=1, progress=False)
+    assert [row.name for row in found.rows] == ["stepwise", "two", "relaxed"]
+    assert found.prompt_indices == (0, 1)
+    assert "5000 tokens" in found.failures[0].reason
+    texts = [jaxspec.denoise(model, [prompt], config)[0] for prompt in prompts[:2]]
+    assert [sample.texts for sample in found.plain.samples] == [
+        [text.tokens.tolist()] for text in texts
+    ]
+    assert found.plain.overall.num_verify_steps == sum(text.num_calls for text in texts)
+    assert found["two"].num_identical == 2
+    assert found.outputs_agree
+    assert found["relaxed"].divergences
+    assert not found.differences["relaxed"]
+    shown = repr(found)
+    assert "saved: share of stepwise decoding's calls" in shown
+    assert "Stepwise decoding reaches" in shown
+    assert json.dumps(found.as_dict())
+
+
+def test_a_text_that_is_not_stepwise_decodings_is_a_difference(monkeypatch):
+    """Unless passes of one shape, in which rounding is alike, give equal texts."""
+    model, config = filling_model("filling", None), DenoiseConfig(8, 4)
+    runner = DenoiseRunner(model, {"two": SelfSpeculation(2)}, config)
+    (row,) = runner.decode("two", [1, 2, 3], 0).rows
+    tokens = row.tokens.copy()
+    tokens[5] += 1
+    wrong = dataclasses.replace(row, tokens=tokens)
+    assert runner.divergence(0, "two", [1, 2, 3], row, row) is None
+    tied = runner.divergence(7, "two", [1, 2, 3], wrong, row)
+    assert tied[:4] == (7, 5, tokens[5], row.tokens[5])
+    assert tied.is_tie
+    given = iter([[wrong], [row]])
+    monkeypatch.setattr(denoising, "denoise", lambda *_: next(given))
+    assert not runner.divergence(7, "two", [1, 2, 3], wrong, row).is_tie
