@@ -337,7 +337,10 @@ def _rules(hint: Any) -> list[Requirement]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(_scalar(value))
+    try:
+        text = repr(_scalar(value))
+    except RecursionError:
+        return f"a {type(value).__name__} of too many levels"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
