@@ -58,6 +58,12 @@ GROUPS = {
 """Summaries of the verbs that have sub-verbs."""
 
 
+_TOO_MUCH: dict[type[BaseException], str] = {
+    RecursionError: "something lies within too many levels of other things; --debug shows where.",
+    MemoryError: "the memory is not enough; take smaller files, models or requests.",
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code.
 
@@ -86,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has closed it. Python's flush at exit must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError, FloatingPointError) as error:
+    except (ValueError, OSError, FloatingPointError, RecursionError, MemoryError) as error:
         if args.debug:
             raise
-        said = str(error)
+        said = _TOO_MUCH.get(type(error)) or str(error)
         if isinstance(error, OSError) and error.filename is not None:
             said = (
                 f"{error.filename}: {error.strerror}; check the path, its permissions and the room "

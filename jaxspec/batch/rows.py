@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.checkpoint.files import parse_json
+from jaxspec.checkpoint.files import parse_json, read_lines
 from jaxspec.decoding.request import PromptLike, check_ids, encode_prompt, prompt_list
-from jaxspec.measure.prompts import FIELDS, field_in, numbered_lines
+from jaxspec.measure.prompts import FIELDS, field_in
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -56,7 +56,8 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
     r"""Reads one prompt per line; a line that cannot be used is a row with an error.
 
     Args:
-        path: JSON per line, gzipped if its name ends so; empty lines are skipped. A line is a text,
+        path: JSON per line, gzipped if its name ends so; empty lines are skipped. A line has 16
+            MiB at most, and a gzipped file unpacks to 100 times its size at most. A line is a text,
             a list of token ids, a chat (a list of messages), or an object that has one of them in a
             field, or a list of turns of which the first is taken. Its field `id`, if it has one, is
             a text or a number from 0, and no other line may have it.
@@ -65,7 +66,7 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
         chat: wrap texts as messages of a user.
 
     Raises:
-        ValueError: the file holds no line, or is cut off.
+        ValueError: the file holds no line, or as for `checkpoint.files.read_lines`.
         OSError: it cannot be opened.
 
     Example:
@@ -78,7 +79,8 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
     lines_of_ids: dict[str | int, int] = {}
     rows = [
         _with_own_id(_read_line(number, line, field, chat), lines_of_ids)
-        for number, line in numbered_lines(path)
+        for number, line in read_lines(Path(path))
+        if line.strip()
     ]
     if not rows:
         raise ValueError(f"{path} holds no prompts.")

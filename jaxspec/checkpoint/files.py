@@ -1,23 +1,32 @@
 """Reading settings and replacing files: what every checkpoint format needs from the file system."""
 
+import contextlib
+import gzip
+import io
 import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _STAGING = ".saving-"
 _ORIGINALS = ".originals"
 _JOURNAL = ".journal.json"
 
 
-MOST_BYTES = 1 << 28
-"""Largest file of settings, and largest line of a file of prompts."""
+MOST_JSON = 1 << 24
+"""Bytes of a file of settings, and of a line of a file of rows. Objects take fifty times theirs."""
+MOST_TEXT = 1 << 28
+"""Bytes of a file that is read as one text."""
+MOST_UNPACKED = 100
+"""Bytes that one byte of a gzipped file may unpack to. Rows of JSON unpack to 3 to 20 times."""
 DEEPEST = 100
 """Levels of JSON: lists and objects within each other."""
+
+_UNCOUNTED = 1 << 20  # bytes that any gzipped file may unpack to
 
 
 class CheckpointError(ValueError):
@@ -34,40 +43,124 @@ def parse_json(text: str | bytes) -> Any:
         >>> parse_json('{"layers": [1, 2]}')
         {'layers': [1, 2]}
     """
-    too_deep = ValueError(f"more than {DEEPEST} lists or objects within each other")
-    try:
+    with contextlib.suppress(RecursionError):
         value = json.loads(text)
-    except RecursionError:
-        raise too_deep from None
-    level = [value]
-    for _ in range(DEEPEST + 1):
-        level = [
-            part
-            for whole in level
-            if isinstance(whole, list | dict)
-            for part in (whole.values() if isinstance(whole, dict) else whole)
-        ]
-    if level:
-        raise too_deep
-    return value
+        level = [value]
+        for _ in range(DEEPEST + 1):
+            level = [
+                part
+                for whole in level
+                if isinstance(whole, (list, dict))
+                for part in (whole.values() if isinstance(whole, dict) else whole)
+            ]
+            if not level:
+                return value
+    raise ValueError(f"more than {DEEPEST} lists or objects within each other")
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Reads a file.
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file to read its bytes.
 
     Raises:
-        CheckpointError: it has more than `most` bytes, or is a device, a pipe or a socket.
+        CheckpointError: it is a device, a pipe or a socket, which need not have an end.
         OSError: it cannot be opened.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise CheckpointError(f"{path} is a device or a pipe: write what it gives into a file.")
-    with path.open("rb") as file:
-        found = file.read(most + 1)
-    if len(found) > most:
+    return path.open("rb")
+
+
+def read_bytes(path: Path, most: int = MOST_TEXT) -> bytes:
+    """Reads a file, unpacked if its name ends in `.gz`.
+
+    Raises:
+        CheckpointError: it has more than `most` bytes, is no plain file, or cannot be unpacked.
+        OSError: it cannot be opened.
+    """
+    pieces, size = [], 0
+    for piece in _pieces(path):
+        pieces.append(piece)
+        size += len(piece)
+        if size > most:
+            raise CheckpointError(
+                f"{path} is larger than {most / 2**20:g} MiB, the most that is read of such a file."
+            )
+    return b"".join(pieces)
+
+
+def read_text(path: Path, most: int = MOST_TEXT) -> str:
+    """Reads a file of UTF-8 text. Line ends become single line feeds.
+
+    Raises:
+        CheckpointError: it is not UTF-8, or as for `read_bytes`.
+        OSError: it cannot be opened.
+    """
+    try:
+        text = read_bytes(path, most).decode()
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise CheckpointError(f"{path}:{line}: not UTF-8 text ({error.reason}).") from None
+    return with_line_feeds(text)
+
+
+def with_line_feeds(text: str) -> str:
+    """Returns a text with single line feeds for line ends of all kinds."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    r"""Yields the lines of a file, unpacked if its name ends in `.gz`, with numbers from 1.
+
+    Raises:
+        CheckpointError: a line has more than `MOST_JSON` bytes, the file is no plain file, or it
+            cannot be unpacked.
+        OSError: it cannot be opened.
+
+    Example:
+        >>> path = Path(tempfile.mkdtemp()) / "rows.jsonl"
+        >>> path.write_text("[1]\n[2]")
+        7
+        >>> list(read_lines(path))
+        [(1, b'[1]\n'), (2, b'[2]')]
+    """
+    number, rest = 0, b""
+    for piece in _pieces(path):
+        end = piece.rfind(b"\n") + 1
+        for line in io.BytesIO(rest + piece[:end]) if end else ():
+            number += 1
+            yield number, _bounded(line, f"{path}:{number}")
+        rest = _bounded(piece[end:] if end else rest + piece, f"{path}:{number + 1}")
+    if rest:
+        yield number + 1, rest
+
+
+def _bounded(line: bytes, place: str) -> bytes:
+    if len(line) > MOST_JSON:
         raise CheckpointError(
-            f"{path} is larger than {most / 2**20:g} MiB, the most that is read of such a file."
+            f"{place}: a line of more than {MOST_JSON / 2**20:g} MiB: give each row its own line."
         )
-    return found
+    return line
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    """Yields what a file holds, in large pieces; a gzipped one may not unpack to too much."""
+    with open_file(path) as file:
+        stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+        size = 0
+        try:
+            while piece := stream.read(MOST_JSON):
+                size += len(piece)
+                if stream is not file and size > MOST_UNPACKED * file.tell() + _UNCOUNTED:
+                    raise CheckpointError(
+                        f"{path} unpacks to more than {MOST_UNPACKED} times its size: if that is "
+                        "meant, unpack it and give the plain file."
+                    )
+                yield piece
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise CheckpointError(
+                f"{path} is cut off or damaged, the gzip stream is broken ({error}): fetch it "
+                "again."
+            ) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -81,9 +174,7 @@ def read_json(path: Path) -> dict[str, Any]:
         if not path.is_file():
             missing = not path.exists()
             raise CheckpointError(f"{path} {'does not exist' if missing else 'is not a file'}.")
-        if path.stat().st_size > MOST_BYTES:
-            raise CheckpointError(f"{path} is larger than {MOST_BYTES >> 20} MiB: no settings are.")
-        value = parse_json(path.read_text(encoding="utf-8"))
+        value = parse_json(read_text(path, MOST_JSON))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     except CheckpointError:
@@ -102,7 +193,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-@contextmanager
+@contextlib.contextmanager
 def replacing_files(folder: Path, obsolete: Sequence[str] = ()) -> Iterator[Path]:
     """Collects files in a temporary place, then moves them into `folder` when the block succeeds.
 

@@ -2,18 +2,23 @@
 
 The sandbox keeps a template from reaching anything but what it is handed. The process has little
 time and memory for each rendering, so that no template runs for ever or fills the machine. It is
-started with the first chat, and serves all later ones.
+started with the first chat, and serves all later ones. Windows knows no such limits: there a
+rendering has a minute, and its output and products are bounded, but not the rest of its memory.
 """
 
 import atexit
+import faulthandler
 import functools
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, BinaryIO
 
 SECONDS = 2
 """Time of the processor for one rendering; a long conversation takes some thousandths."""
@@ -47,8 +52,6 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
     """
     with _LOCK:
         answer = _worker().ask({"source": source, "variables": variables})
-    if answer is None:
-        raise TemplateFailure(f"it takes more than {SECONDS} seconds, or {MEMORY >> 20} MiB")
     if "text" in answer:
         return answer["text"]
     raise TemplateFailure(answer["error"], answer["refused"], answer["line"])
@@ -59,16 +62,17 @@ class _Worker:
 
     def __init__(self):
         self.owner = os.getpid()
+        self._notes = tempfile.TemporaryFile()  # noqa: SIM115 (`end` closes it)
         # -P: modules next to this file are none of its own.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-B", __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._notes,
         )
 
-    def ask(self, question: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns the answer; `None` if the process died of the question, or does not answer."""
+    def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the answer of the process, or what it died of."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -84,8 +88,12 @@ class _Worker:
         finally:
             timer.cancel()
         if not answer.endswith(b"\n"):
+            self._process.kill()
+            self._process.wait()
+            line = _last_line(self._notes)
             self.end()
-            return None
+            said = f"it takes more than {SECONDS} seconds, or {MEMORY >> 20} MiB"
+            return {"error": said, "refused": True, "line": line}
         return json.loads(answer)
 
     @property
@@ -98,9 +106,25 @@ class _Worker:
         if self.owner == os.getpid():
             self._process.kill()
             self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
+            for stream in (self._process.stdin, self._process.stdout, self._notes):
                 if stream is not None:
                     stream.close()
+
+
+def _last_line(notes: BinaryIO) -> int | None:
+    """Returns the line of the template that a process was in when it died, if it is known.
+
+    Args:
+        notes: lines of the template with those of the program made of it, and then the traceback
+            that `faulthandler` wrote, the latest call first.
+    """
+    notes.seek(0)
+    lines, _, traceback = notes.read().decode(errors="replace").partition("\n")
+    died = re.search(r'File "<template>", line (\d+)', traceback)
+    if died is None:
+        return None
+    begun = [line for line, first in json.loads(lines) if first <= int(died[1])]
+    return begun[-1] if begun else None
 
 
 _LOCK = threading.Lock()
@@ -169,7 +193,23 @@ def _compiled(source: str):
     def strftime_now(form):
         return datetime.datetime.now().strftime(form)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """Refuses products and powers that are too large before they are computed."""
+
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context, operator, left, right):
+            swapped = operator == "*" and isinstance(left, int)
+            value, times = (right, left) if swapped else (left, right)
+            if operator == "*":
+                size = len(value) if isinstance(value, Sized) else 0
+            else:
+                size = value.bit_length() if isinstance(value, int) else 0
+            if isinstance(times, int) and size * times > _LONGEST:
+                raise OverflowError
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     # Jinja's own filter escapes HTML, which no model was trained on.
@@ -178,6 +218,40 @@ def _compiled(source: str):
         raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace
     )
     return environment.from_string(source)
+
+
+def _rendered(template: Any, variables: Mapping[str, Any]) -> str:
+    """Returns what a template makes of variables.
+
+    Raises:
+        TemplateFailure: it makes too much.
+    """
+    pieces, size = [], 0
+    stream = template.generate(variables)
+    for piece in stream:
+        pieces.append(piece)
+        size += len(piece)
+        if size > _LONGEST:
+            place = stream.gi_yieldfrom.gi_frame.f_lineno
+            line = template.get_corresponding_lineno(place)
+            raise TemplateFailure(f"it makes more than {_LONGEST} characters", line=line)
+    return "".join(pieces)
+
+
+@functools.lru_cache(maxsize=1)
+def _noted(source: str) -> Any:
+    """Returns the template of a source, with its lines noted for `_last_line`."""
+    _note([])
+    template = _compiled(source)
+    _note(template.debug_info)
+    return template
+
+
+def _note(lines: list[tuple[int, int]]) -> None:
+    sys.stderr.seek(0)
+    sys.stderr.truncate()
+    sys.stderr.write(json.dumps(lines) + "\n")
+    sys.stderr.flush()
 
 
 def _line_of(error: BaseException) -> int | None:
@@ -190,14 +264,14 @@ def _line_of(error: BaseException) -> int | None:
     return line
 
 
-def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
+def _answer(asked: bytes) -> dict[str, Any]:
     import jinja2
 
     try:
-        text = _compiled(question["source"]).render(question["variables"])
-        if len(text) <= _LONGEST:
-            return {"text": text}
-        return {"error": f"it makes {len(text)} characters", "refused": True, "line": None}
+        question = json.loads(asked)
+        return {"text": _rendered(_noted(question["source"]), question["variables"])}
+    except TemplateFailure as error:
+        return {"error": str(error), "refused": True, "line": error.line}
     except (MemoryError, RecursionError, OverflowError) as error:
         said = f"it goes too far ({type(error).__name__})"
         return {"error": said, "refused": True, "line": _line_of(error)}
@@ -219,6 +293,9 @@ def _limiter() -> Callable[[], None]:
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm", encoding="ascii") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
+    # The signal of the time's end: writes where the template was, then ends the process.
+    faulthandler.register(signal.SIGXCPU, all_threads=False, chain=True)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, most))
 
@@ -233,11 +310,11 @@ def _limiter() -> Callable[[], None]:
 
 def _serve() -> None:
     """Answers questions, a line each, until there are no more."""
+    faulthandler.enable(all_threads=False)
     limit = _limiter()
-    for line in sys.stdin.buffer:
+    for asked in sys.stdin.buffer:
         limit()
-        answer = json.dumps(_answer(json.loads(line)))
-        sys.stdout.write(answer + "\n")
+        sys.stdout.write(json.dumps(_answer(asked)) + "\n")
         sys.stdout.flush()
 
 

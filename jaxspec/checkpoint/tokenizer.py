@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
+from jaxspec.checkpoint.files import (
+    MOST_JSON,
+    CheckpointError,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_text,
+    write_json,
+)
 from jaxspec.checkpoint.templates import TemplateFailure, render
 
 if TYPE_CHECKING:
@@ -17,6 +25,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a whole character
 Message = Mapping[str, Any]
 
+_MOST_BYTES = 1 << 26  # published files have up to 40 MB
 _MOST_IDS = 1 << 22  # tables have an entry for each id; published vocabularies have 300,000
 
 
@@ -300,8 +309,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             "the model's tokenizer.json there. A tokenizer.model is converted by transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
+    described = read_bytes(path, _MOST_BYTES)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = tokenizers.Tokenizer.from_buffer(described)
     except Exception as error:  # The library raises bare `Exception` for every kind of damage.
         raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}.") from error
     # Both are left over from training in some files, and would silently change prompts.
@@ -337,9 +347,9 @@ def _read_templates(folder: Path, in_settings: Any) -> dict[str, str]:
                 'of {"name": ..., "template": ...}.'
             ) from None
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = read_text(path, MOST_JSON)
     if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        templates["default"] = read_text(folder / "chat_template.jinja", MOST_JSON)
     return templates
 
 
@@ -363,7 +373,7 @@ def _check_messages(messages: Any) -> None:
 def _plain_json(variables: dict[str, Any]) -> dict[str, Any]:
     # A template comes from the outside. It is handed nothing that has methods worth calling.
     try:
-        return json.loads(json.dumps(variables))
+        return parse_json(json.dumps(variables))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"Chat messages must be made of plain JSON values: {error}.") from error
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rich.console import Console
 
 from jaxspec.checkpoint import Model
+from jaxspec.checkpoint.files import read_text
 from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.canvas import (
     COMPILING,
@@ -163,7 +164,7 @@ def _prompt(args: argparse.Namespace) -> str | None:
     if args.file is not None and args.prompt is not None:
         raise ValueError("Give either PROMPT or --file, not both.")
     if args.file is not None:
-        return args.file.read_text(encoding="utf-8")
+        return read_text(args.file)
     return sys.stdin.read() if args.prompt == "-" else args.prompt
 
 

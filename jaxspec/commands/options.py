@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint import Model, load, load_dflash, load_eagle, shipped_heads
+from jaxspec.checkpoint.files import MOST_JSON, read_text
 from jaxspec.checkpoint.huggingface import DTYPES
 from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.commands.flags import add_flags, given
@@ -104,7 +105,7 @@ def generation_config(args: argparse.Namespace) -> GenerationConfig:
         if name in values:
             values[name] = kind(values[name])
     if "json_schema" in values:
-        values["json_schema"] = values["json_schema"].read_text(encoding="utf-8")
+        values["json_schema"] = read_text(values["json_schema"], MOST_JSON)
     return GenerationConfig(**values)
 
 
@@ -350,11 +351,11 @@ def _texts_of(path: str) -> list[str]:
     """Reads the texts of a corpus: those of a `.jsonl` or `.jsonl.gz` file, or a file as a whole.
 
     Raises:
-        ValueError: a line of the file holds no text.
+        ValueError: a line of the file holds no text, or as for `checkpoint.files.read_text`.
         OSError: the file cannot be read.
     """
     if not path.endswith((".jsonl", ".jsonl.gz")):
-        return [Path(path).read_text(encoding="utf-8")]
+        return [read_text(Path(path))]
     prompts = [row.prompt for row in read_prompts(path)]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts):

@@ -122,7 +122,9 @@ def _read(source: str) -> LatencyProfile:
     """Reads a profile, the file of a page, or the log of a phone's benchmark tool (not JSON)."""
     if not Path(source).is_file():
         return load_profile(source)
-    if not Path(source).read_bytes().lstrip().startswith(b"{"):
+    with Path(source).open("rb") as file:
+        is_json = file.read(1 << 16).lstrip().startswith(b"{")
+    if not is_json:
         return read_kit_log(source)
     return read_web_profile(source) if WEB_KEY in read_json(Path(source)) else load_profile(source)
 

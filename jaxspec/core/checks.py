@@ -398,8 +398,8 @@ def _rules(hint: Any) -> list[Requirement]:
 def _shown(value: Any) -> str:
     try:
         text = repr(_scalar(value))
-    except ValueError:  # more digits than Python writes
-        text = f"one of type {type(value).__name__} that is too long to show"
+    except (ValueError, RecursionError):  # more digits than Python writes, or too many levels
+        return f"one of type {type(value).__name__} that is too long to show"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

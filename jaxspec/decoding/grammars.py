@@ -2,11 +2,13 @@
 
 import functools
 import json
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxspec.checkpoint.files import parse_json
 from jaxspec.core.grammar import NEVER, Grammar, grammar_over_tokens, with_room
 from jaxspec.decoding.schemas import reference_depth
 from jaxspec.extras import needs_extra
@@ -103,12 +105,13 @@ def _regex(value: Any) -> tuple[str, ...]:
 
 def _schema(value: Any) -> tuple[str, ...]:
     value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
-    wrong = ValueError(f"json_schema: got {value!r:.80}; {_MEANINGS['json_schema']}.")
+    got = f"json_schema: got {reprlib.repr(value)}"  # which does not follow it to any depth
+    wrong = ValueError(f"{got}; {_MEANINGS['json_schema']}.")
     try:
         text = value if isinstance(value, str) else json.dumps(value)
-        schema = json.loads(text)
-    except (TypeError, ValueError):
-        raise wrong from None
+        schema = parse_json(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{got} ({error}); {_MEANINGS['json_schema']}.") from None
     if not isinstance(schema, dict):
         raise wrong
     try:

@@ -1,14 +1,11 @@
 """Prompts from a `.jsonl` or `.jsonl.gz` file."""
 
-import gzip
-import itertools
 import random
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxspec.checkpoint.files import MOST_BYTES, parse_json
+from jaxspec.checkpoint.files import parse_json, read_lines
 from jaxspec.decoding.request import PromptLike
 
 FIELDS = ("prompt", "question", "text", "turns")
@@ -35,7 +32,8 @@ def read_prompts(
     """Reads one prompt per line.
 
     Args:
-        path: JSON objects, one per line; empty lines are skipped.
+        path: JSON objects, one per line; empty lines are skipped. A line has 16 MiB at most, and a
+            gzipped file unpacks to 100 times its size at most.
         field: name of the prompt's field; `None` for the first of `FIELDS` that a line has. A list
             of strings is a conversation of which the first turn is taken; a list of messages with
             roles is a chat.
@@ -68,38 +66,13 @@ def read_entries(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each line of a `.jsonl` or `.jsonl.gz` file: its place, for messages, and its object.
 
     Raises:
-        ValueError: for a line that is not a JSON object, or as `numbered_lines`.
+        ValueError: for a line that is not a JSON object, or as `read_lines`.
         OSError: if the file cannot be opened.
     """
-    for number, line in numbered_lines(path):
-        where = f"{path}:{number}"
-        yield where, _as_entry(line, where)
-
-
-def numbered_lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines of a file that are not empty, with their numbers from 1.
-
-    Raises:
-        ValueError: for a gzipped file that is cut off or damaged, a line longer than `MOST_BYTES`,
-            or a device or pipe.
-        OSError: if the file cannot be opened.
-    """
-    path = Path(path)
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise ValueError(f"{path} is a device or a pipe: write the prompts into a file.")
-    open_file = gzip.open if path.suffix == ".gz" else open
-    with open_file(path, "rb") as lines:
-        try:
-            for number in itertools.count(1):
-                line = lines.readline(MOST_BYTES + 1)
-                if len(line) > MOST_BYTES:
-                    raise ValueError(f"{path}:{number}: longer than {MOST_BYTES >> 20} MiB.")
-                if not line:
-                    return
-                if line.strip():
-                    yield number, line
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} is cut off or damaged: fetch it again.") from error
+    for number, line in read_lines(Path(path)):
+        if line.strip():
+            where = f"{path}:{number}"
+            yield where, _as_entry(line, where)
 
 
 def _as_entry(line: bytes, where: str) -> dict[str, Any]:

@@ -5,15 +5,19 @@ and no user.
 """
 
 import functools
+import io
 import socket
 import ssl
 import sys
 import threading
+import time
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import unquote, urlsplit
 
+from jaxspec.core.checks import checked, within
 from jaxspec.mobile.web import PROFILE_FILE
 
 POLICY = (
@@ -45,22 +49,54 @@ _TYPES = {
 MOST_VISITORS = 64
 """Connections at once; any further one is closed."""
 SILENT_SECONDS = 30.0
-"""A visitor who says nothing for so long is let go."""
+"""A visitor who has not said in so long what is wanted, or takes nothing for so long, is let go."""
+
+
+class _Heard(io.RawIOBase):
+    """What a visitor says until a time has passed, however it is spread over that time."""
+
+    def __init__(self, connection: socket.socket, seconds: float):
+        self._connection, self._ends = connection, time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        left = self._ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        before = self._connection.gettimeout()
+        self._connection.settimeout(left)
+        try:
+            return self._connection.recv_into(buffer)
+        finally:
+            self._connection.settimeout(before)
 
 
 class _Handler(SimpleHTTPRequestHandler):
-    """Serves the files of one folder, without a list of them."""
+    """Serves the files of one folder, without a list of them. A connection is for one request."""
 
     timeout = SILENT_SECONDS
     extensions_map = _TYPES  # pyright: ignore[reportAssignmentType, reportIncompatibleUnannotatedOverride]
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Heard(self.connection, self.timeout))
+
     def parse_request(self) -> bool:
-        if not super().parse_request():
-            return False
-        if self.request_version not in ("HTTP/1.0", "HTTP/1.1"):
+        words = self.raw_requestline.split()
+        # A line of two words is one of HTTP/0.9, after which no headers come.
+        version = words[2] if len(words) > 2 else b"HTTP/0.9"
+        if version.startswith(b"HTTP/") and version not in (b"HTTP/1.0", b"HTTP/1.1"):
+            self.command, self.requestline = None, ""
             self.send_error(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
             return False
-        return True
+        return super().parse_request()
+
+    def send_error(self, code, message=None, explain=None) -> None:
+        self.request_version = self.protocol_version  # else a wrong version has no status line
+        super().send_error(code, message, explain)
 
     def send_head(self):
         if not self._is_given_out():
@@ -69,13 +105,17 @@ class _Handler(SimpleHTTPRequestHandler):
         return super().send_head()
 
     def _is_given_out(self) -> bool:
-        """True for files of the folder: no dotfile, and nothing behind a link that leaves it."""
+        """True for files of the folder, by the names that links lead to: no dotfile, no pipe."""
         try:
             name = unquote(urlsplit(self.path).path, errors="strict")
             if "\0" in name or any(part.startswith(".") for part in name.split("/")):
                 return False
-            found = Path(self.translate_path(self.path)).resolve()
-            return found.is_relative_to(Path(self.directory).resolve())
+            found = Path(self.translate_path(self.path))
+            if found.is_dir():
+                found /= "index.html"
+            found = found.resolve()
+            parts = found.relative_to(Path(self.directory).resolve()).parts
+            return found.is_file() and not any(part.startswith(".") for part in parts)
         except (OSError, RuntimeError, ValueError):  # a name too long, a loop of links, no UTF-8
             return False
 
@@ -141,17 +181,16 @@ def page_server(
         key: of the certificate; `None`: in the same file.
 
     Raises:
-        ValueError: the folder holds no exported page, the port is not free, or the certificate
-            cannot be read.
+        ValueError: the folder holds no exported page, the port is none or is not free, or the
+            certificate cannot be read.
     """
-    folder = Path(folder)
+    folder, host = Path(checked("folder", folder, str)), checked("host", host, str)
+    port = checked("port", port, Annotated[int, within(0, (1 << 16) - 1)])
     if not (folder / PROFILE_FILE).is_file() or not (folder / "index.html").is_file():
         raise ValueError(
             f"{folder} holds no exported page: make one by `jaxspec export web MODEL {folder} "
             "--head HEAD`."
         )
-    if not 0 <= port < 1 << 16:
-        raise ValueError(f"--port must be in 0..65535, got {port}.")
     handler = functools.partial(_Handler, directory=str(folder))
     try:
         server = _Server((host, port), handler)

@@ -14,7 +14,14 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxspec.checkpoint import Model
-from jaxspec.checkpoint.files import read_json, recover_files, replacing_files, write_json
+from jaxspec.checkpoint.files import (
+    parse_json,
+    read_json,
+    read_lines,
+    recover_files,
+    replacing_files,
+    write_json,
+)
 from jaxspec.decoding.denoise import DenoiseConfig, denoise
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig
@@ -87,9 +94,7 @@ def read_texts(folder: Path, count: int) -> GeneratedTexts:
     Raises:
         ValueError: there are fewer, because fewer were asked for when they were written.
     """
-    records = [
-        json.loads(line) for path in _paths(folder, count) for line in path.open(encoding="utf-8")
-    ]
+    records = [parse_json(line) for path in _paths(folder, count) for _, line in read_lines(path)]
     if len(records) < count:
         raise ValueError(
             f"own_text: {folder} holds {len(records)} texts, and {count} are asked for: ask for as "
@@ -277,19 +282,18 @@ def read_answers(path: str, model: Model, length: int) -> GeneratedTexts:
     texts: list[GeneratedText] = []
     wrong: list[str] = []
     too_long: list[str] = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            pair = _prompt_and_answer(line)
-            if pair is None:
-                wrong.append(str(number))
-                continue
-            beginning = model.tokenizer.encode(pair[0])
-            rest = model.tokenizer.backend.encode(pair[1], add_special_tokens=False).ids
-            if len(beginning) >= length:
-                too_long.append(str(number))
-                continue
-            tokens = np.asarray([*beginning, *rest, end], np.int32)
-            texts.append(GeneratedText(tokens, len(beginning)))
+    for number, line in read_lines(Path(path)):
+        pair = _prompt_and_answer(line)
+        if pair is None:
+            wrong.append(str(number))
+            continue
+        beginning = model.tokenizer.encode(pair[0])
+        rest = model.tokenizer.backend.encode(pair[1], add_special_tokens=False).ids
+        if len(beginning) >= length:
+            too_long.append(str(number))
+            continue
+        tokens = np.asarray([*beginning, *rest, end], np.int32)
+        texts.append(GeneratedText(tokens, len(beginning)))
     if wrong:
         raise ValueError(
             f"answers: {path} must hold a prompt and an answer that is not empty in every line; "
@@ -313,7 +317,7 @@ def _first_of(lines: list[str]) -> str:
 def _prompt_and_answer(line: bytes) -> tuple[str, str] | None:
     """Returns the prompt and the answer of a line, or `None` if it is malformed."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         prompt, answer = record["prompt"], record["answer"]
         (prompt + answer).encode()  # half a surrogate pair is no text
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -1,10 +1,9 @@
 """Sources of text: files, rows of JSON, installed packages, and what is held out of them."""
 
 import dataclasses
-import gzip
 import hashlib
 import importlib.metadata
-import json
+import io
 import re
 import string
 import sysconfig
@@ -13,6 +12,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol, runtime_checkable
 
+from jaxspec.checkpoint.files import (
+    CheckpointError,
+    open_file,
+    parse_json,
+    read_bytes,
+    read_lines,
+    read_text,
+    with_line_feeds,
+)
 from jaxspec.checkpoint.tokenizer import check_unicode
 from jaxspec.core.checks import Checked, Natural, Positive, at_least, from_up_to
 from jaxspec.training.tokenizer import RESERVED
@@ -264,9 +272,9 @@ def source_files(source: Source) -> list[Path]:
         DataError: there are none.
     """
     root = _source_root(source)
-    if root.is_file():
+    if root.exists() and not root.is_dir():
         return [root]
-    if not root.is_dir():
+    if not root.exists():
         raise DataError(f"Source {source.name!r}: {source.path} is not there.")
     if source.path.startswith(PACKAGES):
         found = (path for package in _packages(source) for path in _python_files(package))
@@ -288,7 +296,10 @@ def read_source(source: Source) -> Divided:
     """
     documents: list[Document] = []
     for path in source_files(source):
-        documents.extend(_read_file(path, source))
+        try:
+            documents.extend(_read_file(path, source))
+        except CheckpointError as error:
+            raise DataError(f"Source {source.name!r}: {error}") from None
     parts = source.split.divide(documents)
     if not parts.train:
         raise DataError(
@@ -306,7 +317,7 @@ def fingerprint(source: Source) -> str:
 
 def file_digest(path: Path) -> str:
     """Returns the SHA-256 of a file."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -359,9 +370,9 @@ def _read_file(path: Path, source: Source) -> list[Document]:
     kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if kind in (".jsonl", ".jsonl.gz"):
         make = _row_reader(source)
-        return [make(line, f"{path}:{n}") for n, line in _lines(path) if line.strip()]
+        return [make(line, f"{path}:{n}") for n, line in read_lines(path) if line.strip()]
     if kind in (".txt", ".txt.gz"):
-        return [Document(("".join(line for _, line in _lines(path)),), {}, f"{path}:1")]
+        return [Document((read_text(path),), {}, f"{path}:1")]
     if kind == ".py":
         return [Document((_python_text(path),), {}, f"{path}:1")]
     raise DataError(
@@ -369,25 +380,12 @@ def _read_file(path: Path, source: Source) -> list[Document]:
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields numbered lines, line ends as single line feeds."""
-    number = 0
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield number, _with_line_feeds(line.decode())
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}:{number}: not UTF-8 ({error.reason}).") from None
-    except (EOFError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path}:{number + 1}: the gzip stream is broken ({error}).") from None
-
-
 def _python_text(path: Path) -> str:
     """Returns source text, read in the encoding that the file declares."""
     try:
-        with path.open("rb") as file:
-            encoding, _ = tokenize.detect_encoding(file.readline)
-        return _with_line_feeds(path.read_bytes().decode(encoding))
+        found = read_bytes(path)
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(found).readline)
+        return with_line_feeds(found.decode(encoding))
     except SyntaxError as error:
         raise DataError(f"{path}:1: {error.msg}.") from None
     except UnicodeDecodeError as error:
@@ -395,7 +393,7 @@ def _python_text(path: Path) -> str:
         raise DataError(f"{path}:{line}: not {error.encoding} ({error.reason}).") from None
 
 
-def _row_reader(source: Source) -> Callable[[str, str], Document]:
+def _row_reader(source: Source) -> Callable[[bytes, str], Document]:
     """Returns a function from a line of a `.jsonl` file to a document, by the source's template."""
     # Splitting by the reserved tokens first is what keeps those inside the fields harmless.
     templates = _RESERVED_TOKEN.split(source.template)
@@ -406,11 +404,11 @@ def _row_reader(source: Source) -> Callable[[str, str], Document]:
         if name is not None
     }
 
-    def read(line: str, place: str) -> Document:
+    def read(line: bytes, place: str) -> Document:
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{place}: not JSON ({error.msg} at column {error.colno}).") from None
+            row = parse_json(line)
+        except ValueError as error:
+            raise DataError(f"{place}: not JSON ({error}).") from None
         if not isinstance(row, dict):
             raise DataError(f"{place}: a row must be a JSON object, got {type(row).__name__}.")
         missing = sorted(fields - row.keys())
@@ -432,8 +430,4 @@ def _row_reader(source: Source) -> Callable[[str, str], Document]:
 
 def _field_text(value: object) -> str:
     text = "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-    return _with_line_feeds(text)
-
-
-def _with_line_feeds(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return with_line_feeds(text)

@@ -1,4 +1,5 @@
 import json
+import os
 import time
 
 import pytest
@@ -181,9 +182,10 @@ GREEDY_TEMPLATES = {
 
 @pytest.mark.parametrize("name", GREEDY_TEMPLATES)
 def test_a_template_that_takes_too_much_is_an_error_in_time(byte_level_tokenizer, name):
-    greedy = with_template(byte_level_tokenizer, GREEDY_TEMPLATES[name])
+    greedy = with_template(byte_level_tokenizer, "{{ bos_token }}\n" + GREEDY_TEMPLATES[name])
     began = time.monotonic()
-    with pytest.raises(CheckpointError, match="chat template 'default' refused these messages"):
+    said = "chat template 'default' refused these messages in its line 2"
+    with pytest.raises(CheckpointError, match=said):
         greedy.render_chat(CHAT)
     assert time.monotonic() - began < 30
     assert with_template(byte_level_tokenizer, "next").render_chat(CHAT) == "next"
@@ -267,4 +269,35 @@ def test_templates_listed_in_the_settings_are_named(byte_level_tokenizer, tmp_pa
     assert load_tokenizer(tmp_path).templates == {"default": "c", "tool_use": "b"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [1]}))
     with pytest.raises(CheckpointError, match="chat_template"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("tokenizer.json", 64),
+        ("tokenizer_config.json", 16),
+        ("chat_template.jinja", 16),
+        ("additional_chat_templates/rag.jinja", 16),
+    ],
+)
+def test_files_that_no_tokenizer_has_are_refused(byte_level_tokenizer, tmp_path, name, most):
+    byte_level_tokenizer.write(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, 1 << 40)  # takes no room on the disk
+    with pytest.raises(CheckpointError, match=rf"{name} is larger than {most} MiB"):
+        load_tokenizer(tmp_path)
+
+
+def test_templates_in_devices_and_other_encodings_are_refused(byte_level_tokenizer, tmp_path):
+    byte_level_tokenizer.write(tmp_path)
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "rag.jinja").symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=r"rag\.jinja is a device or a pipe"):
+        load_tokenizer(tmp_path)
+    (folder / "rag.jinja").unlink()
+    (folder / "rag.jinja").write_bytes(b"fine\n\xff")
+    with pytest.raises(CheckpointError, match=r"rag\.jinja:2: not UTF-8 text"):
         load_tokenizer(tmp_path)

@@ -360,6 +360,9 @@ class TestGenerate:
             (["MODEL", "x" * 3000], "has 3000 tokens; the context"),
             (["MODEL", "abc", "--file", "also"], "either PROMPT or --file"),
             (["MODEL", "--file", "missing.txt"], "error: missing.txt: No such file"),
+            (["MODEL", "--file", "/dev/zero"], "error: /dev/zero is a device or a pipe"),
+            (["MODEL", "abc", "--json-schema", "/dev/zero"], "/dev/zero is a device or a pipe"),
+            (["MODEL", "abc", "--drafter", "suffix:corpus=/dev/zero"], "/dev/zero is a device"),
             (["MODEL", "abc", "--temperature", "-1"], "temperature must be in [0, 3e+38)"),
             (["MODEL", "abc", "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
             (["MODEL", "abc", "--max-new-tokens", "-3"], "max_new_tokens must be at least 0"),
@@ -378,6 +381,17 @@ class TestGenerate:
     def test_mistakes_are_one_line(self, capsys, folder, argv, message):
         argv = [folder if part == "MODEL" else part for part in argv]
         assert message in fails(capsys, "generate", *argv)
+
+    @pytest.mark.parametrize(
+        ("error", "message"),
+        [(RecursionError("deep"), "too many levels"), (MemoryError(), "memory is not enough")],
+    )
+    def test_too_much_is_one_line(self, capsys, monkeypatch, error, message):
+        def fail(_):
+            raise error
+
+        monkeypatch.setattr(info, "run", fail)
+        assert message in fails(capsys, "info")
 
     def test_debug_shows_the_traceback(self, folder):
         with pytest.raises(ValueError, match="Give a PROMPT"):

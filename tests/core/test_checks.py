@@ -59,6 +59,13 @@ def test_what_is_no_finite_number_is_refused(value):
         checked("rate", value, float)
 
 
+def deep_list(levels):
+    deep = []
+    for _ in range(levels):
+        deep = [deep]
+    return deep
+
+
 @pytest.mark.parametrize(
     ("hint", "value", "said"),
     [
@@ -79,6 +86,11 @@ def test_what_is_no_finite_number_is_refused(value):
         (Literal["a", "b"] | None, 1, "x must be one of ('a', 'b'), got 1."),
         (bool, 1, "x must be True or False, got 1."),
         (str, 1, "x must be a text, got 1."),
+        (
+            int,
+            deep_list(5_000),
+            "x must be a whole number, got one of type list that is too long to show.",
+        ),
         (Path, "a", "x must be a path, got 'a'."),
         (tuple[int, ...], "12", "x must be a sequence, got '12'."),
         (tuple[int, ...], [1, 2.5], "x[1] must be a whole number, got 2.5."),

@@ -205,6 +205,13 @@ def test_schemas_are_read_as_people_have_them():
     assert found[3] == found[0] * 2
 
 
+def nested(levels):
+    schema = {"type": "integer"}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -216,6 +223,9 @@ def test_schemas_are_read_as_people_have_them():
         ({"regex": 3}, "regex: got 3"),
         ({"json_schema": "no json"}, "json_schema: got 'no json'"),
         ({"json_schema": 3}, "json_schema: got 3"),
+        ({"json_schema": "[" * 100_000}, r"json_schema: got '\[\["),
+        ({"json_schema": nested(5_000)}, r"json_schema: got \{'items': \{'items': \{"),
+        ({"json_schema": json.dumps(nested(500))}, "json_schema: .*more than 100 lists or obj"),
         ({"choices": ["a"], "regex": "a"}, "choices and regex exclude each other"),
     ],
 )

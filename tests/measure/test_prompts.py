@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxspec.measure import prompts
+from jaxspec.checkpoint import files
 from jaxspec.measure.prompts import PromptRow, read_prompts
 
 
@@ -65,11 +65,16 @@ def test_what_never_ends_is_refused(tmp_path, monkeypatch):
         if Path(path).exists() and not Path(path).is_file():
             with pytest.raises(ValueError, match="is a device or a pipe"):
                 read_prompts(path)
-    monkeypatch.setattr(prompts, "MOST_BYTES", 1 << 20)
     bomb = tmp_path / "bomb.jsonl.gz"
-    bomb.write_bytes(gzip.compress(b'"fine"\n' + bytes(1 << 24)))
-    with pytest.raises(ValueError, match=r"bomb.jsonl.gz:2: longer than 1 MiB"):
-        list(prompts.numbered_lines(bomb))
+    bomb.write_bytes(gzip.compress(b"\n" * (1 << 24)))
+    with pytest.raises(
+        ValueError, match=r"bomb\.jsonl\.gz unpacks to more than 100 times its size"
+    ):
+        read_prompts(bomb)
+    monkeypatch.setattr(files, "MOST_JSON", 1 << 16)
+    long = write(tmp_path, {"prompt": "fine"}, {"prompt": "a" * (1 << 16)}, {"prompt": "fine"})
+    with pytest.raises(ValueError, match=r":2: a line of more than 0\.0625 MiB"):
+        read_prompts(long)
 
 
 def test_bytes_that_are_not_utf8_are_a_bad_line(tmp_path):

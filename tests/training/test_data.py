@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -128,8 +129,7 @@ def test_files_of_every_kind_are_read(tmp_path):
         ("a.jsonl", b'{"text": "fine"}\n{"test": 1}\n', 2, "needs ['text']"),
         ("a.txt", b"fine\nfine\n\xff\xfe\n", 3, "not UTF-8"),
         ("a.py", b"# fine\n# \xff\n", 1, "encoding"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 9, mtime=0)[:-9], 10, "gzip"),
-        ("a.txt.gz", b"this is no gzip", 1, "gzip"),
+        ("a.jsonl", b"[" * 9999, 1, "not JSON (more than 100 lists or objects within each other)"),
     ],
 )
 def test_bad_data_is_named_by_file_and_line(tmp_path, name, content, line, what):
@@ -139,6 +139,37 @@ def test_bad_data_is_named_by_file_and_line(tmp_path, name, content, line, what)
         read_source(Source("bad", str(path)))
     assert f"{path}:{line}:" in str(error.value)
     assert what in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("a.jsonl.gz", gzip.compress(b'{"text": "fine"}\n' * 9, mtime=0)[:-9], "gzip"),
+        ("a.txt.gz", b"this is no gzip", "gzip"),
+        ("a.jsonl.gz", gzip.compress(b"fine")[:10] + b"\xff" * 30, "gzip"),
+        ("a.jsonl.gz", gzip.compress(bytes(1 << 24)), "unpacks to more than 100 times its size"),
+        ("a.txt.gz", gzip.compress(bytes(1 << 24)), "unpacks to more than 100 times its size"),
+    ],
+)
+def test_bad_archives_are_named(tmp_path, name, content, what):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"Source 'bad': {path} ") as error:
+        read_source(Source("bad", str(path)))
+    assert what in str(error.value)
+
+
+def test_devices_and_pipes_are_refused(tmp_path):
+    """They have no end, or wait for a writer."""
+    (tmp_path / "a.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"a\.jsonl is a device or a pipe"):
+        read_source(Source("bad", str(tmp_path / "a.jsonl")))
+    (tmp_path / "code").mkdir()
+    os.mkfifo(tmp_path / "code" / "pipe.py")
+    code = Source("bad", str(tmp_path / "code"))
+    for read in (read_source, fingerprint):
+        with pytest.raises(ValueError, match=r"pipe\.py is a device or a pipe"):
+            read(code)
 
 
 def test_a_field_that_the_split_needs_is_asked_for(tmp_path):

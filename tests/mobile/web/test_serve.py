@@ -1,6 +1,8 @@
 """The server of a page: its headers, what it gives out, and what it refuses."""
 
+import contextlib
 import http.client
+import os
 import re
 import shutil
 import socket
@@ -8,7 +10,6 @@ import ssl
 import subprocess
 import threading
 import time
-from contextlib import contextmanager
 
 import pytest
 
@@ -30,7 +31,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@contextmanager
+@contextlib.contextmanager
 def running(folder):
     with page_server(folder, port=0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -87,8 +88,14 @@ def test_dotfiles_and_links_that_leave_the_folder_are_not_given_out(folder):
     (folder / "away").symlink_to(outside)
     (folder / "loop").symlink_to(folder / "loop")
     (folder / "stays.js").symlink_to(folder / "page.js")
+    (folder / "in.js").symlink_to(".env")
+    (folder / "git").symlink_to(".git")
+    (folder / "away.d").mkdir()
+    (folder / "away.d" / "index.html").symlink_to(outside / "secret.txt")
+    os.mkfifo(folder / "pipe.js")
     with running(folder) as server:
         hidden = ("/.env", "/.git/config", "/%2eenv", "/leaves.txt", "/away/secret.txt", "/loop")
+        hidden += ("/in.js", "/git/config", "/away.d/", "/pipe.js")
         odd = ("/page.js%00", "/%ff", "/" + "a" * 5000, "/vendor/../../outside/secret.txt")
         for path in (*hidden, *odd):
             answer, body = answer_to(server, path)
@@ -98,14 +105,23 @@ def test_dotfiles_and_links_that_leave_the_folder_are_not_given_out(folder):
 
 
 @pytest.mark.parametrize(
-    "line",
-    [b"GET /page.js", b"GET /page.js HTTP/0.9", b"GET /page.js HTTP/3.0", b"\0\0 / HTTP/1.1"],
+    ("line", "status"),
+    [
+        (b"GET /page.js", 505),  # at once, without waiting for headers
+        (b"GET /page.js HTTP/0.9", 505),
+        (b"GET /page.js HTTP/3.0", 505),
+        (b"GET /page.js HTTP/9.9\r\n", 505),
+        (b"GET /page.js XTTP/1.0\r\n", 400),
+        (b"GET /page.js of HTTP/1.1\r\n", 400),
+        (b"\0\0 / HTTP/1.1\r\n", 501),
+    ],
 )
-def test_requests_that_are_none_are_refused(folder, line, capsys):
+def test_requests_that_are_none_are_refused(folder, line, status, capsys):
     with running(folder) as server, socket.create_connection(server.server_address[:2]) as visitor:
-        visitor.sendall(line + b"\r\n\r\n")
+        visitor.sendall(line + b"\r\n")
         visitor.settimeout(10)
         said = b"".join(iter(lambda: visitor.recv(4096), b""))
+    assert said.startswith(b"HTTP/1.0 %d " % status)
     assert b"Error code: " in said
     assert capsys.readouterr().err == ""
 
@@ -124,6 +140,22 @@ def test_who_says_nothing_is_let_go_and_the_rest_wait_for_nobody(folder, monkeyp
         assert answer_to(server, "/page.js")[1] == b"page.js"
         for each in silent:
             each.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_who_speaks_slowly_is_let_go(folder, monkeypatch, capsys):
+    monkeypatch.setattr(serve._Handler, "timeout", 0.5)
+    began = time.monotonic()
+    with (
+        running(folder) as server,
+        socket.create_connection(server.server_address[:2]) as visitor,
+        contextlib.suppress(ConnectionError),
+    ):
+        for byte in b"GET /page.js HTTP/1.1\r\n" + b"a: b\r\n" * 99:
+            visitor.sendall(bytes([byte]))
+            time.sleep(0.1)
+        pytest.fail("it listened for a minute")
+    assert time.monotonic() - began < 10
     assert capsys.readouterr().err == ""
 
 
@@ -197,7 +229,7 @@ def test_another_machine_is_told_what_it_will_lack(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--port", "70000"], "--port must be in"),
+        (["--port", "70000"], "port must be in [0, 65535], got 70000"),
         (["--key", "key.pem"], "--key: needs --certificate"),
         (["--certificate", "none.pem", "--port", "0"], "--certificate none.pem: cannot be used"),
     ],
@@ -218,3 +250,9 @@ def test_a_port_in_use_is_refused(folder):
         pytest.raises(ValueError, match="cannot be opened"),
     ):
         page_server(folder, port=server.server_address[1])
+
+
+@pytest.mark.parametrize("port", [1.5, "x", None, True, -1])
+def test_what_is_no_port_is_named(folder, port):
+    with pytest.raises(ValueError, match=r"^port must be"):
+        page_server(folder, port=port)
