@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json
-from jaxspec.checkpoint.entries import read_integer
+from jaxspec.checkpoint.entries import read
 from jaxspec.checkpoint.files import CheckpointError, read_json
 from jaxspec.checkpoint.folder import CONFIG
 from jaxspec.checkpoint.heads import check_target, load_head_params, network_of, write_head

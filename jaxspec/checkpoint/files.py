@@ -7,14 +7,16 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from jaxspec.core.checks import Requirement, checked
 
 _STAGING = ".saving-"
 _ORIGINALS = ".originals"
 _JOURNAL = ".journal.json"
 
 
-MOST_BYTES = 1 << 28
+MOST_BYTES = 1 << 25
 """Largest file of settings, and largest line of a file of prompts."""
 DEEPEST = 100
 """Levels of JSON: lists and objects within each other."""
@@ -22,6 +24,60 @@ DEEPEST = 100
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or written, as asked."""
+
+
+def given(name: str, value: Any, hint: Any) -> Any:
+    """Returns an argument, or an entry of a file, as `checked` does.
+
+    Raises:
+        CheckpointError: naming it, what it must be, and its value.
+
+    Example:
+        >>> given("max_positions", "100", int)
+        Traceback (most recent call last):
+            ...
+        jaxspec.checkpoint.files.CheckpointError: max_positions must be a whole number, got '100'.
+    """
+    try:
+        return checked(name, value, hint)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _is_path(text: str) -> bool:
+    try:
+        parts = [os.fsencode(part) for part in Path(text).parts]
+    except UnicodeEncodeError:
+        return False
+    return 0 < len(text) <= 4096 and "\0" not in text and max(map(len, parts), default=0) < 256
+
+
+_PATH = Annotated[
+    str,
+    Requirement("a path: not empty, without NUL, names of at most 255 bytes", _is_path),
+]
+
+
+def as_path(name: str, value: Any) -> Path:
+    """Returns the path that an argument gives, with the home folder in place of `~`.
+
+    Raises:
+        CheckpointError: naming the argument, if that can be no path.
+
+    Example:
+        >>> as_path("folder", "a/b").name
+        'b'
+        >>> as_path("folder", "")
+        Traceback (most recent call last):
+            ...
+        jaxspec.checkpoint.files.CheckpointError: folder must be a path: not empty, without NUL,
+        names of at most 255 bytes, got ''.
+    """
+    text = given(name, value, _PATH)
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # `~name` of nobody
+        raise CheckpointError(f"{name} must be a path, got {text!r}: {error}") from None
 
 
 def parse_json(text: str | bytes) -> Any:
