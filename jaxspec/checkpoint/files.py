@@ -80,6 +80,13 @@ def as_path(name: str, value: Any) -> Path:
         raise CheckpointError(f"{name} must be a path, got {text!r}: {error}") from None
 
 
+def listed(problems: Sequence[str], most: int = 10) -> str:
+    """Returns the first problems, each in a line of its own, and how many more there are."""
+    lines = [f"\n  {problem:.300}" for problem in problems[:most]]
+    more = len(problems) - most
+    return "".join(lines) + (f"\n  and {more} more" if more > 0 else "")
+
+
 def parse_json(text: str | bytes) -> Any:
     """Returns what a JSON text says.
 
@@ -108,12 +115,11 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads the JSON object in a file.
+def read_text(path: Path) -> str:
+    """Reads a file of settings, or of a template.
 
     Raises:
-        CheckpointError: the file is missing or too large, is not JSON, or holds something else than
-            an object.
+        CheckpointError: the file is missing or too large, or not UTF-8.
     """
     try:
         if not path.is_file():
@@ -121,11 +127,23 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError(f"{path} {'does not exist' if missing else 'is not a file'}.")
         if path.stat().st_size > MOST_BYTES:
             raise CheckpointError(f"{path} is larger than {MOST_BYTES >> 20} MiB: no settings are.")
-        value = parse_json(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
-    except CheckpointError:
-        raise
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 ({error}): fetch it again.") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads the JSON object in a file.
+
+    Raises:
+        CheckpointError: the file is missing or too large, is not JSON, or holds something else than
+            an object.
+    """
+    text = read_text(path)
+    try:
+        value = parse_json(text)
     except ValueError as error:
         raise CheckpointError(
             f"{path} is not valid JSON ({error}): it is damaged or incomplete, fetch it again."
@@ -190,7 +208,7 @@ def recover_files(folder: str | Path) -> None:
         ...     os.listdir(folder)
         []
     """
-    for staging in Path(folder).glob(f"{_STAGING}*"):
+    for staging in as_path("folder", folder).glob(f"{_STAGING}*"):
         _undo(staging)
         shutil.rmtree(staging, ignore_errors=True)
 
