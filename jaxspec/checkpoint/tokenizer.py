@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
+from jaxspec.checkpoint.files import CheckpointError, as_path, read_json, read_text, write_json
 from jaxspec.checkpoint.templates import TemplateFailure, render
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a whole character
 Message = Mapping[str, Any]
 
+_MOST_BYTES = 1 << 26  # the largest published ones have 35 MB
 _MOST_IDS = 1 << 22  # tables have an entry for each id; published vocabularies have 300,000
 
 
@@ -283,7 +284,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Reads `tokenizer.json`, and the settings and chat templates next to it, if any.
 
     Raises:
-        CheckpointError: there is no `tokenizer.json`, or a file cannot be understood.
+        CheckpointError: there is no `tokenizer.json`, a file is too large or cannot be understood,
+            or `folder` can be no path.
 
     Example:
         >>> from jaxspec.checkpoint import load_tokenizer, shipped_models
@@ -292,7 +294,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     import tokenizers
 
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
@@ -300,6 +302,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             "the model's tokenizer.json there. A tokenizer.model is converted by transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
+    if path.stat().st_size > _MOST_BYTES:
+        raise CheckpointError(f"{path} is larger than {_MOST_BYTES >> 20} MiB: no tokenizer is.")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises bare `Exception` for every kind of damage.
@@ -337,9 +341,9 @@ def _read_templates(folder: Path, in_settings: Any) -> dict[str, str]:
                 'of {"name": ..., "template": ...}.'
             ) from None
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = read_text(path)
     if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        templates["default"] = read_text(folder / "chat_template.jinja")
     return templates
 
 

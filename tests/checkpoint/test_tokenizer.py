@@ -221,6 +221,15 @@ def test_an_id_that_no_table_holds_is_refused(byte_level_tokenizer, tmp_path):
         load_tokenizer(tmp_path)
 
 
+def test_a_tokenizer_or_template_that_is_too_large_is_not_read(byte_level_tokenizer, tmp_path):
+    byte_level_tokenizer.write(tmp_path)
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        with (tmp_path / name).open("ab") as stream:
+            stream.truncate(1 << 28)  # without its bytes on the disk
+        with pytest.raises(CheckpointError, match=f"{name} is larger than .* MiB"):
+            load_tokenizer(tmp_path)
+
+
 def test_an_error_of_a_template_names_its_line(tokenizer):
     for wrong in ("{{ raise_exception('no') }}", "{{ 1 + 'a' }}", "{% for %}"):
         with pytest.raises(CheckpointError, match="in its line 3"):
