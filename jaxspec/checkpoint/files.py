@@ -16,7 +16,7 @@ _ORIGINALS = ".originals"
 _JOURNAL = ".journal.json"
 
 
-MOST_BYTES = 1 << 25
+MOST_BYTES = 1 << 24
 """Largest file of settings, and largest line of a file of prompts."""
 DEEPEST = 100
 """Levels of JSON: lists and objects within each other."""

@@ -15,11 +15,10 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxspec.checkpoint.files import CheckpointError, listed, read_json
+from jaxspec.checkpoint.files import MOST_BYTES, CheckpointError, listed, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 1 << 24  # of 100,000 tensors; the format itself allows 100 MB
 _MAX_AXES, _MAX_SIZE = 32, 2**48  # what NumPy can describe, with room to spare
 
 # Types that weights may be stored as. `<`: files are little-endian whatever the machine is.
@@ -198,10 +197,11 @@ def _parse_header(path: Path, stream: BinaryIO) -> dict[str, StoredTensor]:
     if size < 8:
         raise damaged(f"{size} bytes cannot hold a safetensors header")
     (length,) = struct.unpack("<Q", stream.read(8))
-    if length > min(size - 8, _MAX_HEADER_BYTES):
+    # So many bytes hold 100,000 names; the format itself allows 100 MB.
+    if length > min(size - 8, MOST_BYTES):
         raise damaged(
             f"its header would have {length} bytes, the file has {size}, and at most "
-            f"{_MAX_HEADER_BYTES} are read"
+            f"{MOST_BYTES} are read"
         )
     try:
         header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=_unique)
