@@ -8,17 +8,32 @@ from jaxspec.checkpoint.entries import (
     ACTIVATION_NAMES,
     Json,
     reach,
-    read_activation,
-    read_integer,
-    read_number,
+    read,
+    read_common,
     read_rope,
     scaling_entries,
     stored_positions,
     usable_positions,
 )
-from jaxspec.checkpoint.families import FAMILIES, OPTIONAL, plainest_family
-from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.checkpoint.families import FAMILIES, plainest_family
+from jaxspec.checkpoint.files import CheckpointError, given
+from jaxspec.core.checks import Count
 from jaxspec.models.config import ModelConfig
+
+# Fields that are entries of config.json.
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "embed_dim": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp_dim": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "tied_head": "tie_word_embeddings",
+}
 
 
 def config_from_json(raw: Json, max_positions: int | None = None) -> ModelConfig:
@@ -31,8 +46,9 @@ def config_from_json(raw: Json, max_positions: int | None = None) -> ModelConfig
             the short table; a longer one selects the long table, for all texts.
 
     Raises:
-        CheckpointError: unknown `model_type`, RoPE type or activation; a missing or impossible
-            value; quantized weights; `max_positions` beyond what `prepared_for` allows.
+        CheckpointError: unknown `model_type`, RoPE type or activation; an entry that is missing, of
+            another type or impossible; a setting that its RoPE type does not have; quantized
+            weights; `max_positions` beyond what `prepared_for` allows.
 
     Example:
         >>> import json
@@ -41,36 +57,24 @@ def config_from_json(raw: Json, max_positions: int | None = None) -> ModelConfig
         >>> config_from_json(json.loads(file.read_text())).num_layers
         12
     """
+    max_positions = given("max_positions", max_positions, Count | None)
     name = model_type(raw)
     family = FAMILIES[name]
     # An explicit null is an answer (no window, no cap), so it also replaces a default.
     text = {**family.defaults, **_text_part(raw), "model_type": name}
-    text = _with_common_names(text, family.names)
     if raw.get("quantization_config") or text.get("quantization_config"):
         raise CheckpointError(
             "config.json has a quantization_config, and quantized weights cannot be read: use the "
             "original checkpoint, or dequantize this one first."
         )
-    if text.get("use_bidirectional_attention"):
+    if read(text, "use_bidirectional_attention", bool, False):
         raise CheckpointError(
             "config.json sets use_bidirectional_attention: this is an encoder, not a decoder."
         )
-    num_heads = read_integer(text, "num_attention_heads")
-    embed_dim = read_integer(text, "hidden_size")
-    sizes = {
-        "vocab_size": read_integer(text, "vocab_size"),
-        "embed_dim": embed_dim,
-        "num_layers": read_integer(text, "num_hidden_layers"),
-        "num_heads": num_heads,
-        "num_kv_heads": read_integer(text, "num_key_value_heads", num_heads),
-        "head_dim": read_integer(text, "head_dim", embed_dim // num_heads),
-        "mlp_dim": read_integer(text, "intermediate_size"),
-        "max_positions": read_integer(text, "max_position_embeddings"),
-        "norm_eps": read_number(text, "rms_norm_eps", 1e-6),
-        "activation": read_activation(text),
-        "tied_head": bool(text.get("tie_word_embeddings")),
-        "rope": read_rope(text, "full_attention"),
-    }
+    common = read_common(text, family.names)
+    text |= common
+    sizes = {ours: common[theirs] for ours, theirs in _FIELDS.items()}
+    sizes["rope"] = read_rope(text, "full_attention")
     try:
         config = ModelConfig(**{**sizes, **family.fields(text)})
         if max_positions is None:
@@ -92,6 +96,7 @@ def prepared_for(config: ModelConfig, max_positions: int) -> ModelConfig:
     Raises:
         CheckpointError: the length is beyond that.
     """
+    max_positions = given("max_positions", max_positions, Count)
     longest = reach(config)
     if longest is not None and max_positions > longest:
         raise CheckpointError(
@@ -106,13 +111,15 @@ def model_type(raw: Json) -> str:
     """The `model_type` of a parsed config.json, or of its text part where it has several.
 
     Raises:
-        CheckpointError: it is not one of `FAMILIES`.
+        CheckpointError: it is not one of `FAMILIES`, or this is no JSON object.
     """
+    raw = given("raw", raw, Mapping[str, Any])
     default = "gemma3_text" if raw.get("model_type") == "gemma3" else None
     name = _text_part(raw).get("model_type", default)
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
-            f"model_type must be one of {', '.join(sorted(FAMILIES))}; config.json has {name!r}."
+            f"model_type must be one of {', '.join(sorted(FAMILIES))}; config.json has "
+            f"{name!r:.80}."
         )
     return name
 
@@ -175,16 +182,8 @@ def config_to_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def _text_part(raw: Json) -> Json:
-    nested = raw.get("text_config")
-    if not isinstance(nested, Mapping):
+    nested = read(raw, "text_config", Mapping[str, Any], None)
+    if nested is None:
         return raw
     shared = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
     return {**shared, **nested}
-
-
-def _with_common_names(text: Json, names: Mapping[str, str]) -> dict[str, Any]:
-    common = {key: value for key, value in text.items() if key not in names.values()}
-    for ours, theirs in names.items():
-        # Errors name the entry as the file does.
-        common[ours] = text.get(theirs) if ours in OPTIONAL else read_integer(text, theirs)
-    return common

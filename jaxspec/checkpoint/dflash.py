@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json
-from jaxspec.checkpoint.entries import read_integer
-from jaxspec.checkpoint.files import CheckpointError, read_json
+from jaxspec.checkpoint.entries import read
+from jaxspec.checkpoint.files import CheckpointError, given, read_json
 from jaxspec.checkpoint.folder import CONFIG
 from jaxspec.checkpoint.heads import check_target, load_head_params, network_of, write_head
 from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import dflash_rules
 from jaxspec.checkpoint.safetensors import find_tensors
+from jaxspec.core.checks import Count, Natural
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.dflash import (
     Convolution,
@@ -69,11 +70,11 @@ def load_dflash(
         revision: see `load`.
 
     Raises:
-        CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (all are
-            listed), the head was made for a target of another width, vocabulary or depth, it
+        CheckpointError: nothing is there, tensors are missing, unknown or mis-shaped (the first
+            are listed), the head was made for a target of another width, vocabulary or depth, it
             reads layers that the target lacks, or config.json asks for what is not covered (the
             fields are named).
-        ValueError: `target` is none.
+        ValueError: `target` is none, or `dtype` is none that weights can have.
 
     Example:
         >>> import tempfile
@@ -113,21 +114,18 @@ def load_dflash(
             f"target_layer_ids are {outputs}, and of {target.num_layers} layers there are 0 to "
             f"{target.num_layers - 2} whose output goes into another"
         )
-    mask = raw.get("mask_token_id")
-    if type(mask) is not int or not 0 <= mask < target.vocab_size:
+    mask, block = read(raw, "mask_token_id", Natural), read(raw, "block_size", Count)
+    if mask >= target.vocab_size:
         problems.append(f"mask_token_id is {mask}, and must be an id below {target.vocab_size}")
-    block = raw.get("block_size")
-    if type(block) is not int or block < 2:
+    if block < 2:
         problems.append(f"block_size is {block}, and must be at least 2, the pending token counted")
     check_target(facts, problems)
-    assert isinstance(mask, int)
-    assert isinstance(block, int)
 
     parts, likeliest = _parts(raw, config)
     init = partial(init_dflash_params, config, len(taps) * target.embed_dim, parts=parts)
     stored, rules = find_tensors(folder), dflash_rules(gated=parts.gated)
     params = load_head_params(rules, config, init, stored, target, dtype, _NOT_NEEDED)
-    predicts, causal = raw["sample_from_anchor"], raw.get("is_causal")
+    predicts, causal = raw["sample_from_anchor"], raw["is_causal"]
     head = DFlashHead(params, config, taps, mask, block, layers, predicts, causal, likeliest)
     return shard_like(target, head)
 
@@ -144,7 +142,9 @@ def save_dflash(head: DFlashHead, folder: str | Path, dtype: Any = None) -> None
         dtype: to store the weights in; `None`: the one they have.
 
     Raises:
-        CheckpointError: it has a path selector and a part that only DSpark's files can describe.
+        CheckpointError: it has a path selector and a part that only DSpark's files can describe; or
+            it is no head, or `folder` can be no path.
+        ValueError: `dtype` is none that weights can have.
 
     Example:
         >>> import os, tempfile
@@ -162,6 +162,7 @@ def save_dflash(head: DFlashHead, folder: str | Path, dtype: Any = None) -> None
         ...     sorted(os.listdir(folder))
         ['config.json', 'model.safetensors']
     """
+    head = given("head", head, DFlashHead)
     raw: dict[str, Any] = {
         **config_to_json(head.config),
         "model_type": "qwen3",
@@ -207,60 +208,57 @@ def _flattened(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: it is not of a DFlash head, or leaves open which places predict.
     """
-    own, nested = raw.get("dflash_config"), raw.get("transformer_layer_config")
+    own, nested = (
+        read(raw, name, Mapping[str, Any], None)
+        for name in ("dflash_config", "transformer_layer_config")
+    )
     speculators = raw.get("speculators_model_type")
-    is_dspark = speculators == "dspark" or _DSPARK in (raw.get("architectures") or ())
-    is_nested = isinstance(nested, Mapping) and "block_size" in raw
-    if not (isinstance(own, Mapping) or is_nested or is_dspark):
+    is_dspark = speculators == "dspark" or _DSPARK in read(
+        raw, "architectures", tuple[str, ...], ()
+    )
+    is_nested = nested is not None and "block_size" in raw
+    if not (own is not None or is_nested or is_dspark):
         raise CheckpointError(
             f"{folder}: config.json has no `dflash_config`, and its architecture is not {_DSPARK}, "
             "so this is no DFlash head."
         )
     parts = (nested, raw, own)
-    flat = {name: part[name] for part in parts if isinstance(part, Mapping) for name in part}
+    flat = {name: part[name] for part in parts if part is not None for name in part}
     if speculators == "dspark" and flat.get("sample_from_anchor") is None:
         raise CheckpointError(
             f"{folder}: config.json does not have sample_from_anchor, which says whether the first "
             "place of a block predicts; its makers have written both kinds without it. Add it."
         )
-    if flat.get("sample_from_anchor") is None:
-        flat["sample_from_anchor"] = is_dspark
-    if (
-        speculators is not None
-        and "is_causal" not in flat
-        and flat.get("sliding_window_non_causal")
-    ):
+    flat["sample_from_anchor"] = read(flat, "sample_from_anchor", bool, is_dspark)
+    sees_ahead = read(flat, "sliding_window_non_causal", bool, False)
+    if speculators is not None and "is_causal" not in flat and sees_ahead:
         flat["is_causal"] = False
-    for name in ("sample_from_anchor", "is_causal"):
-        if flat.get(name) not in (None, True, False):
-            raise CheckpointError(
-                f"{name} in config.json must be true or false, got {flat[name]!r}."
-            )
+    flat["is_causal"] = read(flat, "is_causal", bool, None)
     return flat
 
 
 def _parts(raw: Mapping[str, Any], config: ModelConfig) -> tuple[DFlashParts, int | None]:
     """Returns the parts of a head, and how many tokens of a place its selector chooses among."""
     convolution, likeliest = None, None
-    if raw.get("conv_kernel_size"):
-        convolution = Convolution(*(read_integer(raw, name) for name in _CONVOLUTION))
+    if read(raw, "conv_kernel_size", Natural, 0):
+        convolution = Convolution(*(read(raw, name, Count) for name in _CONVOLUTION))
         if config.embed_dim % convolution.group:
             raise CheckpointError(
                 f"conv_group_size in config.json must divide hidden_size ({config.embed_dim}), got "
                 f"{convolution.group}."
             )
-    gated = bool(raw.get("selector_rank"))
-    rank = read_integer(raw, "markov_rank") if raw.get("markov_rank") else 0
+    gated = read(raw, "selector_rank", Natural, 0) > 0
+    rank = read(raw, "markov_rank", Natural, 0)
     if gated:
-        rank, likeliest = (read_integer(raw, f"selector_{name}") for name in ("rank", "top_k"))
+        rank, likeliest = (read(raw, f"selector_{name}", Count) for name in ("rank", "top_k"))
         if likeliest >= config.vocab_size:
             raise CheckpointError(
                 f"selector_top_k in config.json must be below vocab_size ({config.vocab_size}), "
                 f"got {likeliest}."
             )
     confidence = 0
-    if raw.get("enable_confidence_head"):
-        with_markov = bool(raw.get("confidence_head_with_markov"))
+    if read(raw, "enable_confidence_head", bool, False):
+        with_markov = read(raw, "confidence_head_with_markov", bool, False)
         confidence = config.embed_dim + (rank if with_markov else 0)
     return DFlashParts(convolution, rank, gated, confidence), likeliest
 
@@ -268,14 +266,9 @@ def _parts(raw: Mapping[str, Any], config: ModelConfig) -> tuple[DFlashParts, in
 def _taps(raw: Mapping[str, Any], num_layers: int, num_features: int) -> tuple[int, ...]:
     """Layers whose inputs are read: the layers behind those whose outputs the file names."""
     for name, behind in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
-        listed = raw.get(name)
-        if listed is None:
-            continue
-        if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
-            raise CheckpointError(
-                f"{name} in config.json must be a list of layers, got {listed!r}."
-            )
-        return tuple(layer + behind for layer in listed)
+        layers = read(raw, name, tuple[int, ...], None)
+        if layers is not None:
+            return tuple(layer + behind for layer in layers)
     # Published heads have as many features as layers where they name none.
     return dflash_taps(num_layers, num_features)
 
@@ -289,7 +282,9 @@ def _check_dialect(folder: Path, raw: Mapping[str, Any], config: ModelConfig) ->
         if raw.get("enable_confidence_head"):
             neutral["confidence_head_with_markov"] = (None, False)
     unsupported = [
-        f"{name} {raw[name]!r}" for name, values in neutral.items() if raw.get(name) not in values
+        f"{name} {raw[name]!r:.80}"
+        for name, values in neutral.items()
+        if raw.get(name) not in values
     ]
     if unsupported:
         raise CheckpointError(

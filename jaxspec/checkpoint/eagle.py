@@ -29,13 +29,15 @@ from jaxtyping import Int
 from safetensors import safe_open
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json
-from jaxspec.checkpoint.files import CheckpointError, read_json
+from jaxspec.checkpoint.entries import read
+from jaxspec.checkpoint.files import CheckpointError, given, read_json
 from jaxspec.checkpoint.folder import CONFIG
 from jaxspec.checkpoint.heads import check_target, load_head_params, network_of, write_head
 from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import Tensor, eagle3_rules, eagle_rules
 from jaxspec.checkpoint.safetensors import FLOATS, SINGLE, StoredTensor, find_tensors
 from jaxspec.checkpoint.trees import TREE_FILE, load_threshold, read_paths
+from jaxspec.core.checks import Count, Natural
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.eagle import (
     DraftVocabulary,
@@ -90,9 +92,10 @@ def load_eagle(
 
     Raises:
         CheckpointError: nothing is there, or only a pickle (the message converts it), tensors are
-            missing, unknown or mis-shaped (all are listed), or the head was made for a target of
-            another width, vocabulary or depth.
-        ValueError: `tree.json` holds no tree, or `target` is none.
+            missing, unknown or mis-shaped (the first are listed), or the head was made for a target
+            of another width, vocabulary or depth.
+        ValueError: `tree.json` holds no tree, `target` is none, or `dtype` is none that weights can
+            have.
 
     Example:
         >>> from jaxspec import load
@@ -128,11 +131,11 @@ def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3H
             + ("is missing." if ids is None else f"lists {num_drafted}.")
         )
     if not any(name.endswith("hidden_norm.weight") for name in stored):
-        bias = _flag(raw, "bias", True)
+        bias = read(raw, "bias", bool, True)
         init = partial(init_eagle_params, config, bias)
         params = load_head_params(_EAGLE, config, init, stored, target, dtype, _NOT_NEEDED)
         vocabulary = None if ids is None else DraftVocabulary.of(target, ids)
-        return EagleHead(params, config, bool(bias), vocabulary)
+        return EagleHead(params, config, bias, vocabulary)
     unsupported = [name for name in _UNSUPPORTED if raw.get(name)]
     if unsupported:
         raise CheckpointError(
@@ -156,16 +159,15 @@ def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3H
         taps,
         target.vocab_size,
         ids,
-        norm_before_residual=_flag(raw, "norm_before_residual", False),
-        norm_output=_flag(raw, "norm_output", False),
+        norm_before_residual=read(raw, "norm_before_residual", bool, False),
+        norm_output=read(raw, "norm_output", bool, False),
     )
 
 
 def _tap_norms(folder: Path, raw: Mapping[str, Any], num_taps: int) -> int:
     """Norms of the tapped layers before they are fused: of each, one of all together, or none."""
-    nested = raw.get("eagle_config")
-    settings = {**raw, **(nested if isinstance(nested, Mapping) else {})}
-    each, together = (_flag(settings, name, False) for name in ("fc_norm", "norm_before_fc"))
+    settings = {**raw, **read(raw, "eagle_config", Mapping[str, Any], {})}
+    each, together = (read(settings, name, bool, False) for name in ("fc_norm", "norm_before_fc"))
     if each and together:
         raise CheckpointError(
             f"{folder}: fc_norm and norm_before_fc in config.json exclude each other: the tapped "
@@ -194,6 +196,10 @@ def save_eagle(
         dtype: to store the weights in; `None`: the one they have.
         target_layers: of the target, so that loading for a deeper one is refused; `None`: not said.
 
+    Raises:
+        CheckpointError: `head` is none, or `folder` can be no path.
+        ValueError: `dtype` is none that weights can have.
+
     Example:
         >>> import tempfile
         >>> from jaxspec import load, load_eagle
@@ -205,6 +211,8 @@ def save_eagle(
         ...     load_eagle(folder, target).config == head.config
         True
     """
+    head = given("head", head, EagleHead | Eagle3Head)
+    target_layers = given("target_layers", target_layers, Count | None)
     raw, more = _config_to_json(head), {}
     if target_layers is not None:
         raw["target_num_hidden_layers"] = target_layers
@@ -273,7 +281,7 @@ def _layer_config(
     """The one layer's shape. Positions are the target's: published heads state shorter ones."""
     has_bias = any(name.endswith("q_proj.bias") for name in stored)
     # A Qwen2 head whose file has no biases is refused: without them it drafts worse.
-    with_bias = _flag(raw, "qkv_bias", has_bias or raw.get("model_type") == "qwen2")
+    with_bias = read(raw, "qkv_bias", bool, has_bias or raw.get("model_type") == "qwen2")
     text = {
         **raw,
         "model_type": "qwen2" if with_bias else "llama",
@@ -294,18 +302,14 @@ def _layer_config(
 
 def _unfolded(raw: Mapping[str, Any]) -> dict[str, Any]:
     """With the settings of the layer at the top, where all other formats have them."""
-    nested = raw.get("transformer_layer_config")
-    return {**(nested if isinstance(nested, Mapping) else {}), **raw}
+    return {**read(raw, "transformer_layer_config", Mapping[str, Any], {}), **raw}
 
 
 def _taps(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers whose inputs are read; none where config.json leaves that to the reader."""
-    inputs = raw.get("eagle_aux_hidden_state_layer_ids") or ()
-    nested = raw.get("eagle_config")
-    outputs = (nested if isinstance(nested, Mapping) else {}).get(
-        "eagle_aux_hidden_state_layer_ids"
-    )
-    return tuple(inputs) or tuple(layer + 1 for layer in outputs or ())
+    name, nested = "eagle_aux_hidden_state_layer_ids", read(raw, "eagle_config", Mapping, {})
+    inputs, outputs = (read(part, name, tuple[Natural, ...], ()) for part in (raw, nested))
+    return inputs or tuple(layer + 1 for layer in outputs)
 
 
 def _draft_ids(
@@ -337,10 +341,3 @@ def _config_to_json(head: EagleHead | Eagle3Head) -> dict[str, Any]:
         }
         return {**raw, **taps, **norms}
     return {**raw, "bias": head.bias}
-
-
-def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
-    value = raw.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"{key} in config.json must be true or false, got {value!r}.")
-    return default if value is None else value

@@ -6,12 +6,16 @@ the top level, layer patterns by rule), and the one written by transformers 5 (`
 """
 
 import dataclasses
+import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.checkpoint.files import CheckpointError, given
+from jaxspec.core.checks import Count, Positive, one_of
 from jaxspec.models.config import (
     DynamicScaling,
+    Fraction,
+    Layers,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
@@ -40,39 +44,87 @@ _SCALING_NAMES = {
     "short_factors": "short_factor",
     "long_factors": "long_factor",
 }
-# Sizes beyond this cannot index an array.
-LARGEST_SIZE = 2**31 - 1
+# Settings of the rotation that may stand beside those of its type.
+_OF_ANY_TYPE = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
+    "original_max_position_embeddings",
+)
 _REQUIRED = object()
+
+
+def read(values: Json, key: str, hint: Any, default: Any = _REQUIRED) -> Any:
+    """Reads an entry as an annotation says, see `jaxspec.core.checks`.
+
+    Args:
+        values: the entries.
+        key: which of them.
+        hint: its type and rules.
+        default: stands for an entry that is absent or null; without one, it must be there.
+
+    Raises:
+        CheckpointError: it is missing or something else, naming it.
+
+    Example:
+        >>> read({"num_hidden_layers": 4.0}, "num_hidden_layers", int)
+        4
+    """
+    value = values.get(key)
+    if value is not None:
+        return given(f"config.json: {key}", value, hint)
+    if default is _REQUIRED:
+        raise CheckpointError(f"config.json lacks {key!r}.")
+    return default
+
+
+def read_common(text: Json, names: Mapping[str, str]) -> dict[str, Any]:
+    """Reads the entries that all families have.
+
+    Args:
+        text: the entries.
+        names: what a family calls those that it calls otherwise. Errors name them so too.
+    """
+
+    def entry(name: str, hint: Any, default: Any = _REQUIRED) -> Any:
+        return read(text, names.get(name, name), hint, default)
+
+    width, heads = entry("hidden_size", Count), entry("num_attention_heads", Count)
+    # Those that have another name for it have no such default.
+    activation = _REQUIRED if "hidden_act" in names else "silu"
+    head_dim = read(text, "head_dim", Count, None)
+    if head_dim is None and width % heads:
+        raise CheckpointError(
+            f"config.json: {names.get('hidden_size', 'hidden_size')} must be a multiple of "
+            f"{heads}, the number of heads, where head_dim is not given; got {width}."
+        )
+    return {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "head_dim": head_dim or width // heads,
+        "num_key_value_heads": entry("num_key_value_heads", Count, heads),
+        "num_hidden_layers": entry("num_hidden_layers", Layers),
+        "vocab_size": entry("vocab_size", Count),
+        "intermediate_size": entry("intermediate_size", Count),
+        "max_position_embeddings": entry("max_position_embeddings", Count),
+        "rms_norm_eps": entry("rms_norm_eps", Positive, 1e-6),
+        "hidden_act": _ACTIVATIONS[
+            entry("hidden_act", Annotated[str, one_of(*_ACTIVATIONS)], activation)
+        ],
+        "tie_word_embeddings": entry("tie_word_embeddings", bool, False),
+    }
 
 
 def read_layer_types(text: Json, rule: list[str]) -> tuple[str, ...]:
     """Reads the kind of each layer: as listed, or by the family's rule."""
-    listed = text.get("layer_types")
-    if listed is None:
-        return tuple(rule)
-    known = isinstance(listed, list) and {str(kind) for kind in listed} <= _LAYER_TYPES.keys()
-    if not known:
-        raise CheckpointError(
-            f"layer_types must be a list of {', '.join(_LAYER_TYPES)}; config.json has {listed!r}."
-        )
-    return tuple(_LAYER_TYPES[kind] for kind in listed)
+    listed = read(text, "layer_types", tuple[Annotated[str, one_of(*_LAYER_TYPES)], ...], None)
+    return tuple(rule if listed is None else (_LAYER_TYPES[kind] for kind in listed))
 
 
 def sliding_fields(text: Json, types: tuple[str, ...]) -> dict[str, Any]:
     """Returns the fields about windows. Having one takes a window and a layer that slides."""
-    if "sliding" not in types or text.get("sliding_window") is None:
+    window = read(text, "sliding_window", int, None)
+    if "sliding" not in types or window is None:
         return {"layer_types": ("full",) * len(types), "sliding_window": None}
-    return {"layer_types": types, "sliding_window": read_integer(text, "sliding_window")}
-
-
-def read_activation(text: Json) -> str:
-    """Reads the activation of the MLPs."""
-    name = text.get("hidden_activation") or text.get("hidden_act") or "silu"
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise CheckpointError(
-            f"hidden_act must be one of {', '.join(_ACTIVATIONS)}; config.json has {name!r}."
-        )
-    return _ACTIVATIONS[name]
+    return {"layer_types": types, "sliding_window": window}
 
 
 def read_rope(text: Json, layer_type: str) -> Rope:
@@ -80,68 +132,99 @@ def read_rope(text: Json, layer_type: str) -> Rope:
 
     Values are looked for in the rope section first, then at the top level.
     """
-    section = _object(text.get("rope_scaling") or text.get("rope_parameters"))
     theta_key = "rope_theta"
+    # The settings of each kind of layer may stand by themselves, among or beside common ones.
+    section = _rope_section(text)
+    common = {key: value for key, value in section.items() if key not in _LAYER_TYPES}
+    if layer_type in section:
+        _check_parameters(common, "default")
+        common = read(section, layer_type, Mapping[str, Any], {})
+    elif layer_type == "sliding_attention":
+        common = {}
     if layer_type == "sliding_attention":
         # Only Gemma-3 asks; its short-range layers are neither scaled nor of the same base.
         theta_key = "rope_local_base_freq"
-        section = _object(section.get(layer_type))
-    elif "full_attention" in section:
-        section = _object(section["full_attention"])
-    theta = read_number(section, "rope_theta", read_number(text, theta_key, 10_000.0))
-    fraction = read_number(
-        section, "partial_rotary_factor", read_number(text, "partial_rotary_factor", 1.0)
-    )
+    theta = read(common, "rope_theta", Positive, read(text, theta_key, Positive, 10_000.0))
+    name = "partial_rotary_factor"
+    fraction = read(common, name, Fraction, read(text, name, Fraction, 1.0))
     if fraction != 1 and text["model_type"] != "phi3":
         raise CheckpointError(
             f"partial_rotary_factor is known for phi3 only; config.json has {fraction} with "
             f"model_type {text['model_type']!r}."
         )
     try:
-        return Rope(theta, fraction, _scaling(section, text))
+        return Rope(theta, fraction, _scaling(common, text))
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"The RoPE settings of config.json are wrong: {error}") from error
 
 
-def _scaling(section: Json, text: Json) -> Scaling | None:
-    kind = section.get("rope_type", section.get("type", "default"))
-    if text["model_type"] == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # its first releases used other names
-    longest = read_integer(text, "max_position_embeddings")
-    original = read_integer(
-        text,
-        "original_max_position_embeddings",
-        read_integer(section, "original_max_position_embeddings", longest),
+def _rope_section(text: Json) -> Json:
+    """Settings of the rotation, from the two places where they may stand."""
+    old, new = (
+        read(text, key, Mapping[str, Any], {}) for key in ("rope_scaling", "rope_parameters")
     )
-    if kind == "default":
-        return None
-    if not isinstance(kind, str) or kind not in _SCALINGS:
+    different = sorted(key for key in old.keys() & new.keys() if old[key] != new[key])
+    if different:
+        raise CheckpointError(
+            f"config.json: rope_scaling and rope_parameters say different things of "
+            f"{', '.join(different)}: leave one of them out."
+        )
+    return {**old, **new}
+
+
+def _check_parameters(section: Json, kind: str) -> None:
+    """Refuses settings of the rotation that its type does not know."""
+    fields = dataclasses.fields(_SCALINGS[kind]) if kind in _SCALINGS else ()
+    known = {*_OF_ANY_TYPE, *(_SCALING_NAMES.get(field.name, field.name) for field in fields)}
+    if kind == "yarn":
+        known.add("finetuned")  # of the first models with it: how they were made
+    unknown = [key for key, value in section.items() if value is not None and key not in known]
+    if unknown:
+        without = ", which settings without a rope_type are of," if kind == "default" else ""
+        raise CheckpointError(
+            f"config.json: RoPE type {kind!r}{without} has no setting {', '.join(unknown)[:200]}."
+        )
+
+
+def _scaling(section: Json, text: Json) -> Scaling | None:
+    kinds = {read(section, key, str, None) for key in ("rope_type", "type")} - {None}
+    if text["model_type"] == "phi3":  # its first releases used other names
+        kinds = {"longrope" if kind in ("su", "yarn") else kind for kind in kinds}
+    kind = kinds.pop() if kinds else "default"
+    if kinds or kind not in ("default", *_SCALINGS):
         raise CheckpointError(
             f"The RoPE type must be one of default, {', '.join(_SCALINGS)}; config.json has "
-            f"{kind!r}."
+            f"{' and '.join(repr(kind[:80]) for kind in (kind, *kinds))}."
         )
-    known: dict[str, Any] = {"original_max_positions": longest if kind == "dynamic" else original}
-    if kind == "yarn":
-        known["factor"] = read_number(section, "factor", longest / original)
-    if kind == "longrope":
-        known["factor"] = read_number(section, "factor", max(longest / original, 1.0))
+    _check_parameters(section, kind)
+    longest = text["max_position_embeddings"]
+    name = "original_max_position_embeddings"
+    stated = read(text, name, Count, read(section, name, Count, None))
+    if kind == "default":
+        return None
+    defaults: dict[str, Any] = {}
+    if kind in ("yarn", "longrope"):
+        # One of both is needed, and the other follows.
+        defaults["original_max_positions"] = longest
+        if stated is not None:
+            defaults["factor"] = longest / stated if kind == "yarn" else max(longest / stated, 1.0)
+    if kind == "dynamic":
+        stated = longest
+    section = {**section, name: stated}
+    record = _SCALINGS[kind]
+    hints = typing.get_type_hints(record, include_extras=True)
     values = {}
-    for entry in dataclasses.fields(_SCALINGS[kind]):
-        name = _SCALING_NAMES.get(entry.name, entry.name)
-        if entry.name in known:
-            values[entry.name] = known[entry.name]
-        elif entry.name == "truncate":
-            values[entry.name] = bool(section.get(name, True))
-        elif entry.name in ("short_factors", "long_factors"):
-            values[entry.name] = _numbers(section, name)
-        elif entry.default is None:
-            values[entry.name] = read_number_or_none(section, name)
-        else:
-            default = _REQUIRED if entry.default is dataclasses.MISSING else entry.default
-            values[entry.name] = read_number(section, name, default)
-    return _SCALINGS[kind](**values)
+    for field in dataclasses.fields(record):
+        known = _REQUIRED if field.default is dataclasses.MISSING else field.default
+        values[field.name] = read(
+            section,
+            _SCALING_NAMES.get(field.name, field.name),
+            hints[field.name],
+            defaults.get(field.name, known),
+        )
+    return record(**values)
 
 
 def scaling_entries(scaling: Scaling, config: ModelConfig) -> dict[str, Any]:
@@ -195,48 +278,3 @@ def stored_positions(config: ModelConfig) -> int:
         case DynamicScaling(original_max_positions=original):
             return original
     return config.max_positions
-
-
-def _object(value: Any) -> Json:
-    if value is not None and not isinstance(value, Mapping):
-        raise CheckpointError(f"The RoPE settings must be JSON objects; config.json has {value!r}.")
-    return value or {}
-
-
-def read_integer(values: Json, key: str, default: Any = _REQUIRED, least: int = 1) -> int:
-    """Reads a whole number of at least `least`; without a default, it must be there."""
-    value = _value(values, key, default)
-    if type(value) is not int or not least <= value <= LARGEST_SIZE:
-        raise CheckpointError(
-            f"{key} must be a whole number of at least {least}; config.json has {value!r}."
-        )
-    return value
-
-
-def read_number(values: Json, key: str, default: Any = _REQUIRED) -> float:
-    """Reads a number; without a default, it must be there."""
-    value = _value(values, key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
-        raise CheckpointError(f"{key} must be a number; config.json has {value!r}.")
-    return float(value)
-
-
-def read_number_or_none(values: Json, key: str) -> float | None:
-    """Reads a number, or `None` where there is none."""
-    return None if values.get(key) is None else read_number(values, key)
-
-
-def _numbers(values: Json, key: str) -> tuple[float, ...]:
-    listed = _value(values, key, _REQUIRED)
-    if not isinstance(listed, list):
-        raise CheckpointError(f"{key} must be a list of numbers; config.json has {listed!r}.")
-    return tuple(read_number({key: value}, key) for value in listed)
-
-
-def _value(values: Json, key: str, default: Any) -> Any:
-    value = values.get(key)
-    if value is not None:
-        return value
-    if default is _REQUIRED:
-        raise CheckpointError(f"config.json lacks {key!r}.")
-    return default

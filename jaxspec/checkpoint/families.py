@@ -3,21 +3,19 @@
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from jaxspec.checkpoint.entries import (
-    ACTIVATION_NAMES,
-    LARGEST_SIZE,
     LAYER_TYPE_NAMES,
     Json,
-    read_integer,
+    read,
+    read_common,
     read_layer_types,
-    read_number,
-    read_number_or_none,
     read_rope,
     sliding_fields,
 )
 from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.core.checks import Count, Natural, Positive, one_of
 from jaxspec.models.config import Diffusion, Experts, LongRopeScaling, ModelConfig, Rope
 
 
@@ -27,7 +25,8 @@ class Family(NamedTuple):
     Attributes:
         architecture: the class that other libraries build for it.
         defaults: what its readers assume where config.json is silent.
-        fields: from config.json, the `ModelConfig` fields in which it differs from a bare decoder.
+        fields: from config.json, of which `read_common` has read its part, the `ModelConfig` fields
+            in which it differs from a bare decoder.
         entries: from a `ModelConfig`, the config.json entries that say so.
         names: what it calls entries that the others share, by their common name.
     """
@@ -40,8 +39,8 @@ class Family(NamedTuple):
 
 
 def _llama_fields(text: Json) -> dict[str, Any]:
-    bias = bool(text.get("attention_bias"))
-    return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": bool(text.get("mlp_bias"))}
+    bias = read(text, "attention_bias", bool, False)
+    return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": read(text, "mlp_bias", bool, False)}
 
 
 def _llama_entries(config: ModelConfig) -> dict[str, Any]:
@@ -49,7 +48,7 @@ def _llama_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _mistral_fields(text: Json) -> dict[str, Any]:
-    return sliding_fields(text, ("sliding",) * read_integer(text, "num_hidden_layers"))
+    return sliding_fields(text, ("sliding",) * text["num_hidden_layers"])
 
 
 def _mistral_entries(config: ModelConfig) -> dict[str, Any]:
@@ -58,11 +57,11 @@ def _mistral_entries(config: ModelConfig) -> dict[str, Any]:
 
 def _mixtral_fields(text: Json) -> dict[str, Any]:
     experts = Experts(
-        num=read_integer(text, "num_local_experts"),
-        per_token=read_integer(text, "num_experts_per_tok"),
-        mlp_dim=read_integer(text, "intermediate_size"),
+        num=read(text, "num_local_experts", Count),
+        per_token=read(text, "num_experts_per_tok", Count),
+        mlp_dim=text["intermediate_size"],
         normalize=True,
-        layers=(True,) * read_integer(text, "num_hidden_layers"),
+        layers=(True,) * text["num_hidden_layers"],
     )
     return {**_mistral_fields(text), "experts": experts}
 
@@ -78,11 +77,11 @@ def _mixtral_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_fields(text: Json) -> dict[str, Any]:
-    first = read_integer(text, "max_window_layers", 28, least=0)
-    windowed = bool(text.get("use_sliding_window"))
+    first = read(text, "max_window_layers", Natural, 28)
+    windowed = read(text, "use_sliding_window", bool, False)
     rule = [
         "sliding" if windowed and layer >= first else "full"
-        for layer in range(read_integer(text, "num_hidden_layers"))
+        for layer in range(text["num_hidden_layers"])
     ]
     return {"qkv_bias": True, **sliding_fields(text, read_layer_types(text, rule))}
 
@@ -100,7 +99,7 @@ def _qwen2_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen3_fields(text: Json) -> dict[str, Any]:
-    bias = bool(text.get("attention_bias"))
+    bias = read(text, "attention_bias", bool, False)
     return {**_qwen2_fields(text), "qkv_bias": bias, "out_bias": bias, "qk_norm": True}
 
 
@@ -109,17 +108,19 @@ def _qwen3_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen_experts(text: Json, shared_dim: int | None = None) -> Experts:
-    num_layers = read_integer(text, "num_hidden_layers")
-    step = read_integer(text, "decoder_sparse_step", 1)
-    dense = text.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise CheckpointError(f"mlp_only_layers must be a list; config.json has {dense!r}.")
+    step = read(text, "decoder_sparse_step", Count, 1)
+    dense = set(read(text, "mlp_only_layers", tuple[Natural, ...], ()))
+    names = ("num_experts", "num_local_experts")
+    name = next((name for name in names if text.get(name) is not None), names[0])
     return Experts(
-        num=read_integer(text, "num_experts", text.get("num_local_experts")),
-        per_token=read_integer(text, "num_experts_per_tok"),
-        mlp_dim=read_integer(text, "moe_intermediate_size"),
-        normalize=bool(text.get("norm_topk_prob")),
-        layers=tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)),
+        num=read(text, name, Count),
+        per_token=read(text, "num_experts_per_tok", Count),
+        mlp_dim=read(text, "moe_intermediate_size", Count),
+        normalize=read(text, "norm_topk_prob", bool, False),
+        layers=tuple(
+            layer not in dense and (layer + 1) % step == 0
+            for layer in range(text["num_hidden_layers"])
+        ),
         shared_dim=shared_dim,
     )
 
@@ -138,17 +139,17 @@ def _qwen_expert_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen2_moe_fields(text: Json) -> dict[str, Any]:
-    end = read_integer(text, "max_window_layers", 28, least=0)
-    windowed = bool(text.get("use_sliding_window"))
+    end = read(text, "max_window_layers", Natural, 28)
+    windowed = read(text, "use_sliding_window", bool, False)
     # Every other layer slides, up to that one.
     rule = [
         "sliding" if windowed and layer < end and layer % 2 == 0 else "full"
-        for layer in range(read_integer(text, "num_hidden_layers"))
+        for layer in range(text["num_hidden_layers"])
     ]
     return {
-        "qkv_bias": bool(text.get("qkv_bias")),
+        "qkv_bias": read(text, "qkv_bias", bool, False),
         **sliding_fields(text, read_layer_types(text, rule)),
-        "experts": _qwen_experts(text, read_integer(text, "shared_expert_intermediate_size")),
+        "experts": _qwen_experts(text, read(text, "shared_expert_intermediate_size", Count)),
     }
 
 
@@ -165,8 +166,8 @@ def _qwen2_moe_entries(config: ModelConfig) -> dict[str, Any]:
 
 def _qwen3_moe_fields(text: Json) -> dict[str, Any]:
     # Unlike the dense ones, its readers slide all layers or none.
-    kind = "sliding" if text.get("use_sliding_window") else "full"
-    types = (kind,) * read_integer(text, "num_hidden_layers")
+    kind = "sliding" if read(text, "use_sliding_window", bool, False) else "full"
+    types = (kind,) * text["num_hidden_layers"]
     return {
         **_qwen3_fields(text),
         **sliding_fields(text, types),
@@ -185,32 +186,29 @@ def _qwen3_moe_entries(config: ModelConfig) -> dict[str, Any]:
 
 def _query_scale(text: Json, scale: float) -> float | None:
     """The same, or `None` where that is what scores are multiplied by unless it is given."""
-    width = read_integer(text, "hidden_size") // read_integer(text, "num_attention_heads")
-    return None if scale == read_integer(text, "head_dim", width) ** -0.5 else scale
+    return None if scale == text["head_dim"] ** -0.5 else scale
+
+
+_GEMMA_NAMES: Mapping[str, str] = {"hidden_act": "hidden_activation"}
 
 
 def _gemma2_fields(text: Json) -> dict[str, Any]:
-    scalar = read_number(text, "query_pre_attn_scalar")
-    if scalar <= 0:
-        raise CheckpointError(f"query_pre_attn_scalar must be above 0; config.json has {scalar}.")
-    num_layers = read_integer(text, "num_hidden_layers")
-    rule = ["full" if layer % 2 else "sliding" for layer in range(num_layers)]
+    rule = ["full" if layer % 2 else "sliding" for layer in range(text["num_hidden_layers"])]
     return {
         **_llama_fields(text),
         **sliding_fields(text, read_layer_types(text, rule)),
         "norm_plus_one": True,
         "post_norms": True,
-        "query_scale": _query_scale(text, scalar**-0.5),
-        "attention_softcap": read_number_or_none(text, "attn_logit_softcapping"),
-        "final_softcap": read_number_or_none(text, "final_logit_softcapping"),
-        "embed_scale": math.sqrt(read_integer(text, "hidden_size")),
+        "query_scale": _query_scale(text, read(text, "query_pre_attn_scalar", Positive) ** -0.5),
+        "attention_softcap": read(text, "attn_logit_softcapping", Positive, None),
+        "final_softcap": read(text, "final_logit_softcapping", Positive, None),
+        "embed_scale": math.sqrt(text["hidden_size"]),
     }
 
 
 def _gemma2_entries(config: ModelConfig) -> dict[str, Any]:
     return {
         "attention_bias": config.out_bias,
-        "hidden_activation": ACTIVATION_NAMES[config.activation],
         "query_pre_attn_scalar": round(config.score_scale**-2),
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.final_softcap,
@@ -220,9 +218,9 @@ def _gemma2_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _gemma3_fields(text: Json) -> dict[str, Any]:
-    period = read_integer(text, "sliding_window_pattern", 6)
-    num_layers = read_integer(text, "num_hidden_layers")
-    rule = ["sliding" if (layer + 1) % period else "full" for layer in range(num_layers)]
+    period = read(text, "sliding_window_pattern", Count, 6)
+    layers = range(text["num_hidden_layers"])
+    rule = ["sliding" if (layer + 1) % period else "full" for layer in layers]
     return {
         **_gemma2_fields(text),
         **sliding_fields(text, read_layer_types(text, rule)),
@@ -248,9 +246,10 @@ def _phi3_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _olmo2_fields(text: Json) -> dict[str, Any]:
+    bias = read(text, "attention_bias", bool, False)
     return {
-        "qkv_bias": bool(text.get("attention_bias")),
-        "out_bias": bool(text.get("attention_bias")),
+        "qkv_bias": bias,
+        "out_bias": bias,
         "pre_norms": False,
         "post_norms": True,
         "qk_norm": True,
@@ -263,21 +262,20 @@ def _olmo2_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _smollm3_fields(text: Json) -> dict[str, Any]:
-    num_layers = read_integer(text, "num_hidden_layers")
-    interval = read_integer(text, "no_rope_layer_interval", 4)
-    if text.get("use_sliding_window") or "sliding" in read_layer_types(text, []):
+    num_layers = text["num_hidden_layers"]
+    interval = read(text, "no_rope_layer_interval", Count, 4)
+    slides = read(text, "use_sliding_window", bool, False)
+    if slides or "sliding" in read_layer_types(text, []):
         raise CheckpointError(
             "use_sliding_window, layer_types: layers of a SmolLM3 that slide are not supported, "
             "but config.json has them."
         )
-    rotated = text.get("no_rope_layers")
-    if rotated is None:
-        rotated = [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    known = isinstance(rotated, list) and all(flag in (0, 1) for flag in rotated)
-    if not known or len(rotated) < num_layers:
+    rule = [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    rotated = read(text, "no_rope_layers", tuple[Annotated[int, one_of(0, 1)], ...], rule)
+    if len(rotated) < num_layers:
         raise CheckpointError(
-            f"no_rope_layers must be a list that says for each of {num_layers} layers 1, rotated, "
-            f"or 0, not rotated; config.json has {rotated!r}."
+            f"config.json: no_rope_layers must say for each of {num_layers} layers 1, rotated, or "
+            f"0, not rotated; it has {len(rotated)} entries."
         )
     types = tuple("full" if flag else "unrotated" for flag in rotated[:num_layers])
     return {**_llama_fields(text), "layer_types": types}
@@ -289,13 +287,13 @@ def _smollm3_entries(config: ModelConfig) -> dict[str, Any]:
 
 
 def _granite_fields(text: Json) -> dict[str, Any]:
-    embed_scale = read_number(text, "embedding_multiplier", 1.0)
+    embed_scale = read(text, "embedding_multiplier", Positive, 1.0)
     return {
         **_llama_fields(text),
-        "query_scale": _query_scale(text, read_number(text, "attention_multiplier", 1.0)),
+        "query_scale": _query_scale(text, read(text, "attention_multiplier", Positive, 1.0)),
         "embed_scale": None if embed_scale == 1 else embed_scale,
-        "residual_scale": read_number(text, "residual_multiplier", 1.0),
-        "logit_divisor": read_number(text, "logits_scaling", 1.0),
+        "residual_scale": read(text, "residual_multiplier", Positive, 1.0),
+        "logit_divisor": read(text, "logits_scaling", Positive, 1.0),
     }
 
 
@@ -315,25 +313,24 @@ def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
     `block_size` is the published name; `shift_logits`, `masked_window` and `separator_token_id` are
     ours, for what is published nowhere.
     """
-    shift = text.get("shift_logits", shift)
-    if not isinstance(shift, bool):
+    shift = read(text, "shift_logits", bool, shift)
+    if shift is None:
         raise CheckpointError(
             "config.json does not say whether the output at a slot decides the next slot: add "
-            f'"shift_logits": true, or false if it decides its own; it has {shift!r}.'
+            '"shift_logits": true, or false if it decides its own.'
         )
     if text.get("mask_token_id") is None:
         raise CheckpointError(
             "config.json lacks 'mask_token_id', the id of the mask in the tokenizer: add it."
         )
-    # Ids begin at 0, sizes at 1.
-    for name in ("mask_token_id", "separator_token_id"):
-        token = text.get(name)
-        if token is not None and (type(token) is not int or not 0 <= token <= LARGEST_SIZE):
-            raise CheckpointError(f"{name} must be an id; config.json has {token!r}.")
-    mask, separator = text["mask_token_id"], text.get("separator_token_id")
-    block = None if text.get("block_size") is None else read_integer(text, "block_size")
-    window = None if text.get("masked_window") is None else read_integer(text, "masked_window")
-    return {"diffusion": Diffusion(mask, shift, block, window, separator)}
+    diffusion = Diffusion(
+        read(text, "mask_token_id", Natural),
+        shift,
+        block=read(text, "block_size", Count, None),
+        window=read(text, "masked_window", Count, None),
+        separator=read(text, "separator_token_id", Natural, None),
+    )
+    return {"diffusion": diffusion}
 
 
 def _diffusion_entries(config: ModelConfig) -> dict[str, Any]:
@@ -364,7 +361,7 @@ _LLADA_ALWAYS: dict[str, tuple[Any, ...]] = {
 }
 
 
-_LLADA_NAMES = {
+_LLADA_NAMES: Mapping[str, str] = {
     "hidden_size": "d_model",
     "intermediate_size": "mlp_hidden_size",
     "num_hidden_layers": "n_layers",
@@ -376,22 +373,20 @@ _LLADA_NAMES = {
 }
 
 
-OPTIONAL = ("num_key_value_heads", "hidden_act", "tie_word_embeddings")
-
-
 def _llada_fields(text: Json) -> dict[str, Any]:
     for key, values in _LLADA_ALWAYS.items():
-        if text.get(key, values[0]) not in values:
+        given = text.get(key, values[0])
+        if not any(type(given) is type(value) and given == value for value in values):
             raise CheckpointError(
                 f"{key} must be {values[0]!r} in a LLaDA that this library can read; config.json "
-                f"has {text[key]!r}."
+                f"has {given!r:.80}."
             )
     return {
         # The table's rows, of which the tokenizer need not use all.
-        "vocab_size": read_integer(text, "embedding_size", text.get("vocab_size")),
+        "vocab_size": read(text, "embedding_size", Count, text["vocab_size"]),
         # Its readers take these from nowhere else.
-        "head_dim": read_integer(text, "hidden_size") // read_integer(text, "num_attention_heads"),
-        "rope": Rope(read_number(text, "rope_theta", 10_000.0)),
+        "head_dim": read_common({**text, "head_dim": None}, _LLADA_NAMES)["head_dim"],
+        "rope": Rope(read(text, "rope_theta", Positive, 10_000.0)),
         **_diffusion(text, shift=False),
     }
 
@@ -460,6 +455,7 @@ FAMILIES: dict[str, Family] = {
         },
         _gemma2_fields,
         _gemma2_entries,
+        _GEMMA_NAMES,
     ),
     # The published multimodal files leave out nearly everything that has a default.
     "gemma3_text": Family(
@@ -482,6 +478,7 @@ FAMILIES: dict[str, Family] = {
         },
         _gemma3_fields,
         _gemma3_entries,
+        _GEMMA_NAMES,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -503,7 +500,7 @@ FAMILIES: dict[str, Family] = {
         {"rms_norm_eps": 1e-5},
         _llada_fields,
         _llada_entries,
-        MappingProxyType(_LLADA_NAMES),
+        _LLADA_NAMES,
     ),
     "Dream": Family("DreamModel", {}, _dream_fields, _dream_entries),
     "sdar": Family("SDARForCausalLM", {"head_dim": 128}, _sdar_fields, _sdar_entries),

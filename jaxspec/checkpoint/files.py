@@ -10,7 +10,9 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
+
+from jaxspec.core.checks import Requirement, checked
 
 _STAGING = ".saving-"
 _ORIGINALS = ".originals"
@@ -31,6 +33,67 @@ _UNCOUNTED = 1 << 20  # bytes that any gzipped file may unpack to
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or written, as asked."""
+
+
+def given(name: str, value: Any, hint: Any) -> Any:
+    """Returns an argument, or an entry of a file, as `checked` does.
+
+    Raises:
+        CheckpointError: naming it, what it must be, and its value.
+
+    Example:
+        >>> given("max_positions", "100", int)
+        Traceback (most recent call last):
+            ...
+        jaxspec.checkpoint.files.CheckpointError: max_positions must be a whole number, got '100'.
+    """
+    try:
+        return checked(name, value, hint)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _is_path(text: str) -> bool:
+    try:
+        parts = [os.fsencode(part) for part in Path(text).parts]
+    except UnicodeEncodeError:
+        return False
+    return 0 < len(text) <= 4096 and "\0" not in text and max(map(len, parts), default=0) < 256
+
+
+_PATH = Annotated[
+    str,
+    Requirement("a path: not empty, without NUL, names of at most 255 bytes", _is_path),
+]
+
+
+def as_path(name: str, value: Any) -> Path:
+    """Returns the path that an argument gives, with the home folder in place of `~`.
+
+    Raises:
+        CheckpointError: naming the argument, if that can be no path.
+
+    Example:
+        >>> as_path("folder", "a/b").name
+        'b'
+        >>> as_path("folder", "")
+        Traceback (most recent call last):
+            ...
+        jaxspec.checkpoint.files.CheckpointError: folder must be a path: not empty, without NUL,
+        names of at most 255 bytes, got ''.
+    """
+    text = given(name, value, _PATH)
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:  # `~name` of nobody
+        raise CheckpointError(f"{name} must be a path, got {text!r}: {error}") from None
+
+
+def listed(problems: Sequence[str], most: int = 10) -> str:
+    """Returns the first problems, each in a line of its own, and how many more there are."""
+    lines = [f"\n  {problem:.300}" for problem in problems[:most]]
+    more = len(problems) - most
+    return "".join(lines) + (f"\n  and {more} more" if more > 0 else "")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -243,7 +306,7 @@ def recover_files(folder: str | Path) -> None:
         ...     os.listdir(folder)
         []
     """
-    for staging in Path(folder).glob(f"{_STAGING}*"):
+    for staging in as_path("folder", folder).glob(f"{_STAGING}*"):
         _undo(staging)
         shutil.rmtree(staging, ignore_errors=True)
 

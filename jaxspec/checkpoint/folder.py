@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from jaxspec.checkpoint.files import CheckpointError, read_json
+from jaxspec.checkpoint.files import given, read_json
+from jaxspec.core.checks import from_up_to
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -41,26 +42,31 @@ class Folder(NamedTuple):
     is_orbax: bool
     has_tokenizer: bool
 
-    def stop_token_ids(self, of_tokenizer: int | None) -> tuple[int, ...]:
+    def stop_token_ids(self, of_tokenizer: int | None, vocab_size: int | None) -> tuple[int, ...]:
         """Returns the ids that end a text.
 
         They are those of generation_config.json, else of config.json, else of the tokenizer. The
         first may list more ids than the others, such as the end of a turn.
 
+        Args:
+            of_tokenizer: the id in the tokenizer; `None`: it has none.
+            vocab_size: of the network, which is at least the tokenizer's; `None`: unknown.
+
         Raises:
-            CheckpointError: a file lists something else than ids.
+            CheckpointError: a file lists something else than ids of the vocabulary; it is named.
         """
-        nested = self.config.get("text_config") or {}
-        sources = (self.generation_defaults, self.config, nested, {"eos_token_id": of_tokenizer})
-        found = next(
-            (value for source in sources if (value := source.get("eos_token_id")) is not None), []
+        name, nested = "eos_token_id", self.config.get("text_config")
+        sources = (
+            (GENERATION, self.generation_defaults),
+            (CONFIG, self.config),
+            (f"{CONFIG}: text_config", nested if isinstance(nested, Mapping) else {}),
+            (TOKENIZER, {name: of_tokenizer}),
         )
-        listed = found if isinstance(found, list) else [found]
-        if not all(type(token_id) is int and token_id >= 0 for token_id in listed):
-            raise CheckpointError(
-                f"eos_token_id of {self.path} must be an id or a list of ids, got {found!r}."
-            )
-        return tuple(dict.fromkeys(listed))
+        sources = ((file, entries.get(name)) for file, entries in sources)
+        file, found = next((part for part in sources if part[1] is not None), (CONFIG, []))
+        token_id = Annotated[int, from_up_to(0, 2**31 if vocab_size is None else vocab_size)]
+        ids = given(f"{self.path / file}: {name}", found, tuple[token_id, ...] | token_id)
+        return tuple(dict.fromkeys(ids if isinstance(ids, tuple) else (ids,)))
 
 
 def read_folder(path: Path) -> Folder:

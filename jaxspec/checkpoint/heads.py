@@ -10,10 +10,18 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 from safetensors.numpy import save
 
-from jaxspec.checkpoint.files import CheckpointError, replacing_files, write_json
+from jaxspec.checkpoint.files import CheckpointError, as_path, replacing_files, write_json
 from jaxspec.checkpoint.hub import Model, check_is_model
+from jaxspec.checkpoint.huggingface import as_dtype
 from jaxspec.checkpoint.memory import check_head_fits
-from jaxspec.checkpoint.names import Rule, Tensor, copy_out, match_tensors, placements_by
+from jaxspec.checkpoint.names import (
+    Rule,
+    Tensor,
+    check_counts,
+    copy_out,
+    match_tensors,
+    placements_by,
+)
 from jaxspec.checkpoint.params import leaves_by_path, read_params, shapes_by_path
 from jaxspec.checkpoint.safetensors import SINGLE
 from jaxspec.core.types import PyTree
@@ -43,18 +51,20 @@ def load_head_params(
         not_needed: names of tensors that files may hold and that are not read.
 
     Raises:
-        CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
-            Or the head does not fit into memory.
+        CheckpointError: tensors are missing, unknown or of another shape; the first ones of each
+            kind are listed. Or the head does not fit into memory.
+        ValueError: `dtype` is none that weights can have.
     """
+    wanted = np.dtype(target.dtype) if dtype is None else as_dtype(dtype)
+    check_counts(rules, config, stored)
     shapes = jax.eval_shape(init, jax.random.key(0))
     sizes = shapes_by_path(shapes)
     placed = placements_by(rules, config, sizes)
     matched = match_tensors(placed, sizes, stored, not_needed)
-    wanted = np.dtype(target.dtype if dtype is None else dtype)
     check_head_fits(2 * wanted.itemsize * sum(map(math.prod, sizes.values())))
     if dtype is not None:
-        return read_params(shapes, placed, matched, np.dtype(dtype))
-    return kept_like(read_params(shapes, placed, matched, np.dtype(target.dtype)), target.params)
+        return read_params(shapes, placed, matched, wanted)
+    return kept_like(read_params(shapes, placed, matched, wanted), target.params)
 
 
 def network_of(target: Network | Model) -> Network:
@@ -110,14 +120,17 @@ def write_head(
         more: further tensors by name, stored as they are.
         beside: contents of further JSON files by name.
     """
+    folder = as_path("folder", folder)
+    asked = None if dtype is None else as_dtype(dtype)
     params = unscaled(params)
     leaves = leaves_by_path(params)
     tensors = dict(more or {})
     for path, group in placements_by(rules, config, shapes_by_path(params)).items():
         leaf = np.asarray(leaves[path])
+        wanted = leaf.dtype if asked is None else asked
         for placement in group:
-            tensors[placement.name] = copy_out(placement, leaf, np.dtype(dtype or leaf.dtype))
-    with replacing_files(Path(folder).expanduser()) as staging:
+            tensors[placement.name] = copy_out(placement, leaf, wanted)
+    with replacing_files(folder) as staging:
         for name, contents in {"config.json": raw, **(beside or {})}.items():
             write_json(staging / name, contents)
         # Not `save_file`, whose files only their owner may read.

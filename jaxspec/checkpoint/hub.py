@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,9 @@ from jax.sharding import Mesh
 from jaxspec.checkpoint.card import CARD, model_card
 from jaxspec.checkpoint.files import (
     CheckpointError,
+    as_path,
     check_whole,
+    given,
     replacing_files,
     write_json,
 )
@@ -32,6 +34,7 @@ from jaxspec.checkpoint.folder import (
 from jaxspec.checkpoint.huggingface import load_network, write_network
 from jaxspec.checkpoint.orbax import load_orbax, write_orbax
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from jaxspec.core.checks import Count, checked, from_up_to
 from jaxspec.core.masks import causal
 from jaxspec.core.protocol import check_members, check_sizes
 from jaxspec.core.types import LanguageModel, PyTree
@@ -158,19 +161,15 @@ class Model:
         if stop_token_ids is None:
             end = None if tokenizer is None else tokenizer.eos_id
             stop_token_ids = () if end is None else (end,)
-        if np.ndim(stop_token_ids) != 1:
-            raise ValueError(f"stop_token_ids must be a list of ids, got {stop_token_ids!r}.")
-        wrong = [token for token in stop_token_ids if not 0 <= token < network.vocab_size]
-        if wrong:
-            raise ValueError(
-                f"stop_token_ids has ids outside 0..{network.vocab_size - 1}: {wrong[:5]}."
-            )
+        token_id = Annotated[int, from_up_to(0, network.vocab_size)]
+        stop_token_ids = checked("stop_token_ids", stop_token_ids, tuple[token_id, ...])
+        name = checked("name", name, str | None)
         kept: Any = network
         return cls(
             kept,
             tokenizer,
             type(network).__name__ if name is None else name,
-            tuple(map(int, stop_token_ids)),
+            stop_token_ids,
             own_max_positions=_positions_of(network, max_positions),
         )
 
@@ -201,8 +200,10 @@ class Model:
                 as `save` raises.
             ValueError: the network is one of your own (`Model.of`).
         """
+        repo_id = given("repo_id", repo_id, str)
         if not _HUB_ID.fullmatch(repo_id):
-            raise CheckpointError(f"repo_id must be owner/name, got {repo_id!r}.")
+            raise CheckpointError(f"repo_id must be owner/name, got {repo_id!r:.80}.")
+        private = given("private", private, bool | None)
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 
@@ -317,6 +318,7 @@ def check_is_model(given: Any, name: str = "model") -> None:
 
 def _positions_of(network: Any, asked: int | None) -> int:
     """Returns the longest text of a network for `Model.of`."""
+    asked = checked("max_positions", asked, Count | None)
     config = getattr(network, "config", None)
     found: Any = getattr(network, "max_positions", getattr(config, "max_positions", None))
     says = int(found) if isinstance(found, int | np.integer) and found >= 1 else None
@@ -327,8 +329,6 @@ def _positions_of(network: Any, asked: int | None) -> int:
             f"max_positions: {type(network).__name__} does not say how long its texts may be; give "
             "max_positions=, in tokens."
         )
-    if asked < 1:
-        raise ValueError(f"max_positions must be at least 1, got {asked}.")
     if says is not None and asked > says:
         raise ValueError(
             f"max_positions must be at most the network's {says}, got "
@@ -369,20 +369,20 @@ def load(
         check: run a pass over a few tokens, and refuse weights whose logits are not finite.
 
     Raises:
-        ValueError: the mesh does not divide the model, or `weights` is unknown or wider than
-            `dtype`.
+        ValueError: the mesh does not divide the model, `dtype` is none that weights can have, or
+            `weights` is unknown or wider than `dtype`.
         CheckpointError: nothing is there under this name, or it cannot be read, or it is too large
-            for the memory, `max_positions` is out of range, or there is no such revision. The
-            message says what was found and what to do.
+            for the memory, `max_positions` is out of range, there is no such revision, or an
+            argument is of another type. The message says what was found and what to do.
 
     Example:
         >>> model = load("demo")
         >>> model.tokenizer.decode(model.tokenizer.encode("Two and two"))
         'Two and two'
     """
-    if max_positions is not None and max_positions < 1:
-        raise CheckpointError(f"max_positions must be at least 1, got {max_positions}.")
-    folder = _find(path_or_hub_id, revision)
+    max_positions = given("max_positions", max_positions, Count | None)
+    mesh, check = given("mesh", mesh, Mesh | None), given("check", check, bool)
+    folder = _find("path_or_hub_id", path_or_hub_id, revision)
     if folder.kind in _HEADS:
         name, loader = _HEADS[folder.kind]
         raise CheckpointError(
@@ -411,7 +411,9 @@ def load(
         network,
         tokenizer,
         name=str(path_or_hub_id),
-        stop_token_ids=folder.stop_token_ids(None if tokenizer is None else tokenizer.eos_id),
+        stop_token_ids=folder.stop_token_ids(
+            None if tokenizer is None else tokenizer.eos_id, network.vocab_size
+        ),
         generation_defaults=folder.generation_defaults,
     )
 
@@ -442,8 +444,9 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
         dtype: to store the weights in; `None`: the one they have.
 
     Raises:
-        CheckpointError: no Hugging Face family describes the network.
-        ValueError: the network is one of your own (`Model.of`).
+        CheckpointError: no Hugging Face family describes the network, or `folder` can be no path.
+        ValueError: the network is one of your own (`Model.of`), or `dtype` is none that weights can
+            have.
 
     Example:
         >>> import tempfile
@@ -453,7 +456,7 @@ def save(model: Model, folder: str | Path, dtype: Any = None) -> None:
         4096
     """
     check_is_model(model)
-    network, folder = model.known_network, Path(folder).expanduser()
+    network, folder = model.known_network, as_path("folder", folder)
     with replacing_files(folder, _REPLACED) as staging:
         write_network(network, staging, dtype, _token_ids(model))
         _write_companions(model, staging)
@@ -465,6 +468,7 @@ def save_orbax(model: Model, folder: str | Path) -> None:
     """Writes a model as an Orbax folder: any `Network`, its dtype as it is. As safe as `save`.
 
     Raises:
+        CheckpointError: `folder` can be no path.
         ValueError: the network is one of your own (`Model.of`).
 
     Example:
@@ -476,7 +480,7 @@ def save_orbax(model: Model, folder: str | Path) -> None:
     """
     check_is_model(model)
     network = model.known_network
-    with replacing_files(Path(folder).expanduser(), _REPLACED) as staging:
+    with replacing_files(as_path("folder", folder), _REPLACED) as staging:
         write_orbax(network, staging)
         _write_companions(model, staging)
 
@@ -535,8 +539,8 @@ def find_model(source: str | Path) -> Path:
         >>> find_model("demo").name
         'demo'
     """
-    folder = Path(source).expanduser()
-    return folder if folder.is_dir() else _find(source, None).path
+    folder = as_path("source", source)
+    return folder if folder.is_dir() else _find("source", source, None).path
 
 
 def find_head(
@@ -556,8 +560,9 @@ def find_head(
         >>> find_head("demo-eagle").name
         'demo-eagle'
     """
-    _check_revision(source, revision)
-    folder, shipped = Path(source).expanduser(), shipped_heads(kind)
+    folder = as_path("source", source)
+    _check_revision(source, folder, revision)
+    shipped = shipped_heads(kind)
     if not folder.is_dir() and str(source) in shipped:
         return shipped[str(source)]
     if folder.exists():
@@ -572,20 +577,19 @@ _HEADS: dict[Kind | None, tuple[str, str]] = {
 }
 
 
-def _check_revision(source: str | Path, revision: str | None) -> None:
+def _check_revision(source: str | Path, folder: Path, revision: str | None) -> None:
     """Refuses a revision of what lies on this machine."""
-    if revision is not None and (
-        Path(source).expanduser().exists() or str(source) in shipped_folders()
-    ):
+    revision = given("revision", revision, str | None)
+    if revision is not None and (folder.exists() or str(source) in shipped_folders()):
         raise CheckpointError(
-            f"revision: got {revision!r}, but {source} lies on this machine, where it has no "
+            f"revision: got {revision!r:.80}, but {source} lies on this machine, where it has no "
             "revisions; leave it out, or give the owner/name of a repository on the Hub."
         )
 
 
-def _find(source: str | Path, revision: str | None) -> Folder:
-    _check_revision(source, revision)
-    folder, name = Path(source).expanduser(), str(source)
+def _find(argument: str, source: str | Path, revision: str | None) -> Folder:
+    folder, name = as_path(argument, source), str(source)
+    _check_revision(source, folder, revision)
     check_whole(folder)
     found = read_folder(folder)
     if found.kind is not None:
@@ -615,7 +619,7 @@ def _download(
     """Fetches the files of a model or a head that is not on this machine."""
     if not isinstance(hub_id, str) or not _HUB_ID.fullmatch(hub_id):
         raise CheckpointError(
-            f"There is no folder {str(hub_id)!r}, nor a shipped {kind} of that name (shipped: "
+            f"There is no folder {str(hub_id)!r:.80}, nor a shipped {kind} of that name (shipped: "
             f"{', '.join(shipped) or 'none'}). {kind.capitalize()}s on the Hugging Face Hub are "
             "called owner/name."
         )

@@ -14,8 +14,10 @@ from jaxspec.checkpoint.files import read_json, write_json
 from jaxspec.checkpoint.folder import CONFIG
 from jaxspec.checkpoint.memory import check_network_fits
 from jaxspec.checkpoint.names import (
+    TABLES,
     TIED_HEAD,
     TensorPlacement,
+    check_counts,
     copy_out,
     match_tensors,
     placements,
@@ -52,10 +54,10 @@ def as_dtype(dtype: Any) -> np.dtype:
     """
     try:
         name = np.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):
         name = str(dtype)
     if name not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}.")
     return DTYPES[name]
 
 
@@ -88,6 +90,7 @@ def load_network(
     raw = read_json(folder / CONFIG) if raw is None else raw
     config = config_from_json(raw, max_positions)
     stored = find_tensors(folder)
+    check_counts(TABLES[model_type(raw)], config, stored)
     shapes = param_shapes(config)
     leaves = shapes_by_path(shapes)
     placed = placements(model_type(raw), config, leaves)
@@ -165,7 +168,7 @@ def dtype_of_matrices(weights: str | None, dtype: np.dtype) -> np.dtype:
     if weights is None:
         return dtype
     if weights not in STORAGES:
-        raise ValueError(f"weights must be one of {', '.join(STORAGES)}, got {weights!r}.")
+        raise ValueError(f"weights must be one of {', '.join(STORAGES)}, got {weights!r:.80}.")
     read = DTYPES.get(weights, dtype)
     if read.itemsize > dtype.itemsize:
         raise ValueError(f"weights={weights!r} is wider than dtype={dtype.name!r}: use that dtype.")

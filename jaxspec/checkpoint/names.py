@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from jaxspec.checkpoint.files import CheckpointError
+from jaxspec.checkpoint.files import CheckpointError, listed
 from jaxspec.models.config import ModelConfig
 
 
@@ -24,6 +24,7 @@ class Tensor(Protocol):
 
 
 T = TypeVar("T", bound=Tensor)
+_MOST_LISTED = 10
 # Tensors that some files hold although the head is the embedding table.
 TIED_HEAD = ("lm_head.weight",)
 
@@ -402,6 +403,36 @@ def placements_by(
     return placed
 
 
+def check_counts(
+    rules: tuple[Rule, ...], config: ModelConfig, stored: Mapping[str, Tensor]
+) -> None:
+    """Refuses more layers or experts than there are tensors of, before any of them is placed.
+
+    Raises:
+        CheckpointError: with both numbers.
+    """
+    names = _text_tensors(stored)
+    starts = {rule.name.partition("{layer}")[0] for rule in rules if "{layer}" in rule.name}
+    layers = {
+        name.removeprefix(start).partition(".")[0]
+        for start in starts
+        for name in names
+        if name.startswith(start)
+    }
+    wanted = {}
+    if starts:
+        wanted["layers"] = config.num_layers, len(layers)
+    if config.experts is not None:
+        wanted["experts"] = config.experts.num * sum(config.experts.layers), len(names)
+    for what, (asked, found) in wanted.items():
+        if asked > found:
+            raise CheckpointError(
+                f"The weights do not fit config.json, by which there are {asked} {what}, and the "
+                f"file has tensors of {found} at most. Check that both are of the same "
+                "checkpoint, and complete."
+            )
+
+
 def match_tensors(
     placed: Mapping[str, list[TensorPlacement]],
     leaves: Mapping[str, tuple[int, ...]],
@@ -417,7 +448,8 @@ def match_tensors(
         not_needed: names of tensors that may be stored and are not used.
 
     Raises:
-        CheckpointError: tensors are missing, unknown or of another shape; all of them are listed.
+        CheckpointError: tensors are missing, unknown or of another shape; the first ones of each
+            kind are listed.
     """
     stored = _text_tensors(stored)
     wanted = {
@@ -425,12 +457,12 @@ def match_tensors(
         for path, tensors in placed.items()
         for placement in tensors
     }
-    problems = []
+    missing, misshaped, unknown = [], [], []
     for name, shape in wanted.items():
         if name not in stored:
-            problems.append(f"missing: {name}, of shape {list(shape)}")
+            missing.append(f"missing: {name}, of shape {list(shape)}")
         elif stored[name].shape != shape:
-            problems.append(
+            misshaped.append(
                 f"of another shape: {name} is {list(stored[name].shape)}, "
                 f"config.json makes it {list(shape)}"
             )
@@ -438,12 +470,13 @@ def match_tensors(
         # Old files hold tables of frequencies, which follow from config.json.
         ignored = name in not_needed or name.endswith(".rotary_emb.inv_freq")
         if name not in wanted and not ignored:
-            problems.append(f"unknown: {name}, of shape {list(stored[name].shape)}")
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in problems)
+            unknown.append(f"unknown: {name:.200}, of shape {list(stored[name].shape)}")
+    kinds = [kind for kind in (missing, misshaped, unknown) if kind]
+    if kinds:
+        lines = "".join(listed(kind, _MOST_LISTED // len(kinds)) for kind in kinds)
         raise CheckpointError(
-            f"The weights do not fit config.json; {len(problems)} tensors are wrong. Check that "
-            f"both are of the same checkpoint, and complete:{lines}"
+            f"The weights do not fit config.json; {sum(map(len, kinds))} tensors are wrong. Check "
+            f"that both are of the same checkpoint, and complete:{lines}"
         )
     return {name: stored[name] for name in wanted}
 

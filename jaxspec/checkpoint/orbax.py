@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxspec.checkpoint.config import prepared_for
-from jaxspec.checkpoint.files import CheckpointError, read_json, write_json
+from jaxspec.checkpoint.files import CheckpointError, listed, read_json, write_json
 from jaxspec.checkpoint.folder import ORBAX_CONFIG, ORBAX_PARAMS
 from jaxspec.checkpoint.huggingface import dtype_of_matrices, dtype_of_network
 from jaxspec.checkpoint.memory import check_network_fits
@@ -70,13 +70,19 @@ def load_orbax(
     if mesh is not None:
         check_divides(config, mesh)
     path = (folder / ORBAX_PARAMS).absolute()
+    stored = _stored_leaves(path)
+    num_layers = sum(name.startswith("layer_") for name in stored)
+    if config.num_layers > num_layers:
+        raise CheckpointError(
+            f"The weights in {path} do not fit {ORBAX_CONFIG}, by which there are "
+            f"{config.num_layers} layers: they have {num_layers}."
+        )
     wanted = param_shapes(config)
     # Orbax restores all at once unless it is given a limit, which must exceed the largest leaf
     # in float32.
     at_once = 1 + 4 * max(leaf.size for leaf in jax.tree.leaves(wanted)) // 10**9
     with orbax.checkpoint.StandardCheckpointer(restore_concurrent_gb=at_once) as checkpointer:
         try:
-            stored = checkpointer.metadata(path).item_metadata.tree
             largest = max(jax.tree.leaves(stored), key=lambda leaf: math.prod(leaf.shape))
             whole = largest.dtype == np.int8
             target = dtype_of_network(np.dtype(stored["norm"]["scale"].dtype), dtype)
@@ -90,11 +96,27 @@ def load_orbax(
             params = checkpointer.restore(path, _on_devices(wanted, mesh))
         except CheckpointError:
             raise
-        except Exception as error:  # Orbax and its storage raise many kinds for damaged files.
-            raise CheckpointError(f"{path} cannot be read as an Orbax folder: {error}") from error
+        except Exception as error:
+            raise _unreadable(path, error) from error
     if weights == "int8" or (whole and weights is not None):
         params = stored_as(params, weights)
     return Network(params, config)
+
+
+def _stored_leaves(path: Path) -> Mapping[str, Any]:
+    """Returns the shape and dtype of each leaf, by the layer or part that it is in."""
+    import orbax.checkpoint
+
+    try:
+        with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+            return checkpointer.metadata(path).item_metadata.tree
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    # Orbax and its storage raise many kinds for damaged files.
+    return CheckpointError(f"{path} cannot be read as an Orbax folder: {error}")
 
 
 def _in_form(params: Any, dtype: np.dtype, matrices: np.dtype) -> Any:
@@ -123,11 +145,11 @@ def _check_shapes(path: Path, wanted: Any, stored: Any) -> None:
     ]
     different = sorted(set(shapes[0].items()) ^ set(shapes[1].items()))
     if different:
-        lines = "".join(
-            f"\n  {name}: {shapes[1].get(name, 'absent')}, not {shapes[0].get(name, 'known')}"
+        problems = [
+            f"{name}: {shapes[1].get(name, 'absent')}, not {shapes[0].get(name, 'known')}"
             for name in sorted({name for name, _ in different})
-        )
-        raise CheckpointError(f"The weights in {path} do not fit {ORBAX_CONFIG}:{lines}")
+        ]
+        raise CheckpointError(f"The weights in {path} do not fit {ORBAX_CONFIG}:{listed(problems)}")
 
 
 def _to_record(value: Any) -> Any:

@@ -15,11 +15,10 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxspec.checkpoint.files import CheckpointError, read_json
+from jaxspec.checkpoint.files import MOST_JSON, CheckpointError, listed, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_AXES, _MAX_SIZE = 32, 2**48  # what NumPy can describe, with room to spare
 
 # Types that weights may be stored as. `<`: files are little-endian whatever the machine is.
@@ -160,17 +159,18 @@ def write_safetensors(path: Path, tensors: Iterable[TensorToWrite], dtype: np.dt
 
 def _find_sharded(folder: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    shards = weight_map.values() if isinstance(weight_map, dict) else ()
+    if not shards or not all(isinstance(shard, str) for shard in shards):
         raise CheckpointError(f"{folder / INDEX} has no weight_map from tensors to shards.")
     problems = []
-    for name in sorted({str(shard) for shard in weight_map.values()}):
-        if Path(name).name != name or "\\" in name or name in (".", ".."):
+    for name in sorted(set(shards)):
+        if Path(name).name != name or "\\" in name or name in (".", "..") or len(name) > 255:
             problems.append(f"shard {name!r} is not a plain file name in this folder")
         elif not (folder / name).is_file():
             problems.append(f"shard {name!r} is not there")
     _raise_problems(folder / INDEX, problems)
 
-    headers = {name: read_header(folder / name) for name in sorted(set(weight_map.values()))}
+    headers = {name: read_header(folder / name) for name in sorted(set(shards))}
     found = {name: tensor for header in headers.values() for name, tensor in header.items()}
     for name, shard in weight_map.items():
         if name not in headers[shard]:
@@ -183,8 +183,9 @@ def _find_sharded(folder: Path) -> dict[str, StoredTensor]:
 
 def _raise_problems(path: Path, problems: list[str]) -> None:
     if problems:
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        raise CheckpointError(f"{path} does not fit its folder, fetch the checkpoint again:{lines}")
+        raise CheckpointError(
+            f"{path} does not fit its folder, fetch the checkpoint again:{listed(problems)}"
+        )
 
 
 def _parse_header(path: Path, stream: BinaryIO) -> dict[str, StoredTensor]:
@@ -196,8 +197,12 @@ def _parse_header(path: Path, stream: BinaryIO) -> dict[str, StoredTensor]:
     if size < 8:
         raise damaged(f"{size} bytes cannot hold a safetensors header")
     (length,) = struct.unpack("<Q", stream.read(8))
-    if length > min(size - 8, _MAX_HEADER_BYTES):
-        raise damaged(f"its header would have {length} bytes, the file has {size}")
+    # So many bytes hold 100,000 names; the format itself allows 100 MB.
+    if length > min(size - 8, MOST_JSON):
+        raise damaged(
+            f"its header would have {length} bytes, the file has {size}, and at most "
+            f"{MOST_JSON} are read"
+        )
     try:
         header = json.loads(stream.read(length).decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -211,14 +216,14 @@ def _parse_header(path: Path, stream: BinaryIO) -> dict[str, StoredTensor]:
         try:
             tensors[name] = _parse_entry(path, entry, 8 + length)
         except ValueError as error:
-            raise damaged(f"tensor {name!r}: {error}") from error
+            raise damaged(f"tensor {name!r:.200}: {error}") from error
     end = 8 + length
     # Empty tensors share their start with the one after them, and come first.
     for name, tensor in sorted(
         tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)
     ):
         if tensor.start != end:
-            raise damaged(f"tensor {name!r} overlaps another, or leaves a hole before it")
+            raise damaged(f"tensor {name!r:.200} overlaps another, or leaves a hole before it")
         end += tensor.num_bytes
     if end != size:
         raise damaged(f"its tensors end at byte {end}, the file at {size}")
@@ -237,11 +242,11 @@ def _parse_entry(path: Path, entry: Any, data_start: int) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     bits = _OTHER_BITS | {name: 8 * known.itemsize for name, known in FLOATS.items()}
     if not isinstance(dtype, str) or dtype not in bits:
-        raise ValueError(f"unknown dtype {dtype!r}")
+        raise ValueError(f"unknown dtype {dtype!r:.80}")
     if not _natural_numbers(shape) or len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_SIZE:
-        raise ValueError(f"shape must be a list of sizes, got {shape!r}")
+        raise ValueError(f"shape must be a list of sizes, got {shape!r:.80}")
     if not _natural_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"data_offsets must be [begin, end], got {offsets!r}")
+        raise ValueError(f"data_offsets must be [begin, end], got {offsets!r:.80}")
     num_bytes = offsets[1] - offsets[0]
     if math.prod(shape) * bits[dtype] != 8 * num_bytes:
         raise ValueError(f"{num_bytes} bytes do not hold {dtype} of shape {shape}")

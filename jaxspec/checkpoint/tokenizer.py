@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jaxspec.checkpoint.files import (
     MOST_JSON,
     CheckpointError,
+    as_path,
     parse_json,
     read_bytes,
     read_json,
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a whole character
 Message = Mapping[str, Any]
 
-_MOST_BYTES = 1 << 26  # published files have up to 40 MB
-_MOST_IDS = 1 << 22  # tables have an entry for each id; published vocabularies have 300,000
+_MOST_BYTES = 1 << 26  # the largest published ones have 35 MB
+_MOST_IDS = 1 << 20  # tables have an entry for each id; published vocabularies have 300,000
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,7 +293,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Reads `tokenizer.json`, and the settings and chat templates next to it, if any.
 
     Raises:
-        CheckpointError: there is no `tokenizer.json`, or a file cannot be understood.
+        CheckpointError: there is no `tokenizer.json`, a file is too large or cannot be understood,
+            or `folder` can be no path.
 
     Example:
         >>> from jaxspec.checkpoint import load_tokenizer, shipped_models
@@ -301,7 +303,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     """
     import tokenizers
 
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise CheckpointError(
@@ -320,10 +322,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     settings = _read_settings(folder)
     templates = _read_templates(folder, settings.pop("chat_template", None))
     tokenizer = Tokenizer(backend, settings, templates)
-    if tokenizer.vocab_size > _MOST_IDS:
-        raise CheckpointError(
-            f"{path} has a token of id {tokenizer.vocab_size - 1}; ids must be below {_MOST_IDS}."
-        )
+    # The number of ids takes no time, the largest of them some.
+    for size in (backend.get_vocab_size, lambda: tokenizer.vocab_size):
+        if size() > _MOST_IDS:
+            raise CheckpointError(
+                f"{path} has ids up to {size() - 1}, and they must be below {_MOST_IDS}."
+            )
     return tokenizer
 
 

@@ -6,12 +6,11 @@ That of a chain that ends early also has its threshold.
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 
-from jaxspec.checkpoint.files import CheckpointError, parse_json, read_bytes
+from jaxspec.checkpoint.files import MOST_JSON, CheckpointError, parse_json, read_bytes
 from jaxspec.core.checks import Share, checked, checks_arguments
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths
 
 TREE_FILE = "tree.json"
-_MOST_BYTES = 1 << 24
 PUBLISHED_TREES: Mapping[str, tuple[Path, ...]] = {"eagle-25": EAGLE_PATHS}
 """Trees that `load_tree` knows by name; the number is of nodes without the root."""
 
@@ -80,7 +79,7 @@ def _read(file: FilePath) -> tuple[tuple[Path, ...], float]:
         "'paths'"
     )
     try:
-        value = parse_json(read_bytes(file, _MOST_BYTES))
+        value = parse_json(read_bytes(file, MOST_JSON))
     except OSError as error:
         raise ValueError(
             f"tree {file}: {error.strerror or error}; give a file of `jaxspec tune tree`, or "

@@ -399,7 +399,7 @@ def _shown(value: Any) -> str:
     try:
         text = repr(_scalar(value))
     except (ValueError, RecursionError):  # more digits than Python writes, or too many levels
-        return f"one of type {type(value).__name__} that is too long to show"
+        return f"{type(value).__name__} too long to show"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -67,8 +67,8 @@ class Eagle2(Checked):
         if self._num_candidates > MOST_CANDIDATES:
             raise ValueError(
                 f"beam: {self.beam} nodes of each of {self.depth} levels give "
-                f"{self._num_candidates} candidates (beam + depth * beam^2), at most {MOST_CANDIDATES} "
-                "are possible; lower beam or depth."
+                f"{self._num_candidates} candidates (beam + depth * beam^2), at most "
+                f"{MOST_CANDIDATES} are possible; lower beam or depth."
             )
 
     @classmethod

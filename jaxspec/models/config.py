@@ -8,12 +8,25 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from jaxspec.core.checks import Checked, Count, Natural, Positive, above_up_to, at_least, one_of
+from jaxspec.core.checks import (
+    Checked,
+    Count,
+    Natural,
+    Positive,
+    above_up_to,
+    at_least,
+    at_most,
+    below,
+    one_of,
+)
 
 LAYER_TYPES = ("full", "sliding", "unrotated")
 ACTIVATIONS = ("silu", "gelu_tanh")
 
-Growth = Annotated[float, at_least(1)]
+Layers = Annotated[int, at_least(1), at_most(4096)]
+# Positions are 32-bit integers, and no text is longer.
+Growth = Annotated[float, at_least(1), below(2**31)]
+Fraction = Annotated[float, above_up_to(0, 1)]
 
 
 class _OfScaling(Checked):
@@ -135,7 +148,7 @@ class Rope(Checked):
     prefix: ClassVar[str] = "rope."
 
     theta: Positive = 10_000.0
-    fraction: Annotated[float, above_up_to(0, 1)] = 1.0
+    fraction: Fraction = 1.0
     scaling: Scaling | None = None
 
     def rotated_dim(self, head_dim: int) -> int:
@@ -227,7 +240,7 @@ class ModelConfig(Checked):
 
     vocab_size: Count
     embed_dim: Count
-    num_layers: Count
+    num_layers: Layers
     num_heads: Count
     num_kv_heads: Count
     head_dim: Count

@@ -125,7 +125,7 @@ class TrainingVocabulary:
                 )
         sizes = (model.config, model.config.get("text_config") or {})
         size = next((int(each["vocab_size"]) for each in sizes if "vocab_size" in each), None)
-        return cls.of(loaded, tokenizer or folder, size, model.stop_token_ids(loaded.eos_id))
+        return cls.of(loaded, tokenizer or folder, size, model.stop_token_ids(loaded.eos_id, size))
 
     @property
     def end(self) -> int:

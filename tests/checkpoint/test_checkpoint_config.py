@@ -300,37 +300,60 @@ BAD = [
     ({"model_type": None}, "model_type must be one of"),
     ({"model_type": ["llama"]}, "model_type must be one of"),
     ({"hidden_size": None}, "lacks 'hidden_size'"),
-    ({"hidden_size": "32"}, "hidden_size must be a whole number of at least 1; .* '32'"),
-    ({"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1"),
-    ({"hidden_size": 10**30}, "hidden_size must be a whole number of at least 1"),
-    ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a number"),
-    ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number of at least 1"),
+    ({"hidden_size": "32"}, "hidden_size must be a whole number, got '32'"),
+    ({"num_attention_heads": 0}, "num_attention_heads must be at least 1"),
+    ({"hidden_size": 10**30}, "hidden_size must be below 2147483648"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
+    ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number, got True"),
     ({"num_key_value_heads": 3}, "num_kv_heads"),
-    ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number"),
-    ({"rope_theta": float("nan")}, "rope_theta must be a number"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps must be a finite number"),
+    ({"rope_theta": float("nan")}, "rope_theta must be a finite number"),
     ({"rope_theta": -1.0}, "theta must be above 0"),
     ({"rope_scaling": {"rope_type": "mrope"}}, "RoPE type .* longrope; .* 'mrope'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor must be at least 1"),
-    ({"rope_scaling": [1]}, "must be JSON objects"),
-    ({"rope_scaling": {"rope_type": "longrope", "short_factor": 1}}, "short_factor must be a list"),
+    ({"rope_scaling": {"rope_type": "longrope", "short_factor": 1}}, "must be a sequence, got 1"),
     ({"partial_rotary_factor": 0.5}, "known for phi3 only"),
-    ({"hidden_act": "relu"}, "hidden_act must be one of silu, .* 'relu'"),
+    ({"hidden_act": "relu"}, "hidden_act must be one of .'silu', .* 'relu'"),
+    ({"hidden_act": ""}, "hidden_act must be one of .*, got ''"),
+    ({"hidden_act": []}, r"hidden_act must be a text, got \[\]"),
+    ({"hidden_act": 0}, "hidden_act must be a text, got 0"),
+    ({"model_type": "gemma2", "hidden_activation": None}, "lacks 'hidden_activation'"),
+    ({"num_hidden_layers": 4.5}, "num_hidden_layers must be a whole number, got 4.5"),
+    ({"num_hidden_layers": "4"}, "num_hidden_layers must be a whole number, got '4'"),
+    ({"num_hidden_layers": float("nan")}, "num_hidden_layers must be a whole number, got nan"),
+    *(
+        ({"model_type": name, "num_hidden_layers": 10**9}, "num_hidden_layers .* at most 4096")
+        for name in ("llama", "mistral", "qwen2", "gemma3_text", "smollm3", "olmo2")
+    ),
+    ({"hidden_size": 33}, "hidden_size must be a multiple of 4, .* got 33"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be True or False, got 'false'"),
+    ({"tie_word_embeddings": 2}, "tie_word_embeddings must be True or False, got 2"),
+    ({"attention_bias": "no"}, "attention_bias must be True or False, got 'no'"),
+    ({"mlp_bias": "x"}, "mlp_bias must be True or False, got 'x'"),
+    ({"model_type": "qwen2", "use_sliding_window": "false"}, "use_sliding_window must be True or"),
+    ({"model_type": "qwen3", "attention_bias": 5}, "attention_bias must be True or False, got 5"),
+    ({"model_type": "olmo2", "attention_bias": 1}, "attention_bias must be True or False, got 1"),
+    ({"use_bidirectional_attention": "no"}, "use_bidirectional_attention must be True or False"),
+    ({"text_config": 5}, "text_config must be a mapping, got 5"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
     ({"use_bidirectional_attention": True}, "encoder"),
     (
         {"model_type": "qwen3", "layer_types": ["linear_attention"] * 4},
-        "layer_types must be a list of",
+        r"layer_types\[0\] must be one of .'full_attention', .* got 'linear_attention'",
     ),
     ({"model_type": "qwen3", "layer_types": ["full_attention"]}, "layer_types must name 4"),
-    ({"model_type": "qwen3_moe"}, "num_experts"),
+    ({"model_type": "qwen3_moe"}, "lacks 'num_experts'"),
     ({"model_type": "mixtral"}, "lacks 'num_local_experts'"),
     ({"model_type": "qwen2_moe"}, "lacks 'shared_expert_intermediate_size'"),
     ({"model_type": "smollm3", "use_sliding_window": True}, "use_sliding_window, layer_types: "),
     ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 4}, "layers of a SmolLM3"),
-    ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers .* each of 4 layers"),
-    ({"model_type": "smollm3", "no_rope_layers": [1, 2, 0, 1]}, "no_rope_layers must be a list"),
-    ({"model_type": "granite", "logits_scaling": 0}, "logit_divisor must be above 0"),
+    (
+        {"model_type": "smollm3", "no_rope_layers": [1, 0]},
+        "no_rope_layers .* of 4 layers .* 2 entries",
+    ),
+    ({"model_type": "smollm3", "no_rope_layers": [1, 2, 0, 1]}, "must be one of .0, 1., got 2"),
+    ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling must be above 0"),
 ]
 
 
@@ -338,6 +361,80 @@ BAD = [
 def test_what_cannot_be_understood_is_named(changes, message):
     with pytest.raises(CheckpointError, match=message):
         config_from_json({**SIZES, "model_type": "llama", **changes})
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], r"must be a mapping, got \[\]"),
+        ("", "must be a mapping, got ''"),
+        ([1], r"must be a mapping, got \[1\]"),
+        ({"factor": 8.0}, "type 'default', which settings without a rope_type are of, .* factor"),
+        ({"rope_type": None, "factor": 8.0}, "type 'default', .* has no setting factor"),
+        ({"rope_type": "default", "factor": 4}, "RoPE type 'default', .* has no setting factor"),
+        (
+            {"rope_type": "linear", "factor": 2, "low_freq_factor": 1, "bogus": 3},
+            "RoPE type 'linear' has no setting low_freq_factor, bogus",
+        ),
+        ({"rope_type": "linear", "factor": True}, "factor must be a finite number, got True"),
+        ({"rope_type": "linear", "factor": 1e300}, "factor must be below"),
+        ({"rope_type": "yarn"}, "lacks 'factor'"),
+        ({"rope_type": "longrope", **TABLES}, "lacks 'factor'"),
+        ({"rope_type": "yarn", "factor": 2.0, "truncate": 1}, "truncate must be True or False"),
+        (
+            {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4},
+            "lacks 'original_max_position_embeddings'",
+        ),
+        ({"rope_type": 5}, "rope_type must be a text, got 5"),
+        (
+            {"rope_type": "linear", "type": "dynamic", "factor": 2.0},
+            "RoPE type must be one of .*and",
+        ),
+        ({"full_attention": {}, "factor": 8.0}, "has no setting factor"),
+        ({"full_attention": {"rope_type": "linear"}}, "lacks 'factor'"),
+        ({"full_attention": 5}, "full_attention must be a mapping, got 5"),
+    ],
+)
+def test_settings_of_the_rotation_are_of_its_type(place, settings, message):
+    with pytest.raises(CheckpointError, match=message):
+        config_from_json({**SIZES, "model_type": "llama", place: settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "scaling"),
+    [
+        ({}, None),
+        ({"rope_type": "default", "rope_theta": 1e4, **ORIGINAL}, None),
+        ({"type": "linear", "rope_type": "linear", "factor": 2, **ORIGINAL}, LinearScaling(2.0)),
+        ({"type": "yarn", "factor": 4, "finetuned": True, **ORIGINAL}, YarnScaling(4.0, 64)),
+        ({"type": "yarn", **ORIGINAL}, YarnScaling(4.0, 64)),
+        ({"type": "yarn", "factor": 4.0, "attention_factor": None}, YarnScaling(4.0, 256)),
+    ],
+)
+def test_what_published_settings_carry_beside_is_read(settings, scaling):
+    for place in ("rope_scaling", "rope_parameters"):
+        raw = {**SIZES, "model_type": "llama", place: settings}
+        assert config_from_json(raw).rope == Rope(scaling=scaling)
+
+
+def test_the_two_places_of_the_rotation_may_not_differ():
+    raw = {**SIZES, "model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    both = {**raw, "rope_parameters": {**raw["rope_scaling"], "rope_theta": 5e5}}
+    assert config_from_json(both).rope == Rope(5e5, scaling=LinearScaling(2.0))
+    with pytest.raises(CheckpointError, match="rope_parameters say different things of factor"):
+        config_from_json({**raw, "rope_parameters": {"rope_type": "linear", "factor": 4.0}})
+
+
+def test_whole_numbers_may_be_written_as_floats():
+    raw = {**SIZES, "model_type": "llama", "num_hidden_layers": 4.0, "vocab_size": 1e2}
+    assert config_from_json(raw) == OURS
+
+
+@pytest.mark.parametrize("raw", [[1], None, "llama"])
+def test_a_config_is_an_object(raw):
+    with pytest.raises(CheckpointError, match="raw must be a mapping, got"):
+        config_from_json(raw)
 
 
 JUNK = st.recursive(
@@ -373,6 +470,7 @@ LLADA = {
     **{"d_model": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": None, "mlp_hidden_size": 48},
     **{"vocab_size": 98, "embedding_size": 100, "max_sequence_length": 256, "rms_norm_eps": 1e-5},
     **{"model_type": "llada", "mask_token_id": 99, "rope_theta": 5e5, "block_type": "llama"},
+    "activation_type": "silu",
 }
 DREAM = {**SIZES, "model_type": "Dream", "mask_token_id": 99}
 SDAR = {**SIZES, "model_type": "sdar", "mask_token_id": 99, "block_size": 4, "head_dim": 8}
@@ -397,16 +495,19 @@ def test_which_place_an_output_decides_is_what_config_json_says():
 @pytest.mark.parametrize(
     ("raw", "changes", "message"),
     [
-        (LLADA, {"mask_token_id": None}, "lacks 'mask_token_id', the id of the mask"),
-        (LLADA, {"mask_token_id": "<m>"}, "mask_token_id must be an id; .* '<m>'"),
+        (LLADA, {"mask_token_id": None}, "lacks 'mask_token_id'"),
+        (LLADA, {"activation_type": None}, "lacks 'activation_type'"),
+        (LLADA, {"d_model": 33}, "d_model must be a multiple of 4"),
+        (LLADA, {"rope": 1}, "rope must be True in a LLaDA .* has 1"),
+        (LLADA, {"mask_token_id": "<m>"}, "mask_token_id must be a whole number, got '<m>'"),
         (LLADA, {"mask_token_id": 100}, r"mask_token_id must be an id below vocab_size \(100\)"),
         (LLADA, {"d_model": None}, "lacks 'd_model'"),
-        (LLADA, {"n_layers": "4"}, "n_layers must be a whole number of at least 1; .* '4'"),
+        (LLADA, {"n_layers": "4"}, "n_layers must be a whole number, got '4'"),
         (LLADA, {"include_qkv_bias": True}, "include_qkv_bias must be False in a LLaDA"),
         (LLADA, {"block_type": "sequential"}, "block_type must be 'llama'"),
         (DREAM, {"block_size": 32}, 'add "shift_logits": true, or false'),
-        (DREAM, {"shift_logits": "yes"}, "it has 'yes'"),
-        (SDAR, {"block_size": 0}, "block_size must be a whole number of at least 1"),
+        (DREAM, {"shift_logits": "yes"}, "shift_logits must be True or False, got 'yes'"),
+        (SDAR, {"block_size": 0}, "block_size must be at least 1, got 0"),
     ],
 )
 def test_what_is_wrong_with_a_diffusion_config_is_named(raw, changes, message):

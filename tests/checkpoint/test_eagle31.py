@@ -168,7 +168,7 @@ def test_a_head_comes_back_as_it_was_saved(target, name, tmp_path):
     [
         ({"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc .* exclude each"),
         ({"use_aux_norm": True}, "sets use_aux_norm, which is not supported"),
-        ({"norm_output": "yes"}, "norm_output in config.json must be true or false, got 'yes'"),
+        ({"norm_output": "yes"}, "norm_output must be True or False, got 'yes'"),
     ],
 )
 def test_what_is_not_covered_is_named(target, dialect, message, tmp_path):

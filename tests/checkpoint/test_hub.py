@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,13 +24,16 @@ from jaxspec.checkpoint import (
     load,
     load_dflash,
     load_eagle,
+    load_tokenizer,
+    recover_files,
     save,
+    save_dflash,
     save_eagle,
     save_orbax,
     shipped_heads,
     shipped_models,
 )
-from jaxspec.checkpoint.hub import find_head
+from jaxspec.checkpoint.hub import find_head, find_model
 from jaxspec.checkpoint.safetensors import find_tensors
 from jaxspec.models import (
     DynamicScaling,
@@ -203,10 +207,102 @@ def test_without_configured_stops_the_tokenizer_names_one(saved_folder, byte_lev
     assert load(saved_folder).stop_token_ids == (byte_level_tokenizer.eos_id,)
 
 
-def test_a_stop_that_is_no_id_is_an_error(saved_folder):
-    (saved_folder / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(CheckpointError, match="eos_token_id"):
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("stop", "message"),
+    [
+        ("</s>", "must be a sequence or a whole number, got '</s>'"),
+        (True, "got True"),
+        (2**40, r"must be in \[0, 48\), got 1099511627776"),
+        (48, r"must be in \[0, 48\), got 48"),
+        ([2, -1], "got -1"),
+    ],
+)
+def test_a_stop_that_is_no_id_is_an_error(name, stop, message, saved_folder):
+    (saved_folder / "generation_config.json").unlink()
+    raw = json.loads((saved_folder / "config.json").read_text())
+    (saved_folder / name).write_text(json.dumps({**raw, "eos_token_id": stop}))
+    with pytest.raises(CheckpointError, match=rf"{name}: eos_token_id.*{message}"):
         load(saved_folder)
+
+
+PLACES = [
+    (None, "must be a text, got None"),
+    (5, "must be a text, got 5"),
+    (b"demo", "must be a text, got b'demo'"),
+    ("", "must be a path: not empty, .* got ''"),
+    ("a\0b", "must be a path: .* without NUL, .* got 'a"),
+    ("x" * 10_000, r"must be a path: .* at most 255 bytes, got 'x{76}\.\.\.\.$"),
+]
+TAKE_PLACES = {
+    "path_or_hub_id": [lambda place, network: load(place)],
+    "source": [
+        lambda place, network: find_head(place),
+        lambda place, network: find_model(place),
+        load_eagle,
+        load_dflash,
+    ],
+    "folder": [
+        lambda place, network: load_tokenizer(place),
+        lambda place, network: recover_files(place),
+        lambda place, network: save(Model(network), place),
+        lambda place, network: save_orbax(Model(network), place),
+    ],
+}
+
+
+@pytest.mark.parametrize("argument", TAKE_PLACES)
+@pytest.mark.parametrize(("place", "message"), PLACES)
+def test_what_can_be_no_path_is_refused_by_name(argument, place, message, tiny_network):
+    for function in TAKE_PLACES[argument]:
+        with pytest.raises(CheckpointError, match=f"^{argument} {message}"):
+            function(place, tiny_network)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_positions": "100"}, "max_positions must be a whole number, got '100'"),
+        ({"max_positions": True}, "max_positions must be a whole number, got True"),
+        ({"mesh": "data=1"}, "mesh must be of type Mesh, got 'data=1'"),
+        ({"check": "no"}, "check must be True or False, got 'no'"),
+        ({"revision": 5}, "revision must be a text, got 5"),
+        ({"dtype": {"a": 1}}, "dtype must be one of float32, .* got {'a': 1}"),
+        ({"weights": ["int8"]}, "weights must be one of float32, bfloat16, int8, got"),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(settings, message, saved_folder):
+    with pytest.raises(ValueError, match=message):
+        load(saved_folder, **settings)
+
+
+def test_heads_are_checked_where_they_are_loaded_and_saved(tmp_path, tiny_network):
+    with pytest.raises(CheckpointError, match=r"head must be of type EagleHead or .* got None"):
+        save_eagle(None, tmp_path)
+    with pytest.raises(CheckpointError, match="head must be of type DFlashHead, got None"):
+        save_dflash(None, tmp_path)
+    with pytest.raises(CheckpointError, match="repo_id must be a text, got None"):
+        Model(tiny_network).push_to_hub(None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("layers", [200, 10_000])
+def test_layers_that_the_files_do_not_hold_are_refused_at_once(layers, tiny_network, tmp_path):
+    for layout, name, key in (
+        ("huggingface", "config.json", "num_hidden_layers"),
+        ("orbax", "network.json", "num_layers"),
+    ):
+        folder = tmp_path / layout
+        SAVERS[layout](Model(tiny_network), folder)
+        raw = json.loads((folder / name).read_text()) | {key: layers}
+        raw.pop("layer_types", None)
+        (folder / name).write_text(json.dumps(raw))
+        message = r"are 200 layers|at most 4096, got 10000"
+        began = time.perf_counter()
+        with pytest.raises(CheckpointError, match=message) as caught:
+            load(folder)
+        assert time.perf_counter() - began < 5  # it took minutes
+        assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("layout", sorted(SAVERS))

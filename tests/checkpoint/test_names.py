@@ -8,6 +8,7 @@ from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.names import (
     TABLES,
     TIED_HEAD,
+    check_counts,
     copy_into,
     copy_out,
     match_tensors,
@@ -125,6 +126,40 @@ def test_missing_unknown_and_misshaped_tensors_are_all_listed():
         "of another shape: model.embed_tokens.weight is [21, 12], config.json makes it [20, 12]",
         "unknown: model.layers.2.mlp.up_proj.weight, of shape [20, 12]",
     ]
+
+
+def test_of_many_wrong_tensors_the_first_of_each_kind_are_listed():
+    leaves = leaf_shapes(CONFIGS["llama"])
+    placed = placements("llama", CONFIGS["llama"], leaves)
+    stored = stored_tensors(placed, leaves)
+    other = {f"x.{number}.{name}": stored[name] for number in range(300) for name in stored}
+    with pytest.raises(CheckpointError) as caught:
+        match_tensors(placed, leaves, other)
+    lines = str(caught.value).splitlines()
+    assert f"{301 * len(stored)} tensors are wrong" in lines[0]
+    assert [line.split()[0] for line in lines[1:]] == [
+        *(["missing:"] * 5 + ["and"] + ["unknown:"] * 5 + ["and"]),
+    ]
+    assert lines[-1].strip() == f"and {300 * len(stored) - 5} more"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 4096, "layer_types": ()}, "are 4096 layers, and the file has .* 2 at most"),
+        (
+            {"experts": dataclasses.replace(EXPERTS, num=10**9)},
+            "are 1000000000 experts, and the file has tensors of 25 at most",
+        ),
+    ],
+)
+def test_more_than_a_file_holds_is_refused_at_once(changes, message):
+    config = CONFIGS["qwen3"]
+    leaves = leaf_shapes(config)
+    stored = stored_tensors(placements("qwen3", config, leaves), leaves)
+    check_counts(TABLES["qwen3_moe"], config, stored)
+    with pytest.raises(CheckpointError, match=message):
+        check_counts(TABLES["qwen3_moe"], config.replace(**changes), stored)
 
 
 def test_a_head_that_is_carried_along_counts_only_when_it_is_not_tied():

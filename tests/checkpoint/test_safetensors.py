@@ -77,6 +77,15 @@ def test_a_truncated_file_is_refused(tmp_path, missing):
         find_tensors(tmp_path)
 
 
+def test_a_header_of_more_bytes_than_names_take_is_not_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") as stream:
+        stream.write(struct.pack("<Q", 10**8))
+        stream.truncate(10**8 + 8)  # without its bytes on the disk
+    with pytest.raises(CheckpointError, match=r"would have 100000000 bytes, .* at most 16777216"):
+        read_header(path)
+
+
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 

@@ -219,8 +219,17 @@ def test_an_id_that_no_table_holds_is_refused(byte_level_tokenizer, tmp_path):
     described["added_tokens"][-1]["id"] = 2**31 - 2
     described["model"]["vocab"]["<far>"] = 2**31 - 2
     file.write_text(json.dumps(described))
-    with pytest.raises(CheckpointError, match=r"has a token of id 2147483646; ids must be below"):
+    with pytest.raises(CheckpointError, match=r"has ids up to 2147483646, .* below 1048576"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_or_template_that_is_too_large_is_not_read(byte_level_tokenizer, tmp_path):
+    byte_level_tokenizer.write(tmp_path)
+    for name in ("chat_template.jinja", "tokenizer.json"):
+        with (tmp_path / name).open("ab") as stream:
+            stream.truncate(1 << 28)  # without its bytes on the disk
+        with pytest.raises(CheckpointError, match=f"{name} is larger than .* MiB"):
+            load_tokenizer(tmp_path)
 
 
 def test_an_error_of_a_template_names_its_line(tokenizer):

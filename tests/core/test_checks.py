@@ -73,7 +73,7 @@ def deep_list(levels):
         (
             Sequence[Count],
             [10**5000],
-            "x[0] must be below 2147483648, got one of type int that is too long to show.",
+            "x[0] must be below 2147483648, got int too long to show.",
         ),
         (Count, 2**31, f"x must be below {2**31}, got {2**31}."),
         (Natural, -1, "x must be at least 0, got -1."),
@@ -89,7 +89,7 @@ def deep_list(levels):
         (
             int,
             deep_list(5_000),
-            "x must be a whole number, got one of type list that is too long to show.",
+            "x must be a whole number, got list too long to show.",
         ),
         (Path, "a", "x must be a path, got 'a'."),
         (tuple[int, ...], "12", "x must be a sequence, got '12'."),

@@ -313,8 +313,11 @@ def test_what_does_not_fit_the_protocol_is_said(kind, said):
     [
         ({}, "max_positions: OwnNetwork does not say"),
         ({"max_positions": 0}, "max_positions must be at least 1, got 0"),
-        ({"max_positions": 8, "stop_token_ids": [31]}, r"stop_token_ids has ids outside 0..30"),
-        ({"max_positions": 8, "stop_token_ids": 3}, "stop_token_ids must be a list of ids, got 3"),
+        ({"max_positions": "8"}, "max_positions must be a whole number, got '8'"),
+        ({"max_positions": 8, "stop_token_ids": ["a"]}, "must be a whole number, got 'a'"),
+        ({"max_positions": 8, "name": 5}, "name must be a text, got 5"),
+        ({"max_positions": 8, "stop_token_ids": [31]}, r"ids\[0\] must be in \[0, 31\), got 31"),
+        ({"max_positions": 8, "stop_token_ids": 3}, "stop_token_ids must be a sequence, got 3"),
         ({"max_positions": 8, "tokenizer": "demo"}, r"tokenizer must be .* got str; give jaxspec"),
     ],
 )

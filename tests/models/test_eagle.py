@@ -173,7 +173,7 @@ def change(folder: Path, new: Path, config=(), tensors=(), without=()) -> Path:
         ({"tensors": {"fc.weight": np.zeros((32, 32), "f4")}}, "of another shape: fc.weight is"),
         ({"tensors": {"more.weight": np.zeros(3, "f4")}}, "unknown: more.weight"),
         ({"config": {"vocab_size": 99}}, "another target: vocab_size is 99 in config.json, 64 in"),
-        ({"config": {"bias": 3}}, "bias in config.json must be true or false, got 3"),
+        ({"config": {"bias": 3}}, "bias must be True or False, got 3"),
         ({"tensors": {"d2t": np.array([3, 2])}}, "d2t must map its 2 draft ids to different ids"),
     ],
 )
