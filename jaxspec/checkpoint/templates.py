@@ -5,21 +5,14 @@ time and memory for each rendering, so that no template runs for ever or fills t
 started with the first chat, and serves all later ones.
 """
 
-import atexit
-import functools
-import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-SECONDS = 2
-"""Time of the processor for one rendering; a long conversation takes some thousandths."""
-MEMORY = 1 << 30
-"""Bytes for one rendering."""
-_LONGEST = 1 << 26  # characters of a result
+from jaxspec.bounded import Bounded
+
+# A long conversation takes some thousandths of a second.
+_PROCESS = Bounded(str(Path(__file__).with_name("rendering.py")), seconds=2, memory=1 << 30)
 
 
 class TemplateFailure(Exception):
@@ -45,201 +38,9 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
         >>> render("{% for role in roles %}{{ role }}: {% endfor %}", {"roles": ["user", "model"]})
         'user: model: '
     """
-    with _LOCK:
-        answer = _worker().ask({"source": source, "variables": variables})
+    answer = _PROCESS.ask({"source": source, "variables": variables})
     if answer is None:
-        raise TemplateFailure(f"it takes more than {SECONDS} seconds, or {MEMORY >> 20} MiB")
+        raise TemplateFailure(f"it takes more than {_PROCESS.bounds}")
     if "text" in answer:
         return answer["text"]
     raise TemplateFailure(answer["error"], answer["refused"], answer["line"])
-
-
-class _Worker:
-    """The process that renders."""
-
-    def __init__(self):
-        self.owner = os.getpid()
-        # -P: modules next to this file are none of its own.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-B", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def ask(self, question: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Returns the answer; `None` if the process died of the question, or does not answer."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        # The kernel ends it by the processor's time; this is for one that sleeps.
-        timer = threading.Timer(30 * SECONDS, self._process.kill)
-        timer.start()
-        try:
-            stdin.write(json.dumps(question).encode() + b"\n")
-            stdin.flush()
-            answer = stdout.readline()
-        except BrokenPipeError:
-            answer = b""
-        finally:
-            timer.cancel()
-        if not answer.endswith(b"\n"):
-            self.end()
-            return None
-        return json.loads(answer)
-
-    @property
-    def is_alive(self) -> bool:
-        """False after it died, and in a process that was forked from the one it belongs to."""
-        return self.owner == os.getpid() and self._process.poll() is None
-
-    def end(self) -> None:
-        """Ends the process."""
-        if self.owner == os.getpid():
-            self._process.kill()
-            self._process.wait()
-            for stream in (self._process.stdin, self._process.stdout):
-                if stream is not None:
-                    stream.close()
-
-
-_LOCK = threading.Lock()
-_workers: list[_Worker] = []
-
-
-def _worker() -> _Worker:
-    if not (_workers and _workers[0].is_alive):
-        _workers[:] = [_Worker()]
-    return _workers[0]
-
-
-@atexit.register
-def _end_worker() -> None:
-    for worker in _workers:
-        worker.end()
-
-
-@functools.lru_cache(maxsize=32)
-def _compiled(source: str):
-    import datetime
-
-    import jinja2
-    import jinja2.exceptions
-    import jinja2.ext
-    import jinja2.sandbox
-    import jinja2.utils
-
-    class _Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what the assistant said, for training; it prints its body."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    class PublicNamespace(jinja2.utils.Namespace):
-        """Refuses the attributes that Python gives a meaning, which Jinja's own stores.
-
-        Filters call `__html__` of what they are given, past the sandbox's check of calls.
-        """
-
-        def __init__(self, **values):
-            super().__init__()
-            for name, value in values.items():
-                self[name] = value
-
-        def __setitem__(self, name, value):
-            if name.startswith("_"):
-                raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} is refused.")
-            super().__setitem__(name, value)
-
-    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-        return json.dumps(
-            value,
-            ensure_ascii=ensure_ascii,
-            indent=indent,
-            separators=separators,
-            sort_keys=sort_keys,
-        )
-
-    def raise_exception(message):
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(form):
-        return datetime.datetime.now().strftime(form)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    # Jinja's own filter escapes HTML, which no model was trained on.
-    environment.filters["tojson"] = to_json
-    environment.globals.update(
-        raise_exception=raise_exception, strftime_now=strftime_now, namespace=PublicNamespace
-    )
-    return environment.from_string(source)
-
-
-def _line_of(error: BaseException) -> int | None:
-    """Returns the line of the template in which an error was raised."""
-    line, trace = getattr(error, "lineno", None), error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == "<template>":
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
-
-
-def _answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    import jinja2
-
-    try:
-        text = _compiled(question["source"]).render(question["variables"])
-        if len(text) <= _LONGEST:
-            return {"text": text}
-        return {"error": f"it makes {len(text)} characters", "refused": True, "line": None}
-    except (MemoryError, RecursionError, OverflowError) as error:
-        said = f"it goes too far ({type(error).__name__})"
-        return {"error": said, "refused": True, "line": _line_of(error)}
-    except jinja2.TemplateError as error:
-        return {"error": str(error), "refused": True, "line": _line_of(error)}
-    except Exception as error:
-        return {"error": repr(error), "refused": False, "line": _line_of(error)}
-
-
-def _limiter() -> Callable[[], None]:
-    """Returns what gives the next rendering its time; memory is limited once."""
-    try:
-        import resource
-    except ImportError:  # not a system of that kind: the other process watches the clock
-        return lambda: None
-    import jinja2  # noqa: F401 (before memory is limited)
-
-    used = 0
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm", encoding="ascii") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, most))
-
-    def limit() -> None:
-        spent = resource.getrusage(resource.RUSAGE_SELF)
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        until = int(spent.ru_utime + spent.ru_stime) + 1 + SECONDS
-        resource.setrlimit(resource.RLIMIT_CPU, (until, most))
-
-    return limit
-
-
-def _serve() -> None:
-    """Answers questions, a line each, until there are no more."""
-    limit = _limiter()
-    for line in sys.stdin.buffer:
-        limit()
-        answer = json.dumps(_answer(json.loads(line)))
-        sys.stdout.write(answer + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    _serve()
