@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxspec.checkpoint.memory import check_texts_fit
 from jaxspec.compilation import CompileClock
+from jaxspec.core.checks import checked
 from jaxspec.core.masks import causal
 from jaxspec.core.types import CarriesOn, DecodeState, Params
 from jaxspec.decoding.metrics import Metrics
@@ -100,6 +101,7 @@ def generate(
         True
     """
     config, drafter = config_and_drafter(config, drafter, settings)
+    return_trace = checked("return_trace", return_trace, bool)
     request, profile = _prepare(model, prompts, config, drafter, seed, drafting)
     traces = [[] for _ in request.prompt_lengths] if return_trace else None
     with CompileClock() as clock:

@@ -1,6 +1,7 @@
 """The public face: what prompts may look like, what ends a row, what comes back."""
 
 import dataclasses
+import itertools
 import time
 from functools import partial
 
@@ -135,7 +136,7 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
         ([1], {"logit_bias": {999: 1.0}}, "logit_bias has ids outside"),
         ([1], {"banned_token_ids": [999]}, "banned_token_ids has ids outside"),
         ([1], {"allowed_token_ids": []}, "allowed_token_ids is empty"),
-        ([1], {"stop": ["x", ""]}, "empty stop string"),
+        ([1], {"stop": ["x", ""]}, r"stop\[1\] must be a text that is not empty, got ''"),
         ([1], {"stop_token_ids": [-7]}, r"stop_token_ids\[0\] must be at least 0, got -7"),
         ([1], {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
         ([1], {"max_new_tokens": "5"}, "max_new_tokens must be a whole number.*got '5'"),
@@ -158,7 +159,19 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
             r"logit_bias\[5\] must be a number, got nan",
         ),
         ([1.5, 2.5], {}, r"prompts\[0\] must be text, chat messages or a list of whole"),
-        ([[1.7, 2.2]], {}, r"prompts\[0\] must be text, chat messages or a list of whole"),
+        ([[1.7, 2.2]], {}, r"prompts\[0\]\[0\] must be a whole number, got 1.7"),
+        ([[1, [2]]], {}, r"prompts\[0\]\[1\] must be a whole number, got \[2\]"),
+        ([[1], [True]], {}, r"prompts\[1\]\[0\] must be a whole number, got True"),
+        ([[1], ["a"]], {}, r"prompts\[1\]\[0\] must be a whole number, got 'a'"),
+        ([[1], b"a"], {}, r"prompts\[1\] must be text, chat messages or a list of whole"),
+        ([[1], [{"content": "a"}]], {}, r"prompts\[1\]: messages\[0\] must be a dictionary"),
+        ([[1], [{"role": "user"}, 3]], {}, r"prompts\[1\]: messages\[1\] must be a dictionary"),
+        ([[1], "\ud800"], {}, r"prompts\[1\]: text is not valid Unicode"),
+        (itertools.repeat([1]), {}, "prompts: got more than 1000000; give fewer"),
+        ([1], {"num_samples": 4097}, "num_samples must be at most 4096, got 4097"),
+        ([1], {"stop": "\ud800"}, r"stop\[0\] is not valid Unicode"),
+        ([1], {"stop": ["a", "b\ud800"]}, r"stop\[1\] is not valid Unicode: .* at character 1"),
+        ([1], {"stop": ""}, "stop must be a text that is not empty, got ''"),
         (None, {}, "prompts must be a prompt or a list of them, got None"),
         ([None], {}, r"prompts\[0\] must be text, chat messages or a list of whole"),
         ([[1], float("nan")], {}, r"prompts\[1\] must be text, .*, got nan"),
@@ -218,9 +231,32 @@ def test_a_tiny_temperature_is_greedy(model):
         assert row.finish_reason == greedy.finish_reason
 
 
-def test_a_seed_must_fit_the_generator(model):
-    with pytest.raises(ValueError, match="seed"):
-        generate(model, [1], seed=1 << 31)
+@pytest.mark.parametrize("seed", [1 << 31, -1, True, 1.5, "1", None, [1]], ids=repr)
+def test_a_seed_must_fit_the_generator(model, seed):
+    for call in (generate, lambda *args, **named: next(stream(*args, **named))):
+        with pytest.raises(ValueError, match=r"^seed must be "):
+            call(model, [1], seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, [2]], r"tokens\[1\] must be a whole number, got \[2\]"),
+        ([1.5], r"tokens\[0\] must be a whole number, got 1.5"),
+        (3, "tokens must be text, chat messages or a list of whole token ids, got 3"),
+        ("\ud800", "tokens: text is not valid Unicode"),
+    ],
+)
+def test_what_is_scored_or_streamed_is_named(model, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        score(model, prompt)
+    with pytest.raises(ValueError, match=r"^prompts"):
+        next(stream(model, prompt))
+
+
+def test_a_trace_is_asked_for_by_a_truth_value(model):
+    with pytest.raises(ValueError, match="return_trace must be True or False, got 'no'"):
+        generate(model, [1], return_trace="no")
 
 
 def test_text_needs_a_tokenizer_and_a_chat_a_template(model):
