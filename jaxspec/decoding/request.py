@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.checkpoint.hub import check_is_model
-from jaxspec.checkpoint.memory import SHORT_TEXT, check_texts_fit
+from jaxspec.checkpoint.memory import SHORT_TEXT, check_texts_fit, check_trace_fits
 from jaxspec.checkpoint.tokenizer import check_unicode, covers
 from jaxspec.core.checks import (
     MAY_BE_INFINITE,
@@ -38,11 +38,12 @@ from jaxspec.core.loop import (
     decode_stream,
     plan_decoding,
     round_up,
+    shape_of_info,
 )
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
 from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Penalties, Warp
 from jaxspec.decoding.grammars import compiled, languages_of
-from jaxspec.decoding.result import text_of
+from jaxspec.decoding.result import shown_of, text_of
 from jaxspec.drafters import DrafterLike, LoadedDrafter, loaded_drafter
 from jaxspec.drafters.loaded import OtherTargetError
 from jaxspec.sharding import DATA, mesh_of, on_mesh_of, shard_like, shares_of_memory, spread_rows
@@ -55,6 +56,7 @@ MOST_PROMPTS = 1_000_000
 """Prompts of one call, which are all held at once."""
 MOST_SAMPLES = 4096
 """Continuations of one prompt, which are decoded at once."""
+_BYTES_OF_RECORD = 2048  # of a step of one row on the host, without its laws
 _FEW_ROWS, _ROW_MULTIPLE, _STOP_ID_MULTIPLE = (1, 2, 6), 8, 4
 
 _WHOLE = int | np.integer
@@ -294,6 +296,25 @@ class Request:
             if step is None:
                 return
             yield step
+
+    def check_trace_fits(self) -> None:
+        """Refuses, before it is decoded, a request whose trace does not fit into memory.
+
+        Raises:
+            CheckpointError: with figures.
+        """
+        num_steps, num_nodes = int(self.prompts.room.max()), self.drafter.tree_shape[0]
+        records = _BYTES_OF_RECORD * self.num_rows
+        try:
+            # Each node with a law of its own, which few have.
+            laws = 4 * self.num_rows * num_nodes * self.params.target.vocab_size
+            check_trace_fits(laws + records, num_steps)
+        except CheckpointError:
+            with on_mesh_of(self.params):
+                info = shape_of_info(*self._arrays(), drafter=self.drafter, plan=self.plan)
+            leaves = jax.tree.leaves(shown_of(info))
+            each = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+            check_trace_fits(each + records, num_steps)
 
     def peak_bytes(self) -> int:
         """Returns the most bytes that the program of `decode` holds at once, by its compiler.

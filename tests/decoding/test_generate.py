@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import signal
+import threading
 import time
 from functools import partial
 
@@ -761,6 +763,58 @@ def test_what_a_call_would_hold_is_foretold(model, monkeypatch):
     with pytest.raises(CheckpointError, match=r"1 texts of 16 tokens need"):
         score(model, [1, 2, 3])
     assert decode._cache_size() == programs
+
+
+def test_what_a_trace_would_hold_is_foretold(model, monkeypatch):
+    """The laws of drawn drafts, each as wide as the vocabulary, are most of it."""
+    monkeypatch.setattr(memory, "_available_host_memory", lambda: 10**6)
+    config = GenerationConfig(max_new_tokens=90, temperature=1.0)
+    programs = decode._cache_size()
+    drawn = DraftModel.of(model, num_speculative_tokens=4)
+    with pytest.raises(CheckpointError, match=r"return_trace: 90 steps need .*max_new_tokens"):
+        generate(model, [[1]] * 2, config, drawn, return_trace=True)
+    asked = []
+
+    def check_trace_fits(each, num_steps):
+        asked.append((each, num_steps))
+        if len(asked) % 2:
+            raise CheckpointError("the first guess is too large")
+
+    monkeypatch.setattr(jaxspec.decoding.request, "check_trace_fits", check_trace_fits)
+    for num_rows, drafter, laws in ((2, drawn, 4), (1, drawn, 4), (1, PromptLookup(4), 0)):
+        prepare(model, [[1]] * num_rows, config, drafter, 0).check_trace_fits()
+        guessed, exact = (each - num_rows * 2048 for each, num_steps in asked[-2:])
+        assert guessed == num_rows * 5 * 4 * 272
+        assert 0 <= exact - num_rows * laws * 4 * 272 < num_rows * 200
+        assert {num_steps for _, num_steps in asked} == {90}
+    assert decode._cache_size() == programs
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("seconds", [0.003, 0.03])
+def test_an_interrupt_leaves_everything_usable(model, traced, seconds):
+    """That of a notebook, in the middle of a program or between two steps."""
+    config = GenerationConfig(max_new_tokens=40, temperature=1.0, choices=["yes, " * 8, "no" * 20])
+    calls = [partial(generate, model, "hello", config, PromptLookup(3), 1, traced)]
+    calls += [partial(score, model, "hello")]
+    expected, scored = (call() for call in calls)
+    timer = threading.Timer(seconds, signal.raise_signal, (signal.SIGINT,))
+
+    def decode_for_ever():
+        timer.start()
+        while True:
+            generate(model, "hello", config, PromptLookup(3), 2, traced)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            decode_for_ever()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, handler)
+    again, scored_again = (call() for call in calls)
+    assert again[0].tokens.tolist() == expected[0].tokens.tolist()
+    np.testing.assert_array_equal(scored.logits, scored_again.logits)
 
 
 def test_plain_decoding_is_the_same_program_with_a_one_node_tree(model):
