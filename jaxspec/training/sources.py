@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple, Protocol, runtime_checkable
 
 from jaxspec.checkpoint.tokenizer import check_unicode
-from jaxspec.core.checks import Checked, Natural, Positive, at_least, from_up_to
+from jaxspec.core.checks import Checked, FileName, Natural, Positive, at_least, from_up_to
 from jaxspec.training.tokenizer import RESERVED
 
 DATA_FOLDER = Path("data/train")
@@ -157,7 +157,7 @@ class Source(Checked):
     """
 
     name: str
-    path: str
+    path: FileName
     template: str = "{text}"
     weight: Positive = 1.0
     split: Split = EveryNth()

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -149,6 +150,7 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
         ([1], {"num_samples": 2.5}, "num_samples must be a whole number, got 2.5"),
         ([1], {"stop": None}, "stop must be a text or a sequence, got None"),
         ([1], {"stop": [3]}, r"stop\[0\] must be a text, got 3"),
+        ([1], {"stop": Path("a")}, "stop must be a text or a sequence, got "),
         ([1], {"stop_token_ids": 2}, "stop_token_ids must be a sequence, got 2"),
         ([1], {"logit_bias": {5: None}}, r"logit_bias\[5\] must be a number, got None"),
         ([1], {"logit_bias": [1.0]}, r"logit_bias must be a mapping, got \[1.0\]"),
