@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxspec.checkpoint.files import parse_json, read_lines
+from jaxspec.core.checks import checked
 from jaxspec.decoding.request import PromptLike, check_ids, encode_prompt, prompt_list
 from jaxspec.measure.prompts import FIELDS, field_in
 
@@ -188,8 +189,8 @@ def _as_prompt(value: Any, chat: bool) -> PromptLike:
     if isinstance(value, list) and value:
         if all(isinstance(message, Mapping) for message in value):
             return value
-        if all(type(token) is int for token in value):
-            return value
+        with contextlib.suppress(ValueError):
+            return list(checked("tokens", value, Sequence[int]))  # 8.0 is a whole number in JSON
     raise ValueError(
         "the prompt must be a text that is not empty, a chat, a list of turns, or a list of token "
         f"ids, got {value!r:.60}."

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
-from jaxspec.core.checks import Requirement, checked
+from jaxspec.core.checks import FileName, Requirement, checked
 
 _STAGING = ".saving-"
 _ORIGINALS = ".originals"
@@ -62,7 +62,7 @@ def _is_path(text: str) -> bool:
 
 
 _PATH = Annotated[
-    str,
+    FileName,
     Requirement("a path: not empty, without NUL, names of at most 255 bytes", _is_path),
 ]
 

@@ -190,6 +190,26 @@ def check_texts_fit(each: int, length: int, batch_size: int, shares: int = 1) ->
     )
 
 
+def check_trace_fits(each: int, num_steps: int) -> None:
+    """Refuses a trace, before anything is decoded, that cannot fit into the memory of the host.
+
+    Args:
+        each: bytes of the record of one step of all rows.
+        num_steps: steps that may be taken.
+
+    Raises:
+        CheckpointError: it is larger than the memory that is available; with figures.
+    """
+    _refuse_if_more(
+        each * num_steps,
+        1,
+        f"return_trace: {num_steps} steps need {_gigabytes(each * num_steps)} for their records, "
+        f"{each:,} bytes a step",
+        "Trace fewer tokens (max_new_tokens) or rows, or draft fewer nodes.",
+        _available_host_memory(),
+    )
+
+
 def check_head_fits(needed: int) -> None:
     """Refuses a head of a drafter, before it is loaded, that needs so many bytes and cannot fit.
 
@@ -215,8 +235,11 @@ def check_corpus_fits(num_tokens: int) -> None:
     )
 
 
-def _refuse_if_more(needed: int, shares: int, what: str, remedy: str) -> None:
-    available, share = available_memory(), needed // shares
+def _refuse_if_more(
+    needed: int, shares: int, what: str, remedy: str, available: int | None = None
+) -> None:
+    """Refuses it; `available` is what the device has, if it is left out."""
+    available, share = available or available_memory(), needed // shares
     if available is None or share <= available:
         return
     if shares > 1:

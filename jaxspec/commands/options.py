@@ -299,7 +299,7 @@ def drafter_settings(spec: DrafterSpec, args: argparse.Namespace) -> dict[str, A
     """Reads the settings of a spec; flags give the settings that the spec leaves out.
 
     Raises:
-        ValueError: a setting is unknown, or is not a number where one is needed.
+        ValueError: a setting is unknown, or is not what is needed.
     """
     flags = {name: getattr(args, name, None) for name in ("num_speculative_tokens", "max_ngram")}
     kinds, _ = DRAFTERS[spec.name]
@@ -315,8 +315,11 @@ def drafter_settings(spec: DrafterSpec, args: argparse.Namespace) -> dict[str, A
     for name, text in spec.settings.items():
         try:
             settings[name] = kinds[name](text)
-        except ValueError:
-            raise ValueError(f"--drafter {spec.text}: {name} must be a number.") from None
+        except (KeyError, ValueError):
+            needed = _NEEDED[kinds[name]]
+            raise ValueError(
+                f"--drafter {spec.text}: {name} must be {needed}, got {text!r:.40}."
+            ) from None
     return settings
 
 
@@ -457,12 +460,22 @@ def _block_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "tree" in given:
         given["paths"] = load_tree(given.pop("tree"))
     costs = {name: given.pop(name) for name in _COSTS if name in given}
-    if given.pop("adaptive", 0):
+    if given.pop("adaptive", False):
         given["adaptive"] = AdaptiveBlock(**costs)
     elif costs:
         raise ValueError(f"--drafter: {', '.join(costs)}: needs adaptive=1.")
     return given
 
+
+def _yes_or_no(text: str) -> bool:
+    return {"1": True, "yes": True, "true": True, "0": False, "no": False, "false": False}[text]
+
+
+_NEEDED: Mapping[Callable[[str], Any], str] = {
+    int: "a whole number",
+    float: "a number",
+    _yes_or_no: "1 (yes) or 0 (no)",
+}
 
 _COSTS = ("draft_cost", "token_cost")
 _OF_BLOCKS: Mapping[str, Callable[[str], Any]] = {
@@ -474,7 +487,7 @@ _OF_BLOCKS: Mapping[str, Callable[[str], Any]] = {
     "temperature": float,
     "steps": int,
     # 1: draft only as much of a block as pays; costs are in target passes over one token.
-    "adaptive": int,
+    "adaptive": _yes_or_no,
     **dict.fromkeys(_COSTS, float),
 }
 

@@ -107,6 +107,9 @@ Nodes = Annotated[int, at_least(1), at_most(MOST_NODES)]
 Positive = Annotated[float, above(0)]
 MAY_BE_INFINITE = "may be infinite"
 """Among the rules of a float: infinities are numbers too."""
+MAY_BE_PATH = "may be a path"
+"""Among the rules of a text: paths are taken too, and become texts."""
+FileName = Annotated[str, MAY_BE_PATH]
 PositiveOrInfinite = Annotated[float, MAY_BE_INFINITE, above(0)]
 NotNegative = Annotated[float, at_least(0)]
 Share = Annotated[float, within(0, 1)]
@@ -148,8 +151,8 @@ class Checked:
 def checked(name: str, value: Any, hint: Any) -> Any:
     """Returns a value as a plain one of the type and under the rules of an annotation.
 
-    Whole numbers may be given as floats, such as 8.0, which is how some files hold them, and texts
-    as paths. Types that are neither built in nor classes are not checked.
+    Whole numbers may be given as floats, such as 8.0, which is how some files hold them. Types that
+    are neither built in nor classes are not checked.
 
     Args:
         name: of the setting.
@@ -350,7 +353,7 @@ def _any_number(value: Any) -> Any:
     return _WRONG if math.isnan(found) else float(found)
 
 
-def _text(value: Any) -> Any:
+def _path(value: Any) -> Any:
     value = os.fspath(value) if isinstance(value, os.PathLike) else value
     return value if isinstance(value, str) else _WRONG
 
@@ -374,10 +377,11 @@ _KINDS: dict[Any, _Kind] = {
     bool: _Kind("True or False", _flag),
     int: _Kind("a whole number", _whole),
     float: _Kind("a finite number", _number),
-    str: _Kind("a text", _text),
+    str: _Kind("a text", _instance(str)),
     pathlib.Path: _Kind("a path", _instance(pathlib.Path)),
     Any: _Kind("anything", lambda value: value),
     MAY_BE_INFINITE: _Kind("a number", _any_number),
+    MAY_BE_PATH: _Kind("a text or a path", _path),
 }
 
 
@@ -386,7 +390,7 @@ def _bare(hint: Any) -> Any:
     if typing.get_origin(hint) is not Annotated:
         return hint
     kind, *rules = typing.get_args(hint)
-    return MAY_BE_INFINITE if MAY_BE_INFINITE in rules else kind
+    return next((rule for rule in rules if rule in (MAY_BE_INFINITE, MAY_BE_PATH)), kind)
 
 
 def _rules(hint: Any) -> list[Requirement]:

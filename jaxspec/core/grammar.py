@@ -5,7 +5,7 @@ of a node is that of the row, moved on by the tokens of the path to the node. So
 the tokens that plain decoding allows after that text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,12 +15,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.types import Context, Tree
 
-_SILENT = 0
+SILENT = 0
+"""The kind of tokens that spell nothing."""
 _DEAD = -1
 NEVER = 2**30
 """The fewest tokens to the end where there is no way to it."""
 _MOST_FORCED = 128
 """Tokens of a state whose text may be forced; more are sure to part."""
+MOST_ENTRIES = 1 << 25
+"""Of the table of a machine: states times the tokens that move them differently, 128 MB."""
 
 
 class Grammar(NamedTuple):
@@ -90,7 +93,7 @@ class RowGrammar(NamedTuple):
         fits = (least[after] < left[:, None]) | (least[states] > left)[:, None]
         dead = (states < 0)[:, None]
         goes_on = (((after >= 0) & fits) | dead)[:, kinds]
-        stops = jnp.where(kinds[self.stop_ids] == _SILENT, ends[states, None], False)
+        stops = jnp.where(kinds[self.stop_ids] == SILENT, ends[states, None], False)
         spelled = after[:, kinds[self.stop_ids]]
         stops = stops | ((spelled >= 0) & ends[spelled]) | dead
         ids = jnp.where(self.stop_ids < 0, len(kinds), self.stop_ids)
@@ -163,6 +166,9 @@ def grammar_over_tokens(
         ends: True in states where a text is one of the language.
         token_bytes: the bytes that each id spells; empty for ids that may not be emitted.
 
+    Raises:
+        TooManyEntries: the machine would be too large.
+
     Example:
         The language "a" or "ab", with the tokens "", "a", "b", "ab":
 
@@ -173,7 +179,7 @@ def grammar_over_tokens(
         >>> grammar.table[0][grammar.kinds].tolist(), grammar.least.tolist()
         ([-1, 1, -1, 2], [1, 0, 0])
     """
-    moves, kinds = _read_tokens(by_byte, token_bytes)
+    moves, kinds = read_tokens(by_byte, token_bytes)
     least = _fewest_tokens(moves, ends)
     moves = np.where((moves >= 0) & (least[moves] < NEVER), moves, _DEAD)
     return Grammar(
@@ -186,12 +192,43 @@ def grammar_over_tokens(
     )
 
 
-def _read_tokens(
-    by_byte: np.ndarray, token_bytes: Sequence[bytes]
-) -> tuple[np.ndarray, np.ndarray]:
+class TooManyEntries(ValueError):
+    """A machine over tokens that would take too much memory; the message says how much."""
+
+
+def trie_of(texts: Iterable[bytes], most: int) -> tuple[list[dict[int, int]], set[int]] | None:
+    """Returns a tree of texts: the node after each byte from each node, and nodes that end a text.
+
+    Node 0 is the empty text, and nodes come after those that lead to them. `None` if there would be
+    more than `most`.
+
+    Example:
+        >>> trie_of([b"ab", b"b"], most=9)
+        ([{97: 1, 98: 3}, {98: 2}, {}, {}], {2, 3})
+    """
+    follow: list[dict[int, int]] = [{}]
+    ends = set()
+    for text in texts:
+        node = 0
+        for byte in text:
+            after = follow[node].setdefault(byte, len(follow))
+            if after == len(follow):
+                if after == most:
+                    return None
+                follow.append({})
+            node = after
+        ends.add(node)
+    return follow, ends
+
+
+def read_tokens(by_byte: np.ndarray, token_bytes: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Returns `[states, kinds]`, the state after a token of each kind, and the kind of each token.
 
     Most beginnings of tokens move all states as others do, so only different moves are followed.
+    Kind 0 are tokens that spell nothing; they lead nowhere.
+
+    Raises:
+        TooManyEntries: there are too many different moves.
     """
     num_states = len(by_byte)
     # Each row is a move: the state after it, by the state before. One more state is dead.
@@ -216,12 +253,17 @@ def _read_tokens(
             # The sum with random weights tells moves apart.
             reached[index] = number_of.setdefault(int(weights @ move), len(moves))
             if reached[index] == len(moves):
+                if len(moves) * num_states >= MOST_ENTRIES:
+                    raise TooManyEntries(
+                        f"a machine of {num_states} states whose tokens move it in {len(moves)} "
+                        f"ways or more; at most {MOST_ENTRIES} entries are possible"
+                    )
                 moves.append(move)
         numbers[longer] = reached[inverse]
     used, kinds = np.unique(numbers[lengths > 0], return_inverse=True)
-    silent = np.full(num_states, num_states)
+    silent = np.full(num_states, num_states, np.int32)
     table = np.stack([silent, *(moves[number][:-1] for number in used)], axis=1)
-    kind_of = np.full(len(token_bytes), _SILENT)
+    kind_of = np.full(len(token_bytes), SILENT)
     kind_of[lengths > 0] = 1 + kinds
     return np.where(table == num_states, _DEAD, table), kind_of
 
@@ -250,13 +292,19 @@ def with_room(grammar: Grammar) -> Grammar:
 
 def _fewest_tokens(moves: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """Returns the fewest tokens from each state to the end of a text, or `NEVER`."""
+    after = [np.unique(row[row >= 0]) for row in moves]
+    before = np.repeat(np.arange(len(moves)), [len(states) for states in after])
+    after = np.concatenate(after)
+    order = np.argsort(after, kind="stable")
+    before = np.split(before[order], np.searchsorted(after[order], np.arange(1, len(moves))))
     least = np.where(ends, 0, NEVER)
-    while True:
-        through = np.where(moves >= 0, least[moves], NEVER).min(axis=1) + 1
-        nearer = np.minimum(least, through)
-        if (nearer == least).all():
-            return least
-        least = nearer
+    reached, length = np.flatnonzero(ends), 0
+    while len(reached):
+        length += 1
+        near = np.unique(np.concatenate([before[state] for state in reached]))
+        reached = near[least[near] == NEVER]
+        least[reached] = length
+    return least
 
 
 def _forced_tokens(
@@ -264,10 +312,11 @@ def _forced_tokens(
 ) -> list[int]:
     """Returns the longest token of each state, if all its tokens begin that one; -1 elsewhere."""
     sizes, forced = np.bincount(kinds, minlength=moves.shape[1]), []
+    ids_of = np.split(np.argsort(kinds, kind="stable"), np.cumsum(sizes)[:-1])
     for after, end in zip(moves, ends, strict=True):
         forced.append(_DEAD)
         if not end and 0 < sizes[after >= 0].sum() <= _MOST_FORCED:
-            ids = np.flatnonzero(after[kinds] >= 0).tolist()
+            ids = [token for kind in np.flatnonzero(after >= 0) for token in ids_of[kind].tolist()]
             longest = max(ids, key=lambda token: len(token_bytes[token]))
             if all(token_bytes[longest].startswith(token_bytes[token]) for token in ids):
                 forced[-1] = longest

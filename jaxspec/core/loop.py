@@ -189,6 +189,21 @@ def bytes_of_row(params: Params, prompts: Prompt, drafter: Drafter, plan: Decode
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) + 4 * logits
 
 
+def shape_of_info(
+    params: Params,
+    prompts: Prompt,
+    automaton: StopAutomaton | None,
+    grammar: Grammar | None,
+    *,
+    drafter: Drafter,
+    plan: DecodePlan,
+) -> Info:
+    """Returns the shapes of the `Info` that `decode_stream` yields, found by tracing."""
+    states, _ = _begin_stream.eval_shape(params, prompts, drafter=drafter, plan=plan)
+    _, info, _ = _step_stream.eval_shape(params, states, automaton, grammar, drafter=drafter)
+    return info
+
+
 @partial(jax.jit, static_argnames=("drafter", "plan"))
 def _largest_states(
     params: Params, prompts: Prompt, *, drafter: Drafter, plan: DecodePlan

@@ -8,22 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from jaxspec.core.grammar import SILENT, TooManyEntries, read_tokens, trie_of
 from jaxspec.core.types import Stop
 
-_FEWEST_STATES = 16
-_MOST_BYTES, _MOST_ENTRIES = 1 << 14, 1 << 29  # of the strings; of the table, 2 GB
+_FEWEST_STATES, _FEWEST_KINDS = 16, 256
+_MOST_BYTES = 1 << 14  # of the strings
 
 
 class StopAutomaton(NamedTuple):
     """Stop strings as a machine over tokens (Aho-Corasick over the bytes that tokens spell).
 
     Attributes:
-        table: `table[state, token]` is the state after the token; the last state means "a stop
-            string has been completed" and is never left. Their number is a power of two, so that
-            programs are few: those before the last may be unused.
+        table: `table[state, kind]` is the state after a token of that kind; the last state means "a
+            stop string has been completed" and is never left. States and kinds are powers of two,
+            so that programs are few: some are unused.
+        kinds: the kind of each token id.
     """
 
-    table: Int[Array, "states vocab"]
+    table: Int[Array, "states kinds"]
+    kinds: Int[Array, " vocab"]
 
 
 def stop_automaton(strings: Sequence[bytes], token_bytes: Sequence[bytes]) -> StopAutomaton:
@@ -45,46 +48,42 @@ def stop_automaton(strings: Sequence[bytes], token_bytes: Sequence[bytes]) -> St
         )
     by_byte = _byte_automaton(strings)
     done = by_byte.shape[0] - 1
-    if (size := len(by_byte) * len(token_bytes)) > _MOST_ENTRIES:
-        raise ValueError(
-            f"stop: these strings make a table of {size:.1e} entries over {len(token_bytes)} "
-            f"tokens, at most {_MOST_ENTRIES:.1e} are possible: give fewer or shorter ones."
-        )
-    longest = max(1, max(map(len, token_bytes)))
-    spelled = np.zeros((len(token_bytes), longest), np.uint8)
-    lengths = np.asarray([len(token) for token in token_bytes])
-    for token, text in enumerate(token_bytes):
-        spelled[token, : len(text)] = np.frombuffer(text, np.uint8)
-    state = np.repeat(np.arange(done + 1, dtype=np.int32)[:, None], len(token_bytes), axis=1)
-    for position in range(longest):
-        (longer,) = np.nonzero(lengths > position)
-        state[:, longer] = by_byte[state[:, longer], spelled[None, longer, position]]
+    try:
+        moves, kinds = read_tokens(by_byte, token_bytes)
+    except TooManyEntries as error:
+        raise ValueError(f"stop: these strings make {error}: give fewer or shorter ones.") from None
+    moves[:, SILENT] = np.arange(done + 1)
     last = max(_FEWEST_STATES, 1 << done.bit_length()) - 1
-    table = np.full((last + 1, len(token_bytes)), last, np.int32)
-    table[:done] = np.where(state[:done] == done, last, state[:done])
-    return StopAutomaton(jnp.asarray(table))
+    size = max(_FEWEST_KINDS, 1 << (moves.shape[1] - 1).bit_length())
+    table = np.full((last + 1, size), last, np.int32)
+    table[:done, : moves.shape[1]] = np.where(moves[:done] == done, last, moves[:done])
+    return StopAutomaton(jnp.asarray(table), jnp.asarray(kinds, jnp.int32))
 
 
 def _byte_automaton(strings: Sequence[bytes]) -> np.ndarray:
     """Aho-Corasick transitions `[states, 256]`; the last state absorbs every completed string."""
-    complete = frozenset(strings)
-    prefixes = sorted({string[:end] for string in strings for end in range(len(string))}, key=len)
-    index = {prefix: state for state, prefix in enumerate(prefixes)}
-    done = len(prefixes)
-    further: list[list[tuple[int, int]]] = [[] for _ in prefixes]
-    for text in (*prefixes[1:], *strings):
-        if text[:-1] in index:
-            further[index[text[:-1]]].append((text[-1], done if text in complete else index[text]))
+    trie = trie_of(strings, most=_MOST_BYTES + 1)
+    assert trie is not None, "no more nodes than bytes and the root"
+    follow, complete = trie
+    done = len(follow)
     table = np.full((done + 1, 256), done, np.int32)
-    shorter = np.zeros(done, np.int32)  # the state of the longest proper suffix that is a prefix
-    for state, prefix in enumerate(prefixes):
-        if len(prefix) > 1:
-            shorter[state] = table[shorter[index[prefix[:-1]]], prefix[-1]]
-        row = table[shorter[state]].copy() if state else np.zeros(256, np.int32)
-        for byte, next_state in further[state]:
-            # A text ends where a shorter string ends.
-            row[byte] = done if row[byte] == done else next_state
-        table[state] = row
+    # Of each node, the state of the longest proper suffix that begins a string.
+    shorter = np.zeros(done, np.int32)
+    level = [0]
+    while level:
+        for state in level:
+            table[state] = table[shorter[state]] if state else 0
+            for byte, after in follow[state].items():
+                shorter[after] = table[state, byte]
+                # A text ends where a shorter string ends.
+                if table[state, byte] != done:
+                    table[state, byte] = done if after in complete else after
+        level = [
+            after
+            for state in level
+            for after in follow[state].values()
+            if after not in complete and shorter[after] != done
+        ]
     return table
 
 
@@ -128,11 +127,11 @@ def cut_emitted(
     else:
         done = automaton.table.shape[0] - 1
 
-        def advance(state, token):
-            state = automaton.table[state, token]
+        def advance(state, kind):
+            state = automaton.table[state, kind]
             return state, state
 
-        _, reached = jax.lax.scan(advance, automaton_state, emitted)
+        _, reached = jax.lax.scan(advance, automaton_state, automaton.kinds[emitted])
         completes = reached == done
         visited = jnp.concatenate([automaton_state[None], reached])
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxspec.checkpoint.memory import check_texts_fit
 from jaxspec.compilation import CompileClock
+from jaxspec.core.checks import checked
 from jaxspec.core.masks import causal
 from jaxspec.core.types import CarriesOn, DecodeState, Params
 from jaxspec.decoding.metrics import Metrics
@@ -73,7 +74,8 @@ def generate(
         seed: seed of the randomness, in 0..2**31 - 1. A row depends on it, its place among the
             prompts and its sample number, never on its neighbours.
         return_trace: record the tree and the verdict of every step; a loop on the host then runs
-            the steps, which is slower.
+            the steps, which is slower. Where drafts are drawn, a step's record holds their laws,
+            each as wide as the vocabulary: a trace that may not fit into memory is refused.
         drafting: "always" drafts, "never" does not. "auto" drafts where that is measured to be
             faster: once for this machine, model, drafter, sampling and number of rows, before the
             call decodes, which takes seconds and more on a slow machine. A `DraftingProfile`
@@ -100,8 +102,12 @@ def generate(
         True
     """
     config, drafter = config_and_drafter(config, drafter, settings)
+    return_trace = checked("return_trace", return_trace, bool)
     request, profile = _prepare(model, prompts, config, drafter, seed, drafting)
-    traces = [[] for _ in request.prompt_lengths] if return_trace else None
+    traces = None
+    if return_trace:
+        request.check_trace_fits()
+        traces = [[] for _ in request.prompt_lengths]
     with CompileClock() as clock:
         start = time.perf_counter()
         if traces is None:

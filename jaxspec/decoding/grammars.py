@@ -1,24 +1,40 @@
 """Settings of `GenerationConfig` that say what a text may be, as machines over tokens."""
 
+import base64
 import functools
 import json
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxspec.bounded import Bounded, Ended
 from jaxspec.checkpoint.files import parse_json
-from jaxspec.core.grammar import NEVER, Grammar, grammar_over_tokens, with_room
-from jaxspec.decoding.schemas import reference_depth
+from jaxspec.checkpoint.tokenizer import check_unicode
+from jaxspec.core.grammar import (
+    NEVER,
+    Grammar,
+    TooManyEntries,
+    grammar_over_tokens,
+    trie_of,
+    with_room,
+)
+from jaxspec.decoding import patterns
+from jaxspec.decoding.patterns import MOST_STATES, size_of_pattern
+from jaxspec.decoding.schemas import size_of_schema
 from jaxspec.extras import needs_extra
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Tokenizer
 
 _NOWHERE, _LEAST_DEPTH = -1, 3
-_MOST_STATES = 20_000
-"""States of all languages of a call; with a large vocabulary they take some hundred megabytes."""
+_MOST_TEXTS, _MOST_BYTES, _MOST_NODES = 1 << 18, 1 << 22, 1 << 18  # of choices, and of their trie
+_MOST_PARTS, _LONGEST_REGEX = 10_000, 1 << 16
+# What is larger is compiled in a process of its own, as it may take very long.
+_FEW_PARTS, _FEW_CHOICES = 500, 14
+_PROCESS = Bounded(patterns.__file__, seconds=10, memory=1 << 30)
 
 
 class Language(NamedTuple):
@@ -67,12 +83,34 @@ def languages_of(choices: Any, regex: Any, json_schema: Any) -> list[Language] |
     read = {"choices": _choices, "regex": _regex, "json_schema": _schema}[setting]
     is_one = isinstance(value, str | Mapping) or hasattr(value, "model_json_schema")
     if not is_one and isinstance(value, Iterable):
-        value = list(value)
+        value = _listed(setting, value)
         is_one = setting == "choices" and all(isinstance(each, str) for each in value)
     each = [value] if is_one else value
     if not isinstance(each, list) or not each:
         raise ValueError(f"{setting}: got {value!r:.80}; {_MEANINGS[setting]}.")
-    return [Language(setting, read(one)) for one in each]
+    if setting == "choices" and any(isinstance(one, str) or not _is_many(one) for one in each):
+        raise ValueError(f"choices: got {value!r:.80}; {_MEANINGS[setting]}, none empty.")
+    languages = [Language(setting, read(one)) for one in each]
+    if setting == "choices":
+        length = sum(sum(map(len, language.texts)) for language in {*languages})
+        if length > _MOST_BYTES:
+            raise ValueError(
+                f"choices: texts of {length} characters in all, and at most {_MOST_BYTES} are "
+                "possible; give fewer or shorter ones."
+            )
+    return languages
+
+
+def _is_many(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+
+
+def _listed(setting: str, values: Iterable[Any]) -> list[Any]:
+    """Returns values as a list; they may have no end."""
+    found = list(islice(values, _MOST_TEXTS + 1))
+    if len(found) > _MOST_TEXTS:
+        raise ValueError(f"{setting}: got more than {_MOST_TEXTS} of them; give fewer.")
+    return found
 
 
 _ANCHORS = " Leave out ^ and $: the whole output has to match."
@@ -91,15 +129,28 @@ _MEANINGS = {
 
 
 def _choices(value: Any) -> tuple[str, ...]:
-    value = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else []
+    value = _listed("choices", value)
     if not value or not all(isinstance(text, str) and text for text in value):
         raise ValueError(f"choices: got {value!r:.80}; {_MEANINGS['choices']}, none empty.")
+    for text in value:
+        check_unicode(text, "choices: a text")
     return tuple(value)
 
 
 def _regex(value: Any) -> tuple[str, ...]:
     if not isinstance(value, str) or not value:
         raise ValueError(f"regex: got {value!r:.80}; {_MEANINGS['regex']}.")
+    check_unicode(value, "regex")
+    if len(value) > _LONGEST_REGEX:
+        raise ValueError(
+            f"regex: it has {len(value)} characters, and at most {_LONGEST_REGEX} are possible "
+            f"(in {value!r:.80})."
+        )
+    if (parts := size_of_pattern(value).parts) > _MOST_PARTS:
+        raise ValueError(
+            f"regex: it has {parts} parts, if its repetitions are written out, and at most "
+            f"{_MOST_PARTS} are possible; repeat less (in {value!r:.80})."
+        )
     return (value,)
 
 
@@ -114,9 +165,10 @@ def _schema(value: Any) -> tuple[str, ...]:
         raise ValueError(f"{got} ({error}); {_MEANINGS['json_schema']}.") from None
     if not isinstance(schema, dict):
         raise wrong
+    check_unicode(text, "json_schema")
     try:
-        reference_depth(schema)  # refuses what would not be obeyed
-    except TypeError:  # a keyword is of another type
+        size_of_schema(schema)  # refuses what would not be obeyed
+    except (TypeError, AttributeError):  # a keyword is of another type
         raise wrong from None
     return (text,)
 
@@ -141,7 +193,12 @@ def compiled(
         ValueError: a language cannot be read, has no text that can be spelled, or is too large.
         MissingExtra: the compiler of regular expressions is not installed.
     """
-    machines = [_machine(language) for language in languages]
+    machines, num_states = [], 0
+    for language in languages:
+        machines.append(_machine(language))
+        num_states += len(machines[-1].ends)
+        if num_states > MOST_STATES:
+            raise _too_many_states(language.setting, num_states)
     if tokenizer.drops_first_space:
         machines = [_after_a_space(machine) for machine in machines]
     starts = np.cumsum([0, *(len(machine.ends) for machine in machines)])[:-1]
@@ -150,15 +207,16 @@ def compiled(
         for machine, start in zip(machines, starts, strict=True)
     ]
     ends = np.concatenate([machine.ends for machine in machines])
-    if len(ends) > _MOST_STATES:
-        raise ValueError(
-            f"{languages[0].setting}: a machine for it has {len(ends)} states, and at most "
-            f"{_MOST_STATES} are possible; give fewer or shorter texts, or smaller bounds."
-        )
     spelled = tokenizer.token_bytes()
     spelled = (spelled + [b""] * (vocab_size - len(spelled)))[:vocab_size]
     spelled = [b"" if token in banned else text for token, text in enumerate(spelled)]
-    grammar = grammar_over_tokens(np.concatenate(tables), ends, spelled)
+    try:
+        grammar = grammar_over_tokens(np.concatenate(tables), ends, spelled)
+    except TooManyEntries as error:
+        raise ValueError(
+            f"{languages[0].setting}: it makes {error}; give fewer or shorter texts, or smaller "
+            "bounds."
+        ) from None
     lengths = np.asarray(grammar.least)[starts]
     for language, length in zip(languages, lengths.tolist(), strict=True):
         if length == NEVER:
@@ -180,64 +238,69 @@ def _after_a_space(machine: ByteMachine) -> ByteMachine:
     )
 
 
+def _too_many_states(setting: str, num_states: int) -> ValueError:
+    return ValueError(
+        f"{setting}: a machine for it has {num_states} states or more, and at most {MOST_STATES} "
+        "are possible; give fewer or shorter texts, or smaller bounds."
+    )
+
+
 def _machine(language: Language) -> ByteMachine:
     if language.setting == "choices":
         return machine_of_choices(language.texts)
     (text,) = language.texts
     with needs_extra(language.setting, "grammar"):
-        import outlines_core
-    compiler: Any = outlines_core
+        import outlines_core  # noqa: F401
+    depth = None
+    if language.setting == "regex":
+        parts, choices = size_of_pattern(text)
+        is_large = parts > _FEW_PARTS or choices > _FEW_CHOICES
+    else:
+        size = size_of_schema(json.loads(text))
+        is_large = size.parts > _FEW_PARTS or size.has_patterns
+        # Past its depth, the compiler leaves parts of a schema out.
+        depth = max(_LEAST_DEPTH, size.depth)
+    question = {"text": text, "depth": depth}
     try:
-        regex = (
-            text
-            if language.setting == "regex"
-            else compiler.json_schema.build_regex_from_schema(text, None, _depth_of(text))
-        )
-        # A vocabulary of single bytes, so that the index is the machine over bytes itself.
-        vocabulary = compiler.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-        index = compiler.Index(regex, vocabulary)
-    except Exception as error:  # the library raises several kinds, some of them bare `Exception`s
-        hint = next((hint for sign, hint in _HINTS.items() if sign in f"{error}"), "")
-        reason = f"{error}".splitlines()[0].rstrip(". ")
-        raise ValueError(f"{language.setting}: {reason} (in {text!r:.80}).{hint}") from None
-    moves = index.get_transitions()
-    order = [index.get_initial_state()]
-    order += sorted({*moves, *index.get_final_states()} - {*order})
-    number = {state: place for place, state in enumerate(order)}
-    table = np.full((len(order), 256), _NOWHERE)
-    for state, after in moves.items():
-        for byte, reached in after.items():
-            if byte < 256:
-                table[number[state], byte] = number[reached]
-    return ByteMachine(table, np.isin(order, list(index.get_final_states())))
-
-
-def _depth_of(schema: str) -> int:
-    """Returns the depth to which a schema is read; free parts of it are nested so deep too."""
-    return max(_LEAST_DEPTH, reference_depth(json.loads(schema)))
+        answer = _PROCESS.ask(question) if is_large else patterns.answer(question)
+    except Ended:
+        raise ValueError(
+            f"{language.setting}: compiling it takes more than {_PROCESS.bounds}; repeat less, or "
+            f"leave fewer ways to read a text (in {text!r:.80})."
+        ) from None
+    if "error" in answer:
+        hint = next((hint for sign, hint in _HINTS.items() if sign in answer["error"]), "")
+        reason = answer["error"].partition("\n")[0].rstrip(". ")
+        raise ValueError(f"{language.setting}: {reason} (in {text!r:.80}).{hint}")
+    table = np.frombuffer(base64.b64decode(answer["table"]), np.int32).reshape(-1, 256)
+    return ByteMachine(table, np.isin(np.arange(len(table)), answer["ends"]))
 
 
 def machine_of_choices(texts: Sequence[str]) -> ByteMachine:
     """Returns the machine that reads one of several texts.
+
+    Raises:
+        ValueError: they are too many or too long.
 
     Example:
         >>> machine = machine_of_choices(["a", "ab"])
         >>> machine.table[:, ord("a")].tolist(), machine.ends.tolist()
         ([1, -1, -1], [False, True, True])
     """
-    encoded = {text.encode() for text in texts}
-    prefixes = {text[:end] for text in encoded for end in range(len(text) + 1)}
-    follow: dict[bytes, list[bytes]] = {prefix: [] for prefix in prefixes}
-    for prefix in sorted(prefixes - {b""}):
-        follow[prefix[:-1]].append(prefix)
+    trie = trie_of((text.encode() for text in texts), most=_MOST_NODES)
+    if trie is None:
+        raise _too_many_states("choices", MOST_STATES + 1)
+    follow, complete = trie
     # Beginnings that go on alike are one state, so that common ends are held once.
     states: dict[Any, int] = {}
-    state_of: dict[bytes, int] = {}
-    for prefix in sorted(prefixes, key=len, reverse=True):
-        moves = tuple((longer[-1], state_of[longer]) for longer in follow[prefix])
-        state_of[prefix] = states.setdefault((prefix in encoded, moves), len(states))
+    state_of = [0] * len(follow)
+    for node in reversed(range(len(follow))):
+        moves = tuple(sorted((byte, state_of[after]) for byte, after in follow[node].items()))
+        state_of[node] = states.setdefault((node in complete, moves), len(states))
+        if len(states) > MOST_STATES:
+            raise _too_many_states("choices", len(states))
     last = len(states) - 1  # the state of no text, which is to be the first
-    table, ends = np.full((len(states), 256), _NOWHERE), np.zeros(len(states), bool)
+    table, ends = np.full((len(states), 256), _NOWHERE, np.int32), np.zeros(len(states), bool)
     for (end, moves), state in states.items():
         ends[last - state] = end
         for byte, reached in moves:

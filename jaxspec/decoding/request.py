@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -14,16 +15,18 @@ import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.checkpoint.hub import check_is_model
-from jaxspec.checkpoint.memory import SHORT_TEXT, check_texts_fit
-from jaxspec.checkpoint.tokenizer import covers
+from jaxspec.checkpoint.memory import SHORT_TEXT, check_texts_fit, check_trace_fits
+from jaxspec.checkpoint.tokenizer import check_unicode, covers
 from jaxspec.core.checks import (
     MAY_BE_INFINITE,
     Checked,
-    Count,
     Natural,
     Requirement,
     above_up_to,
+    at_least,
+    at_most,
     between,
+    checked,
     from_up_to,
 )
 from jaxspec.core.decode import Prompt
@@ -35,11 +38,12 @@ from jaxspec.core.loop import (
     decode_stream,
     plan_decoding,
     round_up,
+    shape_of_info,
 )
 from jaxspec.core.stopping import StopAutomaton, stop_automaton
 from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Penalties, Warp
 from jaxspec.decoding.grammars import compiled, languages_of
-from jaxspec.decoding.result import text_of
+from jaxspec.decoding.result import shown_of, text_of
 from jaxspec.drafters import DrafterLike, LoadedDrafter, loaded_drafter
 from jaxspec.drafters.loaded import OtherTargetError
 from jaxspec.sharding import DATA, mesh_of, on_mesh_of, shard_like, shares_of_memory, spread_rows
@@ -48,6 +52,11 @@ if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Tokenizer
 
 MIN_BUCKET = 16
+MOST_PROMPTS = 1_000_000
+"""Prompts of one call, which are all held at once."""
+MOST_SAMPLES = 4096
+"""Continuations of one prompt, which are decoded at once."""
+_BYTES_OF_RECORD = 2048  # of a step of one row on the host, without its laws
 _FEW_ROWS, _ROW_MULTIPLE, _STOP_ID_MULTIPLE = (1, 2, 6), 8, 4
 
 _WHOLE = int | np.integer
@@ -110,6 +119,9 @@ Bias = Annotated[
 ]
 
 
+StopString = Annotated[str, Requirement("a text that is not empty", bool)]
+
+
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig(Checked):
     """Settings of decoding. A number may be one for all prompts, or a sequence of one per prompt.
@@ -127,7 +139,7 @@ class GenerationConfig(Checked):
             ids that have no text; trained models give them next to no probability.
         stop_token_ids: end a row after any of these; `None` takes the model's own, `()` none.
         stop: strings that end a row; the text is cut before them.
-        num_samples: continuations per prompt, each drawn separately.
+        num_samples: continuations per prompt, each drawn separately; up to 4096.
         logprobs: record the target's log-probability of each token, before any warping.
         warped_logprobs: the same after bias, penalties, temperature and filters.
         repetition_penalty: divides positive logits of tokens that occur in the text, prompt
@@ -174,8 +186,8 @@ class GenerationConfig(Checked):
     banned_token_ids: Sequence[Natural] = ()
     tokenizer_ids_only: bool = False
     stop_token_ids: Sequence[Natural] | None = None
-    stop: str | Sequence[str] = ()
-    num_samples: Count = 1
+    stop: StopString | Sequence[StopString] = ()
+    num_samples: Annotated[int, at_least(1), at_most(MOST_SAMPLES)] = 1
     logprobs: bool = False
     warped_logprobs: bool = False
     repetition_penalty: Factor | Sequence[Factor] | None = None
@@ -189,6 +201,8 @@ class GenerationConfig(Checked):
 
     def __post_init__(self):
         super().__post_init__()
+        for index, string in enumerate(self.stop_strings):
+            check_unicode(string, f"stop[{index}]")
         languages_of(self.choices, self.regex, self.json_schema)
 
     @property
@@ -282,6 +296,25 @@ class Request:
             if step is None:
                 return
             yield step
+
+    def check_trace_fits(self) -> None:
+        """Refuses, before it is decoded, a request whose trace does not fit into memory.
+
+        Raises:
+            CheckpointError: with figures.
+        """
+        num_steps, num_nodes = int(self.prompts.room.max()), self.drafter.tree_shape[0]
+        records = _BYTES_OF_RECORD * self.num_rows
+        try:
+            # Each node with a law of its own, which few have.
+            laws = 4 * self.num_rows * num_nodes * self.params.target.vocab_size
+            check_trace_fits(laws + records, num_steps)
+        except CheckpointError:
+            with on_mesh_of(self.params):
+                info = shape_of_info(*self._arrays(), drafter=self.drafter, plan=self.plan)
+            leaves = jax.tree.leaves(shown_of(info))
+            each = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+            check_trace_fits(each + records, num_steps)
 
     def peak_bytes(self) -> int:
         """Returns the most bytes that the program of `decode` holds at once, by its compiler.
@@ -405,8 +438,7 @@ def check_call(config: Any, kind: type, seed: Any) -> None:
     """
     if not isinstance(config, kind):
         raise ValueError(f"config must be a {kind.__name__}, got {type(config).__name__}.")
-    if not (isinstance(seed, int | np.integer) and 0 <= seed < 1 << 31):
-        raise ValueError(f"seed must be in 0..{(1 << 31) - 1}, got {seed}.")
+    checked("seed", seed, Natural)
 
 
 def prompt_arrays(
@@ -553,7 +585,7 @@ def prompt_list(prompts) -> list[PromptLike]:
     Anything with an order will do: a list, an array, a generator, a column of pandas or `datasets`.
 
     Raises:
-        ValueError: there are none, or it is something else.
+        ValueError: there are none or too many, or it is something else.
 
     Example:
         >>> prompt_list("Hello"), prompt_list([1, 2]), prompt_list([[1], [2]])
@@ -569,13 +601,20 @@ def prompt_list(prompts) -> list[PromptLike]:
             "the prompts, such as table['prompt']."
         )
     if isinstance(prompts, Iterable) and not isinstance(prompts, bytes | Mapping | Set):
-        prompts = prompts if isinstance(prompts, np.ndarray) else list(prompts)
-    if not isinstance(prompts, list | np.ndarray):
+        is_counted = isinstance(prompts, np.ndarray | list | tuple)
+        prompts = prompts if is_counted else list(islice(prompts, MOST_PROMPTS + 1))
+    if not isinstance(prompts, list | tuple | np.ndarray):
         raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}.")
     if len(prompts) == 0:
         raise ValueError("prompts: got none; give at least one, of one token or more.")
-    single = isinstance(prompts[0], Mapping | _WHOLE)
-    return [prompts] if single else list(prompts)
+    if isinstance(prompts[0], Mapping | _WHOLE):
+        return [list(prompts) if isinstance(prompts, tuple) else prompts]
+    if len(prompts) > MOST_PROMPTS:
+        raise ValueError(
+            f"prompts: got more than {MOST_PROMPTS}; give fewer at once, or put them into a file "
+            "for `jaxspec batch`."
+        )
+    return list(prompts)
 
 
 def encode_prompt(model: Vocabulary, prompt: Any, name: str = "prompt") -> list[int]:
@@ -584,19 +623,24 @@ def encode_prompt(model: Vocabulary, prompt: Any, name: str = "prompt") -> list[
     Raises:
         ValueError: it is something else, or the model has no tokenizer or template for it.
     """
-    if isinstance(prompt, np.ndarray):
-        prompt = prompt.tolist()
-    if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-        return _tokenizer_of(model, "chat messages").encode_chat(prompt)
-    if isinstance(prompt, str):
-        # A tokenizer would turn an empty text into a prompt of bos alone.
-        return _tokenizer_of(model, "text").encode(prompt) if prompt else []
-    ids = np.asarray(prompt)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+    if hasattr(prompt, "__array__"):
+        prompt = np.asarray(prompt).tolist()
+    try:
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            return _tokenizer_of(model, "chat messages").encode_chat(prompt)
+        if isinstance(prompt, str):
+            # A tokenizer would turn an empty text into a prompt of bos alone.
+            return _tokenizer_of(model, "text").encode(prompt) if prompt else []
+    except ValueError as error:
+        kind = CheckpointError if isinstance(error, CheckpointError) else ValueError
+        raise kind(f"{name}: {error}") from None
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise ValueError(
             f"{name} must be text, chat messages or a list of whole token ids, got {prompt!r:.80}."
         )
-    return ids.tolist()
+    if {*map(type, prompt)} == {int}:
+        return list(prompt)
+    return list(checked(name, prompt, Sequence[int]))
 
 
 def encode_prompts(model: "Model", prompts: Any, spare: int = 1) -> list[list[int]]:
@@ -620,9 +664,7 @@ def stop_ids_of(model: "Model", config: Any) -> Sequence[int]:
 
 def _tokenizer_of(model: Vocabulary, given: str) -> "Tokenizer":
     if model.tokenizer is None:
-        raise ValueError(
-            f"prompts: {model.name} has no tokenizer, so it takes token ids; got {given}."
-        )
+        raise ValueError(f"{model.name} has no tokenizer, so it takes token ids; got {given}.")
     return model.tokenizer
 
 

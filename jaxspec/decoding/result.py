@@ -85,9 +85,16 @@ class Trace(tuple[TraceStep, ...]):
         return trace_html(self)
 
 
+def shown_of(info: Info) -> Info:
+    """Returns the part of a step that a trace keeps."""
+    tree = info.proposal.tree
+    tree = tree._replace(**{name: () for name in tree._fields if name != "parents"})
+    return info._replace(proposal=info.proposal._replace(tree=tree))
+
+
 def trace_steps(info: Info, tokenizer: "Tokenizer | None" = None) -> list[TraceStep | None]:
     """Fetches one batched step, split into rows; `None` for rows that emitted nothing."""
-    host: Any = jax.device_get(info)
+    host: Any = jax.device_get(shown_of(info))
     proposal, verdict = host.proposal, host.verdict
     distributions = proposal.draft_logprobs
     return [

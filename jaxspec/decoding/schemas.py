@@ -7,7 +7,9 @@ others next to it. The rest it leaves out in silence, and so it does with refere
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+from jaxspec.decoding.patterns import size_of_pattern
 
 Schema = Mapping[str, Any]
 
@@ -35,52 +37,112 @@ _UNREAD = (
 )
 # The compiler has no others, or lets characters into them that JSON does not allow.
 _FORMATS = ("date", "date-time", "uuid")
+_FREE_PARTS = 1500  # of arrays and objects of whatever kind
+_MOST_PARTS = 100_000
 _BREAKABLE = {*_READ, *_UNREAD, *(name for names in _READ.values() for name in names)} - {"type"}
 
 
-def reference_depth(schema: Schema) -> int:
-    """Returns the most references that lead from one to the next; 0 without any.
+class SchemaSize(NamedTuple):
+    """What makes the machine of a schema large.
+
+    Attributes:
+        depth: the most references that lead from one to the next; 0 without any.
+        parts: characters and classes of its regular expression, if references, repetitions and
+            optional properties are written out.
+        has_patterns: it holds regular expressions of its own.
+    """
+
+    depth: int
+    parts: int
+    has_patterns: bool
+
+
+def size_of_schema(schema: Schema) -> SchemaSize:
+    """Estimates the size of a JSON schema.
 
     Args:
         schema: a JSON schema.
 
     Raises:
-        ValueError: it refers to itself or to what is not there, or it has keywords that would not
-            be obeyed; the message names the place.
+        ValueError: it refers to itself or to what is not there, it has keywords that would not be
+            obeyed, or it is too large; the message names the place.
 
     Example:
         >>> name = {"$defs": {"name": {"type": "string"}}, "$ref": "#/$defs/name"}
-        >>> reference_depth(name), reference_depth({"type": "integer"})
+        >>> size_of_schema(name).depth, size_of_schema({"type": "integer"}).depth
         (1, 0)
-        >>> reference_depth({"type": "integer", "minimum": 0})  # doctest: +ELLIPSIS
+        >>> size_of_schema({"type": "integer", "minimum": 0})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
         ValueError: json_schema: minimum at # cannot be held to; leave it out, or list ...
     """
-    known: dict[str, int | None] = {}
+    known: dict[str, SchemaSize | None] = {}
 
-    def depth_of(reference: str) -> int:
+    def referred(reference: str) -> SchemaSize:
         if reference not in known:
             known[reference] = None
-            known[reference] = 1 + deepest(_referred(schema, reference), reference)
-        depth = known[reference]
-        if depth is None:
+            size = measured(_referred(schema, reference), reference)
+            known[reference] = size._replace(depth=1 + size.depth)
+        size = known[reference]
+        if size is None:
             raise ValueError(
                 f"json_schema: {reference} refers to itself, and texts without a bound on their "
                 "depth have no machine; write out as many levels as there may be."
             )
-        return depth
+        return size
 
-    def deepest(part: Any, place: str) -> int:
+    def measured(part: Any, place: str) -> SchemaSize:
         if not isinstance(part, Mapping):
-            return 0
+            return SchemaSize(0, 0, False)
         _check_keywords(part, place)
-        depths = [deepest(each, f"{place}/{name}") for name, each in _parts(part)]
+        within = [measured(each, f"{place}/{name}") for name, each in _parts(part)]
         if "$ref" in part:
-            depths.append(depth_of(str(part["$ref"])))
-        return max(depths, default=0)
+            within.append(referred(str(part["$ref"])))
+        parts = _copies(part) * (_own_parts(part) + sum(size.parts for size in within))
+        if parts > _MOST_PARTS:
+            raise ValueError(
+                f"json_schema: {place} has {parts} parts, if repetitions, references and optional "
+                f"properties are written out, and at most {_MOST_PARTS} are possible; make "
+                "maxLength and maxItems smaller, or more properties required."
+            )
+        return SchemaSize(
+            max((size.depth for size in within), default=0),
+            parts,
+            "pattern" in part or any(size.has_patterns for size in within),
+        )
 
-    return deepest(schema, "#")
+    try:
+        return measured(schema, "#")
+    except RecursionError:
+        raise ValueError(
+            "json_schema: hundreds of references lead from one to the next; write out some of them."
+        ) from None
+
+
+def _copies(schema: Schema) -> int:
+    """Returns how often the expression of a schema holds those of the schemas within it."""
+    bounds = (schema.get(name) for name in ("minLength", "maxLength", "minItems", "maxItems"))
+    counts = [int(bound) for bound in bounds if isinstance(bound, int | float)]
+    # Of optional properties, any may be the first.
+    optional = 0 if schema.get("required") else len(schema.get("properties", ()))
+    return max(1, optional, *counts)
+
+
+def _own_parts(schema: Schema) -> int:
+    """Returns the parts of a schema itself."""
+    if "pattern" in schema:
+        return size_of_pattern(str(schema["pattern"])).parts
+    if any(name in schema for name in ("enum", "const", "properties")):
+        listed = (schema.get(name) for name in ("enum", "const"))
+        return len(_quoted([*listed, *schema.get("properties", ())]))
+    if any(name in schema for name in _READ if name != "type"):
+        return 0
+    kinds = schema.get("type", ("array", "object"))
+    free = {"array": "items", "object": "additionalProperties"}
+    return sum(
+        _FREE_PARTS if free.get(kind, kind) not in {*schema, kind} else 10
+        for kind in ([kinds] if isinstance(kinds, str) else kinds)
+    )
 
 
 def _parts(schema: Schema) -> Iterator[tuple[str, Any]]:

@@ -62,16 +62,17 @@ class TextEnd:
     ):
         """Starts a text that may emit `room` tokens; `automaton` finds its stop strings."""
         self._room, self._stops, self._state = room, frozenset(stop_token_ids), 0
-        self._table = None if automaton is None else np.asarray(automaton.table)
+        self._automaton = None if automaton is None else StopAutomaton(*map(np.asarray, automaton))
 
     def cut(self, tokens: Sequence[int]) -> tuple[list[int], str | None]:
         """Returns the tokens of one round that are kept, and why the text ends there, or `None`."""
         kept: list[int] = []
         for token in tokens[: self._room]:
             kept.append(token)
-            if self._table is not None:
-                self._state = self._table[self._state, token]
-                if self._state == len(self._table) - 1:
+            if self._automaton is not None:
+                table, kinds = self._automaton
+                self._state = table[self._state, kinds[token]]
+                if self._state == len(table) - 1:
                     return kept, FINISH_REASONS[Stop.STRING]
             # After the string: where one token ends both, the string counts and its text is cut.
             if token in self._stops:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import unquote, urlsplit
 
-from jaxspec.core.checks import checked, within
+from jaxspec.core.checks import FileName, checked, within
 from jaxspec.mobile.web import PROFILE_FILE
 
 POLICY = (
@@ -184,7 +184,7 @@ def page_server(
         ValueError: the folder holds no exported page, the port is none or is not free, or the
             certificate cannot be read.
     """
-    folder, host = Path(checked("folder", folder, str)), checked("host", host, str)
+    folder, host = Path(checked("folder", folder, FileName)), checked("host", host, str)
     port = checked("port", port, Annotated[int, within(0, (1 << 16) - 1)])
     if not (folder / PROFILE_FILE).is_file() or not (folder / "index.html").is_file():
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 from jaxspec.core.checks import (
     Checked,
     Count,
+    FileName,
     Natural,
     NotNegative,
     Positive,
@@ -223,9 +224,9 @@ class LMTrainingSettings(MatchingSettings):
     model: ModelConfig = SMALL
     layer_drop: BelowOne = 0.0
     early_exit: BelowOne = 0.0
-    tokenizer: str | None = field(default=None, metadata=_FOLDER)
-    start_from: str | None = field(default=None, metadata=_FOLDER)
-    teacher: str | None = field(default=None, metadata=_FOLDER)
+    tokenizer: FileName | None = field(default=None, metadata=_FOLDER)
+    start_from: FileName | None = field(default=None, metadata=_FOLDER)
+    teacher: FileName | None = field(default=None, metadata=_FOLDER)
     soft_share: Share = 0.9
     own_text_weight: Positive = 1.0
 
@@ -269,13 +270,13 @@ class MaskedTrainingSettings(RunSettings):
 
     block: Natural = 0
     shift: bool | None = None
-    start_from: str | None = field(default=None, metadata=_FOLDER)
+    start_from: FileName | None = field(default=None, metadata=_FOLDER)
     layers: tuple[Natural, ...] | None = field(default=None, metadata={"flag": "--keep-layers"})
     model: ModelConfig = SMALL
-    tokenizer: str | None = field(default=None, metadata=_FOLDER)
+    tokenizer: FileName | None = field(default=None, metadata=_FOLDER)
     random_lengths: Share = 0.01
     answers_only: bool = False
-    teacher: str | None = field(default=None, metadata=_FOLDER)
+    teacher: FileName | None = field(default=None, metadata=_FOLDER)
     own_text_weight: Positive = 1.0
 
     def __post_init__(self):
@@ -312,7 +313,7 @@ class DraftingSettings(MatchingSettings):
         decoding_prompts: held-out prompts that every validation decodes; 0: none.
     """
 
-    target: str = field(metadata=_FOLDER)
+    target: FileName = field(metadata=_FOLDER)
     _: KW_ONLY
     decoding_prompts: Natural = 8
 
@@ -385,8 +386,8 @@ class AnswersSettings(DraftingSettings):
     """
 
     _: KW_ONLY
-    answers: str | None = field(default=None, metadata=_FILE)
-    texts: str | None = field(default=None, metadata=_FOLDER)
+    answers: FileName | None = field(default=None, metadata=_FILE)
+    texts: FileName | None = field(default=None, metadata=_FOLDER)
 
     def __post_init__(self):
         super().__post_init__()
@@ -424,7 +425,7 @@ class DeerTrainingSettings(AnswersSettings):
         block: tokens of the drafts that validation decodes with.
     """
 
-    start_from: str = field(metadata=_FOLDER)
+    start_from: FileName = field(metadata=_FOLDER)
     stage: int = field(default=1, metadata={"choices": DEER_STAGES})
     separator: bool | None = None
     hide: str = field(default=SCATTERED, metadata={"choices": HIDES})
@@ -489,7 +490,7 @@ class DFlashTrainingSettings(AnswersSettings):
     markov: Natural = field(default=0, metadata={"metavar": "RANK"})
     confidence: bool = False
     selector: Natural = field(default=0, metadata={"metavar": "RANK"})
-    start_from: str | None = field(default=None, metadata=_FOLDER)
+    start_from: FileName | None = field(default=None, metadata=_FOLDER)
 
     def __post_init__(self):
         super().__post_init__()

@@ -22,7 +22,7 @@ from jaxspec.checkpoint.files import (
     with_line_feeds,
 )
 from jaxspec.checkpoint.tokenizer import check_unicode
-from jaxspec.core.checks import Checked, Natural, Positive, at_least, from_up_to
+from jaxspec.core.checks import Checked, FileName, Natural, Positive, at_least, from_up_to
 from jaxspec.training.tokenizer import RESERVED
 
 DATA_FOLDER = Path("data/train")
@@ -165,7 +165,7 @@ class Source(Checked):
     """
 
     name: str
-    path: str
+    path: FileName
     template: str = "{text}"
     weight: Positive = 1.0
     split: Split = EveryNth()

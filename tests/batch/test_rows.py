@@ -28,7 +28,7 @@ def lines_of(*values) -> list[bytes]:
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz"])
 def test_every_way_to_write_a_prompt(tmp_path, name):
     chat = [{"role": "user", "content": "hi"}]
-    values = ("text", {"question": "q"}, {"prompt": "p", "id": "a"}, [1, 2], {"messages": chat})
+    values = ("text", {"question": "q"}, {"prompt": "p", "id": "a"}, [1, 2.0], {"messages": chat})
     path = write(tmp_path / name, *lines_of(*values, {"turns": ["first", "second"], "id": 7}))
     rows = read_rows(path)
     assert [row.prompt for row in rows] == ["text", "q", "p", [1, 2], chat, "first"]
@@ -46,6 +46,8 @@ BAD = {
     b"[]": "not empty",
     b"3": "must be a text",
     b"[1, true]": "must be a text",
+    b'{"tokens": [1.5]}': "must be a text",
+    b'{"tokens": [1, [2]]}': "must be a text",
     b'{"other": 1}': "has no field 'prompt'",
     b'{"prompt": "p", "id": -1}': "id must be",
     b'{"prompt": "p", "id": 1.5}': "id must be",

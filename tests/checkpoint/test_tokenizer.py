@@ -201,13 +201,33 @@ def test_long_chats_take_no_longer_than_they_may(tokenizer):
     assert len(with_template(tokenizer, template).render_chat(messages)) > 5_000_000
 
 
-def test_forked_processes_render_by_themselves(byte_level_tokenizer):
+def test_forked_processes_render_by_themselves(byte_level_tokenizer, monkeypatch):
     chat = with_template(byte_level_tokenizer, "{{ messages|length }}")
     assert chat.render_chat(CHAT) == "2"
-    owner = templates._workers[0].owner
-    templates._workers[0].owner = owner + 1
-    assert not templates._workers[0].is_alive
-    templates._workers[0].owner = owner
+    parents = templates._PROCESS._running()
+    monkeypatch.setattr(templates._PROCESS, "_owner", -1)
+    assert chat.render_chat(CHAT[:1]) == "1"
+    assert templates._PROCESS._running() is not parents
+    assert parents.poll() is None
+    parents.kill()
+    parents.communicate()
+
+
+def test_an_interrupted_chat_leaves_no_answer_to_the_next(byte_level_tokenizer, monkeypatch):
+    chat = with_template(byte_level_tokenizer, "{{ messages|length }}")
+    assert chat.render_chat(CHAT) == "2"
+
+    class Interrupted:
+        def readline(self):
+            raise KeyboardInterrupt
+
+        def close(self):
+            pass
+
+    with monkeypatch.context() as patch:
+        patch.setattr(templates._PROCESS._running(), "stdout", Interrupted())
+        with pytest.raises(KeyboardInterrupt):
+            chat.render_chat(CHAT)
     assert chat.render_chat(CHAT[:1]) == "1"
 
 

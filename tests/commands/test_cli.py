@@ -246,11 +246,14 @@ class TestDrafters:
         ("text", "message"),
         [
             ("deer", "needs deer:model=MODEL"),
-            ("deer:block=x", "block must be a number"),
+            ("deer:block=x", "block must be a whole number, got 'x'"),
+            ("deer:block=1.5", "block must be a whole number, got '1.5'"),
+            ("deer:temperature=hot", "temperature must be a number, got 'hot'"),
+            ("deer:adaptive=2", r"adaptive must be 1 \(yes\) or 0 \(no\), got '2'"),
             ("deer:token_cost=0.1", "token_cost: needs adaptive=1"),
             ("dflash:block=3", "needs dflash:head=FOLDER"),
             ("lookup:size=3", "lookup has no setting 'size'; it has num_speculative_tokens,"),
-            ("lookup:max_ngram=x", "max_ngram must be a number"),
+            ("lookup:max_ngram=x", "max_ngram must be a whole number, got 'x'"),
             ("lookup:max_ngram=0", "max_ngram must be at least 1, got 0"),
             ("suffix:size=3", "suffix has no setting 'size'; it has num_speculative_tokens,"),
             ("union:min_match=8", "--drafter union needs union:head=FOLDER"),
@@ -259,7 +262,7 @@ class TestDrafters:
             ("eagle", "eagle needs eagle:head=FOLDER"),
             ("eagle2:depth=3", "eagle2 needs eagle2:head=FOLDER"),
             ("eagle:head=nowhere", "no folder 'nowhere', nor a shipped head of that name"),
-            ("eagle2:beam=x", "beam must be a number"),
+            ("eagle2:beam=x", "beam must be a whole number, got 'x'"),
         ],
     )
     def test_bad_settings_are_named(self, text, message, model):

@@ -16,6 +16,7 @@ import jaxspec
 from jaxspec.core.checks import (
     Checked,
     Count,
+    FileName,
     Natural,
     Positive,
     PositiveOrInfinite,
@@ -91,6 +92,8 @@ def deep_list(levels):
             deep_list(5_000),
             "x must be a whole number, got list too long to show.",
         ),
+        (str, Path("a"), f"x must be a text, got {Path('a')!r}."),
+        (FileName | None, 1, "x must be a text or a path, got 1."),
         (Path, "a", "x must be a path, got 'a'."),
         (tuple[int, ...], "12", "x must be a sequence, got '12'."),
         (tuple[int, ...], [1, 2.5], "x[1] must be a whole number, got 2.5."),
@@ -140,7 +143,8 @@ def test_what_breaks_a_rule_is_said(hint, value, said):
         (tuple[Share, ...], [0.5] * 65, (0.5,) * 65),
         (PositiveOrInfinite, np.float32(np.inf), math.inf),
         (PositiveOrInfinite, 3, 3.0),
-        (str, Path("a"), "a"),
+        (FileName, Path("a"), "a"),
+        (FileName | None, "a", "a"),
         (Any, [1], [1]),
     ],
 )

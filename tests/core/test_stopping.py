@@ -20,10 +20,10 @@ pieces = st.text("ab\n", max_size=3).map(str.encode)
 
 def walk(automaton: StopAutomaton, tokens: Sequence[int]) -> list[bool]:
     """After each token: has a stop string been completed?"""
-    table = np.asarray(automaton.table)
+    table, kinds = map(np.asarray, automaton)
     state, done = 0, []
     for token in tokens:
-        state = table[state, token]
+        state = table[state, kinds[token]]
         done.append(bool(state == len(table) - 1))
     return done
 
@@ -67,6 +67,20 @@ def test_long_stop_strings_are_quick_and_endless_ones_refused():
         stop_automaton([b"a" * 1_000_000], spelled)
 
 
+def test_the_size_of_the_table_is_that_of_what_tokens_do_not_of_the_vocabulary():
+    """Most tokens move the states as others do."""
+    words = [b"y" * (1 + i % 8) if i < 8 else b"%d" % i for i in range(4096)]
+    began = time.monotonic()
+    automaton = stop_automaton([b"y" * 16_383], words)
+    assert time.monotonic() - began < 2
+    assert automaton.table.nbytes < 1 << 26
+    assert walk(automaton, [7] * 2048)[-2:] == [False, True]
+    text = np.random.default_rng(0).integers(0, 256, 16_000, np.uint8).tobytes()
+    tokens = [text[start : start + 3] for start in range(0, 16_000, 3)]
+    with pytest.raises(ValueError, match="stop: these strings make a machine of 16002 states"):
+        stop_automaton([text], tokens)
+
+
 def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValueError, match="stop: an empty stop string"):
         stop_automaton([b"end", b""], [b"a"])
@@ -79,11 +93,11 @@ LENGTH = 5
 
 def plain_cut(emitted, failures, closes, count, room, stop_ids, strings, state):
     """The rule, token by token: how many are kept, why the row ends, where the automaton is."""
-    table = np.asarray(AUTOMATON.table)
+    table, kinds = map(np.asarray, AUTOMATON)
     for kept in range(count):
         if failures[kept]:
             return kept, failures[kept], state
-        state = table[state, emitted[kept]] if strings else state
+        state = table[state, kinds[emitted[kept]]] if strings else state
         if strings and state == len(table) - 1:
             return kept + 1, Stop.STRING, state
         if emitted[kept] in stop_ids:

@@ -55,6 +55,8 @@ SHORT = {"max_new_tokens": 12, "block_length": BLOCK}
         ),
         ({}, [], SHORT, "give at least one"),
         ({}, [24], SHORT, r"ids outside 0..23: \[24\]"),
+        ({}, [[1], [1, [2]]], SHORT, r"prompts\[1\]\[1\] must be a whole number, got \[2\]"),
+        ({}, ["a"], SHORT, r"prompts\[0\]: .* has no tokenizer"),
         ({"block": 4}, [1], {"max_new_tokens": 8, "block_length": 8}, "block_length must be 4"),
         ({"block": 4}, [1], {**SHORT, "cache": "dual"}, "causal over blocks, got 'dual'"),
         ({}, [1], {**SHORT, "cache": "blocks"}, "sees both sides, got 'blocks'"),
@@ -69,6 +71,12 @@ SHORT = {"max_new_tokens": 12, "block_length": BLOCK}
 def test_settings_that_do_not_fit(network, prompt, values, message):
     with pytest.raises(ValueError, match=message):
         denoise(tiny_model(**network), prompt, DenoiseConfig(**values))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**31, True, 0.5])
+def test_a_seed_must_fit_the_generator(seed):
+    with pytest.raises(ValueError, match=r"^seed must be "):
+        denoise(tiny_model(), [1], DenoiseConfig(**SHORT), seed=seed)
 
 
 def test_settings_may_be_keywords():

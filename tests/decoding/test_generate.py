@@ -1,8 +1,12 @@
 """The public face: what prompts may look like, what ends a row, what comes back."""
 
 import dataclasses
+import itertools
+import signal
+import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -135,7 +139,7 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
         ([1], {"logit_bias": {999: 1.0}}, "logit_bias has ids outside"),
         ([1], {"banned_token_ids": [999]}, "banned_token_ids has ids outside"),
         ([1], {"allowed_token_ids": []}, "allowed_token_ids is empty"),
-        ([1], {"stop": ["x", ""]}, "empty stop string"),
+        ([1], {"stop": ["x", ""]}, r"stop\[1\] must be a text that is not empty, got ''"),
         ([1], {"stop_token_ids": [-7]}, r"stop_token_ids\[0\] must be at least 0, got -7"),
         ([1], {"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
         ([1], {"max_new_tokens": "5"}, "max_new_tokens must be a whole number.*got '5'"),
@@ -146,6 +150,7 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
         ([1], {"num_samples": 2.5}, "num_samples must be a whole number, got 2.5"),
         ([1], {"stop": None}, "stop must be a text or a sequence, got None"),
         ([1], {"stop": [3]}, r"stop\[0\] must be a text, got 3"),
+        ([1], {"stop": Path("a")}, "stop must be a text or a sequence, got "),
         ([1], {"stop_token_ids": 2}, "stop_token_ids must be a sequence, got 2"),
         ([1], {"logit_bias": {5: None}}, r"logit_bias\[5\] must be a number, got None"),
         ([1], {"logit_bias": [1.0]}, r"logit_bias must be a mapping, got \[1.0\]"),
@@ -158,7 +163,19 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
             r"logit_bias\[5\] must be a number, got nan",
         ),
         ([1.5, 2.5], {}, r"prompts\[0\] must be text, chat messages or a list of whole"),
-        ([[1.7, 2.2]], {}, r"prompts\[0\] must be text, chat messages or a list of whole"),
+        ([[1.7, 2.2]], {}, r"prompts\[0\]\[0\] must be a whole number, got 1.7"),
+        ([[1, [2]]], {}, r"prompts\[0\]\[1\] must be a whole number, got \[2\]"),
+        ([[1], [True]], {}, r"prompts\[1\]\[0\] must be a whole number, got True"),
+        ([[1], ["a"]], {}, r"prompts\[1\]\[0\] must be a whole number, got 'a'"),
+        ([[1], b"a"], {}, r"prompts\[1\] must be text, chat messages or a list of whole"),
+        ([[1], [{"content": "a"}]], {}, r"prompts\[1\]: messages\[0\] must be a dictionary"),
+        ([[1], [{"role": "user"}, 3]], {}, r"prompts\[1\]: messages\[1\] must be a dictionary"),
+        ([[1], "\ud800"], {}, r"prompts\[1\]: text is not valid Unicode"),
+        (itertools.repeat([1]), {}, "prompts: got more than 1000000; give fewer"),
+        ([1], {"num_samples": 4097}, "num_samples must be at most 4096, got 4097"),
+        ([1], {"stop": "\ud800"}, r"stop\[0\] is not valid Unicode"),
+        ([1], {"stop": ["a", "b\ud800"]}, r"stop\[1\] is not valid Unicode: .* at character 1"),
+        ([1], {"stop": ""}, "stop must be a text that is not empty, got ''"),
         (None, {}, "prompts must be a prompt or a list of them, got None"),
         ([None], {}, r"prompts\[0\] must be text, chat messages or a list of whole"),
         ([[1], float("nan")], {}, r"prompts\[1\] must be text, .*, got nan"),
@@ -218,9 +235,32 @@ def test_a_tiny_temperature_is_greedy(model):
         assert row.finish_reason == greedy.finish_reason
 
 
-def test_a_seed_must_fit_the_generator(model):
-    with pytest.raises(ValueError, match="seed"):
-        generate(model, [1], seed=1 << 31)
+@pytest.mark.parametrize("seed", [1 << 31, -1, True, 1.5, "1", None, [1]], ids=repr)
+def test_a_seed_must_fit_the_generator(model, seed):
+    for call in (generate, lambda *args, **named: next(stream(*args, **named))):
+        with pytest.raises(ValueError, match=r"^seed must be "):
+            call(model, [1], seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, [2]], r"tokens\[1\] must be a whole number, got \[2\]"),
+        ([1.5], r"tokens\[0\] must be a whole number, got 1.5"),
+        (3, "tokens must be text, chat messages or a list of whole token ids, got 3"),
+        ("\ud800", "tokens: text is not valid Unicode"),
+    ],
+)
+def test_what_is_scored_or_streamed_is_named(model, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        score(model, prompt)
+    with pytest.raises(ValueError, match=r"^prompts"):
+        next(stream(model, prompt))
+
+
+def test_a_trace_is_asked_for_by_a_truth_value(model):
+    with pytest.raises(ValueError, match="return_trace must be True or False, got 'no'"):
+        generate(model, [1], return_trace="no")
 
 
 def test_text_needs_a_tokenizer_and_a_chat_a_template(model):
@@ -725,6 +765,58 @@ def test_what_a_call_would_hold_is_foretold(model, monkeypatch):
     with pytest.raises(CheckpointError, match=r"1 texts of 16 tokens need"):
         score(model, [1, 2, 3])
     assert decode._cache_size() == programs
+
+
+def test_what_a_trace_would_hold_is_foretold(model, monkeypatch):
+    """The laws of drawn drafts, each as wide as the vocabulary, are most of it."""
+    monkeypatch.setattr(memory, "_available_host_memory", lambda: 10**6)
+    config = GenerationConfig(max_new_tokens=90, temperature=1.0)
+    programs = decode._cache_size()
+    drawn = DraftModel.of(model, num_speculative_tokens=4)
+    with pytest.raises(CheckpointError, match=r"return_trace: 90 steps need .*max_new_tokens"):
+        generate(model, [[1]] * 2, config, drawn, return_trace=True)
+    asked = []
+
+    def check_trace_fits(each, num_steps):
+        asked.append((each, num_steps))
+        if len(asked) % 2:
+            raise CheckpointError("the first guess is too large")
+
+    monkeypatch.setattr(jaxspec.decoding.request, "check_trace_fits", check_trace_fits)
+    for num_rows, drafter, laws in ((2, drawn, 4), (1, drawn, 4), (1, PromptLookup(4), 0)):
+        prepare(model, [[1]] * num_rows, config, drafter, 0).check_trace_fits()
+        guessed, exact = (each - num_rows * 2048 for each, num_steps in asked[-2:])
+        assert guessed == num_rows * 5 * 4 * 272
+        assert 0 <= exact - num_rows * laws * 4 * 272 < num_rows * 200
+        assert {num_steps for _, num_steps in asked} == {90}
+    assert decode._cache_size() == programs
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("seconds", [0.003, 0.03])
+def test_an_interrupt_leaves_everything_usable(model, traced, seconds):
+    """That of a notebook, in the middle of a program or between two steps."""
+    config = GenerationConfig(max_new_tokens=40, temperature=1.0, choices=["yes, " * 8, "no" * 20])
+    calls = [partial(generate, model, "hello", config, PromptLookup(3), 1, traced)]
+    calls += [partial(score, model, "hello")]
+    expected, scored = (call() for call in calls)
+    timer = threading.Timer(seconds, signal.raise_signal, (signal.SIGINT,))
+
+    def decode_for_ever():
+        timer.start()
+        while True:
+            generate(model, "hello", config, PromptLookup(3), 2, traced)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            decode_for_ever()
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, handler)
+    again, scored_again = (call() for call in calls)
+    assert again[0].tokens.tolist() == expected[0].tokens.tolist()
+    np.testing.assert_array_equal(scored.logits, scored_again.logits)
 
 
 def test_plain_decoding_is_the_same_program_with_a_one_node_tree(model):

@@ -1,9 +1,11 @@
 """`generate` with choices, a regular expression or a JSON schema."""
 
 import dataclasses
+import itertools
 import json
 import re
 import sys
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,12 +21,14 @@ from jaxspec import (
     generate,
     stream,
 )
+from jaxspec.bounded import Bounded
 from jaxspec.core.grammar import is_closed, walk
 from jaxspec.core.loop import decode
 from jaxspec.core.types import Stop
+from jaxspec.decoding import grammars, patterns
 from jaxspec.decoding.grammars import Language, compiled, languages_of
 from jaxspec.decoding.result import FINISH_REASONS
-from jaxspec.decoding.schemas import reference_depth
+from jaxspec.decoding.schemas import size_of_schema
 from jaxspec.extras import MissingExtra
 from tests.foreign import like_llama2
 
@@ -55,6 +59,15 @@ def is_valid(found: dict) -> bool:
 
 def needs_compiler() -> None:
     pytest.importorskip("outlines_core", reason="needs the extra `grammar`: '.[grammar]'")
+
+
+def doubling(levels: int) -> dict:
+    """A schema of few characters that is endless if it is written out."""
+    defs = {
+        f"d{level}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{level + 1}"}] * 2}
+        for level in range(levels)
+    }
+    return {"$defs": {**defs, f"d{levels}": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
 
 ARRAY, OF_A = {"type": "array"}, {"$ref": "#/$defs/a"}
@@ -216,16 +229,31 @@ def nested(levels):
     ("wrong", "message"),
     [
         ({"choices": []}, r"choices: got \[\]"),
+        ({"choices": [1]}, r"choices: got \[1\]"),
+        ({"choices": [["a"], "b"]}, r"choices: got \[\['a'\], 'b'\]"),
+        ({"choices": ["a\ud800"]}, "choices: a text is not valid Unicode"),
+        ({"choices": (f"{i}" for i in itertools.count())}, "choices: got more than 262144"),
+        ({"choices": ["a" * 2**22, "b"]}, "choices: texts of 4194305 characters in all"),
         ({"choices": "yes"}, "give a list of texts"),
         ({"choices": ["yes", ""]}, "none empty"),
         ({"choices": ["yes", 3]}, "choices: got"),
         ({"regex": ""}, "regex: got ''"),
         ({"regex": 3}, "regex: got 3"),
+        ({"regex": "\ud800"}, "regex is not valid Unicode"),
+        (
+            {"regex": "a{1000000}"},
+            "regex: it has 1000000 parts, if its .*at most 10000",
+        ),
+        ({"regex": "((ab{100}){100}c){2}"}, "regex: it has 20202 parts"),
+        ({"regex": r"(\p{Lu}|[]{}]{1,9}){5000}"}, "regex: it has 50000 parts"),
+        ({"regex": "a" * 2**17}, "regex: it has 131072 characters, and at most 65536"),
         ({"json_schema": "no json"}, "json_schema: got 'no json'"),
         ({"json_schema": 3}, "json_schema: got 3"),
         ({"json_schema": "[" * 100_000}, r"json_schema: got '\[\["),
         ({"json_schema": nested(5_000)}, r"json_schema: got \{'items': \{'items': \{"),
         ({"json_schema": json.dumps(nested(500))}, "json_schema: .*more than 100 lists or obj"),
+        ({"json_schema": {"type": "string", "maxLength": 10**9}}, "json_schema: # has 1"),
+        ({"json_schema": json.dumps(doubling(40))}, "json_schema: #/[$]defs/d.* has .* parts"),
         ({"choices": ["a"], "regex": "a"}, "choices and regex exclude each other"),
     ],
 )
@@ -249,6 +277,42 @@ def test_what_the_compiler_refuses_is_named(model, wrong, message):
         generate(model, PROMPTS[0], settings(**wrong))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"choices": ["a" * 65_000]}, "choices: a machine for it has 20001 states or more, and"),
+        ({"choices": ["ab" * 2**20, "b"]}, "choices: a machine for it has 20001 states or more"),
+        ({"regex": "a{10000}b{10000}"}, "regex: it has 20000 parts"),
+        ({"regex": "((a|b)*a(a|b){25})"}, "regex: compiling it takes more than 1 seconds, or"),
+        (
+            {"json_schema": {"type": "string", "pattern": "(a|b)*a(a|b){25}"}},
+            "json_schema: compiling it takes more than 1 seconds, or 64 MiB",
+        ),
+    ],
+)
+def test_what_would_take_too_much_is_refused(model, wrong, message, monkeypatch):
+    needs_compiler()
+    process = Bounded(patterns.__file__, seconds=1, memory=1 << 26)
+    monkeypatch.setattr(grammars, "_PROCESS", process)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=message):
+        generate(model, PROMPTS[0], settings(**wrong))
+    assert time.monotonic() - began < 10
+
+
+def test_many_choices_are_quick(model):
+    choices = [f"number {number}" for number in range(100_000)]
+    began = time.monotonic()
+    result = generate(model, PROMPTS[0], settings(choices=choices))
+    assert time.monotonic() - began < 10
+    assert result.texts[0] in choices
+    long = ["y" * 15_000, "n" * 4000]
+    began = time.monotonic()
+    (row,) = generate(model, PROMPTS[0], settings(choices=long))
+    assert time.monotonic() - began < 10
+    assert any(text.startswith(row.text) for text in long)
+
+
 def nested(levels: int) -> dict:
     """A schema in which one reference leads to the next, the last to a boolean."""
     defs = {
@@ -265,7 +329,7 @@ def nested(levels: int) -> dict:
 def test_a_schema_is_read_to_the_end_of_its_references(model):
     """Past a depth the compiler leaves properties out, and a comma behind."""
     needs_compiler()
-    assert reference_depth(nested(6)) == 7
+    assert size_of_schema(nested(6)).depth == 7
     config = settings(json_schema=nested(6), temperature=1.0, max_new_tokens=150)
     for text in generate(model, PROMPTS, config).texts:
         found = json.loads(text)

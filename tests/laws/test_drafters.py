@@ -151,12 +151,12 @@ def assert_same_rows(ours: DecodeState, theirs: DecodeState):
 def test_plain_decoding_stops_where_a_reader_would(mode):
     """Reading the text without stops token by token gives the text with stops."""
     free, asked = texts(run("plain", free_request(mode))), request(mode)
-    table = np.asarray(asked.automaton.table)
+    table, kinds = map(np.asarray, asked.automaton)
     expected, reasons = [], []
     for row, text in enumerate(free):
         state, reason, end = 0, Stop.LENGTH, LENGTHS[row]
         for token in text[LENGTHS[row] :]:
-            state, end = table[state, token], end + 1
+            state, end = table[state, kinds[token]], end + 1
             if token in asked.prompts.stop_ids[row]:
                 reason = Stop.TOKEN
             elif state == len(table) - 1:
