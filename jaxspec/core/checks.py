@@ -2,10 +2,12 @@
 
 A field of a `Checked` dataclass is annotated with its type and, where that says too little, with
 rules: `Annotated[int, at_least(1)]`, or one of the short names below. So Python, the command line
-and files of settings are refused alike, before anything is built.
+and files of settings are refused alike, before anything is built. The arguments of a function are
+annotated in the same way, under `checks_arguments`.
 """
 
 import dataclasses
+import inspect
 import math
 import numbers
 import os
@@ -14,8 +16,8 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union
+from functools import cache, wraps
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar, Union
 
 import numpy as np
 
@@ -27,11 +29,13 @@ class Requirement(NamedTuple):
         said: the condition, after "must be".
         holds: decides.
         is_interval: whatever lies between two values that meet it meets it too.
+        of_size: it is about the number of entries, and is decided before they are looked at.
     """
 
     said: str
     holds: Callable[[Any], bool]
     is_interval: bool = True
+    of_size: bool = False
 
 
 def at_least(least: int | float) -> Requirement:
@@ -80,6 +84,16 @@ def one_of(*choices: Any) -> Requirement:
         f"one of {choices}",
         lambda value: isinstance(value, Hashable) and value in choices,
         is_interval=False,
+    )
+
+
+def at_most_entries(most: int) -> Requirement:
+    """Returns the rule of sequences and mappings of up to `most` entries."""
+    return Requirement(
+        f"of at most {most} entries",
+        lambda value: len(value) <= most,
+        is_interval=False,
+        of_size=True,
     )
 
 
@@ -153,8 +167,13 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         ValueError: layers[1] must be a whole number, got True.
     """
     if typing.get_origin(hint) is Annotated:
-        plain = checked(name, value, _bare(hint))
-        for rule in _rules(hint):
+        bare, rules = _bare(hint), _rules(hint)
+        for rule in rules:
+            found: Any = _Kind.of(bare).read(value) if rule.of_size else _WRONG
+            if found is not _WRONG and not rule.holds(found):
+                raise ValueError(f"{name} must be {rule.said}, got {len(found)}.")
+        plain = checked(name, value, bare)
+        for rule in rules:
             if plain is not None and not rule.holds(plain):
                 raise ValueError(f"{name} must be {rule.said}, got {_shown(plain)}.")
         return plain
@@ -175,6 +194,47 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     if len(found) > _FEW and _are_plain(found, kind.parts(0)):
         return tuple(found)
     return tuple(checked(f"{name}[{i}]", part, kind.parts(i)) for i, part in enumerate(found))
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def checks_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Makes a function check its arguments by their annotations, and take them as plain values.
+
+    Annotations in quotes are not checked. Defaults are not either.
+
+    Example:
+        >>> @checks_arguments
+        ... def repeat(word: str, times: Count = 2) -> str:
+        ...     return word * times
+        >>> repeat("ab", 3.0)
+        'ababab'
+        >>> repeat("ab", times=0)
+        Traceback (most recent call last):
+        ...
+        ValueError: times must be at least 1, got 0.
+    """
+    names = tuple(inspect.signature(function).parameters)
+    hints = {
+        name: hint
+        for name, hint in inspect.get_annotations(function).items()
+        if name in names and not isinstance(hint, str)
+    }
+
+    untyped: Any = function
+
+    def plain(name: str, value: Any) -> Any:
+        return checked(name, value, hints[name]) if name in hints else value
+
+    @wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        placed = (*map(plain, names, args), *args[len(names) :])
+        named = {name: plain(name, value) for name, value in kwargs.items()}
+        return untyped(*placed, **named)
+
+    return call
 
 
 _FEW = 64

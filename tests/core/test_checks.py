@@ -22,8 +22,10 @@ from jaxspec.core.checks import (
     Share,
     above,
     at_least,
+    at_most_entries,
     below,
     checked,
+    checks_arguments,
     one_of,
 )
 from tests.shapes import made_unchecked
@@ -81,6 +83,12 @@ def test_what_is_no_finite_number_is_refused(value):
         (Count | Sequence[Count], "a", "x must be a whole number or a sequence, got 'a'."),
         (Mapping[int, float], [1], "x must be a mapping, got [1]."),
         (Checked, 3, "x must be of type Checked, got 3."),
+        (
+            Annotated[Sequence[int], at_most_entries(2)],
+            ["a"] * 3,
+            "x must be of at most 2 entries, got 3.",
+        ),
+        (Annotated[Sequence[int], at_most_entries(2)], "abc", "x must be a sequence, got 'abc'."),
         (tuple[tuple[int, ...], ...], [0] * 65, "x[0] must be a sequence, got 0."),
         (tuple[Count, ...], [1] * 64 + [0], "x[64] must be at least 1, got 0."),
         (tuple[int, ...], [1] * 64 + [True], "x[64] must be a whole number, got True."),
@@ -137,6 +145,41 @@ def test_fields_are_named_with_their_prefix_and_metadata_lists_choices():
         Inner(1)
     with pytest.raises(ValueError, match=r"^inner\.kind must be one of \('a', 'b'\), got 'c'\.$"):
         Inner(kind="c")
+
+
+@checks_arguments
+def repeated(word: str, /, times: Count = 2, *, between: str | None = None, note: "Any" = 0):
+    """Repeats a word."""
+    return (between or "").join([word] * times), note
+
+
+def test_arguments_are_checked_by_their_annotations_and_become_plain():
+    assert repeated("ab") == ("abab", 0)
+    assert repeated("ab", np.int8(1), note=print) == ("ab", print)
+    assert repeated("ab", times=2.0, between="-") == ("ab-ab", 0)
+    assert repeated.__doc__ == "Repeats a word."
+    assert list(inspect.signature(repeated).parameters) == ["word", "times", "between", "note"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((3,), {}, "word must be a text, got 3."),
+        (("ab", 1.5), {}, "times must be a whole number, got 1.5."),
+        (("ab",), {"times": 0}, "times must be at least 1, got 0."),
+        (("ab",), {"between": 1}, "between must be a text, got 1."),
+    ],
+)
+def test_a_wrong_argument_is_named(args, kwargs, said):
+    with pytest.raises(ValueError) as caught:
+        repeated(*args, **kwargs)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), (("a", 1, "b"), {}), (("a",), {"c": 1})])
+def test_what_is_no_argument_is_refused_by_python(args, kwargs):
+    with pytest.raises(TypeError, match=r"repeated\(\)"):
+        repeated(*args, **kwargs)
 
 
 def checked_classes():
