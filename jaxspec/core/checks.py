@@ -100,6 +100,7 @@ def at_most_entries(most: int) -> Requirement:
 # Sizes and ids are 32-bit integers in compiled programs.
 Count = Annotated[int, at_least(1), below(2**31)]
 Natural = Annotated[int, at_least(0), below(2**31)]
+Whole = Annotated[int, at_least(-(2**31)), below(2**31)]
 MOST_NODES = 4096
 """Largest tree, the root not counted: its masks have an entry for each pair of nodes."""
 Nodes = Annotated[int, at_least(1), at_most(MOST_NODES)]
@@ -397,7 +398,10 @@ def _rules(hint: Any) -> list[Requirement]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(_scalar(value))
+    try:
+        text = repr(_scalar(value))
+    except ValueError:  # more digits than Python writes
+        text = f"one of type {type(value).__name__} that is too long to show"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -4,17 +4,29 @@ Budgets: `nodes` in a name, file or message EXCLUDES the root (EAGLE's tree has 
 in a target pass includes it (26).
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxspec.core.checks import MOST_NODES, checked
+from jaxspec.core.checks import (
+    MOST_NODES,
+    Whole,
+    at_least,
+    at_most,
+    at_most_entries,
+    checks_arguments,
+)
 from jaxspec.core.types import Tree
 
 Path = tuple[int, ...]
+Paths = Annotated[
+    Sequence[Annotated[Sequence[Whole], at_most_entries(MOST_NODES)]], at_most_entries(MOST_NODES)
+]
+"""Nodes of a tree, the root not among them: which of its parent's choices each takes."""
 
 # The static tree of EAGLE-1 (Li et al. 2024, upstream name `mc_sim_7b_63`): 25 nodes, depth 5.
 EAGLE_PATHS: tuple[Path, ...] = (
@@ -26,7 +38,8 @@ EAGLE_PATHS: tuple[Path, ...] = (
 )
 
 
-def normalize_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
+@checks_arguments
+def normalize_paths(paths: Paths) -> tuple[Path, ...]:
     """Checks rank paths and sorts them by (length, ranks): node i + 1 of the tree is entry i.
 
     A path lists, from the root down, which of its parent's choices each node takes. The set must
@@ -34,31 +47,33 @@ def normalize_paths(paths: Sequence[Sequence[int]]) -> tuple[Path, ...]:
     verified in the order they were drawn, so a gap would falsify the distribution.
 
     Raises:
-        ValueError: for what is no list of paths, a negative rank, a duplicate, a missing parent or
-            a missing sibling.
+        ValueError: for what is no list of paths, more than `MOST_NODES` of them, a negative rank, a
+            duplicate, a missing parent or a missing sibling.
     """
-    tuples = checked("paths", paths, tuple[Path, ...])
-    known = set(tuples)
-    if len(known) != len(tuples):
-        repeated = next(path for path in tuples if tuples.count(path) > 1)
-        raise ValueError(f"paths: {list(repeated)} is listed twice; list each node once.")
+    known = Counter(map(tuple, paths))
+    for path, times in known.items():
+        if times > 1:
+            raise ValueError(f"paths: {list(path)!r:.80} is listed twice; list each node once.")
     for path in sorted(known, key=lambda path: (len(path), path)):
         if not path:
             raise ValueError("paths: [] is the root, which every tree has; leave it out.")
         if min(path) < 0:
-            raise ValueError(f"paths: {list(path)} has a negative rank; ranks count from 0.")
+            raise ValueError(f"paths: {list(path)!r:.80} has a negative rank; ranks count from 0.")
         *parent, rank = path
         if parent and tuple(parent) not in known:
-            raise ValueError(f"paths: {list(path)} needs its parent {parent}; add it.")
+            raise ValueError(f"paths: {list(path)!r:.80} needs its parent {parent!r:.80}; add it.")
         if rank and (*parent, rank - 1) not in known:
             raise ValueError(
-                f"paths: {list(path)} takes rank {rank} of {parent or 'the root'}, "
+                f"paths: {list(path)!r:.80} takes rank {rank} of {parent or 'the root'!s:.80}, "
                 f"but rank {rank - 1} is not in the tree; ranks must have no gap."
             )
     return tuple(sorted(known, key=lambda path: (len(path), path)))
 
 
-def tree_from_parents(parents: Sequence[int]) -> Tree:
+@checks_arguments
+def tree_from_parents(
+    parents: Annotated[Sequence[Whole], at_most_entries(MOST_NODES + 1)],
+) -> Tree:
     """Builds a `Tree` on the host; inside `jit` its arrays are constants.
 
     Siblings take ranks in the order they are listed.
@@ -68,13 +83,11 @@ def tree_from_parents(parents: Sequence[int]) -> Tree:
         [[0, -1, -1], [0, 1, -1], [0, 2, -1], [0, 1, 3]]
 
     Raises:
-        ValueError: unless node 0 is the root and every parent comes before its children.
+        ValueError: unless node 0 is the root and every parent is a number that comes before its
+            children; or there are more than `MOST_NODES` besides the root.
     """
-    if len(parents) > MOST_NODES + 1:
-        raise ValueError(f"a tree has at most {MOST_NODES} nodes, got {len(parents) - 1}.")
-    parents = [int(parent) for parent in parents]
     if not parents or parents[0] != -1:
-        raise ValueError(f"parents[0] must be -1, the root; got {parents[:1]}.")
+        raise ValueError(f"parents[0] must be -1, the root; got {list(parents[:1])}.")
     for node, parent in enumerate(parents[1:], start=1):
         if not 0 <= parent < node:
             raise ValueError(
@@ -121,7 +134,8 @@ def tree_from_paths(paths: Sequence[Sequence[int]]) -> Tree:
     return tree_from_parents([-1, *(index[path[:-1]] for path in ordered[1:])])
 
 
-def chain(num_nodes: int) -> Tree:
+@checks_arguments
+def chain(num_nodes: Annotated[int, at_least(0), at_most(MOST_NODES)]) -> Tree:
     """Builds a tree without branches: each draft token is the child of the one before.
 
     Args:
@@ -132,10 +146,8 @@ def chain(num_nodes: int) -> Tree:
         [-1, 0, 1, 2]
 
     Raises:
-        ValueError: if `num_nodes` is negative. 0 is plain decoding: a root alone.
+        ValueError: unless `num_nodes` is a number from 0, plain decoding, to `MOST_NODES`.
     """
-    if num_nodes < 0:
-        raise ValueError(f"num_nodes must be at least 0, got {num_nodes}.")
     return tree_from_parents(range(-1, num_nodes))
 
 

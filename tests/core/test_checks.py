@@ -63,6 +63,11 @@ def test_what_is_no_finite_number_is_refused(value):
     ("hint", "value", "said"),
     [
         (Count, 0, "x must be at least 1, got 0."),
+        (
+            Sequence[Count],
+            [10**5000],
+            "x[0] must be below 2147483648, got one of type int that is too long to show.",
+        ),
         (Count, 2**31, f"x must be below {2**31}, got {2**31}."),
         (Natural, -1, "x must be at least 0, got -1."),
         (Natural | None, -1, "x must be at least 0, got -1."),

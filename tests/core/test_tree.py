@@ -1,6 +1,7 @@
 """Trees: what a person can check by eye, the laws of the arrays, and every error."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -96,11 +97,24 @@ def test_the_order_of_paths_does_not_matter(paths):
         ([(0, 0)], r"\[0, 0\] needs its parent \[0\]"),
         ([(0,), (2,)], r"\[2\] takes rank 2 of the root, but rank 1 is not"),
         ([(0,), (0, 1)], r"\[0, 1\] takes rank 1 of \[0\], but rank 0 is not"),
+        (
+            [[i] for i in range(20000)] + [[19999]],
+            "paths must be of at most 4096 entries, got 20001",
+        ),
+        ([[0] * 10**6], r"paths\[0\] must be of at most 4096 entries, got 1000000"),
+        ([[0] * 4096], r"^paths: \[0, 0[0, ]{,80} needs its parent \[0, 0[0, ]{,80}; add it\.$"),
+        ([[i] for i in range(4095)] + [[4094]], r"paths: \[4094\] is listed twice"),
+        ("abc", "paths must be a sequence, got 'abc'"),
+        (None, "paths must be a sequence, got None"),
+        ([0, 1], r"paths\[0\] must be a sequence, got 0"),
+        ([[0], [0.5]], r"paths\[1\]\[0\] must be a whole number, got 0.5"),
+        ([[False]], r"paths\[0\]\[0\] must be a whole number, got False"),
+        ([[10**5000]], r"paths\[0\]\[0\] must be below 2147483648"),
     ],
 )
 def test_paths_that_are_refused(paths, message):
     with pytest.raises(ValueError, match=message):
-        tree_from_paths(paths)
+        normalize_paths(paths)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +125,18 @@ def test_paths_that_are_refused(paths, message):
         ([-1, 1], "node 1 has parent 1.*earlier"),
         ([-1, 0, 3, 0], "node 2 has parent 3.*earlier"),
         ([-1, -1], "node 1 has parent -1.*earlier"),
+        ([-1, 0.5, 1], r"parents\[1\] must be a whole number, got 0.5"),
+        ([-1.7, 0], r"parents\[0\] must be a whole number, got -1.7"),
+        ([-1, False, True], r"parents\[1\] must be a whole number, got False"),
+        ([-1, math.nan], r"parents\[1\] must be a whole number, got nan"),
+        ("abc", "parents must be a sequence, got 'abc'"),
+        (None, "parents must be a sequence, got None"),
+        (iter([-1, 0]), "parents must be a sequence, got <list_iterator"),
+        ([[-1], [0]], r"parents\[0\] must be a whole number, got \[-1\]"),
+        (np.array([[-1, 0]]), r"parents\[0\] must be a whole number, got \[-1, 0\]"),
+        (np.array(-1), "parents must be a sequence, got -1"),
+        ([-1] + [0] * 10**6, "parents must be of at most 4097 entries, got 1000001"),
+        ([10**5000], r"parents\[0\] must be below 2147483648"),
     ],
 )
 def test_parents_that_are_refused(parents, message):
@@ -118,15 +144,31 @@ def test_parents_that_are_refused(parents, message):
         tree_from_parents(parents)
 
 
-def test_a_tree_that_no_mask_holds_is_refused():
+@pytest.mark.parametrize(
+    "parents", [np.array([-1, 0, 0], np.int8), [-1.0, 0.0, 0.0], jnp.array([-1, 0, 0]), (-1, 0, 0)]
+)
+def test_parents_may_be_of_any_type_of_whole_numbers(parents):
+    assert tree_from_parents(parents).parents.tolist() == [-1, 0, 0]
+
+
+def test_the_largest_chain_has_as_many_nodes_as_masks_hold():
     assert len(chain(MOST_NODES).parents) == MOST_NODES + 1
-    with pytest.raises(ValueError, match="a tree has at most 4096 nodes, got 1000000"):
-        chain(10**6)
 
 
-def test_a_chain_of_negative_length_is_refused():
-    with pytest.raises(ValueError, match="num_nodes must be at least 0, got -1"):
-        chain(-1)
+@pytest.mark.parametrize(
+    ("num_nodes", "message"),
+    [
+        (-1, "at least 0, got -1"),
+        (10**6, "at most 4096, got 1000000"),
+        (1.5, "a whole number, got 1.5"),
+        (math.nan, "a whole number, got nan"),
+        ("3", "a whole number, got '3'"),
+        (True, "a whole number, got True"),
+    ],
+)
+def test_chains_of_other_lengths_are_refused(num_nodes, message):
+    with pytest.raises(ValueError, match=f"num_nodes must be {message}"):
+        chain(num_nodes)
 
 
 traced = jax.jit(traced_tree, static_argnums=(2, 3))
