@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxspec.core.checks import Checked, Count, Natural, Positive
+from jaxspec.core.checks import MOST_NODES, Checked, Count, Natural, Positive, at_least, at_most
 from jaxspec.core.tree import tree_from_paths
 from jaxspec.core.types import PyTree, Stop, Tree
 from jaxspec.diffusion.passes import CanvasSettings, DenoisePlan
@@ -50,7 +50,7 @@ class SelfSpeculation(Checked):
         True
     """
 
-    num_drafts: Natural = 4
+    num_drafts: Annotated[int, at_least(0), at_most(MOST_NODES)] = 4
     costs: Sequence[Positive] | None = None
     branch: Count = 1
     lookup: bool = False
@@ -63,7 +63,7 @@ class SelfSpeculation(Checked):
         if self.branch > 1 and self.branch**self.num_drafts > _MOST_LEAVES:
             raise ValueError(
                 f"branch: {self.branch} successors of each of {self.num_drafts} drafts give "
-                f"{self.branch**self.num_drafts} ends, at most {_MOST_LEAVES} are possible; take "
+                f"{self.branch}**{self.num_drafts} ends, at most {_MOST_LEAVES} are possible; take "
                 "fewer drafts."
             )
         if self.limit is not None and self.limit > self.num_drafts:

@@ -455,7 +455,12 @@ def test_costs_are_measured_for_every_number_of_drafts():
         ),
         ({"num_drafts": 1, "costs": (1.0, np.nan)}, r"costs\[1\] must be a finite number, got"),
         ({"branch": 0}, "branch must be at least 1, got 0"),
-        ({"num_drafts": 9, "branch": 2}, "branch: 2 successors of each of 9 drafts give 512 ends"),
+        (
+            {"num_drafts": 9, "branch": 2},
+            r"branch: 2 successors of each of 9 drafts give 2\*\*9 ends",
+        ),
+        ({"num_drafts": 4096, "branch": 2**30}, r"drafts give 1073741824\*\*4096 ends"),
+        ({"num_drafts": 2**31 - 1, "branch": 2}, "num_drafts must be at most 4096, got 2147483647"),
         ({"num_drafts": 2, "limit": 3}, r"limit must be in 0..2 \(num_drafts\), got 3"),
         ({"lossy_top_k": 0}, "lossy_top_k must be at least 1, got 0"),
         ({"num_drafts": 0, "costs": (1.0,), "deterministic": True}, "costs: deterministic passes"),
