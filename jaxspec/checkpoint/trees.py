@@ -3,12 +3,11 @@
 That of a chain that ends early also has its threshold.
 """
 
-import json
-import operator
 from collections.abc import Mapping
 from pathlib import Path as FilePath
-from typing import Any
 
+from jaxspec.checkpoint.files import CheckpointError, parse_json, read_bytes
+from jaxspec.core.checks import Share, checked, checks_arguments
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths
 
 TREE_FILE = "tree.json"
@@ -16,6 +15,7 @@ PUBLISHED_TREES: Mapping[str, tuple[Path, ...]] = {"eagle-25": EAGLE_PATHS}
 """Trees that `load_tree` knows by name; the number is of nodes without the root."""
 
 
+@checks_arguments
 def load_tree(source: str | FilePath) -> tuple[Path, ...]:
     """Reads the nodes of a tree, for `Eagle.of(head, paths)`.
 
@@ -43,6 +43,7 @@ def load_tree(source: str | FilePath) -> tuple[Path, ...]:
     return paths
 
 
+@checks_arguments
 def load_threshold(source: str | FilePath) -> float:
     """Reads the threshold of a tree, for `Eagle.of(head, paths, threshold)`; 0 if it has none.
 
@@ -50,7 +51,7 @@ def load_threshold(source: str | FilePath) -> float:
         source: as for `load_tree`.
 
     Raises:
-        ValueError: there is no such file, it holds no tree, or the threshold is no number.
+        ValueError: there is no such file, it holds no tree, or the threshold is none.
 
     Example:
         >>> from jaxspec.tuning import load_threshold
@@ -59,11 +60,7 @@ def load_threshold(source: str | FilePath) -> float:
     """
     if str(source) in PUBLISHED_TREES:
         return 0.0
-    value = _read(FilePath(source))
-    threshold = value.get("threshold", 0.0) if isinstance(value, dict) else 0.0
-    if not isinstance(threshold, int | float):
-        raise ValueError(f"tree {source}: threshold must be a number, got {threshold!r}.")
-    return float(threshold)
+    return _read(FilePath(source))[1]
 
 
 def read_paths(file: FilePath) -> tuple[Path, ...]:
@@ -72,31 +69,31 @@ def read_paths(file: FilePath) -> tuple[Path, ...]:
     Raises:
         ValueError: there is no such file, or it holds no tree.
     """
-    value = _read(file)
+    return _read(file)[0]
+
+
+def _read(file: FilePath) -> tuple[tuple[Path, ...], float]:
+    """Returns rank paths and the threshold."""
+    holds = (
+        "must hold a JSON list of rank paths, such as [[0], [1], [0, 0]], or an object with one as "
+        "'paths'"
+    )
     try:
-        entries = value["paths"] if isinstance(value, dict) else value
-        paths = [tuple(map(operator.index, path)) for path in entries]
-    except (KeyError, TypeError):
-        raise ValueError(f"tree {file}: {_HOLDS}") from None
-    try:
-        return normalize_paths(paths)
-    except ValueError as error:
-        raise ValueError(f"tree {file}: {error}") from None
-
-
-_HOLDS = (
-    "must hold a JSON list of rank paths, such as [[0], [1], [0, 0]], or an object with one as "
-    "'paths'."
-)
-
-
-def _read(file: FilePath) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(read_bytes(file))
     except OSError as error:
         raise ValueError(
             f"tree {file}: {error.strerror or error}; give a file of `jaxspec tune tree`, or "
             f"{', '.join(PUBLISHED_TREES)}."
         ) from None
-    except ValueError:
-        raise ValueError(f"tree {file}: {_HOLDS}") from None
+    except CheckpointError as error:
+        raise ValueError(f"tree {error}") from None
+    except ValueError as error:
+        raise ValueError(f"tree {file}: {holds}; it is no JSON ({error}).") from None
+    entry = value if isinstance(value, dict) else {"paths": value}
+    if "paths" not in entry:
+        raise ValueError(f"tree {file}: {holds}; got an object without.")
+    try:
+        threshold = checked("threshold", entry.get("threshold", 0.0), Share)
+        return normalize_paths(entry["paths"]), threshold
+    except ValueError as error:
+        raise ValueError(f"tree {file}: {error}") from None

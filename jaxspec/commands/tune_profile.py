@@ -168,11 +168,11 @@ def _table(title: str, timings: tuple[Timing, ...]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in ("size", "ms", "+- ms", "over size 1"):
         table.add_column(column, justify="right")
-    for size, seconds, spread in timings:
+    for timing in timings:
         table.add_row(
-            str(size),
-            f"{1e3 * seconds:.3f}",
-            "" if spread is None else f"{1e3 * spread:.3f}",
-            f"{seconds / timings[0].seconds:.2f}",
+            str(timing.size),
+            f"{1e3 * timing.seconds:.3f}",
+            "" if timing.spread is None else f"{1e3 * timing.spread:.3f}",
+            f"{timing.seconds / timings[0].seconds:.2f}",
         )
     return table

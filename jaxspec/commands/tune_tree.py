@@ -237,7 +237,7 @@ def _show(
             f"accepted drafts (bonus excluded): {main:.0%} on the path of first choices, "
             f"{neighbours:.0%} next to it"
         )
-    limits = ", ".join(f"{name} {value}" for name, value in found.limits._asdict().items())
+    limits = ", ".join(f"{name} {value}" for name, value in vars(found.limits).items())
     console.print(f"searched {found.num_shapes} shapes within {limits}")
     console.print(_ranking(found, predictions))
     if predictions:

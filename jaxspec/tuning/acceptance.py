@@ -12,15 +12,27 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import numpy as np
 from jaxtyping import Float
 
-from jaxspec.core.tree import EAGLE_PATHS, Path, tree_from_parents
+from jaxspec.core.checks import (
+    MOST_NODES,
+    Checked,
+    Natural,
+    Nodes,
+    NotNegative,
+    Positive,
+    Requirement,
+    Share,
+    above_up_to,
+    checks_arguments,
+)
+from jaxspec.core.tree import EAGLE_PATHS, Path, Paths, tree_from_parents
 from jaxspec.core.types import PyTree, Tree
-from jaxspec.tuning.files import read_entry, shipped_names, write_entry
+from jaxspec.tuning.files import read_entry, records, shipped_names, write_entry
 
 if TYPE_CHECKING:
     from jaxspec.decoding.result import TraceStep
@@ -29,6 +41,7 @@ _SHIPPED = FilePath(__file__).resolve().parent / "tables"
 # After this many observations, a parent's own rate weighs as much as the rate of its depth.
 _PRIOR_STRENGTH = 16.0
 _NUMBERS_HASHED = 4096
+_NOT_EMPTY = Requirement("of at least one entry", bool, is_interval=False)
 
 PUBLISHED_TAU = 4.06
 """Tau of EAGLE's 25-node tree with Vicuna-7B on GSM8K: tokens per target pass, bonus INCLUDED."""
@@ -42,30 +55,57 @@ SHAPES: dict[str, tuple[float, ...]] = {
 """Chances by rank. Only their ratios are used."""
 
 
-class RankCounts(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class RankCounts(Checked):
     """Counts for the children of one parent, over the steps that accepted the parent.
 
     Attributes:
         offered: steps that offered the child, by rank.
         accepted: steps that accepted the child, by rank.
+
+    Raises:
+        ValueError: a count is no number from 0; the message names it.
     """
 
-    offered: tuple[int, ...]
-    accepted: tuple[int, ...]
+    offered: tuple[Natural, ...]
+    accepted: tuple[Natural, ...]
 
 
-class ExitCounts(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _CountsBelow(RankCounts):
+    """Counts as files hold them.
+
+    Attributes:
+        parent: rank path of the parent.
+    """
+
+    parent: tuple[Natural, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExitCounts(Checked):
     """Counts of steps over a chain that ends early, at one threshold.
 
     Attributes:
         threshold: of the drafter.
         drafted: entry i: steps whose draft was i tokens deep.
         accepted: entry i: steps that accepted i draft tokens, bonus EXCLUDED.
+
+    Raises:
+        ValueError: a field is out of range, or no step was counted.
     """
 
-    threshold: float
-    drafted: tuple[int, ...]
-    accepted: tuple[int, ...]
+    threshold: Share
+    drafted: tuple[Natural, ...]
+    accepted: tuple[Natural, ...]
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not sum(self.drafted) or not sum(self.accepted):
+            raise ValueError(
+                f"drafted and accepted must count the same steps, at least one; got "
+                f"{self.drafted!r:.80} and {self.accepted!r:.80}."
+            )
 
     def shares(self, longest: int) -> Float[np.ndarray, " depths"]:
         """Returns the share of steps that drafted 0, 1, ... tokens of at most `longest`."""
@@ -79,7 +119,7 @@ class ExitCounts(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class AcceptanceTable:
+class AcceptanceTable(Checked):
     """P(the child of rank r is accepted | its parent is), by parent.
 
     Attributes:
@@ -92,7 +132,8 @@ class AcceptanceTable:
         exits: counts of chains that end early, all of one greatest length; `()` for none.
 
     Raises:
-        ValueError: a chance is below 0, or the chances of a depth add up to more than 1.
+        ValueError: a chance is below 0, the chances of a depth add up to more than 1, or a field is
+            of another type.
 
     Example:
         >>> from jaxspec.tuning import AcceptanceTable
@@ -103,30 +144,32 @@ class AcceptanceTable:
         1.875
     """
 
-    rates: tuple[tuple[float, ...], ...]
-    counts: Mapping[Path, RankCounts] = dataclasses.field(default_factory=dict)
+    rates: tuple[tuple[NotNegative, ...], ...]
+    counts: Mapping[tuple[Natural, ...], RankCounts] = dataclasses.field(default_factory=dict)
     head: str = ""
     source: str = ""
     exits: tuple[ExitCounts, ...] = ()
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.rates or not all(self.rates):
             raise ValueError("rates: needs at least one depth and one rank at each, got none.")
         for depth, row in enumerate(self.rates):
-            if min(row) < 0 or sum(row) > 1 + 1e-9 or not math.isfinite(sum(row)):
+            if sum(row) > 1 + 1e-9:
                 raise ValueError(
-                    f"rates: chances below a parent at depth {depth} must be at least 0 and add up "
-                    f"to at most 1, got {row}."
+                    f"rates: chances below a parent at depth {depth} must add up to at most 1, got "
+                    f"{row!r:.80}."
                 )
-        for parent, (offered, accepted) in self.counts.items():
-            pairs = itertools.zip_longest(accepted, offered, fillvalue=-1)
+        for parent, ranks in self.counts.items():
+            pairs = itertools.zip_longest(ranks.accepted, ranks.offered, fillvalue=-1)
             if not all(0 <= hits <= tries for hits, tries in pairs):
                 raise ValueError(
-                    f"counts of {list(parent)}: each rank must be offered at least as often as "
-                    f"accepted, got {offered} and {accepted}."
+                    f"counts of {list(parent)!r:.80}: each rank must be offered at least as often "
+                    f"as accepted, got {ranks.offered!r:.80} and {ranks.accepted!r:.80}."
                 )
 
     @classmethod
+    @checks_arguments
     def from_counts(
         cls, counts: Mapping[Path, RankCounts], head: str = "", source: str = ""
     ) -> "AcceptanceTable":
@@ -137,7 +180,7 @@ class AcceptanceTable:
         depth are pooled.
 
         Raises:
-            ValueError: no step offered a node below the root.
+            ValueError: no step offered a node below the root, or `counts` holds something else.
         """
         rates = []
         for depth in range(1 + max(map(len, counts), default=-1)):
@@ -185,7 +228,7 @@ class AcceptanceTable:
                 f"{self.num_ranks(depth)} ranks there and {self.max_depth} depths. Measure with a "
                 "wider or deeper probing tree (probe_paths)."
             )
-        counts = self.counts.get(parent, RankCounts((), ()))
+        counts = self.counts.get(parent, _NO_COUNTS)
         return _drawn(counts, rank, self.rates[depth][rank])
 
     def exit(self, threshold: float) -> ExitCounts:
@@ -261,13 +304,21 @@ class AcceptanceTable:
             "head": self.head,
             "rates": [list(row) for row in self.rates],
             "counts": [
-                {"parent": list(parent), **{k: list(v) for k, v in ranks._asdict().items()}}
-                for _, parent, ranks in sorted((len(p), p, r) for p, r in self.counts.items())
+                {
+                    "parent": list(parent),
+                    "offered": list(self.counts[parent].offered),
+                    "accepted": list(self.counts[parent].accepted),
+                }
+                for parent in sorted(self.counts, key=lambda parent: (len(parent), parent))
             ],
-            "exits": [counts._asdict() for counts in self.exits],
+            "exits": [dataclasses.asdict(counts) for counts in self.exits],
         }
 
 
+_NO_COUNTS = RankCounts((), ())
+
+
+@checks_arguments
 def save_acceptance(table: AcceptanceTable, path: str | FilePath) -> None:
     """Writes a table. An interrupted write leaves no file.
 
@@ -293,6 +344,7 @@ def shipped_tables() -> list[str]:
     return shipped_names(_SHIPPED)
 
 
+@checks_arguments
 def load_acceptance(source: str | FilePath) -> AcceptanceTable:
     """Reads a table.
 
@@ -309,52 +361,51 @@ def load_acceptance(source: str | FilePath) -> AcceptanceTable:
         4.06
     """
     entry = read_entry("acceptance table", source, _SHIPPED)
+    lacking = [name for name in ("rates", "counts", "head", "source") if name not in entry]
+    if lacking:
+        raise ValueError(
+            f"acceptance table {source}: has no {lacking[0]}; it has `rates`, `counts`, `head` and "
+            "`source`."
+        )
     try:
+        counts = records("counts", entry["counts"], _CountsBelow)
         return AcceptanceTable(
-            rates=tuple(tuple(map(float, row)) for row in entry["rates"]),
-            counts={
-                tuple(ranks["parent"]): RankCounts(
-                    tuple(ranks["offered"]), tuple(ranks["accepted"])
-                )
-                for ranks in entry["counts"]
-            },
+            rates=entry["rates"],
+            counts={each.parent: RankCounts(each.offered, each.accepted) for each in counts},
             head=entry["head"],
             source=entry["source"],
-            exits=tuple(
-                ExitCounts(each["threshold"], tuple(each["drafted"]), tuple(each["accepted"]))
-                for each in entry.get("exits", ())
-            ),
+            exits=records("exits", entry.get("exits", ()), ExitCounts),
         )
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"acceptance table {source}: {error!r}; it has `rates`, `counts`, `head` and `source`."
-        ) from error
+    except ValueError as error:
+        raise ValueError(f"acceptance table {source}: {error}") from None
 
 
-def probe_paths(max_depth: int = 5, max_branch: int = 4) -> tuple[Path, ...]:
+@checks_arguments
+def probe_paths(max_depth: Nodes = 5, max_branch: Nodes = 4) -> tuple[Path, ...]:
     """Returns the rank paths of a tree to measure acceptance with.
 
     It has all nodes whose ranks add up to at most `max_branch - 1`: it is wide near the main path,
     which most steps follow, and narrow far from it.
 
     Raises:
-        ValueError: either argument is below 1.
+        ValueError: either argument is below 1, or the tree would be too large.
 
     Example:
         >>> from jaxspec.tuning import probe_paths
         >>> probe_paths(2, 2)
         ((0,), (1,), (0, 0), (0, 1), (1, 0))
     """
-    if max_depth < 1 or max_branch < 1:
+    # So many ways there are to share out fewer than `max_branch` ranks among the depths.
+    if math.comb(max_depth + max_branch, max_depth) - 1 > MOST_NODES:
         raise ValueError(
-            f"max_depth and max_branch must be at least 1, got {max_depth} and {max_branch}."
+            f"max_depth and max_branch: {max_depth} and {max_branch} give a tree of more than "
+            f"{MOST_NODES} nodes; lower one of them."
         )
-    return tuple(
-        path
-        for depth in range(1, max_depth + 1)
-        for path in itertools.product(range(max_branch), repeat=depth)
-        if sum(path) < max_branch
-    )
+    paths, level = [], [()]
+    for _ in range(max_depth):
+        level = [(*path, rank) for path in level for rank in range(max_branch - sum(path))]
+        paths += level
+    return tuple(paths)
 
 
 def count_acceptance(steps: Iterable["TraceStep"]) -> dict[Path, RankCounts]:
@@ -396,6 +447,7 @@ def count_acceptance(steps: Iterable["TraceStep"]) -> dict[Path, RankCounts]:
     }
 
 
+@checks_arguments
 def rank_paths(tree: Tree) -> tuple[Path, ...]:
     """Returns the rank paths of all nodes except the root, in node order.
 
@@ -415,12 +467,13 @@ def rank_paths(tree: Tree) -> tuple[Path, ...]:
     )
 
 
+@checks_arguments
 def calibrated_table(
     tau: float = PUBLISHED_TAU,
-    shape: Sequence[float] = SHAPES["sequoia"],
-    decay: float = 1.0,
-    paths: Sequence[Path] = EAGLE_PATHS,
-    max_depth: int = 5,
+    shape: Annotated[Sequence[Positive], _NOT_EMPTY] = SHAPES["sequoia"],
+    decay: Annotated[float, above_up_to(0, 1)] = 1.0,
+    paths: Paths = EAGLE_PATHS,
+    max_depth: Nodes = 5,
 ) -> AcceptanceTable:
     """Infers a table from the known tau of one tree.
 
@@ -435,13 +488,15 @@ def calibrated_table(
         max_depth: depth of the table.
 
     Raises:
-        ValueError: no scale gives that tau with chances that add up to at most 1.
+        ValueError: no scale gives that tau with chances that add up to at most 1, or a number is
+            out of range.
 
     Example:
         >>> from jaxspec.tuning import calibrated_table
         >>> round(calibrated_table(tau=4.06).rate((), 0), 2)
         0.73
     """
+    tree = tuple(map(tuple, paths))
 
     def table(scale: float) -> AcceptanceTable:
         rates = tuple(
@@ -449,20 +504,20 @@ def calibrated_table(
         )
         source = (
             f"INFERRED, not measured: rates by rank proportional to {tuple(shape)}, times "
-            f"{decay} per depth, scaled so that a tree of {len(paths)} nodes has tau {tau} (tokens "
+            f"{decay} per depth, scaled so that a tree of {len(tree)} nodes has tau {tau} (tokens "
             "per target pass, bonus included); the same below every parent."
         )
         return AcceptanceTable(rates, source=source)
 
     low, high = 0.0, 1.0 / sum(shape)
-    if not 1.0 <= tau <= table(high).tau(paths):
+    if not 1.0 <= tau <= table(high).tau(tree):
         raise ValueError(
-            f"tau: a tree of {len(paths)} nodes with rates of this shape has a tau between 1 and "
-            f"{table(high).tau(paths):.2f}, bonus included, got {tau}."
+            f"tau: a tree of {len(tree)} nodes with rates of this shape has a tau between 1 and "
+            f"{table(high).tau(tree):.2f}, bonus included, got {tau}."
         )
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if table(middle).tau(paths) < tau else (low, middle)
+        low, high = (middle, high) if table(middle).tau(tree) < tau else (low, middle)
     return table(low)
 
 

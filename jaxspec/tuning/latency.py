@@ -6,21 +6,23 @@ pass over 26. The size of a draft pass is the number of nodes of one level that 
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxspec.tuning.files import read_entry, shipped_names, write_entry
+from jaxspec.core.checks import Checked, Count, Natural, NotNegative, Positive, checks_arguments
+from jaxspec.tuning.files import read_entry, records, shipped_names, write_entry
 
 _SHIPPED = FilePath(__file__).resolve().parent / "profiles"
 KEYED_ON = "tokens"
 """Unit of the sizes of target passes, as profile files name it: tokens, the root included."""
 
 
-class Timing(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Timing(Checked):
     """Time of a pass of one size.
 
     Attributes:
@@ -28,14 +30,18 @@ class Timing(NamedTuple):
             draft pass of a step, levels of the tree below its root.
         seconds: the median.
         spread: half the distance between the quartiles; `None` if it is not known.
+
+    Raises:
+        ValueError: a number is out of range; the message names it.
     """
 
-    size: int
-    seconds: float
-    spread: float | None = None
+    size: Count
+    seconds: Positive
+    spread: NotNegative | None = None
 
 
-class PublishedRun(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PublishedRun(Checked):
     """One row of a published table, as it was printed.
 
     Attributes:
@@ -44,18 +50,21 @@ class PublishedRun(NamedTuple):
         target_seconds: seconds of the target pass of a step.
         tau: tokens per target pass, bonus INCLUDED.
         tokens_per_second: the reported speed, with all other costs of a step.
+
+    Raises:
+        ValueError: a number is out of range; the message names it.
     """
 
     name: str
-    nodes: int
-    draft_seconds: float
-    target_seconds: float
-    tau: float
-    tokens_per_second: float
+    nodes: Natural
+    draft_seconds: NotNegative
+    target_seconds: Positive
+    tau: Positive
+    tokens_per_second: Positive
 
 
 @dataclasses.dataclass(frozen=True)
-class LatencyProfile:
+class LatencyProfile(Checked):
     """Times of passes on one device. Times between two measured sizes are interpolated linearly.
 
     Attributes:
@@ -75,7 +84,7 @@ class LatencyProfile:
             `first_draft`, for a tree of any depth and width.
 
     Raises:
-        ValueError: there are too few sizes, a size twice, or a time that is not positive.
+        ValueError: there are too few sizes, a size twice, or a field of another type.
 
     Example:
         >>> from jaxspec.tuning import LatencyProfile, Timing
@@ -98,8 +107,9 @@ class LatencyProfile:
     one_pass: bool = False
 
     def __post_init__(self):
+        super().__post_init__()
         for field, fewest in (("target", 2), ("draft", 1), ("first_draft", 0)):
-            timings = _checked(self.name, field, getattr(self, field), fewest)
+            timings = _ordered(field, getattr(self, field), fewest)
             object.__setattr__(self, field, timings)
 
     @property
@@ -177,14 +187,16 @@ class LatencyProfile:
             "quantization": self.quantization,
             "source": self.source,
             "target_keyed_on": KEYED_ON,
-            "target": [_as_entry("tokens", timing) for timing in self.target],
-            "draft": [_as_entry("nodes", timing) for timing in self.draft],
-            "first_draft": [_as_entry("levels", timing) for timing in self.first_draft],
-            "published": [run._asdict() for run in self.published],
+            **{
+                field: [_as_entry(unit, timing) for timing in getattr(self, field)]
+                for field, unit in _UNITS.items()
+            },
+            "published": [dataclasses.asdict(run) for run in self.published],
             "one_pass": self.one_pass,
         }
 
 
+@checks_arguments
 def save_profile(profile: LatencyProfile, path: str | FilePath) -> None:
     """Writes a profile. An interrupted write leaves no file.
 
@@ -211,6 +223,7 @@ def shipped_profiles() -> list[str]:
     return shipped_names(_SHIPPED)
 
 
+@checks_arguments
 def load_profile(source: str | FilePath) -> LatencyProfile:
     """Reads a profile.
 
@@ -234,38 +247,35 @@ def profile_from_dict(entry: dict[str, Any], where: str) -> LatencyProfile:
     known = {*LatencyProfile("", _UNIT, _UNIT).as_dict()}
     unknown = sorted(set(entry) - known)
     if unknown:
-        raise ValueError(f"profile {where}: unknown field {unknown[0]!r}; known: {sorted(known)}.")
+        raise ValueError(
+            f"profile {where}: unknown field {unknown[0]!r:.80}; known: {sorted(known)}."
+        )
     if entry.get("target_keyed_on") != KEYED_ON:
         raise ValueError(
             f"profile {where}: target_keyed_on must be {KEYED_ON!r}, the root included, got "
-            f"{entry.get('target_keyed_on')!r}; n draft nodes are verified by a pass of n + 1."
+            f"{entry.get('target_keyed_on')!r:.80}; n draft nodes are verified by a pass of n + 1."
         )
-    try:
-        texts = {
-            field: str(entry[field])
-            for field in ("device", "runtime", "dtype", "quantization", "source")
-            if field in entry
-        }
-        return LatencyProfile(
-            name=str(entry.get("name", where)),
-            target=tuple(_from_entry("tokens", timing) for timing in entry["target"]),
-            draft=tuple(_from_entry("nodes", timing) for timing in entry["draft"]),
-            first_draft=tuple(
-                _from_entry("levels", timing) for timing in entry.get("first_draft", ())
-            ),
-            published=tuple(PublishedRun(**run) for run in entry.get("published", ())),
-            one_pass=bool(entry.get("one_pass", False)),
-            **texts,
-        )
-    except (KeyError, TypeError, AttributeError) as error:
+    lacking = [field for field in ("target", "draft") if field not in entry]
+    if lacking:
         raise ValueError(
-            f"profile {where}: {error!r}; `target` is a list of objects with `tokens` and "
-            "`seconds`, `draft` one of objects with `nodes` and `seconds`."
-        ) from error
+            f"profile {where}: has no {lacking[0]}; `target` is a list of objects with `tokens` "
+            "and `seconds`, `draft` one of objects with `nodes` and `seconds`."
+        )
+    given = {"name": where, **entry}
+    del given["target_keyed_on"]
+    try:
+        for field, unit in _UNITS.items():
+            given[field] = records(field, entry.get(field, ()), Timing, {"size": unit})
+        given["published"] = records("published", entry.get("published", ()), PublishedRun)
+        return LatencyProfile(**given)
+    except ValueError as error:
+        raise ValueError(f"profile {where}: {error}") from None
 
 
 _UNIT = (Timing(1, 1.0), Timing(2, 1.0))
-# The unit of each field's sizes, and the option that lists the sizes to measure.
+# The name of each field's sizes in a file.
+_UNITS = {"target": "tokens", "draft": "nodes", "first_draft": "levels"}
+# The unit of each field's sizes in a message, and the option that lists the sizes to measure.
 _SIZES = {
     "target": ("tokens, the root included", "--tokens"),
     "draft": ("nodes", "--batches"),
@@ -273,24 +283,17 @@ _SIZES = {
 }
 
 
-def _checked(name: str, field: str, timings: Iterable[Timing], fewest: int) -> tuple[Timing, ...]:
-    ordered = tuple(sorted(timings))
+def _ordered(field: str, timings: Sequence[Timing], fewest: int) -> tuple[Timing, ...]:
+    """Returns timings by size; refuses sizes that are too few, or there twice."""
+    ordered = tuple(sorted(timings, key=lambda timing: timing.size))
     sizes = [timing.size for timing in ordered]
     what, _ = _SIZES[field]
-    for size, seconds, _ in ordered:
-        if size != int(size) or size < 1:
-            raise ValueError(f"profile {name}: {field} has {size} {what}; sizes count from 1.")
-        if not (isinstance(seconds, int | float) and math.isfinite(seconds) and seconds > 0):
-            raise ValueError(
-                f"profile {name}: seconds of {field} of {size} {what} must be above 0, got "
-                f"{seconds!r}."
-            )
     if len(set(sizes)) != len(sizes):
-        raise ValueError(f"profile {name}: {field} lists a size twice, got {sizes} {what}.")
+        raise ValueError(f"{field} lists a size twice, got {sizes!r:.80} {what}.")
     if len(sizes) < fewest or (sizes and sizes[0] != 1):
         raise ValueError(
-            f"profile {name}: {field} needs the time of 1 and at least {fewest} sizes, got {sizes} "
-            f"{what}; measure them."
+            f"{field} needs the time of 1 and at least {fewest} sizes, got {sizes!r:.80} {what}; "
+            "measure them."
         )
     return ordered
 
@@ -312,7 +315,3 @@ def _interpolate(
 
 def _as_entry(size_name: str, timing: Timing) -> dict[str, Any]:
     return {size_name: timing.size, "seconds": timing.seconds, "spread": timing.spread}
-
-
-def _from_entry(size_name: str, entry: dict[str, Any]) -> Timing:
-    return Timing(entry[size_name], entry["seconds"], entry.get("spread"))

@@ -2,16 +2,23 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint import Model
-from jaxspec.core.tree import Path, normalize_paths
+from jaxspec.core.checks import Count, Natural, Nodes, Share, above_up_to, checks_arguments
+from jaxspec.core.tree import Paths, normalize_paths
 from jaxspec.core.types import Context, Drafter, Hidden, Params, Proposal, PyTree
 from jaxspec.decoding.generate import generate
-from jaxspec.decoding.request import GenerationConfig, PromptLike, Request, prepare
+from jaxspec.decoding.request import (
+    GenerationConfig,
+    PromptLike,
+    Request,
+    prepare,
+    prompt_list,
+)
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.measure.timing import release_programs, time_in_turns
 from jaxspec.tuning.acceptance import (
@@ -28,9 +35,8 @@ CHAIN = 8
 """Length of the chains that end early, unless another is asked for."""
 
 
-def with_tree(
-    drafter: LoadedDrafter, paths: Sequence[Path], threshold: float = 0.0
-) -> LoadedDrafter:
+@checks_arguments
+def with_tree(drafter: LoadedDrafter, paths: Paths, threshold: Share = 0.0) -> LoadedDrafter:
     """Returns the same drafter over another static tree, or a chain that ends early.
 
     Raises:
@@ -52,14 +58,15 @@ def with_tree(
     return drafter._replace(drafter=dataclasses.replace(method, **settings))
 
 
+@checks_arguments
 def measure_acceptance(
     model: Model,
     drafter: LoadedDrafter,
-    prompts: Sequence[PromptLike],
+    prompts: "PromptLike | Sequence[PromptLike]",
     config: GenerationConfig | None = None,
     *,
-    paths: Sequence[Path] | None = None,
-    seed: int = 0,
+    paths: Paths | None = None,
+    seed: Natural = 0,
     advance: Callable[[str], None] = lambda _: None,
 ) -> AcceptanceTable:
     """Decodes prompts with a wide tree and counts which of its nodes are accepted.
@@ -78,6 +85,7 @@ def measure_acceptance(
     Raises:
         ValueError: the drafter has no static tree, or nothing was drafted.
     """
+    prompts = prompt_list(prompts)
     paths = probe_paths() if paths is None else paths
     probing = with_tree(drafter, paths)
     steps, num_tokens = [], 0
@@ -123,15 +131,16 @@ class _AnyThreshold:
         return self.drafter.propose(params._replace(draft=own), key, state, context, threshold)
 
 
+@checks_arguments
 def measure_exits(
     model: Model,
     drafter: LoadedDrafter,
-    prompts: Sequence[PromptLike],
+    prompts: "PromptLike | Sequence[PromptLike]",
     config: GenerationConfig | None = None,
     *,
-    thresholds: Sequence[float] = THRESHOLDS,
-    length: int = CHAIN,
-    seed: int = 0,
+    thresholds: Sequence[Annotated[float, above_up_to(0, 1)]] = THRESHOLDS,
+    length: Nodes = CHAIN,
+    seed: Natural = 0,
     advance: Callable[[str], None] = lambda _: None,
 ) -> tuple[ExitCounts, ...]:
     """Decodes prompts over a chain that ends early, at each threshold, and counts its depths.
@@ -158,6 +167,7 @@ def measure_exits(
         >>> len(counts.drafted), sum(counts.drafted) == sum(counts.accepted)
         (3, True)
     """
+    prompts = prompt_list(prompts)
     chain = tuple((0,) * depth for depth in range(1, length + 1))
     probing = _AnyThreshold(with_tree(drafter, chain, threshold=1.0).drafter)
     drafted, accepted = np.zeros((2, len(thresholds), length + 1), int)
@@ -265,16 +275,17 @@ def prediction_errors(predictions: Sequence[SpeedPrediction]) -> PredictionError
     )
 
 
+@checks_arguments
 def measure_trees(
     model: Model,
     drafter: LoadedDrafter,
-    trees: Sequence[Sequence[Path]],
-    prompts: Sequence[PromptLike],
+    trees: Sequence[Paths],
+    prompts: "PromptLike | Sequence[PromptLike]",
     config: GenerationConfig | None = None,
     *,
-    thresholds: Sequence[float] | None = None,
-    repeats: int = 3,
-    seed: int = 0,
+    thresholds: Sequence[Share] | None = None,
+    repeats: Count = 3,
+    seed: Natural = 0,
     advance: Callable[[str], None] = lambda _: None,
 ) -> list[MeasuredTree]:
     """Decodes prompts one at a time over each tree, in turns, and times the steps.
@@ -296,7 +307,7 @@ def measure_trees(
     Raises:
         ValueError: as for `generate`; or no prompt gives more than one step.
     """
-    config = config or GenerationConfig()
+    config, prompts = config or GenerationConfig(), prompt_list(prompts)
     methods = [
         with_tree(drafter, paths, threshold) if len(paths) else None
         for paths, threshold in zip(trees, thresholds or [0.0] * len(trees), strict=True)

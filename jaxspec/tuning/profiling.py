@@ -3,12 +3,23 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
+from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from jaxspec.checkpoint import Model
+from jaxspec.core.checks import (
+    MOST_NODES,
+    Checked,
+    Count,
+    Natural,
+    Nodes,
+    at_least,
+    at_most,
+    checks_arguments,
+)
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.tree import Path, tree_from_parents
 from jaxspec.core.types import Drafter, Params, Proposal, PyTree, Tree
@@ -32,10 +43,13 @@ TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 26, 32, 48, 64)
 BATCHES = (1, 2, 3, 4, 6, 8)
 LEVELS = (1, 4, 8)
 _DEPTH = 5
+_Tokens = Annotated[int, at_least(1), at_most(MOST_NODES + 1)]
+# The tree that is drafted has two levels of as many nodes.
+_Batch = Annotated[int, at_least(1), at_most(MOST_NODES // 2)]
 
 
 @dataclasses.dataclass(frozen=True)
-class RejectedTree:
+class RejectedTree(Checked):
     """A drafter whose every node holds a token that the target almost never emits.
 
     Each step verifies `num_tokens` tokens and emits one, at no cost of drafting.
@@ -45,8 +59,8 @@ class RejectedTree:
         taps: target layers to read: those of the drafter that the profile is for.
     """
 
-    num_tokens: int
-    taps: tuple[int, ...] = ()
+    num_tokens: _Tokens
+    taps: tuple[Natural, ...] = ()
 
     @cached_property
     def tree(self) -> Tree:
@@ -106,16 +120,17 @@ class _WithLevels:
         return self.drafter.propose(params, key, state, context)
 
 
+@checks_arguments
 def measure_profile(
     model: Model,
     drafter: LoadedDrafter,
     *,
-    tokens: Sequence[int] = TOKENS,
-    batches: Sequence[int] = BATCHES,
-    levels: Sequence[int] = LEVELS,
-    capacity: int = CAPACITY,
-    num_steps: int = 64,
-    repeats: int = 9,
+    tokens: Sequence[_Tokens] = TOKENS,
+    batches: Sequence[_Batch] = BATCHES,
+    levels: Sequence[Nodes] = LEVELS,
+    capacity: Count = CAPACITY,
+    num_steps: Count = 64,
+    repeats: Count = 9,
     name: str = "",
     advance: Callable[[str], None] = lambda _: None,
 ) -> LatencyProfile:
@@ -141,8 +156,8 @@ def measure_profile(
         advance: called once per program, with a description of the work.
 
     Raises:
-        ValueError: the drafter has no static tree, `capacity` is too small for the loops, or times
-            are too noisy to tell apart.
+        ValueError: the drafter has no static tree, `capacity` is too small for the loops, times are
+            too noisy to tell apart, or an argument is of another type or out of range.
     """
     if capacity < NUM_PROMPT_TOKENS + num_steps:
         raise ValueError(
@@ -187,26 +202,20 @@ def measure_profile(
         chain_of = tuple((0,) * depth for depth in range(1, count + 1))
         firsts[str(count)] = drafting(chain_of if one_pass else _draft_probe(1)[0], count)
     advance("timing target passes")
-    target = _timings(time_in_turns(targets, repeats), num_steps)
+    target = _timings("target", time_in_turns(targets, repeats), num_steps)
     advance("timing draft passes")
     runs = time_in_turns({**drafts, **{f"first {n}": loop for n, loop in firsts.items()}}, repeats)
     if one_pass:
         each = {"1": runs["first 1"]}
     else:
         each = {str(n): runs[f"with {n}"] - runs[f"before {n}"] for n in sorted({1, *batches})}
-    draft = _timings(each, num_steps)
-    for size, seconds, spread in draft:
-        if seconds <= 0:
-            raise ValueError(
-                f"draft: a pass of {size} nodes cannot be told from noise ({1e3 * seconds:.3f} +- "
-                f"{1e3 * (spread or 0):.3f} ms); measure with more repeats, on an idle machine."
-            )
+    draft = _timings("draft", each, num_steps)
     machine = this_machine()
     return LatencyProfile(
         name=name or f"{model.name} on {machine.device}",
         target=target,
         draft=draft,
-        first_draft=_timings({n: runs[f"first {n}"] for n in firsts}, num_steps),
+        first_draft=_timings("first_draft", {n: runs[f"first {n}"] for n in firsts}, num_steps),
         device=str(machine),
         runtime=f"jax {machine.jax}",
         dtype=str(model.dtype),
@@ -229,10 +238,15 @@ def _draft_probe(size: int) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 
 
 def _timings(
-    seconds: dict[str, Float[np.ndarray, " repeats"]], num_steps: int
+    field: str, seconds: dict[str, Float[np.ndarray, " repeats"]], num_steps: int
 ) -> tuple[Timing, ...]:
     timings = []
     for size, runs in seconds.items():
         low, middle, high = np.quantile(runs / num_steps, [0.25, 0.5, 0.75])
+        if middle <= 0:
+            raise ValueError(
+                f"{field}: a pass of {size} cannot be told from noise ({1e3 * middle:.3f} +- "
+                f"{1e3 * (high - low) / 2:.3f} ms); measure with more repeats, on an idle machine."
+            )
         timings.append(Timing(int(size), float(middle), float(high - low) / 2))
     return tuple(timings)

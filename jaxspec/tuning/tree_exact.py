@@ -7,19 +7,22 @@ child by child, and only the best of each shape is kept. (If the width of levels
 widths are part of the shape.)
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxspec.core.checks import Checked, Count, Nodes
 from jaxspec.core.tree import Path
 from jaxspec.tuning.acceptance import AcceptanceTable
 
 _PAIRS_AT_ONCE = 1 << 20
 
 
-class Limits(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Limits(Checked):
     """Limits of the trees to search, ends included.
 
     Attributes:
@@ -28,13 +31,16 @@ class Limits(NamedTuple):
         width: nodes of a level.
         branch: children of a node.
         batch: nodes of a level that have children, which are the rows of a draft pass.
+
+    Raises:
+        ValueError: a limit is below 1, or larger than any tree; the message names it.
     """
 
-    nodes: int
-    depth: int
-    width: int
-    branch: int
-    batch: int
+    nodes: Nodes
+    depth: Nodes
+    width: Count
+    branch: Count
+    batch: Count
 
 
 class BestTrees(NamedTuple):
@@ -61,7 +67,7 @@ def best_trees(acceptance: AcceptanceTable, limits: Limits) -> BestTrees:
     """Finds the tree of highest tau for every shape within `limits` that the table covers.
 
     Raises:
-        ValueError: a limit is below 1, or the shapes are too many for a 64-bit number.
+        ValueError: the shapes are too many for a 64-bit number.
 
     Example:
         >>> from jaxspec.tuning import AcceptanceTable, Limits
@@ -90,8 +96,6 @@ class _ShapeCode:
     """
 
     def __init__(self, limits: Limits):
-        if min(limits) < 1:
-            raise ValueError(f"limits: each must be at least 1, got {limits}.")
         self.limits = limits
         # A level that cannot exceed the limit needs no field.
         widest = [min(limits.nodes, limits.branch * limits.batch)] * limits.depth

@@ -9,15 +9,16 @@ the best. A chain that ends early costs the mean over the depths that it was dra
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
+from jaxspec.core.checks import Count, Nodes, Share, checks_arguments
 from jaxspec.core.proposal import bank
-from jaxspec.core.tree import Path, tree_from_paths
+from jaxspec.core.tree import Path, Paths, tree_from_paths
 from jaxspec.core.types import Tree
 from jaxspec.tuning.acceptance import AcceptanceTable, rank_paths
 from jaxspec.tuning.files import write_entry
@@ -25,7 +26,8 @@ from jaxspec.tuning.latency import LatencyProfile
 from jaxspec.tuning.tree_exact import BestTrees, Limits, best_trees
 
 
-def draft_batches(paths: Iterable[Path]) -> tuple[int, ...]:
+@checks_arguments
+def draft_batches(paths: Paths) -> tuple[int, ...]:
     """Returns the number of nodes in each draft pass of a tree: per level, those with children.
 
     Example:
@@ -34,11 +36,16 @@ def draft_batches(paths: Iterable[Path]) -> tuple[int, ...]:
         >>> draft_batches(EAGLE_PATHS)
         (1, 4, 4, 1, 1)
     """
+    return _draft_batches(tuple(map(tuple, paths)))
+
+
+def _draft_batches(paths: Sequence[Path]) -> tuple[int, ...]:
     parents = {path[:-1] for path in paths}
     by_depth = Counter(map(len, parents))
     return tuple(by_depth[depth] for depth in range(len(by_depth)))
 
 
+@checks_arguments
 def cost(tree: Tree, profile: LatencyProfile, tau: float) -> float:
     """Returns the seconds per token of drafting over a tree.
 
@@ -64,7 +71,7 @@ def cost(tree: Tree, profile: LatencyProfile, tau: float) -> float:
 
 def _step_seconds(paths: Sequence[Path], profile: LatencyProfile) -> float:
     target = float(profile.target_seconds(len(paths) + 1))
-    return profile.draft_seconds(draft_batches(paths)) + target
+    return profile.draft_seconds(_draft_batches(paths)) + target
 
 
 class Candidate(NamedTuple):
@@ -118,11 +125,12 @@ class Candidate(NamedTuple):
         }
 
 
+@checks_arguments
 def predict(
-    paths: Iterable[Path],
+    paths: Paths,
     acceptance: AcceptanceTable,
     profile: LatencyProfile,
-    threshold: float = 0.0,
+    threshold: Share = 0.0,
 ) -> Candidate:
     """Predicts the speed of one tree, or of a chain that ends early.
 
@@ -142,7 +150,15 @@ def predict(
         >>> round(predict([], calibrated_table(), phone).tokens_per_second, 2)
         11.49
     """
-    paths = tuple(paths)
+    return _predict(tuple(map(tuple, paths)), acceptance, profile, threshold)
+
+
+def _predict(
+    paths: tuple[Path, ...],
+    acceptance: AcceptanceTable,
+    profile: LatencyProfile,
+    threshold: float = 0.0,
+) -> Candidate:
     if not threshold:
         return Candidate(paths, acceptance.tau(paths), _step_seconds(paths, profile))
     longest = len(paths)
@@ -160,7 +176,7 @@ def early_exits(
     """Predicts the chains that end early, of each threshold and greatest length, fastest first."""
     chain = tuple((0,) * depth for depth in range(1, max_nodes + 1))
     found = [
-        predict(chain[:length], acceptance, profile, counts.threshold)
+        _predict(chain[:length], acceptance, profile, counts.threshold)
         for counts in acceptance.exits
         for length in range(2, int(min(len(counts.drafted), max_nodes + 1, profile.max_levels + 1)))
     ]
@@ -214,22 +230,23 @@ class TreeSearch:
         return {
             "profile": self.profile,
             "acceptance": self.acceptance,
-            "limits": self.limits._asdict(),
+            "limits": dataclasses.asdict(self.limits),
             "ranking": [candidate.as_dict() for candidate in self.ranking],
             "by_budget": [candidate.as_dict() for candidate in self.by_budget],
             "exits": [candidate.as_dict() for candidate in self.exits],
         }
 
 
+@checks_arguments
 def search_tree(
     acceptance: AcceptanceTable,
     profile: LatencyProfile,
     *,
-    max_nodes: int | None = None,
-    max_depth: int | None = None,
-    max_width: int | None = None,
-    max_branch: int | None = None,
-    num_best: int = 10,
+    max_nodes: Nodes | None = None,
+    max_depth: Count | None = None,
+    max_width: Count | None = None,
+    max_branch: Count | None = None,
+    num_best: Count = 10,
     early_exit: bool = False,
 ) -> TreeSearch:
     """Finds the tree that gives the most tokens per second on a device.
@@ -249,7 +266,8 @@ def search_tree(
             (`jaxspec tune tree` does). A graph for a phone does not end them.
 
     Raises:
-        ValueError: a limit is larger than the profile or the table covers.
+        ValueError: a limit is larger than the profile or the table covers, or an argument is of
+            another type.
 
     Example:
         >>> from jaxspec import search_tree
@@ -307,13 +325,13 @@ def _search_one_pass(
     This is exact if later choices of a node are never accepted more often than earlier ones, and
     drafts for deeper trees take no less time.
     """
-    plain = predict((), acceptance, profile)
+    plain = _predict((), acceptance, profile)
     by_nodes, num_shapes = {0: plain}, 1
     for depth in range(1, min(limits.depth, limits.nodes) + 1):
-        grown = likeliest_paths(acceptance, limits._replace(depth=depth))
+        grown = likeliest_paths(acceptance, dataclasses.replace(limits, depth=depth))
         num_shapes += len(grown)
         for count in range(1, len(grown) + 1):
-            candidate = predict(grown[:count], acceptance, profile)
+            candidate = _predict(tuple(grown[:count]), acceptance, profile)
             # The first draft pass also reads what the last step emitted: deeper trees cost more.
             by_nodes[count] = max(by_nodes.get(count, candidate), candidate, key=_speed)
     by_budget = tuple(by_nodes[nodes] for nodes in sorted(by_nodes))
@@ -324,6 +342,7 @@ def _speed(candidate: Candidate) -> float:
     return candidate.tokens_per_second
 
 
+@checks_arguments
 def save_tree(found: Candidate, path: str | FilePath, **facts: Any) -> None:
     """Writes a tree with its figures as JSON. An interrupted write leaves no file.
 
@@ -344,6 +363,7 @@ def save_tree(found: Candidate, path: str | FilePath, **facts: Any) -> None:
     write_entry(path, {**found.as_dict(), **facts})
 
 
+@checks_arguments
 def likeliest_paths(acceptance: AcceptanceTable, limits: Limits) -> list[Path]:
     """Grows a tree greedily: returns its nodes in the order in which they are added.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.decoding.result import TraceStep
 from jaxspec.tuning import (
     AcceptanceTable,
+    ExitCounts,
     RankCounts,
     calibrated_table,
     count_acceptance,
@@ -131,6 +133,72 @@ def test_counts_must_make_sense():
         AcceptanceTable(RATES, {(0,): RankCounts((3,), (4,))})
     with pytest.raises(ValueError, match="no draft token was offered"):
         AcceptanceTable.from_counts({})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: AcceptanceTable(((True,),)), r"rates\[0\]\[0\] must be a finite number, got True"),
+        (lambda: AcceptanceTable("ab"), "rates must be a sequence, got 'ab'"),
+        (lambda: AcceptanceTable(RATES, head=5), "head must be a text, got 5"),
+        (lambda: AcceptanceTable(RATES, [1]), r"counts must be a mapping, got \[1\]"),
+        (lambda: AcceptanceTable(RATES, {(): 1}), r"counts\[\(\)\] must be of type RankCounts"),
+        (lambda: AcceptanceTable(RATES, {"a": 1}), "counts: each key must be a sequence, got 'a'"),
+        (lambda: AcceptanceTable(RATES, exits="x"), "exits must be a sequence, got 'x'"),
+        (lambda: AcceptanceTable(RATES, exits=(1,)), r"exits\[0\] must be of type ExitCounts"),
+        (lambda: AcceptanceTable.from_counts(3), "counts must be a mapping, got 3"),
+        (lambda: RankCounts((1.5,), (1,)), r"offered\[0\] must be a whole number, got 1.5"),
+        (lambda: RankCounts((1,), (-1,)), r"accepted\[0\] must be at least 0, got -1"),
+        (lambda: ExitCounts(2, (1,), (1,)), r"threshold must be in \[0, 1\], got 2.0"),
+        (lambda: ExitCounts(0.5, (0,), ()), "drafted and accepted must count the same steps"),
+        (lambda: probe_paths(1.5), "max_depth must be a whole number, got 1.5"),
+        (lambda: probe_paths(2, 0), "max_branch must be at least 1, got 0"),
+        (lambda: probe_paths(5, 10**6), "max_branch must be at most 4096, got 1000000"),
+        (lambda: probe_paths(5, 4000), "5 and 4000 give a tree of more than 4096 nodes"),
+        (lambda: probe_paths(91, 2), "91 and 2 give a tree of more than 4096 nodes"),
+        (lambda: rank_paths([-1]), "tree must be of type Tree"),
+        (lambda: calibrated_table("4"), "tau must be a finite number, got '4'"),
+        (lambda: calibrated_table(shape=()), "shape must be of at least one entry"),
+        (lambda: calibrated_table(decay=1e300), r"decay must be in \(0, 1\], got 1e\+300"),
+        (lambda: calibrated_table(max_depth=10**9), "max_depth must be at most 4096"),
+    ],
+)
+def test_what_is_no_number_or_too_many_is_refused_by_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rates": None}, "rates must be a sequence, got None"),
+        ({"rates": [[0.5, "a"]]}, r"rates\[0\]\[1\] must be a finite number, got 'a'"),
+        ({"counts": {}}, "counts must be a sequence, got {}"),
+        ({"counts": [1]}, r"counts\[0\] must be a mapping, got 1"),
+        (
+            {"counts": [{"parent": [0], "offered": [1.5], "accepted": [1]}]},
+            r"counts\[0\]: offered\[0\] must be a whole number, got 1.5",
+        ),
+        ({"counts": [{"parent": [0]}]}, r"counts\[0\] must have the fields offered, accepted, par"),
+        (
+            {"exits": [{"threshold": True, "drafted": [1], "accepted": [1]}]},
+            r"exits\[0\]: threshold",
+        ),
+        ({"head": None}, "head must be a text, got None"),
+    ],
+)
+def test_files_with_wrong_fields_are_refused(change, message, tmp_path):
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps({**AcceptanceTable(RATES).as_dict(), **change}))
+    with pytest.raises(ValueError, match=rf"acceptance table .*table\.json: {message}"):
+        load_acceptance(file)
+
+
+@pytest.mark.parametrize(("max_depth", "max_branch", "nodes"), [(89, 2, 4094), (1, 4096, 4096)])
+def test_large_probing_trees_are_built_at_once(max_depth, max_branch, nodes):
+    paths = probe_paths(max_depth, max_branch)
+    assert len(set(paths)) == len(paths) == nodes
+    assert max(map(sum, paths)) == max_branch - 1
 
 
 def test_tables_survive_a_file(tmp_path):

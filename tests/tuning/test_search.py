@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
+import os
 
 import numpy as np
 import pytest
@@ -281,12 +283,44 @@ def test_what_cannot_be_priced_is_left_out_and_said():
         ({"max_nodes": 26}, "1 to 26 tokens.*not for 27"),
         ({"max_depth": 6}, "max_depth: the acceptance table reaches 5, got 6"),
         ({"max_branch": 5}, "max_branch: the acceptance table reaches 4, got 5"),
-        ({"max_width": 0}, "at least 1"),
+        ({"max_width": 0}, "max_width must be at least 1, got 0"),
+        ({"max_nodes": True}, "max_nodes must be a whole number, got True"),
+        ({"max_nodes": 2.5}, "max_nodes must be a whole number, got 2.5"),
+        ({"max_nodes": "3"}, "max_nodes must be a whole number, got '3'"),
+        ({"max_nodes": math.nan}, "max_nodes must be a whole number, got nan"),
+        ({"max_nodes": 10**9}, "max_nodes must be at most 4096, got 1000000000"),
+        ({"max_depth": 1.5}, "max_depth must be a whole number, got 1.5"),
+        ({"num_best": -1}, "num_best must be at least 1, got -1"),
+        ({"num_best": 1.5}, "num_best must be a whole number, got 1.5"),
+        ({"num_best": None}, "num_best must be a whole number, got None"),
+        ({"early_exit": "no"}, "early_exit must be True or False, got 'no'"),
     ],
 )
 def test_limits_beyond_what_was_measured_are_refused(limits, message):
     with pytest.raises(ValueError, match=message):
         search_tree(INFERRED, PHONE, **limits)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: search_tree(PHONE, INFERRED), "acceptance must be of type AcceptanceTable"),
+        (lambda: search_tree(INFERRED, None), "profile must be of type LatencyProfile, got None"),
+        (lambda: cost([-1, 0], PHONE, 1.0), r"tree must be of type Tree, got \[-1, 0\]"),
+        (lambda: cost(chain(2), PHONE, math.nan), "tau must be a finite number, got nan"),
+        (lambda: predict("ab", INFERRED, PHONE), "paths must be a sequence, got 'ab'"),
+        (lambda: predict([(0,)], INFERRED, PHONE, 1.5), r"threshold must be in \[0, 1\], got 1.5"),
+        (lambda: draft_batches(["ab"]), r"paths\[0\] must be a sequence, got 'ab'"),
+        (lambda: likeliest_paths(INFERRED, (1,) * 5), "limits must be of type Limits, got"),
+        (lambda: Limits(1, 1, 1, 0, 1), "branch must be at least 1, got 0"),
+        (lambda: Limits(1, 2**30, 1, 1, 1), "depth must be at most 4096, got 1073741824"),
+        (lambda: Limits(2.5, 1, 1, 1, 1), "nodes must be a whole number, got 2.5"),
+        (lambda: save_tree({"paths": []}, "tree.json"), "found must be of type Candidate"),
+    ],
+)
+def test_other_arguments_are_refused_by_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_tau_counts_the_bonus_token():
@@ -388,9 +422,16 @@ def test_trees_survive_a_file(tmp_path):
     ("text", "message"),
     [
         ("[[0], [1]", "must hold a JSON list of rank paths"),
-        ("[0, 1]", "must hold a JSON list of rank paths"),
+        ("[0, 1]", r"paths\[0\] must be a sequence, got 0"),
+        ("3", "paths must be a sequence, got 3"),
         ('{"tree": []}', "must hold a JSON list of rank paths"),
-        ("[[0.5]]", "must hold a JSON list of rank paths"),
+        ("[[0.5]]", r"paths\[0\]\[0\] must be a whole number, got 0.5"),
+        ("[" * 100_000, "no JSON .more than 100 lists or objects within each other"),
+        (f"[[{'1' * 5000}]]", "no JSON"),
+        ('{"paths": [[0]], "threshold": NaN}', "threshold must be a finite number, got nan"),
+        ('{"paths": [[0]], "threshold": 1e999}', "threshold must be a finite number, got inf"),
+        ('{"paths": [[0]], "threshold": 2}', r"threshold must be in \[0, 1\], got 2.0"),
+        ('{"paths": [[0]], "threshold": true}', "threshold must be a finite number, got True"),
         ("[[1]]", "rank 0 is not in the tree"),
         ('{"paths": []}', "plain decoding is faster"),
         (None, "No such file.*or eagle-25"),
@@ -400,5 +441,27 @@ def test_files_that_hold_no_tree_are_refused(text, message, tmp_path):
     file = tmp_path / "tree.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ValueError, match=rf"tree .*tree\.json: .*{message}"):
-        load_tree(file)
+    for load in (load_tree, load_threshold) if text != '{"paths": []}' else (load_tree,):
+        with pytest.raises(ValueError, match=rf"tree .*tree\.json: .*{message}"):
+            load(file)
+
+
+def test_whole_numbers_in_files_may_be_floats(tmp_path):
+    (tmp_path / "tree.json").write_text('{"paths": [[0.0], [1.0]], "threshold": 1}')
+    assert load_tree(tmp_path / "tree.json") == ((0,), (1,))
+
+
+@pytest.mark.parametrize("load", [load_tree, load_threshold, load_profile, load_acceptance])
+@pytest.mark.parametrize("source", [None, 5, True, b"tree.json", ["tree.json"]])
+def test_what_is_no_path_is_refused(load, source):
+    with pytest.raises(ValueError, match="source must be a text or a path, got "):
+        load(source)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes with names")
+@pytest.mark.parametrize("load", [load_tree, load_threshold, load_profile, load_acceptance])
+def test_pipes_and_devices_are_not_waited_for(load, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ValueError, match=rf"{path} is (a device or a pipe|not a file)"):
+            load(path)

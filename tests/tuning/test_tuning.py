@@ -97,7 +97,7 @@ def test_a_profile_takes_draft_passes_apart(model, drafter, timed):
     with pytest.raises(ValueError, match="capacity must hold the text of every loop, got 70"):
         measure_profile(model, drafter, tokens=(9,), capacity=70, num_steps=6)
     drafts["with 2"] = 0.2
-    with pytest.raises(ValueError, match="draft: a pass of 2 nodes cannot be told from noise"):
+    with pytest.raises(ValueError, match="draft: a pass of 2 cannot be told from noise"):
         measure_profile(model, drafter, **once)
 
 
