@@ -11,6 +11,7 @@ from jaxspec.core.checks import Share, checked, checks_arguments
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths
 
 TREE_FILE = "tree.json"
+_MOST_BYTES = 1 << 24
 PUBLISHED_TREES: Mapping[str, tuple[Path, ...]] = {"eagle-25": EAGLE_PATHS}
 """Trees that `load_tree` knows by name; the number is of nodes without the root."""
 
@@ -79,7 +80,7 @@ def _read(file: FilePath) -> tuple[tuple[Path, ...], float]:
         "'paths'"
     )
     try:
-        value = parse_json(read_bytes(file))
+        value = parse_json(read_bytes(file, _MOST_BYTES))
     except OSError as error:
         raise ValueError(
             f"tree {file}: {error.strerror or error}; give a file of `jaxspec tune tree`, or "

@@ -18,7 +18,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxspec.checkpoint import Model
-from jaxspec.checkpoint.files import read_json, replacing_files
+from jaxspec.checkpoint.files import parse_json, read_bytes, read_json, replacing_files
+from jaxspec.core.checks import Count, Nodes, NotNegative, checked, checks_arguments
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.timing import time_in_turns
@@ -37,13 +38,21 @@ SCRIPT_FILE = "measure.sh"
 WEB_KEY = "jaxspec_web"
 """First entry of a file that a page measured."""
 _HEADER, _SECTION = "jaxspec kit: ", "jaxspec signature: "
+_MOST_LOG = 1 << 24
+"""Bytes of the output of a kit's script; it has some lines for each signature."""
+_NUMBER = r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?)"
 # Output of the tools of LiteRT and of TensorFlow Lite: mean, spread, and their unit in seconds.
 _LOGS = (
-    (r"Inference \(avg\): +([0-9.]+) ms", r"Inference \(std\): +([0-9.]+)", 1e-3),
-    (r"Inference timings in us: .*Inference \(avg\): ([0-9.e+]+)", r"\bstd=([0-9.e+]+)", 1e-6),
+    (rf"Inference \(avg\): +{_NUMBER} ms", rf"Inference \(std\): +{_NUMBER}", 1e-3),
+    (
+        rf"Inference timings in us: .{{0,200}}Inference \(avg\): {_NUMBER}",
+        rf"\bstd={_NUMBER}",
+        1e-6,
+    ),
 )
 
 
+@checks_arguments
 def export_kit(
     model: Model, folder: str | Path, drafter: LoadedDrafter, config: ExportConfig
 ) -> Manifest:
@@ -57,7 +66,7 @@ def export_kit(
         config: capacity, prefill and quantization of the file that will be used.
 
     Raises:
-        ValueError: the drafter has no head, or as `export`.
+        ValueError: the drafter has no head, an argument is of another type, or as `export`.
     """
     if not isinstance(drafter.drafter, Eagle):
         raise ValueError("drafter: a kit times draft passes of an EAGLE head; give one.")
@@ -133,13 +142,15 @@ def valid_integers(manifest: Manifest, signature: str) -> dict[str, int]:
     return {name: middle.get(name, 0) for name in integers}
 
 
+@checks_arguments
 def read_kit_log(path: str | Path) -> LatencyProfile:
     """Reads the output of a kit's script.
 
     Raises:
-        ValueError: it is something else, or a signature's times are missing.
+        ValueError: it is something else or too large, or a signature's times are missing.
+        OSError: it cannot be opened.
     """
-    text = Path(path).read_text(encoding="utf-8", errors="replace")
+    text = read_bytes(Path(path), _MOST_LOG).decode(errors="replace")
     lines = text.splitlines()
     header = next((line for line in lines if line.startswith(_HEADER)), None)
     if header is None:
@@ -147,9 +158,10 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
             f"{path} has no line {_HEADER!r}: give the whole output of a kit's {SCRIPT_FILE}."
         )
     try:
-        facts = json.loads(header.removeprefix(_HEADER))
-        model, quantization, levels = (facts[name] for name in ("model", "quantization", "levels"))
-    except (json.JSONDecodeError, KeyError) as error:
+        facts = checked("the JSON", parse_json(header.removeprefix(_HEADER)), Mapping[str, Any])
+        model, quantization = (checked(n, facts[n], str) for n in ("model", "quantization"))
+        levels = checked("levels", facts["levels"], Nodes)
+    except (ValueError, KeyError) as error:
         raise ValueError(f"{path}: its first line is damaged ({error}); measure again.") from None
     device = next((line for line in lines if line.startswith("jaxspec device: ")), "unknown")
     sections = re.split(rf"^{_SECTION}", text, flags=re.MULTILINE)[1:]
@@ -159,8 +171,8 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
         timed = _seconds_in(log)
         if timed is None:
             raise ValueError(
-                f"{path}: no 'Inference (avg)' with its unit for {name.strip()}: the tool failed "
-                f"there, saying {log.strip()[-300:]!r}"
+                f"{path}: no 'Inference (avg)' with its unit for {name.strip()!s:.80}: the tool "
+                f"failed there, saying {log.strip()[-300:]!r}"
             )
         seconds[name.strip()] = timed
     if not seconds:
@@ -168,15 +180,16 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
     return _profile(
         seconds,
         str(path),
-        int(levels),
+        levels,
         name=f"{model} on {device.removeprefix('jaxspec device: ')}",
         device=device.removeprefix("jaxspec device: "),
         runtime="LiteRT",
-        quantization=str(quantization),
+        quantization=quantization,
         source="LiteRT's benchmark_model on the device: means of 50 runs of each signature",
     )
 
 
+@checks_arguments
 def read_web_profile(path: str | Path) -> LatencyProfile:
     """Reads the file that a page of `jaxspec export web` measured with its kit.
 
@@ -189,16 +202,14 @@ def read_web_profile(path: str | Path) -> LatencyProfile:
             f"{path} is of another version of jaxspec: export the page anew, and measure again."
         )
     try:
-        seconds = {
-            str(name): (float(median), float(spread))
-            for name, (median, spread) in entry["seconds"].items()
-        }
-        model, device, levels = str(entry["model"]), str(entry["device"]), int(entry["levels"])
-        runtime, quantization = str(entry["runtime"]), str(entry["quantization"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error!r}): download it from the page again."
-        ) from None
+        seconds = checked(
+            "seconds", entry["seconds"], Mapping[str, tuple[NotNegative, NotNegative]]
+        )
+        texts = ("model", "device", "runtime", "quantization")
+        model, device, runtime, quantization = (checked(n, entry[n], str) for n in texts)
+        levels = checked("levels", entry["levels"], Nodes)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}): download it from the page again.") from None
     return _profile(
         seconds,
         str(path),
@@ -220,10 +231,11 @@ def _seconds_in(log: str) -> tuple[float, float | None] | None:
     return None
 
 
+@checks_arguments
 def measure_here(
     path: str | Path,
-    num_threads: int = 1,
-    repeats: int = 15,
+    num_threads: Count = 1,
+    repeats: Count = 15,
     advance: Callable[[str], None] = lambda _: None,
 ) -> LatencyProfile:
     """Times a kit's file on this machine's CPU, its signatures in turns.
@@ -235,7 +247,7 @@ def measure_here(
         advance: called once before.
 
     Raises:
-        ValueError: the file is not a kit.
+        ValueError: the file is not a kit, or a number is below 1.
     """
     manifest = read_manifest(path)
     model = MobileModel(path, num_threads=num_threads)
@@ -287,17 +299,22 @@ def _profile(
     its time also stands for trees with fewer levels.
     """
 
+    def timing(size: int, name: str, and_also: float = 0.0) -> Timing:
+        mean, spread = seconds[name]
+        try:
+            return Timing(size, mean + and_also, spread)
+        except ValueError as error:
+            raise ValueError(f"{where}: {name}: {error}") from None
+
     def timings(kind: str, also: str | None = None) -> tuple[Timing, ...]:
         found = []
-        for name, (mean, spread) in seconds.items():
-            base, _, size = name.rpartition("_")
-            if base != kind:
+        for name in seconds:
+            size = name.removeprefix(f"{kind}_")
+            if size == name or not re.fullmatch("[0-9]{1,9}", size):
                 continue
-            if also is not None:
-                if f"{also}_{size}" not in seconds:
-                    raise ValueError(f"{where}: {name} was timed, but not {also}_{size}.")
-                mean += seconds[f"{also}_{size}"][0]
-            found.append(Timing(int(size), mean, spread))
+            if also is not None and f"{also}_{size}" not in seconds:
+                raise ValueError(f"{where}: {name} was timed, but not {also}_{size}.")
+            found.append(timing(int(size), name, seconds[f"{also}_{size}"][0] if also else 0.0))
         if not found:
             raise ValueError(f"{where}: no {kind}_N was timed; make it by `jaxspec export kit`.")
         return tuple(found)
@@ -306,10 +323,11 @@ def _profile(
         if name not in seconds:
             raise ValueError(f"{where}: {name} was not timed; make it by `jaxspec export kit`.")
     wider = [timing for timing in timings("verify", "commit") if timing.size > 1]
-    return LatencyProfile(
-        target=(Timing(1, *seconds["decode"]), *wider),
-        draft=timings("draft"),
-        first_draft=tuple(Timing(size, *seconds["absorb"]) for size in sorted({1, levels})),
-        dtype="float32",
-        **facts,
-    )
+    target, draft = (timing(1, "decode"), *wider), timings("draft")
+    first_draft = tuple(timing(size, "absorb") for size in sorted({1, levels}))
+    try:
+        return LatencyProfile(
+            target=target, draft=draft, first_draft=first_draft, dtype="float32", **facts
+        )
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

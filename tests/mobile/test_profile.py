@@ -17,7 +17,13 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 from jaxspec.mobile import ExportConfig
 from jaxspec.mobile import profile as profile_module
-from jaxspec.mobile.profile import export_kit, measure_here, read_kit_log, timed_signatures
+from jaxspec.mobile.profile import (
+    export_kit,
+    measure_here,
+    read_kit_log,
+    read_web_profile,
+    timed_signatures,
+)
 
 DEPTH = 2
 SHAPES = ExportConfig(capacity=16, prefill=(8,), quantization="float32")
@@ -126,19 +132,45 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
         ("jaxspec kit: {", "first line is damaged"),
         ("HEAD", "nothing was timed"),
         ("jaxspec kit: {}", "damaged .'model'"),
-        ("HEADjaxspec signature: verify_1\nerror: no such file", "no such file"),
-        ("HEADjaxspec signature: verify_1\nInference (avg): 3", "with its unit for verify_1"),
-        (f"HEADjaxspec signature: verify_1\n{TFLITE.format(3)}", "decode was not timed"),
-        (f"HEAD{timed('decode', 'absorb')}", "no verify_N was timed"),
-        (f"HEAD{timed('decode', 'absorb', 'verify_4')}", "verify_4 was timed, but not commit_4"),
+        ("jaxspec kit: [1]", "damaged .the JSON must be a mapping, got .1"),
+        pytest.param(
+            f"jaxspec kit: {'[' * 100_000}", "more than 100 lists or objects within", id="deep JSON"
+        ),
+        ('jaxspec kit: {"model": 5}', "damaged .model must be a text, got 5"),
+        (
+            'jaxspec kit: {"model": "m", "quantization": "q", "levels": 1.5}',
+            "damaged .levels must be a whole number, got 1.5",
+        ),
+        ("HEADjaxspec signature: decode\nInference (avg): 1.2.3 ms", "with its unit for decode"),
+        (
+            f"HEAD{timed('absorb')}jaxspec signature: decode\nInference (avg): 0 ms\n"
+            f"{timed('verify_1', 'commit_1')}",
+            "decode: seconds must be above 0, got 0.0",
+        ),
+        (f"HEAD{timed('decode', 'absorb', 'verify_x')}", "no verify_N was timed"),
+        (f"HEAD{timed('decode', 'absorb', 'verify_1', 'commit_1', 'draft_1')}", "target needs"),
+        pytest.param(
+            f"HEADjaxspec signature: decode\n{'Inference timings in us: ' * 40_000}",
+            "with its unit for decode",
+            id="a line that begins again and again",
+        ),
+        pytest.param("x" * (2**24 + 1), "larger than 16 MiB", id="a large file"),
     ],
 )
 def test_logs_that_do_not_parse_are_refused(tmp_path, log, said):
     facts = json.dumps({"model": "m", "quantization": "int8", "levels": 2})
     path = tmp_path / "log.txt"
     path.write_text(log.replace("HEAD", f"jaxspec kit: {facts}\n"))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=rf"^{path}.*{said}"):
         read_kit_log(path)
+
+
+@pytest.mark.parametrize("read", [read_kit_log, read_web_profile])
+def test_what_holds_no_profile_is_refused(read):
+    with pytest.raises(ValueError, match="path must be a text or a path, got None"):
+        read(None)
+    with pytest.raises(ValueError, match=r"^/dev/zero is (a device or a pipe|not a file)"):
+        read("/dev/zero")
 
 
 def test_a_kit_needs_a_head(tmp_path):

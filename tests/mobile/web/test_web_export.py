@@ -162,7 +162,10 @@ def test_what_a_page_measured_is_a_profile(tmp_path, capsys):
     ("changes", "message"),
     [
         ({"jaxspec_web": 2}, "another version"),
-        ({"seconds": {"decode": 3}}, "is damaged"),
+        ({"seconds": {"decode": 3}}, r"is damaged .seconds\['decode'\] must be 2 entries, got 3"),
+        ({"seconds": {"decode": ["NaN", 0]}}, "is damaged .seconds.* must be a finite number"),
+        ({"levels": 1.5}, "is damaged .levels must be a whole number, got 1.5"),
+        ({"model": None}, "is damaged .model must be a text, got None"),
         ({"seconds": {}}, "was not timed|was timed"),
     ],
 )
