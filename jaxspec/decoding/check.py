@@ -12,6 +12,8 @@ import jax
 import numpy as np
 
 from jaxspec.checkpoint import CheckpointError, Model
+from jaxspec.checkpoint.hub import check_is_model
+from jaxspec.core.checks import Count, Natural, checks_arguments
 from jaxspec.core.loop import decode
 from jaxspec.decoding.generate import generate, score
 from jaxspec.decoding.request import PENALTIES, GenerationConfig
@@ -77,12 +79,13 @@ class DrafterReport:
         )
 
 
+@checks_arguments
 def check_drafter(
-    drafter: DrafterLike,
-    model: Model | None = None,
+    drafter: "DrafterLike",
+    model: "Model | None" = None,
     *,
-    num_samples: int = 4096,
-    seed: int = 0,
+    num_samples: Count = 4096,
+    seed: Natural = 0,
     progress: bool = True,
 ) -> DrafterReport:
     """Tests a drafter against the laws that every drafter must obey.
@@ -105,7 +108,7 @@ def check_drafter(
         A report; `report.raise_if_broken()` turns it into a test.
 
     Raises:
-        ValueError: `drafter` is not a drafter.
+        ValueError: `drafter` is not a drafter, `model` no model, or a number out of range.
         CheckpointError: the model cannot be used here.
 
     Example:
@@ -115,8 +118,10 @@ def check_drafter(
         >>> jaxspec.check_drafter(jaxspec.PromptLookup()).holds  # doctest: +SKIP
         True
     """
-    model = model or _tiny_model()
     loaded = loaded_drafter(drafter)
+    if model is None:
+        model = _tiny_model()
+    check_is_model(model)
     prompts = _prompts(model, seed)
     laws: dict[str, Law] = {
         "settings are equal and hash alike": partial(_settings_are_values, loaded.drafter),

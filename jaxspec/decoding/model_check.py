@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxspec.checkpoint import Model
 from jaxspec.core.cache import append
+from jaxspec.core.checks import Natural, checks_arguments
 from jaxspec.core.masks import causal
 from jaxspec.core.protocol import check_members, check_sizes
 from jaxspec.core.tree import tree_from_parents
@@ -86,8 +87,9 @@ class _Probe(NamedTuple):
         return passes
 
 
+@checks_arguments
 def check_model(
-    model: Model | LanguageModel, *, seed: int = 0, progress: bool = True
+    model: "Model | LanguageModel", *, seed: Natural = 0, progress: bool = True
 ) -> DrafterReport:
     """Tests a model against the laws that every `jaxspec.core.types.LanguageModel` must obey.
 

@@ -1,7 +1,7 @@
 """Texts to look tokens up in, as arrays that a compiled program searches."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec.checkpoint.memory import check_corpus_fits
+from jaxspec.core.checks import checked
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -142,13 +143,14 @@ def nearest(
     return found, jnp.where(inside, jnp.sum(jnp.cumprod(same, axis=1), axis=1), 0)
 
 
-def encoded_texts(texts: str | Sequence[str | Sequence[int]], model: "Model") -> list[np.ndarray]:
-    """Returns the ids of a user's texts for a model.
+def encoded_texts(texts: Any, model: "Model") -> list[np.ndarray]:
+    """Returns the ids of a user's texts for a model: of one, or of a sequence of them or their ids.
 
     Raises:
-        ValueError: there is nothing to look up, an id is not of the model's vocabulary, or the
-            model has no tokenizer for texts.
+        ValueError: there is nothing to look up, it is something else than texts, an id is not of
+            the model's vocabulary, or the model has no tokenizer for texts.
     """
+    texts = checked("corpus: texts", texts, str | Sequence[Any])
     texts = [texts] if isinstance(texts, str) else texts
     encoded = [_encoded(text, f"corpus: texts[{i}]", model) for i, text in enumerate(texts)]
     if not any(len(ids) > 1 for ids in encoded):
@@ -159,12 +161,15 @@ def encoded_texts(texts: str | Sequence[str | Sequence[int]], model: "Model") ->
     return encoded
 
 
-def _encoded(text: str | Sequence[int], name: str, model: "Model") -> np.ndarray:
+def _encoded(text: Any, name: str, model: "Model") -> np.ndarray:
     if isinstance(text, str):
         if model.tokenizer is None:
             raise ValueError(f"{name}: {model.name} has no tokenizer; give token ids.")
         text = model.tokenizer.encode(text)
-    ids = np.asarray(text)
+    try:
+        ids = np.asarray(text)
+    except ValueError:  # lists of several lengths
+        ids = np.zeros((0, 0))
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(f"{name} must be a text or a list of token ids, got {text!r:.60}.")
     if ids.size and not 0 <= ids.min() <= ids.max() < model.vocab_size:

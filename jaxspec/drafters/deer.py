@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.core import masks
 from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS, append_within, settled
-from jaxspec.core.checks import Count, Natural, one_of
+from jaxspec.core.checks import Count, Natural, checks_arguments, one_of
 from jaxspec.core.decode import in_chunks, places_at_once
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path
@@ -105,6 +105,7 @@ class Deer(BlockSettings):
     chunk: Count = 256
 
     @classmethod
+    @checks_arguments
     def of(
         cls,
         model: "Model",
@@ -129,8 +130,8 @@ class Deer(BlockSettings):
             settings: further fields of `Deer`.
 
         Raises:
-            ValueError: it is no model, the tokenizer has no such token, the mask is one of ordinary
-                text, or a setting is out of range.
+            ValueError: it is no diffusion model, the tokenizer has no such token, the mask is one
+                of ordinary text, or a setting is out of range.
         """
         check_is_model(model)
         network = model.known_network
@@ -149,6 +150,7 @@ class Deer(BlockSettings):
                 )
             diffusion = Diffusion(mask_token_id, shift=True)
             network = Network(network.params, network.config.replace(diffusion=diffusion))
+        _check_has_mask(network)
         if sep is None:
             diffusion = network.config.diffusion
             sep_token_id = diffusion and diffusion.separator
@@ -217,19 +219,13 @@ class Deer(BlockSettings):
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`. Warns if more masks are shown than in training."""
         draft = params.draft
-        config = getattr(draft, "config", None)
         if not isinstance(draft, Network):
             raise ValueError(
                 "drafter: Deer needs a diffusion model: Deer.of(load(...)); got "
                 f"{type(draft).__name__}."
             )
-        if config is None or config.diffusion is None:
-            raise ValueError(
-                "drafter: Deer needs a diffusion model, whose config.json has a mask_token_id; "
-                "this one has no mask. If it is one in the layout of a causal model, give "
-                'Deer.of(model, mask="[MASK]"); for causal models there is DraftModel.'
-            )
-        diffusion = config.diffusion
+        _check_has_mask(draft)
+        config, diffusion = draft.config, draft.config.masking
         if self.sep_token_id is not None and not 0 <= self.sep_token_id < config.vocab_size:
             raise ValueError(
                 f"sep_token_id must be an id below {config.vocab_size}, got {self.sep_token_id}."
@@ -345,6 +341,15 @@ def _doubled(sizes: list[int], most: int) -> tuple[int, ...]:
     while sizes[-1] < most:
         sizes = [*sizes, min(2 * sizes[-1], most)]
     return tuple(sorted(set(sizes)))
+
+
+def _check_has_mask(network: Network) -> None:
+    if network.config.diffusion is None:
+        raise ValueError(
+            "drafter: Deer needs a diffusion model, whose config.json has a mask_token_id; "
+            "this one has no mask. If it is one in the layout of a causal model, give "
+            'Deer.of(model, mask="[MASK]"); for causal models there is DraftModel.'
+        )
 
 
 def _token_id(model: "Model", name: str, token: str) -> int:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import append
-from jaxspec.core.checks import Natural, Share
+from jaxspec.core.checks import Natural, Share, checks_arguments
 from jaxspec.core.proposal import bank
 from jaxspec.core.tree import Path
 from jaxspec.core.types import Context, Hidden, KVCache, Params, Proposal
@@ -83,6 +83,7 @@ class DFlash(BlockSettings):
         return super().widths if self.confidence is None else bank(self.tree_shape[0])
 
     @classmethod
+    @checks_arguments
     def of(
         cls,
         head: "DFlashHead",

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
-from jaxspec.core.checks import Checked, Count, Nodes, Share
+from jaxspec.core.checks import Checked, Count, Nodes, Share, checks_arguments
 from jaxspec.core.decode import prefill
 from jaxspec.core.proposal import bank
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
@@ -82,6 +82,7 @@ class DraftModel(Checked):
         check_threshold(self.threshold, self.tree)
 
     @classmethod
+    @checks_arguments
     def of(
         cls,
         model: "Model",

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
-from jaxspec.core.checks import Checked, Count, Natural, Share
+from jaxspec.core.checks import Checked, Count, Natural, Share, checks_arguments
 from jaxspec.core.decode import in_chunks, places_at_once
 from jaxspec.core.proposal import bank
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths, tree_from_paths
@@ -85,6 +85,7 @@ class Eagle(Checked):
         check_threshold(self.threshold, self.tree)
 
     @classmethod
+    @checks_arguments
     def of(
         cls,
         head: "EagleHead | Eagle3Head",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
+from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.core.checks import Checked, Nodes, at_least, at_most
 from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import bank, chain_proposal
@@ -140,8 +141,9 @@ class SuffixLookup(Checked):
 
         Raises:
             ValueError: the texts hold nothing to look up, or ids that the model does not have; they
-                are larger than memory; or a setting is out of range.
+                are larger than memory; an argument is something else; or a setting is out of range.
         """
+        check_is_model(model)
         drafter = cls(**settings)
         corpus = corpus_of(encoded_texts(texts, model), drafter.max_ngram)
         return LoadedDrafter(drafter, corpus, model.tokenizer)

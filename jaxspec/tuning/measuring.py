@@ -305,12 +305,18 @@ def measure_trees(
         advance: called once per prompt, with a description of the work.
 
     Raises:
-        ValueError: as for `generate`; or no prompt gives more than one step.
+        ValueError: as for `generate`; there are other thresholds than trees, or no prompt gives
+            more than one step.
     """
     config, prompts = config or GenerationConfig(), prompt_list(prompts)
+    thresholds = [0.0] * len(trees) if thresholds is None else thresholds
+    if len(thresholds) != len(trees):
+        raise ValueError(
+            f"thresholds must have one entry for each of {len(trees)} trees, got {len(thresholds)}."
+        )
     methods = [
         with_tree(drafter, paths, threshold) if len(paths) else None
-        for paths, threshold in zip(trees, thresholds or [0.0] * len(trees), strict=True)
+        for paths, threshold in zip(trees, thresholds, strict=True)
     ]
     seconds, steps, tokens = np.zeros((3, len(trees)))
     for prompt in prompts:

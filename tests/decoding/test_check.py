@@ -103,3 +103,21 @@ def test_a_drafter_that_raises_is_a_finding():
     report = check_drafter(Raises(), num_samples=16)
     assert not report.holds
     assert "no such luck" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "demo"}, r"model must be a Model, got str; give jaxspec.load\('demo'\)"),
+        ({"seed": "a"}, "seed must be a whole number, got 'a'"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"seed": True}, "seed must be a whole number, got True"),
+        ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"num_samples": 1.5}, "num_samples must be a whole number, got 1.5"),
+        ({"progress": "no"}, "progress must be True or False, got 'no'"),
+        ({"drafter": "lookup"}, "drafter must be one such as PromptLookup"),
+    ],
+)
+def test_what_cannot_be_checked_with_is_refused_before_the_first_law(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_drafter(**{"drafter": AlwaysZero(), **arguments})

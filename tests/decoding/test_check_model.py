@@ -135,3 +135,17 @@ def test_a_missing_member_is_named():
 def test_short_texts_are_refused():
     with pytest.raises(ValueError, match="texts of 8 tokens, and the laws read 12"):
         check_model(Model.of(own_network(), max_positions=8))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": "a"}, "seed must be a whole number, got 'a'"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"progress": 1}, "progress must be True or False, got 1"),
+        ({"model": "demo"}, "network: str has no `vocab_size`"),
+    ],
+)
+def test_other_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        check_model(**{"model": None, **arguments})

@@ -300,6 +300,13 @@ def test_drafters_that_cannot_draft_are_refused(model, target):
     refused(Deer(3, cache="prefix"), diffuser(target, 4), "causal over blocks")
     refused(Deer(3, sep_token_id=VOCAB), diffuser(target, 4), "sep_token_id")
     refused(Deer(3, num_nodes=24, branch=24), diffuser(target, 4), "narrower tree")
+    for causal in (model, tiny_model()):
+        with pytest.raises(ValueError, match=r"this one has no mask.* there is DraftModel"):
+            Deer.of(causal)
+    with pytest.raises(ValueError, match="paths must be a sequence, got 5"):
+        Deer.of(Model(diffuser(target, 4)), paths=5)
+    with pytest.raises(ValueError, match="sep must be a text, got 5"):
+        Deer.of(Model(diffuser(target, 4)), sep=5)
     with pytest.raises(ValueError, match=r"no token '\[SEP\]'"):
         Deer.of(Model(diffuser(target, 4)), sep="[SEP]")
     with pytest.raises(ValueError, match=r"no token '\[MASK\]'"):

@@ -12,7 +12,7 @@ from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import CheckpointError, Model, memory
 from jaxspec.core.types import Context, KVCache, Params, Recent, Warp
 from jaxspec.drafters import PromptLookup, SuffixLookup, corpus
-from jaxspec.drafters.corpus import corpus_of, extended
+from jaxspec.drafters.corpus import corpus_of, encoded_texts, extended
 from tests.laws.drafters import network
 
 CAPACITY, VOCAB, ROWS = 20, 4, 200
@@ -239,6 +239,28 @@ VOCABULARY = 24
 def test_texts_that_are_refused(texts, message):
     with pytest.raises(ValueError, match=message):
         SuffixLookup.of(texts, Model(network(VOCABULARY), name="mine"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (5, "corpus: texts must be a text or a sequence, got 5"),
+        (None, "corpus: texts must be a text or a sequence, got None"),
+        ({"a": 1}, "corpus: texts must be a text or a sequence, got {'a': 1}"),
+        ([5], r"texts\[0\] must be a text or a list of token ids, got 5"),
+        ([[1, 2], [1, [2]]], r"texts\[1\] must be a text or a list of token ids, got \[1, \[2\]\]"),
+        ([[1, 2.5]], r"texts\[0\] must be a text or a list of token ids, got \[1, 2.5\]"),
+    ],
+)
+def test_what_is_no_texts_is_refused(texts, message):
+    with pytest.raises(ValueError, match=message):
+        encoded_texts(texts, Model(network(VOCABULARY), name="mine"))
+
+
+@pytest.mark.parametrize("model", [None, "demo", 3])
+def test_a_corpus_needs_a_model(model):
+    with pytest.raises(ValueError, match="model must be a Model, got"):
+        SuffixLookup.of("abc def", model)
 
 
 def test_a_corpus_larger_than_memory_is_refused(monkeypatch):

@@ -101,6 +101,42 @@ def test_a_profile_takes_draft_passes_apart(model, drafter, timed):
         measure_profile(model, drafter, **once)
 
 
+@pytest.mark.parametrize(
+    ("measure", "arguments", "message"),
+    [
+        (
+            measure_profile,
+            {"tokens": (10**9,)},
+            r"tokens\[0\] must be at most 4097, got 1000000000",
+        ),
+        (measure_profile, {"batches": (3, 1.5)}, r"batches\[1\] must be a whole number, got 1.5"),
+        (measure_profile, {"levels": "12"}, "levels must be a sequence, got '12'"),
+        (measure_profile, {"capacity": None}, "capacity must be a whole number, got None"),
+        (measure_profile, {"num_steps": 0}, "num_steps must be at least 1, got 0"),
+        (measure_profile, {"repeats": True}, "repeats must be a whole number, got True"),
+        (measure_profile, {"model": "demo"}, "model must be of type Model, got 'demo'"),
+        (measure_profile, {"drafter": PromptLookup()}, "drafter must be of type LoadedDrafter"),
+        (measure_acceptance, {"prompts": ["a"], "paths": 5}, "paths must be a sequence, got 5"),
+        (measure_acceptance, {"prompts": 5}, "prompts must be a prompt or a list of them, got 5"),
+        (
+            measure_exits,
+            {"prompts": ["a"], "thresholds": (0,)},
+            r"thresholds\[0\] must be in \(0, 1",
+        ),
+        (measure_exits, {"prompts": ["a"], "length": 10**9}, "length must be at most 4096"),
+        (measure_trees, {"prompts": ["a"], "trees": [5]}, r"trees\[0\] must be a sequence, got 5"),
+        (
+            measure_trees,
+            {"prompts": ["a"], "trees": [()], "thresholds": (0.5, 0.5)},
+            "thresholds must have one entry for each of 1 trees, got 2",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_by_name(model, drafter, measure, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        measure(**{"model": model, "drafter": drafter, **arguments})
+
+
 def test_a_profile_of_a_drafter_of_blocks_is_of_one_pass(model, timed):
     """No pass by the number of nodes, and no deeper trees than its blocks."""
     timed.update({"1": 0.8, "3": 1.0, "first 1": 0.2, "first 2": 0.22})
