@@ -24,7 +24,15 @@ from jaxspec.core.proposal import bank, choose_children, tree_proposal
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import Path, chain, normalize_paths, tree_from_paths
 from jaxspec.core.types import Context, Hidden, Proposal, PyTree, Tree, Warp
-from jaxspec.drafters.growth import DraftLaw, Pool, best_of_pool, fit_vocab, grow_tree, take_rows
+from jaxspec.drafters.growth import (
+    MOST_CANDIDATES,
+    DraftLaw,
+    Pool,
+    best_of_pool,
+    fit_vocab,
+    grow_tree,
+    take_rows,
+)
 
 BlockPass = Callable[[Int[Array, " block"]], tuple[Float[Array, "block embed"], PyTree]]
 """A draft pass over a block.
@@ -196,6 +204,12 @@ class BlockSettings(Checked):
             raise ValueError(
                 f"num_nodes must be at most {most} with block {self.block} and branch "
                 f"{self.branch}, got {self.num_nodes}."
+            )
+        if self.num_nodes is not None and self._num_candidates > MOST_CANDIDATES:
+            raise ValueError(
+                f"branch: {self.branch} tokens of a position with num_nodes {self.num_nodes} give "
+                f"{self._num_candidates} candidates, at most {MOST_CANDIDATES} are possible; lower "
+                "one of them."
             )
 
     @property

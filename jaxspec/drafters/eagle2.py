@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from jaxspec.core.checks import Checked, Count, Natural, Nodes
 from jaxspec.core.types import Context, Hidden, Params, Proposal
 from jaxspec.drafters.eagle import EagleState, absorb, check_head, check_is_head, read_prompt
-from jaxspec.drafters.growth import Pool, Scratch, best_of_pool, extend
+from jaxspec.drafters.growth import MOST_CANDIDATES, Pool, Scratch, best_of_pool, extend
 from jaxspec.drafters.loaded import LoadedDrafter
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Eagle2(Checked):
         chunk: tokens per pass over the prompt.
 
     Raises:
-        ValueError: a number is below 1, or there are fewer candidates than nodes.
+        ValueError: a number is below 1, or there are too few candidates, or too many.
 
     Example:
         >>> import jaxspec
@@ -52,8 +52,8 @@ class Eagle2(Checked):
     """
 
     num_nodes: Nodes = 59
-    depth: Count = 5
-    beam: Count = 10
+    depth: Nodes = 5
+    beam: Nodes = 10
     taps: tuple[Natural, ...] = ()
     chunk: Count = 256
 
@@ -63,6 +63,12 @@ class Eagle2(Checked):
             raise ValueError(
                 f"num_nodes must be at most beam + depth * beam^2 = {self._num_candidates}, "
                 f"got {self.num_nodes}."
+            )
+        if self._num_candidates > MOST_CANDIDATES:
+            raise ValueError(
+                f"beam: {self.beam} nodes of each of {self.depth} levels give "
+                f"{self._num_candidates} candidates (beam + depth * beam^2), at most "
+                f"{MOST_CANDIDATES} are possible; lower beam or depth."
             )
 
     @classmethod

@@ -363,6 +363,10 @@ def extend(scratch: Scratch | None, new_kv: Scratch) -> Scratch:
     )
 
 
+MOST_CANDIDATES = 1 << 20
+"""Largest pool of a row and step."""
+
+
 class Pool(NamedTuple):
     """Candidates for the tree in the order of their creation, so that parents come first.
 

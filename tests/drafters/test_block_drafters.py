@@ -260,6 +260,7 @@ def prompt_context():
         ({"block": 1, "paths": ((0,), (0, 0))}, "2 levels deep"),
         ({"num_nodes": 0}, "num_nodes must be at least 1"),
         ({"block": 1, "num_nodes": 9, "branch": 4}, "num_nodes must be at most 4"),
+        ({"num_nodes": 4096, "branch": 100_000}, "branch: 100000 tokens .* at most 1048576"),
         ({"temperature": -1.0}, "temperature must be at least 0"),
         ({"cache": "dual"}, "cache must be one of"),
         ({"chunk": 0}, "chunk must be at least 1"),

@@ -30,6 +30,19 @@ def siblings(count: int) -> tuple[tuple[int, ...], ...]:
 CHAIN5 = chain(5)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_nodes": 9, "depth": 1, "beam": 2}, "num_nodes must be at most .* = 6, got 9"),
+        ({"depth": 10**6}, "depth must be at most 4096, got 1000000"),
+        ({"beam": 4096}, "beam: 4096 nodes of each of 5 levels give .* at most 1048576"),
+    ],
+)
+def test_settings_of_dynamic_trees_that_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Eagle2(**settings)
+
+
 @pytest.mark.parametrize("case", ["eagle1_mc_sim_7b_63/2", "chain5/2"])
 def test_recorded_drafts_of_eagle1(golden, first, case):  # noqa: F811
     """The same tokens at every node, as many accepted, from the first step to the last."""
