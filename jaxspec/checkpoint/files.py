@@ -226,6 +226,24 @@ def _pieces(path: Path) -> Iterator[bytes]:
             ) from None
 
 
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Reads a file.
+
+    Raises:
+        CheckpointError: it has more than `most` bytes, or is a device, a pipe or a socket.
+        OSError: it cannot be opened.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CheckpointError(f"{path} is a device or a pipe: write what it gives into a file.")
+    with path.open("rb") as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise CheckpointError(
+            f"{path} is larger than {most / 2**20:g} MiB, the most that is read of such a file."
+        )
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads the JSON object in a file.
 

@@ -11,6 +11,7 @@ from jaxspec.core.checks import Share, checked, checks_arguments
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths
 
 TREE_FILE = "tree.json"
+_MOST_BYTES = 1 << 24
 PUBLISHED_TREES: Mapping[str, tuple[Path, ...]] = {"eagle-25": EAGLE_PATHS}
 """Trees that `load_tree` knows by name; the number is of nodes without the root."""
 

@@ -173,7 +173,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) is Annotated:
         bare, rules = _bare(hint), _rules(hint)
         for rule in rules:
-            found = _Kind.of(bare).read(value) if rule.of_size else _WRONG
+            found: Any = _Kind.of(bare).read(value) if rule.of_size else _WRONG
             if found is not _WRONG and not rule.holds(found):
                 raise ValueError(f"{name} must be {rule.said}, got {len(found)}.")
         plain = checked(name, value, bare)
@@ -227,14 +227,16 @@ def checks_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argum
         if name in names and not isinstance(hint, str)
     }
 
+    untyped: Any = function
+
     def plain(name: str, value: Any) -> Any:
         return checked(name, value, hints[name]) if name in hints else value
 
     @wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        placed: Any = (*map(plain, names, args), *args[len(names) :])
-        named: Any = {name: plain(name, value) for name, value in kwargs.items()}
-        return function(*placed, **named)
+        placed = (*map(plain, names, args), *args[len(names) :])
+        named = {name: plain(name, value) for name, value in kwargs.items()}
+        return untyped(*placed, **named)
 
     return call
 

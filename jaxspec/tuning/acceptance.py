@@ -496,6 +496,7 @@ def calibrated_table(
         >>> round(calibrated_table(tau=4.06).rate((), 0), 2)
         0.73
     """
+    tree = tuple(map(tuple, paths))
 
     def table(scale: float) -> AcceptanceTable:
         rates = tuple(
@@ -503,20 +504,20 @@ def calibrated_table(
         )
         source = (
             f"INFERRED, not measured: rates by rank proportional to {tuple(shape)}, times "
-            f"{decay} per depth, scaled so that a tree of {len(paths)} nodes has tau {tau} (tokens "
+            f"{decay} per depth, scaled so that a tree of {len(tree)} nodes has tau {tau} (tokens "
             "per target pass, bonus included); the same below every parent."
         )
         return AcceptanceTable(rates, source=source)
 
     low, high = 0.0, 1.0 / sum(shape)
-    if not 1.0 <= tau <= table(high).tau(paths):
+    if not 1.0 <= tau <= table(high).tau(tree):
         raise ValueError(
-            f"tau: a tree of {len(paths)} nodes with rates of this shape has a tau between 1 and "
-            f"{table(high).tau(paths):.2f}, bonus included, got {tau}."
+            f"tau: a tree of {len(tree)} nodes with rates of this shape has a tau between 1 and "
+            f"{table(high).tau(tree):.2f}, bonus included, got {tau}."
         )
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if table(middle).tau(paths) < tau else (low, middle)
+        low, high = (middle, high) if table(middle).tau(tree) < tau else (low, middle)
     return table(low)
 
 

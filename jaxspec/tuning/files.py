@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from jaxspec.checkpoint.files import read_json, replacing_files, write_json
 from jaxspec.core.checks import checked
 
-_Record = TypeVar("_Record")
+_Record = TypeVar("_Record", bound=Any)
 
 
 def shipped_names(folder: Path) -> list[str]:
