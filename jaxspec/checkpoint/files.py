@@ -10,7 +10,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 _STAGING = ".saving-"
 _ORIGINALS = ".originals"
@@ -58,7 +58,7 @@ def parse_json(text: str | bytes) -> Any:
     raise ValueError(f"more than {DEEPEST} lists or objects within each other")
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> io.BufferedReader:
     """Opens a file to read its bytes.
 
     Raises:
