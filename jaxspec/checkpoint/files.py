@@ -10,7 +10,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 from jaxspec.core.checks import FileName, Requirement, checked
 
@@ -121,7 +121,7 @@ def parse_json(text: str | bytes) -> Any:
     raise ValueError(f"more than {DEEPEST} lists or objects within each other")
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_file(path: Path) -> io.BufferedReader:
     """Opens a file to read its bytes.
 
     Raises:
@@ -224,24 +224,6 @@ def _pieces(path: Path) -> Iterator[bytes]:
                 f"{path} is cut off or damaged, the gzip stream is broken ({error}): fetch it "
                 "again."
             ) from None
-
-
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Reads a file.
-
-    Raises:
-        CheckpointError: it has more than `most` bytes, or is a device, a pipe or a socket.
-        OSError: it cannot be opened.
-    """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise CheckpointError(f"{path} is a device or a pipe: write what it gives into a file.")
-    with path.open("rb") as file:
-        found = file.read(most + 1)
-    if len(found) > most:
-        raise CheckpointError(
-            f"{path} is larger than {most / 2**20:g} MiB, the most that is read of such a file."
-        )
-    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

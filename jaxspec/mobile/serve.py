@@ -77,10 +77,12 @@ class _Handler(SimpleHTTPRequestHandler):
     """Serves the files of one folder, without a list of them. A connection is for one request."""
 
     timeout = SILENT_SECONDS
+    raw_requestline: bytes
     extensions_map = _TYPES  # pyright: ignore[reportAssignmentType, reportIncompatibleUnannotatedOverride]
 
     def setup(self) -> None:
         super().setup()
+        assert self.timeout is not None
         self.rfile.close()
         self.rfile = io.BufferedReader(_Heard(self.connection, self.timeout))
 
@@ -89,7 +91,7 @@ class _Handler(SimpleHTTPRequestHandler):
         # A line of two words is one of HTTP/0.9, after which no headers come.
         version = words[2] if len(words) > 2 else b"HTTP/0.9"
         if version.startswith(b"HTTP/") and version not in (b"HTTP/1.0", b"HTTP/1.1"):
-            self.command, self.requestline = None, ""
+            self.command = self.requestline = ""
             self.send_error(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
             return False
         return super().parse_request()

@@ -9,18 +9,22 @@ import dataclasses
 import json
 import os
 import struct
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from jaxspec.batch.guard import GuardSettings
 from jaxspec.batch.rows import read_rows
+from jaxspec.batch.settings import JobSettings
 from jaxspec.checkpoint import config_from_json, load_tokenizer
 from jaxspec.checkpoint.safetensors import find_tensors
-from jaxspec.decoding.request import prompt_list
+from jaxspec.core.tree import chain, tree_from_parents
+from jaxspec.decoding.request import GenerationConfig, prompt_list
 from jaxspec.drafters import (
     Deer,
     DFlash,
@@ -188,6 +192,18 @@ def with_settings(folder: Path, value: Any) -> object:
     return tokenizer.bos_id, tokenizer.render_chat([{"role": "user", "content": "Hi"}])
 
 
+def with_tokenizer(folder: Path, value: Any) -> object:
+    (folder / "tokenizer.json").write_text(json.dumps(value))
+    tokenizer = load_tokenizer(folder)
+    return tokenizer.decode(tokenizer.encode("Hi")), tokenizer.special_ids
+
+
+def with_template(folder: Path, value: Any) -> object:
+    parts = value if isinstance(value, list) else [value]
+    (folder / "chat_template.jinja").write_text("\n".join(map(str, parts)), errors="replace")
+    return load_tokenizer(folder).render_chat([{"role": "user", "content": "Hi"}])
+
+
 def made(kind: Callable) -> Callable[[Path, Any], object]:
     """Calls something with the entries of a dictionary as keywords, as far as it knows them."""
     names = {field.name for field in dataclasses.fields(kind) if field.init}  # pyright: ignore
@@ -209,27 +225,79 @@ def defaults_of(kind: Any) -> dict[str, Any]:
 
 
 class Case(NamedTuple):
-    """Something from outside, and what reads it in a folder."""
+    """Something from outside, and what reads it in a folder.
+
+    Attributes:
+        valid: what is read without an error.
+        read: reads it.
+        named: an error names one of these, or a key of `valid`.
+        found: values that once ended otherwise than in a result or a sentence.
+    """
 
     valid: Any
     read: Callable[[Path, Any], object]
+    named: tuple[str, ...] = ()
+    found: tuple[Any, ...] = ()
 
 
+SMALL_TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [
+        {
+            **{"id": 2, "content": "</s>", "special": True, "single_word": False},
+            **{"lstrip": False, "rstrip": False, "normalized": False},
+        }
+    ],
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "_"},
+    "pre_tokenizer": None,
+    "post_processor": None,
+    "decoder": {"type": "Fuse"},
+    "model": {
+        **{"type": "BPE", "unk_token": None, "fuse_unk": False, "byte_fallback": False},
+        **{"vocab": {"H": 0, "i": 1, "</s>": 2, "Hi": 3}, "merges": [["H", "i"]]},
+    },
+}
 SETTINGS = (
     *(Deer, DFlash, DraftModel, Eagle, Eagle2, LayerSkip, PromptLookup, SuffixLookup),
-    TokenRecycling,
+    *(TokenRecycling, JobSettings, GuardSettings),
 )
 CASES: dict[str, Case] = {
-    "config of Llama": Case(CONFIG, lambda folder, value: config_from_json(value)),
-    "config of Gemma 3": Case(GEMMA, lambda folder, value: config_from_json(value)),
-    "tokenizer_config.json": Case(TOKENIZER, with_settings),
-    "safetensors": Case(HEADER, read_header),
-    "row": Case(ROW, written("rows.jsonl", read_rows)),
-    "prompts": Case(ROW, written("rows.jsonl", read_prompts)),
-    "prompt": Case([ROW, [ROW], "text", [1, 2]], lambda folder, value: prompt_list(value)),
-    "profile": Case(DEVICE, written("profile.json", load_profile)),
-    "acceptance": Case(TABLE, written("acceptance.json", load_acceptance)),
-    "paths": Case([[0], [1], [0, 0]], lambda folder, value: Eagle(value)),
+    "config of Llama": Case(CONFIG, lambda folder, value: config_from_json(value), ("config",)),
+    "config of Gemma 3": Case(GEMMA, lambda folder, value: config_from_json(value), ("config",)),
+    "tokenizer_config.json": Case(TOKENIZER, with_settings, ("tokenizer_config.json", "template")),
+    "tokenizer.json": Case(SMALL_TOKENIZER, with_tokenizer, ("tokenizer.json",)),
+    "chat template": Case(
+        ["{% for m in messages %}", "{{ m.role ~ m['content'] }}", "{% endfor %}", "{{ 2 * 3 }}"],
+        with_template,
+        ("chat template",),
+        (["{{ 10 ** (10 ** 10) }}"], ["{{ 'a' * 10 ** 10 }}"], ["{{ range(10 ** 9) }}"]),
+    ),
+    "safetensors": Case(HEADER, read_header, ("model.safetensors",)),
+    "row": Case(ROW, written("rows.jsonl", read_rows), ("rows.jsonl",)),
+    "prompts": Case(ROW, written("rows.jsonl", read_prompts), ("rows.jsonl",)),
+    "prompt": Case(
+        [ROW, [ROW], "text", [1, 2]], lambda folder, value: prompt_list(value), ("prompt",)
+    ),
+    "profile": Case(DEVICE, written("profile.json", load_profile), ("profile",)),
+    "acceptance": Case(TABLE, written("acceptance.json", load_acceptance), ("acceptance",)),
+    "paths": Case([[0], [1], [0, 0]], lambda folder, value: Eagle(value), ("paths",)),
+    "parents": Case(
+        [-1, 0, 0, 1],
+        lambda folder, value: tree_from_parents(value),
+        ("parents", "nodes"),
+        ([-1, 0.5], [-1, "0"], [-1, True], None, [-1] + [0] * 10_000),
+    ),
+    "chain": Case(
+        [3],
+        lambda folder, value: chain(value[0] if isinstance(value, list) and value else value),
+        ("num_nodes",),
+        ([10**6], [1.5], ["3"], [None], [True]),
+    ),
+    "GenerationConfig": Case(
+        {**defaults_of(GenerationConfig), "stop": ["end"], "logit_bias": None},
+        made(GenerationConfig),
+        found=({"json_schema": "[" * 100_000}, {"json_schema": {"type": 3}}),
+    ),
     **{kind.__name__: Case(defaults_of(kind), made(kind)) for kind in SETTINGS},
 }
 
@@ -242,13 +310,16 @@ def refusal_of(read: Callable[[], object]) -> ValueError | None:
     return None
 
 
-def is_answered(read: Callable[[], object]) -> None:
-    """Passes if something is read, or refused in one sentence."""
+def is_answered(read: Callable[[], object], named: Iterable[str]) -> None:
+    """Passes if something is read, or refused in one sentence that has one of these names."""
+    began = time.monotonic()
     error = refusal_of(read)
+    assert time.monotonic() - began < 10
     if error is not None:
         # Errors of Python itself say nothing of the file or the setting.
         assert not isinstance(error, UnicodeError | json.JSONDecodeError)
         assert 10 < len(str(error)) < 2000
+        assert any(name in str(error) for name in named), str(error)
 
 
 @pytest.fixture
@@ -258,15 +329,30 @@ def folder(tmp_path, byte_level_tokenizer):
 
 
 def tried(folder: Path, case: Case, examples: int) -> None:
-    made_unchecked(SETTINGS)
+    made_unchecked((*SETTINGS, GenerationConfig))
+    keys = case.valid if isinstance(case.valid, dict) else ()
 
-    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(
+        max_examples=examples,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+        deadline=None,
+    )
     @given(changed(case.valid))
     def try_one(value):
-        is_answered(lambda: case.read(folder, value))
+        is_answered(lambda: case.read(folder, value), (*case.named, *keys))
 
     case.read(folder, case.valid)
+    for value in case.found:
+        try_one = example(value)(try_one)
     try_one()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.found])
+def test_what_was_found_is_refused(name, folder):
+    made_unchecked((GenerationConfig,))
+    for value in CASES[name].found:
+        assert refusal_of(lambda value=value: CASES[name].read(folder, value)) is not None, value
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -291,7 +377,7 @@ def test_files_that_are_cut_off_or_damaged_are_refused(name, folder):
     @given(damaged(whole))
     def try_one(data):
         (folder / name).write_bytes(data)
-        is_answered(lambda: read(folder))
+        is_answered(lambda: read(folder), (name, "chat template"))
 
     try_one()
 
