@@ -203,7 +203,15 @@ class GenerationConfig(Checked):
         super().__post_init__()
         for index, string in enumerate(self.stop_strings):
             check_unicode(string, f"stop[{index}]")
-        languages_of(self.choices, self.regex, self.json_schema)
+        languages = languages_of(self.choices, self.regex, self.json_schema)
+        for name in ("choices", "regex", "json_schema"):
+            given = getattr(self, name)
+            if languages and (
+                isinstance(given, Iterator) or (name == "choices" and given is not None)
+            ):
+                # It may be read only once.
+                each = [texts if name == "choices" else texts[0] for _, texts in languages]
+                object.__setattr__(self, name, each[0] if len(each) == 1 else tuple(each))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class TextEnd:
     ):
         """Starts a text that may emit `room` tokens; `automaton` finds its stop strings."""
         self._room, self._stops, self._state = room, frozenset(stop_token_ids), 0
-        self._automaton = None if automaton is None else StopAutomaton(*map(np.asarray, automaton))
+        self._automaton = None if automaton is None else tuple(map(np.asarray, automaton))
 
     def cut(self, tokens: Sequence[int]) -> tuple[list[int], str | None]:
         """Returns the tokens of one round that are kept, and why the text ends there, or `None`."""

@@ -226,6 +226,27 @@ def nested(levels):
 
 
 @pytest.mark.parametrize(
+    ("once", "kept"),
+    [
+        ({"choices": ["a", "b"]}, ("a", "b")),
+        ({"choices": [["a"], ["b", "c"]]}, (("a",), ("b", "c"))),
+        ({"regex": ["a", "b"]}, ("a", "b")),
+        ({"json_schema": [{"type": "null"}]}, '{"type": "null"}'),
+    ],
+)
+def test_what_is_read_only_once_is_kept(once, kept):
+    ((name, given),) = once.items()
+    config = GenerationConfig(**{name: map(as_given, given)})
+    assert getattr(config, name) == kept
+    again = dataclasses.replace(config, max_new_tokens=3)
+    assert getattr(again, name) == kept
+
+
+def as_given(part):
+    return iter(part) if isinstance(part, list) else part
+
+
+@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"choices": []}, r"choices: got \[\]"),
