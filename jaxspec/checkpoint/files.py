@@ -76,11 +76,10 @@ def as_path(name: str, value: Any) -> Path:
     Example:
         >>> as_path("folder", "a/b").name
         'b'
-        >>> as_path("folder", "")
+        >>> as_path("folder", None)
         Traceback (most recent call last):
             ...
-        jaxspec.checkpoint.files.CheckpointError: folder must be a path: not empty, without NUL,
-        names of at most 255 bytes, got ''.
+        jaxspec.checkpoint.files.CheckpointError: folder must be a text, got None.
     """
     text = given(name, value, _PATH)
     try:

@@ -162,14 +162,14 @@ class Model:
             end = None if tokenizer is None else tokenizer.eos_id
             stop_token_ids = () if end is None else (end,)
         token_id = Annotated[int, from_up_to(0, network.vocab_size)]
-        stop_token_ids = checked("stop_token_ids", stop_token_ids, tuple[token_id, ...])
+        ids = checked("stop_token_ids", stop_token_ids, tuple[token_id, ...])
         name = checked("name", name, str | None)
         kept: Any = network
         return cls(
             kept,
             tokenizer,
             type(network).__name__ if name is None else name,
-            stop_token_ids,
+            ids,
             own_max_positions=_positions_of(network, max_positions),
         )
 

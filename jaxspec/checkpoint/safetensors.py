@@ -159,9 +159,10 @@ def write_safetensors(path: Path, tensors: Iterable[TensorToWrite], dtype: np.dt
 
 def _find_sharded(folder: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(folder / INDEX).get("weight_map")
-    shards = weight_map.values() if isinstance(weight_map, dict) else ()
-    if not shards or not all(isinstance(shard, str) for shard in shards):
+    is_map = isinstance(weight_map, dict) and all(isinstance(x, str) for x in weight_map.values())
+    if not is_map or not weight_map:
         raise CheckpointError(f"{folder / INDEX} has no weight_map from tensors to shards.")
+    shards = weight_map.values()
     problems = []
     for name in sorted(set(shards)):
         if Path(name).name != name or "\\" in name or name in (".", "..") or len(name) > 255:
