@@ -254,8 +254,11 @@ def _assisted(
         model, folders[model.name], folders[assistant], run.suite.max_new_tokens
     )
 
+    config = comparison.config
+    assert isinstance(config, GenerationConfig), "the target is causal"
+
     def compare_with_ours(index: int, ours: Sample, theirs: Sample) -> Sequence[Divergence]:
-        request = prepare(model, ids[index], comparison.config, None, run.suite.seed)
+        request = prepare(model, ids[index], config, None, run.suite.seed)
         found = find_divergence(model, request, index, ours.rows[0], theirs.rows[0])
         return () if found is None else (found,)
 

@@ -59,7 +59,8 @@ def _extras() -> tuple[str, str]:
     try:
         names = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     except importlib.metadata.PackageNotFoundError:
-        return ("unknown, as this copy of jaxspec is not installed (pip install .)",) * 2
+        unknown = "unknown, as this copy of jaxspec is not installed (pip install .)"
+        return unknown, unknown
     complete = [name for name in names if not _missing(name)]
     return _listed(complete), _listed(set(names) - set(complete))
 
