@@ -96,6 +96,7 @@ class Bounded:
     def _running(self) -> subprocess.Popen:
         """Returns the process; another one after it died, and in a fork of its owner."""
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            self._end()
             self._owner = os.getpid()
             self._notes = tempfile.TemporaryFile()  # noqa: SIM115 (`_end` closes it)
             bounds = (f"{self._seconds}", f"{self._memory}")

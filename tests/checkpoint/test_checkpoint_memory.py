@@ -87,7 +87,7 @@ def test_what_cannot_fit_is_refused_with_figures(monkeypatch, saved_folder):
     with pytest.raises(CheckpointError, match=r"weights 0\.30.* GB in float32.* 0\.1 GB are avail"):
         check_network_fits(CONFIG, wide)
     with pytest.raises(
-        CheckpointError, match=r"50 texts of 4000 tokens need 0\.41 GB.*, 2,048 byte"
+        CheckpointError, match=r"50 texts of 4000 tokens need 0\.41 GB.*2,048 bytes"
     ):
         check_cache_fits(one_layer, wide, capacity=4000, batch_size=50)
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)

@@ -150,6 +150,7 @@ def test_bad_data_is_named_by_file_and_line(tmp_path, name, content, line, what)
         ("a.jsonl.gz", gzip.compress(bytes(1 << 24)), "unpacks to more than 100 times its size"),
         ("a.txt.gz", gzip.compress(bytes(1 << 24)), "unpacks to more than 100 times its size"),
     ],
+    ids=["cut off", "no gzip", "damaged", "bomb of lines", "bomb"],
 )
 def test_bad_archives_are_named(tmp_path, name, content, what):
     path = tmp_path / name
