@@ -79,7 +79,7 @@ def as_path(name: str, value: Any) -> Path:
         >>> as_path("folder", None)
         Traceback (most recent call last):
             ...
-        jaxspec.checkpoint.files.CheckpointError: folder must be a text, got None.
+        jaxspec.checkpoint.files.CheckpointError: folder must be a text or a path, got None.
     """
     text = given(name, value, _PATH)
     try:

@@ -227,9 +227,9 @@ def test_a_stop_that_is_no_id_is_an_error(name, stop, message, saved_folder):
 
 
 PLACES = [
-    (None, "must be a text, got None"),
-    (5, "must be a text, got 5"),
-    (b"demo", "must be a text, got b'demo'"),
+    (None, "must be a text or a path, got None"),
+    (5, "must be a text or a path, got 5"),
+    (b"demo", "must be a text or a path, got b'demo'"),
     ("", "must be a path: not empty, .* got ''"),
     ("a\0b", "must be a path: .* without NUL, .* got 'a"),
     ("x" * 10_000, r"must be a path: .* at most 255 bytes, got 'x{76}\.\.\.\.$"),

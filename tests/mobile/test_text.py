@@ -117,7 +117,7 @@ def test_a_token_that_stops_twice_stops_as_a_string():
         (["--drafter", "draft-model"], "--draft-model FILE"),
         (["--threads", "0"], "--threads must be at least 1"),
         (["--drafter", "lookup:typo=3"], "lookup has no setting 'typo'"),
-        (["--drafter", "lookup:num_speculative_tokens=x"], "must be a number"),
+        (["--drafter", "lookup:num_speculative_tokens=x"], "must be a whole number, got 'x'"),
         (["--drafter", "lookup", "--num-speculative-tokens", "0"], "must be at least 1, got 0"),
         (["--drafter", "lookup", "--draft-model", "X"], "--draft-model: needs --drafter draft-mod"),
         (["--num-speculative-tokens", "3"], "--num-speculative-tokens: needs --drafter lookup"),

@@ -271,5 +271,5 @@ def test_wrong_flags_are_named(tmp_path):
         parsed("--data", "notes=notes.txt")
     tree = tmp_path / "tree.json"
     tree.write_text("[0, 1]")
-    with pytest.raises(ValueError, match=r"tree .* list of rank paths"):
+    with pytest.raises(ValueError, match=r"tree .*paths\[0\] must be a sequence, got 0"):
         parsed("--target", "t", "--data", "notes=notes.txt", "--tree", str(tree))
