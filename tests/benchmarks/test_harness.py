@@ -20,6 +20,7 @@ from benchmarks.prompts import (
 from benchmarks.suites import SUITES
 from jaxspec.checkpoint import hub
 from jaxspec.decoding.metrics import Counts
+from jaxspec.measure.comparison import Divergence
 from jaxspec.measure.figures import DecodedText, Sample
 from tests.benchmarks.conftest import ONE, TWO
 
@@ -95,14 +96,14 @@ def test_a_wrong_method_is_a_divergence():
     found = measure_methods(runner, ["plain", "honest", "liar"], {5: "x"})
     assert found["plain"].divergences == found["honest"].divergences == ()
     (divergence,) = found["liar"].divergences
-    assert divergence == (5, 2, 3, 9, None)
+    assert divergence == Divergence(5, 2, 3, 9, None)
     assert not divergence.is_tie
 
 
 def test_an_output_that_ends_early_differs_where_it_ends():
     long, short = (Sample((DecodedText([0], t),), 1.0, Counts()) for t in ([1, 2], [1]))
-    assert token_divergences(0, long, short) == [(0, 1, 2, None, None)]
-    assert token_divergences(0, short, long) == [(0, 1, None, 2, None)]
+    assert token_divergences(0, long, short) == [Divergence(0, 1, 2, None, None)]
+    assert token_divergences(0, short, long) == [Divergence(0, 1, None, 2, None)]
     assert token_divergences(0, long, long) == []
 
 
