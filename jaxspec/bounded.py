@@ -62,7 +62,7 @@ class Bounded:
 
     @property
     def bounds(self) -> str:
-        """What an answer may take, as messages say it."""
+        """Time and memory of an answer, as messages say them."""
         return f"{self._seconds} seconds, or {self._memory >> 20} MiB"
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:

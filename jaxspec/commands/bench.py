@@ -185,12 +185,16 @@ def _ways_to_draft(
     """Returns self-speculation as the arguments say; without a number of drafts, several ways."""
     asked = given(args, SelfSpeculation)
     if "num_drafts" in asked:
-        return {f"{asked['num_drafts']} drafts": SelfSpeculation(**asked)}
+        return {_drafts(asked["num_drafts"]): SelfSpeculation(**asked)}
     most = SelfSpeculation(min(_MOST_DRAFTS, config.max_new_tokens - 1), **asked)
     ways = {
-        f"{count} draft{'s' * (count > 1)}": dataclasses.replace(most, num_drafts=count)
+        _drafts(count): dataclasses.replace(most, num_drafts=count)
         for count in range(1, most.num_drafts + 1)
     }
     costs = measure_costs(model, [prompts[len(prompts) // 2]], config, most)
     ways["as many as pay"] = dataclasses.replace(most, costs=costs)
     return ways
+
+
+def _drafts(count: int) -> str:
+    return f"{count} draft{'s' * (count != 1)}"

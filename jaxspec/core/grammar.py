@@ -23,7 +23,7 @@ NEVER = 2**30
 _MOST_FORCED = 128
 """Tokens of a state whose text may be forced; more are sure to part."""
 MOST_ENTRIES = 1 << 25
-"""Of the table of a machine: states times the tokens that move them differently, 128 MB."""
+"""Entries of a machine's table, at most: states times tokens that move them differently; 128 MB."""
 
 
 class Grammar(NamedTuple):

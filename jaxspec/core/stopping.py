@@ -67,7 +67,7 @@ def _byte_automaton(strings: Sequence[bytes]) -> np.ndarray:
     follow, complete = trie
     done = len(follow)
     table = np.full((done + 1, 256), done, np.int32)
-    # Of each node, the state of the longest proper suffix that begins a string.
+    # The state of the longest proper suffix of each node that begins a string.
     shorter = np.zeros(done, np.int32)
     level = [0]
     while level:

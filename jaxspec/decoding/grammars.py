@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _NOWHERE, _LEAST_DEPTH = -1, 3
 _MOST_TEXTS, _MOST_BYTES, _MOST_NODES = 1 << 18, 1 << 22, 1 << 18  # of choices, and of their trie
 _MOST_PARTS, _LONGEST_REGEX = 10_000, 1 << 16
-# What is larger is compiled in a process of its own, as it may take very long.
+# Larger ones are compiled in a process of their own, as they may take very long.
 _FEW_PARTS, _FEW_CHOICES = 500, 14
 _PROCESS = Bounded(patterns.__file__, seconds=10, memory=1 << 30)
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 MOST_STATES = 20_000
 """States of a machine over bytes."""
 _MOST_COUNTED = 10**12
-# Of classes, by the letter after the backslash; those of Unicode's letters have hundreds of states.
+# Choices of classes, by the letter after the backslash; Unicode's letters have hundreds of states.
 _CHOICES = {**dict.fromkeys("wWpP", 3), **dict.fromkeys("dDsSbB", 1)}
 
 
 class PatternSize(NamedTuple):
-    """What makes the machine of a pattern large.
+    """Parts of a pattern that make its machine large.
 
     Attributes:
         parts: characters and classes, if counted repetitions such as `{2,5}` were written out.

@@ -43,7 +43,7 @@ _BREAKABLE = {*_READ, *_UNREAD, *(name for names in _READ.values() for name in n
 
 
 class SchemaSize(NamedTuple):
-    """What makes the machine of a schema large.
+    """Parts of a schema that make its machine large.
 
     Attributes:
         depth: the most references that lead from one to the next; 0 without any.
@@ -123,7 +123,7 @@ def _copies(schema: Schema) -> int:
     """Returns how often the expression of a schema holds those of the schemas within it."""
     bounds = (schema.get(name) for name in ("minLength", "maxLength", "minItems", "maxItems"))
     counts = [int(bound) for bound in bounds if isinstance(bound, int | float)]
-    # Of optional properties, any may be the first.
+    # Any of the optional properties may be the first.
     optional = 0 if schema.get("required") else len(schema.get("properties", ()))
     return max(1, optional, *counts)
 

@@ -104,14 +104,16 @@ class JaxRunner:
         return sample_of(result), result.metrics.compile_seconds or 0.0
 
     def divergence(
-        self, index: int, method: str, prompt: PromptLike, expected: Any, row: Any
+        self, index: int, method: str, request: Request, seed: int, expected: Any, row: Any
     ) -> Divergence | None:
         """Returns where an output leaves plain decoding's, see `find_divergence`."""
-        return find_divergence(self.model, self.request(method, prompt), index, expected, row)
+        del method, seed
+        return find_divergence(self.model, request, index, expected, row)
 
     def is_lossless(self, method: str) -> bool:
         """Returns True: every drafter's greedy output must be plain decoding's."""
-        return method in self.methods
+        del method
+        return True
 
     def with_logprob(self, sample: Sample) -> Sample:
         """Returns the sample of one prompt with the target's log-probability of its output."""
@@ -258,7 +260,9 @@ def compare(
     def row(name: str) -> ComparisonRow:
         places = zip(kept, plain, samples[name], strict=True) if greedy else ()
         found = (
-            runner.divergence(index, name, prompts[index], expected.rows[0], sample.rows[0])
+            runner.divergence(
+                index, name, requests[index], seed + index, expected.rows[0], sample.rows[0]
+            )
             for index, expected, sample in places
         )
         divergences = tuple(filter(None, found))

@@ -81,13 +81,20 @@ class DenoiseRunner:
         return first, max(0.0, first.seconds - self.decode(method, prompt, seed).seconds)
 
     def divergence(
-        self, index: int, method: str, prompt: PromptLike, expected: Denoised, row: Denoised
+        self,
+        index: int,
+        method: str,
+        request: DenoiseRequest,
+        seed: int,
+        expected: Denoised,
+        row: Denoised,
     ) -> Divergence | None:
         """Returns where a text leaves stepwise decoding's; `None` if they are equal.
 
         Where places or tokens are as close as rounding, passes of other shapes may decide
         otherwise. So both are decoded again, in passes of one shape.
         """
+        del request
         theirs, ours = (each.tokens.tolist() for each in (expected, row))
         speculation = self.methods[method]
         if speculation is None or ours == theirs:
@@ -97,7 +104,7 @@ class DenoiseRunner:
         tokens = [each[place] if place < len(each) else None for each in (theirs, ours)]
         fixed = dataclasses.replace(speculation, deterministic=True, costs=None)
         again = [
-            denoise(self.model, [prompt], self.config, each)[0].tokens.tolist()
+            denoise(self.model, [row.prompt_tokens], self.config, each, seed)[0].tokens.tolist()
             for each in (fixed, fixed.stepwise)
         ]
         return Divergence(index, place, *tokens, gap=None, in_one_shape=again[0] == again[1])

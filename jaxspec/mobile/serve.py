@@ -53,7 +53,7 @@ SILENT_SECONDS = 30.0
 
 
 class _Heard(io.RawIOBase):
-    """What a visitor says until a time has passed, however it is spread over that time."""
+    """Bytes that a visitor sends until a time has passed, however they are spread over it."""
 
     def __init__(self, connection: socket.socket, seconds: float):
         self._connection, self._ends = connection, time.monotonic() + seconds

@@ -166,7 +166,7 @@ def arguments(
     stated: enumeration.Laws | None,
     logits: jax.Array | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | jax.Array]:
-    """What a rule is given for each draft: tokens, valid nodes, laws of drafts, logits."""
+    """Arguments of a rule for each draft: tokens, valid nodes, laws of drafts, logits."""
     nodes = range(len(tree.parents))
     with np.errstate(divide="ignore"):
         if logits is None:

@@ -220,14 +220,15 @@ def test_a_text_that_is_not_stepwise_decodings_is_a_difference(monkeypatch):
     """Unless passes of one shape, in which rounding is alike, give equal texts."""
     model, config = filling_model("filling", None), DenoiseConfig(8, 4)
     runner = DenoiseRunner(model, {"two": SelfSpeculation(2)}, config)
+    request = runner.request("two", [1, 2, 3])
     (row,) = runner.decode("two", [1, 2, 3], 0).rows
     tokens = row.tokens.copy()
     tokens[5] += 1
     wrong = dataclasses.replace(row, tokens=tokens)
-    assert runner.divergence(0, "two", [1, 2, 3], row, row) is None
-    tied = runner.divergence(7, "two", [1, 2, 3], wrong, row)
+    assert runner.divergence(0, "two", request, 0, row, row) is None
+    tied = runner.divergence(7, "two", request, 0, wrong, row)
     assert tied[:4] == (7, 5, tokens[5], row.tokens[5])
     assert tied.is_tie
     given = iter([[wrong], [row]])
     monkeypatch.setattr(denoising, "denoise", lambda *_: next(given))
-    assert not runner.divergence(7, "two", [1, 2, 3], wrong, row).is_tie
+    assert not runner.divergence(7, "two", request, 0, wrong, row).is_tie
