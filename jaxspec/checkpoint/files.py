@@ -28,6 +28,7 @@ MOST_UNPACKED = 100
 DEEPEST = 100
 """Levels of JSON: lists and objects within each other."""
 
+_PIECE = 1 << 18  # bytes: a reader makes room for all that it is asked for, at once
 _UNCOUNTED = 1 << 20  # bytes that any gzipped file may unpack to
 
 
@@ -205,12 +206,12 @@ def _bounded(line: bytes, place: str) -> bytes:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """Yields what a file holds, in large pieces; a gzipped one may not unpack to too much."""
+    """Yields what a file holds in pieces; a gzipped file may not unpack to too much."""
     with open_file(path) as file:
         stream = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
         size = 0
         try:
-            while piece := stream.read(MOST_JSON):
+            while piece := stream.read(_PIECE):
                 size += len(piece)
                 if stream is not file and size > MOST_UNPACKED * file.tell() + _UNCOUNTED:
                     raise CheckpointError(
