@@ -38,23 +38,31 @@ _MATHS = GSM8K.category
 
 
 class Setting(NamedTuple):
-    """A model and how it decodes."""
+    """A model and how it decodes.
+
+    Attributes:
+        name: what it is called on the page.
+        model: name of the model.
+        config: settings of decoding.
+        num_prompts: prompts whose calls are counted; `None` for all.
+    """
 
     name: str
     model: str
     config: DenoiseConfig
+    num_prompts: int | None = None
 
     def having(self, **changes: Any) -> "Setting":
         """Returns the setting with other fields of its config."""
         return self._replace(config=dataclasses.replace(self.config, **changes))
 
 
-_BLOCK_CAUSAL = Setting("causal over blocks, 8", BLOCKS, DenoiseConfig(_NEW_TOKENS))
+_BLOCK_CAUSAL = Setting("causal over blocks", BLOCKS, DenoiseConfig(_NEW_TOKENS))
 _DUAL = Setting(
     "both sides, dual cache, block 8", BOTH_SIDES, DenoiseConfig(_NEW_TOKENS, 8, cache="dual")
 )
 _DUAL_32 = _DUAL.having(block_length=32)._replace(name="both sides, dual cache, block 32")
-_UNCACHED = Setting("both sides, no cache, block 8", BOTH_SIDES, DenoiseConfig(_SHORT, 8))
+_UNCACHED = Setting("both sides, no cache, block 8", BOTH_SIDES, DenoiseConfig(_SHORT, 8), 12)
 
 
 class Texts(NamedTuple):
@@ -142,6 +150,22 @@ class Texts(NamedTuple):
         }
 
 
+def settings_of(run: SuiteRun, *settings: Setting) -> list[Setting]:
+    """Returns the settings to measure; if a model was asked for, those that fit it, with it.
+
+    Raises:
+        ValueError: that model is causal.
+    """
+    asked = run.settings.get("model")
+    if asked is None:
+        return [*settings]
+    diffusion = load(asked).config.diffusion
+    if diffusion is None:
+        raise ValueError(f"--model: {asked} is causal; give a diffusion language model.")
+    kind = BOTH_SIDES if diffusion.block is None else BLOCKS
+    return [setting._replace(model=asked) for setting in settings if setting.model == kind]
+
+
 def _load(run: SuiteRun, setting: Setting) -> tuple[Model, list[SuitePrompt]]:
     """Loads a setting's model, and prompts; both models have one tokenizer and context."""
     model = load(setting.model)
@@ -212,14 +236,13 @@ def _measure_calls(run: SuiteRun) -> Page:
     sections, samples, figures, right = [_columns()], {}, {}, True
     looked_up = {f"N = {_DRAFTS}, looked up": SelfSpeculation(_DRAFTS, lookup=True)}
     with run.steps(34) as advance:
-        for setting, count in (
-            (_BLOCK_CAUSAL, None),
-            (_DUAL, None),
-            (_DUAL_32, None),
-            (_UNCACHED, 12),
-            (_BLOCK_CAUSAL.having(max_new_tokens=_LONG), 9),
-            (_DUAL.having(max_new_tokens=_LONG), 9),
-        ):
+        long_ones = [
+            each.having(max_new_tokens=_LONG)._replace(num_prompts=9)
+            for each in (_BLOCK_CAUSAL, _DUAL)
+        ]
+        every_setting = (_BLOCK_CAUSAL, _DUAL, _DUAL_32, _UNCACHED, *long_ones)
+        for setting in settings_of(run, *every_setting):
+            count = setting.num_prompts
             model, prompts = _load(run, setting)
             whole, long = count is None, setting.config.max_new_tokens == _LONG
             chosen = prompts if count is None else _spread(prompts, count)
@@ -364,11 +387,13 @@ _THRESHOLDS = (0.5, 0.7, 0.9, 0.95)
 
 
 def _measure_variants(run: SuiteRun) -> Page:
-    judge, figures, right = load(JUDGE), {}, True
+    # Texts of another tokenizer have no probability by the judge.
+    judge = load(JUDGE) if run.settings.get("model") is None else None
+    figures, right = {}, True
     lossless = {name: way for name, way in _VARIANTS.items() if way.lossy_top_k is None}
     sections = []
     with run.steps(2 * (1 + len(_VARIANTS) + 2 * len(_THRESHOLDS)) + 12) as advance:
-        for setting in (_BLOCK_CAUSAL, _DUAL):
+        for setting in settings_of(run, _BLOCK_CAUSAL, _DUAL):
             model, prompts = _load(run, setting)
             maths = _maths(prompts)
             stepwise, drafted = next_to_stepwise(setting, model, maths, lossless, advance)
@@ -397,7 +422,7 @@ def _measure_variants(run: SuiteRun) -> Page:
                     str(row["num_canvases"]),
                     f"{row['num_same']} of {len(maths)}",
                     f"{row['agreement']:.1%}",
-                    f"{row['mean_logprob']:.2f}",
+                    "" if row["mean_logprob"] is None else f"{row['mean_logprob']:.2f}",
                 ]
                 for row in rows
             ]
@@ -414,13 +439,15 @@ def _measure_variants(run: SuiteRun) -> Page:
     return Page([*sections, Section(text=[f"{this_machine()}."])], figures, right and same)
 
 
-def _variant(texts: Texts, judge: Model) -> dict[str, Any]:
-    logprobs = [_logprobs(judge, row) for row in texts.rows]
+def _variant(texts: Texts, judge: Model | None) -> dict[str, Any]:
+    mean = None
+    if judge is not None:
+        mean = float(np.mean(np.concatenate([_logprobs(judge, row) for row in texts.rows])))
     return {
         **texts.figures(),
         "num_canvases": sum(row.num_canvases for row in texts.rows),
         "agreement": texts.agreement,
-        "mean_logprob": float(np.mean(np.concatenate(logprobs))),
+        "mean_logprob": mean,
     }
 
 
@@ -438,7 +465,7 @@ def _measure_shots(run: SuiteRun, advance: Advance) -> tuple[Section, list[dict[
     examples = [row.text for row in read_prompt_set(solved, run.data_folder)]
     examples = sorted(examples[len(examples) // 2 :], key=len)[:3]
     rows, figures, right = [], [], True
-    for setting in (_BLOCK_CAUSAL, _DUAL):
+    for setting in settings_of(run, _BLOCK_CAUSAL, _DUAL):
         model, prompts = _load(run, setting)
         for shots in range(4):
             advance(f"{setting.name}, {shots} shots")
@@ -461,7 +488,7 @@ def _measure_shots(run: SuiteRun, advance: Advance) -> tuple[Section, list[dict[
 def _measure_half(run: SuiteRun, advance: Advance) -> tuple[Section, list[dict[str, Any]]]:
     """Measures how often texts differ in bfloat16: a rate, not a claim."""
     rows, figures = [], []
-    for setting in (_BLOCK_CAUSAL, _DUAL):
+    for setting in settings_of(run, _BLOCK_CAUSAL, _DUAL):
         model, prompts = _load(run, setting)
         maths = _maths(prompts)
         weights = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model.params)
@@ -493,11 +520,10 @@ def _measure_times(run: SuiteRun) -> Page:
     )
     sections, figures, right = [Section(text=[text])], {}, True
     with run.steps(12) as advance:
-        for setting, batches, repeats in (
-            (_BLOCK_CAUSAL, (1, 2, 4, 8, 16), 5),
-            (_DUAL, (1, 2, 4, 8, 16), 3),
-            (_UNCACHED.having(max_new_tokens=32), (1, 4), 3),
-        ):
+        uncached = _UNCACHED.having(max_new_tokens=32)
+        for setting in settings_of(run, _BLOCK_CAUSAL, _DUAL, uncached):
+            batches = (1, 4) if setting.name == uncached.name else (1, 2, 4, 8, 16)
+            repeats = 5 if setting.name == _BLOCK_CAUSAL.name else 3
             model, prompts = _load(run, setting)
             maths, rows = _maths(prompts), []
             # No more than there are: a batch that is called 16 must have 16 prompts.
@@ -614,6 +640,7 @@ def _share_of_first_passes(setting: Setting, model: Model, prompt: str) -> float
 
 
 _NEEDS = (BLOCKS, BOTH_SIDES, JUDGE)
+_TAKES = {"model": None}
 DIFFUSION_SUITES: Mapping[str, Suite] = {
     "diffusion": Suite(
         title="Diffusion language models: calls saved by drafting",
@@ -622,6 +649,7 @@ DIFFUSION_SUITES: Mapping[str, Suite] = {
         prompt_sets=PROMPT_SETS,
         prompts_per_set=20,
         needs=_NEEDS,
+        takes=_TAKES,
     ),
     "diffusion-variants": Suite(
         title="Diffusion language models: other drafts, and what is lossy",
@@ -630,6 +658,7 @@ DIFFUSION_SUITES: Mapping[str, Suite] = {
         prompt_sets=PROMPT_SETS[:1],
         prompts_per_set=20,
         needs=_NEEDS,
+        takes=_TAKES,
     ),
     "diffusion-times": Suite(
         title="Diffusion language models: time and memory",
@@ -638,5 +667,6 @@ DIFFUSION_SUITES: Mapping[str, Suite] = {
         prompt_sets=PROMPT_SETS[:1],
         prompts_per_set=16,
         needs=_NEEDS,
+        takes=_TAKES,
     ),
 }

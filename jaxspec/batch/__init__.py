@@ -5,12 +5,14 @@ from jaxspec.batch.header import job_header
 from jaxspec.batch.job import check_job, run
 from jaxspec.batch.report import JobReport
 from jaxspec.batch.rows import Row, read_rows, rows_of
-from jaxspec.batch.settings import JobSettings, Shard, parse_shard
+from jaxspec.batch.settings import AnyConfig, AnyDrafter, JobSettings, Shard, parse_shard
 from jaxspec.batch.shards import merge
 from jaxspec.batch.writer import Collector, Output, OutputError, Writer
 from jaxspec.decoding.profile import DraftingMode
 
 __all__ = [
+    "AnyConfig",
+    "AnyDrafter",
     "Collector",
     "DraftingMode",
     "Guard",

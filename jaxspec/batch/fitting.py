@@ -2,24 +2,12 @@
 
 from typing import Any, NamedTuple
 
-from jaxspec.batch.guard import Chunk
+import jax
+
 from jaxspec.batch.plan import Group, most_rows
 from jaxspec.batch.settings import JobSettings
-from jaxspec.batch.slots import (
-    Programs,
-    bytes_in_one_memory,
-    chunk_arguments,
-    devices_in_one_memory,
-    int32,
-    placed_shapes,
-    read_prompt,
-    rejoin,
-    run_chunk,
-)
+from jaxspec.batch.slots import SlotPrograms, bytes_in_one_memory, devices_in_one_memory
 from jaxspec.checkpoint.memory import available_memory
-from jaxspec.core.decode import Prefix
-from jaxspec.core.types import DecodeState
-from jaxspec.decoding.request import bucket_of
 from jaxspec.sharding import Placement
 
 _SHARE_OF_MEMORY = 0.8
@@ -46,10 +34,10 @@ def parts_of(place: Placement | None) -> int:
 
 
 def fit_batch(
-    programs: Programs,
+    programs: SlotPrograms,
     group: Group,
     settings: JobSettings,
-    prefix: Prefix | None = None,
+    prefix: Any = None,
     *,
     rejoining: bool = False,
 ) -> Fit:
@@ -68,9 +56,9 @@ def fit_batch(
         ValueError: not even one row fits, or not the number asked for.
     """
     parts, asked = parts_of(programs.place), settings.batch_size
-    size = asked or most_rows(len(group.rows) * programs.config.num_samples, parts)
+    size = asked or most_rows(len(group.rows) * programs.num_samples, parts)
     while True:
-        shapes = placed_shapes(programs.shapes(group.capacity, size), programs.place)
+        shapes = programs.placed_shapes(group.capacity, size)
         held = bytes_in_one_memory(shapes)
         # A compilation is not tried where the states alone are too large.
         usable = _usable(settings.memory)
@@ -102,32 +90,14 @@ def _usable(memory: int | None) -> int | None:
 
 
 def _scratch_bytes(
-    programs: Programs, group: Group, shapes: DecodeState, prefix: Prefix | None, rejoining: bool
+    programs: SlotPrograms, group: Group, shapes: Any, prefix: Any, rejoining: bool
 ) -> int:
-    """Returns the bytes of one row that was read, and of the program that needs most scratch.
-
-    The programs are reading the longest prompt, a chunk, and, if rows may draft again, rejoining.
-    """
-    params, drafter, place = programs.params, programs.drafter, programs.place
-    settings = programs.row_settings(group.capacity)
-    longest = programs.prompt_of(max(group.rows, key=lambda row: len(row.tokens)))
-    reading = read_prompt.lower(params, longest, prefix, drafter=drafter, settings=settings)
+    """Returns the bytes of one row that was read, and of the program that needs most scratch."""
+    reading, changing = programs.lowered(group, shapes, prefix, rejoining)
     temporary, row = _bytes_of(reading)
-    chunk = run_chunk.lower(
-        params,
-        shapes,
-        programs.automaton,
-        programs.grammar,
-        *chunk_arguments(Chunk(True, 1), 1),
-        drafter=drafter,
-        place=place,
-    )
-    most = max(temporary, sum(_bytes_of(chunk)))
-    if rejoining and programs.has_draft_state:
-        bucket = bucket_of(max(programs.longest_text(row) for row in group.rows))
-        again = rejoin.lower(params, shapes, int32(0), drafter=drafter, bucket=bucket, place=place)
-        most = max(most, sum(_bytes_of(again)))
-    devices = 1 if place is None else devices_in_one_memory(shapes.stop.sharding.device_set)
+    most = max(temporary, *(sum(_bytes_of(program)) for program in changing))
+    first = jax.tree.leaves(shapes)[0]
+    devices = 1 if programs.place is None else devices_in_one_memory(first.sharding.device_set)
     return devices * (row + most)
 
 

@@ -10,12 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.batch.rows import Row, digest_of
-from jaxspec.batch.settings import JobSettings, Shard, drafts_change_nothing
+from jaxspec.batch.settings import (
+    AnyConfig,
+    AnyDrafter,
+    JobSettings,
+    Shard,
+    drafts_change_nothing,
+)
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import PyTree
+from jaxspec.decoding.denoise import DenoiseConfig
 from jaxspec.decoding.grammars import languages_of
 from jaxspec.decoding.request import GenerationConfig, with_rules_of
-from jaxspec.drafters import DrafterLike, loaded_drafter
+from jaxspec.drafters import loaded_drafter
 from jaxspec.extras import installed_version
 from jaxspec.measure.compare import describe
 
@@ -29,8 +36,8 @@ _SAMPLED = 64
 def job_header(
     model: "Model",
     rows: Sequence[Row],
-    config: GenerationConfig | None = None,
-    drafter: DrafterLike | None = None,
+    config: AnyConfig | None = None,
+    drafter: AnyDrafter = None,
     seed: int = 0,
     settings: JobSettings | None = None,
     shard: Shard | None = None,
@@ -56,17 +63,16 @@ def job_header(
         >>> header["num_rows"], header["seed"], header["shard"]
         (1, 3, '1/1')
     """
-    config, settings, shard = (
-        config or GenerationConfig(),
-        settings or JobSettings(),
-        shard or Shard(),
-    )
-    config = with_rules_of(model, config)
-    weights = loaded_drafter(drafter).params
+    settings, shard = settings or JobSettings(), shard or Shard()
     steps = "plain" if drafter is None or settings.drafting == "never" else "drafted"
-    capacity = settings.capacity
+    capacity, of_drafter = settings.capacity, {"drafter": describe(drafter)}
+    if model.is_diffusion:
+        config = config or DenoiseConfig()
+    else:
+        config = with_rules_of(model, config or GenerationConfig())
+        of_drafter["draft_weights"] = _sample_of(loaded_drafter(drafter).params)
     # A given capacity holds what drafts overhang, so drafts decide which rows fit.
-    either = capacity is None and drafts_change_nothing(model, config)
+    either = capacity is None and drafts_change_nothing(model, config, drafter)
     return {
         "format": 5,
         "jaxspec": installed_version(),
@@ -76,17 +82,9 @@ def job_header(
         "weights": _sample_of(model.network),
         "tokenizer": _checksum_of(model.tokenizer),
         "stop_token_ids": list(model.stop_token_ids),
-        "drafter": describe(drafter),
-        "draft_weights": _sample_of(weights),
-        "config": {
-            **{
-                field.name: repr(getattr(config, field.name))
-                for field in dataclasses.fields(config)
-            },
-            # A schema may come as a class, whose name says nothing about it.
-            "json_schema": repr(languages_of(None, None, config.json_schema)),
-        },
-        "num_samples": config.num_samples,
+        **of_drafter,
+        "config": _described(config),
+        "num_samples": 1 if isinstance(config, DenoiseConfig) else config.num_samples,
         "drafting": "either" if either else steps,
         "capacity": None if capacity is None else round_up(capacity),
         "seed": seed,
@@ -114,6 +112,14 @@ def header_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> st
         for name, (there, own) in pairs.items()
         if there != own
     )
+
+
+def _described(config: AnyConfig) -> dict[str, str]:
+    fields = {field.name: repr(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, GenerationConfig):
+        # A schema may come as a class, whose name says nothing about it.
+        fields["json_schema"] = repr(languages_of(None, None, config.json_schema))
+    return fields
 
 
 def _sample_of(weights: PyTree) -> str:

@@ -6,43 +6,28 @@ done while the next chunk runs.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxspec.batch.canvases import canvas_programs
 from jaxspec.batch.fitting import Fit, fit_batch, parts_of
 from jaxspec.batch.guard import Chunk, Guard
-from jaxspec.batch.plan import (
-    Group,
-    group_rows,
-    most_rows,
-    read_in,
-    shared_prefix,
-)
+from jaxspec.batch.plan import Group, group_rows, most_rows
 from jaxspec.batch.report import Counters, JobReport
-from jaxspec.batch.rows import EncodedRow, Row, encode_rows
-from jaxspec.batch.settings import JobSettings, drafts_change_nothing, has_guard
-from jaxspec.batch.slots import ChunkInfo, Programs, bytes_in_one_memory
+from jaxspec.batch.rows import EncodedRow, Row
+from jaxspec.batch.settings import AnyConfig, AnyDrafter, JobSettings
+from jaxspec.batch.slots import ChunkInfo, Item, SlotPrograms, bytes_in_one_memory, has_guard
+from jaxspec.batch.texts import text_programs
 from jaxspec.batch.writer import Output
 from jaxspec.compilation import CompileClock
-from jaxspec.core.decode import Prefix
-from jaxspec.core.loop import CHUNK, round_up
-from jaxspec.core.types import DecodeState, Params, ReadsFinished, Stop
-from jaxspec.decoding.metrics import ROW_FIGURES, Counts
-from jaxspec.decoding.request import (
-    PENALTIES,
-    GenerationConfig,
-    automaton_of,
-    check_request,
-    grammar_asked,
-    with_rules_of,
-)
-from jaxspec.decoding.result import HostRow, host_rows, text_of
-from jaxspec.drafters import DrafterLike, LoadedDrafter, NoDraft, loaded_drafter
-from jaxspec.sharding import on_mesh_of, placement_of
+from jaxspec.core.loop import round_up
+from jaxspec.core.types import Stop
+from jaxspec.decoding.metrics import Counts
+from jaxspec.sharding import on_mesh_of
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
@@ -59,8 +44,8 @@ def run(
     model: "Model",
     rows: Sequence[Row],
     output: Output,
-    config: GenerationConfig | None = None,
-    drafter: DrafterLike | None = None,
+    config: AnyConfig | None = None,
+    drafter: AnyDrafter = None,
     seed: int = 0,
     settings: JobSettings | None = None,
     *,
@@ -69,15 +54,17 @@ def run(
 ) -> JobReport:
     """Decodes rows and gives their records to `output`, in the order in which they finish.
 
-    A row's tokens are those of `generate` with the same config, drafter and seed, whatever else is
-    in the job: its randomness depends on `seed`, its id and the number of its sample.
+    A row's tokens are those of `generate`, or of `denoise`, with the same config, drafter and seed,
+    whatever else is in the job: its randomness depends on `seed`, its id and the number of its
+    sample.
 
     Args:
-        model: the target, from `load`; its weights may lie on a mesh.
+        model: a model from `load`, causal or of diffusion; its weights may lie on a mesh.
         rows: rows from `read_rows` or `rows_of`, or some of them.
         output: a `Writer` or a `Collector`; records that it has are not decoded again.
-        config: settings of decoding, one number of each kind for all rows.
-        drafter: see `generate`.
+        config: settings of decoding, one number of each kind for all rows: a `GenerationConfig`,
+            or a `DenoiseConfig` for a diffusion model.
+        drafter: see `generate`; for a diffusion model a `SelfSpeculation`, see `denoise`.
         seed: seed of the randomness.
         settings: settings of the job.
         should_stop: asked between chunks; once it returns True, running rows are finished, no other
@@ -99,34 +86,22 @@ def run(
         >>> sorted((record["line"], len(record["tokens"])) for record in output.records)
         [(1, 8), (2, 8)]
     """
-    config, settings = config or GenerationConfig(), settings or JobSettings()
-    loaded = check_job(model, rows, config, drafter, seed, settings)
-    config = with_rules_of(model, config)
+    settings = settings or JobSettings()
+    programs = check_job(model, rows, config, drafter, seed, settings)
     with CompileClock() as clock, on_mesh_of(model.params):
-        programs = Programs(
-            model=model,
-            config=config,
-            seed=seed,
-            params=Params(model.network, loaded.params),
-            drafter=loaded.drafter,
-            automaton=automaton_of(model, config),
-            grammar=grammar_asked(model, config, 1)[0],
-            place=placement_of(model.params),
-        )
-        reads = isinstance(loaded.drafter, ReadsFinished) and drafts_change_nothing(model, config)
-        if reads:
+        if programs.reads_texts:
             programs.add_texts(())
         capacity = None if settings.capacity is None else round_up(settings.capacity)
-        encoded = [_within(row, programs, capacity) for row in encode_rows(model, rows)]
+        encoded = [_within(row, programs, capacity) for row in programs.encode(rows)]
         job = _Job(
             programs=programs,
             settings=settings,
             output=output,
             counters=Counters(clock),
-            guard=Guard(settings.guard, LONGEST_CHUNK, int(np.asarray(config.max_new_tokens)))
-            if has_guard(model, config, loaded, settings)
+            guard=Guard(settings.guard, LONGEST_CHUNK, programs.max_new_tokens)
+            if has_guard(programs, settings)
             else None,
-            unread=[] if reads else None,
+            unread=[] if programs.reads_texts else None,
             should_stop=should_stop or (lambda: False),
             progress=progress or (lambda report: None),
         )
@@ -137,15 +112,15 @@ def run(
 def check_job(
     model: "Model",
     rows: Sequence[Row],
-    config: GenerationConfig,
-    drafter: DrafterLike | None,
+    config: AnyConfig | None,
+    drafter: AnyDrafter,
     seed: int,
     settings: JobSettings,
-) -> LoadedDrafter:
+) -> SlotPrograms:
     """Checks the arguments of `run`, before there is an output.
 
     Returns:
-        The drafter with its weights; `NoDraft` where no step is to draft.
+        The programs of the job.
 
     Raises:
         ValueError: as `run` does, except for too little memory.
@@ -154,39 +129,36 @@ def check_job(
         >>> import jaxspec
         >>> from jaxspec import batch
         >>> model, rows = jaxspec.load("demo"), batch.rows_of(["Two and two"])
-        >>> check_job(model, rows, GenerationConfig(), None, 0, JobSettings()).drafter
-        NoDraft()
+        >>> check_job(model, rows, jaxspec.GenerationConfig(), None, 0, JobSettings()).drafts
+        False
     """
     _ = model.known_network  # refuses one of your own
-    loaded = check_request(model, config, drafter, seed)
-    for field in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIES):
-        if np.ndim(getattr(config, field)):
-            raise ValueError(f"{field} must be one number for the whole job, got several.")
-    grammar_asked(model, config, 1)
+    if settings.drafting == "never":
+        drafter = None
+    programs_for = canvas_programs if model.is_diffusion else text_programs
+    programs = programs_for(model, config, drafter, seed)
     # Records are known by the line that they answer.
     lines = Counter(row.line for row in rows)
     line, count = max(lines.items(), key=itemgetter(1), default=(0, 0))
     if count > 1:
         raise ValueError(f"rows: {count} of them have the line {line}; give each its own.")
-    if settings.drafting == "never":
-        loaded = loaded_drafter(None)
     guard, size = settings.guard, settings.batch_size
     expects = guard is not None and guard.expected is not None
-    if expects and not has_guard(model, config, loaded, settings):
+    if expects and not has_guard(programs, settings):
         raise ValueError(
             "guard.expected (--expected-speedup) needs a guard. There is one for greedy decoding "
             "in float32 with a drafter and drafting='auto'; else leave it out."
         )
-    parts = parts_of(placement_of(model.params))
+    parts = parts_of(programs.place)
     if size is not None and size % parts:
         raise ValueError(
             f"batch_size: {size} rows cannot be divided over data={parts} of the mesh; give a "
             f"multiple of {parts}."
         )
-    return loaded
+    return programs
 
 
-def _within(row: EncodedRow, programs: Programs, capacity: int | None) -> EncodedRow:
+def _within(row: EncodedRow, programs: SlotPrograms, capacity: int | None) -> EncodedRow:
     """Returns the row, or its error where it does not fit into a given capacity."""
     if row.error is not None or capacity is None or (needed := programs.need_of(row)) <= capacity:
         return row
@@ -197,13 +169,6 @@ def _within(row: EncodedRow, programs: Programs, capacity: int | None) -> Encode
     return row._replace(tokens=row.tokens[:0], error=error)
 
 
-class _Item(NamedTuple):
-    """A record that is to be made."""
-
-    row: EncodedRow
-    sample: int
-
-
 class _Job(NamedTuple):
     """Everything that the groups of a job share.
 
@@ -211,7 +176,7 @@ class _Job(NamedTuple):
         unread: texts of finished rows that the drafter has not read; `None` if it reads none.
     """
 
-    programs: Programs
+    programs: SlotPrograms
     settings: JobSettings
     output: Output
     counters: Counters
@@ -220,43 +185,20 @@ class _Job(NamedTuple):
     should_stop: Callable[[], bool]
     progress: Callable[[JobReport], None]
 
-    @property
-    def config(self) -> GenerationConfig:
-        return self.programs.config
-
-    def items_of(self, rows: Sequence[EncodedRow]) -> list[_Item]:
+    def items_of(self, rows: Sequence[EncodedRow]) -> list[Item]:
         """Returns the records that are left to decode; samples of a prompt follow one another."""
         return [
-            _Item(row, sample)
+            Item(row, sample)
             for row in rows
-            for sample in range(self.config.num_samples)
+            for sample in range(self.programs.num_samples)
             if (row.line, sample) not in self.output.done
         ]
 
-    def fit(self, group: Group, prefix: Prefix | None) -> Fit:
+    def fit(self, group: Group, prefix: Any) -> Fit:
         rejoining = self.guard is not None
         return fit_batch(self.programs, group, self.settings, prefix, rejoining=rejoining)
 
-    def record(self, item: _Item, host: HostRow) -> dict[str, Any]:
-        tokenizer, stop = self.programs.model.tokenizer, self.config.stop_strings
-        facts: dict[str, Any] = {
-            "line": item.row.line,
-            "id": item.row.id,
-            "sample": item.sample,
-            "text": text_of(tokenizer, host.tokens, host.finish_reason, stop),
-            "tokens": host.tokens.tolist(),
-            "finish_reason": host.finish_reason,
-            "num_prompt_tokens": len(item.row.tokens),
-        }
-        for name in ("logprobs", "warped_logprobs"):
-            values = getattr(host, name)
-            if values is not None:
-                facts[name] = [float(f"{value:.7g}") for value in values]
-        metrics = host.metrics()
-        facts["metrics"] = {name: getattr(metrics, name) for name in ROW_FIGURES}
-        return facts
-
-    def keep(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def keep(self, records: Sequence[dict[str, Any]]) -> None:
         self.output.append(records)
         self.counters.add(num_done=len(records))
 
@@ -269,15 +211,14 @@ def _run(job: _Job, rows: Sequence[EncodedRow], capacity: int | None) -> None:
     programs, output, counters = job.programs, job.output, job.counters
     good = [row for row in rows if row.error is None]
     bad = [row for row in rows if row.error is not None]
-    samples = range(job.config.num_samples)
+    samples = range(programs.num_samples)
     keys = {(row.line, 0) for row in bad}
     keys |= {(row.line, sample) for row in good for sample in samples}
     resumed = len(keys & output.done)
     counters.note(num_records=len(keys), num_errors=len(bad), num_resumed=resumed, num_done=resumed)
     # Shared by all rows, those that are done too: a resumed job reads prompts as it did before.
-    shared = shared_prefix(good, CHUNK)
-    counters.note(prefix_tokens=len(shared))
-    prefix = programs.read_prefix(shared)
+    num_shared, prefix = programs.read_prefix(good)
+    counters.note(prefix_tokens=num_shared)
     left = [row for row in good if job.items_of([row])]
     asked = job.settings.batch_size
     size = asked or most_rows(len(left) * len(samples), parts_of(programs.place))
@@ -300,14 +241,14 @@ def _error(row: EncodedRow) -> dict[str, Any]:
 class _Finished(NamedTuple):
     """Rows of a batch that have stopped, and their part of its states."""
 
-    items: list[_Item]
-    facts: DecodeState
+    items: list[Item]
+    facts: Any
 
 
 class _Batch:
     """The slots of one group, from the first row to the last."""
 
-    def __init__(self, job: _Job, group: Group, fit: Fit, prefix: Prefix | None):
+    def __init__(self, job: _Job, group: Group, fit: Fit, prefix: Any):
         self.job, self.programs, self.prefix = job, job.programs, prefix
         self.capacity, size = group.capacity, fit.batch_size
         self.queue = deque(job.items_of(group.rows))
@@ -319,12 +260,12 @@ class _Batch:
             state_bytes_held=bytes_in_one_memory(self.states),
             scratch_bytes=fit.scratch,
         )
-        self.items: list[_Item | None] = [None] * size
+        self.items: list[Item | None] = [None] * size
         self.lengths = np.zeros(size, np.int32)
         # Rows whose drafter has not seen all of their text.
         self.stale = np.zeros(size, bool)
         self.finished: _Finished | None = None
-        self.latest: tuple[EncodedRow, bool, DecodeState] | None = None
+        self.latest: tuple[EncodedRow, bool, Any] | None = None
 
     def run(self) -> None:
         job = self.job
@@ -360,13 +301,13 @@ class _Batch:
         if free and self.job.guard is not None and self.programs.has_draft_state:
             self.job.guard.book_reading(drafting, len(free), num_tokens, watch.seconds)
 
-    def _read(self, row: EncodedRow, drafting: bool) -> DecodeState:
+    def _read(self, row: EncodedRow, drafting: bool) -> Any:
         """Returns the state of a row behind its prompt; samples of one prompt share it."""
         if self.latest is not None and self.latest[:2] == (row, drafting):
             return self.latest[2]
         self.latest = None
         state = self.programs.read(row, self.prefix, self.capacity, drafting)
-        if self.job.config.num_samples > 1:
+        if self.job.programs.num_samples > 1:
             self.latest = (row, drafting, state)
         return state
 
@@ -377,7 +318,7 @@ class _Batch:
                 if self.items[slot] is not None:
                     length = int(self.lengths[slot])
                     self.states = self.programs.rejoin(self.states, int(slot), length)
-            jax.block_until_ready(self.states.stop)
+            jax.block_until_ready(self.states)
         self.stale[:] = False
 
     def _run_chunk(self, chunk: Chunk) -> None:
@@ -396,7 +337,7 @@ class _Batch:
                     self._keep_finished()
             info: ChunkInfo = jax.device_get(info)
         steps, row_steps, tokens = int(info.steps), int(info.row_steps), int(info.tokens)
-        drafted = chunk.drafting and self.programs.drafter != NoDraft()
+        drafted = chunk.drafting and self.programs.drafts
         counters.add(
             counts=Counts(num_tokens=tokens, num_steps=row_steps),
             num_steps=steps,
@@ -405,8 +346,8 @@ class _Batch:
         )
         if not chunk.drafting:
             self.stale[:] = True
-        self.lengths = np.array(info.facts.context.length)
-        stopped = np.asarray(info.facts.stop) != Stop.RUNNING
+        self.lengths = np.array(info.length)
+        stopped = np.asarray(info.stop) != Stop.RUNNING
         slots = [slot for slot, item in enumerate(self.items) if item and stopped[slot]]
         if job.guard is not None:
             job.guard.book(
@@ -432,13 +373,14 @@ class _Batch:
             return
         items, facts = self.finished
         self.finished = None
-        hosts = host_rows(facts, [len(item.row.tokens) for item in items])
-        self.job.keep(
-            [self.job.record(item, host) for item, host in zip(items, hosts, strict=True)]
-        )
+        records = self.programs.records(items, facts)
+        self.job.keep(records)
         if (unread := self.job.unread) is not None:
-            pairs = zip(items, hosts, strict=True)
-            unread += [np.append(item.row.tokens[-_LEAD:], host.tokens) for item, host in pairs]
+            pairs = zip(items, records, strict=True)
+            unread += [
+                np.append(item.row.tokens[-_LEAD:], np.asarray(record["tokens"], np.int32))
+                for item, record in pairs
+            ]
             if self.programs.add_texts(unread):
                 unread.clear()
         self.job.counters.add(num_decoded=len(items))

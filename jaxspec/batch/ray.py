@@ -12,22 +12,20 @@ from typing import Any
 
 from jaxspec.batch.job import run
 from jaxspec.batch.rows import Row, checked_id
-from jaxspec.batch.settings import JobSettings
+from jaxspec.batch.settings import AnyConfig, AnyDrafter, JobSettings
 from jaxspec.batch.writer import Collector
 from jaxspec.checkpoint import Model, load
 from jaxspec.core.checks import Count, checked
-from jaxspec.decoding.request import GenerationConfig
-from jaxspec.drafters import DrafterLike
 from jaxspec.extras import needs_extra
 from jaxspec.sharding import parse_mesh
 
-MakeDrafter = Callable[[Model], DrafterLike]
+MakeDrafter = Callable[[Model], AnyDrafter]
 
 
 def decode(
     dataset: Any,
     model: str,
-    config: GenerationConfig | None = None,
+    config: AnyConfig | None = None,
     drafter: MakeDrafter | None = None,
     seed: int = 0,
     *,
@@ -46,7 +44,7 @@ def decode(
     Args:
         dataset: a `ray.data.Dataset` with a column of prompts (text or token ids) and one of ids.
         model: folder, shipped name or Hub id, which every actor can load.
-        config: settings of decoding; greedy, 128 tokens by default.
+        config: settings of decoding, see `jaxspec.batch.run`; greedy, 128 tokens by default.
         drafter: makes the drafter for a model, in each actor: `lambda model: PromptLookup()`.
         seed: seed of the randomness.
         prompt: name of the column of prompts.
@@ -82,7 +80,7 @@ def decode(
         Decoder,
         fn_constructor_kwargs={
             "model": model,
-            "config": config or GenerationConfig(),
+            "config": config,
             "drafter": drafter,
             "seed": seed,
             "prompt": prompt,
@@ -105,7 +103,7 @@ class Decoder:
     def __init__(
         self,
         model: str,
-        config: GenerationConfig,
+        config: AnyConfig | None,
         drafter: MakeDrafter | None,
         seed: int,
         prompt: str,

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -120,9 +120,21 @@ def number_of(row_id: str | int) -> int:
     return int.from_bytes(hashlib.sha256(row_id.encode()).digest()[:4], "big") >> 1
 
 
-def encode_rows(model: "Model", rows: Sequence[Row]) -> list[EncodedRow]:
-    """Returns the token ids of every row; a prompt that the model cannot read becomes an error."""
-    return [_encode(model, row) for row in rows]
+def encode_rows(
+    model: "Model",
+    rows: Sequence[Row],
+    spare: int = 1,
+    check: Callable[[Sequence[int]], None] = lambda ids: None,
+) -> list[EncodedRow]:
+    """Returns the token ids of every row; a prompt that the model cannot read becomes an error.
+
+    Args:
+        model: the model.
+        rows: the rows.
+        spare: positions that must be left behind each prompt.
+        check: raises a ValueError for ids that may not be a prompt.
+    """
+    return [_encode(model, row, spare, check) for row in rows]
 
 
 def digest_of(rows: Sequence[Row]) -> str:
@@ -134,13 +146,16 @@ def digest_of(rows: Sequence[Row]) -> str:
     return digest.hexdigest()
 
 
-def _encode(model: "Model", row: Row) -> EncodedRow:
+def _encode(
+    model: "Model", row: Row, spare: int, check: Callable[[Sequence[int]], None]
+) -> EncodedRow:
     empty = np.zeros(0, np.int32)
     if row.error is not None:
         return EncodedRow(row.line, row.id, empty, row.error)
     try:
         ids = encode_prompt(model, row.prompt)
-        check_ids(model, ids, "the prompt")
+        check_ids(model, ids, "the prompt", spare)
+        check(ids)
     except ValueError as error:
         return EncodedRow(row.line, row.id, empty, str(error))
     return EncodedRow(row.line, row.id, np.asarray(ids, np.int32))

@@ -9,14 +9,21 @@ import numpy as np
 
 from jaxspec.batch.guard import GuardSettings
 from jaxspec.core.checks import Checked, Count, at_least
+from jaxspec.decoding.denoise import DenoiseConfig
 from jaxspec.decoding.profile import DraftingMode
 from jaxspec.decoding.request import GenerationConfig
-from jaxspec.drafters import LoadedDrafter, NoDraft
+from jaxspec.diffusion import SelfSpeculation
+from jaxspec.drafters import DrafterLike
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
 
 T = TypeVar("T")
+
+AnyConfig = GenerationConfig | DenoiseConfig
+"""Settings of decoding: of a causal model, or of a diffusion model."""
+AnyDrafter = DrafterLike | SelfSpeculation | None
+"""Settings of drafting, with weights where there are any."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,17 +111,14 @@ def parse_shard(text: str) -> Shard:
     return Shard(int(found[1]), int(found[2]))
 
 
-def drafts_change_nothing(model: "Model", config: GenerationConfig) -> bool:
+def drafts_change_nothing(model: "Model", config: AnyConfig, drafter: AnyDrafter) -> bool:
     """Returns True where outputs are the same with drafts and without, up to ties.
 
-    Drawn tokens depend on the drafts, and 16 bits round so coarsely that greedy outputs may differ.
+    16 bits round so coarsely that likeliest tokens may differ. Tokens that a causal model draws
+    depend on the drafts; those of a diffusion model do not, as each position has its own noise.
     """
-    return np.dtype(model.network.dtype) == np.float32 and not np.any(config.temperature)
-
-
-def has_guard(
-    model: "Model", config: GenerationConfig, loaded: LoadedDrafter, settings: JobSettings
-) -> bool:
-    """Returns True where a guard decides whether steps draft."""
-    drafts = loaded.drafter != NoDraft()
-    return settings.drafting == "auto" and drafts and drafts_change_nothing(model, config)
+    if np.dtype(model.network.dtype) != np.float32:
+        return False
+    if isinstance(drafter, SelfSpeculation):
+        return drafter.lossy_top_k is None
+    return isinstance(config, DenoiseConfig) or not np.any(config.temperature)

@@ -553,7 +553,7 @@ def find_head(
     `kind` is that of `shipped_heads`, and `revision` that of `load`.
 
     Raises:
-        CheckpointError: there is none, or it cannot be downloaded.
+        CheckpointError: there is none, it cannot be downloaded, or there is no such kind.
 
     Example:
         >>> from jaxspec.checkpoint import find_head
@@ -562,7 +562,7 @@ def find_head(
     """
     folder = as_path("source", source)
     _check_revision(source, folder, revision)
-    shipped = shipped_heads(kind)
+    shipped = shipped_heads(given("kind", kind, Literal["eagle", "dflash"]))
     if not folder.is_dir() and str(source) in shipped:
         return shipped[str(source)]
     if folder.exists():

@@ -15,6 +15,7 @@ from jaxspec.batch import JobReport
 from jaxspec.batch.rows import PROMPT_FIELDS
 from jaxspec.batch.writer import progress_path
 from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
+from jaxspec.commands.canvas import add_diffusion_arguments, canvas_settings, check_kind
 from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.options import (
     add_drafter_arguments,
@@ -114,6 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_generation_arguments(parser)
     add_drafter_arguments(parser, repeatable=False)
+    add_diffusion_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -158,7 +160,7 @@ def _show(args: argparse.Namespace, report: JobReport) -> int:
 
 def _decode(args: argparse.Namespace) -> JobReport:
     """Reads, decodes and writes; a mistake found before the first record leaves no output."""
-    config = generation_config(args)
+    config: batch.AnyConfig = generation_config(args)
     check_writable(args.json)
     _check_paths(args.input, args.output, args.json)
     guard = batch.GuardSettings(**given(args, batch.GuardSettings))
@@ -166,7 +168,13 @@ def _decode(args: argparse.Namespace) -> JobReport:
     rows = batch.read_rows(args.input, args.field, args.chat)
     shard = _joined() if args.distributed else args.shard or batch.Shard()
     model = load_model(args, mesh_asked(args))
-    drafter = drafter_asked(args, model)
+    drafter: batch.AnyDrafter
+    if model.is_diffusion:
+        check_kind(args, "diffusion", read=("drafting",))
+        config, drafter = canvas_settings(args)
+    else:
+        check_kind(args, "causal")
+        drafter = drafter_asked(args, model)
     batch.check_job(model, rows, config, drafter, args.seed, settings)
     header = batch.job_header(model, rows, config, drafter, args.seed, settings, shard)
     rows = shard.rows_of(rows)

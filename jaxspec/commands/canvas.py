@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -38,7 +38,7 @@ _DRAFTING = ("num_drafts", "branch", "lookup", "lossy_top_k")
 _NOT_READ = {
     "causal": ((*_OWN, *_DRAFTING), "for diffusion language models, {} is causal."),
     "diffusion": (
-        [name for name in (*_OF_CAUSAL_MODELS, "mesh") if name not in _SHARED],
+        [name for name in _OF_CAUSAL_MODELS if name not in _SHARED],
         "not for diffusion language models, and {} is one.",
     ),
     "exported diffusion": (
@@ -62,14 +62,27 @@ def add_diffusion_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(group, SelfSpeculation, _DRAFTING, options=options)
 
 
-def check_kind(args: argparse.Namespace, kind: str) -> None:
-    """Refuses flags that a kind of model does not read.
+def check_kind(args: argparse.Namespace, kind: str, read: Sequence[str] = ()) -> None:
+    """Refuses flags that a kind of model does not read, except those that this command reads.
 
     Raises:
         ValueError: such flags are given; the message names them.
     """
     names, why = _NOT_READ[kind]
-    refuse_unused(args, [name for name in names if hasattr(args, name)], why.format(args.model))
+    unread = [name for name in names if hasattr(args, name) and name not in read]
+    refuse_unused(args, unread, why.format(args.model))
+
+
+def canvas_settings(args: argparse.Namespace) -> tuple[DenoiseConfig, SelfSpeculation]:
+    """Returns the settings of filling in, and of drafting, that the flags give.
+
+    Raises:
+        ValueError: a setting is out of range, or has no meaning without `--drafts`.
+    """
+    drafting = {"num_drafts": 0, **given(args, SelfSpeculation)}
+    if not drafting["num_drafts"]:
+        refuse_unused(args, _DRAFTING[1:], "needs --drafts N.")
+    return DenoiseConfig(**given(args, DenoiseConfig)), SelfSpeculation(**drafting)
 
 
 class CanvasResult(NamedTuple):
@@ -126,18 +139,15 @@ def canvas_session(args: argparse.Namespace, model: Model) -> CanvasSession:
     diffusion = model.config.diffusion
     assert diffusion is not None, "told apart before"
 
-    config = DenoiseConfig(**given(args, DenoiseConfig))
-    drafting = {"num_drafts": 0, **given(args, SelfSpeculation)}
-    if not drafting["num_drafts"]:
-        refuse_unused(args, _DRAFTING[1:], "needs --drafts N.")
-    speculation = SelfSpeculation(**drafting)
-    drafter = f"{drafting['num_drafts']} of the model's next decisions"
+    config, speculation = canvas_settings(args)
+    drafting = {"num_drafts": speculation.num_drafts, **given(args, SelfSpeculation)}
+    drafter = f"{speculation.num_drafts} of the model's next decisions"
     announce(model=args.model, drafter=drafter, config=config, seed=args.seed)
 
     def draw(steps: list[DenoiseStep | None]) -> Text:
         (step,) = steps
         assert step is not None, "a stream of one row ends with it"
-        return _canvas(model.tokenizer, diffusion.mask_token_id, step)
+        return draw_canvas(model.tokenizer, diffusion.mask_token_id, step)
 
     def fill_in(prompt: PromptLike, console: Console) -> CanvasResult:
         stream = denoise_stream(model, [prompt], config, speculation, args.seed)
@@ -182,7 +192,7 @@ def litert_canvas_session(args: argparse.Namespace, model: "MobileModel") -> Can
 
     def draw(tokens: np.ndarray) -> Text:
         step = DenoiseStep(tokens, tokens[:0], 0)
-        return _canvas(tokenizer, diffusion["mask_token_id"], step)
+        return draw_canvas(tokenizer, diffusion["mask_token_id"], step)
 
     def fill_in(prompt: PromptLike, console: Console) -> CanvasResult:
         ids = encode_prompt(model, prompt)
@@ -228,7 +238,7 @@ def _watch(
         return ended.value
 
 
-def _canvas(tokenizer: Tokenizer | None, mask_token_id: int, step: DenoiseStep) -> Text:
+def draw_canvas(tokenizer: Tokenizer | None, mask_token_id: int, step: DenoiseStep) -> Text:
     """Draws a canvas: decided tokens as text, drafted tokens coloured, masks as blocks."""
     latest = step.drafts[-1] if len(step.drafts) else step.tokens
 

@@ -12,26 +12,41 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from jaxspec.checkpoint import Model, load
+from jaxspec.checkpoint import Model, load, shipped_models
 from jaxspec.commands import EXIT_DIFFERENT
-from jaxspec.commands.live import DRAFTED_STYLE, LiveText, Sources, StreamClock
+from jaxspec.commands.live import (
+    DRAFTED_STYLE,
+    VISIBLE_ESCAPE,
+    LiveText,
+    Sources,
+    StreamClock,
+)
 from jaxspec.commands.methods import EVERY_METHOD, MADE_FOR
 from jaxspec.commands.options import announce, drafter_spec, make_drafter
 from jaxspec.commands.race import coloured, record, replay, slowdown
+from jaxspec.core.loop import round_up
+from jaxspec.decoding.denoise import DEFAULT_BLOCK, DenoiseConfig, denoise
 from jaxspec.decoding.generate import stream
 from jaxspec.decoding.profile import PROMPTS
 from jaxspec.decoding.request import GenerationConfig
+from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import DrafterLike
-from jaxspec.measure.compare import PLAIN, compare
+from jaxspec.measure.compare import compare
 from jaxspec.measure.comparison import Comparison, as_summary
+from jaxspec.measure.figures import PLAIN, STEPWISE
+
+BLOCKS = "demo-block-diffusion"
+"""The diffusion model of the demo."""
+_DRAFTS = (2, 4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec demo`."""
     parser.description = (
         "Decodes built-in prompts with the shipped models: plainly, and with every method that "
-        "comes with the package for the target. A terminal shows them side by side, slowed down, "
-        "with accepted draft tokens coloured. Needs no network."
+        "comes with the package for the target; then with a diffusion model, stepwise and with its "
+        "own decisions drafted. A terminal shows them side by side, slowed down, with accepted "
+        "draft tokens coloured. Needs no network."
     )
     parser.add_argument(
         "--tokens", type=int, default=96, metavar="N", help="tokens per prompt (default: 96)"
@@ -67,57 +82,100 @@ def run(args: argparse.Namespace) -> int:
     in_turns = args.json or not console.is_terminal
     if args.slow is not None and in_turns:
         raise ValueError("--slow: the race needs a terminal, and no --json; leave --slow out.")
-    config = GenerationConfig(max_new_tokens=args.tokens)
-    model = load(args.model)
+    names = [args.model]
+    if args.model == MADE_FOR and BLOCKS in shipped_models():
+        names.append(BLOCKS)
+    shown = [_show_model(console, load(name), args, in_turns) for name in names]
+    if args.json:
+        first, *others = [_as_json(*each) for each in shown]
+        print(json.dumps(first | {"diffusion": others[0] if others else None}))
+    agree = all(comparison.outputs_agree for *_, comparison in shown)
+    return 0 if agree else EXIT_DIFFERENT
+
+
+def _show_model(
+    console: Console, model: Model, args: argparse.Namespace, in_turns: bool
+) -> tuple[Model, list[dict[str, "MethodOutput"]], Comparison]:
+    """Shows the methods of one model, then times them."""
+    config, drafters = _asked(args, model)
+    undrafted = STEPWISE if model.is_diffusion else PLAIN
+    methods = {undrafted: None, **drafters}
+    outputs = []
+    if in_turns:
+        outputs = show(console, model, config, methods)
+    else:
+        race(console, model, config, methods, args.slow)
+    _heading(console, f"timing {model.name}: every method on every prompt, in turns")
+    comparison = compare(model, PROMPTS, drafters, config, repeats=args.repeats)
+    if not args.json:
+        console.print(as_summary(comparison))
+    _say_whether_identical(console, undrafted, comparison)
+    return model, outputs, comparison
+
+
+def _asked(args: argparse.Namespace, model: Model) -> tuple[Any, dict[str, Any]]:
+    """Returns the settings of decoding, and the methods apart from the one that does not draft."""
+    if model.is_diffusion:
+        if args.drafter:
+            raise ValueError(
+                f"--drafter: not for diffusion language models, and {model.name} is one."
+            )
+        diffusion = model.config.diffusion
+        block = (diffusion and diffusion.block) or DEFAULT_BLOCK
+        config = DenoiseConfig(max_new_tokens=round_up(args.tokens, block))
+        counts = [count for count in _DRAFTS if count < config.max_new_tokens]
+        return config, {f"{count} decisions drafted": SelfSpeculation(count) for count in counts}
     made = {name: make(model) for name, make in EVERY_METHOD.items()}
     for spec in filter(None, args.drafter):
         made[spec.text] = make_drafter(spec, args, model)
     drafters = {name: drafter for name, drafter in made.items() if drafter is not None}
     left_out = [name for name in made if name not in drafters]
     announce(left_out=", ".join(left_out) or "nothing")
-    methods = {PLAIN: None, **drafters}
-    outputs = []
-    if in_turns:
-        outputs = show(console, model, config, methods)
-    else:
-        race(console, model, config, methods, args.slow)
-    _heading(console, "timing: every method on every prompt, in turns")
-    comparison = compare(model, PROMPTS, drafters, config, repeats=args.repeats)
-    if args.json:
-        print(json.dumps(_as_json(model, outputs, comparison)))
-    else:
-        console.print(as_summary(comparison))
-    _say_whether_identical(console, comparison)
-    return 0 if comparison.outputs_agree else EXIT_DIFFERENT
+    return GenerationConfig(max_new_tokens=args.tokens), drafters
 
 
 @dataclasses.dataclass(frozen=True)
 class MethodOutput:
-    """The output of one method for one prompt."""
+    """The output of one method for one prompt; a canvas does not say which tokens were drafted."""
 
     text: str
     tokens: list[int]
-    from_draft: list[bool]
+    from_draft: list[bool] | None = None
 
 
 def show(
     console: Console,
     model: Model,
-    config: GenerationConfig,
-    methods: Mapping[str, DrafterLike | None],
+    config: Any,
+    methods: Mapping[str, Any],
 ) -> list[dict[str, MethodOutput]]:
     """Prints every prompt with the output of every method, one after another."""
-    _legend(console)
+    _legend(console, model)
+    show_one = _show_canvas if model.is_diffusion else _show_text
     outputs = []
     for prompt in _prompts_shown(console):
         outputs.append({})
-        for name, drafter in methods.items():
+        for name, method in methods.items():
             _heading(console, name)
-            outputs[-1][name] = _show_one(console, model, prompt, config, drafter)
+            outputs[-1][name] = show_one(console, model, prompt, config, method)
     return outputs
 
 
-def _show_one(
+def _show_canvas(
+    console: Console,
+    model: Model,
+    prompt: str,
+    config: DenoiseConfig,
+    speculation: SelfSpeculation | None,
+) -> MethodOutput:
+    (row,) = denoise(model, [prompt], config, speculation)
+    console.print(Text((row.text or "").translate(VISIBLE_ESCAPE)), soft_wrap=True)
+    figures = f"{row.num_calls} passes, {row.tokens_per_call:.2f} tokens per pass"
+    console.print(Text(f"({figures})", style="dim"))
+    return MethodOutput(row.text or "", row.tokens.tolist())
+
+
+def _show_text(
     console: Console,
     model: Model,
     prompt: str,
@@ -143,8 +201,8 @@ def _show_one(
 def race(
     console: Console,
     model: Model,
-    config: GenerationConfig,
-    methods: Mapping[str, DrafterLike | None],
+    config: Any,
+    methods: Mapping[str, Any],
     slowed: float | None,
 ) -> None:
     """Shows every prompt with all methods side by side, and then the text of the fastest.
@@ -153,10 +211,10 @@ def race(
         console: console of a terminal.
         model: the target.
         config: settings of decoding.
-        methods: the methods, plain decoding included.
+        methods: the methods, the one that does not draft first.
         slowed: seconds on the screen for each second of decoding; `None`: see `slowdown`.
     """
-    _legend(console)
+    _legend(console, model)
     console.print(
         "Each method decodes alone, step by step; the measured times are then replayed side by "
         "side. Steps from Python take longer, which favours methods with few steps: the table at "
@@ -166,13 +224,20 @@ def race(
         recordings = {
             recording.name: recording for recording in record(model, prompt, config, methods)
         }
-        replay(console, [*recordings.values()], slowed or slowdown(recordings[PLAIN]))
+        undrafted = recordings[next(iter(methods))]
+        replay(console, [*recordings.values()], slowed or slowdown(undrafted))
         fastest = min(recordings.values(), key=lambda recording: recording.seconds)
         _heading(console, f"the text, by the fastest: {fastest.name}")
         console.print(coloured(fastest.steps))
 
 
-def _legend(console: Console) -> None:
+def _legend(console: Console, model: Model) -> None:
+    if model.is_diffusion:
+        console.print(
+            f"{model.name} is a diffusion language model: it fills in masks, the surest first, and "
+            "drafts its own next decisions. A pass checks them all."
+        )
+        return
     legend = Text("Accepted draft tokens are ")
     legend.append("coloured", DRAFTED_STYLE)
     console.print(legend.append("; all other tokens are the target's own."))
@@ -192,13 +257,14 @@ def _heading(console: Console, title: str) -> None:
         console.print(Text(f"# {title}"), soft_wrap=True)
 
 
-def _say_whether_identical(console: Console, comparison: Comparison) -> None:
+def _say_whether_identical(console: Console, undrafted: str, comparison: Comparison) -> None:
     if comparison.outputs_agree:
         num_ties = sum(map(len, comparison.ties.values()))
         exactly = "identical to" if not num_ties else "the same, ties aside, as"
-        console.print(Text(f"All outputs are {exactly} plain decoding's.", style="bold green"))
+        said, style = f"All outputs are {exactly} {undrafted} decoding's.", "bold green"
     else:
-        console.print(Text("OUTPUTS DIFFER from plain decoding's: see above.", style="bold red"))
+        said, style = f"OUTPUTS DIFFER from {undrafted} decoding's: see above.", "bold red"
+    console.print(Text(said, style=style))
 
 
 def _as_json(

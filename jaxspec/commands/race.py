@@ -5,21 +5,24 @@ import math
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxspec.checkpoint import Model, Tokenizer
+from jaxspec.checkpoint import Model
+from jaxspec.commands.canvas import draw_canvas
 from jaxspec.commands.live import REFRESH_SECONDS, Sources, StreamClock, append_coloured
+from jaxspec.compilation import CompileClock
+from jaxspec.decoding.denoise import DenoiseResult, DenoiseStep, denoise_stream
 from jaxspec.decoding.generate import StreamStep, stream
 from jaxspec.decoding.metrics import Counts
-from jaxspec.decoding.request import GenerationConfig, PromptLike
-from jaxspec.drafters import DrafterLike
+from jaxspec.decoding.request import PromptLike
 from jaxspec.progress import progress_bar
 
 _SHOWN_SECONDS = 4.0
@@ -35,11 +38,13 @@ class RecordedStep(NamedTuple):
         counts: counts of the stream so far, this step included.
         seconds: time from the start of the stream to this step, without compiling.
         pieces: the text of the step, each piece with True if it was drafted and accepted.
+        canvas: of a diffusion model, the whole text after the step, masks shown; else `None`.
     """
 
     counts: Counts
     seconds: float
     pieces: Sequence[tuple[str, bool]]
+    canvas: Text | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,33 +67,37 @@ class Recording:
 def record(
     model: Model,
     prompt: PromptLike,
-    config: GenerationConfig,
-    methods: Mapping[str, DrafterLike | None],
+    config: Any,
+    methods: Mapping[str, Any],
 ) -> list[Recording]:
     """Decodes a prompt with every method, one after another, and records when each step came.
 
     Each clock counts its own method's decoding only, prefill included. Every method first decodes
     everything once, so that compiling is outside all clocks.
     """
+
+    def steps_of(method: Any) -> Any:
+        if model.is_diffusion:
+            return denoise_stream(model, [prompt], config, method)
+        return stream(model, prompt, config, method)
+
     with progress_bar(len(methods)) as advance:
-        for name, drafter in methods.items():
+        for name, method in methods.items():
             advance(f"first run of {name}: compiles, kept for the next time")
-            deque(stream(model, prompt, config, drafter), maxlen=0)
+            deque(steps_of(method), maxlen=0)
     # No bar from here on: it would take time from the methods.
-    return [
-        _recording(name, model.tokenizer, stream(model, prompt, config, drafter))
-        for name, drafter in methods.items()
-    ]
+    recorded = _canvas_recording if model.is_diffusion else _recording
+    return [recorded(name, model, steps_of(method)) for name, method in methods.items()]
 
 
-def _recording(name: str, tokenizer: Tokenizer | None, steps: Iterable[StreamStep]) -> Recording:
+def _recording(name: str, model: Model, steps: Iterable[StreamStep]) -> Recording:
     given, times = [], []
     with StreamClock() as clock:
         for step in steps:
             clock.push(step)
             given.append(step)
             times.append((clock.counts, clock.seconds))
-    sources = Sources(tokenizer)
+    sources = Sources(model.tokenizer)
     return Recording(
         name,
         [
@@ -96,6 +105,33 @@ def _recording(name: str, tokenizer: Tokenizer | None, steps: Iterable[StreamSte
             for (counts, seconds), step in zip(times, given, strict=True)
         ],
     )
+
+
+def _canvas_recording(
+    name: str, model: Model, steps: Generator[list[DenoiseStep | None], None, DenoiseResult]
+) -> Recording:
+    """Records a stream of one row: after each step, the text that the next one begins with."""
+    given, times = [], []
+    with CompileClock() as compiling:
+        start = time.perf_counter()
+        while True:
+            try:
+                (step,) = next(steps)
+            except StopIteration as ended:
+                (row,) = ended.value
+                break
+            times.append(time.perf_counter() - start - compiling.seconds)
+            given.append(step)
+    diffusion, recorded, kept = model.config.diffusion, [], 0
+    assert diffusion is not None, "told apart before"
+    mask = diffusion.mask_token_id
+    ends = [*(step.tokens for step in given[1:]), row.tokens]
+    for number, (step, seconds, tokens) in enumerate(zip(given, times, ends, strict=True), start=1):
+        kept += step.num_accepted
+        counts = Counts(int(np.sum(tokens != mask)), number, num_from_draft=kept)
+        canvas = draw_canvas(model.tokenizer, mask, DenoiseStep(tokens, step.drafts[:0], 0))
+        recorded.append(RecordedStep(counts, seconds, [], canvas))
+    return Recording(name, recorded)
 
 
 def slowdown(plain: Recording) -> float:
@@ -190,9 +226,11 @@ def columns_that_fit(num_panels: int, width: int, height: int) -> int:
 
 
 def coloured(steps: Iterable[RecordedStep]) -> Text:
-    """Returns the text of the steps, accepted draft tokens coloured."""
+    """Returns the text of the steps, accepted draft tokens coloured; of canvases, the last."""
     text = Text()
     for step in steps:
+        if step.canvas is not None:
+            text = step.canvas
         append_coloured(text, step.pieces)
     return text
 

@@ -104,14 +104,16 @@ Whole = Annotated[int, at_least(-(2**31)), below(2**31)]
 MOST_NODES = 4096
 """Largest tree, the root not counted: its masks have an entry for each pair of nodes."""
 Nodes = Annotated[int, at_least(1), at_most(MOST_NODES)]
-Positive = Annotated[float, above(0)]
+LARGEST = 3e38
+"""Numbers of 32 bits go little further."""
+Positive = Annotated[float, above(0), below(LARGEST)]
 MAY_BE_INFINITE = "may be infinite"
 """Among the rules of a float: infinities are numbers too."""
 MAY_BE_PATH = "may be a path"
 """Among the rules of a text: paths are taken too, and become texts."""
 FileName = Annotated[str, MAY_BE_PATH]
 PositiveOrInfinite = Annotated[float, MAY_BE_INFINITE, above(0)]
-NotNegative = Annotated[float, at_least(0)]
+NotNegative = Annotated[float, at_least(0), below(LARGEST)]
 Share = Annotated[float, within(0, 1)]
 
 

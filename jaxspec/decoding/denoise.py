@@ -25,6 +25,7 @@ from jaxspec.core.checks import (
 )
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import Params, Stop
+from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import (
     PromptLike,
     Scale,
@@ -39,10 +40,12 @@ from jaxspec.decoding.request import (
 from jaxspec.decoding.result import FINISH_REASONS, Rows
 from jaxspec.diffusion.passes import CACHES, DenoisePlan
 from jaxspec.diffusion.self_speculative import (
+    DenoiseInfo,
     DenoiseOutcome,
     DenoisePrompt,
     begin_rows,
     denoise_rows,
+    outcome_of,
     run_rounds,
     step_stream,
 )
@@ -56,7 +59,7 @@ from jaxspec.diffusion.unmask import (
     ThresholdPace,
     linear_shares,
 )
-from jaxspec.sharding import mesh_of
+from jaxspec.sharding import DATA, mesh_of, on_mesh_of, shares_of_memory, spread_rows
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model, Tokenizer
@@ -159,6 +162,14 @@ class Denoised:
     accepted: np.ndarray
 
     @property
+    def counts(self) -> Counts:
+        """Counts of the text as those of `generate`: a step is a pass, a draft is a decision."""
+        drafted, accepted = (tuple(map(int, each)) for each in (self.drafted, self.accepted))
+        kept = sum(i * steps for i, steps in enumerate(accepted))
+        num_drafted = sum(i * steps for i, steps in enumerate(drafted))
+        return Counts(len(self.tokens), self.num_calls, num_drafted, kept, accepted, drafted)
+
+    @property
     def tokens_per_call(self) -> float:
         """Tokens of the text over passes; 1 for stepwise decoding with one token per step."""
         return len(self.tokens) / max(self.num_calls, 1)
@@ -214,8 +225,8 @@ def denoise(
         One `Denoised` per prompt.
 
     Raises:
-        ValueError: the model is causal or lies on a mesh, settings do not fit the model or each
-            other, or a prompt is empty, too long, or holds the mask.
+        ValueError: the model is causal, settings do not fit the model or each other, or a prompt
+            is empty, too long, or holds the mask.
 
     Example:
         >>> import jaxspec
@@ -290,8 +301,8 @@ def denoise_stream(
     while True:
         running = np.asarray(states.canvas.stop) == Stop.RUNNING
         if not running.any():
-            return request.result(DenoiseOutcome(states.canvas, states.stats))
-        states, info = step_stream(request.params, states, **request.static)
+            return request.result(outcome_of(states))
+        states, info = request.step(states)
         info: Any = jax.device_get(info)
         canvases = request.continuations(info.canvases)
         yield [
@@ -302,7 +313,7 @@ def denoise_stream(
             )
             if running[row]
             else None
-            for row in range(len(running))
+            for row in range(request.num_rows)
         ]
 
 
@@ -357,6 +368,7 @@ class DenoiseRequest:
         prompts: one entry per row.
         plan: static settings of the program.
         speculation: settings of drafting.
+        num_rows: rows that were asked for; on a mesh, copies of the first may fill up its parts.
         tokenizer: tokenizer of the model; `None` if it has none.
     """
 
@@ -364,6 +376,7 @@ class DenoiseRequest:
     prompts: DenoisePrompt
     plan: DenoisePlan
     speculation: SelfSpeculation
+    num_rows: int
     tokenizer: "Tokenizer | None"
 
     @property
@@ -373,15 +386,24 @@ class DenoiseRequest:
 
     def denoise(self) -> DenoiseOutcome:
         """Fills in all rows in one program."""
-        return denoise_rows(self.params, self.prompts, **self.static)
+        with on_mesh_of(self.params):
+            return denoise_rows(self.params, self._spread(), **self.static)
 
     def peak_bytes(self) -> int:
         """Returns the most bytes that the program of `denoise` holds at once, by its compiler."""
-        return peak_bytes(denoise_rows.lower(self.params, self.prompts, **self.static).compile())
+        with on_mesh_of(self.params):
+            lowered = denoise_rows.lower(self.params, self._spread(), **self.static)
+            return peak_bytes(lowered.compile())
 
     def begin(self) -> DenoiseState:
         """Returns the rows before the first pass."""
-        return begin_rows(self.params, self.prompts, **self.static)
+        with on_mesh_of(self.params):
+            return begin_rows(self.params, self._spread(), **self.static)
+
+    def step(self, states: DenoiseState) -> tuple[DenoiseState, DenoiseInfo]:
+        """Runs one step; `states` is donated."""
+        with on_mesh_of(self.params):
+            return step_stream(self.params, states, **self.static)
 
     def timed(self, most: int) -> Callable[[], float]:
         """Returns a timer that runs at most `most` rounds and reports seconds per round."""
@@ -390,7 +412,8 @@ class DenoiseRequest:
         def run() -> float:
             jax.block_until_ready(states)
             start = time.perf_counter()
-            ended = run_rounds(self.params, states, most=most, **self.static)
+            with on_mesh_of(self.params):
+                ended = run_rounds(self.params, states, most=most, **self.static)
             _, count = jax.block_until_ready(ended)
             return (time.perf_counter() - start) / max(1, int(count))
 
@@ -398,42 +421,67 @@ class DenoiseRequest:
 
     def continuations(self, canvases: np.ndarray) -> list[np.ndarray]:
         """Returns the positions after the prompt, of all canvases of each row."""
-        lengths = np.asarray(self.prompts.length)
+        lengths = np.asarray(self.prompts.length).tolist()
         return [
-            row[..., length : length + self.plan.max_new]
-            for row, length in zip(canvases, lengths, strict=True)
+            canvases[row][..., length : length + self.plan.max_new]
+            for row, length in enumerate(lengths[: self.num_rows])
         ]
 
     def result(self, outcome: DenoiseOutcome) -> DenoiseResult:
         """Returns the rows of what `denoise` gave."""
-        outcome = jax.device_get(outcome)
-        filled = self.continuations(np.asarray(outcome.canvas.tokens))
-        return DenoiseResult(tuple(self._row(row, ids, outcome) for row, ids in enumerate(filled)))
+        prompts = [
+            np.asarray(self.prompts.tokens[row][: int(self.prompts.length[row])])
+            for row in range(self.num_rows)
+        ]
+        return DenoiseResult(tuple(denoised_rows(self.tokenizer, self.plan, prompts, outcome)))
 
-    def _row(self, row: int, filled: np.ndarray, outcome: DenoiseOutcome) -> Denoised:
-        stats: Any = outcome.stats
-        stop = Stop(int(np.asarray(outcome.canvas.stop)[row]))
+    def _spread(self) -> DenoisePrompt:
+        """Returns the prompts, on the devices that the model lies on."""
+        mesh = mesh_of(self.params)
+        return self.prompts if mesh is None else spread_rows(mesh, self.prompts)
+
+
+def denoised_rows(
+    tokenizer: "Tokenizer | None",
+    plan: DenoisePlan,
+    prompts: Sequence[np.ndarray],
+    outcome: DenoiseOutcome,
+) -> list[Denoised]:
+    """Returns the texts of rows that have ended; rows after those of `prompts` are left out.
+
+    Args:
+        tokenizer: tokenizer of the model; `None` if it has none.
+        plan: static settings of the program.
+        prompts: ids of each row's prompt.
+        outcome: the rows.
+    """
+    host: Any = jax.device_get(outcome)
+    rows = []
+    for row, prompt in enumerate(prompts):
+        stop = Stop(int(host.canvas.stop[row]))
+        filled = host.canvas.tokens[row, len(prompt) : len(prompt) + plan.max_new]
         # Decisions past the length asked for, or past a stop id, are not part of the text.
-        ends = np.flatnonzero(np.isin(filled, self.prompts.stop_ids[row]))
-        masks = np.flatnonzero(filled == self.plan.rules.mask_token_id)
+        ends = np.flatnonzero(np.isin(filled, host.stop_ids[row]))
+        masks = np.flatnonzero(filled == plan.rules.mask_token_id)
         if stop == Stop.NOT_FINITE:
             filled = filled[: masks[0]] if len(masks) else filled
         elif len(ends):
             stop, filled = Stop.TOKEN, filled[: ends[0] + 1]
         else:
             stop = Stop.LENGTH
-        tokens = filled.tolist()
-        length = int(self.prompts.length[row])
-        return Denoised(
-            prompt_tokens=np.asarray(self.prompts.tokens[row][:length]),
-            tokens=filled,
-            text=None if self.tokenizer is None else self.tokenizer.decode(tokens),
-            finish_reason=FINISH_REASONS[stop],
-            num_calls=int(stats.num_calls[row]),
-            num_canvases=int(stats.num_canvases[row]),
-            drafted=stats.drafted[row],
-            accepted=stats.accepted[row],
+        rows.append(
+            Denoised(
+                prompt_tokens=prompt,
+                tokens=filled,
+                text=None if tokenizer is None else tokenizer.decode(filled.tolist()),
+                finish_reason=FINISH_REASONS[stop],
+                num_calls=int(host.stats.num_calls[row]),
+                num_canvases=int(host.stats.num_canvases[row]),
+                drafted=host.stats.drafted[row],
+                accepted=host.stats.accepted[row],
+            )
         )
+    return rows
 
 
 def prepare_denoising(
@@ -448,6 +496,36 @@ def prepare_denoising(
     Raises:
         ValueError: as `denoise` does.
     """
+    speculation = STEPWISE if speculation is None else speculation
+    plan = plan_denoising(model, config, speculation, seed)
+    encoded = encode_prompts(model, prompts, config.max_new_tokens)
+    for index, ids in enumerate(encoded):
+        check_no_mask(model, ids, f"prompts[{index}]")
+    temperature = one_per_prompt("temperature", config.temperature, len(encoded), np.float32)
+    mesh, num_rows = mesh_of(model.params), len(encoded)
+    if mesh is not None:
+        more = -num_rows % mesh.shape[DATA]
+        encoded += encoded[:1] * more
+        temperature = np.append(temperature, temperature[:1].repeat(more))
+    plan = plan.sized(canvas_size_of(plan, max(map(len, encoded))))
+    held = 0 if plan.cache == "none" else plan.canvas_size
+    shares = shares_of_memory(mesh, rows=True)
+    dtype = model.network.dtype
+    check_cache_fits(model.config, dtype, held, len(encoded), shares, scored=plan.window)
+    rows = denoise_prompts(model, config, plan, encoded, temperature, seed)
+    return DenoiseRequest(
+        Params(model.network, ()), rows, plan, speculation, num_rows, model.tokenizer
+    )
+
+
+def plan_denoising(
+    model: "Model", config: DenoiseConfig, speculation: SelfSpeculation, seed: int
+) -> DenoisePlan:
+    """Checks the arguments that all prompts of a call share; returns the plan without a size.
+
+    Raises:
+        ValueError: as `denoise` does.
+    """
     check_is_model(model)
     diffusion = model.config.diffusion
     if diffusion is None:
@@ -455,13 +533,7 @@ def prepare_denoising(
             f"model: {model.name} is causal and cannot fill in masks; use `generate`, or load a "
             "diffusion language model."
         )
-    if mesh_of(model.params) is not None:
-        raise ValueError(
-            f"model: {model.name} lies on a mesh, and masks are filled in on one device; load it "
-            "without a mesh."
-        )
     check_call(config, DenoiseConfig, seed)
-    speculation = STEPWISE if speculation is None else speculation
     if not isinstance(speculation, SelfSpeculation):
         raise ValueError(f"speculation must be a SelfSpeculation, got {speculation!r:.80}.")
     block = _block_length(diffusion.block, config)
@@ -495,44 +567,74 @@ def prepare_denoising(
         opens_with_first=opens_with_first,
         num_likeliest=speculation.lossy_top_k or 0,
     )
-    encoded = encode_prompts(model, prompts, config.max_new_tokens)
-    for index, ids in enumerate(encoded):
-        if diffusion.mask_token_id in ids:
-            raise ValueError(
-                f"prompts[{index}] holds the mask (id {diffusion.mask_token_id}), which stands for "
-                "what is to be filled in; leave it out."
-            )
-    # Not to powers of two as `bucket_of` does: most passes read the whole canvas.
-    bucket = round_up(max(map(len, encoded)), _CANVAS_MULTIPLE)
-    # A causal block may begin before the prompt ends and end after the text that was asked for;
-    # passes over two blocks read one more.
-    overhang = 2 * block if diffusion.block is not None else 0
-    size = round_up(bucket + config.max_new_tokens + overhang, _CANVAS_MULTIPLE)
-    plan = DenoisePlan(
+    return DenoisePlan(
         rules=rules,
         shift=diffusion.shift,
         block_causal=diffusion.block is not None,
         cache=cache,
-        canvas_size=size,
+        canvas_size=0,
         max_new=config.max_new_tokens,
         window=_window(rules, cache, config, steps, speculation.num_drafts),
         node_counts=speculation.node_counts,
         one_shape=speculation.deterministic,
     )
-    held = 0 if cache == "none" else size
-    network = model.network
-    check_cache_fits(model.config, network.dtype, held, len(encoded), scored=plan.window)
-    guidance: Any = None
-    if config.guidance:
-        guidance = np.full(len(encoded), config.guidance, np.float32)
-    temperature: Any = one_per_prompt("temperature", config.temperature, len(encoded), np.float32)
-    rows = DenoisePrompt(
+
+
+def check_no_mask(model: "Model", ids: Sequence[int], name: str) -> None:
+    """Refuses a prompt that holds the mask.
+
+    Raises:
+        ValueError: it does.
+    """
+    mask = model.config.diffusion and model.config.diffusion.mask_token_id
+    if mask in ids:
+        raise ValueError(
+            f"{name} holds the mask (id {mask}), which stands for what is to be filled in; leave "
+            "it out."
+        )
+
+
+def canvas_size_of(plan: DenoisePlan, num_tokens: int) -> int:
+    """Returns the positions of a canvas for prompts of up to `num_tokens` tokens."""
+    # A causal block may begin before the prompt ends and end after the text that was asked for;
+    # passes over two blocks read one more.
+    overhang = 2 * plan.block if plan.block_causal else 0
+    return round_up(prompt_bucket_of(num_tokens) + plan.max_new + overhang, _CANVAS_MULTIPLE)
+
+
+def prompt_bucket_of(num_tokens: int) -> int:
+    """Returns the size that a prompt is padded to: no power of two, as passes read all of it."""
+    return round_up(num_tokens, _CANVAS_MULTIPLE)
+
+
+def denoise_prompts(
+    model: "Model",
+    config: DenoiseConfig,
+    plan: DenoisePlan,
+    encoded: Sequence[Sequence[int]],
+    temperature: np.ndarray,
+    seed: int,
+) -> DenoisePrompt:
+    """Builds the arrays of rows.
+
+    Args:
+        model: the network's stop ids count.
+        config: settings.
+        plan: of the program.
+        encoded: ids of each prompt.
+        temperature: of each prompt.
+        seed: see `denoise`.
+    """
+    rows, num_blocks = len(encoded), plan.max_new // plan.block
+    guidance: Any = np.full(rows, config.guidance, np.float32) if config.guidance else None
+    drawn: Any = temperature if temperature.any() else None
+    bucket = prompt_bucket_of(max(map(len, encoded)))
+    return DenoisePrompt(
         **prompt_arrays(encoded, bucket, seed, stop_ids_of(model, config)),
-        pace=_pace(config, steps, len(encoded)),
-        temperature=temperature if temperature.any() else None,
+        pace=_pace(config, _steps_per_block(config, num_blocks), rows),
+        temperature=drawn,
         guidance=guidance,
     )
-    return DenoiseRequest(Params(model.network, ()), rows, plan, speculation, tokenizer)
 
 
 def block_asked(own: int | None, block_length: int | None) -> int | None:

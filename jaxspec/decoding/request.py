@@ -18,6 +18,7 @@ from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.checkpoint.memory import SHORT_TEXT, check_texts_fit, check_trace_fits
 from jaxspec.checkpoint.tokenizer import check_unicode, covers
 from jaxspec.core.checks import (
+    LARGEST,
     MAY_BE_INFINITE,
     Checked,
     Natural,
@@ -105,13 +106,14 @@ PENALTIES = {
 
 
 # Numbers that compiled programs compute with: finite in float32 too.
-Scale = Annotated[float, from_up_to(0, 3e38)]
+Scale = Annotated[float, from_up_to(0, LARGEST)]
 TopP = Annotated[float, above_up_to(0, 1)]
 MinP = Annotated[float, from_up_to(0, 1)]
 Penalty = Annotated[float, between(-1e30, 1e30)]
 Factor = Annotated[float, between(1e-30, 1e30)]
 Bias = Annotated[
     float,
+    LARGEST,
     MAY_BE_INFINITE,
     Requirement(
         "below 1e30 (to emit nothing else, use allowed_token_ids)", lambda value: value < 1e30

@@ -14,7 +14,7 @@ Kept between passes:
   one. APPROXIMATE: in a network that sees both sides those change with every token filled in.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ class DenoisePlan:
         shift: the output at a position decides the next one.
         block_causal: the network is causal over blocks of `rules.block`.
         cache: one of `CACHES`.
-        canvas_size: positions of every canvas.
+        canvas_size: positions of every canvas; see `sized`.
         max_new: positions to fill in per row, except those that complete a last block.
         window: positions of a prediction.
         node_counts: canvases per row and pass worth compiling, ascending.
@@ -65,6 +65,10 @@ class DenoisePlan:
     def num_nodes(self) -> int:
         """Most canvases per row and pass."""
         return self.node_counts[-1]
+
+    def sized(self, canvas_size: int) -> "DenoisePlan":
+        """Returns the plan for canvases of a size."""
+        return replace(self, canvas_size=canvas_size)
 
     @property
     def reopens(self) -> bool:

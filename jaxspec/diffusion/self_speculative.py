@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxspec.core.cache import append
 from jaxspec.core.decode import named_key
-from jaxspec.core.loop import run
+from jaxspec.core.loop import placed, run
 from jaxspec.core.sampling import at_least_float32
 from jaxspec.core.types import LanguageModel, Params, PyTree, Stop
 from jaxspec.diffusion.canvases import choose_rows, pass_over_rows, take_part, widen, with_nodes
@@ -216,7 +216,7 @@ def denoise_step(
     """
     if not adapts(speculation):
         return _round(plan, speculation, params, states)
-    rounds = partial(_round, plan, speculation), partial(_round_without_drafts, plan, speculation)
+    rounds = partial(_round, plan, speculation), partial(round_without_drafts, plan, speculation)
     return jax.lax.cond(num_worth_drafting(plan, speculation, states) > 0, *rounds, params, states)
 
 
@@ -229,7 +229,7 @@ def _round(
     return _accept_rows(plan, speculation, states, drafts, *found)
 
 
-def _round_without_drafts(
+def round_without_drafts(
     plan: DenoisePlan, speculation: SelfSpeculation, params: Params, states: DenoiseState
 ) -> tuple[DenoiseState, DenoiseInfo]:
     """Runs a round of a batch in which no row drafts, without the work of drafting.
@@ -352,11 +352,18 @@ class DenoiseOutcome(NamedTuple):
 
     Attributes:
         canvas: the text, and why it ended.
+        stop_ids: ids that end the text; -1 for unused entries.
         stats: counters.
     """
 
     canvas: Canvas
+    stop_ids: Int[Array, " stop_ids"]
     stats: DenoiseStats
+
+
+def outcome_of(states: DenoiseState) -> DenoiseOutcome:
+    """Returns the part of states that texts are made from."""
+    return DenoiseOutcome(states.canvas, states.row.stop_ids, states.stats)
 
 
 @partial(jax.jit, static_argnames=("plan", "speculation"))
@@ -370,8 +377,7 @@ def denoise_rows(
         # Rounds without drafts have a separate loop: XLA moves work that is the same in all rounds
         # out of a loop, as in stepwise decoding, but not out of a conditional.
         step = partial(_rounds_up_to_drafts, plan, speculation)
-    states = run(step, params, states, unfinished)
-    return DenoiseOutcome(states.canvas, states.stats)
+    return outcome_of(run(step, params, states, unfinished))
 
 
 def _rounds_up_to_drafts(
@@ -385,7 +391,7 @@ def _rounds_up_to_drafts(
     def with_drafts(states: DenoiseState) -> DenoiseState:
         return _round(plan, speculation, params, states)[0]
 
-    without = partial(_round_without_drafts, plan, speculation)
+    without = partial(round_without_drafts, plan, speculation)
     states = run(without, params, states, alone)
     return jax.lax.cond(unfinished(states), with_drafts, lambda states: states, states), ()
 
@@ -401,7 +407,7 @@ def begin_rows(
 ) -> DenoiseState:
     """Returns the states of a batch before the first pass."""
     start = partial(begin, plan=plan, speculation=speculation)
-    return jax.vmap(start, in_axes=(None, 0))(params, prompts)
+    return placed(jax.vmap(start, in_axes=(None, 0))(params, prompts))
 
 
 @partial(jax.jit, static_argnames=("plan", "speculation", "most"))

@@ -485,8 +485,8 @@ def _output_logprob(
     return jnp.sum(jnp.where(emitted, logprobs, 0.0))
 
 
-def describe(drafter: DrafterLike | None) -> str:
-    """Returns a drafter's settings in full, without its weights.
+def describe(drafter: DrafterLike | SelfSpeculation | None) -> str:
+    """Returns a drafter's settings in full, without its weights and what passes cost.
 
     Example:
         >>> describe(None)
@@ -494,4 +494,6 @@ def describe(drafter: DrafterLike | None) -> str:
     """
     if drafter is None:
         return "plain decoding"
+    if isinstance(drafter, SelfSpeculation):
+        return repr(dataclasses.replace(drafter, costs=None))
     return repr(loaded_drafter(drafter).drafter)

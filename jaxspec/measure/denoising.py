@@ -71,7 +71,7 @@ class DenoiseRunner:
         outcome = jax.block_until_ready(request.denoise())
         seconds = time.perf_counter() - start
         rows: Any = tuple(request.result(outcome))
-        return Sample(rows, seconds, sum(map(counts_of_text, rows), Counts()))
+        return Sample(rows, seconds, sum((row.counts for row in rows), Counts()))
 
     def compile(
         self, method: str, prompt: PromptLike | Sequence[Any], seed: int
@@ -126,11 +126,3 @@ class DenoiseRunner:
         """Returns the settings of a method."""
         speculation = self.methods[method]
         return "stepwise decoding" if speculation is None else repr(speculation)
-
-
-def counts_of_text(row: Denoised) -> Counts:
-    """Returns the counts of a text of `denoise`; a step is a call of the network."""
-    drafted, accepted = (tuple(map(int, each)) for each in (row.drafted, row.accepted))
-    kept = sum(i * steps for i, steps in enumerate(accepted))
-    num_drafted = sum(i * steps for i, steps in enumerate(drafted))
-    return Counts(len(row.tokens), row.num_calls, num_drafted, kept, accepted, drafted)

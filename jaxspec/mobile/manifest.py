@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxspec.checkpoint import CheckpointError, Tokenizer
+from jaxspec.checkpoint.files import parse_json
 from jaxspec.mobile.convert import Lowered
 
 KEY = "jaxspec_manifest"
@@ -83,8 +84,11 @@ class Manifest:
         Raises:
             CheckpointError: it has another format, or is incomplete.
         """
-        entries = json.loads(text)
-        if entries.pop(KEY) != FORMAT:
+        try:
+            entries = parse_json(text)
+        except ValueError as error:
+            raise CheckpointError(f"The manifest is damaged ({error}): export again.") from None
+        if not isinstance(entries, dict) or entries.pop(KEY, None) != FORMAT:
             raise CheckpointError(
                 "The file was exported by another version of jaxspec: export it again."
             )

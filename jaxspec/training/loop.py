@@ -18,6 +18,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxspec.checkpoint import CheckpointError
+from jaxspec.checkpoint.files import parse_json, read_text
 from jaxspec.core.types import PyTree
 from jaxspec.models import NARROW
 from jaxspec.progress import error_console
@@ -92,11 +94,19 @@ class History:
 
     def __init__(self, path: Path):
         self.path = path
-        *lines, last = path.read_text().split("\n") if path.exists() else [""]
-        self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        self.records: list[dict[str, Any]] = []
+        *lines, last = read_text(path).split("\n") if path.exists() else [""]
+        for number, line in enumerate(lines, start=1):
+            try:
+                self.records.append(parse_json(line))
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{path}:{number} is no record of a run ({error}): the file is damaged; begin "
+                    "anew, with another folder for the state."
+                ) from None
         # A killed run may leave half a line at the end; no half of an object is valid JSON.
-        with contextlib.suppress(json.JSONDecodeError):
-            self.records.append(json.loads(last))
+        with contextlib.suppress(ValueError):
+            self.records.append(parse_json(last))
 
     @property
     def seconds(self) -> float:

@@ -19,6 +19,8 @@ from jaxspec.core.tree import Path
 from jaxspec.tuning.acceptance import AcceptanceTable
 
 _PAIRS_AT_ONCE = 1 << 20
+_MOST_PAIRS = 1 << 31
+"""Pairs of subtrees that a search combines at most; 2**27 take a second or two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,7 @@ def best_trees(acceptance: AcceptanceTable, limits: Limits) -> BestTrees:
     """Finds the tree of highest tau for every shape within `limits` that the table covers.
 
     Raises:
-        ValueError: the shapes are too many for a 64-bit number.
+        ValueError: there are too many shapes to search.
 
     Example:
         >>> from jaxspec.tuning import AcceptanceTable, Limits
@@ -108,6 +110,7 @@ class _ShapeCode:
         ]
         fields += [("batch", depth, limits.batch) for depth in range(1, limits.depth)]
         self._places, self._slack, self._guard, shift = {}, 0, 0, 0
+        self._pairs = 0
         for name, depth, limit in fields:
             bits = min(limit, limits.nodes).bit_length() + 1
             self._places[name, depth] = shift, bits
@@ -115,10 +118,23 @@ class _ShapeCode:
             self._guard += 1 << (shift + bits - 1)
             shift += bits
         if shift > 63:
-            raise ValueError(
-                f"limits: {limits} allow too many shapes (they need {shift} bits of 63); "
-                "search fewer nodes, levels or a smaller width."
-            )
+            raise self._too_many(f"need {shift} bits of 63")
+
+    def count(self, pairs: int) -> None:
+        """Notes pairs of subtrees that are to be combined.
+
+        Raises:
+            ValueError: the search would take too long.
+        """
+        self._pairs += pairs
+        if self._pairs > _MOST_PAIRS:
+            raise self._too_many(f"make more than {_MOST_PAIRS:,} pairs of subtrees")
+
+    def _too_many(self, why: str) -> ValueError:
+        return ValueError(
+            f"limits: {self.limits} allow too many shapes (they {why}); search fewer nodes, "
+            "levels, or branches, or a smaller width."
+        )
 
     def unit(self, name: str, depth: int) -> int:
         """Returns the code of one unit of a field; 0 if there is no such field."""
@@ -199,6 +215,7 @@ def _together(
     """Combines every way with every one of `shapes`; keeps the best of each shape in the limits."""
     best = _Ways(np.zeros(0, np.int64), np.zeros(0), np.zeros((0, 2), np.int64))
     rows = max(1, _PAIRS_AT_ONCE // len(shapes))
+    code.count(len(ways.shapes) * len(shapes))
     for start in range(0, len(ways.shapes), rows):
         part = slice(start, start + rows)
         sums = ways.shapes[part, None] + shapes[None, :]

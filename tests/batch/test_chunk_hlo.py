@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxspec.batch.slots import RowSettings, run_chunk, state_shapes
+from jaxspec.batch.texts import RowSettings, run_chunk, state_shapes
 from jaxspec.core.decode import Prompt
 from jaxspec.core.types import Params, Warp
 from jaxspec.models import Network, param_shapes

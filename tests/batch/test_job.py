@@ -23,8 +23,10 @@ from jaxspec.batch import (
 )
 from jaxspec.batch import job as job_module
 from jaxspec.batch import slots as slots_module
+from jaxspec.batch import texts as texts_module
 from jaxspec.batch.guard import Chunk
-from jaxspec.batch.slots import Programs, insert, run_chunk
+from jaxspec.batch.slots import insert
+from jaxspec.batch.texts import TextPrograms, run_chunk
 from jaxspec.checkpoint import Model
 from jaxspec.drafters import LoadedDrafter, SuffixLookup
 from jaxspec.sharding import Placement
@@ -431,7 +433,7 @@ class InThree(Placement):
 
 
 def test_each_part_of_a_mesh_gets_as_many_rows(model, monkeypatch):
-    monkeypatch.setattr(job_module, "placement_of", lambda weights: InThree(None))
+    monkeypatch.setattr(texts_module, "placement_of", lambda weights: InThree(None))
 
     def report(**settings):
         return run(model, rows_of(PROMPTS), Collector(), GREEDY, **settings)
@@ -458,14 +460,14 @@ def test_rows_at_once_that_some_group_has_no_room_for_are_refused_at_once(model)
 
 
 def test_prompts_are_read_in_lengths_that_are_few_and_near(model, monkeypatch):
-    lengths, original = set(), Programs.read
+    lengths, original = set(), TextPrograms.read
 
     def read(programs, row, *args):
         prompt = programs.prompt_of(row)
         lengths.add((int(prompt.length), len(prompt.tokens)))
         return original(programs, row, *args)
 
-    monkeypatch.setattr(Programs, "read", read)
+    monkeypatch.setattr(TextPrograms, "read", read)
     prompts = ["a" * 10, "b" * 70, "c" * 200, "d" * 300]
     config = dataclasses.replace(GREEDY, max_new_tokens=4)
     drafter = LoadedDrafter(DraftModel(paths=PATHS, chunk=64), blurred(model.network))
@@ -489,7 +491,7 @@ def test_what_a_rejoining_row_takes_is_counted(model):
 
 @pytest.mark.parametrize("num_samples", [1, 2])
 def test_one_row_at_a_time_lies_next_to_the_batch(model, num_samples, monkeypatch):
-    rows, batches, original = [], [], Programs.read
+    rows, batches, original = [], [], TextPrograms.read
 
     def read(*args):
         assert not any(row() for row in rows), "an earlier row is still there"
@@ -504,7 +506,7 @@ def test_one_row_at_a_time_lies_next_to_the_batch(model, num_samples, monkeypatc
         batches[:] = [states.stop]
         return states
 
-    monkeypatch.setattr(Programs, "read", read)
+    monkeypatch.setattr(TextPrograms, "read", read)
     monkeypatch.setattr(slots_module, "insert", put)
     config = dataclasses.replace(SAMPLED, num_samples=num_samples)
     decoded(model, config, batch_size=8)

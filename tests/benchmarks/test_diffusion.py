@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from benchmarks.harness import measure
+from benchmarks.harness import SuiteRun, measure
 from benchmarks.page import Page
 from benchmarks.suites import diffusion
 from benchmarks.suites.diffusion import (
@@ -69,6 +70,21 @@ def test_a_suite_is_measured(name, data_folder):
     json.dumps(page.as_dict(), allow_nan=False)
 
 
+def test_a_model_that_is_asked_for_is_measured_where_it_fits(monkeypatch):
+    monkeypatch.setattr(diffusion, "load", load)
+    settings = [Setting("blocks", BLOCKS, CONFIG), Setting("dual", BOTH_SIDES, CONFIG)]
+    suite = DIFFUSION_SUITES["diffusion"]
+
+    def asked(model: str | None) -> list[tuple[str, str]]:
+        run = SuiteRun(suite, Path(), 1, 1, {"model": model})
+        return [(each.name, each.model) for each in diffusion.settings_of(run, *settings)]
+
+    assert asked(None) == [("blocks", BLOCKS), ("dual", BOTH_SIDES)]
+    assert asked("other") == [("dual", "other")]
+    with pytest.raises(ValueError, match="--model: demo is causal; give a diffusion"):
+        asked(JUDGE)
+
+
 def test_texts_are_no_headings_of_the_page():
     written = dataclasses.replace(row([1], 1, [1], [1]), text="# a comment\n\n# another\n")
     section = samples_of(Setting("blocks", BLOCKS, CONFIG), [("# asked\n", written)])
@@ -85,9 +101,7 @@ def row(tokens: list[int], calls: int, drafted: list[int], accepted: list[int]) 
 
 
 def sample(*rows: Denoised) -> Sample:
-    from jaxspec.measure.denoising import counts_of_text
-
-    return Sample(rows, 1.0, sum(map(counts_of_text, rows), Counts()))
+    return Sample(rows, 1.0, sum((row.counts for row in rows), Counts()))
 
 
 def test_figures_by_hand():

@@ -492,6 +492,11 @@ def hub_that_holds(folder, monkeypatch):
     return huggingface_hub, calls
 
 
+def test_a_kind_of_head_that_there_is_not_is_refused():
+    with pytest.raises(CheckpointError, match=r"kind must be one of .*'dflash'.*got 'medusa'"):
+        find_head("demo-eagle", "medusa")
+
+
 def test_a_head_is_fetched_by_its_hub_id(monkeypatch, tmp_path):
     huggingface_hub, calls = hub_that_holds(tmp_path, monkeypatch)
     assert find_head("someone/a-head") == tmp_path

@@ -611,6 +611,25 @@ class TestDemo:
             capsys, "demo", "--slow", "2", *json_or_not
         )
 
+    def test_a_diffusion_model_shows_its_own_decisions_drafted(self, capsys, monkeypatch, tmp_path):
+        folder = str(tmp_path / "filling")
+        jaxspec.save(filling_model("filling", 4), folder)
+        argv = ["demo", "--model", folder, "--tokens", "7", "--repeats", "1"]
+        assert main(argv) == 0
+        out = capsys.readouterr().out
+        for method in ("stepwise", "2 decisions drafted", "4 decisions drafted"):
+            assert f"# {method}\n" in out
+        assert "(8 passes, 1.00 tokens per pass)" in out
+        assert "All outputs are identical to stepwise decoding's." in out
+        assert "--drafter: not for diffusion" in fails(capsys, *argv, "--drafter", "lookup")
+        for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "100", "LINES": "40"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("TERM", "xterm")
+        assert main([*argv, "--slow", "1"]) == 0
+        shown = capsys.readouterr().out
+        assert "░" in shown
+        assert re.search(r"4 decisions drafted: [\d.]+ s", shown)
+
     def test_json(self, capsys, folder):
         drafter = f"draft-model:model={folder}"
         argv = ["demo", "--model", folder, "--drafter", drafter, "--json"]

@@ -9,7 +9,14 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from jaxspec import GenerationConfig, PromptLookup, generate
+from jaxspec import (
+    DenoiseConfig,
+    GenerationConfig,
+    PromptLookup,
+    SelfSpeculation,
+    denoise,
+    generate,
+)
 from jaxspec.commands import race
 from jaxspec.commands.race import (
     Race,
@@ -23,7 +30,7 @@ from jaxspec.commands.race import (
 )
 from jaxspec.decoding.metrics import Counts
 from tests.commands.test_live import screen
-from tests.measure.models import tiny_model
+from tests.measure.models import filling_model, tiny_model
 
 CONFIG = GenerationConfig(max_new_tokens=12)
 
@@ -69,6 +76,21 @@ def test_a_recording_is_what_the_method_writes(drafter):
     assert recorded.steps[-1].counts.num_tokens == len(row.tokens)
     assert recorded.steps[-1].counts.num_from_draft == row.from_draft.sum()
     assert [0.0, *times] == sorted({0.0, *times})
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_canvas_is_recorded_as_it_fills(drafts):
+    model, config = filling_model("filling", 4), DenoiseConfig(max_new_tokens=8)
+    speculation = SelfSpeculation(drafts)
+    (recorded,) = record(model, "one, two, one", config, {"method": speculation})
+    (row,) = denoise(model, "one, two, one", config, speculation)
+    last = recorded.steps[-1].counts
+    assert coloured(recorded.steps).plain == row.text
+    assert (last.num_tokens, last.num_steps) == (len(row.tokens), row.num_calls)
+    assert last.num_from_draft == row.counts.num_from_draft
+    masks = [step.canvas.plain.count("░") for step in recorded.steps]
+    assert masks == sorted(masks, reverse=True)
+    assert masks[-1] == 0
 
 
 def test_accepted_draft_tokens_are_coloured_and_no_others():

@@ -102,11 +102,15 @@ def test_what_is_no_speculation():
         denoise(tiny_model(), [1], DenoiseConfig(**SHORT), 4)
 
 
-def test_a_model_on_a_mesh_is_refused():
-    model = tiny_model()
-    network = Network(shard(model.params, make_mesh()), model.config)
-    with pytest.raises(ValueError, match=r"meshed lies on a mesh, .* load it without a mesh"):
-        denoise(Model(network, name="meshed"), [1])
+@pytest.mark.parametrize("block", [None, 4])
+def test_on_a_mesh_rows_are_those_of_one_device(block):
+    model = tiny_model(block=block)
+    meshed = Model(Network(shard(model.params, make_mesh()), model.config))
+    prompts, settings = [[1, 2], [3], [4, 5, 6]], DenoiseConfig(max_new_tokens=8, block_length=4)
+    expected = [row.tokens.tolist() for row in denoise(model, prompts, settings)]
+    for speculation in (None, SelfSpeculation(2)):
+        found = denoise(meshed, prompts, settings, speculation)
+        assert [row.tokens.tolist() for row in found] == expected
 
 
 def test_causal_models_and_diffusion_models_are_told_apart():

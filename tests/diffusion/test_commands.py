@@ -12,7 +12,7 @@ import pytest
 import jaxspec
 from jaxspec import DenoiseConfig, SelfSpeculation, denoise
 from jaxspec.cli import main
-from jaxspec.commands.canvas import _canvas
+from jaxspec.commands.canvas import draw_canvas
 from jaxspec.decoding.denoise import DenoiseStep
 from tests.measure.models import filling_model, tiny_model
 
@@ -86,10 +86,10 @@ def test_the_canvas_shows_decided_drafted_and_masked_places(model):
     ids, mask = model.tokenizer.encode("aé\x1bb"), model.config.diffusion.mask_token_id
     decided = np.asarray([*ids[:4], mask, mask])
     step = DenoiseStep(decided, np.asarray([[*ids, mask]]), 0)
-    shown = _canvas(model.tokenizer, mask, step)
+    shown = draw_canvas(model.tokenizer, mask, step)
     assert shown.plain == "aé\u241bb░"
     assert [shown.plain[span.start : span.end] for span in shown.spans] == ["b", "░"]
-    plain = _canvas(None, mask, DenoiseStep(decided, np.zeros((0, 6)), 0)).plain
+    plain = draw_canvas(None, mask, DenoiseStep(decided, np.zeros((0, 6)), 0)).plain
     assert plain == "".join(f"{token} " for token in ids[:4]) + "░░"
 
 
@@ -141,7 +141,6 @@ def turns(model, *said: str) -> str:
         (["--branch", "2"], "--branch: needs --drafts N"),
         (["--lookup", "--drafts", "0"], "--lookup: needs --drafts N"),
         (["--drafter", "lookup"], "--drafter: not for diffusion language models"),
-        (["--mesh", "data=1"], "--mesh: not for diffusion language models"),
         (["--draft-model", "demo"], "--draft-model: not for diffusion language models"),
         (
             ["--drafts", "2", "--lossy-top-k", "0"],

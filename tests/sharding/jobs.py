@@ -8,16 +8,18 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from jaxspec import batch
-from jaxspec.batch import slots
+from jaxspec import DenoiseConfig, SelfSpeculation, batch, denoise
+from jaxspec.batch import slots, texts
 from jaxspec.checkpoint import Model
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.sharding import make_mesh, mesh_of, shard
+from tests.diffusion.networks import BLOCK, MASK, tiny_model
 from tests.laws.drafters import DRAFTERS, network
 from tests.sharding.cases import COLLECTIVES
 
@@ -27,8 +29,8 @@ VOCAB, BATCH, DEVICES = 24, 8, 8
 class Spy:
     """A program of a job, whose text is kept when it is first called for a mesh."""
 
-    def __init__(self, name: str):
-        self.program, self.text = getattr(slots, name), ""
+    def __init__(self, module: ModuleType, name: str):
+        self.program, self.text = getattr(module, name), ""
         self.lower = self.program.lower
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,9 +58,10 @@ def main(out: Path) -> None:
     settings = batch.JobSettings(batch_size=BATCH, drafting="always")
     network_of_one = network(VOCAB, qk_norm=True)
     case = DRAFTERS["lookup"]
-    spies = {name: Spy(name) for name in ("read_prompt", "insert", "run_chunk")}
-    for name, spy in spies.items():
-        setattr(slots, name, spy)
+    modules = {"read_prompt": texts, "insert": slots, "run_chunk": texts}
+    spies = {name: Spy(module, name) for name, module in modules.items()}
+    for name, module in modules.items():
+        setattr(module, name, spies[name])
 
     reports: list[batch.JobReport] = []
 
@@ -68,7 +71,25 @@ def main(out: Path) -> None:
         reports.append(batch.run(model, rows, output, config, drafter, 3, settings))
         return sorted([one["line"], one["sample"], one["tokens"]] for one in output.records)
 
+    def canvases(cache: str, place: bool) -> list[list[Any]]:
+        """Texts of a diffusion model: of a job, and of `denoise` with one row fewer."""
+        model = tiny_model(block=BLOCK if cache == "blocks" else None)
+        if place:
+            model = Model(shard(model.network, make_mesh(4, 2)))
+        settings = DenoiseConfig(max_new_tokens=8, block_length=BLOCK, cache=cache)
+        few = [[token % MASK for token in prompt] for prompt in prompts]
+        output, drafts = batch.Collector(), SelfSpeculation(2)
+        jobs = batch.JobSettings(batch_size=4, drafting="always")
+        batch.run(model, batch.rows_of(few), output, settings, drafts, settings=jobs)
+        rows = sorted([one["line"], one["tokens"]] for one in output.records)
+        direct = denoise(model, few[1:], settings, drafts)
+        return [*rows, *[row.tokens.tolist() for row in direct]]
+
     found = {
+        "canvases": [
+            [canvases(cache, place) for place in (False, True)]
+            for cache in ("none", "blocks", "prefix", "dual")
+        ],
         "one": records(Model(network_of_one)),
         "many": records(Model(shard(network_of_one, make_mesh(4, 2)))),
         "num_records": len(rows) * config.num_samples,

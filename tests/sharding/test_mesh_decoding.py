@@ -104,6 +104,8 @@ def test_jobs_on_a_mesh_write_what_one_device_writes(tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["many"] == found["one"]
     assert len(found["one"]) == found["num_records"]
+    for one, many in found["canvases"]:
+        assert one == many
     (one, one_held, _), (many, many_held, scratch) = found["bytes"]
     assert (one, many) == (one_held, many_held)
     # Texts and counters, which are no cache, are whole on both devices of the axis "model".

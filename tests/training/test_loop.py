@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
+from jaxspec.checkpoint import CheckpointError
 from jaxspec.models import Network, init_params
 from jaxspec.training.data import Sequences, pack
 from jaxspec.training.lm import NextToken, SoftLabels, Taught
@@ -98,6 +99,13 @@ def test_a_history_survives_being_killed_while_it_is_written(kept, tmp_path, mon
     assert path.read_text() == text
     History(path).rewind(1)
     assert History(path).records == whole[:1]
+
+
+def test_a_damaged_history_is_named_with_its_line(tmp_path):
+    path = tmp_path / "history.jsonl"
+    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(CheckpointError, match=r"history\.jsonl:2 is no record of a run"):
+        History(path)
 
 
 def test_learning_rate_rises_then_falls():

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import time
 
 import numpy as np
 import pytest
@@ -466,3 +467,12 @@ def test_pipes_and_devices_are_not_waited_for(load, tmp_path):
     for path in (tmp_path / "pipe", "/dev/zero"):
         with pytest.raises(ValueError, match=rf"{path} is (a device or a pipe|not a file)"):
             load(path)
+
+
+def test_a_search_that_would_take_long_is_refused_with_its_limits():
+    table = AcceptanceTable(tuple((0.5,) * 8 for _ in range(4)))
+    limits = Limits(nodes=500, depth=4, width=500, branch=8, batch=300)
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"Limits.nodes=500.*pairs of subtrees.*search fewer"):
+        best_trees(table, limits)
+    assert time.process_time() - start < 60
