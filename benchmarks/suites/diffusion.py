@@ -389,7 +389,7 @@ _THRESHOLDS = (0.5, 0.7, 0.9, 0.95)
 def _measure_variants(run: SuiteRun) -> Page:
     # Texts of another tokenizer have no probability by the judge.
     judge = load(JUDGE) if run.settings.get("model") is None else None
-    figures, right = {}, True
+    figures, right, maths = {}, True, []
     lossless = {name: way for name, way in _VARIANTS.items() if way.lossy_top_k is None}
     sections = []
     with run.steps(2 * (1 + len(_VARIANTS) + 2 * len(_THRESHOLDS)) + 12) as advance:

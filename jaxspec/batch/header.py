@@ -22,6 +22,7 @@ from jaxspec.core.types import PyTree
 from jaxspec.decoding.denoise import DenoiseConfig
 from jaxspec.decoding.grammars import languages_of
 from jaxspec.decoding.request import GenerationConfig, with_rules_of
+from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import loaded_drafter
 from jaxspec.extras import installed_version
 from jaxspec.measure.compare import describe
@@ -66,11 +67,11 @@ def job_header(
     settings, shard = settings or JobSettings(), shard or Shard()
     steps = "plain" if drafter is None or settings.drafting == "never" else "drafted"
     capacity, of_drafter = settings.capacity, {"drafter": describe(drafter)}
-    if model.is_diffusion:
-        config = config or DenoiseConfig()
-    else:
-        config = with_rules_of(model, config or GenerationConfig())
+    if not isinstance(drafter, SelfSpeculation):
         of_drafter["draft_weights"] = _sample_of(loaded_drafter(drafter).params)
+    config = config or (DenoiseConfig() if model.is_diffusion else GenerationConfig())
+    if isinstance(config, GenerationConfig):
+        config = with_rules_of(model, config)
     # A given capacity holds what drafts overhang, so drafts decide which rows fit.
     either = capacity is None and drafts_change_nothing(model, config, drafter)
     return {

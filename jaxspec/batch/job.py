@@ -16,7 +16,7 @@ import numpy as np
 from jaxspec.batch.canvases import canvas_programs
 from jaxspec.batch.fitting import Fit, fit_batch, parts_of
 from jaxspec.batch.guard import Chunk, Guard
-from jaxspec.batch.plan import Group, group_rows, most_rows
+from jaxspec.batch.plan import Group, group_rows, most_rows, read_in
 from jaxspec.batch.report import Counters, JobReport
 from jaxspec.batch.rows import EncodedRow, Row
 from jaxspec.batch.settings import AnyConfig, AnyDrafter, JobSettings

@@ -687,9 +687,10 @@ def _cache(own_block: int | None, config: DenoiseConfig) -> str:
 def _window(rules: Rules, cache: str, config: DenoiseConfig, steps: int, num_drafts: int) -> int:
     if cache == "blocks":
         return 2 * rules.block
-    if cache != "none":
-        return rules.block
     whole = config.max_new_tokens
+    if cache != "none":
+        # Drafts go on in the next block, for the pass that opens it.
+        return min(rules.block * (1 + (num_drafts > 0)), whole)
     if rules.allow_mask_token:
         return whole
     # All blocks that drafts can reach.

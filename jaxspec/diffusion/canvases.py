@@ -21,6 +21,7 @@ from jaxspec.diffusion.passes import (
     CanvasSettings,
     DenoisePlan,
     Finished,
+    open_block,
     read_blocks,
     read_canvas,
     read_rest,
@@ -81,24 +82,32 @@ def _pass_over_rest(
     """Makes the short pass for rows within a block; without any, the pass that opens blocks."""
     takes_part = take_part(plan, states)
 
-    def reopen(states: DenoiseState, drafts: CanvasDrafts) -> tuple[PyTree, Prediction]:
-        fresh, layers = jax.vmap(partial(read_canvas, network, plan))(states.row, states.canvas)
-        return choose_rows(takes_part, layers, states.kept), _repeat_nodes(fresh, plan)
+    def opening(
+        count: int, states: DenoiseState, drafts: CanvasDrafts
+    ) -> tuple[PyTree, Prediction]:
+        canvases = jax.tree.map(lambda leaf: leaf[:, :count], drafts.canvases)
+        fresh, layers = jax.vmap(partial(open_block, network, plan))(states.row, canvases)
+        kept = choose_rows(takes_part, layers, states.kept)
+        return kept, with_nodes(fresh, plan.num_nodes)
 
-    def branch(count: int, states: DenoiseState, drafts: CanvasDrafts) -> Prediction:
-        def read(row_and_kept: tuple[CanvasSettings, PyTree], canvas: Canvas) -> Prediction:
-            row, kept = row_and_kept
-            return read_rest(network, plan, row, canvas, kept)
+    def within(count: int, states: DenoiseState, drafts: CanvasDrafts) -> tuple[PyTree, Prediction]:
+        def read(held: tuple[CanvasSettings, PyTree, Prediction], canvas: Canvas) -> Prediction:
+            row, kept, last = held
+            return read_rest(network, plan, row, canvas, kept, last)
 
-        return _of_nodes(read, count, plan, (states.row, states.kept), drafts)
+        rows = states.row, states.kept, states.prediction
+        return states.kept, _of_nodes(read, count, plan, rows, drafts)
 
-    def within(states: DenoiseState, drafts: CanvasDrafts) -> tuple[PyTree, Prediction]:
+    def chosen(
+        branch: Callable, states: DenoiseState, drafts: CanvasDrafts
+    ) -> tuple[PyTree, Prediction]:
         branches = [partial(branch, count) for count in plan.node_counts]
         needed = _needed(plan, drafts.valid & takes_part[:, None])
-        return states.kept, _switch(needed, branches, states, drafts)
+        return _switch(needed, branches, states, drafts)
 
     is_within = jnp.any(takes_part & (states.canvas.step > 0))
-    return jax.lax.cond(is_within, within, reopen, states, drafts)
+    ways = partial(chosen, within), partial(chosen, opening)
+    return jax.lax.cond(is_within, *ways, states, drafts)
 
 
 def _pass_over_blocks(
@@ -224,11 +233,6 @@ def widen(leaf: Array, axis: int, size: int) -> Array:
     return jnp.pad(
         leaf, [(0, size - leaf.shape[axis] if i == axis else 0) for i in range(leaf.ndim)]
     )
-
-
-def _repeat_nodes(predictions: Prediction, plan: DenoisePlan) -> Prediction:
-    nodes = plan.num_nodes
-    return jax.tree.map(lambda leaf: jnp.repeat(leaf[:, None], nodes, axis=1), predictions)
 
 
 def choose_rows(rows: Bool[Array, " rows"], chosen: Any, others: Any) -> Any:

@@ -41,9 +41,10 @@ class DenoisePlan:
         cache: one of `CACHES`.
         canvas_size: positions of every canvas; see `sized`.
         max_new: positions to fill in per row, except those that complete a last block.
-        window: positions of a prediction.
+        window: positions of a prediction; a block and the next one where drafts go on there.
         node_counts: canvases per row and pass worth compiling, ascending.
-        one_shape: with `"blocks"`, every pass reads as many blocks as any may need.
+        one_shape: with `"blocks"`, every pass reads as many blocks as any may need; with
+            `"prefix"` and `"dual"`, no pass that opens a block reads drafts.
     """
 
     rules: Rules
@@ -132,41 +133,159 @@ def read_canvas(
     return predict(plan.rules, logits, start, row.key, row.temperature), hidden.new_kv
 
 
+class Rest(NamedTuple):
+    """The part of a canvas that passes within a block read.
+
+    Attributes:
+        begin: its first position.
+        positions: all of them.
+        elsewhere: True for positions of the whole canvas that are seen as the opening pass read
+            them.
+        own: True for positions of the part that are seen as they are.
+    """
+
+    begin: Int[Array, ""]
+    positions: Int[Array, " width"]
+    elsewhere: Bool[Array, " positions"]
+    own: Bool[Array, " width"]
+
+    def of(self, tokens: Int[Array, " positions"]) -> Int[Array, " width"]:
+        """Returns the tokens of the part."""
+        return jax.lax.dynamic_slice_in_dim(tokens, self.begin, self.positions.shape[0])
+
+
+def rest_of(plan: DenoisePlan, row: CanvasSettings, start: Int[Array, ""]) -> Rest:
+    """Returns the block that begins at `start` (`"dual"`), or it and all after it (`"prefix"`)."""
+    size = plan.canvas_size
+    width = plan.block if plan.cache == "dual" else min(plan.max_new, size)
+    # A late block may leave less than the full width after it. The part then begins earlier, and
+    # each position that is read twice is seen once.
+    begin = jnp.minimum(start, size - width)
+    positions, everywhere = begin + jnp.arange(width), jnp.arange(size)
+    elsewhere = everywhere < start
+    if plan.cache == "dual":
+        elsewhere = elsewhere | ((everywhere >= start + plan.block) & (everywhere < row.end))
+    return Rest(begin, positions, elsewhere, (positions >= start) & (positions < row.end))
+
+
 def read_rest(
     network: LanguageModel,
     plan: DenoisePlan,
     row: CanvasSettings,
     canvas: Canvas,
     kept: tuple[LayerKV, ...],
+    last: Prediction,
 ) -> Prediction:
     """Reads the current block (`"dual"`), or it and all after it (`"prefix"`), in one pass.
 
-    `kept` holds the keys and values of the first pass of the block; the rest of the canvas is seen
-    as it was then.
+    Args:
+        network: the network.
+        plan: static settings.
+        row: facts of the row.
+        canvas: the canvas, within a block.
+        kept: keys and values of the pass that opened the block; the rest of the canvas is seen as
+            it was then.
+        last: an earlier prediction. With `"dual"`, drafts of the next block come from it.
     """
-    size = canvas.tokens.shape[0]
-    width = plan.block if plan.cache == "dual" else min(plan.max_new, size)
-    # A late block may leave less than the full width after it. The pass then begins earlier, and
-    # each position that it reads twice is seen once.
-    begin = jnp.minimum(canvas.start, size - width)
-    tokens = jax.lax.dynamic_slice_in_dim(canvas.tokens, begin, width)
-    positions = begin + jnp.arange(width)
+    rest = rest_of(plan, row, canvas.start)
+    seen = jnp.concatenate([rest.elsewhere, rest.own])[None]
+    seen = jnp.broadcast_to(seen, (rest.own.shape[0], seen.shape[1]))
+    tokens = rest.of(canvas.tokens)
+    hidden = network.forward(tokens, rest.positions, seen, None, scratch=kept)
+    return _predict_rest(network, plan, row, canvas.start, rest, hidden.features, last)
+
+
+def open_block(
+    network: LanguageModel, plan: DenoisePlan, row: CanvasSettings, canvases: Canvas
+) -> tuple[Prediction, tuple[LayerKV, ...]]:
+    """Opens a block: reads the whole first canvas, and, as `read_rest` does, the others' rest.
+
+    The others have drafts in the block. They see the first one's keys and values, which are made in
+    the same pass.
+
+    Returns:
+        The prediction for each canvas, and keys and values of the first.
+    """
+    first = jax.tree.map(lambda leaf: leaf[0], canvases)
+    others = canvases.tokens.shape[0] - 1
+    if not others:
+        prediction, layers = read_canvas(network, plan, row, first)
+        return jax.tree.map(lambda leaf: leaf[None], prediction), layers
+    size, rest = plan.canvas_size, rest_of(plan, row, first.start)
+    width = rest.own.shape[0]
     everywhere = jnp.arange(size)
-    own = (positions >= canvas.start) & (positions < row.end)
-    elsewhere = everywhere < canvas.start
-    if plan.cache == "dual":
-        after = (everywhere >= canvas.start + plan.block) & (everywhere < row.end)
-        elsewhere = elsewhere | after
-    seen = jnp.broadcast_to(jnp.concatenate([elsewhere, own])[None], (width, size + width))
-    hidden = network.forward(tokens, positions, seen, None, scratch=kept)
-    features = hidden.features
+    parts = jax.vmap(rest.of)(canvases.tokens[1:]).reshape(-1)
+    whole_sees = jnp.concatenate([everywhere < row.end, jnp.zeros(others * width, bool)])
+    same = jnp.repeat(jnp.eye(others, dtype=bool), width, axis=0)
+    own = (same[:, :, None] & rest.own[None, None]).reshape(others * width, -1)
+    elsewhere = jnp.broadcast_to(rest.elsewhere[None], (others * width, size))
+    seen = jnp.concatenate(
+        [
+            jnp.broadcast_to(whole_sees[None], (size, whole_sees.shape[0])),
+            jnp.concatenate([elsewhere, own], axis=1),
+        ]
+    )
+    hidden = network.forward(
+        jnp.concatenate([first.tokens, parts]),
+        jnp.concatenate([everywhere, jnp.tile(rest.positions, others)]),
+        seen,
+        None,
+    )
+    begin = jnp.minimum(first.start, size - plan.window)
+    of_window = begin - int(plan.shift) + jnp.arange(plan.window)
+    logits = network.unembed(hidden.features[jnp.maximum(of_window, 0)])
+    opening = predict(plan.rules, logits, begin, row.key, row.temperature)
+    features = hidden.features[size:].reshape(others, width, -1)
+    later = jax.vmap(
+        lambda each: _predict_rest(network, plan, row, first.start, rest, each, opening)
+    )(features)
+    layers = tuple(
+        LayerKV(layer.keys[..., :size], layer.values[:, :size]) for layer in hidden.new_kv
+    )
+    predictions = jax.tree.map(lambda one, more: jnp.concatenate([one[None], more]), opening, later)
+    return predictions, layers
+
+
+def _predict_rest(
+    network: LanguageModel,
+    plan: DenoisePlan,
+    row: CanvasSettings,
+    start: Int[Array, ""],
+    rest: Rest,
+    features: Float[Array, "width embed"],
+    last: Prediction,
+) -> Prediction:
+    """Returns the prediction for the window that begins with the block at `start`."""
+    width = features.shape[0]
     if plan.shift:
         # The position before the block was not read again, so the prediction for the block's first
         # position means nothing. That position is filled in already.
         features = jnp.concatenate([features[:1], features[:-1]])
-    features = jax.lax.dynamic_slice_in_dim(features, canvas.start - begin, plan.block)
-    logits = network.unembed(features)
-    return predict(plan.rules, logits, canvas.start, row.key, row.temperature)
+    window = plan.block if plan.cache == "dual" else plan.window
+    begin = jnp.minimum(start, plan.canvas_size - window)
+    places = begin + jnp.arange(window) - rest.begin
+    logits = network.unembed(features[jnp.clip(places, 0, width - 1)])
+    said = predict(plan.rules, logits, begin, row.key, row.temperature)
+    said = said._replace(known=(places >= start - rest.begin) & (places < width))
+    return said if window == plan.window else _before(plan, said, last)
+
+
+def _before(plan: DenoisePlan, said: Prediction, last: Prediction) -> Prediction:
+    """Returns a prediction for a block, followed by what an earlier one says of the next block."""
+    begin = jnp.minimum(said.start, plan.canvas_size - plan.window)
+    positions = begin + jnp.arange(plan.window)
+    here, there = positions - said.start, positions - last.start
+    in_block = (here >= 0) & (here < plan.block)
+    in_last = (here >= plan.block) & (there >= 0) & (there < plan.window)
+
+    def join(ours: Array, theirs: Array) -> Array:
+        ours = ours[jnp.clip(here, 0, plan.block - 1)]
+        theirs = theirs[jnp.clip(there, 0, plan.window - 1)]
+        return jnp.where(in_block.reshape(-1, *[1] * (ours.ndim - 1)), ours, theirs)
+
+    joined = jax.tree.map(join, said._replace(start=()), last._replace(start=()))
+    known = joined.known & (in_block | in_last)
+    return joined._replace(start=begin, known=known)
 
 
 class Finished(NamedTuple):

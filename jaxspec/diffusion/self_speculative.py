@@ -196,7 +196,9 @@ def _can_be_read(plan: DenoisePlan, state: DenoiseState, canvas: Canvas) -> Bool
     """Returns whether a pass over drafts can read a canvas; one that has ended is not read."""
     ended = canvas.stop != Stop.RUNNING
     if plan.reopens:
-        return ended | (canvas.step > 0)
+        # The pass that opens a block reads drafts in that block, and no pass opens two.
+        same = (canvas.start == state.canvas.start) & (canvas.step > 0)
+        return ended | (same & ((state.canvas.step > 0) | (not plan.one_shape)))
     if plan.cache == "blocks":
         return ended | (canvas.start <= state.kept.cache.length + plan.block)
     return jnp.bool_(True)

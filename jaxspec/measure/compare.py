@@ -3,6 +3,7 @@
 Diffusion models are compared by the same loop: self-speculation next to stepwise decoding.
 """
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -15,6 +15,7 @@ from jaxspec.diffusion.self_speculative import (
     begin,
     denoise_rows,
     draft,
+    outcome_of,
     step_stream,
 )
 from jaxspec.diffusion.speculation import num_worth_drafting
@@ -369,6 +370,27 @@ def test_rows_open_their_blocks_together():
         openings += opens.any()
         assert not opens.any() or (opens == running).all()
     assert openings == PLAIN.max_new_tokens // BLOCK
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_drafts_go_on_in_the_block_that_a_pass_opens(cache):
+    """Only passes of one shape end them with the block: the opening one has another."""
+    model = tiny_model()
+
+    def kept_when_opening(speculation: SelfSpeculation) -> int:
+        request = prepare_denoising(model, EIGHT, config(cache=cache), speculation, 0)
+        states, kept = request.begin(), 0
+        while (np.asarray(states.canvas.stop) == Stop.RUNNING).any():
+            opens = np.asarray(states.canvas.step) == 0
+            states, info = request.step(states)
+            kept += int(np.asarray(info.num_accepted)[opens].sum())
+        assert tokens(request.result(outcome_of(states))) == tokens(
+            denoise(model, EIGHT, config(cache=cache))
+        )
+        return kept
+
+    assert kept_when_opening(SelfSpeculation(3)) > 0
+    assert kept_when_opening(SelfSpeculation(3, deterministic=True)) == 0
 
 
 @pytest.mark.parametrize(("costs", "known"), [((1.0, 2.0, 3.0, 4.0), 1), (None, 2)])
