@@ -6,6 +6,7 @@ times on the batch that is named.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from textwrap import indent
 from typing import Any, NamedTuple, TypeVar
 
@@ -150,6 +151,12 @@ class Texts(NamedTuple):
         }
 
 
+@lru_cache(maxsize=1)
+def _loaded(name: str) -> Model:
+    """Returns a model; the last one is kept, as it may be large."""
+    return load(name)
+
+
 def settings_of(run: SuiteRun, *settings: Setting) -> list[Setting]:
     """Returns the settings to measure; if a model was asked for, those that fit it, with it.
 
@@ -159,7 +166,7 @@ def settings_of(run: SuiteRun, *settings: Setting) -> list[Setting]:
     asked = run.settings.get("model")
     if asked is None:
         return [*settings]
-    diffusion = load(asked).config.diffusion
+    diffusion = _loaded(asked).config.diffusion
     if diffusion is None:
         raise ValueError(f"--model: {asked} is causal; give a diffusion language model.")
     kind = BOTH_SIDES if diffusion.block is None else BLOCKS
@@ -168,7 +175,7 @@ def settings_of(run: SuiteRun, *settings: Setting) -> list[Setting]:
 
 def _load(run: SuiteRun, setting: Setting) -> tuple[Model, list[SuitePrompt]]:
     """Loads a setting's model, and prompts; both models have one tokenizer and context."""
-    model = load(setting.model)
+    model = _loaded(setting.model)
     return model, run.prompts(model, _ROOM)
 
 
@@ -430,9 +437,10 @@ def _measure_variants(run: SuiteRun) -> Page:
             figures[setting.name] = rows
         about = (
             f"{len(maths)} prompts of {_MATHS}, {_NEW_TOKENS} tokens. **Agreement**: share of "
-            "places at which both texts hold the same token. **Log-prob**: mean of a text's tokens "
-            f"by the causal model {JUDGE}."
+            "places at which both texts hold the same token."
         )
+        if judge is not None:
+            about += f" **Log-prob**: mean of a text's tokens by the causal model {JUDGE}."
         shots, figures["shots"], same = _measure_shots(run, advance)
         halves, figures["bfloat16"] = _measure_half(run, advance)
     sections = [Section(text=[about]), *sections, shots, halves]

@@ -58,7 +58,9 @@ def read_prompt(
 def free_canvases(states: DenoiseState) -> DenoiseState:
     """Returns rows that have stopped."""
     stop = jnp.full_like(states.canvas.stop, Stop.LENGTH)
-    return states._replace(canvas=states.canvas._replace(stop=stop))
+    # No share of nothing: it would be the batch's.
+    trials = jnp.ones_like(states.trials)
+    return states._replace(canvas=states.canvas._replace(stop=stop), trials=trials)
 
 
 @partial(jax.jit, static_argnames=("plan", "speculation", "place"), donate_argnames=("states",))

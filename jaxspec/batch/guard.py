@@ -149,7 +149,7 @@ class Guard:
         self.settings = settings or GuardSettings()
         self._longest, self._most_tokens = longest, most_tokens
         self._kinds = {True: _Kind(), False: _Kind()}
-        self._tau, self._running = _Share(), _Share()
+        self._tau, self._running = {True: _Share(), False: _Share()}, _Share()
         self._row_tokens, self._prompt_tokens = _Share(), _Share()
         self._waiting = False
         # Seconds that a chunk takes besides its steps. Both kinds pay them, when a row has stopped.
@@ -179,12 +179,14 @@ class Guard:
         over all tokens of its row.
         """
         draft, plain = self._kinds[True], self._kinds[False]
-        tau, running = self._tau.ratio, self._running.ratio
-        if not (draft.chunks and plain.chunks and tau and running):
+        tau, plain_tau = self._tau[True].ratio, self._tau[False].ratio
+        running = self._running.ratio
+        if not (draft.chunks and plain.chunks and tau and plain_tau and running):
             return None
         once = self._once or 0.0
         drafted = draft.step_seconds(once) / (running * tau)
-        plainly = plain.step_seconds(once) / running
+        # Plain steps of a diffusion model may fill in several tokens too.
+        plainly = plain.step_seconds(once) / (running * plain_tau)
         slow, fast = draft.read_seconds, plain.read_seconds
         if not self._waiting or (slow is None and fast is None):
             return plainly / drafted, plainly / drafted
@@ -269,8 +271,7 @@ class Guard:
             most = (_PROBES_KEPT + samples) * self.settings.probe_seconds
             kind.add(seconds, steps, _FEWEST_CHUNKS + samples, most)
             kind.probing = max(0.0, kind.probing - seconds)
-        if drafting:
-            self._tau.add(tokens, row_steps, steps)
+        self._tau[drafting].add(tokens, row_steps, steps)
         self._running.add(row_steps, steps, steps)
         self._row_tokens.add(tokens, num_stopped, num_stopped)
         self._waiting = waiting

@@ -65,10 +65,12 @@ def job_header(
         (1, 3, '1/1')
     """
     settings, shard = settings or JobSettings(), shard or Shard()
+    if isinstance(drafter, SelfSpeculation) and not drafter.num_drafts:
+        drafter = None
     steps = "plain" if drafter is None or settings.drafting == "never" else "drafted"
-    capacity, of_drafter = settings.capacity, {"drafter": describe(drafter)}
+    capacity, weights = settings.capacity, ()
     if not isinstance(drafter, SelfSpeculation):
-        of_drafter["draft_weights"] = _sample_of(loaded_drafter(drafter).params)
+        weights = loaded_drafter(drafter).params
     config = config or (DenoiseConfig() if model.is_diffusion else GenerationConfig())
     if isinstance(config, GenerationConfig):
         config = with_rules_of(model, config)
@@ -83,7 +85,8 @@ def job_header(
         "weights": _sample_of(model.network),
         "tokenizer": _checksum_of(model.tokenizer),
         "stop_token_ids": list(model.stop_token_ids),
-        **of_drafter,
+        "drafter": describe(drafter),
+        "draft_weights": _sample_of(weights),
         "config": _described(config),
         "num_samples": 1 if isinstance(config, DenoiseConfig) else config.num_samples,
         "drafting": "either" if either else steps,

@@ -133,10 +133,10 @@ def check_job(
         False
     """
     _ = model.known_network  # refuses one of your own
-    if settings.drafting == "never":
-        drafter = None
     programs_for = canvas_programs if model.is_diffusion else text_programs
     programs = programs_for(model, config, drafter, seed)
+    if settings.drafting == "never" and programs.drafts:
+        programs = programs_for(model, config, None, seed)
     # Records are known by the line that they answer.
     lines = Counter(row.line for row in rows)
     line, count = max(lines.items(), key=itemgetter(1), default=(0, 0))
@@ -146,8 +146,9 @@ def check_job(
     expects = guard is not None and guard.expected is not None
     if expects and not has_guard(programs, settings):
         raise ValueError(
-            "guard.expected (--expected-speedup) needs a guard. There is one for greedy decoding "
-            "in float32 with a drafter and drafting='auto'; else leave it out."
+            "guard.expected (--expected-speedup) needs a guard. There is one in float32 with a "
+            "drafter and drafting='auto', for causal models if decoding is greedy; else leave it "
+            "out."
         )
     parts = parts_of(programs.place)
     if size is not None and size % parts:
@@ -354,7 +355,8 @@ class _Batch:
                 chunk.drafting,
                 steps,
                 row_steps,
-                tokens,
+                # A stop id that is filled in late may cut a text off.
+                max(tokens, row_steps),
                 watch.seconds,
                 extra,
                 num_stopped=len(slots),

@@ -152,7 +152,7 @@ class Decoder:
             "error": arrow.string(),
         }
         for name in ("logprobs", "warped_logprobs"):
-            if getattr(self._config, name):
+            if getattr(self._config, name, False):
                 columns[name] = arrow.list_(arrow.float32())
         values = {name: [record.get(name) for record in records] for name in columns}
         return arrow.table(values, schema=arrow.schema(columns.items()))

@@ -38,7 +38,8 @@ class JobSettings(Checked):
         capacity: tokens that each row's cache holds, rounded up to a multiple of 64; rows that need
             more become errors; `None`: the capacity that the rows need.
         drafting: "auto" lets a guard decide from the time that chunks take, where that changes no
-            output: for greedy decoding in float32. "always" drafts, "never" does not.
+            output: in float32, for causal models if decoding is greedy. "always" drafts, "never"
+            does not.
         guard: settings of the guard.
         memory: bytes that caches, states and scratch may take; `None`: most of what is available.
 
@@ -114,11 +115,12 @@ def parse_shard(text: str) -> Shard:
 def drafts_change_nothing(model: "Model", config: AnyConfig, drafter: AnyDrafter) -> bool:
     """Returns True where outputs are the same with drafts and without, up to ties.
 
-    16 bits round so coarsely that likeliest tokens may differ. Tokens that a causal model draws
+    16 bits round so coarsely that likeliest tokens may differ. Passes that are to have one shape
+    have another without drafts. Tokens that a causal model draws
     depend on the drafts; those of a diffusion model do not, as each position has its own noise.
     """
     if np.dtype(model.network.dtype) != np.float32:
         return False
     if isinstance(drafter, SelfSpeculation):
-        return drafter.lossy_top_k is None
+        return drafter.lossy_top_k is None and not drafter.deterministic
     return isinstance(config, DenoiseConfig) or not np.any(config.temperature)

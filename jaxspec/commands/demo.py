@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     if args.slow is not None and in_turns:
         raise ValueError("--slow: the race needs a terminal, and no --json; leave --slow out.")
     names = [args.model]
-    if args.model == MADE_FOR and BLOCKS in shipped_models():
+    # Further drafters are for the target alone.
+    if args.model == MADE_FOR and not args.drafter and BLOCKS in shipped_models():
         names.append(BLOCKS)
     shown = [_show_model(console, load(name), args, in_turns) for name in names]
     if args.json:

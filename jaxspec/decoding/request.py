@@ -113,7 +113,6 @@ Penalty = Annotated[float, between(-1e30, 1e30)]
 Factor = Annotated[float, between(1e-30, 1e30)]
 Bias = Annotated[
     float,
-    LARGEST,
     MAY_BE_INFINITE,
     Requirement(
         "below 1e30 (to emit nothing else, use allowed_token_ids)", lambda value: value < 1e30

@@ -85,6 +85,7 @@ def _pass_over_rest(
     def opening(
         count: int, states: DenoiseState, drafts: CanvasDrafts
     ) -> tuple[PyTree, Prediction]:
+        count = count if plan.opens_with_drafts else 1
         canvases = jax.tree.map(lambda leaf: leaf[:, :count], drafts.canvases)
         fresh, layers = jax.vmap(partial(open_block, network, plan))(states.row, canvases)
         kept = choose_rows(takes_part, layers, states.kept)

@@ -28,6 +28,8 @@ from jaxspec.core.types import Hidden, KVCache, LanguageModel, LayerKV
 from jaxspec.diffusion.unmask import Canvas, Pace, Prediction, Rules, predict
 
 CACHES = ("none", "blocks", "prefix", "dual")
+_WIDEST = 2
+"""Tokens of drafts over those of the canvas, in a pass that opens a block. Masks are square."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class DenoisePlan:
         max_new: positions to fill in per row, except those that complete a last block.
         window: positions of a prediction; a block and the next one where drafts go on there.
         node_counts: canvases per row and pass worth compiling, ascending.
-        one_shape: with `"blocks"`, every pass reads as many blocks as any may need; with
-            `"prefix"` and `"dual"`, no pass that opens a block reads drafts.
+        one_shape: with `"blocks"`, every pass reads as many blocks as any may need; see also
+            `opens_with_drafts`.
     """
 
     rules: Rules
@@ -66,6 +68,16 @@ class DenoisePlan:
     def num_nodes(self) -> int:
         """Most canvases per row and pass."""
         return self.node_counts[-1]
+
+    @property
+    def opens_with_drafts(self) -> bool:
+        """True if the pass that opens a block reads drafts too.
+
+        Not if all passes are to have one shape, nor if that pass would become many times as wide.
+        """
+        width = self.block if self.cache == "dual" else min(self.max_new, self.canvas_size)
+        added = (self.num_nodes - 1) * width
+        return self.reopens and not self.one_shape and added <= _WIDEST * self.canvas_size
 
     def sized(self, canvas_size: int) -> "DenoisePlan":
         """Returns the plan for canvases of a size."""

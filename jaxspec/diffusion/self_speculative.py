@@ -198,7 +198,7 @@ def _can_be_read(plan: DenoisePlan, state: DenoiseState, canvas: Canvas) -> Bool
     if plan.reopens:
         # The pass that opens a block reads drafts in that block, and no pass opens two.
         same = (canvas.start == state.canvas.start) & (canvas.step > 0)
-        return ended | (same & ((state.canvas.step > 0) | (not plan.one_shape)))
+        return ended | (same & ((state.canvas.step > 0) | plan.opens_with_drafts))
     if plan.cache == "blocks":
         return ended | (canvas.start <= state.kept.cache.length + plan.block)
     return jnp.bool_(True)

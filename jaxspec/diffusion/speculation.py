@@ -31,8 +31,9 @@ class SelfSpeculation(Checked):
             `jaxspec.decoding.denoise.measure_costs` measures it. A batch then drafts the number of
             decisions that pays best, given how often drafts of its rows were kept before; that may
             be 0. `None` drafts as many as possible.
-        deterministic: every pass has one shape, whatever is drafted, so that the choice of kernels
-            does not depend on drafts. `stepwise` then gives the stepwise decoding of that shape.
+        deterministic: every pass of a kind (those that open a block are one) has one shape,
+            whatever is drafted, so that the choice of kernels does not depend on drafts.
+            `stepwise` then gives the stepwise decoding of that shape.
         limit: most decisions to draft, up to `num_drafts`; `None` for all.
         lossy_top_k: LOSSY: keep a draft if its tokens are among the k likeliest at its positions,
             whatever positions stepwise decoding would fill in (the paper's relaxed verification).

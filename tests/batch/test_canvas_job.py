@@ -1,6 +1,7 @@
 """The law of jobs for diffusion models: a row is what `denoise` alone makes of it."""
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -12,9 +13,10 @@ import pytest
 
 import jaxspec
 from jaxspec import DenoiseConfig, GenerationConfig, PromptLookup, SelfSpeculation
-from jaxspec.batch import Collector, GuardSettings, JobSettings, Row, job_header, rows_of, run
+from jaxspec.batch import Collector, GuardSettings, JobSettings, Row, job_header, ray, rows_of, run
 from jaxspec.batch import job as job_module
 from jaxspec.checkpoint import Model
+from jaxspec.cli import main
 from jaxspec.models import Network
 from tests.batch.test_job import InTurns, tokens_by_line
 from tests.diffusion.networks import BLOCK, MASK, tiny_model
@@ -136,6 +138,53 @@ def test_what_a_guard_is_to_expect_is_refused_without_one():
     settings = JobSettings(guard=GuardSettings(expected=2.0))
     with pytest.raises(ValueError, match="needs a guard"):
         run(tiny_model(), rows_of(PROMPTS), Collector(), CONFIG, None, settings=settings)
+
+
+def test_the_command_decodes_a_file_and_refuses_what_has_no_meaning(capsys, tmp_path):
+    model, prompts, out = (
+        filling_model("tiny", BLOCK),
+        tmp_path / "in.jsonl",
+        tmp_path / "out.jsonl",
+    )
+    jaxspec.save(model, tmp_path / "model")
+    texts = ["one, two", "three", "one, two, three"]
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    argv = ["batch", str(prompts), str(out), "--model", str(tmp_path / "model")]
+    for flags, said in {
+        ("--drafter", "lookup"): "--drafter: not for diffusion language models",
+        ("--num-samples", "2"): "--num-samples: not for diffusion language models",
+        ("--logprobs",): "--logprobs: not for diffusion language models",
+        ("--branch", "2"): "--branch: needs --drafts N",
+        ("--expected-speedup", "2"): "guard.expected (--expected-speedup) needs a guard",
+    }.items():
+        assert main([*argv, *flags]) == 2
+        assert said in capsys.readouterr().err
+        assert not out.exists()
+    flags = ["--max-new-tokens", "8", "--drafts", "2", "--drafting", "always"]
+    assert main([*argv, *flags]) == 0
+    settings = DenoiseConfig(max_new_tokens=8)
+    rows = jaxspec.denoise(model, texts, settings)
+    records = {json.loads(line)["line"]: json.loads(line) for line in out.read_text().splitlines()}
+    assert [records[line]["text"] for line in (1, 2, 3)] == [row.text for row in rows]
+    assert "3 of 3 records" in capsys.readouterr().err
+
+
+def test_a_slot_that_stays_empty_does_not_decide_how_many_drafts_pay():
+    """Five rows have eight slots; costs say that drafting never pays."""
+    model, config = WAYS["whole canvases"]
+    speculation = dataclasses.replace(TWO, costs=(1.0, 9.0, 99.0))
+    output, settings = Collector(), JobSettings(drafting="always")
+    run(model, rows_of(PROMPTS[:5]), output, config, speculation, settings=settings)
+    assert sum(record["metrics"]["num_draft_tokens"] for record in output.records) == 0
+
+
+def test_ray_reads_no_setting_that_a_config_lacks():
+    pytest.importorskip("pyarrow")
+    pyarrow = importlib.import_module("pyarrow")
+    for config in (None, CONFIG, GenerationConfig()):
+        decoder = object.__new__(ray.Decoder)
+        decoder._config = config
+        assert decoder._table([], pyarrow.int64()).num_rows == 0
 
 
 LONG = ["--max-new-tokens", "960", "--block-length", "32", "--batch-size", "4"]

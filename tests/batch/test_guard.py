@@ -166,3 +166,14 @@ def test_the_first_steps_time_is_not_believed():
 def test_settings_out_of_range(wrong):
     with pytest.raises(ValueError, match="must be"):
         GuardSettings(**wrong)
+
+
+def test_plain_steps_that_fill_in_several_tokens_count_them():
+    """Steps with drafts emit no more tokens than plain ones here, and take longer."""
+    guard = Guard(GuardSettings(probe_seconds=0.01))
+    for _ in range(60):
+        chunk = guard.choose()
+        seconds = 0.001 * chunk.limit * (1.5 if chunk.drafting else 1.0)
+        guard.book(chunk.drafting, chunk.limit, chunk.limit, 4 * chunk.limit, seconds)
+    assert guard.speedup == pytest.approx(1 / 1.5, rel=0.1)
+    assert not guard.choose().drafting

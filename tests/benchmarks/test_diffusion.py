@@ -44,6 +44,7 @@ def tiny(monkeypatch):
     blocks = Setting("blocks", BLOCKS, CONFIG)
     dual = Setting("dual", BOTH_SIDES, dataclasses.replace(CONFIG, cache="dual"))
     monkeypatch.setattr(diffusion, "load", load)
+    diffusion._loaded.cache_clear()
     monkeypatch.setattr(diffusion, "_MOST_DRAFTS", 1)
     monkeypatch.setattr(diffusion, "_DRAFTS", 1)
     monkeypatch.setattr(diffusion, "_LONG", 12)
@@ -72,6 +73,7 @@ def test_a_suite_is_measured(name, data_folder):
 
 def test_a_model_that_is_asked_for_is_measured_where_it_fits(monkeypatch):
     monkeypatch.setattr(diffusion, "load", load)
+    diffusion._loaded.cache_clear()
     settings = [Setting("blocks", BLOCKS, CONFIG), Setting("dual", BOTH_SIDES, CONFIG)]
     suite = DIFFUSION_SUITES["diffusion"]
 

@@ -630,6 +630,18 @@ class TestDemo:
         assert "░" in shown
         assert re.search(r"4 decisions drafted: [\d.]+ s", shown)
 
+    def test_the_shipped_target_brings_a_diffusion_model_unless_drafters_are_added(
+        self, capsys, monkeypatch, folder
+    ):
+        shown = {"demo": jaxspec.load(folder), demo.BLOCKS: filling_model("filling", 4)}
+        monkeypatch.setattr(demo, "shipped_models", lambda: shown)
+        monkeypatch.setattr(demo, "load", shown.__getitem__)
+        argv = ["demo", "--tokens", "6", "--repeats", "1", "--json"]
+        assert main(argv) == 0
+        assert json.loads(capsys.readouterr().out)["diffusion"]["model"] == "filling"
+        assert main([*argv, "--drafter", "lookup"]) == 0
+        assert json.loads(capsys.readouterr().out)["diffusion"] is None
+
     def test_json(self, capsys, folder):
         drafter = f"draft-model:model={folder}"
         argv = ["demo", "--model", folder, "--drafter", drafter, "--json"]

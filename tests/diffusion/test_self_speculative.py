@@ -39,11 +39,13 @@ CASES = {
     "stops": ({}, {"stop_token_ids": (2, 5, 11)}),
     "prefix": ({}, {"cache": "prefix"}),
     "dual": ({}, {"cache": "dual"}),
+    "prefix, shifted": ({"shift": True}, {"cache": "prefix"}),
     "dual, shifted": ({"shift": True}, {"cache": "dual"}),
     "blocks": ({"block": BLOCK}, {}),
     "blocks, shifted": ({"block": BLOCK, "shift": True}, {"temperature": 0.5}),
     "blocks, nothing kept": ({"block": BLOCK, "shift": True}, {"cache": "none"}),
 }
+SLOW = pytest.mark.slow
 EVERY_DAY = ("whole canvases", "sampling", "dual", "blocks", "two tokens per step")
 
 
@@ -64,7 +66,7 @@ def tokens(result) -> list[list[int]]:
 
 
 def now_and_then(name: str):
-    return name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow)
+    return name if name in EVERY_DAY else pytest.param(name, marks=SLOW)
 
 
 @pytest.mark.parametrize("name", [now_and_then(name) for name in CASES])
@@ -121,12 +123,14 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("cache", ["none", "blocks"])
+@pytest.mark.parametrize(
+    "cache", ["none", "blocks", *(pytest.param(one, marks=SLOW) for one in ("prefix", "dual"))]
+)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_other_drafts_give_the_same_text(name, cache):
     model = tiny_model(block=BLOCK if cache == "blocks" else None)
-    stepwise = denoise(model, PROMPTS, PLAIN)
-    drafted = denoise(model, PROMPTS, PLAIN, DRAFTS[name])
+    stepwise = denoise(model, PROMPTS, config(cache=cache))
+    drafted = denoise(model, PROMPTS, config(cache=cache), DRAFTS[name])
     assert tokens(drafted) == tokens(stepwise)
     assert sum(row.num_calls for row in drafted) < sum(row.num_calls for row in stepwise)
 

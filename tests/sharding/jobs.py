@@ -49,6 +49,21 @@ class Spy:
         ]
 
 
+def canvases(prompts: list[list[int]], cache: str, place: bool) -> list[list[Any]]:
+    """Texts of a diffusion model: of a job, and of `denoise` with one row fewer."""
+    model = tiny_model(block=BLOCK if cache == "blocks" else None)
+    if place:
+        model = Model(shard(model.network, make_mesh(4, 2)))
+    settings = DenoiseConfig(max_new_tokens=8, block_length=BLOCK, cache=cache)
+    few = [[token % MASK for token in prompt] for prompt in prompts]
+    output, drafts = batch.Collector(), SelfSpeculation(2)
+    jobs = batch.JobSettings(batch_size=4, drafting="always")
+    batch.run(model, batch.rows_of(few), output, settings, drafts, settings=jobs)
+    rows = sorted([one["line"], one["tokens"]] for one in output.records)
+    direct = denoise(model, few[1:], settings, drafts)
+    return [*rows, *[row.tokens.tolist() for row in direct]]
+
+
 def main(out: Path) -> None:
     """Runs both jobs."""
     rng = np.random.default_rng(0)
@@ -58,6 +73,10 @@ def main(out: Path) -> None:
     settings = batch.JobSettings(batch_size=BATCH, drafting="always")
     network_of_one = network(VOCAB, qk_norm=True)
     case = DRAFTERS["lookup"]
+    found_canvases = [
+        [canvases(prompts, cache, place) for place in (False, True)]
+        for cache in ("none", "blocks", "prefix", "dual")
+    ]
     modules = {"read_prompt": texts, "insert": slots, "run_chunk": texts}
     spies = {name: Spy(module, name) for name, module in modules.items()}
     for name, module in modules.items():
@@ -71,25 +90,8 @@ def main(out: Path) -> None:
         reports.append(batch.run(model, rows, output, config, drafter, 3, settings))
         return sorted([one["line"], one["sample"], one["tokens"]] for one in output.records)
 
-    def canvases(cache: str, place: bool) -> list[list[Any]]:
-        """Texts of a diffusion model: of a job, and of `denoise` with one row fewer."""
-        model = tiny_model(block=BLOCK if cache == "blocks" else None)
-        if place:
-            model = Model(shard(model.network, make_mesh(4, 2)))
-        settings = DenoiseConfig(max_new_tokens=8, block_length=BLOCK, cache=cache)
-        few = [[token % MASK for token in prompt] for prompt in prompts]
-        output, drafts = batch.Collector(), SelfSpeculation(2)
-        jobs = batch.JobSettings(batch_size=4, drafting="always")
-        batch.run(model, batch.rows_of(few), output, settings, drafts, settings=jobs)
-        rows = sorted([one["line"], one["tokens"]] for one in output.records)
-        direct = denoise(model, few[1:], settings, drafts)
-        return [*rows, *[row.tokens.tolist() for row in direct]]
-
     found = {
-        "canvases": [
-            [canvases(cache, place) for place in (False, True)]
-            for cache in ("none", "blocks", "prefix", "dual")
-        ],
+        "canvases": found_canvases,
         "one": records(Model(network_of_one)),
         "many": records(Model(shard(network_of_one, make_mesh(4, 2)))),
         "num_records": len(rows) * config.num_samples,
