@@ -6,7 +6,7 @@ target's state at t with token t + 1; see `jaxspec.models.eagle`.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -385,7 +385,7 @@ class EagleTrainer:
         settings, (model, vocabulary, taps) = self.settings, opened
         sources = pack_sources(run, vocabulary, documents)
         corpus = self._corpus(run, sources, model)
-        ids, coverage = _draft_ids(corpus, settings.draft_vocab, model.vocab_size)
+        ids, coverage = _draft_ids(sources, corpus, settings.draft_vocab, model.vocab_size)
         num_drafted = model.vocab_size if ids is None else len(ids)
         config = head_config(model.config)
         if settings.version == 3:
@@ -501,16 +501,27 @@ class EagleTrainer:
 
 
 def _draft_ids(
-    corpus: Corpus, count: int, vocab_size: int
+    sources: Corpus, corpus: Corpus, count: int, vocab_size: int
 ) -> tuple[Int[np.ndarray, " draft_vocab"] | None, float]:
-    """Returns the most frequent tokens, ascending, and their share of the text; `None` for all."""
+    """Returns the most frequent tokens, ascending, and their share of the text that is learned.
+
+    The sources count as much as the target's own texts, half of which are drawn at temperature 1:
+    these alone miss tokens that the target writes when it decodes greedily. `None` for all tokens.
+    """
     if not count:
         return None, 1.0
+
+    def share(texts: Mapping[str, Sequences], weights: Mapping[str, float]) -> np.ndarray:
+        counts = np.zeros(vocab_size)
+        for name, rows in texts.items():
+            tokens = rows.tokens[rows.segments > 0]
+            counts += weights[name] * np.bincount(tokens, minlength=vocab_size)
+        return counts / counts.sum()
+
+    both = share(sources.train, sources.weights)
     own = corpus.train.get(OWN_TEXT)
-    texts: Iterable[Sequences] = corpus.train.values() if own is None else [own]
-    frequencies = np.sum(
-        [np.bincount(rows.tokens[rows.segments > 0], minlength=vocab_size) for rows in texts],
-        axis=0,
-    )
-    ids = np.sort(np.argsort(-frequencies, kind="stable")[:count]).astype(np.int32)
-    return ids, float(frequencies[ids].sum() / frequencies.sum())
+    learned = both if own is None else share({OWN_TEXT: own}, {OWN_TEXT: 1.0})
+    if own is not None:
+        both = both + learned
+    ids = np.sort(np.argsort(-both, kind="stable")[:count]).astype(np.int32)
+    return ids, float(learned[ids].sum())

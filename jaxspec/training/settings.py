@@ -333,8 +333,8 @@ class EagleTrainingSettings(DraftingSettings):
         version: 1 for EAGLE-1, whose heads EAGLE-2 uses too; 3 for EAGLE-3.
         sources_weight: passes over a source of weight 1 while the target's texts are passed once;
             0: the sources give prompts only.
-        draft_vocab: number of tokens to draft from, the most frequent ones of the target's texts
-            (of the sources, where there are none); 0: all.
+        draft_vocab: number of tokens to draft from, the most frequent ones of the sources and of
+            the target's texts, which count alike; 0: all.
         noise: EAGLE-1: noise on the states that are read, see `FeatureRegression`.
         token_weight: EAGLE-1: weight of the tokens' loss.
         num_unrolled: EAGLE-3: passes of the head over each text, see `TrainingTimeTest`.
