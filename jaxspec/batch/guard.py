@@ -186,7 +186,7 @@ class Guard:
         once = self._once or 0.0
         drafted = draft.step_seconds(once) / (running * tau)
         # Plain steps of a diffusion model may fill in several tokens too.
-        plainly = plain.step_seconds(once) / (running * plain_tau)
+        plainly = plain.step_seconds(once) / (running * max(1.0, plain_tau))
         slow, fast = draft.read_seconds, plain.read_seconds
         if not self._waiting or (slow is None and fast is None):
             return plainly / drafted, plainly / drafted

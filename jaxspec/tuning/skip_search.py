@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.files import replacing_files, write_json
+from jaxspec.checkpoint.files import CheckpointError, replacing_files, write_json
 from jaxspec.drafters.skip_sets import skipped_layers, skips_of
 from jaxspec.extras import needs_extra
 from jaxspec.models import Network, Skips
@@ -197,7 +197,7 @@ class SearchTrace:
         """
         try:
             self._history = History(path)
-        except json.JSONDecodeError as error:
+        except CheckpointError as error:
             raise ValueError(f"{path} is not a trace of `jaxspec tune skips`: {error}") from None
         about = json.loads(json.dumps({"num_layers": num_layers, **about}))
         records = self._history.records

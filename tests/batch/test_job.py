@@ -165,13 +165,14 @@ def test_sampled_rows_are_those_of_generate_at_any_batch_size(model, name):
 
 def texts_read(monkeypatch) -> list[int]:
     """Counts, before each chunk, the places of the corpus that drafts come from."""
-    counts, run_chunk = [], slots_module.run_chunk
+    counts, run_chunk = [], texts_module.run_chunk
 
     def counted(params, *args, **settings):
         counts.append(int(params.draft.count) if params.draft else None)
         return run_chunk(params, *args, **settings)
 
-    monkeypatch.setattr(slots_module, "run_chunk", counted)
+    counted.lower = run_chunk.lower
+    monkeypatch.setattr(texts_module, "run_chunk", counted)
     return counts
 
 

@@ -625,7 +625,7 @@ class TestDemo:
         for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "100", "LINES": "40"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("TERM", "xterm")
-        assert main([*argv, "--slow", "1"]) == 0
+        assert main([*argv, "--slow", "100"]) == 0
         shown = capsys.readouterr().out
         assert "░" in shown
         assert re.search(r"4 decisions drafted: [\d.]+ s", shown)

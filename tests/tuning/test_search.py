@@ -470,7 +470,7 @@ def test_pipes_and_devices_are_not_waited_for(load, tmp_path):
 
 
 def test_a_search_that_would_take_long_is_refused_with_its_limits():
-    table = AcceptanceTable(tuple((0.5,) * 8 for _ in range(4)))
+    table = AcceptanceTable(tuple((0.12,) * 8 for _ in range(4)))
     limits = Limits(nodes=500, depth=4, width=500, branch=8, batch=300)
     start = time.process_time()
     with pytest.raises(ValueError, match=r"Limits.nodes=500.*pairs of subtrees.*search fewer"):
