@@ -187,7 +187,7 @@ def test_ray_reads_no_setting_that_a_config_lacks():
         assert decoder._table([], pyarrow.int64()).num_rows == 0
 
 
-LONG = ["--max-new-tokens", "960", "--block-length", "32", "--batch-size", "4"]
+LONG = ["--max-new-tokens", "960", "--block-length", "32", "--steps", "120"]
 
 
 def start(environment, *words: str, devices: int = 1) -> subprocess.Popen:
@@ -222,6 +222,7 @@ def test_a_folder_with_canvases_of_a_thousand_tokens(shift, environment, tmp_pat
     texts = [f"{count} words, " * (1 + count % 2) for count in range(6)]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     job = ["batch", str(prompts), "{}", "--model", str(model), "--resume", "--drafts", "2", *LONG]
+    job += ["--batch-size", "4"]
     environment = {**os.environ, **environment}
 
     def argv(name: str) -> list[str]:
@@ -229,9 +230,7 @@ def test_a_folder_with_canvases_of_a_thousand_tokens(shift, environment, tmp_pat
 
     ended(start(environment, *argv("whole.jsonl")))
     whole = texts_in(tmp_path / "whole.jsonl")
-    direct = jaxspec.denoise(
-        jaxspec.load(model), texts, DenoiseConfig(max_new_tokens=960, block_length=32)
-    )
+    direct = jaxspec.denoise(jaxspec.load(model), texts, DenoiseConfig(960, 32, 120))
     assert whole == {line: row.tokens.tolist() for line, row in enumerate(direct, start=1)}
     killed = start(environment, *argv("killed.jsonl"))
     out = tmp_path / "killed.jsonl"
@@ -245,5 +244,5 @@ def test_a_folder_with_canvases_of_a_thousand_tokens(shift, environment, tmp_pat
     assert texts_in(tmp_path / "mesh.jsonl") == whole
     bench = ["bench", str(model), str(prompts), "--limit", "2", "--repeats", "1", "--drafts", "2"]
     figures = tmp_path / "bench.json"
-    ended(start(environment, *bench, *LONG[:4], "--json", str(figures)))
+    ended(start(environment, *bench, *LONG, "--json", str(figures)))
     assert json.loads(figures.read_text())["outputs_agree"]

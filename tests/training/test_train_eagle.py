@@ -14,10 +14,11 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import Eagle
 from jaxspec.models import Network, init_params
-from jaxspec.training.data import Sequences
-from jaxspec.training.eagle import EagleTrainer
+from jaxspec.training.data import Corpus, Sequences, pack
+from jaxspec.training.eagle import EagleTrainer, _draft_ids
 from jaxspec.training.lm import LMTrainer
 from jaxspec.training.settings import (
+    OWN_TEXT,
     EagleTrainingSettings,
     LMTrainingSettings,
     settings_from_json,
@@ -113,7 +114,23 @@ def test_the_folder_is_read_back_and_drafts_without_changing_the_text(run):
     assert accepted <= set(np.asarray(head.draft_ids).tolist())
 
 
-def test_the_draft_vocabulary_is_what_the_target_writes_most(run):
+def test_the_draft_vocabulary_counts_sources_and_own_texts_alike():
+    def packed(*counts: tuple[int, int]):
+        return pack([np.repeat(*pair).astype(np.int32) for pair in counts], 16)
+
+    # By shares: 0.6 + 0.1 of token 1, 0.3 of 2, 0.1 + 0.4 of 3, 0.5 of 4.
+    sources = Corpus({"a": packed((1, 6), (2, 3), (3, 1))}, {}, {"a": 2.0})
+    own = Corpus({OWN_TEXT: packed((4, 5), (3, 4), (1, 1))}, {}, {})
+    ids, coverage = _draft_ids(sources, own, 3, 8)
+    assert (ids.tolist(), coverage) == ([1, 3, 4], pytest.approx(1.0))
+    ids, coverage = _draft_ids(sources, own, 1, 8)
+    assert (ids.tolist(), coverage) == ([1], pytest.approx(0.1))
+    ids, coverage = _draft_ids(sources, sources, 2, 8)
+    assert (ids.tolist(), coverage) == ([1, 2], pytest.approx(0.9))
+    assert _draft_ids(sources, own, 0, 8) == (None, 1.0)
+
+
+def test_the_draft_vocabulary_is_as_large_as_asked_and_its_share_is_said(run):
     settings, trained, place = run
     files = sorted((place / "state" / "own_text").glob("*.jsonl"))
     texts = [json.loads(line)["tokens"] for path in files for line in path.open()]
@@ -123,7 +140,6 @@ def test_the_draft_vocabulary_is_what_the_target_writes_most(run):
     ids = np.asarray(trained.result.draft_ids)
     assert len(ids) == settings.draft_vocab
     assert np.all(np.diff(ids) > 0)
-    assert counts[ids].min() >= np.delete(counts, ids).max()
     coverage = counts[ids].sum() / counts.sum()
     assert trained.metrics["draft_vocab_coverage"] == round(float(coverage), 4)
 
