@@ -20,8 +20,9 @@ from jaxspec.batch.slots import (
     SlotPrograms,
     batch_shapes,
     chunk_arguments,
+    count_running,
+    repeat,
 )
-from jaxspec.core.loop import run
 from jaxspec.core.types import Params, Stop
 from jaxspec.decoding.denoise import (
     DenoiseConfig,
@@ -87,21 +88,12 @@ def run_chunk(
         speculation: static.
         place: static; the layout of the new states on a mesh.
     """
-    before, calls = _running(states), jnp.sum(states.stats.num_calls)
+    fewest = jnp.maximum(count_running(states.canvas.stop) - wanted, 0)
+    calls = jnp.sum(states.stats.num_calls)
     length = jnp.sum(_lengths(plan, states))
 
-    def loop(round_of: Callable, states: DenoiseState, chosen: Bool[Array, ""]):
-        def step(params: Params, carry):
-            states, count = carry
-            states, info = round_of(params, states)
-            return (states, count + 1), info
-
-        def continues(carry) -> Bool[Array, ""]:
-            states, count = carry
-            running = _running(states)
-            return chosen & (count < limit) & (running > 0) & (before - running < wanted)
-
-        return run(step, params, (states, jnp.int32(0)), continues)
+    def loop(step: Callable, states: DenoiseState, chosen: Bool[Array, ""]):
+        return repeat(step, params, states, lambda each: each.canvas.stop, chosen, limit, fewest)
 
     drafted = partial(denoise_step, plan=plan, speculation=speculation)
     states, count = loop(drafted, states, drafting)
@@ -120,10 +112,6 @@ def run_chunk(
         jnp.sum(states.stats.num_calls) - calls,
         jnp.sum(lengths) - length,
     )
-
-
-def _running(states: DenoiseState) -> Int[Array, ""]:
-    return jnp.sum(states.canvas.stop == Stop.RUNNING, dtype=jnp.int32)
 
 
 def _lengths(plan: DenoisePlan, states: DenoiseState) -> Int[Array, " rows"]:

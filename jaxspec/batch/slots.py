@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxspec.batch.guard import Chunk
 from jaxspec.batch.plan import Group
 from jaxspec.batch.rows import EncodedRow, Row
 from jaxspec.batch.settings import JobSettings
-from jaxspec.core.types import PyTree, StateT
+from jaxspec.core.loop import run
+from jaxspec.core.types import Params, PyTree, StateT, StepFn, Stop
 from jaxspec.decoding.metrics import ROW_FIGURES, Counts, Metrics
 from jaxspec.sharding import Placement
 
@@ -265,6 +266,44 @@ def bytes_in_one_memory(arrays: PyTree) -> int:
 def devices_in_one_memory(devices: Collection[jax.Device]) -> int:
     """Returns the number of devices that share the memory of `available_memory`."""
     return len(devices) if next(iter(devices)).platform == "cpu" else 1
+
+
+def count_running(stop: Int[Array, " rows"]) -> Int[Array, ""]:
+    """Returns the number of rows that have not stopped."""
+    return jnp.sum(stop == Stop.RUNNING, dtype=jnp.int32)
+
+
+def repeat(
+    step: StepFn,
+    params: Params,
+    states: Any,
+    stop_of: Callable[[Any], Array],
+    chosen: Bool[Array, ""],
+    limit: Int[Array, ""],
+    fewest: Int[Array, ""],
+) -> tuple[Any, Int[Array, ""]]:
+    """Repeats a step of a chunk; returns the states and the number of steps.
+
+    Args:
+        step: of a batch.
+        params: weights.
+        states: the batch.
+        stop_of: returns the `Stop` codes of its rows.
+        chosen: False: no step at all.
+        limit: most steps.
+        fewest: rows, at least 0; the chunk ends when no more than these are running.
+    """
+
+    def counted(params: Params, carry):
+        states, count = carry
+        states, info = step(params, states)
+        return (states, count + 1), info
+
+    def continues(carry) -> Bool[Array, ""]:
+        states, count = carry
+        return chosen & (count < limit) & (count_running(stop_of(states)) > fewest)
+
+    return run(counted, params, (states, jnp.int32(0)), continues)
 
 
 def chunk_arguments(chunk: Chunk, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

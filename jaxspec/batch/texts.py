@@ -21,8 +21,10 @@ from jaxspec.batch.slots import (
     SlotPrograms,
     batch_shapes,
     chunk_arguments,
+    count_running,
     int32,
     put,
+    repeat,
 )
 from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import (
@@ -36,7 +38,7 @@ from jaxspec.core.decode import (
 )
 from jaxspec.core.decode import read_prefix as read_prefix_of
 from jaxspec.core.grammar import Grammar
-from jaxspec.core.loop import CHUNK, run
+from jaxspec.core.loop import CHUNK
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import (
     Context,
@@ -226,23 +228,12 @@ def run_chunk(
         drafter: static.
         place: static; the layout of the new states on a mesh.
     """
-    before = _running(states)
+    fewest = jnp.maximum(count_running(states.stop) - wanted, 0)
     row_steps, length = jnp.sum(states.stats.num_steps), jnp.sum(states.context.length)
 
     def loop(method: Drafter, states: DecodeState, chosen: Bool[Array, ""]):
-        def step(params: Params, carry):
-            states, count = carry
-            states, info = speculative_step(
-                params, states, drafter=method, automaton=automaton, grammar=grammar
-            )
-            return (states, count + 1), info
-
-        def continues(carry) -> Bool[Array, ""]:
-            states, count = carry
-            running = _running(states)
-            return chosen & (count < limit) & (running > 0) & (before - running < wanted)
-
-        return run(step, params, (states, jnp.int32(0)), continues)
+        step = partial(speculative_step, drafter=method, automaton=automaton, grammar=grammar)
+        return repeat(step, params, states, lambda each: each.stop, chosen, limit, fewest)
 
     states, steps = loop(drafter, states, drafting)
     if drafter != NoDraft():
@@ -252,7 +243,7 @@ def run_chunk(
         states = place(states)
     return states, ChunkInfo(
         without_caches(states),
-        # Of their own: the states are donated to the next chunk.
+        # Other buffers than those that are donated to the next chunk.
         states.stop,
         states.context.length,
         steps,
@@ -265,10 +256,6 @@ def without_caches(states: DecodeState) -> DecodeState:
     """Returns the part of the states that records are made from."""
     context = states.context._replace(cache=(), recent=(), warp=(), stop_ids=())
     return states._replace(context=context, draft=(), key=(), automaton=(), grammar=())
-
-
-def _running(states: DecodeState) -> Int[Array, ""]:
-    return jnp.sum(states.stop == Stop.RUNNING, dtype=jnp.int32)
 
 
 def _as_plain(states: DecodeState) -> DecodeState:
