@@ -4,33 +4,27 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
 from jaxspec.checkpoint import Model, load, shipped_models
 from jaxspec.commands import EXIT_DIFFERENT
-from jaxspec.commands.live import (
-    DRAFTED_STYLE,
-    VISIBLE_ESCAPE,
-    LiveText,
-    Sources,
-    StreamClock,
-)
+from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, waiting
 from jaxspec.commands.methods import EVERY_METHOD, MADE_FOR
 from jaxspec.commands.options import announce, drafter_spec, make_drafter
-from jaxspec.commands.race import coloured, record, replay, slowdown
+from jaxspec.commands.picture import check_picture, write_picture
+from jaxspec.commands.race import Recording, coloured, record, replay, slowdown
 from jaxspec.core.loop import round_up
 from jaxspec.decoding.denoise import DEFAULT_BLOCK, DenoiseConfig, denoise
-from jaxspec.decoding.generate import stream
+from jaxspec.decoding.generate import generate
 from jaxspec.decoding.profile import PROMPTS
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.diffusion import SelfSpeculation
-from jaxspec.drafters import DrafterLike
 from jaxspec.measure.compare import compare
 from jaxspec.measure.comparison import Comparison, as_summary
 from jaxspec.measure.figures import PLAIN, STEPWISE
@@ -38,21 +32,33 @@ from jaxspec.measure.figures import PLAIN, STEPWISE
 BLOCKS = "demo-block-diffusion"
 """The diffusion model of the demo."""
 _DRAFTS = (2, 4)
+_NEXT = """\
+Next:
+  jaxspec generate demo "def add(a, b):" --drafter eagle:head=demo-eagle
+  jaxspec demo --all      every method, on every prompt
+  jaxspec bench MODEL PROMPTS.jsonl --drafter lookup      your own model and prompts"""
+FIRST_METHODS = ("prompt lookup", "EAGLE-1, searched tree")
+"""Methods that are shown without `--all`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec demo`."""
     parser.description = (
-        "Decodes built-in prompts with the shipped models: plainly, and with every method that "
-        "comes with the package for the target; then with a diffusion model, stepwise and with its "
-        "own decisions drafted. A terminal shows them side by side, slowed down, with accepted "
-        "draft tokens coloured. Needs no network."
+        "Decodes a built-in prompt with the shipped models: plainly, with prompt lookup and with "
+        "an EAGLE head; then with a diffusion model, stepwise and with its own decisions drafted. "
+        "A terminal shows them side by side, slowed down, with accepted draft tokens coloured. "
+        "Then they are timed on three prompts. Needs no network."
     )
     parser.add_argument(
         "--tokens", type=int, default=96, metavar="N", help="tokens per prompt (default: 96)"
     )
     parser.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="timed runs of each (default: 3)"
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="show every method that comes with the package for the target, on all three prompts",
     )
     parser.add_argument("--model", default=MADE_FOR, help=f"another target (default: {MADE_FOR})")
     parser.add_argument(
@@ -69,6 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="slow the race down by this factor (default: plain decoding takes 4 seconds)",
     )
+    parser.add_argument(
+        "--svg", metavar="FILE", help="write the race of the first prompt as an animated picture"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -80,8 +89,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--slow must be a number from 1 (as fast as it ran), got {args.slow:g}.")
     console = Console(highlight=False, stderr=args.json)
     in_turns = args.json or not console.is_terminal
-    if args.slow is not None and in_turns:
+    if args.slow is not None and in_turns and not args.svg:
         raise ValueError("--slow: the race needs a terminal, and no --json; leave --slow out.")
+    if args.svg:
+        check_picture(args.svg)
     names = [args.model]
     # Further drafters are for the target alone.
     if args.model == MADE_FOR and not args.drafter and BLOCKS in shipped_models():
@@ -90,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         first, *others = [_as_json(*each) for each in shown]
         print(json.dumps(first | {"diffusion": others[0] if others else None}))
+    else:
+        console.print(_NEXT, soft_wrap=True)
     agree = all(comparison.outputs_agree for *_, comparison in shown)
     return 0 if agree else EXIT_DIFFERENT
 
@@ -101,12 +114,27 @@ def _show_model(
     config, drafters = _asked(args, model)
     undrafted = STEPWISE if model.is_diffusion else PLAIN
     methods = {undrafted: None, **drafters}
+    if model.is_diffusion or not in_turns:
+        _legend(console, model)
     outputs = []
-    if in_turns:
-        outputs = show(console, model, config, methods)
-    else:
-        race(console, model, config, methods, args.slow)
-    _heading(console, f"timing {model.name}: every method on every prompt, in turns")
+    for number, prompt in enumerate(PROMPTS if args.all else PROMPTS[:1], start=1):
+        _heading(console, f"prompt {number} of {len(PROMPTS)}" if args.all else "prompt")
+        console.print(Text(prompt))
+        shown = methods if in_turns else {undrafted: None}  # at once; the others race it
+        outputs.append({})
+        for name, method in shown.items():
+            _heading(console, name)
+            outputs[-1][name] = show(console, model, prompt, config, method)
+        pictured = args.svg and number == 1 and not model.is_diffusion
+        if in_turns and not pictured:
+            continue
+        recordings = record(model, prompt, config, methods)
+        slowed = args.slow or slowdown(recordings[0])
+        if pictured:
+            write_picture(Path(args.svg), model.name, prompt, recordings, slowed)
+        if not in_turns:
+            race(console, recordings, slowed)
+    _heading(console, f"timing {model.name}: every method on {len(PROMPTS)} prompts, in turns")
     comparison = compare(model, PROMPTS, drafters, config, repeats=args.repeats)
     if not args.json:
         console.print(as_summary(comparison))
@@ -121,17 +149,21 @@ def _asked(args: argparse.Namespace, model: Model) -> tuple[Any, dict[str, Any]]
             raise ValueError(
                 f"--drafter: not for diffusion language models, and {model.name} is one."
             )
+        if args.svg and args.model != MADE_FOR:
+            raise ValueError(f"--svg: a race of causal models, and {args.model} is none.")
         diffusion = model.config.diffusion
         block = (diffusion and diffusion.block) or DEFAULT_BLOCK
         config = DenoiseConfig(max_new_tokens=round_up(args.tokens, block))
         counts = [count for count in _DRAFTS if count < config.max_new_tokens]
         return config, {f"{count} decisions drafted": SelfSpeculation(count) for count in counts}
-    made = {name: make(model) for name, make in EVERY_METHOD.items()}
+    names = EVERY_METHOD if args.all else [name for name in FIRST_METHODS if name in EVERY_METHOD]
+    made = {name: EVERY_METHOD[name](model) for name in names}
     for spec in filter(None, args.drafter):
         made[spec.text] = make_drafter(spec, args, model)
     drafters = {name: drafter for name, drafter in made.items() if drafter is not None}
     left_out = [name for name in made if name not in drafters]
-    announce(left_out=", ".join(left_out) or "nothing")
+    if left_out:
+        announce(left_out=", ".join(left_out))
     return GenerationConfig(max_new_tokens=args.tokens), drafters
 
 
@@ -144,92 +176,38 @@ class MethodOutput:
     from_draft: list[bool] | None = None
 
 
-def show(
-    console: Console,
-    model: Model,
-    config: Any,
-    methods: Mapping[str, Any],
-) -> list[dict[str, MethodOutput]]:
-    """Prints every prompt with the output of every method, one after another."""
-    _legend(console, model)
-    show_one = _show_canvas if model.is_diffusion else _show_text
-    outputs = []
-    for prompt in _prompts_shown(console):
-        outputs.append({})
-        for name, method in methods.items():
-            _heading(console, name)
-            outputs[-1][name] = show_one(console, model, prompt, config, method)
-    return outputs
-
-
-def _show_canvas(
-    console: Console,
-    model: Model,
-    prompt: str,
-    config: DenoiseConfig,
-    speculation: SelfSpeculation | None,
-) -> MethodOutput:
-    (row,) = denoise(model, [prompt], config, speculation)
-    console.print(Text((row.text or "").translate(VISIBLE_ESCAPE)), soft_wrap=True)
-    figures = f"{row.num_calls} passes, {row.tokens_per_call:.2f} tokens per pass"
+def show(console: Console, model: Model, prompt: str, config: Any, method: Any) -> MethodOutput:
+    """Prints the output of one method for one prompt, with its counts."""
+    with waiting("compiling, once for this kind of request ..."):
+        if model.is_diffusion:
+            (row,) = denoise(model, [prompt], config, method)
+            figures = f"{row.num_calls} passes, {row.tokens_per_call:.2f} tokens per pass"
+        else:
+            (row,) = generate(model, prompt, config, method)
+            figures = (
+                f"{len(row.tokens)} tokens in {row.metrics.num_verify_steps} passes: "
+                f"tau {row.metrics.mean_acceptance_length:.2f} (bonus included)"
+            )
+    text = row.text or ""
+    console.print(Text(text.translate(VISIBLE_ESCAPE)), soft_wrap=True)
     console.print(Text(f"({figures})", style="dim"))
-    return MethodOutput(row.text or "", row.tokens.tolist())
+    drafted = None if model.is_diffusion else row.from_draft.tolist()
+    return MethodOutput(text, row.tokens.tolist(), drafted)
 
 
-def _show_text(
-    console: Console,
-    model: Model,
-    prompt: str,
-    config: GenerationConfig,
-    drafter: DrafterLike | None,
-) -> MethodOutput:
-    sources, steps = Sources(model.tokenizer), []
-    with StreamClock() as clock:
-        with LiveText(console) as live:
-            live.push([], "compiling; kept for the next time")
-            for step in stream(model, prompt, config, drafter):
-                clock.push(step)
-                steps.append(step)
-                live.push(sources.push(step), clock)
-        console.print(Text(f"({clock})", style="dim"))
-    return MethodOutput(
-        text="".join(step.text for step in steps),
-        tokens=np.concatenate([step.tokens for step in steps]).tolist(),
-        from_draft=np.concatenate([step.from_draft for step in steps]).tolist(),
-    )
-
-
-def race(
-    console: Console,
-    model: Model,
-    config: Any,
-    methods: Mapping[str, Any],
-    slowed: float | None,
-) -> None:
-    """Shows every prompt with all methods side by side, and then the text of the fastest.
+def race(console: Console, recordings: Sequence[Recording], slowed: float) -> None:
+    """Shows all methods side by side, and then the text of the fastest.
 
     Args:
         console: console of a terminal.
-        model: the target.
-        config: settings of decoding.
-        methods: the methods, the one that does not draft first.
-        slowed: seconds on the screen for each second of decoding; `None`: see `slowdown`.
+        recordings: the steps of the methods, the one that does not draft first.
+        slowed: seconds on the screen for each second of decoding.
     """
-    _legend(console, model)
-    console.print(
-        "Each method decodes alone, step by step; the measured times are then replayed side by "
-        "side. Steps from Python take longer, which favours methods with few steps: the table at "
-        "the end times whole programs. tau: tokens per target pass, bonus token included."
-    )
-    for prompt in _prompts_shown(console):
-        recordings = {
-            recording.name: recording for recording in record(model, prompt, config, methods)
-        }
-        undrafted = recordings[next(iter(methods))]
-        replay(console, [*recordings.values()], slowed or slowdown(undrafted))
-        fastest = min(recordings.values(), key=lambda recording: recording.seconds)
-        _heading(console, f"the text, by the fastest: {fastest.name}")
-        console.print(coloured(fastest.steps))
+    _heading(console, "the same text by every method, each alone, its time replayed")
+    replay(console, recordings, slowed)
+    fastest = min(recordings, key=lambda recording: recording.seconds)
+    _heading(console, f"the text, by the fastest: {fastest.name}")
+    console.print(coloured(fastest.steps))
 
 
 def _legend(console: Console, model: Model) -> None:
@@ -242,13 +220,6 @@ def _legend(console: Console, model: Model) -> None:
     legend = Text("Accepted draft tokens are ")
     legend.append("coloured", DRAFTED_STYLE)
     console.print(legend.append("; all other tokens are the target's own."))
-
-
-def _prompts_shown(console: Console) -> Iterator[str]:
-    for number, prompt in enumerate(PROMPTS, start=1):
-        _heading(console, f"prompt {number} of {len(PROMPTS)}")
-        console.print(Text(prompt))
-        yield prompt
 
 
 def _heading(console: Console, title: str) -> None:

@@ -4,8 +4,7 @@ import dataclasses
 import math
 import time
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,26 +16,28 @@ from rich.text import Text
 
 from jaxspec.checkpoint import Model
 from jaxspec.commands.canvas import draw_canvas
-from jaxspec.commands.live import REFRESH_SECONDS, Sources, StreamClock, append_coloured
+from jaxspec.commands.live import REFRESH_SECONDS, append_coloured
 from jaxspec.compilation import CompileClock
-from jaxspec.decoding.denoise import DenoiseResult, DenoiseStep, denoise_stream
-from jaxspec.decoding.generate import StreamStep, stream
+from jaxspec.decoding.denoise import DenoiseStep, denoise_stream
+from jaxspec.decoding.generate import generate
 from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import PromptLike
+from jaxspec.decoding.result import GenerationResult
 from jaxspec.progress import progress_bar
 
 _SHOWN_SECONDS = 4.0
+_TIMED_RUNS = 3
 _PANEL_WIDTH = 40  # holds the figures below a panel
 _NARROWEST = 16
 _BORDERS = 2
 
 
 class RecordedStep(NamedTuple):
-    """A step of a stream.
+    """A step of a method.
 
     Attributes:
-        counts: counts of the stream so far, this step included.
-        seconds: time from the start of the stream to this step, without compiling.
+        counts: counts of all steps so far, this one included.
+        seconds: time from the start of decoding to the end of this step, without compiling.
         pieces: the text of the step, each piece with True if it was drafted and accepted.
         canvas: of a diffusion model, the whole text after the step, masks shown; else `None`.
     """
@@ -49,14 +50,14 @@ class RecordedStep(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """The whole stream of one method."""
+    """All steps of one method."""
 
     name: str
     steps: Sequence[RecordedStep]
 
     @property
     def seconds(self) -> float:
-        """Time of the whole stream, without compiling."""
+        """Time of all steps, without compiling."""
         return self.steps[-1].seconds
 
     def until(self, seconds: float) -> Sequence[RecordedStep]:
@@ -70,47 +71,62 @@ def record(
     config: Any,
     methods: Mapping[str, Any],
 ) -> list[Recording]:
-    """Decodes a prompt with every method, one after another, and records when each step came.
+    """Decodes a prompt with every method, one after another, and records its steps.
 
     Each clock counts its own method's decoding only, prefill included. Every method first decodes
-    everything once, so that compiling is outside all clocks.
+    everything once, so that compiling is outside all clocks. A causal model decodes in one compiled
+    program, whose steps get equal shares of its time, the median of three runs. The steps of a
+    diffusion model run one by one, and each has its own time.
     """
-
-    def steps_of(method: Any) -> Any:
-        if model.is_diffusion:
-            return denoise_stream(model, [prompt], config, method)
-        return stream(model, prompt, config, method)
-
+    recorded = _canvas_recording if model.is_diffusion else _text_recording
     with progress_bar(len(methods)) as advance:
         for name, method in methods.items():
             advance(f"first run of {name}: compiles, kept for the next time")
-            deque(steps_of(method), maxlen=0)
+            recorded(name, model, prompt, config, method)
     # No bar from here on: it would take time from the methods.
-    recorded = _canvas_recording if model.is_diffusion else _recording
-    return [recorded(name, model, steps_of(method)) for name, method in methods.items()]
+    return [recorded(name, model, prompt, config, method) for name, method in methods.items()]
 
 
-def _recording(name: str, model: Model, steps: Iterable[StreamStep]) -> Recording:
-    given, times = [], []
-    with StreamClock() as clock:
-        for step in steps:
-            clock.push(step)
-            given.append(step)
-            times.append((clock.counts, clock.seconds))
-    sources = Sources(model.tokenizer)
-    return Recording(
-        name,
-        [
-            RecordedStep(counts, seconds, sources.push(step))
-            for (counts, seconds), step in zip(times, given, strict=True)
-        ],
-    )
+def _text_recording(
+    name: str, model: Model, prompt: PromptLike, config: Any, method: Any
+) -> Recording:
+    runs = [generate(model, prompt, config, method) for _ in range(_TIMED_RUNS)]
+    seconds = np.median([run.metrics.seconds or 0.0 for run in runs])
+    return recording_of(name, runs[0], float(seconds))
+
+
+def recording_of(name: str, result: GenerationResult, seconds: float) -> Recording:
+    """Returns the steps of a result of one row, with equal shares of these seconds.
+
+    Every step ends with the target's own token.
+    """
+    (row,) = result
+    detokenizer = row.tokenizer.detokenizer() if row.tokenizer else None
+    ends = [*(np.flatnonzero(~row.from_draft) + 1)]
+    if not ends or ends[-1] < len(row.tokens):
+        ends.append(len(row.tokens))  # the budget ended among accepted tokens
+    steps, counts, start = [], Counts(), 0
+    for number, end in enumerate(ends, start=1):
+        tokens, drafted = row.tokens[start:end].tolist(), row.from_draft[start:end].tolist()
+        counts += Counts(num_tokens=len(tokens), num_steps=1, num_from_draft=sum(drafted))
+        pieces = []
+        if detokenizer is not None:
+            pieces = [
+                (detokenizer.push([token]), flag)
+                for token, flag in zip(tokens, drafted, strict=True)
+            ]
+            if end == len(row.tokens):
+                pieces.append((detokenizer.finish(), False))
+        steps.append(RecordedStep(counts, seconds * number / len(ends), pieces))
+        start = end
+    return Recording(name, steps)
 
 
 def _canvas_recording(
-    name: str, model: Model, steps: Generator[list[DenoiseStep | None], None, DenoiseResult]
+    name: str, model: Model, prompt: PromptLike, config: Any, method: Any
 ) -> Recording:
-    """Records a stream of one row: after each step, the text that the next one begins with."""
+    """Records the text that the next step begins with, after each step."""
+    steps = denoise_stream(model, [prompt], config, method)
     given, times = [], []
     with CompileClock() as compiling:
         start = time.perf_counter()

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 import jaxspec
 from jaxspec import GenerationConfig, commands, generate, native
 from jaxspec.checkpoint import hub, save_eagle
-from jaxspec.cli import COMMANDS, main
+from jaxspec.cli import COMMANDS, build_parser, main
 from jaxspec.commands import demo, info, options
 from jaxspec.commands import methods as shipped
 from jaxspec.commands.generate import Session, Shown, add_arguments
@@ -565,10 +566,33 @@ class TestDemo:
         methods = {"one": lambda target: jaxspec.PromptLookup(), "for another": lambda target: None}
         monkeypatch.setattr(demo, "EVERY_METHOD", methods)
         argv = ["demo", "--model", folder, "--tokens", "6", "--repeats", "1"]
-        assert main(argv) == 0
+        assert main([*argv, "--all"]) == 0
         out, err = capsys.readouterr()
         assert "# one\n" in out
         assert "left_out: for another" in err
+        monkeypatch.setattr(demo, "FIRST_METHODS", ("for another",))
+        assert main(argv) == 0
+        assert "# one\n" not in capsys.readouterr().out
+
+    def test_a_first_run_is_told_what_to_try_next(self, capsys, folder):
+        """The commands that it names are read without an error."""
+        assert main(["demo", "--model", folder, "--tokens", "6", "--repeats", "1"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        named = [line.strip() for line in lines if line.startswith("  jaxspec ")]
+        assert len(named) == 3
+        for command in named:
+            words = shlex.split(command.split("   ")[0])[1:]
+            assert build_parser(words).parse_args(words).run.__module__.endswith(words[0])
+
+    def test_the_race_is_written_as_a_picture(self, capsys, folder, tmp_path):
+        argv = ["demo", "--model", folder, "--tokens", "6", "--repeats", "1", "--slow", "2"]
+        assert main([*argv, "--svg", str(tmp_path / "race.svg")]) == 0
+        assert (tmp_path / "race.svg").read_text().startswith("<svg ")
+        capsys.readouterr()
+        assert "--svg must name a file that ends in .svg" in fails(capsys, *argv, "--svg", "race")
+        jaxspec.save(filling_model("filling", 4), tmp_path / "filling")
+        argv[2] = str(tmp_path / "filling")
+        assert "--svg: a race of causal" in fails(capsys, *argv, "--svg", "race.svg")
 
     @pytest.fixture
     def on_a_terminal(self, monkeypatch):
@@ -644,7 +668,7 @@ class TestDemo:
 
     def test_json(self, capsys, folder):
         drafter = f"draft-model:model={folder}"
-        argv = ["demo", "--model", folder, "--drafter", drafter, "--json"]
+        argv = ["demo", "--model", folder, "--drafter", drafter, "--json", "--all"]
         assert main([*argv, "--tokens", "6", "--repeats", "1"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["outputs_agree"] is True

@@ -1,8 +1,11 @@
 """The display of a race, and its moments."""
 
+import dataclasses
+import html
 import io
+import re
 import time
-from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from jaxspec import (
     generate,
 )
 from jaxspec.commands import race
+from jaxspec.commands.picture import race_svg
 from jaxspec.commands.race import (
     Race,
     RecordedStep,
@@ -25,6 +29,7 @@ from jaxspec.commands.race import (
     coloured,
     columns_that_fit,
     record,
+    recording_of,
     replay,
     slowdown,
 )
@@ -104,23 +109,32 @@ def test_accepted_draft_tokens_are_coloured_and_no_others():
 
 
 def test_methods_run_alone_and_first_runs_are_in_no_clock(monkeypatch):
-    runs = []
+    model, runs, result = tiny_model(), [], generate(tiny_model(), "one", CONFIG)
 
-    def stream(model, prompt, config, drafter):
-        if drafter not in runs:
-            time.sleep(0.3)  # compiles
-        for part in range(2):
-            runs.append(drafter)
-            reason = "length" if part else None
-            yield SimpleNamespace(
-                tokens=np.zeros(1, int), from_draft=np.zeros(1, bool), text="", finish_reason=reason
-            )
+    def generate_once(model, prompt, config, drafter):
+        seconds = 0.1 * (1 + runs.count(drafter))  # the first runs are the fastest here
+        runs.append(drafter)
+        metrics = dataclasses.replace(result.metrics, seconds=seconds)
+        return dataclasses.replace(result, metrics=metrics)
 
-    monkeypatch.setattr(race, "stream", stream)
-    recordings = record(tiny_model(), "", CONFIG, {"one": "a", "two": "b"})
-    assert runs == ["a", "a", "b", "b"] * 2
+    monkeypatch.setattr(race, "generate", generate_once)
+    recordings = record(model, "", CONFIG, {"one": "a", "two": "b"})
+    assert runs == ["a", "a", "a", "b", "b", "b"] * 2
     assert [recorded.name for recorded in recordings] == ["one", "two"]
-    assert all(recorded.seconds < 0.3 for recorded in recordings)
+    assert [recorded.seconds for recorded in recordings] == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("drafter", [None, PromptLookup()])
+def test_steps_share_the_time_and_end_with_the_targets_own_token(drafter):
+    result = generate(tiny_model(), "one, two, one, two, one,", CONFIG, drafter)
+    recorded = recording_of("method", result, 3.0)
+    num_steps = result.metrics.num_verify_steps
+    assert len(recorded.steps) == num_steps
+    np.testing.assert_allclose(
+        [step.seconds for step in recorded.steps], 3.0 * np.arange(1, num_steps + 1) / num_steps
+    )
+    for step in recorded.steps[:-1]:
+        assert step.counts.num_tokens - step.counts.num_from_draft == step.counts.num_steps
 
 
 def test_plain_decoding_is_shown_for_four_seconds_and_never_faster_than_it_ran():
@@ -201,3 +215,45 @@ def test_a_replay_takes_as_long_as_it_says_and_leaves_the_end_on_the_screen():
     shown = screen(out.getvalue())
     assert shown.count("replay of measured times") == 1
     assert shown.count("own") == sum(len(recorded.steps) for recorded in recordings)
+
+
+def shown_at(svg, seconds):
+    """The text of each lane that a picture shows after so many of its seconds."""
+    at = {
+        name: float(percent) / 100 * float(lasts)
+        for name, percent, lasts in re.findall(
+            r"@keyframes (l\d+s\d+) \{ 0%, ([\d.]+)% .*\n\.\1 \{ animation: \1 ([\d.]+)s", svg
+        )
+    }
+    texts = {}
+    for names, text in re.findall(r'<text class="(l\d+s\d+(?: draft)?)"[^>]*>([^<]*)</text>', svg):
+        name = names.split()[0]
+        if at[name] <= seconds:
+            lane = int(re.findall(r"\d+", name)[0])
+            texts[lane] = texts.get(lane, "") + html.unescape(text)
+    return texts
+
+
+def test_a_picture_shows_each_step_at_its_time():
+    recordings = [recording(seed, name=f"method {seed}") for seed in range(2)]
+    svg = race_svg("demo", "a <prompt>", recordings, 100.0)
+    document = ElementTree.fromstring(svg)
+    assert document.tag.endswith("svg")
+    assert "a &lt;prompt&gt;" in svg
+    for seconds in (0.0, 1.0, 3.0, 60.0):
+        shown = shown_at(svg, seconds)
+        for lane, recorded in enumerate(recordings):
+            there = recorded.until(seconds / 100)
+            words = coloured(there).plain.split()
+            assert abs(shown.get(lane, "").count("n") - "".join(words).count("n")) <= 1
+    green = "".join(re.findall(r'draft"[^>]*>([^<]*)<', svg))
+    drafted = "".join(drafted_text(coloured(recorded.steps)) for recorded in recordings)
+    assert green.replace(" ", "") == drafted.replace(" ", "")
+
+
+def test_a_picture_loads_nothing_and_runs_nothing():
+    recorded = Recording("a&b", [RecordedStep(Counts(1, 1), 0.1, [("</text><script>", True)])])
+    svg = race_svg("m", "", [recorded], 1.0)
+    assert "<script" not in svg
+    assert "http" not in svg.replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert "as fast as it ran" in svg
