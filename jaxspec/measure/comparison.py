@@ -200,16 +200,14 @@ class Comparison:
         return text.getvalue().rstrip()
 
 
-_SPEED_COLUMNS = ("tau", "accepted", "rate", "tokens/s", "speed-up [95 %]")
+_SPEED_COLUMNS = ("tau", "rate", "tokens/s", "speed-up [95 %]")
 _SPEED_NOTES = (
     "tau: tokens per target pass, bonus token INCLUDED.",
-    "accepted: draft tokens accepted per target pass, bonus token EXCLUDED.",
-    "rate: accepted / drafted, along the path.",
+    "rate: share of the drafted tokens that were accepted, along the path; bonus EXCLUDED.",
 )
 _DIFFUSION_NOTES = (
     "tau: tokens per call of the network.",
-    "accepted: drafted decisions kept per call.",
-    "rate: kept / drafted.",
+    "rate: share of the drafted decisions that were kept.",
     "saved: share of stepwise decoding's calls.",
 )
 _SPEEDUP_NOTE = (
@@ -303,7 +301,7 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first, overflow="fold")
     for column in others:
-        table.add_column(column, justify="right", overflow="fold")
+        table.add_column(column, justify="right", overflow="fold", no_wrap="speed" in column)
     return table
 
 
@@ -357,7 +355,6 @@ def _text_columns(comparison: Comparison) -> tuple[str, ...]:
 def _speed_cells(figures: Figures) -> tuple[str, ...]:
     return (
         f"{figures.mean_acceptance_length:.2f}",
-        f"{figures.mean_accepted_tokens:.2f}",
         f"{figures.acceptance_rate:.0%}",
         f"{figures.tokens_per_second:.0f}",
         speedup_text(figures),
