@@ -1,9 +1,11 @@
 """Parts of the documentation site beyond mkdocs.yml.
 
-A hook of MkDocs: links that leave `docs/` lead to the repository, whose address is
-`[project.urls]` in pyproject.toml. An extension of Griffe: examples are shown as code.
+A hook of MkDocs: pages of results are a part of the site, and links that leave `docs/` lead to the
+repository, whose address is `[project.urls]` in pyproject.toml. An extension of Griffe: examples
+are shown as code.
 """
 
+import os
 import re
 import textwrap
 import tomllib
@@ -11,20 +13,40 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Adds the pages of `benchmarks/results` as the folder `results` of the site."""
+    for page in sorted(RESULTS.glob("*.md")):
+        name = f"results/{page.name}"
+        files.append(File.generated(config, name, abs_src_path=str(page)))
+    return files
+
+
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Rewrites relative links to files of the repository that are outside `docs/`."""
-    folder = (ROOT / "docs" / page.file.src_path).parent
+    """Rewrites relative links to what is no page of the site, or lies elsewhere on it."""
+    inside = page.file.src_path.startswith("results/")
+    folder = RESULTS if inside else (ROOT / "docs" / page.file.src_path).parent
+    place = Path(page.file.src_path).parent
 
     def rewritten(link: re.Match[str]) -> str:
         path, anchor = (folder / link[1]).resolve(), link[2] or ""
-        if not path.exists() or path.is_relative_to(ROOT / "docs"):
+        if not path.exists():
             return link[0]
-        return f"]({SOURCE}/blob/main/{path.relative_to(ROOT).as_posix()}{anchor})"
+        if path.parent == RESULTS and path.suffix == ".md":
+            found = Path("results") / path.name
+        elif path.is_relative_to(ROOT / "docs"):
+            found = path.relative_to(ROOT / "docs")
+        else:
+            return f"]({SOURCE}/blob/main/{path.relative_to(ROOT).as_posix()}{anchor})"
+        return f"]({Path(os.path.relpath(found, place)).as_posix()}{anchor})"
 
     return re.sub(r"\]\((\.\./[^)#]+)(#[^)]*)?\)", rewritten, markdown)
 

@@ -4,10 +4,12 @@ Run it from the repository:
 
     python -m benchmarks.tree_searches
     python -m benchmarks.tree_searches --profile FILE --acceptance FILE
+    python -m benchmarks.tree_searches --plot docs/cost.png
 
 It prints the predicted speed of the best tree of each search. For an inferred acceptance table it
-also repeats the exact search under other calibrations. Nothing is measured: the figures follow from
-the profile and the table.
+also repeats the exact search under other calibrations. `--plot` draws the speed-up by the size of
+the tree, on devices that differ and with the acceptance of `demo-eagle` on all of them. Nothing is
+measured: the figures follow from the profiles and the table.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxspec.checkpoint import find_head
 from jaxspec.core.tree import EAGLE_PATHS, Path
 from jaxspec.tuning import (
     AcceptanceTable,
@@ -35,10 +38,12 @@ from jaxspec.tuning import (
     shipped_tables,
 )
 from jaxspec.tuning.acceptance import PUBLISHED_TAU, SHAPES
+from jaxspec.tuning.plots import draw_speedups, plot
 
 GRID_DEPTHS, GRID_WIDTHS, GRID_BRANCHES, GRID_NODES = (3, 5), (1, 8), (1, 3), (3, 25)
 """The grid of the paper, ends included; nodes exclude the root."""
 _MOST_NODES = 12  # in searches under other calibrations
+_MOST_DRAWN = 16
 
 
 class OtherSearches(NamedTuple):
@@ -242,12 +247,28 @@ def _prefixes(paths: Sequence[Path]) -> list[tuple[Path, ...]]:
     return [tuple(paths[: end + 1]) for end in range(len(paths))]
 
 
+def plot_devices(path: str) -> None:
+    """Draws the best tree of each size on the shipped profiles and on that of `demo-eagle`."""
+    head = find_head("demo-eagle")
+    acceptance = load_acceptance(head / "acceptance.json")
+    profiles = [head / "profile.json", *shipped_profiles()]
+    searches = [
+        search_tree(acceptance, load_profile(each), max_nodes=_MOST_DRAWN, max_branch=3)
+        for each in profiles
+    ]
+    plot(path, draw_speedups, searches, size=(7.0, 4.0))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints both comparisons."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tree_searches")
     parser.add_argument("--profile", default=shipped_profiles()[0], help="default: %(default)s")
     parser.add_argument("--acceptance", default=shipped_tables()[0], help="default: %(default)s")
+    parser.add_argument("--plot", metavar="FILE", help="draw devices side by side, and end")
     args = parser.parse_args(argv)
+    if args.plot:
+        plot_devices(args.plot)
+        return 0
     profile, acceptance = load_profile(args.profile), load_acceptance(args.acceptance)
     if profile.one_pass:
         raise SystemExit("--profile: the other searches price a draft pass per level.")

@@ -123,6 +123,25 @@ def draw_cost(axes: Any, search: TreeSearch, measured: Sequence[tuple[int, float
     axes.legend(fontsize="small")
 
 
+def draw_speedups(axes: Any, searches: Sequence[TreeSearch]) -> None:
+    """Draws the predicted speed-up of the best tree of each budget; dots are the fastest trees."""
+    for search in searches:
+        plain = search.plain.tokens_per_second
+        speedups = [each.tokens_per_second / plain for each in search.by_budget]
+        budgets = [each.nodes for each in search.by_budget]
+        (line,) = axes.plot(budgets, speedups, label=search.profile)
+        best = search.best
+        axes.plot(best.nodes, best.tokens_per_second / plain, "o", color=line.get_color())
+    axes.axhline(1.0, color="0.4", linestyle="--", label="plain decoding")
+    axes.set(
+        xlabel="draft nodes, the root excluded",
+        ylabel="times as fast as plain decoding, predicted",
+        ylim=(0, None),
+    )
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
 def draw_predictions(axes: Any, speeds: Sequence[tuple[float, float]]) -> None:
     """Draws predicted against measured tokens per second, one point per tree."""
     predicted, measured = zip(*speeds, strict=True)
