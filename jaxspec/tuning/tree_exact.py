@@ -19,7 +19,7 @@ from jaxspec.core.tree import Path
 from jaxspec.tuning.acceptance import AcceptanceTable
 
 _PAIRS_AT_ONCE = 1 << 20
-_MOST_PAIRS = 1 << 31
+_MOST_PAIRS = 1 << 30
 """Pairs of subtrees that a search combines at most; 2**27 take a second or two."""
 
 
