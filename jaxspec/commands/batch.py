@@ -18,7 +18,7 @@ from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
 from jaxspec.commands.canvas import add_diffusion_arguments, canvas_settings, check_kind
 from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.options import (
-    add_drafter_arguments,
+    add_drafter_argument,
     add_generation_arguments,
     add_loading_arguments,
     add_mesh_argument,
@@ -30,6 +30,7 @@ from jaxspec.commands.options import (
     mesh_asked,
     write_figures,
 )
+from jaxspec.commands.parser import add_place
 from jaxspec.measure.compare import describe
 
 _EVERY = 2.0
@@ -46,17 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "on order, batch size, or how often the job was stopped and resumed. Ctrl-C finishes the "
         "running rows; a second one stops at once. In both cases --resume continues the job."
     )
-    parser.add_argument(
-        "input", type=Path, nargs="?", metavar="IN.jsonl[.gz]", help="a prompt per line"
-    )
-    parser.add_argument(
-        "output", type=Path, nargs="?", metavar="OUT.jsonl", help="a record per line"
-    )
-    parser.add_argument(
-        "--model", default="demo", metavar="MODEL", help="folder, shipped name or Hub id"
-    )
-    add_loading_arguments(parser)
-    add_mesh_argument(parser)
+    for name, metavar, meaning in (
+        ("input", "IN.jsonl[.gz]", "a prompt per line"),
+        ("output", "OUT.jsonl", "a record per line"),
+    ):
+        add_place(
+            parser, name, f"--{name}", metavar=metavar, help=meaning, kind=Path, required=False
+        )
+    parser.add_argument("-m", "--model", metavar="MODEL", help="folder, shipped name or Hub id")
+    add_drafter_argument(parser)
+    add_generation_arguments(parser)
     parser.add_argument(
         "--field",
         help=f"name of the prompt's field (default: the first of {', '.join(PROMPT_FIELDS)})",
@@ -113,8 +113,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("OUT", "PART"),
         help="join the outputs of all shards in OUT, in the order of the input; no other argument",
     )
-    add_generation_arguments(parser)
-    add_drafter_arguments(parser, repeatable=False)
+    add_mesh_argument(parser)
+    add_loading_arguments(parser)
     add_diffusion_arguments(parser)
 
 
@@ -123,17 +123,17 @@ def run(args: argparse.Namespace) -> int:
     if args.merge is not None:
         return _merge(args)
     if args.input is None or args.output is None:
-        raise ValueError("give IN.jsonl and OUT.jsonl, or --merge OUT PART [PART ...].")
+        args.parser.error("give IN.jsonl and OUT.jsonl, or --merge OUT PART [PART ...].")
+    if args.model is None:
+        args.parser.error("--model MODEL is missing.")
     return _show(args, _decode(args))
 
 
 def _merge(args: argparse.Namespace) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     given = [
         name
-        for name, default in vars(parser.parse_args([])).items()
-        if name != "merge" and getattr(args, name) != default
+        for name, value in vars(args).items()
+        if name not in ("merge", "verbose", "debug") and value != args.parser.get_default(name)
     ]
     if given:
         raise ValueError(f"--merge takes no other argument; leave out {', '.join(given)}.")
@@ -180,6 +180,7 @@ def _decode(args: argparse.Namespace) -> JobReport:
     rows = shard.rows_of(rows)
     with batch.Writer(args.output, header, args.resume) as writer:
         announce(
+            args,
             model=args.model,
             prompts=f"{len(rows)} of {args.input}, shard {shard}",
             drafter=describe(drafter),

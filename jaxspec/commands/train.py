@@ -124,7 +124,8 @@ class TrainVerb(Generic[Settings]):
         trainer = getattr(importlib.import_module(module), name)
         settings = self.settings_from_arguments(args)
         console = Console(stderr=True)
-        console.print_json(json.dumps(settings_to_json(settings)))
+        if args.verbose:
+            console.print_json(json.dumps(settings_to_json(settings)))
         train.train(
             trainer(settings),
             args.state or default_state_folder(settings, args.out.name),
