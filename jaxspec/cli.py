@@ -5,10 +5,11 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jaxspec
 from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
+from jaxspec.commands.interrupts import Told, ending_soon, say_interrupted
 from jaxspec.commands.parser import Parser, settle
 
 
@@ -106,24 +107,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     jaxspec.use_persistent_cache()
     try:
-        parser = build_parser(argv)
-        if not argv:
-            parser.print_help()
-            return 0
-        if argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
-            parser.error(f"the command comes first, then {argv[0]}.")
-        if len(argv[0].split()) > 1:
-            said = f'generate demo "{argv[0]:.200}"'
-            parser.error(f"a prompt needs a command and a model: jaxspec {said}")
-        args, rest = parser.parse_known_args(argv)
-        settle(args.parser, args, rest)
-        return args.run(args)
-    except KeyboardInterrupt:
+        try:
+            with ending_soon():
+                return _run(argv)
+        finally:
+            # A reader that has closed our output is noticed here, and not at exit.
+            sys.stdout.flush()
+    except KeyboardInterrupt as interruption:
+        if not isinstance(interruption, Told):
+            say_interrupted()
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has closed it. Python's flush at exit must not raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(nowhere, stream.fileno())
         return 0
+    except SystemExit as end:
+        if end.code == 1:  # rich's answer to a closed pipe
+            return 0
+        raise
     except (ValueError, OSError, FloatingPointError, RecursionError, MemoryError) as error:
         if "--debug" in argv:
             raise
@@ -135,6 +140,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         print("jaxspec: error:", " ".join(said.split()), file=sys.stderr)
         return EXIT_ERROR
+
+
+def _run(argv: Sequence[str]) -> int:
+    parser = build_parser(argv)
+    if not argv:
+        parser.print_help()
+        return 0
+    if argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
+        parser.error(f"the command comes first, then {argv[0]}.")
+    if len(argv[0].split()) > 1:
+        said = f'generate demo "{argv[0]:.200}"'
+        parser.error(f"a prompt needs a command and a model: jaxspec {said}")
+    args, rest = parser.parse_known_args(argv)
+    settle(args.parser, args, rest)
+    return args.run(args)
+
+
+def command_line() -> NoReturn:
+    """Runs the command line of this process and ends it."""
+    code = main()
+    if code == EXIT_INTERRUPTED:
+        # Without waiting for programs that still run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def build_parser(argv: Sequence[str]) -> Parser:

@@ -1,22 +1,21 @@
 """`jaxspec batch`: a file of prompts in, a file of records out."""
 
 import argparse
-import signal
+import dataclasses
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 
 from jaxspec import batch
 from jaxspec.batch import JobReport
+from jaxspec.batch.report import job_bar
 from jaxspec.batch.rows import PROMPT_FIELDS
 from jaxspec.batch.writer import progress_path
-from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
+from jaxspec.commands import EXIT_ERROR
 from jaxspec.commands.canvas import add_diffusion_arguments, canvas_settings, check_kind
 from jaxspec.commands.flags import add_flags, given
+from jaxspec.commands.interrupts import telling
 from jaxspec.commands.options import (
     add_drafter_argument,
     add_generation_arguments,
@@ -33,8 +32,6 @@ from jaxspec.commands.options import (
 from jaxspec.commands.parser import add_place
 from jaxspec.measure.compare import describe
 
-_EVERY = 2.0
-"""Seconds between lines of progress."""
 _LONGEST_WAIT = 7 * 24 * 3600
 """Seconds that a process of `--distributed` waits for the others at its end."""
 
@@ -44,15 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Decodes every prompt of a file and appends a record for each to another. Slots are "
         "refilled as rows finish. A row's output depends on the settings, the seed and its id, not "
-        "on order, batch size, or how often the job was stopped and resumed. Ctrl-C finishes the "
-        "running rows; a second one stops at once. In both cases --resume continues the job."
+        "on order, batch size, or how often the job was stopped and resumed. A record holds the "
+        "fields of its line too. Ctrl-C keeps the records that are there, and --resume continues "
+        "the job."
     )
-    for name, metavar, meaning in (
-        ("input", "IN.jsonl[.gz]", "a prompt per line"),
-        ("output", "OUT.jsonl", "a record per line"),
+    for name, metavar, kind, meaning in (
+        (
+            "input",
+            "IN.jsonl[.gz]",
+            str,
+            "a prompt per line; or hf:NAME[:CONFIG]:SPLIT of `datasets`",
+        ),
+        ("output", "OUT.jsonl", Path, "a record per line"),
     ):
         add_place(
-            parser, name, f"--{name}", metavar=metavar, help=meaning, kind=Path, required=False
+            parser, name, f"--{name}", metavar=metavar, help=meaning, kind=kind, required=False
         )
     parser.add_argument("-m", "--model", metavar="MODEL", help="folder, shipped name or Hub id")
     add_drafter_argument(parser)
@@ -66,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue the same job, if it has begun"
+    )
+    parser.add_argument(
+        "--in-order",
+        action="store_true",
+        help="put the records into the order of the input when all are there; without it they stay "
+        "in the order in which they were finished",
     )
     group = parser.add_argument_group(
         "how the job runs (auto: the default); outputs do not depend on it, except for --capacity, "
@@ -87,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--progress",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="print progress on standard error (default: on a terminal)",
+        help="say on standard error how far the job is: a bar on a terminal (the default there), "
+        "else a line a minute",
     )
     group = parser.add_argument_group(
         "several processes, on one host or many: each decodes a shard of the rows into its own "
@@ -119,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decodes or merges; 130 if Ctrl-C ended the job too early, 2 if no row was good."""
+    """Decodes or merges; 2 if no row was good."""
     if args.merge is not None:
         return _merge(args)
     if args.input is None or args.output is None:
@@ -146,12 +156,8 @@ def _merge(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, report: JobReport) -> int:
     """Prints how a job went, and writes its figures where `--json` asks for them."""
-    ended = "interrupted" if report.interrupted else "done"
-    print(f"{ended}: {report}", file=sys.stderr)
+    print(f"done: {report}", file=sys.stderr)
     write_figures(report.as_dict(), args.json)
-    if report.interrupted:
-        print("the same command with --resume continues", file=sys.stderr)
-        return EXIT_INTERRUPTED
     if 0 < report.num_records == report.num_errors:
         print(f"every row was bad: {args.output} says why of each", file=sys.stderr)
         return EXIT_ERROR
@@ -191,18 +197,26 @@ def _decode(args: argparse.Namespace) -> JobReport:
         )
         if writer.done:
             print(f"resuming: {len(writer.done)} records are there", file=sys.stderr)
-        with _draining() as interrupts:
-            return batch.run(
-                model,
-                rows,
-                writer,
-                config,
-                drafter,
-                args.seed,
-                settings,
-                should_stop=lambda: bool(interrupts),
-                progress=_Progress(args.progress),
+        latest = batch.JobReport()
+
+        def done() -> str:
+            report = dataclasses.replace(latest, num_done=len(writer.done))
+            return f"{report}; the same command with --resume continues"
+
+        shown = sys.stderr.isatty() if args.progress is None else args.progress
+        with telling(done), job_bar(shown) as show:
+
+            def progress(report: JobReport) -> None:
+                nonlocal latest
+                latest = report
+                show(report)
+
+            report = batch.run(
+                model, rows, writer, config, drafter, args.seed, settings, progress=progress
             )
+        if args.in_order:
+            writer.put_in_order()
+        return report
 
 
 def _joined() -> batch.Shard:
@@ -220,11 +234,15 @@ def _joined() -> batch.Shard:
     return batch.Shard(jax.process_index() + 1, jax.process_count())
 
 
-def _check_paths(source: Path, out: Path, figures: str | None) -> None:
+def _check_paths(source: str, out: Path, figures: str | None) -> None:
     """Refuses a file with two roles, before anything is written."""
     if out.suffix == ".gz":
         raise ValueError(f"{out}: the output is plain text, appended line by line; leave out .gz.")
-    given = {"the input": source, "the output": out, "the output's progress": progress_path(out)}
+    given = {
+        "the input": Path(source),
+        "the output": out,
+        "the output's progress": progress_path(out),
+    }
     if figures not in (None, "-"):
         given["the file of --json"] = Path(figures)
     named: dict[Path, str] = {}
@@ -232,50 +250,6 @@ def _check_paths(source: Path, out: Path, figures: str | None) -> None:
         other = named.setdefault(path.resolve(), what)
         if other != what:
             raise ValueError(f"{path}: {what} must not be {other}.")
-
-
-@contextmanager
-def _draining() -> Iterator[list[int]]:
-    """Collects the first Ctrl-C; the second one interrupts as usual."""
-    interrupts: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        interrupts.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("finishing the running rows; Ctrl-C again stops at once", file=sys.stderr)
-
-    try:
-        before = signal.signal(signal.SIGINT, note)
-    except ValueError:  # signals reach the main thread only
-        yield interrupts
-        return
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class _Progress:
-    """Prints a line every two seconds."""
-
-    def __init__(self, shown: bool | None):
-        self._shown = sys.stderr.isatty() if shown is None else shown
-        self._last = time.monotonic()
-
-    def __call__(self, report: JobReport) -> None:
-        now = time.monotonic()
-        if not self._shown or now - self._last < _EVERY:
-            return
-        self._last = now
-        eta = report.eta_seconds
-        left = "" if eta is None else f", {_duration(eta)} left"
-        print(f"{report}{left}", file=sys.stderr)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
 
 
 def _count(text: str) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 from rich.console import Console
 
 from jaxspec.checkpoint import Model
@@ -194,9 +195,11 @@ class Session:
         console = Console(highlight=False)
         sources, text, interrupted = Sources(self.model.tokenizer), "", False
         with StreamClock() as clock, LiveText(console) as live:
+            reason = None
             try:
                 for step in waiting_for_first(self.stream(prompt), COMPILING):
                     clock.push(step)
+                    reason = step.finish_reason
                     text += step.text
                     live.push(sources.push(step), clock)
             except KeyboardInterrupt:
@@ -206,7 +209,15 @@ class Session:
                 live.push(held, clock)
         ended = "interrupted" if interrupted else "done"
         print(f"{ended}: {clock}", file=sys.stderr)
+        if reason == "length":
+            print(self._limit(clock.counts.num_tokens), file=sys.stderr)
         return Shown(text, interrupted)
+
+    def _limit(self, num_tokens: int) -> str:
+        """Says which limit has cut a text off."""
+        if num_tokens >= np.max(self.config.max_new_tokens):
+            return f"cut off by --max-new-tokens {self.config.max_new_tokens}"
+        return "cut off by the end of the model's context"
 
     def stream(self, prompt: PromptLike) -> Iterator[StreamStep]:
         """Decodes step by step."""
