@@ -77,8 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "in the order in which they were finished",
     )
     group = parser.add_argument_group(
-        "how the job runs (auto: the default); outputs do not depend on it, except for --capacity, "
-        "whose rows that do not fit become errors, and for --drafting when sampling or in 16 bits"
+        "how the job runs",
+        "auto is the default. Outputs do not depend on it, except for --capacity, whose rows that "
+        "do not fit become errors, and for --drafting when sampling or in 16 bits.",
     )
     auto = {"type": _count, "metavar": "auto|N"}
     counts = {"batch_size": auto, "capacity": auto}
@@ -100,8 +101,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "else a line a minute",
     )
     group = parser.add_argument_group(
-        "several processes, on one host or many: each decodes a shard of the rows into its own "
-        "output, and --merge joins the outputs"
+        "several processes, on one host or many",
+        "Each decodes a shard of the rows into its own output, and --merge joins the outputs.",
     )
     shards = group.add_mutually_exclusive_group()
     shards.add_argument(

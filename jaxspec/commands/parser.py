@@ -2,6 +2,8 @@
 
 import argparse
 import re
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -138,7 +140,13 @@ class Parser(argparse.ArgumentParser):
                 words.append(name if required.get(action.dest, action.required) else f"[{name}]")
             elif action.required:
                 words.append(f"{action.option_strings[-1]} {name}")
-        self.usage = " ".join(["%(prog)s", *words, "[flags]"]).replace("%(prog)s", self.prog)
+        begin = "usage: "
+        self.usage = textwrap.fill(
+            " ".join([begin + self.prog, *words, "[flags]"]),
+            shutil.get_terminal_size().columns - 2,
+            subsequent_indent=" " * len(begin),
+            break_on_hyphens=False,
+        ).removeprefix(begin)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuses what is none of the choices, and names the closest one."""
