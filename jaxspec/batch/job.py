@@ -153,14 +153,15 @@ def decode(
         >>> [(record["line"], len(record["tokens"])) for record in records]
         [(1, 8), (2, 8)]
     """
-    output, how = Collector(), (config, drafter)
-    untyped: Any = how
+    output = Collector()
+    given: Any = config
+    method: Any = drafter
     if model.is_diffusion:
-        how = config_of(untyped[0], settings, DenoiseConfig), drafter
+        given = config_of(given, settings, DenoiseConfig)
     else:
-        how = config_and_drafter(*untyped, settings)
+        given, method = config_and_drafter(given, method, settings)
     with job_bar(progress) as show:
-        run(model, rows_of(prompts), output, *how, seed, job, progress=show)
+        run(model, rows_of(prompts), output, given, method, seed, job, progress=show)
     return sorted(output.records, key=itemgetter("line", "sample"))
 
 

@@ -245,7 +245,7 @@ def drafter_spec(text: str) -> DrafterSpec | None:
 
 def _drafter_meant(text: str) -> str:
     """Returns what may have been meant by a text whose name is unknown."""
-    name, rest = re.fullmatch(r"([\w-]*)\W*(.*)", text, re.DOTALL).groups()
+    name, rest = re.split(r"[^\w-]+|$", text, maxsplit=1)
     for example in (each.example for each in DRAFTERS.values()):
         if example.endswith("=" + name):  # weights that ship
             return f"; did you mean {example}?"
