@@ -1,7 +1,5 @@
 """`python -m jaxspec`."""
 
-import sys
+from jaxspec.cli import command_line
 
-from jaxspec.cli import main
-
-sys.exit(main())
+command_line()

@@ -1,15 +1,16 @@
 """The command line. `COMMANDS` lists the verbs; each verb has its own module."""
 
-import argparse
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jaxspec
 from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
+from jaxspec.commands.interrupts import Told, ending_soon, say_interrupted
+from jaxspec.commands.parser import Parser, settle
 
 
 class Command(NamedTuple):
@@ -20,34 +21,55 @@ class Command(NamedTuple):
         summary: one line for the list of verbs.
         module: module with `add_arguments(parser)` and `run(args) -> exit code`. It is imported
             only when the verb is called.
+        example: arguments of a command line for the help and for errors.
     """
 
     words: tuple[str, ...]
     summary: str
     module: str
+    example: str = ""
 
 
+def _command(words: str, summary: str, example: str = "") -> Command:
+    module = f"jaxspec.commands.{words.replace(' ', '_')}"
+    return Command(tuple(words.split()), summary, module, example)
+
+
+_EAGLE, _TEXT = "--drafter eagle:head=demo-eagle", "--data notes=notes.txt"
 COMMANDS = (
-    Command(("demo",), "decode built-in prompts plain and speculatively", "jaxspec.commands.demo"),
-    Command(("generate",), "continue a prompt, or chat", "jaxspec.commands.generate"),
-    Command(("batch",), "decode a file of prompts", "jaxspec.commands.batch"),
-    Command(("bench",), "measure drafters against plain decoding", "jaxspec.commands.bench"),
-    Command(("train", "lm"), "train a small language or draft model", "jaxspec.commands.train_lm"),
-    Command(("train", "eagle"), "train an EAGLE head", "jaxspec.commands.train_eagle"),
-    Command(("train", "masked"), "train a diffusion model", "jaxspec.commands.train_masked"),
-    Command(("train", "deer"), "align a drafter of blocks", "jaxspec.commands.train_deer"),
-    Command(("train", "dflash"), "train a DFlash head", "jaxspec.commands.train_dflash"),
-    Command(("tune", "skips"), "search layers to skip in drafting", "jaxspec.commands.tune_skips"),
-    Command(("tune", "profile"), "time passes on a device", "jaxspec.commands.tune_profile"),
-    Command(("tune", "tree"), "search the fastest draft tree", "jaxspec.commands.tune_tree"),
-    Command(("export", "tflite"), "write a file for LiteRT", "jaxspec.commands.export_tflite"),
-    Command(("export", "tuned"), "write one with the best tree", "jaxspec.commands.export_tuned"),
-    Command(("export", "report"), "compare quantizations", "jaxspec.commands.export_report"),
-    Command(("export", "litertlm"), "write one for LiteRT-LM", "jaxspec.commands.export_litertlm"),
-    Command(("export", "web"), "write a page for browsers", "jaxspec.commands.export_web"),
-    Command(("export", "kit"), "write passes to be timed", "jaxspec.commands.export_kit"),
-    Command(("serve",), "serve an exported page", "jaxspec.commands.serve"),
-    Command(("info",), "describe this installation", "jaxspec.commands.info"),
+    _command("demo", "decode built-in prompts plain and speculatively"),
+    _command("generate", "continue a prompt, or chat", f'demo "Two and two is" {_EAGLE}'),
+    _command("batch", "decode a file of prompts", "in.jsonl out.jsonl --model demo --resume"),
+    _command("bench", "measure drafters against plain decoding", f"demo prompts.jsonl {_EAGLE}"),
+    _command("drafters", "list drafters and their settings", "eagle"),
+    _command("train lm", "train a small language or draft model", f"{_TEXT} --out my-draft"),
+    _command("train eagle", "train an EAGLE head", f"{_TEXT} --target demo --out my-head"),
+    _command("train masked", "train a diffusion model", f"{_TEXT} --out my-model"),
+    _command(
+        "train deer",
+        "align a drafter of blocks",
+        "--target demo --start-from demo-deer --out my-deer",
+    ),
+    _command("train dflash", "train a DFlash head", f"{_TEXT} --target demo --out my-head"),
+    _command("tune skips", "search layers to skip in drafting", "demo --out my-skips"),
+    _command("tune profile", "time passes on a device", f"demo {_EAGLE} --out profile.json"),
+    _command(
+        "tune tree",
+        "search the fastest draft tree",
+        f"demo held-out.jsonl {_EAGLE} --profile profile.json",
+    ),
+    _command("export tflite", "write a file for LiteRT", "demo phone --head demo-eagle"),
+    _command(
+        "export tuned",
+        "write one with the best tree",
+        "demo phone --head demo-eagle --prompts held-out.jsonl",
+    ),
+    _command("export report", "compare quantizations", "demo report --prompts held-out.jsonl"),
+    _command("export litertlm", "write one for LiteRT-LM", "demo phone"),
+    _command("export web", "write a page for browsers", "demo page --head demo-eagle"),
+    _command("export kit", "write passes to be timed", "demo kit --head demo-eagle"),
+    _command("serve", "serve an exported page", "page"),
+    _command("info", "describe this installation"),
 )
 
 GROUPS = {
@@ -56,6 +78,14 @@ GROUPS = {
     "export": "write a model as a file for phones",
 }
 """Summaries of the verbs that have sub-verbs."""
+_ALSO = {
+    **{command.words[-1]: " ".join(command.words) for command in COMMANDS},
+    **dict.fromkeys(("run", "complete", "decode", "stream"), "generate"),
+    **dict.fromkeys(("eval", "benchmark", "compare", "measure"), "bench"),
+    **{"chat": "generate MODEL --chat", "help": "--help", "version": "--version"},
+    **{"methods": "drafters", "models": "info", "convert": "export"},
+}
+"""Words that are no verbs, and what to type for each."""
 
 
 _TOO_MUCH: dict[type[BaseException], str] = {
@@ -76,24 +106,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     jaxspec.use_persistent_cache()
-    parser = build_parser(argv)
-    args, rest = parser.parse_known_args(argv)
-    # argparse wants positional arguments together; `generate MODEL --json PROMPT` separates them.
-    late = getattr(args, "late_argument", None)
-    if late and len(rest) == 1 and not rest[0].startswith("-") and getattr(args, late) is None:
-        setattr(args, late, rest[0])
-    elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
-        return args.run(args)
-    except KeyboardInterrupt:
+        try:
+            with ending_soon():
+                return _run(argv)
+        finally:
+            # A reader that has closed our output is noticed here, and not at exit.
+            sys.stdout.flush()
+    except KeyboardInterrupt as interruption:
+        if not isinstance(interruption, Told):
+            say_interrupted()
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has closed it. Python's flush at exit must not raise again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                os.dup2(nowhere, stream.fileno())
         return 0
+    except SystemExit as end:
+        if end.code == 1:  # rich's answer to a closed pipe
+            return 0
+        raise
     except (ValueError, OSError, FloatingPointError, RecursionError, MemoryError) as error:
-        if args.debug:
+        if "--debug" in argv:
             raise
         said = _TOO_MUCH.get(type(error)) or str(error)
         if isinstance(error, OSError) and error.filename is not None:
@@ -105,34 +142,66 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_ERROR
 
 
-def build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _run(argv: Sequence[str]) -> int:
+    parser = build_parser(argv)
+    if not argv:
+        parser.print_help()
+        return 0
+    if argv[0].startswith("-") and argv[0] not in ("-h", "--help", "--version"):
+        parser.error(f"the command comes first, then {argv[0]}.")
+    if len(argv[0].split()) > 1:
+        said = f'generate demo "{argv[0]:.200}"'
+        parser.error(f"a prompt needs a command and a model: jaxspec {said}")
+    args, rest = parser.parse_known_args(argv)
+    settle(args.parser, args, rest)
+    return args.run(args)
+
+
+def command_line() -> NoReturn:
+    """Runs the command line of this process and ends it."""
+    code = main()
+    if code == EXIT_INTERRUPTED:
+        # Without waiting for programs that still run.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def build_parser(argv: Sequence[str]) -> Parser:
     """Builds the parser of all verbs; imports only the modules of those named in `argv`."""
     description = str(jaxspec.__doc__).partition("\n")[0]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jaxspec",
         description=description,
-        epilog="`jaxspec COMMAND --help` lists the arguments of a command.",
+        epilog="`jaxspec COMMAND --help` lists the arguments of a command. Example: jaxspec demo",
     )
+    parser.example, parser.also = "jaxspec demo", _ALSO
     parser.add_argument(
         "--version",
         action="version",
         version=f"jaxspec {jaxspec.__version__}",
         help="print the version and exit",
     )
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
     top = parser.add_subparsers(metavar="COMMAND", required=True)
     groups = {"": top}
     for command in COMMANDS:
         *group, name = command.words
         heading = " ".join(group)
+        example = " ".join(("jaxspec", *command.words, command.example)).rstrip()
         if heading not in groups:
-            names = ", ".join(c.words[-1] for c in COMMANDS if c.words[:-1] == tuple(group))
-            inner = top.add_parser(heading, help=f"{GROUPS[heading]}: {names}")
-            groups[heading] = inner.add_subparsers(metavar="COMMAND", required=True)
-        leaf = groups[heading].add_parser(name, help=command.summary, parents=[common])
+            names = [c.words[-1] for c in COMMANDS if c.words[:-1] == tuple(group)]
+            said = f"{GROUPS[heading]}: {', '.join(names)}"
+            inner = top.add_parser(heading, help=said, epilog=f"Example: {example}")
+            inner.example = example
+            groups[heading] = inner.add_subparsers(metavar="|".join(names), required=True)
+        leaf = groups[heading].add_parser(name, help=command.summary, epilog=f"Example: {example}")
+        leaf.example = example
         if set(command.words) <= set(argv):
             module = importlib.import_module(command.module)
             module.add_arguments(leaf)
-            leaf.set_defaults(run=module.run)
+            leaf.add_argument("-v", "--verbose", action="store_true", help="print the settings too")
+            leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
+            leaf.set_defaults(run=module.run, parser=leaf)
+            leaf.use_short_usage()
     return parser

@@ -21,10 +21,11 @@ def error_console() -> "Console":
 
 
 @contextmanager
-def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[[str], None]]:
+def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[..., None]]:
     """Yields `advance(doing)`: call it before each of `total` parts, saying what it is.
 
-    Goes to standard error: a bar on a terminal, elsewhere a line a minute at most.
+    Or `advance(doing, done, total)`, where several parts may be done at once. Goes to standard
+    error: a bar on a terminal, elsewhere a line a minute at most.
     """
     from rich.progress import (
         BarColumn,
@@ -47,12 +48,12 @@ def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[[str], Non
         task = bar.add_task("", total=total)
         done, said = -1, time.monotonic()
 
-        def advance(doing: str) -> None:
+        def advance(doing: str, completed: int | None = None, of: int = total) -> None:
             nonlocal done, said
-            done += 1
-            bar.update(task, completed=done, description=doing)
+            done = done + 1 if completed is None else completed
+            bar.update(task, completed=done, total=of, description=doing)
             if shown and not on_terminal and time.monotonic() - said >= _SECONDS_A_LINE:
-                print(f"{done} of {total} done, now {doing}", file=sys.stderr, flush=True)
+                print(f"{done} of {of} done, now {doing}", file=sys.stderr, flush=True)
                 said = time.monotonic()
 
         yield advance

@@ -36,7 +36,7 @@ LAYERS = (
     ("decoding",),
     ("measure",),
     ("batch", "training"),
-    ("tuning",),
+    ("tuning", "lm_eval"),
     ("mobile",),
     ("jaxspec",),
     ("commands",),

@@ -2,7 +2,7 @@
 
 from jaxspec.batch.guard import Guard, GuardSettings
 from jaxspec.batch.header import job_header
-from jaxspec.batch.job import check_job, run
+from jaxspec.batch.job import check_job, decode, run
 from jaxspec.batch.report import JobReport
 from jaxspec.batch.rows import Row, read_rows, rows_of
 from jaxspec.batch.settings import AnyConfig, AnyDrafter, JobSettings, Shard, parse_shard
@@ -25,6 +25,7 @@ __all__ = [
     "Shard",
     "Writer",
     "check_job",
+    "decode",
     "job_header",
     "merge",
     "parse_shard",

@@ -77,7 +77,7 @@ def job_header(
     # A given capacity holds what drafts overhang, so drafts decide which rows fit.
     either = capacity is None and drafts_change_nothing(model, config, drafter)
     return {
-        "format": 5,
+        "format": 6,
         "jaxspec": installed_version(),
         "model": model.name,
         "architecture": repr(model.config),

@@ -6,7 +6,7 @@ done while the next chunk runs.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,16 +17,18 @@ from jaxspec.batch.canvases import canvas_programs
 from jaxspec.batch.fitting import Fit, fit_batch, parts_of
 from jaxspec.batch.guard import Chunk, Guard
 from jaxspec.batch.plan import Group, group_rows, most_rows, read_in
-from jaxspec.batch.report import Counters, JobReport
-from jaxspec.batch.rows import EncodedRow, Row
+from jaxspec.batch.report import Counters, JobReport, job_bar
+from jaxspec.batch.rows import EncodedRow, Row, rows_of, with_fields_of
 from jaxspec.batch.settings import AnyConfig, AnyDrafter, JobSettings
 from jaxspec.batch.slots import ChunkInfo, Item, SlotPrograms, bytes_in_one_memory, has_guard
 from jaxspec.batch.texts import text_programs
-from jaxspec.batch.writer import Output
+from jaxspec.batch.writer import Collector, Output
 from jaxspec.compilation import CompileClock
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import Stop
+from jaxspec.decoding.denoise import DenoiseConfig
 from jaxspec.decoding.metrics import Counts
+from jaxspec.decoding.request import PromptLike, config_and_drafter, config_of
 from jaxspec.sharding import on_mesh_of
 
 if TYPE_CHECKING:
@@ -102,11 +104,65 @@ def run(
             if has_guard(programs, settings)
             else None,
             unread=[] if programs.reads_texts else None,
+            sources={row.line: row.source for row in rows if row.source is not None},
             should_stop=should_stop or (lambda: False),
             progress=progress or (lambda report: None),
         )
         _run(job, encoded, capacity)
         return job.report()
+
+
+def decode(
+    model: "Model",
+    prompts: PromptLike | Iterable[PromptLike],
+    config: AnyConfig | None = None,
+    drafter: AnyDrafter = None,
+    seed: int = 0,
+    job: JobSettings | None = None,
+    *,
+    progress: bool = True,
+    **settings: Any,
+) -> list[Mapping[str, Any]]:
+    """Decodes prompts in memory, in the slots of a job, and returns its records in their order.
+
+    Unlike `generate` it refills the place of a row that has ended, so prompts may be many and their
+    outputs of very different lengths. A prompt that cannot be used gives a record with `error`.
+
+    Args:
+        model: see `run`.
+        prompts: see `generate`.
+        config: see `run`.
+        drafter: see `run`.
+        seed: see `run`.
+        job: how it runs.
+        progress: draw a bar on terminals; elsewhere say how far it is once a minute.
+        settings: fields of the config, in place of its own.
+
+    Returns:
+        For each prompt its records, one for each sample; `line` counts prompts from 1.
+
+    Raises:
+        ValueError: as `run` does.
+        TypeError: a setting is no field of the config.
+
+    Example:
+        >>> import jaxspec
+        >>> from jaxspec import batch
+        >>> model = jaxspec.load("demo")
+        >>> records = batch.decode(model, ["Two and two", "Once upon a time"], max_new_tokens=8)
+        >>> [(record["line"], len(record["tokens"])) for record in records]
+        [(1, 8), (2, 8)]
+    """
+    output = Collector()
+    given: Any = config
+    method: Any = drafter
+    if model.is_diffusion:
+        given = config_of(given, settings, DenoiseConfig)
+    else:
+        given, method = config_and_drafter(given, method, settings)
+    with job_bar(progress) as show:
+        run(model, rows_of(prompts), output, given, method, seed, job, progress=show)
+    return sorted(output.records, key=itemgetter("line", "sample"))
 
 
 def check_job(
@@ -175,6 +231,7 @@ class _Job(NamedTuple):
 
     Attributes:
         unread: texts of finished rows that the drafter has not read; `None` if it reads none.
+        sources: lines of the input, by number.
     """
 
     programs: SlotPrograms
@@ -183,6 +240,7 @@ class _Job(NamedTuple):
     counters: Counters
     guard: Guard | None
     unread: list[np.ndarray] | None
+    sources: Mapping[int, bytes]
     should_stop: Callable[[], bool]
     progress: Callable[[JobReport], None]
 
@@ -200,7 +258,7 @@ class _Job(NamedTuple):
         return fit_batch(self.programs, group, self.settings, prefix, rejoining=rejoining)
 
     def keep(self, records: Sequence[dict[str, Any]]) -> None:
-        self.output.append(records)
+        self.output.append([with_fields_of(self.sources.get(r["line"]), r) for r in records])
         self.counters.add(num_done=len(records))
 
     def report(self) -> JobReport:
@@ -385,4 +443,5 @@ class _Batch:
             ]
             if self.programs.add_texts(unread):
                 unread.clear()
-        self.job.counters.add(num_decoded=len(items))
+        num_cut = sum(record["finish_reason"] == "length" for record in records)
+        self.job.counters.add(num_decoded=len(items), num_cut=num_cut)

@@ -8,6 +8,7 @@ on the actor, or on how often it is decoded.
 
 import importlib
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from jaxspec.batch.job import run
@@ -136,7 +137,7 @@ class Decoder:
             self._seed,
             self._settings,
         )
-        records = sorted(output.records, key=lambda record: (record["line"], record["sample"]))
+        records = sorted(output.records, key=itemgetter("line", "sample"))
         return self._table(records, table.schema.field(self._row_id).type)
 
     def _table(self, records: list[Mapping[str, Any]], id_type: Any) -> Any:

@@ -2,12 +2,14 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from jaxspec.compilation import CompileClock
 from jaxspec.decoding.metrics import Counts
+from jaxspec.progress import progress_bar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,7 @@ class JobReport:
         num_resumed: records that were there when this process began.
         num_errors: bad rows of the job.
         num_decoded: records of good rows that this process made.
+        num_cut: those of them that `max_new_tokens` or the model's context cut off.
         counts: tokens emitted in this process, and target passes, counted once for each running
             row. `counts.tau` is tokens per target pass, the bonus token INCLUDED.
         seconds: time of this process from the moment when prompts were token ids; compiling left
@@ -50,6 +53,7 @@ class JobReport:
     num_resumed: int = 0
     num_errors: int = 0
     num_decoded: int = 0
+    num_cut: int = 0
     counts: Counts = dataclasses.field(default_factory=Counts)
     seconds: float = 0.0
     compile_seconds: float = 0.0
@@ -130,7 +134,23 @@ class JobReport:
         ]
         if self.num_errors:
             parts.insert(1, f"{self.num_errors} of them errors")
+        if self.num_cut:
+            parts.append(f"{self.num_cut} cut off by max_new_tokens or the context")
         return ", ".join(parts)
+
+
+@contextmanager
+def job_bar(shown: bool = True) -> Iterator[Callable[[JobReport], None]]:
+    """Yields a `progress` for `run` that draws a bar on terminals; see `progress_bar`."""
+    with progress_bar(1, shown) as advance:
+
+        def progress(report: JobReport) -> None:
+            eta = report.eta_seconds
+            left = "" if eta is None else f", {timedelta(seconds=round(eta))} left"
+            doing = f"{report.tokens_per_second:.0f} tokens/s, tau {report.counts.tau:.2f}{left}"
+            advance(doing, report.num_done, report.num_records)
+
+        yield progress
 
 
 class Watch:

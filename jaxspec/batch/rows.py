@@ -2,8 +2,9 @@
 
 import contextlib
 import hashlib
+import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,12 +13,20 @@ import numpy as np
 from jaxspec.checkpoint.files import parse_json, read_lines
 from jaxspec.core.checks import checked
 from jaxspec.decoding.request import PromptLike, check_ids, encode_prompt, prompt_list
+from jaxspec.extras import needs_extra
 from jaxspec.measure.prompts import FIELDS, field_in
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
 
 PROMPT_FIELDS = (*FIELDS, "messages", "tokens")
+RECORD_FIELDS = (
+    *("line", "id", "sample", "text", "tokens", "finish_reason", "num_prompt_tokens", "metrics"),
+    *("logprobs", "warped_logprobs", "error"),
+)
+"""Names that are a record's own; a field of the input with such a name becomes `input_NAME`."""
+DATASET = "hf:"
+"""Beginning of a path that names a split of `datasets`."""
 
 
 class Row(NamedTuple):
@@ -29,12 +38,14 @@ class Row(NamedTuple):
             is its place among the prompts of a call of `generate`.
         prompt: text, chat messages or token ids; `None` for a bad row.
         error: the reason why the row is bad; `None` for a good one.
+        source: the line itself, whose fields its records pass on; `None`: there is none.
     """
 
     line: int
     id: str | int
     prompt: PromptLike | None
     error: str | None = None
+    source: bytes | None = None
 
 
 class EncodedRow(NamedTuple):
@@ -57,18 +68,22 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
     r"""Reads one prompt per line; a line that cannot be used is a row with an error.
 
     Args:
-        path: JSON per line, gzipped if its name ends so; empty lines are skipped. A line has 16
-            MiB at most, and a gzipped file unpacks to 100 times its size at most. A line is a text,
-            a list of token ids, a chat (a list of messages), or an object that has one of them in a
-            field, or a list of turns of which the first is taken. Its field `id`, if it has one, is
-            a text or a number from 0, and no other line may have it.
+        path: "hf:NAME:SPLIT" or "hf:NAME:CONFIG:SPLIT", a split that the package `datasets` loads
+            from the Hub or from a folder, whose rows are objects. Or a file: JSON per line, gzipped
+            if its name ends so; empty lines are skipped. A line has 16 MiB at most, and a gzipped
+            file unpacks to 100 times its size at most. A line is a text, a list of token ids, a
+            chat (a list of messages), or an object that has one of them in a field, or a list of
+            turns of which the first is taken. Its field `id`, if it has one, is a text or a number
+            from 0, and no other line may have it.
         field: name of the prompt's field in an object; `None`: the first of `PROMPT_FIELDS` that
             it has.
         chat: wrap texts as messages of a user.
 
     Raises:
-        ValueError: the file holds no line, or as for `checkpoint.files.read_lines`.
+        ValueError: the file holds no line, there is no such split, or as for
+            `checkpoint.files.read_lines`.
         OSError: it cannot be opened.
+        MissingExtra: `datasets` is not installed.
 
     Example:
         >>> import tempfile
@@ -78,9 +93,10 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
         [(1, 'Two and two'), (2, [5, 6])]
     """
     lines_of_ids: dict[str | int, int] = {}
+    lines = _dataset(str(path)) if str(path).startswith(DATASET) else read_lines(Path(path))
     rows = [
         _with_own_id(_read_line(number, line, field, chat), lines_of_ids)
-        for number, line in read_lines(Path(path))
+        for number, line in lines
         if line.strip()
     ]
     if not rows:
@@ -88,7 +104,7 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
     return rows
 
 
-def rows_of(prompts: PromptLike | Sequence[PromptLike]) -> list[Row]:
+def rows_of(prompts: PromptLike | Iterable[PromptLike]) -> list[Row]:
     """Returns prompts as rows: prompt i of a call of `generate` is line i + 1 with id i.
 
     Example:
@@ -96,6 +112,35 @@ def rows_of(prompts: PromptLike | Sequence[PromptLike]) -> list[Row]:
         [(1, 0), (2, 1)]
     """
     return [Row(i + 1, i, prompt) for i, prompt in enumerate(prompt_list(prompts))]
+
+
+def with_fields_of(source: bytes | None, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a record behind the fields of the line that it answers.
+
+    A line that is no object, such as a text, is passed on as the field `prompt`. A field whose name
+    is one of `RECORD_FIELDS` is passed on as `input_NAME`, and as often as needed until the name is
+    free; an id that is the record's own is not passed on twice.
+
+    Example:
+        >>> with_fields_of(b'{"text": "Two and", "label": 2}', {"line": 1, "text": " two"})
+        {'input_text': 'Two and', 'label': 2, 'line': 1, 'text': ' two'}
+    """
+    try:
+        value = None if source is None else parse_json(source.decode("utf-8"))
+    except ValueError:  # the record says so
+        return dict(record)
+    if source is None:
+        return dict(record)
+    fields = value if isinstance(value, dict) else {"prompt": value}
+    kept = {name: held for name, held in fields.items() if name not in RECORD_FIELDS}
+    for name in RECORD_FIELDS:
+        if name not in fields or (name == "id" and fields[name] == record.get(name)):
+            continue
+        free = f"input_{name}"
+        while free in kept:
+            free = f"input_{free}"
+        kept[free] = fields[name]
+    return {**kept, **record}
 
 
 def checked_id(value: Any) -> str | int:
@@ -167,11 +212,40 @@ def _read_line(number: int, line: bytes, field: str | None, chat: bool) -> Row:
         value = _parsed(line.decode("utf-8"))
         if isinstance(value, Mapping) and "id" in value:
             row_id = checked_id(value["id"])
-        return Row(number, row_id, _as_prompt(_prompt_in(value, field), chat))
+        return Row(number, row_id, _as_prompt(_prompt_in(value, field), chat), source=line)
     except UnicodeDecodeError as error:
-        return Row(number, row_id, None, f"not UTF-8 text ({error}).")
+        return Row(number, row_id, None, f"not UTF-8 text ({error}).", line)
     except ValueError as error:
-        return Row(number, row_id, None, str(error))
+        return Row(number, row_id, None, str(error), line)
+
+
+def _dataset(path: str) -> Iterator[tuple[int, bytes]]:
+    """Yields the rows of a split of `datasets` as lines of JSON, counted from 1.
+
+    Values that JSON does not have, such as dates, become texts.
+
+    Raises:
+        ValueError: the path does not name a split, or it cannot be loaded.
+    """
+    parts = path.removeprefix(DATASET).split(":")
+    if len(parts) not in (2, 3) or not all(parts):
+        raise ValueError(
+            f"{path}: give hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT, such as "
+            "hf:openai/gsm8k:main:test."
+        )
+    name, *config, split = parts
+    with needs_extra(path, "datasets"):
+        datasets: Any = importlib.import_module("datasets")
+    try:
+        if (Path(name) / "state.json").exists() or (Path(name) / "dataset_dict.json").exists():
+            found: Any = datasets.load_from_disk(name)
+            found = found[split] if isinstance(found, dict) else found
+        else:
+            found = datasets.load_dataset(name, *config, split=split)
+    except Exception as error:  # of any of its many parts
+        raise ValueError(f"{path}: datasets cannot load it: {error}") from error
+    for number, row in enumerate(found, start=1):
+        yield number, json.dumps(row, default=str).encode()
 
 
 def _parsed(text: str) -> Any:

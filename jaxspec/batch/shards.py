@@ -9,7 +9,14 @@ from typing import Any, BinaryIO, NamedTuple
 
 from jaxspec.batch.header import header_differences
 from jaxspec.batch.settings import Shard, parse_shard
-from jaxspec.batch.writer import OutputError, Span, progress_path, read_contents, write_whole
+from jaxspec.batch.writer import (
+    OutputError,
+    Span,
+    progress_path,
+    read_contents,
+    record_in,
+    write_whole,
+)
 
 
 class _Part(NamedTuple):
@@ -75,7 +82,7 @@ def merge(out: str | Path, parts: Sequence[str | Path]) -> int:
             ((span, part.file) for part in opened for span in part.spans),
             key=lambda each: each[0].key,
         )
-        write_whole(out, (_record(file, span) for span, file in found))
+        write_whole(out, (record_in(file, span) for span, file in found))
     return len(found)
 
 
@@ -138,7 +145,7 @@ def _check_finished(part: _Part) -> None:
         samples[span.key[0]].append(span)
     whole = part.header["num_samples"]
     finished = sum(
-        len(spans) == whole or "error" in json.loads(_record(part.file, spans[0]))
+        len(spans) == whole or "error" in json.loads(record_in(part.file, spans[0]))
         for spans in samples.values()
     )
     if finished < num_rows:
@@ -146,11 +153,6 @@ def _check_finished(part: _Part) -> None:
             f"{part.path} is not finished: {finished} of the {num_rows} rows of shard {part.shard} "
             "are there; give its command again with --resume."
         )
-
-
-def _record(file: BinaryIO, span: Span) -> bytes:
-    file.seek(span.start)
-    return file.read(span.end - span.start)
 
 
 def _listed(indices: Sequence[int], num: int) -> str:

@@ -3,7 +3,8 @@
 `OUT.jsonl.progress` holds a line with the job's header, then a line for each record: where the
 record ends in the output, its checksum, and which row it answers. A record counts when its entry is
 whole and agrees with the output. Anything after the last such record was cut off by the end of a
-process; resuming the job removes it.
+process; resuming the job removes it. A finished output may be put into the order of the input
+(`Writer.put_in_order`); the progress file stays as it is, and vouches for that order too.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -86,7 +87,7 @@ class OutputContents(NamedTuple):
 
     Attributes:
         header: settings of its job.
-        spans: records, in the order in which they were written.
+        spans: records, in the order in which they lie there.
         progress_end: length of the part of the progress file that counts.
     """
 
@@ -118,21 +119,44 @@ def read_contents(path: Path, out: BinaryIO, progress: BinaryIO) -> OutputConten
     header = next(lines, b"")
     if not _is_whole(header):
         return None
-    spans, start, progress_end, size = [], 0, len(header), _size_of(out)
+    entries, start, progress_end, size = [], 0, len(header), _size_of(out)
     for line in lines:
         if not _is_whole(line):
             break
         end, checksum, *key = json.loads(line[9:])
         if end > size:  # the disk kept the entry and not its record
             break
-        if zlib.crc32(out.read(end - start)) != checksum:
-            raise OutputError(
-                f"{path} was changed after it was written: record {len(spans) + 1} is not the one "
-                "that was written. Give another name."
-            )
-        spans.append(Span((key[0], key[1]), start, end))
+        entries.append(_Entry((key[0], key[1]), end - start, checksum))
         start, progress_end = end, progress_end + len(line)
+    spans, wrong = _spans(out, entries)
+    if wrong is not None:
+        spans, still_wrong = _spans(out, sorted(entries))  # see `Writer.put_in_order`
+        if still_wrong is not None:
+            raise OutputError(
+                f"{path} was changed after it was written: record {wrong} is not the one that was "
+                "written. Give another name."
+            )
     return OutputContents(json.loads(header[9:]), spans, progress_end)
+
+
+class _Entry(NamedTuple):
+    """What a progress file says of a record."""
+
+    key: Key
+    size: int
+    checksum: int
+
+
+def _spans(out: BinaryIO, entries: Sequence[_Entry]) -> tuple[list[Span], int | None]:
+    """Returns the places of records that lie in this order, and the number of one that does not."""
+    spans, start = [], 0
+    out.seek(0)
+    for number, entry in enumerate(entries, start=1):
+        if zlib.crc32(out.read(entry.size)) != entry.checksum:
+            return spans, number
+        spans.append(Span(entry.key, start, start + entry.size))
+        start += entry.size
+    return spans, None
 
 
 class Writer:
@@ -216,7 +240,7 @@ class Writer:
             return
         lines, entries, end = [], [], self._end
         for record in records:
-            line = json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
+            line = _line_of(record)
             end += len(line)
             lines.append(line)
             entries.append(_entry([end, zlib.crc32(line), *_key(record)]))
@@ -235,6 +259,30 @@ class Writer:
         self._end = end
         self._progress_end += sum(map(len, entries))
         self.done |= {_key(record) for record in records}
+
+    def put_in_order(self) -> None:
+        """Puts the records of a finished job into the order of the input, by line and sample.
+
+        The output is written anew under a temporary name, which is then renamed: at any moment one
+        of the two is there as a whole, and `--resume` takes either. No record can be appended then.
+
+        Raises:
+            OutputError: it cannot be written; the output is as it was.
+        """
+        with self.progress_path.open("rb") as progress:
+            self._out.seek(0)
+            contents = read_contents(self.path, self._out, progress)
+        assert contents is not None, "this writer has written the header"
+        spans = sorted(contents.spans, key=lambda span: span.key)
+        self._out.close()
+
+        def records() -> Iterator[bytes]:
+            with self.path.open("rb") as out:
+                for span in spans:
+                    yield record_in(out, span)
+
+        if spans != contents.spans:
+            write_whole(self.path, records())
 
     def _abandon(self) -> None:
         """Ends writing, and removes files that were begun here and hold no record."""
@@ -334,6 +382,19 @@ def write_whole(path: Path, parts: Iterable[bytes]) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise _cannot_write(path, error) from error
+
+
+def record_in(file: BinaryIO, span: Span) -> bytes:
+    """Returns the bytes of a record."""
+    file.seek(span.start)
+    return file.read(span.end - span.start)
+
+
+def _line_of(record: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
+    except UnicodeEncodeError:  # half a character, which JSON can hold and UTF-8 cannot
+        return json.dumps(record).encode() + b"\n"
 
 
 def _size_of(file: BinaryIO) -> int:

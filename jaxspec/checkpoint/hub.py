@@ -34,7 +34,7 @@ from jaxspec.checkpoint.folder import (
 from jaxspec.checkpoint.huggingface import load_network, write_network
 from jaxspec.checkpoint.orbax import load_orbax, write_orbax
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
-from jaxspec.core.checks import Count, checked, from_up_to
+from jaxspec.core.checks import Count, checked, from_up_to, meant
 from jaxspec.core.masks import causal
 from jaxspec.core.protocol import check_members, check_sizes
 from jaxspec.core.types import LanguageModel, PyTree
@@ -387,7 +387,8 @@ def load(
         name, loader = _HEADS[folder.kind]
         raise CheckpointError(
             f"{path_or_hub_id} is {name} head, which drafts for a model: load that, then "
-            f"jaxspec.{loader}({str(path_or_hub_id)!r}, model)."
+            f"jaxspec.{loader}({str(path_or_hub_id)!r}, model), or on the command line --drafter "
+            f"{folder.kind}:head={path_or_hub_id}."
         )
     if folder.is_orbax:
         network = load_orbax(folder.path, dtype, max_positions, mesh, weights)
@@ -618,10 +619,12 @@ def _download(
 ) -> Path:
     """Fetches the files of a model or a head that is not on this machine."""
     if not isinstance(hub_id, str) or not _HUB_ID.fullmatch(hub_id):
+        shipped = list(shipped)
+        asked = meant(str(hub_id), shipped)
         raise CheckpointError(
             f"There is no folder {str(hub_id)!r:.80}, nor a shipped {kind} of that name (shipped: "
-            f"{', '.join(shipped) or 'none'}). {kind.capitalize()}s on the Hugging Face Hub are "
-            "called owner/name."
+            f"{', '.join(shipped) or 'none'}){asked or '.'} {kind.capitalize()}s on the Hugging "
+            "Face Hub are called owner/name."
         )
     import huggingface_hub
     from huggingface_hub.errors import (

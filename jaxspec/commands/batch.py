@@ -1,24 +1,23 @@
 """`jaxspec batch`: a file of prompts in, a file of records out."""
 
 import argparse
-import signal
+import dataclasses
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 
 from jaxspec import batch
 from jaxspec.batch import JobReport
+from jaxspec.batch.report import job_bar
 from jaxspec.batch.rows import PROMPT_FIELDS
 from jaxspec.batch.writer import progress_path
-from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
+from jaxspec.commands import EXIT_ERROR
 from jaxspec.commands.canvas import add_diffusion_arguments, canvas_settings, check_kind
 from jaxspec.commands.flags import add_flags, given
+from jaxspec.commands.interrupts import telling
 from jaxspec.commands.options import (
-    add_drafter_arguments,
+    add_drafter_argument,
     add_generation_arguments,
     add_loading_arguments,
     add_mesh_argument,
@@ -30,10 +29,9 @@ from jaxspec.commands.options import (
     mesh_asked,
     write_figures,
 )
+from jaxspec.commands.parser import add_place
 from jaxspec.measure.compare import describe
 
-_EVERY = 2.0
-"""Seconds between lines of progress."""
 _LONGEST_WAIT = 7 * 24 * 3600
 """Seconds that a process of `--distributed` waits for the others at its end."""
 
@@ -43,20 +41,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Decodes every prompt of a file and appends a record for each to another. Slots are "
         "refilled as rows finish. A row's output depends on the settings, the seed and its id, not "
-        "on order, batch size, or how often the job was stopped and resumed. Ctrl-C finishes the "
-        "running rows; a second one stops at once. In both cases --resume continues the job."
+        "on order, batch size, or how often the job was stopped and resumed. A record holds the "
+        "fields of its line too. Ctrl-C keeps the records that are there, and --resume continues "
+        "the job."
     )
-    parser.add_argument(
-        "input", type=Path, nargs="?", metavar="IN.jsonl[.gz]", help="a prompt per line"
-    )
-    parser.add_argument(
-        "output", type=Path, nargs="?", metavar="OUT.jsonl", help="a record per line"
-    )
-    parser.add_argument(
-        "--model", default="demo", metavar="MODEL", help="folder, shipped name or Hub id"
-    )
-    add_loading_arguments(parser)
-    add_mesh_argument(parser)
+    for name, metavar, kind, meaning in (
+        (
+            "input",
+            "IN.jsonl[.gz]",
+            str,
+            "a prompt per line; or hf:NAME[:CONFIG]:SPLIT of `datasets`",
+        ),
+        ("output", "OUT.jsonl", Path, "a record per line"),
+    ):
+        add_place(
+            parser, name, f"--{name}", metavar=metavar, help=meaning, kind=kind, required=False
+        )
+    parser.add_argument("-m", "--model", metavar="MODEL", help="folder, shipped name or Hub id")
+    add_drafter_argument(parser)
+    add_generation_arguments(parser)
     parser.add_argument(
         "--field",
         help=f"name of the prompt's field (default: the first of {', '.join(PROMPT_FIELDS)})",
@@ -67,9 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="continue the same job, if it has begun"
     )
+    parser.add_argument(
+        "--in-order",
+        action="store_true",
+        help="put the records into the order of the input when all are there; without it they stay "
+        "in the order in which they were finished",
+    )
     group = parser.add_argument_group(
-        "how the job runs (auto: the default); outputs do not depend on it, except for --capacity, "
-        "whose rows that do not fit become errors, and for --drafting when sampling or in 16 bits"
+        "how the job runs",
+        "auto is the default. Outputs do not depend on it, except for --capacity, whose rows that "
+        "do not fit become errors, and for --drafting when sampling or in 16 bits.",
     )
     auto = {"type": _count, "metavar": "auto|N"}
     counts = {"batch_size": auto, "capacity": auto}
@@ -87,11 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--progress",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="print progress on standard error (default: on a terminal)",
+        help="say on standard error how far the job is: a bar on a terminal (the default there), "
+        "else a line a minute",
     )
     group = parser.add_argument_group(
-        "several processes, on one host or many: each decodes a shard of the rows into its own "
-        "output, and --merge joins the outputs"
+        "several processes, on one host or many",
+        "Each decodes a shard of the rows into its own output, and --merge joins the outputs.",
     )
     shards = group.add_mutually_exclusive_group()
     shards.add_argument(
@@ -113,27 +124,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("OUT", "PART"),
         help="join the outputs of all shards in OUT, in the order of the input; no other argument",
     )
-    add_generation_arguments(parser)
-    add_drafter_arguments(parser, repeatable=False)
+    add_mesh_argument(parser)
+    add_loading_arguments(parser)
     add_diffusion_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decodes or merges; 130 if Ctrl-C ended the job too early, 2 if no row was good."""
+    """Decodes or merges; 2 if no row was good."""
     if args.merge is not None:
         return _merge(args)
     if args.input is None or args.output is None:
-        raise ValueError("give IN.jsonl and OUT.jsonl, or --merge OUT PART [PART ...].")
+        args.parser.error("give IN.jsonl and OUT.jsonl, or --merge OUT PART [PART ...].")
+    if args.model is None:
+        args.parser.error("--model MODEL is missing.")
     return _show(args, _decode(args))
 
 
 def _merge(args: argparse.Namespace) -> int:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
     given = [
         name
-        for name, default in vars(parser.parse_args([])).items()
-        if name != "merge" and getattr(args, name) != default
+        for name, value in vars(args).items()
+        if name not in ("merge", "verbose", "debug") and value != args.parser.get_default(name)
     ]
     if given:
         raise ValueError(f"--merge takes no other argument; leave out {', '.join(given)}.")
@@ -146,12 +157,8 @@ def _merge(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace, report: JobReport) -> int:
     """Prints how a job went, and writes its figures where `--json` asks for them."""
-    ended = "interrupted" if report.interrupted else "done"
-    print(f"{ended}: {report}", file=sys.stderr)
+    print(f"done: {report}", file=sys.stderr)
     write_figures(report.as_dict(), args.json)
-    if report.interrupted:
-        print("the same command with --resume continues", file=sys.stderr)
-        return EXIT_INTERRUPTED
     if 0 < report.num_records == report.num_errors:
         print(f"every row was bad: {args.output} says why of each", file=sys.stderr)
         return EXIT_ERROR
@@ -180,6 +187,7 @@ def _decode(args: argparse.Namespace) -> JobReport:
     rows = shard.rows_of(rows)
     with batch.Writer(args.output, header, args.resume) as writer:
         announce(
+            args,
             model=args.model,
             prompts=f"{len(rows)} of {args.input}, shard {shard}",
             drafter=describe(drafter),
@@ -190,18 +198,26 @@ def _decode(args: argparse.Namespace) -> JobReport:
         )
         if writer.done:
             print(f"resuming: {len(writer.done)} records are there", file=sys.stderr)
-        with _draining() as interrupts:
-            return batch.run(
-                model,
-                rows,
-                writer,
-                config,
-                drafter,
-                args.seed,
-                settings,
-                should_stop=lambda: bool(interrupts),
-                progress=_Progress(args.progress),
+        latest = batch.JobReport()
+
+        def done() -> str:
+            report = dataclasses.replace(latest, num_done=len(writer.done))
+            return f"{report}; the same command with --resume continues"
+
+        shown = sys.stderr.isatty() if args.progress is None else args.progress
+        with telling(done), job_bar(shown) as show:
+
+            def progress(report: JobReport) -> None:
+                nonlocal latest
+                latest = report
+                show(report)
+
+            report = batch.run(
+                model, rows, writer, config, drafter, args.seed, settings, progress=progress
             )
+        if args.in_order:
+            writer.put_in_order()
+        return report
 
 
 def _joined() -> batch.Shard:
@@ -219,11 +235,15 @@ def _joined() -> batch.Shard:
     return batch.Shard(jax.process_index() + 1, jax.process_count())
 
 
-def _check_paths(source: Path, out: Path, figures: str | None) -> None:
+def _check_paths(source: str, out: Path, figures: str | None) -> None:
     """Refuses a file with two roles, before anything is written."""
     if out.suffix == ".gz":
         raise ValueError(f"{out}: the output is plain text, appended line by line; leave out .gz.")
-    given = {"the input": source, "the output": out, "the output's progress": progress_path(out)}
+    given = {
+        "the input": Path(source),
+        "the output": out,
+        "the output's progress": progress_path(out),
+    }
     if figures not in (None, "-"):
         given["the file of --json"] = Path(figures)
     named: dict[Path, str] = {}
@@ -231,50 +251,6 @@ def _check_paths(source: Path, out: Path, figures: str | None) -> None:
         other = named.setdefault(path.resolve(), what)
         if other != what:
             raise ValueError(f"{path}: {what} must not be {other}.")
-
-
-@contextmanager
-def _draining() -> Iterator[list[int]]:
-    """Collects the first Ctrl-C; the second one interrupts as usual."""
-    interrupts: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        interrupts.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("finishing the running rows; Ctrl-C again stops at once", file=sys.stderr)
-
-    try:
-        before = signal.signal(signal.SIGINT, note)
-    except ValueError:  # signals reach the main thread only
-        yield interrupts
-        return
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-class _Progress:
-    """Prints a line every two seconds."""
-
-    def __init__(self, shown: bool | None):
-        self._shown = sys.stderr.isatty() if shown is None else shown
-        self._last = time.monotonic()
-
-    def __call__(self, report: JobReport) -> None:
-        now = time.monotonic()
-        if not self._shown or now - self._last < _EVERY:
-            return
-        self._last = now
-        eta = report.eta_seconds
-        left = "" if eta is None else f", {_duration(eta)} left"
-        print(f"{report}{left}", file=sys.stderr)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"
 
 
 def _count(text: str) -> int | None:

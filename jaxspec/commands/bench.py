@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,10 +19,11 @@ from jaxspec.commands.methods import EVERY_METHOD
 from jaxspec.commands.options import (
     EVERY_DRAFTER,
     DrafterSpec,
-    add_drafter_arguments,
+    add_drafter_argument,
     add_generation_arguments,
     add_mesh_argument,
     add_model_arguments,
+    add_prompts_argument,
     announce,
     check_writable,
     drafter_spec,
@@ -31,7 +31,7 @@ from jaxspec.commands.options import (
     load_model,
     make_drafter,
     mesh_asked,
-    refuse_unread,
+    remark,
     write_figures,
 )
 from jaxspec.decoding.denoise import DenoiseConfig, measure_costs
@@ -54,8 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and with as many as pay on this machine."
     )
     add_model_arguments(parser)
-    add_mesh_argument(parser)
-    parser.add_argument("prompts", type=Path, nargs="?", metavar="PROMPTS.jsonl[.gz]")
+    add_prompts_argument(parser)
+    add_drafter_argument(parser, repeatable=True, every=True)
+    add_generation_arguments(parser)
     parser.add_argument(
         "--field", help=f"field of the prompt (default: the first of {', '.join(FIELDS)})"
     )
@@ -79,10 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write all figures; - or nothing for standard output",
     )
-    add_generation_arguments(parser)
-    add_drafter_arguments(parser, repeatable=True)
+    add_mesh_argument(parser)
     add_diffusion_arguments(parser)
-    parser.set_defaults(parser=parser, late_argument="prompts")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         0; 1 if greedy outputs differ.
     """
-    if args.prompts is None:
-        return args.parser.error("give MODEL and PROMPTS.jsonl.")
-    path = Path(args.prompts)
+    path = args.prompts
     config: Any = generation_config(args)
     check_writable(args.json)
     questions: list[Question] = []
@@ -111,7 +108,6 @@ def run(args: argparse.Namespace) -> int:
             for prompt in prompts
         ]
     specs = [spec for spec in args.drafter or [drafter_spec("lookup")] if spec is not None]
-    refuse_unread(args, specs)
     model = load_model(args, mesh_asked(args))
     check_kind(args, "diffusion" if model.is_diffusion else "causal")
     drafters: Any
@@ -121,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         drafters = _drafters(args, model, specs)
     announce(
+        args,
         model=args.model,
         prompts=f"{len(rows)} of {path}",
         drafters={
@@ -172,7 +169,7 @@ def _drafters(
         made = {name: make(model) for name, make in EVERY_METHOD.items()}
         drafters |= {name: drafter for name, drafter in made.items() if drafter is not None}
         left_out = [name for name, drafter in made.items() if drafter is None]
-        announce(left_out=", ".join(left_out) or "nothing")
+        remark(left_out=", ".join(left_out) or "nothing")
     return drafters
 
 

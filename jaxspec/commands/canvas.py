@@ -15,7 +15,7 @@ from rich.text import Text
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, Shown, waiting
-from jaxspec.commands.options import OF_DRAFTERS, announce, refuse_unused
+from jaxspec.commands.options import announce, refuse_unused
 from jaxspec.decoding.denoise import DenoiseConfig, DenoiseStep, denoise_stream
 from jaxspec.decoding.request import GenerationConfig, PromptLike, encode_prompt
 from jaxspec.diffusion import SelfSpeculation
@@ -31,7 +31,7 @@ _Result = TypeVar("_Result")
 
 
 _OF_GENERATION = tuple(field.name for field in dataclasses.fields(GenerationConfig))
-_OF_CAUSAL_MODELS = (*_OF_GENERATION, "drafter", *OF_DRAFTERS, "drafting")
+_OF_CAUSAL_MODELS = (*_OF_GENERATION, "drafter", "drafting")
 _SHARED = ("max_new_tokens", "temperature", "stop_token_ids")
 _OWN = ("block_length", "steps", "schedule", "order", "threshold", "guidance", "cache")
 _DRAFTING = ("num_drafts", "branch", "lookup", "lossy_top_k")
@@ -142,7 +142,7 @@ def canvas_session(args: argparse.Namespace, model: Model) -> CanvasSession:
     config, speculation = canvas_settings(args)
     drafting = {"num_drafts": speculation.num_drafts, **given(args, SelfSpeculation)}
     drafter = f"{speculation.num_drafts} of the model's next decisions"
-    announce(model=args.model, drafter=drafter, config=config, seed=args.seed)
+    announce(args, model=args.model, drafter=drafter, config=config, seed=args.seed)
 
     def draw(steps: list[DenoiseStep | None]) -> Text:
         (step,) = steps
@@ -187,7 +187,7 @@ def litert_canvas_session(args: argparse.Namespace, model: "MobileModel") -> Can
     check_kind(args, "exported diffusion")
     diffusion, tokenizer = model.manifest.diffusion, model.tokenizer
     assert diffusion is not None, "told apart before"
-    announce(model=args.model, runtime=f"LiteRT, {model.manifest.quantization}", **diffusion)
+    announce(args, model=args.model, runtime=f"LiteRT, {model.manifest.quantization}", **diffusion)
     count = DenoiseConfig.max_new_tokens if args.max_new_tokens is None else args.max_new_tokens
 
     def draw(tokens: np.ndarray) -> Text:

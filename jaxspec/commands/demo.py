@@ -16,7 +16,7 @@ from jaxspec.checkpoint import Model, load, shipped_models
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, waiting
 from jaxspec.commands.methods import EVERY_METHOD, MADE_FOR
-from jaxspec.commands.options import announce, drafter_spec, make_drafter
+from jaxspec.commands.options import add_drafter_argument, make_drafter, remark
 from jaxspec.commands.picture import check_picture, write_picture
 from jaxspec.commands.race import Recording, coloured, record, replay, slowdown
 from jaxspec.core.loop import round_up
@@ -49,8 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "A terminal shows them side by side, slowed down, with accepted draft tokens coloured. "
         "Then they are timed on three prompts. Needs no network."
     )
+    parser.add_argument("-m", "--model", default=MADE_FOR, help=f"target (default: {MADE_FOR})")
+    add_drafter_argument(parser, repeatable=True)
     parser.add_argument(
-        "--tokens", type=int, default=96, metavar="N", help="tokens per prompt (default: 96)"
+        *("--max-new-tokens", "--max-tokens"),
+        type=int,
+        default=96,
+        metavar="N",
+        help="tokens per prompt (default: 96)",
     )
     parser.add_argument(
         "--repeats", type=int, default=3, metavar="N", help="timed runs of each (default: 3)"
@@ -59,15 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--all",
         action="store_true",
         help="show every method that comes with the package for the target, on all three prompts",
-    )
-    parser.add_argument("--model", default=MADE_FOR, help=f"another target (default: {MADE_FOR})")
-    parser.add_argument(
-        "--drafter",
-        type=drafter_spec,
-        action="append",
-        default=[],
-        metavar="NAME[:SETTING=VALUE,...]",
-        help="a further method, as of `jaxspec generate`; repeatable",
     )
     parser.add_argument(
         "--slow",
@@ -83,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Shows the demo; returns 1 if the outputs differ."""
-    if args.tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, got {args.tokens}.")
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}.")
     if args.slow is not None and not 1 <= args.slow < math.inf:
         raise ValueError(f"--slow must be a number from 1 (as fast as it ran), got {args.slow:g}.")
     console = Console(highlight=False, stderr=args.json)
@@ -153,18 +150,18 @@ def _asked(args: argparse.Namespace, model: Model) -> tuple[Any, dict[str, Any]]
             raise ValueError(f"--svg: a race of causal models, and {args.model} is none.")
         diffusion = model.config.diffusion
         block = (diffusion and diffusion.block) or DEFAULT_BLOCK
-        config = DenoiseConfig(max_new_tokens=round_up(args.tokens, block))
+        config = DenoiseConfig(max_new_tokens=round_up(args.max_new_tokens, block))
         counts = [count for count in _DRAFTS if count < config.max_new_tokens]
         return config, {f"{count} decisions drafted": SelfSpeculation(count) for count in counts}
     names = EVERY_METHOD if args.all else [name for name in FIRST_METHODS if name in EVERY_METHOD]
     made = {name: EVERY_METHOD[name](model) for name in names}
-    for spec in filter(None, args.drafter):
+    for spec in filter(None, args.drafter or []):
         made[spec.text] = make_drafter(spec, args, model)
     drafters = {name: drafter for name, drafter in made.items() if drafter is not None}
     left_out = [name for name in made if name not in drafters]
     if left_out:
-        announce(left_out=", ".join(left_out))
-    return GenerationConfig(max_new_tokens=args.tokens), drafters
+        remark(left_out=", ".join(left_out))
+    return GenerationConfig(max_new_tokens=args.max_new_tokens), drafters
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxspec.commands.export_options import (
     print_written,
 )
 from jaxspec.commands.options import (
-    add_drafter_arguments,
+    add_drafter_argument,
     drafter_asked,
     load_model,
     refuse_unused,
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="then decode with it by LiteRT-LM's CPU backend, with and without its drafter, in a "
         "child process; --prompts replaces the built-in prompts",
     )
-    add_drafter_arguments(parser, repeatable=False)
+    add_drafter_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,12 +10,11 @@ from jaxspec.checkpoint import Model, load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.options import (
-    OF_DRAFTERS,
     add_model_arguments,
     announce,
     drafter_asked,
-    refuse_unused,
 )
+from jaxspec.commands.parser import add_place
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.drafters import DrafterLike, Eagle, LoadedDrafter
 from jaxspec.measure.compare import describe
@@ -77,7 +76,7 @@ def add_export_arguments(
         required: a flag of `_FLAGS` that must be given.
     """
     add_model_arguments(parser)
-    parser.add_argument("out", type=Path, metavar=out, help="folder to write into")
+    add_place(parser, "out", *("-o", "--out"), metavar=out, help="folder to write into", kind=Path)
     add_flags(parser, ExportConfig, ("capacity", "prefill", *settings))
     for flag in flags:
         parser.add_argument(flag, **_FLAGS[flag])
@@ -105,8 +104,6 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError("--limit: needs --prompts FILE.jsonl.")
     if "threads" in asked and args.threads < 1:
         raise ValueError(f"--threads must be at least 1, got {args.threads}.")
-    if "drafter" in args and args.drafter is None:
-        refuse_unused(args, OF_DRAFTERS, "needs --drafter.")
     if "gpu_timeout" in asked and not args.gpu_timeout > 0:
         raise ValueError(f"--gpu-timeout must be above 0 seconds, got {args.gpu_timeout:g}.")
     if "gpu_timeout" in asked and "check_gpu" not in asked:
@@ -158,7 +155,7 @@ def head_or_drafter(args: argparse.Namespace, model: Model) -> DrafterLike | Non
 
 def announce_export(args: argparse.Namespace, drafter: Any, config: ExportConfig) -> None:
     """Prints the resolved settings on standard error."""
-    announce(model=args.model, drafter=describe(drafter), config=config)
+    announce(args, model=args.model, drafter=describe(drafter), config=config)
 
 
 def held_out(args: argparse.Namespace) -> list[Any]:

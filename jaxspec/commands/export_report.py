@@ -15,7 +15,7 @@ from jaxspec.commands.export_options import (
     head_or_drafter,
     held_out,
 )
-from jaxspec.commands.options import add_drafter_arguments, load_model
+from jaxspec.commands.options import add_drafter_argument, load_model
 from jaxspec.decoding.request import encode_prompt
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.report import compare_quantizations, quality_table
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flags = ("--head", "--tree", "--limit")
     add_export_arguments(parser, *flags, settings=("bundle",), required="--prompts")
-    add_drafter_arguments(parser, repeatable=False)
+    add_drafter_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

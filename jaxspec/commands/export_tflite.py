@@ -14,7 +14,7 @@ from jaxspec.commands.export_options import (
     head_or_drafter,
     print_written,
 )
-from jaxspec.commands.options import add_drafter_arguments, load_model, refuse_unused
+from jaxspec.commands.options import add_drafter_argument, load_model, refuse_unused
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.memory import check_phone_memory, phone_memory
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="refuse a file that needs more on the phone, weights and caches together: on a CPU "
         "with a weight cache, or with --bundle gpu on a GPU",
     )
-    add_drafter_arguments(parser, repeatable=False)
+    add_drafter_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:

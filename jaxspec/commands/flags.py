@@ -15,6 +15,9 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
+_ALIASES = {"--max-new-tokens": ("--max-tokens",)}
+"""Shorter spellings of flags, for all verbs."""
+
 
 def add_flags(
     group: Any,
@@ -63,7 +66,8 @@ def add_flags(
         if "choices" in kind:
             kind.pop("metavar", None)
         dest = _dest(section, field)
-        group.add_argument(flag, dest=dest, default=None, help=text.replace("%", "%%"), **kind)
+        flags = (flag, *_ALIASES.get(flag, ()))
+        group.add_argument(*flags, dest=dest, default=None, help=text.replace("%", "%%"), **kind)
 
 
 def given(args: argparse.Namespace, settings: type, section: str = "") -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
 from rich.console import Console
 
 from jaxspec.checkpoint import Model
@@ -31,7 +32,7 @@ from jaxspec.commands.live import (
 )
 from jaxspec.commands.mobile import add_mobile_arguments, check_runtime, loop_of, open_mobile
 from jaxspec.commands.options import (
-    add_drafter_arguments,
+    add_drafter_argument,
     add_generation_arguments,
     add_mesh_argument,
     add_model_arguments,
@@ -42,6 +43,7 @@ from jaxspec.commands.options import (
     mesh_asked,
     refuse_unused,
 )
+from jaxspec.commands.parser import add_place
 from jaxspec.decoding.generate import StreamStep, generate, stream
 from jaxspec.decoding.profile import DraftingMode, DraftingProfile, profile_asked
 from jaxspec.decoding.request import GenerationConfig, PromptLike
@@ -65,9 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tokens are coloured. Ctrl-C ends the text and keeps what was printed."
     )
     add_model_arguments(parser)
-    add_mesh_argument(parser)
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text, or - for standard input")
-    parser.add_argument("--file", type=Path, help="read the prompt from a file")
+    add_place(
+        parser,
+        "prompt",
+        *("-p", "--prompt"),
+        metavar="PROMPT",
+        help="text, or - for standard input",
+        required=False,
+    )
+    add_drafter_argument(parser)
+    add_generation_arguments(parser)
+    parser.add_argument("--file", type=Path, metavar="FILE", help="read the prompt from a file")
     parser.add_argument(
         "--chat", action="store_true", help="talk in turns, with the model's chat template"
     )
@@ -75,17 +85,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object at the end instead of the text"
     )
-    add_generation_arguments(parser)
-    add_drafter_arguments(parser, repeatable=False)
     parser.add_argument(
         "--drafting",
         choices=get_args(DraftingMode),
         help="auto: draft where that is measured to be faster, once for this machine, model and "
         "drafter (default: always)",
     )
+    add_mesh_argument(parser)
     add_mobile_arguments(parser)
     add_diffusion_arguments(parser)
-    parser.set_defaults(late_argument="prompt")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -97,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--system: needs --chat.")
     prompt = _prompt(args)
     if prompt is None and not args.chat:
-        raise ValueError("Give a PROMPT, - to read standard input, --file FILE, or --chat.")
+        args.parser.error(
+            "PROMPT is missing, behind MODEL: give a text, - for standard input, --file FILE, or "
+            "--chat."
+        )
     check_runtime(args)
     if args.runtime == "litert":
         loop, file = loop_of(args), open_mobile(args)
@@ -112,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     drafter = drafter_asked(args, model)
     if drafter is None:
         refuse_unused(args, ("drafting",), "needs --drafter.")
-    announce(model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
+    announce(args, model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
     drafting = _drafting_asked(args, model, config, drafter)
     return answer(Session(model, config, drafter, args.seed, drafting), args, prompt)
 
@@ -150,6 +161,7 @@ def _mobile_session(
     loop: "LoopOf | None",
 ) -> "MobileSession":
     announce(
+        args,
         model=args.model,
         runtime=f"LiteRT, {model.manifest.quantization}",
         drafter=model.manifest.drafter if args.drafter is None else args.drafter.text,
@@ -183,9 +195,11 @@ class Session:
         console = Console(highlight=False)
         sources, text, interrupted = Sources(self.model.tokenizer), "", False
         with StreamClock() as clock, LiveText(console) as live:
+            reason = None
             try:
                 for step in waiting_for_first(self.stream(prompt), COMPILING):
                     clock.push(step)
+                    reason = step.finish_reason
                     text += step.text
                     live.push(sources.push(step), clock)
             except KeyboardInterrupt:
@@ -195,7 +209,15 @@ class Session:
                 live.push(held, clock)
         ended = "interrupted" if interrupted else "done"
         print(f"{ended}: {clock}", file=sys.stderr)
+        if reason == "length":
+            print(self._limit(clock.counts.num_tokens), file=sys.stderr)
         return Shown(text, interrupted)
+
+    def _limit(self, num_tokens: int) -> str:
+        """Says which limit has cut a text off."""
+        if num_tokens >= np.max(self.config.max_new_tokens):
+            return f"cut off by --max-new-tokens {self.config.max_new_tokens}"
+        return "cut off by the end of the model's context"
 
     def stream(self, prompt: PromptLike) -> Iterator[StreamStep]:
         """Decodes step by step."""

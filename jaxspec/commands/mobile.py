@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from jaxspec.commands.options import OF_DRAFTERS, drafter_settings, refuse_unused
+from jaxspec.commands.options import refuse_unused
 from jaxspec.drafters import DraftModel, PromptLookup
 
 if TYPE_CHECKING:
@@ -49,12 +49,6 @@ def check_runtime(args: argparse.Namespace) -> None:
         return
     refuse_unused(args, ("drafting",), "needs --runtime jax; --loop says how files decode.")
     refuse_unused(args, _ONLY_JAX, "fixed when the file was exported; leave it out.")
-    if args.drafter is None:
-        refuse_unused(args, OF_DRAFTERS, "needs --drafter lookup or --drafter draft-model.")
-    elif args.drafter.name == "lookup":
-        refuse_unused(args, ("draft_model",), "needs --drafter draft-model.")
-    elif args.drafter.name == "draft-model":
-        refuse_unused(args, ("max_ngram",), "needs --drafter lookup.")
 
 
 def open_mobile(args: argparse.Namespace) -> "MobileModel":
@@ -85,16 +79,18 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
         return loops.get(args.loop)
     if args.loop not in (None, "verify"):
         raise ValueError(f"--drafter {args.drafter.text}: drafts here, so --loop must be verify.")
-    settings = drafter_settings(args.drafter, args)
+    settings = args.drafter.settings
     if args.drafter.name == "lookup":
         lookup = PromptLookup(**settings)
         return lambda model, acceptance: Verified(
             model, LookupDraft(lookup, model.manifest.capacity), acceptance
         )
     if args.drafter.name == "draft-model":
-        source = settings.get("model", args.draft_model)
+        source = settings.get("model")
         if source is None:
-            raise ValueError("--drafter draft-model needs --draft-model FILE: an exported model.")
+            raise ValueError(
+                "--drafter draft-model needs draft-model:model=FILE, of an exported model."
+            )
         count = settings.get("num_speculative_tokens", DraftModel.num_speculative_tokens)
         draft = MobileModel(source, num_threads=args.threads)
         return drafted_by(draft, count)

@@ -1,8 +1,11 @@
 """Flags that several verbs share, and the objects that they ask for."""
 
 import argparse
+import dataclasses
 import json
+import re
 import sys
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +16,9 @@ from jaxspec.checkpoint import Model, load, load_dflash, load_eagle, shipped_hea
 from jaxspec.checkpoint.files import MOST_JSON, read_text
 from jaxspec.checkpoint.huggingface import DTYPES
 from jaxspec.checkpoint.tokenizer import covers
-from jaxspec.commands.flags import add_flags, given
+from jaxspec.commands.flags import add_flags, given, help_texts
+from jaxspec.commands.parser import add_place
+from jaxspec.core.checks import meant
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import (
     PUBLISHED_SKIPS,
@@ -40,24 +45,49 @@ from jaxspec.tuning import load_threshold, load_tree
 
 def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Declares the target and how to load it."""
-    count = None if required else "?"
-    parser.add_argument(
-        "model", nargs=count, metavar="MODEL", help="folder, shipped name or Hub id"
+    add_place(
+        parser,
+        "model",
+        *("-m", "--model"),
+        metavar="MODEL",
+        help="folder, shipped name or Hub id",
+        kind=_model_name,
+        required=required,
     )
     add_loading_arguments(parser)
 
 
+def _model_name(text: str) -> str:
+    if text.endswith((".jsonl", ".jsonl.gz")):
+        raise argparse.ArgumentTypeError(f"{text} is a file of prompts, which comes after MODEL.")
+    return text
+
+
+def add_prompts_argument(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Declares the file of prompts."""
+    add_place(
+        parser,
+        "prompts",
+        *("-p", "--prompts"),
+        metavar="PROMPTS.jsonl[.gz]",
+        help="a prompt per line",
+        kind=Path,
+        required=required,
+    )
+
+
 def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares how to load the target."""
-    parser.add_argument(
+    group = parser.add_argument_group("loading the model")
+    group.add_argument(
         "--dtype", choices=tuple(DTYPES), help="type of weights, activations and caches"
     )
-    parser.add_argument(
+    group.add_argument(
         "--weights",
         choices=STORAGES,
         help="form in which matrices are kept; default: --dtype, or as stored",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max-positions", type=int, metavar="N", help="length of the longest text, in tokens"
     )
 
@@ -85,13 +115,18 @@ def mesh_asked(args: argparse.Namespace) -> Mesh | None:
     return None if args.mesh is None else parse_mesh(args.mesh)
 
 
+_COMMON = ("max_new_tokens", "temperature")
+
+
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares a flag for every field of `GenerationConfig`, and the seed."""
-    group = parser.add_argument_group("decoding")
-    add_flags(group, GenerationConfig, options=_GENERATION_OPTIONS)
-    group.add_argument(
+    add_flags(parser, GenerationConfig, _COMMON)
+    parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of sampling (default: 0)"
     )
+    names = {field.name for field in dataclasses.fields(GenerationConfig)} - {*_COMMON}
+    group = parser.add_argument_group("decoding")
+    add_flags(group, GenerationConfig, names, options=_GENERATION_OPTIONS)
 
 
 def generation_config(args: argparse.Namespace) -> GenerationConfig:
@@ -156,8 +191,7 @@ _GENERATION_OPTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 NO_DRAFTER = "none"
-OF_DRAFTERS = ("draft_model", "num_speculative_tokens", "max_ngram")
-"""Flags that need `--drafter`."""
+EVERY_DRAFTER = "all"
 
 
 class DrafterSpec(NamedTuple):
@@ -166,40 +200,58 @@ class DrafterSpec(NamedTuple):
     Attributes:
         text: the whole text.
         name: the part before the colon.
-        settings: the settings after it, as texts.
+        settings: the settings after it.
     """
 
     text: str
     name: str
-    settings: Mapping[str, str]
+    settings: Mapping[str, Any]
 
 
 def drafter_spec(text: str) -> DrafterSpec | None:
     """Reads NAME or NAME:SETTING=VALUE,...; "none" gives `None`.
 
     Raises:
-        argparse.ArgumentTypeError: the name is unknown, or a part is not SETTING=VALUE.
+        argparse.ArgumentTypeError: the name or a setting is unknown, or not what is needed.
 
     Example:
         >>> drafter_spec("lookup:max_ngram=3").settings
-        {'max_ngram': '3'}
+        {'max_ngram': 3}
     """
     if text == NO_DRAFTER:
         return None
     name, _, rest = text.partition(":")
     if name not in DRAFTERS:
-        names = ", ".join((NO_DRAFTER, *DRAFTERS))
-        raise argparse.ArgumentTypeError(f"must be one of {names}, got {name!r}.")
-    settings = {}
+        raise argparse.ArgumentTypeError(f"no drafter is called {name!r:.40}{_drafter_meant(text)}")
+    known, settings = settings_of(name), {}
     for part in filter(None, rest.split(",")):
-        setting, equals, value = part.partition("=")
+        setting, equals, value = map(str.strip, part.partition("="))
         if not equals:
-            raise argparse.ArgumentTypeError(f"{name}: expected SETTING=VALUE, got {part!r}.")
-        settings[setting.strip()] = value.strip()
+            raise argparse.ArgumentTypeError(
+                f"{name}: expected SETTING=VALUE, got {part!r:.40}; settings are "
+                f"{', '.join(known)}."
+            )
+        if setting not in known:
+            asked = meant(setting, known) or f"; it has {', '.join(known)}."
+            raise argparse.ArgumentTypeError(f"{name} has no setting {setting!r:.40}{asked}")
+        try:
+            settings[setting] = known[setting].read(value)
+        except (KeyError, ValueError):
+            raise argparse.ArgumentTypeError(
+                f"{name}: {setting} must be {known[setting].needed}, got {value!r:.40}."
+            ) from None
     return DrafterSpec(text, name, settings)
 
 
-EVERY_DRAFTER = "all"
+def _drafter_meant(text: str) -> str:
+    """Returns what may have been meant by a text whose name is unknown."""
+    name, rest = re.split(r"[^\w-]+|$", text, maxsplit=1)
+    for example in (each.example for each in DRAFTERS.values()):
+        if example.endswith("=" + name):  # weights that ship
+            return f"; did you mean {example}?"
+    spelled = "-".join(name.lower().split("_"))
+    asked = meant(spelled, DRAFTERS, lambda found: f"{found}:{rest}" if rest else found)
+    return asked or f"; there are {', '.join((NO_DRAFTER, *DRAFTERS))}."
 
 
 def drafter_spec_or_all(text: str) -> DrafterSpec | None:
@@ -207,36 +259,25 @@ def drafter_spec_or_all(text: str) -> DrafterSpec | None:
     return DrafterSpec(text, text, {}) if text == EVERY_DRAFTER else drafter_spec(text)
 
 
-def add_drafter_arguments(parser: argparse.ArgumentParser, repeatable: bool) -> None:
-    """Declares `--drafter` and the settings of drafters."""
-    group = parser.add_argument_group("drafting")
-    names = f"{', '.join((NO_DRAFTER, *DRAFTERS))}; settings given here override the flags below"
-    if repeatable:
-        names += f"; {EVERY_DRAFTER}: each method that comes with the package for this model"
-    group.add_argument(
-        "--drafter",
-        type=drafter_spec_or_all if repeatable else drafter_spec,
-        action="append" if repeatable else "store",
-        metavar="NAME[:SETTING=VALUE,...]",
-        help=f"{names}; repeatable" if repeatable else names,
-    )
-    group.add_argument("--draft-model", metavar="MODEL", help="folder, shipped name or Hub id")
-    group.add_argument(
-        "--num-speculative-tokens", type=int, metavar="N", help="length of the longest draft"
-    )
-    group.add_argument(
-        "--max-ngram", type=int, metavar="N", help="length of the longest match of lookup"
-    )
+def add_drafter_argument(
+    parser: argparse.ArgumentParser, repeatable: bool = False, every: bool = False
+) -> None:
+    """Declares `--drafter`.
 
-
-def add_drafter_argument(parser: argparse.ArgumentParser) -> None:
-    """Declares `--drafter` for a verb that tunes one drafter."""
+    Args:
+        parser: the parser of a verb.
+        repeatable: several may be given.
+        every: "all" may be given.
+    """
+    text = "how to draft; `jaxspec drafters` lists names, `jaxspec drafters NAME` settings"
+    if every:
+        text += f"; {EVERY_DRAFTER}: each method that comes with the package for this model"
     parser.add_argument(
         "--drafter",
-        type=drafter_spec,
+        type=drafter_spec_or_all if every else drafter_spec,
+        action="append" if repeatable else "store",
         metavar="NAME[:SETTING=VALUE,...]",
-        help="eagle:head=FOLDER, draft-model:model=MODEL, deer:model=MODEL,block=N or "
-        "dflash:head=FOLDER,block=N; folders may be shipped names",
+        help=f"{text}; repeatable" if repeatable else text,
     )
 
 
@@ -246,7 +287,7 @@ def loaded_drafter_asked(args: argparse.Namespace, model: Model) -> LoadedDrafte
     Raises:
         ValueError: none is given, or it has no weights; or as `make_drafter` raises.
     """
-    made = None if args.drafter is None else make_drafter(args.drafter, args, model)
+    made = drafter_asked(args, model)
     if not isinstance(made, LoadedDrafter):
         raise ValueError(
             "--drafter: name one that drafts over a tree: eagle, draft-model, deer or dflash."
@@ -258,69 +299,22 @@ def drafter_asked(args: argparse.Namespace, model: Model) -> DrafterLike | None:
     """Builds the drafter of `--drafter` for `model`; returns `None` without one.
 
     Raises:
-        ValueError: a flag is given that this drafter does not read; or as `make_drafter` raises.
+        ValueError: as `make_drafter` raises.
     """
-    refuse_unread(args, [] if args.drafter is None else [args.drafter])
     return None if args.drafter is None else make_drafter(args.drafter, args, model)
 
 
-def refuse_unread(args: argparse.Namespace, specs: Sequence[DrafterSpec]) -> None:
-    """Refuses flags that none of these drafters reads.
-
-    Raises:
-        ValueError: such flags are given; the message names them.
-    """
-    read = {
-        "draft_model" if kind == "model" else kind
-        for spec in specs
-        if spec.name in DRAFTERS
-        for kind in DRAFTERS[spec.name][0]
-    }
-    names = ", ".join(spec.name for spec in specs)
-    why = f"--drafter {names} has no such setting." if specs else "needs --drafter."
-    refuse_unused(args, [flag for flag in OF_DRAFTERS if flag not in read], why)
-
-
 def make_drafter(spec: DrafterSpec, args: argparse.Namespace, model: Model) -> DrafterLike:
-    """Builds the drafter of a spec for `model`; flags give the settings that the spec leaves out.
+    """Builds the drafter of a spec for `model`.
 
     Raises:
-        ValueError: a setting is unknown or out of range.
+        ValueError: a setting is missing or out of range.
     """
-    _, build = DRAFTERS[spec.name]
-    made = build(args, drafter_settings(spec, args), model)
+    made = DRAFTERS[spec.name].build(args, dict(spec.settings), model)
     if not isinstance(made, LoadedDrafter):
         return made
     # Placed once here, not in each call of `generate`.
     return made._replace(params=shard_like(model.params, made.params))
-
-
-def drafter_settings(spec: DrafterSpec, args: argparse.Namespace) -> dict[str, Any]:
-    """Reads the settings of a spec; flags give the settings that the spec leaves out.
-
-    Raises:
-        ValueError: a setting is unknown, or is not what is needed.
-    """
-    flags = {name: getattr(args, name, None) for name in ("num_speculative_tokens", "max_ngram")}
-    kinds, _ = DRAFTERS[spec.name]
-    unknown = sorted(set(spec.settings) - set(kinds))
-    if unknown:
-        raise ValueError(
-            f"--drafter {spec.text}: {spec.name} has no setting {unknown[0]!r}; "
-            f"it has {', '.join(kinds)}."
-        )
-    settings: dict[str, Any] = {
-        name: value for name, value in flags.items() if name in kinds and value is not None
-    }
-    for name, text in spec.settings.items():
-        try:
-            settings[name] = kinds[name](text)
-        except (KeyError, ValueError):
-            needed = _NEEDED[kinds[name]]
-            raise ValueError(
-                f"--drafter {spec.text}: {name} must be {needed}, got {text!r:.40}."
-            ) from None
-    return settings
 
 
 def _taken(settings: dict[str, Any], name: str, drafter: str, needs: str) -> str:
@@ -336,8 +330,7 @@ def _taken(settings: dict[str, Any], name: str, drafter: str, needs: str) -> str
 
 
 def _loaded(args: argparse.Namespace, settings: dict[str, Any], drafter: str, needs: str) -> Model:
-    """Loads the model of the setting `model`, or of `--draft-model`."""
-    settings.setdefault("model", getattr(args, "draft_model", None))
+    """Loads the model of the setting `model`."""
     return load(_taken(settings, "model", drafter, needs), dtype=getattr(args, "dtype", None))
 
 
@@ -381,8 +374,8 @@ def _recycling(_: argparse.Namespace, settings: dict[str, Any], model: Model) ->
 def _draft_model(args: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
     _read_tree(settings)
     needs = (
-        "--draft-model MODEL or draft-model:model=MODEL, a smaller model, at best with the same "
-        "tokenizer (for the shipped demo: demo-draft)"
+        "draft-model:model=MODEL, a smaller model, at best with the same tokenizer (for the "
+        "shipped demo: draft-model:model=demo-draft)"
     )
     draft = _loaded(args, settings, "draft-model", needs)
     theirs, ours = draft.tokenizer, model.tokenizer
@@ -390,7 +383,7 @@ def _draft_model(args: argparse.Namespace, settings: dict[str, Any], model: Mode
         return DraftModel.of(draft, **settings)
     made = DraftModel.of(draft, target=model, **settings)
     shared = int(made.params.shared.sum())
-    announce(
+    remark(
         draft_model=f"{draft.name} has another tokenizer, and drafts with the {shared} tokens that "
         f"both have, of {ours.vocab_size}"
     )
@@ -471,57 +464,170 @@ def _yes_or_no(text: str) -> bool:
     return {"1": True, "yes": True, "true": True, "0": False, "no": False, "false": False}[text]
 
 
-_NEEDED: Mapping[Callable[[str], Any], str] = {
-    int: "a whole number",
-    float: "a number",
-    _yes_or_no: "1 (yes) or 0 (no)",
+_READERS: Mapping[type, Callable[[str], Any]] = {
+    int: int,
+    float: float,
+    str: str,
+    bool: _yes_or_no,
 }
+_NEEDED = {int: "a whole number", float: "a number", str: "a text", bool: "1 (yes) or 0 (no)"}
 
+
+class DrafterSetting(NamedTuple):
+    """A setting of a drafter, as `jaxspec drafters NAME` shows it.
+
+    Attributes:
+        kind: type of its value.
+        default: value without it; `None`: see `meaning`.
+        meaning: a sentence.
+        choices: the only values; `()` for any.
+    """
+
+    kind: type
+    default: Any
+    meaning: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def needed(self) -> str:
+        """What its value must be."""
+        return " or ".join(self.choices) or _NEEDED[self.kind]
+
+    def read(self, text: str) -> Any:
+        """Returns the value that a text gives.
+
+        Raises:
+            ValueError: it gives none.
+        """
+        if self.choices and text not in self.choices:
+            raise ValueError(f"must be {self.needed}")
+        return _READERS[self.kind](text)
+
+
+_Build = Callable[[argparse.Namespace, dict[str, Any], Model], DrafterLike]
+
+
+class DrafterKind(NamedTuple):
+    """A drafter that `--drafter` can name.
+
+    Attributes:
+        method: class of the drafter; the first line of its docstring says what it does.
+        build: builds it from settings, for a model.
+        example: a spec.
+        others: settings that are no fields: names of `_OTHERS`.
+        fields: settings that are fields, by the class that has them.
+    """
+
+    method: type
+    build: _Build
+    example: str
+    others: tuple[str, ...]
+    fields: Mapping[type, tuple[str, ...]]
+
+
+_TREE = "file of `jaxspec tune tree` or of rank paths, or a published name; default: "
+_OTHERS: Mapping[str, Mapping[str, str]] = {
+    "": {
+        "model": "needed: the drafting model; a folder, shipped name or Hub id",
+        "head": "needed: the head; a folder, shipped name or Hub id",
+        "corpus": "file of text, or .jsonl file of texts, to look up",
+        "skips": "needed: a result of `jaxspec tune skips`, or the name of a published set",
+        "tree": _TREE + "the one beside the head",
+        "sep": "token behind the masks, '' for none; default: the one of training",
+        "mask": "token of the mask, where config.json names none",
+    },
+    "draft-model": {"tree": _TREE + "a chain"},
+    "recycling": {"tree": _TREE + "one of 5 nodes"},
+    "deer": {"tree": _TREE + "a chain"},
+    "dflash": {"tree": _TREE + "a chain"},
+}
+"""Meanings of settings that are no fields, for one drafter or, under "", for all."""
 _COSTS = ("draft_cost", "token_cost")
-_OF_BLOCKS: Mapping[str, Callable[[str], Any]] = {
-    "block": int,
-    # tree: a file of `tune tree`; num_nodes: nodes of a tree that is built anew in each step.
-    "tree": str,
-    "num_nodes": int,
-    "branch": int,
-    "temperature": float,
-    "steps": int,
-    # 1: draft only as much of a block as pays; costs are in target passes over one token.
-    "adaptive": _yes_or_no,
-    **dict.fromkeys(_COSTS, float),
-}
+_OF_SUFFIX = {SuffixLookup: ("num_speculative_tokens", "max_ngram")}
+_OF_BLOCKS = ("block", "num_nodes", "branch", "temperature", "steps", "adaptive")
 
-_OF_SUFFIX: Mapping[str, Callable[[str], Any]] = {
-    "num_speculative_tokens": int,
-    "max_ngram": int,
-    "corpus": str,
-}
-
-# The only place that names drafters: the types of their settings, and how they are built.
-DRAFTERS: dict[str, tuple[Mapping[str, Callable[[str], Any]], Callable[..., Any]]] = {
-    "lookup": (
-        {"num_speculative_tokens": int, "max_ngram": int, "match": str},
+# The only place that names drafters.
+DRAFTERS: dict[str, DrafterKind] = {
+    "lookup": DrafterKind(
+        PromptLookup,
         lambda args, settings, model: PromptLookup(**settings),
+        "lookup",
+        (),
+        {PromptLookup: ("num_speculative_tokens", "max_ngram", "match")},
     ),
-    # corpus: a file of text, or a .jsonl file of texts.
-    "suffix": (_OF_SUFFIX, _suffix),
-    # tree: a file of rank paths or a published name, here and below.
-    "recycling": ({"tree": str}, _recycling),
-    # threshold: of chains that end early.
-    "draft-model": (
-        {"num_speculative_tokens": int, "model": str, "tree": str, "threshold": float},
+    "suffix": DrafterKind(
+        SuffixLookup, _suffix, "suffix:corpus=texts.jsonl", ("corpus",), _OF_SUFFIX
+    ),
+    "recycling": DrafterKind(TokenRecycling, _recycling, "recycling", ("tree",), {}),
+    "draft-model": DrafterKind(
+        DraftModel,
         _draft_model,
+        "draft-model:model=demo-draft",
+        ("model", "tree"),
+        {DraftModel: ("num_speculative_tokens", "threshold")},
     ),
-    "eagle": ({"head": str, "tree": str, "threshold": float}, _eagle),
-    "union": (
-        {"head": str, "tree": str, "threshold": float, "min_match": int, **_OF_SUFFIX},
+    "eagle": DrafterKind(
+        Eagle, _eagle, "eagle:head=demo-eagle", ("head", "tree"), {Eagle: ("threshold",)}
+    ),
+    "union": DrafterKind(
+        Union,
         _union,
+        "union:head=demo-eagle",
+        ("head", "tree", "corpus"),
+        {Eagle: ("threshold",), Union: ("min_match",), **_OF_SUFFIX},
     ),
-    "eagle2": ({"head": str, "depth": int, "beam": int, "num_nodes": int}, _eagle2),
-    "deer": ({"model": str, **_OF_BLOCKS, "sep": str, "mask": str, "cache": str}, _deer),
-    "dflash": ({"head": str, **_OF_BLOCKS, "confidence": float}, _dflash),
-    "layer-skip": ({"num_speculative_tokens": int, "threshold": float, "skips": str}, _layer_skip),
+    "eagle2": DrafterKind(
+        Eagle2,
+        _eagle2,
+        "eagle2:head=demo-eagle",
+        ("head",),
+        {Eagle2: ("depth", "beam", "num_nodes")},
+    ),
+    "deer": DrafterKind(
+        Deer,
+        _deer,
+        "deer:model=demo-deer",
+        ("model", "tree", "sep", "mask"),
+        {Deer: (*_OF_BLOCKS, "cache"), AdaptiveBlock: _COSTS},
+    ),
+    "dflash": DrafterKind(
+        DFlash,
+        _dflash,
+        "dflash:head=FOLDER",
+        ("head", "tree"),
+        {DFlash: (*_OF_BLOCKS, "confidence"), AdaptiveBlock: _COSTS},
+    ),
+    "layer-skip": DrafterKind(
+        LayerSkip,
+        _layer_skip,
+        "layer-skip:skips=demo-skips",
+        ("skips",),
+        {LayerSkip: ("num_speculative_tokens", "threshold")},
+    ),
 }
+
+
+def settings_of(name: str) -> dict[str, DrafterSetting]:
+    """Returns the settings of a drafter, from the fields and docstrings of its classes.
+
+    Example:
+        >>> settings_of("lookup")["max_ngram"]
+        DrafterSetting(kind=<class 'int'>, default=2, meaning='longest match to look for')
+    """
+    kind = DRAFTERS[name]
+    meanings = {**_OTHERS[""], **_OTHERS.get(name, {})}
+    found = {other: DrafterSetting(str, None, meanings[other]) for other in kind.others}
+    for owner, names in kind.fields.items():
+        hints, texts = typing.get_type_hints(owner), help_texts(owner)
+        defaults = {field.name: field.default for field in dataclasses.fields(owner)}
+        for field in names:
+            held = typing.get_args(hints[field]) or (hints[field],)
+            choices = tuple(each for each in held if isinstance(each, str))
+            # A record is asked for with its defaults.
+            plain = next((each for each in held if each in _READERS), str if choices else bool)
+            meaning = texts[field].partition(". ")[0]
+            found[field] = DrafterSetting(plain, defaults[field], meaning, choices)
+    return found
 
 
 _SPELLED = {"num_drafts": "drafts", "quantization": "quantize"}
@@ -550,8 +656,14 @@ def refuse_unused(args: argparse.Namespace, names: Sequence[str], why: str) -> N
         raise ValueError(f"{flags_of_names(given)}: {why}")
 
 
-def announce(**facts: Any) -> None:
-    """Prints the settings of a run on standard error."""
+def announce(args: argparse.Namespace, **facts: Any) -> None:
+    """Prints the settings of a run on standard error, if `--verbose` is given."""
+    if args.verbose:
+        remark(**facts)
+
+
+def remark(**facts: Any) -> None:
+    """Prints facts on standard error."""
     for name, value in facts.items():
         print(f"{name}: {value}", file=sys.stderr)
 

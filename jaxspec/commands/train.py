@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jaxspec.checkpoint.files import read_json
 from jaxspec.commands.flags import add_flags, flag_of, given
+from jaxspec.commands.interrupts import telling
 from jaxspec.models import ModelConfig
 from jaxspec.training.report import as_command
 from jaxspec.training.settings import (
@@ -124,15 +125,17 @@ class TrainVerb(Generic[Settings]):
         trainer = getattr(importlib.import_module(module), name)
         settings = self.settings_from_arguments(args)
         console = Console(stderr=True)
-        console.print_json(json.dumps(settings_to_json(settings)))
-        train.train(
-            trainer(settings),
-            args.state or default_state_folder(settings, args.out.name),
-            args.out,
-            num_devices=args.devices,
-            command=as_command(sys.argv[1:]),
-            console=console,
-        )
+        if args.verbose:
+            console.print_json(json.dumps(settings_to_json(settings)))
+        with telling(lambda: "the same command continues from the last state that was saved"):
+            train.train(
+                trainer(settings),
+                args.state or default_state_folder(settings, args.out.name),
+                args.out,
+                num_devices=args.devices,
+                command=as_command(sys.argv[1:]),
+                console=console,
+            )
         return 0
 
 

@@ -84,7 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw target times by budget, together with the shipped profiles",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(parser=parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -132,7 +131,9 @@ def _read(source: str) -> LatencyProfile:
 def _measure(args: argparse.Namespace) -> LatencyProfile:
     model: Model = load_model(args)
     drafter = loaded_drafter_asked(args, model)
-    announce(model=args.model, drafter=drafter.drafter, tokens=args.tokens, batches=args.batches)
+    announce(
+        args, model=args.model, drafter=drafter.drafter, tokens=args.tokens, batches=args.batches
+    )
     programs = len({1, *args.tokens}) + 2 * len({1, *args.batches}) + len({1, *args.levels})
     with progress_bar(programs + 2) as advance:
         return measure_profile(

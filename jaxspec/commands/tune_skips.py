@@ -119,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [row[: args.prompt_tokens] for row in rows]
     text = f"{args.rows} rows of {args.prompt_tokens} + {args.new_tokens} tokens, {args.text}"
     announce(
+        args,
         model=args.model,
         sub_layers=2 * model.config.num_layers,
         text=text,

@@ -19,6 +19,7 @@ from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.options import (
     add_drafter_argument,
     add_model_arguments,
+    add_prompts_argument,
     announce,
     load_model,
     loaded_drafter_asked,
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "text that you evaluate on."
     )
     add_model_arguments(parser, required=False)
-    parser.add_argument("prompts", type=FilePath, nargs="?", metavar="PROMPTS.jsonl[.gz]")
+    add_prompts_argument(parser, required=False)
     add_drafter_argument(parser)
     parser.add_argument(
         "--profile",
@@ -109,7 +110,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("branch", "children of a node (default: up to 4)"),
     ):
         limits.add_argument(f"--max-{name}", type=int, metavar="N", help=meaning)
-    parser.set_defaults(parser=parser, late_argument="prompts")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -169,7 +169,7 @@ def _setting(args: argparse.Namespace) -> _Setting:
     model = load_model(args)
     drafter = loaded_drafter_asked(args, model)
     config = GenerationConfig(**given(args, GenerationConfig))
-    announce(model=args.model, prompts=len(prompts), drafter=drafter.drafter, config=config)
+    announce(args, model=args.model, prompts=len(prompts), drafter=drafter.drafter, config=config)
     return _Setting(model, drafter, prompts, config)
 
 

@@ -7,6 +7,7 @@ annotated in the same way, under `checks_arguments`.
 """
 
 import dataclasses
+import difflib
 import inspect
 import math
 import numbers
@@ -15,7 +16,7 @@ import pathlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, ParamSpec, TypeVar, Union
 
@@ -241,6 +242,19 @@ def checks_arguments(function: Callable[_Arguments, _Result]) -> Callable[_Argum
         return untyped(*placed, **named)
 
     return call
+
+
+def meant(word: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:
+    """Returns a question that names the closest of the known words, or "".
+
+    Example:
+        >>> meant("temprature", ["temperature", "top_k"])
+        '; did you mean temperature?'
+        >>> meant("x", ["temperature"])
+        ''
+    """
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f"; did you mean {show(close[0])}?" if close else ""
 
 
 _FEW = 64

@@ -29,6 +29,7 @@ from jaxspec.core.checks import (
     between,
     checked,
     from_up_to,
+    meant,
 )
 from jaxspec.core.decode import Prompt
 from jaxspec.core.grammar import Grammar
@@ -234,7 +235,8 @@ def config_of(config: Config | None, settings: Mapping[str, Any], kind: type[Con
     for name in settings:
         if name not in names:
             raise TypeError(
-                f"{name} is no argument and no setting; settings are {', '.join(names)}."
+                f"{name} is no argument and no setting{meant(name, names) or '.'} Settings are "
+                f"{', '.join(names)}."
             )
     if config is None:
         return kind(**settings)

@@ -82,7 +82,8 @@ class Deer(BlockSettings):
     Attributes:
         sep_token_id: stands after the masks, for drafters that were trained with a sign there that
             the text continues; `None` for none.
-        cache: what the drafter keeps of the text, see above; `None`: "blocks" or "prefix", as fits.
+        cache: what the drafter keeps of the text, "none", "blocks" or "prefix", see above; `None`:
+            "blocks" or "prefix", as fits.
         chunk: tokens per pass over the prompt, with "blocks".
 
     Raises:

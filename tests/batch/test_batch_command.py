@@ -1,5 +1,7 @@
 """`jaxspec batch`: what it says, writes and refuses, and that no kill loses anything."""
 
+import contextlib
+import datetime
 import json
 import multiprocessing
 import os
@@ -8,6 +10,7 @@ import re
 import signal
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -120,22 +123,144 @@ def test_an_output_that_may_not_be_written_is_said_in_one_line(argv, capsys, clo
     assert re.search(f"{out}.progress cannot be written: {reason}. Give another place", said)
 
 
-def test_ctrl_c_finishes_what_runs_and_resume_the_rest(argv, capsys, monkeypatch):
-    class Impatient(command._Progress):
-        def __call__(self, report):
-            if report.num_steps and signal.getsignal(signal.SIGINT) != signal.default_int_handler:
-                os.kill(os.getpid(), signal.SIGINT)
+def test_ctrl_c_keeps_the_records_that_are_there_and_resume_makes_the_rest(
+    argv, capsys, monkeypatch
+):
+    @contextlib.contextmanager
+    def impatient(shown):
+        def progress(report):
+            if report.num_done == 2:
+                raise KeyboardInterrupt
+
+        yield progress
 
     with monkeypatch.context() as patch:
-        patch.setattr(command, "_Progress", Impatient)
+        patch.setattr(command, "job_bar", impatient)
         assert main([*argv, "--batch-size", "2"]) == 130
     err = capsys.readouterr().err
-    assert "finishing the running rows" in err
-    assert "interrupted: 2 of 8 records" in err
-    assert "--resume continues" in err
+    assert err.startswith("interrupted: 2 of 8 records")
+    assert "the same command with --resume continues" in err
+    assert len(err.splitlines()) == 1
     assert len(records_in(argv[2])) == 2
     assert main([*argv, "--batch-size", "2", "--resume"]) == 0
     assert [record["line"] for record in records_in(argv[2])] == list(range(1, 9))
+
+
+def test_records_hold_the_fields_of_their_line(argv, capsys, prompts):
+    """Names of ours are ours: a field of the input that has one becomes `input_NAME`."""
+    lines = [
+        {"text": "abc", "label": {"a": [1]}, "id": "one"},
+        "xyz",
+        {"question": "abc", "tokens": 3, "input_tokens": 4, "error": None},
+        {"prompt": "half \ud800", "tag": "\ud800"},
+        {"label": 5},
+    ]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines) + "{oops\r\n")
+    assert main([*argv, "--max-new-tokens", "4"]) == 0
+    named, bare, clash, half, without, broken = records_in(argv[2])
+    assert {**named, **lines[0], "text": named["text"]} == named
+    assert (named["input_text"], "input_id" in named) == ("abc", False)
+    assert list(named)[:3] == ["label", "input_text", "line"]
+    assert bare["prompt"] == "xyz"
+    assert (clash["input_tokens"], clash["input_input_tokens"]) == (4, 3)
+    assert clash["input_error"] is None
+    assert len(clash["tokens"]) == 4
+    assert "error" not in clash
+    assert (half["tag"], "error" in half) == ("\ud800", True)
+    assert (without["label"], "error" in without) == (5, True)
+    assert broken.keys() == {"line", "id", "sample", "error"}
+
+
+def test_fields_are_passed_on_by_resumed_and_merged_jobs(argv, capsys, prompts, tmp_path):
+    lines = [{"question": prompt, "number": i} for i, prompt in enumerate(PROMPTS)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    whole, parts = Path(argv[2]), [str(tmp_path / f"part-{i}.jsonl") for i in (1, 2)]
+    assert main([*argv, "--batch-size", "2", "--in-order"]) == 0
+    for i, part in enumerate(parts, start=1):
+        shard = [*argv[:2], part, *argv[3:], "--batch-size", "2", "--shard", f"{i}/2"]
+        assert main(shard) == 0
+        before = Path(part).read_bytes()
+        # A field that decides no output may change, as before.
+        prompts.write_text(prompts.read_text().replace('"number"', '"num"'))
+        assert main([*shard, "--resume"]) == 0
+        assert Path(part).read_bytes() == before
+        prompts.write_text(prompts.read_text().replace('"num"', '"number"'))
+    merged = tmp_path / "merged.jsonl"
+    assert main(["batch", "--merge", str(merged), *parts]) == 0
+    assert outputs(merged) == outputs(whole)
+    found = [json.loads(line) for line in merged.read_text().splitlines()]
+    assert [(row["number"], row["question"]) for row in found] == [*enumerate(PROMPTS)]
+
+
+def test_in_order_is_the_order_of_the_input_and_resumes(argv, capsys, tmp_path):
+    plain = tmp_path / "plain.jsonl"
+    argv += ["--batch-size", "3", "--num-samples", "2", "--temperature", "1"]
+    argv += ["--stop-token-ids", ",".join(map(str, range(40)))]  # rows end at many lengths
+    assert main([*argv[:2], str(plain), *argv[3:]]) == 0
+    assert main([*argv, "--in-order"]) == 0
+    out, unsorted = Path(argv[2]), [json.loads(line) for line in plain.read_text().splitlines()]
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    keys = [(record["line"], record["sample"]) for record in found]
+    assert keys == [(line, sample) for line in range(1, 9) for sample in (0, 1)]
+    assert keys != [(record["line"], record["sample"]) for record in unsorted]
+    assert outputs(out) == outputs(plain)
+    before = out.read_bytes()
+    for more in (["--resume"], ["--resume", "--in-order"]):
+        assert main([*argv, *more]) == 0
+        assert out.read_bytes() == before
+    # A job that was finished without the flag is put into order by the same command with it.
+    assert main([*argv[:2], str(plain), *argv[3:], "--resume", "--in-order"]) == 0
+    assert outputs(plain) == outputs(out)
+    assert [json.loads(line)["line"] for line in plain.read_text().splitlines()] == [
+        line for line, _ in keys
+    ]
+
+
+def test_limits_that_cut_records_are_said(argv, capsys):
+    assert main(argv) == 0
+    assert "8 cut off by max_new_tokens or the context" in capsys.readouterr().err
+
+
+def test_a_split_of_datasets_is_an_input(argv, capsys, monkeypatch, tmp_path):
+    """With a stand-in that has the two functions of `datasets` that are called."""
+    asked = []
+
+    def load_dataset(*names, split):
+        asked.append((*names, split))
+        if split == "none":
+            raise ValueError("Unknown split")
+        return [{"question": "abc", "when": datetime.date(2026, 1, 2)}, {"question": "xyz"}]
+
+    stub = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=None)
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    name, _, out, *rest = argv
+    assert main([name, "hf:owner/set:main:test", out, *rest]) == 0
+    assert asked == [("owner/set", "main", "test")]
+    first, second = records_in(out)
+    assert (first["question"], first["when"], second["question"]) == ("abc", "2026-01-02", "xyz")
+    other = str(tmp_path / "other.jsonl")
+    for wrong in ("hf:owner/set", "hf::test", "hf:a:b:c:d"):
+        assert "give hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT" in fails(
+            capsys, [name, wrong, other, *rest]
+        )
+    said = fails(capsys, [name, "hf:owner/set:none", other, *rest])
+    assert "hf:owner/set:none: datasets cannot load it: Unknown split" in said
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    said = fails(capsys, [name, "hf:owner/set:test", other, *rest])
+    assert "needs the extra `datasets`" in said
+    assert not Path(other).exists()
+
+
+def test_a_folder_of_datasets_is_an_input(argv, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="needs the extra `datasets`")
+    name, _, out, *rest = argv
+    made = datasets.Dataset.from_list([{"prompt": "abc", "n": 1}, {"prompt": "xyz", "n": 2}])
+    made.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"test": made}).save_to_disk(str(tmp_path / "splits"))
+    for number, folder in enumerate(("one", "splits")):
+        place = f"{out}{number}"
+        assert main([name, f"hf:{tmp_path / folder}:test", place, *rest]) == 0
+        assert [(row["prompt"], row["n"]) for row in records_in(place)] == [("abc", 1), ("xyz", 2)]
 
 
 def test_a_file_without_a_good_row_is_a_failure(argv, capsys):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import DraftModel, Eagle, GenerationConfig, PromptLookup
+from jaxspec import DraftModel, Eagle, GenerationConfig, PromptLookup, batch
 from jaxspec.batch import (
     Collector,
     Guard,
@@ -92,6 +92,31 @@ def decoded(model, config, drafter=None, rows=None, **settings) -> dict:
     output = Collector()
     run(model, rows_of(PROMPTS) if rows is None else rows, output, config, drafter, **settings)
     return tokens_by_line(output)
+
+
+def test_prompts_are_decoded_in_memory_in_their_order(model, capsys):
+    prompts = [*PROMPTS, "y" * 5000]
+    records = batch.decode(
+        model, iter(prompts), PromptLookup(), max_new_tokens=20, job=JobSettings(batch_size=3)
+    )
+    assert [(record["line"], record["sample"]) for record in records] == [
+        (line, 0) for line in range(1, 10)
+    ]
+    assert "5000 tokens" in records.pop()["error"]
+    rows = jaxspec.generate(model, PROMPTS, max_new_tokens=20)
+    assert [record["tokens"] for record in records] == [row.tokens.tolist() for row in rows]
+    with pytest.raises(TypeError, match=r"max_new_token is no argument.*did you mean max"):
+        batch.decode(model, PROMPTS, max_new_token=20)
+
+
+def test_decoding_in_memory_says_how_far_it_is(model, monkeypatch, capsys):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    assert len(batch.decode(model, PROMPTS, max_new_tokens=4, num_samples=2)) == 16
+    shown = capsys.readouterr().err
+    assert "16/16" in shown
+    assert "tokens/s, tau 1.00" in shown
+    batch.decode(model, PROMPTS, max_new_tokens=4, progress=False)
+    assert capsys.readouterr().err == ""
 
 
 class InTurns(Guard):

@@ -214,3 +214,29 @@ def test_a_rest_that_cannot_be_cut_away_is_said(path, monkeypatch):
     with pytest.raises(OutputError, match=r"cannot be written \(Input/output error\)"):
         Writer(path, HEADER, resume=True)
     assert records_in(path) == [record(1)]
+
+
+def test_a_finished_output_is_put_in_order_and_ends_of_the_process_lose_nothing(path, monkeypatch):
+    """Before the new file has the name, the old one counts; afterwards the new one does."""
+
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    records = [record(3), record(1, 1), record(1), record(2)]
+    with Writer(path, HEADER) as writer:
+        writer.append(records)
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(path), "replace", no_room)
+            with pytest.raises(OutputError, match="disk is full"):
+                writer.put_in_order()
+    assert path.read_bytes() == before
+    for _ in range(2):
+        with Writer(path, HEADER, resume=True) as writer:
+            assert len(writer.done) == 4
+            writer.put_in_order()
+        assert records_in(path) == [record(1), record(1, 1), record(2), record(3)]
+    swapped = path.read_bytes().replace(b"1", b"7")
+    path.write_bytes(swapped)
+    with pytest.raises(OutputError, match="was changed after it was written"):
+        Writer(path, HEADER, resume=True)

@@ -141,7 +141,6 @@ def turns(model, *said: str) -> str:
         (["--branch", "2"], "--branch: needs --drafts N"),
         (["--lookup", "--drafts", "0"], "--lookup: needs --drafts N"),
         (["--drafter", "lookup"], "--drafter: not for diffusion language models"),
-        (["--draft-model", "demo"], "--draft-model: not for diffusion language models"),
         (
             ["--drafts", "2", "--lossy-top-k", "0"],
             "lossy_top_k must be at least 1, got 0",

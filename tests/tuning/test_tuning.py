@@ -275,8 +275,6 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
     ("drafter", "message"),
     [
         ("deer:model=FOLDER,block=0", "block must be at least 1, got 0"),
-        ("draft-model:model=FOLDER,block=4", "draft-model has no setting 'block'"),
-        ("eagle:head=FOLDER,block=4", "eagle has no setting 'block'"),
         ("lookup", "--drafter: name one that drafts over a tree"),
     ],
 )

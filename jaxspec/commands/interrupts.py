@@ -1,0 +1,86 @@
+"""Ctrl-C: the process ends within two seconds, wherever it is, and says what is done.
+
+Python raises `KeyboardInterrupt` in the main thread once that runs Python again. While XLA compiles
+or a program runs, that may take minutes. So another thread hears of the signal too, by
+`signal.set_wakeup_fd`, and ends the process if the exception was not raised in time.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from jaxspec.commands import EXIT_INTERRUPTED
+
+GRACE = 1.0
+"""Seconds in which Python may raise `KeyboardInterrupt`."""
+_told: list[Callable[[], str]] = []
+
+
+class Told(KeyboardInterrupt):
+    """An interruption of which the user knows what was done."""
+
+
+@contextlib.contextmanager
+def telling(done: Callable[[], str]) -> Iterator[None]:
+    """Says what was done if the block is interrupted; `done` may run in another thread."""
+    _told.append(done)
+    try:
+        yield
+    except KeyboardInterrupt:
+        say_interrupted()
+        raise Told from None
+    finally:
+        _told.remove(done)
+
+
+def say_interrupted() -> None:
+    """Prints that the command was interrupted, and what it has done."""
+    print("interrupted", *(done() for done in _told), sep=": ", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def ending_soon() -> Iterator[None]:
+    """Ends the process within two seconds of a Ctrl-C in the block that Python does not notice."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+        yield  # someone else listens, or nobody is to
+        return
+    heard, noticed = socket.socketpair(), threading.Event()
+    heard[1].setblocking(False)
+
+    def notice(number: int, frame: object) -> None:
+        noticed.set()
+        raise KeyboardInterrupt
+
+    def watch() -> None:
+        while numbers := heard[0].recv(64):
+            if signal.SIGINT in numbers and not noticed.wait(GRACE):
+                _end()
+            noticed.clear()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    before = signal.set_wakeup_fd(heard[1].fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, notice)
+    watcher.start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(before)
+        heard[1].close()
+        watcher.join()
+        heard[0].close()
+
+
+def _end() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            if stream.isatty():
+                stream.write("\x1b[?25h\n")  # the cursor, which a bar may have hidden
+            stream.flush()
+    say_interrupted()
+    os._exit(EXIT_INTERRUPTED)

@@ -1,0 +1,188 @@
+"""Wrong commands: each is answered in six lines at most, with what to type instead."""
+
+import math
+import shlex
+
+import pytest
+
+from jaxspec.checkpoint import shipped_models
+from jaxspec.cli import COMMANDS, GROUPS, build_parser, main
+from jaxspec.commands import parser as parsing
+from jaxspec.commands.options import DRAFTERS, drafter_spec, settings_of
+
+MISTAKES = {
+    # verbs
+    "generat demo hi": "did you mean generate?",
+    "benchmark demo prompts.jsonl": "did you mean bench?",
+    "chat demo": "did you mean generate MODEL --chat?",
+    "run demo hi": "did you mean generate?",
+    "tree demo": "did you mean tune tree?",
+    "eagle --out head": "did you mean train eagle?",
+    "models": "did you mean info?",
+    "help": "did you mean --help?",
+    "train": "required: lm|eagle|masked|deer|dflash",
+    "train eagel --out head": "did you mean eagle?",
+    "export demo phone": "give one of tflite, tuned, report, litertlm, web, kit",
+    "'What is 2 + 3?'": 'jaxspec generate demo "What is 2 + 3?"',
+    "--model demo generate hi": "the command comes first",
+    # places
+    "generate": "MODEL is missing",
+    "generate demo": "PROMPT is missing, behind MODEL",
+    "generate 'Once upon a time'": "PROMPT is missing, behind MODEL",
+    "generate demo Once upon a time": "Text with spaces needs quotes",
+    "generate demo hi --model demo-draft": "as --model is given too",
+    "generate -m demo -p hi hi": "as --model, --prompt is given too",
+    "bench demo": "PROMPTS.jsonl[.gz] is missing",
+    "bench prompts.jsonl demo": "prompts.jsonl is a file of prompts, which comes after MODEL",
+    "batch in.jsonl out.jsonl": "--model MODEL is missing",
+    "batch in.jsonl --model demo": "give IN.jsonl and OUT.jsonl",
+    "export web demo": "required: --head",
+    "serve": "FOLDER",
+    # flags
+    "generate demo hi --temprature 0.7": "did you mean --temperature?",
+    "generate demo hi --max_new_tokens 9": "did you mean --max-new-tokens?",
+    "generate demo hi --max-length 9": "did you mean --max-tokens?",
+    "generate demo hi --tokens 9": "did you mean --max-tokens?",
+    "generate demo hi --temperature warm": "--temperature: invalid float value: 'warm'",
+    "generate demo hi --drafter": "--drafter: expected one argument",
+    "generate demo hi --draft-model demo-draft": "--drafter draft-model:model=demo-draft",
+    "generate demo hi --head demo-eagle": "--drafter eagle:head=...",
+    "generate demo hi --eagle demo-eagle": "--drafter eagle:head=demo-eagle",
+    "generate demo hi --num-speculative-tokens 3": "--drafter lookup:num_speculative_tokens=...",
+    "generate demo hi --dtype fp32": "give one of float32, float16, bfloat16",
+    "batch in.jsonl out.jsonl -m demo": "in.jsonl: No such file",
+    "bench demo prompts.jsonl --task gsm": "did you mean gsm8k?",
+    # drafters and their settings
+    "generate demo hi --drafter eagel": "did you mean eagle?",
+    "generate demo hi --drafter demo-eagle": "did you mean eagle:head=demo-eagle?",
+    "generate demo hi --drafter layer_skip:skips=demo-skips": "layer-skip:skips=demo-skips?",
+    "generate demo hi --drafter lookup,max_ngram=3": "did you mean lookup:max_ngram=3?",
+    "generate demo hi --drafter medusa": "there are none, lookup, suffix, recycling",
+    "generate demo hi --drafter lookup:ngram=3": "did you mean max_ngram?",
+    "generate demo hi --drafter lookup:3": "settings are num_speculative_tokens",
+    "generate demo hi --drafter lookup:max_ngram=x": "max_ngram must be a whole number",
+    "generate demo hi --drafter lookup:match=latest": "match must be first or recent",
+    "generate demo hi --drafter draft-model": "draft-model:model=demo-draft",
+    "generate demo hi --drafter eagle": "eagle:head=FOLDER",
+    "drafters eagle3": "did you mean eagle?",
+    # models
+    "generate demmo hi": "did you mean demo?",
+    "generate demo_draft hi": "did you mean demo-draft?",
+    "generate demo-eagle hi": "--drafter eagle:head=demo-eagle",
+    "generate demo hi --drafter eagle:head=demo-eagel": "did you mean demo-eagle?",
+    "generate demo hi --drafter draft-model:model=demo-drft": "did you mean demo-draft?",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_answered_with_what_to_type(capsys, monkeypatch, line):
+    if "demo" not in shipped_models():
+        pytest.skip("needs the shipped models, which are not here")
+    monkeypatch.setenv("COLUMNS", "80")
+    try:
+        code = main(shlex.split(line))
+    except SystemExit as exit_:
+        code = exit_.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert MISTAKES[line] in err
+    assert err.startswith("jaxspec: error: ")
+    assert "Traceback" not in err
+    assert sum(math.ceil(max(1, len(row)) / 80) for row in err.splitlines()) <= 6, err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(command.words))
+def test_every_help_page_has_an_example_that_is_a_command_line(capsys, monkeypatch, command):
+    if "demo" not in shipped_models():
+        pytest.skip("needs the shipped models, which are not here")
+    monkeypatch.setenv("COLUMNS", "200")
+    for words in {command.words, command.words[:1], ()}:
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        assert "Example: jaxspec " in capsys.readouterr().out
+    argv = [*command.words, *shlex.split(command.example)]
+    args, rest = build_parser(argv).parse_known_args(argv)
+    parsing.settle(args.parser, args, rest)
+    assert callable(args.run)
+
+
+def test_a_bare_call_prints_help(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    for word in {command.words[0] for command in COMMANDS} | {*GROUPS}:
+        assert f"\n    {word} " in out
+
+
+def test_the_help_of_generate_begins_with_what_is_used_most(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    out = capsys.readouterr().out
+    common = ("-m MODEL", "-p PROMPT", "--drafter", "--max-new-tokens", "--temperature", "--seed")
+    places = [out.index(flag) for flag in common]
+    assert places == sorted(places)
+    assert places[-1] < out.index("\ndecoding:") < out.index("--top-k")
+
+
+class TestPlaces:
+    """Arguments that have a place and a flag."""
+
+    def read(self, line: str) -> tuple:
+        argv = ["generate", *shlex.split(line)]
+        args, rest = build_parser(argv).parse_known_args(argv)
+        parsing.settle(args.parser, args, rest)
+        return args.model, args.prompt, args.max_new_tokens
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "m 'a b' --max-tokens 3",
+            "m --max-tokens 3 'a b'",
+            "--max-new-tokens 3 m 'a b'",
+            "-m m 'a b' --max-tokens 3",
+            "'a b' -m m --max-tokens 3",
+            "-p 'a b' m --max-tokens 3",
+            "--prompt 'a b' --model m --max-tokens=3",
+        ],
+    )
+    def test_every_order_gives_the_same(self, line):
+        assert self.read(line) == ("m", "a b", 3)
+
+    def test_a_prompt_may_be_standard_input_or_left_out(self):
+        assert self.read("m -") == ("m", "-", None)
+        assert self.read("m --chat")[:2] == ("m", None)
+
+
+class TestDrafters:
+    """`jaxspec drafters`."""
+
+    def test_it_has_one_line_for_each(self, capsys):
+        assert main(["drafters"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == [*DRAFTERS]
+        assert "Matches the text's last n tokens" in lines[0]
+
+    @pytest.mark.parametrize("name", DRAFTERS)
+    def test_settings_have_type_default_and_meaning(self, capsys, monkeypatch, name):
+        monkeypatch.setenv("COLUMNS", "200")
+        assert main(["drafters", name]) == 0
+        out = capsys.readouterr().out
+        for setting, known in settings_of(name).items():
+            (row,) = [line for line in out.splitlines() if line.split()[:1] == [setting]]
+            default = "" if known.default is None else str(known.default)
+            for cell in (known.needed, default, known.meaning):
+                assert cell in row
+            assert len(known.meaning) > 8
+        spec = drafter_spec(DRAFTERS[name].example)
+        assert spec is not None
+        assert spec.name == name
+
+    def test_a_setting_takes_what_its_field_takes(self):
+        settings = settings_of("lookup")
+        assert {name: each.default for name, each in settings.items()} == {
+            "num_speculative_tokens": 4,
+            "max_ngram": 2,
+            "match": "first",
+        }
+        spec = drafter_spec("deer:model=x,block=4,temperature=0.5,adaptive=yes")
+        assert spec is not None
+        assert spec.settings == {"model": "x", "block": 4, "temperature": 0.5, "adaptive": True}

@@ -1,0 +1,142 @@
+"""Signals, closed pipes, narrow and plain terminals, and line ends of Windows."""
+
+import contextlib
+import hashlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxspec.cli import main
+
+# Work in C that no signal reaches and that lets other threads run, as compiling does.
+BUSY = f"""
+import hashlib, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxspec import cli
+from jaxspec.commands import info
+from jaxspec.commands.interrupts import telling
+
+def run(args):
+    with telling(lambda: "3 of 8 rows are there"):
+        print("begun", flush=True)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", {10**9})
+
+info.run = run
+sys.argv = ["jaxspec", "info"]
+cli.command_line()
+"""
+
+
+def test_ctrl_c_ends_what_python_cannot_stop_and_says_what_is_done():
+    with subprocess.Popen(
+        [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "begun\n"
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert time.monotonic() - start < 2
+    assert (process.returncode, out) == (130, "")
+    assert err == "interrupted: 3 of 8 rows are there\n"
+
+
+def test_busy_work_lets_other_threads_run():
+    """As the test above needs: it takes long, and is no Python."""
+    start = time.monotonic()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+    assert (time.monotonic() - start) * 10_000 > 60
+
+
+@pytest.mark.parametrize("verb", ["--help", "info", "drafters eagle", "generat", "demo --help"])
+def test_a_closed_pipe_is_quiet(verb):
+    """Of standard output, and of both; `true` reads nothing."""
+    command = f"sleep 0.1; '{sys.executable}' -m jaxspec {verb}"
+    for pipe in ("|", "2>&1 |"):
+        done = subprocess.run(
+            ["bash", "-c", f"({command}) {pipe} true; echo ${{PIPESTATUS[0]}}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout.strip() in ("0", "2")
+        assert not re.search("Traceback|BrokenPipe|Exception", done.stderr), done.stderr
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A terminal of 60 columns."""
+    settings = {"TTY_COMPATIBLE": "1", "COLUMNS": "60", "LINES": "30", "TERM": "xterm"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return monkeypatch
+
+
+def without_escapes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+class TestTerminals:
+    """Output of terminals that show less."""
+
+    def text(self, capsys, folder: str, *more: str) -> str:
+        argv = ["generate", folder, "one, two, one", "--max-tokens", "90", "--drafter", "lookup"]
+        assert main([*argv, *more]) == 0
+        return capsys.readouterr().out
+
+    def test_colours_are_left_out_where_they_are_not_wanted(self, capsys, terminal, folder):
+        coloured = self.text(capsys, folder)
+        terminal.setenv("NO_COLOR", "1")
+        plain = self.text(capsys, folder)
+        terminal.setenv("TERM", "dumb")
+        dumb = self.text(capsys, folder)
+        assert "\x1b[32m" in coloured
+        assert "\x1b[32m" not in plain
+        assert "\x1b" not in dumb
+        terminal.delenv("TTY_COMPATIBLE")
+        whole = self.text(capsys, folder)
+        seen = re.compile(r"[^!-~]")  # the text of a random model has control characters
+        assert seen.sub("", dumb) == seen.sub("", whole)
+
+    @pytest.mark.parametrize(
+        "words", ["--help", "generate --help", "batch --help", "drafters deer", "tune tree --help"]
+    )
+    def test_help_and_tables_fit_sixty_columns(self, capsys, terminal, words):
+        with contextlib.suppress(SystemExit):
+            main(words.split())
+        lines = without_escapes(capsys.readouterr().out).splitlines()
+        # argparse does not divide the name of a flag and its values.
+        long = [line for line in lines if len(line.rstrip()) > 60]
+        assert not [line for line in long if not line.lstrip().startswith("-")], long
+
+
+class TestLineEnds:
+    """Files with the line ends of Windows."""
+
+    def test_a_prompt_is_the_same(self, capsys, folder, tmp_path):
+        outputs = []
+        for name, data in (("unix", b"one\ntwo\n"), ("windows", b"one\r\ntwo\r\n")):
+            (tmp_path / name).write_bytes(data)
+            argv = ["generate", folder, "--file", str(tmp_path / name), "--max-tokens", "6"]
+            assert main([*argv, "--json"]) == 0
+            outputs.append(json.loads(capsys.readouterr().out))
+        first, second = outputs
+        assert first["tokens"] == second["tokens"]
+        assert second["prompt"] == "one\ntwo\n"
+
+    def test_prompts_are_the_same(self, folder, tmp_path):
+        records = []
+        for name, end in (("unix", "\n"), ("windows", "\r\n")):
+            lines = [json.dumps({"prompt": prompt}) for prompt in ("abc", "xyz")]
+            (tmp_path / name).write_bytes("".join(f"{line}{end}{end}" for line in lines).encode())
+            out = str(tmp_path / f"{name}.jsonl")
+            argv = ["batch", str(tmp_path / name), out, "-m", folder, "--max-tokens", "6"]
+            assert main([*argv, "--in-order"]) == 0
+            with open(out, encoding="utf-8") as file:
+                records.append([json.loads(line)["tokens"] for line in file])
+        assert records[0] == records[1]
