@@ -378,6 +378,9 @@ class TestGenerate:
                 "--draft-model: --drafter lookup has no such setting",
             ),
             (["MODEL", "--chat", "--json"], "--chat: cannot be combined"),
+            (["MODEL", "--chat", "--html", "out.html"], "--chat: cannot be combined"),
+            (["MODEL", "abc", "--html", "."], "--html .: must be a file in a folder that exists"),
+            (["MODEL", "abc", "--html", "nowhere/out.html"], "--html nowhere/out.html: must be"),
             (["MODEL", "abc", "--system", "hi"], "--system: needs --chat"),
         ],
     )
