@@ -128,7 +128,7 @@ function show(number) {
   $('step').setAttribute('aria-valuetext', `step ${number} of ${count}`);
   $('cursor').style.left = `${(100 * (number - 0.5)) / count}%`;
   $('place').replaceChildren(`Step ${number}`, make('span', {textContent: ` of ${count}`}));
-  for (const [id, end] of [['first', 1], ['back', 1], ['next', count], ['last', count]]) $(id).disabled = number === end;
+  for (const [id, end] of [['first', 1], ['back', 1], ['next', count], ['last', count]]) $(id).setAttribute('aria-disabled', number === end);
   $('count').textContent = step.count;
   $('sources').textContent = `${accepted(step)} drafted, ${hasOwn(step) ? 1 : 0} the target's own`;
   $('tau').textContent = (row.ends[number - 1] / number).toFixed(2);

@@ -30,6 +30,12 @@ async function open(task) {
   return {context, page, requests, problems};
 }
 
+/** Sends a text elsewhere, in a page; returns the policy's directive that refused it. */
+const send = url => new Promise(resolve => {
+  self.addEventListener('securitypolicyviolation', event => resolve(event.effectiveDirective), {once: true});
+  fetch(url, {method: 'POST', mode: 'no-cors', body: 'text'}).then(() => resolve('sent'), () => setTimeout(resolve, 1000, 'failed'));
+});
+
 /** The page of a traced result at the step that is shown. */
 const inspected = page => page.evaluate(() => ({
   step: Number(document.querySelector('#step').value),
@@ -237,10 +243,6 @@ const scenarios = {
   async policy(task) {
     const {page} = await open(task);
     await load(page, 'wasm');
-    const send = url => new Promise(resolve => {
-      self.addEventListener('securitypolicyviolation', event => resolve(event.effectiveDirective), {once: true});
-      fetch(url, {method: 'POST', mode: 'no-cors', body: 'text'}).then(() => resolve('sent'), () => setTimeout(resolve, 1000, 'failed'));
-    });
     const answer = {page: await page.evaluate(send, task.elsewhere), worker: await page.workers()[0].evaluate(send, task.elsewhere)};
     answer.markup = await page.evaluate(async () => {
       const found = new Set();
@@ -308,6 +310,7 @@ const scenarios = {
       await page.keyboard.press('Tab');
       answer.reached.push(await page.evaluate(() => document.activeElement.id));
     }
+    if (task.elsewhere) answer.refused = await page.evaluate(send, task.elsewhere);
     return answer;
   },
 
