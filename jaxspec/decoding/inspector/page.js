@@ -163,7 +163,7 @@ function play(on) {
 
 /** Draws a bar for each step: accepted tokens below, the target's own above. */
 function drawBars() {
-  const most = Math.max(...row.steps.map(({count}) => count)), count = row.steps.length;
+  const most = row.steps.reduce((most, {count}) => Math.max(most, count), 1), count = row.steps.length;
   const bar = (index, from, size) => (size ? `M${index + 0.12} ${most - from}h.76v${-size}h-.76z` : '');
   const drafted = row.steps.map((step, index) => bar(index, 0, Math.min(accepted(step), step.count)));
   const own = row.steps.map((step, index) => (hasOwn(step) ? bar(index, accepted(step), 1) : ''));
