@@ -1,7 +1,7 @@
 """Settings and fixtures that the tests of several folders share."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -9,6 +9,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+from tests.browser import Browser, running_browser
 from tests.shapes import checked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,3 +111,10 @@ def _few_programs_in_memory():
 
     yield
     release_programs()
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory) -> Iterator[Browser]:
+    """A running Chromium; skips without one, or without node or npm."""
+    with running_browser(tmp_path_factory.mktemp("playwright")) as running:
+        yield running

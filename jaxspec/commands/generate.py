@@ -37,6 +37,7 @@ from jaxspec.commands.options import (
     add_mesh_argument,
     add_model_arguments,
     announce,
+    check_writable,
     drafter_asked,
     generation_config,
     load_model,
@@ -86,6 +87,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--json", action="store_true", help="print one JSON object at the end instead of the text"
     )
     parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write a page that steps through the decode; records warped log-probabilities, "
+        "and prints the text at the end",
+    )
+    parser.add_argument(
         "--drafting",
         choices=get_args(DraftingMode),
         help="auto: draft where that is measured to be faster, once for this machine, model and "
@@ -99,8 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generates as the arguments say."""
     config = generation_config(args)
-    if args.chat and (args.json or config.num_samples != 1):
-        raise ValueError("--chat: cannot be combined with --json or --num-samples.")
+    if args.chat and (args.json or args.html or config.num_samples != 1):
+        raise ValueError("--chat: cannot be combined with --json, --html or --num-samples.")
+    if args.html is not None:
+        check_writable(args.html, "--html")
+        config = dataclasses.replace(config, warped_logprobs=True)  # for the nodes of the page
     if args.system is not None and not args.chat:
         raise ValueError("--system: needs --chat.")
     prompt = _prompt(args)
@@ -111,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
         )
     check_runtime(args)
     if args.runtime == "litert":
+        refuse_unused(args, ("html",), "LiteRT records no steps: decode the model it was made of.")
         loop, file = loop_of(args), open_mobile(args)
         if file.manifest.diffusion is not None:
             return answer(litert_canvas_session(args, file), args, prompt)
@@ -118,6 +130,12 @@ def run(args: argparse.Namespace) -> int:
         return answer(_mobile_session(args, config, file, loop), args, prompt)
     model = load_model(args, mesh_asked(args))
     if model.config.diffusion is not None:
+        refuse_unused(
+            args,
+            ("html",),
+            f"shows draft trees, and {args.model} is a diffusion language model: a terminal shows "
+            "its canvas while it fills, and jaxspec.denoise_stream gives it step by step.",
+        )
         return answer(canvas_session(args, model), args, prompt)
     check_kind(args, "causal")
     drafter = drafter_asked(args, model)
@@ -125,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         refuse_unused(args, ("drafting",), "needs --drafter.")
     announce(args, model=args.model, drafter=describe(drafter), config=config, seed=args.seed)
     drafting = _drafting_asked(args, model, config, drafter)
-    return answer(Session(model, config, drafter, args.seed, drafting), args, prompt)
+    return answer(Session(model, config, drafter, args.seed, drafting, args.html), args, prompt)
 
 
 def _drafting_asked(
@@ -147,7 +165,7 @@ def answer(session: "AnySession", args: argparse.Namespace, prompt: str | None) 
         return chat(session, args.system, prompt)
     if args.json:
         print(json.dumps(session.as_json(prompt), ensure_ascii=False))
-    elif isinstance(session, Session) and session.config.num_samples > 1:
+    elif isinstance(session, Session) and (session.config.num_samples > 1 or session.html):
         session.print_samples(prompt)
     elif session.show(prompt).interrupted:
         return EXIT_INTERRUPTED
@@ -182,13 +200,18 @@ def _prompt(args: argparse.Namespace) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """A model with everything that stays the same from prompt to prompt."""
+    """A model with everything that stays the same from prompt to prompt.
+
+    Attributes:
+        html: file for the page that steps through the decode; `None`: no page.
+    """
 
     model: Any
     config: GenerationConfig
     drafter: DrafterLike | None
     seed: int
     drafting: DraftingMode | DraftingProfile = "always"
+    html: Path | None = None
 
     def show(self, prompt: PromptLike) -> Shown:
         """Prints a continuation while it is decoded, and its figures on standard error."""
@@ -225,20 +248,26 @@ class Session:
 
     def _generate(self, prompt: PromptLike) -> GenerationResult:
         with waiting(COMPILING_AND_DECODING):
-            return generate(
+            result = generate(
                 self.model,
                 prompt,
                 self.config,
                 self.drafter,
                 self.seed,
+                return_trace=self.html is not None,
                 drafting=self.drafting,
             )
+        if self.html is not None:
+            result.save_html(self.html)
+            print(f"wrote {self.html}", file=sys.stderr)
+        return result
 
     def print_samples(self, prompt: PromptLike) -> None:
-        """Prints several continuations one after the other."""
+        """Prints one continuation, or several one after the other, when all are decoded."""
         result = self._generate(prompt)
         for row in result:
-            print(f"--- sample {row.sample_index} ({row.finish_reason})")
+            if len(result) > 1:
+                print(f"--- sample {row.sample_index} ({row.finish_reason})")
             print(row.text)
         print(
             f"done: {result.metrics.num_tokens} tokens, "

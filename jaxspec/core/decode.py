@@ -283,8 +283,15 @@ class _Outcome(NamedTuple):
     taps: Float[Array, "levels tapped"]
     likeliest: Int[Array, "nodes branch"] | None
     failures: Int[Array, " levels"]
-    logprobs: Float[Array, " levels"] | None
-    warped_logprobs: Float[Array, " levels"] | None
+    logprobs: "_Logprobs | None"
+    warped_logprobs: "_Logprobs | None"
+
+
+class _Logprobs(NamedTuple):
+    """The target's log-probabilities: of the emitted tokens, and of the drafted ones."""
+
+    emitted: Float[Array, " levels"]
+    nodes: Float[Array, " nodes"]
 
 
 def speculative_step(
@@ -409,10 +416,17 @@ def _target_pass(
     path = jnp.maximum(verdict.path, 0)
     emitted = _emitted_tokens(proposal, verdict)
 
-    def logprobs_along_path(scores: Float[Array, "nodes vocab"]) -> Float[Array, " levels"]:
-        rows = scores[path]
-        chosen = jnp.take_along_axis(rows, emitted[:, None], axis=1)[:, 0]
-        return chosen - jax.nn.logsumexp(rows, axis=-1)
+    def logprobs_of(asked: Array | None, scores: Float[Array, "nodes vocab"]) -> _Logprobs | None:
+        if asked is None:
+            return None
+
+        def along(rows: Float[Array, "n vocab"], tokens: Int[Array, " n"]) -> Float[Array, " n"]:
+            chosen = jnp.take_along_axis(rows, tokens[:, None], axis=1)[:, 0]
+            return chosen - jax.nn.logsumexp(rows, axis=-1)
+
+        # Those of nodes are for traces alone: a loop that keeps none does not compute them.
+        nodes = along(scores[jnp.maximum(tree.parents, 0)], proposal.tokens)
+        return _Logprobs(along(scores[path], emitted), jnp.pad(nodes, (0, num_nodes - width)))
 
     likeliest = None
     if branch := num_likeliest(drafter):
@@ -434,10 +448,8 @@ def _target_pass(
         taps=hidden.taps[path],
         likeliest=likeliest,
         failures=failures[path],
-        logprobs=None if state.emitted.logprobs is None else logprobs_along_path(logits),
-        warped_logprobs=(
-            None if state.emitted.warped_logprobs is None else logprobs_along_path(warped)
-        ),
+        logprobs=logprobs_of(state.emitted.logprobs, logits),
+        warped_logprobs=logprobs_of(state.emitted.warped_logprobs, warped),
     )
 
 
@@ -508,8 +520,11 @@ def _advance(
             text, new.astype(text.dtype), context.length, axis=0
         )
 
-    def write_fact(fact: Array | None, new: Array | None) -> Array | None:
-        return None if fact is None or new is None else write_text(fact, new)
+    def write_fact(fact: Array | None, new: _Logprobs | None) -> Array | None:
+        return None if fact is None or new is None else write_text(fact, new.emitted)
+
+    def at_nodes(facts: _Logprobs | None) -> Array | None:
+        return None if facts is None else facts.nodes
 
     from_draft = jnp.arange(tokens.shape[0]) < num_accepted
     drafted = jnp.max(jnp.where(proposal.valid, proposal.tree.depths, 0))
@@ -544,4 +559,13 @@ def _advance(
         stats=stats,
         grammar=None if visited is None else jnp.where(running, visited[count], visited[0]),
     )
-    return state, Info(proposal, verdict, tokens, count, width)
+    info = Info(
+        proposal=proposal,
+        verdict=verdict,
+        emitted=tokens,
+        count=count,
+        width=width,
+        logprobs=at_nodes(outcome.logprobs),
+        warped_logprobs=at_nodes(outcome.warped_logprobs),
+    )
+    return state, info

@@ -269,6 +269,10 @@ class Info(NamedTuple):
     Attributes:
         emitted: the tokens this step added, in order; entries at or past `count` mean nothing.
         width: tokens in the target pass, root included; the same for every row of a batch.
+        logprobs: the target's log-probability of each node's token after its parent, before any
+            warping. It means nothing at the root and at nodes that were not offered. `None` if
+            `Emitted.logprobs` was not asked for.
+        warped_logprobs: the same after warping, if `Emitted.warped_logprobs` was asked for.
     """
 
     proposal: Proposal
@@ -276,6 +280,8 @@ class Info(NamedTuple):
     emitted: Int[Array, " levels"]
     count: Int[Array, ""]
     width: Int[Array, ""]
+    logprobs: Float[Array, " nodes"] | None
+    warped_logprobs: Float[Array, " nodes"] | None
 
 
 class Params(NamedTuple):

@@ -17,7 +17,7 @@ from jaxspec.checkpoint.memory import check_texts_fit
 from jaxspec.compilation import CompileClock
 from jaxspec.core.checks import checked
 from jaxspec.core.masks import causal
-from jaxspec.core.types import CarriesOn, DecodeState, Params
+from jaxspec.core.types import CarriesOn, DecodeState, Info, Params
 from jaxspec.decoding.metrics import Metrics
 from jaxspec.decoding.profile import DraftingMode, DraftingProfile, profile_asked
 from jaxspec.decoding.request import (
@@ -76,6 +76,8 @@ def generate(
         return_trace: record the tree and the verdict of every step; a loop on the host then runs
             the steps, which is slower. Where drafts are drawn, a step's record holds their laws,
             each as wide as the vocabulary: a trace that may not fit into memory is refused.
+            With `logprobs` or `warped_logprobs` it also holds the target's log-probability of every
+            drafted token.
         drafting: "always" drafts, "never" does not. "auto" drafts where that is measured to be
             faster: once for this machine, model, drafter, sampling and number of rows, before the
             call decodes, which takes seconds and more on a slow machine. A `DraftingProfile`
@@ -115,9 +117,8 @@ def generate(
         else:
             steps = request.decode_stream()
             states, _ = next(steps)
-            for states, info in steps:  # noqa: B007, the last state is the result
-                assert info is not None, "only the first state comes without a step"
-                found = trace_steps(info, request.tokenizer)
+            for states, info, took in _timed(steps, clock):  # noqa: B007, the last is the result
+                found = trace_steps(info, request.tokenizer, took)
                 for trace, step in zip(traces, found, strict=False):  # not of rows that fill up
                     trace.extend([] if step is None else [step])
         final, states = states, jax.device_get(_without_caches(states))
@@ -165,6 +166,19 @@ def _prepare(
     if drafting == "never" or (profile is not None and not profile.drafts):
         request = prepare(model, prompts, config, None, seed)
     return request, profile
+
+
+def _timed(
+    steps: Iterator[tuple[DecodeState, Info | None]], clock: CompileClock
+) -> Iterator[tuple[DecodeState, Info, float]]:
+    """Yields what follows the first state, with the seconds of each step without compilation."""
+    while True:
+        start = time.perf_counter() - clock.seconds
+        states, info = next(steps, (None, None))
+        if states is None:
+            return
+        assert info is not None, "only the first state comes without a step"
+        yield states, info, time.perf_counter() - clock.seconds - start
 
 
 def _without_caches(states: DecodeState) -> DecodeState:

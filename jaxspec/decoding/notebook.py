@@ -21,7 +21,7 @@ MAX_ROWS = 8  # rows of a result, and steps of a trace, that are shown in full
 MAX_PROMPT = 240  # characters of a prompt shown before its continuation
 MAX_LABEL = 18  # characters of a token shown in a tree
 
-_FINISH = {
+FINISH = {
     "stop_token": "ended by a stop token",
     "stop_string": "ended by a stop string",
     "length": "token budget or context used up",
@@ -68,18 +68,19 @@ def generation_html(generation: "Generation") -> str:
             zip(texts, generation.from_draft.tolist(), strict=True)
         )
     ]
+    prompt = _escape(prompt_end(generation, MAX_PROMPT))
     num_drafted = int(generation.from_draft.sum())
     metrics = generation.metrics
     facts = (
         f"{_swatch(True)} {num_drafted} drafted and accepted &ensp; "
         f"{_swatch(False)} {len(texts) - num_drafted} the target's own &ensp; "
         f"tau {metrics.mean_acceptance_length:.2f} tokens per target pass, bonus included &ensp; "
-        f"{_FINISH[generation.finish_reason]}"
+        f"{FINISH[generation.finish_reason]}"
     )
     return (
         '<div style="margin:.4em 0 .9em">'
         '<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere;'
-        f'line-height:1.75"><span style="opacity:.6">{_prompt_html(generation)}</span>'
+        f'line-height:1.75"><span style="opacity:.6">{prompt}</span>'
         f"{''.join(spans)}</div>"
         f'<div style="font-size:85%;opacity:.85;margin-top:.4em">{facts}</div></div>'
     )
@@ -87,13 +88,20 @@ def generation_html(generation: "Generation") -> str:
 
 def result_html(result: "GenerationResult") -> str:
     """Returns the first rows of a result, their tokens marked, then the metrics of the call."""
-    several_samples = any(row.sample_index for row in result.rows)
-    parts = []
-    for row in result.rows[:MAX_ROWS]:
-        sample = f", sample {row.sample_index}" if several_samples else ""
-        title = f'<b style="font-size:85%">prompt {row.prompt_index}{sample}</b>'
-        parts.append(title + generation_html(row))
+    parts = [
+        f'<b style="font-size:85%">{name}</b>{generation_html(row)}'
+        for name, row in zip(row_names(result)[:MAX_ROWS], result.rows, strict=False)
+    ]
     return f"<div>{''.join(parts)}{_left_out(len(result))}{metrics_html(result.metrics)}</div>"
+
+
+def row_names(result: "GenerationResult") -> list[str]:
+    """Returns a name for each row: its prompt, and its sample where prompts have several."""
+    several_samples = any(row.sample_index for row in result.rows)
+    return [
+        f"prompt {row.prompt_index}" + (f", sample {row.sample_index}" if several_samples else "")
+        for row in result.rows
+    ]
 
 
 def _left_out(num_rows: int) -> str:
@@ -106,7 +114,7 @@ def _left_out(num_rows: int) -> str:
 def rows_html(rows: "Rows") -> str:
     """Returns a table of the first rows of a result: text, or tokens, and why it ended."""
     shown = [
-        (str(index), str(row.tokens) if row.text is None else row.text, _FINISH[row.finish_reason])
+        (str(index), str(row.tokens) if row.text is None else row.text, FINISH[row.finish_reason])
         for index, row in enumerate(rows[:MAX_ROWS])
     ]
     return table_html(("prompt", "text", "end"), shown) + _left_out(len(rows))
@@ -133,12 +141,13 @@ def metrics_html(metrics: "Metrics") -> str:
 def trace_table(trace: Iterable["TraceStep"]) -> list[dict]:
     """Returns one dictionary per step, for `pandas.DataFrame` or JSON.
 
-    Keys: `step`, counted from 0; `width`, tokens in the target pass, root included; `tree`, per
-    node a dictionary of `token`, `text`, `parent`, `valid`, `accepted` and `draft_prob` (of the
-    distribution it was drawn from; `None` if it was chosen deterministically); `distributions`,
-    the number of those that were used; `path`, accepted nodes, root first; `accepted` and
-    `emitted`, the texts of the accepted draft tokens and of all tokens the step added, the bonus
-    (or corrected) one included.
+    Keys: `step`, counted from 0; `width`, tokens in the target pass, root included; `seconds`, see
+    `TraceStep`; `tree`, per node a dictionary of `token`, `text`, `parent`, `valid`, `accepted`,
+    `draft_prob` (of the distribution it was drawn from; `None` if it was chosen deterministically),
+    `target_prob` and `warped_target_prob` (the target's, given the node's parent; `None` unless
+    `logprobs` and `warped_logprobs` were asked for); `distributions`, the number of those that were
+    used; `path`, accepted nodes, root first; `accepted` and `emitted`, the texts of the accepted
+    draft tokens and of all tokens the step added, the bonus (or corrected) one included.
     """
     return [_step_row(index, step) for index, step in enumerate(trace)]
 
@@ -332,28 +341,30 @@ def _draft_probs(step: "TraceStep") -> list[float | None]:
     return [None, *probs[1:].tolist()]
 
 
+def _target_probs(step: "TraceStep", logprobs: np.ndarray | None) -> list[float | None]:
+    """Returns the target's probability of each offered node; `None` where it says nothing."""
+    if logprobs is None:
+        return [None] * len(step.tokens)
+    probs = np.exp(logprobs.astype(np.float64)).tolist()
+    offered = zip(step.valid.tolist()[1:], probs[1:], strict=True)
+    return [None, *(prob if valid else None for valid, prob in offered)]
+
+
 def _step_row(index: int, step: "TraceStep") -> dict:
     kept = _kept_path(step)
-    texts, probs = _node_texts(step), _draft_probs(step)
+    texts = _node_texts(step)
+    columns = {
+        "token": step.tokens.tolist(),
+        "text": texts,
+        "parent": step.parents.tolist(),
+        "valid": step.valid.tolist(),
+        "accepted": [node in kept for node in range(len(texts))],
+        "draft_prob": _draft_probs(step),
+        "target_prob": _target_probs(step, step.logprobs),
+        "warped_target_prob": _target_probs(step, step.warped_logprobs),
+    }
     tree = [
-        {
-            "token": token,
-            "text": text,
-            "parent": parent,
-            "valid": valid,
-            "accepted": node in kept,
-            "draft_prob": prob,
-        }
-        for node, (token, text, parent, valid, prob) in enumerate(
-            zip(
-                step.tokens.tolist(),
-                texts,
-                step.parents.tolist(),
-                step.valid.tolist(),
-                probs,
-                strict=True,
-            )
-        )
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
     ]
     emitted = step.emitted.tolist()
     before = [int(step.tokens[0]), *emitted[:-1]]
@@ -361,6 +372,7 @@ def _step_row(index: int, step: "TraceStep") -> dict:
     return {
         "step": index,
         "width": step.width,
+        "seconds": step.seconds,
         "tree": tree,
         "distributions": 0 if step.draft_logprobs is None else len(used),
         "path": kept,
@@ -448,12 +460,13 @@ def _token_title(generation: "Generation", index: int) -> str:
     return _escape("; ".join(facts))
 
 
-def _prompt_html(generation: "Generation") -> str:
+def prompt_end(generation: "Generation", most: int) -> str:
+    """Returns the last `most` characters of a prompt, or ids without a tokenizer."""
     ids = generation.prompt_tokens.tolist()
     if generation.tokenizer is None:
-        return _escape(" ".join(map(str, ids[-MAX_PROMPT // 8 :])) + " ")
+        return " ".join(map(str, ids[-most // 8 :])) + " "
     text = generation.tokenizer.decode(ids, skip_special_tokens=False)
-    return ("…" if len(text) > MAX_PROMPT else "") + _escape(text[-MAX_PROMPT:])
+    return ("…" if len(text) > most else "") + text[-most:]
 
 
 def _boxed(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jax
@@ -46,6 +47,13 @@ class TraceStep:
         emitted: tokens this step added: the accepted ones, then the bonus (or corrected) token.
         width: tokens in the target pass, root included.
         tokenizer: spells the tokens when the step is shown; `None` shows ids.
+        logprobs: `[nodes]`, the target's log-probability of each node's token after its parent,
+            before any warping; `None` if `GenerationConfig.logprobs` was not asked for. It means
+            nothing at the root and at nodes that were not offered.
+        warped_logprobs: the same after bias, penalties, temperature and filters, if
+            `GenerationConfig.warped_logprobs` was asked for.
+        seconds: wall time of the step, all rows together, without compilation; `None` if it was
+            not measured.
     """
 
     tokens: np.ndarray
@@ -57,6 +65,9 @@ class TraceStep:
     emitted: np.ndarray
     width: int
     tokenizer: "Tokenizer | None" = dataclasses.field(default=None, repr=False, compare=False)
+    logprobs: np.ndarray | None = None
+    warped_logprobs: np.ndarray | None = None
+    seconds: float | None = dataclasses.field(default=None, compare=False)
 
     def _repr_html_(self) -> str:
         from jaxspec.decoding.notebook import step_svg
@@ -92,22 +103,30 @@ def shown_of(info: Info) -> Info:
     return info._replace(proposal=info.proposal._replace(tree=tree))
 
 
-def trace_steps(info: Info, tokenizer: "Tokenizer | None" = None) -> list[TraceStep | None]:
+def trace_steps(
+    info: Info, tokenizer: "Tokenizer | None" = None, seconds: float | None = None
+) -> list[TraceStep | None]:
     """Fetches one batched step, split into rows; `None` for rows that emitted nothing."""
     host: Any = jax.device_get(shown_of(info))
     proposal, verdict = host.proposal, host.verdict
-    distributions = proposal.draft_logprobs
+
+    def part(facts: np.ndarray | None, row: int) -> np.ndarray | None:
+        return None if facts is None else facts[row]
+
     return [
         TraceStep(
             tokens=proposal.tokens[row],
             parents=proposal.tree.parents[row],
             valid=proposal.valid[row],
-            draft_logprobs=None if distributions is None else distributions[row],
+            draft_logprobs=part(proposal.draft_logprobs, row),
             law_row=proposal.law_row[row],
             path=verdict.path[row][: verdict.num_emitted[row]],
             emitted=host.emitted[row][:count],
             width=int(host.width[row]),
             tokenizer=tokenizer,
+            logprobs=part(host.logprobs, row),
+            warped_logprobs=part(host.warped_logprobs, row),
+            seconds=seconds,
         )
         if count
         else None
@@ -251,6 +270,39 @@ class GenerationResult(Rows[Generation]):
             }
             for row in self.rows
         )
+
+    def save_html(self, path: str | Path) -> None:
+        """Writes the decode inspector: one page on which a person steps through the decode.
+
+        It shows the tree of every step, the accepted path, the pass width, the text as it grows,
+        tau so far, and the time of each step. It is one file that loads nothing, for any browser.
+        Probabilities at nodes are shown where they were recorded: of the target with
+        `warped_logprobs=True` or `logprobs=True`, of the draft where it was drawn from.
+
+        Args:
+            path: the file. Its folder is made; an older file is replaced when the page is whole.
+
+        Raises:
+            ValueError: the result has no trace (`return_trace=True`), or `path` is a folder.
+
+        Example:
+            >>> import jaxspec, pathlib, tempfile
+            >>> result = jaxspec.generate(
+            ...     jaxspec.load("demo"),
+            ...     "1, 2, 3, 1, 2, 3,",
+            ...     jaxspec.PromptLookup(),
+            ...     max_new_tokens=16,
+            ...     warped_logprobs=True,
+            ...     return_trace=True,
+            ... )
+            >>> page = pathlib.Path(tempfile.mkdtemp()) / "decode.html"
+            >>> result.save_html(page)
+            >>> page.read_text()[:15]
+            '<!doctype html>'
+        """
+        from jaxspec.decoding.inspector import save_page
+
+        save_page(self, path)
 
     def _repr_html_(self) -> str:
         from jaxspec.decoding.notebook import result_html

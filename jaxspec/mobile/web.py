@@ -22,6 +22,7 @@ from jaxspec.checkpoint import CheckpointError, Model, Tokenizer
 from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.tree import normalize_paths
+from jaxspec.decoding.inspector import TREE_VIEW
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.mobile.contents import ExportConfig, in_one_dtype
 from jaxspec.mobile.export import MODEL_FILE, export
@@ -42,7 +43,7 @@ HEAP_LIMIT = 1984 << 20
 PAGE_FOLDER = Path(__file__).resolve().parent / "web"
 PAGE_FILES = (
     *("index.html", "style.css", "page.js", "worker.js", "session.js", "engine.js", "choose.js"),
-    *("storage.js", "tokenizer.js", "tree_view.js"),
+    *("storage.js", "tokenizer.js", TREE_VIEW.name),
 )
 _TOKENIZER_FILE = "tokenizer.json"
 _CHECKED_FILES = (MODEL_FILE, KIT_FILE, _TOKENIZER_FILE)
@@ -156,7 +157,8 @@ def export_web(
         advance("fetching LiteRT.js")
         vendor(staging / "vendor")
         for name in PAGE_FILES:
-            shutil.copyfile(PAGE_FOLDER / name, staging / name)
+            source = TREE_VIEW if name == TREE_VIEW.name else PAGE_FOLDER / name
+            shutil.copyfile(source, staging / name)
         advance("writing the model")
         manifest = export(model, staging, drafter, shapes)
         advance("writing the kit")

@@ -339,6 +339,37 @@ class TestGenerate:
         assert main([*argv, "--num-samples", "2"]) == 0
         assert "--- sample 1 (length)" in capsys.readouterr().out
 
+    def test_html_writes_the_decode_that_was_printed(self, capsys, folder, tmp_path):
+        page = tmp_path / "out.html"
+        argv = ["generate", folder, "abc", "--max-new-tokens", "5", "--drafter", "lookup"]
+        assert main(argv) == 0
+        text = capsys.readouterr().out
+        assert main([*argv, "--html", str(page)]) == 0
+        out, err = capsys.readouterr()
+        assert out == text
+        assert f"wrote {page}" in err
+        source = page.read_text()
+        data = json.loads(source.split('type="application/json">')[1].split("</script>")[0])
+        (row,) = data["rows"]
+        assert "".join(row["pieces"]).strip("\n") == text.strip("\n")
+        assert data["drafter"] == "PromptLookup"
+        assert row["warped"]
+        argv = [*argv, "--num-samples", "2", "--temperature", "1", "--json", "--html", str(page)]
+        assert main(argv) == 0
+        said = json.loads(capsys.readouterr().out)
+        assert said["config"]["warped_logprobs"]
+        assert "prompt 0, sample 1" in page.read_text()
+
+    def test_html_says_what_to_use_where_there_are_no_trees(self, capsys, tmp_path):
+        jaxspec.save(filling_model("filling", 4), tmp_path / "filling")
+        argv = ["generate", str(tmp_path / "filling"), "abc", "--html", str(tmp_path / "out.html")]
+        line = fails(capsys, *argv)
+        assert "--html: shows draft trees, and " in line
+        assert "jaxspec.denoise_stream" in line
+        line = fails(capsys, *argv, "--runtime", "litert")
+        assert "--html: LiteRT records no steps" in line
+        assert not (tmp_path / "out.html").exists()
+
     def test_prompts_from_a_file_and_from_standard_input(
         self, capsys, monkeypatch, folder, tmp_path
     ):
@@ -384,6 +415,9 @@ class TestGenerate:
             (["MODEL", "abc", "--drafter", "draft-model"], "needs draft-model:model=MODEL"),
             (["MODEL", "abc", "--drafter", "lookup:max_ngram=0"], "max_ngram must be at least 1"),
             (["MODEL", "--chat", "--json"], "--chat: cannot be combined"),
+            (["MODEL", "--chat", "--html", "out.html"], "--chat: cannot be combined"),
+            (["MODEL", "abc", "--html", "."], "--html .: must be a file in a folder that exists"),
+            (["MODEL", "abc", "--html", "nowhere/out.html"], "--html nowhere/out.html: must be"),
             (["MODEL", "abc", "--system", "hi"], "--system: needs --chat"),
         ],
     )

@@ -6,19 +6,14 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
-import jax
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from jaxspec import (
     DraftModel,
     Generation,
     GenerationConfig,
     GenerationResult,
-    Model,
-    Tokenizer,
     TraceStep,
     chain,
     eagle_tree,
@@ -34,22 +29,8 @@ from jaxspec.decoding.notebook import (
     visible,
 )
 from jaxspec.decoding.result import Trace
-from jaxspec.models import ModelConfig, Network, init_params
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """One token per byte, so that one character may take several."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(
-        models.BPE({letter: token for token, letter in enumerate(letters)}, [])
-    )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>"])
-    return Tokenizer(backend)
 
 
 @pytest.fixture
@@ -113,22 +94,11 @@ class Reader(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def decoded(tokenizer):
+def decoded(byte_model):
     """Two samples of a random network that drafts for itself, traced."""
-    config = ModelConfig(
-        vocab_size=tokenizer.vocab_size,
-        embed_dim=16,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=16,
-        mlp_dim=16,
-        max_positions=64,
-    )
-    model = Model(Network(init_params(config, jax.random.key(0)), config), tokenizer)
-    drafter = DraftModel.of(model, paths=[(0,), (1,), (0, 0)])
+    drafter = DraftModel.of(byte_model, paths=[(0,), (1,), (0, 0)])
     sampling = GenerationConfig(max_new_tokens=12, temperature=1.0, num_samples=2, logprobs=True)
-    return generate(model, "go", sampling, drafter, return_trace=True)
+    return generate(byte_model, "go", sampling, drafter, return_trace=True)
 
 
 def test_pictures_of_real_results_tell_what_happened(decoded):

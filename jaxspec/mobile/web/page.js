@@ -381,7 +381,10 @@ function showStep(choice, view) {
   $('tree-name').textContent = `\u00b7 ${nameOf(choice)}`;
   const tree = profile.trees.find(({signature}) => signature === choice);
   if (tree && view.drafted.length) {
-    $('tree').replaceChildren(treePicture(tree.parents, view.names, view.path));
+    const {names, path} = view;
+    const nodes = tree.parents.map((_, node) => ({name: names[node] ?? '', kind: path.includes(node) ? 'accepted' : ''}));
+    const label = `Tree of ${nodes.length - 1} drafted tokens, ${path.length - 1} accepted: ${path.map(node => names[node]).join('')}`;
+    $('tree').replaceChildren(treePicture(tree.parents, nodes, label));
   } else {
     $('tree').textContent = 'Plain decoding drafts nothing.';
   }

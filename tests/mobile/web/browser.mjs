@@ -30,6 +30,31 @@ async function open(task) {
   return {context, page, requests, problems};
 }
 
+/** Sends a text elsewhere, in a page; returns the policy's directive that refused it. */
+const send = url => new Promise(resolve => {
+  self.addEventListener('securitypolicyviolation', event => resolve(event.effectiveDirective), {once: true});
+  fetch(url, {method: 'POST', mode: 'no-cors', body: 'text'}).then(() => resolve('sent'), () => setTimeout(resolve, 1000, 'failed'));
+});
+
+/** The page of a traced result at the step that is shown. */
+const inspected = page => page.evaluate(() => ({
+  step: Number(document.querySelector('#step').value),
+  place: document.querySelector('#place').textContent,
+  text: document.querySelector('#tokens').textContent,
+  prompt: document.querySelector('#prompt').textContent,
+  drafted: document.querySelectorAll('#tokens .drafted').length,
+  elements: document.querySelectorAll('#text *:not(span)').length,
+  nodes: ['pending', 'accepted', 'rejected', 'own'].map(kind => document.querySelectorAll(`#tree g.${kind}`).length),
+  tau: document.querySelector('#tau').textContent,
+  width: document.querySelector('#width').textContent,
+  facts: document.querySelector('#facts').textContent,
+  probabilities: document.querySelector('#probabilities').textContent,
+  time: document.querySelector('#time').textContent,
+  outcome: document.querySelector('#outcome').textContent,
+  play: document.querySelector('#play').getAttribute('aria-label'),
+  empty: document.querySelector('main').hidden,
+}));
+
 /** What people with weak eyes, a small screen or no mouse would stumble over. */
 function looks() {
   const parse = color => color.match(/[\d.]+/g).map(Number);
@@ -50,8 +75,8 @@ function looks() {
     const [ink, ground] = box ? [getComputedStyle(element).fill, getComputedStyle(box).fill] : [getComputedStyle(element).color, behind(element)];
     texts.push({text: text.trim().slice(0, 30), contrast: contrast(ink, ground), size: parseFloat(getComputedStyle(element).fontSize) * (box ? box.getBoundingClientRect().width / box.width.baseVal.value : 1)});
   }
-  const prompt = document.querySelector('#prompt');
-  texts.push({text: 'placeholder', contrast: contrast(getComputedStyle(prompt, '::placeholder').color, behind(prompt)), size: 16});
+  const prompt = document.querySelector('textarea');
+  if (prompt) texts.push({text: 'placeholder', contrast: contrast(getComputedStyle(prompt, '::placeholder').color, behind(prompt)), size: 16});
   const controls = [...document.querySelectorAll('button, select, input, textarea')].filter(shown);
   for (const each of controls) edges.push({id: each.id, contrast: Math.max(contrast(getComputedStyle(each).borderColor, behind(each.parentElement)), contrast(behind(each), behind(each.parentElement)))});
   for (const each of document.querySelectorAll('.bars .fill')) edges.push({id: 'bar', contrast: contrast(getComputedStyle(each).backgroundColor, behind(each.parentElement))});
@@ -218,10 +243,6 @@ const scenarios = {
   async policy(task) {
     const {page} = await open(task);
     await load(page, 'wasm');
-    const send = url => new Promise(resolve => {
-      self.addEventListener('securitypolicyviolation', event => resolve(event.effectiveDirective), {once: true});
-      fetch(url, {method: 'POST', mode: 'no-cors', body: 'text'}).then(() => resolve('sent'), () => setTimeout(resolve, 1000, 'failed'));
-    });
     const answer = {page: await page.evaluate(send, task.elsewhere), worker: await page.workers()[0].evaluate(send, task.elsewhere)};
     answer.markup = await page.evaluate(async () => {
       const found = new Set();
@@ -262,6 +283,34 @@ const scenarios = {
     await page.reload();
     await loaded('webgpu');
     answer.again = {...await facts(page), alike: before === await chart()};
+    return answer;
+  },
+
+  /** Steps through a traced result by keys, at one width and in one colour scheme. */
+  async inspect(task) {
+    const {page, requests, problems} = await open(task), answer = {requests, problems, seen: []};
+    page.on('console', message => problems.push(message.text()));
+    await page.setViewportSize({width: task.width, height: 800});
+    await page.emulateMedia({colorScheme: task.scheme});
+    await page.reload();
+    if (task.table) await page.click('#nodes summary');
+    answer.ground = await page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+    answer.seen.push(await inspected(page));
+    for (const act of task.acts ?? []) {
+      if (act.key) await page.keyboard.press(act.key);
+      if (act.click) await page.click(act.click);
+      if (act.select) await page.selectOption(act.select, act.value);
+      if (act.until) await page.waitForFunction(step => Number(document.querySelector('#step').value) === step, act.until);
+      answer.seen.push({...await inspected(page), ...await page.evaluate(looks)});
+      if (act.picture) await page.screenshot({path: act.picture, fullPage: act.full ?? false});
+    }
+    await page.evaluate(() => document.activeElement.blur());
+    answer.reached = [];
+    for (let press = 0; press < (task.tabs ?? 0); press++) {
+      await page.keyboard.press('Tab');
+      answer.reached.push(await page.evaluate(() => document.activeElement.id));
+    }
+    if (task.elsewhere) answer.refused = await page.evaluate(send, task.elsewhere);
     return answer;
   },
 

@@ -1,9 +1,8 @@
-"""Node, npm, Chromium and exported pages; what is missing is said and skipped."""
+"""Node, npm and exported pages; what is missing is said and skipped."""
 
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.browser import program
 from tests.mobile.web.models import CAPACITY, TREES, page_model, table_of
 
 HERE = Path(__file__).resolve().parent
@@ -33,14 +33,6 @@ class Page:
     @property
     def profile(self) -> dict[str, Any]:
         return json.loads((self.folder / "profile.json").read_text())
-
-
-def program(*names: str) -> str:
-    """The path of the first of some programs that is there; skips if none is."""
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        pytest.skip(f"needs {' or '.join(names)} on the PATH, which is not here")
-    return found
 
 
 @pytest.fixture(scope="session")
@@ -100,47 +92,6 @@ def page_of(vendored, tmp_path_factory) -> Callable[[str], Page]:
         return pages[quantization]
 
     return page
-
-
-class Browser:
-    """A running Chromium that takes scenarios of `browser.mjs`."""
-
-    def __init__(self, process: subprocess.Popen):
-        self._process = process
-
-    def __call__(self, scenario: str, url: str, **task: Any) -> dict[str, Any]:
-        line = json.dumps({"scenario": scenario, "url": url, **task})
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline() or '{"failed": "no answer"}')
-        assert "failed" not in answer, answer["failed"]
-        return answer
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory) -> Iterator[Browser]:
-    node, npm = program("node"), program("npm")
-    chromium = program("chromium", "chromium-browser", "google-chrome")
-    folder = tmp_path_factory.mktemp("playwright")
-    for name in ("package.json", "package-lock.json"):
-        shutil.copyfile(HERE / name, folder / name)
-    command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"npm cannot fetch playwright-core here: {done.stderr[-300:]}")
-    process = subprocess.Popen(
-        [node, str(HERE / "browser.mjs")],
-        env={**os.environ, "PLAYWRIGHT_FOLDER": str(folder), "CHROMIUM": chromium},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    yield Browser(process)
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(60)
 
 
 @contextlib.contextmanager
