@@ -16,7 +16,7 @@ from jax import export as jax_export
 from jaxspec.core.types import Params, PyTree
 from jaxspec.extras import needs_extra
 from jaxspec.mobile.records import Signature
-from jaxspec.mobile.weights import PREFIX, Leaf, TfliteFile, put_weights
+from jaxspec.mobile.weights import PREFIX, Leaf, TfliteFile
 
 # Debug information stays: the scopes of JAX become the names of tensors.
 _PREPARE = (
@@ -67,7 +67,7 @@ def lower(weights: PyTree, signature: Signature) -> Lowered:
 
 
 def to_flatbuffer(signatures: Mapping[str, Lowered], metadata: Mapping[str, str]) -> bytes:
-    """Makes one flatbuffer of all signatures, with weights as inputs; see `weights.put_weights`.
+    """Makes one flatbuffer of all signatures, with weights as inputs; see `weights.TfliteFile`.
 
     Args:
         signatures: by name.
@@ -149,7 +149,7 @@ def to_tflite(
 
     No weight is read before the file is written.
     """
-    return put_weights(to_flatbuffer(lowered, texts), _leaves(params), quantization)
+    return TfliteFile(to_flatbuffer(lowered, texts), _leaves(params), quantization)
 
 
 def _shape_in_file(leaf: Any) -> jax.ShapeDtypeStruct:

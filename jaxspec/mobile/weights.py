@@ -92,24 +92,10 @@ _Places = dict[tuple[_View, WeightFormat | None], int]
 """Indices of the tensors of a graph that hold weights, by view and format."""
 
 
-def put_weights(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) -> "TfliteFile":
-    """Puts weights into a flatbuffer whose inputs `PREFIX...` stand for them.
-
-    Products with them become FULLY_CONNECTED, products of one-hot rows EMBEDDING_LOOKUP.
-
-    Args:
-        flatbuffer: a `.tflite`.
-        leaves: the weights; none is made before the file is written.
-        quantization: of the weights of products, one of `QUANTIZATIONS`.
-
-    Raises:
-        ValueError: the extra `mobile` is not installed, or blocks do not divide a width.
-    """
-    return TfliteFile(flatbuffer, leaves, quantization)
-
-
 class TfliteFile:
     """A `.tflite` that is complete but for its weights.
+
+    Products with weights become FULLY_CONNECTED, products of one-hot rows EMBEDDING_LOOKUP.
 
     Attributes:
         head: the flatbuffer, with ones in place of scales.
@@ -117,7 +103,16 @@ class TfliteFile:
     """
 
     def __init__(self, flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str):
-        """Replaces the inputs that stand for weights; see `put_weights`."""
+        """Puts weights in place of the inputs `PREFIX...` of a flatbuffer.
+
+        Args:
+            flatbuffer: a `.tflite`.
+            leaves: the weights; none is made before the file is written.
+            quantization: of the weights of products, one of `QUANTIZATIONS`.
+
+        Raises:
+            ValueError: the extra `mobile` is not installed, or blocks do not divide a width.
+        """
         with needs_extra("Exporting", "mobile"):
             from ai_edge_litert import schema_py_generated as schema
             from ai_edge_litert.tools import flatbuffer_utils
@@ -147,13 +142,21 @@ class TfliteFile:
         with path.open("wb") as file, progress_bar(len(wanted), shown=shown) as advance:
             for weight, forms in wanted.items():
                 advance("writing weights")
-                array = self._leaves[weight].make()
-                for view, form in forms:
-                    self._write(file, view.of(array), form, self._stored[view, form])
+                self._write_weight(file, self._leaves[weight].make(), forms)
             file.seek(0)
             file.write(self._packed())
 
-    def _write(
+    def _write_weight(
+        self,
+        file: BinaryIO,
+        array: np.ndarray,
+        forms: list[tuple[_View, WeightFormat | None]],
+    ) -> None:
+        # A function of its own, so that nothing holds the weight while the next one is made.
+        for view, form in forms:
+            self._write_view(file, view.of(array), form, self._stored[view, form])
+
+    def _write_view(
         self, file: BinaryIO, array: np.ndarray, form: WeightFormat | None, stored: _Stored
     ) -> None:
         """Writes a view into its place; scales go there too, or into the flatbuffer."""

@@ -13,7 +13,7 @@ from ai_edge_litert.interpreter import Interpreter
 from jaxspec.mobile.convert import lower, to_flatbuffer
 from jaxspec.mobile.opset import read_graphs
 from jaxspec.mobile.records import Signature
-from jaxspec.mobile.weights import Leaf, put_weights
+from jaxspec.mobile.weights import Leaf, TfliteFile
 
 _draws = np.random.default_rng(0)
 WEIGHTS = {
@@ -60,7 +60,7 @@ def filled(tmp_path_factory):
     graphs = to_flatbuffer(lowered, {})
     path, files = tmp_path_factory.mktemp("filled") / "model.tflite", {}
     for name in ("float32", "int8"):
-        put_weights(graphs, LEAVES, name).write(path)
+        TfliteFile(graphs, LEAVES, name).write(path)
         files[name] = path.read_bytes()
     return files
 
