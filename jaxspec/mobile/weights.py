@@ -167,7 +167,7 @@ class TfliteFile:
         scales = []
         for row in range(0, len(array), _ROWS):
             packed, of_rows = quantize_rows(array[row : row + _ROWS], form.bits, form.block)
-            file.write(packed)
+            file.write(_bytes_of(packed))
             scales.append(of_rows)
         if stored.blocks is not None:
             file.seek(self._model.buffers[stored.blocks.buffer].offset)
