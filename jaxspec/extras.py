@@ -3,6 +3,7 @@
 The distribution is `jaxspec-decoding`. PyPI's `jaxspec` is another package.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -52,3 +53,36 @@ def needs_extra(what: str, extra: str) -> Iterator[None]:
         raise MissingExtra(
             f"{what} needs the extra `{extra}` ({error.name} is missing): {install_hint(extra)}."
         ) from None
+
+
+def check_version(package: str, oldest: str, what: str, extra: str) -> None:
+    """Refuses a package of an extra that is too old; one that is not installed passes.
+
+    Args:
+        package: as indexes call it.
+        oldest: version that is taken.
+        what: the subject of the message, such as "Running an exported model".
+        extra: the extra that holds the package.
+
+    Raises:
+        ValueError: naming both versions and the extra to install.
+
+    Example:
+        >>> check_version("jax", "999.1", "Decoding", "test")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        ValueError: Decoding needs jax 999.1 or newer, and ... is installed: pip install ...
+    """
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return
+    if _numbers(found) < _numbers(oldest):
+        raise ValueError(
+            f"{what} needs {package} {oldest} or newer, and {found} is installed: "
+            f"{install_hint(extra)}."
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])

@@ -256,6 +256,23 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def check_space(folder: Path, needed: int) -> None:
+    """Refuses a folder on a disk that has no room for so many bytes more.
+
+    Raises:
+        CheckpointError: with both figures.
+
+    Example:
+        >>> check_space(Path(tempfile.gettempdir()), 0)
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"folder: {needed / 1e9:.2f} GB are to be written into {folder}, and its disk has "
+            f"{free / 1e9:.2f} GB left: remove something there, or give a folder on another disk."
+        )
+
+
 @contextlib.contextmanager
 def replacing_files(folder: Path, obsolete: Sequence[str] = ()) -> Iterator[Path]:
     """Collects files in a temporary place, then moves them into `folder` when the block succeeds.

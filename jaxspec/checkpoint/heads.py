@@ -75,7 +75,8 @@ def network_of(target: Network | Model) -> Network:
     """
     if isinstance(target, Network):
         return target
-    check_is_model(target, "target")
+    if not isinstance(target, Model):
+        check_is_model(target, "target")
     return target.known_network
 
 

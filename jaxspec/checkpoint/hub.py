@@ -31,8 +31,9 @@ from jaxspec.checkpoint.folder import (
     Kind,
     read_folder,
 )
-from jaxspec.checkpoint.huggingface import load_network, write_network
+from jaxspec.checkpoint.huggingface import FILES, load_network, write_network
 from jaxspec.checkpoint.orbax import load_orbax, write_orbax
+from jaxspec.checkpoint.params import UnreadLeaf
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from jaxspec.core.checks import Count, checked, from_up_to, meant
 from jaxspec.core.masks import causal
@@ -237,6 +238,11 @@ class Model:
         return not isinstance(self.network, Network)
 
     @property
+    def is_in_files(self) -> bool:
+        """True if its weights were left in their files, by `load(..., weights="files")`."""
+        return any(isinstance(leaf, UnreadLeaf) for leaf in jax.tree.leaves(self.params))
+
+    @property
     def known_network(self) -> Network:
         """The network, for work that reads its weights or settings by name.
 
@@ -297,7 +303,7 @@ class Model:
 
 
 def check_is_model(given: Any, name: str = "model") -> None:
-    """Refuses what is no `Model`, and says what makes one.
+    """Refuses what is no `Model`, and says what makes one, and a model that only `export` takes.
 
     Raises:
         ValueError: naming the argument.
@@ -309,6 +315,11 @@ def check_is_model(given: Any, name: str = "model") -> None:
         ValueError: model must be a Model, got str; give jaxspec.load('demo').
     """
     if isinstance(given, Model):
+        if given.is_in_files:
+            raise ValueError(
+                f"{name}: the weights of {given.name} were left in their files, for exports; load "
+                f"it without weights={FILES!r}."
+            )
         return
     makes = "a model of jaxspec.load, or jaxspec.Model.of(network)"
     if isinstance(given, str | Path):
@@ -364,13 +375,15 @@ def load(
         weights: the form in which matrices are kept: "float32", "bfloat16" or "int8" (rounded, one
             scale for each output channel). They are multiplied as numbers of `dtype`. `None`: of
             `dtype`; but where native code runs and `dtype` is `None` too, matrices that are stored
-            in bfloat16 stay that, which gives the same results from half the memory.
+            in bfloat16 stay that, which gives the same results from half the memory. "files": they
+            stay in the folder's files, and only `jaxspec.mobile.export`, which reads them one at a
+            time, and the loaders of heads take such a model. An Orbax folder is read nevertheless.
         revision: a branch, tag or commit on the Hub; `None`: the newest of its main branch.
         check: run a pass over a few tokens, and refuse weights whose logits are not finite.
 
     Raises:
         ValueError: the mesh does not divide the model, `dtype` is none that weights can have, or
-            `weights` is unknown or wider than `dtype`.
+            `weights` is unknown or wider than `dtype`, or "files" with a mesh or `check`.
         CheckpointError: nothing is there under this name, or it cannot be read, or it is too large
             for the memory, `max_positions` is out of range, there is no such revision, or an
             argument is of another type. The message says what was found and what to do.
@@ -382,6 +395,8 @@ def load(
     """
     max_positions = given("max_positions", max_positions, Count | None)
     mesh, check = given("mesh", mesh, Mesh | None), given("check", check, bool)
+    if weights == FILES and (check or mesh is not None):
+        raise ValueError(f"{'check' if check else 'mesh'}: weights={FILES!r} reads no weights.")
     folder = _find("path_or_hub_id", path_or_hub_id, revision)
     if folder.kind in _HEADS:
         name, loader = _HEADS[folder.kind]
@@ -391,7 +406,8 @@ def load(
             f"{folder.kind}:head={path_or_hub_id}."
         )
     if folder.is_orbax:
-        network = load_orbax(folder.path, dtype, max_positions, mesh, weights)
+        form = None if weights == FILES else weights
+        network = load_orbax(folder.path, dtype, max_positions, mesh, form)
     else:
         network = load_network(folder.path, dtype, max_positions, mesh, folder.config, weights)
     scaling = network.config.rope.scaling

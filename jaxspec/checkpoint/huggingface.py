@@ -27,6 +27,7 @@ from jaxspec.checkpoint.params import (
     matrices_as_stored,
     read_params,
     shapes_by_path,
+    unread_params,
 )
 from jaxspec.checkpoint.safetensors import (
     SINGLE,
@@ -44,6 +45,9 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+
+FILES = "files"
+"""In place of a form of `STORAGES`: weights stay in their files, for `jaxspec.mobile.export`."""
 
 
 def as_dtype(dtype: Any) -> np.dtype:
@@ -97,6 +101,8 @@ def load_network(
     matched = match_tensors(placed, leaves, stored, TIED_HEAD if config.tied_head else ())
     largest = float_dtype(max(matched.values(), key=lambda tensor: tensor.num_bytes))
     target = dtype_of_network(largest, dtype)
+    if weights == FILES:
+        return Network(unread_params(shapes, placed, matched, target), config)
     if mesh is not None:
         check_divides(config, mesh)
     if weights is None and dtype is None and matrices_as_stored(target, largest, mesh):
@@ -168,7 +174,8 @@ def dtype_of_matrices(weights: str | None, dtype: np.dtype) -> np.dtype:
     if weights is None:
         return dtype
     if weights not in STORAGES:
-        raise ValueError(f"weights must be one of {', '.join(STORAGES)}, got {weights!r:.80}.")
+        known = ", ".join((*STORAGES, FILES))
+        raise ValueError(f"weights must be one of {known}, got {weights!r:.80}.")
     read = DTYPES.get(weights, dtype)
     if read.itemsize > dtype.itemsize:
         raise ValueError(f"weights={weights!r} is wider than dtype={dtype.name!r}: use that dtype.")

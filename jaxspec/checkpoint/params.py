@@ -1,6 +1,7 @@
-"""Parameter trees: read from stored tensors leaf by leaf, and written as tensors."""
+"""Parameter trees: read from stored tensors leaf by leaf or left there, and written as tensors."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -66,9 +67,7 @@ def read_params(
         for path, shape in leaves.items():
             advance("loading weights")
             own = matrices if is_matrix(tuple(path.split("/"))) else None
-            leaf = _aligned_empty(shape.shape, own or dtype)
-            for placement in placed[path]:
-                copy_into(placement, leaf, stored[placement.name].read())
+            leaf = _read_leaf(shape.shape, own or dtype, placed[path], stored)
             # Waiting keeps the host from running ahead with leaves that a device has yet to take.
             arrays.append(
                 jax.block_until_ready(
@@ -78,6 +77,65 @@ def read_params(
                 )
             )
     return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+
+
+def unread_params(
+    shapes: PyTree,
+    placed: Mapping[str, list[TensorPlacement]],
+    stored: Mapping[str, Tensor],
+    dtype: np.dtype,
+) -> PyTree:
+    """Returns the tree of `read_params` with leaves that are read whenever they are asked for."""
+
+    def unread(path: str, shape: tuple[int, ...]) -> UnreadLeaf:
+        return UnreadLeaf(shape, dtype, lambda: _read_leaf(shape, dtype, placed[path], stored))
+
+    leaves = [unread(path, leaf.shape) for path, leaf in leaves_by_path(shapes).items()]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+
+class UnreadLeaf:
+    """A weight in its files: NumPy reads it when it makes an array of it, and keeps nothing.
+
+    Attributes:
+        shape: its axes.
+        dtype: of the array.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, make: Callable[[], np.ndarray]):
+        """Describes a weight that `make` reads."""
+        self.shape, self.dtype, self._make = shape, dtype, make
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def astype(self, dtype: Any) -> "UnreadLeaf":
+        return UnreadLeaf(self.shape, np.dtype(dtype), lambda: self._make().astype(dtype))
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return jax.numpy.asarray(np.asarray(self)[index])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # it is always a new array
+        array = self._make()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+
+def _read_leaf(
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    placed: list[TensorPlacement],
+    stored: Mapping[str, Tensor],
+) -> np.ndarray:
+    leaf = _aligned_empty(shape, dtype)
+    for placement in placed:
+        copy_into(placement, leaf, stored[placement.name].read())
+    return leaf
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -10,9 +10,9 @@ from jaxspec.commands.export_options import (
     check_on_gpu,
     export_config,
     head_over_tree,
+    load_unread,
     print_written,
 )
-from jaxspec.commands.options import load_model
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.mobile.export import MODEL_FILE
 from jaxspec.mobile.profile import SCRIPT_FILE, export_kit
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Exports as the arguments say."""
     config = export_config(args)
     check_flags(args)
-    model = load_model(args)
+    model = load_unread(args)
     drafter = head_over_tree(args, model, EAGLE_PATHS)
     announce_export(args, drafter, config)
     start, path = time.perf_counter(), args.out / MODEL_FILE

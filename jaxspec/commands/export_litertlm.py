@@ -12,12 +12,12 @@ from jaxspec.commands.export_options import (
     check_flags,
     export_config,
     held_out,
+    load_unread,
     print_written,
 )
 from jaxspec.commands.options import (
     add_drafter_argument,
     drafter_asked,
-    load_model,
     refuse_unused,
 )
 from jaxspec.mobile.litertlm import export_litertlm
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     check_flags(args)
     if not args.check_lm:
         refuse_unused(args, ("prompts", "threads"), "needs --check-lm.")
-    model = load_model(args)
+    model = load_unread(args)
     drafter = drafter_asked(args, model)
     announce_export(args, drafter, config)
     start = time.perf_counter()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint import Model, load_eagle
+from jaxspec.checkpoint import Model, load, load_eagle
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.flags import add_flags, given
 from jaxspec.commands.options import (
@@ -119,6 +119,11 @@ def export_config(args: argparse.Namespace, **defaults: Any) -> ExportConfig:
         ValueError: naming the setting that is out of range.
     """
     return ExportConfig(**{**defaults, **given(args, ExportConfig)})
+
+
+def load_unread(args: argparse.Namespace) -> Model:
+    """Loads the target for commands that only export it: weights stay in files until written."""
+    return load(args.model, args.dtype, args.max_positions, weights=args.weights or "files")
 
 
 def head_over_tree(

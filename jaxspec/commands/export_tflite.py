@@ -12,9 +12,10 @@ from jaxspec.commands.export_options import (
     check_on_gpu,
     export_config,
     head_or_drafter,
+    load_unread,
     print_written,
 )
-from jaxspec.commands.options import add_drafter_argument, load_model, refuse_unused
+from jaxspec.commands.options import add_drafter_argument, refuse_unused
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.memory import check_phone_memory, phone_memory
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Exports as the arguments say."""
     config = export_config(args)
     check_flags(args)
-    model = load_model(args)
+    model = load_unread(args)
     drafter = head_or_drafter(args, model)
     announce_export(args, drafter, config)
     if model.config.diffusion is not None:

@@ -15,9 +15,8 @@ from jax import export as jax_export
 
 from jaxspec.core.types import Params, PyTree
 from jaxspec.extras import needs_extra
-from jaxspec.mobile.memory import estimate_phone_memory
 from jaxspec.mobile.records import Signature
-from jaxspec.mobile.weights import PREFIX, Leaf, put_weights
+from jaxspec.mobile.weights import PREFIX, Leaf, TfliteFile
 
 # Debug information stays: the scopes of JAX become the names of tensors.
 _PREPARE = (
@@ -25,7 +24,6 @@ _PREPARE = (
     "func.func(stablehlo-legalize-composite-to-call),inline)"
 )
 
-_LARGEST = (1 << 31) - 1  # offsets in a flatbuffer are 31 bits
 _CONVERTED = {"tfl", "func", "builtin", "arith", "quant"}
 
 
@@ -69,7 +67,7 @@ def lower(weights: PyTree, signature: Signature) -> Lowered:
 
 
 def to_flatbuffer(signatures: Mapping[str, Lowered], metadata: Mapping[str, str]) -> bytes:
-    """Makes one flatbuffer of all signatures, with weights as inputs; see `weights.put_weights`.
+    """Makes one flatbuffer of all signatures, with weights as inputs; see `weights.TfliteFile`.
 
     Args:
         signatures: by name.
@@ -135,16 +133,9 @@ def _converter() -> tuple[Any, Any, Any]:
         )
 
 
-def lower_all(
-    signatures: Mapping[str, Signature], params: Params, quantization: str
-) -> dict[str, Lowered]:
-    """Lowers functions for weights of these shapes.
-
-    Raises:
-        ValueError: in this quantization the weights do not fit into one file.
-    """
+def lower_all(signatures: Mapping[str, Signature], params: Params) -> dict[str, Lowered]:
+    """Lowers functions for weights of these shapes."""
     shapes = jax.tree.map(_shape_in_file, params)
-    _check_size(params, quantization)
     return {name: lower(shapes, signature) for name, signature in signatures.items()}
 
 
@@ -153,9 +144,12 @@ def to_tflite(
     params: Params,
     quantization: str,
     texts: Mapping[str, str],
-) -> bytearray:
-    """Makes one file of functions of `lower_all`, the weights that they read, and some texts."""
-    return put_weights(to_flatbuffer(lowered, texts), _leaves(params), quantization)
+) -> TfliteFile:
+    """Makes one file of functions of `lower_all`, the weights that they read, and some texts.
+
+    No weight is read before the file is written.
+    """
+    return TfliteFile(to_flatbuffer(lowered, texts), _leaves(params), quantization)
 
 
 def _shape_in_file(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -169,19 +163,7 @@ def _leaves(params: Params) -> list[Leaf]:
 
     def leaf(path: Any, array: Any) -> Leaf:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return Leaf(name, lambda: np.asarray(array).astype(_shape_in_file(array).dtype, copy=False))
+        dtype = np.dtype(_shape_in_file(array).dtype)
+        return Leaf(name, array.shape, dtype, lambda: np.asarray(array).astype(dtype, copy=False))
 
     return [leaf(path, array) for path, array in jax.tree_util.tree_leaves_with_path(params)]
-
-
-def _check_size(params: Params, quantization: str) -> None:
-    config = params.target.config
-    stored = estimate_phone_memory(config, quantization, 0, params.draft)
-    size = stored.products + stored.table
-    if config.tied_head and quantization == "float32":
-        size -= stored.table  # look-ups and products read the same bytes
-    if size > _LARGEST:
-        raise ValueError(
-            f"model: its weights take {size / 2**30:.1f} GiB as {quantization}, and a .tflite "
-            "holds less than 2 GiB; take fewer bits, or a smaller model."
-        )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint import Model
-from jaxspec.checkpoint.files import replacing_files
+from jaxspec.checkpoint.files import check_space, replacing_files
 from jaxspec.core.types import ChecksFit, Params
 from jaxspec.decoding.request import check_vocabulary
 from jaxspec.drafters import Deer, DrafterLike, LoadedDrafter, NoDraft
@@ -26,7 +26,8 @@ def export(
 ) -> Manifest:
     """Writes `model.tflite`, `manifest.json` and the tokenizer into a folder.
 
-    The converter sees shapes only; weights are quantized one at a time while the file is written.
+    The converter sees shapes only; weights are read and quantized one at a time while the file is
+    written. Those of `jaxspec.load(..., weights="files")` are never in memory together.
     Ids past the tokenizer's are left out: no function of the file emits one.
 
     Args:
@@ -45,7 +46,7 @@ def export(
 
     Raises:
         ValueError: the extra `mobile` is not installed, a setting does not fit the model, the
-            drafter cannot be exported, or the file would exceed 2 GiB.
+            drafter cannot be exported, or the disk has too little room for the file.
         OpsetError: the model needs operations that a phone's GPU lacks.
 
     Example:
@@ -67,7 +68,7 @@ def export(
     for drafting in drafters_over_trees(loaded.drafter, config):
         if isinstance(drafting, ChecksFit):
             drafting.check_fit(params)
-    lowered = lower_all(contents.signatures, params, config.quantization)
+    lowered = lower_all(contents.signatures, params)
     manifest = Manifest(
         version=installed_version(),
         model=model.name,
@@ -83,12 +84,13 @@ def export(
         diffusion=None if contents.canvases is None else contents.canvases.as_dict(),
         trees={f"step_{number}": tree for number, tree in enumerate(config.trees, start=1)},
     )
-    flatbuffer = to_tflite(lowered, params, config.quantization, {KEY: manifest.to_json()})
+    file = to_tflite(lowered, params, config.quantization, {KEY: manifest.to_json()})
     if config.check_gpu_ops:
-        require_opset(flatbuffer)
-    manifest = seal(flatbuffer, manifest)
+        require_opset(file.head)
     with replacing_files(Path(folder)) as staging:
-        (staging / MODEL_FILE).write_bytes(flatbuffer)
+        check_space(staging, file.size)
+        file.write(staging / MODEL_FILE)
+        manifest = seal(staging / MODEL_FILE, manifest)
         (staging / MANIFEST_FILE).write_text(manifest.to_json() + "\n", encoding="utf-8")
         if model.tokenizer is not None:
             model.tokenizer.write(staging)

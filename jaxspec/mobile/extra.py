@@ -1,4 +1,4 @@
-"""Needs of LiteRT's GPU accelerator on a machine."""
+"""Needs of LiteRT on a machine: its version, and those of its GPU accelerator."""
 
 import ctypes.util
 import importlib.util
@@ -7,6 +7,8 @@ from pathlib import Path
 
 from jaxspec.extras import install_hint
 
+OLDEST_LITERT, OLDEST_LM = "2.3", "0.18.1"
+"""Versions of ai-edge-litert and litert-lm-api whose Python interface is called here."""
 _LIBRARY = "libLiteRtWebGpuAccelerator.so"
 _DRIVER_FOLDERS = (Path("/usr/share/vulkan/icd.d"), Path("/etc/vulkan/icd.d"))
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxspec.checkpoint import Model, Tokenizer
-from jaxspec.checkpoint.files import replacing_files
+from jaxspec.checkpoint.files import check_space, replacing_files
 from jaxspec.core import masks
 from jaxspec.core.forms import exchanged
 from jaxspec.core.types import Hidden, KVCache, LayerKV, Params
@@ -89,7 +89,8 @@ def export_litertlm(
 
     Raises:
         ValueError: the extra `mobile-lm` is not installed, the model has no tokenizer or fills in
-            masks, a setting does not fit, or the runtime cannot run the drafter.
+            masks, a setting does not fit, the runtime cannot run the drafter, or the disk has too
+            little room: for its sections, and then for the file that holds copies of them.
     """
     config, model = config or ExportConfig(), in_one_dtype(model)[0]
     drafting = _drafting(drafter)
@@ -118,19 +119,25 @@ def export_litertlm(
     builder = lm.LitertLmFileBuilder()
     author = f"jaxspec {installed_version()}"
     builder.add_system_metadata(lm.Metadata("Authors", author, lm.DType.STRING))
+    files = {
+        name: to_tflite(
+            lower_all(signatures, params), params, config.quantization, {"section": name}
+        )
+        for name, signatures in sections.items()
+    }
     with (
         replacing_files(Path(folder)) as staging,
         tempfile.TemporaryDirectory(dir=staging) as parts_folder,
     ):
+        check_space(staging, 2 * sum(file.size for file in files.values()))  # parts, then the whole
         parts = Path(parts_folder)
         (parts / "metadata.pb").write_bytes(describe_text(model, model.tokenizer, config.capacity))
         builder.add_llm_metadata(str(parts / "metadata.pb"))
         model.tokenizer.write(parts)
         builder.add_hf_tokenizer(str(parts / "tokenizer.json"))
-        for name, signatures in sections.items():
-            lowered = lower_all(signatures, params, config.quantization)
+        for name, part in files.items():
             path = parts / f"{name}.tflite"
-            path.write_bytes(to_tflite(lowered, params, config.quantization, {"section": name}))
+            part.write(path)
             kind = lm.TfLiteModelType[name.upper()]
             # The runtime cannot run this drafter on a GPU; told so, it says it in a message.
             only = "cpu" if name == "mtp_drafter" else None

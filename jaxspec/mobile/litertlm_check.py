@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxspec.checkpoint.tokenizer import REPLACEMENT
-from jaxspec.extras import needs_extra
+from jaxspec.extras import check_version, needs_extra
 from jaxspec.mobile.child import ask_child
+from jaxspec.mobile.extra import OLDEST_LM
 
 PROMPTS = ("Question: What is 3 + 4?\n", "def add(a, b):\n", "Once upon a time", "1, 2, 3, 4,")
 
@@ -97,12 +98,13 @@ def check_litertlm(
         timeout: seconds for each of the two ways to decode.
 
     Raises:
-        ValueError: the extra `mobile-lm` is not installed, or the runtime refused the file or ended
-            its process, with its own messages.
+        ValueError: the extra `mobile-lm` is not installed or too old, or the runtime refused the
+            file or ended its process, with its own messages.
     """
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path} does not exist, or is no file: give the .litertlm itself.")
+    check_version("litert-lm-api", OLDEST_LM, "Running LiteRT-LM", "mobile-lm")
     with needs_extra("Running LiteRT-LM", "mobile-lm"):
         importlib.import_module("litert_lm")
     task: dict[str, Any] = {

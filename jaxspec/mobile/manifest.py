@@ -9,7 +9,7 @@ import hashlib
 import json
 import mmap
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from jaxspec.checkpoint import CheckpointError, Tokenizer
 from jaxspec.checkpoint.files import parse_json
@@ -20,6 +20,7 @@ KEY = "jaxspec_manifest"
 FORMAT = 2
 _NO_CHECKSUM = "0" * 64
 _LONGEST = 1 << 24  # bytes of a manifest
+_PIECE = 1 << 20  # bytes of a file that are read at a time
 _DAMAGED = "is damaged or incomplete: copy it or export it again."
 
 
@@ -127,14 +128,31 @@ def tokenizer_fingerprint(tokenizer: Tokenizer | None) -> str | None:
     return hashlib.sha256(json.dumps(pieces).encode()).hexdigest()
 
 
-def seal(flatbuffer: bytearray, manifest: Manifest) -> Manifest:
-    """Puts the checksum into a file that already holds its manifest, in place."""
+def seal(path: Path, manifest: Manifest) -> Manifest:
+    """Puts the checksum into a file that already holds its manifest."""
     empty = manifest.to_json().encode()
-    assert flatbuffer.count(empty) == 1, "the converter dropped or changed the metadata"
-    sealed = dataclasses.replace(manifest, checksum=hashlib.sha256(flatbuffer).hexdigest())
-    at = flatbuffer.index(empty)
-    memoryview(flatbuffer)[at : at + len(empty)] = sealed.to_json().encode()
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            at = view.find(empty)
+        assert at >= 0, "the converter dropped or changed the metadata"
+        at += empty.rindex(_NO_CHECKSUM.encode())
+        sealed = dataclasses.replace(manifest, checksum=_checksum(file, at))
+        file.seek(at)
+        file.write(sealed.checksum.encode())
     return sealed
+
+
+def _checksum(file: BinaryIO, at: int) -> str:
+    """Returns the SHA-256 of a file with zeros for its checksum, which lies at byte `at`."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    for start in range(0, at, _PIECE):
+        digest.update(file.read(min(_PIECE, at - start)))
+    digest.update(_NO_CHECKSUM.encode())
+    file.seek(at + len(_NO_CHECKSUM))
+    while piece := file.read(_PIECE):
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -173,13 +191,9 @@ def read_manifest(path: str | Path) -> Manifest:
                 raise CheckpointError(f"{path} {_DAMAGED}") from None
             except CheckpointError as error:
                 raise CheckpointError(f"{path}: {error}") from None
-            digest = hashlib.sha256()
             at = view.find(manifest.checksum.encode(), start)
-            with memoryview(view) as whole:  # a slice of `view` itself would be a copy
-                digest.update(whole[:at])
-                digest.update(_NO_CHECKSUM.encode())
-                digest.update(whole[at + len(_NO_CHECKSUM) :])
-    if digest.hexdigest() != manifest.checksum:
+        digest = _checksum(file, at)
+    if digest != manifest.checksum:
         raise CheckpointError(f"{path} {_DAMAGED}")
     return manifest
 

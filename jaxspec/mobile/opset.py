@@ -127,7 +127,8 @@ class GraphTensor(NamedTuple):
         shape: its axes.
         dtype: name of the type.
         static: True if its shape is known beforehand.
-        constant: its bytes; `None` if it is computed.
+        constant: its bytes, none of them if they lie behind what was read; `None` if it is
+            computed.
     """
 
     name: str
@@ -186,7 +187,7 @@ class Graph(NamedTuple):
 
 
 def read_graphs(flatbuffer: bytes | bytearray) -> list[Graph]:
-    """Reads the signatures of a `.tflite`.
+    """Reads the signatures of a `.tflite`, of which the weights behind its flatbuffer may lack.
 
     Raises:
         ValueError: the extra `mobile` is not installed.
@@ -205,12 +206,11 @@ def read_graphs(flatbuffer: bytes | bytearray) -> list[Graph]:
         definition.SubgraphIndex(): definition.SignatureKey().decode()
         for definition in map(model.SignatureDefs, range(model.SignatureDefsLength()))
     }
-    return [
-        _read_graph(
-            schema, model, model.Subgraphs(index), named.get(index, f"subgraph {index}"), codes
-        )
-        for index in range(model.SubgraphsLength())
-    ]
+    file, graphs = np.frombuffer(flatbuffer, np.uint8), []
+    for index in range(model.SubgraphsLength()):
+        name = named.get(index, f"subgraph {index}")
+        graphs.append(_read_graph(schema, model, file, model.Subgraphs(index), name, codes))
+    return graphs
 
 
 def _schema() -> Any:
@@ -219,7 +219,9 @@ def _schema() -> Any:
     return schema_py_generated
 
 
-def _read_graph(schema: Any, model: Any, graph: Any, name: str, codes: Sequence[str]) -> Graph:
+def _read_graph(
+    schema: Any, model: Any, file: np.ndarray, graph: Any, name: str, codes: Sequence[str]
+) -> Graph:
     dtypes = _names(schema.TensorType)
     tensors = []
     for tensor in map(graph.Tensors, range(graph.TensorsLength())):
@@ -229,6 +231,8 @@ def _read_graph(schema: Any, model: Any, graph: Any, name: str, codes: Sequence[
             tensor.ShapeSignature(axis) >= 0 for axis in range(tensor.ShapeSignatureLength())
         )
         constant = data.DataAsNumpy() if data.DataLength() else None
+        if data.Offset() > 1:  # behind the flatbuffer
+            constant = file[data.Offset() : data.Offset() + data.Size()]
         tensors.append(
             GraphTensor(tensor.Name().decode(), shape, dtypes[tensor.Type()], static, constant)
         )
@@ -368,7 +372,7 @@ def _zero_tail(graph: Graph, op: Op) -> str | None:
     elif op.name == "CONCATENATION" and len(op.inputs) == 2:
         inner, tail = op.inputs
         zeros = graph.tensors[tail].constant
-        if zeros is None or zeros.any():
+        if zeros is None or not zeros.size or zeros.any():
             return None
     else:
         return None

@@ -17,9 +17,9 @@ from jaxspec.checkpoint import CheckpointError, Tokenizer, load_tokenizer
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import Stop, Warp
 from jaxspec.decoding.result import FINISH_REASONS
-from jaxspec.extras import needs_extra
+from jaxspec.extras import check_version, needs_extra
 from jaxspec.mobile.drafts import common_length
-from jaxspec.mobile.extra import missing_for_gpu
+from jaxspec.mobile.extra import OLDEST_LITERT, missing_for_gpu
 from jaxspec.mobile.loops import HostAcceptance, LoopOf, Plain, Round, best_loop
 from jaxspec.mobile.manifest import Manifest, read_manifest, tokenizer_fingerprint
 from jaxspec.mobile.quantize import check_quantization
@@ -112,8 +112,8 @@ class MobileModel:
                 `jaxspec.mobile.gpu` for a check that survives what a driver may do.
 
         Raises:
-            ValueError: the extra `mobile` is not installed, the machine lacks an accelerator or
-                driver, or the file's quantization ends the accelerator's process.
+            ValueError: the extra `mobile` is not installed or too old, the machine lacks an
+                accelerator or driver, or the file's quantization ends the accelerator's process.
             CheckpointError: the file is not ours, is damaged, or is for another tokenizer.
         """
         self.manifest: Manifest = read_manifest(path)
@@ -126,7 +126,9 @@ class MobileModel:
                 f"{path} was exported with another tokenizer than {found}, so its tokens mean "
                 "something else: take the tokenizer.json of the same export."
             )
-        with needs_extra("Running an exported model", "mobile"):
+        what = "Running an exported model"
+        check_version("ai-edge-litert", OLDEST_LITERT, what, "mobile")
+        with needs_extra(what, "mobile"):
             from ai_edge_litert import compiled_model as litert
         if accelerator == "gpu":
             check_quantization(self.manifest.quantization, on_gpu=True)

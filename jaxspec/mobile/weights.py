@@ -2,22 +2,31 @@
 
 The converter sees only shapes: in its graphs weights are inputs. Here they become constants that
 are stored once for all functions that read them. So the converter never holds a copy of the model.
+
+A flatbuffer ends at 2 GiB. The weights lie behind it, where `offset` and `size` of its buffers
+point (version 3c of TFLite's schema), in files of all sizes: a weight is made, written and dropped.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from jaxspec.core.loop import round_up
 from jaxspec.extras import needs_extra
 from jaxspec.mobile.quantize import QUANTIZATIONS, WeightFormat, quantize_rows
+from jaxspec.progress import progress_bar
 
 PREFIX = "weight:"
 """Prefix of inputs that stand for weights; the index of the leaf follows."""
 _TABLE = WeightFormat(8, 0, on_gpu=True)  # of tokens, in all quantizations
 _EMBEDDINGS = "/embed/"  # in the name of the table of tokens
-_ALIGNMENT = 16  # bytes, of what buffers hold
-_SPARE = 1 << 20  # bytes of a flatbuffer outside its buffers, at first
+_ALIGNMENT = 16  # bytes, of what buffers in the flatbuffer hold
+_BEHIND = 64  # bytes, the same of the weights behind it
+_ROWS = 1024  # of a weight that are rounded at a time; even, as two weights may share a byte
+_LARGE = 1 << 30  # bytes of a file from which writing shows its progress
+_RUNTIME = b"2.14.0"  # of TensorFlow Lite, the oldest that was tried on such a file
 
 
 class Leaf(NamedTuple):
@@ -25,10 +34,14 @@ class Leaf(NamedTuple):
 
     Attributes:
         name: of its tensors.
-        make: returns it, as float32 or int32.
+        shape: its axes.
+        dtype: float32, or one of integers.
+        make: returns it.
     """
 
     name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
     make: Callable[[], np.ndarray]
 
 
@@ -42,6 +55,12 @@ class _View(NamedTuple):
 
     weight: int
     changes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def of(self, array: np.ndarray) -> np.ndarray:
+        """Returns the weight as the graph sees it."""
+        for change, numbers in self.changes:
+            array = array.transpose(numbers) if change == "turn" else array.reshape(numbers)
+        return array
 
     def reshaped(self, shape: Iterable[int]) -> "_View":
         return _View(self.weight, (*self.changes, ("reshape", tuple(map(int, shape)))))
@@ -57,7 +76,10 @@ class _View(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """Stored data of one view in one format: its buffer, and its scales or blocks of scales."""
+    """One view in one format: its buffer, and its scales or blocks of scales.
+
+    `scales` are ones until the weight is written.
+    """
 
     buffer: int
     shape: tuple[int, ...]
@@ -70,25 +92,27 @@ _Places = dict[tuple[_View, WeightFormat | None], int]
 """Indices of the tensors of a graph that hold weights, by view and format."""
 
 
-def put_weights(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) -> bytearray:
-    """Puts weights into a flatbuffer whose inputs `PREFIX...` stand for them.
+class TfliteFile:
+    """A `.tflite` that is complete but for its weights.
 
-    Products with them become FULLY_CONNECTED, products of one-hot rows EMBEDDING_LOOKUP.
+    Products with weights become FULLY_CONNECTED, products of one-hot rows EMBEDDING_LOOKUP.
 
-    Args:
-        flatbuffer: a `.tflite`.
-        leaves: the weights.
-        quantization: of the weights of products, one of `QUANTIZATIONS`.
-
-    Raises:
-        ValueError: the extra `mobile` is not installed, blocks do not divide a width, or the file
-            would exceed 2 GiB.
+    Attributes:
+        head: the flatbuffer, with ones in place of scales.
+        size: bytes of the whole file.
     """
-    return _Filler(flatbuffer, leaves, quantization).filled()
 
-
-class _Filler:
     def __init__(self, flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str):
+        """Puts weights in place of the inputs `PREFIX...` of a flatbuffer.
+
+        Args:
+            flatbuffer: a `.tflite`.
+            leaves: the weights; none is made before the file is written.
+            quantization: of the weights of products, one of `QUANTIZATIONS`.
+
+        Raises:
+            ValueError: the extra `mobile` is not installed, or blocks do not divide a width.
+        """
         with needs_extra("Exporting", "mobile"):
             from ai_edge_litert import schema_py_generated as schema
             from ai_edge_litert.tools import flatbuffer_utils
@@ -98,17 +122,62 @@ class _Filler:
         self._format = QUANTIZATIONS[quantization]
         self._stored: dict[tuple[_View, WeightFormat | None], _Stored] = {}
         self._codes = vars(schema.BuiltinOperator)
-
-    def filled(self) -> bytearray:
+        inside = len(self._model.buffers)
         signatures = {each.subgraphIndex: each for each in self._model.signatureDefs}
         for index, graph in enumerate(self._model.subgraphs):
             self._fill(graph, signatures[index])
-        return self._packed()
+        self._ask_for_runtime()
+        end = len(self._packed())
+        for buffer in self._model.buffers[inside:]:
+            buffer.offset = round_up(end, _BEHIND)
+            end = buffer.offset + buffer.size
+        self.head, self.size = self._packed(), end
+
+    def write(self, path: Path) -> None:
+        """Writes the file. Weights are made and rounded one at a time."""
+        wanted: dict[int, list[tuple[_View, WeightFormat | None]]] = {}
+        for view, form in self._stored:
+            wanted.setdefault(view.weight, []).append((view, form))
+        shown = self.size > _LARGE
+        with path.open("wb") as file, progress_bar(len(wanted), shown=shown) as advance:
+            for weight, forms in wanted.items():
+                advance("writing weights")
+                self._write_weight(file, self._leaves[weight].make(), forms)
+            file.seek(0)
+            file.write(self._packed())
+
+    def _write_weight(
+        self,
+        file: BinaryIO,
+        array: np.ndarray,
+        forms: list[tuple[_View, WeightFormat | None]],
+    ) -> None:
+        # A function of its own, so that nothing holds the weight while the next one is made.
+        for view, form in forms:
+            self._write_view(file, view.of(array), form, self._stored[view, form])
+
+    def _write_view(
+        self, file: BinaryIO, array: np.ndarray, form: WeightFormat | None, stored: _Stored
+    ) -> None:
+        """Writes a view into its place; scales go there too, or into the flatbuffer."""
+        file.seek(self._model.buffers[stored.buffer].offset)
+        if form is None:
+            file.write(_bytes_of(array))
+            return
+        scales = []
+        for row in range(0, len(array), _ROWS):
+            packed, of_rows = quantize_rows(array[row : row + _ROWS], form.bits, form.block)
+            file.write(_bytes_of(packed))
+            scales.append(of_rows)
+        if stored.blocks is not None:
+            file.seek(self._model.buffers[stored.blocks.buffer].offset)
+            file.write(_bytes_of(np.concatenate(scales)))
+        elif stored.scales is not None:
+            stored.scales[:] = np.concatenate(scales)
 
     def _packed(self) -> bytearray:
-        """Packs the file. The builder gets its whole size at once, as growing would copy it."""
+        """Packs the flatbuffer; its length depends on no scale and no offset."""
         import flatbuffers
-        from flatbuffers.builder import BuilderSizeError
 
         class Builder(flatbuffers.Builder):
             """A builder that aligns vectors of bytes as the schema asks."""
@@ -117,20 +186,18 @@ class _Filler:
                 wanted = _ALIGNMENT if elemSize == 1 else alignment
                 return super().StartVector(elemSize, numElems, wanted)
 
-        size = sum(0 if b.data is None else len(b.data) for b in self._model.buffers)
-        try:
-            builder = Builder(min(size + size // 50 + _SPARE, Builder.MAX_BUFFER_SIZE))
-            builder.Finish(self._model.Pack(builder), b"TFL3")
-        except BuilderSizeError:
-            raise ValueError(
-                f"model: its weights take {size / 2**30:.2f} GiB as {self._quantization}, and with "
-                "its functions a .tflite would exceed 2 GiB; take fewer bits, or a smaller model."
-            ) from None
-        self._model = None
-        self._stored.clear()
+        builder = Builder(1 << 20)
+        builder.Finish(self._model.Pack(builder), b"TFL3")
         data: bytearray = builder.Bytes
         del data[: builder.Head()]
         return data
+
+    def _ask_for_runtime(self) -> None:
+        """Raises the version of the runtime that the file asks for, which hosts may read."""
+        for entry in self._model.metadata or ():
+            if entry.name == b"min_runtime_version":
+                text = _RUNTIME.ljust(_ALIGNMENT, b"\0")
+                self._model.buffers[entry.buffer].data = np.frombuffer(text, np.uint8)
 
     def _fill(self, graph: Any, signature: Any) -> None:
         views = {
@@ -244,30 +311,36 @@ class _Filler:
         return len(graph.tensors) - 1
 
     def _store(self, view: _View, form: WeightFormat | None) -> _Stored:
+        """Plans how a view is stored, from its shape alone."""
         leaf = self._leaves[view.weight]
-        array = leaf.make()
-        for change, numbers in view.changes:
-            array = array.transpose(numbers) if change == "turn" else array.reshape(numbers)
+        shape = view.of(np.broadcast_to(np.zeros((), np.int8), leaf.shape)).shape
+        size = int(np.prod(shape))
         if form is None:
-            dtype = "INT32" if np.issubdtype(array.dtype, np.integer) else "FLOAT32"
-            return _Stored(self._buffer(array), array.shape, dtype)
-        if array.shape[1] % (form.block or 1):
+            dtype = "INT32" if np.issubdtype(leaf.dtype, np.integer) else "FLOAT32"
+            return _Stored(self._buffer(size * leaf.dtype.itemsize), shape, dtype)
+        if shape[1] % (form.block or 1):
             raise ValueError(
                 f"quantization: {self._quantization} needs widths that {form.block} divides, and "
-                f"{leaf.name} has {array.shape[1]}; take int4."
+                f"{leaf.name} has {shape[1]}; take int4."
             )
-        packed, scales = quantize_rows(array, form.bits, form.block)
-        dtype, buffer = f"INT{form.bits}", self._buffer(packed)
+        dtype, buffer = f"INT{form.bits}", self._buffer((size * form.bits + 7) // 8)
         if not form.block:
-            return _Stored(buffer, array.shape, dtype, scales=scales)
-        blocks = _Stored(self._buffer(scales), scales.shape, "FLOAT16")
-        return _Stored(buffer, array.shape, dtype, blocks=blocks)
+            return _Stored(buffer, shape, dtype, scales=np.ones(shape[0], np.float32))
+        parts = (shape[0], shape[1] // form.block)
+        blocks = _Stored(self._buffer(2 * parts[0] * parts[1]), parts, "FLOAT16")
+        return _Stored(buffer, shape, dtype, blocks=blocks)
 
-    def _buffer(self, array: np.ndarray) -> int:
+    def _buffer(self, size: int) -> int:
+        """Adds a buffer behind the flatbuffer, whose place is not known yet."""
         buffer = self._schema.BufferT()
-        buffer.data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        # An offset of 0 or 1 would mean that there is none, and 0 takes no room.
+        buffer.offset, buffer.size = _BEHIND, size
         self._model.buffers.append(buffer)
         return len(self._model.buffers) - 1
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _drop_what_nobody_reads(graph: Any, signature: Any) -> None:

@@ -268,7 +268,7 @@ def test_what_can_be_no_path_is_refused_by_name(argument, place, message, tiny_n
         ({"check": "no"}, "check must be True or False, got 'no'"),
         ({"revision": 5}, "revision must be a text, got 5"),
         ({"dtype": {"a": 1}}, "dtype must be one of float32, .* got {'a': 1}"),
-        ({"weights": ["int8"]}, "weights must be one of float32, bfloat16, int8, got"),
+        ({"weights": ["int8"]}, "weights must be one of float32, bfloat16, int8, files, got"),
     ],
 )
 def test_arguments_of_another_type_are_refused_by_name(settings, message, saved_folder):

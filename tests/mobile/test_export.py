@@ -15,7 +15,7 @@ from jaxspec.compilation import CompileClock
 from jaxspec.core import masks
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import tree_from_paths
-from jaxspec.core.types import KVCache, Params, Warp
+from jaxspec.core.types import KVCache, Warp
 from jaxspec.drafters import DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.models import Eagle3Head, init_eagle3_params
@@ -26,10 +26,8 @@ from tests.models.families import tiny
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
-import flatbuffers
-
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
-from jaxspec.mobile.convert import _check_size, lower, to_flatbuffer
+from jaxspec.mobile.convert import lower, to_flatbuffer
 from jaxspec.mobile.drafts import DynamicDraft, LookupDraft, TreeDraft
 from jaxspec.mobile.loops import (
     HostAcceptance,
@@ -509,32 +507,6 @@ def test_what_cannot_draft_or_decode_as_a_file_does_is_refused(pair, tmp_path):
     with pytest.raises(ValueError, match=r"^drafter: the head is for another target"):
         export(Model(other, name="other"), tmp_path, Eagle.of(pair[1], PATHS), SHAPES)
     assert not list(tmp_path.iterdir())
-
-
-def test_weights_that_fit_alone_may_not_fit_with_their_functions(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(flatbuffers.Builder, "MAX_BUFFER_SIZE", 20_000)
-    with pytest.raises(ValueError, match=r"a \.tflite would exceed 2 GiB; take fewer bits"):
-        export(pair[0], tmp_path, config=SHAPES)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_tied_table_counts_once_in_float32(monkeypatch):
-    """It is stored once, however it is read; with fewer bits it is stored as table and as head."""
-    network = tiny("qwen2")
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(network.params) if leaf.ndim > 1)
-    params = Params(network, ())
-    monkeypatch.setattr(sys.modules["jaxspec.mobile.convert"], "_LARGEST", weights)
-    _check_size(params, "float32")
-    monkeypatch.setattr(sys.modules["jaxspec.mobile.convert"], "_LARGEST", weights - 1)
-    with pytest.raises(ValueError, match="less than 2 GiB"):
-        _check_size(params, "float32")
-
-
-def test_what_a_flatbuffer_cannot_hold_is_refused_beforehand(pair, tmp_path, monkeypatch):
-    """The token table counts with 8 bits, the products with 4."""
-    monkeypatch.setattr(sys.modules["jaxspec.mobile.convert"], "_LARGEST", 4000)
-    with pytest.raises(ValueError, match=r"a \.tflite holds less than 2 GiB; take fewer bits"):
-        export(pair[0], tmp_path, config=replace(SHAPES, quantization="int4"))
 
 
 def test_another_file_does_not_find_this_files_packed_weights(pair, tmp_path):

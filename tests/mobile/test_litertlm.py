@@ -1,5 +1,6 @@
 """`.litertlm` files: LiteRT-LM decodes them as JAX does, and the same with drafts as without."""
 
+import shutil
 import sys
 from dataclasses import replace
 
@@ -26,6 +27,7 @@ from litert_lm_builder.runtime.proto import llm_metadata_pb2
 
 from jaxspec.mobile import ExportConfig
 from jaxspec.mobile import child as child_module
+from jaxspec.mobile import weights as weights_module
 from jaxspec.mobile.litertlm import (
     Carried,
     describe_text,
@@ -125,6 +127,20 @@ def test_fewer_bits_give_the_same_texts_with_drafts(model, tmp_path, quantizatio
     checked = check_litertlm(export_litertlm(model, tmp_path, DRAFTER, shapes), PROMPTS, NUM_NEW)
     assert checked.problems == ()
     assert all(checked.plain.texts)
+
+
+@pytest.mark.slow
+def test_sections_beyond_2_gib_give_the_same_texts(model, tmp_path, monkeypatch):
+    """Weights lie 256 MiB apart. The file is not sparse, as its writer copies whole sections."""
+    if shutil.disk_usage(tmp_path).free < 2 * 4 << 30:
+        pytest.skip("needs 8 GiB of disk")
+    texts = []
+    for name, apart in (("near", 64), ("far", 1 << 28)):
+        monkeypatch.setattr(weights_module, "_BEHIND", apart)
+        path = export_litertlm(model, tmp_path / name, None, SHAPES)
+        texts.append(check_litertlm(path, PROMPTS, NUM_NEW).plain.texts)
+    assert path.stat().st_size > 3 << 30
+    assert texts[0] == texts[1]
 
 
 def test_chats_are_written_as_the_model_knows_them(model):

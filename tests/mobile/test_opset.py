@@ -109,7 +109,7 @@ def found():
     pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
     from jaxspec.mobile.convert import lower, to_flatbuffer
     from jaxspec.mobile.records import Signature
-    from jaxspec.mobile.weights import Leaf, put_weights
+    from jaxspec.mobile.weights import Leaf, TfliteFile
 
     rows = jax.ShapeDtypeStruct((3, 8), jnp.float32)
     ids = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -117,8 +117,11 @@ def found():
     for function in (*BAD, *GOOD):
         inputs = {"rows": rows} if function in WITH_ROWS else {"ids": ids}
         lowered[function.__name__] = lower(WEIGHTS, Signature(function, inputs))
-    leaves = [Leaf(name, lambda name=name: WEIGHTS[name]) for name in sorted(WEIGHTS)]
-    flatbuffer = put_weights(to_flatbuffer(lowered, {}), leaves, "float32")
+    leaves = [
+        Leaf(name, WEIGHTS[name].shape, WEIGHTS[name].dtype, lambda name=name: WEIGHTS[name])
+        for name in sorted(WEIGHTS)
+    ]
+    flatbuffer = TfliteFile(to_flatbuffer(lowered, {}), leaves, "float32").head
     with pytest.raises(OpsetError) as refused:
         require_opset(flatbuffer)
     assert refused.value.violations == tuple(violations(flatbuffer))

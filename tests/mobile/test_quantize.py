@@ -75,7 +75,7 @@ def test_a_tied_head_is_stored_twice_and_not_more(tmp_path):
     data = (tmp_path / "model.tflite").read_bytes()
     model = schema_py_generated.Model.GetRootAs(data)
     buffers = [model.Buffers(index) for index in range(model.BuffersLength())]
-    contents = [bytes(buffer.DataAsNumpy()) for buffer in buffers if buffer.DataLength() > 100]
+    contents = [data[each.Offset() :][: each.Size()] for each in buffers if each.Size() > 100]
     assert len(set(contents)) == len(contents)
     sizes = [len(content) for content in contents]
     assert sizes.count(48 * 16 // 2) == 3  # two layers hold a kernel of that size as well

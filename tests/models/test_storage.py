@@ -142,7 +142,7 @@ def test_a_head_that_bfloat16_would_round_stays_float32():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"weights": "int4"}, "weights must be one of float32, bfloat16, int8, got 'int4'"),
+        ({"weights": "int4"}, "weights must be one of float32, bfloat16, int8, files, got 'int4'"),
         ({"dtype": "bfloat16", "weights": "float32"}, "wider than dtype='bfloat16'"),
     ],
 )
