@@ -15,7 +15,7 @@ from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.models import Network, init_params
 from tests.laws.drafters import diffuser
-from tests.mobile.models import CONFIG, successor_model
+from tests.mobile.models import CONFIG, fill_buffers, successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra `mobile`")
 pytest.importorskip("ai_edge_litert", reason="needs the extra `mobile`")
@@ -63,6 +63,7 @@ def test_rounds_on_litert_are_those_in_jax(model, exported):
     loops = [verify_drafts, *([whole_steps] if file.manifest.sizes("step_block") else [])]
     counts = []
     for prompt, loop in product(PROMPTS, loops):
+        fill_buffers(file, np.nan)
         decoded = file.generate(prompt, MOST, stop_token_ids=(), loop=loop)
         # LiteRT chooses the first token with the prompt, and counts it as a round.
         first, *others = decoded.tokens.tolist()

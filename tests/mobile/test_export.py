@@ -20,7 +20,7 @@ from jaxspec.drafters import DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.models import Eagle3Head, init_eagle3_params
 from tests.measure.models import tiny_model
-from tests.mobile.models import CONFIG, successor_model
+from tests.mobile.models import CONFIG, fill_buffers, successor_model
 from tests.models.families import tiny
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -29,6 +29,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 import flatbuffers
 
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
+from jaxspec.mobile.checks import every_loop
 from jaxspec.mobile.convert import _check_size, lower, to_flatbuffer
 from jaxspec.mobile.drafts import DynamicDraft, LookupDraft, TreeDraft
 from jaxspec.mobile.loops import (
@@ -85,6 +86,20 @@ def test_steps_give_the_same_tokens(exported, expected):
         assert decoded.tokens.tolist() == tokens
         counts.update(decoded.counts)
     assert counts == {1, 2, 3, 4}  # from nothing accepted to the whole depth
+
+
+@pytest.mark.parametrize("value", [np.nan, 1e30, -np.inf])
+def test_new_buffers_may_hold_anything(path, expected, value):
+    """Every signature of the file, in every way to decode with it."""
+    known = [[*prompt, *text] for prompt, text in zip(PROMPTS, expected, strict=True)]
+    ways = every_loop(read_manifest(path), NUM_NEW, known)
+    assert len(ways) > 4
+    for name, way in ways.items():
+        file = MobileModel(path, num_threads=1)
+        fill_buffers(file, value)
+        decoded = way(file, PROMPTS[0])
+        assert decoded.tokens.tolist() == expected[0], name
+        assert name == "decode" or max(decoded.counts) > 1, name
 
 
 DRAFTS = {
@@ -367,6 +382,7 @@ def test_recycled_tokens_are_those_of_jax(bundle, pair, expected, tmp_path):
     assert manifest.sizes("verify") == ()
     assert "draft" not in manifest.signatures
     recycling = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    fill_buffers(recycling, np.nan)
     for prompt, text in zip(PROMPTS, expected, strict=True):
         decoded = recycling.generate(prompt, NUM_NEW, ())
         assert decoded.tokens.tolist() == text

@@ -15,6 +15,7 @@ from jaxspec.mobile.records import (
     Shapes,
     Signature,
     Target,
+    cleared,
     ints,
     kv_inputs,
     make_signature,
@@ -123,6 +124,7 @@ class BlockDrafting:
     ) -> tuple[Array, Record]:
         """Returns the logits of each position of a draft, and the drafter's new cache."""
         start, network = inputs["start"][0], params.draft
+        inputs = cleared(inputs, "block", start)
         hidden = network.forward(
             inputs["window"][0],
             start + np.arange(size, dtype=np.int32),

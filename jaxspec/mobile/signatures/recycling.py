@@ -49,8 +49,8 @@ class RecyclingStep(WholeStep):
         places = np.arange(len(tokens), dtype=np.int32).reshape(1, 1, 1, -1)
         known = jnp.less(places, inputs["count"].reshape(1, 1, 1, 1)).reshape(-1)
         logits = unembed_rows(params.target, target, hidden.features)
-        continued = jnp.greater(inputs["length"], 0).astype(jnp.float32)
-        before = {"table": inputs["table"] * continued.reshape(1, 1, 1)}
+        continued = jnp.greater(inputs["length"], 0).reshape(1, 1, 1)
+        before = {"table": jnp.where(continued, inputs["table"], 0.0)}
         return outgoing(self._learned(before, tokens, logits, known))
 
     def _inputs(self, target: Target) -> Shapes:
