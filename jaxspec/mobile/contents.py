@@ -259,10 +259,11 @@ def _signatures(
         raise ValueError("levels: only an EAGLE head drafts level by level; leave it out.")
     if config.trees and drafting is None:
         raise ValueError("trees: only an EAGLE head drafts over several; leave it out.")
+    exits = step if isinstance(step, LayerSkipStep) and step.drafter.ends_early else None
     if config.trees:
         paths = ()
     elif for_host is not None and config.bundle == "cpu":
-        verify.add(1 + len(paths))
+        verify.update(drafter.widths if exits is not None else [1 + len(paths)])
     sizes = sorted(verify)
     functions = {
         **{f"prefill_{n}": prefill_signature(target, n, filling) for n in config.prefill},
@@ -284,7 +285,10 @@ def _signatures(
         functions["step"] = step.signature(target)
         if config.bundle == "cpu":
             functions["step_sampled"] = step.sampled_signature(target)
-            if for_host is not None:
+            if exits is not None:
+                functions["step_exit"] = exits.exit_signature(target)
+                functions["draft_1"] = exits.draft_one_signature(target)
+            elif for_host is not None:
                 functions["draft"] = for_host.draft_signature(target)
     if drafting is not None and config.levels:
         functions["absorb"] = drafting.absorb_signature(target)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.tree import chain, traced_tree, tree_from_paths
 from jaxspec.core.types import Context, KVCache, Params, Proposal, Recent, Warp
-from jaxspec.drafters import PromptLookup
+from jaxspec.drafters import AdaptiveExit, PromptLookup
 from jaxspec.drafters.block import BlockSettings, Choices
 from jaxspec.mobile.manifest import Manifest
 
@@ -84,6 +84,49 @@ class TreeDraft:
         inputs = pending_inputs(self._model, "draft", text, recent)
         self._model.call("draft", length=[len(text) - 1], **inputs)
         return self._offered._replace(tokens=self._model.read("draft", "drafted")[0])
+
+
+class ExitDraft:
+    """Chains of a model with layers skipped, by calls of `draft_1`, until the draft is unsure.
+
+    They end as those of `drafters.LayerSkip` do in JAX, by its rule and with its first threshold.
+
+    Attributes:
+        threshold: a draft ends behind a token of a smaller probability.
+    """
+
+    absorbs = False
+
+    def __init__(self, model: Caller):
+        described = model.manifest.drafter or {}
+        self._longest, rule = described["num_speculative_tokens"], described["adaptive"]
+        self._rule = None if rule is None else AdaptiveExit(**rule)
+        self.threshold, self._rate = np.float32(described["threshold"]), np.float32(0)
+        self._drafted = 0
+        self._model, self._offered = model, static_proposal(model.manifest.paths)
+        self.nodes = self._longest + 1
+
+    def __call__(self, text: Sequence[int], recent: int) -> Proposal:
+        if self._rule is not None:
+            moved = self.threshold, self._rate, recent - 1, self._drafted, self._longest
+            self.threshold, self._rate = jax.device_get(_moved(self._rule, *moved))
+        tokens = np.zeros(self.nodes, np.int32)
+        tokens[0], count, chance = text[-1], 0, 1.0
+        while chance >= self.threshold and count < self._longest:
+            # The tokens before, and itself behind the places of all.
+            seen = [1] * count + [0] * (self._longest - count) + [1]
+            given = {"tokens": tokens[count : count + 1], "drafted": [count], "visible": seen}
+            self._model.call("draft_1", length=[len(text) - 1], **given)
+            count += 1
+            tokens[count] = self._model.read("draft_1", "children")[0]
+            chance = self._model.read("draft_1", "probs")[0]
+        self._drafted = count
+        return self._offered._replace(tokens=tokens, valid=np.arange(self.nodes) <= count)
+
+
+@partial(jax.jit, static_argnames=("rule", "longest"))
+def _moved(rule: AdaptiveExit, threshold, rate, accepted, drafted, longest):
+    return rule.update(threshold, rate, accepted, drafted, longest)
 
 
 class LookupDraft:
@@ -166,7 +209,7 @@ class DynamicDraft:
             ValueError: the file has no `draft_N`, or its beam never considers that many nodes.
         """
         sizes = model.manifest.sizes("draft")
-        if not sizes:
+        if "absorb" not in model.manifest.signatures:
             raise ValueError("levels: this file has no draft_N; export it with --levels N.")
         self._beam = sizes[-1] if beam is None else beam
         self._levels = model.manifest.depth
@@ -318,7 +361,7 @@ def block_settings(manifest: Manifest) -> BlockSettings:
 
 def verifies_drafts(manifest: Manifest) -> bool:
     """True if a file drafts for the host and verifies at least as many tokens as it drafts."""
-    if "draft" in manifest.signatures:
+    if {"draft", "draft_1"} & manifest.signatures.keys():
         nodes = 1 + len(manifest.paths)
     elif manifest.sizes("draft_block"):
         nodes = block_settings(manifest).tree_shape[0]

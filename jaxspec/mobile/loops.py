@@ -18,6 +18,7 @@ from jaxspec.mobile.drafts import (
     BlockWindows,
     Caller,
     Draft,
+    ExitDraft,
     ModelDraft,
     TreeDraft,
     WindowDraft,
@@ -127,7 +128,7 @@ class Plain:
 class Steps:
     """Whole steps by calls of `step`, or of `step_sampled` at a temperature.
 
-    In files with several trees, `signature` names the one to draft over.
+    In files with several such steps, `signature` names the one to take.
     """
 
     absorbs = True
@@ -150,6 +151,8 @@ class Steps:
         inputs: dict[str, Any] = {"length": [len(text) - 1]}
         if not self._begun:
             inputs |= pending_inputs(model, signature, text, recent)
+            first = {"threshold": [(model.manifest.drafter or {}).get("threshold")], "rate": [0]}
+            inputs |= {name: first[name] for name in first if name in model.inputs(signature)}
             self._begun = True
         if signature == "step_sampled":
             warp = self._acceptance.warp
@@ -251,8 +254,14 @@ LoopOf = Callable[[Caller, HostAcceptance], Loop]
 
 def verify_drafts(model: Caller, acceptance: HostAcceptance) -> Loop:
     """Makes the loop that verifies the drafts of the file's own drafter and accepts on the host."""
-    of_blocks = model.manifest.sizes("draft_block")
-    return Verified(model, WindowDraft(model) if of_blocks else TreeDraft(model), acceptance)
+    draft: Draft
+    if model.manifest.sizes("draft_block"):
+        draft = WindowDraft(model)
+    elif "draft" not in model.manifest.signatures and model.manifest.sizes("draft"):
+        draft = ExitDraft(model)
+    else:
+        draft = TreeDraft(model)
+    return Verified(model, draft, acceptance)
 
 
 def whole_steps(model: Caller, acceptance: HostAcceptance) -> Loop:

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxspec.core import masks
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import tree_from_paths
 from jaxspec.core.types import KVCache, Params, Warp
-from jaxspec.drafters import DraftModel, Eagle, Eagle2, PromptLookup
+from jaxspec.drafters import AdaptiveExit, DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.models import Eagle3Head, init_eagle3_params
 from tests.measure.models import tiny_model
@@ -31,7 +32,7 @@ import flatbuffers
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
 from jaxspec.mobile.checks import every_loop
 from jaxspec.mobile.convert import _check_size, lower, to_flatbuffer
-from jaxspec.mobile.drafts import DynamicDraft, LookupDraft, TreeDraft
+from jaxspec.mobile.drafts import DynamicDraft, ExitDraft, LookupDraft, TreeDraft
 from jaxspec.mobile.loops import (
     HostAcceptance,
     Plain,
@@ -372,6 +373,60 @@ def test_layers_skipped_give_the_same_tokens(pair, expected, tmp_path):
     decoded = [skipping.generate(prompt, NUM_NEW) for prompt in PROMPTS]
     assert [each.tokens.tolist() for each in decoded] == expected
     assert max(count for each in decoded for count in each.counts) > 1
+
+
+EXITS = {
+    "constant": LayerSkip(skips_of(2, [1], [0]), 4, threshold=0.3, adaptive=None),
+    "paper": LayerSkip(skips_of(2, [1], [0]), 4, 0.3, AdaptiveExit(0.6, step=0.2)),
+    "released": LayerSkip(
+        skips_of(2, [0, 1], [1]), 3, 0.3, AdaptiveExit(0.5, step=0.2, rule="released")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_drafts_end_where_those_of_jax_end(name, pair, expected, tmp_path):
+    """Ended by the host and in the graph: as many tokens in every round, and as many drafted."""
+    drafter = EXITS[name]
+    manifest = export(pair[0], tmp_path, drafter, SHAPES)
+    assert manifest.sizes("verify") == drafter.widths
+    assert manifest.drafter["threshold"] == drafter.threshold
+    file = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    fill_buffers(file, np.nan)
+    drafted, lengths = [], set()
+
+    class Recorded(ExitDraft):
+        def __call__(self, text, recent):
+            proposal = super().__call__(text, recent)
+            drafted.append(int(proposal.valid.sum()) - 1)
+            return proposal
+
+    def by_host(model, acceptance):
+        return Verified(model, Recorded(model), acceptance)
+
+    for prompt, text in zip(PROMPTS, expected, strict=True):
+        # The file's first token comes with the prompt, and JAX cuts its last rounds.
+        config = GenerationConfig(max_new_tokens=NUM_NEW - 1, stop_token_ids=())
+        (row,) = generate(pair[0], [*prompt, text[0]], config, drafter, return_trace=True)
+        rounds = [1, *(len(step.emitted) for step in row.trace)]
+        for loop in (by_host, partial(Steps, signature="step_exit")):
+            decoded = file.generate(prompt, NUM_NEW, (), loop)
+            assert decoded.tokens.tolist() == text
+            assert list(decoded.counts[:-1]) == rounds[:-1]
+        whole = file.generate(prompt, NUM_NEW, ())
+        assert whole.tokens.tolist() == text
+        assert len(whole.counts) <= len(rounds)
+        theirs = [int(step.valid.sum()) - 1 for step in row.trace]
+        before_the_end = [n for n, left in zip(theirs, _left(rounds), strict=True) if left > 5]
+        assert drafted[: len(before_the_end)] == before_the_end
+        lengths.update(before_the_end)
+        drafted.clear()
+    assert len(lengths) > 1
+
+
+def _left(rounds):
+    """Tokens that may be emitted before each round but the first."""
+    return [NUM_NEW - sum(rounds[:at]) for at in range(1, len(rounds))]
 
 
 @pytest.mark.parametrize("bundle", ["cpu", "gpu"])

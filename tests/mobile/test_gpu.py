@@ -63,11 +63,16 @@ def test_eagle_steps_run_whole_and_right(tmp_path, quantization):
 
 @needs_gpu
 @pytest.mark.slow
-def test_layers_skipped_run_whole_and_right(tmp_path):
+@pytest.mark.parametrize("bundle", ["cpu", "gpu"])
+def test_layers_skipped_run_whole_and_right(tmp_path, bundle):
+    """The larger bundle with drafts that end early, on the host and in the graph."""
     model, _ = successor_model()
-    drafter = LayerSkip(skips_of(2, attention=[1], mlp=[0]), 3)
-    export(model, tmp_path, drafter, replace(SHAPES, bundle="gpu"))
-    assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
+    drafter = LayerSkip(skips_of(2, attention=[1], mlp=[0]), 3, threshold=0.3)
+    export(model, tmp_path, drafter, replace(SHAPES, bundle=bundle))
+    checked = check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000)
+    assert checked.problems == ()
+    names = {loop.name for loop in checked.loops}
+    assert ({"step_exit", "draft_1, verify, commit"} <= names) == (bundle == "cpu")
 
 
 @needs_gpu
