@@ -63,12 +63,16 @@ class Draft(Protocol):
 def pending_inputs(
     model: Caller, signature: str, text: Sequence[int], recent: int
 ) -> dict[str, Any]:
-    """Returns those of `tokens`, `count` and `pending` that a drafting signature takes."""
+    """Returns those of `tokens`, `count`, `pending` and `text` that a drafting signature takes."""
     levels = model.manifest.depth + 1
     tokens = np.zeros(levels, np.int32)
     tokens[:recent] = text[len(text) - recent :]
     given = {"tokens": tokens, "count": [recent], "pending": [text[-1]]}
-    return {name: given[name] for name in given if name in model.inputs(signature)}
+    inputs = model.inputs(signature)
+    if "text" in inputs:
+        given["text"] = np.zeros(inputs["text"]["shape"], np.int32)
+        given["text"][0, : len(text)] = text
+    return {name: given[name] for name in given if name in inputs}
 
 
 class TreeDraft:

@@ -55,7 +55,8 @@ def _check_target(
     elif kind == "step_block":
         rows = manifest.signatures[signature]["outputs"]["o_tokens"]["shape"][1]
     elif signature in ("draft", "absorb") and "tokens" in described:
-        start, rows = start - _number(inputs, "count", 1), levels
+        # A head reads pairs, which end before the pending token; a draft model reads that too.
+        start, rows = start - _number(inputs, "count", 1) + ("states" not in described), levels
     elif kind in ("prefill", "commit"):
         rows = int(size)
     elif kind in ("denoise", "round") and "kv_k_0" in described:

@@ -1,5 +1,6 @@
 """A tiny target and a head that drafts for it, of random weights, with drafts that stand."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -50,6 +51,13 @@ def successor_model() -> tuple[Model, EagleHead]:
     return Model(network, name="successors"), EagleHead(
         jax.tree.map(jax.numpy.asarray, head), config, False
     )
+
+
+def half_of(model: Model) -> Model:
+    """A draft model that often agrees: the target's first layer."""
+    params = {name: leaf for name, leaf in model.params.items() if name != "layer_1"}
+    config = CONFIG.replace(num_layers=1, layer_types=())
+    return Model(replace(model.network, params=params, config=config), name="half")
 
 
 def fill_buffers(file: Any, value: float) -> None:

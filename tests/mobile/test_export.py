@@ -21,7 +21,7 @@ from jaxspec.drafters import AdaptiveExit, DraftModel, Eagle, Eagle2, PromptLook
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.models import Eagle3Head, init_eagle3_params
 from tests.measure.models import tiny_model
-from tests.mobile.models import CONFIG, fill_buffers, successor_model
+from tests.mobile.models import CONFIG, fill_buffers, half_of, successor_model
 from tests.models.families import tiny
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -429,6 +429,65 @@ def _left(rounds):
     return [NUM_NEW - sum(rounds[:at]) for at in range(1, len(rounds))]
 
 
+REPEATING = [*[5, 6, 7, 8, 9] * 2, 5, 6]
+OWN_STEPS = {
+    "draft model": lambda model: DraftModel.of(half_of(model), 3),
+    "draft model, tree": lambda model: DraftModel.of(half_of(model), paths=PATHS),
+    "lookup": lambda model: PromptLookup(3),
+    "lookup, recent": lambda model: PromptLookup(2, max_ngram=3, match="recent"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_STEPS)
+def test_steps_of_other_drafters_are_those_of_jax(name, pair, tmp_path):
+    """Token by token and round by round, whatever new buffers hold; also verified by the host."""
+    drafter = OWN_STEPS[name](pair[0])
+    manifest = export(pair[0], tmp_path, drafter, SHAPES)
+    has_draft = name.startswith("draft")
+    assert ("draft" in manifest.signatures) == has_draft
+    file = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    fill_buffers(file, np.nan)
+    counts = []
+    for prompt in (*PROMPTS, REPEATING):
+        text = file.generate(prompt, NUM_NEW, (), Plain).tokens.tolist()
+        (plain,) = generate(pair[0], prompt, replace(GREEDY, stop_token_ids=()))
+        assert text == plain.tokens.tolist()
+        config = GenerationConfig(max_new_tokens=NUM_NEW - 1, stop_token_ids=())
+        (row,) = generate(pair[0], [*prompt, text[0]], config, drafter, return_trace=True)
+        rounds = [1, *(len(step.emitted) for step in row.trace)]
+        ways = {"step": Steps, **({"verify": verify_drafts} if has_draft else {})}
+        for loop in ways.values():
+            decoded = file.generate(prompt, NUM_NEW, (), loop)
+            assert decoded.tokens.tolist() == text
+            assert list(decoded.counts[:-1]) == rounds[:-1]
+        warp = Warp(temperature=np.float32(1), top_k=np.int32(1))  # one outcome
+        assert file.generate(prompt, NUM_NEW, (), Steps, warp).tokens.tolist() == text
+        counts += rounds
+    assert max(counts) > 2
+
+
+def test_a_chat_goes_on_with_a_draft_model(pair, tmp_path):
+    export(pair[0], tmp_path, DraftModel.of(half_of(pair[0]), 3), SHAPES)
+    reads = Reads(tmp_path / "model.tflite")
+    decoded = reads.generate(PROMPTS[0], 20)
+    longer = [*PROMPTS[0], *decoded.tokens.tolist(), 5, 6]
+    reads.count = 0
+    again = reads.generate(longer, 10)
+    assert reads.count <= 2 + 1 + 4
+    fresh = MobileModel(tmp_path / "model.tflite", num_threads=1).generate(longer, 10)
+    assert (again.tokens.tolist(), again.counts) == (fresh.tokens.tolist(), fresh.counts)
+
+
+def test_draft_models_that_no_file_holds_are_refused(pair, tmp_path):
+    small = half_of(pair[0])
+    short = replace(small.network, config=small.config.replace(max_positions=32))
+    with pytest.raises(ValueError, match="capacity must be at most the draft model's 32 positions"):
+        export(pair[0], tmp_path, DraftModel.of(Model(short), 2), SHAPES)
+    sparse = Model(tiny("qwen3_moe"))
+    with pytest.raises(ValueError, match="drafter: mixtures of experts cannot be exported"):
+        export(pair[0], tmp_path, DraftModel.of(sparse, 2), SHAPES)
+
+
 @pytest.mark.parametrize("bundle", ["cpu", "gpu"])
 def test_recycled_tokens_are_those_of_jax(bundle, pair, expected, tmp_path):
     """Token by token and step by step; a second text begins with an empty table."""
@@ -515,8 +574,8 @@ def test_mistakes_are_named(pair, exported, path, tmp_path):
         export(pair[0], tmp_path, config=replace(SHAPES, capacity=1000))
     with pytest.raises(ValueError, match="baked in"):
         export(pair[0], tmp_path, LayerSkip(), SHAPES)
-    with pytest.raises(ValueError, match="DraftModel cannot be exported"):
-        export(pair[0], tmp_path, DraftModel.of(pair[0]), SHAPES)
+    with pytest.raises(ValueError, match="Eagle2 cannot be exported"):
+        export(pair[0], tmp_path, Eagle2.of(pair[1]), SHAPES)
     with pytest.raises(ValueError, match="sizes must be in"):
         ExportConfig(capacity=8, prefill=(9,))
     assert not list(tmp_path.iterdir())
@@ -534,10 +593,12 @@ def test_lookup_gets_a_pass_of_its_size(pair):
     from jaxspec.mobile.records import Target
 
     target = Target(pair[0].config, CAPACITY, 48)
-    functions, paths = _signatures(target, LoadedDrafter(PromptLookup(4), ()), SHAPES)
-    assert "verify_5" in functions
-    assert "commit_5" in functions
-    assert paths == ()
+    functions, paths = _signatures(target, LoadedDrafter(PromptLookup(2), ()), SHAPES)
+    assert {"step", "step_sampled", "verify_3", "commit_3"} < set(functions)
+    assert paths == ((0,), (0, 0))
+    few = replace(SHAPES, bundle="gpu")
+    functions, _ = _signatures(target, LoadedDrafter(PromptLookup(2), ()), few)
+    assert set(functions) == {"prefill_8", "decode", "step"}
 
 
 DENSE = ["mistral", "gemma2", "gemma3", "qwen2", "qwen3", "phi3", "olmo2", "smollm3", "granite"]

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxspec import LayerSkip, TokenRecycling, load
+from jaxspec import DraftModel, LayerSkip, PromptLookup, TokenRecycling, load
 from jaxspec.checkpoint import load_eagle, shipped_folders
 from jaxspec.drafters import Deer, Eagle, LoadedDrafter
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.measure.comparison import Divergence
 from tests.laws.drafters import diffuser
-from tests.mobile.models import successor_model
+from tests.mobile.models import half_of, successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
@@ -82,6 +82,21 @@ def test_tokens_recycled_run_whole_and_right(tmp_path):
     drafter = TokenRecycling(((0,), (1,), (0, 0), (0, 0, 0)))
     export(model, tmp_path, drafter, replace(SHAPES, bundle="gpu"))
     assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
+
+
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("bundle", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", ["draft model", "lookup"])
+def test_other_steps_run_whole_and_right(tmp_path, name, bundle):
+    model, _ = successor_model()
+    drafter = PromptLookup(3) if name == "lookup" else DraftModel.of(half_of(model), paths=PATHS)
+    export(model, tmp_path, drafter, replace(SHAPES, bundle=bundle))
+    prompts = [PROMPTS[0], [5, 6, 7, 8, 9] * 2]
+    checked = check_gpu(tmp_path / "model.tflite", prompts, timeout=3000)
+    assert checked.problems == ()
+    (steps,) = [loop for loop in checked.loops if loop.name == "step"]
+    assert max(steps.counts) > 1
 
 
 @needs_gpu

@@ -8,10 +8,9 @@ from jaxtyping import Array
 
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.tree import chain
-from jaxspec.core.types import Hidden, KVCache, LayerKV, Params, Tree
+from jaxspec.core.types import Hidden, KVCache, LayerKV, Params
 from jaxspec.drafters import LayerSkip
 from jaxspec.drafters.growth import extend
-from jaxspec.mobile.acceptance import Accepted
 from jaxspec.mobile.records import (
     Record,
     Shapes,
@@ -27,7 +26,7 @@ from jaxspec.mobile.records import (
     unembed_rows,
     write_kv,
 )
-from jaxspec.mobile.signatures.steps import Accept, WholeStep, greedy, verify_and_commit
+from jaxspec.mobile.signatures.steps import Accept, WholeStep, accepts, greedy, verify_and_commit
 
 
 class LayerSkipStep(WholeStep):
@@ -140,11 +139,7 @@ class LayerSkipStep(WholeStep):
             going_on = going_on * (chance >= threshold).astype(jnp.float32)
         count = reduce(jnp.add, ends).astype(jnp.int32)
         drafted = jnp.concatenate([jnp.ones(1, jnp.float32), *ends]).astype(jnp.int32)
-
-        def accept(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
-            # No choice of the target is -1.
-            return greedy(tree, drafted * (tokens + 1) - 1, logits, levels)
-
+        accept = accepts(greedy, drafted * (tokens + 1) - 1)
         *_, outputs = verify_and_commit(
             params.target, target, self.tree, tokens, inputs, (), accept, self.levels
         )

@@ -40,6 +40,19 @@ def greedy(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
     return accept_greedy(tree, tokens, argmax_rows(logits), levels)
 
 
+def accepts(accept: Accept, drafted: Array) -> Accept:
+    """Returns an acceptance for nodes that may hold no draft, where `drafted` is -1.
+
+    The tokens that the target reads there may be what it chooses, and are not accepted.
+    """
+
+    def accept_drafted(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
+        del tokens
+        return accept(tree, drafted, logits, levels)
+
+    return accept_drafted
+
+
 def sampling_inputs(tree: Tree) -> Shapes:
     """Returns the further inputs of `step_sampled`: `top_k` is in 1..`LARGEST_TOP_K`, 0 is off."""
     return {
