@@ -147,6 +147,9 @@ def every_loop(manifest: Manifest, count: int, texts: Sequence[Sequence[int]]) -
         ways["draft, verify, commit"] = decoding(count, verify_drafts)
     if manifest.sizes("step_block"):
         ways["draft_block, step_block"] = decoding(count, whole_steps)
+    if manifest.sizes("step_block_sampled"):
+        one: Any = {"temperature": np.float32(1), "top_k": np.int32(1)}
+        ways["draft_block, step_block_sampled"] = decoding(count, whole_steps, Warp(**one))
     if manifest.sizes("draft_block") and verifies_drafts(manifest):
         ways["draft_block, verify, commit"] = decoding(count, verify_drafts)
     sizes = manifest.sizes("verify")

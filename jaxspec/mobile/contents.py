@@ -293,6 +293,10 @@ def _signatures(
         functions |= {f"draft_block_{n}": blocks.signature(target, n) for n in windows}
         if blocks.tree is not None:
             functions |= {f"step_block_{n}": blocks.step_signature(target, n) for n in windows}
+        if blocks.tree is not None and config.bundle == "cpu":
+            functions |= {
+                f"step_block_sampled_{n}": blocks.sampled_step_signature(target, n) for n in windows
+            }
     if config.trees and drafting is not None:
         for number, tree in enumerate(drafters_over_trees(drafter, config), start=1):
             each = EagleStep(tree, loaded.params, drafting.levels)

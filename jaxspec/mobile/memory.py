@@ -15,9 +15,9 @@ from jaxspec.models.transformer import param_shapes
 
 _SCALE_BYTES = 12  # scale, zero point and their index, of each output of a product
 _FLOAT_BYTES = 4
-_PASSES = ("prefill", "verify", "decode", "step", "step_block")
+_PASSES = ("prefill", "verify", "decode", "step", "step_block", "step_block_sampled")
 """Kinds of functions that read the whole target."""
-_DRAFT_PASSES = ("absorb", "draft", "draft_block", "step_block")
+_DRAFT_PASSES = ("absorb", "draft", "draft_block", "step_block", "step_block_sampled")
 """Kinds of functions with one pass of the drafter; in `step` there is one for each level."""
 
 

@@ -52,7 +52,7 @@ def _check_target(
         rows = 1
     elif kind == "step" or signature == "step":
         rows = levels
-    elif kind == "step_block":
+    elif kind in ("step_block", "step_block_sampled"):
         rows = manifest.signatures[signature]["outputs"]["o_tokens"]["shape"][1]
     elif signature in ("draft", "absorb") and "tokens" in described:
         # A head reads pairs, which end before the pending token; a draft model reads that too.

@@ -68,13 +68,13 @@ def sampled(
     """Runs a step whose acceptance draws by the uniforms among its inputs."""
 
     def accept(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
-        probs = _warped(logits, inputs["temperature"], inputs["top_k"])
+        probs = warped(logits, inputs["temperature"], inputs["top_k"])
         return accept_sampled(tree, tokens, inputs["uniforms"][0], probs, levels)
 
     return step(accept, params, inputs)
 
 
-def _warped(logits: Array, temperature: Array, top_k: Array) -> Array:
+def warped(logits: Array, temperature: Array, top_k: Array) -> Array:
     """Returns the distribution of `core.sampling.warp_logits` for these two settings."""
     most = min(LARGEST_TOP_K, logits.shape[1])
     best, ids = jax.lax.top_k(logits, most)
