@@ -258,7 +258,7 @@ def _signatures(
         case Deer():
             blocks = BlockDrafting(drafter, loaded.params)
             if blocks.tree is None or config.bundle == "cpu":
-                verify.add(drafter.tree_shape[0])
+                verify.update(drafter.widths)
         case _:
             raise ValueError(
                 f"drafter: {type(drafter).__name__} cannot be exported; Eagle, DraftModel, "

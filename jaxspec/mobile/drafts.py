@@ -13,7 +13,7 @@ from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.tree import chain, traced_tree, tree_from_paths
 from jaxspec.core.types import Context, KVCache, Params, Proposal, Recent, Warp
 from jaxspec.drafters import AdaptiveExit, PromptLookup
-from jaxspec.drafters.block import BlockSettings, Choices
+from jaxspec.drafters.block import Acceptance, AdaptiveBlock, BlockSettings, Choices
 from jaxspec.mobile.manifest import Manifest
 
 
@@ -360,6 +360,8 @@ def block_settings(manifest: Manifest) -> BlockSettings:
     settings = {name: described[name] for name in names if name in described}
     if settings.get("paths") is not None:
         settings["paths"] = tuple(map(tuple, settings["paths"]))
+    if settings.get("adaptive") is not None:
+        settings["adaptive"] = AdaptiveBlock(**settings["adaptive"])
     return BlockSettings(**settings)
 
 
@@ -377,17 +379,29 @@ def verifies_drafts(manifest: Manifest) -> bool:
 class WindowDraft:
     """Whole blocks of a diffusion model, as a chain or a tree, by calls of `draft_block_N`.
 
-    Drafts are deterministic, so they suit any acceptance.
+    Drafts are deterministic, so they suit any acceptance. Their length follows the drafter's rule,
+    `AdaptiveBlock`, if it has one; a draft of no token costs no pass.
     """
 
     absorbs = False
 
     def __init__(self, model: Caller):
         self._model, self._windows = model, BlockWindows(model)
-        self.nodes = self._windows.settings.tree_shape[0]
+        settings = self._windows.settings
+        self.nodes = settings.tree_shape[0]
+        self._acceptance: Acceptance = jax.device_get(settings.nothing_accepted())
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
-        del recent
+        settings, before = self._windows.settings, self._acceptance
+        rates, length, wait = jax.device_get(_next_length(settings, before, recent - 1))
+        idle = np.int32(0 if length else before.idle + 1)
+        self._acceptance = Acceptance(rates, length, idle, wait)
+        if not length:
+            return static_proposal(())._replace(tokens=np.asarray(text[-1:], np.int32))
+        drafted = self._draft(text)
+        return drafted._replace(valid=drafted.valid & (drafted.tree.depths <= length))
+
+    def _draft(self, text: Sequence[int]) -> Proposal:
         size, inputs = self._windows.prepare(text)
         signature = f"draft_block_{size}"
         self._model.call(signature, **inputs)
@@ -411,6 +425,11 @@ def _without_token(
     rest = np.log(np.maximum(1.0 - share, np.finfo(np.float32).tiny))
     picked = np.take_along_axis(logprobs, kept, 1) - rest
     return np.take_along_axis(tokens, kept, 1).astype(np.int32), picked.astype(np.float32)
+
+
+@partial(jax.jit, static_argnames="settings")
+def _next_length(settings: BlockSettings, acceptance: Acceptance, accepted):
+    return settings.next_length(acceptance, accepted)
 
 
 @partial(jax.jit, static_argnames="settings")

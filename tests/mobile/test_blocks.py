@@ -82,6 +82,46 @@ def test_rounds_on_litert_are_those_in_jax(model, exported):
     assert max(counts) > 1  # some drafts were accepted
 
 
+def test_lengths_that_adapt_are_those_of_jax(model, tmp_path):
+    """In every round as many tokens are drafted as in JAX, sometimes none."""
+    from jaxspec.core.types import Warp
+    from jaxspec.mobile.drafts import WindowDraft
+    from jaxspec.mobile.loops import Verified, best_loop, verify_drafts
+    from jaxspec.mobile.runtime import MobileModel
+
+    rule = AdaptiveBlock(0.5, 0.6, draft_cost=0.4, token_cost=0.2, explore=1, patience=3)
+    drafter = drafter_of(model, Deer(4, adaptive=rule))
+    manifest = export(model, tmp_path, drafter, SHAPES)
+    assert manifest.sizes("step_block") == ()
+    assert manifest.sizes("verify") == drafter.drafter.widths
+    assert best_loop(manifest, Warp()) is verify_drafts
+    file = MobileModel(tmp_path / MODEL_FILE, num_threads=1)
+    lengths = set()
+    for prompt in PROMPTS:
+        drafted = []
+
+        class Recorded(WindowDraft):
+            def __call__(self, text, recent, drafted=drafted):
+                proposal = super().__call__(text, recent)
+                drafted.append(int(proposal.valid.sum()) - 1)
+                return proposal
+
+        decoded = file.generate(
+            prompt, MOST, (), lambda *to, draft=Recorded: Verified(to[0], draft(to[0]), to[1])
+        )
+        first, *others = decoded.tokens.tolist()
+        config = GenerationConfig(max_new_tokens=MOST - 1, stop_token_ids=())
+        (row,) = generate(model, [*prompt, first], config, drafter, return_trace=True)
+        assert others == row.tokens.tolist()
+        # The budget cuts the last drafts in JAX.
+        theirs = [int(step.valid.sum()) - 1 for step in row.trace]
+        whole = len(theirs) - 5
+        assert drafted[:whole] == theirs[:whole]
+        lengths.update(drafted[:whole])
+    assert 0 in lengths
+    assert len(lengths) > 2
+
+
 def test_drafts_do_not_depend_on_what_was_kept(model, exported):
     """A text read from the start gives the draft that it gives round by round."""
     from jaxspec.mobile.drafts import WindowDraft
@@ -238,7 +278,6 @@ def test_what_no_file_drafts_is_refused(model, tmp_path):
 
     refused(Deer(3), "sees both sides", block=None)
     refused(Deer(3, steps=2), "without steps")
-    refused(Deer(3, adaptive=AdaptiveBlock()), "without adaptive")
     refused(Deer(3, sep_token_id=1), 'without sep_token_id.*sep=""')
     refused(Deer(3, ((0,), (1,)), temperature=0.5), "without temperature")
     causal = Network(init_params(CONFIG, jax.random.key(0)), CONFIG)

@@ -1,5 +1,6 @@
 """Drafts of whole blocks by a diffusion model that is causal over blocks, and steps over them."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ class BlockDrafting:
 
     The host chooses the window that a pass reads and the rows that count, see
     `drafts.BlockWindows`. `tree` is the static tree that whole steps verify; `None`: the host makes
-    one for every round.
+    one for every round, or chooses the length of every draft.
 
     Raises:
         ValueError: the drafter does what a file cannot.
@@ -60,7 +61,6 @@ class BlockDrafting:
         unsupported = {
             "steps": drafter.steps > 1,
             "sep_token_id": drafter.sep_token_id is not None,
-            "adaptive": drafter.adaptive is not None,
             "cache": drafter.cache not in (None, "blocks"),
             "temperature": bool(drafter.temperature) and not drafter.is_chain,
         }
@@ -70,8 +70,10 @@ class BlockDrafting:
                 f'{", ".join(given)}; leave that out (sep="" where config.json names one).'
             )
         self.config, self.block, self.mask = network.config, drafter.block, diffusion.mask_token_id
-        self.sizes = drafter.window_sizes(diffusion.block)
-        self.tree, self.levels = drafter.tree, drafter.depth + 1
+        # A host reads what has gathered in several windows.
+        self.sizes = replace(drafter, adaptive=None).window_sizes(diffusion.block)
+        self.tree = drafter.tree if drafter.adaptive is None else None
+        self.levels = drafter.depth + 1
         # One more than is drafted: the host leaves the mask out, if it is among them.
         self.count = drafter.max_branch + 1
         self.draws = drafter.is_chain and drafter.temperature != 0
