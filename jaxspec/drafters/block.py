@@ -521,11 +521,18 @@ class BlockSettings(Checked):
     def _length(
         self, acceptance: Acceptance, context: Context
     ) -> tuple[Float[Array, " depth"], Int[Array, ""], Int[Array, ""]]:
-        """Returns the rates after the last draft was verified, the next depth, and the wait."""
+        return self.next_length(acceptance, jnp.maximum(context.recent.count - 1, 0))
+
+    def next_length(
+        self, acceptance: Acceptance, accepted: Int[Array, ""]
+    ) -> tuple[Float[Array, " depth"], Int[Array, ""], Int[Array, ""]]:
+        """Returns the rates after the last draft was verified, the next depth, and the wait.
+
+        `accepted` counts the tokens of the last draft that stand.
+        """
         rates, adaptive = acceptance.rates, self.adaptive
         if adaptive is None:
             return rates, jnp.int32(self.depth), acceptance.wait
-        accepted = jnp.maximum(context.recent.count - 1, 0)
         depths = jnp.arange(1, self.depth + 1)
         tried = (depths <= acceptance.offered) & (accepted >= depths - 1)
         mixed = adaptive.memory * rates + (1 - adaptive.memory) * (accepted >= depths)

@@ -59,12 +59,18 @@ class AdaptiveExit(Checked):
         """Returns the threshold and the acceptance rate after a step."""
         mixed = self.rate_memory * rate + (1 - self.rate_memory) * accepted / drafted
         rate = jnp.where(drafted > 0, mixed, rate)
-        low = rate <= self.target_rate if self.rule == "paper" else rate < self.target_rate
-        wanted = threshold + jnp.where(low, self.step, -self.step)
+        # A phone's GPU knows no "at most", and no clip on both sides.
+        at_least = jnp.greater_equal(self.target_rate, rate)
+        low = at_least if self.rule == "paper" else rate < self.target_rate
+        fall = threshold - self.step
         if self.rule == "released":
-            wanted = jnp.where(~low & (drafted == longest), threshold, wanted)
+            fall = jnp.where(drafted == longest, threshold, fall)
         kept = self.threshold_memory
-        moved = jnp.clip(kept * threshold + (1 - kept) * wanted, 0.0, 1.0)
+        moved = jnp.where(
+            low,
+            jnp.minimum(kept * threshold + (1 - kept) * (threshold + self.step), 1.0),
+            jnp.maximum(kept * threshold + (1 - kept) * fall, 0.0),
+        )
         return jnp.where(drafted > 0, moved, threshold), rate
 
 
@@ -179,6 +185,11 @@ class LayerSkip(Checked):
             ValueError: `source` does not exist, or is not a result of `jaxspec tune skips`.
         """
         return cls(**{"adaptive": None, **skip_settings(source), **settings})
+
+    @property
+    def ends_early(self) -> bool:
+        """True if a draft may end before its full length."""
+        return self.threshold > 0 or self.adaptive is not None
 
     @property
     def tree_shape(self) -> tuple[int, int]:

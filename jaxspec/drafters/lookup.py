@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.core.checks import Checked, Nodes, at_least, at_most
+from jaxspec.core.forms import exchangeable
 from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import bank, chain_proposal
 from jaxspec.core.types import Context, Hidden, Params, Proposal
@@ -80,15 +81,13 @@ class PromptLookup(Checked):
         self, params: Params, key: PRNGKeyArray, state: tuple[()], context: Context
     ) -> tuple[Proposal, tuple[()]]:
         del params, key  # No weights, and deterministic.
-        lengths = _matched_lengths(context, self.max_ngram)
-        longest = jnp.max(lengths)
-        places = jnp.arange(lengths.shape[0])
-        if self.match == "first":
-            start = jnp.min(jnp.where(lengths == longest, places, places.shape[0]))
-        else:
-            start = jnp.max(jnp.where(lengths == longest, places, 0))
-        drafted = _tokens_from(context, start, self.num_speculative_tokens)
-        return _proposal(context, drafted, (longest > 0) & (drafted >= 0)), state
+        drafted = self.found(context.tokens, context.length)
+        return _proposal(context, drafted, drafted >= 0), state
+
+    def found(self, tokens: Int[Array, " places"], length: Int[Array, ""]) -> Int[Array, " drafts"]:
+        """Returns what followed the match in a text of this length; -1 where nothing did."""
+        start = place_of_match(tokens, length, self.max_ngram, self.match == "recent")
+        return tokens_from(tokens, length, start, self.num_speculative_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,19 +170,18 @@ class SuffixLookup(Checked):
     ) -> tuple[Proposal, Int[Array, ""]]:
         """Returns a draft, and how many tokens match: `NEARER` more in the row's own text."""
         size = self.num_speculative_tokens
-        lengths = _matched_lengths(context, self.max_ngram)
+        tokens, length = context.tokens, context.length
+        lengths = _matched_lengths(tokens, length, self.max_ngram)
         longest = jnp.max(lengths)
         places = jnp.where((lengths == longest) & (longest > 0), jnp.arange(len(lengths)), -1)
         # The latest come first. They are floats because XLA sorts whole numbers for that.
         latest = jax.lax.top_k(places.astype(jnp.float32), min(_MOST_VOTES, len(lengths)))[0]
         starts = latest.astype(jnp.int32)
-        following = jax.vmap(lambda start: _tokens_from(context, start, size))(starts)
+        following = jax.vmap(lambda start: tokens_from(tokens, length, start, size))(starts)
         following = jnp.where((starts >= 0)[:, None], following, -1)
         weight = jnp.where(longest > 0, longest + NEARER, 0)
         if corpus:
-            starts, lengths = nearest(
-                corpus, context.tokens, context.length, self.max_ngram, _MOST_VOTES
-            )
+            starts, lengths = nearest(corpus, tokens, length, self.max_ngram, _MOST_VOTES)
             longest = jnp.max(lengths)
             at = starts[:, None] + jnp.arange(size)[None, :]
             elsewhere = jnp.take(corpus.tokens, at, mode="fill", fill_value=-1)
@@ -222,12 +220,30 @@ class SuffixLookup(Checked):
             )
 
 
-def _matched_lengths(context: Context, most: int) -> Int[Array, " places"]:
+@exchangeable
+def place_of_match(
+    tokens: Int[Array, " places"], length: Int[Array, ""], most: int, recent: bool
+) -> Int[Array, ""]:
+    """Returns the place behind the longest earlier copy of a text's end: its length without one.
+
+    Of copies that are as long, the first counts, or the most recent one.
+    """
+    lengths = _matched_lengths(tokens, length, most)
+    longest, places = jnp.max(lengths), jnp.arange(lengths.shape[0])
+    if recent:
+        place = jnp.max(jnp.where(lengths == longest, places, 0))
+    else:
+        place = jnp.min(jnp.where(lengths == longest, places, places.shape[0]))
+    return jnp.where(longest > 0, place, length)
+
+
+def _matched_lengths(
+    tokens: Int[Array, " places"], length: Int[Array, ""], most: int
+) -> Int[Array, " places"]:
     """Counts at each place of a text how many tokens before it are those at the text's end.
 
     It is 0 from the text's end on, where nothing follows.
     """
-    tokens, length = context.tokens, context.length
     places = jnp.arange(tokens.shape[0])
     lengths, matches = jnp.zeros_like(places), places < length
     for back in range(most):
@@ -236,10 +252,13 @@ def _matched_lengths(context: Context, most: int) -> Int[Array, " places"]:
     return lengths
 
 
-def _tokens_from(context: Context, start: Int[Array, ""], count: int) -> Int[Array, " count"]:
+@exchangeable
+def tokens_from(
+    tokens: Int[Array, " places"], length: Int[Array, ""], start: Int[Array, ""], count: int
+) -> Int[Array, " count"]:
     """Returns tokens of a text from a place on; -1 past its end."""
     places = start + jnp.arange(count)
-    return jnp.where(places < context.length, jnp.take(context.tokens, places, mode="clip"), -1)
+    return jnp.where(places < length, jnp.take(tokens, places, mode="clip"), -1)
 
 
 def _vote(

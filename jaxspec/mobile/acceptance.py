@@ -1,4 +1,4 @@
-"""Acceptance of a static tree, greedy or sampled, in arithmetic that phones compute exactly.
+"""Acceptance of static trees and drawn chains, in arithmetic that phones compute exactly.
 
 The verification of `core` gathers by computed indices and reduces booleans; a phone's GPU takes
 neither. Here everything is a product with constants and a sum. Constants are [1, 1, rows, columns]:
@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import ArrayLike
 
+from jaxspec.core.tree import chain
 from jaxspec.core.types import Tree
 from jaxspec.drafters.growth import take_rows
 
@@ -101,18 +102,88 @@ def accept_sampled(
     ending = last.reshape(1, nodes) @ probs
     left = ending * (1.0 - tried @ drafted)
     # Nothing is left where, up to rounding, the children had the whole distribution.
-    spent = jnp.equal(jnp.sum(left, axis=1, keepdims=True), 0.0).astype(jnp.float32)
-    left = left + spent * ending
-    cumulative = jnp.cumsum(left, axis=1)
-    total = jnp.max(cumulative, axis=1, keepdims=True)
-    reached = (cumulative >= uniforms[:1].reshape(1, 1) * total).astype(jnp.float32)
-    possible = (left > 0.0).astype(jnp.float32)
-    drawn = jnp.argmax(reached * possible, axis=1).astype(jnp.int32).reshape(1, 1, 1)
+    left = left + _is_zero(jnp.sum(left, axis=1, keepdims=True)) * ending
+    return _with_drawn(tree, tokens, path, ends, draw_rows(left, uniforms[:1]))
 
-    # Row d emits the accepted token of depth d + 1; behind the path stands what was drawn.
+
+def accept_drawn(
+    tokens: Int[Array, " nodes"],
+    uniforms: Float[Array, " nodes"],
+    probs: Float[Array, "nodes vocab"],
+    draft_probs: Float[Array, "nodes-1 vocab"],
+) -> Accepted:
+    """Does `core.verify.verify_traversal` for a chain: block verification (Sun et al. 2024).
+
+    The weight of a node is the probability that the path to it is accepted; the rest there, what
+    the target still owes behind it if its follower is rejected.
+
+    Args:
+        tokens: the pending token, then drawn ones.
+        uniforms: as for `accept_sampled`.
+        probs: the target's distribution after each token, warped.
+        draft_probs: what each drawn token was drawn from.
+    """
+    nodes, vocab = probs.shape
+    drafted = jax.nn.one_hot(tokens[1:], vocab, dtype=probs.dtype)
+    weight = jnp.ones((1, 1), probs.dtype)
+    owed, rests, ends = [], [], []
+    for node in range(nodes - 1):
+        owed.append(weight * probs[node : node + 1])
+        draft, child = draft_probs[node : node + 1], drafted[node : node + 1]
+        surplus = jnp.sum(jax.nn.relu(draft - owed[-1]), axis=1, keepdims=True)
+        rests.append(jax.nn.relu(owed[-1] - draft) / (surplus + _is_zero(surplus)))
+        ends.append(jnp.minimum(jnp.sum(rests[-1], axis=1, keepdims=True), 1.0))
+        chance = jnp.sum(draft * child, axis=1, keepdims=True)
+        ratio = jnp.sum(owed[-1] * child, axis=1, keepdims=True) / (chance + _is_zero(chance))
+        weight = jnp.minimum(ratio, 1.0)
+    owed.append(weight * probs[nodes - 1 :])
+    rests.append(owed[-1])
+    # Nothing ends above the root.
+    passes = [jnp.zeros((1, 1)), *(1.0 - end for end in [*ends[1:], weight])]
+
+    # Probabilities that a path ends neither at a node nor below it, from the last one on.
+    below = [passes[-1]]
+    for through in reversed(passes[1:-1]):
+        below.insert(0, through * below[0])
+    missed = jnp.concatenate(below, axis=1)
+    here_too = missed * jnp.concatenate(passes[:-1], axis=1)
+    keep = jnp.less(uniforms[None, 1:] * (1.0 - here_too), 1.0 - missed).astype(jnp.float32)
+    tree = chain(nodes - 1)
+    path, last = _walk(tree, keep.reshape(1, 1, 1, nodes - 1), nodes)
+
+    left, whole = (last.reshape(1, nodes) @ jnp.concatenate(rows) for rows in (rests, owed))
+    left = left + _is_zero(jnp.sum(left, axis=1, keepdims=True)) * whole
+    return _with_drawn(tree, tokens, path, last, draw_rows(left, uniforms[:1]))
+
+
+def draw_rows(
+    weights: Float[Array, "rows vocab"], uniforms: Float[Array, " rows"]
+) -> Int[Array, " rows"]:
+    """Does `core.sampling.inverse_cdf` for each row."""
+    cumulative = jnp.cumsum(weights, axis=1)
+    total = jnp.max(cumulative, axis=1, keepdims=True)
+    reached = (cumulative >= uniforms[:, None] * total).astype(jnp.float32)
+    possible = (weights > 0.0).astype(jnp.float32)
+    return jnp.argmax(reached * possible, axis=1).astype(jnp.int32)
+
+
+def _is_zero(numbers: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
+    return jnp.equal(numbers, 0.0).astype(jnp.float32)
+
+
+def _with_drawn(
+    tree: Tree,
+    tokens: Int[Array, " nodes"],
+    path: Float[Array, "1 1 levels nodes"],
+    ends: Float[Array, "1 1 1 levels"],
+    drawn: Int[Array, " 1"],
+) -> Accepted:
+    """Returns a path whose row d emits the accepted token of depth d + 1; behind it, the drawn."""
+    _, _, levels, nodes = path.shape
     is_below = tree.depths[None] == np.arange(1, levels + 1)[:, None]
     below = jnp.sum(path, axis=2).reshape(1, 1, 1, nodes) * _constant(is_below)
     emitted = jnp.sum(below.astype(jnp.int32) * tokens.reshape(1, 1, 1, nodes), axis=3)
+    drawn = drawn.reshape(1, 1, 1)
     emitted = emitted.reshape(1, 1, 1, levels) + ends.astype(jnp.int32) * drawn[..., None]
     return _accepted(path, emitted, drawn)
 

@@ -140,17 +140,24 @@ def every_loop(manifest: Manifest, count: int, texts: Sequence[Sequence[int]]) -
     ways = {"decode": decoding(count)}
     if "step" in manifest.signatures:
         ways["step"] = decoding(count, Steps)
+    if "step_exit" in manifest.signatures:
+        ways["step_exit"] = decoding(count, partial(Steps, signature="step_exit"))
+        ways["draft_1, verify, commit"] = decoding(count, verify_drafts)
     if "draft" in manifest.signatures:
         ways["draft, verify, commit"] = decoding(count, verify_drafts)
     if manifest.sizes("step_block"):
         ways["draft_block, step_block"] = decoding(count, whole_steps)
+    if manifest.sizes("step_block_sampled"):
+        one: Any = {"temperature": np.float32(1), "top_k": np.int32(1)}
+        ways["draft_block, step_block_sampled"] = decoding(count, whole_steps, Warp(**one))
     if manifest.sizes("draft_block") and verifies_drafts(manifest):
         ways["draft_block, verify, commit"] = decoding(count, verify_drafts)
     sizes = manifest.sizes("verify")
     for size in sizes:
         if "draft" not in manifest.signatures or size != 1 + len(manifest.paths):
             ways[f"verify_{size}, commit_{size}"] = decoding(count, partial(_known, texts, size))
-    for beam in manifest.sizes("draft") if max(sizes, default=0) > 1 else ():
+    grows = "absorb" in manifest.signatures and max(sizes, default=0) > 1
+    for beam in manifest.sizes("draft") if grows else ():
         ways[f"absorb, draft_{beam}, verify, commit"] = decoding(count, partial(_growing, beam))
     if "step_sampled" in manifest.signatures:
         # With one candidate its tokens can be compared with those of the others.

@@ -11,6 +11,7 @@ from jaxspec.decoding.denoise import DEFAULT_BLOCK, block_asked
 from jaxspec.drafters import (
     Deer,
     DrafterLike,
+    DraftModel,
     Eagle,
     LayerSkip,
     LoadedDrafter,
@@ -27,8 +28,10 @@ from jaxspec.mobile.signatures.diffusion import (
     denoise_signatures,
     prefill_blocks_signature,
 )
+from jaxspec.mobile.signatures.draft_model import DraftModelStep
 from jaxspec.mobile.signatures.eagle import EagleStep
 from jaxspec.mobile.signatures.layer_skip import LayerSkipStep
+from jaxspec.mobile.signatures.lookup import LookupStep
 from jaxspec.mobile.signatures.recycling import RecyclingStep
 from jaxspec.mobile.signatures.target import (
     commit_signature,
@@ -156,7 +159,7 @@ def contents_of(model: Model, loaded: LoadedDrafter, config: ExportConfig) -> Co
         raise ValueError(
             f"drafts, block_length: for diffusion language models, and {model.name} is causal."
         )
-    signatures, paths = _signatures(target, loaded, config)
+    signatures, paths = _signatures(target, loaded, config, tuple(model.stop_token_ids))
     return Contents(signatures, num_tokens, paths)
 
 
@@ -219,8 +222,15 @@ def _diffusion_signatures(canvases: Canvases, config: ExportConfig) -> Mapping[s
     return prefill | denoise_signatures(canvases, drafts)
 
 
+def _chained(length: int) -> tuple[RankPath, ...]:
+    return tuple((0,) * depth for depth in range(1, length + 1))
+
+
 def _signatures(
-    target: Target, loaded: LoadedDrafter, config: ExportConfig
+    target: Target,
+    loaded: LoadedDrafter,
+    config: ExportConfig,
+    stop_token_ids: tuple[int, ...] = (),
 ) -> tuple[Mapping[str, Signature], tuple[tuple[int, ...], ...]]:
     """Returns all functions of a causal model's file by name, and the tree of its `step`."""
     drafter, verify, step, paths = loaded.drafter, set(config.verify), None, ()
@@ -234,35 +244,42 @@ def _signatures(
             step, paths = EagleStep(trees[0], loaded.params, levels), drafter.paths
         case LayerSkip():
             step = LayerSkipStep(drafter)
-            paths = tuple((0,) * depth for depth in range(1, step.levels))
+            paths = _chained(step.levels - 1)
+        case DraftModel():
+            step = DraftModelStep(drafter, loaded.params)
+            paths = drafter.paths or _chained(step.levels - 1)
         case TokenRecycling():
             step, paths = RecyclingStep(drafter), drafter.paths
         case PromptLookup():
-            verify.add(drafter.tree_shape[0])
+            step = LookupStep(drafter, stop_token_ids)
+            paths = _chained(step.levels - 1)
+            if config.bundle == "cpu":
+                verify.add(step.levels)
         case Deer():
             blocks = BlockDrafting(drafter, loaded.params)
             if blocks.tree is None or config.bundle == "cpu":
-                verify.add(drafter.tree_shape[0])
+                verify.update(drafter.widths)
         case _:
             raise ValueError(
-                f"drafter: {type(drafter).__name__} cannot be exported; Eagle, LayerSkip, Deer, "
-                "TokenRecycling and PromptLookup can. A draft model is exported as a separate file."
+                f"drafter: {type(drafter).__name__} cannot be exported; Eagle, DraftModel, "
+                "LayerSkip, Deer, TokenRecycling and PromptLookup can."
             )
     if step is not None and step.levels >= target.capacity:
         raise ValueError(
             f"capacity: a tree of depth {step.levels - 1} needs more than {target.capacity} tokens."
         )
     drafting = step if isinstance(step, EagleStep) else None
-    filling = step if isinstance(step, EagleStep | RecyclingStep) else None
-    for_host = step if isinstance(step, EagleStep | LayerSkipStep) else None
+    filling = step if isinstance(step, EagleStep | DraftModelStep | RecyclingStep) else None
+    for_host = step if isinstance(step, EagleStep | DraftModelStep | LayerSkipStep) else None
     if config.levels and drafting is None:
         raise ValueError("levels: only an EAGLE head drafts level by level; leave it out.")
     if config.trees and drafting is None:
         raise ValueError("trees: only an EAGLE head drafts over several; leave it out.")
+    exits = step if isinstance(step, LayerSkipStep) and step.drafter.ends_early else None
     if config.trees:
         paths = ()
     elif for_host is not None and config.bundle == "cpu":
-        verify.add(1 + len(paths))
+        verify.update(drafter.widths if exits is not None else [1 + len(paths)])
     sizes = sorted(verify)
     functions = {
         **{f"prefill_{n}": prefill_signature(target, n, filling) for n in config.prefill},
@@ -276,6 +293,10 @@ def _signatures(
         functions |= {f"draft_block_{n}": blocks.signature(target, n) for n in windows}
         if blocks.tree is not None:
             functions |= {f"step_block_{n}": blocks.step_signature(target, n) for n in windows}
+        if blocks.tree is not None and config.bundle == "cpu":
+            functions |= {
+                f"step_block_sampled_{n}": blocks.sampled_step_signature(target, n) for n in windows
+            }
     if config.trees and drafting is not None:
         for number, tree in enumerate(drafters_over_trees(drafter, config), start=1):
             each = EagleStep(tree, loaded.params, drafting.levels)
@@ -284,7 +305,10 @@ def _signatures(
         functions["step"] = step.signature(target)
         if config.bundle == "cpu":
             functions["step_sampled"] = step.sampled_signature(target)
-            if for_host is not None:
+            if exits is not None:
+                functions["step_exit"] = exits.exit_signature(target)
+                functions["draft_1"] = exits.draft_one_signature(target)
+            elif for_host is not None:
                 functions["draft"] = for_host.draft_signature(target)
     if drafting is not None and config.levels:
         functions["absorb"] = drafting.absorb_signature(target)

@@ -12,8 +12,8 @@ import numpy as np
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.tree import chain, traced_tree, tree_from_paths
 from jaxspec.core.types import Context, KVCache, Params, Proposal, Recent, Warp
-from jaxspec.drafters import PromptLookup
-from jaxspec.drafters.block import BlockSettings, Choices
+from jaxspec.drafters import AdaptiveExit, PromptLookup
+from jaxspec.drafters.block import Acceptance, AdaptiveBlock, BlockSettings, Choices
 from jaxspec.mobile.manifest import Manifest
 
 
@@ -63,12 +63,16 @@ class Draft(Protocol):
 def pending_inputs(
     model: Caller, signature: str, text: Sequence[int], recent: int
 ) -> dict[str, Any]:
-    """Returns those of `tokens`, `count` and `pending` that a drafting signature takes."""
+    """Returns those of `tokens`, `count`, `pending` and `text` that a drafting signature takes."""
     levels = model.manifest.depth + 1
     tokens = np.zeros(levels, np.int32)
     tokens[:recent] = text[len(text) - recent :]
     given = {"tokens": tokens, "count": [recent], "pending": [text[-1]]}
-    return {name: given[name] for name in given if name in model.inputs(signature)}
+    inputs = model.inputs(signature)
+    if "text" in inputs:
+        given["text"] = np.zeros(inputs["text"]["shape"], np.int32)
+        given["text"][0, : len(text)] = text
+    return {name: given[name] for name in given if name in inputs}
 
 
 class TreeDraft:
@@ -84,6 +88,49 @@ class TreeDraft:
         inputs = pending_inputs(self._model, "draft", text, recent)
         self._model.call("draft", length=[len(text) - 1], **inputs)
         return self._offered._replace(tokens=self._model.read("draft", "drafted")[0])
+
+
+class ExitDraft:
+    """Chains of a model with layers skipped, by calls of `draft_1`, until the draft is unsure.
+
+    They end as those of `drafters.LayerSkip` do in JAX, by its rule and with its first threshold.
+
+    Attributes:
+        threshold: a draft ends behind a token of a smaller probability.
+    """
+
+    absorbs = False
+
+    def __init__(self, model: Caller):
+        described = model.manifest.drafter or {}
+        self._longest, rule = described["num_speculative_tokens"], described["adaptive"]
+        self._rule = None if rule is None else AdaptiveExit(**rule)
+        self.threshold, self._rate = np.float32(described["threshold"]), np.float32(0)
+        self._drafted = 0
+        self._model, self._offered = model, static_proposal(model.manifest.paths)
+        self.nodes = self._longest + 1
+
+    def __call__(self, text: Sequence[int], recent: int) -> Proposal:
+        if self._rule is not None:
+            moved = self.threshold, self._rate, recent - 1, self._drafted, self._longest
+            self.threshold, self._rate = jax.device_get(_moved(self._rule, *moved))
+        tokens = np.zeros(self.nodes, np.int32)
+        tokens[0], count, chance = text[-1], 0, 1.0
+        while chance >= self.threshold and count < self._longest:
+            # The tokens before, and itself behind the places of all.
+            seen = [1] * count + [0] * (self._longest - count) + [1]
+            given = {"tokens": tokens[count : count + 1], "drafted": [count], "visible": seen}
+            self._model.call("draft_1", length=[len(text) - 1], **given)
+            count += 1
+            tokens[count] = self._model.read("draft_1", "children")[0]
+            chance = self._model.read("draft_1", "probs")[0]
+        self._drafted = count
+        return self._offered._replace(tokens=tokens, valid=np.arange(self.nodes) <= count)
+
+
+@partial(jax.jit, static_argnames=("rule", "longest"))
+def _moved(rule: AdaptiveExit, threshold, rate, accepted, drafted, longest):
+    return rule.update(threshold, rate, accepted, drafted, longest)
 
 
 class LookupDraft:
@@ -166,7 +213,7 @@ class DynamicDraft:
             ValueError: the file has no `draft_N`, or its beam never considers that many nodes.
         """
         sizes = model.manifest.sizes("draft")
-        if not sizes:
+        if "absorb" not in model.manifest.signatures:
             raise ValueError("levels: this file has no draft_N; export it with --levels N.")
         self._beam = sizes[-1] if beam is None else beam
         self._levels = model.manifest.depth
@@ -313,12 +360,14 @@ def block_settings(manifest: Manifest) -> BlockSettings:
     settings = {name: described[name] for name in names if name in described}
     if settings.get("paths") is not None:
         settings["paths"] = tuple(map(tuple, settings["paths"]))
+    if settings.get("adaptive") is not None:
+        settings["adaptive"] = AdaptiveBlock(**settings["adaptive"])
     return BlockSettings(**settings)
 
 
 def verifies_drafts(manifest: Manifest) -> bool:
     """True if a file drafts for the host and verifies at least as many tokens as it drafts."""
-    if "draft" in manifest.signatures:
+    if {"draft", "draft_1"} & manifest.signatures.keys():
         nodes = 1 + len(manifest.paths)
     elif manifest.sizes("draft_block"):
         nodes = block_settings(manifest).tree_shape[0]
@@ -330,17 +379,29 @@ def verifies_drafts(manifest: Manifest) -> bool:
 class WindowDraft:
     """Whole blocks of a diffusion model, as a chain or a tree, by calls of `draft_block_N`.
 
-    Drafts are deterministic, so they suit any acceptance.
+    Drafts are deterministic, so they suit any acceptance. Their length follows the drafter's rule,
+    `AdaptiveBlock`, if it has one; a draft of no token costs no pass.
     """
 
     absorbs = False
 
     def __init__(self, model: Caller):
         self._model, self._windows = model, BlockWindows(model)
-        self.nodes = self._windows.settings.tree_shape[0]
+        settings = self._windows.settings
+        self.nodes = settings.tree_shape[0]
+        self._acceptance: Acceptance = jax.device_get(settings.nothing_accepted())
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
-        del recent
+        settings, before = self._windows.settings, self._acceptance
+        rates, length, wait = jax.device_get(_next_length(settings, before, recent - 1))
+        idle = np.int32(0 if length else before.idle + 1)
+        self._acceptance = Acceptance(rates, length, idle, wait)
+        if not length:
+            return static_proposal(())._replace(tokens=np.asarray(text[-1:], np.int32))
+        drafted = self._draft(text)
+        return drafted._replace(valid=drafted.valid & (drafted.tree.depths <= length))
+
+    def _draft(self, text: Sequence[int]) -> Proposal:
         size, inputs = self._windows.prepare(text)
         signature = f"draft_block_{size}"
         self._model.call(signature, **inputs)
@@ -364,6 +425,11 @@ def _without_token(
     rest = np.log(np.maximum(1.0 - share, np.finfo(np.float32).tiny))
     picked = np.take_along_axis(logprobs, kept, 1) - rest
     return np.take_along_axis(tokens, kept, 1).astype(np.int32), picked.astype(np.float32)
+
+
+@partial(jax.jit, static_argnames="settings")
+def _next_length(settings: BlockSettings, acceptance: Acceptance, accepted):
+    return settings.next_length(acceptance, accepted)
 
 
 @partial(jax.jit, static_argnames="settings")

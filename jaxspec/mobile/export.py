@@ -35,10 +35,9 @@ def export(
         folder: made if it does not exist; other files in it stay.
         drafter: the drafter of `step`: an `Eagle` head over its static tree, or a `LayerSkip` with
             a fixed set. A `Deer` that is causal over blocks gets `draft_block_N`, which the host
-            calls before `verify_N`, and over a chain or a static tree `step_block_N`, whole greedy
-            steps. `TokenRecycling` gets whole steps, whose state is its table, and nothing for
-            hosts that draft. `PromptLookup` runs on the host and gets a `verify_N` that fits.
-            `None`: plain decoding only.
+            calls before `verify_N`, and over a chain or a static tree whole steps. A `DraftModel`
+            lies next to the target. `TokenRecycling` and `PromptLookup` get whole steps, whose
+            state is the table or the text. `None`: plain decoding only.
         config: functions, shapes and quantization; 1024 tokens of text and int8 by default.
 
     Returns:

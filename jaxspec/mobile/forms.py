@@ -18,6 +18,7 @@ from jaxspec.core.masks import sliding_window
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.types import LayerKV
 from jaxspec.drafters.growth import lookup_ids
+from jaxspec.drafters.lookup import place_of_match, tokens_from
 from jaxspec.drafters.recycling import learned, successors
 from jaxspec.models.attention import Segment, attend, softcapped
 from jaxspec.models.config import Rope
@@ -37,10 +38,12 @@ def litert_forms(num_positions: int) -> Mapping[Callable, Callable]:
         lookup_ids: _lookup_ids,
         lookup_rows: _lookup_rows,
         multiply: _multiply,
+        place_of_match: _place_of_match,
         rotations: partial(_rotations, num_positions),
         sliding_window: _sliding_window,
         select_nodes: _select_nodes,
         successors: _successors,
+        tokens_from: _tokens_from,
     }
 
 
@@ -132,6 +135,36 @@ def _learned(
     here = here * (counted * jax.nn.relu(1.0 - again))[:, None]
     rows = (likeliest + 1).astype(jnp.float32)
     return table * (1.0 - jnp.sum(here, axis=0))[:, None] + here.T @ rows
+
+
+def _place_of_match(
+    tokens: Int[Array, " places"], length: Int[Array, ""], most: int, recent: bool
+) -> Int[Array, ""]:
+    """Multiplies zeros and ones; matches are exact in texts of up to 2^17 tokens."""
+    size = tokens.shape[0]
+    places = np.arange(size, dtype=np.int32).reshape(1, 1, 1, size)
+    ends = _lookup_ids(tokens, length - 1 - np.arange(most, dtype=np.int32))
+    text = tokens.reshape(1, 1, 1, size)
+    matches = jnp.less(places, length.reshape(1, 1, 1, 1)).astype(jnp.float32)
+    lengths = jnp.zeros((1, 1, 1, size), jnp.float32)
+    for back in range(most):
+        # The first places, before which the text is too short, hold anything.
+        before = jnp.concatenate([text[..., : back + 1], text[..., : size - back - 1]], axis=3)
+        same = jnp.equal(before, ends[back].reshape(1, 1, 1, 1)).astype(jnp.float32)
+        matches = matches * same * jnp.asarray(places > back, jnp.float32)
+        lengths = lengths + matches
+    later = jnp.asarray(places / size if recent else 0.0 * places, jnp.float32)
+    place = _argmax_rows((lengths + later).reshape(1, size))
+    found = jnp.minimum(jnp.max(lengths, axis=3), 1.0).astype(jnp.int32).reshape(1)
+    return (found * place + (1 - found) * length.reshape(1))[0]
+
+
+def _tokens_from(
+    tokens: Int[Array, " places"], length: Int[Array, ""], start: Int[Array, ""], count: int
+) -> Int[Array, " count"]:
+    places = start + np.arange(count, dtype=np.int32)
+    inside = jnp.less(places, length.reshape(1)).astype(jnp.float32).astype(jnp.int32)
+    return inside * (_lookup_ids(tokens, places) + 1) - 1
 
 
 def _select_nodes(

@@ -18,6 +18,7 @@ from jaxspec.mobile.drafts import (
     BlockWindows,
     Caller,
     Draft,
+    ExitDraft,
     ModelDraft,
     TreeDraft,
     WindowDraft,
@@ -127,19 +128,13 @@ class Plain:
 class Steps:
     """Whole steps by calls of `step`, or of `step_sampled` at a temperature.
 
-    In files with several trees, `signature` names the one to draft over.
+    In files with several such steps, `signature` names the one to take.
     """
 
     absorbs = True
 
     def __init__(self, model: Caller, acceptance: HostAcceptance, signature: str = "step"):
-        beyond = setting_beyond_steps(acceptance.warp, model.manifest)
-        if beyond is not None:
-            raise ValueError(
-                f"{beyond}: whole steps of this file take a temperature above 0 and a top_k of at "
-                f"most {_largest_top_k(model.manifest)}, nothing else; accept on the host instead "
-                "(--loop verify, or plain)."
-            )
+        _check_steps_can(acceptance.warp, model.manifest)
         self._model, self._acceptance = model, acceptance
         self.rows = model.manifest.depth + 1
         self._signature = signature if acceptance.follows_choices else "step_sampled"
@@ -150,17 +145,35 @@ class Steps:
         inputs: dict[str, Any] = {"length": [len(text) - 1]}
         if not self._begun:
             inputs |= pending_inputs(model, signature, text, recent)
+            first = {"threshold": [(model.manifest.drafter or {}).get("threshold")], "rate": [0]}
+            inputs |= {name: first[name] for name in first if name in model.inputs(signature)}
             self._begun = True
         if signature == "step_sampled":
-            warp = self._acceptance.warp
-            inputs |= {
-                "uniforms": self._acceptance.uniforms(1 + len(model.manifest.paths)),
-                "temperature": [warp.temperature],
-                "top_k": [0 if warp.top_k is None else warp.top_k],
-            }
+            inputs |= _sampling(model, signature, self._acceptance)
         model.call(signature, **inputs)
         count = int(model.read(signature, "o_count")[0])
         return Round(model.read(signature, "o_tokens")[0, :count].tolist(), count - 1)
+
+
+def _sampling(model: Caller, signature: str, acceptance: HostAcceptance) -> dict[str, Any]:
+    """Returns the further inputs of a sampled step: new uniforms, and settings."""
+    warp, inputs = acceptance.warp, model.inputs(signature)
+    draws = (name for name in ("uniforms", "draft_uniforms") if name in inputs)
+    return {
+        **{name: acceptance.uniforms(inputs[name]["shape"][1]) for name in draws},
+        "temperature": [warp.temperature],
+        "top_k": [0 if warp.top_k is None else warp.top_k],
+    }
+
+
+def _check_steps_can(warp: Warp, manifest: Manifest) -> None:
+    beyond = setting_beyond_steps(warp, manifest)
+    if beyond is not None:
+        raise ValueError(
+            f"{beyond}: whole steps of this file take a temperature above 0 and a top_k of at most "
+            f"{_largest_top_k(manifest)}, nothing else; accept on the host instead (--loop verify, "
+            "or plain)."
+        )
 
 
 def setting_beyond_steps(warp: Warp, manifest: Manifest) -> str | None:
@@ -223,23 +236,31 @@ class Verified:
 
 
 class BlockSteps:
-    """Whole greedy steps by calls of `step_block_N`: a block's draft, verified in the same call."""
+    """Whole steps: a block's draft, verified in the same call.
+
+    They are calls of `step_block_N`, or of `step_block_sampled_N` at a temperature.
+    """
 
     absorbs = False
 
     def __init__(self, model: Caller, acceptance: HostAcceptance):
-        if not acceptance.follows_choices:
+        self._samples = not acceptance.follows_choices
+        if self._samples and not model.manifest.sizes("step_block_sampled"):
             raise ValueError(
                 "temperature, bias: whole steps of this file are greedy; accept on the host "
                 "instead (--loop verify, or plain)."
             )
-        self._model, self._windows = model, BlockWindows(model)
+        _check_steps_can(acceptance.warp, model.manifest)
+        self._model, self._windows, self._acceptance = model, BlockWindows(model), acceptance
         self.rows = self._windows.settings.depth + 1
 
     def advance(self, text: Sequence[int], recent: int) -> Round:
         del recent
         size, inputs = self._windows.prepare(text)
         signature = f"step_block_{size}"
+        if self._samples:
+            signature = f"step_block_sampled_{size}"
+            inputs |= _sampling(self._model, signature, self._acceptance)
         self._model.call(signature, pending=[text[-1]], length=[len(text) - 1], **inputs)
         count = int(self._model.read(signature, "o_count")[0])
         return Round(self._model.read(signature, "o_tokens")[0, :count].tolist(), count - 1)
@@ -251,8 +272,14 @@ LoopOf = Callable[[Caller, HostAcceptance], Loop]
 
 def verify_drafts(model: Caller, acceptance: HostAcceptance) -> Loop:
     """Makes the loop that verifies the drafts of the file's own drafter and accepts on the host."""
-    of_blocks = model.manifest.sizes("draft_block")
-    return Verified(model, WindowDraft(model) if of_blocks else TreeDraft(model), acceptance)
+    draft: Draft
+    if model.manifest.sizes("draft_block"):
+        draft = WindowDraft(model)
+    elif "draft" not in model.manifest.signatures and model.manifest.sizes("draft"):
+        draft = ExitDraft(model)
+    else:
+        draft = TreeDraft(model)
+    return Verified(model, draft, acceptance)
 
 
 def whole_steps(model: Caller, acceptance: HostAcceptance) -> Loop:
@@ -263,10 +290,9 @@ def whole_steps(model: Caller, acceptance: HostAcceptance) -> Loop:
 
 def best_loop(manifest: Manifest, warp: Warp) -> LoopOf:
     """Chooses steps where they do what is asked, else drafts accepted on the host, else plain."""
-    if manifest.sizes("step_block") and warp.temperature is None and warp.bias is None:
-        return whole_steps
-    step = "step" if warp.temperature is None else "step_sampled"
-    if step in manifest.signatures and setting_beyond_steps(warp, manifest) is None:
+    sampled = "" if warp.temperature is None else "_sampled"
+    has_steps = f"step{sampled}" in manifest.signatures or manifest.sizes(f"step_block{sampled}")
+    if has_steps and setting_beyond_steps(warp, manifest) is None:
         return whole_steps
     return verify_drafts if verifies_drafts(manifest) else Plain
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxspec.checkpoint import Model
 from jaxspec.core.types import PyTree
-from jaxspec.drafters import Deer, DrafterLike, Eagle, LayerSkip, LoadedDrafter
+from jaxspec.drafters import Deer, DrafterLike, DraftModel, Eagle, LayerSkip, LoadedDrafter
 from jaxspec.mobile.contents import ExportConfig, contents_of, drafters_over_trees, in_one_dtype
 from jaxspec.mobile.quantize import QUANTIZATIONS, check_quantization
 from jaxspec.models import ModelConfig
@@ -15,9 +15,9 @@ from jaxspec.models.transformer import param_shapes
 
 _SCALE_BYTES = 12  # scale, zero point and their index, of each output of a product
 _FLOAT_BYTES = 4
-_PASSES = ("prefill", "verify", "decode", "step", "step_block")
+_PASSES = ("prefill", "verify", "decode", "step", "step_block", "step_block_sampled")
 """Kinds of functions that read the whole target."""
-_DRAFT_PASSES = ("absorb", "draft", "draft_block", "step_block")
+_DRAFT_PASSES = ("absorb", "draft", "draft_block", "step_block", "step_block_sampled")
 """Kinds of functions with one pass of the drafter; in `step` there is one for each level."""
 
 
@@ -62,11 +62,14 @@ def phone_memory(model: Model, drafter: DrafterLike | None, config: ExportConfig
     if isinstance(loaded.drafter, Eagle | LayerSkip):
         draft_pass = draft_pass_weights(model.params, loaded)
         in_steps = sum(each.tree_shape[1] for each in drafters_over_trees(loaded.drafter, config))
-    if isinstance(loaded.drafter, Eagle | Deer):
+    if isinstance(loaded.drafter, Eagle | Deer | DraftModel):
         head = loaded.params.params
-    if isinstance(loaded.drafter, Deer):
+    if isinstance(loaded.drafter, Deer | DraftModel):
         draft_pass = head
-    return estimate_phone_memory(
+    if isinstance(loaded.drafter, DraftModel):
+        # It reads the prompt too, and in a step one pass for each level.
+        in_steps = loaded.drafter.tree_shape[1] + sum(kind == "prefill" for kind in kinds)
+    needed = estimate_phone_memory(
         model.config,
         config.quantization,
         config.capacity,
@@ -75,6 +78,10 @@ def phone_memory(model: Model, drafter: DrafterLike | None, config: ExportConfig
         in_steps + sum(kind in _DRAFT_PASSES for kind in kinds),
         separate_signatures=sum(kind in _PASSES for kind in kinds) * (config.bundle == "gpu"),
     )
+    if isinstance(loaded.drafter, Deer | DraftModel):
+        rows = _row_bytes(model.config) + _row_bytes(loaded.params.config)
+        needed = needed._replace(caches=2 * config.capacity * rows)
+    return needed
 
 
 def estimate_phone_memory(
@@ -120,14 +127,18 @@ def estimate_phone_memory(
     if separate_signatures:
         repeated = (separate_signatures - 1) * products
         repeated += draft_passes * _bytes_of_products(draft_pass, quantization)
-    layers = config.num_layers + bool(jax.tree.leaves(head))
-    row = 2 * layers * config.num_kv_heads * config.head_dim * _FLOAT_BYTES
     return PhoneMemory(
         products=products,
         table=stored_bytes(table.shape, "float32" if quantization == "float32" else "int8"),
         repeated=repeated,
-        caches=2 * capacity * row,
+        caches=2 * capacity * _row_bytes(config, bool(jax.tree.leaves(head))),
     )
+
+
+def _row_bytes(config: ModelConfig, further_layers: int = 0) -> int:
+    """Returns the bytes of one token in the cache of a model and of layers like its own."""
+    layers = config.num_layers + further_layers
+    return 2 * layers * config.num_kv_heads * config.head_dim * _FLOAT_BYTES
 
 
 def draft_pass_weights(target: PyTree, drafter: LoadedDrafter) -> PyTree:

@@ -4,11 +4,13 @@ A function takes the weights and a record of inputs and returns a record of outp
 passes from call to call comes out as `o_NAME` and goes in as NAME. Tensors lead with an axis of 1.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from jaxspec.core.forms import exchanged
@@ -59,6 +61,23 @@ def read_cache(inputs: Record, prefix: str, num_layers: int, length: Array) -> K
         for i in range(num_layers)
     )
     return KVCache(tuple(layers), length)
+
+
+def cleared(inputs: Record, prefix: str, used: Array) -> Record:
+    """Returns a record in which caches hold zeros from their place `used` on.
+
+    Attention masks by sums, and a sum with what is not a number is none. So whatever a host's new
+    buffers hold has to be left out once, by a choice, before a cache is read.
+    """
+
+    def kept(cache: Array) -> Array:
+        places = np.arange(cache.shape[2], dtype=np.int32).reshape(1, 1, -1, 1)
+        return jnp.where(jnp.less(places, used.reshape(1, 1, 1, 1)), cache, 0.0)
+
+    caches = re.compile(rf"{prefix}_[kv]_\d+")
+    return {
+        name: kept(value) if caches.fullmatch(name) else value for name, value in inputs.items()
+    }
 
 
 def kv_record(layers: tuple[LayerKV, ...], prefix: str) -> Record:

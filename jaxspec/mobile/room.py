@@ -52,10 +52,11 @@ def _check_target(
         rows = 1
     elif kind == "step" or signature == "step":
         rows = levels
-    elif kind == "step_block":
+    elif kind in ("step_block", "step_block_sampled"):
         rows = manifest.signatures[signature]["outputs"]["o_tokens"]["shape"][1]
     elif signature in ("draft", "absorb") and "tokens" in described:
-        start, rows = start - _number(inputs, "count", 1), levels
+        # A head reads pairs, which end before the pending token; a draft model reads that too.
+        start, rows = start - _number(inputs, "count", 1) + ("states" not in described), levels
     elif kind in ("prefill", "commit"):
         rows = int(size)
     elif kind in ("denoise", "round") and "kv_k_0" in described:

@@ -1,5 +1,8 @@
 """A tiny target and a head that drafts for it, of random weights, with drafts that stand."""
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -48,3 +51,19 @@ def successor_model() -> tuple[Model, EagleHead]:
     return Model(network, name="successors"), EagleHead(
         jax.tree.map(jax.numpy.asarray, head), config, False
     )
+
+
+def half_of(model: Model) -> Model:
+    """A draft model that often agrees: the target's first layer."""
+    params = {name: leaf for name, leaf in model.params.items() if name != "layer_1"}
+    config = CONFIG.replace(num_layers=1, layer_types=())
+    return Model(replace(model.network, params=params, config=config), name="half")
+
+
+def fill_buffers(file: Any, value: float) -> None:
+    """Fills every float state of a file with a number, as a host's new buffers hold anything."""
+    for signature, described in file.manifest.signatures.items():
+        for name, entry in described["inputs"].items():
+            if entry["dtype"] == "float32":
+                for buffer in file._state(signature, name):
+                    buffer.write(np.full(entry["shape"], value, np.float32))

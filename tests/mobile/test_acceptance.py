@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.core.proposal import tree_proposal
+from jaxspec.core.proposal import chain_proposal, tree_proposal
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents
-from jaxspec.core.verify import verify_deterministic, verify_greedy
-from jaxspec.mobile.acceptance import accept_greedy, accept_sampled
+from jaxspec.core.verify import verify_deterministic, verify_greedy, verify_traversal
+from jaxspec.mobile.acceptance import accept_drawn, accept_greedy, accept_sampled
 
 TREES = {
     "eagle": eagle_tree(),
@@ -77,3 +77,34 @@ def test_it_samples_as_the_verification_of_deterministic_children(name):
         emitted = [*tokens[row, theirs.path[row, 1:count]], theirs.next_token[row]]
         assert ours.tokens[row].tolist() == [*emitted, *[0] * (tree.paths.shape[1] - count)]
     assert set(ours.count.tolist()) == set(range(1, tree.paths.shape[1] + 1))
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_drawn_chains_are_accepted_as_by_block_verification(length):
+    """The same uniforms give the same verdict: far from where rounding decides."""
+    draws, rounds = np.random.default_rng(length), 2000
+    logits = 2.0 * draws.normal(size=(rounds, length + 1, VOCAB)).astype(np.float32)
+    drafts = logits[:, :-1] + draws.normal(size=(rounds, length, VOCAB)).astype(np.float32)
+    logits[draws.random(logits.shape) < 0.2] = -1e4
+    drafts[draws.random(drafts.shape) < 0.2] = -1e4
+    drafts[::10] = logits[::10, :-1]  # nothing is left behind equal laws
+    noise = draws.gumbel(size=drafts.shape)
+    drawn = np.argmax(drafts + noise, axis=-1)
+    tokens = np.concatenate([np.zeros((rounds, 1), int), drawn], axis=1).astype(np.int32)
+    uniforms = draws.random((rounds, length + 1)).astype(np.float32)
+
+    def both(tokens, logits, drafts, uniforms):
+        laws = jax.nn.log_softmax(drafts)
+        proposal = chain_proposal(tokens, jnp.ones(length + 1, bool), laws)
+        ours = accept_drawn(tokens, uniforms, jax.nn.softmax(logits), jax.nn.softmax(drafts))
+        return ours, verify_traversal(uniforms, proposal, logits)
+
+    decided = jax.jit(jax.vmap(both))(tokens, logits, drafts, uniforms)
+    ours, theirs = jax.tree.map(np.asarray, decided)
+    np.testing.assert_array_equal(ours.count, theirs.num_emitted)
+    np.testing.assert_array_equal(ours.last, theirs.next_token)
+    np.testing.assert_array_equal(ours.path, theirs.path[:, :, None] == np.arange(length + 1))
+    for row, count in enumerate(ours.count):
+        emitted = [*tokens[row, 1:count], theirs.next_token[row]]
+        assert ours.tokens[row].tolist() == [*emitted, *[0] * (length + 1 - count)]
+    assert set(ours.count.tolist()) == set(range(1, length + 2))

@@ -4,18 +4,23 @@ from dataclasses import replace
 from itertools import product
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import Model
+from jaxspec.core import masks
+from jaxspec.core.sampling import inverse_cdf, warp_logits
+from jaxspec.core.verify import verify
 from jaxspec.drafters import AdaptiveBlock, Deer, LoadedDrafter
+from jaxspec.drafters.block import Choices
 from jaxspec.mobile.checks import every_loop
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.models import Network, init_params
 from tests.laws.drafters import diffuser
-from tests.mobile.models import CONFIG, successor_model
+from tests.mobile.models import CONFIG, fill_buffers, successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra `mobile`")
 pytest.importorskip("ai_edge_litert", reason="needs the extra `mobile`")
@@ -63,6 +68,7 @@ def test_rounds_on_litert_are_those_in_jax(model, exported):
     loops = [verify_drafts, *([whole_steps] if file.manifest.sizes("step_block") else [])]
     counts = []
     for prompt, loop in product(PROMPTS, loops):
+        fill_buffers(file, np.nan)
         decoded = file.generate(prompt, MOST, stop_token_ids=(), loop=loop)
         # LiteRT chooses the first token with the prompt, and counts it as a round.
         first, *others = decoded.tokens.tolist()
@@ -74,6 +80,46 @@ def test_rounds_on_litert_are_those_in_jax(model, exported):
         assert len(decoded.counts) == len(emitted)
         counts += decoded.counts
     assert max(counts) > 1  # some drafts were accepted
+
+
+def test_lengths_that_adapt_are_those_of_jax(model, tmp_path):
+    """In every round as many tokens are drafted as in JAX, sometimes none."""
+    from jaxspec.core.types import Warp
+    from jaxspec.mobile.drafts import WindowDraft
+    from jaxspec.mobile.loops import Verified, best_loop, verify_drafts
+    from jaxspec.mobile.runtime import MobileModel
+
+    rule = AdaptiveBlock(0.5, 0.6, draft_cost=0.4, token_cost=0.2, explore=1, patience=3)
+    drafter = drafter_of(model, Deer(4, adaptive=rule))
+    manifest = export(model, tmp_path, drafter, SHAPES)
+    assert manifest.sizes("step_block") == ()
+    assert manifest.sizes("verify") == drafter.drafter.widths
+    assert best_loop(manifest, Warp()) is verify_drafts
+    file = MobileModel(tmp_path / MODEL_FILE, num_threads=1)
+    lengths = set()
+    for prompt in PROMPTS:
+        drafted = []
+
+        class Recorded(WindowDraft):
+            def __call__(self, text, recent, drafted=drafted):
+                proposal = super().__call__(text, recent)
+                drafted.append(int(proposal.valid.sum()) - 1)
+                return proposal
+
+        decoded = file.generate(
+            prompt, MOST, (), lambda *to, draft=Recorded: Verified(to[0], draft(to[0]), to[1])
+        )
+        first, *others = decoded.tokens.tolist()
+        config = GenerationConfig(max_new_tokens=MOST - 1, stop_token_ids=())
+        (row,) = generate(model, [*prompt, first], config, drafter, return_trace=True)
+        assert others == row.tokens.tolist()
+        # The budget cuts the last drafts in JAX.
+        theirs = [int(step.valid.sum()) - 1 for step in row.trace]
+        whole = len(theirs) - 5
+        assert drafted[:whole] == theirs[:whole]
+        lengths.update(drafted[:whole])
+    assert 0 in lengths
+    assert len(lengths) > 2
 
 
 def test_drafts_do_not_depend_on_what_was_kept(model, exported):
@@ -109,8 +155,82 @@ def test_a_greedy_text_takes_whole_steps_where_the_file_has_them(exported):
         file.generate(PROMPTS[0], 8, stop_token_ids=())
     assert any(name.startswith("step_block_") for name in called)
     assert not any(name.startswith("verify") for name in called)
-    with pytest.raises(ValueError, match="whole steps of this file are greedy"):
-        whole_steps(file, HostAcceptance(Warp(np.float32(0.5))))
+    with pytest.raises(ValueError, match=r"^top_p: whole steps of this file take a temperature"):
+        whole_steps(file, HostAcceptance(Warp(np.float32(0.5), top_p=np.float32(0.5))))
+
+
+SAMPLED = {
+    "drawn": Deer(4),
+    "drawn at another temperature": Deer(3, temperature=0.6),
+    "likeliest, tree": replace(DRAFTERS["tree"], temperature=0.0),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_rounds_are_those_of_the_rules_in_jax(model, tmp_path, name):
+    """The same uniforms, a whole pass over the text: the same tokens in every round."""
+    from jaxspec.core.types import Warp
+    from jaxspec.mobile.loops import HostAcceptance, whole_steps
+    from jaxspec.mobile.runtime import MobileModel
+
+    method = SAMPLED[name]
+    drafter = drafter_of(model, method)
+    export(model, tmp_path, drafter, SHAPES)
+    file = MobileModel(tmp_path / MODEL_FILE, num_threads=1)
+    fill_buffers(file, np.nan)
+    warp = Warp(temperature=np.float32(0.8), top_k=np.int32(12))
+    draws = np.random.default_rng(5)
+    nodes, block = method.tree_shape[0], method.block
+    acceptance, accepted = HostAcceptance(warp, 5), []
+    loop, text = whole_steps(file, acceptance), list(PROMPTS[2])
+    file.prefill(text[:-1])
+    for _ in range(12):
+        uniforms, own = draws.random(nodes, np.float32), None
+        if method.is_chain and method.temperature != 0:
+            own = draws.random(block, np.float32)
+        expected = _round_in_jax(model, drafter, text, warp, uniforms, own)
+        ours = loop.advance(text, 1)
+        assert ours.tokens == expected
+        accepted.append(ours.num_drafted)
+        text += ours.tokens
+    assert min(accepted) < max(accepted)
+
+
+@jax.jit
+def _forward(network, tokens, positions, seen):
+    return network.forward(tokens, positions, seen, None)
+
+
+def _round_in_jax(model, drafter, text, warp, uniforms, own) -> list[int]:
+    """One round by the rules that decode in JAX; `own` draws the drafts.
+
+    Passes have one size, so that they are compiled once: nothing sees what is behind the text.
+    """
+    method, network = drafter.drafter, drafter.params
+    warp = jax.tree.map(jnp.asarray, warp)
+    size, mask, behind = SHAPES.capacity, network.config.diffusion.mask_token_id, len(text) - 1
+    canvas = jnp.asarray([*text, *[mask] * (size - len(text))])
+    hidden = _forward(network, canvas, np.arange(size), np.asarray(masks.block_causal(size, 4)))
+    logits = network.unembed(hidden.features[behind + np.arange(method.block)])
+    logits = logits.at[:, mask].set(-jnp.inf)
+    if own is None:
+        tokens = jax.lax.top_k(logits, method.max_branch)[1]
+        choices = Choices(tokens.astype(jnp.int32), logits)
+    else:
+        laws = jax.nn.log_softmax(warp_logits(logits, method._warp(warp)))
+        tokens = jax.vmap(inverse_cdf)(jnp.exp(laws), jnp.asarray(own))[:, None]
+        choices = Choices(tokens, laws)
+    proposal = method.offer(choices, jnp.int32(text[-1]), drawn=own is not None)
+    tree = jax.tree.map(np.asarray, proposal.tree)
+    every = jnp.asarray([*text[:-1], *[0] * (size - behind), *proposal.tokens.tolist()])
+    positions = np.concatenate([np.arange(size), behind + tree.depths])
+    seen = np.tri(len(every), dtype=bool)
+    seen[size:, behind:size], seen[size:, size:] = False, tree.ancestors
+    states = _forward(model.network, every, positions, seen)
+    target = warp_logits(model.network.unembed(states.features[size:]), warp)
+    verdict = verify(jnp.asarray(uniforms), proposal, target)
+    path = np.asarray(verdict.path)[1 : int(verdict.num_emitted)]
+    return [*np.asarray(proposal.tokens)[path].tolist(), int(verdict.next_token)]
 
 
 def test_a_file_that_verifies_too_few_decodes_plainly_at_a_temperature(model, tmp_path):
@@ -158,9 +278,8 @@ def test_what_no_file_drafts_is_refused(model, tmp_path):
 
     refused(Deer(3), "sees both sides", block=None)
     refused(Deer(3, steps=2), "without steps")
-    refused(Deer(3, adaptive=AdaptiveBlock()), "without adaptive")
     refused(Deer(3, sep_token_id=1), 'without sep_token_id.*sep=""')
-    refused(Deer(3, temperature=0.5), "without temperature")
+    refused(Deer(3, ((0,), (1,)), temperature=0.5), "without temperature")
     causal = Network(init_params(CONFIG, jax.random.key(0)), CONFIG)
     with pytest.raises(ValueError, match="needs a diffusion model"):
         export(model, tmp_path, LoadedDrafter(Deer(3), causal), SHAPES)
@@ -171,4 +290,6 @@ def test_a_check_on_the_gpu_calls_draft_block(exported):
     assert file.manifest.sizes("draft") == ()
     loops = every_loop(file.manifest, 8, ())
     assert "draft_block, verify, commit" in loops
-    assert ("draft_block, step_block" in loops) == bool(file.manifest.sizes("step_block"))
+    has_steps = bool(file.manifest.sizes("step_block"))
+    assert ("draft_block, step_block" in loops) == has_steps
+    assert ("draft_block, step_block_sampled" in loops) == has_steps

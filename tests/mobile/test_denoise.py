@@ -8,6 +8,7 @@ import pytest
 from jaxspec import DenoiseConfig, SelfSpeculation, denoise
 from jaxspec.drafters import PromptLookup
 from tests.diffusion.networks import BLOCK, MASK, tiny_model
+from tests.mobile.models import fill_buffers
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
@@ -46,6 +47,7 @@ def exported(model, tmp_path_factory):
 def test_the_same_tokens_as_jax(model, exported, num_drafts):
     for prompt in PROMPTS:
         (stepwise,) = denoise(model, prompt, CONFIG)
+        fill_buffers(exported, np.nan)
         found = fill_in(exported, prompt, NUM_NEW, (), num_drafts)
         assert found.tokens.tolist() == stepwise.tokens.tolist()
         assert found.finish_reason == "length"

@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +16,21 @@ from jaxspec.compilation import CompileClock
 from jaxspec.core import masks
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import tree_from_paths
-from jaxspec.core.types import KVCache, Warp
-from jaxspec.drafters import DraftModel, Eagle, Eagle2, PromptLookup
+from jaxspec.core.types import KVCache, Params, Warp
+from jaxspec.drafters import AdaptiveExit, DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.models import Eagle3Head, init_eagle3_params
 from tests.measure.models import tiny_model
-from tests.mobile.models import CONFIG, successor_model
+from tests.mobile.models import CONFIG, fill_buffers, half_of, successor_model
 from tests.models.families import tiny
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
 from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
+from jaxspec.mobile.checks import every_loop
 from jaxspec.mobile.convert import lower, to_flatbuffer
-from jaxspec.mobile.drafts import DynamicDraft, LookupDraft, TreeDraft
+from jaxspec.mobile.drafts import DynamicDraft, ExitDraft, LookupDraft, TreeDraft
 from jaxspec.mobile.loops import (
     HostAcceptance,
     Plain,
@@ -83,6 +85,20 @@ def test_steps_give_the_same_tokens(exported, expected):
         assert decoded.tokens.tolist() == tokens
         counts.update(decoded.counts)
     assert counts == {1, 2, 3, 4}  # from nothing accepted to the whole depth
+
+
+@pytest.mark.parametrize("value", [np.nan, 1e30, -np.inf])
+def test_new_buffers_may_hold_anything(path, expected, value):
+    """Every signature of the file, in every way to decode with it."""
+    known = [[*prompt, *text] for prompt, text in zip(PROMPTS, expected, strict=True)]
+    ways = every_loop(read_manifest(path), NUM_NEW, known)
+    assert len(ways) > 4
+    for name, way in ways.items():
+        file = MobileModel(path, num_threads=1)
+        fill_buffers(file, value)
+        decoded = way(file, PROMPTS[0])
+        assert decoded.tokens.tolist() == expected[0], name
+        assert name == "decode" or max(decoded.counts) > 1, name
 
 
 DRAFTS = {
@@ -357,6 +373,119 @@ def test_layers_skipped_give_the_same_tokens(pair, expected, tmp_path):
     assert max(count for each in decoded for count in each.counts) > 1
 
 
+EXITS = {
+    "constant": LayerSkip(skips_of(2, [1], [0]), 4, threshold=0.3, adaptive=None),
+    "paper": LayerSkip(skips_of(2, [1], [0]), 4, 0.3, AdaptiveExit(0.6, step=0.2)),
+    "released": LayerSkip(
+        skips_of(2, [0, 1], [1]), 3, 0.3, AdaptiveExit(0.5, step=0.2, rule="released")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_drafts_end_where_those_of_jax_end(name, pair, expected, tmp_path):
+    """Ended by the host and in the graph: as many tokens in every round, and as many drafted."""
+    drafter = EXITS[name]
+    manifest = export(pair[0], tmp_path, drafter, SHAPES)
+    assert manifest.sizes("verify") == drafter.widths
+    assert manifest.drafter["threshold"] == drafter.threshold
+    file = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    fill_buffers(file, np.nan)
+    drafted, lengths = [], set()
+
+    class Recorded(ExitDraft):
+        def __call__(self, text, recent):
+            proposal = super().__call__(text, recent)
+            drafted.append(int(proposal.valid.sum()) - 1)
+            return proposal
+
+    def by_host(model, acceptance):
+        return Verified(model, Recorded(model), acceptance)
+
+    for prompt, text in zip(PROMPTS, expected, strict=True):
+        # The file's first token comes with the prompt, and JAX cuts its last rounds.
+        config = GenerationConfig(max_new_tokens=NUM_NEW - 1, stop_token_ids=())
+        (row,) = generate(pair[0], [*prompt, text[0]], config, drafter, return_trace=True)
+        rounds = [1, *(len(step.emitted) for step in row.trace)]
+        for loop in (by_host, partial(Steps, signature="step_exit")):
+            decoded = file.generate(prompt, NUM_NEW, (), loop)
+            assert decoded.tokens.tolist() == text
+            assert list(decoded.counts[:-1]) == rounds[:-1]
+        whole = file.generate(prompt, NUM_NEW, ())
+        assert whole.tokens.tolist() == text
+        assert len(whole.counts) <= len(rounds)
+        theirs = [int(step.valid.sum()) - 1 for step in row.trace]
+        before_the_end = [n for n, left in zip(theirs, _left(rounds), strict=True) if left > 5]
+        assert drafted[: len(before_the_end)] == before_the_end
+        lengths.update(before_the_end)
+        drafted.clear()
+    assert len(lengths) > 1
+
+
+def _left(rounds):
+    """Tokens that may be emitted before each round but the first."""
+    return [NUM_NEW - sum(rounds[:at]) for at in range(1, len(rounds))]
+
+
+REPEATING = [*[5, 6, 7, 8, 9] * 2, 5, 6]
+OWN_STEPS = {
+    "draft model": lambda model: DraftModel.of(half_of(model), 3),
+    "draft model, tree": lambda model: DraftModel.of(half_of(model), paths=PATHS),
+    "lookup": lambda model: PromptLookup(3),
+    "lookup, recent": lambda model: PromptLookup(2, max_ngram=3, match="recent"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_STEPS)
+def test_steps_of_other_drafters_are_those_of_jax(name, pair, tmp_path):
+    """Token by token and round by round, whatever new buffers hold; also verified by the host."""
+    drafter = OWN_STEPS[name](pair[0])
+    manifest = export(pair[0], tmp_path, drafter, SHAPES)
+    has_draft = name.startswith("draft")
+    assert ("draft" in manifest.signatures) == has_draft
+    file = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    fill_buffers(file, np.nan)
+    counts = []
+    for prompt in (*PROMPTS, REPEATING):
+        text = file.generate(prompt, NUM_NEW, (), Plain).tokens.tolist()
+        (plain,) = generate(pair[0], prompt, replace(GREEDY, stop_token_ids=()))
+        assert text == plain.tokens.tolist()
+        config = GenerationConfig(max_new_tokens=NUM_NEW - 1, stop_token_ids=())
+        (row,) = generate(pair[0], [*prompt, text[0]], config, drafter, return_trace=True)
+        rounds = [1, *(len(step.emitted) for step in row.trace)]
+        ways = {"step": Steps, **({"verify": verify_drafts} if has_draft else {})}
+        for loop in ways.values():
+            decoded = file.generate(prompt, NUM_NEW, (), loop)
+            assert decoded.tokens.tolist() == text
+            assert list(decoded.counts[:-1]) == rounds[:-1]
+        warp = Warp(temperature=np.float32(1), top_k=np.int32(1))  # one outcome
+        assert file.generate(prompt, NUM_NEW, (), Steps, warp).tokens.tolist() == text
+        counts += rounds
+    assert max(counts) > 2
+
+
+def test_a_chat_goes_on_with_a_draft_model(pair, tmp_path):
+    export(pair[0], tmp_path, DraftModel.of(half_of(pair[0]), 3), SHAPES)
+    reads = Reads(tmp_path / "model.tflite")
+    decoded = reads.generate(PROMPTS[0], 20)
+    longer = [*PROMPTS[0], *decoded.tokens.tolist(), 5, 6]
+    reads.count = 0
+    again = reads.generate(longer, 10)
+    assert reads.count <= 2 + 1 + 4
+    fresh = MobileModel(tmp_path / "model.tflite", num_threads=1).generate(longer, 10)
+    assert (again.tokens.tolist(), again.counts) == (fresh.tokens.tolist(), fresh.counts)
+
+
+def test_draft_models_that_no_file_holds_are_refused(pair, tmp_path):
+    small = half_of(pair[0])
+    short = replace(small.network, config=small.config.replace(max_positions=32))
+    with pytest.raises(ValueError, match="capacity must be at most the draft model's 32 positions"):
+        export(pair[0], tmp_path, DraftModel.of(Model(short), 2), SHAPES)
+    sparse = Model(tiny("qwen3_moe"))
+    with pytest.raises(ValueError, match="drafter: mixtures of experts cannot be exported"):
+        export(pair[0], tmp_path, DraftModel.of(sparse, 2), SHAPES)
+
+
 @pytest.mark.parametrize("bundle", ["cpu", "gpu"])
 def test_recycled_tokens_are_those_of_jax(bundle, pair, expected, tmp_path):
     """Token by token and step by step; a second text begins with an empty table."""
@@ -365,6 +494,7 @@ def test_recycled_tokens_are_those_of_jax(bundle, pair, expected, tmp_path):
     assert manifest.sizes("verify") == ()
     assert "draft" not in manifest.signatures
     recycling = MobileModel(tmp_path / "model.tflite", num_threads=1)
+    fill_buffers(recycling, np.nan)
     for prompt, text in zip(PROMPTS, expected, strict=True):
         decoded = recycling.generate(prompt, NUM_NEW, ())
         assert decoded.tokens.tolist() == text
@@ -442,8 +572,8 @@ def test_mistakes_are_named(pair, exported, path, tmp_path):
         export(pair[0], tmp_path, config=replace(SHAPES, capacity=1000))
     with pytest.raises(ValueError, match="baked in"):
         export(pair[0], tmp_path, LayerSkip(), SHAPES)
-    with pytest.raises(ValueError, match="DraftModel cannot be exported"):
-        export(pair[0], tmp_path, DraftModel.of(pair[0]), SHAPES)
+    with pytest.raises(ValueError, match="Eagle2 cannot be exported"):
+        export(pair[0], tmp_path, Eagle2.of(pair[1]), SHAPES)
     with pytest.raises(ValueError, match="sizes must be in"):
         ExportConfig(capacity=8, prefill=(9,))
     assert not list(tmp_path.iterdir())
@@ -461,10 +591,12 @@ def test_lookup_gets_a_pass_of_its_size(pair):
     from jaxspec.mobile.records import Target
 
     target = Target(pair[0].config, CAPACITY, 48)
-    functions, paths = _signatures(target, LoadedDrafter(PromptLookup(4), ()), SHAPES)
-    assert "verify_5" in functions
-    assert "commit_5" in functions
-    assert paths == ()
+    functions, paths = _signatures(target, LoadedDrafter(PromptLookup(2), ()), SHAPES)
+    assert {"step", "step_sampled", "verify_3", "commit_3"} < set(functions)
+    assert paths == ((0,), (0, 0))
+    few = replace(SHAPES, bundle="gpu")
+    functions, _ = _signatures(target, LoadedDrafter(PromptLookup(2), ()), few)
+    assert set(functions) == {"prefill_8", "decode", "step"}
 
 
 DENSE = ["mistral", "gemma2", "gemma3", "qwen2", "qwen3", "phi3", "olmo2", "smollm3", "granite"]

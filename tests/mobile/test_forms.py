@@ -11,6 +11,7 @@ from jaxspec.core.forms import exchangeable, exchanged
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.types import KVCache, LayerKV
 from jaxspec.drafters.growth import lookup_ids
+from jaxspec.drafters.lookup import place_of_match, tokens_from
 from jaxspec.mobile.forms import litert_forms
 from jaxspec.models import Llama3Scaling, Rope, lookup_rows
 from jaxspec.models.attention import Segment, attend
@@ -49,10 +50,15 @@ def _cases():
         jnp.asarray(draws.normal(size=(2, 3, 5)), jnp.float32),
         jnp.asarray(draws.normal(size=(2, 5, 3)), jnp.float32),
     )
+    text = jnp.array([4, 1, 2, 4, 1, 2, 4, 1, 2, 4, 1, 2])
     rope = Rope(5000.0, 0.5, Llama3Scaling(4.0, 1.0, 4.0, 16))
     return {
         "argmax_rows": lambda: argmax_rows(ties),
         "lookup_ids": lambda: lookup_ids(jnp.array([5, 7, 90_000_001]), jnp.array([2, 0])),
+        "place_of_match, none": lambda: place_of_match(text, jnp.int32(3), 2, False),
+        "place_of_match, first": lambda: place_of_match(text, jnp.int32(9), 3, False),
+        "place_of_match, recent": lambda: place_of_match(text, jnp.int32(9), 3, True),
+        "tokens_from": lambda: tokens_from(text, jnp.int32(9), jnp.int32(7), 4),
         "lookup_rows": lambda: lookup_rows(floats, jnp.array([4, 0, 0])),
         "multiply": lambda: multiply(floats[:, :5], floats),
         "rotations": lambda: rotations(rope, 8, 64, jnp.array([0, 3, CAPACITY - 1])),

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxspec import LayerSkip, TokenRecycling, load
+from jaxspec import DraftModel, LayerSkip, PromptLookup, TokenRecycling, load
 from jaxspec.checkpoint import load_eagle, shipped_folders
 from jaxspec.drafters import Deer, Eagle, LoadedDrafter
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.measure.comparison import Divergence
 from tests.laws.drafters import diffuser
-from tests.mobile.models import successor_model
+from tests.mobile.models import half_of, successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
@@ -63,11 +63,16 @@ def test_eagle_steps_run_whole_and_right(tmp_path, quantization):
 
 @needs_gpu
 @pytest.mark.slow
-def test_layers_skipped_run_whole_and_right(tmp_path):
+@pytest.mark.parametrize("bundle", ["cpu", "gpu"])
+def test_layers_skipped_run_whole_and_right(tmp_path, bundle):
+    """The larger bundle with drafts that end early, on the host and in the graph."""
     model, _ = successor_model()
-    drafter = LayerSkip(skips_of(2, attention=[1], mlp=[0]), 3)
-    export(model, tmp_path, drafter, replace(SHAPES, bundle="gpu"))
-    assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
+    drafter = LayerSkip(skips_of(2, attention=[1], mlp=[0]), 3, threshold=0.3)
+    export(model, tmp_path, drafter, replace(SHAPES, bundle=bundle))
+    checked = check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000)
+    assert checked.problems == ()
+    names = {loop.name for loop in checked.loops}
+    assert ({"step_exit", "draft_1, verify, commit"} <= names) == (bundle == "cpu")
 
 
 @needs_gpu
@@ -77,6 +82,21 @@ def test_tokens_recycled_run_whole_and_right(tmp_path):
     drafter = TokenRecycling(((0,), (1,), (0, 0), (0, 0, 0)))
     export(model, tmp_path, drafter, replace(SHAPES, bundle="gpu"))
     assert check_gpu(tmp_path / "model.tflite", PROMPTS[:2], timeout=3000).problems == ()
+
+
+@needs_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("bundle", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", ["draft model", "lookup"])
+def test_other_steps_run_whole_and_right(tmp_path, name, bundle):
+    model, _ = successor_model()
+    drafter = PromptLookup(3) if name == "lookup" else DraftModel.of(half_of(model), paths=PATHS)
+    export(model, tmp_path, drafter, replace(SHAPES, bundle=bundle))
+    prompts = [PROMPTS[0], [5, 6, 7, 8, 9] * 2]
+    checked = check_gpu(tmp_path / "model.tflite", prompts, timeout=3000)
+    assert checked.problems == ()
+    (steps,) = [loop for loop in checked.loops if loop.name == "step"]
+    assert max(steps.counts) > 1
 
 
 @needs_gpu

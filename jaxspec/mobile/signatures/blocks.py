@@ -1,5 +1,7 @@
 """Drafts of whole blocks by a diffusion model that is causal over blocks, and steps over them."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,13 +10,16 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec.core.sampling import argmax_rows
-from jaxspec.core.types import Params
+from jaxspec.core.types import Params, Tree
 from jaxspec.drafters import Deer
+from jaxspec.mobile.acceptance import Accepted, accept_drawn, draw_rows
 from jaxspec.mobile.records import (
     Record,
     Shapes,
     Signature,
     Target,
+    cleared,
+    floats,
     ints,
     kv_inputs,
     make_signature,
@@ -22,7 +27,14 @@ from jaxspec.mobile.records import (
     read_cache,
     write_kv,
 )
-from jaxspec.mobile.signatures.steps import greedy, verify_and_commit
+from jaxspec.mobile.signatures.steps import (
+    Accept,
+    greedy,
+    sampled,
+    sampling_inputs,
+    verify_and_commit,
+    warped,
+)
 from jaxspec.models import Network, lookup_rows
 
 
@@ -31,7 +43,7 @@ class BlockDrafting:
 
     The host chooses the window that a pass reads and the rows that count, see
     `drafts.BlockWindows`. `tree` is the static tree that whole steps verify; `None`: the host makes
-    one for every round.
+    one for every round, or chooses the length of every draft.
 
     Raises:
         ValueError: the drafter does what a file cannot.
@@ -49,9 +61,8 @@ class BlockDrafting:
         unsupported = {
             "steps": drafter.steps > 1,
             "sep_token_id": drafter.sep_token_id is not None,
-            "adaptive": drafter.adaptive is not None,
             "cache": drafter.cache not in (None, "blocks"),
-            "temperature": bool(drafter.temperature),
+            "temperature": bool(drafter.temperature) and not drafter.is_chain,
         }
         if given := [name for name, found in unsupported.items() if found]:
             raise ValueError(
@@ -59,10 +70,14 @@ class BlockDrafting:
                 f'{", ".join(given)}; leave that out (sep="" where config.json names one).'
             )
         self.config, self.block, self.mask = network.config, drafter.block, diffusion.mask_token_id
-        self.sizes = drafter.window_sizes(diffusion.block)
-        self.tree, self.levels = drafter.tree, drafter.depth + 1
+        # A host reads what has gathered in several windows.
+        self.sizes = replace(drafter, adaptive=None).window_sizes(diffusion.block)
+        self.tree = drafter.tree if drafter.adaptive is None else None
+        self.levels = drafter.depth + 1
         # One more than is drafted: the host leaves the mask out, if it is among them.
         self.count = drafter.max_branch + 1
+        self.draws = drafter.is_chain and drafter.temperature != 0
+        self.temperature = drafter.temperature
 
     def signature(self, target: Target, size: int) -> Signature:
         """Makes `draft_block_N`: reads a window of N tokens, returns each position's likeliest.
@@ -84,29 +99,75 @@ class BlockDrafting:
 
         Inputs: also `pending` and `length` of the target, as for `step`.
         """
+        step = partial(self._step, target, size, greedy)
+        return make_signature(target, step, self._step_inputs(target, size))
+
+    def sampled_step_signature(self, target: Target, size: int) -> Signature:
+        """Makes `step_block_sampled_N`: the same at a temperature.
+
+        Of a chain the drafts are drawn too, by the further input `draft_uniforms`, one for each
+        position, unless the drafter's own temperature is 0. Trees hold the likeliest tokens.
+        """
         tree = self.tree
         assert tree is not None
+        inputs = self._step_inputs(target, size) | sampling_inputs(tree)
+        step = partial(sampled, partial(self._step, target, size))
+        if self.draws:
+            inputs["draft_uniforms"] = floats(1, self.block)
+            step = partial(self._drawn_step, target, size)
+        return make_signature(target, step, inputs)
 
-        def step(params: Params, inputs: Record) -> Record:
-            logits, written = self._read(target, size, params, inputs)
-            if self.mask < target.num_tokens:
-                never = np.zeros(target.num_tokens, np.float32)
-                never[self.mask] = -1e9
-                logits = logits + never[None]
-            branch = tree.children.shape[1]
-            best = argmax_rows(logits)[:, None]
-            if branch > 1:
-                best = jax.lax.top_k(logits, branch)[1]
-            nodes = zip(tree.depths[1:], tree.ranks[1:], strict=True)
-            drafted = [best[depth - 1, rank : rank + 1] for depth, rank in nodes]
-            tokens = jnp.concatenate([inputs["pending"], *drafted])
-            *_, outputs = verify_and_commit(
-                params.target, target, tree, tokens, inputs, (), greedy, self.levels
-            )
-            return outputs | outgoing(written)
+    def _step(
+        self, target: Target, size: int, accept: Accept, params: Params, inputs: Record
+    ) -> Record:
+        tree = self.tree
+        assert tree is not None
+        logits, written = self._laws(target, size, params, inputs)
+        branch = tree.children.shape[1]
+        best = argmax_rows(logits)[:, None]
+        if branch > 1:
+            best = jax.lax.top_k(logits, branch)[1]
+        nodes = zip(tree.depths[1:], tree.ranks[1:], strict=True)
+        drafted = [best[depth - 1, rank : rank + 1] for depth, rank in nodes]
+        tokens = jnp.concatenate([inputs["pending"], *drafted])
+        *_, outputs = verify_and_commit(
+            params.target, target, tree, tokens, inputs, (), accept, self.levels
+        )
+        return outputs | outgoing(written)
 
+    def _drawn_step(self, target: Target, size: int, params: Params, inputs: Record) -> Record:
+        assert self.tree is not None, "a chain"
+        logits, written = self._laws(target, size, params, inputs)
+        temperature, top_k = inputs["temperature"], inputs["top_k"]
+        own = temperature if self.temperature is None else jnp.full(1, self.temperature)
+        laws = warped(logits, own, top_k)
+        drafted = draw_rows(laws, inputs["draft_uniforms"][0])
+        tokens = jnp.concatenate([inputs["pending"], drafted])
+
+        def accept(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
+            del tree, levels  # those of the chain
+            probs = warped(logits, temperature, top_k)
+            return accept_drawn(tokens, inputs["uniforms"][0], probs, laws)
+
+        *_, outputs = verify_and_commit(
+            params.target, target, self.tree, tokens, inputs, (), accept, self.levels
+        )
+        return outputs | outgoing(written)
+
+    def _step_inputs(self, target: Target, size: int) -> Shapes:
         inputs = {"pending": ints(1), "length": ints(1), **kv_inputs(target)}
-        return make_signature(target, step, inputs | self._inputs(target, size))
+        return inputs | self._inputs(target, size)
+
+    def _laws(
+        self, target: Target, size: int, params: Params, inputs: Record
+    ) -> tuple[Array, Record]:
+        """Returns the logits of each position without the mask, and the drafter's new cache."""
+        logits, written = self._read(target, size, params, inputs)
+        if self.mask < target.num_tokens:
+            never = np.zeros(target.num_tokens, np.float32)
+            never[self.mask] = -1e9
+            logits = logits + never[None]
+        return logits, written
 
     def _inputs(self, target: Target, size: int) -> Shapes:
         own = target._replace(config=self.config, capacity=target.capacity + self.sizes[-1])
@@ -123,6 +184,7 @@ class BlockDrafting:
     ) -> tuple[Array, Record]:
         """Returns the logits of each position of a draft, and the drafter's new cache."""
         start, network = inputs["start"][0], params.draft
+        inputs = cleared(inputs, "block", start)
         hidden = network.forward(
             inputs["window"][0],
             start + np.arange(size, dtype=np.int32),

@@ -26,6 +26,7 @@ from jaxspec.mobile.records import (
     Record,
     Signature,
     Target,
+    cleared,
     floats,
     ints,
     kv_inputs,
@@ -111,6 +112,7 @@ def prefill_blocks_signature(canvases: Canvases, size: int) -> Signature:
 
     def prefill(params: Params, inputs: Record) -> Record:
         length = inputs["length"][0]
+        inputs = cleared(inputs, "kv", length)
         with jax.ensure_compile_time_eval():
             seen = masks.block_causal(size, canvases.block)
         hidden = params.target.forward(
@@ -203,6 +205,11 @@ def _read_blocks(
     """Reads the windows side by side, behind the cache of finished blocks."""
     target, block, width = canvases.target, canvases.block, blocks * canvases.block
     network, rows, length = params.target, tokens.shape[2], inputs["length"][0]
+    # No prompt is cached where it is shorter than a block, so nothing was cleared before.
+    inputs = cleared(inputs, "kv", length)
+    if canvases.diffusion.shift:
+        begun = jnp.greater(inputs["length"], 0).reshape(1, 1)
+        inputs["edge"] = jnp.where(begun, inputs["edge"], 0.0)
     row, position = np.divmod(np.arange(rows * width, dtype=np.int32), width)
     place = position // block
     own = (row[:, None] == row[None]) & (place[:, None] >= place[None])

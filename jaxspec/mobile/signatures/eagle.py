@@ -17,6 +17,7 @@ from jaxspec.mobile.records import (
     Shapes,
     Signature,
     Target,
+    cleared,
     floats,
     ints,
     kv_inputs,
@@ -81,6 +82,7 @@ class EagleStep:
         """
         length, prompt = inputs["length"][0], inputs["prompt"][0]
         head, read, size = params.draft, self.read(hidden), inputs["prompt"].shape[1]
+        inputs = cleared(inputs, "head", length)
         pairs = head.forward(
             params.target.embed(jnp.concatenate([prompt[1:], inputs["following"]])),
             head.states_of(read, read),
@@ -149,6 +151,7 @@ class EagleStep:
 
         def draft(params: Params, inputs: Record) -> Record:
             length, head = inputs["length"][0], params.draft
+            inputs = cleared(inputs, "scratch", inputs["drafted"])
             scratch = read_cache(inputs, "scratch", 1, length).layers
             hidden = head.forward(
                 params.target.embed(inputs["tokens"][0]),

@@ -5,10 +5,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxspec.core.sampling import likeliest_tokens
-from jaxspec.core.types import Hidden, Params, Tree, Warp
+from jaxspec.core.types import Hidden, Params, Warp
 from jaxspec.drafters import TokenRecycling
 from jaxspec.drafters.recycling import filled, learned
-from jaxspec.mobile.acceptance import Accepted
 from jaxspec.mobile.records import (
     Record,
     Shapes,
@@ -19,7 +18,7 @@ from jaxspec.mobile.records import (
     outgoing,
     unembed_rows,
 )
-from jaxspec.mobile.signatures.steps import Accept, WholeStep, verify_and_commit
+from jaxspec.mobile.signatures.steps import Accept, WholeStep, accepts, verify_and_commit
 
 
 class RecyclingStep(WholeStep):
@@ -49,8 +48,8 @@ class RecyclingStep(WholeStep):
         places = np.arange(len(tokens), dtype=np.int32).reshape(1, 1, 1, -1)
         known = jnp.less(places, inputs["count"].reshape(1, 1, 1, 1)).reshape(-1)
         logits = unembed_rows(params.target, target, hidden.features)
-        continued = jnp.greater(inputs["length"], 0).astype(jnp.float32)
-        before = {"table": inputs["table"] * continued.reshape(1, 1, 1)}
+        continued = jnp.greater(inputs["length"], 0).reshape(1, 1, 1)
+        before = {"table": jnp.where(continued, inputs["table"], 0.0)}
         return outgoing(self._learned(before, tokens, logits, known))
 
     def _inputs(self, target: Target) -> Shapes:
@@ -59,14 +58,9 @@ class RecyclingStep(WholeStep):
 
     def _step(self, target: Target, accept: Accept, params: Params, inputs: Record) -> Record:
         drafted = filled(self.tree, inputs["table"][0], inputs["pending"])
-        tokens = jnp.maximum(drafted, 0)
-
-        def accept_drafted(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
-            del tokens  # where nothing was drafted, they may be what the target chooses
-            return accept(tree, drafted, logits, levels)
-
+        tokens, accept = jnp.maximum(drafted, 0), accepts(accept, drafted)
         verified = verify_and_commit(
-            params.target, target, self.tree, tokens, inputs, (), accept_drafted, self.levels
+            params.target, target, self.tree, tokens, inputs, (), accept, self.levels
         )
         state = self._learned(inputs, tokens, verified.logits, drafted >= 0)
         return verified.outputs | outgoing(state)

@@ -40,6 +40,19 @@ def greedy(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
     return accept_greedy(tree, tokens, argmax_rows(logits), levels)
 
 
+def accepts(accept: Accept, drafted: Array) -> Accept:
+    """Returns an acceptance for nodes that may hold no draft, where `drafted` is -1.
+
+    The tokens that the target reads there may be what it chooses, and are not accepted.
+    """
+
+    def accept_drafted(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
+        del tokens
+        return accept(tree, drafted, logits, levels)
+
+    return accept_drafted
+
+
 def sampling_inputs(tree: Tree) -> Shapes:
     """Returns the further inputs of `step_sampled`: `top_k` is in 1..`LARGEST_TOP_K`, 0 is off."""
     return {
@@ -55,13 +68,13 @@ def sampled(
     """Runs a step whose acceptance draws by the uniforms among its inputs."""
 
     def accept(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
-        probs = _warped(logits, inputs["temperature"], inputs["top_k"])
+        probs = warped(logits, inputs["temperature"], inputs["top_k"])
         return accept_sampled(tree, tokens, inputs["uniforms"][0], probs, levels)
 
     return step(accept, params, inputs)
 
 
-def _warped(logits: Array, temperature: Array, top_k: Array) -> Array:
+def warped(logits: Array, temperature: Array, top_k: Array) -> Array:
     """Returns the distribution of `core.sampling.warp_logits` for these two settings."""
     most = min(LARGEST_TOP_K, logits.shape[1])
     best, ids = jax.lax.top_k(logits, most)

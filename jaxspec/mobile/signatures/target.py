@@ -16,6 +16,7 @@ from jaxspec.mobile.records import (
     Shapes,
     Signature,
     Target,
+    cleared,
     floats,
     ints,
     kv_inputs,
@@ -72,12 +73,14 @@ class FillsPrompts(Protocol):
 def prefill_signature(target: Target, size: int, drafting: FillsPrompts | None = None) -> Signature:
     """Makes `prefill_N`, which reads `count` <= `size` tokens of a prompt behind the cached ones.
 
-    Padding follows them; it is written and later overwritten. `logits` and `o_pending` belong to
-    the last token.
+    Padding follows them; it is written and later overwritten. The caches behind them come out as
+    zeros, so that a host need not empty its buffers. `logits` and `o_pending` belong to the last
+    token.
     """
 
     def prefill(params: Params, inputs: Record) -> Record:
         length, prompt, last = inputs["length"][0], inputs["prompt"][0], inputs["count"] - 1
+        inputs = cleared(inputs, "kv", length)
         cache = read_cache(inputs, "kv", target.config.num_layers, length)
         positions = length + np.arange(size, dtype=np.int32)
         taps = () if drafting is None else drafting.taps
