@@ -41,15 +41,15 @@ class Timing(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class PublishedRun(Checked):
-    """One row of a published table, as it was printed.
+class TableRow(Checked):
+    """One row of a table of speeds, as it was published or is predicted.
 
     Attributes:
         nodes: draft tokens, the root EXCLUDED.
         draft_seconds: seconds of all draft passes of a step.
         target_seconds: seconds of the target pass of a step.
         tau: tokens per target pass, bonus INCLUDED.
-        tokens_per_second: the reported speed, with all other costs of a step.
+        tokens_per_second: the speed; a published one is with all other costs of a step.
 
     Raises:
         ValueError: a number is out of range; the message names it.
@@ -103,7 +103,7 @@ class LatencyProfile(Checked):
     dtype: str = ""
     quantization: str = "none"
     source: str = ""
-    published: tuple[PublishedRun, ...] = ()
+    published: tuple[TableRow, ...] = ()
     one_pass: bool = False
 
     def __post_init__(self):
@@ -266,7 +266,7 @@ def profile_from_dict(entry: dict[str, Any], where: str) -> LatencyProfile:
     try:
         for field, unit in _UNITS.items():
             given[field] = records(field, entry.get(field, ()), Timing, {"size": unit})
-        given["published"] = records("published", entry.get("published", ()), PublishedRun)
+        given["published"] = records("published", entry.get("published", ()), TableRow)
         return LatencyProfile(**given)
     except ValueError as error:
         raise ValueError(f"profile {where}: {error}") from None
