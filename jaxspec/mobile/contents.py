@@ -39,6 +39,7 @@ from jaxspec.mobile.signatures.target import (
 from jaxspec.models import Diffusion, ModelConfig
 from jaxspec.models.storage import widened
 from jaxspec.tuning.measuring import with_tree
+from jaxspec.tuning.skip_costs import partial_sets
 
 BUNDLES = ("cpu", "gpu")
 _DRAFTS = (4,)
@@ -71,6 +72,8 @@ class ExportConfig(Checked):
         check_gpu_ops: refuse a file that a phone's GPU would refuse or compute wrongly.
         trees: with an EAGLE head, a `step_N` for each of these in place of one `step`, numbered
             from 1. They share their state, so a host may change trees within a text.
+        partial: without a drafter: the model drafts that many tokens with all its sub-layers
+            (`partial_whole`) and without some; latency kits time these functions. `None`: none.
 
     Raises:
         ValueError: naming the setting that is out of range.
@@ -90,6 +93,7 @@ class ExportConfig(Checked):
     block_length: Count | None = None
     check_gpu_ops: bool = dataclasses.field(default=True, metadata=_ANY_OPS)
     trees: tuple[tuple[RankPath, ...], ...] = ()
+    partial: Count | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -259,6 +263,8 @@ def _signatures(
         raise ValueError("levels: only an EAGLE head drafts level by level; leave it out.")
     if config.trees and drafting is None:
         raise ValueError("trees: only an EAGLE head drafts over several; leave it out.")
+    if config.partial is not None and not isinstance(drafter, NoDraft):
+        raise ValueError("partial: only a file without a drafter has partial passes; leave it out.")
     if config.trees:
         paths = ()
     elif for_host is not None and config.bundle == "cpu":
@@ -270,6 +276,10 @@ def _signatures(
         **{f"verify_{n}": verify_signature(target, n, drafting) for n in sizes},
         **{f"commit_{n}": commit_signature(target, n, drafting) for n in sizes},
     }
+    if config.partial is not None:
+        for name, skip in partial_sets(target.config.num_layers).items():
+            each = LayerSkipStep(LayerSkip(skip, config.partial, adaptive=None))
+            functions[f"partial_{name}"] = each.draft_signature(target)
     if blocks is not None:
         # A GPU holds the weights once for each; the largest serves every step.
         windows = blocks.sizes if config.bundle == "cpu" else blocks.sizes[-1:]

@@ -232,7 +232,6 @@ def test_mistakes_of_exports_are_one_line(capsys, folders, tmp_path, argv, said)
         (["report", "--prompts", "P", "--check-gpu"], "unrecognized arguments: --check-gpu"),
         (["report", "--prompts", "P", "--quantize", "int4"], "arguments: --quantize int4"),
         (["web", "--head", "H", "--acceptance", "A", "--prompts", "P"], "not allowed with"),
-        (["kit"], "arguments are required: --head"),
         (["web"], "arguments are required: --head"),
     ],
 )
