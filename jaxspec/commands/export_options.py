@@ -72,13 +72,14 @@ def add_export_arguments(
     Args:
         parser: the parser of a sub-verb.
         flags: flags of `_FLAGS`.
-        settings: fields of `ExportConfig`, besides the capacity and the sizes of prefill.
+        settings: fields of `ExportConfig`, besides the capacity, the sizes of prefill and the
+            texts of calibration.
         out: name of the folder in the help.
         required: a flag of `_FLAGS` that must be given.
     """
     add_model_arguments(parser)
     parser.add_argument("out", type=Path, metavar=out, help="folder to write into")
-    add_flags(parser, ExportConfig, ("capacity", "prefill", *settings))
+    add_flags(parser, ExportConfig, ("capacity", "prefill", "calibration", *settings))
     for flag in flags:
         parser.add_argument(flag, **_FLAGS[flag])
     if required is not None:

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares as the arguments say."""
-    config = export_config(args)
+    config = export_config(args, quantization="int4-calibrated")  # for which texts are read
     check_flags(args)
     model = load_model(args)
     if model.config.diffusion is not None:

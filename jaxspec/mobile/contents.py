@@ -45,6 +45,7 @@ BUNDLES = ("cpu", "gpu")
 _DRAFTS = (4,)
 # Metadata for the command line, as `jaxspec.commands.flags` reads it.
 _QUANTIZE = {"flag": "--quantize", "choices": tuple(QUANTIZATIONS)}
+_CALIBRATION = {"metavar": "FILE.jsonl"}
 _ANY_OPS = {
     "flag": "--any-ops",
     "action": "store_false",
@@ -74,6 +75,8 @@ class ExportConfig(Checked):
             from 1. They share their state, so a host may change trees within a text.
         partial: without a drafter: the model drafts that many tokens with all its sub-layers
             (`partial_whole`) and without some; latency kits time these functions. `None`: none.
+        calibration: file of prompts, never of the evaluation, that the model continues; calibrated
+            weights are rounded for these texts. `None`: it writes texts without a prompt.
 
     Raises:
         ValueError: naming the setting that is out of range.
@@ -94,6 +97,7 @@ class ExportConfig(Checked):
     check_gpu_ops: bool = dataclasses.field(default=True, metadata=_ANY_OPS)
     trees: tuple[tuple[RankPath, ...], ...] = ()
     partial: Count | None = None
+    calibration: str | None = dataclasses.field(default=None, metadata=_CALIBRATION)
 
     def __post_init__(self):
         super().__post_init__()
@@ -105,6 +109,12 @@ class ExportConfig(Checked):
         if not self.prefill:
             raise ValueError("prefill must name at least one size: a prompt has to be read.")
         check_quantization(self.quantization, on_gpu=self.bundle == "gpu")
+        weights = QUANTIZATIONS[self.quantization]
+        if self.calibration is not None and not (weights and weights.calibrated):
+            raise ValueError(
+                f"calibration: {self.quantization} reads no texts; take int4-calibrated, or leave "
+                "it out."
+            )
         for name in ("prefill", "verify", "levels"):
             for size in getattr(self, name):
                 if size > self.capacity:

@@ -15,6 +15,7 @@ from jax import export as jax_export
 
 from jaxspec.core.types import Params, PyTree
 from jaxspec.extras import needs_extra
+from jaxspec.mobile.calibration import Calibration
 from jaxspec.mobile.memory import estimate_phone_memory
 from jaxspec.mobile.records import Signature
 from jaxspec.mobile.weights import PREFIX, Leaf, put_weights
@@ -153,9 +154,10 @@ def to_tflite(
     params: Params,
     quantization: str,
     texts: Mapping[str, str],
+    calibration: Calibration | None = None,
 ) -> bytearray:
     """Makes one file of functions of `lower_all`, the weights that they read, and some texts."""
-    return put_weights(to_flatbuffer(lowered, texts), _leaves(params), quantization)
+    return put_weights(to_flatbuffer(lowered, texts), _leaves(params), quantization, calibration)
 
 
 def _shape_in_file(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -34,6 +34,7 @@ from jaxspec.drafters import DrafterLike, LayerSkip, NoDraft, loaded_drafter
 from jaxspec.extras import installed_version, needs_extra
 from jaxspec.mobile.contents import ExportConfig, check_model, in_one_dtype
 from jaxspec.mobile.convert import lower_all, to_tflite
+from jaxspec.mobile.export import calibrated
 from jaxspec.mobile.forms import litert_forms
 from jaxspec.mobile.records import (
     Record,
@@ -127,10 +128,12 @@ def export_litertlm(
         builder.add_llm_metadata(str(parts / "metadata.pb"))
         model.tokenizer.write(parts)
         builder.add_hf_tokenizer(str(parts / "tokenizer.json"))
+        calibration = calibrated(model, config)
         for name, signatures in sections.items():
             lowered = lower_all(signatures, params, config.quantization)
             path = parts / f"{name}.tflite"
-            path.write_bytes(to_tflite(lowered, params, config.quantization, {"section": name}))
+            texts = {"section": name}
+            path.write_bytes(to_tflite(lowered, params, config.quantization, texts, calibration))
             kind = lm.TfLiteModelType[name.upper()]
             # The runtime cannot run this drafter on a GPU; told so, it says it in a message.
             only = "cpu" if name == "mtp_drafter" else None

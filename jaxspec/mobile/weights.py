@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.extras import needs_extra
+from jaxspec.mobile.calibration import Calibration
 from jaxspec.mobile.quantize import QUANTIZATIONS, WeightFormat, quantize_rows
 
 PREFIX = "weight:"
@@ -70,7 +71,12 @@ _Places = dict[tuple[_View, WeightFormat | None], int]
 """Indices of the tensors of a graph that hold weights, by view and format."""
 
 
-def put_weights(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) -> bytearray:
+def put_weights(
+    flatbuffer: bytes,
+    leaves: Sequence[Leaf],
+    quantization: str,
+    calibration: Calibration | None = None,
+) -> bytearray:
     """Puts weights into a flatbuffer whose inputs `PREFIX...` stand for them.
 
     Products with them become FULLY_CONNECTED, products of one-hot rows EMBEDDING_LOOKUP.
@@ -79,22 +85,30 @@ def put_weights(flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str) ->
         flatbuffer: a `.tflite`.
         leaves: the weights.
         quantization: of the weights of products, one of `QUANTIZATIONS`.
+        calibration: weights that were rounded before; `None`: all are rounded here.
 
     Raises:
         ValueError: the extra `mobile` is not installed, blocks do not divide a width, or the file
             would exceed 2 GiB.
     """
-    return _Filler(flatbuffer, leaves, quantization).filled()
+    return _Filler(flatbuffer, leaves, quantization, calibration).filled()
 
 
 class _Filler:
-    def __init__(self, flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str):
+    def __init__(
+        self,
+        flatbuffer: bytes,
+        leaves: Sequence[Leaf],
+        quantization: str,
+        calibration: Calibration | None,
+    ):
         with needs_extra("Exporting", "mobile"):
             from ai_edge_litert import schema_py_generated as schema
             from ai_edge_litert.tools import flatbuffer_utils
         self._schema: Any = schema
         self._model: Any = flatbuffer_utils.read_model_from_bytearray(bytearray(flatbuffer))
         self._leaves, self._quantization = leaves, quantization
+        self._calibration = calibration or Calibration({}, frozenset())
         self._format = QUANTIZATIONS[quantization]
         self._stored: dict[tuple[_View, WeightFormat | None], _Stored] = {}
         self._codes = vars(schema.BuiltinOperator)
@@ -151,7 +165,8 @@ class _Filler:
             if name == "BATCH_MATMUL" and inputs[1] in views and inputs[0] not in views:
                 self._to_weights(graph, op, makers.get(inputs[0]), views[inputs[1]], tensors)
             elif name == "FULLY_CONNECTED" and inputs[1] in views and inputs[0] not in views:
-                inputs[1] = self._tensor(graph, views[inputs[1]], self._format, tensors)
+                form = self._format_of(views[inputs[1]])
+                inputs[1] = self._tensor(graph, views[inputs[1]], form, tensors)
                 op.inputs = inputs
             elif any(index in views for index in inputs):
                 op.inputs = [
@@ -197,12 +212,17 @@ class _Filler:
             op.builtinOptionsType, op.builtinOptions = 0, None
         else:
             turned = view if options.adjY else view.turned((1, 0))
-            op.inputs = [rows, self._tensor(graph, turned, self._format, tensors), -1]
+            op.inputs = [rows, self._tensor(graph, turned, self._format_of(turned), tensors), -1]
             op.opcodeIndex = self._code("FULLY_CONNECTED")
             op.builtinOptions = self._schema.FullyConnectedOptionsT()
             op.builtinOptions.keepNumDims = len(graph.tensors[rows].shape) > 2
             kinds = self._schema.BuiltinOptions
             op.builtinOptionsType = kinds.FullyConnectedOptions
+
+    def _format_of(self, view: _View) -> WeightFormat | None:
+        """Returns the format of a product's weight. One that keeps 8 bits has that of the table."""
+        kept = self._leaves[view.weight].name in self._calibration.kept
+        return _TABLE if kept else self._format
 
     def _code(self, name: str) -> int:
         wanted, codes = self._codes[name], self._model.operatorCodes
@@ -256,12 +276,19 @@ class _Filler:
                 f"quantization: {self._quantization} needs widths that {form.block} divides, and "
                 f"{leaf.name} has {array.shape[1]}; take int4."
             )
-        packed, scales = quantize_rows(array, form.bits, form.block)
+        packed, scales = self._rounded(leaf.name, array, form)
         dtype, buffer = f"INT{form.bits}", self._buffer(packed)
         if not form.block:
             return _Stored(buffer, array.shape, dtype, scales=scales)
         blocks = _Stored(self._buffer(scales), scales.shape, "FLOAT16")
         return _Stored(buffer, array.shape, dtype, blocks=blocks)
+
+    def _rounded(
+        self, name: str, array: np.ndarray, form: WeightFormat
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns numbers and scales of a matrix, as `quantize_rows` does."""
+        known = self._calibration.rounded.get(name)
+        return quantize_rows(array, form.bits, form.block) if known is None else known
 
     def _buffer(self, array: np.ndarray) -> int:
         buffer = self._schema.BufferT()
