@@ -1,7 +1,7 @@
 """Weights of 4 bits that keep a model's answers: rounded for the inputs that products really have.
 
 Each weight of an output is rounded in turn, and the weights that are not rounded yet are moved so
-that the output changes least over the inputs of some texts (GPTQ, Frantar et al. 2022). The model
+that the output changes least over the inputs of some texts (GPTQ, arXiv 2210.17323). The model
 writes these texts itself. Where rounding a product still changes the distribution most, it keeps 8
 bits, as long as all of them add at most `MOST_EXTRA` to the bytes of the weights.
 """
