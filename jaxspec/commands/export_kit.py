@@ -14,6 +14,7 @@ from jaxspec.commands.export_options import (
     print_written,
 )
 from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.drafters import LoadedDrafter, NoDraft
 from jaxspec.mobile.export import MODEL_FILE
 from jaxspec.mobile.profile import SCRIPT_FILE, export_kit
 
@@ -23,20 +24,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes target and draft passes of several sizes as one .tflite, and a script that times "
         "them on a phone through adb; `jaxspec tune profile --import` reads the times. A search "
-        "by them looks as deep as --tree (default: EAGLE's 25 nodes)."
+        "of a tree by them looks as deep as --tree (default: EAGLE's 25 nodes). Without --head, "
+        "passes with layers left out are timed in place of draft passes, for `jaxspec tune skips`."
     )
-    flags = ("--tree", "--check-gpu", "--gpu-timeout")
-    add_export_arguments(
-        parser, *flags, settings=("quantization", "check_gpu_ops"), required="--head"
-    )
+    flags = ("--head", "--tree", "--check-gpu", "--gpu-timeout")
+    add_export_arguments(parser, *flags, settings=("quantization", "check_gpu_ops"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Exports as the arguments say."""
     config = export_config(args)
     check_flags(args)
+    if args.tree is not None and args.head is None:
+        raise ValueError("--tree: needs --head FOLDER, the head that drafts over it.")
     model = load_unread(args)
-    drafter = head_over_tree(args, model, EAGLE_PATHS)
+    drafter = LoadedDrafter(NoDraft(), ())
+    if args.head is not None:
+        drafter = head_over_tree(args, model, EAGLE_PATHS)
     announce_export(args, drafter, config)
     start, path = time.perf_counter(), args.out / MODEL_FILE
     manifest = export_kit(model, args.out, drafter, config)

@@ -22,6 +22,7 @@ from jaxspec.measure.prompts import read_prompts
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.gpu import TIMEOUT, check_gpu
+from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.tuning import load_tree, shipped_tables
 
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
@@ -71,13 +72,14 @@ def add_export_arguments(
     Args:
         parser: the parser of a sub-verb.
         flags: flags of `_FLAGS`.
-        settings: fields of `ExportConfig`, besides the capacity and the sizes of prefill.
+        settings: fields of `ExportConfig`, besides the capacity, the sizes of prefill and the
+            texts of calibration.
         out: name of the folder in the help.
         required: a flag of `_FLAGS` that must be given.
     """
     add_model_arguments(parser)
     add_place(parser, "out", *("-o", "--out"), metavar=out, help="folder to write into", kind=Path)
-    add_flags(parser, ExportConfig, ("capacity", "prefill", *settings))
+    add_flags(parser, ExportConfig, ("capacity", "prefill", "calibration", *settings))
     for flag in flags:
         parser.add_argument(flag, **_FLAGS[flag])
     if required is not None:
@@ -122,8 +124,13 @@ def export_config(args: argparse.Namespace, **defaults: Any) -> ExportConfig:
 
 
 def load_unread(args: argparse.Namespace) -> Model:
-    """Loads the target for commands that only export it: weights stay in files until written."""
-    return load(args.model, args.dtype, args.max_positions, weights=args.weights or "files")
+    """Loads the target for commands that only export it: weights stay in files until written.
+
+    A calibration decodes with the model, so it is then loaded as a whole.
+    """
+    form = QUANTIZATIONS.get(given(args, ExportConfig).get("quantization", ""))
+    weights = args.weights if form is not None and form.calibrated else args.weights or "files"
+    return load(args.model, args.dtype, args.max_positions, weights=weights)
 
 
 def head_over_tree(

@@ -1,6 +1,7 @@
 """`jaxspec export report`: the quantizations of a file, compared on held-out text."""
 
 import argparse
+import sys
 
 from rich import box
 from rich.console import Console
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares as the arguments say."""
-    config = export_config(args)
+    config = export_config(args, quantization="int4-calibrated")  # for which texts are read
     check_flags(args)
     model = load_model(args)
     if model.config.diffusion is not None:
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         table.add_column(column, justify="left" if column == columns[0] else "right")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else 120).print(table)
     args.out.mkdir(parents=True, exist_ok=True)
     with replacing_files(args.out) as staging:
         rows = [row._asdict() for row in found]

@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec tune profile`."""
     parser.description = (
         "Times target passes by tokens (the root included) and draft passes by nodes, for `tune "
-        "tree`. Or reads a profile that was measured on another device."
+        "tree`. Or reads a profile that was measured on another device, for `tune tree` or `tune "
+        "skips`."
     )
     add_model_arguments(parser, required=False)
     add_drafter_argument(parser)
@@ -156,6 +157,13 @@ def show_profile(profile: LatencyProfile) -> None:
     console.print(f"{profile.name}: {profile.device}, {profile.runtime}, {profile.dtype}")
     console.print(f"quantization of weights: {profile.quantization}. {profile.source}")
     console.print(_table("target passes: tokens, the root included", profile.target))
+    if profile.partial is not None:
+        sets = dataclasses.asdict(profile.partial)
+        of_layers = sets.pop("num_layers")
+        listed = (f"{n.replace('_', ' ')} {1e3 * t:.3f} ms" for n, t in sets.items())
+        console.print(f"a draft token of the model's {of_layers} layers: {', '.join(listed)}")
+    if not profile.draft:
+        return
     console.print(_table("draft passes: nodes", profile.draft))
     if profile.first_draft:
         title = "first draft pass of a step: levels of the tree"

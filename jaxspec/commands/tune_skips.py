@@ -21,7 +21,7 @@ from jaxspec.extras import MissingExtra, needs_extra
 from jaxspec.measure import compare
 from jaxspec.measure.machine import Machine, this_machine
 from jaxspec.progress import progress_bar
-from jaxspec.tuning import skip_costs, skip_search
+from jaxspec.tuning import LatencyProfile, load_profile, skip_costs, skip_search
 from jaxspec.tuning.plots import draw_searches, plot
 from jaxspec.tuning.skip_agreement import SHARES, measure_agreement
 from jaxspec.tuning.skip_objective import ExpectedSeconds, MeasuredSeconds
@@ -56,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not search: print how often the model agrees with itself when half, two thirds "
         "and three quarters of its sub-layers are skipped in regular patterns",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="search for the device of this profile (of `jaxspec export kit` without --head, and "
+        "`tune profile --import`), where a graph drafts a fixed number of tokens; default: times "
+        "are measured here",
     )
     data = parser.add_argument_group("text, of which the held-out part is read")
     data.add_argument(
@@ -95,13 +102,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold",
         type=float,
         metavar="P",
-        help="threshold of the exit (default: the best of several; 0.8 if measured)",
+        help="threshold of the exit (default: the best of several; 0.8 if measured; none with "
+        "--profile)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Searches as the arguments say, writes and measures the best set; returns 0."""
     _check_counts(args)
+    if args.profile is not None and (args.agreement or args.objective == "measured"):
+        flag = "--agreement" if args.agreement else "--objective measured"
+        raise ValueError(f"--profile: {flag} does not read times of passes; leave one of them out.")
+    if args.profile is not None and args.threshold is not None:
+        raise ValueError("--threshold: graphs end no draft early; leave it out with --profile.")
     if args.agreement:
         return _show_agreement(args)
     if args.out is None:
@@ -112,7 +125,12 @@ def run(args: argparse.Namespace) -> int:
     if "bayes" in methods:
         with needs_extra("--method bayes", "search"):
             import bayes_opt  # noqa: F401
+    profile = None if args.profile is None else load_profile(args.profile)
     model = load_model(args)
+    if profile is not None:
+        # A profile that does not fit is refused before anything is read or decoded.
+        layers, depth = model.config.num_layers, args.num_speculative_tokens
+        skip_costs.costs_in(profile, layers, depth)
     # The second half is for the check at the end.
     rows = _held_out_rows(model, args, 2 * args.rows)
     rows, fresh = rows[::2], [row[: args.prompt_tokens] for row in rows[1::2]]
@@ -125,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
         text=text,
         methods=", ".join(methods),
     )
-    trace = _open_trace(args, model, rows)
+    trace = _open_trace(args, model, rows, profile)
     costs = skip_costs.costs_from(trace.measured["costs"])
     depth, thresholds = args.num_speculative_tokens, _thresholds(args)
     if args.objective == "measured":
@@ -147,10 +165,16 @@ def run(args: argparse.Namespace) -> int:
         },
         "model": skip_search.network_fingerprint(model.network),
         "objective": args.objective,
-        "machine": str(Machine(**trace.measured["machine"])),
+        "machine": profile.name if profile else str(Machine(**trace.measured["machine"])),
         "text": text,
         "search_seconds": {name: trace.seconds(name) for name in histories},
-        "measured": _measure(model, drafter, {"these": prompts, "other": fresh}, args.new_tokens),
+        "measured": _measure(
+            model,
+            drafter,
+            {"these": prompts, "other": fresh},
+            args.new_tokens,
+            costs if profile else None,
+        ),
     }
     skip_search.write_result(args.out, best, facts)
     seconds = {name: [each.seconds for each in found] for name, found in histories.items()}
@@ -160,17 +184,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _open_trace(args: argparse.Namespace, model: Model, rows: Sequence[Any]) -> SearchTrace:
-    """Opens the trace; a new one begins with measured costs."""
+def _open_trace(
+    args: argparse.Namespace, model: Model, rows: Sequence[Any], profile: LatencyProfile | None
+) -> SearchTrace:
+    """Opens the trace; a new one begins with measured costs, or with those of a profile."""
+    depth = args.num_speculative_tokens
 
     def measured() -> dict[str, Any]:
-        costs = skip_costs.measure_skip_costs(model.network, args.num_speculative_tokens)
+        if profile is not None:
+            costs = skip_costs.costs_in(profile, model.config.num_layers, depth)
+            return {"costs": costs.as_dict()}
+        costs = skip_costs.measure_skip_costs(model.network, depth)
         return {"machine": this_machine()._asdict(), "costs": costs.as_dict()}
 
     about = {
+        **({} if profile is None else {"profile": profile.as_dict()}),
         "model": skip_search.network_fingerprint(model.network),
         "objective": f"{args.objective}, step by step",
-        "num_speculative_tokens": args.num_speculative_tokens,
+        "num_speculative_tokens": depth,
         "thresholds": _thresholds(args),
         "text": args.text,
         "new_tokens": args.new_tokens,
@@ -178,6 +209,8 @@ def _open_trace(args: argparse.Namespace, model: Model, rows: Sequence[Any]) -> 
     }
     args.out.mkdir(parents=True, exist_ok=True)
     trace = SearchTrace(args.out / "trace.jsonl", model.config.num_layers, about, measured)
+    if profile is not None:
+        return trace
     machine = Machine(**trace.measured["machine"])
     if machine.busy:
         print(
@@ -268,6 +301,8 @@ def _check_counts(args: argparse.Namespace) -> None:
 def _thresholds(args: argparse.Namespace) -> tuple[float, ...]:
     if args.threshold is not None:
         return (args.threshold,)
+    if args.profile is not None:
+        return (0.0,)
     return (0.8,) if args.objective == "measured" else THRESHOLDS
 
 
@@ -328,8 +363,18 @@ def _measure(
     drafter: LayerSkip,
     prompts: Mapping[str, Sequence[Any]],
     max_new_tokens: int,
+    elsewhere: skip_costs.Costs | None,
 ) -> dict[str, Any]:
-    """Decodes with the set and plainly, on the prompts of the search and on others."""
+    """Decodes with the set and plainly, on the prompts of the search and on others.
+
+    Args:
+        model: the target.
+        drafter: drafts with the set.
+        prompts: by name.
+        max_new_tokens: of each output.
+        elsewhere: costs on another device, by which the speed there is predicted from what was
+            drafted and accepted here; `None`: the speed is measured.
+    """
     config, measured = GenerationConfig(max_new_tokens=max_new_tokens), {}
     for name, some in prompts.items():
         if not some:
@@ -338,21 +383,34 @@ def _measure(
         comparison = compare(model, rows, {"this set": drafter}, config, repeats=2)
         _, row = comparison.rows
         found = row.overall
+        tau, speedup, interval = found.mean_acceptance_length, found.speedup, found.speedup_interval
+        if elsewhere is not None:
+            speedup, interval = _predicted(elsewhere, drafter, tau), None
         measured[name] = {
             "prompts": len(rows),
-            "tau_bonus_included": found.mean_acceptance_length,
-            "speedup": found.speedup,
-            "speedup_interval": found.speedup_interval,
+            "tau_bonus_included": tau,
+            "speedup": speedup,
+            "speedup_interval": interval,
+            "speedup_is_predicted": elsewhere is not None,
             "identical": row.num_identical,
         }
-        interval = ""
-        if found.speedup_interval is not None:
-            interval = " [{:.2f}, {:.2f}]".format(*found.speedup_interval)
+        between = "" if interval is None else " [{:.2f}, {:.2f}]".format(*interval)
+        predicted = "" if elsewhere is None else " (predicted for the profile's device)"
         print(
-            f"measured on {name} prompts ({len(rows)}): tau {found.mean_acceptance_length:.2f} "
-            f"(bonus token included), {found.speedup:.2f}{interval}x plain decoding, "
+            f"measured on {name} prompts ({len(rows)}): tau {tau:.2f} "
+            f"(bonus token included), {speedup:.2f}{between}x plain decoding{predicted}, "
             f"{row.num_identical} outputs identical"
         )
     if measured and max(each["speedup"] for each in measured.values()) < 1:
-        print("Do not speculate with it here: plain decoding is faster.")
+        where = "here" if elsewhere is None else "on the profile's device"
+        print(f"Do not speculate with it {where}: plain decoding is faster.")
     return measured
+
+
+def _predicted(costs: skip_costs.Costs, drafter: LayerSkip, tau: float) -> float:
+    """Predicts the speed-up of drafts of full length, which graphs make, from a measured tau."""
+    assert drafter.skip is not None, "the search found a set"
+    kept = (len(part) - sum(part) for part in drafter.skip)
+    longest = drafter.num_speculative_tokens
+    step = longest * costs.draft_token(*kept) + costs.passes[longest + 1]
+    return costs.passes[1] * tau / step

@@ -24,7 +24,7 @@ from jaxspec.commands.options import (
     load_model,
     loaded_drafter_asked,
 )
-from jaxspec.core.tree import Path
+from jaxspec.core.tree import EAGLE_PATHS, Path
 from jaxspec.core.types import Drafter
 from jaxspec.decoding.request import GenerationConfig, PromptLike
 from jaxspec.drafters import LoadedDrafter
@@ -34,9 +34,11 @@ from jaxspec.progress import progress_bar
 from jaxspec.tuning import (
     AcceptanceTable,
     Candidate,
+    LatencyProfile,
     TreeSearch,
     load_acceptance,
     load_profile,
+    predict,
     probe_paths,
     save_acceptance,
     save_tree,
@@ -44,6 +46,7 @@ from jaxspec.tuning import (
     shipped_profiles,
     shipped_tables,
 )
+from jaxspec.tuning.latency import TableRow
 from jaxspec.tuning.measuring import (
     CHAIN,
     SpeedPrediction,
@@ -53,6 +56,7 @@ from jaxspec.tuning.measuring import (
     prediction_errors,
 )
 from jaxspec.tuning.plots import check_plots, draw_cost, draw_predictions, draw_tree, plot
+from jaxspec.tuning.tree_search import table_row
 
 SEARCH_FILE = "search.json"
 _DEPTH = 5
@@ -82,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         metavar="FILE",
         help=f"a table measured before, or one of {', '.join(shipped_tables())}",
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="also print drafting, verification, tau and tokens/s of plain decoding, of EAGLE's "
+        "own 25 nodes and of the fastest tree",
     )
     parser.add_argument(
         "--out",
@@ -147,10 +157,80 @@ def run(args: argparse.Namespace) -> int:
         assert setting is not None, "asked for above"
         predictions = _measure_speeds(args, setting, found)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    _show(console, found, acceptance, predictions)
+    comparison = _compare(found, acceptance, profile)
+    _show(console, found, acceptance, predictions, comparison.shares)
+    if args.table:
+        _show_comparison(console, comparison, profile)
     if args.out:
-        _write(args.out, found, acceptance, predictions, measured_here=not args.acceptance)
+        _write(args.out, found, acceptance, predictions, comparison, not args.acceptance)
     return 0
+
+
+class _Comparison(NamedTuple):
+    """The fastest tree next to plain decoding and to EAGLE's own tree of 25 nodes.
+
+    Attributes:
+        rows: plain decoding, EAGLE's tree unless it is left out, the fastest tree.
+        shares: of the accepted drafts of EAGLE's tree: on the path of first choices, next to it.
+        left_out: the reason why EAGLE's tree is not there.
+    """
+
+    rows: tuple[TableRow, ...]
+    shares: tuple[float, float] | None = None
+    left_out: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all figures, ready for JSON."""
+        shares = None
+        if self.shares is not None:
+            shares = dict(zip(("on_main_path", "next_to_it"), self.shares, strict=True))
+        return {
+            "table": [dataclasses.asdict(row) for row in self.rows],
+            "accepted_of_eagle_25": shares,
+            "eagle_25_left_out": self.left_out,
+        }
+
+
+def _compare(
+    found: TreeSearch, acceptance: AcceptanceTable, profile: LatencyProfile
+) -> _Comparison:
+    kind = "chain, which ends early" if found.best_draft.threshold else "tree"
+    rows = {"plain decoding": found.plain, f"the fastest {kind}": found.best_draft}
+    shares = left_out = None
+    try:
+        eagle = predict(EAGLE_PATHS, acceptance, profile)
+        shares = acceptance.shares(EAGLE_PATHS)
+        rows = {"plain decoding": found.plain, "EAGLE's 25 nodes": eagle, **rows}
+    except ValueError as error:
+        left_out = str(error)
+    listed = (table_row(name, tree, acceptance, profile) for name, tree in rows.items())
+    return _Comparison(tuple(listed), shares, left_out)
+
+
+def _show_comparison(console: Console, comparison: _Comparison, profile: LatencyProfile) -> None:
+    table = Table(
+        title="budgets exclude the root, tau includes the bonus token; times of a step in ms",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    table.add_column("")
+    for column in ("budget", "drafting", "verification", "tau", "tokens/s", "x plain"):
+        table.add_column(column, justify="right")
+    plain = comparison.rows[0].tokens_per_second
+    published = (dataclasses.replace(r, name=f"published: {r.name}") for r in profile.published)
+    for row in (*comparison.rows, *published):
+        table.add_row(
+            row.name,
+            str(row.nodes),
+            f"{1e3 * row.draft_seconds:.2f}",
+            f"{1e3 * row.target_seconds:.2f}",
+            f"{row.tau:.2f}",
+            f"{row.tokens_per_second:.2f}",
+            f"{row.tokens_per_second / plain:.2f}",
+        )
+    console.print(table)
+    if comparison.left_out is not None:
+        console.print(f"EAGLE's 25 nodes are left out. {comparison.left_out}")
 
 
 class _Setting(NamedTuple):
@@ -228,14 +308,15 @@ def _show(
     found: TreeSearch,
     acceptance: AcceptanceTable,
     predictions: Sequence[SpeedPrediction],
+    shares: tuple[float, float] | None,
 ) -> None:
     console.print(f"latency: {found.profile}")
     console.print(f"acceptance: {acceptance.source}")
-    if acceptance.counts:
-        main, neighbours = acceptance.shares()
+    if shares is not None:
+        main, neighbours = shares
         console.print(
-            f"accepted drafts (bonus excluded): {main:.0%} on the path of first choices, "
-            f"{neighbours:.0%} next to it"
+            f"accepted drafts of EAGLE's 25 nodes (bonus excluded): {main + neighbours:.0%} on the "
+            f"path of first choices ({main:.0%}) and next to it ({neighbours:.0%})"
         )
     limits = ", ".join(f"{name} {value}" for name, value in vars(found.limits).items())
     console.print(f"searched {found.num_shapes} shapes within {limits}")
@@ -304,6 +385,7 @@ def _write(
     found: TreeSearch,
     acceptance: AcceptanceTable,
     predictions: Sequence[SpeedPrediction],
+    comparison: _Comparison,
     measured_here: bool,
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
@@ -313,7 +395,8 @@ def _write(
     measured = [prediction.as_dict() for prediction in predictions]
     errors = prediction_errors(predictions)._asdict() if predictions else None
     with replacing_files(folder) as staging:
-        entry = {**found.as_dict(), "measured": measured, "errors_of_prediction": errors}
+        entry = {**found.as_dict(), **comparison.as_dict()}
+        entry |= {"measured": measured, "errors_of_prediction": errors}
         write_json(staging / SEARCH_FILE, entry)
     if measured_here:
         save_acceptance(acceptance, folder / "acceptance.json")

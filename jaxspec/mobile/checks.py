@@ -135,6 +135,7 @@ def _filling(count: int, drafts: int) -> Way:
 def every_loop(manifest: Manifest, count: int, texts: Sequence[Sequence[int]]) -> dict[str, Way]:
     """Returns ways that together call every signature of a causal model's file.
 
+    Passes with layers left out are not among them: they are there to be timed, in kits only.
     `texts` are drafted where no function of the file drafts.
     """
     ways = {"decode": decoding(count)}

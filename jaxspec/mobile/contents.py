@@ -42,11 +42,13 @@ from jaxspec.mobile.signatures.target import (
 from jaxspec.models import Diffusion, ModelConfig
 from jaxspec.models.storage import widened
 from jaxspec.tuning.measuring import with_tree
+from jaxspec.tuning.skip_costs import partial_sets
 
 BUNDLES = ("cpu", "gpu")
 _DRAFTS = (4,)
 # Metadata for the command line, as `jaxspec.commands.flags` reads it.
 _QUANTIZE = {"flag": "--quantize", "choices": tuple(QUANTIZATIONS)}
+_CALIBRATION = {"metavar": "FILE.jsonl"}
 _ANY_OPS = {
     "flag": "--any-ops",
     "action": "store_false",
@@ -74,6 +76,10 @@ class ExportConfig(Checked):
         check_gpu_ops: refuse a file that a phone's GPU would refuse or compute wrongly.
         trees: with an EAGLE head, a `step_N` for each of these in place of one `step`, numbered
             from 1. They share their state, so a host may change trees within a text.
+        partial: without a drafter: the model drafts that many tokens with all its sub-layers
+            (`partial_whole`) and without some; latency kits time these functions. `None`: none.
+        calibration: file of prompts, never of the evaluation, that the model continues; calibrated
+            weights are rounded for these texts. `None`: it writes texts without a prompt.
 
     Raises:
         ValueError: naming the setting that is out of range.
@@ -93,6 +99,8 @@ class ExportConfig(Checked):
     block_length: Count | None = None
     check_gpu_ops: bool = dataclasses.field(default=True, metadata=_ANY_OPS)
     trees: tuple[tuple[RankPath, ...], ...] = ()
+    partial: Count | None = None
+    calibration: str | None = dataclasses.field(default=None, metadata=_CALIBRATION)
 
     def __post_init__(self):
         super().__post_init__()
@@ -104,6 +112,12 @@ class ExportConfig(Checked):
         if not self.prefill:
             raise ValueError("prefill must name at least one size: a prompt has to be read.")
         check_quantization(self.quantization, on_gpu=self.bundle == "gpu")
+        weights = QUANTIZATIONS[self.quantization]
+        if self.calibration is not None and not (weights and weights.calibrated):
+            raise ValueError(
+                f"calibration: {self.quantization} reads no texts; take int4-calibrated, or leave "
+                "it out."
+            )
         for name in ("prefill", "verify", "levels"):
             for size in getattr(self, name):
                 if size > self.capacity:
@@ -276,6 +290,8 @@ def _signatures(
     if config.trees and drafting is None:
         raise ValueError("trees: only an EAGLE head drafts over several; leave it out.")
     exits = step if isinstance(step, LayerSkipStep) and step.drafter.ends_early else None
+    if config.partial is not None and not isinstance(drafter, NoDraft):
+        raise ValueError("partial: only a file without a drafter has partial passes; leave it out.")
     if config.trees:
         paths = ()
     elif for_host is not None and config.bundle == "cpu":
@@ -287,6 +303,10 @@ def _signatures(
         **{f"verify_{n}": verify_signature(target, n, drafting) for n in sizes},
         **{f"commit_{n}": commit_signature(target, n, drafting) for n in sizes},
     }
+    if config.partial is not None:
+        for name, skip in partial_sets(target.config.num_layers).items():
+            each = LayerSkipStep(LayerSkip(skip, config.partial, adaptive=None))
+            functions[f"partial_{name}"] = each.draft_signature(target)
     if blocks is not None:
         # A GPU holds the weights once for each; the largest serves every step.
         windows = blocks.sizes if config.bundle == "cpu" else blocks.sizes[-1:]

@@ -15,6 +15,7 @@ from jax import export as jax_export
 
 from jaxspec.core.types import Params, PyTree
 from jaxspec.extras import needs_extra
+from jaxspec.mobile.calibration import Calibration
 from jaxspec.mobile.records import Signature
 from jaxspec.mobile.weights import PREFIX, Leaf, TfliteFile
 
@@ -144,12 +145,13 @@ def to_tflite(
     params: Params,
     quantization: str,
     texts: Mapping[str, str],
+    calibration: Calibration | None = None,
 ) -> TfliteFile:
     """Makes one file of functions of `lower_all`, the weights that they read, and some texts.
 
-    No weight is read before the file is written.
+    Only a calibration reads weights before the file is written.
     """
-    return TfliteFile(to_flatbuffer(lowered, texts), _leaves(params), quantization)
+    return TfliteFile(to_flatbuffer(lowered, texts), _leaves(params), quantization, calibration)
 
 
 def _shape_in_file(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -10,10 +10,12 @@ from jaxspec.core.types import ChecksFit, Params
 from jaxspec.decoding.request import check_vocabulary
 from jaxspec.drafters import Deer, DrafterLike, LoadedDrafter, NoDraft
 from jaxspec.extras import installed_version
+from jaxspec.mobile.calibration import Calibration, calibrate
 from jaxspec.mobile.contents import ExportConfig, contents_of, drafters_over_trees, in_one_dtype
 from jaxspec.mobile.convert import lower_all, to_tflite
 from jaxspec.mobile.manifest import KEY, Manifest, describe_signatures, seal, tokenizer_fingerprint
 from jaxspec.mobile.opset import require_opset
+from jaxspec.mobile.quantize import QUANTIZATIONS
 
 MODEL_FILE, MANIFEST_FILE = "model.tflite", "manifest.json"
 
@@ -83,7 +85,8 @@ def export(
         diffusion=None if contents.canvases is None else contents.canvases.as_dict(),
         trees={f"step_{number}": tree for number, tree in enumerate(config.trees, start=1)},
     )
-    file = to_tflite(lowered, params, config.quantization, {KEY: manifest.to_json()})
+    texts = {KEY: manifest.to_json()}
+    file = to_tflite(lowered, params, config.quantization, texts, calibrated(model, config))
     if config.check_gpu_ops:
         require_opset(file.head)
     with replacing_files(Path(folder)) as staging:
@@ -94,6 +97,14 @@ def export(
         if model.tokenizer is not None:
             model.tokenizer.write(staging)
     return manifest
+
+
+def calibrated(model: Model, config: ExportConfig) -> Calibration | None:
+    """Rounds the weights of a model for texts of its own, if the quantization is calibrated."""
+    form = QUANTIZATIONS[config.quantization]
+    if form is None or not form.calibrated:
+        return None
+    return calibrate(model, form, config.calibration)
 
 
 def _described(loaded: LoadedDrafter) -> dict[str, Any] | None:

@@ -34,6 +34,7 @@ from jaxspec.drafters import DrafterLike, LayerSkip, NoDraft, loaded_drafter
 from jaxspec.extras import installed_version, needs_extra
 from jaxspec.mobile.contents import ExportConfig, check_model, in_one_dtype
 from jaxspec.mobile.convert import lower_all, to_tflite
+from jaxspec.mobile.export import calibrated
 from jaxspec.mobile.forms import litert_forms
 from jaxspec.mobile.records import (
     Record,
@@ -119,9 +120,14 @@ def export_litertlm(
     builder = lm.LitertLmFileBuilder()
     author = f"jaxspec {installed_version()}"
     builder.add_system_metadata(lm.Metadata("Authors", author, lm.DType.STRING))
+    calibration = calibrated(model, config)
     files = {
         name: to_tflite(
-            lower_all(signatures, params), params, config.quantization, {"section": name}
+            lower_all(signatures, params),
+            params,
+            config.quantization,
+            {"section": name},
+            calibration,
         )
         for name, signatures in sections.items()
     }

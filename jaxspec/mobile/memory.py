@@ -9,7 +9,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.core.types import PyTree
 from jaxspec.drafters import Deer, DrafterLike, DraftModel, Eagle, LayerSkip, LoadedDrafter
 from jaxspec.mobile.contents import ExportConfig, contents_of, drafters_over_trees, in_one_dtype
-from jaxspec.mobile.quantize import QUANTIZATIONS, check_quantization
+from jaxspec.mobile.quantize import MOST_EXTRA, QUANTIZATIONS, check_quantization
 from jaxspec.models import ModelConfig
 from jaxspec.models.transformer import param_shapes
 
@@ -123,13 +123,17 @@ def estimate_phone_memory(
     products = _bytes_of_products((target, head), quantization)
     if not config.tied_head:
         products -= stored_bytes(table.shape, quantization)
+    table_bytes = stored_bytes(table.shape, "float32" if quantization == "float32" else "int8")
+    weights = QUANTIZATIONS[quantization]
+    if weights is not None and weights.calibrated:
+        products += int(MOST_EXTRA * (products + table_bytes))
     repeated = 0
     if separate_signatures:
         repeated = (separate_signatures - 1) * products
         repeated += draft_passes * _bytes_of_products(draft_pass, quantization)
     return PhoneMemory(
         products=products,
-        table=stored_bytes(table.shape, "float32" if quantization == "float32" else "int8"),
+        table=table_bytes,
         repeated=repeated,
         caches=2 * capacity * _row_bytes(config, bool(jax.tree.leaves(head))),
     )

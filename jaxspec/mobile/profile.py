@@ -2,7 +2,8 @@
 
 A kit is an exported file with target and draft passes of several sizes, each a separate signature,
 and a script that times them on a phone with LiteRT's benchmark tool. The same file can be timed on
-this machine. `jaxspec tune tree` reads the profile, `jaxspec export tflite --tree` the tree.
+this machine. `jaxspec tune tree` reads the profile, `jaxspec export tflite --tree` the tree. A kit
+without a head has passes with layers left out in place of draft passes, for `jaxspec tune skips`.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from jaxtyping import Float
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import parse_json, read_bytes, read_json, replacing_files
 from jaxspec.core.checks import Count, Nodes, NotNegative, checked, checks_arguments
-from jaxspec.drafters import Eagle, LoadedDrafter
+from jaxspec.drafters import Eagle, LoadedDrafter, NoDraft
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.timing import time_in_turns
 from jaxspec.mobile.contents import ExportConfig
@@ -29,15 +30,20 @@ from jaxspec.mobile.manifest import Manifest, read_manifest
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.runtime import MobileModel
 from jaxspec.tuning import LatencyProfile, Timing
+from jaxspec.tuning.latency import PartialPasses
+from jaxspec.tuning.skip_costs import partial_sets
 
 TOKENS = (1, 2, 4, 6, 8, 16, 26, 32)
 """Sizes of target passes, the root included."""
 NODES = (1, 2, 4)
 """Sizes of draft passes."""
+DRAFTED = 4
+"""Tokens of each draft with layers left out: in a graph of one, its call would count most."""
 SCRIPT_FILE = "measure.sh"
 WEB_KEY = "jaxspec_web"
 """First entry of a file that a page measured."""
 _HEADER, _SECTION = "jaxspec kit: ", "jaxspec signature: "
+_PARTIAL = "partial_"  # begins the names of functions with layers left out
 _MOST_LOG = 1 << 24
 """Bytes of the output of a kit's script; it has some lines for each signature."""
 _NUMBER = r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?)"
@@ -62,18 +68,26 @@ def export_kit(
         model: the target.
         folder: as for `export`.
         drafter: with an EAGLE head; the depth of its tree is the number of tokens that a step's
-            first draft pass absorbs, less one.
+            first draft pass absorbs, less one. `NoDraft()`: passes of the model with layers left
+            out are timed in place of draft passes.
         config: capacity, prefill and quantization of the file that will be used.
 
     Raises:
-        ValueError: the drafter has no head, an argument is of another type, or as `export`.
+        ValueError: the drafter is another one, an argument is of another type, or as `export`.
     """
-    if not isinstance(drafter.drafter, Eagle):
-        raise ValueError("drafter: a kit times draft passes of an EAGLE head; give one.")
+    if not isinstance(drafter.drafter, Eagle | NoDraft):
+        raise ValueError(
+            "drafter: a kit times draft passes of an EAGLE head, or passes of the model with "
+            f"layers left out; give a head or no drafter, not {type(drafter.drafter).__name__}."
+        )
     fitting = tuple(size for size in TOKENS if size <= config.capacity // 2)
     weights = QUANTIZATIONS[config.quantization]
     fewest = "gpu" if weights is None or weights.on_gpu else "cpu"
-    sizes = dataclasses.replace(config, bundle=fewest, verify=fitting, levels=NODES)
+    sizes = dataclasses.replace(config, bundle=fewest, verify=fitting)
+    if isinstance(drafter.drafter, Eagle):
+        sizes = dataclasses.replace(sizes, levels=NODES)
+    else:
+        sizes = dataclasses.replace(sizes, partial=min(DRAFTED, config.capacity // 2))
     manifest = export(model, folder, drafter, sizes)
     with replacing_files(Path(folder)) as staging:
         script = staging / SCRIPT_FILE
@@ -85,22 +99,18 @@ def export_kit(
 def timed_signatures(manifest: Manifest) -> tuple[str, ...]:
     """Returns the signatures that a kit's script times: `decode`, every pass, and its commit."""
     tokens, nodes = manifest.sizes("verify"), manifest.sizes("draft")
+    partial = tuple(name for name in manifest.signatures if name.startswith(_PARTIAL))
     return (
         "decode",
         *(f"verify_{size}" for size in tokens),
         *(f"commit_{size}" for size in tokens),
-        "absorb",
-        *(f"draft_{size}" for size in nodes),
+        *(partial or ("absorb", *(f"draft_{size}" for size in nodes))),
     )
 
 
 def kit_script(manifest: Manifest) -> str:
     """Writes the script for `adb`; called as `./measure.sh cpu 1 > kit.txt`."""
-    facts = {
-        "model": manifest.model,
-        "quantization": manifest.quantization,
-        "levels": manifest.depth,
-    }
+    facts = {"model": manifest.model, "quantization": manifest.quantization, **_shapes(manifest)}
     lines = [
         "#!/bin/sh",
         "# Times each signature of model.tflite on the phone that adb reaches.",
@@ -134,6 +144,19 @@ def kit_script(manifest: Manifest) -> str:
     return "\n".join([*lines, ""])
 
 
+def _shapes(manifest: Manifest) -> dict[str, int]:
+    """Returns what a profile must know of a kit's functions: `levels`, or `layers` and `drafted`.
+
+    `levels` are those of the tree of a head; `layers` are those of the model, and `drafted` is the
+    number of tokens that each function with layers left out drafts.
+    """
+    partial = manifest.signatures.get(f"{_PARTIAL}whole")
+    if partial is None:
+        return {"levels": manifest.depth}
+    layers = sum(name.startswith("kv_k_") for name in partial["inputs"])
+    return {"layers": layers, "drafted": partial["outputs"]["drafted"]["shape"][1] - 1}
+
+
 def valid_integers(manifest: Manifest, signature: str) -> dict[str, int]:
     """Returns a valid number for every integer input of a signature."""
     inputs = manifest.signatures[signature]["inputs"]
@@ -160,7 +183,8 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
     try:
         facts = checked("the JSON", parse_json(header.removeprefix(_HEADER)), Mapping[str, Any])
         model, quantization = (checked(n, facts[n], str) for n in ("model", "quantization"))
-        levels = checked("levels", facts["levels"], Nodes)
+        named = ("layers", "drafted") if "layers" in facts else ("levels",)
+        shapes = {name: checked(name, facts[name], Nodes) for name in named}
     except (ValueError, KeyError) as error:
         raise ValueError(f"{path}: its first line is damaged ({error}); measure again.") from None
     device = next((line for line in lines if line.startswith("jaxspec device: ")), "unknown")
@@ -180,7 +204,7 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
     return _profile(
         seconds,
         str(path),
-        levels,
+        shapes,
         name=f"{model} on {device.removeprefix('jaxspec device: ')}",
         device=device.removeprefix("jaxspec device: "),
         runtime="LiteRT",
@@ -213,7 +237,7 @@ def read_web_profile(path: str | Path) -> LatencyProfile:
     return _profile(
         seconds,
         str(path),
-        levels,
+        {"levels": levels},
         name=f"{model} on {runtime}",
         device=device,
         runtime=runtime,
@@ -258,7 +282,7 @@ def measure_here(
     return _profile(
         seconds,
         str(path),
-        manifest.depth,
+        _shapes(manifest),
         name=f"{manifest.model} ({manifest.quantization}) on {machine.device}",
         device=str(machine),
         runtime=f"LiteRT, CPU, {num_threads} threads",
@@ -289,9 +313,12 @@ def _spread(runs: Float[np.ndarray, " repeats"]) -> float:
 
 
 def _profile(
-    seconds: Mapping[str, tuple[float, float | None]], where: str, levels: int, **facts: Any
+    seconds: Mapping[str, tuple[float, float | None]],
+    where: str,
+    shapes: Mapping[str, int],
+    **facts: Any,
 ) -> LatencyProfile:
-    """Makes a profile from mean and spread of each signature.
+    """Makes a profile from mean and spread of each signature, and from `_shapes` of the kit.
 
     A target time is that of a pass and its commit; acceptance on the host is left out. The time of
     one token is that of `decode`, which takes less than a pass over one token and a commit. Shapes
@@ -319,15 +346,20 @@ def _profile(
             raise ValueError(f"{where}: no {kind}_N was timed; make it by `jaxspec export kit`.")
         return tuple(found)
 
-    for name in ("decode", "absorb"):
+    partial_names = {field: f"{_PARTIAL}{field}" for field in partial_sets(1)}
+    for name in ("decode", *(partial_names.values() if "layers" in shapes else ("absorb",))):
         if name not in seconds:
             raise ValueError(f"{where}: {name} was not timed; make it by `jaxspec export kit`.")
     wider = [timing for timing in timings("verify", "commit") if timing.size > 1]
-    target, draft = (timing(1, "decode"), *wider), timings("draft")
-    first_draft = tuple(timing(size, "absorb") for size in sorted({1, levels}))
+    passes: dict[str, Any] = {"target": (timing(1, "decode"), *wider)}
+    if "layers" not in shapes:
+        firsts = sorted({1, shapes["levels"]})
+        passes["draft"] = timings("draft")
+        passes["first_draft"] = tuple(timing(size, "absorb") for size in firsts)
     try:
-        return LatencyProfile(
-            target=target, draft=draft, first_draft=first_draft, dtype="float32", **facts
-        )
+        if "layers" in shapes:
+            each = {f: seconds[name][0] / shapes["drafted"] for f, name in partial_names.items()}
+            passes |= {"draft": (), "partial": PartialPasses(shapes["layers"], **each)}
+        return LatencyProfile(**passes, dtype="float32", **facts)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int8, UInt8
 
 
 class WeightFormat(NamedTuple):
@@ -19,18 +19,25 @@ class WeightFormat(NamedTuple):
         bits: of the weights of products; the token table always has 8.
         block: number of weights that share a scale; 0: all weights of one output.
         on_gpu: True if LiteRT's GPU accelerator takes it. Blocks end the process there.
+        calibrated: True if numbers are chosen for texts of the model, and some products keep 8
+            bits, see `mobile.calibration`.
     """
 
     bits: int
     block: int
     on_gpu: bool
+    calibrated: bool = False
 
 
+MOST_EXTRA = 0.1
+"""Share of bytes that products of 8 bits may add to calibrated weights of 4 bits."""
 QUANTIZATIONS: dict[str, WeightFormat | None] = {
     "float32": None,
     "int8": WeightFormat(8, 0, on_gpu=True),
     "int4": WeightFormat(4, 0, on_gpu=True),
     "int4-block32": WeightFormat(4, 32, on_gpu=False),
+    "int4-calibrated": WeightFormat(4, 0, on_gpu=True, calibrated=True),
+    "int4-block32-calibrated": WeightFormat(4, 32, on_gpu=False, calibrated=True),
 }
 
 
@@ -41,10 +48,7 @@ def check_quantization(name: str, on_gpu: bool = False) -> None:
         ValueError: naming those to take instead.
 
     Example:
-        >>> check_quantization("int3")
-        Traceback (most recent call last):
-        ...
-        ValueError: quantization must be one of float32, int8, int4, int4-block32, got 'int3'.
+        >>> check_quantization("int4-calibrated", on_gpu=True)  # may be taken: nothing is said
     """
     if name not in QUANTIZATIONS:
         raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {name!r}.")
@@ -52,7 +56,7 @@ def check_quantization(name: str, on_gpu: bool = False) -> None:
     if on_gpu and weights is not None and not weights.on_gpu:
         raise ValueError(
             f"quantization: {name} ends the process of LiteRT's GPU accelerator; for a GPU take "
-            "int4 or int8."
+            "int4-calibrated or int8."
         )
 
 
@@ -79,17 +83,44 @@ def quantize_rows(
         >>> stored.view(np.int8).tolist()
         [127, -64]
     """
-    rows, width = matrix.shape
-    highest = (1 << (bits - 1)) - 1
-    parts = matrix.reshape(rows, -1, block or width)
-    scales = np.max(np.abs(parts), axis=2, keepdims=True) / highest
+    scales = stored_scales(row_scales(matrix, bits, block), block)
+    parts = matrix.reshape(len(matrix), -1, block or matrix.shape[1])
+    numbers = round_to(parts, scales[..., None].astype(np.float32), bits)
+    return pack(numbers, bits), scales if block else scales[:, 0]
+
+
+def row_scales(
+    matrix: Float[np.ndarray, "rows width"], bits: int, block: int
+) -> Float[np.ndarray, "rows parts"]:
+    """Returns the scales with which the largest weight of each part is the highest number."""
+    parts = matrix.reshape(len(matrix), -1, block or matrix.shape[1])
+    return np.max(np.abs(parts), axis=2) / _highest(bits)
+
+
+def stored_scales(
+    scales: Float[np.ndarray, "rows parts"], block: int
+) -> Float[np.ndarray, "rows parts"]:
+    """Rounds scales to the precision in which a file holds them."""
     if block:
         scales = scales.astype(np.dtype(jnp.bfloat16)).astype(np.float16)
     # Rounding may make a tiny scale zero as well: then the weights are as good as zero.
-    scales = np.where(scales == 0.0, 1.0, scales).astype(scales.dtype)
-    numbers = np.rint(parts / scales.astype(np.float32)).clip(-highest, highest).astype(np.int8)
-    stored = numbers.reshape(-1).view(np.uint8)
+    return np.where(scales == 0.0, 1.0, scales).astype(np.float16 if block else np.float32)
+
+
+def round_to(weights: np.ndarray, scales: np.ndarray, bits: int) -> Int8[np.ndarray, "..."]:
+    """Returns the whole numbers of `bits` bits that are nearest to weights over scales."""
+    highest = _highest(bits)
+    return np.rint(weights / scales).clip(-highest, highest).astype(np.int8)
+
+
+def pack(numbers: Int8[np.ndarray, "..."], bits: int) -> UInt8[np.ndarray, " bytes"]:
+    """Returns numbers as a `.tflite` stores them."""
+    stored = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
     if bits == 4:
         pairs = np.pad(stored, (0, stored.size % 2)).reshape(-1, 2)
         stored = (pairs[:, 0] & 15) | (pairs[:, 1] << 4)
-    return stored, scales[:, :, 0] if block else scales[:, 0, 0]
+    return stored
+
+
+def _highest(bits: int) -> int:
+    return (1 << (bits - 1)) - 1

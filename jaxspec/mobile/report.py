@@ -80,15 +80,18 @@ def compare_quantizations(
         config: functions and shapes; its quantization is not used.
         advance: called once per quantization.
     """
-    shapes = dataclasses.replace(config or ExportConfig(), check_gpu_ops=False)
+    config = config or ExportConfig()
+    shapes = dataclasses.replace(config, check_gpu_ops=False, calibration=None)
     texts = [text[: min(SCORED_TOKENS, shapes.capacity // 2)] for text in texts]
     exact: list[TextLogits] = []
     found = []
     with TemporaryDirectory() as folder:
-        for name in QUANTIZATIONS:
+        for name, weights in QUANTIZATIONS.items():
             advance(name)
+            prompts = config.calibration if weights is not None and weights.calibrated else None
+            settings = {"quantization": name, "calibration": prompts}
             try:
-                export(model, folder, drafter, dataclasses.replace(shapes, quantization=name))
+                export(model, folder, drafter, dataclasses.replace(shapes, **settings))
             except ValueError as error:
                 found.append(Quality(name, refused=str(error)))
                 continue

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxspec.core.loop import round_up
 from jaxspec.extras import needs_extra
+from jaxspec.mobile.calibration import Calibration
 from jaxspec.mobile.quantize import QUANTIZATIONS, WeightFormat, quantize_rows
 from jaxspec.progress import progress_bar
 
@@ -102,13 +103,20 @@ class TfliteFile:
         size: bytes of the whole file.
     """
 
-    def __init__(self, flatbuffer: bytes, leaves: Sequence[Leaf], quantization: str):
+    def __init__(
+        self,
+        flatbuffer: bytes,
+        leaves: Sequence[Leaf],
+        quantization: str,
+        calibration: Calibration | None = None,
+    ):
         """Puts weights in place of the inputs `PREFIX...` of a flatbuffer.
 
         Args:
             flatbuffer: a `.tflite`.
             leaves: the weights; none is made before the file is written.
             quantization: of the weights of products, one of `QUANTIZATIONS`.
+            calibration: weights that were rounded before; `None`: all are rounded here.
 
         Raises:
             ValueError: the extra `mobile` is not installed, or blocks do not divide a width.
@@ -119,6 +127,7 @@ class TfliteFile:
         self._schema: Any = schema
         self._model: Any = flatbuffer_utils.read_model_from_bytearray(bytearray(flatbuffer))
         self._leaves, self._quantization = leaves, quantization
+        self._calibration = calibration or Calibration({}, frozenset())
         self._format = QUANTIZATIONS[quantization]
         self._stored: dict[tuple[_View, WeightFormat | None], _Stored] = {}
         self._codes = vars(schema.BuiltinOperator)
@@ -142,22 +151,29 @@ class TfliteFile:
         with path.open("wb") as file, progress_bar(len(wanted), shown=shown) as advance:
             for weight, forms in wanted.items():
                 advance("writing weights")
-                self._write_weight(file, self._leaves[weight].make(), forms)
+                self._write_weight(file, self._leaves[weight], forms)
             file.seek(0)
             file.write(self._packed())
 
     def _write_weight(
         self,
         file: BinaryIO,
-        array: np.ndarray,
+        leaf: Leaf,
         forms: list[tuple[_View, WeightFormat | None]],
     ) -> None:
         # A function of its own, so that nothing holds the weight while the next one is made.
+        array, rounded = leaf.make(), self._calibration.rounded.get(leaf.name)
         for view, form in forms:
-            self._write_view(file, view.of(array), form, self._stored[view, form])
+            known = rounded if form is not None and form == self._format else None
+            self._write_view(file, view.of(array), form, self._stored[view, form], known)
 
     def _write_view(
-        self, file: BinaryIO, array: np.ndarray, form: WeightFormat | None, stored: _Stored
+        self,
+        file: BinaryIO,
+        array: np.ndarray,
+        form: WeightFormat | None,
+        stored: _Stored,
+        known: tuple[np.ndarray, np.ndarray] | None,
     ) -> None:
         """Writes a view into its place; scales go there too, or into the flatbuffer."""
         file.seek(self._model.buffers[stored.buffer].offset)
@@ -165,7 +181,10 @@ class TfliteFile:
             file.write(_bytes_of(array))
             return
         scales = []
-        for row in range(0, len(array), _ROWS):
+        if known is not None:
+            file.write(_bytes_of(known[0]))
+            scales.append(known[1])
+        for row in range(0, len(array) if known is None else 0, _ROWS):
             packed, of_rows = quantize_rows(array[row : row + _ROWS], form.bits, form.block)
             file.write(_bytes_of(packed))
             scales.append(of_rows)
@@ -218,7 +237,8 @@ class TfliteFile:
             if name == "BATCH_MATMUL" and inputs[1] in views and inputs[0] not in views:
                 self._to_weights(graph, op, makers.get(inputs[0]), views[inputs[1]], tensors)
             elif name == "FULLY_CONNECTED" and inputs[1] in views and inputs[0] not in views:
-                inputs[1] = self._tensor(graph, views[inputs[1]], self._format, tensors)
+                form = self._format_of(views[inputs[1]])
+                inputs[1] = self._tensor(graph, views[inputs[1]], form, tensors)
                 op.inputs = inputs
             elif any(index in views for index in inputs):
                 op.inputs = [
@@ -264,12 +284,17 @@ class TfliteFile:
             op.builtinOptionsType, op.builtinOptions = 0, None
         else:
             turned = view if options.adjY else view.turned((1, 0))
-            op.inputs = [rows, self._tensor(graph, turned, self._format, tensors), -1]
+            op.inputs = [rows, self._tensor(graph, turned, self._format_of(turned), tensors), -1]
             op.opcodeIndex = self._code("FULLY_CONNECTED")
             op.builtinOptions = self._schema.FullyConnectedOptionsT()
             op.builtinOptions.keepNumDims = len(graph.tensors[rows].shape) > 2
             kinds = self._schema.BuiltinOptions
             op.builtinOptionsType = kinds.FullyConnectedOptions
+
+    def _format_of(self, view: _View) -> WeightFormat | None:
+        """Returns the format of a product's weight. One that keeps 8 bits has that of the table."""
+        kept = self._leaves[view.weight].name in self._calibration.kept
+        return _TABLE if kept else self._format
 
     def _code(self, name: str) -> int:
         wanted, codes = self._codes[name], self._model.operatorCodes

@@ -270,20 +270,30 @@ class AcceptanceTable(Checked):
             levels.append(tuple(_drawn(everyone, rank, prior) for rank, prior in enumerate(row)))
         return tuple(levels)
 
-    def shares(self) -> tuple[float, float]:
-        """Shares of the accepted draft tokens: on the main path, and next to it.
+    def shares(self, paths: Iterable[Path]) -> tuple[float, float]:
+        """Shares of a tree's accepted draft tokens: on the main path, and next to it.
 
         On the main path all ranks are 0. Next to it are the other children of its nodes.
 
+        Args:
+            paths: rank paths of the tree's nodes, without the root.
+
         Raises:
-            ValueError: the table has no counts, or nothing was accepted.
+            ValueError: the table does not know a node, or no node is ever accepted.
+
+        Example:
+            >>> from jaxspec.tuning import AcceptanceTable
+            >>> table = AcceptanceTable(((0.5, 0.25), (0.5, 0.0)))
+            >>> table.shares([(0,), (1,), (0, 0), (1, 0)])
+            (0.6666666666666666, 0.2222222222222222)
         """
-        total = sum(sum(ranks.accepted) for ranks in self.counts.values())
+        chances = {path: self.chance(path) for path in paths}
+        total = sum(chances.values())
         if not total:
-            raise ValueError("counts: nothing was accepted, so there are no shares of it.")
-        on_main = [ranks.accepted for path, ranks in self.counts.items() if not any(path)]
-        main = sum(accepted[0] for accepted in on_main if accepted)
-        return main / total, sum(sum(accepted[1:]) for accepted in on_main) / total
+            raise ValueError("paths: no node is ever accepted, so there are no shares.")
+        main = sum(chance for path, chance in chances.items() if not any(path))
+        beside = (chance for path, chance in chances.items() if path[-1] and not any(path[:-1]))
+        return main / total, sum(beside) / total
 
     def check_head(self, params: PyTree) -> None:
         """Checks that the table was counted with these weights.

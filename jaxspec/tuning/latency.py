@@ -41,15 +41,15 @@ class Timing(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class PublishedRun(Checked):
-    """One row of a published table, as it was printed.
+class TableRow(Checked):
+    """One row of a table of speeds, as it was published or is predicted.
 
     Attributes:
         nodes: draft tokens, the root EXCLUDED.
         draft_seconds: seconds of all draft passes of a step.
         target_seconds: seconds of the target pass of a step.
         tau: tokens per target pass, bonus INCLUDED.
-        tokens_per_second: the reported speed, with all other costs of a step.
+        tokens_per_second: the speed; a published one is with all other costs of a step.
 
     Raises:
         ValueError: a number is out of range; the message names it.
@@ -64,13 +64,36 @@ class PublishedRun(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
+class PartialPasses(Checked):
+    """Times of a draft token that the target drafts itself, with sub-layers left out.
+
+    Attributes:
+        num_layers: layers of the target.
+        whole: seconds with all sub-layers.
+        no_attention: seconds without any attention.
+        no_mlp: seconds without any MLP.
+        nothing: seconds without both: embedding and output head.
+
+    Raises:
+        ValueError: a number is out of range; the message names it.
+    """
+
+    num_layers: Count
+    whole: Positive
+    no_attention: Positive
+    no_mlp: Positive
+    nothing: Positive
+
+
+@dataclasses.dataclass(frozen=True)
 class LatencyProfile(Checked):
     """Times of passes on one device. Times between two measured sizes are interpolated linearly.
 
     Attributes:
         name: a name for tables and plots.
         target: target passes, by tokens, the root included; size 1 and at least one more.
-        draft: draft passes, by nodes; size 1 and any others.
+        draft: draft passes, by nodes; size 1 and any others. Empty: the profile has `partial`, for
+            layer skipping, and no tree can be searched by it.
         first_draft: the first draft pass of a step (the root's), by the levels of the tree. This
             pass also reads the tokens that the last step emitted: at most one more than there are
             levels. Empty: the time of a draft pass of one node.
@@ -82,6 +105,7 @@ class LatencyProfile(Checked):
         published: rows of the table that the figures come from.
         one_pass: the drafter predicts a whole block at once. A step then has one draft pass,
             `first_draft`, for a tree of any depth and width.
+        partial: draft tokens with layers left out, for `jaxspec tune skips`; `None`: not timed.
 
     Raises:
         ValueError: there are too few sizes, a size twice, or a field of another type.
@@ -103,12 +127,14 @@ class LatencyProfile(Checked):
     dtype: str = ""
     quantization: str = "none"
     source: str = ""
-    published: tuple[PublishedRun, ...] = ()
+    published: tuple[TableRow, ...] = ()
     one_pass: bool = False
+    partial: PartialPasses | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        for field, fewest in (("target", 2), ("draft", 1), ("first_draft", 0)):
+        fewest_drafts = 1 if self.partial is None else 0
+        for field, fewest in (("target", 2), ("draft", fewest_drafts), ("first_draft", 0)):
             timings = _ordered(field, getattr(self, field), fewest)
             object.__setattr__(self, field, timings)
 
@@ -160,7 +186,7 @@ class LatencyProfile(Checked):
             ValueError: the number of levels is outside those that were timed.
         """
         if not self.first_draft:
-            return self.draft[0].seconds
+            return float(_interpolate(self.name, "draft", self.draft, 1))
         return float(_interpolate(self.name, "first_draft", self.first_draft, levels))
 
     def later_draft_seconds(
@@ -193,6 +219,7 @@ class LatencyProfile(Checked):
             },
             "published": [dataclasses.asdict(run) for run in self.published],
             "one_pass": self.one_pass,
+            "partial": None if self.partial is None else dataclasses.asdict(self.partial),
         }
 
 
@@ -266,7 +293,9 @@ def profile_from_dict(entry: dict[str, Any], where: str) -> LatencyProfile:
     try:
         for field, unit in _UNITS.items():
             given[field] = records(field, entry.get(field, ()), Timing, {"size": unit})
-        given["published"] = records("published", entry.get("published", ()), PublishedRun)
+        given["published"] = records("published", entry.get("published", ()), TableRow)
+        if entry.get("partial") is not None:
+            (given["partial"],) = records("partial", [entry["partial"]], PartialPasses)
         return LatencyProfile(**given)
     except ValueError as error:
         raise ValueError(f"profile {where}: {error}") from None
@@ -301,6 +330,11 @@ def _ordered(field: str, timings: Sequence[Timing], fewest: int) -> tuple[Timing
 def _interpolate(
     name: str, field: str, timings: tuple[Timing, ...], sizes: Any
 ) -> Float[np.ndarray, "*sizes"]:
+    if not timings:
+        raise ValueError(
+            f"profile {name}: has no {field} passes, as it is for layer skipping; for a tree, time "
+            "those of the drafter (`jaxspec export kit --head`, or `jaxspec tune profile`)."
+        )
     known = np.asarray([timing.size for timing in timings])
     beyond = np.asarray(sizes)[(np.asarray(sizes) < known[0]) | (np.asarray(sizes) > known[-1])]
     if beyond.size:

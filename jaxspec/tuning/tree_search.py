@@ -20,9 +20,9 @@ from jaxspec.core.checks import Count, Nodes, Share, checks_arguments
 from jaxspec.core.proposal import bank
 from jaxspec.core.tree import Path, Paths, tree_from_paths
 from jaxspec.core.types import Tree
-from jaxspec.tuning.acceptance import AcceptanceTable, rank_paths
+from jaxspec.tuning.acceptance import AcceptanceTable, ExitCounts, rank_paths
 from jaxspec.tuning.files import write_entry
-from jaxspec.tuning.latency import LatencyProfile
+from jaxspec.tuning.latency import LatencyProfile, TableRow
 from jaxspec.tuning.tree_exact import BestTrees, Limits, best_trees
 
 
@@ -70,8 +70,28 @@ def cost(tree: Tree, profile: LatencyProfile, tau: float) -> float:
 
 
 def _step_seconds(paths: Sequence[Path], profile: LatencyProfile) -> float:
-    target = float(profile.target_seconds(len(paths) + 1))
-    return profile.draft_seconds(_draft_batches(paths)) + target
+    return sum(_parts(paths, profile))
+
+
+def _parts(
+    paths: Sequence[Path], profile: LatencyProfile, exits: ExitCounts | None = None
+) -> tuple[float, float]:
+    """Returns the seconds of drafting and of verification in a step.
+
+    Args:
+        paths: rank paths of the tree.
+        profile: pass times of the device.
+        exits: counts of a chain that ends early; means over its lengths are returned.
+    """
+    if exits is None:
+        target = float(profile.target_seconds(len(paths) + 1))
+        return profile.draft_seconds(_draft_batches(paths)), target
+    longest = len(paths)
+    shares, depths = exits.shares(longest), np.arange(longest + 1)
+    widths = np.asarray(bank(longest + 1))
+    targets = profile.target_seconds(widths[np.searchsorted(widths, depths + 1)])
+    later = np.maximum(depths - 1, 0) * profile.later_draft_seconds(1)
+    return profile.first_draft_seconds(longest) + float(shares @ later), float(shares @ targets)
 
 
 class Candidate(NamedTuple):
@@ -159,15 +179,35 @@ def _predict(
     profile: LatencyProfile,
     threshold: float = 0.0,
 ) -> Candidate:
-    if not threshold:
-        return Candidate(paths, acceptance.tau(paths), _step_seconds(paths, profile))
-    longest = len(paths)
-    shares, depths = acceptance.exit(threshold).shares(longest), np.arange(longest + 1)
-    widths = np.asarray(bank(longest + 1))
-    targets = profile.target_seconds(widths[np.searchsorted(widths, depths + 1)])
-    later = np.maximum(depths - 1, 0) * profile.later_draft_seconds(1)
-    seconds = profile.first_draft_seconds(longest) + float(shares @ (later + targets))
+    exits = acceptance.exit(threshold) if threshold else None
+    seconds = sum(_parts(paths, profile, exits))
     return Candidate(paths, acceptance.tau(paths, threshold), seconds, threshold)
+
+
+@checks_arguments
+def table_row(
+    name: str, found: Candidate, acceptance: AcceptanceTable, profile: LatencyProfile
+) -> TableRow:
+    """Returns a tree's row of a table of speeds, with drafting and verification taken apart.
+
+    Args:
+        name: of the row.
+        found: the tree, as `predict` or a search returned it for this table and profile.
+        acceptance: table of the drafter.
+        profile: pass times of the device.
+
+    Example:
+        >>> from jaxspec.core.tree import EAGLE_PATHS
+        >>> from jaxspec.tuning import calibrated_table, load_profile, predict
+        >>> from jaxspec.tuning.tree_search import table_row
+        >>> phone, table = load_profile("galaxy-s25-adreno830-vicuna7b-q4"), calibrated_table()
+        >>> row = table_row("EAGLE", predict(EAGLE_PATHS, table, phone), table, phone)
+        >>> row.nodes, round(1e3 * row.draft_seconds, 2), round(1e3 * row.target_seconds, 2)
+        (25, 52.34, 392.12)
+    """
+    exits = acceptance.exit(found.threshold) if found.threshold else None
+    parts = _parts(found.paths, profile, exits)
+    return TableRow(name, found.nodes, *parts, found.tau, found.tokens_per_second)
 
 
 def early_exits(

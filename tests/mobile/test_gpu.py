@@ -40,7 +40,7 @@ needs_gpu = pytest.mark.skipif(lacking is not None, reason=f"GPU not checked: {l
 
 @needs_gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("quantization", ["float32", "int8", "int4", "int4-calibrated"])
 def test_eagle_steps_run_whole_and_right(tmp_path, quantization):
     """The bundle for GPUs; float32 with every other signature, too."""
     model, head = successor_model()

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from jaxspec.cli import main
-from jaxspec.drafters import Eagle
-from jaxspec.tuning import load_profile
+from jaxspec.drafters import Eagle, LoadedDrafter, NoDraft, PromptLookup
+from jaxspec.tuning import calibrated_table, load_profile, search_tree
+from jaxspec.tuning.latency import PartialPasses
 from tests.mobile.models import successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -19,11 +20,13 @@ from jaxspec.mobile import ExportConfig
 from jaxspec.mobile import profile as profile_module
 from jaxspec.mobile.profile import (
     export_kit,
+    kit_script,
     measure_here,
     read_kit_log,
     read_web_profile,
     timed_signatures,
 )
+from jaxspec.mobile.runtime import MobileModel
 
 DEPTH = 2
 SHAPES = ExportConfig(capacity=16, prefill=(8,), quantization="float32")
@@ -64,6 +67,63 @@ def test_every_pass_and_its_commit_are_timed(kit):
         ),  # 32 tokens leave no room in a capacity of 16
         *("absorb", "draft_1", "draft_2"),
     )
+
+
+@pytest.fixture(scope="module")
+def kit_of_layers(tmp_path_factory):
+    """A kit without a head: two tokens are drafted with layers left out."""
+    folder = tmp_path_factory.mktemp("layers")
+    model, _ = successor_model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile_module, "TOKENS", (1, 4))
+        patch.setattr(profile_module, "DRAFTED", 2)
+        manifest = export_kit(model, folder, LoadedDrafter(NoDraft(), ()), SHAPES)
+    return folder, manifest
+
+
+def test_without_a_head_passes_with_layers_left_out_are_timed(kit_of_layers):
+    folder, manifest = kit_of_layers
+    partial = [f"partial_{name}" for name in ("whole", "no_attention", "no_mlp", "nothing")]
+    assert list(timed_signatures(manifest)[-4:]) == partial
+    assert len(timed_signatures(manifest)) == 5 + 4
+    # They are those of `LayerSkip`: the whole model drafts what plain decoding emits.
+    file = MobileModel(folder / "model.tflite")
+    prompt = [3, 1, 4]
+    decoded = file.generate(prompt, 3, ()).tokens.tolist()
+    file.call("prefill_8", prompt=[prompt + [0] * 5], length=[0], count=[3])
+    for name in partial:
+        file.call(name, pending=[decoded[0]], length=[3])
+    drafted = {name: file.read(name, "drafted")[0].tolist() for name in partial}
+    assert drafted["partial_whole"] == decoded
+    assert all(len(tokens) == 3 for tokens in drafted.values())
+    assert drafted["partial_nothing"] != decoded
+    profile = measure_here(folder / "model.tflite", repeats=3)
+    assert profile.draft == ()
+    assert profile.partial is not None
+    assert profile.partial.num_layers == 2
+    assert 0 < profile.partial.nothing < profile.target_seconds(1) * 2
+    with pytest.raises(ValueError, match="has no draft passes, as it is for layer skipping"):
+        search_tree(calibrated_table(), profile, max_nodes=3, max_depth=2)
+
+
+def test_a_log_of_layers_left_out_is_read_and_kept(kit_of_layers, tmp_path, capsys):
+    """A draft token takes the time of a function, divided by the tokens that it drafts."""
+    times = {"partial_whole": 8, "partial_no_attention": 5, "partial_no_mlp": 3}
+    header = kit_script(kit_of_layers[1]).split("jaxspec kit: ")[1].split("'")[2]
+    sections = "".join(
+        f"jaxspec signature: {name}\n{LITERT.format(times.get(name, 2))}\n"
+        for name in timed_signatures(kit_of_layers[1])
+    )
+    log, out = tmp_path / "kit.txt", tmp_path / "phone.json"
+    log.write_text(f"jaxspec kit: {header}\n{sections}")
+    profile = read_kit_log(log)
+    assert profile.partial == PartialPasses(2, 4e-3, 2.5e-3, 1.5e-3, 1e-3)
+    assert main(["tune", "profile", "--import", str(log), "--out", str(out)]) == 0
+    assert "no attention 2.500 ms" in capsys.readouterr().out
+    assert load_profile(out) == profile
+    log.write_text(f"jaxspec kit: {header}\n{timed('decode', 'verify_1', 'commit_1')}")
+    with pytest.raises(ValueError, match="partial_whole was not timed"):
+        read_kit_log(log)
 
 
 def test_a_kit_is_timed_on_this_machine(kit):
@@ -173,9 +233,9 @@ def test_what_holds_no_profile_is_refused(read):
         read("/dev/zero")
 
 
-def test_a_kit_needs_a_head(tmp_path):
+def test_a_kit_is_of_a_head_or_of_no_drafter(tmp_path, capsys):
     model, _ = successor_model()
-    from jaxspec.drafters import LoadedDrafter, NoDraft
-
-    with pytest.raises(ValueError, match="an EAGLE head; give one"):
-        export_kit(model, tmp_path, LoadedDrafter(NoDraft(), ()), replace(SHAPES))
+    assert main(["export", "kit", "M", str(tmp_path), "--tree", "eagle-25"]) == 2
+    assert "--tree: needs --head FOLDER" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="give a head or no drafter, not PromptLookup"):
+        export_kit(model, tmp_path, LoadedDrafter(PromptLookup(), ()), SHAPES)

@@ -26,7 +26,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 import jax
 
-from jaxspec.mobile import ExportConfig, MobileModel, export
+from jaxspec.mobile import QUANTIZATIONS, ExportConfig, MobileModel, export
 from jaxspec.mobile import gpu as gpu_module
 from jaxspec.mobile import memory as memory_module
 from jaxspec.mobile.runtime import TextEnd
@@ -153,13 +153,15 @@ def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
     assert main([*argv, "--prompts", str(folders / "prompts.jsonl")]) == 0
     found = json.loads((tmp_path / "quantization.json").read_text())["quantizations"]
     by_name = {row["quantization"]: row for row in found}
-    assert list(by_name) == ["float32", "int8", "int4", "int4-block32"]
+    assert list(by_name) == list(QUANTIZATIONS)
     assert by_name["float32"]["kl"] == 0
     assert by_name["float32"]["top1"] == 1
     assert 0 < by_name["int8"]["kl"] < by_name["int4"]["kl"]
     # Graphs are most of so small a file; what bits do to the size of weights, test_quantize tells.
     assert all(by_name[name]["size"] > 200_000 for name in ("float32", "int8", "int4"))
-    assert "widths that 32 divides" in by_name["int4-block32"]["refused"]
+    for name in ("int4-block32", "int4-block32-calibrated"):
+        assert "widths that 32 divides" in by_name[name]["refused"]
+    assert by_name["int4-calibrated"]["kl"] < by_name["int4"]["kl"]
     assert by_name["int8"]["tau"] >= 1
     assert "refused" in capsys.readouterr().out
 
@@ -227,7 +229,6 @@ def test_mistakes_of_exports_are_one_line(capsys, folders, tmp_path, argv, said)
         (["report", "--prompts", "P", "--check-gpu"], "unknown flag --check-gpu"),
         (["report", "--prompts", "P", "--quantize", "int4"], "unknown flag --quantize"),
         (["web", "--head", "H", "--acceptance", "A", "--prompts", "P"], "not allowed with"),
-        (["kit"], "arguments are required: --head"),
         (["web"], "arguments are required: --head"),
     ],
 )

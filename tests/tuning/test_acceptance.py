@@ -91,11 +91,20 @@ def test_a_measured_table_finds_the_rates_and_the_tau_behind_the_steps():
 
 
 def test_shares_of_accepted_tokens():
-    tree = probe_paths(2, 3)
-    steps = [step(tree, (0, 0)), step(tree, (0, 1)), step(tree, (1, 0)), step(tree, (2,))]
-    table = AcceptanceTable.from_counts(count_acceptance(steps))
-    # Accepted: 0, 00, 0, 01, 1, 10, 2. Main path: 0, 00, 0. Its neighbours: 01, 1, 2.
-    assert table.shares() == pytest.approx((3 / 7, 3 / 7))
+    """Of a tree, by its chances; they are those counted in steps over it."""
+    table = AcceptanceTable(((0.5, 0.25), (0.5, 0.1)))
+    tree = [(0,), (1,), (0, 0), (0, 1), (1, 0)]
+    # Chances 0.5, 0.25, 0.25, 0.05, 0.125. Main path: 0, 00. Its neighbours: 1, 01.
+    assert table.shares(tree) == pytest.approx((0.75 / 1.175, 0.3 / 1.175))
+    paths = probe_paths(3, 2)
+    steps = sampled_steps(paths, 3000, seed=0)
+    accepted = [paths[node - 1] for each in steps for node in each.path[1:]]
+    main = np.mean([not any(path) for path in accepted])
+    beside = np.mean([path[-1] > 0 and not any(path[:-1]) for path in accepted])
+    measured = AcceptanceTable.from_counts(count_acceptance(steps))
+    assert measured.shares(paths) == pytest.approx((main, beside), abs=0.01)
+    with pytest.raises(ValueError, match="no node is ever accepted"):
+        AcceptanceTable(((0.0,),)).shares([(0,)])
 
 
 def test_chances_multiply_along_a_path_and_tau_adds_them_up():

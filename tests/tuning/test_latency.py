@@ -78,7 +78,7 @@ def test_bad_timings_are_refused_by_field(field, timings, message):
         ("target", "ab", "target must be a sequence, got 'ab'"),
         ("draft", [(1, 1.0)], r"draft\[0\] must be of type Timing, got \(1, 1.0\)"),
         ("one_pass", "no", "one_pass must be True or False, got 'no'"),
-        ("published", (1,), r"published\[0\] must be of type PublishedRun, got 1"),
+        ("published", (1,), r"published\[0\] must be of type TableRow, got 1"),
     ],
 )
 def test_fields_of_other_types_are_refused(field, value, message):

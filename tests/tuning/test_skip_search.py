@@ -16,7 +16,15 @@ from jaxspec.core.types import Params
 from jaxspec.drafters import LayerSkip
 from jaxspec.drafters.skip_sets import skipped_layers, skips_of
 from jaxspec.models import Skips
-from jaxspec.tuning import skip_costs, skip_search
+from jaxspec.tuning import (
+    LatencyProfile,
+    Timing,
+    load_profile,
+    save_profile,
+    skip_costs,
+    skip_search,
+)
+from jaxspec.tuning.latency import PartialPasses
 from jaxspec.tuning.skip_agreement import measure_agreement, regular_patterns
 from jaxspec.tuning.skip_costs import Costs, measure_skip_costs
 from jaxspec.tuning.skip_objective import (
@@ -147,7 +155,7 @@ def test_short_rows_are_left_out(model, window):
 
 
 def test_costs_are_differences_of_measured_drafts(model, monkeypatch):
-    seconds = {"whole": 3.3, "no attention": 2.1, "no mlp": 1.5, "nothing": 0.3}
+    seconds = {"whole": 3.3, "no_attention": 2.1, "no_mlp": 1.5, "nothing": 0.3}
 
     def timed(programs, repeats):
         drafts = {name: np.asarray(program()) for name, program in programs.items()}
@@ -399,6 +407,60 @@ def test_the_command_writes_what_the_drafter_reads(command, tmp_path, capsys):
     where = f"layer-skip:skips={tmp_path / 'out' / 'skips.json'}"
     argv = ["generate", str(tmp_path / "model"), "abc", "--max-new-tokens", "4", "--drafter", where]
     assert main(argv) == 0
+
+
+def test_the_command_searches_for_the_device_of_a_profile(command, tmp_path, capsys, monkeypatch):
+    """With its times; nothing is measured here but what drafts are accepted."""
+    monkeypatch.setattr(skip_costs, "measure_skip_costs", None)
+    layers = tiny_model().config.num_layers
+    target = tuple(Timing(size, 0.010 + 0.001 * size) for size in (1, 4))
+    partial = PartialPasses(layers, whole=0.010, no_attention=0.006, no_mlp=0.005, nothing=0.001)
+    profile = LatencyProfile("a phone", target, draft=(), partial=partial)
+    path, out = tmp_path / "phone.json", tmp_path / "out"
+    save_profile(profile, path)
+    assert load_profile(path) == profile
+    assert command("--evaluations", "3", "--profile", str(path)) == 0
+    assert "x plain decoding (predicted for the profile's device)" in capsys.readouterr().out
+    result = json.loads((out / "skips.json").read_text())
+    assert result["machine"] == "a phone"
+    assert result["plain_seconds_per_token"] == pytest.approx(0.011)
+    # A graph drafts its full length, so the formula holds without an exit.
+    assert result["threshold"] == 0
+    drafter = LayerSkip.read(out / "skips.json")
+    kept = [len(part) - sum(part) for part in drafter.skip]
+    token = 0.001 + kept[0] * 0.004 / layers + kept[1] * 0.005 / layers
+    longest = drafter.num_speculative_tokens
+    step = longest * token + 0.011 + 0.001 * longest
+    assert result["seconds_per_token"] == pytest.approx(step / result["tau_bonus_included"])
+    for name in ("these", "other"):
+        measured = result["measured"][name]
+        assert measured["speedup_is_predicted"]
+        expected = 0.011 * measured["tau_bonus_included"] / step
+        assert measured["speedup"] == pytest.approx(expected)
+    # The trace belongs to the profile.
+    assert command("--evaluations", "3") == 2
+    assert "profile, thresholds differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "message"),
+    [
+        ({"partial": None, "draft": (Timing(1, 1.0),)}, [], "has no times of passes with layers"),
+        ({"partial": PartialPasses(99, 1.0, 1.0, 1.0, 1.0)}, [], "timed with a model of 99 layers"),
+        ({}, ["--num-speculative-tokens", "4"], "timed for 1 to 4 tokens, the root included, not"),
+        ({}, ["--threshold", "0.5"], "graphs end no draft early"),
+        ({}, ["--objective", "measured"], "--objective measured does not read times"),
+        ({}, ["--agreement"], "--agreement does not read times"),
+    ],
+)
+def test_profiles_that_do_not_fit_are_refused(command, tmp_path, capsys, changes, flags, message):
+    layers = tiny_model().config.num_layers
+    fitting = {"draft": (), "partial": PartialPasses(layers, 1.0, 1.0, 1.0, 1.0)}
+    profile = LatencyProfile("p", (Timing(1, 1.0), Timing(4, 1.0)), **{**fitting, **changes})
+    save_profile(profile, tmp_path / "p.json")
+    assert command("--profile", str(tmp_path / "p.json"), *flags) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_command_prints_agreement(command, tmp_path, capsys):

@@ -155,7 +155,7 @@ def test_acceptance_of_a_perfect_drafter(model, drafter):
     assert table.rate((), 0) == table.rate((0,), 0) == 1
     assert table.rate((), 1) == 0
     assert table.tau(((0,), (0, 0))) == 3
-    assert table.shares() == (1.0, 0.0)
+    assert table.shares(probe_paths(2, 2)) == (1.0, 0.0)
     assert table.head == identity_of(drafter.params)
     table.check_head(drafter.params)
 
@@ -235,14 +235,24 @@ def test_profiles_of_other_devices_are_read_and_drawn(capsys, tmp_path):
 def test_a_tree_is_chosen_drawn_and_written(capsys, tmp_path):
     pytest.importorskip("matplotlib", reason="needs the extra `plots`")
     argv = ["tune", "tree", "--profile", PHONE, "--acceptance", INFERRED, "--max-nodes", "6"]
-    assert main([*argv, "--out", str(tmp_path / "phone")]) == 0
+    assert main([*argv, "--table", "--out", str(tmp_path / "phone")]) == 0
     shown = capsys.readouterr().out
+    rows = {line[:27].strip(): line[27:].split() for line in shown.splitlines()}
+    assert rows["plain decoding"] == ["0", "0.00", "87.03", "1.00", "11.49", "1.00"]
+    assert rows["EAGLE's 25 nodes"] == ["25", "52.34", "392.12", "4.06", "9.13", "0.80"]
+    assert rows["published: searched tree"][-3:] == ["3.22", "19.18", "1.67"]
     assert "INFERRED, not measured" in shown
     assert "rank 0, accepted 73%" in shown
     tree = json.loads((tmp_path / "phone" / "tree.json").read_text())
     assert tree["predicted"]["tokens_per_second"] >= 19.43
-    ranking = json.loads((tmp_path / "phone" / "search.json").read_text())["ranking"]
-    assert ranking[0]["paths"] == tree["paths"]
+    search = json.loads((tmp_path / "phone" / "search.json").read_text())
+    assert search["ranking"][0]["paths"] == tree["paths"]
+    assert [row["nodes"] for row in search["table"]] == [0, 25, len(tree["paths"])]
+    for row in search["table"]:
+        step = row["draft_seconds"] + row["target_seconds"]
+        assert row["tokens_per_second"] == pytest.approx(row["tau"] / step)
+    # Of the inferred rates, 69.7 % on the path of first choices.
+    assert search["accepted_of_eagle_25"]["on_main_path"] == pytest.approx(0.697, abs=5e-4)
     names = {path.name for path in (tmp_path / "phone").iterdir()}
     assert names == {"tree.json", "search.json", "tree.png", "cost.png"}
 
