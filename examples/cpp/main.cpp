@@ -163,8 +163,12 @@ class Model {
       std::swap((*pair)[0], (*pair)[1]);  // buffers take turns; none is copied
   }
 
-  std::vector<int32_t> read(const std::string& state) const {
-    return buffers_.at(state)[0]->read();
+  // Returns an output of the last call of a signature.
+  std::vector<int32_t> read(const std::string& name, const std::string& output) {
+    const Signature& signature = signatures_.at(name);
+    for (size_t at = 0; at < signature.outputs.size(); at++)
+      if (signature.outputs[at].name == output) return state(signature, at, false)[0]->read();
+    throw Error(name + " has no output " + output + ".");
   }
 
  private:
@@ -231,10 +235,14 @@ class Model {
   // Both buffers of a state, or of an output that no call takes: its value, and the spare one.
   Pair& state(const Signature& signature, size_t at, bool input) {
     const Tensor& tensor = (input ? signature.inputs : signature.outputs)[at];
-    const bool kept = input || tensor.name.rfind(kOut, 0) == 0;
-    const std::string name = input  ? tensor.name
-                             : kept ? tensor.name.substr(kOut.size())
-                                    : std::to_string(signature.index) + "/" + tensor.name;
+    // By name and shape, so that signatures share the state that they pass on.
+    std::string name = tensor.name;
+    if (!input) {
+      const bool passed_on = name.rfind(kOut, 0) == 0;
+      name = passed_on ? name.substr(kOut.size()) : std::to_string(signature.index) + "/" + name;
+    }
+    for (unsigned int axis = 0; axis < tensor.type.layout.rank; axis++)
+      name += " " + std::to_string(tensor.type.layout.dimensions[axis]);
     Pair& pair = buffers_[name];
     if (!pair[0]) {
       LiteRtTensorBufferRequirements required;
@@ -327,7 +335,7 @@ class Decoder {
       // A step writes a whole padded path. Where that has no room, one token still has.
       if (by_ == "decode" || cached + rows_ > manifest.capacity) {
         model_.call("decode", values);
-        add(model_.read("pending"));
+        add(model_.read("decode", kOut + "pending"));
         continue;
       }
       if (!begun) {  // later steps find these in what the last one wrote
@@ -336,8 +344,8 @@ class Decoder {
         begun = true;
       }
       model_.call(by_, values);
-      std::vector<int32_t> tokens = model_.read("tokens");
-      tokens.resize(model_.read("count")[0]);
+      std::vector<int32_t> tokens = model_.read(by_, kOut + "tokens");
+      tokens.resize(model_.read(by_, kOut + "count")[0]);
       add(tokens);
     }
     answer.seconds =
@@ -358,6 +366,7 @@ class Decoder {
         throw Error("PROMPT: the model does not know the id " + std::to_string(id) + ".");
     const std::vector<int> sizes = model_.prefill_sizes();
     if (sizes.empty()) throw Error("the file has no prefill_N.");
+    std::string last;
     for (int at = 0; at < length;) {
       auto fitting =
           std::find_if(sizes.begin(), sizes.end(), [&](int each) { return each >= length - at; });
@@ -365,7 +374,8 @@ class Decoder {
       // The last part may overlap what was read: reading a token again changes nothing.
       const int first = std::max(0, std::min(at, manifest.capacity - size));
       const int end = std::min(first + size, length);
-      model_.call("prefill_" + std::to_string(size),
+      last = "prefill_" + std::to_string(size);
+      model_.call(last,
                   {
                       {"prompt", {prompt.begin() + first, prompt.begin() + end}},
                       {"count", {end - first}},
@@ -375,7 +385,7 @@ class Decoder {
                   });
       at = first + size;
     }
-    return model_.read("pending")[0];
+    return model_.read(last, kOut + "pending")[0];
   }
 
   Model& model_;
