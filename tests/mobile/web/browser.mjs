@@ -285,8 +285,9 @@ const scenarios = {
     answer.after = await shown();
     answer.asked = await page.$$eval('.turn.person', lines => lines.map(line => line.textContent));
     answer.ids = await page.$eval('.turn.model', line => JSON.parse(line.dataset.ids));
-    // The widest share of each group of bars, and how far the tree can be scrolled.
+    // The shares of each group of bars; then, on a narrow screen, the tree's own scroll bar and how far it goes.
     answer.widths = await page.evaluate(() => Object.fromEntries(['histogram', 'time', 'candidates'].map(id => [id, [...document.querySelectorAll(`#${id} .fill`)].map(fill => parseFloat(fill.style.width))])));
+    await page.setViewportSize({width: 240, height: 800});
     answer.scrollBar = await page.$eval('#tree', box => box.offsetHeight - box.clientHeight);
     answer.scrolls = await page.$eval('#tree', box => box.scrollWidth - box.clientWidth);
     return answer;
