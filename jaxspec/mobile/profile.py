@@ -132,7 +132,8 @@ def kit_script(manifest: Manifest) -> str:
             f"echo '{_SECTION}{name}'",
             'adb shell "$folder/$(basename "$tool")" "--graph=$folder/model.tflite" \\',
             f"  --signature_to_run_for={name} --input_layer_value_range={ranges} \\",
-            '  "--num_threads=$threads" "--use_gpu=$use_gpu" $whole --num_runs=50 --warmup_runs=5 2>&1',
+            '  "--num_threads=$threads" "--use_gpu=$use_gpu" $whole \\',
+            "  --num_runs=50 --warmup_runs=5 2>&1",
         ]
     return "\n".join([*lines, ""])
 
@@ -171,7 +172,7 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
     seconds: dict[str, tuple[float, float | None]] = {}
     for section in sections:
         name, _, log = section.partition("\n")
-        timed = _seconds_in(log)
+        timed = seconds_in(log)
         if timed is None:
             raise ValueError(
                 f"{path}: no 'Inference (avg)' with its unit for {name.strip()!s:.80}: the tool "
@@ -225,7 +226,7 @@ def read_web_profile(path: str | Path) -> LatencyProfile:
     )
 
 
-def _seconds_in(log: str) -> tuple[float, float | None] | None:
+def seconds_in(log: str) -> tuple[float, float | None] | None:
     """Finds mean and spread of the runs in a tool's output; `None` if there are none."""
     for mean, spread, unit in _LOGS:
         if found := re.search(mean, log):

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from jaxspec import TokenRecycling, load
-from jaxspec.checkpoint import load_eagle, load_tokenizer, shipped_folders
+from jaxspec import TokenRecycling, load, save
+from jaxspec.checkpoint import load_eagle, load_tokenizer, save_eagle, shipped_folders
 from jaxspec.drafters import Eagle, LoadedDrafter
 from tests.mobile.web.models import page_model
 
@@ -287,3 +288,96 @@ def test_what_it_does_not_cover_is_refused(ids_in_cpp, recorded_folder, tmp_path
     described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     (tmp_path / "tokenizer.json").write_text(json.dumps(described | changes), encoding="utf-8")
     assert said in ids_in_cpp(tmp_path / "tokenizer.json", [])
+
+
+# ---- the script for a phone --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_script_for_a_phone(tmp_path):
+    """With an adb of ours: what it pushes is there, and the tool takes 1 ms and 2 ms a call."""
+    if shutil.which("sh") is None:
+        pytest.skip("needs a POSIX shell")
+    model, head = page_model()
+    save(model, tmp_path / "model")
+    save_eagle(head, tmp_path / "head")
+    rows = "".join(json.dumps({"prompt": f"{n} + {n} is"}) + "\n" for n in range(4))
+    (tmp_path / "held-out.jsonl").write_text(rows)
+    programs = {
+        "adb": 'echo "$*" >>calls.txt; case "$*" in *getprop*) echo "Pixel 99";; '
+        'push*) shift; while [ $# -gt 1 ]; do test -f "$1"; shift; done;; '
+        '*signature_to_run_for=step*) echo "Inference (avg): 2.0 ms";; '
+        '*signature_to_run_for*) echo "Inference (avg): 1.0 ms";; esac',
+        "jaxspec": f'exec {sys.executable} -m jaxspec "$@"',
+        "python": f'exec {sys.executable} "$@"',
+        "benchmark_model": "",
+    }
+    for name, source in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh -e\n{source}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        **{"BENCHMARK": "benchmark_model", "QUANTIZE": "float32", "CAPACITY": "64"},
+        **{"HOST": "benchmark_model", "LITERT": "benchmark_model"},
+    }
+    done = subprocess.run(
+        [ROOT / "examples" / "phone.sh", "model", "head", "held-out.jsonl", "out", "cpu", "2"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    title, _, header, _, *lines = done.stdout.splitlines()
+    assert title.startswith("Pixel 99, cpu, 2 threads, float32;")
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[0] for row in table] == ["plain", "EAGLE's tree", "searched tree"]
+    assert table[0][1:] == ["0", "1.00", "1.00", "1000.00", "1.00"]
+    assert table[1][1:3] == ["25", "2.00"]
+    for row in table[1:]:
+        assert float(row[4]) == pytest.approx(1000 * float(row[3]) / 2, rel=0.01)
+    assert len(header.strip("|").split("|")) == len(table[0])
+    calls = (tmp_path / "calls.txt").read_text()
+    assert "push out/eagle/model.tflite /data/local/tmp/jaxspec/eagle.tflite" in calls
+    assert "searched.tflite --threads 2" in calls
+
+
+# ---- the app for Android -----------------------------------------------------------------------
+
+ANDROID = ROOT / "examples" / "android" / "app" / "src" / "main" / "java" / "com" / "example"
+STUBS = Path(__file__).parent / "android"
+
+
+@pytest.mark.slow
+def test_the_app_compiles_and_its_tokenizer_is_the_library_s(recorded_folder, tmp_path):
+    """Against stand-ins for Android and LiteRT, with the JSON reader of Android itself."""
+    kotlinc, json_jar = shutil.which("kotlinc"), os.environ.get("ANDROID_JSON_JAR")
+    if not (kotlinc and shutil.which("java") and json_jar):
+        pytest.skip("needs kotlinc and java on the PATH, and ANDROID_JSON_JAR")
+    jar = tmp_path / "app.jar"
+    sources = [*STUBS.glob("*.kt"), *ANDROID.rglob("*.kt")]
+    command = [kotlinc, "-Werror", "-include-runtime", "-classpath", json_jar, "-d", jar, *sources]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    draws = random.Random(1)
+    for folder in tokenizer_folders(recorded_folder).values():
+        if not (folder / "tokenizer.json").is_file():
+            continue
+        tokenizer = load_tokenizer(folder)
+        added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+        kinds = [COMMON] * 4 + [CHARACTERS, PROMPTS, added]
+        texts = ["", *CHARACTERS, "\u4e2d\u6587", "e\u0301"] + [
+            "".join(draws.choice(draws.choice(kinds)) for _ in range(draws.randrange(30)))
+            for _ in range(1500)
+        ]
+        done = subprocess.run(
+            ["java", "-cp", f"{jar}{os.pathsep}{json_jar}", "IdsKt", folder / "tokenizer.json"],
+            input="".join(f"{json.dumps([text])}\n" for text in texts).encode(),
+            capture_output=True,
+            check=True,
+        )
+        ids = list(map(json.loads, done.stdout.splitlines()))
+        assert ids == [tokenizer.encode(text) for text in texts]
