@@ -125,8 +125,11 @@ def kit_script(manifest: Manifest) -> str:
         'adb shell mkdir -p "$folder"',
         f'adb push "$here/{MODEL_FILE}" "$tool" "$folder" >&2',
         'adb shell chmod +x "$folder/$(basename "$tool")"',
-        "use_gpu=false",
-        'if [ "$backend" = gpu ]; then use_gpu=true; fi',
+        "use_gpu=false whole=",
+        "# Without the CPU the tool fails where the GPU does not take the whole graph.",
+        'if [ "$backend" = gpu ]; then',
+        '  use_gpu=true whole="--use_cpu=false --require_full_delegation=true"',
+        "fi",
         "device=$(adb shell getprop ro.product.model)",
         f"printf '{_HEADER}%s\\n' {shlex.quote(json.dumps(facts))}",
         'printf "jaxspec device: %s, %s, %s threads\\n" "$device" "$backend" "$threads"',
@@ -139,7 +142,8 @@ def kit_script(manifest: Manifest) -> str:
             f"echo '{_SECTION}{name}'",
             'adb shell "$folder/$(basename "$tool")" "--graph=$folder/model.tflite" \\',
             f"  --signature_to_run_for={name} --input_layer_value_range={ranges} \\",
-            '  "--num_threads=$threads" "--use_gpu=$use_gpu" --num_runs=50 --warmup_runs=5 2>&1',
+            '  "--num_threads=$threads" "--use_gpu=$use_gpu" $whole \\',
+            "  --num_runs=50 --warmup_runs=5 2>&1",
         ]
     return "\n".join([*lines, ""])
 
@@ -192,7 +196,7 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
     seconds: dict[str, tuple[float, float | None]] = {}
     for section in sections:
         name, _, log = section.partition("\n")
-        timed = _seconds_in(log)
+        timed = seconds_in(log)
         if timed is None:
             raise ValueError(
                 f"{path}: no 'Inference (avg)' with its unit for {name.strip()!s:.80}: the tool "
@@ -246,7 +250,7 @@ def read_web_profile(path: str | Path) -> LatencyProfile:
     )
 
 
-def _seconds_in(log: str) -> tuple[float, float | None] | None:
+def seconds_in(log: str) -> tuple[float, float | None] | None:
     """Finds mean and spread of the runs in a tool's output; `None` if there are none."""
     for mean, spread, unit in _LOGS:
         if found := re.search(mean, log):

@@ -75,6 +75,12 @@ _TEST_PROMPTS = (
     "Once upon a time there was a little",
 )
 _TEST_TOKENS, _TEST_ENOUGH = 64, 6
+# The shipped `demo` answers them rightly.
+_QUESTIONS = (
+    "Emma reads 20 pages a day. How many pages does she read in 5 days?",
+    "Lisa has 3 boxes of 10 pencils. How many pencils does she have?",
+    "A bag of rice costs $10. How much do 2 bags cost?",
+)
 
 
 class WebExport(NamedTuple):
@@ -180,6 +186,7 @@ def export_web(
             "trees": [_described(acceptance, *each) for each in manifest.trees.items()],
             "acceptance": acceptance.source,
             "chat": chat_affixes(tokenizer),
+            "examples": examples_for(tokenizer),
             "heap_bytes": heap(staging / MODEL_FILE, len(manifest.signatures), passes),
             "heap_limit": HEAP_LIMIT,
             "self_test": test,
@@ -247,6 +254,25 @@ def chat_affixes(tokenizer: Tokenizer) -> dict[str, str] | None:
     opening, reply = short.split(user)
     turn, end = long.removeprefix(short + answer).split(again)
     return {"open": opening, "reply": reply, "turn": turn} if end == reply else None
+
+
+def examples_for(tokenizer: Tokenizer) -> list[dict[str, str]]:
+    """Returns the prompts that a page offers: those that the model's tokenizer can spell.
+
+    They are texts to continue where there is no chat that a page can render.
+    """
+    chats = chat_affixes(tokenizer) is not None
+    examples = [
+        {"mode": "chat", "text": each}
+        if chats
+        else {"mode": "text", "text": f"Question: {each}\nAnswer:"}
+        for each in _QUESTIONS
+    ]
+    return [
+        each
+        for each in examples
+        if tokenizer.decode(tokenizer.encode(each["text"])) == each["text"]
+    ]
 
 
 def find_self_test(path: Path) -> dict[str, Any]:

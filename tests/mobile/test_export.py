@@ -16,7 +16,7 @@ from jaxspec.compilation import CompileClock
 from jaxspec.core import masks
 from jaxspec.core.sampling import warp_logits
 from jaxspec.core.tree import tree_from_paths
-from jaxspec.core.types import KVCache, Params, Warp
+from jaxspec.core.types import KVCache, Warp
 from jaxspec.drafters import AdaptiveExit, DraftModel, Eagle, Eagle2, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.models import Eagle3Head, init_eagle3_params

@@ -134,6 +134,35 @@ def test_a_kit_is_timed_on_this_machine(kit):
     assert "1 threads" in profile.runtime
 
 
+def test_a_graph_that_the_gpu_takes_in_part_is_not_timed(kit, tmp_path):
+    """The tool is told to fail then, as the phone's CPU would compute the rest in silence."""
+    if shutil.which("sh") is None:
+        pytest.skip("needs a POSIX shell")
+    adb = tmp_path / "adb"
+    adb.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *--use_cpu=false*--require_full_delegation=true*) echo refused; exit 1;; '
+        f'*signature_to_run_for*) echo "{LITERT.format(1)}";; esac\n'
+    )
+    adb.chmod(0o755)
+    (tmp_path / "benchmark_model").touch()
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "BENCHMARK": "benchmark_model"}
+    done = {
+        backend: subprocess.run(
+            [str(kit[0] / "measure.sh"), backend],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        for backend in ("cpu", "gpu")
+    }
+    assert done["cpu"].returncode == 0
+    assert done["gpu"].returncode == 1
+    assert done["gpu"].stdout.endswith("jaxspec signature: decode\nrefused\n")
+
+
 def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     """The script runs with an adb of ours, whose tool says what the phone's would.
 

@@ -12,7 +12,7 @@ const CONTROLS = ['prompt', 'send', 'measure', 'profile', 'new', 'accelerator'];
 const touch = matchMedia('(pointer: coarse)');
 const ENDS = {stop: '', length: 'The token budget ended here.', room: 'The text is as long as the model can read: begin a new one.', stopped: 'Stopped.'};
 
-let profile = null, worker = null, ready = null, answer = null, started = false;
+let profile = null, worker = null, ready = null, answer = null, started = false, example = null;
 const tally = {counts: [], calls: 0};
 
 // ---- words for the user -------------------------------------------------------------------------
@@ -73,10 +73,25 @@ async function boot() {
     $('mode').value = 'text';
     $('mode').disabled = true;
   }
+  showExamples();
   const whole = await showStored();
   $('accelerator').value = recall('accelerator') ?? 'auto';
   $('load').disabled = false;
   if (whole) start();
+}
+
+/** Offers prompts that the model can do; each begins a text of its own. */
+function showExamples() {
+  for (const each of profile.examples ?? []) {
+    const button = document.createElement('button');
+    Object.assign(button, {type: 'button', textContent: each.text, title: each.text, disabled: true});
+    button.addEventListener('click', () => {
+      example = each;
+      worker.postMessage({type: 'forget'});
+    });
+    $('examples').append(button);
+    $('examples').hidden = false;
+  }
 }
 
 function fileOf(name) {
@@ -166,13 +181,14 @@ function end() {
 function failed(message) {
   notice(message, true);
   end();
+  $('model').open = true;
   $('load').disabled = false;
   $('load').textContent = 'Try again';
   $('accelerator').disabled = false;
 }
 
 function enable(on, busy = false) {
-  for (const id of CONTROLS) $(id).disabled = !on || busy;
+  for (const control of [...CONTROLS.map($), ...$('examples').querySelectorAll('button')]) control.disabled = !on || busy;
   $('stop').disabled = !(on && busy && answer);
   $('log').setAttribute('aria-busy', String(busy));
 }
@@ -213,6 +229,7 @@ const receivers = {
     ready = message;
     progress(null);
     $('load').textContent = 'Loaded';
+    $('model').open = false;
     const cores = worker.threads > 1 ? `, ${worker.threads} threads` : '';
     $('facts').textContent = `Runs on this device by ${ready.accelerator === 'webgpu' ? 'WebGPU' : `wasm${cores}`}. Nothing you write leaves it.`;
     $('panel').hidden = false;
@@ -257,6 +274,11 @@ const receivers = {
     $('log').replaceChildren();
     $('speed').hidden = true;
     focusPrompt();
+    if (!example) return;
+    $('mode').value = example.mode;
+    $('prompt').value = example.text;
+    example = null;
+    send();
   },
 
   kit({seconds}) {
@@ -337,8 +359,8 @@ function send() {
 
 // ---- the inside panel ---------------------------------------------------------------------------
 
-function bars(place, rows) {
-  const most = Math.max(...rows.map(({value}) => value), 1e-9);
+/** Draws bars; `most` is the value that fills one. */
+function bars(place, rows, most) {
   place.replaceChildren(...rows.flatMap(({name, value, label, detail, best}) => {
     const cells = ['name', 'track', 'value'].map(kind => {
       const cell = document.createElement('div');
@@ -348,7 +370,7 @@ function bars(place, rows) {
     cells[0].textContent = name;
     const fill = document.createElement('div');
     fill.className = 'fill';
-    fill.style.width = `${100 * value / most}%`;
+    fill.style.width = `${100 * value / (most || 1)}%`;
     cells[1].append(fill);
     cells[2].textContent = label;
     if (detail) {
@@ -373,8 +395,8 @@ function showCandidates(speeds, best) {
   bars($('candidates'), names.map(name => ({
     name: nameOf(name), value: speeds[name], best: name === best,
     label: round(speeds[name]),
-    detail: `${round(ready.times[name].median)} ms, ${ready.expected[name].toFixed(2)} a call`,
-  })));
+    detail: name === PLAIN ? '' : `${round(speeds[name] / speeds[PLAIN], 2)} \u00d7 plain`,
+  })), Math.max(...Object.values(speeds)));
 }
 
 function showStep(choice, view) {
@@ -396,10 +418,10 @@ function showTally() {
   bars($('histogram'), Array.from({length: depth + 1}, (_, accepted) => {
     const count = counts[accepted] ?? 0;
     return {name: String(accepted), value: count, best: accepted > 0, label: drafts ? `${Math.round(100 * count / drafts)} %` : '0 %'};
-  }));
+  }), drafts);
   if (!calls) {
     if (!$('tree').firstChild) $('tree').textContent = 'Send something, and it is drawn here.';
-    bars($('time'), ['the model', 'reading back', 'the page'].map(name => ({name, value: 0, label: ''})));
+    bars($('time'), ['the model', 'reading back', 'the page'].map(name => ({name, value: 0, label: ''})), 1);
     return;
   }
   // Calls of a GPU return before it has computed; reading their results waits for it.
@@ -407,10 +429,11 @@ function showTally() {
   const parts = {'the model': clock.run, [reading]: clock.read, 'the page': Math.max(0, time - clock.run - clock.read)};
   bars($('time'), Object.entries(parts).map(([name, spent]) => ({
     name, value: spent, best: name !== 'the page', label: `${(spent / calls).toFixed(2)} ms, ${(100 * spent / time).toFixed(1)} %`,
-  })));
-  const speed = 1000 * tokens / time, plain = 1000 / ready.times[PLAIN].median;
+  })), time);
+  // The plain speed is the one of the chart, as this device is now; without drafts, this speed is it.
+  const speed = 1000 * tokens / time, plain = (answer.last.speeds ?? ready.speeds)[PLAIN];
   const small = document.createElement('small');
-  small.textContent = `${round(speed / plain, 2)} times plain decoding (${round(plain)}); ${round(tokens / calls, 2)} tokens a call, bonus included`;
+  small.textContent = drafts ? `${round(speed / plain, 2)} times plain decoding; ${round(tokens / calls, 2)} tokens a call, bonus included` : 'by plain decoding';
   $('speed').replaceChildren(`${round(speed)} tokens/s `, small);
   $('speed').hidden = false;
 }

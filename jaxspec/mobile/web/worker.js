@@ -38,9 +38,15 @@ self.onmessage = async ({data}) => {
   }
 };
 
+/** Lines that LiteRT's code writes to its standard error: only some of them are errors. */
+function log(line) {
+  if (/^(ERROR|FATAL|[EF]\d{4}) ?/.test(line) || /^(Aborted|Uncaught)/.test(line)) console.error(line);
+  else console.debug(line);
+}
+
 /** Starts LiteRT.js; returns true with threads, which it refuses if wasm lacks relaxed SIMD. */
 async function startLitert(litert, threads) {
-  self.Module = {locateFile: name => wasm + name, mainScriptUrlOrBlob: `${wasm}litert_wasm_threaded_internal.js`};
+  self.Module = {locateFile: name => wasm + name, mainScriptUrlOrBlob: `${wasm}litert_wasm_threaded_internal.js`, printErr: log};
   try {
     await litert.loadLiteRt(wasm, {threads});
     return threads;

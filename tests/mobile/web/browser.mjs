@@ -10,16 +10,17 @@ const FLAGS = [
   '--host-resolver-rules=MAP phone.test 127.0.0.1', // an address that is not secure
 ];
 const LONG = 240000;
-const browser = await chromium.launch({executablePath: process.env.CHROMIUM, args: FLAGS});
+const browser = await chromium.launch({executablePath: process.env.CHROMIUM, args: FLAGS, ignoreDefaultArgs: ['--hide-scrollbars']});
 
 async function open(task) {
   const context = await browser.newContext({viewport: {width: 420, height: 900}, acceptDownloads: true});
-  const requests = [], problems = [];
+  const requests = [], problems = [], errors = [];
   context.on('request', request => requests.push([request.method(), request.url()]));
   const page = await context.newPage();
   page.setDefaultTimeout(LONG);
   page.on('pageerror', error => problems.push(error.message));
   page.on('console', message => /Content Security Policy/i.test(message.text()) && problems.push(message.text()));
+  page.on('console', message => message.type() === 'error' && errors.push(message.text()));
   if (task.quota) {
     const devtools = await context.newCDPSession(page);
     await devtools.send('Storage.overrideQuotaForOrigin', {origin: new URL(task.url).origin, quotaSize: task.quota});
@@ -27,7 +28,7 @@ async function open(task) {
   if (task.noWebGpu) await context.addInitScript(() => Object.defineProperty(Navigator.prototype, 'gpu', {get: () => undefined}));
   if (task.noStorage) await context.addInitScript(() => ['caches', 'localStorage'].forEach(name => Object.defineProperty(self, name, {get() { throw new DOMException('denied', 'SecurityError'); }})));
   await page.goto(task.url);
-  return {context, page, requests, problems};
+  return {context, page, requests, problems, errors};
 }
 
 /** Sends a text elsewhere, in a page; returns the policy's directive that refused it. */
@@ -89,6 +90,8 @@ function looks() {
 }
 
 const settled = page => page.waitForFunction(() => !document.querySelector('#send').disabled || document.querySelector('.notice.bad'));
+/** The controls of the model, which are folded away after loading. */
+const unfold = page => page.evaluate(() => { document.querySelector('#model').open = true; });
 const notices = page => page.$$eval('.notice', lines => lines.map(line => line.textContent));
 
 async function load(page, accelerator) {
@@ -138,6 +141,7 @@ const facts = page => page.evaluate(() => ({
   candidates: document.querySelectorAll('#candidates .name').length,
   chart: [...document.querySelectorAll('#candidates .name, #candidates .value')].map(({textContent}) => textContent),
   overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  folded: !document.querySelector('#model').open,
 }));
 
 const scenarios = {
@@ -154,7 +158,7 @@ const scenarios = {
 
   /** A whole visit, then another one. */
   async visit(task) {
-    const {page, requests, problems} = await open(task), answer = {requests, problems};
+    const {page, requests, problems, errors} = await open(task), answer = {requests, problems, errors};
     await page.waitForSelector('#load:enabled');
     const paint = () => page.evaluate(() => performance.getEntriesByType('paint').find(({name}) => name === 'first-contentful-paint')?.startTime);
     answer.paints = [await paint()];
@@ -186,6 +190,7 @@ const scenarios = {
     await page.reload();
     await settled(page); // a stored model loads by itself
     answer.second = {...await facts(page), notices: await notices(page)};
+    await unfold(page);
     await page.click('#delete');
     await page.waitForSelector('#delete', {state: 'hidden'});
     answer.deleted = (await facts(page)).model;
@@ -197,6 +202,7 @@ const scenarios = {
     const {page, problems} = await open(task), answer = {problems, looks: []};
     await load(page, 'wasm');
     for (const each of task.texts) await write(page, each.text, each);
+    await unfold(page);
     for (const width of task.widths) {
       for (const scheme of ['light', 'dark']) {
         await page.setViewportSize({width, height: 800});
@@ -206,7 +212,7 @@ const scenarios = {
     }
     await page.evaluate(() => document.activeElement.blur());
     answer.reached = [];
-    for (let press = 0; press < 20; press++) {
+    for (let press = 0; press < 25; press++) {
       await page.keyboard.press('Tab');
       answer.reached.push(await page.evaluate(() => document.activeElement.id));
     }
@@ -232,6 +238,7 @@ const scenarios = {
         });
       }
       if (remove) {
+        await unfold(page);
         await page.click('#delete');
         await page.waitForSelector('#delete', {state: 'hidden'});
       }
@@ -276,6 +283,7 @@ const scenarios = {
     const chart = () => page.textContent('#candidates');
     const loaded = accelerator => page.waitForFunction(accelerator => document.querySelector('#panel').dataset.accelerator === accelerator && !document.querySelector('#send').disabled, accelerator);
     await load(page, 'wasm');
+    await unfold(page);
     await page.selectOption('#accelerator', 'webgpu');
     await loaded('webgpu');
     const before = await chart(); // what is learnt in use is for that visit
@@ -311,6 +319,26 @@ const scenarios = {
       answer.reached.push(await page.evaluate(() => document.activeElement.id));
     }
     if (task.elsewhere) answer.refused = await page.evaluate(send, task.elsewhere);
+    return answer;
+  },
+
+  /** Takes an example in the middle of a conversation. */
+  async example(task) {
+    const {page, problems} = await open(task);
+    const shown = () => page.$$eval('#examples button', buttons => buttons.map(each => [each.textContent, each.disabled]));
+    const answer = {problems, before: await page.waitForSelector('#examples button').then(shown)};
+    await load(page, 'wasm');
+    for (const each of task.texts) await write(page, each.text, each);
+    await page.click(`#examples button:nth-of-type(${task.example})`);
+    await page.waitForFunction(() => document.querySelectorAll('.turn.model').length === 1 && document.querySelector('.turn.model').dataset.reason);
+    answer.after = await shown();
+    answer.asked = await page.$$eval('.turn.person', lines => lines.map(line => line.textContent));
+    answer.ids = await page.$eval('.turn.model', line => JSON.parse(line.dataset.ids));
+    // The shares of each group of bars; then, on a narrow screen, the tree's own scroll bar and how far it goes.
+    answer.widths = await page.evaluate(() => Object.fromEntries(['histogram', 'time', 'candidates'].map(id => [id, [...document.querySelectorAll(`#${id} .fill`)].map(fill => parseFloat(fill.style.width))])));
+    await page.setViewportSize({width: 240, height: 800});
+    answer.scrollBar = await page.$eval('#tree', box => box.offsetHeight - box.clientHeight);
+    answer.scrolls = await page.$eval('#tree', box => box.scrollWidth - box.clientWidth);
     return answer;
   },
 

@@ -118,6 +118,8 @@ def visit(browser, page, url, accelerator, tmp_path):
     assert first["candidates"] == 1 + len(trees)
     assert first["overflow"] <= 0, "a narrow screen scrolls sideways"
     assert first["notices"] == []
+    assert first["folded"], "the model's controls are folded away"
+    assert seen["errors"] == [], "lines of LiteRT's log are no errors"
 
     *alike, second, stopped, chat_first, chat_second = seen["texts"]
     expected = tokens_here(page, encode(TEXT), NUM_TOKENS)
@@ -354,6 +356,25 @@ def test_pages_of_one_server_keep_their_own_models(browser, page, tmp_path):
         visits = [{"url": one}, {"url": two}, {"url": one, "remove": True}, {"url": two}]
         seen = browser("again", one, visits=visits)["visits"]
     assert [visit["from"] for visit in seen] == ["network", "network", "storage", "storage"]
+
+
+def test_an_example_begins_a_text_of_its_own(browser, page, changed):
+    """Offered before the model is there, and usable then; bars are shares, and the tree scrolls."""
+    examples = [{"mode": "chat", "text": "what is 6 * 7?"}, {"mode": "text", "text": TEXT}]
+    tree = page.profile["trees"][-1]["signature"]
+    texts = [{"text": "something else", "choice": tree, "tokens": NUM_TOKENS}]
+    seen = browser("example", changed({"examples": examples}), texts=texts, example=2)
+    assert seen["before"] == [[each["text"], True] for each in examples]
+    assert seen["after"] == [[each["text"], False] for each in examples]
+    assert seen["asked"] == [TEXT]
+    expected = tokens_here(page, page.model.tokenizer.encode(TEXT), NUM_TOKENS)
+    assert seen["ids"] == expected
+    for name in ("histogram", "time"):
+        assert sum(seen["widths"][name]) == pytest.approx(100, abs=0.5)
+    assert max(seen["widths"]["candidates"]) == 100
+    assert seen["scrolls"] > 0
+    assert seen["scrollBar"] > 4  # pixels
+    assert not seen["problems"]
 
 
 def test_it_looks_well_on_any_screen_and_is_used_without_a_mouse(browser, page, url):

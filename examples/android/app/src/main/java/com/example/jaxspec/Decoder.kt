@@ -1,0 +1,184 @@
+package com.example.jaxspec
+
+import com.google.ai.edge.litert.Accelerator
+import com.google.ai.edge.litert.CompiledModel
+import com.google.ai.edge.litert.TensorBuffer
+import org.json.JSONObject
+import java.io.Closeable
+import java.io.File
+
+const val PLAIN = "decode"
+private const val OUT = "o_" // an output o_NAME is the next call's input NAME
+
+/** A tree that the file has a step for: its signature, its tokens per step, its parents. */
+class Tree(val signature: String, val tokensPerStep: Double, val parents: IntArray)
+
+/** What one call added: tokens, the tree's drafted tokens (the pending one first), their number. */
+class Round(val choice: String, val tokens: IntArray, val drafted: IntArray, val accepted: Int)
+
+/**
+ * Decodes with the files of `jaxspec export web`: `model.tflite`, `manifest.json`, `profile.json`.
+ *
+ * Greedy, one text at a time. Caches stay in LiteRT's buffers; each state has two, which take turns
+ * as input and output, so the app copies none.
+ */
+class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
+    private val manifest = JSONObject(File(folder, "manifest.json").readText())
+    private val signatures = manifest.getJSONObject("signatures")
+    private val profile = JSONObject(File(folder, "profile.json").readText())
+    private val buffers = HashMap<String, Array<TensorBuffer>>()
+    private val model: CompiledModel
+
+    val capacity = manifest.getInt("capacity") // of the caches, in tokens: the longest text
+    val stops = ints(manifest, "stop_token_ids").toSet()
+    val depth = profile.getInt("depth") // of the deepest tree; a step writes depth + 1 rows
+    val trees: List<Tree> = (0 until profile.getJSONArray("trees").length()).map {
+        val tree = profile.getJSONArray("trees").getJSONObject(it)
+        Tree(tree.getString("signature"), tree.getDouble("tokens_per_step"), ints(tree, "parents"))
+    }
+
+    /** Ids; the last one is pending, the others are in the caches. */
+    var text = IntArray(0)
+        private set
+    private var recent = 0 // tokens at the end that the head has yet to absorb; 0: it lacks more
+
+    init {
+        // One accelerator alone: with both, the CPU computes in silence what the GPU refuses.
+        val options = CompiledModel.Options(if (gpu) Accelerator.GPU else Accelerator.CPU)
+        if (gpu) {
+            // Left to itself the GPU computes in half precision, in which nothing was tested.
+            options.gpuOptions =
+                CompiledModel.GpuOptions(precision = CompiledModel.GpuOptions.Precision.FP32)
+        } else {
+            options.cpuOptions = CompiledModel.CpuOptions(numThreads = threads)
+        }
+        // By its path, so that the file is mapped: an asset of this size would be copied.
+        model = CompiledModel.create(File(folder, "model.tflite").path, options)
+    }
+
+    override fun close() {
+        for (pair in buffers.values) for (buffer in pair) buffer.close()
+        model.close()
+    }
+
+    /** Reads a prompt in parts; returns the token after it. */
+    fun begin(prompt: IntArray): Int {
+        require(prompt.isNotEmpty() && prompt.size < capacity) {
+            "This file takes 1 to ${capacity - 1} tokens, got ${prompt.size}."
+        }
+        val sizes = ints(profile, "prefill")
+        var at = 0
+        var name = ""
+        while (at < prompt.size) {
+            val size = sizes.firstOrNull { it >= prompt.size - at } ?: sizes.last()
+            // The last part may overlap what was read: reading a token again changes nothing.
+            val first = maxOf(0, minOf(at, capacity - size))
+            val end = minOf(first + size, prompt.size)
+            name = "prefill_$size"
+            call(
+                name,
+                mapOf(
+                    "prompt" to prompt.copyOfRange(first, end).copyOf(size),
+                    "count" to intArrayOf(end - first),
+                    "length" to intArrayOf(first),
+                    "following" to intArrayOf(if (end < prompt.size) prompt[end] else 0),
+                ),
+            )
+            at = first + size
+        }
+        val next = read(name, OUT + "pending")[0]
+        text = prompt + next
+        recent = 1
+        return next
+    }
+
+    /** True if a step still fits: LiteRT overwrites rows in silence. */
+    fun fits(choice: String): Boolean =
+        text.size - 1 + (if (choice == PLAIN) 1 else depth + 1) <= capacity
+
+    /** Emits tokens: one with PLAIN, up to a tree's depth + 1 with the signature of a tree. */
+    fun advance(choice: String): Round {
+        val values = inputs(choice)
+        call(choice, values)
+        if (choice == PLAIN) {
+            val token = read(PLAIN, OUT + "pending")
+            text += token
+            recent = 0 // the head's cache does not follow; so a text stays with plain decoding
+            return Round(PLAIN, token, IntArray(0), 0)
+        }
+        val rows = depth + 1
+        val report = read(choice, "report") // count, the rows of o_tokens, the drafted tokens
+        val tokens = report.copyOfRange(1, 1 + report[0])
+        text += tokens
+        recent = tokens.size
+        return Round(choice, tokens, report.copyOfRange(1 + rows, report.size), tokens.size - 1)
+    }
+
+    /** Returns the milliseconds of one call; only its time counts, and the text is begun anew. */
+    fun time(choice: String): Double {
+        val begin = System.nanoTime()
+        call(choice, inputs(choice))
+        read(choice, if (choice == PLAIN) OUT + "pending" else "report")
+        return (System.nanoTime() - begin) / 1e6
+    }
+
+    private fun inputs(choice: String): Map<String, IntArray> {
+        check(choice == PLAIN || recent > 0) { "Behind plain decoding a step needs the text read anew." }
+        val given = mutableMapOf("length" to intArrayOf(text.size - 1), "pending" to intArrayOf(text.last()))
+        if (choice != PLAIN) {
+            given["tokens"] = text.copyOfRange(text.size - recent, text.size).copyOf(depth + 1)
+            given["count"] = intArrayOf(recent)
+        }
+        return given
+    }
+
+    /** Runs a signature on the state, after some of it is set to new values. */
+    private fun call(name: String, values: Map<String, IntArray>) {
+        val described = signatures.getJSONObject(name)
+        val inputs = HashMap<String, TensorBuffer>()
+        for (input in described.getJSONObject("inputs").keys()) {
+            inputs[input] = state(name, input, true)[0]
+            values[input]?.let { inputs.getValue(input).writeInt(it) }
+        }
+        val written = described.getJSONObject("outputs").keys().asSequence().associateWith { state(name, it, false) }
+        model.run(inputs, written.mapValues { it.value[1] }, name)
+        for (pair in written.values) pair.reverse() // buffers take turns
+    }
+
+    private fun read(name: String, output: String): IntArray = state(name, output, false)[0].readInt()
+
+    /** Both buffers of a state, or of an output that no call takes: its value, and the spare one. */
+    private fun state(signature: String, name: String, input: Boolean): Array<TensorBuffer> {
+        val entry = signatures.getJSONObject(signature).getJSONObject(if (input) "inputs" else "outputs").getJSONObject(name)
+        val shape = ints(entry, "shape")
+        val kept = if (input) name else if (name.startsWith(OUT)) name.drop(OUT.length) else "$signature/$name"
+        return buffers.getOrPut("$kept ${shape.joinToString(",")}") {
+            Array(2) {
+                val made = if (input) model.createInputBuffer(name, signature) else model.createOutputBuffer(name, signature)
+                // LiteRT does not clear it: rows that no call has written would stay as they are.
+                val size = shape.fold(1) { product, side -> product * side }
+                if (entry.getString("dtype") == "int32") made.writeInt(IntArray(size)) else made.writeFloat(FloatArray(size))
+                made
+            }
+        }
+    }
+
+    private fun ints(from: JSONObject, name: String): IntArray {
+        val list = from.getJSONArray(name)
+        return IntArray(list.length()) { list.getInt(it) }
+    }
+}
+
+/** Times plain decoding and each tree in turns, and takes the most expected tokens per second. */
+fun measure(decoder: Decoder, prompt: IntArray, rounds: Int = 15): Map<String, Double> {
+    decoder.begin(prompt)
+    val expected = mapOf(PLAIN to 1.0) + decoder.trees.associate { it.signature to it.tokensPerStep }
+    val times = expected.keys.associateWith { ArrayList<Double>() }
+    repeat(2 * rounds) { round ->
+        for (choice in expected.keys) {
+            val milliseconds = decoder.time(choice)
+            if (round >= rounds) times.getValue(choice).add(milliseconds) // the first half warms up
+        }
+    }
+    return expected.mapValues { 1000 * it.value / times.getValue(it.key).sorted()[rounds / 2] }
+}

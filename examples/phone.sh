@@ -1,0 +1,85 @@
+#!/bin/sh
+# Finds the fastest tree for the phone that adb reaches, and times whole steps with it there:
+# exports a kit, measures it on the phone, searches a tree, exports two files, times both.
+#
+# Usage: BENCHMARK=path/to/benchmark_model ./phone.sh MODEL HEAD HELD-OUT.jsonl OUT [cpu|gpu] [threads]
+# BENCHMARK is LiteRT's tool for Android. QUANTIZE (int4) and CAPACITY (1024) may be set, too.
+# HOST and LITERT, if set, name examples/cpp compiled by the NDK and libLiteRt.so of LiteRT's AAR: then the
+# phone also answers a question.
+set -eu
+if [ $# -lt 4 ]; then
+  sed -n 's/^# \{0,1\}//; 2,10p' "$0" >&2
+  exit 2
+fi
+model=$1 head=$2 prompts=$3 out=$4 backend=${5:-cpu} threads=${6:-1}
+quantize=${QUANTIZE:-int4} capacity=${CAPACITY:-1024}
+: "${BENCHMARK:?must name the benchmark_model of LiteRT for Android}"
+folder=/data/local/tmp/jaxspec
+tool=$folder/$(basename "$BENCHMARK")
+whole=
+if [ "$backend" = gpu ]; then whole="--use_gpu=true --use_cpu=false --require_full_delegation=true"; fi
+mkdir -p "$out"
+
+echo "1. export the kit" >&2
+jaxspec export kit "$model" "$out/kit" --head "$head" --quantize "$quantize" --capacity "$capacity" >&2
+echo "2. push it to the phone and time it" >&2
+BENCHMARK=$BENCHMARK "$out/kit/measure.sh" "$backend" "$threads" >"$out/kit.txt"
+echo "3. read the times" >&2
+jaxspec tune profile --import "$out/kit.txt" --out "$out/phone.json" >&2
+echo "4. search the tree" >&2
+jaxspec tune tree "$model" "$prompts" --drafter "eagle:head=$head" --profile "$out/phone.json" --out "$out/tuned" >&2
+echo "5. export EAGLE's tree and the one that was found" >&2
+for name in eagle searched; do
+  tree=eagle-25
+  if [ "$name" = searched ]; then tree=$out/tuned/tree.json; fi
+  jaxspec export tflite "$model" "$out/$name" --head "$head" --tree "$tree" --bundle gpu --quantize "$quantize" --capacity "$capacity" >&2
+done
+
+echo "6. push both and time their functions" >&2
+for name in eagle searched; do
+  adb push "$out/$name/model.tflite" "$folder/$name.tflite" >&2
+  for signature in decode step; do
+    # Integers at random are no places in a text.
+    ranges=$(python - "$out/$name/model.tflite" "$signature" <<'PYTHON'
+import sys
+from jaxspec.mobile import read_manifest
+from jaxspec.mobile.profile import valid_integers
+integers = valid_integers(read_manifest(sys.argv[1]), sys.argv[2])
+print(":".join(f"{name},{value},{value}" for name, value in integers.items()))
+PYTHON
+)
+    adb shell "$tool" "--graph=$folder/$name.tflite" "--signature_to_run_for=$signature" \
+      "--input_layer_value_range=$ranges" "--num_threads=$threads" $whole --num_runs=50 --warmup_runs=5 \
+      >"$out/$name-$signature.txt" 2>&1 || { cat "$out/$name-$signature.txt" >&2; exit 1; }
+  done
+done
+
+if [ -n "${HOST:-}" ]; then
+  echo "7. answer on the phone" >&2
+  adb push "$HOST" "${LITERT:?must name libLiteRt.so for the phone}" "$out/searched/tokenizer.json" "$folder" >&2
+  adb shell "chmod +x $folder/$(basename "$HOST") && LD_LIBRARY_PATH=$folder $folder/$(basename "$HOST") $folder/searched.tflite --threads $threads 'Emma reads 20 pages a day. How many pages does she read in 5 days?'" >&2
+fi
+
+python - "$out" <<'PYTHON'
+import sys
+from pathlib import Path
+from jaxspec.mobile import read_manifest
+from jaxspec.mobile.profile import seconds_in
+from jaxspec.tuning import load_acceptance, load_profile
+
+out = Path(sys.argv[1])
+acceptance, device = load_acceptance(out / "tuned" / "acceptance.json"), load_profile(out / "phone.json")
+rows = []
+for name, method in (("searched", "plain"), ("eagle", "EAGLE's tree"), ("searched", "searched tree")):
+    signature = "decode" if method == "plain" else "step"
+    found = seconds_in((out / f"{name}-{signature}.txt").read_text(errors="replace"))
+    if found is None:
+        sys.exit(f"phone.sh: {name}-{signature}.txt has no time: the tool failed there.")
+    paths = read_manifest(out / name / "model.tflite").paths if signature == "step" else ()
+    tau = acceptance.tau(paths) if paths else 1.0
+    rows.append((method, len(paths), 1000 * found[0], tau, tau / found[0]))
+print(f"{device.device}, {device.quantization}; nodes leave the root out; tau includes the bonus token\n")
+print("| method | nodes | ms a call | tau | tokens/s | x plain |\n|---|---|---|---|---|---|")
+for method, nodes, milliseconds, tau, speed in rows:
+    print(f"| {method} | {nodes} | {milliseconds:.2f} | {tau:.2f} | {speed:.2f} | {speed / rows[0][-1]:.2f} |")
+PYTHON

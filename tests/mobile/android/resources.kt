@@ -1,0 +1,5 @@
+package android.content.res
+
+class Resources {
+    val displayMetrics: android.util.DisplayMetrics get() = TODO()
+}

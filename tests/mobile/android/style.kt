@@ -1,0 +1,3 @@
+package android.text.style
+
+class BackgroundColorSpan(color: Int)

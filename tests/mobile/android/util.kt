@@ -1,0 +1,5 @@
+package android.util
+
+class DisplayMetrics {
+    @JvmField val density: Float = 1f
+}

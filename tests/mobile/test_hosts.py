@@ -1,0 +1,383 @@
+"""Programs of `examples/` that run exported files: each gives the tokens that Python gives."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec import TokenRecycling, load, save
+from jaxspec.checkpoint import load_eagle, load_tokenizer, save_eagle, shipped_folders
+from jaxspec.drafters import Eagle, LoadedDrafter
+from tests.mobile.web.models import page_model
+
+pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+
+import ai_edge_litert
+
+from jaxspec.mobile import ExportConfig, MobileModel, export
+from jaxspec.mobile.extra import missing_for_gpu
+from jaxspec.mobile.loops import Plain, Steps
+
+ROOT = Path(__file__).resolve().parents[2]
+CPP = ROOT / "examples" / "cpp"
+LITERT = Path(ai_edge_litert.__file__).parent
+CHAIN, TREE = ((0,), (0, 0), (0, 0, 0)), ((0,), (1,), (0, 0), (0, 1), (0, 0, 0))
+NUM_TOKENS = 48
+PROMPTS = [
+    "Question: A baker sells 14 loaves in the morning and 9 in the evening. How many is that?",
+    "Question: Ann reads 12 pages a day. How many pages does she read in 5 days?\nAnswer:",
+    "A train leaves at 8 and arrives at 11. It takes",
+    "There are 24 hours in a day, so in 3 days there are",
+    "def is_even(number):\n",
+    "def largest(numbers):\n    best = numbers[0]\n    for each in numbers:\n",
+    "Write a function that returns the last letter of a word.\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(",
+    "import math\n\nprint(math.",
+    "<|user|>What is 6 times 7?<|end|><|assistant|>",
+    "<|user|>Name a colour.<|end|><|assistant|>",
+    "one, two, three, four, one, two, three,",
+    "x = 1; y = 2; z = x + y;",
+    "The bridge over the river is",
+    "Once upon a time there was a king who",
+    "  indented\n\n\n\tand tabbed  ",
+    "caf\u00e9 \u00bd \u201cquoted\u201d \u2014 dashed\u2026",
+    "1234567890",
+    "?",
+    "It's what they'd said, isn't it? We'LL see.",
+]
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory) -> Callable[..., list[dict[str, Any]]]:
+    """Compiles the host and returns a function that runs it; what it prints, by prompt."""
+    if not (shutil.which("cmake") and any(map(shutil.which, ("c++", "g++", "clang++")))):
+        pytest.skip("needs cmake and a C++ compiler on the PATH, which are not here")
+    folder = tmp_path_factory.mktemp("host")
+    for command in (
+        ["cmake", "-S", CPP, "-B", folder, f"-DLITERT_FOLDER={LITERT}"],
+        ["cmake", "--build", folder],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        assert "warning" not in done.stdout + done.stderr
+
+    def run(model: Path, *words: str, prompts=PROMPTS, ids: bool = True) -> Any:
+        """Returns an object for each prompt; without `ids`, all that it printed, as bytes."""
+        done = subprocess.run(
+            [folder / "jaxspec-host", model, *(["--ids"] if ids else []), *words, *prompts],
+            # Where LiteRT looks for its GPU accelerator.
+            env={**os.environ, "LD_LIBRARY_PATH": _joined(os.environ.get("LD_LIBRARY_PATH"))},
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode:
+            return done.stderr.decode().strip().splitlines()[-1]
+        return list(map(json.loads, done.stdout.splitlines())) if ids else done.stdout
+
+    return run
+
+
+def _joined(folders: str | None) -> str:
+    return os.pathsep.join(filter(None, (folders, str(LITERT))))
+
+
+def written(model, folder: Path, drafter, **settings: Any) -> Path:
+    shapes = {"capacity": 128, "prefill": (16, 64), "quantization": "float32", "bundle": "gpu"}
+    export(model, folder, drafter, ExportConfig(**(shapes | settings)))
+    return folder / "model.tflite"
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    """With a step for each of two trees, as a page has them."""
+    folders = shipped_folders()
+    if not {"demo", "demo-eagle"} <= set(folders):
+        pytest.skip("needs checkpoints/demo and demo-eagle, which are not here")
+    model = load("demo")
+    drafter = Eagle.of(load_eagle("demo-eagle", model), CHAIN)
+    return written(model, tmp_path_factory.mktemp("demo"), drafter, trees=(CHAIN, TREE))
+
+
+def test_the_host_gives_the_tokens_of_python(host, demo):
+    """Ids of the prompt, tokens, and tokens of each call; the text is that of the tokens."""
+    file = MobileModel(demo, num_threads=1)
+    by_python = {
+        "decode": Plain,
+        "step_1": partial(Steps, signature="step_1"),
+        "step_2": partial(Steps, signature="step_2"),
+    }
+    answers = {}
+    for by, loop in by_python.items():
+        answers[by] = host(demo, "--by", by, "--tokens", str(NUM_TOKENS))
+        for prompt, answer in zip(PROMPTS, answers[by], strict=True):
+            ids = file.tokenizer.encode(prompt)
+            decoded = file.generate(ids, NUM_TOKENS, loop=loop)
+            assert answer["prompt"] == ids
+            assert answer["tokens"] == decoded.tokens.tolist(), prompt
+            assert tuple(answer["counts"]) == decoded.counts
+    assert max(count for answer in answers["step_2"] for count in answer["counts"]) == 4
+    said = host(demo, "--by", "step_1", "--tokens", str(NUM_TOKENS), ids=False).decode()
+    texts = [file.tokenizer.decode(each["tokens"]) for each in answers["step_1"]]
+    assert said == "".join(f"{text}\n" for text in texts)
+    assert "name one of step_1 step_2" in host(demo)
+
+
+@pytest.mark.parametrize("quantization", ["float32", "int8"])
+@pytest.mark.parametrize("method", ["eagle", "recycling"])
+def test_a_text_goes_on_to_the_end_of_the_caches(host, tmp_path, method, quantization):
+    """Behind the last place where a step fits, and in several texts one after the other."""
+    model, head = page_model()
+    drafters = {
+        "eagle": Eagle.of(head, TREE),
+        "recycling": LoadedDrafter(TokenRecycling(TREE), ()),
+    }
+    path = written(
+        model,
+        tmp_path,
+        drafters[method],
+        capacity=64,
+        prefill=(8, 32),
+        quantization=quantization,
+    )
+    prompts = ["12 + 30 is 42, so", "what", "a" * 40, "1 + 1 is"]
+    file = MobileModel(path, num_threads=1)
+    for prompt, answer in zip(prompts, host(path, "--tokens", "99", prompts=prompts), strict=True):
+        ids = file.tokenizer.encode(prompt)
+        decoded = file.generate(ids, 99)
+        assert answer["tokens"] == decoded.tokens.tolist()
+        assert tuple(answer["counts"]) == decoded.counts
+        assert len(ids) + len(answer["tokens"]) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_for_gpu() is not None, reason=f"GPU not checked: {missing_for_gpu()}")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_host_runs_on_a_gpu(host, tmp_path, precision):
+    """In float32, the tokens of the CPU; in half precision as well, as this text has no near tie.
+
+    SwiftShader has no half precision and computes both alike; a GPU that has it does not.
+    """
+    model, head = page_model()
+    path = written(model, tmp_path, Eagle.of(head, TREE), capacity=64, prefill=(8,))
+    words = ("--tokens", "24")
+    prompts = ["12 + 30 is 42, so", "what"]
+    expected = host(path, *words, prompts=prompts)
+    assert host(path, *words, "--gpu", precision, prompts=prompts) == expected
+
+
+def test_mistakes_are_one_line(host, tmp_path):
+    model, head = page_model()
+    path = written(model, tmp_path, Eagle.of(head, TREE), capacity=64, prefill=(8,))
+    fails = partial(host, path, prompts=["what"])
+    assert "--tokens must be a whole number from 1 on" in fails("--tokens", "0")
+    assert "--by: this file has decode, prefill_8, step, not step_9." in fails("--by", "step_9")
+    assert "calls decode, step and step_N" in fails("--by", "prefill_8")
+    assert "--gpu int8 is not known" in fails("--gpu", "int8")
+    assert "usage: jaxspec-host" in host(path, prompts=[])
+    assert "takes 1 to 63 tokens, got 64" in host(path, prompts=["a" * 64])
+    assert "the vocabulary lacks" in host(path, prompts=["\u00fc"])
+    assert "not valid UTF-8" in host(path, prompts=[b"half \xc3"])
+    assert "answers with status" in host(tmp_path / "no.tflite", prompts=["what"])
+    (tmp_path / "tokenizer.json").write_text('{"model": ')
+    assert "tokenizer.json: damaged JSON, at byte 10" in fails()
+
+
+# ---- the tokenizer alone ------------------------------------------------------------------------
+
+# Reads a line of JSON for each text; prints the ids, or why there are none.
+PRINT_IDS = """
+#include <iostream>
+#include "tokenizer.h"
+int main(int, char** words) try {
+  Tokenizer tokenizer(words[1]);
+  for (std::string line; std::getline(std::cin, line);) try {
+    std::string ids;
+    for (int id : tokenizer.encode(JsonReader::read(line).text)) {
+      ids += (ids.empty() ? "" : ",") + std::to_string(id);
+    }
+    std::cout << "[" << ids << "]" << std::endl;
+  } catch (const Error& error) {
+    std::cout << "null" << std::endl;
+  }
+} catch (const Error& error) {
+  std::cerr << error.what();
+  return 2;
+}
+"""
+CHARACTERS = [chr(code) for code in (*range(1, 0x300), *range(0x2010, 0x2028), 0x20AC)]
+COMMON = [*"  \n\n\t\r'sStTrReEvVmMlLdD0123456789abc.,!?\u017f\u00a0\u0085_-()", "'ll", "  ", " if"]
+
+
+@pytest.fixture(scope="session")
+def ids_in_cpp(tmp_path_factory) -> Callable[[Path, list[str]], list[list[int] | None] | str]:
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("needs a C++ compiler on the PATH, which is not here")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    (folder / "ids.cpp").write_text(PRINT_IDS)
+    command = [compiler, "-std=c++17", "-O1", "-I", CPP, folder / "ids.cpp", "-o", folder / "ids"]
+    subprocess.run(command, check=True)
+
+    def run(path: Path, texts: list[str]) -> Any:
+        lines = "".join(f"{json.dumps(text, ensure_ascii=False)}\n" for text in texts)
+        done = subprocess.run([folder / "ids", path], input=lines.encode(), capture_output=True)
+        if done.returncode:
+            return done.stderr.decode()
+        return list(map(json.loads, done.stdout.splitlines()))
+
+    return run
+
+
+def tokenizer_folders(recorded_folder) -> dict[str, Path]:
+    checkpoints = recorded_folder("checkpoints")
+    return {
+        "GPT-2's pattern, digits apart": ROOT / "checkpoints" / "demo",
+        "Qwen's pattern": checkpoints / "qwen3_dev",
+        "Llama 3's pattern": checkpoints / "llama_gqa_dev",
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT-2's pattern, digits apart", "Qwen's pattern", "Llama 3's pattern"]
+)
+def test_it_splits_and_merges_as_the_library(ids_in_cpp, recorded_folder, name):
+    folder = tokenizer_folders(recorded_folder)[name]
+    if not (folder / "tokenizer.json").is_file():
+        pytest.skip(f"needs {folder.name}, which is not here")
+    tokenizer = load_tokenizer(folder)
+    added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+    draws = random.Random(0)
+    kinds = [COMMON] * 4 + [CHARACTERS, PROMPTS, added]
+    texts = ["", *CHARACTERS] + [
+        "".join(draws.choice(draws.choice(kinds)) for _ in range(draws.randrange(30)))
+        for _ in range(1500)
+    ]
+    assert ids_in_cpp(folder / "tokenizer.json", texts) == [
+        tokenizer.encode(text) for text in texts
+    ]
+    assert ids_in_cpp(folder / "tokenizer.json", ["\u4e2d", "\u0301"]) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "normalizer Lowercase is not covered"),
+        ({"pre_tokenizer": {"type": "Metaspace"}}, "pre_tokenizer Metaspace is not covered"),
+        ({"pre_tokenizer": {"type": "Digits"}}, "without ByteLevel is not covered"),
+        (
+            {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
+            "add_prefix_space is not covered",
+        ),
+        ({"decoder": {"type": "WordPiece"}}, "this decoder is not covered"),
+        ({"model": {"type": "Unigram"}}, "model Unigram is not covered"),
+        ({"post_processor": {"type": "BertProcessing"}}, "BertProcessing is not covered"),
+        ({"decoder": 3}, '"decoder" is missing or of another type'),
+    ],
+)
+def test_what_it_does_not_cover_is_refused(ids_in_cpp, recorded_folder, tmp_path, changes, said):
+    folder = recorded_folder("checkpoints", "llama_gqa_dev")
+    described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described | changes), encoding="utf-8")
+    assert said in ids_in_cpp(tmp_path / "tokenizer.json", [])
+
+
+# ---- the script for a phone --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_script_for_a_phone(tmp_path):
+    """With an adb of ours: what it pushes is there, and the tool takes 1 ms and 2 ms a call."""
+    if shutil.which("sh") is None:
+        pytest.skip("needs a POSIX shell")
+    model, head = page_model()
+    save(model, tmp_path / "model")
+    save_eagle(head, tmp_path / "head")
+    rows = "".join(json.dumps({"prompt": f"{n} + {n} is"}) + "\n" for n in range(4))
+    (tmp_path / "held-out.jsonl").write_text(rows)
+    programs = {
+        "adb": 'echo "$*" >>calls.txt; case "$*" in *getprop*) echo "Pixel 99";; '
+        'push*) shift; while [ $# -gt 1 ]; do test -f "$1"; shift; done;; '
+        '*signature_to_run_for=step*) echo "Inference (avg): 2.0 ms";; '
+        '*signature_to_run_for*) echo "Inference (avg): 1.0 ms";; esac',
+        "jaxspec": f'exec {sys.executable} -m jaxspec "$@"',
+        "python": f'exec {sys.executable} "$@"',
+        "benchmark_model": "",
+    }
+    for name, source in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh -e\n{source}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "PYTHONPATH": str(ROOT),
+        **{"BENCHMARK": "benchmark_model", "QUANTIZE": "float32", "CAPACITY": "64"},
+        **{"HOST": "benchmark_model", "LITERT": "benchmark_model"},
+    }
+    done = subprocess.run(
+        [ROOT / "examples" / "phone.sh", "model", "head", "held-out.jsonl", "out", "cpu", "2"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    title, _, header, _, *lines = done.stdout.splitlines()
+    assert title.startswith("Pixel 99, cpu, 2 threads, float32;")
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[0] for row in table] == ["plain", "EAGLE's tree", "searched tree"]
+    assert table[0][1:] == ["0", "1.00", "1.00", "1000.00", "1.00"]
+    assert table[1][1:3] == ["25", "2.00"]
+    for row in table[1:]:
+        assert float(row[4]) == pytest.approx(1000 * float(row[3]) / 2, rel=0.01)
+    assert len(header.strip("|").split("|")) == len(table[0])
+    calls = (tmp_path / "calls.txt").read_text()
+    assert "push out/eagle/model.tflite /data/local/tmp/jaxspec/eagle.tflite" in calls
+    assert "searched.tflite --threads 2" in calls
+
+
+# ---- the app for Android -----------------------------------------------------------------------
+
+ANDROID = ROOT / "examples" / "android" / "app" / "src" / "main" / "java" / "com" / "example"
+STUBS = Path(__file__).parent / "android"
+
+
+@pytest.mark.slow
+def test_the_app_compiles_and_its_tokenizer_is_the_library_s(recorded_folder, tmp_path):
+    """Against stand-ins for Android and LiteRT, with the JSON reader of Android itself."""
+    kotlinc, json_jar = shutil.which("kotlinc"), os.environ.get("ANDROID_JSON_JAR")
+    if not (kotlinc and shutil.which("java") and json_jar):
+        pytest.skip("needs kotlinc and java on the PATH, and ANDROID_JSON_JAR")
+    jar = tmp_path / "app.jar"
+    sources = [*STUBS.glob("*.kt"), *ANDROID.rglob("*.kt")]
+    command = [kotlinc, "-Werror", "-include-runtime", "-classpath", json_jar, "-d", jar, *sources]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    draws = random.Random(1)
+    for folder in tokenizer_folders(recorded_folder).values():
+        if not (folder / "tokenizer.json").is_file():
+            continue
+        tokenizer = load_tokenizer(folder)
+        added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+        kinds = [COMMON] * 4 + [CHARACTERS, PROMPTS, added]
+        texts = ["", *CHARACTERS, "\u4e2d\u6587", "e\u0301"] + [
+            "".join(draws.choice(draws.choice(kinds)) for _ in range(draws.randrange(30)))
+            for _ in range(1500)
+        ]
+        done = subprocess.run(
+            ["java", "-cp", f"{jar}{os.pathsep}{json_jar}", "IdsKt", folder / "tokenizer.json"],
+            input="".join(f"{json.dumps([text])}\n" for text in texts).encode(),
+            capture_output=True,
+            check=True,
+        )
+        ids = list(map(json.loads, done.stdout.splitlines()))
+        assert ids == [tokenizer.encode(text) for text in texts]
