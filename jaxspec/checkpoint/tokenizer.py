@@ -196,7 +196,7 @@ class Tokenizer:
 
     def write(self, folder: Path) -> None:
         """Writes `tokenizer.json`, `tokenizer_config.json` and the templates."""
-        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=False), encoding="utf-8")
         # Readers of the original layout look for a class here; this one means "use tokenizer.json".
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
         write_json(folder / "tokenizer_config.json", settings)

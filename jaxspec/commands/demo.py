@@ -177,10 +177,11 @@ def show(console: Console, model: Model, prompt: str, config: Any, method: Any) 
     """Prints the output of one method for one prompt, with its counts."""
     with waiting("compiling, once for this kind of request ..."):
         if model.is_diffusion:
-            (row,) = denoise(model, [prompt], config, method)
+            (row,), drafted = denoise(model, [prompt], config, method), None
             figures = f"{row.num_calls} passes, {row.tokens_per_call:.2f} tokens per pass"
         else:
             (row,) = generate(model, prompt, config, method)
+            drafted = row.from_draft.tolist()
             figures = (
                 f"{len(row.tokens)} tokens in {row.metrics.num_verify_steps} passes: "
                 f"tau {row.metrics.mean_acceptance_length:.2f} (bonus included)"
@@ -188,7 +189,6 @@ def show(console: Console, model: Model, prompt: str, config: Any, method: Any) 
     text = row.text or ""
     console.print(Text(text.translate(VISIBLE_ESCAPE)), soft_wrap=True)
     console.print(Text(f"({figures})", style="dim"))
-    drafted = None if model.is_diffusion else row.from_draft.tolist()
     return MethodOutput(text, row.tokens.tolist(), drafted)
 
 

@@ -102,7 +102,7 @@ def recording_of(name: str, result: GenerationResult, seconds: float) -> Recordi
     """
     (row,) = result
     detokenizer = row.tokenizer.detokenizer() if row.tokenizer else None
-    ends = [*(np.flatnonzero(~row.from_draft) + 1)]
+    ends: list[int] = (np.flatnonzero(~row.from_draft) + 1).tolist()
     if not ends or ends[-1] < len(row.tokens):
         ends.append(len(row.tokens))  # the budget ended among accepted tokens
     steps, counts, start = [], Counts(), 0
