@@ -123,7 +123,7 @@ def with_fields_of(source: bytes | None, record: Mapping[str, Any]) -> dict[str,
 
     Example:
         >>> with_fields_of(b'{"text": "Two and", "label": 2}', {"line": 1, "text": " two"})
-        {'input_text': 'Two and', 'label': 2, 'line': 1, 'text': ' two'}
+        {'label': 2, 'input_text': 'Two and', 'line': 1, 'text': ' two'}
     """
     try:
         value = None if source is None else parse_json(source.decode("utf-8"))

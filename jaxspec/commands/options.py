@@ -279,6 +279,16 @@ def add_drafter_argument(
         metavar="NAME[:SETTING=VALUE,...]",
         help=f"{text}; repeatable" if repeatable else text,
     )
+    parser.set_defaults(instead=_as_drafter)
+
+
+def _as_drafter(name: str) -> str | None:
+    """Returns what to type where a drafter or a setting of one is given as a flag."""
+    if name in DRAFTERS:
+        return f"--drafter {DRAFTERS[name].example}"
+    setting = name.replace("-", "_")
+    of = next((each for each in DRAFTERS if setting in settings_of(each)), None)
+    return None if of is None else f"--drafter {of}:{setting}=..."
 
 
 def loaded_drafter_asked(args: argparse.Namespace, model: Model) -> LoadedDrafter:
@@ -611,8 +621,8 @@ def settings_of(name: str) -> dict[str, DrafterSetting]:
     """Returns the settings of a drafter, from the fields and docstrings of its classes.
 
     Example:
-        >>> settings_of("lookup")["max_ngram"]
-        DrafterSetting(kind=<class 'int'>, default=2, meaning='longest match to look for')
+        >>> settings_of("lookup")["max_ngram"][:3]
+        (<class 'int'>, 2, 'longest match to look for')
     """
     kind = DRAFTERS[name]
     meanings = {**_OTHERS[""], **_OTHERS.get(name, {})}

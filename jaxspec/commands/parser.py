@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, NoReturn
 from jaxspec.core.checks import meant
 
 _BY_FLAG = " by flag"
-_ALSO = dict.fromkeys(("max-length", "n-predict", "length", "num-tokens"), "--max-tokens")
+_ALSO: Mapping[str, str] = dict.fromkeys(
+    ("max-length", "n-predict", "length", "num-tokens"), "--max-tokens"
+)
 """Flags of other programs, and what to type for each."""
 
 
@@ -96,21 +98,12 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: Sequ
 
 
 def _flag_meant(parser: argparse.ArgumentParser, word: str) -> str:
-    """Returns what may have been meant by an unknown flag; settings of drafters are no flags."""
-    from jaxspec.commands.options import DRAFTERS, settings_of
-
+    """Returns what may have been meant by an unknown flag."""
     name = word.partition("=")[0].strip("-").replace("_", "-")
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    if f"--{name}" in flags or "--drafter" not in flags:
-        return meant(f"--{name}", flags)
-    if name in DRAFTERS:
-        return f"; did you mean --drafter {DRAFTERS[name].example}?"
-    if name in _ALSO:
-        return f"; did you mean {_ALSO[name]}?"
-    setting = name.replace("-", "_")
-    if (of := next((each for each in DRAFTERS if setting in settings_of(each)), None)) is not None:
-        return f"; did you mean --drafter {of}:{setting}=...?"
-    return meant(f"--{name}", flags)
+    instead = parser.get_default("instead") or (lambda name: None)
+    known = None if f"--{name}" in flags else _ALSO.get(name) or instead(name)
+    return f"; did you mean {known}?" if known else meant(f"--{name}", flags)
 
 
 class Parser(argparse.ArgumentParser):

@@ -305,6 +305,19 @@ class TestGenerate:
         assert "tau" in err
         assert "bonus included" in err
 
+    def test_a_limit_that_cuts_a_text_is_said(self, capsys, folder, model):
+        argv = ["generate", folder, "one, two, one", "--max-tokens", "12"]
+        assert main(argv) == 0
+        assert "cut off by --max-new-tokens 12\n" in capsys.readouterr().err
+        length = len(model.tokenizer.encode("one, two, one"))
+        assert main([*argv, "--max-positions", str(length + 5)]) == 0
+        assert "done: 5 tokens" in (err := capsys.readouterr().err)
+        assert "cut off by the end of the model's context\n" in err
+        # Whatever the first token is, it ends the text.
+        ends = ",".join(map(str, range(model.vocab_size)))
+        assert main([*argv, "--stop-token-ids", ends]) == 0
+        assert "cut off" not in capsys.readouterr().err
+
     def test_json_is_one_object_with_everything_asked_for(self, capsys, folder, model):
         argv = ["generate", folder, "abc", "--max-new-tokens", "4", "--json", "--logprobs"]
         assert main([*argv, "--temperature", "1", "--seed", "3"]) == 0
