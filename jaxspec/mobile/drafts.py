@@ -394,7 +394,7 @@ class WindowDraft:
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
         settings, before = self._windows.settings, self._acceptance
         rates, length, wait = jax.device_get(_next_length(settings, before, recent - 1))
-        idle = jnp.int32(0 if length else before.idle + 1)
+        idle: Any = np.int32(0 if length else before.idle + 1)
         self._acceptance = Acceptance(rates, length, idle, wait)
         if not length:
             return static_proposal(())._replace(tokens=np.asarray(text[-1:], np.int32))

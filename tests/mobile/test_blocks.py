@@ -56,7 +56,9 @@ def exported(request, model, tmp_path_factory):
     assert manifest.sizes("draft_block") == sizes
     # The host makes dynamic trees, so their rounds are no steps of the file.
     assert manifest.sizes("step_block") == (() if name == "dynamic tree" else sizes)
-    return MobileModel(folder / MODEL_FILE, num_threads=1), drafter
+    file = MobileModel(folder / MODEL_FILE, num_threads=1)
+    fill_buffers(file, np.nan)
+    return file, drafter
 
 
 def test_rounds_on_litert_are_those_in_jax(model, exported):
@@ -68,7 +70,6 @@ def test_rounds_on_litert_are_those_in_jax(model, exported):
     loops = [verify_drafts, *([whole_steps] if file.manifest.sizes("step_block") else [])]
     counts = []
     for prompt, loop in product(PROMPTS, loops):
-        fill_buffers(file, np.nan)
         decoded = file.generate(prompt, MOST, stop_token_ids=(), loop=loop)
         # LiteRT chooses the first token with the prompt, and counts it as a round.
         first, *others = decoded.tokens.tolist()
