@@ -10,7 +10,8 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 from jaxspec.checkpoint import load, load_eagle, shipped_heads, shipped_models
 from jaxspec.decoding.profile import PROMPTS
 from jaxspec.drafters import Eagle
-from jaxspec.mobile import ExportConfig, web
+from jaxspec.mobile import ExportConfig, MobileModel, web
+from jaxspec.mobile.loops import Plain
 from jaxspec.tuning import load_acceptance
 from tests.mobile.web.conftest import Page, served
 from tests.mobile.web.test_web_parity import check
@@ -39,6 +40,19 @@ def test_every_tree_gives_the_tokens_of_python(demo, node):
     """The first of the prompts holds a near tie, where the kernels of wasm and of CPUs part."""
     prompts = [demo.model.tokenizer.encode(prompt) for prompt in PROMPTS[1:]]
     check(demo, node, prompts)
+
+
+def test_it_answers_the_questions_that_the_page_offers(demo):
+    """In the page's 8 bits, by plain decoding."""
+    offered, chat = demo.profile["examples"], demo.profile["chat"]
+    file = MobileModel(demo.folder / "model.tflite", num_threads=1)
+    answers = []
+    for each in offered:
+        assert each["mode"] == "chat"
+        prompt = file.tokenizer.encode(chat["open"] + each["text"] + chat["reply"], False)
+        text = file.tokenizer.decode(file.generate(prompt, 128, loop=Plain).tokens)
+        answers.append(text.rpartition("#### ")[2])
+    assert answers == ["100", "30", "20"]
 
 
 def test_the_loop_of_the_page_costs_little(demo, node):

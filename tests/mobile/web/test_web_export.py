@@ -103,6 +103,7 @@ def test_the_folder_is_whole(page_of):
         assert tree["tokens_per_step"] == pytest.approx(table_of(page_model()[1]).tau(paths))
         assert tree["depth"] <= profile["depth"]
     assert profile["chat"] == {"open": "u:", "reply": ".a:", "turn": ".u:"}
+    assert profile["examples"] == [], "its 48 characters hold no capitals"
     assert profile["heap_bytes"] > profile["files"]["model.tflite"]["bytes"]
 
 
