@@ -175,7 +175,7 @@ def test_another_file_may_draft(pair, exported, expected, tmp_path):
 def test_draft_models_that_cannot_draft_are_refused(exported, path, change, said):
     draft = MobileModel(path, num_threads=1)
     draft.manifest = replace(draft.manifest, **change)
-    with pytest.raises(ValueError, match=f"^--draft-model: .*{said}"):
+    with pytest.raises(ValueError, match=f"^draft-model:model=.*{said}"):
         exported.generate(PROMPTS[1], 2, loop=drafted_by(draft, 3))
 
 
