@@ -3,7 +3,8 @@
 Each weight of an output is rounded in turn, and the weights that are not rounded yet are moved so
 that the output changes least over the inputs of some texts (GPTQ, arXiv 2210.17323). The model
 writes these texts itself. Where rounding a product still changes the distribution most, it keeps 8
-bits, as long as all of them add at most `MOST_EXTRA` to the bytes of the weights.
+bits, as long as all of them add at most `MOST_EXTRA` to the bytes of the weights. An output head
+that is the table of tokens keeps 8 bits too and adds none: it shares the bytes of the table.
 """
 
 import itertools
@@ -125,8 +126,8 @@ def _kept(
 ) -> frozenset[str]:
     """Chooses the products that keep 8 bits.
 
-    An output head that is the table of tokens comes first: it shares the bytes of the table, which
-    has 8 bits. Then come those that change most for their size.
+    An output head that is the table of tokens always does: it shares the bytes of the table, which
+    has 8 bits, so it adds none. Then come those that change most for their size.
 
     Args:
         sizes: number of weights of each rounded product.
@@ -137,9 +138,8 @@ def _kept(
     products = sum(sizes.values()) + (leaves[table].size if table is not None else 0)
     tables = sum(leaf.size for name, leaf in leaves.items() if _EMBEDDINGS in name)
     room = MOST_EXTRA * (products / 2 + tables)
-    kept = set()
-    order = sorted(changed, key=lambda name: changed[name] / sizes[name], reverse=True)
-    for name in [*([] if table is None else [table]), *order]:
+    kept = set() if table is None else {table}
+    for name in sorted(changed, key=lambda name: changed[name] / sizes[name], reverse=True):
         extra = leaves[name].size / 2
         if extra <= room:
             kept.add(name)

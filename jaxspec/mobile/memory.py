@@ -127,6 +127,8 @@ def estimate_phone_memory(
     weights = QUANTIZATIONS[quantization]
     if weights is not None and weights.calibrated:
         products += int(MOST_EXTRA * (products + table_bytes))
+        if config.tied_head:  # it keeps the table's 8 bits
+            products += table_bytes - stored_bytes(table.shape, quantization)
     repeated = 0
     if separate_signatures:
         repeated = (separate_signatures - 1) * products

@@ -14,10 +14,11 @@ from jaxspec.decoding.request import encode_prompt
 from jaxspec.mobile import calibration
 from jaxspec.mobile.calibration import calibrate, round_for
 from jaxspec.mobile.contents import ExportConfig
-from jaxspec.mobile.memory import estimate_phone_memory
+from jaxspec.mobile.memory import estimate_phone_memory, stored_bytes
 from jaxspec.mobile.quantize import MOST_EXTRA, QUANTIZATIONS, pack, quantize_rows
 from jaxspec.models import Network, init_params
 from jaxspec.models.linear import multiply
+from jaxspec.models.transformer import param_shapes
 from tests.measure.models import filling_model, tiny_model
 from tests.mobile.models import CONFIG
 
@@ -120,7 +121,7 @@ def test_each_weight_is_rounded_for_its_own_inputs(short, tied):
     assert names == [*expected, f"{prefix}/{'embed/embedding' if tied else 'head/kernel'}"]
 
 
-def test_little_is_kept_in_8_bits_and_a_tied_head_first(short):
+def test_little_is_kept_in_8_bits_and_a_tied_head_always(short):
     for tied in (False, True):
         model = model_of(tied_head=tied)
         found = calibrate(model, ROWS)
@@ -134,7 +135,10 @@ def test_little_is_kept_in_8_bits_and_a_tied_head_first(short):
         if tied:
             sizes["target/params/embed/embedding"] = table
         weights = sum(sizes.values()) / 2 + table
-        assert sum(sizes[name] / 2 for name in found.kept) <= MOST_EXTRA * weights
+        head = {"target/params/embed/embedding"} & set(sizes)
+        assert head <= found.kept
+        # The head shares the bytes of the table, and the others add theirs.
+        assert sum(sizes[name] / 2 for name in found.kept - head) <= MOST_EXTRA * weights
         assert set(found.rounded) | found.kept | {"target/params/embed/embedding"} >= set(sizes)
         assert not set(found.rounded) & found.kept
 
@@ -149,6 +153,9 @@ def test_the_most_sensitive_for_their_size_are_kept():
         sizes, {"a": 1.0, "b": 0.1, "c": 0.1}, leaves | {"b": np.zeros(60)}, None
     )
     assert kept == {"a"}
+    # A head that is the table is larger than the room of 36.5 bytes, and takes nothing of it.
+    kept = calibration._kept(sizes, {"a": 1.0, "b": 3.0, "c": 100.0}, leaves, "t/embed/e")
+    assert kept == {"t/embed/e", "a", "b"}
 
 
 def test_texts_are_the_models_own(short, tmp_path):
@@ -184,6 +191,15 @@ def test_memory_counts_what_may_be_kept():
     )
     assert more.products == int(plain.products + MOST_EXTRA * (plain.products + plain.table))
     assert more.table == plain.table
+    tied = CONFIG.replace(tied_head=True)
+    rows, eight, calibrated = (
+        estimate_phone_memory(tied, name, capacity=10)
+        for name in ("int4", "int8", "int4-calibrated")
+    )
+    extra = int(MOST_EXTRA * (rows.products + rows.table))
+    table = param_shapes(tied)["embed"]["embedding"].shape
+    head = stored_bytes(table, "int8") - stored_bytes(table, "int4")
+    assert rows.products < calibrated.products == rows.products + extra + head < eight.products
 
 
 def test_files_hold_the_rounded_numbers(short, tmp_path):
