@@ -15,7 +15,7 @@ from jaxspec.cli import main
 from jaxspec.commands import export_options
 from jaxspec.core.stopping import stop_automaton
 from jaxspec.core.tree import EAGLE_PATHS
-from jaxspec.drafters import Eagle, LoadedDrafter
+from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
 from jaxspec.models import EagleHead, init_eagle_params
 from jaxspec.models.transformer import param_shapes
 from jaxspec.tuning import AcceptanceTable, save_acceptance
@@ -288,6 +288,25 @@ def test_memory_is_added_up():
     fewer = estimate_phone_memory(CONFIG, "int4", capacity=10)
     assert fewer.products < needed.products / 2
     assert np.isclose(fewer.table, 48 * 16 + 12 * 48)
+
+
+def test_a_draft_model_adds_its_own_products_table_and_caches():
+    """On a GPU also a copy of its products for each pass; extra bits are the target's alone."""
+    from jaxspec.mobile.memory import estimate_phone_memory, phone_memory, stored_bytes
+    from tests.mobile.models import CONFIG, half_of
+
+    model, _ = successor_model()
+    drafter, capacity = DraftModel.of(half_of(model), 2), 32
+    shapes = ExportConfig(capacity=capacity, prefill=(8,), quantization="int4-calibrated")
+    alone, both = phone_memory(model, None, shapes), phone_memory(model, drafter, shapes)
+    small = estimate_phone_memory(CONFIG.replace(num_layers=1, layer_types=()), "int4", capacity)
+    assert both.products - alone.products == small.products
+    assert both.table - alone.table == stored_bytes((48, 16), "int8")
+    assert both.caches - alone.caches == small.caches
+    on_gpu = replace(shapes, bundle="gpu")
+    alone, both = phone_memory(model, None, on_gpu), phone_memory(model, drafter, on_gpu)
+    # One more function, `step`; two passes of the draft model there, and one in `prefill_8`.
+    assert both.repeated == 2 * alone.repeated + 3 * small.products
 
 
 @pytest.mark.parametrize(
