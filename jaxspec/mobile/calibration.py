@@ -47,16 +47,29 @@ _EMBEDDINGS = "/embed/"  # in the name of the table of tokens
 _SHRUNK = np.linspace(0.5, 1.0, 26)  # shares of the scale that holds the largest weight
 
 
-class Calibration(NamedTuple):
-    """Weights that were rounded for texts.
+class Rounded(NamedTuple):
+    """Weights of a product that were rounded for texts.
 
     Attributes:
-        rounded: numbers and scales of a product's weights, as `quantize_rows` returns them for the
-            matrix [outputs, inputs], by the name of the weight.
+        shape: of the matrix: outputs, inputs.
+        numbers: as `quantize_rows` returns them for that matrix.
+        scales: the same.
+    """
+
+    shape: tuple[int, ...]
+    numbers: np.ndarray
+    scales: np.ndarray
+
+
+class Calibration(NamedTuple):
+    """All products of a model, rounded for texts.
+
+    Attributes:
+        rounded: weights of products, by the name of the weight.
         kept: names of the weights of products that keep 8 bits.
     """
 
-    rounded: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    rounded: Mapping[str, Rounded]
     kept: frozenset[str]
 
 
@@ -108,7 +121,7 @@ def calibrate(model: Model, form: WeightFormat, prompts: str | None = None) -> C
         if product.inputs % (form.block or 1):
             continue  # it is refused by name where it is stored
         numbers, scales = round_for(matrix, moments, form.bits, form.block)
-        rounded[name] = pack(numbers, form.bits), scales
+        rounded[name] = Rounded(matrix.shape, pack(numbers, form.bits), scales)
         parts = numbers.reshape(len(matrix), -1, form.block or product.inputs)
         near = (parts * scales.reshape(len(matrix), -1, 1)).reshape(matrix.shape)
         other = _with_weight(network, name, near if turned else near.T)

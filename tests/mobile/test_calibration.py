@@ -1,6 +1,7 @@
 """Weights that are rounded for texts: what is lost, which products keep 8 bits, what is stored."""
 
 import json
+import sys
 from dataclasses import replace
 
 import jax
@@ -221,9 +222,29 @@ def test_files_hold_the_rounded_numbers(short, tmp_path):
         dtypes = {decode.ins(op)[1].name: decode.ins(op)[1].dtype for op in products}
         assert dtypes == {n: "INT8" if n in expected.kept else "INT4" for n in dtypes}
         assert len(dtypes) == 9
-        for packed, _ in expected.rounded.values():
-            assert packed.tobytes() in data
+        for each in expected.rounded.values():
+            assert each.numbers.tobytes() in data
         assert MobileModel(tmp_path / "model.tflite").generate([3, 1, 4], 8).tokens.size == 8
+
+
+def test_numbers_of_another_matrix_are_refused(short, tmp_path, monkeypatch):
+    """A matrix that lies the other way round would fill the same bytes."""
+    pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+    pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+    from jaxspec.mobile import export as exporting
+
+    name = "target/params/layer_0/mlp/down/kernel"
+
+    def turned(*arguments):
+        found = calibrate(*arguments)
+        other = found.rounded[name]._replace(shape=found.rounded[name].shape[::-1])
+        return found._replace(rounded={**found.rounded, name: other})
+
+    monkeypatch.setattr(sys.modules[exporting.__module__], "calibrate", turned)
+    shapes = ExportConfig(capacity=64, prefill=(8,), quantization="int4-calibrated")
+    with pytest.raises(ValueError, match=rf"{name} as a matrix of \(24, 16\), and .* \(16, 24\)"):
+        exporting(model_of(), tmp_path, config=shapes)
+    assert not list(tmp_path.iterdir())
 
 
 def test_packing_is_that_of_plain_rounding():
