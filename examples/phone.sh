@@ -32,7 +32,7 @@ echo "5. export EAGLE's tree and the one that was found" >&2
 for name in eagle searched; do
   tree=eagle-25
   if [ "$name" = searched ]; then tree=$out/tuned/tree.json; fi
-  jaxspec export tflite "$model" "$out/$name" --head "$head" --tree "$tree" --bundle gpu --quantize "$quantize" --capacity "$capacity" >&2
+  jaxspec export tflite "$model" "$out/$name" --head "$head" --tree "$tree" --bundle "$backend" --quantize "$quantize" --capacity "$capacity" >&2
 done
 
 echo "6. push both and time their functions" >&2

@@ -25,7 +25,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 import ai_edge_litert
 
-from jaxspec.mobile import ExportConfig, MobileModel, export
+from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.loops import Plain, Steps
 
@@ -352,6 +352,7 @@ def test_the_script_for_a_phone(tmp_path):
     for row in table[1:]:
         assert float(row[4]) == pytest.approx(1000 * float(row[3]) / 2, rel=0.01)
     assert len(header.strip("|").split("|")) == len(table[0])
+    assert "draft" in read_manifest(tmp_path / "out" / "eagle" / "model.tflite").signatures  # cpu
     calls = (tmp_path / "calls.txt").read_text()
     assert "push out/eagle/model.tflite /data/local/tmp/jaxspec/eagle.tflite" in calls
     assert "searched.tflite --threads 2" in calls
