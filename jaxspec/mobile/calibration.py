@@ -97,12 +97,18 @@ def calibrate(model: Model, form: WeightFormat, prompts: str | None = None) -> C
             token on.
 
     Raises:
-        ValueError: the file holds no prompts, or the model fills in masks.
+        ValueError: the file holds no prompts, the model fills in masks, or its weights were left in
+            their files.
     """
     if model.config.diffusion is not None:
         raise ValueError(
             f"quantization: only causal models are calibrated, and {model.name} fills in masks; "
             "take int8 or int4."
+        )
+    if model.is_in_files:
+        raise ValueError(
+            f"quantization: the weights of {model.name} were left in their files, and a "
+            "calibration decodes with it; take int8 or int4, or load it without weights='files'."
         )
     network = model.network
     tokens, counts = _written_texts(model, prompts)
