@@ -12,7 +12,7 @@ import jaxspec
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
-from jaxspec.commands import export_options
+from jaxspec.commands import export_options, export_report
 from jaxspec.core.stopping import stop_automaton
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
@@ -164,6 +164,22 @@ def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
     assert by_name["int4-calibrated"]["kl"] < by_name["int4"]["kl"]
     assert by_name["int8"]["tau"] >= 1
     assert "refused" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"), [([], ("int8", None)), (["--calibration", "P"], ("int4-calibrated", "P"))]
+)
+def test_a_report_names_calibration_where_it_is_asked_for(
+    capsys, monkeypatch, folders, flags, named
+):
+    def compared(model, texts, drafter, config, advance):
+        raise ValueError(f"{config.quantization}, {config.calibration}")
+
+    monkeypatch.setattr(export_report, "compare_quantizations", compared)
+    argv = ["export", "report", str(folders / "model"), "nowhere", *flags]
+    argv += ["--capacity", "32", "--prefill", "8", "--prompts", str(folders / "prompts.jsonl")]
+    said = fails(capsys, *argv)
+    assert f"{named[0]}, {named[1]}" in said
 
 
 @pytest.mark.parametrize(("otherwise", "nodes"), [(None, 1), (EAGLE_PATHS, 25)])
