@@ -41,7 +41,7 @@ NUM_TEXTS, LENGTH = 48, 128
 _HELD = 6  # one of so many texts is not read, but measures what rounding a product changes
 _PROMPT = 48  # the most tokens of a given prompt
 _DAMPING = 0.01  # share of the mean square of inputs that is added to all
-_MOST_MOMENTS = 1 << 30  # bytes of the moments of inputs that are counted at once
+_MOST_MOMENTS = 1 << 30  # bytes of the moments that are counted together; a product's may be more
 _COLUMNS = 64  # that are rounded before the rest of a matrix is moved
 _EMBEDDINGS = "/embed/"  # in the name of the table of tokens
 _SHRUNK = np.linspace(0.5, 1.0, 26)  # shares of the scale that holds the largest weight
@@ -196,7 +196,8 @@ def round_for(
     squares = np.diag(moments)
     scales = _best_scales(matrix, squares, bits, block)
     steps = np.repeat(scales.astype(np.float64).reshape(len(matrix), -1), block or inputs, axis=1)
-    damped = moments.astype(np.float64) + np.eye(inputs) * max(_DAMPING * squares.mean(), 1e-12)
+    damped = moments.astype(np.float64)  # a copy
+    damped[np.diag_indices(inputs)] += max(_DAMPING * squares.mean(), 1e-12)
     order = np.argsort(-squares, kind="stable")
     upper = np.linalg.cholesky(np.linalg.inv(damped[np.ix_(order, order)])).T
     left, steps = matrix[:, order].astype(np.float64), steps[:, order]
@@ -360,7 +361,7 @@ def _moments(
     tokens: Int[np.ndarray, "texts length"],
     counts: Int[np.ndarray, " texts"],
 ) -> Iterator[tuple[_Product, Float[np.ndarray, "inputs inputs"]]]:
-    """Yields each product with the moments of its inputs; few are held at a time."""
+    """Yields each product with the moments of its inputs, which are counted in groups."""
     groups: list[list[int]] = [[]]
     size = 0
     for place, product in enumerate(products):
