@@ -206,7 +206,7 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     (tmp_path / "kit.txt").write_text(log)
     profile = read_kit_log(tmp_path / "kit.txt")
     assert profile.device == "Pixel 99, gpu, 2 threads"
-    assert profile.quantization == "float32"
+    assert (profile.model, profile.quantization) == ("successors", "float32")
     # A target pass and its commit, in seconds.
     assert [t.seconds for t in profile.target] == pytest.approx([1e-3, 5e-3])
     assert profile.target[1].spread == pytest.approx(2e-4)
