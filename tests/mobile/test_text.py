@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from argparse import Namespace
 from dataclasses import replace
 
@@ -26,9 +27,10 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 import jax
 
-from jaxspec.mobile import QUANTIZATIONS, ExportConfig, MobileModel, export
+from jaxspec.mobile import QUANTIZATIONS, ExportConfig, MobileModel, calibration, export
 from jaxspec.mobile import gpu as gpu_module
 from jaxspec.mobile import memory as memory_module
+from jaxspec.mobile.calibration import calibrate
 from jaxspec.mobile.runtime import TextEnd
 from jaxspec.mobile.text import stream_text
 
@@ -203,16 +205,27 @@ def test_acceptance_of_another_head_is_refused_before_anything_is_timed(capsys, 
 
 
 @pytest.mark.slow
-def test_one_command_times_searches_and_exports(folders, tmp_path):
+@pytest.mark.parametrize("quantization", ["int4", "int4-calibrated"])
+def test_one_command_times_searches_and_exports(folders, tmp_path, monkeypatch, quantization):
+    """A calibration is done once, for the kit and for the file."""
+    done = []
+
+    def counted(*arguments):
+        done.append(arguments)
+        return calibrate(*arguments)
+
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.export"], "calibrate", counted)
+    monkeypatch.setattr(calibration, "NUM_TEXTS", 6)
     argv = ["export", "tuned", str(folders / "model"), str(tmp_path)]
-    argv += ["--head", str(folders / "head"), "--capacity", "128", "--quantize", "int4"]
+    argv += ["--head", str(folders / "head"), "--capacity", "128", "--quantize", quantization]
     assert main([*argv, "--prompts", str(folders / "prompts.jsonl")]) == 0
+    assert len(done) == (quantization == "int4-calibrated")
     assert {"profile.json", "tree.json", "model.tflite"} <= {p.name for p in tmp_path.iterdir()}
     tree = json.loads((tmp_path / "tree.json").read_text())["paths"]
     manifest = MobileModel(tmp_path / "model.tflite", num_threads=1).manifest
     assert [list(path) for path in manifest.paths] == tree
     assert ("step" in manifest.signatures) == bool(tree)
-    assert manifest.quantization == "int4"
+    assert manifest.quantization == quantization
 
 
 @pytest.mark.parametrize(
