@@ -1,6 +1,7 @@
 #!/bin/sh
 # Finds the fastest tree for the phone that adb reaches, and times whole steps with it there:
-# exports a kit, measures it on the phone, searches a tree, exports two files, times both.
+# exports a kit, measures it on the phone, searches a tree and prints what its passes predict, exports two
+# files, times both and prints that.
 #
 # Usage: BENCHMARK=path/to/benchmark_model ./phone.sh MODEL HEAD HELD-OUT.jsonl OUT [cpu|gpu] [threads]
 # BENCHMARK is LiteRT's tool for Android. QUANTIZE (int4) and CAPACITY (1024) may be set, too.
@@ -8,7 +9,7 @@
 # phone also answers a question.
 set -eu
 if [ $# -lt 4 ]; then
-  sed -n 's/^# \{0,1\}//; 2,10p' "$0" >&2
+  sed -n 's/^# \{0,1\}//; 2,9p' "$0" >&2
   exit 2
 fi
 model=$1 head=$2 prompts=$3 out=$4 backend=${5:-cpu} threads=${6:-1}
@@ -27,12 +28,12 @@ BENCHMARK=$BENCHMARK "$out/kit/measure.sh" "$backend" "$threads" >"$out/kit.txt"
 echo "3. read the times" >&2
 jaxspec tune profile --import "$out/kit.txt" --out "$out/phone.json" >&2
 echo "4. search the tree" >&2
-jaxspec tune tree "$model" "$prompts" --drafter "eagle:head=$head" --profile "$out/phone.json" --out "$out/tuned" >&2
+jaxspec tune tree "$model" "$prompts" --drafter "eagle:head=$head" --profile "$out/phone.json" --out "$out/tuned" --table
 echo "5. export EAGLE's tree and the one that was found" >&2
 for name in eagle searched; do
   tree=eagle-25
   if [ "$name" = searched ]; then tree=$out/tuned/tree.json; fi
-  jaxspec export tflite "$model" "$out/$name" --head "$head" --tree "$tree" --bundle gpu --quantize "$quantize" --capacity "$capacity" >&2
+  jaxspec export tflite "$model" "$out/$name" --head "$head" --tree "$tree" --bundle "$backend" --quantize "$quantize" --capacity "$capacity" >&2
 done
 
 echo "6. push both and time their functions" >&2

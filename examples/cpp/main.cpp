@@ -301,6 +301,8 @@ class Decoder {
       throw Error("--by: this file has " + names + ", not " + by_ + ".");
     }
     const Signature& signature = model_.signatures().at(by_);
+    if (signature.takes("threshold"))
+      throw Error("--by: this program ends no drafts early; take step instead of " + by_ + ".");
     if (by_ != "decode" &&
         !(by_.rfind("step", 0) == 0 && !signature.takes("window") && !signature.takes("uniforms")))
       throw Error("--by: this program calls decode, step and step_N, not " + by_ + ".");
@@ -341,6 +343,7 @@ class Decoder {
       if (!begun) {  // later steps find these in what the last one wrote
         values["tokens"] = {text.back()};
         values["count"] = {1};
+        values["text"] = text;
         begun = true;
       }
       model_.call(by_, values);

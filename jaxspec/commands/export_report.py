@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compares as the arguments say."""
-    config = export_config(args, quantization="int4-calibrated")  # for which texts are read
+    # Every quantization is compared; texts are read for the calibrated ones.
+    read = {} if args.calibration is None else {"quantization": "int4-calibrated"}
+    config = export_config(args, **read)
     check_flags(args)
     model = load_model(args)
     if model.config.diffusion is not None:

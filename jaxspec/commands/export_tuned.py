@@ -19,8 +19,9 @@ from jaxspec.commands.options import load_model
 from jaxspec.commands.tune_profile import show_profile
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.drafters import Eagle, LoadedDrafter
-from jaxspec.mobile.contents import ExportConfig
-from jaxspec.mobile.export import MODEL_FILE, export
+from jaxspec.mobile.calibration import Calibration
+from jaxspec.mobile.contents import ExportConfig, in_one_dtype
+from jaxspec.mobile.export import MODEL_FILE, calibrated, export
 from jaxspec.mobile.profile import export_kit, measure_here
 from jaxspec.progress import progress_bar
 from jaxspec.tuning import load_acceptance, save_profile, save_tree, search_tree
@@ -47,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
     # A search looks as deep as the tree of its kit, and no deeper.
     drafter = Eagle.of(load_eagle(args.head, model.network), EAGLE_PATHS)
     announce_export(args, drafter, config)
-    drafter = _tuned(args, model, drafter, config)
+    drafter, calibration = _tuned(args, model, drafter, config)
     start = time.perf_counter()
-    manifest = export(model, args.out, drafter, config)
+    manifest = export(model, args.out, drafter, config, calibration)
     print_written(args.out / MODEL_FILE, start)
     print(f"signatures: {', '.join(manifest.signatures)}")
     return 0
@@ -57,8 +58,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _tuned(
     args: argparse.Namespace, model: Model, drafter: LoadedDrafter, config: ExportConfig
-) -> LoadedDrafter | None:
-    """Returns the head over the fastest tree on this machine; `None` if no tree pays."""
+) -> tuple[LoadedDrafter | None, Calibration | None]:
+    """Returns the head over the fastest tree on this machine, and the kit's calibration.
+
+    The head is `None` if no tree pays, the calibration if the quantization asks for none.
+    """
     acceptance = None
     if args.acceptance is not None:
         acceptance = load_acceptance(args.acceptance)
@@ -67,7 +71,8 @@ def _tuned(
     prompts = [] if args.prompts is None else held_out(args)
     with TemporaryDirectory() as folder, progress_bar(3) as advance:
         advance("writing a latency kit")
-        export_kit(model, folder, drafter, config)
+        calibration = calibrated(in_one_dtype(model)[0], config)
+        export_kit(model, folder, drafter, config, calibration)
         profile = measure_here(Path(folder) / MODEL_FILE, args.threads or 1, advance=advance)
         advance("counting accepted drafts")
         if acceptance is None:
@@ -84,5 +89,5 @@ def _tuned(
     save_tree(best, args.out / "tree.json", profile=profile.name, acceptance=acceptance.source)
     if not best.paths:
         print("Do not speculate here: no tree is worth its time. Exporting plain decoding.")
-        return None
-    return with_tree(drafter, best.paths)
+        return None, calibration
+    return with_tree(drafter, best.paths), calibration

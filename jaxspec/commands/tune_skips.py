@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--profile",
         metavar="FILE",
         help="search for the device of this profile (of `jaxspec export kit` without --head, and "
-        "`tune profile --import`), where a graph drafts a fixed number of tokens; default: times "
-        "are measured here",
+        "`tune profile --import`), where a whole step drafts a fixed number of tokens; default: "
+        "times are measured here",
     )
     data = parser.add_argument_group("text, of which the held-out part is read")
     data.add_argument(
@@ -114,7 +114,10 @@ def run(args: argparse.Namespace) -> int:
         flag = "--agreement" if args.agreement else "--objective measured"
         raise ValueError(f"--profile: {flag} does not read times of passes; leave one of them out.")
     if args.profile is not None and args.threshold is not None:
-        raise ValueError("--threshold: graphs end no draft early; leave it out with --profile.")
+        raise ValueError(
+            "--threshold: with --profile, whole steps are searched, whose drafts have a fixed "
+            "length; leave it out."
+        )
     if args.agreement:
         return _show_agreement(args)
     if args.out is None:
@@ -380,7 +383,8 @@ def _measure(
         if not some:
             continue
         rows = [np.asarray(prompt).tolist() for prompt in some]
-        comparison = compare(model, rows, {"this set": drafter}, config, repeats=2)
+        repeats = 2 if elsewhere is None else 1  # a prediction needs no time of here
+        comparison = compare(model, rows, {"this set": drafter}, config, repeats=repeats)
         _, row = comparison.rows
         found = row.overall
         tau, speedup, interval = found.mean_acceptance_length, found.speedup, found.speedup_interval
@@ -408,7 +412,7 @@ def _measure(
 
 
 def _predicted(costs: skip_costs.Costs, drafter: LayerSkip, tau: float) -> float:
-    """Predicts the speed-up of drafts of full length, which graphs make, from a measured tau."""
+    """Predicts the speed-up of drafts of full length, as whole steps make, from a measured tau."""
     assert drafter.skip is not None, "the search found a set"
     kept = (len(part) - sum(part) for part in drafter.skip)
     longest = drafter.num_speculative_tokens

@@ -139,6 +139,12 @@ def run(args: argparse.Namespace) -> int:
     setting = None if args.model is None else _setting(args)
     if setting is not None and acceptance is not None:
         acceptance.check_head(setting.drafter.params)
+    if setting is not None and profile.model not in ("", setting.model.name):
+        print(
+            f"NOTE: --profile: its times are those of {profile.model}, and the tree is for "
+            f"{setting.model.name}.",
+            file=sys.stderr,
+        )
     if acceptance is None:
         assert setting is not None, "asked for above"
         acceptance = _measure_acceptance(args, setting)

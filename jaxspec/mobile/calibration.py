@@ -3,7 +3,8 @@
 Each weight of an output is rounded in turn, and the weights that are not rounded yet are moved so
 that the output changes least over the inputs of some texts (GPTQ, arXiv 2210.17323). The model
 writes these texts itself. Where rounding a product still changes the distribution most, it keeps 8
-bits, as long as all of them add at most `MOST_EXTRA` to the bytes of the weights.
+bits, as long as all of them add at most `MOST_EXTRA` to the bytes of the weights. An output head
+that is the table of tokens keeps 8 bits too and adds none: it shares the bytes of the table.
 """
 
 import itertools
@@ -40,22 +41,35 @@ NUM_TEXTS, LENGTH = 48, 128
 _HELD = 6  # one of so many texts is not read, but measures what rounding a product changes
 _PROMPT = 48  # the most tokens of a given prompt
 _DAMPING = 0.01  # share of the mean square of inputs that is added to all
-_MOST_MOMENTS = 1 << 30  # bytes of the moments of inputs that are counted at once
+_MOST_MOMENTS = 1 << 30  # bytes of the moments that are counted together; a product's may be more
 _COLUMNS = 64  # that are rounded before the rest of a matrix is moved
 _EMBEDDINGS = "/embed/"  # in the name of the table of tokens
 _SHRUNK = np.linspace(0.5, 1.0, 26)  # shares of the scale that holds the largest weight
 
 
-class Calibration(NamedTuple):
-    """Weights that were rounded for texts.
+class Rounded(NamedTuple):
+    """Weights of a product that were rounded for texts.
 
     Attributes:
-        rounded: numbers and scales of a product's weights, as `quantize_rows` returns them for the
-            matrix [outputs, inputs], by the name of the weight.
+        shape: of the matrix: outputs, inputs.
+        numbers: as `quantize_rows` returns them for that matrix.
+        scales: the same.
+    """
+
+    shape: tuple[int, ...]
+    numbers: np.ndarray
+    scales: np.ndarray
+
+
+class Calibration(NamedTuple):
+    """All products of a model, rounded for texts.
+
+    Attributes:
+        rounded: weights of products, by the name of the weight.
         kept: names of the weights of products that keep 8 bits.
     """
 
-    rounded: Mapping[str, tuple[np.ndarray, np.ndarray]]
+    rounded: Mapping[str, Rounded]
     kept: frozenset[str]
 
 
@@ -83,12 +97,18 @@ def calibrate(model: Model, form: WeightFormat, prompts: str | None = None) -> C
             token on.
 
     Raises:
-        ValueError: the file holds no prompts, or the model fills in masks.
+        ValueError: the file holds no prompts, the model fills in masks, or its weights were left in
+            their files.
     """
     if model.config.diffusion is not None:
         raise ValueError(
             f"quantization: only causal models are calibrated, and {model.name} fills in masks; "
             "take int8 or int4."
+        )
+    if model.is_in_files:
+        raise ValueError(
+            f"quantization: the weights of {model.name} were left in their files, and a "
+            "calibration decodes with it; take int8 or int4, or load it without weights='files'."
         )
     network = model.network
     tokens, counts = _written_texts(model, prompts)
@@ -107,7 +127,7 @@ def calibrate(model: Model, form: WeightFormat, prompts: str | None = None) -> C
         if product.inputs % (form.block or 1):
             continue  # it is refused by name where it is stored
         numbers, scales = round_for(matrix, moments, form.bits, form.block)
-        rounded[name] = pack(numbers, form.bits), scales
+        rounded[name] = Rounded(matrix.shape, pack(numbers, form.bits), scales)
         parts = numbers.reshape(len(matrix), -1, form.block or product.inputs)
         near = (parts * scales.reshape(len(matrix), -1, 1)).reshape(matrix.shape)
         other = _with_weight(network, name, near if turned else near.T)
@@ -125,8 +145,8 @@ def _kept(
 ) -> frozenset[str]:
     """Chooses the products that keep 8 bits.
 
-    An output head that is the table of tokens comes first: it shares the bytes of the table, which
-    has 8 bits. Then come those that change most for their size.
+    An output head that is the table of tokens always does: it shares the bytes of the table, which
+    has 8 bits, so it adds none. Then come those that change most for their size.
 
     Args:
         sizes: number of weights of each rounded product.
@@ -137,9 +157,8 @@ def _kept(
     products = sum(sizes.values()) + (leaves[table].size if table is not None else 0)
     tables = sum(leaf.size for name, leaf in leaves.items() if _EMBEDDINGS in name)
     room = MOST_EXTRA * (products / 2 + tables)
-    kept = set()
-    order = sorted(changed, key=lambda name: changed[name] / sizes[name], reverse=True)
-    for name in [*([] if table is None else [table]), *order]:
+    kept = set() if table is None else {table}
+    for name in sorted(changed, key=lambda name: changed[name] / sizes[name], reverse=True):
         extra = leaves[name].size / 2
         if extra <= room:
             kept.add(name)
@@ -177,7 +196,8 @@ def round_for(
     squares = np.diag(moments)
     scales = _best_scales(matrix, squares, bits, block)
     steps = np.repeat(scales.astype(np.float64).reshape(len(matrix), -1), block or inputs, axis=1)
-    damped = moments.astype(np.float64) + np.eye(inputs) * max(_DAMPING * squares.mean(), 1e-12)
+    damped = moments.astype(np.float64)  # a copy
+    damped[np.diag_indices(inputs)] += max(_DAMPING * squares.mean(), 1e-12)
     order = np.argsort(-squares, kind="stable")
     upper = np.linalg.cholesky(np.linalg.inv(damped[np.ix_(order, order)])).T
     left, steps = matrix[:, order].astype(np.float64), steps[:, order]
@@ -341,7 +361,7 @@ def _moments(
     tokens: Int[np.ndarray, "texts length"],
     counts: Int[np.ndarray, " texts"],
 ) -> Iterator[tuple[_Product, Float[np.ndarray, "inputs inputs"]]]:
-    """Yields each product with the moments of its inputs; few are held at a time."""
+    """Yields each product with the moments of its inputs, which are counted in groups."""
     groups: list[list[int]] = [[]]
     size = 0
     for place, product in enumerate(products):

@@ -25,6 +25,7 @@ def export(
     folder: str | Path,
     drafter: DrafterLike | None = None,
     config: ExportConfig | None = None,
+    calibration: Calibration | None = None,
 ) -> Manifest:
     """Writes `model.tflite`, `manifest.json` and the tokenizer into a folder.
 
@@ -41,6 +42,8 @@ def export(
             lies next to the target. `TokenRecycling` and `PromptLookup` get whole steps, whose
             state is the table or the text. `None`: plain decoding only.
         config: functions, shapes and quantization; 1024 tokens of text and int8 by default.
+        calibration: weights that `calibrated` rounded for this quantization, where several files
+            are written; `None`: they are rounded here if the quantization asks for it.
 
     Returns:
         The manifest.
@@ -86,7 +89,8 @@ def export(
         trees={f"step_{number}": tree for number, tree in enumerate(config.trees, start=1)},
     )
     texts = {KEY: manifest.to_json()}
-    file = to_tflite(lowered, params, config.quantization, texts, calibrated(model, config))
+    rounded = calibrated(model, config) if calibration is None else calibration
+    file = to_tflite(lowered, params, config.quantization, texts, rounded)
     if config.check_gpu_ops:
         require_opset(file.head)
     with replacing_files(Path(folder)) as staging:

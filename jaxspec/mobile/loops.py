@@ -275,7 +275,7 @@ def verify_drafts(model: Caller, acceptance: HostAcceptance) -> Loop:
     draft: Draft
     if model.manifest.sizes("draft_block"):
         draft = WindowDraft(model)
-    elif "draft" not in model.manifest.signatures and model.manifest.sizes("draft"):
+    elif "step_exit" in model.manifest.signatures:
         draft = ExitDraft(model)
     else:
         draft = TreeDraft(model)

@@ -28,7 +28,8 @@ class PhoneMemory(NamedTuple):
         products: weights of all products, those of the output head and of a drafter included.
         table: table of token embeddings.
         repeated: further copies of products, where every use of a weight is packed separately.
-        caches: keys and values of one text in float32, twice, as input and output take turns.
+        caches: keys and values of one text in float32, twice, as input and output take turns. The
+            states `table` of token recycling and `text` of prompt lookup are not counted.
     """
 
     products: int
@@ -62,10 +63,12 @@ def phone_memory(model: Model, drafter: DrafterLike | None, config: ExportConfig
     if isinstance(loaded.drafter, Eagle | LayerSkip):
         draft_pass = draft_pass_weights(model.params, loaded)
         in_steps = sum(each.tree_shape[1] for each in drafters_over_trees(loaded.drafter, config))
-    if isinstance(loaded.drafter, Eagle | Deer | DraftModel):
+    if isinstance(loaded.drafter, Eagle):
         head = loaded.params.params
     if isinstance(loaded.drafter, Deer | DraftModel):
-        draft_pass = head
+        draft_pass = dict(loaded.params.params)
+        if not loaded.params.config.tied_head:
+            del draft_pass["embed"]  # rows of it are read, in no product
     if isinstance(loaded.drafter, DraftModel):
         # It reads the prompt too, and in a step one pass for each level.
         in_steps = loaded.drafter.tree_shape[1] + sum(kind == "prefill" for kind in kinds)
@@ -79,8 +82,10 @@ def phone_memory(model: Model, drafter: DrafterLike | None, config: ExportConfig
         separate_signatures=sum(kind in _PASSES for kind in kinds) * (config.bundle == "gpu"),
     )
     if isinstance(loaded.drafter, Deer | DraftModel):
-        rows = _row_bytes(model.config) + _row_bytes(loaded.params.config)
-        needed = needed._replace(caches=2 * config.capacity * rows)
+        # A model of its own; only the target's weights are rounded for texts.
+        plain = config.quantization.removesuffix("-calibrated")
+        drafting = estimate_phone_memory(loaded.params.config, plain, config.capacity)
+        needed = PhoneMemory(*map(sum, zip(needed, drafting, strict=True)))
     return needed
 
 
@@ -120,13 +125,16 @@ def estimate_phone_memory(
     check_quantization(quantization)
     target: Any = param_shapes(config)
     table = target["embed"]["embedding"]
-    products = _bytes_of_products((target, head), quantization)
+    products = _bytes_of_products(target, quantization)
     if not config.tied_head:
         products -= stored_bytes(table.shape, quantization)
     table_bytes = stored_bytes(table.shape, "float32" if quantization == "float32" else "int8")
     weights = QUANTIZATIONS[quantization]
     if weights is not None and weights.calibrated:
         products += int(MOST_EXTRA * (products + table_bytes))
+        if config.tied_head:  # it keeps the table's 8 bits
+            products += table_bytes - stored_bytes(table.shape, quantization)
+    products += _bytes_of_products(head, quantization)
     repeated = 0
     if separate_signatures:
         repeated = (separate_signatures - 1) * products

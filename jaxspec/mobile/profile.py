@@ -24,6 +24,7 @@ from jaxspec.core.checks import Count, Nodes, NotNegative, checked, checks_argum
 from jaxspec.drafters import Eagle, LoadedDrafter, NoDraft
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.timing import time_in_turns
+from jaxspec.mobile.calibration import Calibration
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.manifest import Manifest, read_manifest
@@ -60,7 +61,11 @@ _LOGS = (
 
 @checks_arguments
 def export_kit(
-    model: Model, folder: str | Path, drafter: LoadedDrafter, config: ExportConfig
+    model: Model,
+    folder: str | Path,
+    drafter: LoadedDrafter,
+    config: ExportConfig,
+    calibration: Calibration | None = None,
 ) -> Manifest:
     """Writes a file of passes to be timed, and the script that times it on a phone.
 
@@ -71,6 +76,7 @@ def export_kit(
             first draft pass absorbs, less one. `NoDraft()`: passes of the model with layers left
             out are timed in place of draft passes.
         config: capacity, prefill and quantization of the file that will be used.
+        calibration: as for `export`.
 
     Raises:
         ValueError: the drafter is another one, an argument is of another type, or as `export`.
@@ -88,7 +94,7 @@ def export_kit(
         sizes = dataclasses.replace(sizes, levels=NODES)
     else:
         sizes = dataclasses.replace(sizes, partial=min(DRAFTED, config.capacity // 2))
-    manifest = export(model, folder, drafter, sizes)
+    manifest = export(model, folder, drafter, sizes, calibration)
     with replacing_files(Path(folder)) as staging:
         script = staging / SCRIPT_FILE
         script.write_text(kit_script(manifest), encoding="utf-8")
@@ -210,6 +216,7 @@ def read_kit_log(path: str | Path) -> LatencyProfile:
         str(path),
         shapes,
         name=f"{model} on {device.removeprefix('jaxspec device: ')}",
+        model=model,
         device=device.removeprefix("jaxspec device: "),
         runtime="LiteRT",
         quantization=quantization,
@@ -243,6 +250,7 @@ def read_web_profile(path: str | Path) -> LatencyProfile:
         str(path),
         {"levels": levels},
         name=f"{model} on {runtime}",
+        model=model,
         device=device,
         runtime=runtime,
         quantization=quantization,
@@ -288,6 +296,7 @@ def measure_here(
         str(path),
         _shapes(manifest),
         name=f"{manifest.model} ({manifest.quantization}) on {machine.device}",
+        model=manifest.model,
         device=str(machine),
         runtime=f"LiteRT, CPU, {num_threads} threads",
         quantization=manifest.quantization,

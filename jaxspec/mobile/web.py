@@ -24,8 +24,9 @@ from jaxspec.core.tree import Path as RankPath
 from jaxspec.core.tree import normalize_paths
 from jaxspec.decoding.inspector import TREE_VIEW
 from jaxspec.drafters import Eagle, LoadedDrafter
+from jaxspec.mobile.calibration import Calibration
 from jaxspec.mobile.contents import ExportConfig, in_one_dtype
-from jaxspec.mobile.export import MODEL_FILE, export
+from jaxspec.mobile.export import MODEL_FILE, calibrated, export
 from jaxspec.mobile.loops import Plain, Steps
 from jaxspec.mobile.memory import draft_pass_weights, estimate_phone_memory
 from jaxspec.mobile.profile import timed_signatures, valid_integers
@@ -166,9 +167,10 @@ def export_web(
             source = TREE_VIEW if name == TREE_VIEW.name else PAGE_FOLDER / name
             shutil.copyfile(source, staging / name)
         advance("writing the model")
-        manifest = export(model, staging, drafter, shapes)
+        calibration = calibrated(model, config)
+        manifest = export(model, staging, drafter, shapes, calibration)
         advance("writing the kit")
-        kit = _write_kit(model, staging, drafter, drafts, shapes)
+        kit = _write_kit(model, staging, drafter, drafts, shapes, calibration)
         advance("looking for a self-test")
         test = find_self_test(staging / MODEL_FILE)
         passes = sum(max(map(len, paths)) for paths in drafts)
@@ -347,6 +349,7 @@ def _write_kit(
     drafter: LoadedDrafter,
     trees: Sequence[Sequence[RankPath]],
     config: ExportConfig,
+    calibration: Calibration | None,
 ) -> dict[str, Any]:
     """Writes a file with passes of several sizes; returns the inputs to time them with."""
     deepest = max(trees, key=lambda paths: max(map(len, paths)))
@@ -356,7 +359,7 @@ def _write_kit(
         config, prefill=config.prefill[:1], trees=(), verify=fitting, levels=_KIT_NODES
     )
     with TemporaryDirectory() as work:
-        manifest = export(model, work, loaded, shapes)
+        manifest = export(model, work, loaded, shapes, calibration)
         shutil.copyfile(Path(work) / MODEL_FILE, folder / KIT_FILE)
     return {
         "levels": manifest.depth,

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxspec.core.loop import round_up
 from jaxspec.extras import needs_extra
-from jaxspec.mobile.calibration import Calibration
+from jaxspec.mobile.calibration import Calibration, Rounded
 from jaxspec.mobile.quantize import QUANTIZATIONS, WeightFormat, quantize_rows
 from jaxspec.progress import progress_bar
 
@@ -119,7 +119,8 @@ class TfliteFile:
             calibration: weights that were rounded before; `None`: all are rounded here.
 
         Raises:
-            ValueError: the extra `mobile` is not installed, or blocks do not divide a width.
+            ValueError: the extra `mobile` is not installed, blocks do not divide a width, or a
+                weight was rounded before as another matrix than the one that a graph reads.
         """
         with needs_extra("Exporting", "mobile"):
             from ai_edge_litert import schema_py_generated as schema
@@ -173,7 +174,7 @@ class TfliteFile:
         array: np.ndarray,
         form: WeightFormat | None,
         stored: _Stored,
-        known: tuple[np.ndarray, np.ndarray] | None,
+        known: Rounded | None,
     ) -> None:
         """Writes a view into its place; scales go there too, or into the flatbuffer."""
         file.seek(self._model.buffers[stored.buffer].offset)
@@ -182,8 +183,8 @@ class TfliteFile:
             return
         scales = []
         if known is not None:
-            file.write(_bytes_of(known[0]))
-            scales.append(known[1])
+            file.write(_bytes_of(known.numbers))
+            scales.append(known.scales)
         for row in range(0, len(array) if known is None else 0, _ROWS):
             packed, of_rows = quantize_rows(array[row : row + _ROWS], form.bits, form.block)
             file.write(_bytes_of(packed))
@@ -347,6 +348,12 @@ class TfliteFile:
             raise ValueError(
                 f"quantization: {self._quantization} needs widths that {form.block} divides, and "
                 f"{leaf.name} has {shape[1]}; take int4."
+            )
+        known = self._calibration.rounded.get(leaf.name) if form == self._format else None
+        if known is not None and known.shape != shape:
+            raise ValueError(
+                f"quantization: {self._quantization} rounded {leaf.name} as a matrix of "
+                f"{known.shape}, and a graph reads it as {shape}; take int4."
             )
         dtype, buffer = f"INT{form.bits}", self._buffer((size * form.bits + 7) // 8)
         if not form.block:

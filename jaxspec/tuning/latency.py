@@ -106,6 +106,7 @@ class LatencyProfile(Checked):
         one_pass: the drafter predicts a whole block at once. A step then has one draft pass,
             `first_draft`, for a tree of any depth and width.
         partial: draft tokens with layers left out, for `jaxspec tune skips`; `None`: not timed.
+        model: name of the model whose passes they are; empty: not known.
 
     Raises:
         ValueError: there are too few sizes, a size twice, or a field of another type.
@@ -130,6 +131,7 @@ class LatencyProfile(Checked):
     published: tuple[TableRow, ...] = ()
     one_pass: bool = False
     partial: PartialPasses | None = None
+    model: str = ""
 
     def __post_init__(self):
         super().__post_init__()
@@ -207,6 +209,7 @@ class LatencyProfile(Checked):
         """Returns the profile in the form of its file."""
         return {
             "name": self.name,
+            "model": self.model,
             "device": self.device,
             "runtime": self.runtime,
             "dtype": self.dtype,

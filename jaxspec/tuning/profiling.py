@@ -213,6 +213,7 @@ def measure_profile(
     machine = this_machine()
     return LatencyProfile(
         name=name or f"{model.name} on {machine.device}",
+        model=model.name,
         target=target,
         draft=draft,
         first_draft=_timings("first_draft", {n: runs[f"first {n}"] for n in firsts}, num_steps),

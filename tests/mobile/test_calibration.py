@@ -1,6 +1,7 @@
 """Weights that are rounded for texts: what is lost, which products keep 8 bits, what is stored."""
 
 import json
+import sys
 from dataclasses import replace
 
 import jax
@@ -14,10 +15,11 @@ from jaxspec.decoding.request import encode_prompt
 from jaxspec.mobile import calibration
 from jaxspec.mobile.calibration import calibrate, round_for
 from jaxspec.mobile.contents import ExportConfig
-from jaxspec.mobile.memory import estimate_phone_memory
+from jaxspec.mobile.memory import estimate_phone_memory, stored_bytes
 from jaxspec.mobile.quantize import MOST_EXTRA, QUANTIZATIONS, pack, quantize_rows
 from jaxspec.models import Network, init_params
 from jaxspec.models.linear import multiply
+from jaxspec.models.transformer import param_shapes
 from tests.measure.models import filling_model, tiny_model
 from tests.mobile.models import CONFIG
 
@@ -120,7 +122,7 @@ def test_each_weight_is_rounded_for_its_own_inputs(short, tied):
     assert names == [*expected, f"{prefix}/{'embed/embedding' if tied else 'head/kernel'}"]
 
 
-def test_little_is_kept_in_8_bits_and_a_tied_head_first(short):
+def test_little_is_kept_in_8_bits_and_a_tied_head_always(short):
     for tied in (False, True):
         model = model_of(tied_head=tied)
         found = calibrate(model, ROWS)
@@ -134,7 +136,10 @@ def test_little_is_kept_in_8_bits_and_a_tied_head_first(short):
         if tied:
             sizes["target/params/embed/embedding"] = table
         weights = sum(sizes.values()) / 2 + table
-        assert sum(sizes[name] / 2 for name in found.kept) <= MOST_EXTRA * weights
+        head = {"target/params/embed/embedding"} & set(sizes)
+        assert head <= found.kept
+        # The head shares the bytes of the table, and the others add theirs.
+        assert sum(sizes[name] / 2 for name in found.kept - head) <= MOST_EXTRA * weights
         assert set(found.rounded) | found.kept | {"target/params/embed/embedding"} >= set(sizes)
         assert not set(found.rounded) & found.kept
 
@@ -149,6 +154,9 @@ def test_the_most_sensitive_for_their_size_are_kept():
         sizes, {"a": 1.0, "b": 0.1, "c": 0.1}, leaves | {"b": np.zeros(60)}, None
     )
     assert kept == {"a"}
+    # A head that is the table is larger than the room of 36.5 bytes, and takes nothing of it.
+    kept = calibration._kept(sizes, {"a": 1.0, "b": 3.0, "c": 100.0}, leaves, "t/embed/e")
+    assert kept == {"t/embed/e", "a", "b"}
 
 
 def test_texts_are_the_models_own(short, tmp_path):
@@ -184,6 +192,15 @@ def test_memory_counts_what_may_be_kept():
     )
     assert more.products == int(plain.products + MOST_EXTRA * (plain.products + plain.table))
     assert more.table == plain.table
+    tied = CONFIG.replace(tied_head=True)
+    rows, eight, calibrated = (
+        estimate_phone_memory(tied, name, capacity=10)
+        for name in ("int4", "int8", "int4-calibrated")
+    )
+    extra = int(MOST_EXTRA * (rows.products + rows.table))
+    table = param_shapes(tied)["embed"]["embedding"].shape
+    head = stored_bytes(table, "int8") - stored_bytes(table, "int4")
+    assert rows.products < calibrated.products == rows.products + extra + head < eight.products
 
 
 def test_files_hold_the_rounded_numbers(short, tmp_path):
@@ -205,9 +222,29 @@ def test_files_hold_the_rounded_numbers(short, tmp_path):
         dtypes = {decode.ins(op)[1].name: decode.ins(op)[1].dtype for op in products}
         assert dtypes == {n: "INT8" if n in expected.kept else "INT4" for n in dtypes}
         assert len(dtypes) == 9
-        for packed, _ in expected.rounded.values():
-            assert packed.tobytes() in data
+        for each in expected.rounded.values():
+            assert each.numbers.tobytes() in data
         assert MobileModel(tmp_path / "model.tflite").generate([3, 1, 4], 8).tokens.size == 8
+
+
+def test_numbers_of_another_matrix_are_refused(short, tmp_path, monkeypatch):
+    """A matrix that lies the other way round would fill the same bytes."""
+    pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
+    pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
+    from jaxspec.mobile import export as exporting
+
+    name = "target/params/layer_0/mlp/down/kernel"
+
+    def turned(*arguments):
+        found = calibrate(*arguments)
+        other = found.rounded[name]._replace(shape=found.rounded[name].shape[::-1])
+        return found._replace(rounded={**found.rounded, name: other})
+
+    monkeypatch.setattr(sys.modules[exporting.__module__], "calibrate", turned)
+    shapes = ExportConfig(capacity=64, prefill=(8,), quantization="int4-calibrated")
+    with pytest.raises(ValueError, match=rf"{name} as a matrix of \(24, 16\), and .* \(16, 24\)"):
+        exporting(model_of(), tmp_path, config=shapes)
+    assert not list(tmp_path.iterdir())
 
 
 def test_packing_is_that_of_plain_rounding():

@@ -15,7 +15,9 @@ import pytest
 
 from jaxspec import TokenRecycling, load, save
 from jaxspec.checkpoint import load_eagle, load_tokenizer, save_eagle, shipped_folders
-from jaxspec.drafters import Eagle, LoadedDrafter
+from jaxspec.drafters import DraftModel, Eagle, LayerSkip, LoadedDrafter, PromptLookup
+from jaxspec.drafters.skip_sets import skips_of
+from tests.mobile.models import half_of
 from tests.mobile.web.models import page_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -23,7 +25,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 import ai_edge_litert
 
-from jaxspec.mobile import ExportConfig, MobileModel, export
+from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.loops import Plain, Steps
 
@@ -132,13 +134,16 @@ def test_the_host_gives_the_tokens_of_python(host, demo):
 
 
 @pytest.mark.parametrize("quantization", ["float32", "int8"])
-@pytest.mark.parametrize("method", ["eagle", "recycling"])
+@pytest.mark.parametrize("method", ["eagle", "recycling", "lookup", "draft model", "layer skip"])
 def test_a_text_goes_on_to_the_end_of_the_caches(host, tmp_path, method, quantization):
     """Behind the last place where a step fits, and in several texts one after the other."""
     model, head = page_model()
     drafters = {
         "eagle": Eagle.of(head, TREE),
         "recycling": LoadedDrafter(TokenRecycling(TREE), ()),
+        "lookup": PromptLookup(3),
+        "draft model": DraftModel.of(half_of(model), 3),
+        "layer skip": LayerSkip(skips_of(2, [1], [0]), 3),
     }
     path = written(
         model,
@@ -149,6 +154,7 @@ def test_a_text_goes_on_to_the_end_of_the_caches(host, tmp_path, method, quantiz
         quantization=quantization,
     )
     prompts = ["12 + 30 is 42, so", "what", "a" * 40, "1 + 1 is"]
+    most = []
     file = MobileModel(path, num_threads=1)
     for prompt, answer in zip(prompts, host(path, "--tokens", "99", prompts=prompts), strict=True):
         ids = file.tokenizer.encode(prompt)
@@ -156,6 +162,8 @@ def test_a_text_goes_on_to_the_end_of_the_caches(host, tmp_path, method, quantiz
         assert answer["tokens"] == decoded.tokens.tolist()
         assert tuple(answer["counts"]) == decoded.counts
         assert len(ids) + len(answer["tokens"]) == 64
+        most.append(max(answer["counts"]))
+    assert max(most) > 1
 
 
 @pytest.mark.slow
@@ -181,6 +189,10 @@ def test_mistakes_are_one_line(host, tmp_path):
     assert "--tokens must be a whole number from 1 on" in fails("--tokens", "0")
     assert "--by: this file has decode, prefill_8, step, not step_9." in fails("--by", "step_9")
     assert "calls decode, step and step_N" in fails("--by", "prefill_8")
+    exits = LayerSkip(skips_of(2, [1], [0]), 2)
+    skips = written(model, tmp_path / "skips", exits, capacity=64, prefill=(8,), bundle="cpu")
+    by_threshold = host(skips, "--by", "step_exit", prompts=["what"])
+    assert "ends no drafts early; take step instead of step_exit." in by_threshold
     assert "--gpu int8 is not known" in fails("--gpu", "int8")
     assert "usage: jaxspec-host" in host(path, prompts=[])
     assert "takes 1 to 63 tokens, got 64" in host(path, prompts=["a" * 64])
@@ -331,8 +343,11 @@ def test_the_script_for_a_phone(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    title, _, header, _, *lines = done.stdout.splitlines()
-    assert title.startswith("Pixel 99, cpu, 2 threads, float32;")
+    searched, timed = done.stdout.split("Pixel 99, cpu, 2 threads, float32;")
+    words = ("budget", "drafting", "verification", "tokens/s")
+    predicted = searched[searched.index("budgets exclude the root") :]
+    assert all(word in predicted for word in (*words, "plain decoding", "the fastest"))
+    _, _, header, _, *lines = timed.splitlines()
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[0] for row in table] == ["plain", "EAGLE's tree", "searched tree"]
     assert table[0][1:] == ["0", "1.00", "1.00", "1000.00", "1.00"]
@@ -340,6 +355,7 @@ def test_the_script_for_a_phone(tmp_path):
     for row in table[1:]:
         assert float(row[4]) == pytest.approx(1000 * float(row[3]) / 2, rel=0.01)
     assert len(header.strip("|").split("|")) == len(table[0])
+    assert "draft" in read_manifest(tmp_path / "out" / "eagle" / "model.tflite").signatures  # cpu
     calls = (tmp_path / "calls.txt").read_text()
     assert "push out/eagle/model.tflite /data/local/tmp/jaxspec/eagle.tflite" in calls
     assert "searched.tflite --threads 2" in calls

@@ -41,8 +41,9 @@ from jaxspec.models import EagleHead, ModelConfig, init_eagle_params
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
 
-from jaxspec.mobile import ExportConfig, MobileModel, export, read_manifest
+from jaxspec.mobile import QUANTIZATIONS, ExportConfig, MobileModel, export, read_manifest
 from jaxspec.mobile import weights as weights_module
+from jaxspec.mobile.calibration import calibrate
 from jaxspec.mobile.export import MODEL_FILE
 from jaxspec.mobile.extra import OLDEST_LITERT, OLDEST_LM, missing_for_gpu
 from jaxspec.mobile.gpu import check_gpu
@@ -250,6 +251,8 @@ def test_a_model_in_files_only_exports(model, folder):
         generate(model, PROMPT)
     with pytest.raises(ValueError, match=r"^check: weights='files' reads no weights"):
         load(folder, weights="files", check=True)
+    with pytest.raises(ValueError, match=r"^quantization: the weights of .* take int8 or int4"):
+        calibrate(model, QUANTIZATIONS["int4-calibrated"])
 
 
 class TestWhatFails:

@@ -5,9 +5,11 @@ import shutil
 import subprocess
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxspec.cli import main
+from jaxspec.core.types import Warp
 from jaxspec.drafters import Eagle, LoadedDrafter, NoDraft, PromptLookup
 from jaxspec.tuning import calibrated_table, load_profile, search_tree
 from jaxspec.tuning.latency import PartialPasses
@@ -18,6 +20,7 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 from jaxspec.mobile import ExportConfig
 from jaxspec.mobile import profile as profile_module
+from jaxspec.mobile.loops import Plain
 from jaxspec.mobile.profile import (
     export_kit,
     kit_script,
@@ -67,6 +70,14 @@ def test_every_pass_and_its_commit_are_timed(kit):
         ),  # 32 tokens leave no room in a capacity of 16
         *("absorb", "draft_1", "draft_2"),
     )
+
+
+def test_a_kit_decodes_at_a_temperature(kit):
+    """Its `draft_1` is a level of the head, not the draft of a model with layers left out."""
+    file = MobileModel(kit[0] / "model.tflite")
+    settings = {"temperature": np.float32(1), "top_k": np.int32(1)}  # one outcome
+    drawn = file.generate([3, 1, 4], 8, (), warp=Warp(**settings))
+    assert drawn.tokens.tolist() == file.generate([3, 1, 4], 8, (), Plain).tokens.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +206,7 @@ def test_the_script_and_its_log_round_trip(kit, tmp_path, capsys):
     (tmp_path / "kit.txt").write_text(log)
     profile = read_kit_log(tmp_path / "kit.txt")
     assert profile.device == "Pixel 99, gpu, 2 threads"
-    assert profile.quantization == "float32"
+    assert (profile.model, profile.quantization) == ("successors", "float32")
     # A target pass and its commit, in seconds.
     assert [t.seconds for t in profile.target] == pytest.approx([1e-3, 5e-3])
     assert profile.target[1].spread == pytest.approx(2e-4)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from argparse import Namespace
 from dataclasses import replace
 
@@ -12,10 +13,10 @@ import jaxspec
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
-from jaxspec.commands import export_options
+from jaxspec.commands import export_options, export_report
 from jaxspec.core.stopping import stop_automaton
 from jaxspec.core.tree import EAGLE_PATHS
-from jaxspec.drafters import Eagle, LoadedDrafter
+from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
 from jaxspec.models import EagleHead, init_eagle_params
 from jaxspec.models.transformer import param_shapes
 from jaxspec.tuning import AcceptanceTable, save_acceptance
@@ -26,9 +27,10 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 
 import jax
 
-from jaxspec.mobile import QUANTIZATIONS, ExportConfig, MobileModel, export
+from jaxspec.mobile import QUANTIZATIONS, ExportConfig, MobileModel, calibration, export
 from jaxspec.mobile import gpu as gpu_module
 from jaxspec.mobile import memory as memory_module
+from jaxspec.mobile.calibration import calibrate
 from jaxspec.mobile.runtime import TextEnd
 from jaxspec.mobile.text import stream_text
 
@@ -166,6 +168,22 @@ def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
     assert "refused" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("flags", "named"), [([], ("int8", None)), (["--calibration", "P"], ("int4-calibrated", "P"))]
+)
+def test_a_report_names_calibration_where_it_is_asked_for(
+    capsys, monkeypatch, folders, flags, named
+):
+    def compared(model, texts, drafter, config, advance):
+        raise ValueError(f"{config.quantization}, {config.calibration}")
+
+    monkeypatch.setattr(export_report, "compare_quantizations", compared)
+    argv = ["export", "report", str(folders / "model"), "nowhere", *flags]
+    argv += ["--capacity", "32", "--prefill", "8", "--prompts", str(folders / "prompts.jsonl")]
+    said = fails(capsys, *argv)
+    assert f"{named[0]}, {named[1]}" in said
+
+
 @pytest.mark.parametrize(("otherwise", "nodes"), [(None, 1), (EAGLE_PATHS, 25)])
 def test_a_search_is_not_bound_to_the_depth_of_the_last(folders, model, otherwise, nodes, tmp_path):
     """That tree is in the head's folder, and an export without a search takes it."""
@@ -187,16 +205,27 @@ def test_acceptance_of_another_head_is_refused_before_anything_is_timed(capsys, 
 
 
 @pytest.mark.slow
-def test_one_command_times_searches_and_exports(folders, tmp_path):
+@pytest.mark.parametrize("quantization", ["int4", "int4-calibrated"])
+def test_one_command_times_searches_and_exports(folders, tmp_path, monkeypatch, quantization):
+    """A calibration is done once, for the kit and for the file."""
+    done = []
+
+    def counted(*arguments):
+        done.append(arguments)
+        return calibrate(*arguments)
+
+    monkeypatch.setattr(sys.modules["jaxspec.mobile.export"], "calibrate", counted)
+    monkeypatch.setattr(calibration, "NUM_TEXTS", 6)
     argv = ["export", "tuned", str(folders / "model"), str(tmp_path)]
-    argv += ["--head", str(folders / "head"), "--capacity", "128", "--quantize", "int4"]
+    argv += ["--head", str(folders / "head"), "--capacity", "128", "--quantize", quantization]
     assert main([*argv, "--prompts", str(folders / "prompts.jsonl")]) == 0
+    assert len(done) == (quantization == "int4-calibrated")
     assert {"profile.json", "tree.json", "model.tflite"} <= {p.name for p in tmp_path.iterdir()}
     tree = json.loads((tmp_path / "tree.json").read_text())["paths"]
     manifest = MobileModel(tmp_path / "model.tflite", num_threads=1).manifest
     assert [list(path) for path in manifest.paths] == tree
     assert ("step" in manifest.signatures) == bool(tree)
-    assert manifest.quantization == "int4"
+    assert manifest.quantization == quantization
 
 
 @pytest.mark.parametrize(
@@ -288,6 +317,25 @@ def test_memory_is_added_up():
     fewer = estimate_phone_memory(CONFIG, "int4", capacity=10)
     assert fewer.products < needed.products / 2
     assert np.isclose(fewer.table, 48 * 16 + 12 * 48)
+
+
+def test_a_draft_model_adds_its_own_products_table_and_caches():
+    """On a GPU also a copy of its products for each pass; extra bits are the target's alone."""
+    from jaxspec.mobile.memory import estimate_phone_memory, phone_memory, stored_bytes
+    from tests.mobile.models import CONFIG, half_of
+
+    model, _ = successor_model()
+    drafter, capacity = DraftModel.of(half_of(model), 2), 32
+    shapes = ExportConfig(capacity=capacity, prefill=(8,), quantization="int4-calibrated")
+    alone, both = phone_memory(model, None, shapes), phone_memory(model, drafter, shapes)
+    small = estimate_phone_memory(CONFIG.replace(num_layers=1, layer_types=()), "int4", capacity)
+    assert both.products - alone.products == small.products
+    assert both.table - alone.table == stored_bytes((48, 16), "int8")
+    assert both.caches - alone.caches == small.caches
+    on_gpu = replace(shapes, bundle="gpu")
+    alone, both = phone_memory(model, None, on_gpu), phone_memory(model, drafter, on_gpu)
+    # One more function, `step`; two passes of the draft model there, and one in `prefill_8`.
+    assert both.repeated == 2 * alone.repeated + 3 * small.products
 
 
 @pytest.mark.parametrize(

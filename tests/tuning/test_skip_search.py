@@ -12,9 +12,11 @@ import jaxspec
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import Model, shipped_folders
 from jaxspec.cli import main
+from jaxspec.commands import tune_skips
 from jaxspec.core.types import Params
 from jaxspec.drafters import LayerSkip
 from jaxspec.drafters.skip_sets import skipped_layers, skips_of
+from jaxspec.measure import compare
 from jaxspec.models import Skips
 from jaxspec.tuning import (
     LatencyProfile,
@@ -412,6 +414,13 @@ def test_the_command_writes_what_the_drafter_reads(command, tmp_path, capsys):
 def test_the_command_searches_for_the_device_of_a_profile(command, tmp_path, capsys, monkeypatch):
     """With its times; nothing is measured here but what drafts are accepted."""
     monkeypatch.setattr(skip_costs, "measure_skip_costs", None)
+    runs = []
+
+    def counted(*arguments, repeats):
+        runs.append(repeats)
+        return compare(*arguments, repeats=repeats)
+
+    monkeypatch.setattr(tune_skips, "compare", counted)
     layers = tiny_model().config.num_layers
     target = tuple(Timing(size, 0.010 + 0.001 * size) for size in (1, 4))
     partial = PartialPasses(layers, whole=0.010, no_attention=0.006, no_mlp=0.005, nothing=0.001)
@@ -421,10 +430,11 @@ def test_the_command_searches_for_the_device_of_a_profile(command, tmp_path, cap
     assert load_profile(path) == profile
     assert command("--evaluations", "3", "--profile", str(path)) == 0
     assert "x plain decoding (predicted for the profile's device)" in capsys.readouterr().out
+    assert runs == [1, 1]
     result = json.loads((out / "skips.json").read_text())
     assert result["machine"] == "a phone"
     assert result["plain_seconds_per_token"] == pytest.approx(0.011)
-    # A graph drafts its full length, so the formula holds without an exit.
+    # Whole steps draft their full length, so the formula holds without an exit.
     assert result["threshold"] == 0
     drafter = LayerSkip.read(out / "skips.json")
     kept = [len(part) - sum(part) for part in drafter.skip]
@@ -448,7 +458,7 @@ def test_the_command_searches_for_the_device_of_a_profile(command, tmp_path, cap
         ({"partial": None, "draft": (Timing(1, 1.0),)}, [], "has no times of passes with layers"),
         ({"partial": PartialPasses(99, 1.0, 1.0, 1.0, 1.0)}, [], "timed with a model of 99 layers"),
         ({}, ["--num-speculative-tokens", "4"], "timed for 1 to 4 tokens, the root included, not"),
-        ({}, ["--threshold", "0.5"], "graphs end no draft early"),
+        ({}, ["--threshold", "0.5"], "--threshold: with --profile, whole steps are searched"),
         ({}, ["--objective", "measured"], "--objective measured does not read times"),
         ({}, ["--agreement"], "--agreement does not read times"),
     ],

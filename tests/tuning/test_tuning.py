@@ -1,5 +1,6 @@
 """Measuring for the search: what is timed, what is counted, and the commands around it."""
 
+import dataclasses
 import json
 
 import jax
@@ -21,6 +22,7 @@ from jaxspec.tuning import (
     measuring,
     probe_paths,
     profiling,
+    save_profile,
 )
 from jaxspec.tuning.measuring import (
     MeasuredTree,
@@ -267,6 +269,7 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
     assert main([*argv, "--measure", "1", "--repeats", "1", "--out", str(out)]) == 0
     captured = capsys.readouterr()
     assert "of 1 trees: off by" in captured.out
+    assert "NOTE: --profile" not in captured.err  # of no model that it names
     assert json.loads((out / "tree.json").read_text())["paths"] == [[0], [0, 0]]
     search = json.loads((out / "search.json").read_text())
     tree, plain = search["measured"]
@@ -276,6 +279,11 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
     assert (out / "predicted.png").read_bytes().startswith(b"\x89PNG")
     table = load_acceptance(out / "acceptance.json")
     assert table.head == identity_of(model.network)
+    other = tmp_path / "other.json"
+    save_profile(dataclasses.replace(load_profile(PHONE), model="another"), other)
+    known = ["--acceptance", str(out / "acceptance.json"), "--profile", str(other)]
+    assert main([*argv, *known]) == 0
+    assert "NOTE: --profile: its times are those of another" in capsys.readouterr().err
     # A table of another head is not priced as if it were this one's.
     assert main([*argv, "--acceptance", INFERRED]) == 2
     assert "belongs to the head (unknown)" in capsys.readouterr().err

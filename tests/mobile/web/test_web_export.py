@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]
 from jaxspec.cli import main
 from jaxspec.core.tree import chain, tree_from_paths
 from jaxspec.drafters import Eagle
-from jaxspec.mobile import ExportConfig, MobileModel, export, web
+from jaxspec.mobile import ExportConfig, MobileModel, calibration, export, web
 from jaxspec.mobile.acceptance import accept_greedy
+from jaxspec.mobile.export import calibrated
 from jaxspec.mobile.profile import read_web_profile
 from jaxspec.tuning import LatencyProfile, Timing
 from tests.measure.models import TEMPLATE, tiny_model
@@ -173,6 +175,33 @@ def test_what_a_page_measured_is_a_profile(tmp_path, capsys):
 def test_other_measurements_are_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         read_web_profile(timings(tmp_path / "measured.json", **changes))
+
+
+def test_a_page_and_its_kit_are_calibrated_once(tmp_path, monkeypatch):
+    """Both files hold the same numbers, and the texts are written and read once."""
+    found = []
+
+    def counted(model, config):
+        found.append(calibrated(model, config))
+        return found[-1]
+
+    for module in (web, sys.modules["jaxspec.mobile.export"]):
+        monkeypatch.setattr(module, "calibrated", counted)
+    monkeypatch.setattr(web, "vendor", lambda target: target.mkdir())
+    for name in ("find_self_test", "_payload"):
+        monkeypatch.setattr(web, name, lambda path: {})
+    for name, value in (("NUM_TEXTS", 6), ("LENGTH", 24)):
+        monkeypatch.setattr(calibration, name, value)
+    monkeypatch.setattr(web, "_KIT_TOKENS", (2,))
+    monkeypatch.setattr(web, "_KIT_NODES", (1,))
+    model, head = page_model()
+    config = ExportConfig(capacity=64, prefill=(8,), quantization="int4-calibrated")
+    web.export_web(model, tmp_path, Eagle.of(head), TREES[:1], table_of(head), config)
+    assert len(found) == 1
+    files = [(tmp_path / name).read_bytes() for name in ("model.tflite", "kit.tflite")]
+    assert found[0].rounded
+    for each in found[0].rounded.values():
+        assert all(each.numbers.tobytes() in data for data in files)
 
 
 def test_without_npm_it_says_what_to_do(tmp_path, monkeypatch):

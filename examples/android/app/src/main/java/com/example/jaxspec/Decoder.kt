@@ -37,6 +37,9 @@ class Decoder(folder: File, gpu: Boolean, threads: Int) : Closeable {
         Tree(tree.getString("signature"), tree.getDouble("tokens_per_step"), ints(tree, "parents"))
     }
 
+    /** Texts before and behind a message, as the model's chats have them; null: it has no chats. */
+    val chat: Pair<String, String>? = profile.optJSONObject("chat")?.let { Pair(it.getString("open"), it.getString("reply")) }
+
     /** Ids; the last one is pending, the others are in the caches. */
     var text = IntArray(0)
         private set

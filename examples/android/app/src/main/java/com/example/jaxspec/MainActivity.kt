@@ -94,7 +94,8 @@ class MainActivity : Activity() {
     private fun answer(asked: String) {
         val decoder = decoder!!
         val tokenizer = tokenizer!!
-        val prompt = tokenizer.encode(asked, true)
+        val chat = decoder.chat
+        val prompt = if (chat == null) tokenizer.encode(asked, true) else tokenizer.encode(chat.first + asked + chat.second, false)
         val text = ArrayList<Pair<Int, Boolean>>() // ids, and whether they were drafted
         text.add(Pair(decoder.begin(prompt), false))
         var ended = text[0].first in decoder.stops
