@@ -247,7 +247,7 @@ def _as_json(
                 "prompt": prompt,
                 "outputs": {name: dataclasses.asdict(output) for name, output in by_name.items()},
             }
-            for prompt, by_name in zip(PROMPTS, outputs, strict=True)
+            for prompt, by_name in zip(PROMPTS, outputs, strict=False)  # those that were shown
         ],
         "comparison": comparison.as_dict(),
     }

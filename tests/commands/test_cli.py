@@ -597,8 +597,8 @@ class TestDemo:
     """`jaxspec demo`, on a model that is not shipped."""
 
     @pytest.fixture(autouse=True)
-    def one_short_prompt(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(demo, "PROMPTS", ("one, two, one",))
+    def short_prompts(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(demo, "PROMPTS", ("one, two, one", "abc, abc, abc"))
         monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")  # nothing is shipped
 
     def test_it_shows_every_method_without_a_terminal(self, capsys, folder, head):
@@ -718,18 +718,25 @@ class TestDemo:
         assert main([*argv, "--drafter", "lookup"]) == 0
         assert json.loads(capsys.readouterr().out)["diffusion"] is None
 
-    def test_json(self, capsys, folder):
+    @pytest.mark.parametrize(
+        ("flags", "num_prompts", "methods"),
+        [
+            ([], 1, {"prompt lookup"}),
+            (["--all"], 2, {"prompt lookup", "suffix lookup", "token recycling"}),
+        ],
+    )
+    def test_json(self, capsys, folder, flags, num_prompts, methods):
         drafter = f"draft-model:model={folder}"
-        argv = ["demo", "--model", folder, "--drafter", drafter, "--json", "--all"]
+        argv = ["demo", "--model", folder, "--drafter", drafter, "--json", *flags]
         assert main([*argv, "--max-tokens", "6", "--repeats", "1"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["outputs_agree"] is True
-        outputs = shown["prompts"][0]["outputs"]
-        assert {*outputs} - {"plain", drafter} == {
-            *("prompt lookup", "suffix lookup", "token recycling"),
-        }
-        assert len({tuple(output["tokens"]) for output in outputs.values()}) == 1
-        assert not any(outputs["plain"]["from_draft"])
+        prompts = [each["prompt"] for each in shown["prompts"]]
+        assert prompts == [*demo.PROMPTS[:num_prompts]]
+        for outputs in (each["outputs"] for each in shown["prompts"]):
+            assert {*outputs} == {"plain", drafter, *methods}
+            assert len({tuple(output["tokens"]) for output in outputs.values()}) == 1
+            assert not any(outputs["plain"]["from_draft"])
         assert shown["comparison"]["rows"][-1]["overall"]["mean_acceptance_length"] > 1
 
 
