@@ -21,6 +21,8 @@ from jaxspec.progress import progress_bar
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
 
+__all__ = ["as_lm"]
+
 _FILTERS = ("top_k", "top_p", "min_p")
 
 
@@ -34,8 +36,9 @@ def as_lm(
 ) -> Any:
     """Returns a model as one of the harness: an instance of a subclass of its `LM`.
 
-    Texts that leave no room are cut at their beginning, as the harness's own models do. Greedy
-    answers in float32 are those of plain decoding, with every drafter.
+    Texts that leave no room are cut at their beginning, as the harness's own models do; answers as
+    long as the model's context, which leave room for no text, are refused. Greedy answers in
+    float32 are those of plain decoding, with every drafter.
 
     Args:
         model: a causal model with a tokenizer, from `load`.
@@ -131,7 +134,7 @@ def as_lm(
             texts = [""] * len(requests)
             for places in groups.values():
                 settings = _settings_of(normalized(requests[places[0]].args[1]))
-                room = max(1, model.max_positions - settings["max_new_tokens"])
+                room = _room(model, settings["max_new_tokens"])
                 prompts = [self.tok_encode(requests[place].args[0])[-room:] for place in places]
                 prompts = [ids or [self.prefix_token_id] for ids in prompts]
                 shown = progress and not disable_tqdm
@@ -158,6 +161,22 @@ def _likelihood(
     greedy = np.argmax(scores.logits[len(ids) - 1 - count : -1], axis=-1)
     is_greedy = bool(np.array_equal(greedy, ids[len(ids) - count :]))
     return float(np.sum(scores.logprobs[len(ids) - 1 - count :], dtype=np.float64)), is_greedy
+
+
+def _room(model: "Model", max_new_tokens: int) -> int:
+    """Returns the most tokens of a prompt that leave room for the answer.
+
+    Raises:
+        ValueError: the answer leaves no room for a prompt.
+    """
+    if max_new_tokens >= model.max_positions:
+        raise ValueError(
+            f"max_gen_toks={max_new_tokens} leaves no room for a prompt in the "
+            f"{model.max_positions} positions of {model.name}: give a smaller one, such as "
+            f'gen_kwargs="max_gen_toks={model.max_positions // 2}", or a larger max_positions to '
+            "`load`."
+        )
+    return model.max_positions - max_new_tokens
 
 
 def _settings_of(asked: Mapping[str, Any]) -> dict[str, Any]:
