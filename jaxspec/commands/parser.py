@@ -69,8 +69,10 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: Sequ
         parser: the parser of the verb; its `error` says what is wrong.
         args: what it has read, which is completed.
         rest: what it has not: words that stand behind a flag, and flags that it does not have.
+            Behind "--" there are words only.
     """
-    if unknown := [word for word in rest if word.startswith("-") and word != "-"]:
+    end = rest.index("--") if "--" in rest else len(rest)
+    if unknown := [word for word in rest[:end] if word.startswith("-") and word != "-"]:
         parser.error(
             "; ".join(f"unknown flag {word}{_flag_meant(parser, word)}" for word in unknown[:2])
         )
@@ -81,7 +83,7 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: Sequ
         if (value := getattr(args, place.name + _BY_FLAG)) is not None
     }
     stood = (getattr(args, place.name) for place in places)
-    words = [*(word for word in stood if word is not None), *rest]
+    words = [*(word for word in stood if word is not None), *rest[:end], *rest[end + 1 :]]
     free = [place for place in places if place not in flags]
     if len(words) > len(free):
         more = " ".join(words[len(free) :])

@@ -52,6 +52,8 @@ MISTAKES = {
     "generate demo hi --dtype fp32": "give one of float32, float16, bfloat16",
     "batch in.jsonl out.jsonl -m demo": "in.jsonl: No such file",
     "bench demo prompts.jsonl --task gsm": "did you mean gsm8k?",
+    "generate demo --top-q 3 -- -hello": "unknown flag --top-q; did you mean --top-",
+    "generate demo --seed 3 -- -hello -you": "too many words: '-you'",
     # drafters and their settings
     "generate demo hi --drafter eagel": "did you mean eagle?",
     "generate demo hi --drafter demo-eagle": "did you mean eagle:head=demo-eagle?",
@@ -146,6 +148,20 @@ class TestPlaces:
     )
     def test_every_order_gives_the_same(self, line):
         assert self.read(line) == ("m", "a b", 3)
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "m -- -hello",
+            "-- m -hello",
+            "m --max-tokens 3 -- -hello",
+            "--max-tokens 3 m -- -hello",
+            "--max-tokens 3 -- m -hello",
+            "-m m --max-tokens 3 -- -hello",
+        ],
+    )
+    def test_two_dashes_end_the_flags(self, line):
+        assert self.read(line)[:2] == ("m", "-hello")
 
     def test_a_prompt_may_be_standard_input_or_left_out(self):
         assert self.read("m -") == ("m", "-", None)
