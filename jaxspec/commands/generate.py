@@ -271,9 +271,12 @@ class Session:
             print(row.text)
         print(
             f"done: {result.metrics.num_tokens} tokens, "
-            f"{result.metrics.tokens_per_second:.0f} tokens/s",
+            f"{result.metrics.tokens_per_second:.0f} tokens/s, "
+            f"tau {result.metrics.tau:.2f} (bonus included)",
             file=sys.stderr,
         )
+        if len(result) == 1 and result[0].finish_reason == "length":
+            print(self._limit(len(result[0].tokens)), file=sys.stderr)
 
     def as_json(self, prompt: PromptLike) -> dict[str, Any]:
         """Returns the settings and the continuation (or a list of `samples`), ready for JSON."""

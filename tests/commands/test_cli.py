@@ -360,6 +360,8 @@ class TestGenerate:
         assert main([*argv, "--html", str(page)]) == 0
         out, err = capsys.readouterr()
         assert out == text
+        assert "cut off by --max-new-tokens 5\n" in err
+        assert re.search(r"^done: 5 tokens, .* tau [\d.]+ \(bonus included\)$", err, re.MULTILINE)
         assert f"wrote {page}" in err
         source = page.read_text()
         data = json.loads(source.split('type="application/json">')[1].split("</script>")[0])
