@@ -22,6 +22,7 @@ from jaxspec.commands.canvas import (
     check_kind,
     litert_canvas_session,
 )
+from jaxspec.commands.interrupts import go_on
 from jaxspec.commands.live import (
     LiveText,
     Shown,
@@ -226,6 +227,7 @@ class Session:
                     text += step.text
                     live.push(sources.push(step), clock)
             except KeyboardInterrupt:
+                go_on()
                 interrupted = True
                 held = sources.rest()
                 text += "".join(piece for piece, _ in held)

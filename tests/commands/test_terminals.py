@@ -45,6 +45,43 @@ def test_ctrl_c_ends_what_python_cannot_stop_and_says_what_is_done():
     assert err == "interrupted: 3 of 8 rows are there\n"
 
 
+# Waits on after an interruption, as the end of a `with` block may.
+WAITING = """
+import contextlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxspec import cli
+from jaxspec.commands import info
+from jaxspec.commands.interrupts import go_on, telling
+
+def run(args):
+    with telling(lambda: "3 of 8 rows are there"):
+        for handled in (go_on, go_on, int, int):
+            with contextlib.suppress(KeyboardInterrupt):
+                print("waiting", flush=True)
+                time.sleep(60)
+            handled()
+
+info.run = run
+sys.argv = ["jaxspec", "info"]
+cli.command_line()
+"""
+
+
+def test_a_second_ctrl_c_ends_what_waits_after_the_first():
+    """Two are dealt with, as those that end answers of a chat; the third is not."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for _ in range(4):
+            assert process.stdout.readline() == "waiting\n"
+            start = time.monotonic()
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert time.monotonic() - start < 2
+    assert (process.returncode, out) == (130, "")
+    assert err == "interrupted: 3 of 8 rows are there\n"
+
+
 def test_busy_work_lets_other_threads_run():
     """As the test above needs: it takes long, and is no Python."""
     start = time.monotonic()
