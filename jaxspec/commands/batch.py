@@ -45,18 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fields of its line too. Ctrl-C keeps the records that are there, and --resume continues "
         "the job."
     )
-    for name, metavar, kind, meaning in (
+    for name, flags, metavar, kind, meaning in (
         (
             "input",
+            ("-i", "--input"),
             "IN.jsonl[.gz]",
             str,
             "a prompt per line; or hf:NAME[:CONFIG]:SPLIT of `datasets`",
         ),
-        ("output", "OUT.jsonl", Path, "a record per line"),
+        ("output", ("-o", "--out", "--output"), "OUT.jsonl", Path, "a record per line"),
     ):
-        add_place(
-            parser, name, f"--{name}", metavar=metavar, help=meaning, kind=kind, required=False
-        )
+        add_place(parser, name, *flags, metavar=metavar, help=meaning, kind=kind, required=False)
     parser.add_argument("-m", "--model", metavar="MODEL", help="folder, shipped name or Hub id")
     add_drafter_argument(parser)
     add_generation_arguments(parser)

@@ -105,7 +105,9 @@ def _flag_meant(parser: argparse.ArgumentParser, word: str) -> str:
     flags = [flag for action in parser._actions for flag in action.option_strings]
     instead = parser.get_default("instead") or (lambda name: None)
     known = None if f"--{name}" in flags else _ALSO.get(name) or instead(name)
-    return f"; did you mean {known}?" if known else meant(f"--{name}", flags)
+    if known:
+        return f"; did you mean {known}?"
+    return meant(f"--{name}", flags) if len(name) > 1 else ""
 
 
 class Parser(argparse.ArgumentParser):

@@ -49,6 +49,7 @@ MISTAKES = {
     "generate demo hi --head demo-eagle": "--drafter eagle:head=...",
     "generate demo hi --eagle demo-eagle": "--drafter eagle:head=demo-eagle",
     "generate demo hi --num-speculative-tokens 3": "--drafter lookup:num_speculative_tokens=...",
+    "generate demo hi -o x": "unknown flag -o\n",
     "generate demo hi --dtype fp32": "give one of float32, float16, bfloat16",
     "batch in.jsonl out.jsonl -m demo": "in.jsonl: No such file",
     "bench demo prompts.jsonl --task gsm": "did you mean gsm8k?",
@@ -167,6 +168,15 @@ class TestPlaces:
     def test_a_prompt_may_be_standard_input_or_left_out(self):
         assert self.read("m -") == ("m", "-", None)
         assert self.read("m --chat")[:2] == ("m", None)
+
+    @pytest.mark.parametrize(
+        "line", ["in out", "in -o out", "-i in -o out", "--output out in", "--out out --input in"]
+    )
+    def test_files_of_a_job_have_short_flags_too(self, line):
+        argv = ["batch", *line.split(), "-m", "m"]
+        args, rest = build_parser(argv).parse_known_args(argv)
+        parsing.settle(args.parser, args, rest)
+        assert (args.input, str(args.output)) == ("in", "out")
 
 
 class TestDrafters:
