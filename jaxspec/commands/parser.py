@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxspec.core.checks import meant
 
-_BY_FLAG = " by flag"
+BY_FLAG = " by flag"
+"""End of the name of a value that the flag of a place gives."""
 _ALSO: Mapping[str, str] = dict.fromkeys(
     ("max-length", "n-predict", "length", "num-tokens"), "--max-tokens"
 )
@@ -56,7 +57,7 @@ def add_place(
         required: see `Place`.
     """
     parser.add_argument(name, nargs="?", metavar=metavar, help=help)
-    dest = name + _BY_FLAG
+    dest = name + BY_FLAG
     parser.add_argument(*flags, dest=dest, metavar=metavar, help="the same, by a flag")
     place = Place(name, flags[-1], metavar, kind, required)
     parser.set_defaults(places=(*(parser.get_default("places") or ()), place))
@@ -80,7 +81,7 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: Sequ
     flags = {
         place: value
         for place in places
-        if (value := getattr(args, place.name + _BY_FLAG)) is not None
+        if (value := getattr(args, place.name + BY_FLAG)) is not None
     }
     stood = (getattr(args, place.name) for place in places)
     words = [*(word for word in stood if word is not None), *rest[:end], *rest[end + 1 :]]
@@ -128,14 +129,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, "\n".join([*lines, f"example: {self.example}", ""]))
 
     def use_short_usage(self) -> None:
-        """Names in the usage what must be given, what has a place, and no further flag."""
-        required = {place.name: place.required for place in self.get_default("places") or ()}
+        """Names in the usage what must be given, what has a place, and no further flag.
+
+        The default `needed` names the values that the verb itself asks for.
+        """
+        places: Sequence[Place] = self.get_default("places") or ()
+        needed = {place.name for place in places if place.required}
+        needed |= {*(self.get_default("needed") or ())}
         words = []
         for action in self._actions:
+            is_needed = action.required or action.dest in needed
             name = str(action.metavar or action.dest)
             if not action.option_strings:
-                words.append(name if required.get(action.dest, action.required) else f"[{name}]")
-            elif action.required:
+                words.append(name if is_needed else f"[{name}]")
+            elif is_needed:
                 words.append(f"{action.option_strings[-1]} {name}")
         begin = "usage: "
         self.usage = textwrap.fill(

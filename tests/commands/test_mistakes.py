@@ -35,6 +35,9 @@ MISTAKES = {
     "bench demo": "PROMPTS.jsonl[.gz] is missing",
     "bench prompts.jsonl demo": "prompts.jsonl is a file of prompts, which comes after MODEL",
     "batch in.jsonl out.jsonl": "--model MODEL is missing",
+    "batch --merge out part --input in": "leave out input.",
+    "batch --merge out part -m demo -o out": "leave out output, model.",
+    "batch --merge out part --seed 3 --field x": "leave out seed, field.",
     "batch in.jsonl --model demo": "give IN.jsonl and OUT.jsonl",
     "export web demo": "required: --head",
     "serve": "FOLDER",
@@ -108,6 +111,26 @@ def test_every_help_page_has_an_example_that_is_a_command_line(capsys, monkeypat
     args, rest = build_parser(argv).parse_known_args(argv)
     parsing.settle(args.parser, args, rest)
     assert callable(args.run)
+
+
+@pytest.mark.parametrize(
+    ("verb", "usage"),
+    [
+        ("generate", "MODEL [PROMPT]"),
+        ("batch", "IN.jsonl[.gz] OUT.jsonl --model MODEL"),
+        ("train lm", "--out FOLDER"),
+        ("train eagle", "--out FOLDER --target FOLDER"),
+        ("train deer", "--out FOLDER --target FOLDER --start-from FOLDER"),
+        ("export web", "MODEL FOLDER --head FOLDER"),
+        ("tune tree", "[MODEL] [PROMPTS.jsonl[.gz]] --profile FILE"),
+    ],
+)
+def test_the_usage_shows_what_must_be_given(capsys, monkeypatch, verb, usage):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main([*verb.split(), "--help"])
+    shown = capsys.readouterr().out.partition("\n")[0]
+    assert shown == f"usage: jaxspec {verb} {usage} [flags]"
 
 
 def test_a_bare_call_prints_help(capsys):
