@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.dup2(nowhere, stream.fileno())
         return 0
     except SystemExit as end:
-        if end.code == 1:  # rich's answer to a closed pipe
+        if isinstance(end.__context__, BrokenPipeError):  # rich's answer to a closed pipe
             return 0
         raise
     except (ValueError, OSError, FloatingPointError, RecursionError, MemoryError) as error:

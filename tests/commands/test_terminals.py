@@ -12,6 +12,7 @@ import time
 import pytest
 
 from jaxspec.cli import main
+from jaxspec.commands import info
 
 # Work in C that no signal reaches and that lets other threads run, as compiling does.
 BUSY = f"""
@@ -102,6 +103,16 @@ def test_a_closed_pipe_is_quiet(verb):
         )
         assert done.stdout.strip() in ("0", "2")
         assert not re.search("Traceback|BrokenPipe|Exception", done.stderr), done.stderr
+
+
+def test_another_end_keeps_its_code(monkeypatch):
+    def run(args):
+        raise SystemExit(1)
+
+    monkeypatch.setattr(info, "run", run)
+    with pytest.raises(SystemExit) as exit_:
+        main(["info"])
+    assert exit_.value.code == 1
 
 
 @pytest.fixture
