@@ -126,11 +126,11 @@ def with_fields_of(source: bytes | None, record: Mapping[str, Any]) -> dict[str,
         >>> with_fields_of(b'{"text": "Two and", "label": 2}', {"line": 1, "text": " two"})
         {'label': 2, 'input_text': 'Two and', 'line': 1, 'text': ' two'}
     """
-    try:
-        value = None if source is None else parse_json(source.decode("utf-8"))
-    except ValueError:  # the record says so
-        return dict(record)
     if source is None:
+        return dict(record)
+    try:
+        value = parse_json(source.decode("utf-8"))
+    except ValueError:  # the record says so
         return dict(record)
     fields = value if isinstance(value, dict) else {"prompt": value}
     kept = {name: held for name, held in fields.items() if name not in RECORD_FIELDS}

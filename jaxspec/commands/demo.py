@@ -153,7 +153,7 @@ def _asked(args: argparse.Namespace, model: Model) -> tuple[Any, dict[str, Any]]
         config = DenoiseConfig(max_new_tokens=round_up(args.max_new_tokens, block))
         counts = [count for count in _DRAFTS if count < config.max_new_tokens]
         return config, {f"{count} decisions drafted": SelfSpeculation(count) for count in counts}
-    names = EVERY_METHOD if args.all else [name for name in FIRST_METHODS if name in EVERY_METHOD]
+    names = EVERY_METHOD if args.all else FIRST_METHODS
     made = {name: EVERY_METHOD[name](model) for name in names}
     for spec in filter(None, args.drafter or []):
         made[spec.text] = make_drafter(spec, args, model)
