@@ -609,8 +609,10 @@ class TestDemo:
         argv = ["demo", "--model", folder]
         for drafter in drafters:
             argv += ["--drafter", drafter]
-        assert main([*argv, "--max-tokens", "6", "--repeats", "1"]) == 0
-        out = capsys.readouterr().out
+        assert main([*argv, "--max-tokens", "6", "--repeats", "1", "-v"]) == 0
+        out, err = capsys.readouterr()
+        assert "config: GenerationConfig(max_new_tokens=6" in err
+        assert "drafters: PromptLookup(num_speculative_tokens=4" in err
         for method in ("plain", "prompt lookup", *drafters):
             assert f"# {method}" in out
         assert "All outputs are identical" in out

@@ -52,6 +52,7 @@ MISTAKES = {
     "generate demo hi --head demo-eagle": "--drafter eagle:head=...",
     "generate demo hi --eagle demo-eagle": "--drafter eagle:head=demo-eagle",
     "generate demo hi --num-speculative-tokens 3": "--drafter lookup:num_speculative_tokens=...",
+    "info -v": "unknown flag -v\n",
     "generate demo hi -o x": "unknown flag -o\n",
     "generate demo hi --dtype fp32": "give one of float32, float16, bfloat16",
     "batch in.jsonl out.jsonl -m demo": "in.jsonl: No such file",
