@@ -1,7 +1,7 @@
 """Models for lm-evaluation-harness, whose tasks then decode with drafters.
 
-Needs the extra `lm-eval`. `jaxspec.score` reads likelihoods, and `jaxspec.batch.decode` decodes
-answers, in slots that are refilled.
+Needs the extra `lm-eval`. Likelihoods are those of `jaxspec.score`, one text at a time.
+`jaxspec.batch.decode` decodes answers, in slots that are refilled.
 """
 
 import importlib
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.batch.job import decode
 from jaxspec.batch.settings import JobSettings
-from jaxspec.decoding.generate import score
+from jaxspec.decoding.generate import likelihoods
 from jaxspec.decoding.request import check_causal
 from jaxspec.drafters import DrafterLike
 from jaxspec.extras import needs_extra
@@ -157,10 +157,10 @@ def _likelihood(
 ) -> tuple[float, bool]:
     """Returns the log-likelihood of a continuation, and whether it is the greedy one."""
     ids = [*context, *continuation][-model.max_positions :]
-    scores, count = score(model, ids), min(len(continuation), len(ids) - 1)
-    greedy = np.argmax(scores.logits[len(ids) - 1 - count : -1], axis=-1)
-    is_greedy = bool(np.array_equal(greedy, ids[len(ids) - count :]))
-    return float(np.sum(scores.logprobs[len(ids) - 1 - count :], dtype=np.float64)), is_greedy
+    count = min(len(continuation), len(ids) - 1)
+    logprobs, likeliest = (each[len(ids) - 1 - count :] for each in likelihoods(model, ids))
+    is_greedy = bool(np.array_equal(likeliest, ids[len(ids) - count :]))
+    return float(np.sum(logprobs, dtype=np.float64)), is_greedy
 
 
 def _room(model: "Model", max_new_tokens: int) -> int:
