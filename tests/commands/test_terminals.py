@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import time
 
 import pytest
 
+from jaxspec.checkpoint import shipped_models
 from jaxspec.cli import main
 from jaxspec.commands import info
 
@@ -44,6 +46,41 @@ def test_ctrl_c_ends_what_python_cannot_stop_and_says_what_is_done():
     assert time.monotonic() - start < 2
     assert (process.returncode, out) == (130, "")
     assert err == "interrupted: 3 of 8 rows are there\n"
+
+
+COMPILING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxspec import cli
+
+sys.argv = ["jaxspec", "generate", "demo-draft", "abc", "--drafter", "lookup"]
+cli.command_line()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_first_generate_while_it_compiles():
+    """The program of a step, which takes seconds to compile; nothing is kept from before."""
+    if "demo-draft" not in shipped_models():
+        pytest.skip("needs the shipped models, which are not here")
+    environment = {**os.environ, "JAXSPEC_CACHE": "off", "JAX_LOG_COMPILES": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPILING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        lines = iter(process.stderr.readline, "")
+        assert any("Compiling jit(_step_stream)" in line for line in lines)
+        time.sleep(0.2)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert time.monotonic() - start < 2
+    assert (process.returncode, out.strip()) == (130, "")
+    assert "interrupted" in err
+    assert "Traceback" not in err
 
 
 # Waits on after an interruption, as the end of a `with` block may.
