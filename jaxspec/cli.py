@@ -78,6 +78,8 @@ GROUPS = {
     "export": "write a model as a file for phones",
 }
 """Summaries of the verbs that have sub-verbs."""
+_WITHOUT_SETTINGS = ("drafters", "serve", "info")
+"""Verbs that have no settings for `--verbose` to print."""
 _ALSO = {
     **{command.words[-1]: " ".join(command.words) for command in COMMANDS},
     **dict.fromkeys(("run", "complete", "decode", "stream"), "generate"),
@@ -126,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 os.dup2(nowhere, stream.fileno())
         return 0
     except SystemExit as end:
-        if end.code == 1:  # rich's answer to a closed pipe
+        if isinstance(end.__context__, BrokenPipeError):  # rich's answer to a closed pipe
             return 0
         raise
     except (ValueError, OSError, FloatingPointError, RecursionError, MemoryError) as error:
@@ -200,7 +202,9 @@ def build_parser(argv: Sequence[str]) -> Parser:
         if set(command.words) <= set(argv):
             module = importlib.import_module(command.module)
             module.add_arguments(leaf)
-            leaf.add_argument("-v", "--verbose", action="store_true", help="print the settings too")
+            if name not in _WITHOUT_SETTINGS:
+                said = "print the settings too"
+                leaf.add_argument("-v", "--verbose", action="store_true", help=said)
             leaf.add_argument("--debug", action="store_true", help="show the traceback of an error")
             leaf.set_defaults(run=module.run, parser=leaf)
             leaf.use_short_usage()

@@ -1,7 +1,7 @@
 """Models for lm-evaluation-harness, whose tasks then decode with drafters.
 
-Needs the extra `lm-eval`. `jaxspec.score` reads likelihoods, and `jaxspec.batch.decode` decodes
-answers, in slots that are refilled.
+Needs the extra `lm-eval`. Likelihoods are those of `jaxspec.score`, one text at a time.
+`jaxspec.batch.decode` decodes answers, in slots that are refilled.
 """
 
 import importlib
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.batch.job import decode
 from jaxspec.batch.settings import JobSettings
-from jaxspec.decoding.generate import score
+from jaxspec.decoding.generate import likelihoods
 from jaxspec.decoding.request import check_causal
 from jaxspec.drafters import DrafterLike
 from jaxspec.extras import needs_extra
@@ -20,6 +20,8 @@ from jaxspec.progress import progress_bar
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
+
+__all__ = ["as_lm"]
 
 _FILTERS = ("top_k", "top_p", "min_p")
 
@@ -34,8 +36,9 @@ def as_lm(
 ) -> Any:
     """Returns a model as one of the harness: an instance of a subclass of its `LM`.
 
-    Texts that leave no room are cut at their beginning, as the harness's own models do. Greedy
-    answers in float32 are those of plain decoding, with every drafter.
+    Texts that leave no room are cut at their beginning, as the harness's own models do; answers as
+    long as the model's context, which leave room for no text, are refused. Greedy answers in
+    float32 are those of plain decoding, with every drafter.
 
     Args:
         model: a causal model with a tokenizer, from `load`.
@@ -131,7 +134,7 @@ def as_lm(
             texts = [""] * len(requests)
             for places in groups.values():
                 settings = _settings_of(normalized(requests[places[0]].args[1]))
-                room = max(1, model.max_positions - settings["max_new_tokens"])
+                room = _room(model, settings["max_new_tokens"])
                 prompts = [self.tok_encode(requests[place].args[0])[-room:] for place in places]
                 prompts = [ids or [self.prefix_token_id] for ids in prompts]
                 shown = progress and not disable_tqdm
@@ -154,10 +157,26 @@ def _likelihood(
 ) -> tuple[float, bool]:
     """Returns the log-likelihood of a continuation, and whether it is the greedy one."""
     ids = [*context, *continuation][-model.max_positions :]
-    scores, count = score(model, ids), min(len(continuation), len(ids) - 1)
-    greedy = np.argmax(scores.logits[len(ids) - 1 - count : -1], axis=-1)
-    is_greedy = bool(np.array_equal(greedy, ids[len(ids) - count :]))
-    return float(np.sum(scores.logprobs[len(ids) - 1 - count :], dtype=np.float64)), is_greedy
+    count = min(len(continuation), len(ids) - 1)
+    logprobs, likeliest = (each[len(ids) - 1 - count :] for each in likelihoods(model, ids))
+    is_greedy = bool(np.array_equal(likeliest, ids[len(ids) - count :]))
+    return float(np.sum(logprobs, dtype=np.float64)), is_greedy
+
+
+def _room(model: "Model", max_new_tokens: int) -> int:
+    """Returns the most tokens of a prompt that leave room for the answer.
+
+    Raises:
+        ValueError: the answer leaves no room for a prompt.
+    """
+    if max_new_tokens >= model.max_positions:
+        raise ValueError(
+            f"max_gen_toks={max_new_tokens} leaves no room for a prompt in the "
+            f"{model.max_positions} positions of {model.name}: give a smaller one, such as "
+            f'gen_kwargs="max_gen_toks={model.max_positions // 2}", or a larger max_positions to '
+            "`load`."
+        )
+    return model.max_positions - max_new_tokens
 
 
 def _settings_of(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,6 +195,16 @@ class TestAnswers:
         how = {"until": [], "max_gen_toks": 8}
         assert as_lm(model).generate_until([Request(text, how)]) == expected
 
+    def test_an_answer_that_leaves_no_room_for_a_context_is_refused(self, model):
+        lm, asked = as_lm(model), Request("abc", {"until": [], "max_gen_toks": model.max_positions})
+        with pytest.raises(ValueError, match=rf"max_gen_toks={model.max_positions} leaves no room"):
+            lm.generate_until([asked])
+        one_less = {"until": [], "max_gen_toks": model.max_positions - 1}
+        expected = jaxspec.generate(
+            model, model.tokenizer.encode("abc")[-1:], max_new_tokens=model.max_positions - 1
+        )
+        assert lm.generate_until([Request("abc", one_less)]) == expected.texts
+
     def test_chats_are_rendered(self, model):
         chat = [{"role": "user", "content": "abc"}]
         assert as_lm(model).apply_chat_template(chat) == model.tokenizer.render_chat(chat)

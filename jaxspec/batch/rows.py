@@ -69,7 +69,8 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
 
     Args:
         path: "hf:NAME:SPLIT" or "hf:NAME:CONFIG:SPLIT", a split that the package `datasets` loads
-            from the Hub or from a folder, whose rows are objects. Or a file: JSON per line, gzipped
+            from the Hub or from a folder (a saved one has no CONFIG), whose rows are objects. Or a
+            file: JSON per line, gzipped
             if its name ends so; empty lines are skipped. A line has 16 MiB at most, and a gzipped
             file unpacks to 100 times its size at most. A line is a text, a list of token ids, a
             chat (a list of messages), or an object that has one of them in a field, or a list of
@@ -125,11 +126,11 @@ def with_fields_of(source: bytes | None, record: Mapping[str, Any]) -> dict[str,
         >>> with_fields_of(b'{"text": "Two and", "label": 2}', {"line": 1, "text": " two"})
         {'label': 2, 'input_text': 'Two and', 'line': 1, 'text': ' two'}
     """
-    try:
-        value = None if source is None else parse_json(source.decode("utf-8"))
-    except ValueError:  # the record says so
-        return dict(record)
     if source is None:
+        return dict(record)
+    try:
+        value = parse_json(source.decode("utf-8"))
+    except ValueError:  # the record says so
         return dict(record)
     fields = value if isinstance(value, dict) else {"prompt": value}
     kept = {name: held for name, held in fields.items() if name not in RECORD_FIELDS}
@@ -238,14 +239,30 @@ def _dataset(path: str) -> Iterator[tuple[int, bytes]]:
         datasets: Any = importlib.import_module("datasets")
     try:
         if (Path(name) / "state.json").exists() or (Path(name) / "dataset_dict.json").exists():
-            found: Any = datasets.load_from_disk(name)
-            found = found[split] if isinstance(found, dict) else found
+            found: Any = _saved_split(datasets.load_from_disk(name), config, split)
         else:
             found = datasets.load_dataset(name, *config, split=split)
     except Exception as error:  # of any of its many parts
-        raise ValueError(f"{path}: datasets cannot load it: {error}") from error
+        raise ValueError(f"{path}: datasets cannot load it: {error!s:.300}") from error
     for number, row in enumerate(found, start=1):
         yield number, json.dumps(row, default=str).encode()
+
+
+def _saved_split(found: Any, config: Sequence[str], split: str) -> Any:
+    """Returns a split of what a folder of `save_to_disk` holds: named splits, or one.
+
+    Raises:
+        ValueError: it holds other splits, or a configuration is asked for.
+    """
+    if config:
+        raise ValueError(f"a saved folder has no configurations, got {config[0]!r}.")
+    if isinstance(found, dict):
+        there = dict(found)
+    else:  # one whose name may not be known
+        there = {split if found.split is None else str(found.split): found}
+    if split not in there:
+        raise ValueError(f"the folder has no split {split!r}, only {', '.join(there)}.")
+    return there[split]
 
 
 def _parsed(text: str) -> Any:

@@ -29,7 +29,7 @@ from jaxspec.commands.options import (
     mesh_asked,
     write_figures,
 )
-from jaxspec.commands.parser import add_place
+from jaxspec.commands.parser import BY_FLAG, add_place
 from jaxspec.measure.compare import describe
 
 _LONGEST_WAIT = 7 * 24 * 3600
@@ -45,19 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fields of its line too. Ctrl-C keeps the records that are there, and --resume continues "
         "the job."
     )
-    for name, metavar, kind, meaning in (
+    for name, flags, metavar, kind, meaning in (
         (
             "input",
+            ("-i", "--input"),
             "IN.jsonl[.gz]",
             str,
             "a prompt per line; or hf:NAME[:CONFIG]:SPLIT of `datasets`",
         ),
-        ("output", "OUT.jsonl", Path, "a record per line"),
+        ("output", ("-o", "--out", "--output"), "OUT.jsonl", Path, "a record per line"),
     ):
-        add_place(
-            parser, name, f"--{name}", metavar=metavar, help=meaning, kind=kind, required=False
-        )
+        add_place(parser, name, *flags, metavar=metavar, help=meaning, kind=kind, required=False)
     parser.add_argument("-m", "--model", metavar="MODEL", help="folder, shipped name or Hub id")
+    parser.set_defaults(needed=("input", "output", "model"))  # without --merge
     add_drafter_argument(parser)
     add_generation_arguments(parser)
     parser.add_argument(
@@ -144,7 +144,9 @@ def _merge(args: argparse.Namespace) -> int:
     given = [
         name
         for name, value in vars(args).items()
-        if name not in ("merge", "verbose", "debug") and value != args.parser.get_default(name)
+        if name not in ("merge", "verbose", "debug")
+        and not name.endswith(BY_FLAG)
+        and value != args.parser.get_default(name)
     ]
     if given:
         raise ValueError(f"--merge takes no other argument; leave out {', '.join(given)}.")

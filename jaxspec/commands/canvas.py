@@ -14,6 +14,7 @@ from rich.text import Text
 
 from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.commands.flags import add_flags, given
+from jaxspec.commands.interrupts import go_on
 from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, Shown, waiting
 from jaxspec.commands.options import announce, refuse_unused
 from jaxspec.decoding.denoise import DenoiseConfig, DenoiseStep, denoise_stream
@@ -118,6 +119,7 @@ class CanvasSession:
         try:
             result = self.fill_in(prompt, Console(highlight=False))
         except KeyboardInterrupt:
+            go_on()
             print("interrupted", file=sys.stderr)
             return Shown("", True)
         print(result.tokens if result.text is None else result.text)

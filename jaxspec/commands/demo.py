@@ -16,7 +16,7 @@ from jaxspec.checkpoint import Model, load, shipped_models
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, waiting
 from jaxspec.commands.methods import EVERY_METHOD, MADE_FOR
-from jaxspec.commands.options import add_drafter_argument, make_drafter, remark
+from jaxspec.commands.options import add_drafter_argument, announce, make_drafter, remark
 from jaxspec.commands.picture import check_picture, write_picture
 from jaxspec.commands.race import Recording, coloured, record, replay, slowdown
 from jaxspec.core.loop import round_up
@@ -25,7 +25,7 @@ from jaxspec.decoding.generate import generate
 from jaxspec.decoding.profile import PROMPTS
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.diffusion import SelfSpeculation
-from jaxspec.measure.compare import compare
+from jaxspec.measure.compare import compare, describe
 from jaxspec.measure.comparison import Comparison, as_summary
 from jaxspec.measure.figures import PLAIN, STEPWISE
 
@@ -109,6 +109,9 @@ def _show_model(
 ) -> tuple[Model, list[dict[str, "MethodOutput"]], Comparison]:
     """Shows the methods of one model, then times them."""
     config, drafters = _asked(args, model)
+    announce(
+        args, model=model.name, config=config, drafters=", ".join(map(describe, drafters.values()))
+    )
     undrafted = STEPWISE if model.is_diffusion else PLAIN
     methods = {undrafted: None, **drafters}
     if model.is_diffusion or not in_turns:
@@ -153,7 +156,7 @@ def _asked(args: argparse.Namespace, model: Model) -> tuple[Any, dict[str, Any]]
         config = DenoiseConfig(max_new_tokens=round_up(args.max_new_tokens, block))
         counts = [count for count in _DRAFTS if count < config.max_new_tokens]
         return config, {f"{count} decisions drafted": SelfSpeculation(count) for count in counts}
-    names = EVERY_METHOD if args.all else [name for name in FIRST_METHODS if name in EVERY_METHOD]
+    names = EVERY_METHOD if args.all else FIRST_METHODS
     made = {name: EVERY_METHOD[name](model) for name in names}
     for spec in filter(None, args.drafter or []):
         made[spec.text] = make_drafter(spec, args, model)
@@ -247,7 +250,7 @@ def _as_json(
                 "prompt": prompt,
                 "outputs": {name: dataclasses.asdict(output) for name, output in by_name.items()},
             }
-            for prompt, by_name in zip(PROMPTS, outputs, strict=True)
+            for prompt, by_name in zip(PROMPTS, outputs, strict=False)  # those that were shown
         ],
         "comparison": comparison.as_dict(),
     }

@@ -22,6 +22,7 @@ from jaxspec.commands.canvas import (
     check_kind,
     litert_canvas_session,
 )
+from jaxspec.commands.interrupts import go_on
 from jaxspec.commands.live import (
     LiveText,
     Shown,
@@ -226,6 +227,7 @@ class Session:
                     text += step.text
                     live.push(sources.push(step), clock)
             except KeyboardInterrupt:
+                go_on()
                 interrupted = True
                 held = sources.rest()
                 text += "".join(piece for piece, _ in held)
@@ -271,9 +273,12 @@ class Session:
             print(row.text)
         print(
             f"done: {result.metrics.num_tokens} tokens, "
-            f"{result.metrics.tokens_per_second:.0f} tokens/s",
+            f"{result.metrics.tokens_per_second:.0f} tokens/s, "
+            f"tau {result.metrics.tau:.2f} (bonus included)",
             file=sys.stderr,
         )
+        if len(result) == 1 and result[0].finish_reason == "length":
+            print(self._limit(len(result[0].tokens)), file=sys.stderr)
 
     def as_json(self, prompt: PromptLike) -> dict[str, Any]:
         """Returns the settings and the continuation (or a list of `samples`), ready for JSON."""

@@ -2,7 +2,8 @@
 
 Python raises `KeyboardInterrupt` in the main thread once that runs Python again. While XLA compiles
 or a program runs, that may take minutes. So another thread hears of the signal too, by
-`signal.set_wakeup_fd`, and ends the process if the exception was not raised in time.
+`signal.set_wakeup_fd`, and ends the process if the exception was not raised in time. What follows
+the exception, such as the end of a `with` block, may wait too: a second Ctrl-C ends it.
 """
 
 import contextlib
@@ -17,7 +18,10 @@ from jaxspec.commands import EXIT_INTERRUPTED
 
 GRACE = 1.0
 """Seconds in which Python may raise `KeyboardInterrupt`."""
+_AGAIN = b"\0"
+"""Tells the other thread of a second Ctrl-C; no signal has this number."""
 _told: list[Callable[[], str]] = []
+_unwinding = threading.Event()
 
 
 class Told(KeyboardInterrupt):
@@ -37,6 +41,11 @@ def telling(done: Callable[[], str]) -> Iterator[None]:
         _told.remove(done)
 
 
+def go_on() -> None:
+    """Tells that an interruption is dealt with, so that the next one is not the second one."""
+    _unwinding.clear()
+
+
 def say_interrupted() -> None:
     """Prints that the command was interrupted, and what it has done."""
     print("interrupted", *(done() for done in _told), sep=": ", file=sys.stderr, flush=True)
@@ -54,11 +63,15 @@ def ending_soon() -> Iterator[None]:
 
     def notice(number: int, frame: object) -> None:
         noticed.set()
+        if _unwinding.is_set():
+            heard[1].send(_AGAIN)
+            return
+        _unwinding.set()
         raise KeyboardInterrupt
 
     def watch() -> None:
         while numbers := heard[0].recv(64):
-            if signal.SIGINT in numbers and not noticed.wait(GRACE):
+            if _AGAIN in numbers or (signal.SIGINT in numbers and not noticed.wait(GRACE)):
                 _end()
             noticed.clear()
 
@@ -69,6 +82,7 @@ def ending_soon() -> Iterator[None]:
     try:
         yield
     finally:
+        go_on()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.set_wakeup_fd(before)
         heard[1].close()

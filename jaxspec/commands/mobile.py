@@ -8,7 +8,7 @@ from jaxspec.drafters import DraftModel, PromptLookup
 
 if TYPE_CHECKING:
     from jaxspec.mobile import MobileModel
-    from jaxspec.mobile.loops import LoopOf
+    from jaxspec.mobile.loops import Caller, HostAcceptance, Loop, LoopOf
 
 _ONLY_LITERT = ("loop", "threads", "weight_cache")
 _ONLY_JAX = ("dtype", "weights", "max_positions", "mesh")
@@ -92,8 +92,15 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
                 "--drafter draft-model needs draft-model:model=FILE, of an exported model."
             )
         count = settings.get("num_speculative_tokens", DraftModel.num_speculative_tokens)
-        draft = MobileModel(source, num_threads=args.threads)
-        return drafted_by(draft, count)
+        drafted = drafted_by(MobileModel(source, num_threads=args.threads), count)
+
+        def loop(model: "Caller", acceptance: "HostAcceptance") -> "Loop":
+            try:
+                return drafted(model, acceptance)
+            except ValueError as error:
+                raise ValueError(f"--drafter {args.drafter.text}: {error}") from error
+
+        return loop
     raise ValueError(
         f"--drafter {args.drafter.text}: it is part of a file (`jaxspec export`); leave it out."
     )

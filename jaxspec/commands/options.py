@@ -246,12 +246,14 @@ def drafter_spec(text: str) -> DrafterSpec | None:
 def _drafter_meant(text: str) -> str:
     """Returns what may have been meant by a text whose name is unknown."""
     name, rest = re.split(r"[^\w-]+|$", text, maxsplit=1)
+    if name == EVERY_DRAFTER:
+        return "; did you mean jaxspec demo --all, or jaxspec bench --drafter all?"
     for example in (each.example for each in DRAFTERS.values()):
         if example.endswith("=" + name):  # weights that ship
             return f"; did you mean {example}?"
     spelled = "-".join(name.lower().split("_"))
     asked = meant(spelled, DRAFTERS, lambda found: f"{found}:{rest}" if rest else found)
-    return asked or f"; there are {', '.join((NO_DRAFTER, *DRAFTERS))}."
+    return asked or f"; give one of {', '.join((*DRAFTERS, NO_DRAFTER))}."
 
 
 def drafter_spec_or_all(text: str) -> DrafterSpec | None:

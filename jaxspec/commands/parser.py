@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxspec.core.checks import meant
 
-_BY_FLAG = " by flag"
+BY_FLAG = " by flag"
+"""End of the name of a value that the flag of a place gives."""
 _ALSO: Mapping[str, str] = dict.fromkeys(
     ("max-length", "n-predict", "length", "num-tokens"), "--max-tokens"
 )
@@ -56,7 +57,7 @@ def add_place(
         required: see `Place`.
     """
     parser.add_argument(name, nargs="?", metavar=metavar, help=help)
-    dest = name + _BY_FLAG
+    dest = name + BY_FLAG
     parser.add_argument(*flags, dest=dest, metavar=metavar, help="the same, by a flag")
     place = Place(name, flags[-1], metavar, kind, required)
     parser.set_defaults(places=(*(parser.get_default("places") or ()), place))
@@ -69,8 +70,10 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: Sequ
         parser: the parser of the verb; its `error` says what is wrong.
         args: what it has read, which is completed.
         rest: what it has not: words that stand behind a flag, and flags that it does not have.
+            Behind "--" there are words only.
     """
-    if unknown := [word for word in rest if word.startswith("-") and word != "-"]:
+    end = rest.index("--") if "--" in rest else len(rest)
+    if unknown := [word for word in rest[:end] if word.startswith("-") and word != "-"]:
         parser.error(
             "; ".join(f"unknown flag {word}{_flag_meant(parser, word)}" for word in unknown[:2])
         )
@@ -78,10 +81,10 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: Sequ
     flags = {
         place: value
         for place in places
-        if (value := getattr(args, place.name + _BY_FLAG)) is not None
+        if (value := getattr(args, place.name + BY_FLAG)) is not None
     }
     stood = (getattr(args, place.name) for place in places)
-    words = [*(word for word in stood if word is not None), *rest]
+    words = [*(word for word in stood if word is not None), *rest[:end], *rest[end + 1 :]]
     free = [place for place in places if place not in flags]
     if len(words) > len(free):
         more = " ".join(words[len(free) :])
@@ -103,7 +106,9 @@ def _flag_meant(parser: argparse.ArgumentParser, word: str) -> str:
     flags = [flag for action in parser._actions for flag in action.option_strings]
     instead = parser.get_default("instead") or (lambda name: None)
     known = None if f"--{name}" in flags else _ALSO.get(name) or instead(name)
-    return f"; did you mean {known}?" if known else meant(f"--{name}", flags)
+    if known:
+        return f"; did you mean {known}?"
+    return meant(f"--{name}", flags) if len(name) > 1 else ""
 
 
 class Parser(argparse.ArgumentParser):
@@ -124,14 +129,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, "\n".join([*lines, f"example: {self.example}", ""]))
 
     def use_short_usage(self) -> None:
-        """Names in the usage what must be given, what has a place, and no further flag."""
-        required = {place.name: place.required for place in self.get_default("places") or ()}
+        """Names in the usage what must be given, what has a place, and no further flag.
+
+        The default `needed` names the values that the verb itself asks for.
+        """
+        places: Sequence[Place] = self.get_default("places") or ()
+        needed = {place.name for place in places if place.required}
+        needed |= {*(self.get_default("needed") or ())}
         words = []
         for action in self._actions:
+            is_needed = action.required or action.dest in needed
             name = str(action.metavar or action.dest)
             if not action.option_strings:
-                words.append(name if required.get(action.dest, action.required) else f"[{name}]")
-            elif action.required:
+                words.append(name if is_needed else f"[{name}]")
+            elif is_needed:
                 words.append(f"{action.option_strings[-1]} {name}")
         begin = "usage: "
         self.usage = textwrap.fill(

@@ -105,9 +105,9 @@ def _runs(recording: Recording) -> tuple[list[_Run], int]:
 
 
 def race_svg(model: str, prompt: str, recordings: Sequence[Recording], slowed: float) -> str:
-    """Returns the source of a picture on which methods write the same text, each at its own speed.
+    """Returns the source of a picture on which methods write the same text, each in its own time.
 
-    Every step appears at its time; accepted draft tokens are coloured. The picture begins again
+    Steps have equal shares of it; accepted draft tokens are coloured. The picture begins again
     after the last method has ended. Readers who ask for less motion see the end.
 
     Args:

@@ -62,7 +62,10 @@ class TrainVerb(Generic[Settings]):
         parser.description = (
             f"{self.description} Running the same command again resumes an interrupted run."
         )
-        parser.add_argument("--out", type=Path, required=True, help="folder for the result")
+        parser.add_argument(
+            "--out", type=Path, required=True, metavar="FOLDER", help="folder for the result"
+        )
+        parser.set_defaults(needed=self._required())
         parser.add_argument(
             "--state", type=Path, help="folder to resume from (default: user cache)"
         )
@@ -84,6 +87,14 @@ class TrainVerb(Generic[Settings]):
             add_flags(model, ModelConfig, names, section="model", options=_COUNTS)
         optimizer = parser.add_argument_group("optimizer")
         add_flags(optimizer, OptimizerSettings, section="optimizer")
+
+    def _required(self) -> tuple[str, ...]:
+        """Returns the names of the settings that have no default."""
+        return tuple(
+            field.name
+            for field in dataclasses.fields(self.settings)
+            if field.default is field.default_factory is dataclasses.MISSING
+        )
 
     def settings_from_arguments(self, args: argparse.Namespace) -> Settings:
         """Returns the settings of a command line: those of flags, then of the file, then defaults.
@@ -110,11 +121,9 @@ class TrainVerb(Generic[Settings]):
                 plain[section] = {**plain.get(section, {}), **inner}
         if self.own_text and plain.get("answers") is None:
             plain.setdefault("own_text", self.own_text)
-        for field in dataclasses.fields(self.settings):
-            required = field.default is field.default_factory is dataclasses.MISSING
-            if required and field.name not in plain:
-                flag = flag_of(self.settings, field.name)
-                raise ValueError(f"{field.name} is missing: give {flag}.")
+        for name in self._required():
+            if name not in plain:
+                raise ValueError(f"{name} is missing: give {flag_of(self.settings, name)}.")
         return settings_from_json(plain, self.settings)
 
     def run(self, args: argparse.Namespace) -> int:

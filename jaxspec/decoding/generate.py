@@ -305,6 +305,40 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
         >>> scores.logits.shape[0], scores.logprobs.shape
         (3, (2,))
     """
+    count, padded = _padded(model, tokens)
+    with on_mesh_of(model.params):
+        logits, logprobs = _score(Params(model.network, ()), padded)
+    return Score(np.asarray(logits)[:count], np.asarray(logprobs)[: count - 1])
+
+
+def likelihoods(model: "Model", tokens: str | Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Scores every token of a text as `score` does, and leaves the logits on the device.
+
+    Args:
+        model: see `score`.
+        tokens: see `score`.
+
+    Returns:
+        For each token but the first: its log-probability after those before it, and the id that is
+        the likeliest there.
+
+    Raises:
+        ValueError: as for `score`.
+
+    Example:
+        >>> import jaxspec
+        >>> logprobs, likeliest = likelihoods(jaxspec.load("demo"), [1, 2, 3])
+        >>> logprobs.shape, likeliest.shape
+        ((2,), (2,))
+    """
+    count, padded = _padded(model, tokens)
+    with on_mesh_of(model.params):
+        logprobs, likeliest = _likelihoods(Params(model.network, ()), padded)
+    return np.asarray(logprobs)[: count - 1], np.asarray(likeliest)[: count - 1]
+
+
+def _padded(model: "Model", tokens: str | Sequence[int]) -> tuple[int, np.ndarray]:
+    """Returns the number of a text's tokens, and their ids with padding at the end."""
     check_causal(model)
     ids = encode_prompt(model, tokens, "tokens")
     check_ids(model, ids, "tokens", spare=0)
@@ -312,9 +346,13 @@ def score(model: "Model", tokens: str | Sequence[int]) -> Score:
     padded = np.zeros(bucket_of(len(ids)), np.int32)
     padded[: len(ids)] = ids
     check_texts_fit(_BYTES_SCORED * model.vocab_size * len(padded), len(padded), 1)
-    with on_mesh_of(model.params):
-        logits, logprobs = _score(Params(model.network, ()), padded)
-    return Score(np.asarray(logits)[: len(ids)], np.asarray(logprobs)[: len(ids) - 1])
+    return len(ids), padded
+
+
+@jax.jit
+def _likelihoods(params, tokens):
+    logits, logprobs = _score(params, tokens)
+    return logprobs, jnp.argmax(logits[:-1], axis=-1)
 
 
 @jax.jit

@@ -307,12 +307,12 @@ def drafted_by(draft: Caller, num_speculative_tokens: int) -> LoopOf:
         ours, theirs = model.manifest, draft.manifest
         if (theirs.tokenizer, theirs.num_tokens) != (ours.tokenizer, ours.num_tokens):
             raise ValueError(
-                f"draft-model:model={theirs.model} was exported with another tokenizer than "
+                f"draft: {theirs.model} was exported with another tokenizer than "
                 f"{ours.model}, so its tokens mean something else; take a model that shares it."
             )
         if theirs.capacity < ours.capacity:
             raise ValueError(
-                f"draft-model:model={theirs.model} has a capacity of {theirs.capacity} tokens, too "
+                f"draft: {theirs.model} has a capacity of {theirs.capacity} tokens, too "
                 f"few for the texts of {ours.model}; export it with --capacity {ours.capacity}."
             )
         return Verified(model, ModelDraft(draft, num_speculative_tokens), acceptance)

@@ -17,6 +17,7 @@ import pytest
 
 import jaxspec
 from jaxspec import GenerationConfig
+from jaxspec.batch.rows import read_rows
 from jaxspec.batch.writer import progress_path
 from jaxspec.cli import main
 from jaxspec.commands import batch as command
@@ -228,7 +229,7 @@ def test_a_split_of_datasets_is_an_input(argv, capsys, monkeypatch, tmp_path):
     def load_dataset(*names, split):
         asked.append((*names, split))
         if split == "none":
-            raise ValueError("Unknown split")
+            raise ValueError("Unknown split" + 1000 * "!")
         return [{"question": "abc", "when": datetime.date(2026, 1, 2)}, {"question": "xyz"}]
 
     stub = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=None)
@@ -245,6 +246,7 @@ def test_a_split_of_datasets_is_an_input(argv, capsys, monkeypatch, tmp_path):
         )
     said = fails(capsys, [name, "hf:owner/set:none", other, *rest])
     assert "hf:owner/set:none: datasets cannot load it: Unknown split" in said
+    assert said.count("!") == 300 - len("Unknown split")
     monkeypatch.setitem(sys.modules, "datasets", None)
     said = fails(capsys, [name, "hf:owner/set:test", other, *rest])
     assert "needs the extra `datasets`" in said
@@ -261,6 +263,41 @@ def test_a_folder_of_datasets_is_an_input(argv, tmp_path):
         place = f"{out}{number}"
         assert main([name, f"hf:{tmp_path / folder}:test", place, *rest]) == 0
         assert [(row["prompt"], row["n"]) for row in records_in(place)] == [("abc", 1), ("xyz", 2)]
+
+
+class SavedSplit(list):
+    """Rows with the attribute of `datasets.Dataset` that is read."""
+
+    split = None
+
+
+@pytest.mark.parametrize(
+    ("splits", "own", "asked", "said"),
+    [
+        (["train", "test"], None, "test", None),
+        (["train", "test"], None, "dev", "the folder has no split 'dev', only train, test."),
+        (None, None, "test", None),
+        (None, "test", "test", None),
+        (None, "train", "test", "the folder has no split 'test', only train."),
+        (None, None, "main:test", "a saved folder has no configurations, got 'main'."),
+        (["test"], None, "main:test", "a saved folder has no configurations, got 'main'."),
+    ],
+)
+def test_a_saved_folder_has_the_split_that_is_asked_for(
+    monkeypatch, tmp_path, splits, own, asked, said
+):
+    made = SavedSplit([{"prompt": "abc"}])
+    made.split = own
+    held = made if splits is None else dict.fromkeys(splits, made)
+    stub = types.SimpleNamespace(load_from_disk=lambda folder: held)
+    monkeypatch.setitem(sys.modules, "datasets", stub)
+    (tmp_path / ("state.json" if splits is None else "dataset_dict.json")).touch()
+    path = f"hf:{tmp_path}:{asked}"
+    if said is None:
+        assert [row.prompt for row in read_rows(path)] == ["abc"]
+        return
+    with pytest.raises(ValueError, match=re.escape(f"{path}: datasets cannot load it: {said}")):
+        read_rows(path)
 
 
 def test_a_file_without_a_good_row_is_a_failure(argv, capsys):

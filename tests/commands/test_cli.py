@@ -360,6 +360,8 @@ class TestGenerate:
         assert main([*argv, "--html", str(page)]) == 0
         out, err = capsys.readouterr()
         assert out == text
+        assert "cut off by --max-new-tokens 5\n" in err
+        assert re.search(r"^done: 5 tokens, .* tau [\d.]+ \(bonus included\)$", err, re.MULTILINE)
         assert f"wrote {page}" in err
         source = page.read_text()
         data = json.loads(source.split('type="application/json">')[1].split("</script>")[0])
@@ -597,8 +599,8 @@ class TestDemo:
     """`jaxspec demo`, on a model that is not shipped."""
 
     @pytest.fixture(autouse=True)
-    def one_short_prompt(self, monkeypatch, tmp_path):
-        monkeypatch.setattr(demo, "PROMPTS", ("one, two, one",))
+    def short_prompts(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(demo, "PROMPTS", ("one, two, one", "abc, abc, abc"))
         monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")  # nothing is shipped
 
     def test_it_shows_every_method_without_a_terminal(self, capsys, folder, head):
@@ -607,8 +609,10 @@ class TestDemo:
         argv = ["demo", "--model", folder]
         for drafter in drafters:
             argv += ["--drafter", drafter]
-        assert main([*argv, "--max-tokens", "6", "--repeats", "1"]) == 0
-        out = capsys.readouterr().out
+        assert main([*argv, "--max-tokens", "6", "--repeats", "1", "-v"]) == 0
+        out, err = capsys.readouterr()
+        assert "config: GenerationConfig(max_new_tokens=6" in err
+        assert "drafters: PromptLookup(num_speculative_tokens=4" in err
         for method in ("plain", "prompt lookup", *drafters):
             assert f"# {method}" in out
         assert "All outputs are identical" in out
@@ -617,12 +621,12 @@ class TestDemo:
     def test_methods_are_those_that_come_with_the_package(self, capsys, monkeypatch, folder):
         methods = {"one": lambda target: jaxspec.PromptLookup(), "for another": lambda target: None}
         monkeypatch.setattr(demo, "EVERY_METHOD", methods)
+        monkeypatch.setattr(demo, "FIRST_METHODS", ("for another",))
         argv = ["demo", "--model", folder, "--max-tokens", "6", "--repeats", "1"]
         assert main([*argv, "--all"]) == 0
         out, err = capsys.readouterr()
         assert "# one\n" in out
         assert "left_out: for another" in err
-        monkeypatch.setattr(demo, "FIRST_METHODS", ("for another",))
         assert main(argv) == 0
         assert "# one\n" not in capsys.readouterr().out
 
@@ -718,18 +722,25 @@ class TestDemo:
         assert main([*argv, "--drafter", "lookup"]) == 0
         assert json.loads(capsys.readouterr().out)["diffusion"] is None
 
-    def test_json(self, capsys, folder):
+    @pytest.mark.parametrize(
+        ("flags", "num_prompts", "methods"),
+        [
+            ([], 1, {"prompt lookup"}),
+            (["--all"], 2, {"prompt lookup", "suffix lookup", "token recycling"}),
+        ],
+    )
+    def test_json(self, capsys, folder, flags, num_prompts, methods):
         drafter = f"draft-model:model={folder}"
-        argv = ["demo", "--model", folder, "--drafter", drafter, "--json", "--all"]
+        argv = ["demo", "--model", folder, "--drafter", drafter, "--json", *flags]
         assert main([*argv, "--max-tokens", "6", "--repeats", "1"]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["outputs_agree"] is True
-        outputs = shown["prompts"][0]["outputs"]
-        assert {*outputs} - {"plain", drafter} == {
-            *("prompt lookup", "suffix lookup", "token recycling"),
-        }
-        assert len({tuple(output["tokens"]) for output in outputs.values()}) == 1
-        assert not any(outputs["plain"]["from_draft"])
+        prompts = [each["prompt"] for each in shown["prompts"]]
+        assert prompts == [*demo.PROMPTS[:num_prompts]]
+        for outputs in (each["outputs"] for each in shown["prompts"]):
+            assert {*outputs} == {"plain", drafter, *methods}
+            assert len({tuple(output["tokens"]) for output in outputs.values()}) == 1
+            assert not any(outputs["plain"]["from_draft"])
         assert shown["comparison"]["rows"][-1]["overall"]["mean_acceptance_length"] > 1
 
 

@@ -35,6 +35,9 @@ MISTAKES = {
     "bench demo": "PROMPTS.jsonl[.gz] is missing",
     "bench prompts.jsonl demo": "prompts.jsonl is a file of prompts, which comes after MODEL",
     "batch in.jsonl out.jsonl": "--model MODEL is missing",
+    "batch --merge out part --input in": "leave out input.",
+    "batch --merge out part -m demo -o out": "leave out output, model.",
+    "batch --merge out part --seed 3 --field x": "leave out seed, field.",
     "batch in.jsonl --model demo": "give IN.jsonl and OUT.jsonl",
     "export web demo": "required: --head",
     "serve": "FOLDER",
@@ -49,15 +52,20 @@ MISTAKES = {
     "generate demo hi --head demo-eagle": "--drafter eagle:head=...",
     "generate demo hi --eagle demo-eagle": "--drafter eagle:head=demo-eagle",
     "generate demo hi --num-speculative-tokens 3": "--drafter lookup:num_speculative_tokens=...",
+    "info -v": "unknown flag -v\n",
+    "generate demo hi -o x": "unknown flag -o\n",
     "generate demo hi --dtype fp32": "give one of float32, float16, bfloat16",
     "batch in.jsonl out.jsonl -m demo": "in.jsonl: No such file",
     "bench demo prompts.jsonl --task gsm": "did you mean gsm8k?",
+    "generate demo --top-q 3 -- -hello": "unknown flag --top-q; did you mean --top-",
+    "generate demo --seed 3 -- -hello -you": "too many words: '-you'",
     # drafters and their settings
     "generate demo hi --drafter eagel": "did you mean eagle?",
     "generate demo hi --drafter demo-eagle": "did you mean eagle:head=demo-eagle?",
     "generate demo hi --drafter layer_skip:skips=demo-skips": "layer-skip:skips=demo-skips?",
     "generate demo hi --drafter lookup,max_ngram=3": "did you mean lookup:max_ngram=3?",
-    "generate demo hi --drafter medusa": "there are none, lookup, suffix, recycling",
+    "generate demo hi --drafter medusa": "give one of lookup, suffix, recycling",
+    "demo --drafter all": "did you mean jaxspec demo --all,",
     "generate demo hi --drafter lookup:ngram=3": "did you mean max_ngram?",
     "generate demo hi --drafter lookup:3": "settings are num_speculative_tokens",
     "generate demo hi --drafter lookup:max_ngram=x": "max_ngram must be a whole number",
@@ -106,6 +114,26 @@ def test_every_help_page_has_an_example_that_is_a_command_line(capsys, monkeypat
     assert callable(args.run)
 
 
+@pytest.mark.parametrize(
+    ("verb", "usage"),
+    [
+        ("generate", "MODEL [PROMPT]"),
+        ("batch", "IN.jsonl[.gz] OUT.jsonl --model MODEL"),
+        ("train lm", "--out FOLDER"),
+        ("train eagle", "--out FOLDER --target FOLDER"),
+        ("train deer", "--out FOLDER --target FOLDER --start-from FOLDER"),
+        ("export web", "MODEL FOLDER --head FOLDER"),
+        ("tune tree", "[MODEL] [PROMPTS.jsonl[.gz]] --profile FILE"),
+    ],
+)
+def test_the_usage_shows_what_must_be_given(capsys, monkeypatch, verb, usage):
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main([*verb.split(), "--help"])
+    shown = capsys.readouterr().out.partition("\n")[0]
+    assert shown == f"usage: jaxspec {verb} {usage} [flags]"
+
+
 def test_a_bare_call_prints_help(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
@@ -147,9 +175,32 @@ class TestPlaces:
     def test_every_order_gives_the_same(self, line):
         assert self.read(line) == ("m", "a b", 3)
 
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "m -- -hello",
+            "-- m -hello",
+            "m --max-tokens 3 -- -hello",
+            "--max-tokens 3 m -- -hello",
+            "--max-tokens 3 -- m -hello",
+            "-m m --max-tokens 3 -- -hello",
+        ],
+    )
+    def test_two_dashes_end_the_flags(self, line):
+        assert self.read(line)[:2] == ("m", "-hello")
+
     def test_a_prompt_may_be_standard_input_or_left_out(self):
         assert self.read("m -") == ("m", "-", None)
         assert self.read("m --chat")[:2] == ("m", None)
+
+    @pytest.mark.parametrize(
+        "line", ["in out", "in -o out", "-i in -o out", "--output out in", "--out out --input in"]
+    )
+    def test_files_of_a_job_have_short_flags_too(self, line):
+        argv = ["batch", *line.split(), "-m", "m"]
+        args, rest = build_parser(argv).parse_known_args(argv)
+        parsing.settle(args.parser, args, rest)
+        assert (args.input, str(args.output)) == ("in", "out")
 
 
 class TestDrafters:

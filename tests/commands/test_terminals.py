@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,7 +12,9 @@ import time
 
 import pytest
 
+from jaxspec.checkpoint import shipped_models
 from jaxspec.cli import main
+from jaxspec.commands import info
 
 # Work in C that no signal reaches and that lets other threads run, as compiling does.
 BUSY = f"""
@@ -45,6 +48,78 @@ def test_ctrl_c_ends_what_python_cannot_stop_and_says_what_is_done():
     assert err == "interrupted: 3 of 8 rows are there\n"
 
 
+COMPILING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxspec import cli
+
+sys.argv = ["jaxspec", "generate", "demo-draft", "abc", "--drafter", "lookup"]
+cli.command_line()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_first_generate_while_it_compiles():
+    """The program of a step, which takes seconds to compile; nothing is kept from before."""
+    if "demo-draft" not in shipped_models():
+        pytest.skip("needs the shipped models, which are not here")
+    environment = {**os.environ, "JAXSPEC_CACHE": "off", "JAX_LOG_COMPILES": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPILING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        lines = iter(process.stderr.readline, "")
+        assert any("to MLIR module conversion jit(_step_stream)" in line for line in lines)
+        time.sleep(0.3)  # now XLA compiles, for seconds
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert time.monotonic() - start < 2
+    assert (process.returncode, out.strip()) == (130, "")
+    assert "interrupted" in err
+    assert "Traceback" not in err
+
+
+# Waits on after an interruption, as the end of a `with` block may.
+WAITING = """
+import contextlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxspec import cli
+from jaxspec.commands import info
+from jaxspec.commands.interrupts import go_on, telling
+
+def run(args):
+    with telling(lambda: "3 of 8 rows are there"):
+        for handled in (go_on, go_on, int, int):
+            with contextlib.suppress(KeyboardInterrupt):
+                print("waiting", flush=True)
+                time.sleep(60)
+            handled()
+
+info.run = run
+sys.argv = ["jaxspec", "info"]
+cli.command_line()
+"""
+
+
+def test_a_second_ctrl_c_ends_what_waits_after_the_first():
+    """Two are dealt with, as those that end answers of a chat; the third is not."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for _ in range(4):
+            assert process.stdout.readline() == "waiting\n"
+            start = time.monotonic()
+            process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert time.monotonic() - start < 2
+    assert (process.returncode, out) == (130, "")
+    assert err == "interrupted: 3 of 8 rows are there\n"
+
+
 def test_busy_work_lets_other_threads_run():
     """As the test above needs: it takes long, and is no Python."""
     start = time.monotonic()
@@ -65,6 +140,16 @@ def test_a_closed_pipe_is_quiet(verb):
         )
         assert done.stdout.strip() in ("0", "2")
         assert not re.search("Traceback|BrokenPipe|Exception", done.stderr), done.stderr
+
+
+def test_another_end_keeps_its_code(monkeypatch):
+    def run(args):
+        raise SystemExit(1)
+
+    monkeypatch.setattr(info, "run", run)
+    with pytest.raises(SystemExit) as exit_:
+        main(["info"])
+    assert exit_.value.code == 1
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from jaxspec.compilation import CompileClock
 from jaxspec.core.cache import pad_caches
 from jaxspec.core.decode import begin, speculative_step
 from jaxspec.core.loop import bytes_of_row, decode, run, unfinished
+from jaxspec.decoding.generate import likelihoods
 from jaxspec.decoding.request import prepare
 from jaxspec.decoding.result import cut_at
 from jaxspec.models import (
@@ -833,6 +834,9 @@ def test_score_agrees_with_its_own_logits(model):
     ids = model.tokenizer.encode("hello")
     expected = jax.nn.log_softmax(scored.logits[:-1])[np.arange(4), ids[1:]]
     np.testing.assert_allclose(scored.logprobs, expected, atol=1e-5)
+    logprobs, likeliest = likelihoods(model, "hello")
+    np.testing.assert_allclose(logprobs, scored.logprobs, atol=1e-5)
+    assert likeliest.tolist() == np.argmax(scored.logits[:-1], axis=-1).tolist()
     assert score(model, [7] * CONTEXT).logits.shape == (CONTEXT, 272)  # nothing is decoded
     with pytest.raises(ValueError, match="tokens is empty"):
         score(model, "")

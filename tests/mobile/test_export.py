@@ -1,5 +1,7 @@
 """Exported files decode as JAX does: plain, by passes and commits, and by whole steps."""
 
+import argparse
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -12,6 +14,8 @@ import pytest
 
 from jaxspec import GenerationConfig, LayerSkip, TokenRecycling, generate, score
 from jaxspec.checkpoint import CheckpointError, Model
+from jaxspec.commands.mobile import loop_of
+from jaxspec.commands.options import drafter_spec
 from jaxspec.compilation import CompileClock
 from jaxspec.core import masks
 from jaxspec.core.sampling import warp_logits
@@ -175,8 +179,18 @@ def test_another_file_may_draft(pair, exported, expected, tmp_path):
 def test_draft_models_that_cannot_draft_are_refused(exported, path, change, said):
     draft = MobileModel(path, num_threads=1)
     draft.manifest = replace(draft.manifest, **change)
-    with pytest.raises(ValueError, match=f"^draft-model:model=.*{said}"):
+    with pytest.raises(ValueError, match=f"^draft: .*{said}"):
         exported.generate(PROMPTS[1], 2, loop=drafted_by(draft, 3))
+
+
+def test_a_command_says_which_draft_model_it_refuses(path):
+    spec = drafter_spec(f"draft-model:model={path}")
+    assert spec is not None
+    loop = loop_of(argparse.Namespace(drafter=spec, loop=None, threads=1))
+    target = MobileModel(path, num_threads=1)
+    target.manifest = replace(target.manifest, tokenizer="x")
+    with pytest.raises(ValueError, match=re.escape(f"--drafter {spec.text}: draft: ")):
+        target.generate(PROMPTS[1], 2, loop=loop)
 
 
 @pytest.mark.parametrize("loop", [Plain, Steps, None], ids=["plain", "step_sampled", "verified"])
