@@ -19,7 +19,7 @@ TEXT = "one, two, three"
 
 
 class Request:
-    """What of `lm_eval.api.instance.Instance` is read."""
+    """The fields of `lm_eval.api.instance.Instance` that are read."""
 
     def __init__(self, *args):
         self.args = args

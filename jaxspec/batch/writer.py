@@ -140,7 +140,7 @@ def read_contents(path: Path, out: BinaryIO, progress: BinaryIO) -> OutputConten
 
 
 class _Entry(NamedTuple):
-    """What a progress file says of a record."""
+    """An entry of a progress file, for one record."""
 
     key: Key
     size: int

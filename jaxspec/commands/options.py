@@ -502,7 +502,7 @@ class DrafterSetting(NamedTuple):
 
     @property
     def needed(self) -> str:
-        """What its value must be."""
+        """The values that it takes, in words."""
         return " or ".join(self.choices) or _NEEDED[self.kind]
 
     def read(self, text: str) -> Any:

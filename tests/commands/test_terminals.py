@@ -35,17 +35,23 @@ cli.command_line()
 """
 
 
-def test_ctrl_c_ends_what_python_cannot_stop_and_says_what_is_done():
+def check_ends_in_time(program, lines):
+    """Sends a Ctrl-C after each line; the last one ends the program within two seconds."""
     with subprocess.Popen(
-        [sys.executable, "-c", BUSY], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout.readline() == "begun\n"
-        start = time.monotonic()
-        process.send_signal(signal.SIGINT)
+        for line in lines:
+            assert process.stdout.readline() == f"{line}\n"
+            start = time.monotonic()
+            process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert time.monotonic() - start < 2
     assert (process.returncode, out) == (130, "")
     assert err == "interrupted: 3 of 8 rows are there\n"
+
+
+def test_ctrl_c_ends_what_python_cannot_stop_and_says_what_is_done():
+    check_ends_in_time(BUSY, ["begun"])
 
 
 COMPILING = """
@@ -107,17 +113,7 @@ cli.command_line()
 
 def test_a_second_ctrl_c_ends_what_waits_after_the_first():
     """Two are dealt with, as those that end answers of a chat; the third is not."""
-    with subprocess.Popen(
-        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        for _ in range(4):
-            assert process.stdout.readline() == "waiting\n"
-            start = time.monotonic()
-            process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert time.monotonic() - start < 2
-    assert (process.returncode, out) == (130, "")
-    assert err == "interrupted: 3 of 8 rows are there\n"
+    check_ends_in_time(WAITING, ["waiting"] * 4)
 
 
 def test_busy_work_lets_other_threads_run():
@@ -129,7 +125,7 @@ def test_busy_work_lets_other_threads_run():
 
 @pytest.mark.parametrize("verb", ["--help", "info", "drafters eagle", "generat", "demo --help"])
 def test_a_closed_pipe_is_quiet(verb):
-    """Of standard output, and of both; `true` reads nothing."""
+    """Standard output is closed, then both streams; `true` reads nothing."""
     command = f"sleep 0.1; '{sys.executable}' -m jaxspec {verb}"
     for pipe in ("|", "2>&1 |"):
         done = subprocess.run(

@@ -19,6 +19,16 @@ CONFIG = ModelConfig(
     mlp_dim=24,
     max_positions=96,
 )
+LLAMA_7B = ModelConfig(
+    vocab_size=32000,
+    embed_dim=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    mlp_dim=11008,
+    max_positions=4096,
+)
 
 
 def successor_model() -> tuple[Model, EagleHead]:

@@ -76,7 +76,7 @@ def host(tmp_path_factory) -> Callable[..., list[dict[str, Any]]]:
         """Returns an object for each prompt; without `ids`, all that it printed, as bytes."""
         done = subprocess.run(
             [folder / "jaxspec-host", model, *(["--ids"] if ids else []), *words, *prompts],
-            # Where LiteRT looks for its GPU accelerator.
+            # LiteRT looks for its GPU accelerator there.
             env={**os.environ, "LD_LIBRARY_PATH": _joined(os.environ.get("LD_LIBRARY_PATH"))},
             capture_output=True,
             check=False,

@@ -49,6 +49,7 @@ from jaxspec.mobile.extra import OLDEST_LITERT, OLDEST_LM, missing_for_gpu
 from jaxspec.mobile.gpu import check_gpu
 from jaxspec.mobile.loops import Plain, Steps
 from jaxspec.mobile.weights import TfliteFile
+from tests.mobile.models import LLAMA_7B
 
 TINY = ModelConfig(
     vocab_size=500,
@@ -59,16 +60,6 @@ TINY = ModelConfig(
     head_dim=32,
     mlp_dim=320,
     max_positions=256,
-)
-LLAMA_7B = ModelConfig(
-    vocab_size=32000,
-    embed_dim=4096,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=32,
-    head_dim=128,
-    mlp_dim=11008,
-    max_positions=4096,
 )
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 PROMPT = [3, 14, 15, 92, 65, 35]
@@ -137,7 +128,7 @@ def layer_by_layer(folder: Path, config: ModelConfig, text, bits: int) -> np.nda
     stored = find_tensors(folder)
 
     def weight(name, bits):
-        # By NumPy, whose quotients are exact halves where XLA's are not: bfloat16 has many.
+        # NumPy's quotients are exact halves where XLA's are not: bfloat16 has many.
         matrix = stored[f"{name}.weight"].read().astype(np.float32)
         scales = np.max(np.abs(matrix), axis=1, keepdims=True) / np.float32(2 ** (bits - 1) - 1)
         return jnp.asarray(np.rint(matrix / scales) * scales)
@@ -355,7 +346,7 @@ def test_weights_behind_gibibytes_give_the_same_tokens(tmp_path, monkeypatch, qu
 
 @pytest.mark.slow
 def test_a_7b_model_is_written_and_decodes_as_in_jax(tmp_path):
-    """By the command, in a process whose memory is measured: at most 12 GB, and 20 minutes."""
+    """The command runs in a process whose memory is measured: at most 12 GB, and 20 minutes."""
     available = available_memory()
     if available is not None and available < 12e9:
         pytest.skip(f"needs 12 GB of memory, {available / 1e9:.0f} are available")

@@ -20,7 +20,7 @@ from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
 from jaxspec.models import EagleHead, init_eagle_params
 from jaxspec.models.transformer import param_shapes
 from jaxspec.tuning import AcceptanceTable, save_acceptance
-from tests.mobile.models import successor_model
+from tests.mobile.models import LLAMA_7B, successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
 pytest.importorskip("ai_edge_litert", reason="needs the extra mobile: '.[mobile]'")
@@ -365,18 +365,8 @@ def test_every_function_of_a_file_for_gpus_counts(capsys, monkeypatch, folders, 
 def test_the_7b_case_of_the_documentation():
     """Llama-7B in int4 with an EAGLE head, as docs/mobile.md has it; nothing is allocated."""
     from jaxspec.mobile.memory import check_phone_memory, estimate_phone_memory
-    from jaxspec.models import ModelConfig
 
-    config = ModelConfig(
-        vocab_size=32000,
-        embed_dim=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=32,
-        head_dim=128,
-        mlp_dim=11008,
-        max_positions=4096,
-    )
+    config = LLAMA_7B
     layer = config.replace(num_layers=1, layer_types=())
     head = jax.eval_shape(lambda: init_eagle_params(layer, True, jax.random.key(0)))
     draft_pass = (head, param_shapes(config)["head"])

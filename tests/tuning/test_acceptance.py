@@ -91,7 +91,7 @@ def test_a_measured_table_finds_the_rates_and_the_tau_behind_the_steps():
 
 
 def test_shares_of_accepted_tokens():
-    """Of a tree, by its chances; they are those counted in steps over it."""
+    """Shares of a tree follow from its chances, and are those counted in steps over it."""
     table = AcceptanceTable(((0.5, 0.25), (0.5, 0.1)))
     tree = [(0,), (1,), (0, 0), (0, 1), (1, 0)]
     # Chances 0.5, 0.25, 0.25, 0.05, 0.125. Main path: 0, 00. Its neighbours: 1, 01.

@@ -253,7 +253,7 @@ def test_a_tree_is_chosen_drawn_and_written(capsys, tmp_path):
     for row in search["table"]:
         step = row["draft_seconds"] + row["target_seconds"]
         assert row["tokens_per_second"] == pytest.approx(row["tau"] / step)
-    # Of the inferred rates, 69.7 % on the path of first choices.
+    # The inferred rates: 69.7 % on the path of first choices.
     assert search["accepted_of_eagle_25"]["on_main_path"] == pytest.approx(0.697, abs=5e-4)
     names = {path.name for path in (tmp_path / "phone").iterdir()}
     assert names == {"tree.json", "search.json", "tree.png", "cost.png"}
