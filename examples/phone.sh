@@ -22,7 +22,7 @@ if [ "$backend" = gpu ]; then whole="--use_gpu=true --use_cpu=false --require_fu
 mkdir -p "$out"
 
 echo "1. export the kit" >&2
-jaxspec export kit "$model" "$out/kit" --head "$head" --quantize "$quantize" --capacity "$capacity" >&2
+jaxspec export kit "$model" "$out/kit" --drafter "eagle:head=$head" --quantize "$quantize" --capacity "$capacity" >&2
 echo "2. push it to the phone and time it" >&2
 BENCHMARK=$BENCHMARK "$out/kit/measure.sh" "$backend" "$threads" >"$out/kit.txt"
 echo "3. read the times" >&2
@@ -33,7 +33,7 @@ echo "5. export EAGLE's tree and the one that was found" >&2
 for name in eagle searched; do
   tree=eagle-25
   if [ "$name" = searched ]; then tree=$out/tuned/tree.json; fi
-  jaxspec export tflite "$model" "$out/$name" --head "$head" --tree "$tree" --bundle "$backend" --quantize "$quantize" --capacity "$capacity" >&2
+  jaxspec export tflite "$model" "$out/$name" --drafter "eagle:head=$head,tree=$tree" --bundle "$backend" --quantize "$quantize" --capacity "$capacity" >&2
 done
 
 echo "6. push both and time their functions" >&2

@@ -9,10 +9,11 @@ from jaxspec.commands.export_options import (
     check_flags,
     check_on_gpu,
     export_config,
-    head_over_tree,
+    head_asked,
     load_unread,
     print_written,
 )
+from jaxspec.commands.options import add_drafter_argument
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.drafters import LoadedDrafter, NoDraft
 from jaxspec.mobile.export import MODEL_FILE
@@ -24,23 +25,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Writes target and draft passes of several sizes as one .tflite, and a script that times "
         "them on a phone through adb; `jaxspec tune profile --import` reads the times. A search "
-        "of a tree by them looks as deep as --tree (default: EAGLE's 25 nodes). Without --head, "
-        "passes with layers left out are timed in place of draft passes, for `jaxspec tune skips`."
+        "of a tree by them looks as deep as the drafter's (default: EAGLE's 25 nodes). Without "
+        "--drafter, passes with layers left out are timed in place of draft passes, for `jaxspec "
+        "tune skips`."
     )
-    flags = ("--head", "--tree", "--check-gpu", "--gpu-timeout")
+    flags = ("--check-gpu", "--gpu-timeout")
     add_export_arguments(parser, *flags, settings=("quantization", "check_gpu_ops"))
+    add_drafter_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exports as the arguments say."""
     config = export_config(args)
     check_flags(args)
-    if args.tree is not None and args.head is None:
-        raise ValueError("--tree: needs --head FOLDER, the head that drafts over it.")
     model = load_unread(args)
     drafter = LoadedDrafter(NoDraft(), ())
-    if args.head is not None:
-        drafter = head_over_tree(args, model, EAGLE_PATHS)
+    if args.drafter is not None:
+        drafter = head_asked(args, model, EAGLE_PATHS)
     announce_export(args, drafter, config)
     start, path = time.perf_counter(), args.out / MODEL_FILE
     manifest = export_kit(model, args.out, drafter, config)

@@ -6,35 +6,23 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxspec.checkpoint import Model, load, load_eagle
+from jaxspec.checkpoint import Model, load
 from jaxspec.commands import EXIT_DIFFERENT
 from jaxspec.commands.flags import add_flags, given
-from jaxspec.commands.options import (
-    add_model_arguments,
-    announce,
-    drafter_asked,
-)
+from jaxspec.commands.options import add_model_arguments, announce, make_drafter
 from jaxspec.commands.parser import add_place
 from jaxspec.core.tree import Path as RankPath
-from jaxspec.drafters import DrafterLike, Eagle, LoadedDrafter
+from jaxspec.drafters import LoadedDrafter
 from jaxspec.measure.compare import describe
 from jaxspec.measure.prompts import read_prompts
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.extra import missing_for_gpu
 from jaxspec.mobile.gpu import TIMEOUT, check_gpu
 from jaxspec.mobile.quantize import QUANTIZATIONS
-from jaxspec.tuning import load_tree, shipped_tables
+from jaxspec.tuning import shipped_tables
+from jaxspec.tuning.measuring import with_tree
 
 _FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "--head": {
-        "metavar": "FOLDER",
-        "help": "draft with this EAGLE-1 or EAGLE-3 head: a folder or the name of a shipped one",
-    },
-    "--tree": {
-        "metavar": "FILE",
-        "help": "result of `jaxspec tune tree`, or eagle-25 (default: the tree in the head's "
-        "folder if there is one; for kits eagle-25)",
-    },
     "--prompts": {
         "type": Path,
         "metavar": "FILE.jsonl",
@@ -133,36 +121,27 @@ def load_unread(args: argparse.Namespace) -> Model:
     return load(args.model, args.dtype, args.max_positions, weights=weights)
 
 
-def head_over_tree(
+def head_asked(
     args: argparse.Namespace, model: Model, otherwise: Sequence[RankPath] | None = None
 ) -> LoadedDrafter:
-    """Loads the head of `--head` over the tree of `--tree`.
+    """Loads the EAGLE head of `--drafter` over its tree.
 
     Args:
-        args: with both flags.
+        args: with `--drafter`.
         model: the target.
-        otherwise: the tree without `--tree`; `None`: that of `Eagle.of`.
+        otherwise: the tree of a drafter without the setting `tree`; `None`: that of `Eagle.of`.
 
     Raises:
-        ValueError: the head or the tree does not fit.
+        ValueError: the drafter is no EAGLE head over a static tree, or as `make_drafter` raises.
     """
-    paths = otherwise if args.tree is None else load_tree(args.tree)
-    return Eagle.of(load_eagle(args.head, model.network), paths)
-
-
-def head_or_drafter(args: argparse.Namespace, model: Model) -> DrafterLike | None:
-    """Loads the drafter of `--head` or `--drafter`; `None` for plain decoding.
-
-    Raises:
-        ValueError: flags contradict each other, or as `head_over_tree` raises.
-    """
-    if args.head is None:
-        if args.tree is not None:
-            raise ValueError("--tree: needs --head FOLDER, the head that drafts over it.")
-        return drafter_asked(args, model)
-    if args.drafter is not None:
-        raise ValueError("Give either --head or --drafter, not both.")
-    return head_over_tree(args, model)
+    spec = args.drafter
+    if spec is None or spec.name != "eagle":
+        given = "none" if spec is None else spec.text
+        raise ValueError(
+            f"--drafter: must be an EAGLE head over a static tree, eagle:head=HEAD, got {given}."
+        )
+    made = make_drafter(spec, args, model)
+    return made if otherwise is None or "tree" in spec.settings else with_tree(made, otherwise)
 
 
 def announce_export(args: argparse.Namespace, drafter: Any, config: ExportConfig) -> None:

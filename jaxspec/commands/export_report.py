@@ -13,10 +13,9 @@ from jaxspec.commands.export_options import (
     announce_export,
     check_flags,
     export_config,
-    head_or_drafter,
     held_out,
 )
-from jaxspec.commands.options import add_drafter_argument, load_model
+from jaxspec.commands.options import add_drafter_argument, drafter_asked, load_model
 from jaxspec.decoding.request import encode_prompt
 from jaxspec.mobile.quantize import QUANTIZATIONS
 from jaxspec.mobile.report import compare_quantizations, quality_table
@@ -31,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Writes a .tflite in every quantization in turn and compares them on --prompts. Keeps "
         f"{REPORT_FILE}, and no file."
     )
-    flags = ("--head", "--tree", "--limit")
-    add_export_arguments(parser, *flags, settings=("bundle",), required="--prompts")
+    add_export_arguments(parser, "--limit", settings=("bundle",), required="--prompts")
     add_drafter_argument(parser)
 
 
@@ -45,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(args)
     if model.config.diffusion is not None:
         raise ValueError(f"export report: for causal models, and {args.model} fills in masks.")
-    drafter = head_or_drafter(args, model)
+    drafter = drafter_asked(args, model)
     announce_export(args, drafter, config)
     texts = [encode_prompt(model, prompt) for prompt in held_out(args)]
     with progress_bar(len(QUANTIZATIONS)) as advance:

@@ -11,11 +11,10 @@ from jaxspec.commands.export_options import (
     check_flags,
     check_on_gpu,
     export_config,
-    head_or_drafter,
     load_unread,
     print_written,
 )
-from jaxspec.commands.options import add_drafter_argument, refuse_unused
+from jaxspec.commands.options import add_drafter_argument, drafter_asked, refuse_unused
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.memory import check_phone_memory, phone_memory
@@ -24,12 +23,12 @@ from jaxspec.mobile.memory import check_phone_memory, phone_memory
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec export tflite`."""
     parser.description = (
-        "Writes a model as one .tflite for LiteRT, with its manifest and tokenizer. With --head or "
-        "--drafter the file also holds speculative steps."
+        "Writes a model as one .tflite for LiteRT, with its manifest and tokenizer. With --drafter "
+        "the file also holds speculative steps."
     )
     add_export_arguments(
         parser,
-        *("--check-gpu", "--gpu-timeout", "--head", "--tree"),
+        *("--check-gpu", "--gpu-timeout"),
         settings=(
             *("quantization", "check_gpu_ops", "verify", "levels"),
             *("drafts", "block_length", "bundle"),
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     config = export_config(args)
     check_flags(args)
     model = load_unread(args)
-    drafter = head_or_drafter(args, model)
+    drafter = drafter_asked(args, model)
     announce_export(args, drafter, config)
     if model.config.diffusion is not None:
         why = f"for causal models, and {args.model} fills in masks."

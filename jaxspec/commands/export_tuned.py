@@ -5,20 +5,21 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jaxspec.checkpoint import Model, load_eagle
+from jaxspec.checkpoint import Model
 from jaxspec.commands.export_options import (
     add_acceptance_arguments,
     add_export_arguments,
     announce_export,
     check_flags,
     export_config,
+    head_asked,
     held_out,
     print_written,
 )
-from jaxspec.commands.options import load_model
+from jaxspec.commands.options import add_drafter_argument, load_model
 from jaxspec.commands.tune_profile import show_profile
 from jaxspec.core.tree import EAGLE_PATHS
-from jaxspec.drafters import Eagle, LoadedDrafter
+from jaxspec.drafters import LoadedDrafter
 from jaxspec.mobile.calibration import Calibration
 from jaxspec.mobile.contents import ExportConfig, in_one_dtype
 from jaxspec.mobile.export import MODEL_FILE, calibrated, export
@@ -32,11 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec export tuned`."""
     parser.description = (
         "Times a latency kit on this machine, searches the fastest tree of an EAGLE head, and "
-        "writes a .tflite with it, next to profile.json and tree.json. `export tflite --tree` "
-        "writes further files with that tree."
+        "writes a .tflite with it, next to profile.json and tree.json. `export tflite --drafter "
+        "eagle:head=HEAD,tree=tree.json` writes further files with that tree."
     )
     settings = ("quantization", "check_gpu_ops")
-    add_export_arguments(parser, "--threads", settings=settings, required="--head")
+    add_export_arguments(parser, "--threads", settings=settings)
+    add_drafter_argument(parser, required=True)
     add_acceptance_arguments(parser, required=True)
 
 
@@ -44,9 +46,11 @@ def run(args: argparse.Namespace) -> int:
     """Searches and exports as the arguments say."""
     config = export_config(args)
     check_flags(args)
+    if args.drafter is not None and "tree" in args.drafter.settings:
+        raise ValueError("--drafter: leave out tree, which is searched here.")
     model = load_model(args)
     # A search looks as deep as the tree of its kit, and no deeper.
-    drafter = Eagle.of(load_eagle(args.head, model.network), EAGLE_PATHS)
+    drafter = head_asked(args, model, EAGLE_PATHS)
     announce_export(args, drafter, config)
     drafter, calibration = _tuned(args, model, drafter, config)
     start = time.perf_counter()

@@ -15,10 +15,10 @@ from jaxspec.commands.export_options import (
     announce_export,
     check_flags,
     export_config,
-    head_over_tree,
+    head_asked,
     held_out,
 )
-from jaxspec.commands.options import load_model
+from jaxspec.commands.options import add_drafter_argument, load_model
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.mobile.web import HEAP_LIMIT, PREFILL, choose_trees, export_web
 from jaxspec.progress import progress_bar
@@ -36,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"head's {ACCEPTANCE_FILE}."
     )
     settings = ("quantization", "check_gpu_ops")
-    add_export_arguments(parser, "--tree", settings=settings, out="FOLDER", required="--head")
+    add_export_arguments(parser, settings=settings, out="FOLDER")
+    add_drafter_argument(parser, required=True)
     add_acceptance_arguments(parser, required=False)
     parser.add_argument(
         "--profile",
@@ -50,10 +51,11 @@ def run(args: argparse.Namespace) -> int:
     config = export_config(args, prefill=PREFILL)
     check_flags(args)
     model = load_model(args)
-    drafter = head_over_tree(args, model)
+    drafter = head_asked(args, model)
     announce_export(args, drafter, config)
     profile = None if args.profile is None else load_profile(args.profile)
-    given = None if args.tree is None else load_tree(args.tree)
+    tree = args.drafter.settings.get("tree")
+    given = None if tree is None else load_tree(tree)
     start = time.perf_counter()
     with progress_bar(5) as advance:
         acceptance = _acceptance(args, model, drafter, advance)
@@ -85,7 +87,7 @@ def _acceptance(
     advance("counting accepted drafts")
     if args.prompts is not None:
         return measure_acceptance(model, drafter, held_out(args))
-    of_head = find_head(args.head) / ACCEPTANCE_FILE
+    of_head = find_head(args.drafter.settings["head"]) / ACCEPTANCE_FILE
     if args.acceptance is None and not of_head.is_file():
         raise ValueError(
             f"--acceptance: no {ACCEPTANCE_FILE} lies in the head's folder, so give --prompts "

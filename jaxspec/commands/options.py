@@ -262,7 +262,10 @@ def drafter_spec_or_all(text: str) -> DrafterSpec | None:
 
 
 def add_drafter_argument(
-    parser: argparse.ArgumentParser, repeatable: bool = False, every: bool = False
+    parser: argparse.ArgumentParser,
+    repeatable: bool = False,
+    every: bool = False,
+    required: bool = False,
 ) -> None:
     """Declares `--drafter`.
 
@@ -270,6 +273,7 @@ def add_drafter_argument(
         parser: the parser of a verb.
         repeatable: several may be given.
         every: "all" may be given.
+        required: one must be given.
     """
     text = "how to draft; `jaxspec drafters` lists names, `jaxspec drafters NAME` settings"
     if every:
@@ -279,6 +283,7 @@ def add_drafter_argument(
         type=drafter_spec_or_all if every else drafter_spec,
         action="append" if repeatable else "store",
         metavar="NAME[:SETTING=VALUE,...]",
+        required=required,
         help=f"{text}; repeatable" if repeatable else text,
     )
     parser.set_defaults(instead=_as_drafter)

@@ -60,9 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         metavar="FILE",
-        help="search for the device of this profile (of `jaxspec export kit` without --head, and "
-        "`tune profile --import`), where a whole step drafts a fixed number of tokens; default: "
-        "times are measured here",
+        help="search for the device of this profile (of `jaxspec export kit` without "
+        "--drafter and `tune profile --import`), where a whole step drafts a fixed number of "
+        "tokens; default: times are measured here",
     )
     data = parser.add_argument_group("text, of which the held-out part is read")
     data.add_argument(

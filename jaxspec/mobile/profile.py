@@ -2,7 +2,7 @@
 
 A kit is an exported file with target and draft passes of several sizes, each a separate signature,
 and a script that times them on a phone with LiteRT's benchmark tool. The same file can be timed on
-this machine. `jaxspec tune tree` reads the profile, `jaxspec export tflite --tree` the tree. A kit
+this machine. `jaxspec tune tree` reads the profile, `jaxspec export tflite` the tree. A kit
 without a head has passes with layers left out in place of draft passes, for `jaxspec tune skips`.
 """
 

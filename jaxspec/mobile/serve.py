@@ -191,7 +191,7 @@ def page_server(
     if not (folder / PROFILE_FILE).is_file() or not (folder / "index.html").is_file():
         raise ValueError(
             f"{folder} holds no exported page: make one by `jaxspec export web MODEL {folder} "
-            "--head HEAD`."
+            "--drafter eagle:head=HEAD`."
         )
     handler = functools.partial(_Handler, directory=str(folder))
     try:

@@ -336,7 +336,7 @@ def _interpolate(
     if not timings:
         raise ValueError(
             f"profile {name}: has no {field} passes, as it is for layer skipping; for a tree, time "
-            "those of the drafter (`jaxspec export kit --head`, or `jaxspec tune profile`)."
+            "those of the drafter (`jaxspec export kit --drafter`, or `jaxspec tune profile`)."
         )
     known = np.asarray([timing.size for timing in timings])
     beyond = np.asarray(sizes)[(np.asarray(sizes) < known[0]) | (np.asarray(sizes) > known[-1])]

@@ -39,7 +39,7 @@ MISTAKES = {
     "batch --merge out part -m demo -o out": "leave out output, model.",
     "batch --merge out part --seed 3 --field x": "leave out seed, field.",
     "batch in.jsonl --model demo": "give IN.jsonl and OUT.jsonl",
-    "export web demo": "required: --head",
+    "export web demo": "required: --drafter",
     "serve": "FOLDER",
     # flags
     "generate demo hi --temprature 0.7": "did you mean --temperature?",
@@ -122,7 +122,7 @@ def test_every_help_page_has_an_example_that_is_a_command_line(capsys, monkeypat
         ("train lm", "--out FOLDER"),
         ("train eagle", "--out FOLDER --target FOLDER"),
         ("train deer", "--out FOLDER --target FOLDER --start-from FOLDER"),
-        ("export web", "MODEL FOLDER --head FOLDER"),
+        ("export web", "MODEL FOLDER --drafter NAME[:SETTING=VALUE,...]"),
         ("tune tree", "[MODEL] [PROMPTS.jsonl[.gz]] --profile FILE"),
     ],
 )

@@ -364,7 +364,7 @@ def test_a_7b_model_is_written_and_decodes_as_in_jax(tmp_path):
         "sys.exit(code)\n"
     )
     flags = ["--quantize", "int4", "--bundle", "gpu", "--capacity", "128", "--prefill", "8"]
-    command = ["export", "tflite", folder, out, "--head", head, *flags]
+    command = ["export", "tflite", folder, out, "--drafter", f"eagle:head={head}", *flags]
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, command)], stdout=subprocess.PIPE, check=True

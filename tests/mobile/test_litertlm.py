@@ -210,7 +210,7 @@ class TestWhatFails:
             check_litertlm(path, timeout=0.2)
 
 
-@pytest.mark.parametrize("flag", ["--check-gpu", "--acceptance", "--head", "--bundle"])
+@pytest.mark.parametrize("flag", ["--check-gpu", "--acceptance", "--bundle"])
 def test_flags_of_other_files_are_unknown(flag, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["export", "litertlm", "nowhere", "out", flag])

@@ -150,7 +150,7 @@ def folders(model, tmp_path_factory):
 @pytest.mark.slow
 def test_the_report_compares_every_quantization(capsys, folders, tmp_path):
     argv = ["export", "report", str(folders / "model"), str(tmp_path)]
-    argv += ["--head", str(folders / "head"), "--tree", str(folders / "tree.json")]
+    argv += ["--drafter", f"eagle:head={folders / 'head'},tree={folders / 'tree.json'}"]
     argv += ["--capacity", "32", "--prefill", "8"]
     assert main([*argv, "--prompts", str(folders / "prompts.jsonl")]) == 0
     found = json.loads((tmp_path / "quantization.json").read_text())["quantizations"]
@@ -199,7 +199,8 @@ def test_a_search_is_not_bound_to_the_depth_of_the_last(folders, model, otherwis
 def test_acceptance_of_another_head_is_refused_before_anything_is_timed(capsys, folders, tmp_path):
     save_acceptance(AcceptanceTable(((0.5, 0.2),), head="x"), tmp_path / "table.json")
     argv = ["export", "tuned", str(folders / "model"), str(tmp_path / "out"), "--capacity", "128"]
-    argv += ["--head", str(folders / "head"), "--acceptance", str(tmp_path / "table.json")]
+    argv += ["--drafter", f"eagle:head={folders / 'head'}"]
+    argv += ["--acceptance", str(tmp_path / "table.json")]
     assert "belongs to the head x, not to" in fails(capsys, *argv)
     assert not (tmp_path / "out").exists()
 
@@ -217,7 +218,8 @@ def test_one_command_times_searches_and_exports(folders, tmp_path, monkeypatch, 
     monkeypatch.setattr(sys.modules["jaxspec.mobile.export"], "calibrate", counted)
     monkeypatch.setattr(calibration, "NUM_TEXTS", 6)
     argv = ["export", "tuned", str(folders / "model"), str(tmp_path)]
-    argv += ["--head", str(folders / "head"), "--capacity", "128", "--quantize", quantization]
+    argv += ["--drafter", f"eagle:head={folders / 'head'}", "--capacity", "128"]
+    argv += ["--quantize", quantization]
     assert main([*argv, "--prompts", str(folders / "prompts.jsonl")]) == 0
     assert len(done) == (quantization == "int4-calibrated")
     assert {"profile.json", "tree.json", "model.tflite"} <= {p.name for p in tmp_path.iterdir()}
@@ -246,19 +248,25 @@ def test_mistakes_of_exports_are_one_line(capsys, folders, tmp_path, argv, said)
     assert not (tmp_path / "out").exists()
 
 
+EAGLE = ("--drafter", "eagle:head=H")
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["tflite", "--prompts", "P"], "unknown flag --prompts"),
-        (["tuned", "--acceptance", "A"], "arguments are required: --head"),
-        (["tuned", "--head", "H"], "one of the arguments --acceptance --prompts is required"),
-        (["tuned", "--head", "H", "--prompts", "P", "--acceptance", "A"], "not allowed with"),
-        (["tuned", "--head", "H", "--prompts", "P", "--tree", "T"], "unknown flag --tree"),
+        (["tuned", "--acceptance", "A"], "arguments are required: --drafter"),
+        (
+            ["tuned", "--drafter", "eagle:head=H"],
+            "one of the arguments --acceptance --prompts is required",
+        ),
+        (["tuned", "--prompts", "P", "--acceptance", "A"], "not allowed with"),
+        (["tuned", "--prompts", "P", *EAGLE, "--tree", "T"], "unknown flag --tree"),
         (["report"], "arguments are required: --prompts"),
         (["report", "--prompts", "P", "--check-gpu"], "unknown flag --check-gpu"),
         (["report", "--prompts", "P", "--quantize", "int4"], "unknown flag --quantize"),
-        (["web", "--head", "H", "--acceptance", "A", "--prompts", "P"], "not allowed with"),
-        (["web"], "arguments are required: --head"),
+        (["web", "--acceptance", "A", "--prompts", "P"], "not allowed with"),
+        (["web"], "arguments are required: --drafter"),
     ],
 )
 def test_flags_that_exclude_each_other_cannot_be_typed(capsys, argv, said):
@@ -274,10 +282,21 @@ def test_flags_that_exclude_each_other_cannot_be_typed(capsys, argv, said):
     [
         (["--acceptance", "A", "--limit", "0"], "--limit: needs --prompts"),
         (["--acceptance", "A", "--threads", "0"], "at least 1, got 0"),
+        (["--acceptance", "A", "--drafter", "eagle:head=H,tree=T"], "leave out tree"),
     ],
 )
 def test_mistakes_of_searches_are_one_line(capsys, flags, said):
-    assert said in fails(capsys, "export", "tuned", "M", "out", "--head", "H", *flags)
+    assert said in fails(capsys, "export", "tuned", "M", "out", *EAGLE, *flags)
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "none", "eagle2:head=H"])
+@pytest.mark.parametrize("verb", ["tuned", "web", "kit"])
+def test_trees_are_those_of_eagle_heads(capsys, folders, tmp_path, verb, drafter):
+    if verb == "kit" and drafter == "none":
+        return
+    argv = ["export", verb, str(folders / "model"), str(tmp_path / "out"), "--drafter", drafter]
+    argv += ["--acceptance", "A"] if verb == "tuned" else []
+    assert "must be an EAGLE head over a static tree" in fails(capsys, *argv)
 
 
 def test_a_check_takes_as_long_as_it_may(capsys, monkeypatch, folders, tmp_path):
@@ -344,8 +363,8 @@ def test_a_draft_model_adds_its_own_products_table_and_caches():
         ([], "0 draft passes, 2 functions"),
         (["--prefill", "4,8", "--verify", "4,8"], "0 draft passes, 5 functions"),
         (["--drafter", "lookup"], "0 draft passes, 3 functions"),
-        (["--head", "HEAD"], "5 draft passes, 3 functions"),
-        (["--head", "HEAD", "--levels", "2,4"], "8 draft passes, 3 functions"),
+        (["--drafter", "eagle:head=HEAD"], "5 draft passes, 3 functions"),
+        (["--drafter", "eagle:head=HEAD", "--levels", "2,4"], "8 draft passes, 3 functions"),
     ],
 )
 def test_every_function_of_a_file_for_gpus_counts(capsys, monkeypatch, folders, argv, said):
@@ -355,7 +374,7 @@ def test_every_function_of_a_file_for_gpus_counts(capsys, monkeypatch, folders, 
         raise ValueError(f"{settings[5]} draft passes, {separate_signatures} functions")
 
     monkeypatch.setattr(memory_module, "estimate_phone_memory", estimated)
-    argv = [str(folders / "head") if arg == "HEAD" else arg for arg in argv]
+    argv = [arg.replace("HEAD", str(folders / "head")) for arg in argv]
     shapes = ["--capacity", "32", "--prefill", "8", "--bundle", "gpu", "--phone-memory", "9"]
     assert said in fails(
         capsys, "export", "tflite", str(folders / "model"), "nowhere", *shapes, *argv

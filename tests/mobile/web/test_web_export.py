@@ -232,11 +232,20 @@ def test_pages_need_a_head_and_a_tokenizer(tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["web", "demo"], "are required: --head"),
+        (["web", "demo"], "are required: --drafter"),
         (["tflite", "demo", "out", "--profile", "x"], "unknown flag --profile"),
-        (["web", "demo", "p", "--head", "h", "--bundle", "gpu"], "unknown flag --bundle"),
-        (["web", "demo", "p", "--head", "h", "--threads", "1"], "unknown flag --threads"),
-        (["kit", "demo", "p", "--head", "h", "--verify", "4"], "unknown flag --verify"),
+        (
+            ["web", "demo", "p", "--drafter", "eagle:head=h", "--bundle", "gpu"],
+            "unknown flag --bundle",
+        ),
+        (
+            ["web", "demo", "p", "--drafter", "eagle:head=h", "--threads", "1"],
+            "unknown flag --threads",
+        ),
+        (
+            ["kit", "demo", "p", "--drafter", "eagle:head=h", "--verify", "4"],
+            "unknown flag --verify",
+        ),
     ],
 )
 def test_flags_of_other_files_are_unknown(capsys, argv, message):
