@@ -44,6 +44,8 @@ LAYERS = (
     ("__main__",),
 )
 NOT_INSTALLED = ("benchmarks", "tests")
+# A figure, with its interval if it has one.
+NUMBER = r"(?<![\d.])\d+(?:\.\d+)?(?![\d.]*\d)(?: \[[\d., ]+\])?"
 RANKS = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MODULES = sorted(
     module.name
@@ -440,3 +442,27 @@ def test_the_demo_loads(root, tmp_path):
     source = "import jaxspec; print(jaxspec.__file__, jaxspec.load('demo').tokenizer.bos_id)"
     place = str(root / "jaxspec" / "__init__.py")
     assert run_python(source, root, tmp_path).split() == [place, "0"]
+
+
+def test_figures_of_the_readme_are_those_of_results_pages():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    figures = text[text.index("## Figures") : text.index("## Papers")]
+    results = ROOT / "benchmarks" / "results"
+    page = (results / "side-by-side.md").read_text(encoding="utf-8")
+    measured = [re.split(r" +\| +", row) for row in page.splitlines() if " of 60 same" in row]
+    rows = [re.split(r" +\| +", row) for row in figures.splitlines() if " of 60 | " in row]
+    assert len(rows) > 5
+    for name, *shown in rows:
+        assert any(
+            all(
+                cell.startswith(figure.removesuffix(" |"))
+                for cell, figure in zip(row, shown, strict=False)
+            )
+            for _, *row in measured
+        ), f"{name}: no row of side-by-side.md has {shown}"
+    pages = [*results.glob("*.md"), *ROOT.glob("checkpoints/*/recipe.md")]
+    written = {
+        number for each in pages for number in re.findall(NUMBER, each.read_text(encoding="utf-8"))
+    }
+    absent = set(re.findall(NUMBER, figures)) - written
+    assert not absent, f"no results page or recipe has {sorted(absent)}"

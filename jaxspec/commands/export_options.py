@@ -141,6 +141,7 @@ def head_asked(
             f"--drafter: must be an EAGLE head over a static tree, eagle:head=HEAD, got {given}."
         )
     made = make_drafter(spec, args, model)
+    assert isinstance(made, LoadedDrafter), "a head has weights"
     return made if otherwise is None or "tree" in spec.settings else with_tree(made, otherwise)
 
 
