@@ -418,15 +418,12 @@ def outputs_text(divergences: Sequence[Divergence], num_prompts: int) -> str:
 
 
 def _category_table(comparison: Comparison) -> Table:
-    columns = [f"{row.name}: tau, speed-up" for row in comparison.rows[1:]]
-    table = _table("By category", "category", "prompts", *columns)
-    for category, figures in comparison.plain.by_category.items():
-        cells = [
-            f"{row.by_category[category].mean_acceptance_length:.2f}, "
-            f"{speedup_text(row.by_category[category])}"
-            for row in comparison.rows[1:]
-        ]
-        table.add_row(category, str(figures.num_prompts), *cells)
+    table = _table("By category", "method", "category", "prompts", "tau", "speed-up [95 %]")
+    for category in comparison.plain.by_category:
+        for row in comparison.rows[1:]:
+            figures = row.by_category[category]
+            tau = f"{figures.mean_acceptance_length:.2f}"
+            table.add_row(row.name, category, str(figures.num_prompts), tau, speedup_text(figures))
     return table
 
 
