@@ -51,7 +51,7 @@ def stream_text(
         ...     model = MobileModel(f"{folder}/model.tflite")
         >>> config = GenerationConfig(max_new_tokens=8)
         >>> "".join(step.text for step in stream_text(model, "Two and two", config))
-        ' times as many times as the three times'
+        '-third of the number of students'
     """
     config = config or GenerationConfig()
     for name, value, only in (

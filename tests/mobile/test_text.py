@@ -14,6 +14,7 @@ from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
 from jaxspec.commands import export_options, export_report
+from jaxspec.commands.options import drafter_spec
 from jaxspec.core.stopping import stop_automaton
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
@@ -189,9 +190,8 @@ def test_a_search_is_not_bound_to_the_depth_of_the_last(folders, model, otherwis
     """That tree is in the head's folder, and an export without a search takes it."""
     shutil.copytree(folders / "head", tmp_path / "head")
     (tmp_path / "head" / "tree.json").write_text(json.dumps({"paths": [[0]]}))
-    args = Namespace(head=str(tmp_path / "head"), tree=None)
-    drafter = export_options.head_over_tree(args, model, otherwise)
-    assert isinstance(drafter, LoadedDrafter)
+    args = Namespace(drafter=drafter_spec(f"eagle:head={tmp_path / 'head'}"))
+    drafter = export_options.head_asked(args, model, otherwise)
     assert isinstance(drafter.drafter, Eagle)
     assert len(drafter.drafter.paths) == nodes
 
