@@ -284,7 +284,8 @@ def test_processes_of_a_cluster_wait_for_one_another(folder, environment, tmp_pa
     started = []
     for index, max_new_tokens in enumerate(("1", "900")):
         words = [sys.executable, "-m", "jaxspec", "batch", "in.jsonl", f"out-{index}.jsonl"]
-        words += ["--model", folder, "--max-new-tokens", max_new_tokens, "--distributed"]
+        words += ["--model", folder, "--max-new-tokens", max_new_tokens]
+        words += ["--distributed", "--verbose"]
         own = {**environment, **slurm, "SLURM_PROCID": str(index)}
         pipe = subprocess.PIPE
         started.append(
