@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Searches the draft tree with the most tokens per second, from a latency profile and an "
         "acceptance table; with eagle and draft-model, also the chain that ends early at the best "
         "threshold. MODEL, PROMPTS and --drafter measure the table; with --measure the best "
-        "trees are then decoded with, in turns. Give held-out rows of training text, never the "
-        "text that you evaluate on."
+        "trees are then decoded with, in turns, and the fastest of them is written. Give held-out "
+        "rows of training text, never the text that you evaluate on."
     )
     add_model_arguments(parser, required=False)
     add_prompts_argument(parser, required=False)
@@ -162,14 +162,23 @@ def run(args: argparse.Namespace) -> int:
     if args.measure:
         assert setting is not None, "asked for above"
         predictions = _measure_speeds(args, setting, found)
+    best = _fastest(found, predictions)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    comparison = _compare(found, acceptance, profile)
-    _show(console, found, acceptance, predictions, comparison.shares)
+    comparison = _compare(found.plain, best, acceptance, profile)
+    _show(console, found, best, acceptance, predictions, comparison.shares)
     if args.table:
         _show_comparison(console, comparison, profile)
     if args.out:
-        _write(args.out, found, acceptance, predictions, comparison, not args.acceptance)
+        _write(args.out, found, best, acceptance, predictions, comparison, not args.acceptance)
     return 0
+
+
+def _fastest(found: TreeSearch, predictions: Sequence[SpeedPrediction]) -> Candidate:
+    """Returns the fastest tree: as measured, or as predicted where none was decoded with."""
+    trees = [each for each in predictions if each.predicted.paths]
+    if not trees:
+        return found.best_draft
+    return max(trees, key=lambda each: each.measured.tokens_per_second).predicted
 
 
 class _Comparison(NamedTuple):
@@ -198,15 +207,15 @@ class _Comparison(NamedTuple):
 
 
 def _compare(
-    found: TreeSearch, acceptance: AcceptanceTable, profile: LatencyProfile
+    plain: Candidate, best: Candidate, acceptance: AcceptanceTable, profile: LatencyProfile
 ) -> _Comparison:
-    kind = "chain, which ends early" if found.best_draft.threshold else "tree"
-    rows = {"plain decoding": found.plain, f"the fastest {kind}": found.best_draft}
+    kind = "chain, which ends early" if best.threshold else "tree"
+    rows = {"plain decoding": plain, f"the fastest {kind}": best}
     shares = left_out = None
     try:
         eagle = predict(EAGLE_PATHS, acceptance, profile)
         shares = acceptance.shares(EAGLE_PATHS)
-        rows = {"plain decoding": found.plain, "EAGLE's 25 nodes": eagle, **rows}
+        rows = {"plain decoding": plain, "EAGLE's 25 nodes": eagle, **rows}
     except ValueError as error:
         left_out = str(error)
     listed = (table_row(name, tree, acceptance, profile) for name, tree in rows.items())
@@ -312,6 +321,7 @@ def _depth_to_measure(drafter: Drafter, asked: int | None) -> int:
 def _show(
     console: Console,
     found: TreeSearch,
+    best: Candidate,
     acceptance: AcceptanceTable,
     predictions: Sequence[SpeedPrediction],
     shares: tuple[float, float] | None,
@@ -335,11 +345,14 @@ def _show(
             f"decoding, in which a change of the machine's speed since the profile cancels: "
             f"{errors.speedup_median:.1%} and {errors.speedup_worst:.1%}"
         )
-    console.print(_drawing(found.best_draft, acceptance))
-    if not found.best.paths:
+    console.print(_drawing(best, acceptance))
+    speeds = {each.predicted: each.measured.tokens_per_second for each in predictions}
+    if not speeds:
+        speeds = {each: each.tokens_per_second for each in (found.plain, best)}
+    if speeds[found.plain] >= speeds[best]:
         console.print(
             f"Do not speculate here: plain decoding is faster than the best tree "
-            f"({found.best_draft.tokens_per_second:.2f} tokens/s)."
+            f"({speeds[best]:.2f} tokens/s)."
         )
 
 
@@ -389,6 +402,7 @@ def _drawing(best: Candidate, acceptance: AcceptanceTable) -> Drawing:
 def _write(
     folder: FilePath,
     found: TreeSearch,
+    best: Candidate,
     acceptance: AcceptanceTable,
     predictions: Sequence[SpeedPrediction],
     comparison: _Comparison,
@@ -397,7 +411,7 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     facts = {"profile": found.profile, "acceptance": acceptance.source, "head": acceptance.head}
     # Even if plain decoding is faster: this file is for decoding with a draft.
-    save_tree(found.best_draft, folder / TREE_FILE, **facts)
+    save_tree(best, folder / TREE_FILE, **facts)
     measured = [prediction.as_dict() for prediction in predictions]
     errors = prediction_errors(predictions)._asdict() if predictions else None
     with replacing_files(folder) as staging:
@@ -406,7 +420,7 @@ def _write(
         write_json(staging / SEARCH_FILE, entry)
     if measured_here:
         save_acceptance(acceptance, folder / "acceptance.json")
-    best, size = found.best_draft, (7.5, 1.5 + 1.1 * found.best_draft.depth)
+    size = (7.5, 1.5 + 1.1 * best.depth)
     plot(folder / "tree.png", draw_tree, best, acceptance, size=size)
     speeds = [(each.predicted.nodes, each.measured.tokens_per_second) for each in predictions]
     plot(folder / "cost.png", draw_cost, found, speeds)

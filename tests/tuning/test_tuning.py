@@ -289,6 +289,32 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
     assert "belongs to the head (unknown)" in capsys.readouterr().err
 
 
+def test_the_tree_that_is_written_is_the_fastest_that_was_measured(
+    model, capsys, tmp_path, monkeypatch
+):
+    pytest.importorskip("matplotlib", reason="needs the extra `plots`")
+
+    def measured(model, drafter, trees, *_, **__):
+        """The last tree in the order of predictions is the fastest; plain decoding, after it, is not."""
+        seconds = [*range(len(trees) + 1, 2, -1), float(len(trees))]
+        return [MeasuredTree(1.0, step) for step in seconds]
+
+    monkeypatch.setattr(tune_tree, "measure_trees", measured)
+    folder, prompts, out = tmp_path / "model", tmp_path / "prompts.jsonl", tmp_path / "out"
+    jaxspec.save(model, folder)
+    prompts.write_text('{"question": "one, two"}\n')
+    argv = ["tune", "tree", str(folder), str(prompts), "--drafter", f"draft-model:model={folder}"]
+    argv += ["--profile", PHONE, "--max-depth", "2", "--max-branch", "2", "--max-new-tokens", "13"]
+    assert main([*argv, "--measure", "3", "--table", "--out", str(out)]) == 0
+    ranking = json.loads((out / "search.json").read_text())["ranking"]
+    trees = [each for each in ranking if each["paths"]]
+    written = json.loads((out / "tree.json").read_text())
+    assert written["paths"] == trees[2]["paths"] != trees[0]["paths"]
+    shown = capsys.readouterr().out
+    assert f"root ({len(written['paths'])} nodes below)" in shown
+    assert "Do not speculate here" not in shown
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
