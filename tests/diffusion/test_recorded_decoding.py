@@ -1,6 +1,7 @@
 """Decodes recorded from LLaDA's, Dream's and Fast-dLLM's own programs, canvas by canvas."""
 
 import dataclasses
+import gzip
 import itertools
 import json
 from typing import Any
@@ -36,7 +37,7 @@ def recorded(recorded_folder):
     for name in ("llada_tiny_mha", "dream_tiny"):
         folder = recorded_folder("diffusion", name)
         models[name] = load(folder)
-        listed = json.loads((folder / "cases.json").read_text())["cases"]
+        listed = json.loads(gzip.decompress((folder / "cases.json.gz").read_bytes()))["cases"]
         cases |= {case["id"]: (models[name], case) for case in listed}
     return cases
 
