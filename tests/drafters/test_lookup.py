@@ -263,10 +263,22 @@ def test_a_corpus_needs_a_model(model):
         SuffixLookup.of("abc def", model)
 
 
-def test_a_corpus_larger_than_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda: 10_000)
-    with pytest.raises(CheckpointError, match=r"corpus: 262,147 tokens need .* Give fewer texts"):
+@pytest.mark.parametrize(
+    ("host", "device", "message"),
+    [
+        (10**7, 10**9, "corpus: 262,147 tokens need 0.0168 GB while they are sorted; 0.01 GB are"),
+        (10**9, 10**6, "corpus: 262,147 tokens need 0.0021 GB on the device; 0.001 GB are"),
+    ],
+)
+def test_a_corpus_larger_than_memory_is_refused(host, device, message, monkeypatch):
+    """It is sorted on the host, and searched on the device."""
+    monkeypatch.setattr(memory, "_available_host_memory", lambda: host)
+    monkeypatch.setattr(memory, "available_memory", lambda: device)
+    with pytest.raises(CheckpointError, match=f"{message} available. Give fewer texts"):
         SuffixLookup.of([[1, 2]], Model(network(VOCABULARY)))
+    monkeypatch.setattr(memory, "_available_host_memory", lambda: 2 * 10**7)
+    monkeypatch.setattr(memory, "available_memory", lambda: 3 * 10**6)
+    SuffixLookup.of([[1, 2]], Model(network(VOCABULARY)))
 
 
 def test_a_corpus_of_another_target_is_refused(model):
