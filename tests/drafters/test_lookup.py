@@ -1,5 +1,6 @@
 """Lookups against searches in plain Python."""
 
+import dataclasses
 from bisect import bisect_left
 from collections import Counter
 
@@ -7,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxspec import GenerationConfig, generate
-from jaxspec.checkpoint import CheckpointError, Model, memory
+from jaxspec.checkpoint import CheckpointError, Model, Tokenizer, memory
 from jaxspec.core.types import Context, KVCache, Params, Recent, Warp
 from jaxspec.drafters import PromptLookup, SuffixLookup, corpus
 from jaxspec.drafters.corpus import corpus_of, encoded_texts, extended
@@ -262,6 +264,7 @@ def test_texts_of_a_user_are_encoded_with_the_targets_tokenizer(model):
 
 
 VOCABULARY = 24
+SPELLER = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")))
 
 
 @pytest.mark.parametrize(
@@ -327,6 +330,9 @@ def test_a_corpus_of_another_target_is_refused(model):
     of_larger = SuffixLookup.of([[1, 2, 30]], Model(network(40)))
     with pytest.raises(ValueError, match="corpus holds the id 30, and the target has 24"):
         generate(Model(network(VOCABULARY)), [1], config, of_larger)
+    others = dataclasses.replace(model, tokenizer=SPELLER)
+    with pytest.raises(ValueError, match=r"differs .* encode the texts to look up with the target"):
+        generate(model, [1], config, SuffixLookup.of([[1, 2]], others))  # its ids are in range
     without = of_larger.params._replace(tokens=None, order=None)  # the texts are not read again
     with pytest.raises(ValueError, match="corpus holds the id 30, and the target has 24"):
         of_larger.drafter.check_fit(Params(network(VOCABULARY), without))
