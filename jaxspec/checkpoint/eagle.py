@@ -50,6 +50,7 @@ from jaxspec.models.transformer import Network
 from jaxspec.sharding import shard_like
 
 _TORCH_FILE = "pytorch_model.bin"
+_SECTION, _TAPPED = "eagle_config", "eagle_aux_hidden_state_layer_ids"
 # An earlier name of `fc_norm`, with other names of tensors.
 _UNSUPPORTED = ("use_aux_norm",)
 # Files carry the target's embedding and masks that follow from other tensors.
@@ -146,7 +147,7 @@ def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3H
     if not all(0 <= layer < target.num_layers for layer in taps):
         raise CheckpointError(
             f"The head is for another target: it reads layers {list(taps)}, the target has "
-            f"{target.num_layers} (eagle_aux_hidden_state_layer_ids in config.json)."
+            f"{target.num_layers} ({_TAPPED} in config.json)."
         )
     norms = _tap_norms(folder, raw, len(taps))
     published = any(name.startswith("midlayer.") for name in stored)
@@ -166,8 +167,7 @@ def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3H
 
 def _tap_norms(folder: Path, raw: Mapping[str, Any], num_taps: int) -> int:
     """Norms of the tapped layers before they are fused: of each, one of all together, or none."""
-    settings = {**raw, **read(raw, "eagle_config", Mapping[str, Any], {})}
-    each, together = (read(settings, name, bool, False) for name in ("fc_norm", "norm_before_fc"))
+    each, together = (read(raw, name, bool, False) for name in ("fc_norm", "norm_before_fc"))
     if each and together:
         raise CheckpointError(
             f"{folder}: fc_norm and norm_before_fc in config.json exclude each other: the tapped "
@@ -279,6 +279,11 @@ def _layer_config(
     raw: Mapping[str, Any], stored: Mapping[str, Tensor], target: Network
 ) -> ModelConfig:
     """The one layer's shape. Positions are the target's: published heads state shorter ones."""
+    if (num_layers := read(raw, "num_hidden_layers", Count, 1)) > 1:
+        raise CheckpointError(
+            f"config.json: num_hidden_layers is {num_layers}, and only EAGLE heads of one layer "
+            "are supported."
+        )
     has_bias = any(name.endswith("q_proj.bias") for name in stored)
     # A Qwen2 head whose file has no biases is refused: without them it drafts worse.
     with_bias = read(raw, "qkv_bias", bool, has_bias or raw.get("model_type") == "qwen2")
@@ -301,14 +306,20 @@ def _layer_config(
 
 
 def _unfolded(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """With the settings of the layer at the top, where all other formats have them."""
-    return {**read(raw, "transformer_layer_config", Mapping[str, Any], {}), **raw}
+    """Returns the entries that are not null, those of the two inner sections at the top too."""
+    layer, eagle = (
+        read(raw, name, Mapping[str, Any], {}) for name in ("transformer_layer_config", _SECTION)
+    )
+    # At the top the ids of tapped layers mean something else.
+    eagle = {name: value for name, value in eagle.items() if name != _TAPPED}
+    parts = (layer, raw, eagle)
+    return {key: value for part in parts for key, value in part.items() if value is not None}
 
 
 def _taps(raw: Mapping[str, Any]) -> tuple[int, ...]:
     """Layers whose inputs are read; none where config.json leaves that to the reader."""
-    name, nested = "eagle_aux_hidden_state_layer_ids", read(raw, "eagle_config", Mapping, {})
-    inputs, outputs = (read(part, name, tuple[Natural, ...], ()) for part in (raw, nested))
+    nested = read(raw, _SECTION, Mapping[str, Any], {})
+    inputs, outputs = (read(part, _TAPPED, tuple[Natural, ...], ()) for part in (raw, nested))
     return inputs or tuple(layer + 1 for layer in outputs)
 
 
@@ -332,7 +343,7 @@ def _config_to_json(head: EagleHead | Eagle3Head) -> dict[str, Any]:
     raw = {**config_to_json(head.config), "vocab_size": head.target_vocab_size}
     del raw["architectures"]  # a head is no model
     if isinstance(head, Eagle3Head):
-        taps = {"eagle_aux_hidden_state_layer_ids": list(head.taps)}
+        taps = {_TAPPED: list(head.taps)}
         norms = {
             "norm_before_residual": head.norm_before_residual,
             "norm_before_fc": head.tap_norms == 1,

@@ -18,6 +18,7 @@ SHORT_TEXT = 1024
 
 _BYTES_LOGIT = 4
 _BYTES_SORTED = 64  # of each token of a corpus: ranks, their order, and copies of both
+_BYTES_SEARCHED = 8  # of each token of a corpus: itself, and a place in the order
 
 
 class MemoryEstimate(NamedTuple):
@@ -224,15 +225,16 @@ def check_corpus_fits(num_tokens: int) -> None:
     """Refuses texts to look tokens up in, before they are sorted, that cannot fit.
 
     Raises:
-        CheckpointError: they are larger than the memory that is available; with figures.
+        CheckpointError: sorting needs more than the memory of the host that is available, or
+            searching more than that of the device; with figures.
     """
-    needed = _BYTES_SORTED * num_tokens
-    _refuse_if_more(
-        needed,
-        1,
-        f"corpus: {num_tokens:,} tokens need {_gigabytes(needed)} while they are sorted",
-        "Give fewer texts.",
-    )
+    for each, where, available in (
+        (_BYTES_SORTED, "while they are sorted", _available_host_memory()),
+        (_BYTES_SEARCHED, "on the device", available_memory()),
+    ):
+        needed = each * num_tokens
+        what = f"corpus: {num_tokens:,} tokens need {_gigabytes(needed)} {where}"
+        _refuse_if_more(needed, 1, what, "Give fewer texts.", available)
 
 
 def _refuse_if_more(

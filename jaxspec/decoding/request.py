@@ -47,6 +47,7 @@ from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Pe
 from jaxspec.decoding.grammars import compiled, languages_of
 from jaxspec.decoding.result import shown_of, text_of
 from jaxspec.drafters import DrafterLike, LoadedDrafter, loaded_drafter
+from jaxspec.drafters.corpus import SortedTexts
 from jaxspec.drafters.loaded import OtherTargetError
 from jaxspec.sharding import DATA, mesh_of, on_mesh_of, shard_like, shares_of_memory, spread_rows
 
@@ -532,10 +533,17 @@ def check_vocabulary(model: "Model", loaded: LoadedDrafter) -> None:
         # Equal tokenizers suffice: families pad their vocabularies to different sizes. That of a
         # diffusion model also has the mask, which is never drafted.
         if not covers(theirs, ours):
+            # A `Union` has one tokenizer: that of its texts, if it has any, is the head's too.
+            texts = getattr(loaded.params, "lookup", loaded.params)
             raise OtherTargetError(
                 "drafter: its tokenizer differs from the target's, so its tokens would mean "
-                "something else; use a draft model of the same family, or draft with the tokens "
-                "that both have: DraftModel.of(draft, target=model)."
+                "something else; "
+                + (
+                    "encode the texts to look up with the target's: SuffixLookup.of(texts, model)."
+                    if isinstance(texts, SortedTexts)
+                    else "use a draft model of the same family, or draft with the tokens that both "
+                    "have: DraftModel.of(draft, target=model)."
+                )
             )
         return
     size = getattr(loaded.params, "vocab_size", model.vocab_size)

@@ -41,10 +41,10 @@ It takes the block's tokens, masks if they are not drafted yet. It returns the f
 each position, and what the drafter keeps of the pass.
 """
 Follow = Callable[
-    [Float[Array, "nodes vocab"], Float[Array, "nodes embed"], Int[Array, " nodes"]],
+    [Float[Array, "1 vocab"], Float[Array, "1 embed"], Int[Array, " nodes"]],
     Float[Array, "nodes vocab"],
 ]
-"""Changes the logits of positions by their features and the tokens before them."""
+"""Makes of a position's logits and features those after each of several tokens."""
 Sure = Callable[[Float[Array, "nodes embed"], Int[Array, " nodes"]], Bool[Array, " nodes"]]
 """Says whether positions are worth a draft, by their features and the tokens before them."""
 
@@ -561,9 +561,8 @@ def _given(
     previous: Int[Array, " nodes"],
 ) -> Float[Array, "nodes vocab"]:
     """Returns the logits of one position after each of several tokens."""
-    same = partial(jnp.repeat, repeats=len(previous), axis=0)
     row = slice(position, position + 1)
-    return follow(same(logits[row]), same(features[row]), previous)
+    return follow(logits[row], features[row], previous)
 
 
 def _where_wanted(wanted: Bool[Array, ""], compute: Callable[[], PyTree]) -> PyTree:

@@ -33,11 +33,15 @@ class SortedTexts(NamedTuple):
             that are free.
         order: places that follow a token of their text, sorted. Entries past `count` mean nothing.
         count: number of them.
+        added: places at the end that texts which came later fill; `ROOM` at most.
+        largest: id of all; negative without any.
     """
 
     tokens: Int[Array, " places"]
     order: Int[Array, " places"]
     count: Int[Array, ""]
+    added: Int[Array, ""]
+    largest: Int[Array, ""]
 
 
 def corpus_of(texts: Sequence[np.ndarray], reach: int) -> SortedTexts:
@@ -57,24 +61,27 @@ def corpus_of(texts: Sequence[np.ndarray], reach: int) -> SortedTexts:
     """
     tokens = _joined(texts)
     check_corpus_fits(len(tokens) + ROOM)
-    return _sorted(tokens, len(tokens) + ROOM, reach)
+    return _packed(tokens, _sorted(tokens, reach), 0)
 
 
 def extended(corpus: SortedTexts, texts: Sequence[np.ndarray], reach: int) -> SortedTexts | None:
     """Returns the corpus with further texts in its `ROOM` free places.
 
     Where these are full, the oldest of the further texts are forgotten. `None`: what is new is less
-    than a sixteenth of the whole, and not worth the work.
+    than a sixteenth of the whole and of the free places, and not worth the work.
     """
-    held = np.asarray(corpus.tokens)
-    given = len(held) - ROOM
-    added = held[given:]
-    added = added[: np.max(np.flatnonzero(added >= 0), initial=-2) + 2]
-    new = _joined(texts)
-    if 16 * len(new) < given + len(added):
+    given, added = len(corpus.tokens) - ROOM, int(corpus.added)
+    if 16 * sum(len(text) + 1 for text in texts) < min(given + added, ROOM):
         return None
-    tokens = np.concatenate([held[:given], np.concatenate([added, new])[-ROOM:]])
-    return _sorted(tokens, len(held), reach)
+    tokens, order = np.asarray(corpus.tokens), np.asarray(corpus.order)[: int(corpus.count)]
+    later = np.concatenate([tokens[given : given + added], _joined(texts)])[-ROOM:]
+    tokens = np.concatenate([tokens[:given], later])
+    # The given texts keep their order, so only the later ones are sorted.
+    order, start = order[order < given], max(0, given - _power_of_two(reach))
+    places = _sorted(tokens[start:], reach) + start
+    places = places[places >= given]
+    order = np.insert(order, _places_in_order(tokens, order, places, reach), places)
+    return _packed(tokens, order, len(later))
 
 
 def _joined(texts: Sequence[np.ndarray]) -> np.ndarray:
@@ -82,8 +89,13 @@ def _joined(texts: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
 
 
-def _sorted(tokens: np.ndarray, capacity: int, reach: int) -> SortedTexts:
-    """Sorts by one token before each place, then by two, by four, ..."""
+def _power_of_two(reach: int) -> int:
+    """Returns how many tokens before a place decide its place in the order."""
+    return 1 << (reach - 1).bit_length()
+
+
+def _sorted(tokens: np.ndarray, reach: int) -> np.ndarray:
+    """Returns the order of texts: by one token before each place, then by two, by four, ..."""
     before = np.concatenate([[_OUTSIDE], tokens])[: len(tokens)]
     ranks = np.unique(before, return_inverse=True)[1]
     known = 1
@@ -92,14 +104,40 @@ def _sorted(tokens: np.ndarray, capacity: int, reach: int) -> SortedTexts:
         ranks = np.unique(ranks * len(ranks) + further, return_inverse=True)[1]
         known *= 2
     order = np.argsort(ranks, kind="stable")
-    order = order[((tokens >= 0) & (before >= 0))[order]]
+    return order[((tokens >= 0) & (before >= 0))[order]]
+
+
+def _places_in_order(
+    tokens: np.ndarray, order: np.ndarray, places: np.ndarray, reach: int
+) -> np.ndarray:
+    """Returns how many entries of an order stand before each of some later places, by halving."""
+
+    def before(places: np.ndarray, back: int) -> np.ndarray:
+        return np.where(places >= back, tokens[np.maximum(places - back, 0)], _OUTSIDE)
+
+    low, high = np.zeros(len(places), int), np.full(len(places), len(order))
+    for _ in range(len(order).bit_length()):
+        middle = (low + high) // 2
+        theirs = order[np.minimum(middle, len(order) - 1)]
+        difference, same = np.zeros(len(places), int), np.arange(len(places))
+        for back in range(1, _power_of_two(reach) + 1):
+            difference[same] = before(theirs[same], back) - before(places[same], back)
+            same = same[difference[same] == 0]
+        is_before = (difference <= 0) & (low < high)
+        low, high = np.where(is_before, middle + 1, low), np.where(is_before, high, middle)
+    return low
+
+
+def _packed(tokens: np.ndarray, order: np.ndarray, added: int) -> SortedTexts:
+    capacity = len(tokens) - added + ROOM
 
     def padded(array: np.ndarray, filler: int) -> Array:
         # By NumPy: XLA would compile a program for each length.
         whole = np.pad(array, (0, capacity - len(array)), constant_values=filler)
         return jnp.asarray(whole.astype(np.int32))
 
-    return SortedTexts(padded(tokens, _BETWEEN), padded(order, 0), jnp.int32(len(order)))
+    numbers = (len(order), added, np.max(tokens, initial=_BETWEEN))
+    return SortedTexts(padded(tokens, _BETWEEN), padded(order, 0), *map(jnp.int32, numbers))
 
 
 def nearest(

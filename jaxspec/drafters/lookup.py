@@ -211,7 +211,7 @@ class SuffixLookup(Checked):
                 "drafter: SuffixLookup looks tokens up in texts: SuffixLookup.of(texts, model), or "
                 f"SuffixLookup() without; got {type(params.draft).__name__}."
             )
-        largest, vocab_size = int(params.draft.tokens.max()), params.target.vocab_size
+        largest, vocab_size = int(params.draft.largest), params.target.vocab_size
         if largest >= vocab_size:
             raise OtherTargetError(
                 f"drafter: its corpus holds the id {largest}, and the target has {vocab_size}, "

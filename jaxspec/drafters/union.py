@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
+from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.core.checks import Checked, Count
 from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import (
@@ -21,7 +22,12 @@ from jaxspec.core.types import (
     PyTree,
 )
 from jaxspec.drafters.corpus import SortedTexts
-from jaxspec.drafters.loaded import DrafterLike, LoadedDrafter, loaded_drafter
+from jaxspec.drafters.loaded import (
+    DrafterLike,
+    LoadedDrafter,
+    OtherTargetError,
+    loaded_drafter,
+)
 from jaxspec.drafters.lookup import SuffixLookup
 
 
@@ -96,13 +102,21 @@ class Union(Checked):
             settings: of the drafter.
 
         Raises:
-            ValueError: one of them is no drafter, `lookup` is another one, or a setting is out of
-                range.
+            ValueError: one of them is no drafter, `lookup` is another one, they have different
+                tokenizers, or a setting is out of range.
         """
         head, lookup = loaded_drafter(head), loaded_drafter(lookup or SuffixLookup())
         if not isinstance(lookup.drafter, SuffixLookup):
             raise ValueError(f"lookup must be a SuffixLookup, got {type(lookup.drafter).__name__}.")
-        tokenizer = lookup.tokenizer if head.tokenizer is None else head.tokenizer
+        ours, theirs = head.tokenizer, lookup.tokenizer
+        tokenizer = theirs if ours is None else ours
+        # One may have more tokens than the other, as a diffusion model has its mask.
+        if ours and theirs and not (covers(ours, theirs) or covers(theirs, ours)):
+            raise OtherTargetError(
+                "lookup: its tokenizer differs from that of head, so their tokens mean different "
+                "things; encode its texts for the target, SuffixLookup.of(texts, model), and give "
+                "a draft model of another tokenizer as DraftModel.of(draft, target=model)."
+            )
         drafter = cls(head.drafter, lookup.drafter, **settings)
         return LoadedDrafter(drafter, UnionParams(lookup.params, head.params), tokenizer)
 

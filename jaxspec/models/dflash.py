@@ -133,9 +133,9 @@ class Transitions(nn.Module):
         self.gate = Linear((self.scaled_by,), (self.rank,)) if self.scaled_by else None
 
     def rows_of(
-        self, tokens: Int[Array, " nodes"], features: Float[Array, "nodes embed"]
+        self, tokens: Int[Array, " nodes"], features: Float[Array, "places embed"]
     ) -> Float[Array, "nodes rank"]:
-        """Returns the rows of tokens, as the features of the next places scale them."""
+        """Returns the rows of tokens, as the features of the next places, or of one, scale them."""
         rows = self.previous().rows(tokens, features.dtype)
         return rows if self.gate is None else rows * self.gate(features)
 
@@ -144,9 +144,9 @@ class Transitions(nn.Module):
         return self.following().products(rows, turned=True)
 
     def to_some(
-        self, rows: Float[Array, "nodes rank"], tokens: Int[Array, "nodes some"]
+        self, rows: Float[Array, "nodes rank"], tokens: Int[Array, "places some"]
     ) -> Float[Array, "nodes some"]:
-        """Returns what is added to the logits of some tokens."""
+        """Returns what is added to the logits of some tokens, of each node or the same of all."""
         table = self.following()
         theirs = table.rows(tokens.reshape(-1), rows.dtype).reshape(*tokens.shape, -1)
         return jnp.sum(rows[:, None] * theirs, axis=2).astype(at_least_float32(rows.dtype))
@@ -245,8 +245,8 @@ class DFlashLayers(nn.Module):
 
     def follow(
         self,
-        logits: Float[Array, "nodes vocab"],
-        features: Float[Array, "nodes embed"],
+        logits: Float[Array, "places vocab"],
+        features: Float[Array, "places embed"],
         previous: Int[Array, " nodes"],
         likeliest: int | None,
     ) -> Float[Array, "nodes vocab"]:
@@ -255,8 +255,8 @@ class DFlashLayers(nn.Module):
             return logits + self.transitions.to_all(rows)
         best, tokens = jax.lax.top_k(logits, likeliest)
         best = best + self.transitions.to_some(rows, tokens)
-        nodes = jnp.arange(len(logits))[:, None]
-        return jnp.full_like(logits, -jnp.inf).at[nodes, tokens].set(best)
+        nowhere = jnp.full((len(previous), logits.shape[1]), -jnp.inf, logits.dtype)
+        return nowhere.at[jnp.arange(len(previous))[:, None], tokens].set(best)
 
     def acceptance(
         self, features: Float[Array, "nodes embed"], previous: Int[Array, " nodes"]
@@ -389,14 +389,14 @@ class DFlashHead:
 
     def follow(
         self,
-        logits: Float[Array, "nodes vocab"],
-        features: Float[Array, "nodes embed"],
+        logits: Float[Array, "places vocab"],
+        features: Float[Array, "places embed"],
         previous: Int[Array, " nodes"],
     ) -> Float[Array, "nodes vocab"]:
         """Returns logits of places, given the token before each; see `DFlashParts.rank`.
 
         Args:
-            logits: of the target's output head.
+            logits: of the target's output head: a place for each token, or one for all tokens.
             features: what they were read from.
             previous: the tokens.
         """

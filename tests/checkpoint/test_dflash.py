@@ -334,6 +334,35 @@ def test_a_published_head_drafts_a_tree_as_the_reference_says(target, name, tmp_
     np.testing.assert_allclose(proposal.draft_logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [None, 1.0])
+def test_a_path_selector_ranks_the_tokens_of_a_place_once(
+    target, temperature, tmp_path, monkeypatch
+):
+    """The draft is that of a ranking for each node."""
+    head = load_dflash(publish(tmp_path, CONFIGS["dflash 2"]).folder, target)
+    paths = ((0,), (1,), (0, 0), (1, 0), (1, 0, 0))
+    rankings, top_k, follow = [], jax.lax.top_k, DFlashHead.follow
+
+    def counted(logits, count):
+        if count == TOP_K:
+            rankings.append(len(logits))
+        return top_k(logits, count)
+
+    def for_each_node(head, logits, features, previous):
+        logits, features = (jnp.repeat(part, len(previous), axis=0) for part in (logits, features))
+        return follow(head, logits, features, previous)
+
+    monkeypatch.setattr(jax.lax, "top_k", counted)
+    once = draft(target, head, temperature, paths=paths)
+    assert rankings == [1, 1, 1]
+    monkeypatch.setattr(DFlashHead, "follow", for_each_node)
+    expected = draft(target, head, temperature, paths=paths)
+    assert rankings[3:] == [1, 2, 1]
+    np.testing.assert_array_equal(once.tokens, expected.tokens)
+    if temperature is not None:
+        np.testing.assert_allclose(once.draft_logprobs, expected.draft_logprobs, atol=1e-6)
+
+
 def test_the_likeliest_path_is_greedy_from_left_to_right(target, published):
     head = load_dflash(published.folder, target)
     proposal = draft(target, head, temperature=None)

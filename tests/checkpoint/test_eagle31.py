@@ -49,8 +49,17 @@ DIALECTS = {
         "norm_before_fc": None,
     },
     "nvidia": {"eagle_config": {"norm_before_fc": True}},
+    "eagle 3.1, nested": {
+        "fc_norm": True,
+        "norm_before_residual": None,
+        "eagle_config": {"fc_norm": None, "norm_output": True, "norm_before_residual": True},
+    },
     "speculators": {"norm_before_fc": True, "norm_output": True, "fc_norm": False},
 }
+
+
+def asked(dialect: dict, name: str) -> bool:
+    return bool(dialect.get(name) or dialect.get("eagle_config", {}).get(name))
 
 
 def tensors_of(dialect: dict) -> dict[str, np.ndarray]:
@@ -70,9 +79,9 @@ def tensors_of(dialect: dict) -> dict[str, np.ndarray]:
         "layers.0.mlp.up_proj.weight": (MLP, EMBED),
         "layers.0.mlp.down_proj.weight": (EMBED, MLP),
     }
-    if dialect.get("fc_norm"):
+    if asked(dialect, "fc_norm"):
         sizes |= {f"fc_norm.{i}.weight": (EMBED,) for i in range(len(TAPS))}
-    if "norm_before_fc" in str(dialect) and not dialect.get("fc_norm"):
+    if asked(dialect, "norm_before_fc"):
         sizes["input_norm.weight"] = (len(TAPS) * EMBED,)
     random = np.random.default_rng(0)
     return {
@@ -95,7 +104,7 @@ def target():
 def reference(dialect: dict, embedded, taps) -> tuple[np.ndarray, np.ndarray]:
     """States and laws of a head that reads some pairs, then one of its own last state."""
     weight = {name: tensor.astype(np.float64) for name, tensor in tensors_of(dialect).items()}
-    if dialect.get("fc_norm"):
+    if asked(dialect, "fc_norm"):
         parts = np.split(taps, len(TAPS), axis=1)
         normed = [rms_norm(part, weight[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)]
         taps = np.concatenate(normed, axis=1)
@@ -109,7 +118,7 @@ def reference(dialect: dict, embedded, taps) -> tuple[np.ndarray, np.ndarray]:
         residual = states if not first else found[-1][-1:]
         places = first + np.arange(len(now))
         state = rms_norm(residual, weight["layers.0.hidden_norm.weight"])
-        if dialect.get("norm_before_residual"):
+        if asked(dialect, "norm_before_residual"):
             residual = state
         pair = [rms_norm(now, weight["layers.0.input_layernorm.weight"]), state]
         heads = {
@@ -127,7 +136,7 @@ def reference(dialect: dict, embedded, taps) -> tuple[np.ndarray, np.ndarray]:
         kernels = (weight[f"layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
         residual = residual + gated_mlp(normed, *kernels)
         last = rms_norm(residual, weight["norm.weight"])
-        found.append(last if dialect.get("norm_output") else residual)
+        found.append(last if asked(dialect, "norm_output") else residual)
         laws = log_softmax(last @ weight["lm_head.weight"].T)
     return np.concatenate(found), laws
 
@@ -168,9 +177,19 @@ def test_a_head_comes_back_as_it_was_saved(target, name, tmp_path):
     [
         ({"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc .* exclude each"),
         ({"use_aux_norm": True}, "sets use_aux_norm, which is not supported"),
+        ({"eagle_config": {"use_aux_norm": True}}, "sets use_aux_norm, which is not supported"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, .* one layer"),
+        (
+            {"num_hidden_layers": None, "transformer_layer_config": {"num_hidden_layers": 3}},
+            "num_hidden_layers is 3, .* one layer",
+        ),
         ({"norm_output": "yes"}, "norm_output must be True or False, got 'yes'"),
     ],
 )
 def test_what_is_not_covered_is_named(target, dialect, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         load_eagle(publish(tmp_path, dialect), target)
+
+
+def test_a_head_need_not_state_its_layers(target, tmp_path):
+    assert load_eagle(publish(tmp_path, {"num_hidden_layers": None}), target).config.num_layers == 1

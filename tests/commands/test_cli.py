@@ -170,6 +170,18 @@ class TestDrafters:
         with pytest.raises(ValueError, match="each line must hold a text, and one holds a chat"):
             self.make(f"suffix:corpus={texts}", model)
 
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("empty.txt", "corpus: got 1 texts, none of them of two tokens or more"),
+            ("empty.jsonl", "empty.jsonl holds no prompts"),
+        ],
+    )
+    def test_an_empty_corpus_is_named(self, folder, tmp_path, capsys, name, message):
+        (tmp_path / name).write_text("")
+        spec = f"suffix:corpus={tmp_path / name}"
+        assert message in fails(capsys, "generate", folder, "abc", "--drafter", spec)
+
     def test_tokens_are_recycled_over_a_tree(self, tmp_path):
         assert self.make("recycling") == jaxspec.TokenRecycling()
         (tmp_path / "mine.json").write_text("[[0], [1]]")

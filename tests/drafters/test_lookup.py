@@ -1,5 +1,6 @@
 """Lookups against searches in plain Python."""
 
+import dataclasses
 from bisect import bisect_left
 from collections import Counter
 
@@ -7,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxspec import GenerationConfig, generate
-from jaxspec.checkpoint import CheckpointError, Model, memory
+from jaxspec.checkpoint import CheckpointError, Model, Tokenizer, memory
 from jaxspec.core.types import Context, KVCache, Params, Recent, Warp
 from jaxspec.drafters import PromptLookup, SuffixLookup, corpus
 from jaxspec.drafters.corpus import corpus_of, encoded_texts, extended
@@ -213,6 +215,47 @@ def test_texts_that_come_later_are_found_as_those_that_were_given(monkeypatch):
     assert jax.tree.map(jnp.shape, full) == jax.tree.map(jnp.shape, whole)
 
 
+@pytest.mark.parametrize("reach", [1, 3, 8])
+@pytest.mark.parametrize("given", [(), (1,), (60, 1, 200)])
+def test_texts_that_come_later_are_sorted_in(given, reach, monkeypatch):
+    """Between the places of the given texts, as all texts would be sorted together."""
+    monkeypatch.setattr(corpus, "ROOM", 100)
+    rng = np.random.default_rng(len(given))
+    whole = corpus_of([rng.integers(0, VOCAB, size) for size in given], reach)
+    num_given = sum(given) + len(given)
+    for size in (30, 40, 50, 120):
+        whole = extended(whole, [rng.integers(0, VOCAB, size)], reach)
+        tokens = np.asarray(whole.tokens)[: num_given + int(whole.added)]
+        assert whole.order[: int(whole.count)].tolist() == sorted_by_hand(tokens, reach)
+        assert whole.largest == tokens.max()
+    assert whole.added == 100
+
+
+def sorted_by_hand(tokens: np.ndarray, reach: int) -> list[int]:
+    """Places behind a token, by what is before them, the nearest first."""
+    reach = 1 << (reach - 1).bit_length()
+    padded = [-2] * reach + tokens.tolist()
+    places = [at for at in range(1, len(tokens)) if min(tokens[at - 1], tokens[at]) >= 0]
+    return sorted(places, key=lambda at: padded[at : at + reach][::-1])
+
+
+def test_what_comes_later_waits_for_a_part_of_the_room(monkeypatch):
+    """Behind a corpus of any size; nothing is read or joined before there is enough of it."""
+    monkeypatch.setattr(corpus, "ROOM", 160)
+    whole, texts, waiting = corpus_of([np.arange(5000) % 7], 4), [], []
+    for first in range(40):
+        texts.append(np.arange(first, first + 4))
+        waiting.append(texts[-1])
+        if len(waiting) == 1:
+            without = whole._replace(tokens=jax.ShapeDtypeStruct(whole.tokens.shape, np.int32))
+            assert extended(without, waiting, 4) is None
+        else:
+            whole = extended(whole, waiting, 4)
+            waiting = []
+    kept = np.concatenate([np.append(text, -1) for text in texts])[-160:]
+    assert whole.tokens[5001:].tolist() == kept.tolist()
+
+
 def test_texts_of_a_user_are_encoded_with_the_targets_tokenizer(model):
     loaded = SuffixLookup.of(["one, two", [3, 4]], model, max_ngram=3)
     ids = model.tokenizer.encode("one, two")
@@ -221,6 +264,7 @@ def test_texts_of_a_user_are_encoded_with_the_targets_tokenizer(model):
 
 
 VOCABULARY = 24
+SPELLER = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")))
 
 
 @pytest.mark.parametrize(
@@ -263,10 +307,22 @@ def test_a_corpus_needs_a_model(model):
         SuffixLookup.of("abc def", model)
 
 
-def test_a_corpus_larger_than_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(memory, "available_memory", lambda: 10_000)
-    with pytest.raises(CheckpointError, match=r"corpus: 262,147 tokens need .* Give fewer texts"):
+@pytest.mark.parametrize(
+    ("host", "device", "message"),
+    [
+        (10**7, 10**9, "corpus: 262,147 tokens need 0.0168 GB while they are sorted; 0.01 GB are"),
+        (10**9, 10**6, "corpus: 262,147 tokens need 0.0021 GB on the device; 0.001 GB are"),
+    ],
+)
+def test_a_corpus_larger_than_memory_is_refused(host, device, message, monkeypatch):
+    """It is sorted on the host, and searched on the device."""
+    monkeypatch.setattr(memory, "_available_host_memory", lambda: host)
+    monkeypatch.setattr(memory, "available_memory", lambda: device)
+    with pytest.raises(CheckpointError, match=f"{message} available. Give fewer texts"):
         SuffixLookup.of([[1, 2]], Model(network(VOCABULARY)))
+    monkeypatch.setattr(memory, "_available_host_memory", lambda: 2 * 10**7)
+    monkeypatch.setattr(memory, "available_memory", lambda: 3 * 10**6)
+    SuffixLookup.of([[1, 2]], Model(network(VOCABULARY)))
 
 
 def test_a_corpus_of_another_target_is_refused(model):
@@ -274,5 +330,11 @@ def test_a_corpus_of_another_target_is_refused(model):
     of_larger = SuffixLookup.of([[1, 2, 30]], Model(network(40)))
     with pytest.raises(ValueError, match="corpus holds the id 30, and the target has 24"):
         generate(Model(network(VOCABULARY)), [1], config, of_larger)
+    others = dataclasses.replace(model, tokenizer=SPELLER)
+    with pytest.raises(ValueError, match=r"differs .* encode the texts to look up with the target"):
+        generate(model, [1], config, SuffixLookup.of([[1, 2]], others))  # its ids are in range
+    without = of_larger.params._replace(tokens=None, order=None)  # the texts are not read again
+    with pytest.raises(ValueError, match="corpus holds the id 30, and the target has 24"):
+        of_larger.drafter.check_fit(Params(network(VOCABULARY), without))
     with pytest.raises(ValueError, match=r"looks tokens up in texts: SuffixLookup\.of"):
         generate(model, [1], config, of_larger._replace(params={"weights": jnp.zeros(3)}))

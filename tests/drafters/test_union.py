@@ -1,12 +1,15 @@
 """Lookup and a head in one proposal: who drafts, and what the head remembers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
-from jaxspec import GenerationConfig, generate
-from jaxspec.checkpoint import Model
+from jaxspec import DraftModel, GenerationConfig, generate
+from jaxspec.checkpoint import Model, Tokenizer
 from jaxspec.core.loop import decode_stream
 from jaxspec.core.masks import causal
 from jaxspec.core.types import Params
@@ -76,6 +79,22 @@ def test_weights_of_both_are_checked(model):
     ):
         with pytest.raises(ValueError, match=message):
             generate(model, [1], config, drafter)
+
+
+def test_both_drafters_are_of_one_tokenizer(model):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    others = dataclasses.replace(model, tokenizer=Tokenizer(backend))
+    head, lookup = DraftModel.of(model), SuffixLookup.of([[1, 2]], model)
+    assert Union.of(head, lookup).tokenizer is model.tokenizer
+    assert Union.of(head).tokenizer is model.tokenizer
+    with pytest.raises(ValueError, match="lookup: its tokenizer differs from that of head"):
+        Union.of(head, SuffixLookup.of([[1, 2]], others))
+    # A head without a tokenizer: it is the corpus that is of another target.
+    config, lookup = GenerationConfig(max_new_tokens=4), SuffixLookup.of([[1, 2]], others)
+    with pytest.raises(ValueError, match="encode the texts to look up with the target's"):
+        generate(model, [1], config, Union.of(Eagle(FORKED), lookup))
+    with pytest.raises(ValueError, match="use a draft model of the same family"):
+        generate(model, [1], config, Union.of(DraftModel.of(others)))
 
 
 @pytest.mark.parametrize(
