@@ -28,7 +28,7 @@ def tree_proposal(
         tokens: the pending token, then one token per node.
         valid: see `Proposal`.
         draft_logprobs: one row per parent that has children, in node order; `None` if tokens were
-            chosen deterministically.
+            chosen deterministically. An unused row may be added, see `of_own_draws`.
 
     Example:
         >>> from jaxspec import tree_from_parents
@@ -40,6 +40,8 @@ def tree_proposal(
     parents = np.asarray(tree.parents)
     expanded = np.unique(parents[1:])
     law_row = np.concatenate([[0], np.searchsorted(expanded, parents[1:])]).astype(np.int32)
+    if draft_logprobs is not None:
+        draft_logprobs = of_own_draws(tree, draft_logprobs)
     # Arrays from here on: verification indexes them with traced nodes, under a map or not.
     tree = jax.tree.map(jnp.asarray, tree)
     return Proposal(tokens, tree, valid, draft_logprobs, jnp.asarray(law_row))
@@ -58,6 +60,44 @@ def chain_proposal(
         [-1, 0, 1]
     """
     return tree_proposal(chain(tokens.shape[0] - 1), tokens, valid, draft_logprobs)
+
+
+def shares_draws(proposal: Proposal) -> bool:
+    """Tells, from shapes alone, whether all parents of one depth share one draw.
+
+    There is one distribution for each depth then. See `of_own_draws` for the others.
+    """
+    assert proposal.draft_logprobs is not None, "nothing was drawn"
+    branches = proposal.tree.children.shape[1] > 1
+    return branches and proposal.draft_logprobs.shape[0] < proposal.tree.paths.shape[1]
+
+
+def of_own_draws(
+    tree: Tree, logprobs: Float[Array, "distributions vocab"]
+) -> Float[Array, "rows vocab"]:
+    """Returns distributions from which no two parents share a draw, in enough rows to say so.
+
+    A tree that branches has more rows than depths then, so an unused one is added if each depth has
+    one parent alone. A chain needs none.
+
+    Example:
+        >>> from jaxspec import tree_from_parents
+        >>> of_own_draws(tree_from_parents([-1, 0, 0, 1]), jnp.zeros((2, 9))).shape
+        (3, 9)
+    """
+    branches = tree.children.shape[1] > 1
+    return filled(logprobs, max(len(logprobs), branches * tree.paths.shape[1]))
+
+
+def filled(array: Array, size: int) -> Array:
+    """Returns an array of `size` entries, zeros after its own.
+
+    Example:
+        >>> filled(jnp.ones(2), 3).tolist()
+        [1.0, 1.0, 0.0]
+    """
+    missing = size - array.shape[0]
+    return jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
 
 
 def bank(num_tokens: int) -> tuple[int, ...]:

@@ -93,6 +93,8 @@ class Proposal(NamedTuple):
         law_row: the row of `draft_logprobs` a node was drawn from (0 and unused at the root).
             Siblings share a row and were drawn from it in order, without replacement. Parents share
             a row only where all of one depth share one draw: then there is one row for each depth.
+            Any other tree with branches has more rows than depths; `tree_proposal` adds an unused
+            one where it must.
     """
 
     tokens: Int[Array, " nodes"]

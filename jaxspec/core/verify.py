@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxspec.core.proposal import shares_draws
 from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.sampling import argmax_rows, at_least_float32, inverse_cdf
 from jaxspec.core.types import Proposal, Tree, Verdict
@@ -41,11 +42,8 @@ def verify(
     """
     if proposal.draft_logprobs is None:
         return verify_deterministic(uniforms, proposal, target_logits)
-    is_chain = proposal.tree.children.shape[-1] == 1
-    depth = proposal.tree.paths.shape[-1] - 1
-    if is_chain or proposal.draft_logprobs.shape[0] > depth:
-        return verify_traversal(uniforms, proposal, target_logits)
-    return verify_tree(uniforms, proposal, target_logits)
+    rule = verify_tree if shares_draws(proposal) else verify_traversal
+    return rule(uniforms, proposal, target_logits)
 
 
 def verify_chain(

@@ -41,7 +41,7 @@ class TraceStep:
         parents: `[nodes]`, each node's parent, -1 at the root.
         valid: `[nodes]`, True for nodes that were offered; the others are unused budget.
         draft_logprobs: `[distributions, vocab]`, log-probabilities under each expanded parent;
-            `None` for deterministic drafts.
+            `None` for deterministic drafts. Rows that `law_row` does not name mean nothing.
         law_row: `[nodes]`, the row of `draft_logprobs` that each node was drawn from.
         path: accepted nodes, root first.
         emitted: tokens this step added: the accepted ones, then the bonus (or corrected) token.

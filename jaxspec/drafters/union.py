@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.core.checks import Checked, Count
+from jaxspec.core.proposal import filled, of_own_draws, shares_draws
 from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import (
     AsksLikeliest,
@@ -174,20 +175,20 @@ def joined(looks: Bool[Array, ""], looked_up: Proposal, drafted: Proposal) -> Pr
     branch = max(each.tree.children.shape[1] for each in both)
 
     def chosen(name: str) -> Array:
-        first, second = (_filled(getattr(each, name), nodes) for each in both)
+        first, second = (filled(getattr(each, name), nodes) for each in both)
         return jnp.where(looks, first, second)
 
     # Nodes that fill up are children of the root that nobody drafts.
-    parents = [_filled(each.tree.parents, nodes) for each in both]
+    parents = [filled(each.tree.parents, nodes) for each in both]
     used = jnp.arange(nodes) < jnp.where(looks, *(len(each.tokens) for each in both))
     tree = traced_tree(jnp.where(looks, *parents), used, depth, branch)
     logprobs = drafted.draft_logprobs
     if logprobs is not None:
-        # More rows than levels say that no two parents share a draw; see `core.verify.verify`.
-        alone = logprobs.shape[0] > drafted.tree.paths.shape[1] - 1
         certain = _certain(looked_up, logprobs)
-        rows = max(len(logprobs), len(certain), alone * (depth + 1))
-        logprobs = jnp.where(looks, _filled(certain, rows), _filled(logprobs, rows))
+        rows = max(len(logprobs), len(certain))
+        logprobs = jnp.where(looks, filled(certain, rows), filled(logprobs, rows))
+        if not shares_draws(drafted):
+            logprobs = of_own_draws(tree, logprobs)
     return Proposal(chosen("tokens"), tree, chosen("valid"), logprobs, chosen("law_row"))
 
 
@@ -197,9 +198,3 @@ def _certain(
     """Returns the distributions of a chain without chance: each has one token."""
     is_drafted = chain.tokens[1:, None] == jnp.arange(like.shape[1])[None, :]
     return jnp.where(is_drafted, 0.0, -jnp.inf).astype(like.dtype)
-
-
-def _filled(array: Array, size: int) -> Array:
-    """Returns an array of `size` entries, zeros after its own."""
-    missing = size - array.shape[0]
-    return jnp.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))

@@ -21,6 +21,8 @@ from jaxspec.core.verify import (
 
 ALMOST_ONE = 1 - 2.0**-24  # the largest uniform in float32
 TREE = tree_from_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+# One parent in each level, so that it has as many distributions as levels.
+THIN = tree_from_paths([(0,), (1,), (0, 0), (0, 0, 0)])
 
 
 def longest_agreed_path(tree: Tree, tokens, valid, choices) -> list[int]:
@@ -154,7 +156,7 @@ def test_a_node_that_no_token_may_follow_is_nobody_elses_affair(rule, bad):
 def test_the_rule_follows_from_the_structure_of_the_proposal():
     """Verdicts under one law of uniforms differ between the rules, and `verify` takes the right."""
     rng = np.random.default_rng(2)
-    cases = [(tree, True, verify_traversal) for tree in (chain(4), TREE)]
+    cases = [(tree, True, verify_traversal) for tree in (chain(4), TREE, THIN)]
     cases += [(tree, False, verify_deterministic) for tree in (chain(4), TREE)]
     for tree, sampled, expected in cases:
         rules = jax.jit(verify), jax.jit(expected)

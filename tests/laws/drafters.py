@@ -97,13 +97,18 @@ def eagle_head(target: Network) -> EagleHead:
     return EagleHead(params, config, True, DraftVocabulary.of(target, ids))
 
 
-def eagle3_head(target: Network) -> Eagle3Head:
+def eagle3_head(target: Network, tap_norms: int = 0, **settings: bool) -> Eagle3Head:
     """A random head that reads two of the target's layers."""
     config = target.config.replace(
         num_layers=1, layer_types=("full",), sliding_window=None, qk_norm=False
     )
-    params = init_eagle3_params(config, 2 * target.embed_dim, jax.random.key(4))
-    return Eagle3Head(params, config, (0, 1), target.vocab_size)
+    params = init_eagle3_params(config, 2 * target.embed_dim, jax.random.key(4), tap_norms)
+    return Eagle3Head(params, config, (0, 1), target.vocab_size, **settings)
+
+
+def eagle31_head(target: Network) -> Eagle3Head:
+    """A random head that norms each of those layers, and the state that it hands on."""
+    return eagle3_head(target, tap_norms=2, norm_output=True)
 
 
 def diffuser(target: Network, block: int | None, shift: bool = True) -> Network:
@@ -226,6 +231,7 @@ DRAFTERS: dict[str, Case] = {
         lambda: Eagle(((0,), (0, 0), (0, 0, 0)), threshold=0.05), eagle_head, slow=True
     ),
     "eagle 3": Case(lambda: Eagle(FORKED, taps=(0, 1)), eagle3_head, slow=True),
+    "eagle 3.1": Case(lambda: Eagle(FORKED, taps=(0, 1)), eagle31_head, slow=True),
 }
 
 

@@ -265,6 +265,15 @@ def test_sampled_blocks_keep_the_law(name, warp, monkeypatch):
     assert deviation(drafted, static_tree(drafted.proposals), laws) < EXACT
 
 
+def test_judging_whole_paths_where_parents_share_a_draw_is_caught(monkeypatch):
+    """Such a rule looks at one draw twice. An unused row says that each parent has its own."""
+    case, warp = BLOCKS["tree"], WARPS["hot"]
+    drafted = every_draft(case, context_of(warp, TEXT), monkeypatch)
+    stated = np.pad(drafted.proposals.draft_logprobs, ((0, 0), (0, 1), (0, 0)))
+    laws = random_laws(20, warp, case.drafter.depth, VOCAB)
+    assert deviation(drafted, static_tree(drafted.proposals), laws, stated) > 1e-4
+
+
 @pytest.mark.parametrize(
     ("name", "warp"),
     [

@@ -74,6 +74,7 @@ WARPS = {
     "greedy row": Warp(temperature=jnp.float32(0.0)),
     "top-k": Warp(temperature=jnp.float32(1.0), top_k=jnp.int32(2)),
     "top-p": Warp(temperature=jnp.float32(0.8), top_p=jnp.float32(0.7)),
+    "min-p": Warp(temperature=jnp.float32(1.2), min_p=jnp.float32(0.4)),
     "banned": Warp(temperature=jnp.float32(1.0), bias=jnp.array([0, -jnp.inf, 0.5, 0])),
 }
 
@@ -100,12 +101,28 @@ def compiled(verify, tree: Tree):
 
 
 @lru_cache
-def honest(shape: str, rule: str = "verify"):
+def honest(shape: str, rule: str):
     return compiled(getattr(rules, rule), TREES[shape])
 
 
 NODE_BY_NODE = {"chain": "verify_chain", "siblings": "verify_tree"}
 """Published rules that judge each node by itself, by the shape that they are for."""
+
+
+def judge_each(
+    shape: str,
+    target: enumeration.Laws,
+    drafts: enumeration.Drafts,
+    stated: enumeration.Laws | None,
+    logits: jax.Array | None = None,
+) -> list[Outcome]:
+    """Judges every rule that applies to the drafts; arguments are those of `judge`."""
+    names = ["verify_deterministic"]
+    if stated is not None:
+        names = ["verify_traversal", NODE_BY_NODE[shape]]
+    return [
+        judge(honest(shape, name), TREES[shape], target, drafts, stated, logits) for name in names
+    ]
 
 
 def judge(
@@ -178,9 +195,10 @@ def arguments(
     return drafts.tokens, drafts.valid, logprobs, logits
 
 
-def assert_lossless(outcome: Outcome):
-    assert outcome.consistent
-    assert outcome.deviation < EXACT
+def assert_lossless(outcomes: list[Outcome]):
+    for outcome in outcomes:
+        assert outcome.consistent
+        assert outcome.deviation < EXACT
 
 
 @pytest.mark.parametrize("warp", WARPS)
@@ -189,8 +207,7 @@ def test_sampled_drafts_keep_the_law(shape, warp):
     tree = TREES[shape]
     target, draft = random_laws(0, WARPS[warp]), random_laws(1, WARPS[warp])
     drafts = enumeration.sampled_drafts(tree, draft)
-    for rule in ("verify_traversal", NODE_BY_NODE[shape]):
-        assert_lossless(judge(honest(shape, rule), tree, target, drafts, draft))
+    assert_lossless(judge_each(shape, target, drafts, draft))
 
 
 @pytest.mark.parametrize("draws", [60, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -236,14 +253,14 @@ def test_target_and_draft_may_be_warped_differently(shape):
     tree = TREES[shape]
     target, draft = random_laws(2, WARPS["hot"]), random_laws(3, WARPS["top-k"])
     drafts = enumeration.sampled_drafts(tree, draft)
-    assert_lossless(judge(honest(shape), tree, target, drafts, draft))
+    assert_lossless(judge_each(shape, target, drafts, draft))
 
 
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
 def test_a_draft_equal_to_the_target_keeps_the_law(shape):
     tree, laws = TREES[shape], random_laws(4, WARPS["plain"])
     drafts = enumeration.sampled_drafts(tree, laws)
-    assert_lossless(judge(honest(shape), tree, laws, drafts, laws))
+    assert_lossless(judge_each(shape, laws, drafts, laws))
 
 
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
@@ -253,7 +270,7 @@ def test_laws_that_exclude_each_other_keep_the_law(shape):
     target = random_laws(5, Warp(bias=jnp.array([0, 0, -jnp.inf, -jnp.inf])))
     draft = random_laws(6, Warp(bias=jnp.array([-jnp.inf, -jnp.inf, 0, 0])))
     drafts = enumeration.sampled_drafts(tree, draft)
-    assert_lossless(judge(honest(shape), tree, target, drafts, draft))
+    assert_lossless(judge_each(shape, target, drafts, draft))
 
 
 def test_a_single_possible_token_leaves_fillers_among_its_siblings():
@@ -261,32 +278,46 @@ def test_a_single_possible_token_leaves_fillers_among_its_siblings():
     target = random_laws(7, WARPS["plain"])
     draft = random_laws(8, WARPS["greedy row"])
     drafts = enumeration.sampled_drafts(SIBLINGS, draft)
-    assert_lossless(judge(honest("siblings"), SIBLINGS, target, drafts, draft))
+    assert_lossless(judge_each("siblings", target, drafts, draft))
 
 
-# Rules of validity: a node's may depend on all that was known before its own token was drawn.
+def without(nodes: list[int], where: np.ndarray) -> np.ndarray:
+    """Valid nodes of each draft: some are not valid where a condition holds."""
+    return ~(where[:, None] & np.isin(np.arange(len(SIBLINGS.parents)), nodes))
+
+
+def by_all_before(tokens: np.ndarray) -> np.ndarray:
+    """Each node's validity depends on the one before it: an ancestor, a sibling or one below it."""
+    order = [0, 1, 2, 4, 5, 3]
+    valid = np.ones(tokens.shape, bool)
+    valid[:, order[1:]] = tokens[:, order[:-1]] != 2
+    return valid
+
+
+# Rules of validity: a node's may depend on all that was known before its own token was drawn, see
+# `Proposal.valid`.
 EARLY_EXITS = {
-    "the text alone": lambda tokens: np.arange(tokens.shape[1])[None, :] < 3,
-    "the token before": lambda tokens: np.roll(tokens, 1, axis=1) != 2,
-    "an earlier sibling": lambda tokens: (tokens[:, 1] != 2)[:, None] | (np.arange(6) != 2),
+    ("chain", "the text alone"): lambda tokens: np.arange(4)[None, :] < 3,
+    ("chain", "the token before"): lambda tokens: np.roll(tokens, 1, axis=1) != 2,
+    ("siblings", "the text alone"): lambda tokens: np.arange(6)[None, :] < 3,
+    ("siblings", "an earlier sibling"): lambda tokens: without([2], tokens[:, 1] == 2),
+    ("siblings", "an earlier sibling, for a whole subtree"): lambda tokens: without(
+        [2, 4, 5], tokens[:, 1] == 2
+    ),
+    ("siblings", "what is below an earlier sibling"): lambda tokens: without(
+        [3], tokens[:, 4] == tokens[:, 1]
+    ),
+    ("siblings", "all that was drawn before"): by_all_before,
 }
 
 
-@pytest.mark.parametrize(
-    ("shape", "exit_rule"),
-    [
-        ("chain", "the text alone"),
-        ("chain", "the token before"),
-        ("siblings", "the text alone"),
-        ("siblings", "an earlier sibling"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "exit_rule"), EARLY_EXITS)
 def test_a_draft_that_stops_early_keeps_the_law(shape, exit_rule):
     tree = TREES[shape]
     target, draft = random_laws(9, WARPS["plain"]), random_laws(10, WARPS["plain"])
-    drafts = enumeration.sampled_drafts(tree, draft, EARLY_EXITS[exit_rule])
+    drafts = enumeration.sampled_drafts(tree, draft, EARLY_EXITS[shape, exit_rule])
     assert not drafts.valid.all()
-    assert_lossless(judge(honest(shape), tree, target, drafts, draft))
+    assert_lossless(judge_each(shape, target, drafts, draft))
 
 
 SURE = 0.5
@@ -318,7 +349,7 @@ EXITS = {
 }
 
 
-def judge_exit(warp: str, rule: Callable) -> Outcome:
+def judge_exit(warp: str, rule: Callable) -> list[Outcome]:
     """Tokens are drawn from the warped law, and the chain ends by the law before any warping."""
     raw = random_laws(10, WARPS["plain"])
     return judge_chains(
@@ -422,11 +453,11 @@ def test_chains_that_end_early_keep_the_law(name, warp):
     assert_lossless(judge_chains(warp, valid))
 
 
-def judge_chains(warp: str, valid: Callable) -> Outcome:
+def judge_chains(warp: str, valid: Callable) -> list[Outcome]:
     target, draft = random_laws(9, WARPS[warp]), random_laws(10, WARPS[warp])
     drafts = enumeration.sampled_drafts(CHAIN, draft, valid)
     assert len(set(drafts.valid.sum(axis=1).tolist())) > 1
-    return judge(honest("chain"), CHAIN, target, drafts, draft)
+    return judge_each("chain", target, drafts, draft)
 
 
 @pytest.mark.parametrize("warp", ["plain", "hot", "cold", "banned"])
@@ -445,15 +476,14 @@ def test_an_unused_sibling_between_used_ones_keeps_the_law(gap):
     """The siblings after it were drawn knowing its token, used or not."""
     target, draft = random_laws(11, WARPS["plain"]), random_laws(12, WARPS["plain"])
     drafts = enumeration.sampled_drafts(SIBLINGS, draft, lambda tokens: np.arange(6) != gap)
-    assert_lossless(judge(honest("siblings"), SIBLINGS, target, drafts, draft))
+    assert_lossless(judge_each("siblings", target, drafts, draft))
 
 
 @pytest.mark.parametrize("warp", WARPS)
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
 def test_each_deterministic_draft_keeps_the_law(shape, warp):
-    tree, target = TREES[shape], random_laws(13, WARPS[warp])
-    drafts = deterministic_drafts(tree)
-    assert_lossless(judge(honest(shape), tree, target, drafts, None))
+    target, drafts = random_laws(13, WARPS[warp]), deterministic_drafts(TREES[shape])
+    assert_lossless(judge_each(shape, target, drafts, None))
 
 
 PROMPT, EMITTED = [1, 2], [3, 1]
@@ -490,16 +520,16 @@ def penalized_at_nodes(
 @pytest.mark.parametrize("rule", ["all", "repetition", "frequency", "bigrams", "a minimum"])
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
 def test_penalties_keep_the_law(shape, rule):
-    tree, rules, draft = TREES[shape], RULES[rule], random_laws(1, WARPS["plain"])
-    assert_lossless(judge_penalized(tree, shape, rules, draft))
+    assert_lossless(judge_penalized(shape, RULES[rule]))
 
 
-def judge_penalized(tree: Tree, shape: str, rules: dict, draft: enumeration.Laws) -> Outcome:
+def judge_penalized(shape: str, rules: dict) -> list[Outcome]:
+    tree, draft = TREES[shape], random_laws(1, WARPS["plain"])
     rng = np.random.default_rng(11)
     raw = [rng.standard_normal((VOCAB,) * (length + 1)) for length in range(4)]
     drafts = enumeration.sampled_drafts(tree, draft)
     logits = penalized_at_nodes(tree, raw, drafts.tokens, rules)
-    return judge(honest(shape), tree, penalized_laws(raw, rules), drafts, draft, logits)
+    return judge_each(shape, penalized_laws(raw, rules), drafts, draft, logits)
 
 
 def without_paths(tree: Tree) -> Tree:
@@ -528,8 +558,7 @@ def test_penalties_of_another_text_are_caught(fault, rule, monkeypatch):
         return right(logits, penalties, context, num_emitted, proposal)
 
     monkeypatch.setattr(module, "penalize", wrong)
-    draft = random_laws(1, WARPS["plain"])
-    assert_caught(judge_penalized(CHAIN, "chain", RULES[rule], draft))
+    assert_caught(judge_penalized("chain", RULES[rule]))
 
 
 # Tokens are a stop id, "a", "b" and "ab"; the language is (a b | b a*)* with a "b" at its end.
@@ -564,20 +593,21 @@ def constrained_at_nodes(
     return jax.jit(jax.vmap(at_nodes))(tokens, logits)
 
 
-def judge_constrained(tree: Tree, shape: str, room: int, stated: bool = True) -> Outcome:
+def judge_constrained(shape: str, room: int, stated: bool = True) -> list[Outcome]:
+    tree = TREES[shape]
     rng = np.random.default_rng(12)
     raw = [rng.standard_normal((VOCAB,) * (length + 1)) for length in range(4)]
     draft = random_laws(1, WARPS["plain"]) if stated else None
     drafts = enumeration.sampled_drafts(tree, draft) if stated else deterministic_drafts(tree)
     logits = constrained_at_nodes(tree, raw, drafts.tokens, room)
-    return judge(honest(shape), tree, constrained_laws(raw, room), drafts, draft, logits)
+    return judge_each(shape, constrained_laws(raw, room), drafts, draft, logits)
 
 
 @pytest.mark.parametrize("room", GRAMMAR_ROOMS)
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
 @pytest.mark.parametrize("stated", [True, False], ids=["sampled", "deterministic"])
 def test_a_grammar_keeps_the_law(shape, room, stated):
-    assert_lossless(judge_constrained(TREES[shape], shape, GRAMMAR_ROOMS[room], stated))
+    assert_lossless(judge_constrained(shape, GRAMMAR_ROOMS[room], stated))
 
 
 def states_of_parents(row: RowGrammar, tree: Tree, tokens: jax.Array) -> jax.Array:
@@ -595,7 +625,7 @@ at_every_node = RowGrammar.at_nodes
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
 def test_a_grammar_of_another_text_is_caught(shape, fault, monkeypatch):
     monkeypatch.setattr(RowGrammar, "at_nodes", fault)
-    assert_caught(judge_constrained(TREES[shape], shape, GRAMMAR_ROOMS["room enough"]))
+    assert_caught(judge_constrained(shape, GRAMMAR_ROOMS["room enough"]))
 
 
 def laws_of_another_vocabulary() -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -616,7 +646,7 @@ def test_drafts_of_another_vocabulary_keep_the_law(shape):
     tree, target = TREES[shape], random_laws(14, WARPS["plain"])
     draft, _ = laws_of_another_vocabulary()
     drafts = enumeration.sampled_drafts(tree, draft)
-    assert_lossless(judge(honest(shape), tree, target, drafts, draft))
+    assert_lossless(judge_each(shape, target, drafts, draft))
 
 
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
@@ -624,7 +654,7 @@ def test_a_law_of_shared_tokens_that_is_not_renormalised_is_caught(shape):
     tree, target = TREES[shape], random_laws(14, WARPS["plain"])
     draft, stated = laws_of_another_vocabulary()
     drafts = enumeration.sampled_drafts(tree, draft)
-    assert_caught(judge(honest(shape), tree, target, drafts, stated))
+    assert_caught(judge_each(shape, target, drafts, stated))
 
 
 def deterministic_drafts(tree: Tree) -> enumeration.Drafts:
@@ -743,28 +773,7 @@ def test_a_planted_fault_is_caught(name, monkeypatch):
     else:
         drafts, stated = enumeration.sampled_drafts(tree, draft), draft
     measure = compiled(fault.change(monkeypatch), tree)
-    assert_caught(judge(measure, tree, target, drafts, stated))
-
-
-# Two siblings with two children each.
-COUSINS = tree_from_paths([(0,), (1,), (0, 0), (1, 0)])
-
-
-def test_parents_that_share_a_draw_need_the_rule_for_them():
-    """Judging whole paths looks at a draw twice then; judging node by node does not."""
-    target = random_laws(20, WARPS["plain"], depth=2)
-    first, second = random_laws(21, WARPS["plain"], depth=1)[0], random_laws(22, WARPS["plain"])[0]
-    draft = [first, np.tile(second, (VOCAB, 1))]
-    drafts = enumeration.sampled_drafts(COUSINS, draft)
-    shared = drafts.tokens[:, 3] == drafts.tokens[:, 4]
-    once = drafts.probability / second[drafts.tokens[:, 4]]
-    drafts = enumeration.Drafts(drafts.tokens[shared], drafts.valid[shared], once[shared])
-    by_node, by_path = (
-        judge(compiled(rule, COUSINS), COUSINS, target, drafts, draft)
-        for rule in (rules.verify_tree, rules.verify_traversal)
-    )
-    assert_lossless(by_node)
-    assert by_path.deviation > 1e-5
+    assert_caught([judge(measure, tree, target, drafts, stated)])
 
 
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
@@ -773,7 +782,7 @@ def test_a_dishonest_draft_law_is_caught(shape):
     target, stated = random_laws(16, WARPS["plain"]), random_laws(17, WARPS["plain"])
     really = random_laws(17, WARPS["hot"])
     drafts = enumeration.sampled_drafts(tree, really)
-    assert_caught(judge(honest(shape), tree, target, drafts, stated))
+    assert_caught(judge_each(shape, target, drafts, stated))
 
 
 @pytest.mark.parametrize("shape", ["chain", "siblings"])
@@ -781,8 +790,9 @@ def test_dropping_nodes_for_their_own_tokens_is_caught(shape):
     tree = TREES[shape]
     target, draft = random_laws(18, WARPS["plain"]), random_laws(19, WARPS["plain"])
     drafts = enumeration.sampled_drafts(tree, draft, lambda tokens: tokens != 2)
-    assert_caught(judge(honest(shape), tree, target, drafts, draft))
+    assert_caught(judge_each(shape, target, drafts, draft))
 
 
-def assert_caught(outcome: Outcome):
-    assert outcome.deviation > 1e-3 or not outcome.consistent
+def assert_caught(outcomes: list[Outcome]):
+    for outcome in outcomes:
+        assert outcome.deviation > 1e-3 or not outcome.consistent

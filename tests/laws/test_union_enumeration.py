@@ -22,9 +22,9 @@ from tests.laws.test_enumeration import EXACT, QUICK, VOCAB, WARPS, Outcome, ran
 
 HEADS = {
     "chain": chain(2),
-    # More parents than levels: paths are judged. As many: nodes are judged one by one.
-    "paths": tree_from_paths([(0,), (1,), (0, 0), (1, 0)]),
-    "nodes": tree_from_paths([(0,), (1,), (2,), (1, 0)]),
+    # More parents than levels, and as many: paths are judged in either.
+    "tree": tree_from_paths([(0,), (1,), (0, 0), (1, 0)]),
+    "thin tree": tree_from_paths([(0,), (1,), (2,), (1, 0)]),
 }
 SHORT, LONG = [1, 2, 1], [1, 2, 1, 0, 3]
 """Tokens of lookup: fewer nodes than trees have, or more; deeper than any of them."""
@@ -120,7 +120,7 @@ def test_the_law_is_kept_whoever_drafts(head, looks, warp):
 @pytest.mark.parametrize("looks", [True, False], ids=["lookup drafts", "the head drafts"])
 def test_the_law_is_kept_where_lookup_has_more_nodes(looks, drafted):
     target, laws = of_length(LONG, "hot", 32)
-    outcome = judge("paths", looked_up(LONG, drafted), target, laws, looks)
+    outcome = judge("tree", looked_up(LONG, drafted), target, laws, looks)
     assert outcome.consistent
     assert outcome.deviation < EXACT
 
@@ -137,7 +137,7 @@ def flat(chain: Proposal, like: jax.Array) -> jax.Array:
     return jnp.full((len(chain.tokens) - 1, VOCAB), -jnp.log(VOCAB))
 
 
-@pytest.mark.parametrize("head", ["paths", "chain"])
+@pytest.mark.parametrize("head", HEADS)
 def test_lookup_that_says_it_drew_is_caught(head, monkeypatch):
     monkeypatch.setattr(union, "_certain", flat)
     target, laws = of_length(SHORT, "plain", 40)
