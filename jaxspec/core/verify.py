@@ -172,12 +172,12 @@ def verify_traversal(
     num_children = jnp.sum(tree.children >= 0, axis=1)
     draws = proposal.law_row[jnp.maximum(tree.children[:, 0], 0)]
 
-    def laws_at(parents: Int[Array, " parents"]) -> tuple[Array, Array]:
-        """Returns the target's laws after some nodes, and what their children are drawn from."""
-        laws = jax.nn.softmax(logits[parents], axis=-1)
+    def laws_at(parent: Int[Array, ""]) -> tuple[Array, Array]:
+        """Returns the target's law after a node, and what its children are drawn from."""
+        law = jax.nn.softmax(logits[parent])
         # After a node that no token may follow nothing is emitted, so any distribution will do.
-        laws = jnp.where(jnp.isfinite(laws), laws, 1 / vocab)
-        return laws, jnp.exp(distributions[draws[parents]]).astype(logits.dtype)
+        law = jnp.where(jnp.isfinite(law), law, 1 / vocab)
+        return law, jnp.exp(distributions[draws[parent]]).astype(logits.dtype)
 
     def give(parent: Int[Array, ""], owed: Array, draft: Array) -> tuple[Array, Array]:
         """Returns what a node owes after all its children, if they are rejected; their weights."""
@@ -202,13 +202,12 @@ def verify_traversal(
 
     # Parents come before their children, and each has a distribution of its own.
     (parents,) = jnp.nonzero(num_children > 0, size=len(distributions), fill_value=nodes)
-    laws, drafts = laws_at(parents)
 
     def visit(index: Int[Array, ""], state: tuple[Array, Array]) -> tuple[Array, Array]:
         weights, ends = state
         parent = parents[index]
-        weight = weights[parent]
-        rest, of_children = give(parent, weight * laws[index], drafts[index])
+        law, draft = laws_at(parent)
+        rest, of_children = give(parent, weights[parent] * law, draft)
         return weights + of_children, ends.at[parent].set(jnp.sum(rest), mode="drop")
 
     root = jnp.zeros(nodes, logits.dtype).at[0].set(1.0)
@@ -228,9 +227,9 @@ def verify_traversal(
     earlier = siblings & (places[None, :] < places[:, None])
     last = _deepest(tree, keep & ~jnp.any(earlier & keep[None, :], axis=1))
 
-    law, draft = laws_at(last[None])
-    owed = weights[last] * law[0]
-    rest, _ = give(last, owed, draft[0])
+    law, draft = laws_at(last)
+    owed = weights[last] * law
+    rest, _ = give(last, owed, draft)
     next_token = inverse_cdf(jnp.where(jnp.sum(rest) > 0, rest, owed), uniforms[0])
     return Verdict(tree.paths[last], tree.depths[last] + 1, next_token)
 

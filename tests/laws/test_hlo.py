@@ -22,7 +22,9 @@ import pytest
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode
 from jaxspec.core.masks import causal
-from jaxspec.core.types import Params, Warp
+from jaxspec.core.tree import tree_from_paths
+from jaxspec.core.types import Params, Proposal, Warp
+from jaxspec.core.verify import verify_traversal
 from jaxspec.models import NARROW, ModelConfig, Network, param_shapes
 from tests.laws.drafters import DRAFTERS, PLAIN, marked
 
@@ -226,3 +228,34 @@ def test_a_precision_that_was_asked_for_stays(asked, dtype, expected):
     with jax.default_matmul_precision(asked):
         traced = logits.trace(network, jax.ShapeDtypeStruct((5,), jnp.int32))
     assert precisions(traced, "cuda") == expected
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_verification_moves_no_array_of_all_laws(rows):
+    """Batches over large vocabularies: a copy of every node's law costs more than the rule."""
+    tree = jax.tree.map(jnp.asarray, tree_from_paths([(0,), (1,), (0, 0), (1, 0), (0, 0, 0)]))
+    nodes, laws, vocab = 6, 4, 999
+    law_row = jnp.array([0, 0, 0, 1, 2, 3])
+
+    def judge(uniforms, tokens, valid, draft_logprobs, logits):
+        proposal = Proposal(tokens, tree, valid, draft_logprobs, law_row)
+        return verify_traversal(uniforms, proposal, logits)
+
+    shapes = [
+        jax.ShapeDtypeStruct((rows, *shape), dtype)
+        for shape, dtype in (
+            ((nodes,), jnp.float32),
+            ((nodes,), jnp.int32),
+            ((nodes,), jnp.bool_),
+            ((laws, vocab), jnp.float32),
+            ((nodes, vocab), jnp.float32),
+        )
+    ]
+    compiled = jax.jit(jax.vmap(judge)).lower(*shapes).compile()
+    made = [
+        each
+        for instructions in read_hlo(compiled.as_text()).values()
+        for each in instructions
+        if each.opcode not in ("parameter", "get-tuple-element", "tuple", "bitcast", "while")
+    ]
+    assert max(size for each in made for size in each.sizes) <= rows * vocab + vocab
