@@ -200,8 +200,9 @@ def test_chains_are_counted_as_generate_counts_them(model, draft, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("shipped")
 def test_the_suite_is_measured(model, draft, head, data_folder, monkeypatch):
-    models = {"demo-draft": draft, "demo-deer": filling_model("deer", 4)}
-    monkeypatch.setattr(acceptance, "load", lambda name: models.get(name, model))
+    target = dataclasses.replace(model, name="demo")  # for which the head was made
+    models = {"demo": target, "demo-draft": draft, "demo-deer": filling_model("deer", 4)}
+    monkeypatch.setattr(acceptance, "load", models.__getitem__)
     monkeypatch.setattr(acceptance, "load_eagle", lambda name, network: head)
     monkeypatch.setattr(acceptance, "write_answers", lambda model, drafter: Counts(3, 1, 2))
     for name, value in {
