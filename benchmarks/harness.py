@@ -86,13 +86,27 @@ class SuiteRun(NamedTuple):
     settings: Mapping[str, Any]
     progress: bool = True
 
-    def prompts(self, model: Model, room: int) -> list[SuitePrompt]:
-        """Returns prompts of all sets that leave `room` tokens of the model's context."""
+    def prompts(
+        self,
+        model: Model,
+        room: int,
+        prompt_sets: Sequence[PromptSet] | None = None,
+        at_most: int | None = None,
+    ) -> list[SuitePrompt]:
+        """Returns prompts that leave `room` tokens of the model's context.
+
+        Args:
+            model: the target.
+            room: tokens.
+            prompt_sets: their sets; `None` for all of the suite.
+            at_most: prompts of each set, where that is fewer than `prompts_per_set`.
+        """
+        count = min(self.prompts_per_set, at_most or self.prompts_per_set)
         return [
             prompt
-            for group in self.suite.prompt_sets
+            for group in (self.suite.prompt_sets if prompt_sets is None else prompt_sets)
             for prompt in first_that_fit(
-                read_prompt_set(group, self.data_folder), model, room, self.prompts_per_set
+                read_prompt_set(group, self.data_folder), model, room, count
             )
         ]
 

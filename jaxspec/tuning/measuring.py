@@ -132,6 +132,33 @@ class _AnyThreshold:
 
 
 @checks_arguments
+def chain_at_threshold(
+    drafter: LoadedDrafter, length: Nodes = CHAIN, threshold: Share = 0.0
+) -> LoadedDrafter:
+    """Returns a drafter over a chain that ends early; all thresholds share a compiled program.
+
+    Args:
+        drafter: an `Eagle` or `DraftModel`; its own tree is not used.
+        length: of the longest chain.
+        threshold: see `DraftModel`. 0 ends a chain only where no more tokens may be emitted.
+
+    Raises:
+        ValueError: the drafter ends no chain early.
+
+    Example:
+        >>> import jaxspec
+        >>> from jaxspec.tuning.measuring import chain_at_threshold
+        >>> model, draft = jaxspec.load("demo"), jaxspec.DraftModel.of(jaxspec.load("demo-draft"))
+        >>> chain = chain_at_threshold(draft, length=2, threshold=0.2)
+        >>> jaxspec.generate(model, "1, 2,", chain, max_new_tokens=8).metrics.num_tokens
+        8
+    """
+    chain = tuple((0,) * depth for depth in range(1, length + 1))
+    probing = _AnyThreshold(with_tree(drafter, chain, threshold=1.0).drafter)
+    return LoadedDrafter(probing, (drafter.params, jnp.float32(threshold)))
+
+
+@checks_arguments
 def measure_exits(
     model: Model,
     drafter: LoadedDrafter,
@@ -168,14 +195,11 @@ def measure_exits(
         (3, True)
     """
     prompts = prompt_list(prompts)
-    chain = tuple((0,) * depth for depth in range(1, length + 1))
-    probing = _AnyThreshold(with_tree(drafter, chain, threshold=1.0).drafter)
     drafted, accepted = np.zeros((2, len(thresholds), length + 1), int)
     for prompt in prompts:
         advance("counting drafts that end early")
         for index, threshold in enumerate(thresholds):
-            weights = drafter.params, jnp.float32(threshold)
-            loaded = LoadedDrafter(probing, weights)
+            loaded = chain_at_threshold(drafter, length, threshold)
             (row,) = generate(model, prompt, config, loaded, seed, return_trace=True)
             # The last step may have been short of room.
             for step in (row.trace or ())[:-1]:
