@@ -295,7 +295,7 @@ def test_the_tree_that_is_written_is_the_fastest_that_was_measured(
     pytest.importorskip("matplotlib", reason="needs the extra `plots`")
 
     def measured(model, drafter, trees, *_, **__):
-        """The last tree in the order of predictions is the fastest; plain decoding, after it, is not."""
+        """The last tree by prediction is the fastest; plain decoding, after it, is not."""
         seconds = [*range(len(trees) + 1, 2, -1), float(len(trees))]
         return [MeasuredTree(1.0, step) for step in seconds]
 
