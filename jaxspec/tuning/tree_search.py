@@ -303,7 +303,7 @@ def search_tree(
         max_branch: children of a node; `None`: 4, or as many as the table covers.
         num_best: number of trees to rank.
         early_exit: also rank chains that end early, up to the length that the table has counts of
-            (`jaxspec tune tree` does). A graph for a phone does not end them.
+            (`jaxspec tune tree` does, if the profile is of JAX). Exported files do not end them.
 
     Raises:
         ValueError: a limit is larger than the profile or the table covers, or an argument is of

@@ -16,7 +16,9 @@ from jaxspec.decoding.request import prepare
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.models import Network
 from jaxspec.tuning import (
+    AcceptanceTable,
     Candidate,
+    ExitCounts,
     cost,
     identity_of,
     load_acceptance,
@@ -24,6 +26,7 @@ from jaxspec.tuning import (
     measuring,
     probe_paths,
     profiling,
+    save_acceptance,
     save_profile,
 )
 from jaxspec.tuning.measuring import (
@@ -41,6 +44,9 @@ from tests.measure.models import filling_model, tiny_model
 PHONE = "galaxy-s25-adreno830-vicuna7b-q4"
 INFERRED = "eagle1-vicuna7b-tau-4.06-inferred"
 CONFIG = GenerationConfig(max_new_tokens=13)
+NO_EXITS = (
+    "NOTE: chains that end early are left out: only JAX ends them, and --profile is of {}."
+)
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +311,15 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
     assert (out / "predicted.png").read_bytes().startswith(b"\x89PNG")
     table = load_acceptance(out / "acceptance.json")
     assert table.head == identity_of(model.network)
+    assert table.exits == ()
+    assert NO_EXITS.format("llama.cpp") in captured.err
+    here = tmp_path / "here.json"
+    save_profile(dataclasses.replace(load_profile(PHONE), runtime="jax 0.10.1"), here)
+    assert main([*argv, "--profile", str(here), "--out", str(tmp_path / "by jax")]) == 0
+    assert "chains that end early are left out" not in capsys.readouterr().err
+    exits = load_acceptance(tmp_path / "by jax" / "acceptance.json").exits
+    assert exits
+    assert all(sum(counts.passes) == sum(counts.drafted) for counts in exits)
     other = tmp_path / "other.json"
     save_profile(dataclasses.replace(load_profile(PHONE), model="another"), other)
     known = ["--acceptance", str(out / "acceptance.json"), "--profile", str(other)]
@@ -313,6 +328,27 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
     # A table of another head is not priced as if it were this one's.
     assert main([*argv, "--acceptance", INFERRED]) == 2
     assert "belongs to the head (unknown)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("runtime", "shown"),
+    [
+        ("jax 0.10.1", None),
+        ("LiteRT, CPU, 1 threads", "LiteRT, CPU, 1 threads"),
+        ("", "no runtime that it names"),
+    ],
+)
+def test_only_a_profile_of_jax_has_chains_that_end_early(runtime, shown, capsys, tmp_path):
+    """Exported files draft whole chains, so a search for them must not price others."""
+    exits = (ExitCounts(0.5, drafted=(0, 4, 6), accepted=(1, 3, 6), passes=(0, 4, 6)),)
+    table, profile = tmp_path / "table.json", tmp_path / "profile.json"
+    save_acceptance(AcceptanceTable(((0.6, 0.1), (0.6, 0.1)), exits=exits), table)
+    save_profile(dataclasses.replace(load_profile(PHONE), runtime=runtime), profile)
+    assert main(["tune", "tree", "--profile", str(profile), "--acceptance", str(table)]) == 0
+    captured = capsys.readouterr()
+    thresholds = [line.split()[2] for line in captured.out.splitlines() if line.count(".") == 5]
+    assert ("0.5" in thresholds) == (shown is None)
+    assert captured.err == ("" if shown is None else f"{NO_EXITS.format(shown)}\n")
 
 
 def test_the_tree_that_is_written_is_the_fastest_that_was_measured(
