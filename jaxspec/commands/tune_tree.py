@@ -69,9 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Searches the draft tree with the most tokens per second, from a latency profile and an "
         "acceptance table; with eagle and draft-model, and a profile of JAX, also the chain that "
-        "ends early at the best threshold. MODEL, PROMPTS and --drafter measure the table; with --measure the best "
-        "trees are then decoded with, in turns, and the fastest of them is written. Give held-out "
-        "rows of training text, never the text that you evaluate on."
+        "ends early at the best threshold. MODEL, PROMPTS and --drafter measure the table; with "
+        "--measure the best trees are then decoded with, in turns, and the fastest of them is "
+        "written. Give held-out rows of training text, never the text that you evaluate on."
     )
     add_model_arguments(parser, required=False)
     add_prompts_argument(parser, required=False)

@@ -123,7 +123,7 @@ def _over_whole_chain(loaded: LoadedDrafter, config: ExportConfig) -> LoadedDraf
         warnings.warn(
             f"drafter: an exported file ends no chain early, so threshold={drafter.threshold:g} is "
             f"left out, and each step drafts all {drafter.tree_shape[1]} tokens. `jaxspec tune "
-            "tree` with a profile of `jaxspec export kit` finds the tree that is fastest without it.",
+            "tree` with a profile of `jaxspec export kit` finds the fastest tree without it.",
             stacklevel=3,
         )
     return loaded._replace(drafter=dataclasses.replace(drafter, threshold=0.0))

@@ -211,7 +211,8 @@ def measure_exits(
         for index, threshold in enumerate(thresholds):
             weights = drafter.params, jnp.float32(threshold)
             loaded = LoadedDrafter(probing, weights)
-            states = prepare(model, prompt, config, loaded, seed).decode()
+            request = prepare(model, prompt, config or GenerationConfig(), loaded, seed)
+            states = request.decode()
             counts[index] += np.asarray(states.draft.counts[0])
     if not counts[:, 0].sum(axis=1).all():
         raise ValueError("prompts: no output has a second step; ask for more tokens.")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import Deer, DraftModel, GenerationConfig, PromptLookup, generate
+from jaxspec import Deer, DraftModel, GenerationConfig, PromptLookup
 from jaxspec.cli import main
+from jaxspec.commands import tune_tree
 from jaxspec.core import loop
 from jaxspec.core.tree import tree_from_paths
 from jaxspec.decoding.request import prepare
@@ -44,9 +45,7 @@ from tests.measure.models import filling_model, tiny_model
 PHONE = "galaxy-s25-adreno830-vicuna7b-q4"
 INFERRED = "eagle1-vicuna7b-tau-4.06-inferred"
 CONFIG = GenerationConfig(max_new_tokens=13)
-NO_EXITS = (
-    "NOTE: chains that end early are left out: only JAX ends them, and --profile is of {}."
-)
+NO_EXITS = "NOTE: chains that end early are left out: only JAX ends them, and --profile is of {}."
 
 
 @pytest.fixture(scope="module")
@@ -208,8 +207,8 @@ def test_one_program_counts_drafts_at_every_threshold(model, drafter):
             assert getattr(found, name) == tuple(expected), name
     assert len({found.drafted for found in counts}) == 3
     # Some passes gave no token: the law was too flat.
-    uncounted = [dataclasses.replace(found, passes=()) for found in counts]
-    assert any(each.mean_passes(3) > bare.mean_passes(3) for each, bare in zip(counts, uncounted))
+    uncounted = [dataclasses.replace(found, passes=()).mean_passes(3) for found in counts]
+    assert [found.mean_passes(3) for found in counts] > uncounted
 
 
 def test_trees_are_timed_without_prefill(model, drafter, timed):
@@ -357,7 +356,7 @@ def test_the_tree_that_is_written_is_the_fastest_that_was_measured(
     pytest.importorskip("matplotlib", reason="needs the extra `plots`")
 
     def measured(model, drafter, trees, *_, **__):
-        """The last tree in the order of predictions is the fastest; plain decoding, after it, is not."""
+        """The last tree as predicted is the fastest; plain decoding, after it, is not."""
         seconds = [*range(len(trees) + 1, 2, -1), float(len(trees))]
         return [MeasuredTree(1.0, step) for step in seconds]
 
