@@ -28,6 +28,7 @@ BENCHMARK=$BENCHMARK "$out/kit/measure.sh" "$backend" "$threads" >"$out/kit.txt"
 echo "3. read the times" >&2
 jaxspec tune profile --import "$out/kit.txt" --out "$out/phone.json" >&2
 echo "4. search the tree" >&2
+# A kit's profile is not of JAX, so no chain that ends early is searched: files draft whole trees.
 jaxspec tune tree "$model" "$prompts" --drafter "eagle:head=$head" --profile "$out/phone.json" --out "$out/tuned" --table
 echo "5. export EAGLE's tree and the one that was found" >&2
 for name in eagle searched; do

@@ -68,10 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec tune tree`."""
     parser.description = (
         "Searches the draft tree with the most tokens per second, from a latency profile and an "
-        "acceptance table; with eagle and draft-model, also the chain that ends early at the best "
-        "threshold. MODEL, PROMPTS and --drafter measure the table; with --measure the best "
-        "trees are then decoded with, in turns, and the fastest of them is written. Give held-out "
-        "rows of training text, never the text that you evaluate on."
+        "acceptance table; with eagle and draft-model, and a profile of JAX, also the chain that "
+        "ends early at the best threshold. MODEL, PROMPTS and --drafter measure the table; with "
+        "--measure the best trees are then decoded with, in turns, and the fastest of them is "
+        "written. Give held-out rows of training text, never the text that you evaluate on."
     )
     add_model_arguments(parser, required=False)
     add_prompts_argument(parser, required=False)
@@ -147,7 +147,13 @@ def run(args: argparse.Namespace) -> int:
         )
     if acceptance is None:
         assert setting is not None, "asked for above"
-        acceptance = _measure_acceptance(args, setting)
+        acceptance = _measure_acceptance(args, setting, profile)
+    if not profile.ends_chains and (acceptance.exits or _ends_chains(setting)):
+        print(
+            "NOTE: chains that end early are left out: only JAX ends them, and --profile is of "
+            f"{profile.runtime or 'no runtime that it names'}.",
+            file=sys.stderr,
+        )
     found = search_tree(
         acceptance,
         profile,
@@ -156,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
         max_width=args.max_width,
         max_branch=args.max_branch,
         num_best=max(10, args.measure) + 1,  # plain decoding may be one of them
-        early_exit=True,
+        early_exit=profile.ends_chains,
     )
     predictions = []
     if args.measure:
@@ -268,11 +274,18 @@ def _setting(args: argparse.Namespace) -> _Setting:
     return _Setting(model, drafter, prompts, config)
 
 
-def _measure_acceptance(args: argparse.Namespace, setting: _Setting) -> AcceptanceTable:
+def _ends_chains(setting: _Setting | None) -> bool:
+    """True if the drafter can end a chain early."""
+    return setting is not None and hasattr(setting.drafter.drafter, "threshold")
+
+
+def _measure_acceptance(
+    args: argparse.Namespace, setting: _Setting, profile: LatencyProfile
+) -> AcceptanceTable:
     depth = _depth_to_measure(setting.drafter.drafter, args.max_depth)
     paths = probe_paths(depth, args.max_branch or 4)
     how: Any = {"seed": args.seed}
-    ends_early = hasattr(setting.drafter.drafter, "threshold")
+    ends_early = profile.ends_chains and _ends_chains(setting)
     with progress_bar(len(setting.prompts) * (1 + ends_early)) as advance:
         table = measure_acceptance(*setting, paths=paths, advance=advance, **how)
         if not ends_early:

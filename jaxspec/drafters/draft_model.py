@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.core import masks
@@ -138,14 +138,23 @@ class DraftModel(Checked):
         return cache
 
     def propose(
+        self, params: Params, key: PRNGKeyArray, state: KVCache, context: Context
+    ) -> tuple[Proposal, KVCache]:
+        proposal, state, _ = self.propose_and_count(params, key, state, context, self.threshold)
+        return proposal, state
+
+    def propose_and_count(
         self,
         params: Params,
         key: PRNGKeyArray,
         state: KVCache,
         context: Context,
-        threshold: float | Float[Array, ""] | None = None,
-    ) -> tuple[Proposal, KVCache]:
-        """See `core.types.Drafter`; another threshold than its own may be given."""
+        threshold: float | Float[Array, ""],
+    ) -> tuple[Proposal, KVCache, int | Int[Array, ""]]:
+        """Proposes with any threshold, if its own is above 0; also counts its draft passes.
+
+        That of the root is one of them. For the rest see `core.types.Drafter`.
+        """
         cache, feature = self._absorb(params.draft, state, context)
 
         def forward(level, tokens, _, mask, scratch) -> Hidden:
@@ -157,13 +166,13 @@ class DraftModel(Checked):
             draft.unembed, context.warp, params.target.vocab_size, grammar=context.grammar
         )
         if not self.threshold:
-            return grow_tree(self.tree, key, root, law, feature, forward), cache
+            proposal = grow_tree(self.tree, key, root, law, feature, forward)
+            return proposal, cache, self.tree_shape[1]
         scratch = draft.empty_cache(depth := self.tree_shape[1]).layers
-        given = self.threshold if threshold is None else threshold
-        proposal, _ = grow_chain(
-            depth, context.room, given, key, root, law, feature, forward, scratch
+        grown = grow_chain(
+            depth, context.room, threshold, key, root, law, feature, forward, scratch
         )
-        return proposal, cache
+        return grown.proposal, cache, grown.passes
 
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`."""

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxspec.core import masks
 from jaxspec.core.cache import append, settled
@@ -129,14 +129,23 @@ class Eagle(Checked):
         return read_prompt(params, prompt, context, self.chunk)
 
     def propose(
+        self, params: Params, key: PRNGKeyArray, state: EagleState, context: Context
+    ) -> tuple[Proposal, EagleState]:
+        proposal, state, _ = self.propose_and_count(params, key, state, context, self.threshold)
+        return proposal, state
+
+    def propose_and_count(
         self,
         params: Params,
         key: PRNGKeyArray,
         state: EagleState,
         context: Context,
-        threshold: float | Float[Array, ""] | None = None,
-    ) -> tuple[Proposal, EagleState]:
-        """See `core.types.Drafter`; another threshold than its own may be given."""
+        threshold: float | Float[Array, ""],
+    ) -> tuple[Proposal, EagleState, int | Int[Array, ""]]:
+        """Proposes with any threshold, if its own is above 0; also counts its draft passes.
+
+        That of the root is one of them. For the rest see `core.types.Drafter`.
+        """
         target, head = params.target, params.draft
         state = absorb(params, state, context)
 
@@ -156,13 +165,13 @@ class Eagle(Checked):
         )
         feature = state.state[None]
         if not self.threshold:
-            return grow_tree(self.tree, key, root, law, feature, forward), state
+            proposal = grow_tree(self.tree, key, root, law, feature, forward)
+            return proposal, state, self.tree_shape[1]
         scratch = head.empty_cache(depth := self.tree_shape[1]).layers
-        given = self.threshold if threshold is None else threshold
-        proposal, _ = grow_chain(
-            depth, context.room, given, key, root, law, feature, forward, scratch
+        grown = grow_chain(
+            depth, context.room, threshold, key, root, law, feature, forward, scratch
         )
-        return proposal, state
+        return grown.proposal, state, grown.passes
 
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`."""

@@ -12,6 +12,7 @@ from jaxspec.core.cache import KEY_PLACES_AXIS, VALUE_PLACES_AXIS, write
 from jaxspec.core.forms import exchangeable
 from jaxspec.core.grammar import RowGrammar
 from jaxspec.core.proposal import chain_proposal, choose_children, tree_proposal
+from jaxspec.core.rows import largest_of_rows
 from jaxspec.core.tree import traced_tree
 from jaxspec.core.types import Hidden, LayerKV, Proposal, Tree, Warp
 
@@ -196,9 +197,10 @@ def of_draft(
 
 
 class _Chain(NamedTuple):
-    """A chain that is growing. Entries at or past `count` mean nothing.
+    """A chain that is growing. Entries past those of `count` tokens mean nothing.
 
     Attributes:
+        place: of the next token, in chains that still grow; one value for the whole batch.
         tokens: the pending token, then the drafted ones.
         feature: of the last pass.
         logprobs: distributions that the tokens were drawn from; `None` for deterministic drafts.
@@ -208,6 +210,7 @@ class _Chain(NamedTuple):
         standing: the draft's state of the grammar; `None` without one.
     """
 
+    place: Int[Array, ""]
     tokens: Int[Array, " nodes"]
     feature: Float[Array, "1 embed"]
     logprobs: Float[Array, "drafts drafted"] | None
@@ -215,6 +218,21 @@ class _Chain(NamedTuple):
     count: Int[Array, ""]
     confidence: Float[Array, ""]
     standing: Any
+
+
+class GrownChain(NamedTuple):
+    """A chain that may have ended early.
+
+    Attributes:
+        proposal: the chain.
+        count: its tokens.
+        passes: draft passes that it took, that of the root included. A last distribution that no
+            token was drawn from took a pass, too.
+    """
+
+    proposal: Proposal
+    count: Int[Array, ""]
+    passes: Int[Array, ""]
 
 
 def grow_chain(
@@ -231,12 +249,14 @@ def grow_chain(
     begun: bool = True,
     confidence: Confidence = of_draft,
     least: float = NODE_SHARE,
-) -> tuple[Proposal, Int[Array, ""]]:
+) -> GrownChain:
     """Drafts a chain that ends when the draft is unsure: each further token costs a pass.
 
     It ends after the token that takes the confidence below the threshold; or before that token is
     drawn, if its law alone takes the confidence far below. To drop a token for what it is, or for
     its own probability, is a bias: the law of the tokens that remain is not the stated one.
+
+    Passes run until every row of a batch (`jax.vmap`) has ended its chain.
 
     Args:
         length: of the longest chain, static.
@@ -252,29 +272,36 @@ def grow_chain(
         confidence: how it is counted.
         least: share of the threshold below which a token is not drawn. It must be 0 if the
             confidence depends on the token.
-
-    Returns:
-        The proposal, and the number of its tokens.
     """
     keys, places = jax.random.split(key, length), jnp.arange(length)
-    longest = jnp.minimum(length, room - 1)
+    longest = jnp.clip(room - 1, int(begun), length)
+
+    def grows(chain: _Chain) -> Bool[Array, ""]:
+        return (chain.confidence >= threshold) & (chain.count < longest)
 
     def draw(chain: _Chain) -> _Chain:
-        at, state = chain.count, chain.standing
+        at, state, growing = chain.place, chain.standing, grows(chain)
         logits = law.logits(chain.feature, None if law.grammar is None else state[None], at)
         choices, logprobs = law.choose(keys[at], logits, 1)
         (token,) = law.ids(choices[0])
         sure = confidence(chain.confidence, jax.nn.softmax(logits[0]), choices[0, 0])
+        sure = jnp.where(growing, sure.astype(jnp.float32), chain.confidence)
+        laws = chain.logprobs
+        if laws is not None:
+            # Only what is written is selected: a pass must not move the other laws.
+            written = jnp.where(growing, logprobs[0].astype(laws.dtype), laws[at])
+            laws = jax.lax.dynamic_update_index_in_dim(laws, written, at, 0)
         return chain._replace(
-            tokens=chain.tokens.at[at + 1].set(token),
-            logprobs=None if chain.logprobs is None else chain.logprobs.at[at].set(logprobs[0]),
-            count=at + ~(sure < least * threshold),
-            confidence=sure.astype(jnp.float32),
+            place=at + 1,
+            tokens=chain.tokens.at[at + 1].set(jnp.where(growing, token, 0)),
+            logprobs=laws,
+            count=chain.count + (growing & ~(sure < least * threshold)),
+            confidence=sure,
             standing=None if law.grammar is None else law.grammar.after(state, token),
         )
 
     def read_and_draw(chain: _Chain) -> _Chain:
-        at = chain.count
+        at = chain.place
         seen = jnp.concatenate([(places < at) & (places >= int(begun)), jnp.ones(1, bool)])
         hidden = forward(at, chain.tokens[at][None], chain.feature, seen[None], chain.scratch)
         kept = tuple(
@@ -288,6 +315,7 @@ def grow_chain(
         # Verification reads all rows, also those of nodes that are not drafted.
         distributions = jnp.full((length, law.num_drafted), -jnp.log(law.num_drafted))
     chain = _Chain(
+        place=jnp.int32(0),
         tokens=jnp.zeros(length + 1, jnp.int32).at[0].set(root),
         feature=feature,
         logprobs=distributions,
@@ -296,14 +324,14 @@ def grow_chain(
         confidence=jnp.float32(1),
         standing=None if law.grammar is None else law.grammar.state,
     )
+    # A condition of each row would make `vmap` select between whole chains, laws and all.
     chain = jax.lax.while_loop(
-        lambda chain: (chain.confidence >= threshold) & (chain.count < longest),
-        read_and_draw,
-        draw(chain) if begun else chain,
+        lambda chain: largest_of_rows(grows(chain)), read_and_draw, draw(chain) if begun else chain
     )
     distributions = None if chain.logprobs is None else law.over_vocab(chain.logprobs)
     valid = jnp.arange(length + 1) <= chain.count
-    return chain_proposal(chain.tokens, valid, distributions), chain.count
+    passes = chain.count + (chain.confidence < least * threshold)
+    return GrownChain(chain_proposal(chain.tokens, valid, distributions), chain.count, passes)
 
 
 def check_threshold(threshold: float, tree: Tree) -> None:

@@ -229,7 +229,7 @@ class LayerSkip(Checked):
         kv_heads, head_dim, _ = context.cache.layers[0].keys.shape
         no_keys = empty_layer(kv_heads, head_dim, size, context.cache.layers[0].keys.dtype)
         absent = (False,) * num_layers if self.skip is None else self.skip.attention
-        proposal, drafted = grow_chain(
+        grown = grow_chain(
             size,
             context.room,
             threshold,
@@ -243,7 +243,7 @@ class LayerSkip(Checked):
             confidence=lambda before, law, choice: law[choice],  # as published: of the last token
             least=0.0,
         )
-        return proposal, LayerSkipState(threshold, rate, drafted)
+        return grown.proposal, LayerSkipState(threshold, rate, grown.count)
 
     def check_fit(self, params: Params) -> None:
         """See `core.types.ChecksFit`."""

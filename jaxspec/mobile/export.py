@@ -1,6 +1,7 @@
 """Export of a model to a `.tflite`: one file of all functions and shared weights, a manifest."""
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import check_space, replacing_files
 from jaxspec.core.types import ChecksFit, Params
 from jaxspec.decoding.request import check_vocabulary
-from jaxspec.drafters import Deer, DrafterLike, LoadedDrafter, NoDraft
+from jaxspec.drafters import Deer, DrafterLike, DraftModel, Eagle, LoadedDrafter, NoDraft
 from jaxspec.extras import installed_version
 from jaxspec.mobile.calibration import Calibration, calibrate
 from jaxspec.mobile.contents import ExportConfig, contents_of, drafters_over_trees, in_one_dtype
@@ -40,7 +41,8 @@ def export(
             a fixed set. A `Deer` that is causal over blocks gets `draft_block_N`, which the host
             calls before `verify_N`, and over a chain or a static tree whole steps. A `DraftModel`
             lies next to the target. `TokenRecycling` and `PromptLookup` get whole steps, whose
-            state is the table or the text. `None`: plain decoding only.
+            state is the table or the text. `None`: plain decoding only. The `threshold` of an
+            `Eagle` or a `DraftModel` is left out, with a warning: the file drafts whole chains.
         config: functions, shapes and quantization; 1024 tokens of text and int8 by default.
         calibration: weights that `calibrated` rounded for this quantization, where several files
             are written; `None`: they are rounded here if the quantization asks for it.
@@ -64,8 +66,9 @@ def export(
         >>> sorted(manifest.signatures)
         ['decode', 'prefill_8']
     """
+    config = config or ExportConfig()
     model, loaded = in_one_dtype(model, drafter)
-    config, network = config or ExportConfig(), model.network
+    loaded, network = _over_whole_chain(loaded, config), model.network
     contents = contents_of(model, loaded, config)
     check_vocabulary(model, loaded)
     params = Params(network, loaded.params)
@@ -109,6 +112,21 @@ def calibrated(model: Model, config: ExportConfig) -> Calibration | None:
     if form is None or not form.calibrated:
         return None
     return calibrate(model, form, config.calibration)
+
+
+def _over_whole_chain(loaded: LoadedDrafter, config: ExportConfig) -> LoadedDrafter:
+    """Returns the drafter as a file has it, without a threshold, and warns where it had one."""
+    drafter: Any = loaded.drafter
+    if not isinstance(drafter, Eagle | DraftModel) or not drafter.threshold:
+        return loaded
+    if not config.trees or drafter.paths in config.trees:
+        warnings.warn(
+            f"drafter: an exported file ends no chain early, so threshold={drafter.threshold:g} is "
+            f"left out, and each step drafts all {drafter.tree_shape[1]} tokens. `jaxspec tune "
+            "tree` with a profile of `jaxspec export kit` finds the fastest tree without it.",
+            stacklevel=3,
+        )
+    return loaded._replace(drafter=dataclasses.replace(drafter, threshold=0.0))
 
 
 def _described(loaded: LoadedDrafter) -> dict[str, Any] | None:

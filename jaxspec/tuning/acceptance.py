@@ -90,14 +90,24 @@ class ExitCounts(Checked):
         threshold: of the drafter.
         drafted: entry i: steps whose draft was i tokens deep.
         accepted: entry i: steps that accepted i draft tokens, bonus EXCLUDED.
+        passes: entry i: steps with i draft passes, that of the root included. A step that ended
+            before its last token was drawn has one more than it has tokens. `()`, as in files of
+            earlier versions: not counted; a step is then priced with a pass for each token.
 
     Raises:
-        ValueError: a field is out of range, or no step was counted.
+        ValueError: a field is out of range, no step was counted, or not the same steps.
+
+    Example:
+        >>> from jaxspec.tuning import ExitCounts
+        >>> counts = ExitCounts(0.5, drafted=(0, 4, 6), accepted=(2, 5, 3), passes=(0, 3, 7))
+        >>> counts.shares(2).tolist(), counts.mean_passes(2)
+        ([0.0, 0.4, 0.6], 1.7)
     """
 
     threshold: Share
     drafted: tuple[Natural, ...]
     accepted: tuple[Natural, ...]
+    passes: tuple[Natural, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,12 +116,23 @@ class ExitCounts(Checked):
                 f"drafted and accepted must count the same steps, at least one; got "
                 f"{self.drafted!r:.80} and {self.accepted!r:.80}."
             )
+        if self.passes and sum(self.passes) != sum(self.drafted):
+            raise ValueError(
+                f"passes must count the {sum(self.drafted)} steps of drafted, got "
+                f"{self.passes!r:.80}; leave it out if it was not counted."
+            )
 
     def shares(self, longest: int) -> Float[np.ndarray, " depths"]:
         """Returns the share of steps that drafted 0, 1, ... tokens of at most `longest`."""
-        counts = np.asarray([*self.drafted, *[0] * longest], float)
-        capped = np.append(counts[:longest], counts[longest:].sum())
-        return capped / capped.sum()
+        return _shares(self.drafted, longest)
+
+    def mean_passes(self, longest: int) -> float:
+        """Returns the draft passes of a step in the mean, for a chain of at most `longest`.
+
+        The pass of the root is one of them.
+        """
+        shares = _shares(self.passes or self.drafted, longest)
+        return float(shares @ np.maximum(np.arange(longest + 1), 1))
 
     def chance(self, depth: int) -> float:
         """Returns the share of steps that accepted so many tokens."""
@@ -326,6 +347,13 @@ class AcceptanceTable(Checked):
 
 
 _NO_COUNTS = RankCounts((), ())
+
+
+def _shares(counts: Sequence[int], longest: int) -> Float[np.ndarray, " sizes"]:
+    """Returns the shares of sizes 0, 1, ..., where larger ones count as `longest`."""
+    padded = np.asarray([*counts, *[0] * longest], float)
+    capped = np.append(padded[:longest], padded[longest:].sum())
+    return capped / capped.sum()
 
 
 @checks_arguments

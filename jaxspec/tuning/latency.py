@@ -98,7 +98,7 @@ class LatencyProfile(Checked):
             pass also reads the tokens that the last step emitted: at most one more than there are
             levels. Empty: the time of a draft pass of one node.
         device: the device that ran the passes.
-        runtime: the software that ran them.
+        runtime: the software that ran them; that of JAX begins with "jax".
         dtype: type of activations.
         quantization: type of the weights; "none" if they are not quantized.
         source: origin of the figures; says which of them are inferred.
@@ -154,6 +154,11 @@ class LatencyProfile(Checked):
     def max_levels(self) -> float:
         """Levels of the deepest tree whose first draft pass was timed; no limit if none was."""
         return self.first_draft[-1].size if self.first_draft else math.inf
+
+    @property
+    def ends_chains(self) -> bool:
+        """True if decoding there can end chains early: by JAX, not by exported files."""
+        return self.runtime.startswith("jax")
 
     def target_seconds(
         self, tokens: int | Float[np.ndarray, " sizes"]

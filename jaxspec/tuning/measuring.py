@@ -6,6 +6,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, PRNGKeyArray
 
 from jaxspec.checkpoint import Model
 from jaxspec.core.checks import Count, Natural, Nodes, Share, above_up_to, checks_arguments
@@ -105,9 +106,29 @@ def measure_acceptance(
     )
 
 
+class _Counting(NamedTuple):
+    """State of `_CountsExits`.
+
+    Attributes:
+        own: state of the drafter.
+        drafted: tokens of the last step.
+        passes: its draft passes.
+        counts: steps before it, by the tokens that they drafted, by those that were accepted, and
+            by passes: the fields of `ExitCounts`.
+    """
+
+    own: PyTree
+    drafted: Int[Array, ""]
+    passes: Int[Array, ""]
+    counts: Int[Array, "3 sizes"]
+
+
 @dataclasses.dataclass(frozen=True)
-class _AnyThreshold:
-    """A drafter of chains that end early, with its threshold among its weights: one program."""
+class _CountsExits:
+    """A drafter of chains that end early, which counts its steps except the last.
+
+    That may have been short of room. The threshold is among the weights: one program for all.
+    """
 
     drafter: Any
 
@@ -123,12 +144,24 @@ class _AnyThreshold:
     def widths(self) -> tuple[int, ...]:
         return self.drafter.widths
 
-    def init(self, params: Params, prompt: Hidden, context: Context) -> PyTree:
-        return self.drafter.init(params._replace(draft=params.draft[0]), prompt, context)
+    def init(self, params: Params, prompt: Hidden, context: Context) -> _Counting:
+        own = self.drafter.init(params._replace(draft=params.draft[0]), prompt, context)
+        none = jnp.zeros((3, 1 + self.tree_shape[1]), jnp.int32)
+        return _Counting(own, jnp.int32(0), jnp.int32(0), none)
 
-    def propose(self, params, key, state, context) -> tuple[Proposal, PyTree]:
-        own, threshold = params.draft
-        return self.drafter.propose(params._replace(draft=own), key, state, context, threshold)
+    def propose(
+        self, params: Params, key: PRNGKeyArray, state: _Counting, context: Context
+    ) -> tuple[Proposal, _Counting]:
+        weights, threshold = params.draft
+        emitted = context.recent.count  # by the last step; 0 before the first
+        sizes = jnp.stack([state.drafted, jnp.maximum(emitted - 1, 0), state.passes])
+        counts = state.counts.at[jnp.arange(3), sizes].add(emitted > 0)
+        params = params._replace(draft=weights)
+        proposal, own, passes = self.drafter.propose_and_count(
+            params, key, state.own, context, threshold
+        )
+        drafted = jnp.sum(proposal.valid) - 1
+        return proposal, _Counting(own, drafted, passes, counts)
 
 
 @checks_arguments
@@ -154,7 +187,7 @@ def chain_at_threshold(
         8
     """
     chain = tuple((0,) * depth for depth in range(1, length + 1))
-    probing = _AnyThreshold(with_tree(drafter, chain, threshold=1.0).drafter)
+    probing = _CountsExits(with_tree(drafter, chain, threshold=1.0).drafter)
     return LoadedDrafter(probing, (drafter.params, jnp.float32(threshold)))
 
 
@@ -170,7 +203,9 @@ def measure_exits(
     seed: Natural = 0,
     advance: Callable[[str], None] = lambda _: None,
 ) -> tuple[ExitCounts, ...]:
-    """Decodes prompts over a chain that ends early, at each threshold, and counts its depths.
+    """Decodes prompts over a chain that ends early, at each threshold, and counts its steps.
+
+    It counts how many tokens each step drafted and accepted, and its draft passes.
 
     Args:
         model: the target.
@@ -191,24 +226,24 @@ def measure_exits(
         >>> model, draft = jaxspec.load("demo"), jaxspec.DraftModel.of(jaxspec.load("demo-draft"))
         >>> config = jaxspec.GenerationConfig(max_new_tokens=8)
         >>> (counts,) = measure_exits(model, draft, ["1, 2,"], config, thresholds=[0.2], length=2)
-        >>> len(counts.drafted), sum(counts.drafted) == sum(counts.accepted)
+        >>> len(counts.drafted), sum(counts.drafted) == sum(counts.passes)
         (3, True)
     """
     prompts = prompt_list(prompts)
-    drafted, accepted = np.zeros((2, len(thresholds), length + 1), int)
+    counts = np.zeros((len(thresholds), 3, length + 1), int)
     for prompt in prompts:
         advance("counting drafts that end early")
         for index, threshold in enumerate(thresholds):
             loaded = chain_at_threshold(drafter, length, threshold)
-            (row,) = generate(model, prompt, config, loaded, seed, return_trace=True)
-            # The last step may have been short of room.
-            for step in (row.trace or ())[:-1]:
-                drafted[index, np.sum(step.valid) - 1] += 1
-                accepted[index, len(step.path) - 1] += 1
-    if not drafted.sum(axis=1).all():
+            request = prepare(model, prompt, config or GenerationConfig(), loaded, seed)
+            states = request.decode()
+            counts[index] += np.asarray(states.draft.counts[0])
+    if not counts[:, 0].sum(axis=1).all():
         raise ValueError("prompts: no output has a second step; ask for more tokens.")
-    counts = (map(tuple, each.tolist()) for each in (drafted, accepted))
-    return tuple(map(ExitCounts, thresholds, *counts))
+    return tuple(
+        ExitCounts(threshold, *map(tuple, found.tolist()))
+        for threshold, found in zip(thresholds, counts, strict=True)
+    )
 
 
 class MeasuredTree(NamedTuple):

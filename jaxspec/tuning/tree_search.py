@@ -4,7 +4,7 @@ A step has one draft pass per level that has nodes with children, and one target
 tokens. `cost` is seconds per token: (T_d(1) * D + T_target(n)) / tau, as in the paper, if a draft
 pass over several nodes takes as long as one over a single node. A drafter of blocks has one draft
 pass for a tree of any depth: (T_d + T_target(n)) / tau. Of its trees with n nodes, the likeliest is
-the best. A chain that ends early costs the mean over the depths that it was drafted to.
+the best. A chain that ends early costs the mean over the passes and depths of its steps.
 """
 
 import dataclasses
@@ -81,17 +81,17 @@ def _parts(
     Args:
         paths: rank paths of the tree.
         profile: pass times of the device.
-        exits: counts of a chain that ends early; means over its lengths are returned.
+        exits: counts of a chain that ends early; means over its steps are returned.
     """
     if exits is None:
         target = float(profile.target_seconds(len(paths) + 1))
         return profile.draft_seconds(_draft_batches(paths)), target
     longest = len(paths)
-    shares, depths = exits.shares(longest), np.arange(longest + 1)
     widths = np.asarray(bank(longest + 1))
-    targets = profile.target_seconds(widths[np.searchsorted(widths, depths + 1)])
-    later = np.maximum(depths - 1, 0) * profile.later_draft_seconds(1)
-    return profile.first_draft_seconds(longest) + float(shares @ later), float(shares @ targets)
+    targets = profile.target_seconds(widths[np.searchsorted(widths, np.arange(longest + 1) + 1)])
+    later = (exits.mean_passes(longest) - 1) * float(profile.later_draft_seconds(1))
+    first = profile.first_draft_seconds(longest)
+    return first + later, float(exits.shares(longest) @ targets)
 
 
 class Candidate(NamedTuple):
@@ -303,7 +303,7 @@ def search_tree(
         max_branch: children of a node; `None`: 4, or as many as the table covers.
         num_best: number of trees to rank.
         early_exit: also rank chains that end early, up to the length that the table has counts of
-            (`jaxspec tune tree` does). A graph for a phone does not end them.
+            (`jaxspec tune tree` does, if the profile is of JAX). Exported files do not end them.
 
     Raises:
         ValueError: a limit is larger than the profile or the table covers, or an argument is of

@@ -397,7 +397,7 @@ def grown(
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(growth, "choose_children", choose)
-            proposal, count = growth.grow_chain(
+            grown = growth.grow_chain(
                 size,
                 jnp.int32(size + 1),
                 threshold,
@@ -409,14 +409,13 @@ def grown(
                 (empty_layer(1, 1, size, jnp.dtype("float64")),),
                 **settings,
             )
-        return proposal.tokens, proposal.valid, proposal.draft_logprobs, count
+        return grown
 
-    found, valid, logprobs, count = map(
-        np.asarray, jax.jit(jax.vmap(one))(jnp.asarray(tokens, jnp.int32))
-    )
-    assert (valid.sum(axis=1) == count + 1).all()
-    assert (found == tokens)[valid].all()
-    return valid, np.exp(logprobs)
+    chain = jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(jnp.asarray(tokens, jnp.int32)))
+    proposal, valid = chain.proposal, chain.proposal.valid
+    assert (valid.sum(axis=1) == chain.count + 1).all()
+    assert (proposal.tokens == tokens)[valid].all()
+    return valid, np.exp(proposal.draft_logprobs)
 
 
 def of_the_last_token(before, law, choice):

@@ -19,12 +19,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxspec.core.cache import empty_layer
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode
 from jaxspec.core.masks import causal
+<<<<<<< HEAD
 from jaxspec.core.tree import tree_from_paths
 from jaxspec.core.types import Params, Proposal, Warp
 from jaxspec.core.verify import verify_traversal
+=======
+from jaxspec.core.types import Hidden, LayerKV, Params, Warp
+from jaxspec.drafters.growth import DraftLaw, grow_chain
+>>>>>>> m4-b
 from jaxspec.models import NARROW, ModelConfig, Network, param_shapes
 from tests.laws.drafters import DRAFTERS, PLAIN, marked
 
@@ -155,6 +161,38 @@ def test_the_loop_moves_no_cache_and_sorts_nothing(name, mode, rows):
     assert "dynamic-update-slice" in opcodes_in_loops(text) or "scatter" in opcodes_in_loops(text)
     assert moved_buffers(text, buffer_size) == []
     assert "sort" not in opcodes_in_loops(text)
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_pass_of_a_chain_that_ends_early_moves_one_law(begun):
+    """A pass writes the law of one token per row, and moves none of those before it."""
+    rows, length, width, vocab = 4, 8, 16, 4096
+
+    def draft(table, key, threshold):
+        def forward(depth, token, feature, mask, scratch):
+            own = LayerKV(jnp.ones((1, width, 1)), jnp.ones((1, 1, width)))
+            return Hidden(feature + (depth + token[0]), jnp.zeros((1, 0)), (own,))
+
+        return grow_chain(
+            length,
+            jnp.int32(length),
+            threshold,
+            key,
+            jnp.int32(0),
+            DraftLaw(lambda features: features @ table, Warp(jnp.float32(1)), vocab),
+            jnp.ones((1, width)),
+            forward,
+            (empty_layer(1, width, length, jnp.dtype("float32")),),
+            begun=begun,
+        )
+
+    keys = jax.random.split(jax.random.key(0), rows)
+    compiled = jax.jit(jax.vmap(draft, (None, 0, 0))).lower(
+        jnp.ones((width, vocab)), keys, jnp.linspace(0.1, 0.4, rows)
+    )
+    text = compiled.compile().as_text()
+    assert "dynamic-update-slice" in opcodes_in_loops(text)
+    assert moved_buffers(text, rows * length * vocab) == []
 
 
 @pytest.mark.parametrize(

@@ -378,6 +378,26 @@ def test_stop_ids_end_a_text(exported, expected):
     assert decoded.finish_reason == "stop_token"
 
 
+CHAIN = ((0,), (0, 0))
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        lambda model, head: Eagle.of(head, CHAIN, threshold=0.2),
+        lambda model, head: DraftModel.of(half_of(model), 2, threshold=0.2),
+    ],
+    ids=["eagle", "draft model"],
+)
+def test_a_file_of_a_chain_that_ends_early_says_that_it_drafts_the_whole(drafter, pair, tmp_path):
+    shapes = replace(SHAPES, bundle="gpu")
+    said = "ends no chain early, so threshold=0.2 is left out, and each step drafts all 2 tokens"
+    with pytest.warns(UserWarning, match=said):
+        manifest = export(pair[0], tmp_path, drafter(*pair), shapes)
+    assert manifest.drafter["threshold"] == 0
+    assert manifest.paths == CHAIN
+
+
 def test_layers_skipped_give_the_same_tokens(pair, expected, tmp_path):
     skip = skips_of(2, attention=[1], mlp=[0])
     export(pair[0], tmp_path, LayerSkip(skip, 3), SHAPES)

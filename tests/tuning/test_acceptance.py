@@ -160,6 +160,10 @@ def test_counts_must_make_sense():
         (lambda: RankCounts((1,), (-1,)), r"accepted\[0\] must be at least 0, got -1"),
         (lambda: ExitCounts(2, (1,), (1,)), r"threshold must be in \[0, 1\], got 2.0"),
         (lambda: ExitCounts(0.5, (0,), ()), "drafted and accepted must count the same steps"),
+        (
+            lambda: ExitCounts(0.5, (0, 2), (1, 1), (0, 1)),
+            r"passes must count the 2 steps of drafted, got \(0, 1\); leave it out",
+        ),
         (lambda: probe_paths(1.5), "max_depth must be a whole number, got 1.5"),
         (lambda: probe_paths(2, 0), "max_branch must be at least 1, got 0"),
         (lambda: probe_paths(5, 10**6), "max_branch must be at most 4096, got 1000000"),

@@ -224,15 +224,19 @@ def chains(length: int) -> tuple[tuple[int, ...], ...]:
 
 
 # Of ten steps at 0.5, four drafted one token, three two and three three; one at 0.1 drafted fewer.
+# There, two of those with one token and one of those with two took a pass that gave no token.
 EXITS = (
     ExitCounts(0.1, drafted=(0, 1, 0, 9), accepted=(2, 2, 3, 3)),
-    ExitCounts(0.5, drafted=(0, 4, 3, 3), accepted=(2, 3, 2, 3)),
+    ExitCounts(0.5, drafted=(0, 4, 3, 3), accepted=(2, 3, 2, 3), passes=(0, 2, 4, 4)),
 )
 ENDING = AcceptanceTable(((0.6, 0.1), (0.6, 0.1)), exits=EXITS)
 
 
 def test_a_chain_that_ends_early_costs_what_it_drafts():
-    """Passes of 2, 3 and, for drafts of three tokens, 4: `bank(4)` has no width between."""
+    """Target passes of 2, 3 and, for drafts of three tokens, 4: `bank(4)` has no width between.
+
+    Draft passes are those that were counted, also where no token came of them.
+    """
     profile = LatencyProfile(
         "steep",
         tuple(Timing(size, float(size)) for size in range(1, 6)),
@@ -241,10 +245,13 @@ def test_a_chain_that_ends_early_costs_what_it_drafts():
     )
     found = predict(chains(3), ENDING, profile, 0.5)
     assert found.tau == pytest.approx(1 + 0.8 + 0.5 + 0.3)
-    assert found.step_seconds == pytest.approx(0.4 + 0.4 * 2 + 0.3 * (0.1 + 4) + 0.3 * (0.2 + 4))
+    drafting = 0.4 + 0.4 * 0.1 + 0.4 * 0.2
+    assert found.step_seconds == pytest.approx(drafting + 0.4 * 2 + 0.3 * 4 + 0.3 * 4)
     shorter = predict(chains(2), ENDING, profile, 0.5)
     assert shorter.tau == pytest.approx(1 + 0.8 + 0.5)
-    assert shorter.step_seconds == pytest.approx(0.3 + 0.4 * 2 + 0.6 * (0.1 + 3))
+    assert shorter.step_seconds == pytest.approx(0.3 + 0.8 * 0.1 + 0.4 * 2 + 0.6 * 3)
+    uncounted = predict(chains(3), ENDING, profile, 0.1)
+    assert uncounted.step_seconds == pytest.approx(0.4 + 0.1 * 2 + 0.9 * (0.2 + 4))
     with pytest.raises(ValueError, match=r"no counts for threshold 0.3, only for \[0.1, 0.5\]"):
         predict(chains(2), ENDING, profile, 0.3)
 

@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import Deer, DraftModel, GenerationConfig, PromptLookup, generate
+from jaxspec import Deer, DraftModel, GenerationConfig, PromptLookup
 from jaxspec.cli import main
+from jaxspec.commands import tune_tree
 from jaxspec.core import loop
 from jaxspec.core.tree import tree_from_paths
+from jaxspec.decoding.request import prepare
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.models import Network
 from jaxspec.tuning import (
+    AcceptanceTable,
     Candidate,
+    ExitCounts,
     cost,
     identity_of,
     load_acceptance,
@@ -22,6 +27,7 @@ from jaxspec.tuning import (
     measuring,
     probe_paths,
     profiling,
+    save_acceptance,
     save_profile,
 )
 from jaxspec.tuning.measuring import (
@@ -39,6 +45,7 @@ from tests.measure.models import filling_model, tiny_model
 PHONE = "galaxy-s25-adreno830-vicuna7b-q4"
 INFERRED = "eagle1-vicuna7b-tau-4.06-inferred"
 CONFIG = GenerationConfig(max_new_tokens=13)
+NO_EXITS = "NOTE: chains that end early are left out: only JAX ends them, and --profile is of {}."
 
 
 @pytest.fixture(scope="module")
@@ -163,21 +170,45 @@ def test_acceptance_of_a_perfect_drafter(model, drafter):
 
 
 def test_one_program_counts_drafts_at_every_threshold(model, drafter):
-    """It drafts as the drafter of each threshold does, up to the last step of a text."""
+    """It drafts as the drafter of each threshold does, up to the last step of a text.
+
+    The passes are those that really run, the root's apart, which has no scratch.
+    """
+    passes = []
+
+    class Observed(Network):
+        def forward(self, tokens, *args, scratch=None, **kwargs):
+            if scratch is not None:
+                jax.debug.callback(lambda: passes.append(1))
+            return super().forward(tokens, *args, scratch=scratch, **kwargs)
+
+    jax.tree_util.register_dataclass(Observed, data_fields=["params"], meta_fields=["config"])
+    observed = drafter._replace(params=Observed(model.network.params, model.network.config))
     thresholds = (0.02, 0.1, 0.5)
-    before = loop._step_stream._cache_size()
+    before = loop.decode._cache_size()
     counts = measure_exits(model, drafter, ["one, two"], CONFIG, thresholds=thresholds, length=3)
-    assert loop._step_stream._cache_size() == before + 1
+    assert loop.decode._cache_size() == before + 1
     chain = ((0,), (0, 0), (0, 0, 0))
     for threshold, found in zip(thresholds, counts, strict=True):
-        own = with_tree(drafter, chain, threshold)
-        (row,) = generate(model, "one, two", CONFIG, own, return_trace=True)
-        drafted = [int(np.sum(step.valid)) - 1 for step in row.trace[:-1]]
-        accepted = [len(step.path) - 1 for step in row.trace[:-1]]
+        own = with_tree(observed, chain, threshold)
+        ran, drafted, accepted = [], [], []
+        steps = prepare(model, "one, two", CONFIG, own, 0).decode_stream()
+        for _, info in steps:
+            jax.effects_barrier()
+            ran.append(len(passes))
+            if info is not None:
+                drafted.append(int(info.proposal.valid[0].sum()) - 1)
+                accepted.append(int(info.verdict.num_emitted[0]) - 1)
         assert found.threshold == threshold
-        assert found.drafted == tuple(np.bincount(drafted, minlength=4).tolist())
-        assert found.accepted == tuple(np.bincount(accepted, minlength=4).tolist())
+        for name, sizes in zip(
+            ("drafted", "accepted", "passes"), (drafted, accepted, 1 + np.diff(ran)), strict=True
+        ):
+            expected = np.bincount(sizes[:-1], minlength=4).tolist()
+            assert getattr(found, name) == tuple(expected), name
     assert len({found.drafted for found in counts}) == 3
+    # Some passes gave no token: the law was too flat.
+    uncounted = [dataclasses.replace(found, passes=()).mean_passes(3) for found in counts]
+    assert [found.mean_passes(3) for found in counts] > uncounted
 
 
 def test_trees_are_timed_without_prefill(model, drafter, timed):
@@ -279,6 +310,15 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
     assert (out / "predicted.png").read_bytes().startswith(b"\x89PNG")
     table = load_acceptance(out / "acceptance.json")
     assert table.head == identity_of(model.network)
+    assert table.exits == ()
+    assert NO_EXITS.format("llama.cpp") in captured.err
+    here = tmp_path / "here.json"
+    save_profile(dataclasses.replace(load_profile(PHONE), runtime="jax 0.10.1"), here)
+    assert main([*argv, "--profile", str(here), "--out", str(tmp_path / "by jax")]) == 0
+    assert "chains that end early are left out" not in capsys.readouterr().err
+    exits = load_acceptance(tmp_path / "by jax" / "acceptance.json").exits
+    assert exits
+    assert all(sum(counts.passes) == sum(counts.drafted) for counts in exits)
     other = tmp_path / "other.json"
     save_profile(dataclasses.replace(load_profile(PHONE), model="another"), other)
     known = ["--acceptance", str(out / "acceptance.json"), "--profile", str(other)]
@@ -287,6 +327,27 @@ def test_tuning_from_prompts_to_measured_trees(model, capsys, tmp_path):
     # A table of another head is not priced as if it were this one's.
     assert main([*argv, "--acceptance", INFERRED]) == 2
     assert "belongs to the head (unknown)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("runtime", "shown"),
+    [
+        ("jax 0.10.1", None),
+        ("LiteRT, CPU, 1 threads", "LiteRT, CPU, 1 threads"),
+        ("", "no runtime that it names"),
+    ],
+)
+def test_only_a_profile_of_jax_has_chains_that_end_early(runtime, shown, capsys, tmp_path):
+    """Exported files draft whole chains, so a search for them must not price others."""
+    exits = (ExitCounts(0.5, drafted=(0, 4, 6), accepted=(1, 3, 6), passes=(0, 4, 6)),)
+    table, profile = tmp_path / "table.json", tmp_path / "profile.json"
+    save_acceptance(AcceptanceTable(((0.6, 0.1), (0.6, 0.1)), exits=exits), table)
+    save_profile(dataclasses.replace(load_profile(PHONE), runtime=runtime), profile)
+    assert main(["tune", "tree", "--profile", str(profile), "--acceptance", str(table)]) == 0
+    captured = capsys.readouterr()
+    thresholds = [line.split()[2] for line in captured.out.splitlines() if line.count(".") == 5]
+    assert ("0.5" in thresholds) == (shown is None)
+    assert captured.err == ("" if shown is None else f"{NO_EXITS.format(shown)}\n")
 
 
 def test_the_tree_that_is_written_is_the_fastest_that_was_measured(
