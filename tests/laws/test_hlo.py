@@ -23,14 +23,10 @@ from jaxspec.core.cache import empty_layer
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode
 from jaxspec.core.masks import causal
-<<<<<<< HEAD
 from jaxspec.core.tree import tree_from_paths
-from jaxspec.core.types import Params, Proposal, Warp
+from jaxspec.core.types import Hidden, LayerKV, Params, Proposal, Warp
 from jaxspec.core.verify import verify_traversal
-=======
-from jaxspec.core.types import Hidden, LayerKV, Params, Warp
 from jaxspec.drafters.growth import DraftLaw, grow_chain
->>>>>>> m4-b
 from jaxspec.models import NARROW, ModelConfig, Network, param_shapes
 from tests.laws.drafters import DRAFTERS, PLAIN, marked
 
