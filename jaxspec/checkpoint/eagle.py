@@ -17,6 +17,7 @@ names them by what comes out: [1, 46, 90] of 94 layers are the usual 2, L // 2 a
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,7 @@ _UNSUPPORTED = ("use_aux_norm",)
 # Files carry the target's embedding and masks that follow from other tensors.
 _NOT_NEEDED = ("embed_tokens.weight", "t2d", "d2t")
 _EAGLE = eagle_rules("layers.0")
+_LATER_LAYER = re.compile(r"layers\.[1-9]")
 
 
 class HeadTensor(NamedTuple):
@@ -101,8 +103,8 @@ def load_eagle(
     Example:
         >>> from jaxspec import load
         >>> head = load_eagle("demo-eagle", load("demo"))
-        >>> head.config.num_layers, head.paths
-        (1, ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)))
+        >>> head.config.num_layers, len(head.paths), head.threshold
+        (1, 5, 0.1)
     """
     target = network_of(target)
     folder = find_head(source, revision=revision)
@@ -279,7 +281,9 @@ def _layer_config(
     raw: Mapping[str, Any], stored: Mapping[str, Tensor], target: Network
 ) -> ModelConfig:
     """The one layer's shape. Positions are the target's: published heads state shorter ones."""
-    if (num_layers := read(raw, "num_hidden_layers", Count, 1)) > 1:
+    num_layers = read(raw, "num_hidden_layers", Count, 1)
+    # Some heads of one layer state the number of the target's layers.
+    if num_layers > 1 and any(_LATER_LAYER.match(name) for name in stored):
         raise CheckpointError(
             f"config.json: num_hidden_layers is {num_layers}, and only EAGLE heads of one layer "
             "are supported."

@@ -178,11 +178,6 @@ def test_a_head_comes_back_as_it_was_saved(target, name, tmp_path):
         ({"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc .* exclude each"),
         ({"use_aux_norm": True}, "sets use_aux_norm, which is not supported"),
         ({"eagle_config": {"use_aux_norm": True}}, "sets use_aux_norm, which is not supported"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, .* one layer"),
-        (
-            {"num_hidden_layers": None, "transformer_layer_config": {"num_hidden_layers": 3}},
-            "num_hidden_layers is 3, .* one layer",
-        ),
         ({"norm_output": "yes"}, "norm_output must be True or False, got 'yes'"),
     ],
 )
@@ -191,5 +186,22 @@ def test_what_is_not_covered_is_named(target, dialect, message, tmp_path):
         load_eagle(publish(tmp_path, dialect), target)
 
 
-def test_a_head_need_not_state_its_layers(target, tmp_path):
-    assert load_eagle(publish(tmp_path, {"num_hidden_layers": None}), target).config.num_layers == 1
+STATED = [
+    {"num_hidden_layers": 3},
+    {"num_hidden_layers": None, "transformer_layer_config": {"num_hidden_layers": 3}},
+]
+
+
+@pytest.mark.parametrize("dialect", STATED)
+def test_a_head_of_several_layers_is_refused_by_name(target, dialect, tmp_path):
+    folder = publish(tmp_path, dialect)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["layers.2.mlp.up_proj.weight"] = tensors["layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers is 3, .* one layer"):
+        load_eagle(folder, target)
+
+
+@pytest.mark.parametrize("dialect", [{"num_hidden_layers": None}, *STATED])
+def test_a_head_of_one_layer_may_state_the_layers_of_its_target(target, dialect, tmp_path):
+    assert load_eagle(publish(tmp_path, dialect), target).config.num_layers == 1
