@@ -66,6 +66,13 @@ def shares_draws(proposal: Proposal) -> bool:
     """Tells, from shapes alone, whether all parents of one depth share one draw.
 
     There is one distribution for each depth then. See `of_own_draws` for the others.
+
+    Example:
+        >>> from jaxspec import tree_from_parents
+        >>> tree, zeros = tree_from_parents([-1, 0, 0, 1, 2]), jnp.zeros(5, jnp.int32)
+        >>> laws = jnp.full((2, 9), -jnp.log(9.0))  # one for each of two depths
+        >>> shares_draws(Proposal(zeros, tree, zeros == 0, laws, zeros))
+        True
     """
     assert proposal.draft_logprobs is not None, "nothing was drawn"
     branches = proposal.tree.children.shape[1] > 1
