@@ -91,6 +91,11 @@ def loop_of(args: argparse.Namespace) -> "LoopOf | None":
             raise ValueError(
                 "--drafter draft-model needs draft-model:model=FILE, of an exported model."
             )
+        if others := sorted(settings.keys() - {"model", "num_speculative_tokens"}):
+            raise ValueError(
+                f"--drafter {args.drafter.text}: on LiteRT draft-model has model and "
+                f"num_speculative_tokens; leave {', '.join(others)} out."
+            )
         count = settings.get("num_speculative_tokens", DraftModel.num_speculative_tokens)
         drafted = drafted_by(MobileModel(source, num_threads=args.threads), count)
 

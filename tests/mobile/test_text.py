@@ -118,6 +118,7 @@ def test_a_token_that_stops_twice_stops_as_a_string():
         (["--drafter", "lookup:num_speculative_tokens=9"], "export it with --verify 10"),
         (["--drafter", "lookup", "--loop", "plain"], "--loop must be verify"),
         (["--drafter", "draft-model"], "draft-model:model=FILE"),
+        (["--drafter", "draft-model:model=m,threshold=0.1"], "leave threshold out"),
         (["--threads", "0"], "--threads must be at least 1"),
         (["--drafter", "lookup:num_speculative_tokens=0"], "must be at least 1, got 0"),
         (["--dtype", "float32", "--max-positions", "9"], "--dtype, --max-positions: fixed when"),
