@@ -42,7 +42,7 @@ from tests.measure.models import filling_model
 
 @pytest.fixture(scope="module")
 def draft(model) -> Model:
-    """Of nearly the target's weights."""
+    """A draft model with nearly the weights of the target."""
     rng = np.random.default_rng(0)
     network = jax.tree.map(
         lambda weight: weight * rng.uniform(0.5, 1.5, weight.shape).astype(weight.dtype),
