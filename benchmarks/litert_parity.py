@@ -5,6 +5,7 @@ with its own `decode`, token by token.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -21,16 +22,20 @@ from jaxspec.drafters import DrafterLike
 from jaxspec.measure.comparison import TIE_GAP, Divergence
 from jaxspec.mobile.checks import Way, compare_ways, decoding
 from jaxspec.mobile.contents import ExportConfig
-from jaxspec.mobile.drafts import Caller, Draft, TreeDraft
+from jaxspec.mobile.drafts import Caller, Draft
 from jaxspec.mobile.export import MODEL_FILE, export
-from jaxspec.mobile.loops import HostAcceptance, LoopOf, Plain, Steps, Verified, verify_drafts
+from jaxspec.mobile.loops import (
+    HostAcceptance,
+    LoopOf,
+    Plain,
+    Steps,
+    Verified,
+    own_draft,
+    verify_drafts,
+)
+from jaxspec.mobile.manifest import Manifest
 from jaxspec.mobile.runtime import MobileModel
 
-LOOPS: Mapping[str, LoopOf] = {
-    "decode": Plain,
-    "draft, verify, commit": verify_drafts,
-    "step": Steps,
-}
 LARGEST_LOGITS_ERROR = 5e-5
 """Largest difference of float32 logits from those of JAX."""
 QUANTIZED_TIE_GAP = 0.1
@@ -77,7 +82,7 @@ class Replay(NamedTuple):
 
     Attributes:
         num_steps: in all traces.
-        same_drafts: steps in which the file drafts the same tokens.
+        same_drafts: steps in which the file drafts the same tokens, and maybe more behind them.
         same_commits: steps in which the file accepts as many of JAX's drafts and emits the same
             tokens.
     """
@@ -144,7 +149,8 @@ def compare_with_jax(
             with TemporaryDirectory() as folder:
                 export(model, folder, drafter, shapes)
                 file = MobileModel(Path(folder) / MODEL_FILE, num_threads=1)
-                ways = {loop: decoding(max_new_tokens, LOOPS[loop]) for loop in LOOPS}
+                loops = loops_of(file.manifest).items()
+                ways = {name: decoding(max_new_tokens, loop) for name, loop in loops}
                 if quantization == "float32":
                     traces = _traces(model, drafter, prompts, texts)
                     yield FileParity(
@@ -172,6 +178,18 @@ def compare_with_jax(
                         tie_gap=QUANTIZED_TIE_GAP,
                     )
                     yield FileParity(name, quantization, loops, None, None)
+
+
+def loops_of(manifest: Manifest) -> dict[str, LoopOf]:
+    """Returns the ways in which a file with a drafter decodes, by name.
+
+    Where drafts end by a threshold, `step` drafts whole chains: `step_exit` ends them as JAX does.
+    """
+    loops: dict[str, LoopOf] = {"decode": Plain, "draft, verify, commit": verify_drafts}
+    for signature in ("step_exit", "step"):
+        if signature in manifest.signatures:
+            loops[signature] = partial(Steps, signature=signature)
+    return loops
 
 
 def judged_loops(
@@ -232,7 +250,7 @@ def replay(
     texts: Sequence[Sequence[int]],
     traces: Sequence[Trace],
 ) -> Replay:
-    """Does every step of traces again: `draft`, `verify_N` on JAX's drafts, `commit_N`.
+    """Does every step of traces again: the file's draft, `verify_N` on JAX's, `commit_N`.
 
     Args:
         file: with the drafter of the traces.
@@ -242,7 +260,7 @@ def replay(
     """
     same_drafts = same_commits = 0
     for prompt, text, trace in zip(prompts, texts, traces, strict=True):
-        replayed = _Replayed(TreeDraft(file), trace)
+        replayed = _Replayed(own_draft(file), trace)
 
         def loop(model: Caller, acceptance: HostAcceptance, replayed=replayed) -> Verified:
             return Verified(model, replayed, acceptance)
@@ -271,7 +289,9 @@ class _Replayed:
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
         own, step = self._inner(text, recent), next(self._steps)
         same_tree = np.array_equal(own.tree.parents, step.parents)
-        same_tokens = np.array_equal(np.asarray(own.tokens)[step.valid], step.tokens[step.valid])
+        # JAX ends drafts at the budget, and those of a head at its threshold, which a file lacks.
+        offered = np.where(own.valid, own.tokens, -1)
+        same_tokens = np.array_equal(offered[step.valid], step.tokens[step.valid])
         self.num_same += same_tree and same_tokens
         return own._replace(tokens=step.tokens, valid=step.valid)
 

@@ -270,16 +270,16 @@ LoopOf = Callable[[Caller, HostAcceptance], Loop]
 """Makes a loop over a file."""
 
 
+def own_draft(model: Caller) -> Draft:
+    """Makes drafts of the file's own drafter, whichever function of the file makes them."""
+    if model.manifest.sizes("draft_block"):
+        return WindowDraft(model)
+    return ExitDraft(model) if "step_exit" in model.manifest.signatures else TreeDraft(model)
+
+
 def verify_drafts(model: Caller, acceptance: HostAcceptance) -> Loop:
     """Makes the loop that verifies the drafts of the file's own drafter and accepts on the host."""
-    draft: Draft
-    if model.manifest.sizes("draft_block"):
-        draft = WindowDraft(model)
-    elif "step_exit" in model.manifest.signatures:
-        draft = ExitDraft(model)
-    else:
-        draft = TreeDraft(model)
-    return Verified(model, draft, acceptance)
+    return Verified(model, own_draft(model), acceptance)
 
 
 def whole_steps(model: Caller, acceptance: HostAcceptance) -> Loop:
