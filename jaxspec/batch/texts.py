@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int
 
 from jaxspec.batch.guard import Chunk
 from jaxspec.batch.plan import Group, capacity_needed, read_in, shared_prefix
@@ -32,7 +32,6 @@ from jaxspec.core.decode import (
     Prompt,
     begin,
     num_emitted,
-    num_likeliest,
     prefill,
     speculative_step,
 )
@@ -46,7 +45,6 @@ from jaxspec.core.types import (
     Drafter,
     Hidden,
     Params,
-    Proposal,
     PyTree,
     ReadsFinished,
     Recent,
@@ -67,6 +65,7 @@ from jaxspec.decoding.request import (
 from jaxspec.decoding.result import host_rows, text_of
 from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import NoDraft
+from jaxspec.drafters.wrapped import Wrapped
 from jaxspec.sharding import Placement, placement_of, shard_like
 
 if TYPE_CHECKING:
@@ -88,35 +87,12 @@ class RowSettings(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Dormant:
+class Dormant(Wrapped):
     """A drafter that does not read prompts: for rows that are decoded plainly."""
 
-    drafter: Drafter
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafter.taps
-
-    @property
-    def tree_shape(self) -> tuple[int, int]:
-        return self.drafter.tree_shape
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return self.drafter.widths
-
-    @property
-    def num_likeliest(self) -> int:
-        return num_likeliest(self.drafter)
-
     def init(self, params: Params, prompt: Hidden, context: Context) -> PyTree:
-        shapes = jax.eval_shape(self.drafter.init, params, prompt, context)
+        shapes = jax.eval_shape(super().init, params, prompt, context)
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-    def propose(
-        self, params: Params, key: PRNGKeyArray, state: PyTree, context: Context
-    ) -> tuple[Proposal, PyTree]:
-        return self.drafter.propose(params, key, state, context)
 
 
 @partial(jax.jit, static_argnames=("drafter",))

@@ -21,6 +21,7 @@ from jaxspec.decoding.request import (
     prompt_list,
 )
 from jaxspec.drafters import LoadedDrafter
+from jaxspec.drafters.wrapped import Wrapped
 from jaxspec.measure.timing import release_programs, time_in_turns
 from jaxspec.tuning.acceptance import (
     AcceptanceTable,
@@ -124,25 +125,13 @@ class _Counting(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _CountsExits:
+class _CountsExits(Wrapped):
     """A drafter of chains that end early, which counts its steps except the last.
 
     That may have been short of room. The threshold is among the weights: one program for all.
     """
 
     drafter: Any
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafter.taps
-
-    @property
-    def tree_shape(self) -> tuple[int, int]:
-        return self.drafter.tree_shape
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return self.drafter.widths
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> _Counting:
         own = self.drafter.init(params._replace(draft=params.draft[0]), prompt, context)

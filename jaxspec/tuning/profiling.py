@@ -22,9 +22,10 @@ from jaxspec.core.checks import (
 )
 from jaxspec.core.proposal import tree_proposal
 from jaxspec.core.tree import Path, tree_from_parents
-from jaxspec.core.types import Drafter, Params, Proposal, PyTree, Tree
+from jaxspec.core.types import Params, PyTree, Tree
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.block import BlockSettings
+from jaxspec.drafters.wrapped import Wrapped
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.step import (
     CAPACITY,
@@ -90,34 +91,18 @@ class RejectedTree(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class _WithLevels:
+class _WithLevels(Wrapped):
     """A drafter that is passed as many emitted tokens as if its tree had `levels` levels.
 
     Attributes:
-        drafter: the drafter.
         levels: levels below the root.
     """
 
-    drafter: Drafter
     levels: int
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.drafter.taps
 
     @property
     def tree_shape(self) -> tuple[int, int]:
         return self.drafter.tree_shape[0], self.levels
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return self.drafter.widths
-
-    def init(self, params, prompt, context) -> PyTree:
-        return self.drafter.init(params, prompt, context)
-
-    def propose(self, params, key, state, context) -> tuple[Proposal, PyTree]:
-        return self.drafter.propose(params, key, state, context)
 
 
 @checks_arguments
