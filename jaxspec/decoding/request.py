@@ -438,6 +438,7 @@ def check_request(
     check_taps(model, loaded)
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(Params(model.network, loaded.params))
+    check_target(model, loaded)
     check_rules(model)
     return loaded._replace(params=shard_like(model.params, loaded.params))
 
@@ -519,6 +520,21 @@ def check_taps(model: "Model", loaded: LoadedDrafter) -> None:
             f"drafter: {type(loaded.drafter).__name__} reads the inputs of layers "
             f"{list(loaded.drafter.taps)}, and {model.name} is a network of your own, which gives "
             "none; use a drafter without taps, such as PromptLookup() or DraftModel.of(model)."
+        )
+
+
+def check_target(model: "Model", loaded: LoadedDrafter) -> None:
+    """Refuses a drafter that was trained for a target with other weights, if that can be seen.
+
+    Raises:
+        OtherTargetError: naming the setting that allows it.
+    """
+    if loaded.made_for is not None and model.digest not in (None, loaded.made_for):
+        raise OtherTargetError(
+            f"drafter: it was trained for a target with other weights than {model.name}, which "
+            "would accept few of its tokens. To draft nevertheless, as for a fine-tuned target, "
+            f"give {type(loaded.drafter).__name__}.of(..., any_target=True), or add on the command "
+            "line any_target=1 to --drafter; only speed depends on it."
         )
 
 

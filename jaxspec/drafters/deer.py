@@ -115,6 +115,7 @@ class Deer(BlockSettings):
         *,
         sep: str | None = None,
         mask: str | None = None,
+        any_target: bool = False,
         **settings: Any,
     ) -> LoadedDrafter:
         """Returns a drafter for `generate` from a diffusion model that `load` gave.
@@ -128,6 +129,8 @@ class Deer(BlockSettings):
             mask: the mask's token, such as "[MASK]", for a checkpoint whose config.json does not
                 say that it is a diffusion model: Open-dCoder and others in the Qwen-2 layout, which
                 see both sides and whose output at a position decides the next one.
+            any_target: draft for a target with other weights than the one that it was trained for,
+                such as a fine-tuned one.
             settings: further fields of `Deer`.
 
         Raises:
@@ -159,7 +162,8 @@ class Deer(BlockSettings):
             sep_token_id = _token_id(model, "sep", sep) if sep else None
         paths = None if paths is None else tuple(paths)
         drafter = cls(block, paths, sep_token_id=sep_token_id, **settings)
-        return LoadedDrafter(drafter, network, model.tokenizer)
+        made_for = None if any_target else network.config.masking.made_for
+        return LoadedDrafter(drafter, network, model.tokenizer, made_for)
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> DeerState:
         draft, bucket = params.draft, prompt.features.shape[0]

@@ -89,6 +89,8 @@ class DFlash(BlockSettings):
         head: "DFlashHead",
         block: int | None = None,
         paths: Sequence[Path] | None = None,
+        *,
+        any_target: bool = False,
         **settings: Any,
     ) -> LoadedDrafter:
         """Returns a drafter for `generate` from a head that `load_dflash` gave.
@@ -97,6 +99,8 @@ class DFlash(BlockSettings):
             head: the drafter.
             block: tokens of a draft; `None` for as many as the head was trained on.
             paths: of a static tree; `None` for a chain.
+            any_target: draft for a target with other weights than the one that it was trained for,
+                such as a fine-tuned one.
             settings: further fields of `DFlash`.
 
         Raises:
@@ -105,7 +109,8 @@ class DFlash(BlockSettings):
         _check_is_head(head)
         block = head.num_drafted if block is None else block
         paths = None if paths is None else tuple(paths)
-        return LoadedDrafter(cls(block, paths, taps=head.taps, **settings), head)
+        drafter = cls(block, paths, taps=head.taps, **settings)
+        return LoadedDrafter(drafter, head, made_for=None if any_target else head.made_for)
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> DFlashState:
         positions = jnp.arange(prompt.taps.shape[0])
