@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
@@ -47,6 +48,7 @@ from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Pe
 from jaxspec.decoding.grammars import compiled, languages_of
 from jaxspec.decoding.result import shown_of, text_of
 from jaxspec.drafters import DrafterLike, LoadedDrafter, loaded_drafter
+from jaxspec.drafters.block import BlockSettings
 from jaxspec.drafters.corpus import SortedTexts
 from jaxspec.drafters.loaded import OtherTargetError
 from jaxspec.sharding import DATA, mesh_of, on_mesh_of, shard_like, shares_of_memory, spread_rows
@@ -377,11 +379,13 @@ def prepare(
         return one_per_prompt(name, getattr(config, name), len(encoded), dtype)
 
     budget: Any = per_prompt("max_new_tokens", np.int32)
+    room = np.minimum(budget, model.max_positions - lengths)
+    _warn_past_positions(loaded, int((lengths + room).max()))
     grammar, starts = grammar_asked(model, config, len(encoded))
     requested = Prompt(
         **arrays,
         grammar=starts,
-        room=np.minimum(budget, model.max_positions - lengths),
+        room=room,
         warp=warps_of(model, config, per_prompt, len(encoded)),
     )
     plan = plan_decoding(
@@ -441,6 +445,21 @@ def check_request(
     check_target(model, loaded)
     check_rules(model)
     return loaded._replace(params=shard_like(model.params, loaded.params))
+
+
+def _warn_past_positions(loaded: LoadedDrafter, longest_text: int) -> None:
+    """Warns of texts that may become longer than those that a drafter of blocks was made for."""
+    if not isinstance(loaded.drafter, BlockSettings):
+        return
+    longest = loaded.params.config.max_positions
+    if longest_text > longest:
+        # The same text each time: Python shows it once.
+        warnings.warn(
+            f"drafter: it was made for texts of {longest} tokens, and a text of this call may "
+            f"become longer; past that it drafts from the last {longest} tokens and may guess "
+            "worse. The output stays the target's.",
+            stacklevel=4,
+        )
 
 
 def check_call(config: Any, kind: type, seed: Any) -> None:

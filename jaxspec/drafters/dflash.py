@@ -121,6 +121,9 @@ class DFlash(BlockSettings):
         self, params: Params, key: PRNGKeyArray, state: DFlashState, context: Context
     ) -> tuple[Proposal, DFlashState]:
         target, head, recent = params.target, params.draft, context.recent
+        config = self.within_positions(head.config, context)
+        if config != head.config:  # layers that came to slide still see their block whole
+            head = dataclasses.replace(head, config=config, causal=bool(head.causal))
         behind = state.cache.length + jnp.arange(recent.tokens.shape[0])
         cache = append(state.cache, head.remember(recent.taps, behind), recent.count)
         places = self.block + int(not head.anchor_predicts)
