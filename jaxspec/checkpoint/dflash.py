@@ -14,13 +14,14 @@ layers' settings in `transformer_layer_config`, names layers by what goes in
 Files of DSpark hold the target's embedding and output head, frozen; they are not read.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json
-from jaxspec.checkpoint.entries import read
+from jaxspec.checkpoint.entries import TARGET_DIGEST, read
 from jaxspec.checkpoint.files import CheckpointError, given, read_json
 from jaxspec.checkpoint.folder import CONFIG
 from jaxspec.checkpoint.heads import check_target, load_head_params, network_of, write_head
@@ -127,7 +128,8 @@ def load_dflash(
     params = load_head_params(rules, config, init, stored, target, dtype, _NOT_NEEDED)
     predicts, causal = raw["sample_from_anchor"], raw["is_causal"]
     head = DFlashHead(params, config, taps, mask, block, layers, predicts, causal, likeliest)
-    return shard_like(target, head)
+    made_for = read(raw, TARGET_DIGEST, str, None)
+    return dataclasses.replace(shard_like(target, head), made_for=made_for)
 
 
 def save_dflash(head: DFlashHead, folder: str | Path, dtype: Any = None) -> None:
@@ -172,6 +174,8 @@ def save_dflash(head: DFlashHead, folder: str | Path, dtype: Any = None) -> None
         raw["num_target_layers"] = head.target_layers
     if head.causal is not None:
         raw["is_causal"] = head.causal
+    if head.made_for is not None:
+        raw[TARGET_DIGEST] = head.made_for
     own: dict[str, Any] = {
         "mask_token_id": head.mask_token_id,
         "target_layer_ids": [layer - 1 for layer in head.taps],

@@ -30,7 +30,7 @@ from jaxtyping import Int
 from safetensors import safe_open
 
 from jaxspec.checkpoint.config import config_from_json, config_to_json
-from jaxspec.checkpoint.entries import read
+from jaxspec.checkpoint.entries import TARGET_DIGEST, read
 from jaxspec.checkpoint.files import CheckpointError, given, read_json
 from jaxspec.checkpoint.folder import CONFIG
 from jaxspec.checkpoint.heads import check_target, load_head_params, network_of, write_head
@@ -108,15 +108,18 @@ def load_eagle(
     """
     target = network_of(target)
     folder = find_head(source, revision=revision)
-    head = shard_like(target, _read_head(folder, target, dtype))
+    raw = _unfolded(read_json(folder / CONFIG))
+    head = shard_like(target, _read_head(folder, raw, target, dtype))
+    head = dataclasses.replace(head, made_for=read(raw, TARGET_DIGEST, str, None))
     tree = folder / TREE_FILE
     if not tree.is_file():
         return head
     return dataclasses.replace(head, paths=read_paths(tree), threshold=load_threshold(tree))
 
 
-def _read_head(folder: Path, target: Network, dtype: Any) -> EagleHead | Eagle3Head:
-    raw = _unfolded(read_json(folder / CONFIG))
+def _read_head(
+    folder: Path, raw: Mapping[str, Any], target: Network, dtype: Any
+) -> EagleHead | Eagle3Head:
     stored = _stored_tensors(folder)
     if "fc.weight" not in stored:
         raise CheckpointError(
@@ -218,6 +221,8 @@ def save_eagle(
     raw, more = _config_to_json(head), {}
     if target_layers is not None:
         raw["target_num_hidden_layers"] = target_layers
+    if head.made_for is not None:
+        raw[TARGET_DIGEST] = head.made_for
     if head.draft_ids is not None:
         ids = np.asarray(head.draft_ids, np.int64)
         more["d2t"] = ids - np.arange(len(ids))

@@ -26,6 +26,8 @@ from jaxspec.models.config import (
 )
 
 Json = Mapping[str, Any]
+TARGET_DIGEST = "target_digest"
+"""Entry of drafters: `jaxspec.models.digest` of the weights of the target they were trained for."""
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 ACTIVATION_NAMES = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}

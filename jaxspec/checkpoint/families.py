@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 
 from jaxspec.checkpoint.entries import (
     LAYER_TYPE_NAMES,
+    TARGET_DIGEST,
     Json,
     read,
     read_common,
@@ -310,8 +311,8 @@ def _granite_entries(config: ModelConfig) -> dict[str, Any]:
 def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
     """The fields of a network that fills in masks; `shift` where config.json does not say it.
 
-    `block_size` is the published name; `shift_logits`, `masked_window` and `separator_token_id` are
-    ours, for what is published nowhere.
+    `block_size` is the published name; `shift_logits`, `masked_window`, `separator_token_id` and
+    `target_digest` are ours, for what is published nowhere.
     """
     shift = read(text, "shift_logits", bool, shift)
     if shift is None:
@@ -329,6 +330,7 @@ def _diffusion(text: Json, shift: bool | None = None) -> dict[str, Any]:
         block=read(text, "block_size", Count, None),
         window=read(text, "masked_window", Count, None),
         separator=read(text, "separator_token_id", Natural, None),
+        made_for=read(text, TARGET_DIGEST, str, None),
     )
     return {"diffusion": diffusion}
 
@@ -340,6 +342,7 @@ def _diffusion_entries(config: ModelConfig) -> dict[str, Any]:
         "block_size": config.masking.block,
         "masked_window": config.masking.window,
         "separator_token_id": config.masking.separator,
+        TARGET_DIGEST: config.masking.made_for,
     }
     return {name: value for name, value in entries.items() if value is not None}
 

@@ -5,6 +5,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -40,6 +41,7 @@ from jaxspec.core.masks import causal
 from jaxspec.core.protocol import check_members, check_sizes
 from jaxspec.core.types import LanguageModel, PyTree
 from jaxspec.models.config import DynamicScaling, ModelConfig
+from jaxspec.models.digest import weights_digest
 from jaxspec.models.summary import summary_html, summary_line, weight_facts
 from jaxspec.models.transformer import Network
 from jaxspec.sharding import mesh_of, on_mesh_of
@@ -285,6 +287,14 @@ class Model:
             return self.network.dtype
         cache = jax.eval_shape(lambda network: network.empty_cache(1), self.network)
         return cache.layers[0].keys.dtype
+
+    @cached_property
+    def digest(self) -> str | None:
+        """Digest of its weights, by which a drafter knows its target, see `models.digest`.
+
+        `None` for a network of your own, and where the form of the weights allows none.
+        """
+        return None if self.is_own else weights_digest(self.params)
 
     @property
     def params(self) -> PyTree:

@@ -377,7 +377,8 @@ def _texts_of(path: str) -> list[str]:
 
 
 def _union(args: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
-    head = {name: settings.pop(name) for name in ("head", "tree", "threshold") if name in settings}
+    of_head = ("head", "tree", "threshold", "any_target")
+    head = {name: settings.pop(name) for name in of_head if name in settings}
     own = {name: settings.pop(name) for name in ("min_match",) if name in settings}
     lookup = _suffix(args, settings, model)
     return Union.of(_eagle(args, head, model, "union"), lookup, **own)
@@ -552,6 +553,7 @@ _OTHERS: Mapping[str, Mapping[str, str]] = {
         "tree": _TREE + "the one beside the head",
         "sep": "token behind the masks, '' for none; default: the one of training",
         "mask": "token of the mask, where config.json names none",
+        "any_target": "draft for a target with other weights than the one trained for",
     },
     "draft-model": {"tree": _TREE + "a chain"},
     "recycling": {"tree": _TREE + "one of 5 nodes"},
@@ -559,6 +561,8 @@ _OTHERS: Mapping[str, Mapping[str, str]] = {
     "dflash": {"tree": _TREE + "a chain"},
 }
 """Meanings of settings that are no fields, for one drafter or, under "", for all."""
+_OF_OTHERS = {"any_target": (bool, False)}
+"""Types and defaults of settings that are no fields, and no texts without a default."""
 _COSTS = ("draft_cost", "token_cost")
 _OF_SUFFIX = {SuffixLookup: ("num_speculative_tokens", "max_ngram")}
 _OF_BLOCKS = ("block", "num_nodes", "branch", "temperature", "steps", "adaptive")
@@ -584,34 +588,38 @@ DRAFTERS: dict[str, DrafterKind] = {
         {DraftModel: ("num_speculative_tokens", "threshold")},
     ),
     "eagle": DrafterKind(
-        Eagle, _eagle, "eagle:head=demo-eagle", ("head", "tree"), {Eagle: ("threshold",)}
+        Eagle,
+        _eagle,
+        "eagle:head=demo-eagle",
+        ("head", "tree", "any_target"),
+        {Eagle: ("threshold",)},
     ),
     "union": DrafterKind(
         Union,
         _union,
         "union:head=demo-eagle",
-        ("head", "tree", "corpus"),
+        ("head", "tree", "corpus", "any_target"),
         {Eagle: ("threshold",), Union: ("min_match",), **_OF_SUFFIX},
     ),
     "eagle2": DrafterKind(
         Eagle2,
         _eagle2,
         "eagle2:head=demo-eagle",
-        ("head",),
+        ("head", "any_target"),
         {Eagle2: ("depth", "beam", "num_nodes")},
     ),
     "deer": DrafterKind(
         Deer,
         _deer,
         "deer:model=demo-deer",
-        ("model", "tree", "sep", "mask"),
+        ("model", "tree", "sep", "mask", "any_target"),
         {Deer: (*_OF_BLOCKS, "cache"), AdaptiveBlock: _COSTS},
     ),
     "dflash": DrafterKind(
         DFlash,
         _dflash,
         "dflash:head=FOLDER",
-        ("head", "tree"),
+        ("head", "tree", "any_target"),
         {DFlash: (*_OF_BLOCKS, "confidence"), AdaptiveBlock: _COSTS},
     ),
     "layer-skip": DrafterKind(
@@ -633,7 +641,10 @@ def settings_of(name: str) -> dict[str, DrafterSetting]:
     """
     kind = DRAFTERS[name]
     meanings = {**_OTHERS[""], **_OTHERS.get(name, {})}
-    found = {other: DrafterSetting(str, None, meanings[other]) for other in kind.others}
+    found = {
+        other: DrafterSetting(*_OF_OTHERS.get(other, (str, None)), meanings[other])
+        for other in kind.others
+    }
     for owner, names in kind.fields.items():
         hints, texts = typing.get_type_hints(owner), help_texts(owner)
         defaults = {field.name: field.default for field in dataclasses.fields(owner)}

@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
@@ -47,6 +48,7 @@ from jaxspec.core.types import ChecksFit, DecodeState, Drafter, Info, Params, Pe
 from jaxspec.decoding.grammars import compiled, languages_of
 from jaxspec.decoding.result import shown_of, text_of
 from jaxspec.drafters import DrafterLike, LoadedDrafter, loaded_drafter
+from jaxspec.drafters.block import BlockSettings
 from jaxspec.drafters.corpus import SortedTexts
 from jaxspec.drafters.loaded import OtherTargetError
 from jaxspec.sharding import DATA, mesh_of, on_mesh_of, shard_like, shares_of_memory, spread_rows
@@ -377,11 +379,13 @@ def prepare(
         return one_per_prompt(name, getattr(config, name), len(encoded), dtype)
 
     budget: Any = per_prompt("max_new_tokens", np.int32)
+    room = np.minimum(budget, model.max_positions - lengths)
+    _warn_past_positions(loaded, int((lengths + room).max()))
     grammar, starts = grammar_asked(model, config, len(encoded))
     requested = Prompt(
         **arrays,
         grammar=starts,
-        room=np.minimum(budget, model.max_positions - lengths),
+        room=room,
         warp=warps_of(model, config, per_prompt, len(encoded)),
     )
     plan = plan_decoding(
@@ -438,8 +442,24 @@ def check_request(
     check_taps(model, loaded)
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(Params(model.network, loaded.params))
+    check_target(model, loaded)
     check_rules(model)
     return loaded._replace(params=shard_like(model.params, loaded.params))
+
+
+def _warn_past_positions(loaded: LoadedDrafter, longest_text: int) -> None:
+    """Warns of texts that may become longer than those that a drafter of blocks was made for."""
+    if not isinstance(loaded.drafter, BlockSettings):
+        return
+    longest = loaded.params.config.max_positions
+    if longest_text > longest:
+        # The same text each time: Python shows it once.
+        warnings.warn(
+            f"drafter: it was made for texts of {longest} tokens, and a text of this call may "
+            f"become longer; past that it drafts from the last {longest} tokens and may guess "
+            "worse. The output stays the target's.",
+            stacklevel=4,
+        )
 
 
 def check_call(config: Any, kind: type, seed: Any) -> None:
@@ -519,6 +539,21 @@ def check_taps(model: "Model", loaded: LoadedDrafter) -> None:
             f"drafter: {type(loaded.drafter).__name__} reads the inputs of layers "
             f"{list(loaded.drafter.taps)}, and {model.name} is a network of your own, which gives "
             "none; use a drafter without taps, such as PromptLookup() or DraftModel.of(model)."
+        )
+
+
+def check_target(model: "Model", loaded: LoadedDrafter) -> None:
+    """Refuses a drafter that was trained for a target with other weights, if that can be seen.
+
+    Raises:
+        OtherTargetError: naming the setting that allows it.
+    """
+    if loaded.made_for is not None and model.digest not in (None, loaded.made_for):
+        raise OtherTargetError(
+            f"drafter: it was trained for a target with other weights than {model.name}, which "
+            "would accept few of its tokens. To draft nevertheless, as for a fine-tuned target, "
+            f"give {type(loaded.drafter).__name__}.of(..., any_target=True), or add on the command "
+            "line any_target=1 to --drafter; only speed depends on it."
         )
 
 

@@ -33,6 +33,7 @@ from jaxspec.drafters.growth import (
     grow_tree,
     take_rows,
 )
+from jaxspec.models.config import ModelConfig
 
 BlockPass = Callable[[Int[Array, " block"]], tuple[Float[Array, "block embed"], PyTree]]
 """A draft pass over a block.
@@ -265,6 +266,19 @@ class BlockSettings(Checked):
                 f"drafter: a node has up to {self.max_branch} children, but only {vocab_size - 1} "
                 "tokens can be drafted; give a narrower tree."
             )
+
+    def within_positions(self, config: ModelConfig, context: Context) -> ModelConfig:
+        """Returns settings of draft passes that look no further back than there are positions.
+
+        Where the text has room for no more, and where some layers slide already, they are `config`.
+        Rotations are relative, so each token sees those before it as in a text of its own. Masks
+        are arguments of the passes, which need no `diffusion`.
+        """
+        if context.tokens.shape[0] <= config.max_positions or config.sliding_window is not None:
+            return config
+        kinds = tuple("sliding" if kind == "full" else kind for kind in config.layer_types)
+        window = config.max_positions
+        return config.replace(layer_types=kinds, sliding_window=window, diffusion=None)
 
     @cached_property
     def _nodes_to_depth(self) -> np.ndarray:

@@ -115,6 +115,7 @@ class Deer(BlockSettings):
         *,
         sep: str | None = None,
         mask: str | None = None,
+        any_target: bool = False,
         **settings: Any,
     ) -> LoadedDrafter:
         """Returns a drafter for `generate` from a diffusion model that `load` gave.
@@ -128,6 +129,8 @@ class Deer(BlockSettings):
             mask: the mask's token, such as "[MASK]", for a checkpoint whose config.json does not
                 say that it is a diffusion model: Open-dCoder and others in the Qwen-2 layout, which
                 see both sides and whose output at a position decides the next one.
+            any_target: draft for a target with other weights than the one that it was trained for,
+                such as a fine-tuned one.
             settings: further fields of `Deer`.
 
         Raises:
@@ -159,7 +162,8 @@ class Deer(BlockSettings):
             sep_token_id = _token_id(model, "sep", sep) if sep else None
         paths = None if paths is None else tuple(paths)
         drafter = cls(block, paths, sep_token_id=sep_token_id, **settings)
-        return LoadedDrafter(drafter, network, model.tokenizer)
+        made_for = None if any_target else network.config.masking.made_for
+        return LoadedDrafter(drafter, network, model.tokenizer, made_for)
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> DeerState:
         draft, bucket = params.draft, prompt.features.shape[0]
@@ -168,8 +172,9 @@ class Deer(BlockSettings):
         if kind == "blocks" and diffusion.block is not None:
             # The pending token is read again with every block: later positions depend on it.
             held = (context.length - 1) // diffusion.block * diffusion.block
+            reader = self._reader(draft, context)
             layers = _read_blocks(
-                draft, diffusion.block, context.tokens[:bucket], context.length, self.chunk
+                reader, diffusion.block, context.tokens[:bucket], context.length, self.chunk
             )
             cache = KVCache(layers, held)
         elif kind == "prefix":
@@ -180,7 +185,7 @@ class Deer(BlockSettings):
         self, params: Params, key: PRNGKeyArray, state: DeerState, context: Context
     ) -> tuple[Proposal, DeerState]:
         draft, cache = params.draft, state.cache
-        diffusion = draft.config.masking
+        diffusion, reader = draft.config.masking, self._reader(draft, context)
         reading = self._reading(draft, cache, context)
         start, end = reading.start, self._end(draft, context.length)
         # Index of the output that decides the first drafted position.
@@ -190,7 +195,7 @@ class Deer(BlockSettings):
             positions = start + jnp.arange(size)
             window = jnp.take(context.tokens, positions, mode="clip")
             tokens = self._canvas(draft, window, positions, drafted, context.length)
-            hidden = draft.forward(tokens, positions, self._sees(draft, positions, end), cache)
+            hidden = reader.forward(tokens, positions, self._sees(draft, positions, end), cache)
             features = jax.lax.dynamic_slice_in_dim(hidden.features, first, self.block)
             return features, () if cache is None else _first_positions(
                 settled(hidden), reading.kept
@@ -253,6 +258,9 @@ class Deer(BlockSettings):
                 "later tokens badly.",
                 stacklevel=2,
             )
+
+    def _reader(self, draft: Network, context: Context) -> Network:
+        return Network(draft.params, self.within_positions(draft.config, context))
 
     def _cache(self, draft: Network) -> str:
         diffusion = draft.config.masking
@@ -334,7 +342,8 @@ class Deer(BlockSettings):
         nothing = jnp.full(self.block, draft.config.masking.mask_token_id, jnp.int32)
         tokens = self._canvas(draft, window, positions, nothing, context.length)
         seen = self._sees(draft, positions, self._end(draft, context.length))
-        return _first_positions(settled(draft.forward(tokens, positions, seen, None)), bucket)
+        hidden = self._reader(draft, context).forward(tokens, positions, seen, None)
+        return _first_positions(settled(hidden), bucket)
 
 
 def _doubled(sizes: list[int], most: int) -> tuple[int, ...]:

@@ -89,6 +89,8 @@ class DFlash(BlockSettings):
         head: "DFlashHead",
         block: int | None = None,
         paths: Sequence[Path] | None = None,
+        *,
+        any_target: bool = False,
         **settings: Any,
     ) -> LoadedDrafter:
         """Returns a drafter for `generate` from a head that `load_dflash` gave.
@@ -97,6 +99,8 @@ class DFlash(BlockSettings):
             head: the drafter.
             block: tokens of a draft; `None` for as many as the head was trained on.
             paths: of a static tree; `None` for a chain.
+            any_target: draft for a target with other weights than the one that it was trained for,
+                such as a fine-tuned one.
             settings: further fields of `DFlash`.
 
         Raises:
@@ -105,7 +109,8 @@ class DFlash(BlockSettings):
         _check_is_head(head)
         block = head.num_drafted if block is None else block
         paths = None if paths is None else tuple(paths)
-        return LoadedDrafter(cls(block, paths, taps=head.taps, **settings), head)
+        drafter = cls(block, paths, taps=head.taps, **settings)
+        return LoadedDrafter(drafter, head, made_for=None if any_target else head.made_for)
 
     def init(self, params: Params, prompt: Hidden, context: Context) -> DFlashState:
         positions = jnp.arange(prompt.taps.shape[0])
@@ -116,6 +121,9 @@ class DFlash(BlockSettings):
         self, params: Params, key: PRNGKeyArray, state: DFlashState, context: Context
     ) -> tuple[Proposal, DFlashState]:
         target, head, recent = params.target, params.draft, context.recent
+        config = self.within_positions(head.config, context)
+        if config != head.config:  # layers that came to slide still see their block whole
+            head = dataclasses.replace(head, config=config, causal=bool(head.causal))
         behind = state.cache.length + jnp.arange(recent.tokens.shape[0])
         cache = append(state.cache, head.remember(recent.taps, behind), recent.count)
         places = self.block + int(not head.anchor_predicts)

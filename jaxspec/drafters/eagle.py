@@ -91,6 +91,7 @@ class Eagle(Checked):
         head: "EagleHead | Eagle3Head",
         paths: Sequence[Path] | None = None,
         threshold: float | None = None,
+        any_target: bool = False,
     ) -> LoadedDrafter:
         """Returns a drafter for `generate` from a head that `load_eagle` gave.
 
@@ -99,6 +100,8 @@ class Eagle(Checked):
             paths: of the tree; `None`: those of the tree that lay beside the head (`tree.json` in
                 its folder), or EAGLE's own without one.
             threshold: see the class; `None`: that of the tree beside the head, and 0 for others.
+            any_target: draft for a target with other weights than the one that it was trained for,
+                such as a fine-tuned one.
 
         Raises:
             ValueError: it is no such head, or the tree is invalid.
@@ -108,7 +111,8 @@ class Eagle(Checked):
             threshold = head.threshold if paths is None else 0.0
         if paths is None:
             paths = EAGLE_PATHS if head.paths is None else head.paths
-        return LoadedDrafter(cls(tuple(paths), head.taps, threshold=threshold), head)
+        drafter = cls(tuple(paths), head.taps, threshold=threshold)
+        return LoadedDrafter(drafter, head, made_for=None if any_target else head.made_for)
 
     @cached_property
     def tree(self) -> Tree:

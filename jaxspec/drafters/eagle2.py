@@ -72,14 +72,22 @@ class Eagle2(Checked):
             )
 
     @classmethod
-    def of(cls, head: "EagleHead | Eagle3Head", **settings: int) -> LoadedDrafter:
+    def of(
+        cls, head: "EagleHead | Eagle3Head", *, any_target: bool = False, **settings: int
+    ) -> LoadedDrafter:
         """Returns a drafter for `generate` from a head that `load_eagle` gave.
+
+        Args:
+            head: the head.
+            any_target: see `Eagle.of`.
+            settings: fields of `Eagle2`.
 
         Raises:
             ValueError: it is no such head, or a setting is out of range.
         """
         check_is_head(head)
-        return LoadedDrafter(cls(**settings, taps=head.taps), head)
+        drafter = cls(**settings, taps=head.taps)
+        return LoadedDrafter(drafter, head, made_for=None if any_target else head.made_for)
 
     @property
     def _num_candidates(self) -> int:

@@ -18,6 +18,8 @@ class LoadedDrafter(NamedTuple):
         drafter: the method and its settings.
         params: its weights, a pytree: `params.draft` of every step; `()` for none.
         tokenizer: of the draft model, so that another vocabulary is noticed; `None` to trust it.
+        made_for: digest of the target's weights that it was trained for, so that another target is
+            noticed; `None` to trust it.
 
     Example:
         >>> import jaxspec
@@ -29,6 +31,7 @@ class LoadedDrafter(NamedTuple):
     drafter: Drafter
     params: PyTree
     tokenizer: "Tokenizer | None" = None
+    made_for: str | None = None
 
     def _facts(self) -> dict[str, str]:
         settings = textwrap.shorten(repr(self.drafter), 120, placeholder=" ...)")

@@ -119,7 +119,8 @@ class Union(Checked):
                 "a draft model of another tokenizer as DraftModel.of(draft, target=model)."
             )
         drafter = cls(head.drafter, lookup.drafter, **settings)
-        return LoadedDrafter(drafter, UnionParams(lookup.params, head.params), tokenizer)
+        params = UnionParams(lookup.params, head.params)
+        return LoadedDrafter(drafter, params, tokenizer, head.made_for)
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from typing import Any
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import check_space, replacing_files
 from jaxspec.core.types import ChecksFit, Params
-from jaxspec.decoding.request import check_vocabulary
+from jaxspec.decoding.request import check_target, check_vocabulary
 from jaxspec.drafters import Deer, DrafterLike, DraftModel, Eagle, LoadedDrafter, NoDraft
+from jaxspec.drafters.loaded import loaded_drafter
 from jaxspec.extras import installed_version
 from jaxspec.mobile.calibration import Calibration, calibrate
 from jaxspec.mobile.contents import ExportConfig, contents_of, drafters_over_trees, in_one_dtype
@@ -67,6 +68,7 @@ def export(
         ['decode', 'prefill_8']
     """
     config = config or ExportConfig()
+    check_target(model, loaded_drafter(drafter))
     model, loaded = in_one_dtype(model, drafter)
     loaded, network = _over_whole_chain(loaded, config), model.network
     contents = contents_of(model, loaded, config)

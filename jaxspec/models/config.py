@@ -198,6 +198,8 @@ class Diffusion(Checked):
             drafter is; `None`: not said.
         separator: stands behind a masked end where the text continues, in drafters that were
             trained to read it there; `None`: nothing does.
+        made_for: digest of the weights of the model that it was trained to draft for, see
+            `models.digest`; `None`: not said.
     """
 
     prefix: ClassVar[str] = "diffusion."
@@ -207,6 +209,7 @@ class Diffusion(Checked):
     block: Count | None = None
     window: Count | None = None
     separator: Natural | None = None
+    made_for: str | None = None
 
 
 @dataclass(frozen=True)

@@ -298,6 +298,7 @@ class DFlashLayers(nn.Module):
         *("config", "taps", "mask_token_id", "block", "target_layers"),
         *("anchor_predicts", "causal", "likeliest"),
     ],
+    drop_fields=["made_for"],
 )
 @dataclass(frozen=True)
 class DFlashHead:
@@ -313,6 +314,8 @@ class DFlashHead:
             too. False: a mask decides its own.
         causal: the places of a block see those before them only; `None`: in layers that slide.
         likeliest: tokens of a place that a path selector chooses among; `None`: all.
+        made_for: digest of its target's weights, see `models.digest`; `None`: not said. It is no
+            part of the pytree.
     """
 
     params: PyTree
@@ -324,6 +327,7 @@ class DFlashHead:
     anchor_predicts: bool = False
     causal: bool | None = None
     likeliest: int | None = None
+    made_for: str | None = None
 
     def _facts(self) -> dict[str, str]:
         sizes = {"layers": f"{self.config.num_layers}", "block": f"{self.block}"}

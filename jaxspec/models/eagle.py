@@ -220,7 +220,7 @@ class _OneLayerHead:
     jax.tree_util.register_dataclass,
     data_fields=["params", "vocabulary"],
     meta_fields=["config", "bias"],
-    drop_fields=["paths", "threshold"],
+    drop_fields=["paths", "threshold", "made_for"],
 )
 @dataclass(frozen=True, repr=False)
 class EagleHead(_OneLayerHead):
@@ -232,6 +232,7 @@ class EagleHead(_OneLayerHead):
         paths: rank paths of the tree that lay beside it when it was loaded, for `Eagle.of`; `None`
             for none. They are no part of the pytree: what JAX makes of a head has none.
         threshold: of that tree, a chain that ends early: see `drafters.DraftModel`. As `paths`.
+        made_for: digest of its target's weights, see `models.digest`; `None`: not said. As `paths`.
     """
 
     params: PyTree
@@ -240,6 +241,7 @@ class EagleHead(_OneLayerHead):
     vocabulary: DraftVocabulary | None = None
     paths: tuple[Path, ...] | None = None
     threshold: float = 0.0
+    made_for: str | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -278,7 +280,7 @@ class EagleHead(_OneLayerHead):
     jax.tree_util.register_dataclass,
     data_fields=["params", "draft_ids"],
     meta_fields=["config", "taps", "target_vocab_size", "norm_before_residual", "norm_output"],
-    drop_fields=["paths", "threshold"],
+    drop_fields=["paths", "threshold", "made_for"],
 )
 @dataclass(frozen=True, repr=False)
 class Eagle3Head(_OneLayerHead):
@@ -293,6 +295,7 @@ class Eagle3Head(_OneLayerHead):
         norm_output: see `Eagle3Layer`; heads of EAGLE 3.1 do.
         paths: as for `EagleHead`.
         threshold: as for `EagleHead`.
+        made_for: as for `EagleHead`.
     """
 
     params: PyTree
@@ -304,6 +307,7 @@ class Eagle3Head(_OneLayerHead):
     norm_output: bool = False
     paths: tuple[Path, ...] | None = None
     threshold: float = 0.0
+    made_for: str | None = None
 
     @property
     def tap_norms(self) -> int:

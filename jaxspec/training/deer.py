@@ -573,7 +573,7 @@ def _first_network(
             f"got {settings.sequence_length}."
         )
     separator = _separator(config, vocabulary) if separated(config, settings.separator) else None
-    trained = {"separator": separator}
+    trained = {"separator": separator, "made_for": target.digest}
     if settings.has_window:
         trained["window"] = settings.longest
     config = config.replace(diffusion=dataclasses.replace(config.diffusion, **trained))

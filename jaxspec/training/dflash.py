@@ -310,6 +310,7 @@ class DFlashTrainer:
             parts = parts._replace(rank=settings.markov)
         if settings.confidence:
             parts = parts._replace(confidence=embed + parts.rank)
+        head = dataclasses.replace(head, made_for=model.digest)
         return OpenedHead(model, vocabulary, head, parts)
 
     def _new_head(self, model: Model, vocabulary: TrainingVocabulary) -> DFlashHead:

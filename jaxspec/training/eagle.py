@@ -434,8 +434,8 @@ class EagleTrainer:
         )
 
     def save(self, opened: OpenedTarget, outcome: Outcome, folder: Path) -> None:
-        layers = opened.model.network.num_layers
-        save_eagle(outcome.result, folder, STORED, target_layers=layers)
+        head = dataclasses.replace(outcome.result, made_for=opened.model.digest)
+        save_eagle(head, folder, STORED, target_layers=opened.model.network.num_layers)
 
     def recipe(
         self, run: Run[EagleTrainingSettings], opened: OpenedTarget, metrics: Mapping[str, Any]

@@ -21,14 +21,22 @@ from jaxspec.checkpoint import (
     save,
     save_dflash,
 )
-from jaxspec.core.cache import append
+from jaxspec.core.cache import append, empty_layer
 from jaxspec.core.decode import Prompt
 from jaxspec.core.loop import DecodePlan, decode
 from jaxspec.core.masks import block_causal
-from jaxspec.core.types import Params, Warp
+from jaxspec.core.types import Context, Hidden, KVCache, Params, Recent, Warp
+from jaxspec.decoding.request import prepare
 from jaxspec.drafters import AdaptiveBlock, Deer, DFlash, DraftModel, LoadedDrafter
 from jaxspec.drafters.block import Acceptance
-from jaxspec.models import DFlashHead, Diffusion, Network, dflash_taps, init_dflash_params
+from jaxspec.models import (
+    DFlashHead,
+    Diffusion,
+    Network,
+    dflash_taps,
+    init_dflash_params,
+    init_params,
+)
 from tests.checkpoint.networks import random_network
 from tests.laws.drafters import dflash_head, diffuser, network
 from tests.laws.test_block_enumeration import TEXT, context_of
@@ -449,3 +457,72 @@ def test_a_drafter_may_also_know_a_mask():
     knows_more = dataclasses.replace(model, tokenizer=with_tokens("[MORE]"))
     with pytest.raises(ValueError, match="its tokenizer differs"):
         generate(knows_more, "abc", config, LoadedDrafter(Deer(3), network, model.tokenizer))
+
+
+def laws_after(drafter, draft, target, tokens, taps) -> np.ndarray:
+    """Probabilities of a draft after a text in a row with room for twelve tokens more."""
+    size = len(tokens)
+    recent = Recent(jnp.zeros(4, jnp.int32), jnp.zeros((4, 0)), taps[:4], jnp.int32(0))
+    cache = KVCache((empty_layer(1, 1, size + 12, jnp.dtype("float32")),), jnp.int32(size - 1))
+    text = jnp.concatenate([tokens, jnp.zeros(12, jnp.int32)])
+    warp = Warp(temperature=jnp.float32(1))
+    context = Context(text, jnp.int32(size), jnp.int32(9), jnp.array([-1]), warp, cache, recent)
+    prompt = Hidden(jnp.zeros((size + 12, 1)), jnp.pad(taps, ((0, 12), (0, 0))), ())
+    params = Params(target, draft)
+    state = drafter.init(params, prompt, context)
+    proposal, _ = drafter.propose(params, jax.random.key(0), state, context)
+    return np.exp(proposal.draft_logprobs)
+
+
+@pytest.mark.parametrize("kind", ["none", "blocks", "prefix", "dflash"])
+def test_behind_its_positions_a_drafter_looks_at_the_last_ones_only(target, kind):
+    few = {"num_layers": 1, "layer_types": ("full",), "max_positions": 16}
+    config = target.config.replace(**few)
+    if kind == "dflash":
+        config = config.replace(qk_norm=True)
+        params = init_dflash_params(config, 16, jax.random.key(6))
+        draft, drafter = DFlashHead(params, config, (1,), VOCAB - 1, 4), DFlash(3, taps=(1,))
+    else:
+        diffusion = Diffusion(VOCAB - 1, True, 4 if kind == "blocks" else None)
+        config = config.replace(diffusion=diffusion)
+        draft = Network(init_params(config, jax.random.key(5)), config)
+        drafter = Deer(3, cache=kind)
+    tokens = jax.random.randint(jax.random.key(1), (36,), 0, VOCAB - 1)
+    taps = jax.random.normal(jax.random.key(2), (36, 16))
+
+    def with_others(part: slice) -> np.ndarray:
+        others = tokens.at[part].set(5), taps.at[part].set(0.5)
+        return laws_after(drafter, draft, target, *others)
+
+    laws = with_others(slice(0))
+    np.testing.assert_allclose(with_others(slice(18)), laws, atol=1e-6)
+    assert np.abs(with_others(slice(24, 34)) - laws).max() > 1e-3
+
+
+def test_texts_that_may_pass_the_drafters_positions_warn_once(model):
+    draft = diffuser(model.network, 4)
+    few = Network(draft.params, draft.config.replace(max_positions=16))
+    drafter = LoadedDrafter(Deer(3), few)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            check_lengths(model, drafter, 12)
+    assert [str(warning.message)[:51] for warning in seen] == [
+        "drafter: it was made for texts of 16 tokens, and a "
+    ]
+    with warnings.catch_warnings(action="error"):
+        check_lengths(model, drafter, 11)
+
+
+def check_lengths(model, drafter, new_tokens):
+    prepare(model, [PROMPT], GenerationConfig(max_new_tokens=new_tokens), drafter, 0)
+
+
+def test_texts_past_the_drafters_positions_are_the_targets(model):
+    draft = diffuser(model.network, 4)
+    few = Network(draft.params, draft.config.replace(max_positions=16))
+    config = GenerationConfig(max_new_tokens=30)
+    plain = generate(model, [PROMPT], config)
+    with pytest.warns(UserWarning, match="drafts from the last 16 tokens"):
+        fast = generate(model, [PROMPT], config, LoadedDrafter(Deer(3), few))
+    assert fast[0].tokens.tolist() == plain[0].tokens.tolist()

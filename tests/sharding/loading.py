@@ -50,6 +50,7 @@ def main(folder: Path, out: Path) -> None:
             for other in (leaves, jax.tree.leaves(orbax.params))
             for pair in zip(other, expected, strict=True)
         ],
+        "same_digest": model.digest == plain.digest is not None,
         "on_one_device": sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves),
         "same_places": [
             one.sharding == other.sharding

@@ -132,6 +132,7 @@ def loaded(tmp_path_factory):
 def test_each_tensor_goes_straight_to_its_shards(loaded):
     assert all(loaded["equal"])
     assert all(loaded["same_places"])
+    assert loaded["same_digest"]
     # One tensor as it is read, and as it is laid out.
     assert loaded["held"] < 2.2 * loaded["largest"] < loaded["total"] / 3
     # Norms are whole everywhere.

@@ -454,6 +454,8 @@ def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path, 
     assert loss_fell(tmp_path / "s2")
     assert 1 <= aligned.metrics["validation"][DECODING][TAU] <= 5
     assert load(tmp_path / "two").config.diffusion.window == 8
+    made_for = load(tmp_path / "two").config.diffusion.made_for
+    assert made_for == load(models / "target").digest is not None
     third = dataclasses.replace(second, cuts="all")
     aligned = train(DeerTrainer(third), tmp_path / "s3", tmp_path / "three", console=QUIET)
     assert loss_fell(tmp_path / "s3")

@@ -354,6 +354,7 @@ def test_the_folder_is_read_back_and_drafts_without_changing_the_text(run):
     settings, trained, place = run
     model = load(settings.target)
     head = load_dflash(place / "out", model.network)
+    assert head.made_for == model.digest is not None
     assert dataclasses.replace(head, params=()) == dataclasses.replace(trained.result, params=())
     assert_stored_in_bfloat16(head.params, trained.result.params)
     prompts = ["3 and 4", "8 and 2 make", "5 and", "1 and 7 make 8"]

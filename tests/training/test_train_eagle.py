@@ -102,6 +102,7 @@ def test_the_folder_is_read_back_and_drafts_without_changing_the_text(run):
     assert head.config == trained.result.config
     assert head.taps == trained.result.taps
     assert head.paths == trained.result.paths == settings.paths
+    assert head.made_for == model.digest is not None
     assert_stored_in_bfloat16(head.params, trained.result.params)
     prompts = [[0, 20, 30, 40], [0, 50, 60]]
     config = GenerationConfig(max_new_tokens=16)
