@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import jaxspec
-from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
+from jaxspec.commands import EXIT_ERROR
 from jaxspec.commands.interrupts import Told, ending_soon, say_interrupted
 from jaxspec.commands.parser import Parser, settle
+from jaxspec.start import EXIT_INTERRUPTED
 
 
 class Command(NamedTuple):

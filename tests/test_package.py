@@ -27,7 +27,7 @@ PACKAGE = ROOT / "jaxspec"
 # A folder may import from folders before it, never from one after it. `jaxspec` itself is the
 # table of contents. Nothing in the package imports `NOT_INSTALLED`, which lie next to it.
 LAYERS = (
-    ("progress", "compilation", "extras", "bounded", "native"),
+    ("start", "progress", "compilation", "extras", "bounded", "native"),
     ("core",),
     ("models",),
     ("sharding",),

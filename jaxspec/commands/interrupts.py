@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from jaxspec.commands import EXIT_INTERRUPTED
+from jaxspec.start import EXIT_INTERRUPTED, end_at_once
 
 GRACE = 1.0
 """Seconds in which Python may raise `KeyboardInterrupt`."""
@@ -55,7 +55,8 @@ def say_interrupted() -> None:
 def ending_soon() -> Iterator[None]:
     """Ends the process within two seconds of a Ctrl-C in the block that Python does not notice."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+    listening = signal.getsignal(signal.SIGINT)
+    if not is_main or listening not in (signal.default_int_handler, end_at_once):
         yield  # someone else listens, or nobody is to
         return
     heard, noticed = socket.socketpair(), threading.Event()
@@ -83,7 +84,7 @@ def ending_soon() -> Iterator[None]:
         yield
     finally:
         go_on()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, listening)
         signal.set_wakeup_fd(before)
         heard[1].close()
         watcher.join()

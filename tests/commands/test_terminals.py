@@ -54,6 +54,42 @@ def test_ctrl_c_ends_what_python_cannot_stop_and_says_what_is_done():
     check_ends_in_time(BUSY, ["begun"])
 
 
+# Prints a line when the imports begin that take a second. Python runs it at its start.
+WATCHED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def watch(event, args):
+    if event == "import" and args[0] == "jax":
+        print("importing", flush=True)
+sys.addaudithook(watch)
+"""
+SCRIPT = "import sys; from jaxspec.cli import command_line; sys.exit(command_line())"
+
+
+@pytest.mark.parametrize("seconds", [0, 0.02, 0.1, 0.3, 0.8, 2])
+@pytest.mark.parametrize("way", ["script", "module"])
+def test_ctrl_c_while_python_imports_is_quiet(tmp_path, way, seconds):
+    (tmp_path / "sitecustomize.py").write_text(WATCHED)
+    (tmp_path / "jaxspec").write_text(SCRIPT)
+    called = {"script": [str(tmp_path / "jaxspec")], "module": ["-m", "jaxspec"]}[way]
+    search = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with subprocess.Popen(
+        [sys.executable, *called, "generate", "demo", "-"],  # which then waits for its prompt
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        time.sleep(seconds)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert time.monotonic() - start < 2
+        assert process.stderr.read() in ("", "interrupted\n")
+
+
 COMPILING = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
