@@ -4,6 +4,7 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
@@ -162,6 +163,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def command_line() -> NoReturn:
     """Runs the command line of this process and ends it."""
+    warnings.formatwarning = lambda message, *_: f"jaxspec: warning: {message}\n"
     code = main()
     if code == EXIT_INTERRUPTED:
         # Without waiting for programs that still run.

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 
+from jaxspec import cli
 from jaxspec.checkpoint import shipped_models
 from jaxspec.cli import main
 from jaxspec.commands import info
@@ -182,6 +184,15 @@ def test_another_end_keeps_its_code(monkeypatch):
     with pytest.raises(SystemExit) as exit_:
         main(["info"])
     assert exit_.value.code == 1
+
+
+def test_a_warning_is_one_line_without_code(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back at the end
+    monkeypatch.setattr(cli, "main", lambda: 0)
+    with pytest.raises(SystemExit):
+        cli.command_line()
+    shown = warnings.formatwarning(UserWarning("no such luck"), UserWarning, "cli.py", 1, "x = 1")
+    assert shown == "jaxspec: warning: no such luck\n"
 
 
 @pytest.fixture
