@@ -304,7 +304,9 @@ def test_python_in_documents_runs(document, monkeypatch, tmp_path):
         assert printed in ("", said.getvalue())
 
 
-@pytest.mark.parametrize("document", ["*.md", "docs/**/*.md", "examples/*.md", ".github/*.md"])
+@pytest.mark.parametrize(
+    "document", ["*.md", "docs/**/*.md", "examples/*.md", ".github/*.md", "benchmarks/**/*.md"]
+)
 def test_links_between_documents_lead_somewhere(document):
     pages = sorted(ROOT.glob(document))
     assert pages
