@@ -87,7 +87,8 @@ _ALSO = {
     **dict.fromkeys(("run", "complete", "decode", "stream"), "generate"),
     **dict.fromkeys(("eval", "benchmark", "compare", "measure"), "bench"),
     **{"chat": "generate MODEL --chat", "help": "--help", "version": "--version"},
-    **{"methods": "drafters", "models": "info", "convert": "export"},
+    **dict.fromkeys(("methods", "list", "ls"), "drafters"),
+    **{"models": "info", "convert": "export"},
 }
 """Words that are no verbs, and what to type for each."""
 
