@@ -76,7 +76,13 @@ def ending_soon() -> Iterator[None]:
                 _end()
             noticed.clear()
 
-    watcher = threading.Thread(target=watch, daemon=True)
+    def drop(dropped: "sys.UnraisableHookArgs") -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            _end()  # raised in a deletion or a callback, and nobody else would hear of it
+        shown(dropped)
+
+    watcher, shown = threading.Thread(target=watch, daemon=True), sys.unraisablehook
+    sys.unraisablehook = drop
     before = signal.set_wakeup_fd(heard[1].fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, notice)
     watcher.start()
@@ -84,6 +90,7 @@ def ending_soon() -> Iterator[None]:
         yield
     finally:
         go_on()
+        sys.unraisablehook = shown
         signal.signal(signal.SIGINT, listening)
         signal.set_wakeup_fd(before)
         heard[1].close()

@@ -56,6 +56,34 @@ def test_ctrl_c_ends_what_python_cannot_stop_and_says_what_is_done():
     check_ends_in_time(BUSY, ["begun"])
 
 
+# Python drops what is raised while an object is deleted, or in a callback of the collector.
+DELETING = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxspec import cli
+from jaxspec.commands import info
+from jaxspec.commands.interrupts import telling
+
+class Slow:
+    def __del__(self):
+        print("begun", flush=True)
+        time.sleep(60)
+
+def run(args):
+    with telling(lambda: "3 of 8 rows are there"):
+        Slow()
+        time.sleep(60)
+
+info.run = run
+sys.argv = ["jaxspec", "info"]
+cli.command_line()
+"""
+
+
+def test_ctrl_c_ends_where_python_drops_exceptions():
+    check_ends_in_time(DELETING, ["begun"])
+
+
 # Prints a line when the imports begin that take a second. Python runs it at its start.
 WATCHED = """
 import signal, sys
