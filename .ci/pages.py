@@ -1,10 +1,13 @@
 """Parts of the documentation site beyond mkdocs.yml.
 
-A hook of MkDocs: pages of results are a part of the site, and links that leave `docs/` lead to the
-repository, whose address is `[project.urls]` in pyproject.toml. An extension of Griffe: examples
+A hook of MkDocs: pages of results are a part of the site, the page of the command line is made of
+the help of its verbs, and links that leave `docs/` lead to the repository, whose address is
+`[project.urls]` in pyproject.toml. An extension of Griffe: examples
 are shown as code.
 """
 
+import contextlib
+import io
 import os
 import re
 import textwrap
@@ -15,6 +18,8 @@ from typing import Any
 import griffe
 from mkdocs.structure.files import File, Files
 
+from jaxspec.cli import COMMANDS, main
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
 
@@ -23,11 +28,24 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Adds the pages of `benchmarks/results` as the folder `results` of the site."""
+    """Adds the page of the command line, and those of `benchmarks/results` as `results`."""
+    text = command_line()
+    files.append(File.generated(config, "api/command_line.md", content=text))
     for page in sorted(RESULTS.glob("*.md")):
         name = f"results/{page.name}"
         files.append(File.generated(config, name, abs_src_path=str(page)))
     return files
+
+
+def command_line() -> str:
+    """Returns a page with the help of every verb."""
+    os.environ["COLUMNS"] = "100"
+    parts = ["# Command line\n"]
+    for words in ((), *(command.words for command in COMMANDS)):
+        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+            main([*words, "--help"])
+        parts.append(f"## {' '.join(('jaxspec', *words))}\n\n```text\n{said.getvalue()}```\n")
+    return "\n".join(parts)
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

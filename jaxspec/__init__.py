@@ -13,6 +13,7 @@
 - Compiled programs kept on disk: `use_persistent_cache`.
 """
 
+from jaxspec import start  # noqa: F401  first: hears Ctrl-C while the others are imported
 from jaxspec.checkpoint import Model, Tokenizer, load, load_eagle, save
 from jaxspec.compilation import use_persistent_cache
 from jaxspec.core.tree import chain, eagle_tree, tree_from_parents, tree_from_paths

@@ -4,13 +4,15 @@ import importlib
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import jaxspec
-from jaxspec.commands import EXIT_ERROR, EXIT_INTERRUPTED
+from jaxspec.commands import EXIT_ERROR
 from jaxspec.commands.interrupts import Told, ending_soon, say_interrupted
 from jaxspec.commands.parser import Parser, settle
+from jaxspec.start import EXIT_INTERRUPTED
 
 
 class Command(NamedTuple):
@@ -85,7 +87,8 @@ _ALSO = {
     **dict.fromkeys(("run", "complete", "decode", "stream"), "generate"),
     **dict.fromkeys(("eval", "benchmark", "compare", "measure"), "bench"),
     **{"chat": "generate MODEL --chat", "help": "--help", "version": "--version"},
-    **{"methods": "drafters", "models": "info", "convert": "export"},
+    **dict.fromkeys(("methods", "list", "ls"), "drafters"),
+    **{"models": "info", "convert": "export"},
 }
 """Words that are no verbs, and what to type for each."""
 
@@ -161,6 +164,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def command_line() -> NoReturn:
     """Runs the command line of this process and ends it."""
+    warnings.formatwarning = lambda message, *_: f"jaxspec: warning: {message}\n"
     code = main()
     if code == EXIT_INTERRUPTED:
         # Without waiting for programs that still run.

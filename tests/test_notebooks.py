@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -27,6 +28,22 @@ def test_notebooks_are_stored_without_outputs(path):
     for cell in notebook["cells"]:
         assert not cell.get("outputs")
         assert cell.get("execution_count") is None
+
+
+def test_notebooks_lead_from_one_to_the_next():
+    names = [path.name for path in NOTEBOOKS]
+    assert [name[:3] for name in names] == [f"{i:02}_" for i in range(1, len(names) + 1)]
+    for path, following in zip(NOTEBOOKS, [*names[1:], ""], strict=True):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        first, install, *_, last = ("".join(cell["source"]) for cell in cells)
+        assert f"/blob/main/notebooks/{path.name})" in first  # the badge
+        assert "%pip install" in install
+        assert "## Now try" in last
+        assert f"({following})" in last or not following
+        for cell in cells:
+            if cell["cell_type"] == "markdown":
+                for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", "".join(cell["source"])):
+                    assert (path.parent / link).exists(), f"{path.name} links to {link}"
 
 
 @pytest.mark.slow

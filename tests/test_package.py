@@ -27,7 +27,7 @@ PACKAGE = ROOT / "jaxspec"
 # A folder may import from folders before it, never from one after it. `jaxspec` itself is the
 # table of contents. Nothing in the package imports `NOT_INSTALLED`, which lie next to it.
 LAYERS = (
-    ("progress", "compilation", "extras", "bounded", "native"),
+    ("start", "progress", "compilation", "extras", "bounded", "native"),
     ("core",),
     ("models",),
     ("sharding",),
@@ -292,17 +292,21 @@ def test_documented_examples_run(name, monkeypatch):
 def test_python_in_documents_runs(document, monkeypatch, tmp_path):
     # A model of the Hub has no place in a test: the shipped one stands in for it.
     text = (ROOT / document).read_text(encoding="utf-8").replace("Qwen/Qwen3-0.6B", "demo")
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    # The text behind a block is what it prints.
+    blocks = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", text, re.M | re.S)
     assert blocks
     needs_shipped_models()
     monkeypatch.chdir(tmp_path)
     namespace: dict = {"__name__": "document"}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for block in blocks:
+    for block, printed in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as said:
             exec(compile(block, document, "exec"), namespace)
+        assert printed in ("", said.getvalue())
 
 
-@pytest.mark.parametrize("document", ["*.md", "docs/**/*.md", "examples/*.md", ".github/*.md"])
+@pytest.mark.parametrize(
+    "document", ["*.md", "docs/**/*.md", "examples/*.md", ".github/*.md", "benchmarks/**/*.md"]
+)
 def test_links_between_documents_lead_somewhere(document):
     pages = sorted(ROOT.glob(document))
     assert pages
@@ -464,5 +468,9 @@ def test_figures_of_the_readme_are_those_of_results_pages():
     written = {
         number for each in pages for number in re.findall(NUMBER, each.read_text(encoding="utf-8"))
     }
-    absent = set(re.findall(NUMBER, figures)) - written
+    # Of the whole text: without code, addresses and years of papers.
+    said = text.replace(text[text.index("## Papers") : text.index("## More")], "")
+    said = re.sub(r"^```.*?^```|`[^`]*`|(?<=\])\([^)]*\)", "", said, flags=re.M | re.S)
+    assert {"11.6", "1.84 [1.76, 1.93]"} <= set(re.findall(NUMBER, said))
+    absent = set(re.findall(NUMBER, said)) - written
     assert not absent, f"no results page or recipe has {sorted(absent)}"

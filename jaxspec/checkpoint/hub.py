@@ -625,6 +625,12 @@ def _find(argument: str, source: str | Path, revision: str | None) -> Folder:
     if name in known and known[name].kind is not None:
         return known[name]
     shipped = [name for name, found in known.items() if found.kind == "model"]
+    for path in (folder, *folder.glob("*.tflite")):
+        if path.suffix == ".tflite" and path.is_file():
+            raise CheckpointError(
+                f"{path} is a file for LiteRT; decode with it by jaxspec.mobile.MobileModel, or "
+                f"`jaxspec generate --runtime litert {path} PROMPT`."
+            )
     if folder.is_dir():
         entries = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
         raise CheckpointError(

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import read_text
-from jaxspec.commands import EXIT_INTERRUPTED
 from jaxspec.commands.canvas import (
     COMPILING,
     CanvasSession,
@@ -52,6 +51,7 @@ from jaxspec.decoding.request import GenerationConfig, PromptLike
 from jaxspec.decoding.result import Generation, GenerationResult
 from jaxspec.drafters import DrafterLike
 from jaxspec.measure.compare import describe
+from jaxspec.start import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     from jaxspec.mobile import MobileModel

@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from jaxspec.commands import EXIT_INTERRUPTED
+from jaxspec.start import EXIT_INTERRUPTED, end_at_once
 
 GRACE = 1.0
 """Seconds in which Python may raise `KeyboardInterrupt`."""
@@ -55,7 +55,8 @@ def say_interrupted() -> None:
 def ending_soon() -> Iterator[None]:
     """Ends the process within two seconds of a Ctrl-C in the block that Python does not notice."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+    listening = signal.getsignal(signal.SIGINT)
+    if not is_main or listening not in (signal.default_int_handler, end_at_once):
         yield  # someone else listens, or nobody is to
         return
     heard, noticed = socket.socketpair(), threading.Event()
@@ -75,7 +76,13 @@ def ending_soon() -> Iterator[None]:
                 _end()
             noticed.clear()
 
-    watcher = threading.Thread(target=watch, daemon=True)
+    def drop(dropped: "sys.UnraisableHookArgs") -> None:
+        if isinstance(dropped.exc_value, KeyboardInterrupt):
+            _end()  # raised in a deletion or a callback, and nobody else would hear of it
+        shown(dropped)
+
+    watcher, shown = threading.Thread(target=watch, daemon=True), sys.unraisablehook
+    sys.unraisablehook = drop
     before = signal.set_wakeup_fd(heard[1].fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGINT, notice)
     watcher.start()
@@ -83,7 +90,8 @@ def ending_soon() -> Iterator[None]:
         yield
     finally:
         go_on()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.unraisablehook = shown
+        signal.signal(signal.SIGINT, listening)
         signal.set_wakeup_fd(before)
         heard[1].close()
         watcher.join()

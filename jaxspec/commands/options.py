@@ -252,6 +252,7 @@ def _drafter_meant(text: str) -> str:
         if example.endswith("=" + name):  # weights that ship
             return f"; did you mean {example}?"
     spelled = "-".join(name.lower().split("_"))
+    spelled = {"ngram": "lookup", "n-gram": "lookup"}.get(spelled, spelled)
     asked = meant(spelled, DRAFTERS, lambda found: f"{found}:{rest}" if rest else found)
     return asked or f"; give one of {', '.join((*DRAFTERS, NO_DRAFTER))}."
 

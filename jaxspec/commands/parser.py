@@ -13,7 +13,7 @@ from jaxspec.core.checks import meant
 BY_FLAG = " by flag"
 """End of the name of a value that the flag of a place gives."""
 _ALSO: Mapping[str, str] = dict.fromkeys(
-    ("max-length", "n-predict", "length", "num-tokens"), "--max-tokens"
+    ("max-length", "n", "n-predict", "length", "num-tokens"), "--max-tokens"
 )
 """Flags of other programs, and what to type for each."""
 
@@ -105,10 +105,12 @@ def _flag_meant(parser: argparse.ArgumentParser, word: str) -> str:
     name = word.partition("=")[0].strip("-").replace("_", "-")
     flags = [flag for action in parser._actions for flag in action.option_strings]
     instead = parser.get_default("instead") or (lambda name: None)
-    known = None if f"--{name}" in flags else _ALSO.get(name) or instead(name)
+    also = _ALSO.get(name)
+    known = None if f"--{name}" in flags else also if also in flags else instead(name)
     if known:
         return f"; did you mean {known}?"
-    return meant(f"--{name}", flags) if len(name) > 1 else ""
+    names = [flag.removeprefix("--") for flag in flags]
+    return meant(name, names, "--{}".format) if len(name) > 1 else ""
 
 
 class Parser(argparse.ArgumentParser):

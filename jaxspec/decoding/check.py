@@ -180,6 +180,8 @@ def _prompts(model: Model, seed: int) -> list[list[int]]:
 
 
 def _settings_are_values(drafter: Any) -> tuple[bool, str]:
+    if not hasattr(drafter, "__dataclass_fields__"):
+        return False, "make it a frozen dataclass of hashable settings"
     fresh = dataclasses.replace(drafter)
     if fresh != drafter or hash(fresh) != hash(drafter):
         return False, "a fresh copy differs; make it a frozen dataclass of hashable settings"

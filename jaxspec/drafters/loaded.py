@@ -84,6 +84,10 @@ def loaded_drafter(drafter: Any) -> LoadedDrafter:
             else "drafter must be one such as PromptLookup(), DraftModel.of(model) or "
             f"Eagle.of(head), got {drafter!r:.80}."
         )
+    for name in ("taps", "tree_shape", "widths", "init"):
+        if not hasattr(drafter, name):
+            kind = type(drafter).__name__
+            raise ValueError(f"drafter: {kind} has no `{name}`; see jaxspec.core.types.Drafter.")
     return LoadedDrafter(drafter, ())
 
 

@@ -450,6 +450,14 @@ def test_a_folder_without_a_model_says_what_it_has(tmp_path):
         load(tmp_path / "notes.txt")
 
 
+@pytest.mark.parametrize("place", ["", "model.tflite"])
+def test_a_file_of_litert_says_what_decodes_it(tmp_path, place):
+    (tmp_path / "model.tflite").write_bytes(b"")
+    said = f"jaxspec generate --runtime litert {tmp_path / 'model.tflite'}"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        load(tmp_path / place)
+
+
 @pytest.mark.parametrize("place", ["checkpoints", "jaxspec/checkpoints"])
 def test_shipped_models_are_found_by_name(place, tmp_path, monkeypatch, tiny_network):
     """In the repository they lie next to the package, in an installed one inside it."""

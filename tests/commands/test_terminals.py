@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 
+from jaxspec import cli
 from jaxspec.checkpoint import shipped_models
 from jaxspec.cli import main
 from jaxspec.commands import info
@@ -52,6 +54,70 @@ def check_ends_in_time(program, lines):
 
 def test_ctrl_c_ends_what_python_cannot_stop_and_says_what_is_done():
     check_ends_in_time(BUSY, ["begun"])
+
+
+# Python drops what is raised while an object is deleted, or in a callback of the collector.
+DELETING = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from jaxspec import cli
+from jaxspec.commands import info
+from jaxspec.commands.interrupts import telling
+
+class Slow:
+    def __del__(self):
+        print("begun", flush=True)
+        time.sleep(60)
+
+def run(args):
+    with telling(lambda: "3 of 8 rows are there"):
+        Slow()
+        time.sleep(60)
+
+info.run = run
+sys.argv = ["jaxspec", "info"]
+cli.command_line()
+"""
+
+
+def test_ctrl_c_ends_where_python_drops_exceptions():
+    check_ends_in_time(DELETING, ["begun"])
+
+
+# Prints a line when the imports begin that take a second. Python runs it at its start.
+WATCHED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def watch(event, args):
+    if event == "import" and args[0] == "jax":
+        print("importing", flush=True)
+sys.addaudithook(watch)
+"""
+SCRIPT = "import sys; from jaxspec.cli import command_line; sys.exit(command_line())"
+
+
+@pytest.mark.parametrize("seconds", [0, 0.02, 0.1, 0.3, 0.8, 2])
+@pytest.mark.parametrize("way", ["script", "module"])
+def test_ctrl_c_while_python_imports_is_quiet(tmp_path, way, seconds):
+    (tmp_path / "sitecustomize.py").write_text(WATCHED)
+    (tmp_path / "jaxspec").write_text(SCRIPT)
+    called = {"script": [str(tmp_path / "jaxspec")], "module": ["-m", "jaxspec"]}[way]
+    search = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with subprocess.Popen(
+        [sys.executable, *called, "generate", "demo", "-"],  # which then waits for its prompt
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(search)},
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        time.sleep(seconds)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert time.monotonic() - start < 2
+        assert process.stderr.read() in ("", "interrupted\n")
 
 
 COMPILING = """
@@ -146,6 +212,15 @@ def test_another_end_keeps_its_code(monkeypatch):
     with pytest.raises(SystemExit) as exit_:
         main(["info"])
     assert exit_.value.code == 1
+
+
+def test_a_warning_is_one_line_without_code(monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back at the end
+    monkeypatch.setattr(cli, "main", lambda: 0)
+    with pytest.raises(SystemExit):
+        cli.command_line()
+    shown = warnings.formatwarning(UserWarning("no such luck"), UserWarning, "cli.py", 1, "x = 1")
+    assert shown == "jaxspec: warning: no such luck\n"
 
 
 @pytest.fixture

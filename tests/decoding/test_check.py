@@ -105,6 +105,21 @@ def test_a_drafter_that_raises_is_a_finding():
     assert "no such luck" in str(report)
 
 
+class Half:
+    """A drafter without a state, which is no dataclass either."""
+
+    taps, tree_shape, widths = (), (2, 1), (2,)
+
+    def propose(self, params, key, state, context):
+        raise NotImplementedError
+
+
+def test_a_drafter_that_is_no_dataclass_is_told_to_be_one():
+    kind = type("Plain", (Half,), {"init": lambda *_: ()})
+    report = check_drafter(kind(), num_samples=1)
+    assert report.checks[0].seen == "make it a frozen dataclass of hashable settings"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -116,6 +131,7 @@ def test_a_drafter_that_raises_is_a_finding():
         ({"num_samples": 1.5}, "num_samples must be a whole number, got 1.5"),
         ({"progress": "no"}, "progress must be True or False, got 'no'"),
         ({"drafter": "lookup"}, "drafter must be one such as PromptLookup"),
+        ({"drafter": Half()}, "drafter: Half has no `init`; see jaxspec.core.types.Drafter"),
     ],
 )
 def test_what_cannot_be_checked_with_is_refused_before_the_first_law(arguments, message):
