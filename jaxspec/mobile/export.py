@@ -15,11 +15,18 @@ from jaxspec.extras import installed_version
 from jaxspec.mobile.calibration import Calibration, calibrate
 from jaxspec.mobile.contents import ExportConfig, contents_of, drafters_over_trees, in_one_dtype
 from jaxspec.mobile.convert import lower_all, to_tflite
-from jaxspec.mobile.manifest import KEY, Manifest, describe_signatures, seal, tokenizer_fingerprint
+from jaxspec.mobile.manifest import (
+    KEY,
+    MODEL_FILE,
+    Manifest,
+    describe_signatures,
+    seal,
+    tokenizer_fingerprint,
+)
 from jaxspec.mobile.opset import require_opset
 from jaxspec.mobile.quantize import QUANTIZATIONS
 
-MODEL_FILE, MANIFEST_FILE = "model.tflite", "manifest.json"
+MANIFEST_FILE = "manifest.json"
 
 
 def export(

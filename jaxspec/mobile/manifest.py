@@ -15,6 +15,8 @@ from jaxspec.checkpoint import CheckpointError, Tokenizer
 from jaxspec.checkpoint.files import parse_json
 from jaxspec.mobile.convert import Lowered
 
+MODEL_FILE = "model.tflite"
+"""Name of the file in the folder of an export."""
 KEY = "jaxspec_manifest"
 """Name among a flatbuffer's metadata, and first entry of the JSON."""
 FORMAT = 2
@@ -155,6 +157,12 @@ def _checksum(file: BinaryIO, at: int) -> str:
     return digest.hexdigest()
 
 
+def model_file(path: str | Path) -> Path:
+    """Returns the exported file: the one in a folder of `export`, or the path itself."""
+    inside = Path(path) / MODEL_FILE
+    return inside if inside.is_file() else Path(path)
+
+
 def read_manifest(path: str | Path) -> Manifest:
     """Reads the manifest inside a file, and checks that the file is whole.
 
@@ -171,9 +179,11 @@ def read_manifest(path: str | Path) -> Manifest:
         ...     read_manifest(f"{folder}/model.tflite") == manifest
         True
     """
-    path = Path(path)
+    path = model_file(path)
     if not path.is_file():
-        raise CheckpointError(f"{path} does not exist, or is no file: give the .tflite itself.")
+        raise CheckpointError(
+            f"{path} does not exist, or is no file: give the .tflite, or the folder of its export."
+        )
     start_of = b'{"' + KEY.encode()
     with path.open("rb") as file:
         if path.stat().st_size == 0:

@@ -21,7 +21,7 @@ from jaxspec.extras import check_version, needs_extra
 from jaxspec.mobile.drafts import common_length
 from jaxspec.mobile.extra import OLDEST_LITERT, missing_for_gpu
 from jaxspec.mobile.loops import HostAcceptance, LoopOf, Plain, Round, best_loop
-from jaxspec.mobile.manifest import Manifest, read_manifest, tokenizer_fingerprint
+from jaxspec.mobile.manifest import Manifest, model_file, read_manifest, tokenizer_fingerprint
 from jaxspec.mobile.quantize import check_quantization
 from jaxspec.mobile.room import check_room, check_token_ids, prompt_parts
 from jaxspec.native import num_cores
@@ -101,7 +101,7 @@ class MobileModel:
         """Opens a file.
 
         Args:
-            path: the `.tflite`.
+            path: the `.tflite`, or the folder of its export.
             tokenizer: must be the one that it was exported with; `None`: the one in the file's
                 folder, if there is one.
             num_threads: `None`: one per core.
@@ -116,8 +116,9 @@ class MobileModel:
                 accelerator or driver, or the file's quantization ends the accelerator's process.
             CheckpointError: the file is not ours, is damaged, or is for another tokenizer.
         """
+        path = model_file(path)
         self.manifest: Manifest = read_manifest(path)
-        folder, found = Path(path).parent, "the one that was given"
+        folder, found = path.parent, "the one that was given"
         if tokenizer is None and (folder / "tokenizer.json").is_file():
             tokenizer, found = load_tokenizer(folder), "the tokenizer.json in its folder"
         self.tokenizer = tokenizer
