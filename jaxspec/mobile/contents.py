@@ -10,6 +10,7 @@ from jaxspec.core.tree import Path as RankPath
 from jaxspec.decoding.denoise import DEFAULT_BLOCK, block_asked
 from jaxspec.drafters import (
     Deer,
+    DFlash,
     DrafterLike,
     DraftModel,
     Eagle,
@@ -23,6 +24,7 @@ from jaxspec.drafters import (
 from jaxspec.mobile.quantize import QUANTIZATIONS, check_quantization
 from jaxspec.mobile.records import Signature, Target
 from jaxspec.mobile.signatures.blocks import BlockDrafting
+from jaxspec.mobile.signatures.dflash import DFlashStep
 from jaxspec.mobile.signatures.diffusion import (
     Canvases,
     denoise_signatures,
@@ -256,6 +258,9 @@ def _signatures(
             trees = drafters_over_trees(drafter, config)
             levels = 1 + max(tree.tree_shape[1] for tree in trees)
             step, paths = EagleStep(trees[0], loaded.params, levels), drafter.paths
+        case DFlash():
+            step = DFlashStep(drafter, loaded.params)
+            paths = drafter.paths or _chained(step.levels - 1)
         case LayerSkip():
             step = LayerSkipStep(drafter)
             paths = _chained(step.levels - 1)
@@ -276,15 +281,16 @@ def _signatures(
         case _:
             raise ValueError(
                 f"drafter: {type(drafter).__name__} cannot be exported; Eagle, DraftModel, "
-                "LayerSkip, Deer, TokenRecycling and PromptLookup can."
+                "LayerSkip, Deer, DFlash, TokenRecycling and PromptLookup can."
             )
     if step is not None and step.levels >= target.capacity:
         raise ValueError(
             f"capacity: a tree of depth {step.levels - 1} needs more than {target.capacity} tokens."
         )
     drafting = step if isinstance(step, EagleStep) else None
-    filling = step if isinstance(step, EagleStep | DraftModelStep | RecyclingStep) else None
-    for_host = step if isinstance(step, EagleStep | DraftModelStep | LayerSkipStep) else None
+    carrying = step if isinstance(step, EagleStep | DFlashStep) else None
+    filling = carrying or (step if isinstance(step, DraftModelStep | RecyclingStep) else None)
+    for_host = carrying or (step if isinstance(step, DraftModelStep | LayerSkipStep) else None)
     if config.levels and drafting is None:
         raise ValueError("levels: only an EAGLE head drafts level by level; leave it out.")
     if config.trees and drafting is None:
@@ -300,8 +306,8 @@ def _signatures(
     functions = {
         **{f"prefill_{n}": prefill_signature(target, n, filling) for n in config.prefill},
         "decode": decode_signature(target),
-        **{f"verify_{n}": verify_signature(target, n, drafting) for n in sizes},
-        **{f"commit_{n}": commit_signature(target, n, drafting) for n in sizes},
+        **{f"verify_{n}": verify_signature(target, n, carrying) for n in sizes},
+        **{f"commit_{n}": commit_signature(target, n, carrying) for n in sizes},
     }
     if config.partial is not None:
         for name, skip in partial_sets(target.config.num_layers).items():

@@ -47,10 +47,11 @@ def export(
         folder: made if it does not exist; other files in it stay.
         drafter: the drafter of `step`: an `Eagle` head over its static tree, or a `LayerSkip` with
             a fixed set. A `Deer` that is causal over blocks gets `draft_block_N`, which the host
-            calls before `verify_N`, and over a chain or a static tree whole steps. A `DraftModel`
-            lies next to the target. `TokenRecycling` and `PromptLookup` get whole steps, whose
-            state is the table or the text. `None`: plain decoding only. The `threshold` of an
-            `Eagle` or a `DraftModel` is left out, with a warning: the file drafts whole chains.
+            calls before `verify_N`, and over a chain or a static tree whole steps. A `DFlash` head
+            gets whole steps over either. A `DraftModel` lies next to the target. `TokenRecycling`
+            and `PromptLookup` get whole steps, whose state is the table or the text. `None`: plain
+            decoding only. The `threshold` of an `Eagle` or a `DraftModel` is left out, with a
+            warning: the file drafts whole chains.
         config: functions, shapes and quantization; 1024 tokens of text and int8 by default.
         calibration: weights that `calibrated` rounded for this quantization, where several files
             are written; `None`: they are rounded here if the quantization asks for it.

@@ -7,7 +7,15 @@ import numpy as np
 
 from jaxspec.checkpoint import Model
 from jaxspec.core.types import PyTree
-from jaxspec.drafters import Deer, DrafterLike, DraftModel, Eagle, LayerSkip, LoadedDrafter
+from jaxspec.drafters import (
+    Deer,
+    DFlash,
+    DrafterLike,
+    DraftModel,
+    Eagle,
+    LayerSkip,
+    LoadedDrafter,
+)
 from jaxspec.mobile.contents import ExportConfig, contents_of, drafters_over_trees, in_one_dtype
 from jaxspec.mobile.quantize import MOST_EXTRA, QUANTIZATIONS, check_quantization
 from jaxspec.models import ModelConfig
@@ -18,7 +26,7 @@ _FLOAT_BYTES = 4
 _PASSES = ("prefill", "verify", "decode", "step", "step_block", "step_block_sampled")
 """Kinds of functions that read the whole target."""
 _DRAFT_PASSES = ("absorb", "draft", "draft_block", "step_block", "step_block_sampled")
-"""Kinds of functions with one pass of the drafter; in `step` there is one for each level."""
+"""Kinds of functions with one pass of the drafter; in `step` most have one for each level."""
 
 
 class PhoneMemory(NamedTuple):
@@ -60,10 +68,12 @@ def phone_memory(model: Model, drafter: DrafterLike | None, config: ExportConfig
     names = (name.rpartition("_") for name in contents_of(model, loaded, config).signatures)
     kinds = [kind if size.isdigit() else f"{kind}_{size}".strip("_") for kind, _, size in names]
     head, draft_pass, in_steps = (), (), 0
-    if isinstance(loaded.drafter, Eagle | LayerSkip):
+    if isinstance(loaded.drafter, Eagle | DFlash | LayerSkip):
         draft_pass = draft_pass_weights(model.params, loaded)
         in_steps = sum(each.tree_shape[1] for each in drafters_over_trees(loaded.drafter, config))
-    if isinstance(loaded.drafter, Eagle):
+    if isinstance(loaded.drafter, DFlash):
+        in_steps = 1  # for a tree of any depth
+    if isinstance(loaded.drafter, Eagle | DFlash):
         head = loaded.params.params
     if isinstance(loaded.drafter, Deer | DraftModel):
         draft_pass = dict(loaded.params.params)
@@ -80,6 +90,7 @@ def phone_memory(model: Model, drafter: DrafterLike | None, config: ExportConfig
         draft_pass,
         in_steps + sum(kind in _DRAFT_PASSES for kind in kinds),
         separate_signatures=sum(kind in _PASSES for kind in kinds) * (config.bundle == "gpu"),
+        head_config=loaded.params.config if head else None,
     )
     if isinstance(loaded.drafter, Deer | DraftModel):
         # A model of its own; only the target's weights are rounded for texts.
@@ -97,6 +108,7 @@ def estimate_phone_memory(
     draft_pass: PyTree = (),
     draft_passes: int = 0,
     separate_signatures: int = 0,
+    head_config: ModelConfig | None = None,
 ) -> PhoneMemory:
     """Estimates the memory of weights and caches; buffers for a pass are small.
 
@@ -104,13 +116,14 @@ def estimate_phone_memory(
         config: of the target.
         quantization: of weights, one of `QUANTIZATIONS`.
         capacity: of the caches, in tokens.
-        head: weights of an EAGLE head, or their shapes; it has one layer.
+        head: weights of an EAGLE or a DFlash head, or their shapes.
         draft_pass: weights that one pass of the drafter reads, an output head among them.
         draft_passes: in all functions: the depth of a step's tree, and one for each function that
             only drafts.
         separate_signatures: functions that read the whole target and pack its weights separately,
             on a GPU or on a CPU without a weight cache. 0: a CPU with a weight cache, which packs
             each weight once.
+        head_config: of the head's layers; `None`: one that is like the target's.
 
     Raises:
         ValueError: the quantization is not known.
@@ -134,7 +147,10 @@ def estimate_phone_memory(
         products += int(MOST_EXTRA * (products + table_bytes))
         if config.tied_head:  # it keeps the table's 8 bits
             products += table_bytes - stored_bytes(table.shape, quantization)
-    products += _bytes_of_products(head, quantization)
+    row_bytes = _row_bytes(config)
+    if jax.tree.leaves(head):
+        products += _bytes_of_products(head, quantization)
+        row_bytes += _row_bytes(head_config or config.replace(num_layers=1, layer_types=()))
     repeated = 0
     if separate_signatures:
         repeated = (separate_signatures - 1) * products
@@ -143,21 +159,20 @@ def estimate_phone_memory(
         products=products,
         table=table_bytes,
         repeated=repeated,
-        caches=2 * capacity * _row_bytes(config, bool(jax.tree.leaves(head))),
+        caches=2 * capacity * row_bytes,
     )
 
 
-def _row_bytes(config: ModelConfig, further_layers: int = 0) -> int:
-    """Returns the bytes of one token in the cache of a model and of layers like its own."""
-    layers = config.num_layers + further_layers
-    return 2 * layers * config.num_kv_heads * config.head_dim * _FLOAT_BYTES
+def _row_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of one token in the cache of a model."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * _FLOAT_BYTES
 
 
 def draft_pass_weights(target: PyTree, drafter: LoadedDrafter) -> PyTree:
     """Returns the weights that one pass of a drafter reads, its own and the target's."""
     method, embedding = drafter.drafter, target["embed"]["embedding"]
     output = target.get("head", embedding)
-    if isinstance(method, Eagle):
+    if isinstance(method, Eagle | DFlash):
         own = drafter.params.params
         return own if "head" in own else (own, output)
     assert isinstance(method, LayerSkip), "no other drafter is in a file"

@@ -103,6 +103,11 @@ def write_kv(inputs: Record, prefix: str, new_kv: tuple[LayerKV, ...], at: Array
     }
 
 
+def padded_rows(rows: Array, count: int) -> Array:
+    """Returns rows with zeros behind them, `count` in all, as a record lists them."""
+    return jnp.concatenate([rows, jnp.zeros((count - len(rows), rows.shape[1]))])[None]
+
+
 def outgoing(state: Record) -> Record:
     """Renames state to the outputs that carry it to the next call."""
     return {f"o_{name}": value for name, value in state.items()}

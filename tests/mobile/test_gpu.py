@@ -5,12 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxspec import DraftModel, LayerSkip, PromptLookup, TokenRecycling, load
+from jaxspec import DFlash, DraftModel, LayerSkip, PromptLookup, TokenRecycling, load
 from jaxspec.checkpoint import load_eagle, shipped_folders
 from jaxspec.drafters import Deer, Eagle, LoadedDrafter
 from jaxspec.drafters.skip_sets import skips_of
 from jaxspec.measure.comparison import Divergence
-from tests.laws.drafters import diffuser
+from tests.laws.drafters import dflash_head, diffuser
 from tests.mobile.models import half_of, successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -87,11 +87,15 @@ def test_tokens_recycled_run_whole_and_right(tmp_path):
 @needs_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("bundle", ["cpu", "gpu"])
-@pytest.mark.parametrize("name", ["draft model", "lookup"])
+@pytest.mark.parametrize("name", ["draft model", "lookup", "dflash"])
 def test_other_steps_run_whole_and_right(tmp_path, name, bundle):
     model, _ = successor_model()
-    drafter = PromptLookup(3) if name == "lookup" else DraftModel.of(half_of(model), paths=PATHS)
-    export(model, tmp_path, drafter, replace(SHAPES, bundle=bundle))
+    drafters = {
+        "draft model": lambda: DraftModel.of(half_of(model), paths=PATHS),
+        "lookup": lambda: PromptLookup(3),
+        "dflash": lambda: DFlash.of(dflash_head(model.network, seed=8), paths=PATHS),
+    }
+    export(model, tmp_path, drafters[name](), replace(SHAPES, bundle=bundle))
     prompts = [PROMPTS[0], [5, 6, 7, 8, 9] * 2]
     checked = check_gpu(tmp_path / "model.tflite", prompts, timeout=3000)
     assert checked.problems == ()

@@ -15,8 +15,9 @@ import pytest
 
 from jaxspec import TokenRecycling, load, save
 from jaxspec.checkpoint import load_eagle, load_tokenizer, save_eagle, shipped_folders
-from jaxspec.drafters import DraftModel, Eagle, LayerSkip, LoadedDrafter, PromptLookup
+from jaxspec.drafters import DFlash, DraftModel, Eagle, LayerSkip, LoadedDrafter, PromptLookup
 from jaxspec.drafters.skip_sets import skips_of
+from tests.laws.drafters import dflash_head
 from tests.mobile.models import half_of
 from tests.mobile.web.models import page_model
 
@@ -134,12 +135,15 @@ def test_the_host_gives_the_tokens_of_python(host, demo):
 
 
 @pytest.mark.parametrize("quantization", ["float32", "int8"])
-@pytest.mark.parametrize("method", ["eagle", "recycling", "lookup", "draft model", "layer skip"])
+@pytest.mark.parametrize(
+    "method", ["eagle", "dflash", "recycling", "lookup", "draft model", "layer skip"]
+)
 def test_a_text_goes_on_to_the_end_of_the_caches(host, tmp_path, method, quantization):
     """Behind the last place where a step fits, and in several texts one after the other."""
     model, head = page_model()
     drafters = {
         "eagle": Eagle.of(head, TREE),
+        "dflash": DFlash.of(dflash_head(model.network), paths=TREE),
         "recycling": LoadedDrafter(TokenRecycling(TREE), ()),
         "lookup": PromptLookup(3),
         "draft model": DraftModel.of(half_of(model), 3),

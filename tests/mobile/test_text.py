@@ -372,7 +372,8 @@ def test_a_draft_model_adds_its_own_products_table_and_caches():
 def test_every_function_of_a_file_for_gpus_counts(capsys, monkeypatch, folders, argv, said):
     """`verify_N` reads what `decode` does; `absorb` and `draft_N` read what a draft pass does."""
 
-    def estimated(*settings, separate_signatures):
+    def estimated(*settings, separate_signatures, head_config):
+        del head_config
         raise ValueError(f"{settings[5]} draft passes, {separate_signatures} functions")
 
     monkeypatch.setattr(memory_module, "estimate_phone_memory", estimated)

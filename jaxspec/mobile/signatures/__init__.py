@@ -6,7 +6,7 @@ pending token is not among them.
 
 - `target`: `prefill_N`, `decode`, `verify_N`, `commit_N`: passes of the target.
 - `steps`: the half of a step that all drafters share: target pass, acceptance, commit.
-- `eagle`, `draft_model`, `layer_skip`, `recycling`, `lookup`, `blocks`: steps of one drafter each,
-  and their parts.
+- `eagle`, `dflash`, `draft_model`, `layer_skip`, `recycling`, `lookup`, `blocks`: steps of one
+  drafter each, and their parts.
 - `diffusion`: passes and rounds of diffusion language models.
 """

@@ -1,5 +1,6 @@
 """Drafts of whole blocks by a diffusion model that is causal over blocks, and steps over them."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from jaxtyping import Array
 from jaxspec.core.sampling import argmax_rows
 from jaxspec.core.types import Params, Tree
 from jaxspec.drafters import Deer
+from jaxspec.drafters.block import BlockSettings
 from jaxspec.mobile.acceptance import Accepted, accept_drawn, draw_rows
 from jaxspec.mobile.records import (
     Record,
@@ -58,17 +60,11 @@ class BlockDrafting:
                 "drafter: this diffusion model sees both sides, so that every pass would read the "
                 "whole text; only models that are causal over blocks can be exported."
             )
-        unsupported = {
-            "steps": drafter.steps > 1,
-            "sep_token_id": drafter.sep_token_id is not None,
-            "cache": drafter.cache not in (None, "blocks"),
-            "temperature": bool(drafter.temperature) and not drafter.is_chain,
-        }
-        if given := [name for name, found in unsupported.items() if found]:
-            raise ValueError(
-                f"drafter: an exported Deer drafts every block in one pass, without "
-                f'{", ".join(given)}; leave that out (sep="" where config.json names one).'
-            )
+        check_in_one_pass(
+            drafter,
+            sep_token_id=drafter.sep_token_id is not None,
+            cache=drafter.cache not in (None, "blocks"),
+        )
         self.config, self.block, self.mask = network.config, drafter.block, diffusion.mask_token_id
         # A host reads what has gathered in several windows.
         self.sizes = replace(drafter, adaptive=None).window_sizes(diffusion.block)
@@ -76,8 +72,7 @@ class BlockDrafting:
         self.levels = drafter.depth + 1
         # One more than is drafted: the host leaves the mask out, if it is among them.
         self.count = drafter.max_branch + 1
-        self.draws = drafter.is_chain and drafter.temperature != 0
-        self.temperature = drafter.temperature
+        self.drafter = drafter
 
     def signature(self, target: Target, size: int) -> Signature:
         """Makes `draft_block_N`: reads a window of N tokens, returns each position's likeliest.
@@ -103,71 +98,26 @@ class BlockDrafting:
         return make_signature(target, step, self._step_inputs(target, size))
 
     def sampled_step_signature(self, target: Target, size: int) -> Signature:
-        """Makes `step_block_sampled_N`: the same at a temperature.
-
-        Of a chain the drafts are drawn too, by the further input `draft_uniforms`, one for each
-        position, unless the drafter's own temperature is 0. Trees hold the likeliest tokens.
-        """
-        tree = self.tree
-        assert tree is not None
-        inputs = self._step_inputs(target, size) | sampling_inputs(tree)
-        step = partial(sampled, partial(self._step, target, size))
-        if self.draws:
-            inputs["draft_uniforms"] = floats(1, self.block)
-            step = partial(self._drawn_step, target, size)
-        return make_signature(target, step, inputs)
+        """Makes `step_block_sampled_N`: the same at a temperature, see `sampled_block`."""
+        step, inputs = partial(self._step, target, size), self._step_inputs(target, size)
+        return sampled_block(self.drafter, target, step, inputs)
 
     def _step(
-        self, target: Target, size: int, accept: Accept, params: Params, inputs: Record
+        self, target: Target, size: int, accept: Accept | None, params: Params, inputs: Record
     ) -> Record:
         tree = self.tree
         assert tree is not None
-        logits, written = self._laws(target, size, params, inputs)
-        branch = tree.children.shape[1]
-        best = argmax_rows(logits)[:, None]
-        if branch > 1:
-            best = jax.lax.top_k(logits, branch)[1]
-        nodes = zip(tree.depths[1:], tree.ranks[1:], strict=True)
-        drafted = [best[depth - 1, rank : rank + 1] for depth, rank in nodes]
-        tokens = jnp.concatenate([inputs["pending"], *drafted])
+        logits, written = self._read(target, size, params, inputs)
+        logits = without_token(logits, self.mask)
+        tokens, accept = draft_block(self.drafter, logits, inputs, accept)
         *_, outputs = verify_and_commit(
             params.target, target, tree, tokens, inputs, (), accept, self.levels
-        )
-        return outputs | outgoing(written)
-
-    def _drawn_step(self, target: Target, size: int, params: Params, inputs: Record) -> Record:
-        assert self.tree is not None, "a chain"
-        logits, written = self._laws(target, size, params, inputs)
-        temperature, top_k = inputs["temperature"], inputs["top_k"]
-        own = temperature if self.temperature is None else jnp.full(1, self.temperature)
-        laws = warped(logits, own, top_k)
-        drafted = draw_rows(laws, inputs["draft_uniforms"][0])
-        tokens = jnp.concatenate([inputs["pending"], drafted])
-
-        def accept(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
-            del tree, levels  # those of the chain
-            probs = warped(logits, temperature, top_k)
-            return accept_drawn(tokens, inputs["uniforms"][0], probs, laws)
-
-        *_, outputs = verify_and_commit(
-            params.target, target, self.tree, tokens, inputs, (), accept, self.levels
         )
         return outputs | outgoing(written)
 
     def _step_inputs(self, target: Target, size: int) -> Shapes:
         inputs = {"pending": ints(1), "length": ints(1), **kv_inputs(target)}
         return inputs | self._inputs(target, size)
-
-    def _laws(
-        self, target: Target, size: int, params: Params, inputs: Record
-    ) -> tuple[Array, Record]:
-        """Returns the logits of each position without the mask, and the drafter's new cache."""
-        logits, written = self._read(target, size, params, inputs)
-        if self.mask < target.num_tokens:
-            never = np.zeros(target.num_tokens, np.float32)
-            never[self.mask] = -1e9
-            logits = logits + never[None]
-        return logits, written
 
     def _inputs(self, target: Target, size: int) -> Shapes:
         own = target._replace(config=self.config, capacity=target.capacity + self.sizes[-1])
@@ -194,3 +144,92 @@ class BlockDrafting:
         rows = inputs["first"] + np.arange(self.block, dtype=np.int32)
         logits = network.unembed(lookup_rows(hidden.features, rows))[:, : target.num_tokens]
         return logits, write_kv(inputs, "block", hidden.new_kv, start)
+
+
+def check_in_one_pass(drafter: BlockSettings, **further: bool) -> None:
+    """Refuses settings that no file has.
+
+    Args:
+        drafter: of any kind that drafts whole blocks.
+        further: settings that a file of this kind lacks, and True for those that were given.
+
+    Raises:
+        ValueError: naming those that were given.
+    """
+    unsupported = {
+        "steps": drafter.steps > 1,
+        **further,
+        "temperature": bool(drafter.temperature) and not drafter.is_chain,
+    }
+    if given := [name for name, found in unsupported.items() if found]:
+        sep = ' (sep="" where config.json names one)' if "sep_token_id" in given else ""
+        raise ValueError(
+            f"drafter: an exported {type(drafter).__name__} drafts every block in one pass, "
+            f"without {', '.join(given)}; leave that out{sep}."
+        )
+
+
+def without_token(logits: Array, token: int) -> Array:
+    """Returns logits by which one token, if it is among them, is never drafted."""
+    if token >= logits.shape[1]:
+        return logits
+    never = np.zeros(logits.shape[1], np.float32)
+    never[token] = -1e9
+    return logits + never[None]
+
+
+def draft_block(
+    drafter: BlockSettings, logits: Array, inputs: Record, accept: Accept | None
+) -> tuple[Array, Accept]:
+    """Drafts the static tree of a block whose positions have one law each.
+
+    Args:
+        drafter: its settings.
+        logits: of each level of the tree.
+        inputs: of the step.
+        accept: of the likeliest tokens; `None`: a chain is drawn and judged as a whole path.
+
+    Returns:
+        The tokens, the pending one first, and how they are accepted.
+    """
+    tree = drafter.tree
+    assert tree is not None, "the host makes other trees"
+    if accept is not None:
+        branch = tree.children.shape[1]
+        best = argmax_rows(logits)[:, None]
+        if branch > 1:
+            best = jax.lax.top_k(logits, branch)[1]
+        nodes = zip(tree.depths[1:], tree.ranks[1:], strict=True)
+        drafted = [best[depth - 1, rank : rank + 1] for depth, rank in nodes]
+        return jnp.concatenate([inputs["pending"], *drafted]), accept
+    temperature, top_k = inputs["temperature"], inputs["top_k"]
+    own = temperature if drafter.temperature is None else jnp.full(1, drafter.temperature)
+    laws = warped(logits, own, top_k)
+    drafted = draw_rows(laws, inputs["draft_uniforms"][0])
+    tokens = jnp.concatenate([inputs["pending"], drafted])
+
+    def accept_path(tree: Tree, tokens: Array, logits: Array, levels: int) -> Accepted:
+        del tree, levels  # those of the chain
+        probs = warped(logits, temperature, top_k)
+        return accept_drawn(tokens, inputs["uniforms"][0], probs, laws)
+
+    return tokens, accept_path
+
+
+def sampled_block(
+    drafter: BlockSettings,
+    target: Target,
+    step: Callable[[Accept | None, Params, Record], Record],
+    inputs: Shapes,
+) -> Signature:
+    """Makes a step at a temperature of a greedy one and its inputs.
+
+    Of a chain the drafts are drawn too, by the further input `draft_uniforms`, one for each
+    position, unless the drafter's own temperature is 0. Trees hold the likeliest tokens.
+    """
+    assert drafter.tree is not None, "the host makes other trees"
+    inputs = inputs | sampling_inputs(drafter.tree)
+    if drafter.is_chain and drafter.temperature != 0:
+        draws = {"draft_uniforms": floats(1, drafter.block)}
+        return make_signature(target, partial(step, None), inputs | draws)
+    return make_signature(target, partial(sampled, step), inputs)

@@ -23,6 +23,7 @@ from jaxspec.mobile.records import (
     kv_inputs,
     make_signature,
     outgoing,
+    padded_rows,
     read_cache,
     write_kv,
 )
@@ -91,10 +92,9 @@ class EagleStep:
             read_cache(inputs, "head", 1, length),
         )
         rest = self.levels - 1
-        states = lookup_rows(read, inputs["count"] - 1)
         return {
             "o_tokens": jnp.concatenate([pending, jnp.zeros(rest, jnp.int32)])[None],
-            "o_states": jnp.concatenate([states, jnp.zeros((rest, states.shape[1]))])[None],
+            "o_states": padded_rows(lookup_rows(read, inputs["count"] - 1), self.levels),
             **outgoing(write_kv(inputs, "head", pairs.new_kv, length)),
         }
 

@@ -23,11 +23,11 @@ from jaxspec.mobile.records import (
     kv_record,
     make_signature,
     outgoing,
+    padded_rows,
     read_cache,
     unembed_rows,
     write_kv,
 )
-from jaxspec.mobile.signatures.eagle import EagleStep
 from jaxspec.models import lookup_rows
 
 
@@ -70,6 +70,29 @@ class FillsPrompts(Protocol):
         ...
 
 
+class CarriesStates(Protocol):
+    """A step whose head reads the target's states at the tokens of the last step."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target that it reads."""
+        ...
+
+    @property
+    def levels(self) -> int:
+        """Number of rows of the states."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Numbers of each state."""
+        ...
+
+    def read(self, hidden: Hidden) -> Array:
+        """Returns the states that the head reads."""
+        ...
+
+
 def prefill_signature(target: Target, size: int, drafting: FillsPrompts | None = None) -> Signature:
     """Makes `prefill_N`, which reads `count` <= `size` tokens of a prompt behind the cached ones.
 
@@ -103,14 +126,14 @@ def prefill_signature(target: Target, size: int, drafting: FillsPrompts | None =
     return make_signature(target, prefill, inputs)
 
 
-def verify_signature(target: Target, size: int, drafting: EagleStep | None = None) -> Signature:
+def verify_signature(target: Target, size: int, drafting: CarriesStates | None = None) -> Signature:
     """Makes `verify_N`, which scores `size` tokens of any tree; the cache is only read.
 
     Inputs: `positions`, the position of each token in the text; `visible`, 1 where a token (row)
     sees another (column), itself included. Outputs: `choices`, the target's own token after each.
-    The states that an EAGLE head reads, `new_states`, pass to `commit_N`.
+    The states that a head reads, `new_states`, pass to `commit_N`.
     """
-    taps = () if drafting is None else drafting.drafter.taps
+    taps = () if drafting is None else drafting.taps
 
     def verify(params: Params, inputs: Record) -> Record:
         cache = read_cache(inputs, "kv", target.config.num_layers, inputs["length"][0])
@@ -138,12 +161,12 @@ def verify_signature(target: Target, size: int, drafting: EagleStep | None = Non
     return make_signature(target, verify, {**inputs, **kv_inputs(target)})
 
 
-def commit_signature(target: Target, size: int, drafting: EagleStep | None = None) -> Signature:
+def commit_signature(target: Target, size: int, drafting: CarriesStates | None = None) -> Signature:
     """Makes `commit_N`, which writes the nodes on a path of `verify_N` into the cache.
 
     Inputs: `path`, where `path[d]` is the accepted node of depth d and -1 past the last one;
-    `count`, the number of nodes on it. With an EAGLE head the states on the path come out too, as
-    `draft` and `absorb` take them.
+    `count`, the number of nodes on it. With a head the states on the path come out too, as `draft`
+    and `absorb` take them.
     """
 
     def commit(params: Params, inputs: Record) -> Record:
@@ -157,8 +180,7 @@ def commit_signature(target: Target, size: int, drafting: EagleStep | None = Non
             **outgoing(write_kv(inputs, "kv", path_kv, length)),
         }
         if drafting is not None and size == 1:
-            none = jnp.zeros((drafting.levels - 1, drafting.width))
-            outputs["o_states"] = jnp.concatenate([inputs["new_states"][0], none])[None]
+            outputs["o_states"] = padded_rows(inputs["new_states"][0], drafting.levels)
         elif drafting is not None:
             missing = jnp.full(max(0, drafting.levels - size), -1, jnp.int32)
             states_path = jnp.concatenate([path, missing])[: drafting.levels]
