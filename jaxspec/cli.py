@@ -88,7 +88,7 @@ _ALSO = {
     **dict.fromkeys(("eval", "benchmark", "compare", "measure"), "bench"),
     **{"chat": "generate MODEL --chat", "help": "--help", "version": "--version"},
     **dict.fromkeys(("methods", "list", "ls"), "drafters"),
-    **{"models": "info", "convert": "export"},
+    **{"models": "info", "convert": "export", "litert": "export tflite"},
 }
 """Words that are no verbs, and what to type for each."""
 
@@ -200,6 +200,11 @@ def build_parser(argv: Sequence[str]) -> Parser:
             said = f"{GROUPS[heading]}: {', '.join(names)}"
             inner = top.add_parser(heading, help=said, epilog=f"Example: {example}")
             inner.example = example
+            inner.also = {
+                word: verb.removeprefix(f"{heading} ")
+                for word, verb in _ALSO.items()
+                if verb.startswith(f"{heading} ")
+            }
             groups[heading] = inner.add_subparsers(metavar="|".join(names), required=True)
         leaf = groups[heading].add_parser(name, help=command.summary, epilog=f"Example: {example}")
         leaf.example = example

@@ -40,6 +40,7 @@ MISTAKES = {
     "batch --merge out part -m demo -o out": "leave out output, model.",
     "batch --merge out part --seed 3 --field x": "leave out seed, field.",
     "batch in.jsonl --model demo": "give IN.jsonl and OUT.jsonl",
+    "export litert demo phone": "did you mean tflite?",
     "export web demo": "required: --drafter",
     "serve": "FOLDER",
     # flags
