@@ -1,8 +1,11 @@
 """The search for sub-layers to skip: scores of sets, the methods, the trace, the command."""
 
+import errno
 import gzip
 import itertools
 import json
+import os
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +21,7 @@ from jaxspec.drafters import LayerSkip
 from jaxspec.drafters.skip_sets import skipped_layers, skips_of
 from jaxspec.measure import compare
 from jaxspec.models import Skips
+from jaxspec.training.loop import History
 from jaxspec.tuning import (
     LatencyProfile,
     Timing,
@@ -409,6 +413,37 @@ def test_the_command_writes_what_the_drafter_reads(command, tmp_path, capsys):
     where = f"layer-skip:skips={tmp_path / 'out' / 'skips.json'}"
     argv = ["generate", str(tmp_path / "model"), "abc", "--max-new-tokens", "4", "--drafter", where]
     assert main(argv) == 0
+
+
+def test_a_search_on_a_full_disk_says_so_and_goes_on_later(command, tmp_path, capsys, monkeypatch):
+    """Half a line is left; the next run gives what a run without trouble gives."""
+    trace, kept, left = tmp_path / "out" / "trace.jsonl", History.add, iter(range(4))
+
+    def add(history, **record):
+        if next(left, None) is not None:
+            return kept(history, **record)
+        with trace.open("a") as file:
+            file.write(json.dumps(record)[:20])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(trace))
+
+    def searched():
+        assert command("--evaluations", "4") == 0
+        assert not [path.name for path in (tmp_path / "out").iterdir() if path.name[0] == "."]
+        records = map(json.loads, trace.read_text().splitlines())
+        return [record | {"seconds": None, "measured": None} for record in records]
+
+    monkeypatch.setattr(History, "add", add)
+    assert command("--evaluations", "4") == 2
+    (said,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert "No space left on device" in said
+    assert "trace.jsonl" in said
+    assert not (tmp_path / "out" / "skips.json").exists()
+    assert len(trace.read_text().splitlines()) == 5
+    monkeypatch.undo()
+    monkeypatch.setattr(skip_costs, "measure_skip_costs", lambda target, depth: COSTS)
+    after = searched()
+    shutil.rmtree(tmp_path / "out")
+    assert after == searched()
 
 
 def test_the_command_searches_for_the_device_of_a_profile(command, tmp_path, capsys, monkeypatch):
