@@ -512,10 +512,10 @@ def _batch_section(batches: Mapping[int, Mapping[str, MethodFigures]]) -> Sectio
 def _with_building(
     model: Model, method: DrafterLike | None, times: StepTimes, repeats: int
 ) -> MethodSteps:
-    drafter, weights, _ = loaded_drafter(method)
-    building = None
+    loaded = loaded_drafter(method)
+    drafter, building = loaded.drafter, None
     if isinstance(drafter, Eagle2):
-        params = Params(model.network, weights)
+        params = Params(model.network, loaded.params)
         building = measure_tree_building(params, drafter, repeats=max(5, repeats))
     return MethodSteps(drafter.tree_shape[0] - 1, times, building)
 

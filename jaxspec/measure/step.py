@@ -135,9 +135,9 @@ def time_steps(
         for name, method in methods.items():
             advance(f"timing steps of {name}")
             release_programs()
-            drafter, weights, _ = loaded_drafter(method)
-            params = Params(model.network, weights)
-            steps[name] = measure_drafter(params, drafter, warp, repeats=max(5, repeats))
+            loaded = loaded_drafter(method)
+            params = Params(model.network, loaded.params)
+            steps[name] = measure_drafter(params, loaded.drafter, warp, repeats=max(5, repeats))
     return steps
 
 
