@@ -155,7 +155,7 @@ def _asked(args: argparse.Namespace, model: Model) -> tuple[Any, dict[str, Any]]
         block = (diffusion and diffusion.block) or DEFAULT_BLOCK
         config = DenoiseConfig(max_new_tokens=round_up(args.max_new_tokens, block))
         counts = [count for count in _DRAFTS if count < config.max_new_tokens]
-        return config, {f"{count} decisions drafted": SelfSpeculation(count) for count in counts}
+        return config, {f"{count} drafted": SelfSpeculation(count) for count in counts}
     names = EVERY_METHOD if args.all else FIRST_METHODS
     made = {name: EVERY_METHOD[name](model) for name in names}
     for spec in filter(None, args.drafter or []):

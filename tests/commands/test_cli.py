@@ -709,7 +709,7 @@ class TestDemo:
         argv = ["demo", "--model", folder, "--max-tokens", "7", "--repeats", "1"]
         assert main(argv) == 0
         out = capsys.readouterr().out
-        for method in ("stepwise", "2 decisions drafted", "4 decisions drafted"):
+        for method in ("stepwise", "2 drafted", "4 drafted"):
             assert f"# {method}\n" in out
         assert "(8 passes, 1.00 tokens per pass)" in out
         assert "All outputs are identical to stepwise decoding's." in out
@@ -720,7 +720,7 @@ class TestDemo:
         assert main([*argv, "--slow", "100"]) == 0
         shown = capsys.readouterr().out
         assert "░" in shown
-        assert re.search(r"4 decisions drafted: [\d.]+ s", shown)
+        assert re.search(r"4 drafted: [\d.]+ s", shown)
 
     def test_the_shipped_target_brings_a_diffusion_model_unless_drafters_are_added(
         self, capsys, monkeypatch, folder
