@@ -3,7 +3,7 @@
 The package imports this module first. Nothing changes in a program that imports the package.
 """
 
-# What `signal` is made of. That imports `enum`, which takes longer than all that comes before.
+# The inner module: `signal` imports `enum`, which takes longer than all that comes before.
 import _signal  # pyright: ignore[reportMissingImports]
 import os
 import sys

@@ -468,7 +468,7 @@ def test_figures_of_the_readme_are_those_of_results_pages():
     written = {
         number for each in pages for number in re.findall(NUMBER, each.read_text(encoding="utf-8"))
     }
-    # Of the whole text: without code, addresses and years of papers.
+    # The whole text, without code, addresses and years of papers.
     said = text.replace(text[text.index("## Papers") : text.index("## More")], "")
     said = re.sub(r"^```.*?^```|`[^`]*`|(?<=\])\([^)]*\)", "", said, flags=re.M | re.S)
     assert {"11.6", "1.84 [1.76, 1.93]"} <= set(re.findall(NUMBER, said))
