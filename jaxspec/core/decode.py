@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -349,14 +348,11 @@ def _check_shapes(proposals: Proposal, tree_shape: tuple[int, int]) -> None:
         ("tree.parents", proposals.tree.parents, nodes),
         ("tree.paths", proposals.tree.paths, depth + 1),
     ):
-        chex.assert_axis_dimension(
-            array,
-            -1,
-            width,
-            custom_message=f"The drafter's tree_shape is {tree_shape}; its proposal's {name} must "
-            "fit that.",
-            exception_type=ValueError,
-        )
+        if array.ndim == 0 or array.shape[-1] != width:
+            raise ValueError(
+                f"The drafter's tree_shape is {tree_shape}; its proposal's {name} must have a last "
+                f"axis of {width}, and its shape is {array.shape}."
+            )
 
 
 def _fit_room(proposal: Proposal, state: DecodeState) -> Proposal:
