@@ -6,6 +6,7 @@ from benchmarks.harness import Suite
 from benchmarks.suites.acceptance import ACCEPTANCE_SUITES
 from benchmarks.suites.costs import COST_SUITES
 from benchmarks.suites.diffusion import DIFFUSION_SUITES
+from benchmarks.suites.forms import FORM_SUITES
 from benchmarks.suites.guard import GUARD_SUITES
 from benchmarks.suites.jobs import JOB_SUITES
 from benchmarks.suites.litert import LITERT_DECODING
@@ -21,6 +22,7 @@ SUITES: Mapping[str, Suite] = {
     **JOB_SUITES,
     **GUARD_SUITES,
     **ACCEPTANCE_SUITES,
+    **FORM_SUITES,
     **COST_SUITES,
     **SIDE_BY_SIDE,
 }
