@@ -18,6 +18,7 @@ from jaxspec.commands.options import check_writable
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "model": {"help": "a shipped model or a folder, where a suite takes one"},
+    "folder": {"help": "where a suite that trains keeps its models"},
     "draft_model": {"help": "a smaller model that drafts"},
     "prompts": {"help": "a .jsonl file of your own prompts"},
     "field": {"help": "field of --prompts that holds the prompt"},

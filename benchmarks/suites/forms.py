@@ -11,9 +11,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from benchmarks.forms import Form, forms
 from benchmarks.harness import Advance, Suite, SuiteRun
@@ -22,16 +25,34 @@ from benchmarks.prompts import DATA_FOLDER, PROMPT_SETS
 from jaxspec.checkpoint import Model, load, load_eagle, shipped_folders
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.commands.methods import DEER, DRAFT, EAGLE3_HEAD, EAGLE_HEAD, MADE_FOR
+from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.core.types import PyTree
 from jaxspec.decoding.denoise import DenoiseConfig, measure_costs
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.metrics import Metrics
 from jaxspec.decoding.request import GenerationConfig
+from jaxspec.decoding.result import GenerationResult
 from jaxspec.diffusion import SelfSpeculation
-from jaxspec.drafters import Deer, DrafterLike, DraftModel, Eagle, PromptLookup, SuffixLookup
-from jaxspec.measure.compare import compare
-from jaxspec.measure.comparison import Comparison, divergence_lines, outputs_text, speedup_text
-from jaxspec.measure.figures import speedup_interval
+from jaxspec.drafters import (
+    Deer,
+    DrafterLike,
+    DraftModel,
+    Eagle,
+    PromptLookup,
+    SuffixLookup,
+    TokenRecycling,
+)
+from jaxspec.measure.compare import compare, divergence_of
+from jaxspec.measure.comparison import (
+    Comparison,
+    ComparisonRow,
+    divergence_lines,
+    outputs_text,
+    speedup_text,
+)
+from jaxspec.measure.figures import PLAIN, speedup_interval
 from jaxspec.measure.timing import release_programs
+from jaxspec.models import Eagle3Head, EagleHead, Network
 
 _LEARNED = {"train": 16000, "align": 4000}
 """Forms that the target learns, and those that its drafters' texts begin with."""
@@ -41,37 +62,47 @@ _LONGEST = 32
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32)
 _START = "demo-block-diffusion"
 _TARGET, _HEAD, _FILLING = "target", "eagle", "diffusion"
+_LAST_STAGE = "stage II"
 _STAGES = {
     "start": None,
     "stage I, scattered": "stage-1-scattered",
     "stage I, suffix": "stage-1-suffix",
-    "stage II": "stage-2",
+    _LAST_STAGE: "stage-2",
 }
 """Folders of drafters; `None`: the shipped model that alignment starts from."""
 
-_SPEED = "--dtype bfloat16 --warmup 40 --decay-fraction 0.5"
-_TEXT = "--template forms={{prompt}}{{answer}} --sequence-length 256"
+_COMMON = (
+    "--template forms={{prompt}}{{answer}} --sequence-length 256 --dtype bfloat16 --warmup 40 "
+    "--decay-fraction 0.5"
+)
 _ALIGN = (
-    f"train deer --target {{folder}}/{_TARGET} --data forms={{folder}}/align.jsonl {_TEXT} "
-    f"--own-text 2000 --texts {{folder}}/texts --rows 8 --block 16 {_SPEED}"
+    "train deer --target {folder}/target --data forms={folder}/align.jsonl --own-text 2000 "
+    f"--texts {{folder}}/texts --rows 8 --block 16 {_COMMON}"
 )
 _TRAININGS = {
     _TARGET: "train lm --data forms={folder}/train.jsonl --tokenizer {tokenizer} --layers 8 "
     "--embed-dim 320 --heads 5 --kv-heads 1 --head-dim 64 --mlp-dim 640 --rows 10 --steps 600 "
-    f"--learning-rate 0.02 --adam-learning-rate 0.004 {_TEXT} {_SPEED}",
-    "stage-1-scattered": f"{_ALIGN} --start-from {{start}} --stage 1 --steps 300",
-    "stage-1-suffix": f"{_ALIGN} --start-from {{start}} --stage 1 --hide suffix --longest 32 "
-    "--steps 300",
-    "stage-2": f"{_ALIGN} --start-from {{folder}}/stage-1-suffix --stage 2 --longest 32 "
-    "--cuts all --steps 900",
-    _HEAD: f"train eagle --target {{folder}}/{_TARGET} --data forms={{folder}}/align.jsonl {_TEXT} "
-    f"--own-text 2000 --rows 8 --steps 600 {_SPEED}",
-    _FILLING: f"train masked --data forms={{folder}}/train.jsonl {_TEXT} --start-from {{start}} "
-    f"--block 8 --rows 8 --steps 900 {_SPEED}",
+    f"--learning-rate 0.02 --adam-learning-rate 0.004 {_COMMON}",
+    "stage-1-scattered": _ALIGN + " --start-from {start} --stage 1 --steps 300",
+    "stage-1-suffix": _ALIGN
+    + " --start-from {start} --stage 1 --hide suffix --longest 32 --steps 300",
+    "stage-2": _ALIGN
+    + " --start-from {folder}/stage-1-suffix --stage 2 --longest 32 --cuts all --steps 900",
+    _HEAD: "train eagle --target {folder}/target --data forms={folder}/align.jsonl "
+    f"--own-text 2000 --rows 8 --steps 600 {_COMMON}",
+    _FILLING: "train masked --data forms={folder}/train.jsonl --start-from {start} --block 8 "
+    f"--rows 8 --steps 900 {_COMMON}",
 }
 """Commands by the folder that each makes, in their order."""
+_COMMAND_FILE = "command.txt"
+_CHAINS = (8, 16, 24, 32)
+_TIMES_AS_DEEP = (1, 2, 4, 8)
+"""How many times as many layers targets get; see `deepened`."""
+_NUM_TIMED = 16
+"""Forms that deeper targets are timed on."""
 _DRAFTS = (1, 2, 3, 4)
 _LOSSY = (1, 2, 4)
+"""Drafts of the diffusion model, and k of its relaxed verification."""
 
 
 class Stage(NamedTuple):
@@ -93,60 +124,109 @@ def trainings(folder: Path) -> dict[str, list[str]]:
     places = shipped_folders()
     names = {"folder": folder, "tokenizer": places[MADE_FOR], "start": places[_START]}
     return {
-        name: [*command.format(**names).split(), "--out", f"{folder / name}"]
+        name: [*(word.format(**names) for word in command.split()), "--out", f"{folder / name}"]
         for name, command in _TRAININGS.items()
     }
 
 
+def shown_trainings() -> dict[str, str]:
+    """Returns the commands for people, with FORMS as the suite's folder."""
+    folder, places = Path("FORMS"), shipped_folders()
+    commands = {name: " ".join(words) for name, words in trainings(folder).items()}
+    for path in (places[MADE_FOR], places[_START]):
+        commands = {name: each.replace(str(path), path.name) for name, each in commands.items()}
+    return {name: f"jaxspec {command}" for name, command in commands.items()}
+
+
 def train_missing(folder: Path, advance: Advance) -> None:
-    """Writes the forms, and trains each model that is not in the folder yet."""
+    """Writes the forms, and trains each model that is not in the folder yet.
+
+    Raises:
+        ValueError: a model in the folder was made by another command, or a training failed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with replacing_files(folder) as staging:
         for split, number in _LEARNED.items():
             rows = [json.dumps(form._asdict()) for form in forms(split, number)]
             (staging / f"{split}.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    shown = shown_trainings()
     for name, words in trainings(folder).items():
-        if not (folder / name / "config.json").exists():
-            advance(f"training {name}")
-            states = ["--state", f"{folder / 'states' / name}"]
-            subprocess.run([sys.executable, "-m", "jaxspec", *words, *states], check=True)
+        made_by = folder / name / _COMMAND_FILE
+        if made_by.exists():
+            if made_by.read_text() != shown[name]:
+                raise ValueError(
+                    f"folder: {folder / name} was made by another command than the suite's: remove "
+                    "it and the folders behind it, or name another folder."
+                )
+            continue
+        advance(f"training {name}")
+        states = ["--state", f"{folder / 'states' / name}"]
+        ended = subprocess.run([sys.executable, "-m", "jaxspec", *words, *states], check=False)
+        if ended.returncode:
+            raise ValueError(f"The training of {folder / name} failed; its message is above.")
+        made_by.write_text(shown[name])
 
 
-def measure_stages(
-    target: Model, folders: Mapping[str, Path], prompts: Sequence[str], block: int
-) -> list[Stage]:
-    """Decodes prompts greedily with the drafter of each stage, in chains of `block`."""
-    found = []
-    for name, folder in folders.items():
-        release_programs()
-        drafter = Deer.of(load(folder), block=block)
-        result = generate(target, list(prompts), drafter, max_new_tokens=_NEW_TOKENS)
-        pairs = np.asarray([(row.metrics.num_steps, row.metrics.num_tokens) for row in result])
-        alone = np.stack([pairs[:, 1]] * 2, axis=1)
-        found.append(Stage(name, result.metrics, speedup_interval(alone, pairs)))
-    return found
+def deepened(model: Model, times: int) -> Model:
+    """Returns a model with `times` as many layers, whose new layers add nothing.
+
+    Their last products have weights of zero. So the texts are the same ones, to the last bit, and
+    passes cost what they cost in a model of that size.
+    """
+    layers = model.config.num_layers
+    params = dict(model.network.params)
+    for index in range(layers, layers * times):
+        layer = params[f"layer_{index % layers}"]
+        attention = {**layer["attention"], "out": _zeros(layer["attention"]["out"])}
+        mlp = {**layer["mlp"], "down": _zeros(layer["mlp"]["down"])}
+        params[f"layer_{index}"] = {**layer, "attention": attention, "mlp": mlp}
+    config = model.config
+    config = config.replace(num_layers=layers * times, layer_types=config.layer_types * times)
+    return dataclasses.replace(model, network=Network(params, config))
 
 
-def measure_depths(
-    target: Model, drafters: Mapping[str, DrafterLike], prompts: Sequence[str], new_tokens: int
-) -> dict[str, Metrics]:
-    """Decodes prompts greedily over long chains; returns figures by drafter."""
+def _zeros(tree: PyTree) -> PyTree:
+    # Arrays of their own: shared ones would be read from memory once only.
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
+def decode_greedily(
+    target: Model,
+    drafters: Mapping[str, DrafterLike],
+    prompts: Sequence[str],
+    max_new_tokens: int,
+) -> dict[str, GenerationResult]:
+    """Decodes prompts with every drafter, all prompts together.
+
+    Raises:
+        ValueError: a text differs from plain decoding's by more than a tie.
+    """
     found = {}
-    for name, drafter in drafters.items():
+    for name, drafter in {PLAIN: None, **drafters}.items():
         release_programs()
-        result = generate(target, list(prompts), drafter, max_new_tokens=new_tokens)
-        found[name] = result.metrics
+        found[name] = generate(target, list(prompts), drafter, max_new_tokens=max_new_tokens)
+    plain = found.pop(PLAIN)
+    for name, result in found.items():
+        for index, (one, other) in enumerate(zip(plain, result, strict=True)):
+            divergence = divergence_of(target, index, one.prompt_tokens, one.tokens, other.tokens)
+            if divergence is not None and not divergence.is_tie:
+                (line,) = divergence_lines(name, [divergence])
+                raise ValueError(f"A drafter changed the text. {line}")
     return found
+
+
+def as_stage(name: str, result: GenerationResult) -> Stage:
+    """Returns a stage's figures, with an interval of tau."""
+    counts = np.asarray([(row.metrics.num_steps, row.metrics.num_tokens) for row in result])
+    # Plain decoding takes a pass for each token, so its passes over the stage's are tau.
+    plain = counts[:, [1, 1]]
+    return Stage(name, result.metrics, speedup_interval(plain, counts))
 
 
 def measure_filling(
     model: Model, tested: Sequence[Form], repeats: int, progress: bool
-) -> tuple[Comparison, dict[str, int]]:
-    """Compares self-speculative with stepwise decoding of a diffusion model.
-
-    Returns:
-        The comparison, and how many records are right, by method.
-    """
+) -> Comparison:
+    """Compares self-speculative with stepwise decoding of a diffusion model."""
     prompts = [form.prompt for form in tested]
     config = DenoiseConfig(max_new_tokens=_NEW_TOKENS)
     most = SelfSpeculation(max(_DRAFTS))
@@ -155,96 +235,153 @@ def measure_filling(
     ways["N = 4, as many as pay"] = dataclasses.replace(most, costs=costs)
     for k in _LOSSY:
         ways[f"N = 4, top {k}, LOSSY"] = dataclasses.replace(most, lossy_top_k=k)
-    compared = compare(model, prompts, ways, config, repeats=repeats, progress=progress)
+    return compare(model, prompts, ways, config, repeats=repeats, progress=progress)
+
+
+def count_right(model: Model, row: ComparisonRow, tested: Sequence[Form]) -> int:
+    """Returns how many texts of a method are the records of their forms."""
     assert model.tokenizer is not None  # trained with one
-    right = {
-        row.name: sum(
-            model.tokenizer.decode(sample.texts[0]).strip() == form.answer.strip()
-            for sample, form in zip(row.samples, tested, strict=True)
-        )
-        for row in compared.rows
-    }
-    return compared, right
+    texts = [model.tokenizer.decode(sample.texts[0]) for sample in row.samples]
+    return sum(text == form.answer for text, form in zip(texts, tested, strict=True))
 
 
 def _chain(length: int) -> tuple[tuple[int, ...], ...]:
     return tuple((0,) * depth for depth in range(1, length + 1))
 
 
-def _measure(run: SuiteRun) -> Page:
-    folder = Path(run.settings["model"])
-    with run.steps(len(_TRAININGS) + 5) as advance:
-        train_missing(folder, advance)
-        target, demo = load(folder / _TARGET), load(MADE_FOR)
-        tested = [*forms("test", _NUM_TESTED)]
-        prompts = [form.prompt for form in tested]
-        config = GenerationConfig(max_new_tokens=_NEW_TOKENS)
-        head, aligned = load_eagle(folder / _HEAD, target), load(folder / _STAGES["stage II"])
-        advance("methods")
-        methods: dict[str, Any] = {
+class _Made(NamedTuple):
+    """The models that the suite trained."""
+
+    target: Model
+    head: EagleHead | Eagle3Head
+    stages: Mapping[str, Model]
+    filling: Model
+
+    @classmethod
+    def read(cls, folder: Path) -> "_Made":
+        """Reads them from the suite's folder."""
+        target = load(folder / _TARGET)
+        stages = {
+            name: load(_START if place is None else folder / place)
+            for name, place in _STAGES.items()
+        }
+        head = load_eagle(folder / _HEAD, target)
+        return cls(target, head, stages, load(folder / _FILLING))
+
+    @property
+    def aligned(self) -> Model:
+        """The drafter of the last stage."""
+        return self.stages[_LAST_STAGE]
+
+    def methods(self) -> dict[str, DrafterLike]:
+        """Returns the drafters that are compared on the forms."""
+        eagle = {f"EAGLE-1, chain of {n}": Eagle.of(self.head, _chain(n)) for n in (4, *_CHAINS)}
+        return {
             "prompt lookup": PromptLookup(),
             "suffix lookup": SuffixLookup(),
-            **{f"EAGLE-1, chain of {n}": Eagle.of(head, _chain(n)) for n in (4, 8, 16)},
-            **{f"DEER, chain of {n}": Deer.of(aligned, block=n) for n in (8, 16, 32)},
-            "DEER, chain of 16, 2 passes": Deer.of(aligned, block=16, steps=2),
-            "DEER, tree of 16": Deer.of(aligned, block=16, num_nodes=16),
+            "token recycling": TokenRecycling(),
+            **eagle,
+            "EAGLE-1, 25 nodes": Eagle.of(self.head, EAGLE_PATHS),
+            **{f"DEER, chain of {n}": Deer.of(self.aligned, block=n) for n in _CHAINS},
+            "DEER, chain of 16, 2 passes": Deer.of(self.aligned, block=16, steps=2),
+            "DEER, tree of 16": Deer.of(self.aligned, block=16, num_nodes=16),
         }
-        compared = compare(
-            target, prompts, methods, config, repeats=run.repeats, progress=run.progress
-        )
+
+    def measure_deeper(self, prompts: Sequence[str], progress: bool) -> dict[int, Comparison]:
+        """Compares methods on targets of several depths, by their number of layers."""
+        config, found = GenerationConfig(max_new_tokens=_NEW_TOKENS), {}
+        # A target with other layers is another one by its digest.
+        drafters: dict[str, DrafterLike] = {
+            "EAGLE-1, chain of 4": Eagle.of(self.head, _chain(4), any_target=True),
+            "EAGLE-1, chain of 16": Eagle.of(self.head, _chain(16), any_target=True),
+            "DEER, chain of 16": Deer.of(self.aligned, block=16, any_target=True),
+        }
+        for times in _TIMES_AS_DEEP:
+            target = deepened(self.target, times)
+            found[target.config.num_layers] = compare(
+                target, prompts, drafters, config, repeats=1, progress=progress
+            )
+        return found
+
+
+def _measure(run: SuiteRun) -> Page:
+    folder, new_tokens = Path(run.settings["folder"]), run.suite.max_new_tokens
+    tested = [*forms("test", _NUM_TESTED)]
+    prompts = [form.prompt for form in tested]
+    with run.steps(len(_TRAININGS) + 6) as advance:
+        train_missing(folder, advance)
+        made, demo = _Made.read(folder), load(MADE_FOR)
+        config = GenerationConfig(max_new_tokens=_NEW_TOKENS)
+        given = {"repeats": run.repeats, "progress": run.progress}
+        advance("methods")
+        compared = compare(made.target, prompts, made.methods(), config, **given)
+        advance("deeper targets")
+        deeper = made.measure_deeper(prompts[:_NUM_TIMED], run.progress)
         advance("a diffusion model by itself")
-        filled, right = measure_filling(load(folder / _FILLING), tested, run.repeats, run.progress)
+        filled = measure_filling(made.filling, tested, **given)
         advance("stages")
-        places = {
-            name: shipped_folders()[_START] if each is None else folder / each
-            for name, each in _STAGES.items()
-        }
-        stages = measure_stages(target, places, prompts, block=16)
+        drafters = {name: Deer.of(each, block=16) for name, each in made.stages.items()}
+        found = decode_greedily(made.target, drafters, prompts, _NEW_TOKENS)
+        stages = [as_stage(name, result) for name, result in found.items()]
         advance("depths")
+        long = _chain(_LONGEST)
         in_forms = {
-            "DEER": Deer.of(aligned, block=_LONGEST),
-            "EAGLE-1": Eagle.of(head, _chain(_LONGEST)),
+            "DEER": Deer.of(made.aligned, block=_LONGEST),
+            "EAGLE-1": Eagle.of(made.head, long),
         }
         on_questions = {
             "DEER": Deer.of(load(DEER), block=_LONGEST),
-            "EAGLE-1": Eagle.of(load_eagle(EAGLE_HEAD, demo), _chain(_LONGEST)),
-            "EAGLE-3": Eagle.of(load_eagle(EAGLE3_HEAD, demo), _chain(_LONGEST)),
+            "EAGLE-1": Eagle.of(load_eagle(EAGLE_HEAD, demo), long),
+            "EAGLE-3": Eagle.of(load_eagle(EAGLE3_HEAD, demo), long),
             "draft model": DraftModel.of(load(DRAFT), _LONGEST),
         }
-        questions = [each.text for each in run.prompts(demo, run.suite.max_new_tokens)]
+        questions = [each.text for each in run.prompts(demo, new_tokens)]
         depths = {
-            "forms": measure_depths(target, in_forms, prompts, _NEW_TOKENS),
-            f"{len(questions)} questions": measure_depths(
-                demo, on_questions, questions, run.suite.max_new_tokens
+            "forms": decode_greedily(made.target, in_forms, prompts, _NEW_TOKENS),
+            f"{len(questions)} questions": decode_greedily(
+                demo, on_questions, questions, new_tokens
             ),
         }
+    accepted = {
+        group: {name: result.metrics for name, result in results.items()}
+        for group, results in depths.items()
+    }
+    right = {row.name: count_right(made.filling, row, tested) for row in filled.rows}
+    right["target"] = count_right(made.target, compared.plain, tested)
     sections = [
-        _section_of_methods(compared),
+        _section_of_methods(compared, right["target"]),
+        _section_of_deeper(deeper),
         _section_of_stages(stages),
-        _section_of_depths(depths),
-        _section_of_lengths(depths["forms"]),
+        _section_of_depths(accepted),
+        _section_of_lengths(accepted["forms"]),
         _section_of_filling(filled, right),
-        _section_of_trainings(folder),
+        _section_of_trainings(),
     ]
-    found = {
+    figures = {
         "methods": compared.as_dict(),
+        "deeper": {str(layers): each.as_dict() for layers, each in deeper.items()},
         "stages": stages,
-        "depths": depths,
+        "depths": accepted,
         "diffusion": filled.as_dict(),
         "right": right,
     }
-    return Page(sections, found, compared.outputs_agree and filled.outputs_agree)
+    agree = all(each.outputs_agree for each in (compared, filled, *deeper.values()))
+    return Page(sections, figures, agree)
 
 
-def _section_of_methods(compared: Comparison) -> Section:
+def _section_of_methods(compared: Comparison, right: int) -> Section:
     lines = [line for row in compared.rows for line in divergence_lines(row.name, row.divergences)]
     return Section(
         "Methods",
         [
             "Each form is a few lines; the record after it is one line of JSON with fixed keys and "
             f"copied values. {len(compared.prompt_indices)} forms that nothing was trained on, "
-            f"greedy, one at a time, up to {compared.config.max_new_tokens} new tokens, median of "
-            f"{compared.repeats}. {compared.machine}."
+            f"greedy, one at a time, up to {_NEW_TOKENS} new tokens, median of {compared.repeats}. "
+            f"The target's own records are right in {right} of them. {compared.machine}.",
+            "DEER's drafter was trained on hidden ends of up to 32 tokens and shows up to 39 masks "
+            "in a chain of 32. It began as a model of general text and had 1,200 updates, the "
+            "EAGLE head began with random weights and had 600. Both learned from the same texts "
+            "of the target, of which many begin within a form.",
         ],
         ["method", "outputs", "tau", "longest", "tokens/s", "over plain [95 %]", "repeated"],
         [
@@ -268,15 +405,39 @@ def _section_of_methods(compared: Comparison) -> Section:
     )
 
 
+def _section_of_deeper(deeper: Mapping[int, Comparison]) -> Section:
+    def cells(layers: int, compared: Comparison) -> list[str]:
+        plain, *drafted = compared.rows
+        return [
+            f"{layers}",
+            f"{compared.weight_bytes / 1e6:.0f} MB",
+            f"{plain.overall.tokens_per_second:.0f}",
+            *(speedup_text(row.overall) for row in drafted),
+        ]
+
+    (first, *_) = deeper.values()
+    return Section(
+        "Larger targets",
+        [
+            "The same target with more layers, whose last products have weights of zero: the text "
+            "stays the same and a pass costs what it costs in a model of that size. Drafters are "
+            f"the same. {len(first.prompt_indices)} of the forms, one run each; speed-ups over "
+            "plain decoding by the same target [95 %]."
+        ],
+        ["layers", "weights", "plain, tokens/s", *(row.name for row in first.rows[1:])],
+        [cells(layers, compared) for layers, compared in deeper.items()],
+    )
+
+
 def _section_of_stages(stages: Sequence[Stage]) -> Section:
     def cells(stage: Stage) -> list[str]:
-        low, high = stage.interval or (stage.metrics.tau, stage.metrics.tau)
-        shares = stage.metrics.acceptance_per_position
+        reached = _reached(stage.metrics)
+        interval = "" if stage.interval is None else " [{:.2f}, {:.2f}]".format(*stage.interval)
         return [
             stage.name,
-            f"{stage.metrics.tau:.2f} [{low:.2f}, {high:.2f}]",
+            f"{stage.metrics.tau:.2f}{interval}",
             f"{stage.metrics.max_accepted_tokens}",
-            *(f"{shares[place - 1]:.2f}" for place in (1, 4, 8, 16)),
+            *(f"{reached[place] / reached[0]:.2f}" for place in (1, 4, 8, 16)),
         ]
 
     return Section(
@@ -284,7 +445,7 @@ def _section_of_stages(stages: Sequence[Stage]) -> Section:
         [
             "The same forms, chains of 16. Stage I hides a random share of an answer's tokens "
             '("scattered"), or all of its end ("suffix"). Stage II begins with the second and '
-            "hides ends of 1 to 32 tokens."
+            "hides ends of 1 to 32 tokens. Updates: 300 in stage I, 900 in stage II."
         ],
         ["drafter", "tau [95 %]", "longest", "1st accepted", "4th", "8th", "16th"],
         [cells(stage) for stage in stages],
@@ -295,11 +456,16 @@ def _section_of_stages(stages: Sequence[Stage]) -> Section:
     )
 
 
+def _reached(metrics: Metrics) -> Int[np.ndarray, " lengths"]:
+    """Returns the number of steps that accepted so many draft tokens or more."""
+    return np.cumsum(metrics.accepted[::-1])[::-1]
+
+
 def _section_of_depths(depths: Mapping[str, Mapping[str, Metrics]]) -> Section:
     def cells(prompts: str, name: str, metrics: Metrics) -> list[str]:
-        shares = (1.0, *metrics.acceptance_per_position)
+        reached = _reached(metrics)
         given = [
-            f"{shares[depth] / shares[depth - 1]:.2f}" if shares[depth - 1] > 0 else "-"
+            f"{reached[depth] / reached[depth - 1]:.2f}" if reached[depth - 1] else "-"
             for depth in _DEPTHS
         ]
         return [prompts, name, f"{metrics.tau:.2f}", f"{metrics.max_accepted_tokens}", *given]
@@ -308,7 +474,9 @@ def _section_of_depths(depths: Mapping[str, Mapping[str, Metrics]]) -> Section:
         "Acceptance by depth",
         [
             f"Chains of {_LONGEST}, greedy. A column is a place in the draft: the share accepted "
-            "there, of the drafts whose tokens before it were all accepted; -: there were none."
+            "there, of the drafts whose tokens before it were all accepted; -: there were none. A "
+            "draft that the text's end cuts counts as not accepted behind it. demo-deer, which "
+            "drafts on the questions, was trained on hidden ends of up to 16 tokens."
         ],
         ["prompts", "drafter", "tau", "longest", *map(str, _DEPTHS)],
         [
@@ -371,16 +539,13 @@ def _section_of_filling(compared: Comparison, right: Mapping[str, int]) -> Secti
     )
 
 
-def _section_of_trainings(folder: Path) -> Section:
-    commands = [" ".join(["jaxspec", *words]) for words in trainings(Path("FORMS")).values()]
-    for path in (shipped_folders()[MADE_FOR], shipped_folders()[_START]):
-        commands = [command.replace(str(path), path.name) for command in commands]
+def _section_of_trainings() -> Section:
     return Section(
         "Trainings",
         [
-            f"The suite writes {folder.name}/train.jsonl and align.jsonl (`benchmarks/forms.py`), "
-            "and runs these commands, unless their folders are there:",
-            "\n".join(["```", *commands, "```"]),
+            "The suite writes train.jsonl and align.jsonl into its folder, here FORMS "
+            "(`benchmarks/forms.py`), and runs these commands, unless they were run before:",
+            "\n".join(["```", *shown_trainings().values(), "```"]),
         ],
     )
 
@@ -394,6 +559,6 @@ FORM_SUITES: Mapping[str, Suite] = {
         prompts_per_set=20,
         repeats=3,
         needs=(MADE_FOR, _START, DEER, DRAFT, EAGLE_HEAD, EAGLE3_HEAD),
-        takes={"model": str(DATA_FOLDER.parent / "forms")},
+        takes={"folder": str(DATA_FOLDER.parent / "forms")},
     )
 }

@@ -274,6 +274,24 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names a file or folder in errors that do not say where, such as those of a full disk.
+
+    Example:
+        >>> with naming(Path("out")):
+        ...     raise OSError(28, "No space left on device")
+        Traceback (most recent call last):
+        OSError: [Errno 28] No space left on device: 'out'
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+@contextlib.contextmanager
 def replacing_files(folder: Path, obsolete: Sequence[str] = ()) -> Iterator[Path]:
     """Collects files in a temporary place, then moves them into `folder` when the block succeeds.
 
@@ -298,16 +316,15 @@ def replacing_files(folder: Path, obsolete: Sequence[str] = ()) -> Iterator[Path
     # Inside the folder: renames are only atomic within one file system.
     staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=folder))
     try:
-        yield staging
-        _swap(staging, obsolete)
-    except BaseException as error:
+        with naming(folder):
+            yield staging
+            _swap(staging, obsolete)
+    except BaseException:
         # If this raises too, the originals in the temporary folder stay for `recover_files`.
         _undo(staging)
         shutil.rmtree(staging, ignore_errors=True)
         if not existed:
             shutil.rmtree(folder, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno and error.filename is None:
-            error.filename = str(folder)  # a write that failed does not say where
         raise
     shutil.rmtree(staging, ignore_errors=True)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxspec.checkpoint import CheckpointError
-from jaxspec.checkpoint.files import parse_json, read_text
+from jaxspec.checkpoint.files import naming, parse_json, read_text
 from jaxspec.core.types import PyTree
 from jaxspec.models import NARROW
 from jaxspec.progress import error_console
@@ -116,7 +116,7 @@ class History:
     def add(self, **record: Any) -> None:
         """Adds a record, in the file too."""
         self.records.append(record)
-        with self.path.open("a") as file:
+        with naming(self.path), self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
     def rewind(self, step: int) -> None:
@@ -124,8 +124,9 @@ class History:
         self.records = [record for record in self.records if record["step"] <= step]
         # Under another name first: the figures outlive a run that is killed here.
         draft = self.path.with_name(self.path.name + ".draft")
-        draft.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-        draft.replace(self.path)
+        with naming(self.path):
+            draft.write_text("".join(json.dumps(record) + "\n" for record in self.records))
+            draft.replace(self.path)
 
 
 def make_train_step(

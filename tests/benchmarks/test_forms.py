@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from benchmarks.forms import SPLITS, Form, forms
 from benchmarks.harness import measure
 from benchmarks.suites import SUITES
 from benchmarks.suites import forms as suite
+from jaxspec import generate
 from jaxspec.cli import build_parser
 from jaxspec.decoding.metrics import Metrics
 from tests.measure.models import filling_model
@@ -19,31 +21,28 @@ from tests.measure.models import filling_model
 NUMBER = 40
 
 
-def values_of(record: object) -> list[object]:
-    """Returns the values of a record's fields, those of its parts included."""
-    if isinstance(record, dict):
-        record = list(record.values())
+def values_of(record: object, place: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
+    """Returns the values of a record's fields by their places, those of its parts included."""
     if isinstance(record, list):
-        return [value for each in record for value in values_of(each)]
-    return [record]
-
-
-def keys_of(record: object) -> list[str]:
-    """Returns the fields of a record and of its parts, in order."""
-    if isinstance(record, dict):
-        return [key for name, each in record.items() for key in (name, *keys_of(each))]
-    return [key for each in record for key in keys_of(each)] if isinstance(record, list) else []
+        record = {str(index): each for index, each in enumerate(record)}
+    if not isinstance(record, dict):
+        return {place: str(record)}
+    parts = [values_of(each, (*place, name)) for name, each in record.items()]
+    return {at: value for part in parts for at, value in part.items()}
 
 
 def test_every_value_of_a_record_is_fixed_or_stands_in_its_form():
-    fixed: dict[str, list[str]] = {}
+    fixed: dict[tuple[str, ...], str] = {}
+    kinds = set()
     for form in forms("test", NUMBER):
-        record = json.loads(form.answer)
-        assert fixed.setdefault(record["type"], keys_of(record)) == keys_of(record)
+        values = values_of(json.loads(form.answer))
+        kinds.add(values["type",])
         filled = dict(line.split(": ", 1) for line in form.prompt.splitlines()[1:-1])
-        written = [str(value) for value in values_of(record)]
-        assert set(filled.values()) <= set(written)
-    assert len(fixed) == 4
+        assert set(filled.values()) <= set(values.values())
+        for place, value in values.items():
+            if value not in filled.values():
+                assert fixed.setdefault((values["type",], *place), value) == value
+    assert len(kinds) == 4
 
 
 def test_forms_are_the_same_every_time_and_in_one_split_only():
@@ -61,9 +60,17 @@ def test_the_trainings_are_commands(tmp_path):
         # A training reads only folders that were made before.
         later = [str(folder) for folder in made[number + 1 :]]
         assert not [word for word in words if word in later]
-    shown = suite._section_of_trainings(tmp_path).text[1]
-    assert str(tmp_path) not in shown
-    assert re.findall(r"--out FORMS/(\S+)", shown) == list(commands)
+    shown = suite.shown_trainings()
+    assert [re.findall(r"--out FORMS/(\S+)", each) for each in shown.values()] == [
+        [name] for name in commands
+    ]
+    assert not [each for each in shown.values() if "/checkpoints/" in each]
+
+
+def test_a_folder_with_a_space_stays_one_word():
+    for name, words in suite.trainings(Path("/my models")).items():
+        assert words[-1] == f"/my models/{name}"
+        assert not [word for word in words if word.startswith("models")]
 
 
 def test_only_missing_models_are_trained(tmp_path, monkeypatch):
@@ -71,21 +78,37 @@ def test_only_missing_models_are_trained(tmp_path, monkeypatch):
 
     def make(words, check):
         folder = Path(words[words.index("--out") + 1])
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
+        folder.mkdir(exist_ok=True)
         ran.append(folder.name)
+        return subprocess.CompletedProcess(words, folder.name == refused)
 
     monkeypatch.setattr(suite.subprocess, "run", make)
     monkeypatch.setattr(suite, "_LEARNED", {"train": 4, "align": 4})
+    refused = "stage-2"
+    with pytest.raises(ValueError, match=r"training of .*stage-2 failed"):
+        suite.train_missing(tmp_path, lambda name: None)
+    refused = ""
     suite.train_missing(tmp_path, lambda name: None)
-    assert ran == list(suite.trainings(tmp_path))
-    (tmp_path / "stage-2" / "config.json").unlink()
-    (tmp_path / "stage-2").rmdir()
+    made = [*suite.trainings(tmp_path)]
+    again = made.index("stage-2")
+    assert ran == [*made[: again + 1], *made[again:]]
     suite.train_missing(tmp_path, lambda name: None)
-    assert ran[-1] == "stage-2"
-    assert len(ran) == len(suite.trainings(tmp_path)) + 1
+    assert len(ran) == len(made) + 1
     rows = [json.loads(line) for line in (tmp_path / "align.jsonl").read_text().splitlines()]
     assert [Form(**row) for row in rows] == [*forms("align", 4)]
+    (tmp_path / "eagle" / "command.txt").write_text("jaxspec train eagle --steps 1")
+    with pytest.raises(ValueError, match=r"folder: .*eagle was made by another command"):
+        suite.train_missing(tmp_path, lambda name: None)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_deepened_target_says_the_same(model, times):
+    deeper = suite.deepened(model, times)
+    assert deeper.config.num_layers == times * model.config.num_layers
+    text = model.tokenizer.encode("How many are 2 + 3?")
+    one, other = (generate(each, text, max_new_tokens=8, logprobs=True) for each in (model, deeper))
+    assert one[0].tokens.tolist() == other[0].tokens.tolist()
+    np.testing.assert_array_equal(one[0].logprobs, other[0].logprobs)
 
 
 @pytest.mark.slow
@@ -105,13 +128,16 @@ def test_the_suite_is_measured(model, head, data_folder, monkeypatch):
         "_NEW_TOKENS": 8,
         "_LONGEST": 4,
         "_DEPTHS": (1, 4),
+        "_CHAINS": (4,),
+        "_TIMES_AS_DEEP": (1, 2),
+        "_NUM_TIMED": 1,
     }.items():
         monkeypatch.setattr(suite, name, value)
     asked = dataclasses.replace(SUITES["forms"], needs=(), max_new_tokens=8)
-    page = measure("forms", asked, data_folder, 1, 1, progress=False, model="FORMS")
+    page = measure("forms", asked, data_folder, 1, 1, progress=False, folder="FORMS")
     assert page.agree
     sizes = [len(section.rows) for section in page.sections]
-    assert sizes == [11, 4, 6, 2, 9, 0]
+    assert sizes == [9, 2, 4, 6, 2, 9, 0]
     json.dumps(page.as_dict(), allow_nan=False)
 
 

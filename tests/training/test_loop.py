@@ -318,3 +318,12 @@ def main(folder: Path, steps: int, pause: float) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_disk_that_is_full_is_said_with_the_file(tmp_path):
+    path = tmp_path / "history.jsonl"
+    history = History(path)
+    path.symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left on device: .*history\.jsonl"):
+        history.add(step=1, seconds=0.5)
