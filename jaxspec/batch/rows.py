@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxspec.checkpoint.files import parse_json, read_lines
-from jaxspec.core.checks import checked
 from jaxspec.decoding.request import PromptLike, check_ids, encode_prompt, prompt_list
 from jaxspec.extras import needs_extra
-from jaxspec.measure.prompts import FIELDS, field_in
+from jaxspec.measure.prompts import FIELDS, as_prompt, field_in
 
 if TYPE_CHECKING:
     from jaxspec.checkpoint import Model
 
-PROMPT_FIELDS = (*FIELDS, "messages", "tokens")
 RECORD_FIELDS = (
     *("line", "id", "sample", "text", "tokens", "finish_reason", "num_prompt_tokens", "metrics"),
     *("logprobs", "warped_logprobs", "error"),
@@ -76,7 +74,7 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
             chat (a list of messages), or an object that has one of them in a field, or a list of
             turns of which the first is taken. Its field `id`, if it has one, is a text or a number
             from 0, and no other line may have it.
-        field: name of the prompt's field in an object; `None`: the first of `PROMPT_FIELDS` that
+        field: name of the prompt's field in an object; `None`: the first of `FIELDS` that
             it has.
         chat: wrap texts as messages of a user.
 
@@ -284,20 +282,9 @@ def _with_own_id(row: Row, lines_of_ids: dict[str | int, int]) -> Row:
 def _prompt_in(value: Any, field: str | None) -> Any:
     if not isinstance(value, Mapping):
         return value
-    return value[field_in(value, PROMPT_FIELDS if field is None else (field,))]
+    return value[field_in(value, FIELDS if field is None else (field,))]
 
 
 def _as_prompt(value: Any, chat: bool) -> PromptLike:
-    if isinstance(value, list) and value and isinstance(value[0], str):
-        value = value[0]
-    if isinstance(value, str) and value:
-        return [{"role": "user", "content": value}] if chat else value
-    if isinstance(value, list) and value:
-        if all(isinstance(message, Mapping) for message in value):
-            return value
-        with contextlib.suppress(ValueError):
-            return list(checked("tokens", value, Sequence[int]))  # 8.0 is a whole number in JSON
-    raise ValueError(
-        "the prompt must be a text that is not empty, a chat, a list of turns, or a list of token "
-        f"ids, got {value!r:.60}."
-    )
+    prompt = as_prompt(value, "the prompt")
+    return [{"role": "user", "content": prompt}] if chat and isinstance(prompt, str) else prompt

@@ -10,7 +10,6 @@ import jax
 from jaxspec import batch
 from jaxspec.batch import JobReport
 from jaxspec.batch.report import job_bar
-from jaxspec.batch.rows import PROMPT_FIELDS
 from jaxspec.batch.writer import progress_path
 from jaxspec.commands import EXIT_ERROR
 from jaxspec.commands.canvas import add_diffusion_arguments, canvas_settings, check_kind
@@ -31,6 +30,7 @@ from jaxspec.commands.options import (
 )
 from jaxspec.commands.parser import BY_FLAG, add_place
 from jaxspec.measure.compare import describe
+from jaxspec.measure.prompts import FIELDS
 
 _LONGEST_WAIT = 7 * 24 * 3600
 """Seconds that a process of `--distributed` waits for the others at its end."""
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_generation_arguments(parser)
     parser.add_argument(
         "--field",
-        help=f"name of the prompt's field (default: the first of {', '.join(PROMPT_FIELDS)})",
+        help=f"name of the prompt's field (default: the first of {', '.join(FIELDS)})",
     )
     parser.add_argument(
         "--chat", action="store_true", help="wrap each text in the model's chat template"

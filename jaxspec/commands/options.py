@@ -373,7 +373,7 @@ def _texts_of(path: str) -> list[str]:
     prompts = [row.prompt for row in read_prompts(path)]
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts):
-        raise ValueError(f"corpus={path}: each line must hold a text, and one holds a chat.")
+        raise ValueError(f"corpus={path}: each line must hold a text, not a chat or token ids.")
     return texts
 
 

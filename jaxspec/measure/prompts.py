@@ -1,14 +1,16 @@
 """Prompts from a `.jsonl` or `.jsonl.gz` file."""
 
+import contextlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxspec.checkpoint.files import parse_json, read_lines
+from jaxspec.core.checks import checked
 from jaxspec.decoding.request import PromptLike
 
-FIELDS = ("prompt", "question", "text", "turns")
+FIELDS = ("prompt", "question", "text", "turns", "messages", "tokens")
 
 
 class PromptRow(NamedTuple):
@@ -36,7 +38,7 @@ def read_prompts(
             gzipped file unpacks to 100 times its size at most.
         field: name of the prompt's field; `None` for the first of `FIELDS` that a line has. A list
             of strings is a conversation of which the first turn is taken; a list of messages with
-            roles is a chat.
+            roles is a chat; a list of whole numbers is token ids.
         limit: prompts at most; `None` for all.
         shuffle_seed: shuffle before cutting to `limit`; `None` keeps the file's order.
 
@@ -89,7 +91,7 @@ def _as_row(entry: dict[str, Any], field: str | None, where: str) -> PromptRow:
     found = field_in(entry, FIELDS if field is None else (field,), f"{where}: ")
     category = entry.get("category")
     return PromptRow(
-        _as_prompt(entry[found], f"{where}: field {found!r}"),
+        as_prompt(entry[found], f"{where}: field {found!r}"),
         category if isinstance(category, str) else None,
     )
 
@@ -113,11 +115,26 @@ def field_in(entry: Mapping[str, Any], fields: Sequence[str], where: str = "") -
     return found
 
 
-def _as_prompt(value: Any, where: str) -> PromptLike:
+def as_prompt(value: Any, where: str) -> PromptLike:
+    """Returns the prompt that a value of a file is: a text, a chat, the first turn, or token ids.
+
+    Raises:
+        ValueError: it is none of them; the message begins with `where`.
+
+    Example:
+        >>> as_prompt(["How many?", "Why?"], "line 1"), as_prompt([5, 6.0], "line 2")
+        ('How many?', [5, 6])
+    """
     if isinstance(value, list) and value and isinstance(value[0], str):
         value = value[0]
-    is_text = isinstance(value, str) and value != ""
-    is_chat = isinstance(value, list) and value and isinstance(value[0], dict)
-    if not (is_text or is_chat):
-        raise ValueError(f"{where} must be a text that is not empty, a list of turns, or a chat.")
-    return value
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value:
+        if all(isinstance(message, Mapping) for message in value):
+            return value
+        with contextlib.suppress(ValueError):
+            return list(checked("tokens", value, Sequence[int]))  # 8.0 is a whole number in JSON
+    raise ValueError(
+        f"{where} must be a text that is not empty, a chat, a list of turns, or a list of token "
+        f"ids, got {value!r:.60}."
+    )

@@ -3,11 +3,12 @@
 import dataclasses
 import importlib
 import json
-import os
+import signal
 import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,10 +16,10 @@ import jaxspec
 from jaxspec import DenoiseConfig, GenerationConfig, PromptLookup, SelfSpeculation
 from jaxspec.batch import Collector, GuardSettings, JobSettings, Row, job_header, ray, rows_of, run
 from jaxspec.batch import job as job_module
-from jaxspec.checkpoint import Model
+from jaxspec.checkpoint import Model, config_from_json
 from jaxspec.cli import main
-from jaxspec.models import Network
 from tests.batch.test_job import InTurns, tokens_by_line
+from tests.checkpoint.networks import random_network
 from tests.diffusion.networks import BLOCK, MASK, tiny_model
 from tests.measure.models import filling_model
 
@@ -187,22 +188,48 @@ def test_ray_reads_no_setting_that_a_config_lacks():
         assert decoder._table([], pyarrow.int64()).num_rows == 0
 
 
-LONG = ["--max-new-tokens", "960", "--block-length", "32", "--steps", "120"]
+LONG = ["--max-new-tokens", "1000", "--block-length", "100", "--steps", "30"]
+DRAFTING = {"stepwise": [], "drafts": ["--drafts", "4", "--drafting", "always"]}
+SIZES = {
+    "llada_tiny_mha": {
+        "n_layers": 1,
+        "d_model": 16,
+        "mlp_hidden_size": 32,
+        "n_heads": 1,
+        "n_kv_heads": 1,
+        "max_sequence_length": 1024,
+    },
+    "dream_tiny": {
+        "num_hidden_layers": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+    },
+}
+"""Recorded folders, and what takes the place of sizes in their config.json."""
 
 
-def start(environment, *words: str, devices: int = 1) -> subprocess.Popen:
+def write_published(folder, entries: dict) -> None:
+    """Writes random weights under published names; Dream is published without tokenizer.json."""
+    network = random_network(config_from_json(entries))
+    tokenizer = None if entries["model_type"] == "Dream" else filling_model("", None).tokenizer
+    jaxspec.save(Model(network, tokenizer, "published"), folder)
+    (folder / "config.json").write_text(json.dumps(entries))
+
+
+def run_commands(environment, *commands: list[str], devices: int = 1) -> subprocess.Popen:
+    """Starts a process that runs commands one after the other, until one fails."""
+    program = "import json, sys; from jaxspec.cli import main; commands = json.loads(sys.argv[1]); "
+    program += "sys.exit(any(main(command) for command in commands))"
     flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
-        [sys.executable, "-m", "jaxspec", *words],
+        [sys.executable, "-c", program, json.dumps(commands)],
         env={**environment, "XLA_FLAGS": flags},
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def ended(process: subprocess.Popen) -> None:
-    _, error = process.communicate(timeout=1200)
-    assert process.returncode == 0, error
 
 
 def texts_in(path) -> dict:
@@ -210,39 +237,64 @@ def texts_in(path) -> dict:
     return {record["line"]: record["tokens"] for record in records}
 
 
+@pytest.fixture
+def compiled_well():
+    """Long canvases take longer to run than to compile."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("shift", [False, True], ids=["like LLaDA", "like Dream"])
-def test_a_folder_with_canvases_of_a_thousand_tokens(shift, environment, tmp_path):
-    """Bench, a job, one that was killed, and one on four devices write the same texts."""
-    small = filling_model("small", None)
-    diffusion = dataclasses.replace(small.config.diffusion, shift=shift)
-    config = small.config.replace(max_positions=1024, diffusion=diffusion)
-    model, prompts = tmp_path / "model", tmp_path / "in.jsonl"
-    jaxspec.save(dataclasses.replace(small, network=Network(small.params, config)), model)
-    texts = [f"{count} words, " * (1 + count % 2) for count in range(6)]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    job = ["batch", str(prompts), "{}", "--model", str(model), "--resume", "--drafts", "2", *LONG]
-    job += ["--batch-size", "4"]
-    environment = {**os.environ, **environment}
+@pytest.mark.usefixtures("compiled_well")
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL, which Windows has not")
+@pytest.mark.parametrize(
+    ("recorded", "cache"),
+    [("llada_tiny_mha", "none"), ("dream_tiny", "none"), ("dream_tiny", "dual")],
+)
+def test_a_published_folder_and_a_thousand_new_tokens(
+    recorded, cache, recorded_folder, environment, tmp_path
+):
+    """Bench, a job, one that was killed, and one on four devices: the texts are the same."""
+    published = json.loads(recorded_folder("diffusion", recorded, "config.json").read_text())
+    folder, file, settings = tmp_path / "model", tmp_path / "in.jsonl", [*LONG, "--cache", cache]
+    write_published(folder, {**published, **SIZES[recorded]})
+    model = jaxspec.load(folder)
+    # With few tokens before them, masks would look so alike that rounding decides between them.
+    texts = ["brown fox jumps over it", "a lazy dog, 47 times", "12 boxes; my jugs", "Vexed? Why"]
+    prompts = [[*text.encode()] if model.tokenizer is None else text for text in texts]
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
-    def argv(name: str) -> list[str]:
-        return [word.format(tmp_path / name) for word in job]
+    def job(out: str, how: str, *flags: str) -> list[str]:
+        names = [str(file), str(tmp_path / out), "--model", str(folder)]
+        return ["batch", *names, *settings, *DRAFTING[how], *flags]
 
-    ended(start(environment, *argv("whole.jsonl")))
-    whole = texts_in(tmp_path / "whole.jsonl")
-    direct = jaxspec.denoise(jaxspec.load(model), texts, DenoiseConfig(960, 32, 120))
-    assert whole == {line: row.tokens.tolist() for line, row in enumerate(direct, start=1)}
-    killed = start(environment, *argv("killed.jsonl"))
-    out = tmp_path / "killed.jsonl"
-    while killed.poll() is None and not (out.exists() and out.stat().st_size):
-        time.sleep(0.05)
-    killed.kill()
-    killed.communicate()
-    ended(start(environment, *argv("killed.jsonl")))
-    assert texts_in(out) == whole
-    ended(start(environment, *argv("mesh.jsonl"), "--mesh", "data=4", devices=4))
-    assert texts_in(tmp_path / "mesh.jsonl") == whole
-    bench = ["bench", str(model), str(prompts), "--limit", "2", "--repeats", "1", "--drafts", "2"]
+    bench = ["bench", str(folder), str(file), "--limit", "2", "--repeats", "1", "--drafts", "4"]
     figures = tmp_path / "bench.json"
-    ended(start(environment, *bench, *LONG, "--json", str(figures)))
-    assert json.loads(figures.read_text())["outputs_agree"]
+    assert main([*bench, *settings, "--json", str(figures)]) == 0
+    stepwise, drafted = json.loads(figures.read_text())["rows"]
+    assert drafted["num_identical"] == stepwise["num_identical"] == 2
+    assert drafted["overall"]["num_verify_steps"] < stepwise["overall"]["num_verify_steps"]
+
+    mesh = ["--batch-size", "4", "--mesh", "data=4"]
+    on_mesh = [job(f"mesh {how}", how, *mesh) for how in DRAFTING]
+    process = run_commands(environment, *on_mesh, devices=4)
+    _, said = process.communicate(timeout=400)
+    assert process.returncode == 0, said
+    expected = texts_in(tmp_path / "mesh stepwise")
+    assert {len(tokens) for tokens in expected.values()} == {1000}
+    alone = jaxspec.denoise(model, prompts[0], DenoiseConfig(1000, 100, 30, cache=cache))
+    assert expected[1] == alone[0].tokens.tolist()
+    for how in DRAFTING:
+        assert main(job(f"whole {how}", how, "--batch-size", "4")) == 0
+        killed = tmp_path / f"killed {how}"
+        process = run_commands(environment, job(killed.name, how, "--batch-size", "1"))
+        while process.poll() is None and not (killed.exists() and killed.stat().st_size):
+            time.sleep(0.05)
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+        assert 0 < killed.read_bytes().count(b"\n") < len(prompts)
+        assert main(job(killed.name, how, "--batch-size", "4", "--resume")) == 0
+        for out in (f"mesh {how}", f"whole {how}", killed.name):
+            assert texts_in(tmp_path / out) == expected, out

@@ -156,9 +156,14 @@ def test_what_does_not_fit_is_named(capsys, folder, argv, said):
 
 def test_causal_models_take_none_of_it(capsys, tmp_path):
     jaxspec.save(tiny_model(), tmp_path)
-    for argv in (["--drafts", "2"], ["--lookup"], ["--cache", "none"]):
-        said = fails(capsys, "generate", str(tmp_path), PROMPT, *argv)
-        assert f"{argv[0]}: for diffusion language models" in said
+    model, prompts = str(tmp_path), tmp_path / "in.jsonl"
+    prompts.write_text(json.dumps({"prompt": PROMPT}))
+    batch = ["batch", str(prompts), str(tmp_path / "out.jsonl"), "--model", model]
+    for command in (["generate", model, PROMPT], ["bench", model, str(prompts)], batch):
+        for argv in (["--drafts", "2"], ["--lookup"], ["--cache", "none"]):
+            said = fails(capsys, *command, *argv)
+            assert f"{argv[0]}: for diffusion language models" in said
+            assert said.count("\n") == 1
 
 
 class TestPhones:

@@ -26,13 +26,17 @@ def test_the_first_known_field_is_taken(tmp_path):
         {"turns": ["first", "second"], "category": "chat"},
         "",
         {"prompt": [{"role": "user", "content": "hello"}], "category": 7},
+        {"messages": [{"role": "user", "content": "hello"}]},
+        {"prompt": [5, 6]},
+        {"tokens": [5, 6]},
     )
     assert read_prompts(path) == [
         PromptRow("p", None),
         PromptRow("q", None),
         PromptRow("t", None),
         PromptRow("first", "chat"),
-        PromptRow([{"role": "user", "content": "hello"}], None),
+        *[PromptRow([{"role": "user", "content": "hello"}], None)] * 2,
+        *[PromptRow([5, 6], None)] * 2,
     ]
 
 
@@ -53,6 +57,7 @@ def test_a_named_field_is_the_only_one(tmp_path):
         ('{"prompt": ""}', r":2: field 'prompt' must be a text that is not empty"),
         ('{"prompt": 3}', r":2: field 'prompt' must be a text"),
         ('{"turns": []}', r":2: field 'turns' must be a text"),
+        ('{"tokens": [5, 0.5]}', r":2: field 'tokens' must be .* token ids, got \[5, 0.5\]"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
