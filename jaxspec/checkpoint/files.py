@@ -386,12 +386,37 @@ def _undo(staging: Path) -> None:
     folder, journal = staging.parent, staging / _JOURNAL
     if not journal.exists():
         return
-    for name in read_json(journal)["added"]:
+    for name in _added(journal):
         _remove(folder / name)
     for original in sorted((staging / _ORIGINALS).iterdir()):
         _remove(folder / original.name)
         os.replace(original, folder / original.name)
     journal.unlink()
+
+
+def _added(journal: Path) -> list[str]:
+    """Returns the names that a swap added; a journal may be damaged, or somebody else's."""
+    names = read_json(journal).get("added")
+    if not isinstance(names, list) or not all(is_file_name(name) for name in names):
+        raise CheckpointError(
+            f"{journal}: added must be a list of file names. This is no journal of a save: move "
+            f"{journal.parent} away; the files that it replaced are in {_ORIGINALS} within it."
+        )
+    return names
+
+
+def is_file_name(name: Any) -> bool:
+    """Returns whether a text names a file within a folder, and nothing outside.
+
+    Example:
+        >>> is_file_name("model.json"), is_file_name("../model.json"), is_file_name("..")
+        (True, False, False)
+    """
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and not {"/", "\\", "\0"}.intersection(name)
+    )
 
 
 def _remove(path: Path) -> None:

@@ -12,6 +12,7 @@ from jaxspec.checkpoint.files import (
     MOST_JSON,
     CheckpointError,
     as_path,
+    is_file_name,
     parse_json,
     read_bytes,
     read_json,
@@ -98,9 +99,15 @@ class Tokenizer:
 
         Raises:
             ValueError: half of a surrogate pair is in the text, which no tokenizer reads.
+            CheckpointError: the tokenizer has no id for a part of the text.
         """
         check_unicode(text, "text")
-        return self.backend.encode(text, add_special_tokens=special_tokens).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=special_tokens).ids
+        except Exception as error:  # the library raises no narrower one
+            raise CheckpointError(
+                f"The model's tokenizer.json cannot encode this text: {error}"
+            ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids. Ids outside the vocabulary have no text."""
@@ -350,6 +357,13 @@ def _read_templates(folder: Path, in_settings: Any) -> dict[str, str]:
                 f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list "
                 'of {"name": ..., "template": ...}.'
             ) from None
+        for name in templates:
+            # `write` makes a file of each.
+            if not is_file_name(name):
+                raise CheckpointError(
+                    f"chat_template in {folder / 'tokenizer_config.json'}: name must be the name "
+                    f"of a file, got {name!r:.80}."
+                )
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = read_text(path, MOST_JSON)
     if (folder / "chat_template.jinja").is_file():

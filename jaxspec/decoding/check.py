@@ -6,17 +6,17 @@
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
 from jaxspec.checkpoint import CheckpointError, Model
 from jaxspec.checkpoint.hub import check_is_model
-from jaxspec.core.checks import Count, Natural, checks_arguments
+from jaxspec.core.checks import Natural, at_least, at_most, checks_arguments
 from jaxspec.core.loop import decode
 from jaxspec.decoding.generate import generate, score
-from jaxspec.decoding.request import PENALTIES, GenerationConfig
+from jaxspec.decoding.request import MOST_SAMPLES, PENALTIES, GenerationConfig
 from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.transformer import Network, init_params
@@ -84,7 +84,7 @@ def check_drafter(
     drafter: "DrafterLike",
     model: "Model | None" = None,
     *,
-    num_samples: Count = 4096,
+    num_samples: Annotated[int, at_least(1), at_most(MOST_SAMPLES)] = MOST_SAMPLES,
     seed: Natural = 0,
     progress: bool = True,
 ) -> DrafterReport:

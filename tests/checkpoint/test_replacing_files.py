@@ -186,3 +186,20 @@ def test_a_length_to_load_for_is_named_when_refused(
     SAVERS[layout](Model(tiny_network), tmp_path)
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, max_positions=length)
+
+
+@pytest.mark.parametrize(
+    "journal",
+    ["{}", '{"added": 5}', '{"added": ["../victim"]}', '{"added": [".."]}', '{"added": [1]}'],
+)
+def test_a_journal_of_somebody_else_removes_nothing(journal, tmp_path):
+    staging = tmp_path / "model" / ".saving-1"
+    (staging / ".originals").mkdir(parents=True)
+    (staging / ".journal.json").write_text(journal)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text("kept")
+    with pytest.raises(CheckpointError, match=r"added must be a list of file names"):
+        recover_files(tmp_path / "model")
+    assert (victim / "kept").exists()
+    assert staging.exists()

@@ -5,6 +5,8 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from jaxspec.checkpoint import CheckpointError, Tokenizer, load_tokenizer, templates
 
@@ -299,6 +301,21 @@ def test_templates_listed_in_the_settings_are_named(byte_level_tokenizer, tmp_pa
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [1]}))
     with pytest.raises(CheckpointError, match="chat_template"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/evil", "../evil", "..", ""])
+def test_a_template_is_no_path(name, byte_level_tokenizer, tmp_path):
+    byte_level_tokenizer.write(tmp_path)
+    listed = [{"name": name, "template": "a"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: name must be the name of"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_text_that_has_no_ids_is_an_error():
+    words = Backend(models.WordLevel({"one": 0}, unk_token="[UNK]"))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot encode this text"):
+        Tokenizer(words, {}, {}).encode("two")
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,7 @@ def test_a_drafter_that_is_no_dataclass_is_told_to_be_one():
         ({"seed": -1}, "seed must be at least 0, got -1"),
         ({"seed": True}, "seed must be a whole number, got True"),
         ({"num_samples": 0}, "num_samples must be at least 1, got 0"),
+        ({"num_samples": 5000}, "num_samples must be at most 4096, got 5000"),
         ({"num_samples": 1.5}, "num_samples must be a whole number, got 1.5"),
         ({"progress": "no"}, "progress must be True or False, got 'no'"),
         ({"drafter": "lookup"}, "drafter must be one such as PromptLookup"),
