@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
+import jax
+
 import jaxspec
 from jaxspec.commands import EXIT_ERROR
 from jaxspec.commands.interrupts import Told, ending_soon, say_interrupted
@@ -134,7 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(end.__context__, BrokenPipeError):  # rich's answer to a closed pipe
             return 0
         raise
-    except (ValueError, OSError, FloatingPointError, RecursionError, MemoryError) as error:
+    except (
+        *(ValueError, OSError, FloatingPointError, RecursionError, MemoryError),
+        jax.errors.JaxRuntimeError,  # most often a program that needs more memory than there is
+    ) as error:
         if "--debug" in argv:
             raise
         said = _TOO_MUCH.get(type(error)) or str(error)

@@ -239,6 +239,8 @@ def _joined() -> batch.Shard:
 
 def _check_paths(source: str, out: Path, figures: str | None) -> None:
     """Refuses a file with two roles, before anything is written."""
+    if not out.name:
+        raise ValueError(f"{out}: the output must be a file, and this is a folder.")
     if out.suffix == ".gz":
         raise ValueError(f"{out}: the output is plain text, appended line by line; leave out .gz.")
     given = {
@@ -250,7 +252,11 @@ def _check_paths(source: str, out: Path, figures: str | None) -> None:
         given["the file of --json"] = Path(figures)
     named: dict[Path, str] = {}
     for what, path in given.items():
-        other = named.setdefault(path.resolve(), what)
+        try:
+            place = path.resolve()
+        except RuntimeError:  # before Python 3.13
+            raise ValueError(f"{path}: {what} is a link that leads back to itself.") from None
+        other = named.setdefault(place, what)
         if other != what:
             raise ValueError(f"{path}: {what} must not be {other}.")
 

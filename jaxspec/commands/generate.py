@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxspec.checkpoint import Model
-from jaxspec.checkpoint.files import read_text
+from jaxspec.checkpoint.files import MOST_TEXT, read_text
 from jaxspec.commands.canvas import (
     COMPILING,
     CanvasSession,
@@ -196,7 +196,14 @@ def _prompt(args: argparse.Namespace) -> str | None:
         raise ValueError("Give either PROMPT or --file, not both.")
     if args.file is not None:
         return read_text(args.file)
-    return sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.prompt != "-":
+        return args.prompt
+    text = sys.stdin.read(MOST_TEXT + 1)
+    if len(text) > MOST_TEXT:
+        raise ValueError(
+            f"PROMPT: standard input is longer than {MOST_TEXT} characters, the most that is read."
+        )
+    return text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -295,6 +295,12 @@ def _claim(run: Run[RunSettings]) -> None:
     try:
         # Read and written again, so that settings which came later have their defaults.
         earlier = settings_to_json(settings_from_json(before["settings"], type(settings)))
+        digests = dict(before["sha256"])
+    except KeyError as error:
+        raise ValueError(
+            f"{path} is no record of a run: it lacks {error}. Choose another state folder, or "
+            "delete this one."
+        ) from None
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"The state folder {state_folder} holds a run of another kind: {error} Choose "
@@ -308,7 +314,7 @@ def _claim(run: Run[RunSettings]) -> None:
     changed += [
         f"the files of {name!r}"
         for name, digest in run.sha256.items()
-        if before["sha256"].get(name, digest) != digest
+        if digests.get(name, digest) != digest
     ]
     if changed:
         raise ValueError(

@@ -83,6 +83,10 @@ def test_what_cannot_be_a_job_is_refused_before_anything_is_written(argv, capsys
     assert "must not be the input" in fails(capsys, [name, str(taken), out, *rest, "--resume"])
     assert taken.read_bytes() == before
     taken.unlink()
+    assert "the output must be a file" in fails(capsys, [name, source, ".", *rest])
+    (tmp_path / "one").symlink_to(tmp_path / "two")
+    (tmp_path / "two").symlink_to(tmp_path / "one")
+    fails(capsys, [name, str(tmp_path / "one"), out, *rest])
     folders = [name, source, str(tmp_path / "no" / "out.jsonl"), *rest]
     assert "in a folder that exists" in fails(capsys, folders)
     assert "No such file" in fails(capsys, [name, str(tmp_path / "none.jsonl"), out, *rest])

@@ -408,6 +408,18 @@ class TestGenerate:
             outputs.append(capsys.readouterr().out)
         assert len(set(outputs)) == 1
 
+    def test_standard_input_is_read_up_to_a_limit(self, capsys, monkeypatch, folder):
+        monkeypatch.setattr("jaxspec.commands.generate.MOST_TEXT", 10)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 11))
+        assert "longer than 10 characters" in fails(capsys, "generate", folder, "-")
+
+    def test_a_program_that_fails_is_an_error_in_one_line(self, capsys, monkeypatch, folder):
+        def fail(*arguments):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+        monkeypatch.setattr("jaxspec.commands.generate.load_model", fail)
+        assert "RESOURCE_EXHAUSTED" in fails(capsys, "generate", folder, "abc")
+
     def test_a_chat_remembers_its_turns(self, capsys, monkeypatch, folder, model):
         monkeypatch.setattr(sys, "stdin", io.StringIO("abc\n\ndef\n"))
         argv = ["generate", folder, "--chat", "--system", "be brief", "--max-new-tokens", "4"]

@@ -158,6 +158,10 @@ def test_a_state_folder_belongs_to_one_run_of_one_target(run, folder, tmp_path):
     with pytest.raises(ValueError, match="draft_vocab: 48 before, 40 now"):
         train(EagleTrainer(other), place / "state", console=QUIET)
     lm = LMTrainingSettings(settings.sources, CONFIG, sequence_length=32)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"run\.json is no record of a run: it lacks 'settings'"):
+        train(EagleTrainer(settings), tmp_path / "empty", console=QUIET)
     with pytest.raises(ValueError, match="a run of another kind"):
         train(LMTrainer(lm), place / "state", console=QUIET)
     path = folder / "target" / "config.json"
