@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 SPLITS = ("train", "align", "test")
-"""What learns the forms, what aligns drafters with it, what is measured; no form is in two."""
+"""Parts of the forms: for the target, for its drafters, and for tests; no form is in two."""
 _FIRST = (
     *("Ada", "Amir", "Anna", "Ben", "Carla", "Chen", "Clara", "David", "Elena", "Emma", "Felix"),
     *("Grace", "Hana", "Hugo", "Ines", "Ivan", "Jack", "Jana", "Kofi", "Laura", "Leon", "Lucy"),

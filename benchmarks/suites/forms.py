@@ -97,7 +97,7 @@ _TRAININGS = {
 _COMMAND_FILE = "command.txt"
 _CHAINS = (8, 16, 24, 32)
 _TIMES_AS_DEEP = (1, 2, 4, 8)
-"""How many times as many layers targets get; see `deepened`."""
+"""Factors of the number of layers; see `deepened`."""
 _NUM_TIMED = 16
 """Forms that deeper targets are timed on."""
 _DRAFTS = (1, 2, 3, 4)
@@ -170,8 +170,9 @@ def train_missing(folder: Path, advance: Advance) -> None:
 def deepened(model: Model, times: int) -> Model:
     """Returns a model with `times` as many layers, whose new layers add nothing.
 
-    Their last products have weights of zero. So the texts are the same ones, to the last bit, and
-    passes cost what they cost in a model of that size.
+    Their last products have weights of zero, so the texts are the same ones, to the last bit. Their
+    other weights lie where those of the first layers lie: a pass computes what a model of that size
+    computes, and reads less memory.
     """
     layers = model.config.num_layers
     params = dict(model.network.params)
@@ -186,7 +187,6 @@ def deepened(model: Model, times: int) -> Model:
 
 
 def _zeros(tree: PyTree) -> PyTree:
-    # Arrays of their own: shared ones would be read from memory once only.
     return jax.tree.map(jnp.zeros_like, tree)
 
 
@@ -419,10 +419,11 @@ def _section_of_deeper(deeper: Mapping[int, Comparison]) -> Section:
     return Section(
         "Larger targets",
         [
-            "The same target with more layers, whose last products have weights of zero: the text "
-            "stays the same and a pass costs what it costs in a model of that size. Drafters are "
-            f"the same. {len(first.prompt_indices)} of the forms, one run each; speed-ups over "
-            "plain decoding by the same target [95 %]."
+            "The same target with more layers, whose last products have weights of zero, so that "
+            "the text stays the same. Their other weights are those of the layers before, in the "
+            "same memory: a real model of that size reads more of it. Drafters are the same. "
+            f"{len(first.prompt_indices)} of the forms, one run each; speed-ups over plain "
+            "decoding by the same target [95 %]."
         ],
         ["layers", "weights", "plain, tokens/s", *(row.name for row in first.rows[1:])],
         [cells(layers, compared) for layers, compared in deeper.items()],
