@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import jax
@@ -19,9 +20,17 @@ import numpy as np
 from jaxtyping import Int
 
 from benchmarks.forms import Form, forms
-from benchmarks.harness import Advance, Suite, SuiteRun
+from benchmarks.harness import Advance, MethodFigures, Suite, SuiteRun
 from benchmarks.page import Page, Section
 from benchmarks.prompts import DATA_FOLDER, PROMPT_SETS
+from benchmarks.runners import FileMethod
+from benchmarks.suites.litert import (
+    ABOUT_COLUMNS,
+    ABOUT_QUANTIZED,
+    decode_files,
+    methods_section,
+    open_file,
+)
 from jaxspec.checkpoint import Model, load, load_eagle, shipped_folders
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.commands.methods import DEER, DRAFT, EAGLE3_HEAD, EAGLE_HEAD, MADE_FOR
@@ -30,7 +39,7 @@ from jaxspec.core.types import PyTree
 from jaxspec.decoding.denoise import DenoiseConfig, measure_costs
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.metrics import Metrics
-from jaxspec.decoding.request import GenerationConfig
+from jaxspec.decoding.request import GenerationConfig, encode_prompt
 from jaxspec.decoding.result import GenerationResult
 from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import (
@@ -52,6 +61,7 @@ from jaxspec.measure.comparison import (
 )
 from jaxspec.measure.figures import PLAIN, speedup_interval
 from jaxspec.measure.timing import release_programs
+from jaxspec.mobile.contents import ExportConfig
 from jaxspec.models import Eagle3Head, EagleHead, Network
 
 _LEARNED = {"train": 16000, "align": 4000}
@@ -100,6 +110,12 @@ _TIMES_AS_DEEP = (1, 2, 4, 8)
 """Factors of the number of layers; see `deepened`."""
 _NUM_TIMED = 16
 """Forms that deeper targets are timed on."""
+_FILE_WEIGHTS = ("float32", "int8")
+_FILE_CHAINS = (8, 16)
+_NUM_IN_FILES = 20
+_FILE_TOKENS = 96
+_CAPACITY = 256
+"""Weights, chains, forms, new tokens (fewer than any record has) and places of files for LiteRT."""
 _DRAFTS = (1, 2, 3, 4)
 _LOSSY = (1, 2, 4)
 """Drafts of the diffusion model, and k of its relaxed verification."""
@@ -171,13 +187,12 @@ def deepened(model: Model, times: int) -> Model:
     """Returns a model with `times` as many layers, whose new layers add nothing.
 
     Their last products have weights of zero, so the texts are the same ones, to the last bit. Their
-    other weights lie where those of the first layers lie: a pass computes what a model of that size
-    computes, and reads less memory.
+    other weights are copies: a pass computes and reads what it does in a model of that size.
     """
     layers = model.config.num_layers
     params = dict(model.network.params)
     for index in range(layers, layers * times):
-        layer = params[f"layer_{index % layers}"]
+        layer = jax.tree.map(jnp.copy, params[f"layer_{index % layers}"])
         attention = {**layer["attention"], "out": _zeros(layer["attention"]["out"])}
         mlp = {**layer["mlp"], "down": _zeros(layer["mlp"]["down"])}
         params[f"layer_{index}"] = {**layer, "attention": attention, "mlp": mlp}
@@ -303,12 +318,28 @@ class _Made(NamedTuple):
             )
         return found
 
+    def measure_files(
+        self, prompts: Sequence[str]
+    ) -> dict[str, tuple[Mapping[str, FileMethod], list[MethodFigures]]]:
+        """Decodes with files for LiteRT, by their weights."""
+        ids, found = [encode_prompt(self.target, prompt) for prompt in prompts], {}
+        for weights in _FILE_WEIGHTS:
+            shapes = ExportConfig(capacity=_CAPACITY, quantization=weights, check_gpu_ops=False)
+            methods, files = {}, {}
+            with TemporaryDirectory() as folder:
+                for n in _FILE_CHAINS:
+                    name, drafter = f"DEER, chain of {n}", Deer.of(self.aligned, block=n)
+                    files[name] = open_file(folder, name, self.target, drafter, shapes)
+                    methods[name] = FileMethod(name, n, steps=True)
+                found[weights] = methods, decode_files(files, methods, ids, _FILE_TOKENS)
+        return found
+
 
 def _measure(run: SuiteRun) -> Page:
     folder, new_tokens = Path(run.settings["folder"]), run.suite.max_new_tokens
     tested = [*forms("test", _NUM_TESTED)]
     prompts = [form.prompt for form in tested]
-    with run.steps(len(_TRAININGS) + 6) as advance:
+    with run.steps(len(_TRAININGS) + 7) as advance:
         train_missing(folder, advance)
         made, demo = _Made.read(folder), load(MADE_FOR)
         config = GenerationConfig(max_new_tokens=_NEW_TOKENS)
@@ -317,6 +348,8 @@ def _measure(run: SuiteRun) -> Page:
         compared = compare(made.target, prompts, made.methods(), config, **given)
         advance("deeper targets")
         deeper = made.measure_deeper(prompts[:_NUM_TIMED], run.progress)
+        advance("LiteRT")
+        in_files = made.measure_files(prompts[:_NUM_IN_FILES])
         advance("a diffusion model by itself")
         filled = measure_filling(made.filling, tested, **given)
         advance("stages")
@@ -351,6 +384,7 @@ def _measure(run: SuiteRun) -> Page:
     sections = [
         _section_of_methods(compared, right["target"]),
         _section_of_deeper(deeper),
+        *_sections_of_files(in_files),
         _section_of_stages(stages),
         _section_of_depths(accepted),
         _section_of_lengths(accepted["forms"]),
@@ -360,12 +394,15 @@ def _measure(run: SuiteRun) -> Page:
     figures = {
         "methods": compared.as_dict(),
         "deeper": {str(layers): each.as_dict() for layers, each in deeper.items()},
+        "litert": {weights: rows for weights, (_, rows) in in_files.items()},
         "stages": stages,
         "depths": accepted,
         "diffusion": filled.as_dict(),
         "right": right,
     }
     agree = all(each.outputs_agree for each in (compared, filled, *deeper.values()))
+    # Quantized weights may turn near ties, as `litert-tokens` lists them.
+    agree &= not any(row.divergences for row in in_files["float32"][1])
     return Page(sections, figures, agree)
 
 
@@ -420,14 +457,28 @@ def _section_of_deeper(deeper: Mapping[int, Comparison]) -> Section:
         "Larger targets",
         [
             "The same target with more layers, whose last products have weights of zero, so that "
-            "the text stays the same. Their other weights are those of the layers before, in the "
-            "same memory: a real model of that size reads more of it. Drafters are the same. "
+            "the text stays the same. Their other weights are copies of the layers' before, so a "
+            "pass costs what it costs in a model of that size. Drafters are the same. "
             f"{len(first.prompt_indices)} of the forms, one run each; speed-ups over plain "
             "decoding by the same target [95 %]."
         ],
         ["layers", "weights", "plain, tokens/s", *(row.name for row in first.rows[1:])],
         [cells(layers, compared) for layers, compared in deeper.items()],
     )
+
+
+def _sections_of_files(
+    found: Mapping[str, tuple[Mapping[str, FileMethod], Sequence[MethodFigures]]],
+) -> list[Section]:
+    about = (
+        f"Files for LiteRT on the CPU with 1 thread, {_NUM_IN_FILES} of the forms, {_FILE_TOKENS} "
+        f"new tokens. {ABOUT_COLUMNS} {ABOUT_QUANTIZED}"
+    )
+    tables = [
+        methods_section(f"On LiteRT, {weights}", rows, methods)
+        for weights, (methods, rows) in found.items()
+    ]
+    return [tables[0]._replace(text=[about]), *tables[1:]]
 
 
 def _section_of_stages(stages: Sequence[Stage]) -> Section:

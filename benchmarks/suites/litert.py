@@ -52,13 +52,13 @@ CAPACITY = 1024
 PADDING = 64
 """Places after a text that a padded round may still write."""
 NEEDS = (MADE_FOR, EAGLE_HEAD)
-_ABOUT_COLUMNS = (
+ABOUT_COLUMNS = (
     "Nodes leave the root out; tau is tokens per round, bonus token INCLUDED. A round's "
     "verification holds the target pass, acceptance on the host and commit. Repeated: the share of "
     "an output's 4-grams that it already held; low repetition: over the prompts, their number in "
     f"parentheses, whose plain output repeats less than {LOW_REPETITION:.0%}."
 )
-_ABOUT_QUANTIZED = (
+ABOUT_QUANTIZED = (
     "Products with quantized weights are rounded otherwise in wider passes, so near ties may turn "
     "there and texts differ (`litert-tokens` lists such gaps)."
 )
@@ -342,7 +342,7 @@ def speed_page(asked: Asked, advance: Advance = lambda _: None) -> Page:
         f"{asked.model.name}, {len(asked.prompts)} prompts, {asked.max_new_tokens} new tokens, "
         f"greedy, 1 thread. {machine}"
         + (". THE MACHINE WAS BUSY: only ratios count." if machine.busy else "."),
-        f"{_ABOUT_COLUMNS} `step` is one function; its time over that of `draft`, `verify_N` and "
+        f"{ABOUT_COLUMNS} `step` is one function; its time over that of `draft`, `verify_N` and "
         "`commit_N` together, medians of calls in turns, is below each table.",
     ]
     last = Section(text=[_published()], notes=asked.notes)
@@ -416,7 +416,7 @@ def _measure_drafters(
             sections.append(methods_section(name, results[name], methods))
     about = (
         f"{text} {model.name}, {len(ids)} prompts, {NEW_TOKENS} new tokens, greedy, LiteRT on the "
-        f"CPU with 1 thread. {_ABOUT_COLUMNS} {_ABOUT_QUANTIZED}"
+        f"CPU with 1 thread. {ABOUT_COLUMNS} {ABOUT_QUANTIZED}"
     )
     # Quantized weights may turn near ties, as `litert-tokens` lists them.
     agree = not any(row.divergences for row in results["float32"])

@@ -443,8 +443,9 @@ class DeerTrainingSettings(AnswersSettings):
         for entry in fields(self):
             stage = of_stage.get(entry.name, self.stage)
             if stage != self.stage and getattr(self, entry.name) != entry.default:
+                also = ' and of hide "suffix"' if entry.name == "longest" else ""
                 raise ValueError(
-                    f"{entry.name} is a setting of stage {stage}: leave it out in stage "
+                    f"{entry.name} is a setting of stage {stage}{also}: leave it out in stage "
                     f"{self.stage}, got {getattr(self, entry.name)!r}."
                 )
 

@@ -114,6 +114,7 @@ def test_a_deepened_target_says_the_same(model, times):
 @pytest.mark.slow
 @pytest.mark.usefixtures("shipped")
 def test_the_suite_is_measured(model, head, data_folder, monkeypatch):
+    pytest.importorskip("ai_edge_litert", reason="needs the extra `mobile`")
     drafter, filling = filling_model("deer", 4), filling_model("diffusion", 4)
     made = {"stage-1-scattered": drafter, "stage-1-suffix": drafter, "stage-2": drafter}
     made |= {"demo-block-diffusion": drafter, "demo-deer": drafter, "diffusion": filling}
@@ -131,13 +132,17 @@ def test_the_suite_is_measured(model, head, data_folder, monkeypatch):
         "_CHAINS": (4,),
         "_TIMES_AS_DEEP": (1, 2),
         "_NUM_TIMED": 1,
+        "_FILE_WEIGHTS": ("float32", "int8"),
+        "_FILE_CHAINS": (4,),
+        "_NUM_IN_FILES": 1,
+        "_FILE_TOKENS": 8,
     }.items():
         monkeypatch.setattr(suite, name, value)
     asked = dataclasses.replace(SUITES["forms"], needs=(), max_new_tokens=8)
     page = measure("forms", asked, data_folder, 1, 1, progress=False, folder="FORMS")
     assert page.agree
     sizes = [len(section.rows) for section in page.sections]
-    assert sizes == [9, 2, 4, 6, 2, 9, 0]
+    assert sizes == [9, 2, 2, 2, 4, 6, 2, 9, 0]
     json.dumps(page.as_dict(), allow_nan=False)
 
 

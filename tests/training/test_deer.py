@@ -445,8 +445,15 @@ def test_both_stages_run_and_what_they_write_drafts(settings, models, tmp_path, 
     network = Network(init_params(begun.config, jax.random.key(1)), begun.config)
     save(Model(network, begun.tokenizer, "untrained"), tmp_path / "untrained")
     settings = dataclasses.replace(settings, start_from=str(tmp_path / "untrained"))
-    train(DeerTrainer(settings), tmp_path / "s1", tmp_path / "one", console=QUIET)
+    scattered = dataclasses.replace(settings, num_steps=20)
+    train(DeerTrainer(scattered), tmp_path / "s0", tmp_path / "zero", console=QUIET)
+    assert loss_fell(tmp_path / "s0")
+    assert load(tmp_path / "zero").config.diffusion.window is None
+    suffix = dataclasses.replace(settings, hide="suffix", longest=8)
+    train(DeerTrainer(suffix), tmp_path / "s1", tmp_path / "one", console=QUIET)
     assert loss_fell(tmp_path / "s1")
+    assert load(tmp_path / "one").config.diffusion.window == 8
+    assert "the last 8 places hidden" in (tmp_path / "one/recipe.md").read_text()
     second = dataclasses.replace(
         settings, stage=2, start_from=str(tmp_path / "one"), longest=8, num_steps=20
     )
@@ -534,6 +541,10 @@ def test_answers_come_from_a_file_and_wrong_lines_are_named(models, tmp_path):
         ({"cuts": "all"}, "cuts is a setting of stage 2"),
         ({"alpha": 1.1}, "alpha is a setting of stage 2"),
         ({"loss": "hybrid"}, "loss is a setting of stage 2: leave it out in stage 1"),
+        ({"longest": 8}, 'longest is a setting of stage 2 and of hide "suffix": leave it out'),
+        ({"hide": "suffix", "longest": 0}, "longest must be at least 1"),
+        ({"hide": "middle"}, "hide must be one of"),
+        ({"stage": 2, "hide": "suffix"}, "hide is a setting of stage 1: leave it out in stage 2"),
         ({"stage": 2, "loss": "total"}, "loss must be one of"),
     ],
 )
