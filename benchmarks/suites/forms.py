@@ -108,8 +108,10 @@ _COMMAND_FILE = "command.txt"
 _CHAINS = (8, 16, 24, 32)
 _TIMES_AS_DEEP = (1, 2, 4, 8)
 """Factors of the number of layers; see `deepened`."""
+_FILLS_AS_DEEP = (4, 16, 32)
+"""The same for the diffusion model."""
 _NUM_TIMED = 16
-"""Forms that deeper targets are timed on."""
+"""Forms that deeper models are timed on."""
 _FILE_WEIGHTS = ("float32", "int8")
 _FILE_CHAINS = (8, 16)
 _NUM_IN_FILES = 20
@@ -239,16 +241,28 @@ def as_stage(name: str, result: GenerationResult) -> Stage:
 
 
 def measure_filling(
-    model: Model, tested: Sequence[Form], repeats: int, progress: bool
+    model: Model,
+    tested: Sequence[Form],
+    repeats: int,
+    progress: bool,
+    lossy: Sequence[int] = (),
 ) -> Comparison:
-    """Compares self-speculative with stepwise decoding of a diffusion model."""
+    """Compares self-speculative with stepwise decoding of a diffusion model.
+
+    Args:
+        model: it.
+        tested: forms to decode.
+        repeats: of each text.
+        progress: show a bar.
+        lossy: k of relaxed verification, to compare as well.
+    """
     prompts = [form.prompt for form in tested]
     config = DenoiseConfig(max_new_tokens=_NEW_TOKENS)
     most = SelfSpeculation(max(_DRAFTS))
     costs = measure_costs(model, prompts[0], config, most)
     ways = {f"N = {count}": SelfSpeculation(count) for count in _DRAFTS}
     ways["N = 4, as many as pay"] = dataclasses.replace(most, costs=costs)
-    for k in _LOSSY:
+    for k in lossy:
         ways[f"N = 4, top {k}, LOSSY"] = dataclasses.replace(most, lossy_top_k=k)
     return compare(model, prompts, ways, config, repeats=repeats, progress=progress)
 
@@ -334,12 +348,19 @@ class _Made(NamedTuple):
                 found[weights] = methods, decode_files(files, methods, ids, _FILE_TOKENS)
         return found
 
+    def fill_deeper(self, tested: Sequence[Form], progress: bool) -> dict[int, Comparison]:
+        """Compares ways to decode with diffusion models of several depths, by their layers."""
+        models = [deepened(self.filling, times) for times in _FILLS_AS_DEEP]
+        return {
+            model.config.num_layers: measure_filling(model, tested, 1, progress) for model in models
+        }
+
 
 def _measure(run: SuiteRun) -> Page:
     folder, new_tokens = Path(run.settings["folder"]), run.suite.max_new_tokens
     tested = [*forms("test", _NUM_TESTED)]
     prompts = [form.prompt for form in tested]
-    with run.steps(len(_TRAININGS) + 7) as advance:
+    with run.steps(len(_TRAININGS) + 8) as advance:
         train_missing(folder, advance)
         made, demo = _Made.read(folder), load(MADE_FOR)
         config = GenerationConfig(max_new_tokens=_NEW_TOKENS)
@@ -351,7 +372,9 @@ def _measure(run: SuiteRun) -> Page:
         advance("LiteRT")
         in_files = made.measure_files(prompts[:_NUM_IN_FILES])
         advance("a diffusion model by itself")
-        filled = measure_filling(made.filling, tested, **given)
+        filled = measure_filling(made.filling, tested, lossy=_LOSSY, **given)
+        advance("larger diffusion models")
+        filled_deeper = made.fill_deeper(tested[:_NUM_TIMED], run.progress)
         advance("stages")
         drafters = {name: Deer.of(each, block=16) for name, each in made.stages.items()}
         found = decode_greedily(made.target, drafters, prompts, _NEW_TOKENS)
@@ -383,12 +406,22 @@ def _measure(run: SuiteRun) -> Page:
     right["target"] = count_right(made.target, compared.plain, tested)
     sections = [
         _section_of_methods(compared, right["target"]),
-        _section_of_deeper(deeper),
+        _section_of_deeper(
+            "Larger targets",
+            f"The same target with more layers{_ABOUT_DEEPENED} Drafters are the same.",
+            deeper,
+        ),
         *_sections_of_files(in_files),
         _section_of_stages(stages),
         _section_of_depths(accepted),
         _section_of_lengths(accepted["forms"]),
         _section_of_filling(filled, right),
+        _section_of_deeper(
+            "Larger diffusion models",
+            f"The same diffusion model with more layers{_ABOUT_DEEPENED} Every text is stepwise "
+            "decoding's.",
+            filled_deeper,
+        ),
         _section_of_trainings(),
     ]
     figures = {
@@ -398,9 +431,11 @@ def _measure(run: SuiteRun) -> Page:
         "stages": stages,
         "depths": accepted,
         "diffusion": filled.as_dict(),
+        "deeper diffusion": {str(n): each.as_dict() for n, each in filled_deeper.items()},
         "right": right,
     }
-    agree = all(each.outputs_agree for each in (compared, filled, *deeper.values()))
+    every = (compared, filled, *deeper.values(), *filled_deeper.values())
+    agree = all(each.outputs_agree for each in every)
     # Quantized weights may turn near ties, as `litert-tokens` lists them.
     agree &= not any(row.divergences for row in in_files["float32"][1])
     return Page(sections, figures, agree)
@@ -442,7 +477,14 @@ def _section_of_methods(compared: Comparison, right: int) -> Section:
     )
 
 
-def _section_of_deeper(deeper: Mapping[int, Comparison]) -> Section:
+_ABOUT_DEEPENED = (
+    ", whose last products have weights of zero, so that the text stays the same. Their other "
+    "weights are copies of the layers' before, so a pass costs what it costs in a model of that "
+    "size."
+)
+
+
+def _section_of_deeper(title: str, about: str, deeper: Mapping[int, Comparison]) -> Section:
     def cells(layers: int, compared: Comparison) -> list[str]:
         plain, *drafted = compared.rows
         return [
@@ -453,16 +495,14 @@ def _section_of_deeper(deeper: Mapping[int, Comparison]) -> Section:
         ]
 
     (first, *_) = deeper.values()
+    plain, *drafted = first.rows
     return Section(
-        "Larger targets",
+        title,
         [
-            "The same target with more layers, whose last products have weights of zero, so that "
-            "the text stays the same. Their other weights are copies of the layers' before, so a "
-            "pass costs what it costs in a model of that size. Drafters are the same. "
-            f"{len(first.prompt_indices)} of the forms, one run each; speed-ups over plain "
-            "decoding by the same target [95 %]."
+            f"{about} {len(first.prompt_indices)} of the forms, one run each; speed-ups over "
+            f"{plain.name} decoding by the same model [95 %]."
         ],
-        ["layers", "weights", "plain, tokens/s", *(row.name for row in first.rows[1:])],
+        ["layers", "weights", f"{plain.name}, tokens/s", *(row.name for row in drafted)],
         [cells(layers, compared) for layers, compared in deeper.items()],
     )
 
