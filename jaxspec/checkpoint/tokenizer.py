@@ -377,7 +377,7 @@ def _read_templates(folder: Path, in_settings: Any, place: Path) -> dict[str, st
             # `write` makes a file of each.
             if not is_file_name(name):
                 raise CheckpointError(
-                    f"{where}: name must be the name of a file, got {name!r:.80}."
+                    f"{where}[{i}]: name must be the name of a file, got {name!r:.80}."
                 )
             templates[name] = text
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

@@ -72,7 +72,7 @@ def make_plan(
         ValueError: the minutes are too many.
     """
     path = state_folder / _FILE
-    known = _read_plan(path) if path.exists() else {}
+    known: dict[str, Any] = _read_plan(path) if path.exists() else {}
     if settings.dtype == "auto" and "dtype" not in known:
         seconds = dict(time_step(DTYPES))
         dtype = min(seconds, key=lambda name: seconds[name])

@@ -149,8 +149,8 @@ class LastCharacters(Checked):
 SPLITS = {kind.__name__: kind for kind in (EveryNth, LastRows, FieldRanges, LastCharacters)}
 
 
-def _template_parts(template: str) -> list[list[tuple[str, str | None]]]:
-    """Returns a template's texts with the field behind each, split by the reserved tokens.
+def _template_parts(template: str) -> list[list[tuple[str, str]]]:
+    """Returns a template's texts with the field behind each, or "", split by the reserved tokens.
 
     Raises:
         ValueError: it has braces that are no fields, or fields with more than a name.
@@ -170,7 +170,7 @@ def _template_parts(template: str) -> list[list[tuple[str, str | None]]]:
                     f"template must name fields by {{name}} alone, without a layout (:) or a "
                     f"conversion (!), got {piece!r:.80}."
                 )
-        pieces.append([(text, name) for text, name, _, _ in parts])
+        pieces.append([(text, name or "") for text, name, _, _ in parts])
     return pieces
 
 
@@ -425,7 +425,7 @@ def _python_text(path: Path) -> str:
 def _row_reader(source: Source) -> Callable[[bytes, str], Document]:
     """Returns a function from a line of a `.jsonl` file to a document, by the source's template."""
     pieces = _template_parts(source.template)
-    fields = {name for parts in pieces for _, name in parts if name is not None}
+    fields = {name for parts in pieces for _, name in parts if name}
 
     def read(line: bytes, place: str) -> Document:
         try:
