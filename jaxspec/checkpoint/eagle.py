@@ -338,7 +338,14 @@ def _draft_ids(
     """Target ids by draft id; files store the difference."""
     if "d2t" not in stored:
         return None
+    shape = stored["d2t"].shape
+    if len(shape) != 1 or not 1 <= shape[0] <= vocab_size:
+        raise CheckpointError(
+            f"d2t must have one axis of 1 to {vocab_size} draft ids, got the shape {tuple(shape)}."
+        )
     offsets = stored["d2t"].read()
+    if not np.all(offsets == np.floor(offsets)):
+        raise CheckpointError("d2t must hold whole numbers, one for each draft id.")
     ids = np.arange(len(offsets)) + offsets
     if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
         raise CheckpointError(

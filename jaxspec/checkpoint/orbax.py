@@ -64,7 +64,12 @@ def load_orbax(
     """
     import orbax.checkpoint
 
-    config = _from_record(read_json(folder / ORBAX_CONFIG), folder / ORBAX_CONFIG)
+    described = folder / ORBAX_CONFIG
+    config = _from_record(read_json(described), described)
+    if not isinstance(config, records.ModelConfig):
+        raise CheckpointError(
+            f"{described} must describe a ModelConfig, and its type is {type(config).__name__}."
+        )
     if max_positions is not None:
         config = prepared_for(config, max_positions)
     if mesh is not None:

@@ -1,9 +1,10 @@
 """`tokenizer.json` and chat templates: from text and chats to ids, and from ids to text."""
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from jaxspec.checkpoint.files import (
     MOST_JSON,
     CheckpointError,
     as_path,
+    given,
     is_file_name,
     parse_json,
     read_bytes,
@@ -102,17 +104,14 @@ class Tokenizer:
             CheckpointError: the tokenizer has no id for a part of the text.
         """
         check_unicode(text, "text")
-        try:
+        with failing("The model's tokenizer.json cannot encode this text"):
             return self.backend.encode(text, add_special_tokens=special_tokens).ids
-        except Exception as error:  # the library raises no narrower one
-            raise CheckpointError(
-                f"The model's tokenizer.json cannot encode this text: {error}"
-            ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids. Ids outside the vocabulary have no text."""
         ids = [int(token_id) for token_id in ids]
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        with failing("The model's tokenizer.json cannot decode these ids"):
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> "Detokenizer":
         """Decodes one text whose ids arrive piece by piece."""
@@ -296,6 +295,31 @@ def check_unicode(text: str, name: str) -> None:
         ) from None
 
 
+@contextlib.contextmanager
+def failing(said: str) -> Iterator[None]:
+    """Raises whatever the tokenizers library raises as a `CheckpointError` that begins so."""
+    try:
+        yield
+    except BaseException as error:
+        # It has no class of its own, and a panic inside of it is no `Exception`.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{said}: {error}") from error
+
+
+def read_backend(path: Path) -> "tokenizers.Tokenizer":
+    """Reads a `tokenizer.json`.
+
+    Raises:
+        CheckpointError: it is too large or cannot be understood.
+    """
+    import tokenizers
+
+    described = read_bytes(path, _MOST_BYTES)
+    with failing(f"{path} cannot be read as a tokenizer"):
+        return tokenizers.Tokenizer.from_buffer(described)
+
+
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Reads `tokenizer.json`, and the settings and chat templates next to it, if any.
 
@@ -308,8 +332,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         >>> len(load_tokenizer(shipped_models()["demo"]).encode("Two and two"))
         5
     """
-    import tokenizers
-
     folder = as_path("folder", folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -318,16 +340,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             "the model's tokenizer.json there. A tokenizer.model is converted by transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
-    described = read_bytes(path, _MOST_BYTES)
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(described)
-    except Exception as error:  # The library raises bare `Exception` for every kind of damage.
-        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}.") from error
+    backend = read_backend(path)
     # Both are left over from training in some files, and would silently change prompts.
     backend.no_truncation()
     backend.no_padding()
-    settings = _read_settings(folder)
-    templates = _read_templates(folder, settings.pop("chat_template", None))
+    place, settings = _read_settings(folder)
+    templates = _read_templates(folder, settings.pop("chat_template", None), place)
     tokenizer = Tokenizer(backend, settings, templates)
     # The number of ids takes no time, the largest of them some.
     for size in (backend.get_vocab_size, lambda: tokenizer.vocab_size):
@@ -338,32 +356,30 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Returns the settings, and the file that holds them."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
-            return read_json(folder / name)
-    return {}
+            return folder / name, read_json(folder / name)
+    return folder, {}
 
 
-def _read_templates(folder: Path, in_settings: Any) -> dict[str, str]:
-    templates = {}
+def _read_templates(folder: Path, in_settings: Any, place: Path) -> dict[str, str]:
+    templates: dict[str, str] = {}
     if isinstance(in_settings, str):
         templates["default"] = in_settings
-    elif isinstance(in_settings, list):
-        try:
-            templates = {str(entry["name"]): str(entry["template"]) for entry in in_settings}
-        except (TypeError, KeyError):
-            raise CheckpointError(
-                f"chat_template in {folder / 'tokenizer_config.json'} must be a string or a list "
-                'of {"name": ..., "template": ...}.'
-            ) from None
-        for name in templates:
+    elif in_settings is not None:
+        where = f"{place}: chat_template"
+        for i, entry in enumerate(given(where, in_settings, str | tuple[Mapping[str, Any], ...])):
+            name, text = (
+                given(f"{where}[{i}]: {key}", entry.get(key), str) for key in ("name", "template")
+            )
             # `write` makes a file of each.
             if not is_file_name(name):
                 raise CheckpointError(
-                    f"chat_template in {folder / 'tokenizer_config.json'}: name must be the name "
-                    f"of a file, got {name!r:.80}."
+                    f"{where}[{i}]: name must be the name of a file, got {name!r:.80}."
                 )
+            templates[name] = text
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = read_text(path, MOST_JSON)
     if (folder / "chat_template.jinja").is_file():

@@ -6,7 +6,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +21,7 @@ from jaxspec.training.settings import (
     OptimizerSettings,
     RunSettings,
     default_state_folder,
+    required,
     settings_from_json,
     settings_to_json,
 )
@@ -65,7 +66,7 @@ class TrainVerb(Generic[Settings]):
         parser.add_argument(
             "--out", type=Path, required=True, metavar="FOLDER", help="folder for the result"
         )
-        parser.set_defaults(needed=self._required())
+        parser.set_defaults(needed=required(self.settings))
         parser.add_argument(
             "--state", type=Path, help="folder to resume from (default: user cache)"
         )
@@ -88,14 +89,6 @@ class TrainVerb(Generic[Settings]):
         optimizer = parser.add_argument_group("optimizer")
         add_flags(optimizer, OptimizerSettings, section="optimizer")
 
-    def _required(self) -> tuple[str, ...]:
-        """Returns the names of the settings that have no default."""
-        return tuple(
-            field.name
-            for field in dataclasses.fields(self.settings)
-            if field.default is field.default_factory is dataclasses.MISSING
-        )
-
     def settings_from_arguments(self, args: argparse.Namespace) -> Settings:
         """Returns the settings of a command line: those of flags, then of the file, then defaults.
 
@@ -117,14 +110,21 @@ class TrainVerb(Generic[Settings]):
             flags["paths"] = [list(path) for path in load_tree(flags["paths"])]
         plain |= flags
         for section, settings in (("model", ModelConfig), ("optimizer", OptimizerSettings)):
-            if inner := given(args, settings, section):
-                plain[section] = {**plain.get(section, {}), **inner}
+            inner, of_file = given(args, settings, section), plain.get(section, {})
+            # What is no section is refused with the rest of the file.
+            if inner and isinstance(of_file, Mapping):
+                plain[section] = {**of_file, **inner}
         if self.own_text and plain.get("answers") is None:
             plain.setdefault("own_text", self.own_text)
-        for name in self._required():
+        for name in required(self.settings):
             if name not in plain:
                 raise ValueError(f"{name} is missing: give {flag_of(self.settings, name)}.")
-        return settings_from_json(plain, self.settings)
+        try:
+            return settings_from_json(plain, self.settings)
+        except ValueError as error:
+            if args.config is None:
+                raise
+            raise ValueError(f"--config {args.config}, or a flag: {error}") from None
 
     def run(self, args: argparse.Namespace) -> int:
         """Trains as the arguments say; 0 when the folder is written."""
@@ -183,13 +183,25 @@ def sources_from_arguments(args: argparse.Namespace) -> tuple[Source, ...]:
         split = LastCharacters() if path.endswith((".txt", ".txt.gz")) else EveryNth()
         unknown = Source(name, path, split=split)
         named[name] = dataclasses.replace(KNOWN_SOURCES.get(name, unknown), path=path)
-    readers = (("--weight", "weight", float), ("--template", "template", _with_line_feeds))
+    readers: tuple[tuple[str, str, Callable[[str], Any]], ...] = (
+        ("--weight", "weight", _as_number),
+        ("--template", "template", _with_line_feeds),
+    )
     for flag, field, read in readers:
         for name, text in _pairs(flag, getattr(args, field)):
             if name not in named:
                 raise ValueError(f"{flag} {name}: there is no such source; got {sorted(named)}.")
             named[name] = dataclasses.replace(named[name], **{field: read(text)})
     return tuple(named.values())
+
+
+def _as_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"--weight must be NAME=NUMBER, got {text!r:.80} for the number."
+        ) from None
 
 
 def _with_line_feeds(template: str) -> str:

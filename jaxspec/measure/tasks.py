@@ -6,11 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from rich import box
 from rich.table import Table
 
+from jaxspec.core.checks import Requirement, checked
 from jaxspec.measure.comparison import Comparison
 from jaxspec.measure.judge import passes
 from jaxspec.measure.prompts import read_entries
@@ -28,12 +29,12 @@ class JudgedTask(NamedTuple):
     """A task of one answer for each entry of a file.
 
     Attributes:
-        fields: that an entry must have.
+        fields: what an entry must have, each as `jaxspec.core.checks` annotates it.
         prompt: of an entry, in the shape that the task's paper or its data give.
         is_right: judges the text that a model wrote for an entry.
     """
 
-    fields: tuple[str, ...]
+    fields: Mapping[str, Any]
     prompt: Callable[[Entry], str]
     is_right: Callable[[Entry, str], bool]
 
@@ -102,21 +103,30 @@ def _with_tests(entry: Entry) -> str:
     return f'"""\n{entry["text"]}\n{tests}\n"""\n'.replace("\r", "")
 
 
+_Text = Annotated[str, Requirement("a text that is not empty", bool)]
+_Answer = Annotated[
+    str, Requirement("a text with a number", lambda text: answer_of(text) is not None)
+]
+_Setup = str | None
+_Tests = Annotated[tuple[_Text, ...], Requirement("a list of tests", bool)]
+
 TASKS: Mapping[str, JudgedTask] = {
     "gsm8k": JudgedTask(
-        ("question", "answer"), lambda entry: entry["question"] + "\n", _is_right_number
+        {"question": _Text, "answer": _Answer},
+        lambda entry: entry["question"] + "\n",
+        _is_right_number,
     ),
-    "mbpp": JudgedTask(("text", "test_list"), _with_tests, _passes_tests),
+    "mbpp": JudgedTask(
+        {"text": _Text, "test_list": _Tests, "test_setup_code": _Setup},
+        _with_tests,
+        _passes_tests,
+    ),
     "humaneval": JudgedTask(
-        ("prompt", "test", "entry_point"), lambda entry: entry["prompt"], _passes_check
+        dict.fromkeys(("prompt", "test", "entry_point"), _Text),
+        lambda entry: entry["prompt"],
+        _passes_check,
     ),
 }
-
-
-def _is_text(value: Any, field: str) -> bool:
-    """True for a text, and for a list of texts where the tests are one."""
-    texts = value if field == "test_list" and isinstance(value, list) else [value]
-    return bool(texts) and all(isinstance(text, str) and text for text in texts)
 
 
 def read_task(
@@ -131,16 +141,22 @@ def read_task(
         shuffle_seed: shuffle before cutting to `limit`; `None` keeps the file's order.
 
     Raises:
-        ValueError: the file is empty, or an entry lacks a field of the task.
+        ValueError: the file is empty, or an entry has no field of the task, or another type there.
         OSError: it cannot be opened.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}.")
     task, questions = TASKS[name], []
     for where, entry in read_entries(path):
-        missing = [field for field in task.fields if not _is_text(entry.get(field), field)]
+        missing = [
+            field
+            for field, hint in task.fields.items()
+            if field not in entry and hint is not _Setup
+        ]
         if missing:
             raise ValueError(f"{where}: has no {', '.join(missing)}, which {name} asks for.")
+        for field, hint in task.fields.items():
+            checked(f"{where}: {field}", entry.get(field), hint)
         questions.append(Question(task.prompt(entry), entry))
     if not questions:
         raise ValueError(f"{path} holds no questions.")

@@ -8,11 +8,14 @@ import dataclasses
 import hashlib
 import json
 import mmap
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Annotated, Any, BinaryIO, Self
 
 from jaxspec.checkpoint import CheckpointError, Tokenizer
 from jaxspec.checkpoint.files import parse_json
+from jaxspec.core.checks import Checked, Count, Natural, Requirement
 from jaxspec.mobile.convert import Lowered
 
 MODEL_FILE = "model.tflite"
@@ -24,10 +27,15 @@ _NO_CHECKSUM = "0" * 64
 _LONGEST = 1 << 24  # bytes of a manifest
 _PIECE = 1 << 20  # bytes of a file that are read at a time
 _DAMAGED = "is damaged or incomplete: copy it or export it again."
+_Checksum = Annotated[
+    str,
+    Requirement("64 hexadecimal digits", lambda text: bool(re.fullmatch("[0-9a-f]{64}", text))),
+]
+_Paths = tuple[tuple[Natural, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Manifest:
+class Manifest(Checked):
     """The settings of an exported file.
 
     Attributes:
@@ -52,17 +60,17 @@ class Manifest:
     version: str
     model: str
     quantization: str
-    capacity: int
-    num_tokens: int
-    stop_token_ids: tuple[int, ...]
+    capacity: Count
+    num_tokens: Count
+    stop_token_ids: tuple[Natural, ...]
     tokenizer: str | None
-    drafter: dict[str, Any] | None
-    paths: tuple[tuple[int, ...], ...]
-    signatures: dict[str, dict[str, dict[str, Any]]]
-    generation_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
-    diffusion: dict[str, Any] | None = None
-    trees: dict[str, tuple[tuple[int, ...], ...]] = dataclasses.field(default_factory=dict)
-    checksum: str = _NO_CHECKSUM
+    drafter: Mapping[str, Any] | None
+    paths: _Paths
+    signatures: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    generation_defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    diffusion: Mapping[str, Any] | None = None
+    trees: Mapping[str, _Paths] = dataclasses.field(default_factory=dict)
+    checksum: _Checksum = _NO_CHECKSUM
 
     @property
     def depth(self) -> int:
@@ -73,7 +81,7 @@ class Manifest:
     def sizes(self, kind: str) -> tuple[int, ...]:
         """Returns N of all signatures KIND_N, ascending."""
         names = (name.rpartition("_") for name in self.signatures)
-        sizes = (size for base, _, size in names if base == kind and size.isdigit())
+        sizes = (size for base, _, size in names if base == kind and size.isdecimal())
         return tuple(sorted(map(int, sizes)))
 
     def to_json(self) -> str:
@@ -85,7 +93,7 @@ class Manifest:
         """Reads `to_json`.
 
         Raises:
-            CheckpointError: it has another format, or is incomplete.
+            CheckpointError: it has another format, is incomplete, or has an entry of another type.
         """
         try:
             entries = parse_json(text)
@@ -96,15 +104,9 @@ class Manifest:
                 "The file was exported by another version of jaxspec: export it again."
             )
         try:
-            read = cls(**entries)
-        except TypeError as error:
+            return cls(**entries)
+        except (TypeError, ValueError) as error:
             raise CheckpointError(f"The manifest is damaged ({error}): export again.") from None
-        return dataclasses.replace(
-            read,
-            stop_token_ids=tuple(read.stop_token_ids),
-            paths=tuple(map(tuple, read.paths)),
-            trees={name: tuple(map(tuple, paths)) for name, paths in read.trees.items()},
-        )
 
 
 def describe_signatures(signatures: dict[str, Lowered]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -197,10 +199,10 @@ def read_manifest(path: str | Path) -> Manifest:
                 )
             try:
                 manifest = Manifest.from_json(_first_object(view[start : start + _LONGEST]))
-            except json.JSONDecodeError:
-                raise CheckpointError(f"{path} {_DAMAGED}") from None
             except CheckpointError as error:
                 raise CheckpointError(f"{path}: {error}") from None
+            except (ValueError, RecursionError):
+                raise CheckpointError(f"{path} {_DAMAGED}") from None
             at = view.find(manifest.checksum.encode(), start)
         digest = _checksum(file, at)
     if digest != manifest.checksum:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import unquote, urlsplit
 
+from jaxspec.checkpoint.files import open_file
 from jaxspec.core.checks import FileName, checked, within
 from jaxspec.mobile.web import PROFILE_FILE
 
@@ -184,9 +185,11 @@ def page_server(
 
     Raises:
         ValueError: the folder holds no exported page, the port is none or is not free, or the
-            certificate cannot be read.
+            certificate cannot be read, or its key asks for a password.
     """
     folder, host = Path(checked("folder", folder, FileName)), checked("host", host, str)
+    certificate = checked("certificate", certificate, FileName | None)
+    key = checked("key", key, FileName | None)
     port = checked("port", port, Annotated[int, within(0, (1 << 16) - 1)])
     if not (folder / PROFILE_FILE).is_file() or not (folder / "index.html").is_file():
         raise ValueError(
@@ -204,8 +207,11 @@ def page_server(
     if certificate is not None:
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(certificate, key)
-        except OSError as error:
+            for path in (certificate, key):
+                if path is not None:
+                    open_file(Path(path)).close()
+            context.load_cert_chain(certificate, key, password=_no_password)
+        except (OSError, ValueError) as error:
             server.server_close()
             raise ValueError(f"--certificate {certificate}: cannot be used ({error}).") from None
         # The handshake runs in the visitor's own thread, so that a slow one does not stop others.
@@ -213,6 +219,11 @@ def page_server(
             server.socket, server_side=True, do_handshake_on_connect=False
         )
     return server
+
+
+def _no_password() -> str:
+    # Without this, OpenSSL asks on the terminal.
+    raise ValueError("its key asks for a password: write it without, by `openssl pkey`")
 
 
 def lan_address() -> str:

@@ -13,6 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.core.checks import Checked, Count, Positive
 
+# Rows of an epoch: their order takes 50 bytes each, and an epoch of few takes long to find.
+_LEAST_ROWS, _MOST_ROWS = 1e-3, 1 << 25
+
 
 class Sequences(NamedTuple):
     """Rows of packed documents.
@@ -134,6 +137,14 @@ class Batches(Checked):
         if len(self.sources) != len(self.weights):
             raise ValueError(
                 f"weights must be one per source: {len(self.sources)}, got {len(self.weights)}."
+            )
+        sizes = [len(source.tokens) for source in self.sources]
+        rows = sum(map(_rows_drawn, sizes, self.weights))
+        if not _LEAST_ROWS <= rows <= _MOST_ROWS:
+            raise ValueError(
+                f"weights must give an epoch {_LEAST_ROWS:g} to {_MOST_ROWS:,} rows; sources of "
+                f"{sizes} rows and weights of {list(self.weights)} give it {float(rows):g}: give "
+                "text, and weights nearer to 1."
             )
 
     def __call__(self, step: int) -> Sequences:

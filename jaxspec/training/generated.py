@@ -288,7 +288,7 @@ def read_answers(path: str, model: Model, length: int) -> GeneratedTexts:
             wrong.append(str(number))
             continue
         beginning = model.tokenizer.encode(pair[0])
-        rest = model.tokenizer.backend.encode(pair[1], add_special_tokens=False).ids
+        rest = model.tokenizer.encode(pair[1], special_tokens=False)
         if len(beginning) >= length:
             too_long.append(str(number))
             continue

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
-from tokenizers import Tokenizer
 
 from jaxspec.checkpoint import find_model, load
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.checkpoint.huggingface import load_network
-from jaxspec.checkpoint.tokenizer import load_tokenizer
+from jaxspec.checkpoint.tokenizer import load_tokenizer, read_backend
 from jaxspec.core.checks import Checked, Share
 from jaxspec.core.masks import causal, same_document
 from jaxspec.core.types import PyTree
@@ -284,7 +283,7 @@ def _vocabulary(
         tokenizer = train_tokenizer(texts, settings.model.vocab_size)
         with replacing_files(state_folder) as staging:
             tokenizer.save(str(staging / path.name))
-    loaded = loaded_tokenizer(Tokenizer.from_file(str(path)), longest)
+    loaded = loaded_tokenizer(read_backend(path), longest)
     return TrainingVocabulary.of(loaded, str(path))
 
 

@@ -4,10 +4,10 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.files import naming, parse_json, read_text
+from jaxspec.core.checks import Natural, NotNegative, Requirement, checked
 from jaxspec.core.types import PyTree
 from jaxspec.models import NARROW
 from jaxspec.progress import error_console
@@ -33,6 +34,15 @@ StepMetrics = dict[str, Float[Array, ""]]
 TrainStep = Callable[[TrainState, Any], tuple[TrainState, StepMetrics]]
 Validation = dict[str, dict[str, float]]
 """Figures by source, then by metric."""
+
+
+# What a record holds; a figure of a held-out text need not be finite.
+_Figure = Annotated[Any, Requirement("a number", lambda value: isinstance(value, int | float))]
+_HINTS: Mapping[str, Any] = {
+    "step": Natural,
+    "seconds": NotNegative,
+    "validation": Mapping[str, Mapping[str, _Figure]],
+}
 
 
 class DivergedError(FloatingPointError):
@@ -96,17 +106,18 @@ class History:
         self.path = path
         self.records: list[dict[str, Any]] = []
         *lines, last = read_text(path).split("\n") if path.exists() else [""]
+        # A killed run may leave half a line at the end; no half of an object is valid JSON.
+        with contextlib.suppress(ValueError):
+            parse_json(last)
+            lines.append(last)
         for number, line in enumerate(lines, start=1):
             try:
-                self.records.append(parse_json(line))
+                self.records.append(_record_in(line))
             except ValueError as error:
                 raise CheckpointError(
                     f"{path}:{number} is no record of a run ({error}): the file is damaged; begin "
                     "anew, with another folder for the state."
                 ) from None
-        # A killed run may leave half a line at the end; no half of an object is valid JSON.
-        with contextlib.suppress(ValueError):
-            self.records.append(parse_json(last))
 
     @property
     def seconds(self) -> float:
@@ -127,6 +138,21 @@ class History:
         with naming(self.path):
             draft.write_text("".join(json.dumps(record) + "\n" for record in self.records))
             draft.replace(self.path)
+
+
+def _record_in(line: str) -> dict[str, Any]:
+    """Returns the record of a line: of a step's figures, or of a validation's.
+
+    Raises:
+        ValueError: saying what is wrong.
+    """
+    record = parse_json(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"it must be an object, got {record!r:.80}")
+    needed = ("step", "seconds", *(("tokens_per_second",) if "loss" in record else ()))
+    if missing := [name for name in needed if name not in record]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return {name: checked(name, value, _HINTS.get(name, _Figure)) for name, value in record.items()}
 
 
 def make_train_step(

@@ -15,10 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint.files import read_json, replacing_files, write_json
+from jaxspec.checkpoint.files import (
+    CheckpointError,
+    given,
+    read_json,
+    replacing_files,
+    write_json,
+)
+from jaxspec.core.checks import Positive
 from jaxspec.sharding import make_mesh, on_every_device, spread_rows
 from jaxspec.training.loop import TrainStep
-from jaxspec.training.settings import DTYPES, RunSettings
+from jaxspec.training.settings import DTYPES, Dtype, RunSettings
 from jaxspec.training.state import TrainState
 
 _FILE = "plan.json"
@@ -27,6 +34,7 @@ _ROUNDS = 5
 _SMALLEST, _LARGEST = 512, 8192
 _ENOUGH_SECONDS = 0.01
 _BURST = 8
+_MOST_STEPS = 2**31 - 1  # they are counted in 32 bits
 
 
 class RunPlan(NamedTuple):
@@ -58,9 +66,13 @@ def make_plan(
         device: name of the devices; on others, the peak is measured again.
         time_step: from dtypes to the seconds that an update takes in each.
         measure_peak: from a dtype to FLOP/s.
+
+    Raises:
+        CheckpointError: `plan.json` is damaged.
+        ValueError: the minutes are too many.
     """
     path = state_folder / _FILE
-    known: dict[str, Any] = read_json(path) if path.exists() else {}
+    known: dict[str, Any] = _read_plan(path) if path.exists() else {}
     if settings.dtype == "auto" and "dtype" not in known:
         seconds = dict(time_step(DTYPES))
         dtype = min(seconds, key=lambda name: seconds[name])
@@ -75,8 +87,34 @@ def make_plan(
     num_steps = settings.num_steps
     if num_steps is None:
         assert settings.minutes is not None
-        num_steps = max(1, round(settings.minutes * 60 / known["seconds_per_step"]))
+        fitting = settings.minutes * 60 / known["seconds_per_step"]
+        if fitting > _MOST_STEPS:
+            raise ValueError(
+                f"minutes must be for at most {_MOST_STEPS:,} steps, got {settings.minutes:g}, and "
+                f"by {path} a step takes {known['seconds_per_step']:g} s."
+            )
+        num_steps = max(1, round(fitting))
     return RunPlan(num_steps, dtype, known["peak"])
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    """Returns what `make_plan` kept; older plans hold less."""
+    try:
+        known = read_json(path)
+        # What was measured together is there together.
+        for name, hint, beside in (
+            ("dtype", Dtype, "dtype"),
+            ("seconds_per_step", Positive, "dtype"),
+            ("peak", Positive, "peak_device"),
+        ):
+            if name in known or beside in known:
+                known[name] = given(f"{path}: {name}", known.get(name), hint)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} Delete this file, and the run goes on with a new plan, which may be of "
+            "another length or dtype."
+        ) from None
+    return known
 
 
 def seconds_per_step(

@@ -1,6 +1,7 @@
 """Recipe and loss curve of trained weights, for people to read."""
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -245,7 +246,7 @@ def draw_losses(
     Args:
         path: file to write.
         records: records of a `History`.
-        metric: name of the metric in the records.
+        metric: name of the metric in the records; those without it leave a gap.
         label: name of the metric in the picture.
     """
     try:
@@ -257,7 +258,7 @@ def draw_losses(
     training = [record for record in records if "loss" in record]
     axes.plot(
         [record["step"] for record in training],
-        [record[metric] for record in training],
+        [record.get(metric, math.nan) for record in training],
         color="0.7",
         linewidth=1,
         label="training batch",
@@ -269,7 +270,7 @@ def draw_losses(
             continue
         axes.plot(
             [record["step"] for record in validations],
-            [record["validation"][source][metric] for record in validations],
+            [record["validation"].get(source, {}).get(metric, math.nan) for record in validations],
             marker=".",
             label=f"{source}, held out",
         )
@@ -279,7 +280,7 @@ def draw_losses(
         second = axes.twinx()
         second.plot(
             [record["step"] for record in decoded],
-            [record["validation"][DECODING][TAU] for record in decoded],
+            [record["validation"][DECODING].get(TAU, math.nan) for record in decoded],
             color="0.2",
             linestyle=":",
             marker="x",

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import KW_ONLY, MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -22,10 +22,11 @@ from jaxspec.core.checks import (
     at_least,
     from_up_to,
     one_of,
+    within,
 )
 from jaxspec.core.tree import EAGLE_PATHS, normalize_paths
 from jaxspec.models import ModelConfig, Rope
-from jaxspec.training.sources import SPLITS, Source, Split
+from jaxspec.training.sources import SPLITS, Source, Split, Weight
 
 OPTIMIZERS = ("adamw", "muon")
 OWN_TEXT = "own-text"
@@ -157,7 +158,7 @@ class RunSettings(Checked):
     rows_per_batch: Count = field(default=6, metadata={"flag": "--rows"})
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     dtype: str = field(default="auto", metadata={"choices": ("auto", *DTYPES)})
-    seed: int = 0
+    seed: Natural = 0
     validation_rows: Count = field(default=24, metadata=_NO_FLAG)
     own_text: Natural = 0
     pace: TrainingPace = field(default_factory=TrainingPace)
@@ -228,7 +229,7 @@ class LMTrainingSettings(MatchingSettings):
     start_from: FileName | None = field(default=None, metadata=_FOLDER)
     teacher: FileName | None = field(default=None, metadata=_FOLDER)
     soft_share: Share = 0.9
-    own_text_weight: Positive = 1.0
+    own_text_weight: Weight = 1.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -277,7 +278,7 @@ class MaskedTrainingSettings(RunSettings):
     random_lengths: Share = 0.01
     answers_only: bool = False
     teacher: FileName | None = field(default=None, metadata=_FOLDER)
-    own_text_weight: Positive = 1.0
+    own_text_weight: Weight = 1.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -348,7 +349,7 @@ class EagleTrainingSettings(DraftingSettings):
     """
 
     version: Version = field(default=1, metadata={"choices": EAGLE_VERSIONS})
-    sources_weight: NotNegative = 0.0
+    sources_weight: Annotated[float, within(0, 1e3)] = 0.0
     draft_vocab: Natural = 0
     noise: NotNegative = 0.1
     token_weight: NotNegative = 0.1
@@ -553,9 +554,20 @@ def settings_from_json(
     3
 
     Raises:
-        ValueError: a field that does not exist, or a value that is out of range.
+        ValueError: a field that does not exist or is missing, or a value that is out of range.
     """
-    return _read(kind, plain)
+    return _read(kind, plain, "")
+
+
+def required(kind: Any) -> tuple[str, ...]:
+    """Returns the names of the fields of a dataclass that have no default.
+
+    >>> required(Source)
+    ('name', 'path')
+    """
+    return tuple(
+        field.name for field in fields(kind) if field.default is field.default_factory is MISSING
+    )
 
 
 def default_state_folder(settings: RunSettings, name: str) -> Path:
@@ -565,8 +577,14 @@ def default_state_folder(settings: RunSettings, name: str) -> Path:
     return Path(cache) / "jaxspec" / "train" / f"{name}-{hashlib.sha256(identity).hexdigest()[:12]}"
 
 
-def _read(kind: Any, value: Any) -> Any:
-    """Reads a value of a type from plain values; lists become tuples."""
+def _read(kind: Any, value: Any, name: str) -> Any:
+    """Reads a value of a type from plain values; lists become tuples.
+
+    Args:
+        kind: type of the value.
+        value: plain values.
+        name: where it stands, such as "sources[0].split"; "": at the top.
+    """
     kinds: list[Any] = [part for part in get_args(kind) or (kind,) if is_dataclass(part)]
     if kind is Split or len(kinds) > 1:
         # One of several dataclasses stands under its name.
@@ -575,25 +593,34 @@ def _read(kind: Any, value: Any) -> Any:
             return None
         if not isinstance(value, Mapping) or len(value) != 1 or not named.keys() >= value.keys():
             raise ValueError(
-                f"Settings of one of {sorted(named)} must stand under its name, got {value!r:.80}."
+                f"{name} must hold one of {sorted(named)} with its settings, got {value!r:.80}."
             )
-        [(name, value)] = value.items()
-        return _read(named[name], value)
+        [(chosen, value)] = value.items()
+        return _read(named[chosen], value, f"{name}.{chosen}")
     if isinstance(value, list | tuple):
         part = get_args(kind)[0] if get_origin(kind) is tuple else Any
-        return tuple(_read(part, entry) for entry in value)
+        return tuple(_read(part, entry, f"{name}[{i}]") for i, entry in enumerate(value))
     if not kinds or value is None:
         return value
+    many = "a list of " if get_origin(kind) is tuple else ""
     (kind,) = kinds
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{kind.__name__} must be settings by their names, got {value!r:.80}.")
+    called = name or kind.__name__
+    if many or not isinstance(value, Mapping):
+        raise ValueError(f"{called} must be {many}settings by their names, got {value!r:.80}.")
     known = get_type_hints(kind)
-    unknown = sorted(value.keys() - {entry.name for entry in fields(kind)})
-    if unknown:
-        names = sorted(entry.name for entry in fields(kind))
-        raise ValueError(f"{kind.__name__} has no settings {unknown}; it has {names}.")
-    values = {name: _read(known[name], entry) for name, entry in value.items()}
-    if kind is not ModelConfig:
-        return kind(**values)
-    # The kinds of layers follow from the number of layers unless they are listed.
-    return SMALL.replace(**{"layer_types": (), **values})
+    names = sorted(entry.name for entry in fields(kind))
+    if unknown := sorted(value.keys() - set(names)):
+        raise ValueError(f"{called} has no settings {unknown}; it has {names}.")
+    before = f"{name}." if name else ""
+    # The model's have defaults: those of `SMALL`.
+    for absent in required(kind) if kind is not ModelConfig else ():
+        if absent not in value:
+            raise ValueError(f"{before}{absent} is missing: every {kind.__name__} has one.")
+    values = {key: _read(known[key], entry, before + key) for key, entry in value.items()}
+    try:
+        if kind is not ModelConfig:
+            return kind(**values)
+        # The kinds of layers follow from the number of layers unless they are listed.
+        return SMALL.replace(**{"layer_types": (), **values})
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}" if name else str(error)) from None

@@ -22,7 +22,7 @@ from jaxspec.checkpoint.files import (
     with_line_feeds,
 )
 from jaxspec.checkpoint.tokenizer import check_unicode
-from jaxspec.core.checks import Checked, FileName, Natural, Positive, at_least, from_up_to
+from jaxspec.core.checks import Checked, FileName, Natural, at_least, from_up_to, within
 from jaxspec.training.tokenizer import RESERVED
 
 DATA_FOLDER = Path("data/train")
@@ -31,6 +31,9 @@ STANDARD_LIBRARY = "stdlib"
 """Path of a source that reads the standard library of the running interpreter."""
 PACKAGES = "packages:"
 """Prefix of the path of a source that reads installed packages: `packages:rich,click`."""
+
+# The rows of an epoch are laid out at once, so that weights far apart would take all the memory.
+Weight = Annotated[float, within(1e-3, 1e3)]
 
 _RESERVED_TOKEN = re.compile("(" + "|".join(re.escape(token) for token in RESERVED) + ")")
 
@@ -146,6 +149,31 @@ class LastCharacters(Checked):
 SPLITS = {kind.__name__: kind for kind in (EveryNth, LastRows, FieldRanges, LastCharacters)}
 
 
+def _template_parts(template: str) -> list[list[tuple[str, str]]]:
+    """Returns a template's texts with the field behind each, or "", split by the reserved tokens.
+
+    Raises:
+        ValueError: it has braces that are no fields, or fields with more than a name.
+    """
+    # Splitting by the reserved tokens first is what keeps those inside the fields harmless.
+    pieces = []
+    for piece in _RESERVED_TOKEN.split(template):
+        try:
+            parts = list(string.Formatter().parse(piece))
+        except ValueError as error:
+            raise ValueError(
+                f"template: {error} in {piece!r:.80}; a brace of the text is written twice."
+            ) from None
+        for _, name, layout, conversion in parts:
+            if name == "" or layout or conversion:
+                raise ValueError(
+                    f"template must name fields by {{name}} alone, without a layout (:) or a "
+                    f"conversion (!), got {piece!r:.80}."
+                )
+        pieces.append([(text, name or "") for text, name, _, _ in parts])
+    return pieces
+
+
 @dataclasses.dataclass(frozen=True)
 class Source(Checked):
     """A source of text, its weight, and its held-out part.
@@ -154,10 +182,10 @@ class Source(Checked):
         name: name in figures and recipes.
         path: a `.jsonl`, `.txt` (both also `.gz`) or `.py` file, a folder of `.py` files, `stdlib`,
             or `packages:` and the names of installed packages with commas between them.
-        template: text made from one row of a `.jsonl` file, in `str.format` style. A list in a
-            field is written one entry a line. Reserved tokens in the template become their ids; in
-            the fields they stay ordinary characters.
-        weight: passes over this source while a source of weight 1 is passed once.
+        template: text made from one row of a `.jsonl` file: `{name}` stands for a field, `{{` and
+            `}}` for braces. A list in a field is written one entry a line. Reserved tokens in the
+            template become their ids; in the fields they stay ordinary characters.
+        weight: passes over this source while a source of weight 1 is passed once, 0.001 to 1000.
         split: rule that says what is held out.
         exclude: names of folders to leave out of a folder of `.py` files, at any depth.
         origin: origin of the text, for the recipe.
@@ -167,7 +195,7 @@ class Source(Checked):
     name: str
     path: FileName
     template: str = "{text}"
-    weight: Positive = 1.0
+    weight: Weight = 1.0
     split: Split = EveryNth()
     exclude: tuple[str, ...] = ("site-packages", "__pycache__")
     origin: str = ""
@@ -176,6 +204,7 @@ class Source(Checked):
     def __post_init__(self):
         try:
             super().__post_init__()
+            _template_parts(self.template)
         except ValueError as error:
             raise ValueError(f"source {self.name!r}: {error}") from None
 
@@ -395,14 +424,8 @@ def _python_text(path: Path) -> str:
 
 def _row_reader(source: Source) -> Callable[[bytes, str], Document]:
     """Returns a function from a line of a `.jsonl` file to a document, by the source's template."""
-    # Splitting by the reserved tokens first is what keeps those inside the fields harmless.
-    templates = _RESERVED_TOKEN.split(source.template)
-    fields = {
-        name
-        for template in templates
-        for _, name, _, _ in string.Formatter().parse(template)
-        if name is not None
-    }
+    pieces = _template_parts(source.template)
+    fields = {name for parts in pieces for _, name in parts if name}
 
     def read(line: bytes, place: str) -> Document:
         try:
@@ -423,7 +446,8 @@ def _row_reader(source: Source) -> Callable[[bytes, str], Document]:
                 check_unicode(text, f"field {name!r}")
             except ValueError as error:
                 raise DataError(f"{place}: {error}") from None
-        return Document(tuple(piece.format(**texts) for piece in templates), row, place)
+        made = ("".join(text + texts.get(name, "") for text, name in parts) for parts in pieces)
+        return Document(tuple(made), row, place)
 
     return read
 

@@ -12,6 +12,7 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Int
 
+from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.core.types import PyTree
 
 
@@ -41,14 +42,25 @@ class StateKeeper:
 
     A state appears under its name only when all of it is on disk, so a run that is killed while
     saving finds the state before.
+
+    Raises:
+        CheckpointError: `folder` is a file, or a state in it is damaged.
     """
 
     def __init__(self, folder: Path, keep: int = 2):
         self.folder = folder.absolute()
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(
+                f"{self.folder} must be a folder of states, and is a file: delete it, or choose "
+                "another folder for the state."
+            )
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, enable_async_checkpointing=False
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        except ValueError as error:  # Orbax's, of what it says of each state
+            raise _unreadable(self.folder, error) from error
 
     @property
     def latest_step(self) -> int | None:
@@ -79,15 +91,27 @@ class StateKeeper:
 
         Args:
             like: a state of the same shapes, such as the initial one.
+
+        Raises:
+            CheckpointError: the newest state is damaged.
         """
-        if self.latest_step is None:
+        step = self.latest_step
+        if step is None:
             return None
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        restored: Any = self._manager.restore(
-            self.latest_step, args=ocp.args.StandardRestore(abstract)
-        )
+        try:
+            restored: Any = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        except Exception as error:  # Orbax and its storage raise many kinds for damaged files
+            raise _unreadable(self.folder / str(step), error) from error
         return restored
 
     def close(self) -> None:
         """Ends the use of the folder."""
         self._manager.close()
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read as states of a run ({error!r:.300}). If a state is damaged, delete "
+        "its folder: the run goes on from the one before, or begins anew where there is none."
+    )

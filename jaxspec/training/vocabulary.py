@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from jaxspec.checkpoint import Model, find_model
 from jaxspec.checkpoint.folder import read_folder
-from jaxspec.checkpoint.tokenizer import Tokenizer, covers, load_tokenizer
+from jaxspec.checkpoint.tokenizer import Tokenizer, covers, failing, load_tokenizer
 from jaxspec.training.sources import DataError, Document
 from jaxspec.training.tokenizer import (
     BOS,
@@ -231,7 +231,8 @@ class TrainingVocabulary:
         """
         plain = without_reserved(self.tokenizer.backend)
         texts = [piece for document in documents for piece in document.pieces[::2]]
-        encoded = iter(plain.encode_batch(texts, add_special_tokens=False))
+        with failing("The tokenizer.json cannot encode the sources' texts"):
+            encoded = iter(plain.encode_batch(texts, add_special_tokens=False))
         ids = []
         for document in documents:
             parts = [next(encoded).ids for _ in document.pieces[::2]]

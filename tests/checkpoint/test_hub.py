@@ -418,6 +418,13 @@ def test_an_orbax_config_that_makes_no_sense_is_an_error(change, tiny_network, t
         load(tmp_path)
 
 
+def test_an_orbax_config_of_something_else_is_an_error(tiny_network, tmp_path):
+    save_orbax(Model(tiny_network), tmp_path)
+    (tmp_path / "network.json").write_text('{"type": "Rope"}')
+    with pytest.raises(CheckpointError, match=r"network\.json must describe a ModelConfig.* Rope"):
+        load(tmp_path)
+
+
 def test_a_damaged_orbax_folder_is_an_error(tiny_network, tmp_path):
     save_orbax(Model(tiny_network), tmp_path)
     for path in (tmp_path / "params").rglob("*"):

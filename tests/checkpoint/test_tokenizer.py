@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from jaxspec.checkpoint import CheckpointError, Tokenizer, load_tokenizer, templates
+from jaxspec.checkpoint.tokenizer import failing
 
 KINDS = ("byte_level_tokenizer", "sentence_piece_tokenizer")
 CHAT = [{"role": "user", "content": "Hi <b>"}, {"role": "assistant", "content": "Hello"}]
@@ -290,6 +291,27 @@ def test_a_damaged_tokenizer_is_an_error(tmp_path, text):
         load_tokenizer(tmp_path)
 
 
+def test_a_panic_of_the_library_is_an_error(byte_level_tokenizer, tmp_path):
+    byte_level_tokenizer.write(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    described = json.loads(path.read_text())
+    # A search that takes too long, of which the library panics.
+    split = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated"}
+    path.write_text(json.dumps(described | {"pre_tokenizer": split | {"invert": False}}))
+    tokenizer = load_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot encode this text: .*retry"):
+        tokenizer.encode("a" * 50 + "b")
+    charsmap = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    path.write_text(json.dumps(described | {"normalizer": charsmap}))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_an_interruption_of_the_library_stays_one():
+    with pytest.raises(KeyboardInterrupt), failing("said"):
+        raise KeyboardInterrupt
+
+
 def test_templates_listed_in_the_settings_are_named(byte_level_tokenizer, tmp_path):
     byte_level_tokenizer.write(tmp_path)
     listed = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
@@ -298,8 +320,23 @@ def test_templates_listed_in_the_settings_are_named(byte_level_tokenizer, tmp_pa
     # A file of its own wins over the settings.
     (tmp_path / "chat_template.jinja").write_text("c")
     assert load_tokenizer(tmp_path).templates == {"default": "c", "tool_use": "b"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [1]}))
-    with pytest.raises(CheckpointError, match="chat_template"):
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (5, "chat_template must be a text or a sequence, got 5"),
+        (False, "chat_template must be a text or a sequence, got False"),
+        ({"name": "a", "template": "b"}, "chat_template must be a text or a sequence"),
+        ([1], r"chat_template\[0\] must be a mapping, got 1"),
+        ([{"name": "a"}], r"chat_template\[0\]: template must be a text, got None"),
+        ([{"name": "a", "template": 5}], r"chat_template\[0\]: template must be a text, got 5"),
+    ],
+)
+def test_a_template_of_another_type_is_named(value, message, byte_level_tokenizer, tmp_path):
+    byte_level_tokenizer.write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {message}"):
         load_tokenizer(tmp_path)
 
 
@@ -308,7 +345,7 @@ def test_a_template_is_no_path(name, byte_level_tokenizer, tmp_path):
     byte_level_tokenizer.write(tmp_path)
     listed = [{"name": name, "template": "a"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: name must be the name of"):
+    with pytest.raises(CheckpointError, match=r"chat_template\[0\]: name must be the name of"):
         load_tokenizer(tmp_path)
 
 

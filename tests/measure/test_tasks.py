@@ -104,6 +104,27 @@ def test_a_file_of_another_task_is_refused(tmp_path):
         read_task("gsm8k", path)
 
 
+@pytest.mark.parametrize(
+    ("name", "entry", "message"),
+    [
+        ("mbpp", MBPP | {"test_setup_code": 5}, "test_setup_code must be a text, got 5"),
+        ("mbpp", MBPP | {"test_list": 5}, "test_list must be a sequence, got 5"),
+        ("mbpp", MBPP | {"test_list": "assert True"}, "test_list must be a sequence"),
+        ("mbpp", MBPP | {"test_list": []}, "test_list must be a list of tests"),
+        ("mbpp", MBPP | {"test_list": ["assert True", 5]}, r"test_list\[1\] must be a text, got 5"),
+        ("mbpp", MBPP | {"text": ""}, "text must be a text that is not empty"),
+        ("gsm8k", GSM8K | {"answer": "many"}, "answer must be a text with a number, got 'many'"),
+    ],
+)
+def test_a_field_of_another_type_is_named(name, entry, message, tmp_path):
+    path = tmp_path / "file.jsonl"
+    path.write_text(json.dumps(entry))
+    with pytest.raises(ValueError, match=rf"file\.jsonl:1: {message}"):
+        read_task(name, path)
+    path.write_text(json.dumps(MBPP | {"test_setup_code": None}))
+    assert len(read_task("mbpp", path)) == 1
+
+
 def test_the_command_judges_every_method(tmp_path, capsys):
     path, figures = tmp_path / "file.jsonl", tmp_path / "figures.json"
     path.write_text("\n".join([json.dumps(GSM8K)] * 2))

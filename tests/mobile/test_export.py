@@ -1,6 +1,7 @@
 """Exported files decode as JAX does: plain, by passes and commits, and by whole steps."""
 
 import argparse
+import json
 import re
 import sys
 from collections import Counter
@@ -44,6 +45,7 @@ from jaxspec.mobile.loops import (
     drafted_by,
     verify_drafts,
 )
+from jaxspec.mobile.manifest import Manifest
 from jaxspec.mobile.records import Signature
 
 CAPACITY, NUM_NEW = 64, 40
@@ -569,6 +571,38 @@ def test_damaged_files_are_refused(path, tmp_path, damage, said):
     (tmp_path / "x.tflite").write_bytes(damage(path.read_bytes()))
     with pytest.raises(CheckpointError, match=said):
         MobileModel(tmp_path / "x.tflite")
+
+
+MANIFEST = Manifest("1", "m", "int8", 64, 9, (1,), None, None, ((0,),), {"step": {}})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stop_token_ids": 5}, "stop_token_ids must be a sequence, got 5"),
+        ({"trees": None}, "trees must be a mapping, got None"),
+        ({"trees": {"step_2": [5]}}, r"trees\['step_2'\]\[0\] must be a sequence, got 5"),
+        ({"paths": [["a"]]}, r"paths\[0\]\[0\] must be a whole number, got 'a'"),
+        ({"signatures": {"step": 5}}, r"signatures\['step'\] must be a mapping, got 5"),
+        ({"capacity": None}, "capacity must be a whole number, got None"),
+        ({"checksum": 5}, "checksum must be a text, got 5"),
+        ({"checksum": "0"}, "checksum must be 64 hexadecimal digits, got '0'"),
+    ],
+)
+def test_a_damaged_manifest_is_named(change, message, tmp_path):
+    path = tmp_path / "x.tflite"
+    text = MANIFEST.to_json()
+    assert Manifest.from_json(text) == MANIFEST
+    path.write_text(json.dumps(json.loads(text) | change, separators=(",", ":")))
+    with pytest.raises(CheckpointError, match=rf"x\.tflite: .*{message}.*export again"):
+        read_manifest(path)
+
+
+def test_a_manifest_of_too_many_levels_is_refused(tmp_path):
+    path = tmp_path / "x.tflite"
+    path.write_text(MANIFEST.to_json()[:-1] + ',"more":' + "[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"x\.tflite is damaged or incomplete"):
+        read_manifest(path)
 
 
 def test_mistakes_are_named(pair, exported, path, tmp_path):

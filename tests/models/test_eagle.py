@@ -175,6 +175,11 @@ def change(folder: Path, new: Path, config=(), tensors=(), without=()) -> Path:
         ({"config": {"vocab_size": 99}}, "another target: vocab_size is 99 in config.json, 64 in"),
         ({"config": {"bias": 3}}, "bias must be True or False, got 3"),
         ({"tensors": {"d2t": np.array([3, 2])}}, "d2t must map its 2 draft ids to different ids"),
+        ({"tensors": {"d2t": np.array([0.5, 1], "f4")}}, "d2t must hold whole numbers"),
+        ({"tensors": {"d2t": np.array([np.nan, 1], "f4")}}, "d2t must hold whole numbers"),
+        ({"tensors": {"d2t": np.zeros((2, 2), np.int64)}}, r"d2t must have one axis .*\(2, 2\)"),
+        ({"tensors": {"d2t": np.zeros(0, np.int64)}}, r"d2t must have one axis .*\(0,\)"),
+        ({"tensors": {"d2t": np.zeros(65, np.int64)}}, r"d2t must have .* 1 to 64 .*\(65,\)"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused(first, changes, message, tmp_path):

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -223,6 +224,20 @@ def test_training_a_tokenizer_twice_gives_the_same():
 def test_a_vocabulary_too_small_is_refused():
     with pytest.raises(ValueError, match="vocab_size must be at least 272"):
         train_tokenizer(TEXTS, 100)
+
+
+def test_a_field_of_a_template_may_have_any_name(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"a.b": "x {c}", "0": 5}))
+    source = Source("a", str(path), template="{{{a.b}}} {0}", split=LastRows(0))
+    assert read_source(source).train[0].pieces == ("{x {c}} 5",)
+
+
+@pytest.mark.parametrize(("weights", "rows"), [((1e-9,), 0), ((1e12,), 3e12), ((1e-4,), 3e-4)])
+def test_weights_that_make_no_epoch_are_refused(weights, rows):
+    source = pack([np.arange(1, 9)] * 3, 8)
+    with pytest.raises(ValueError, match=rf"weights must give .* {re.escape(f'give it {rows:g}')}"):
+        Batches((source,), weights, 1)
 
 
 def test_reserved_tokens_of_the_template_count_and_those_in_data_do_not(tmp_path, tokenizer):

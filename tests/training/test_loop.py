@@ -1,6 +1,7 @@
 """The loop: it learns, it resumes to the bit, it stops when figures are not finite."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -101,11 +102,31 @@ def test_a_history_survives_being_killed_while_it_is_written(kept, tmp_path, mon
     assert History(path).records == whole[:1]
 
 
-def test_a_damaged_history_is_named_with_its_line(tmp_path):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"step": \n', "Expecting value"),
+        ("5\n", "must be an object, got 5"),
+        ("5", "must be an object, got 5"),
+        ("{}\n", "lacks step, seconds"),
+        ('{"step": "a", "seconds": 1}\n', "step must be a whole number"),
+        ('{"step": 1, "seconds": NaN}\n', "seconds must be a finite number"),
+        ('{"step": 1, "seconds": 1, "loss": 1}\n', "lacks tokens_per_second"),
+        ('{"step": 1, "seconds": 1, "top1": "a"}\n', "top1 must be a number"),
+        ('{"step": 1, "seconds": 1, "validation": {"web": 5}}\n', "must be a mapping"),
+    ],
+)
+def test_a_damaged_history_is_named_with_its_line(line, message, tmp_path):
     path = tmp_path / "history.jsonl"
-    path.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(CheckpointError, match=r"history\.jsonl:2 is no record of a run"):
+    path.write_text('{"step": 1, "seconds": 0.5}\n' + line)
+    with pytest.raises(CheckpointError, match=rf"history\.jsonl:2 is no record .*{message}"):
         History(path)
+
+
+def test_figures_that_are_not_finite_are_read_again(tmp_path):
+    history = History(tmp_path / "history.jsonl")
+    history.add(step=1, seconds=0.5, validation={"web": {"nats": math.inf}})
+    assert History(history.path).records == history.records
 
 
 def test_learning_rate_rises_then_falls():
@@ -257,6 +278,36 @@ def test_a_keeper_has_the_last_two_states_while_there_is_room(tmp_path, monkeypa
         keeper.save(state._replace(step=jnp.asarray(5, jnp.int32)))
     assert int(keeper.restore(state).step) == 4
     keeper.close()
+
+
+def _cut(folder: Path) -> None:
+    for path in (folder / "default" / "ocdbt.process_0" / "d").iterdir():
+        path.write_bytes(path.read_bytes()[:10])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _cut,
+        lambda folder: shutil.rmtree(folder / "default"),
+        lambda folder: (folder / "default" / "_METADATA").write_text("5"),
+        lambda folder: (folder / "_CHECKPOINT_METADATA").write_text("5"),
+    ],
+)
+def test_a_damaged_state_is_named(damage, tmp_path):
+    state, folder = begin(ADAMW), tmp_path / "states"
+    keeper = StateKeeper(folder)
+    keeper.save(state._replace(step=jnp.asarray(3, jnp.int32)))
+    keeper.close()
+    damage(folder / "3")
+    with pytest.raises(CheckpointError, match=r"states.* cannot be read .* delete its folder"):
+        StateKeeper(folder).restore(state)
+
+
+def test_a_file_is_no_folder_of_states(tmp_path):
+    (tmp_path / "states").write_text("x")
+    with pytest.raises(CheckpointError, match="states must be a folder of states, and is a file"):
+        StateKeeper(tmp_path / "states")
 
 
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path):

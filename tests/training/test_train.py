@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxspec.checkpoint import load
+from jaxspec.checkpoint import CheckpointError, load
 from jaxspec.checkpoint.huggingface import load_network
 from jaxspec.checkpoint.tokenizer import load_tokenizer
 from jaxspec.commands import train_lm as command
@@ -363,6 +363,34 @@ def test_a_plan_from_before_dtypes_were_timed_is_read(tiny_settings, tmp_path):
     assert plan == RunPlan(30, "float32", 1e9)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"peak_device": "one"}', "peak must be a finite number, got None"),
+        ('{"peak_device": "one", "peak": 0}', "peak must be above 0"),
+        ('{"dtype": "float32"}', "seconds_per_step must be"),
+        ('{"dtype": 5, "seconds_per_step": 1.0}', "dtype must be a text"),
+        ("{", "not valid JSON"),
+    ],
+)
+def test_a_damaged_plan_is_named(tiny_settings, tmp_path, text, message):
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(CheckpointError, match=rf"plan\.json.*{message}.* Delete this file"):
+        make_plan(tiny_settings, tmp_path, "one", lambda dtypes: {}, lambda dtype: 1e9)
+
+
+def test_minutes_for_too_many_steps_are_refused(tiny_settings, tmp_path):
+    settings = dataclasses.replace(tiny_settings, num_steps=None, minutes=1e30)
+    with pytest.raises(ValueError, match=r"minutes must be for at most .* got 1e\+30"):
+        make_plan(settings, tmp_path, "one", lambda dtypes: {"float32": 0.1}, lambda dtype: 1e9)
+
+
+def test_a_damaged_tokenizer_of_a_run_is_named(tiny_settings, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        train(LMTrainer(tiny_settings), tmp_path, console=QUIET)
+
+
 def test_steps_are_timed_in_turns_on_one_state(monkeypatch):
     calls, now = [], 0.0
 
@@ -411,7 +439,8 @@ def test_settings_survive_json(tiny_settings):
         ({"dtype": "float8"}, "dtype must be"),
         ({"own_text": 5}, "name one .--teacher"),
         ({"own_text": -1}, "own_text must be at least 0"),
-        ({"own_text_weight": 0.0}, "own_text_weight must be above 0"),
+        ({"own_text_weight": 0.0}, "own_text_weight must be in"),
+        ({"seed": 2**31}, "seed must be below"),
     ],
 )
 def test_settings_out_of_range_are_named(tiny_settings, changes, message):
@@ -423,6 +452,25 @@ def test_unknown_settings_are_named(tiny_settings):
     plain = settings_to_json(tiny_settings)
     with pytest.raises(ValueError, match=r"no settings \['learning_rat'\]"):
         settings_from_json({**plain, "optimizer": {"learning_rat": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sources": [{"name": "x"}]}, r"sources\[0\]\.path is missing"),
+        ({"sources": {"name": "x"}}, "sources must be a list of settings"),
+        ({"model": 5}, "model must be settings by their names, got 5"),
+        ({"model": {"diffusion": {}}}, r"model\.diffusion\.mask_token_id is missing"),
+        ({"model": {"rope": {"scaling": {"YarnScaling": {}}}}}, r"YarnScaling\.factor is missing"),
+        ({"model": {"layer_types": 5}}, "model: layer_types must be a sequence"),
+        ({"sources": [{"name": "x", "path": "x", "split": {"LastRows": {}}}]}, r"count is missing"),
+    ],
+)
+def test_fields_of_a_file_of_settings_are_named(changes, message, tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"sources": [{"name": "x", "path": "x"}], **changes}))
+    with pytest.raises(ValueError, match=rf"settings\.json, or a flag: .*{message}"):
+        parsed("--config", str(path), "--steps", "3", "--layers", "2")
 
 
 def parsed(*arguments):
@@ -471,6 +519,14 @@ def test_sources_by_flags(tmp_path):
         ((), "--data-folder"),
         (("--data", "gsm8k"), "--data must be NAME="),
         (("--data", "a=a.txt", "--weight", "b=1"), "there is no such source"),
+        (("--data", "a=a.txt", "--weight", "a=abc"), "--weight must be NAME=NUMBER, got 'abc'"),
+        (("--data", "a=a.txt", "--weight", "a=1e-9"), r"weight must be in \[0\.001, 1000"),
+        (("--data", "a=a.txt", "--weight", "a=1e12"), r"weight must be in \[0\.001, 1000"),
+        (("--data", "a=a.txt", "--template", "a={b:{c}}"), "source 'a': template must name"),
+        (("--data", "a=a.txt", "--template", "a={b:>1000000000}"), "template must name fields"),
+        (("--data", "a=a.txt", "--template", "a={b!r}"), "template must name fields"),
+        (("--data", "a=a.txt", "--template", "a={}"), "template must name fields"),
+        (("--data", "a=a.txt", "--template", "a={b"), "template: expected '}'.* written twice"),
     ],
 )
 def test_wrong_flags_are_named(arguments, message, tmp_path, monkeypatch):

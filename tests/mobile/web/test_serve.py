@@ -239,6 +239,19 @@ def test_bad_flags_are_refused(folder, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_certificate_that_would_ask_or_wait_is_refused(certificate, folder, tmp_path, capsys):
+    locked = tmp_path / "locked.pem"
+    command = [shutil.which("openssl"), "rsa", "-aes256", "-passout", "pass:abcd"]
+    subprocess.run([*command, "-in", certificate, "-out", locked], check=True, capture_output=True)
+    public = str(tmp_path / "public.pem")
+    flags = ["--port", "0", "--certificate", public, "--key", str(locked)]
+    assert main(["serve", str(folder), *flags]) == 2
+    assert "its key asks for a password" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["serve", str(folder), "--port", "0", "--certificate", str(tmp_path / "pipe")]) == 2
+    assert "pipe is a device or a pipe" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_page_is_refused(tmp_path, capsys):
     assert main(["serve", str(tmp_path)]) == 2
     assert "holds no exported page" in capsys.readouterr().err
