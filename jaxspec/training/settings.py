@@ -22,6 +22,7 @@ from jaxspec.core.checks import (
     at_least,
     from_up_to,
     one_of,
+    shown,
 )
 from jaxspec.core.tree import EAGLE_PATHS, normalize_paths
 from jaxspec.models import ModelConfig, Rope
@@ -574,7 +575,7 @@ def _read(kind: Any, value: Any) -> Any:
             return None
         if not isinstance(value, Mapping) or len(value) != 1 or not named.keys() >= value.keys():
             raise ValueError(
-                f"Settings of one of {sorted(named)} must stand under its name, got {value!r:.80}."
+                f"Settings of one of {sorted(named)} must stand under its name, got {shown(value)}."
             )
         [(name, value)] = value.items()
         return _read(named[name], value)
@@ -585,7 +586,7 @@ def _read(kind: Any, value: Any) -> Any:
         return value
     (kind,) = kinds
     if not isinstance(value, Mapping):
-        raise ValueError(f"{kind.__name__} must be settings by their names, got {value!r:.80}.")
+        raise ValueError(f"{kind.__name__} must be settings by their names, got {shown(value)}.")
     known = get_type_hints(kind)
     unknown = sorted(value.keys() - {entry.name for entry in fields(kind)})
     if unknown:
