@@ -90,7 +90,7 @@ def run(
         >>> sorted((record["line"], len(record["tokens"])) for record in output.records)
         [(1, 8), (2, 8)]
     """
-    settings = checked("settings", settings or JobSettings(), JobSettings)
+    settings = checked("settings", JobSettings() if settings is None else settings, JobSettings)
     if not (hasattr(output, "done") and hasattr(output, "append")):
         raise ValueError(
             "output must be a Writer or a Collector, such as batch.Writer(path, header), got "
