@@ -90,7 +90,9 @@ def run(
         >>> sorted((record["line"], len(record["tokens"])) for record in output.records)
         [(1, 8), (2, 8)]
     """
-    settings = checked("settings", JobSettings() if settings is None else settings, JobSettings)
+    settings = JobSettings() if settings is None else settings
+    if not isinstance(settings, JobSettings):
+        raise ValueError(f"settings must be a JobSettings, got {shown(settings)}.")
     if not (hasattr(output, "done") and hasattr(output, "append")):
         raise ValueError(
             "output must be a Writer or a Collector, such as batch.Writer(path, header), got "

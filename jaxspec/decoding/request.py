@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
 
@@ -672,8 +672,8 @@ def prompt_list(prompts) -> list[PromptLike]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, jax.Array):
-        prompts = np.asarray(prompts)
+    if isinstance(prompts, jax.Array | np.ndarray):
+        prompts = np.asarray(prompts)[()]  # one without axes becomes a number
     if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
         raise ValueError(
             f"prompts: got a whole table ({type(prompts).__name__}); give the column that holds "
@@ -693,7 +693,7 @@ def prompt_list(prompts) -> list[PromptLike]:
     return list(prompts)
 
 
-def _check_number(prompts: Sequence[Any]) -> None:
+def _check_number(prompts: Sized) -> None:
     if len(prompts) > MOST_PROMPTS:
         raise ValueError(
             f"prompts: got more than {MOST_PROMPTS}; give fewer at once, or put them into a file "

@@ -1,7 +1,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +107,7 @@ def test_what_cannot_fit_is_refused_with_figures(monkeypatch, saved_folder):
     ],
 )
 def test_what_is_no_size_is_named(arguments, message):
-    asked: dict[str, Any] = {"config": CONFIG, "dtype": np.dtype(np.float32), "capacity": 1}
+    asked = {"config": CONFIG, "dtype": np.dtype(np.float32), "capacity": 1}
     for call in (estimate_memory, check_cache_fits):
         with pytest.raises(ValueError, match=message):
             call(**{**asked, "batch_size": 1, **arguments})

@@ -140,6 +140,7 @@ for _ in range(5000):
             r"prompts\[0\]: its 60\d+ characters are too many: the first",
         ),
         ([[DEEP]], {}, r"messages\[0\] must be a .* got dict too long to show"),
+        (np.array(5), {}, "prompts must be a prompt or a list of them, got .*5"),
         (DEEP, {}, "prompts must be a prompt or a list of them, got dict too long to show"),
         ([1], {"banned_token_ids": range(10**9)}, "banned_token_ids must be of at most .* entries"),
         ([1, 272], {}, r"outside 0\.\.271: \[272\]"),

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -371,9 +370,8 @@ def test_a_bare_vector_is_refused(make):
 
 @pytest.mark.parametrize("make", [LayerSkip, LayerSkip.of])
 def test_parts_that_are_no_sequences_are_refused(make):
-    skip: Any = (1, 2)
     with pytest.raises(Exception, match="attention"):  # where types are checked, by that
-        make(Skips(*skip))
+        make(Skips(1, 2))
 
 
 def make(adaptive=None, **settings):
