@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxspec.core.checks import shown
 from jaxspec.core.forms import exchanged
 from jaxspec.core.loop import placed
 from jaxspec.core.types import LayerKV, PyTree
@@ -110,7 +111,7 @@ def parse_mesh(text: str) -> Mesh:
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
         if axis not in (DATA, MODEL) or axis in sizes or not size.isdecimal():
-            raise ValueError(f"mesh must be like data=2,model=4, got {text!r}.")
+            raise ValueError(f"mesh must be like data=2,model=4, got {shown(text)}.")
         sizes[axis] = int(size)
     return make_mesh(sizes.get(DATA, 1), sizes.get(MODEL, 1))
 

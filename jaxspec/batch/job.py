@@ -23,7 +23,9 @@ from jaxspec.batch.settings import AnyConfig, AnyDrafter, JobSettings
 from jaxspec.batch.slots import ChunkInfo, Item, SlotPrograms, bytes_in_one_memory, has_guard
 from jaxspec.batch.texts import text_programs
 from jaxspec.batch.writer import Collector, Output
+from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.compilation import CompileClock
+from jaxspec.core.checks import checked, shown
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import Stop
 from jaxspec.decoding.denoise import DenoiseConfig
@@ -88,7 +90,14 @@ def run(
         >>> sorted((record["line"], len(record["tokens"])) for record in output.records)
         [(1, 8), (2, 8)]
     """
-    settings = settings or JobSettings()
+    settings = JobSettings() if settings is None else settings
+    if not isinstance(settings, JobSettings):
+        raise ValueError(f"settings must be a JobSettings, got {shown(settings)}.")
+    if not (hasattr(output, "done") and hasattr(output, "append")):
+        raise ValueError(
+            "output must be a Writer or a Collector, such as batch.Writer(path, header), got "
+            f"{shown(output)}."
+        )
     programs = check_job(model, rows, config, drafter, seed, settings)
     with CompileClock() as clock, on_mesh_of(model.params):
         if programs.reads_texts:
@@ -156,6 +165,7 @@ def decode(
     output = Collector()
     given: Any = config
     method: Any = drafter
+    check_is_model(model)
     if model.is_diffusion:
         given = config_of(given, settings, DenoiseConfig)
     else:
@@ -188,7 +198,13 @@ def check_job(
         >>> check_job(model, rows, jaxspec.GenerationConfig(), None, 0, JobSettings()).drafts
         False
     """
+    check_is_model(model)
     _ = model.known_network  # refuses one of your own
+    for row in checked("rows", rows, Sequence):
+        if not isinstance(row, Row):
+            raise ValueError(
+                f"rows must be rows of read_rows(path) or rows_of(prompts), got one {shown(row)}."
+            )
     programs_for = canvas_programs if model.is_diffusion else text_programs
     programs = programs_for(model, config, drafter, seed)
     if settings.drafting == "never" and programs.drafts:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.checkpoint.files import parse_json, read_lines
-from jaxspec.decoding.request import PromptLike, check_ids, encode_prompt, prompt_list
+from jaxspec.checkpoint.files import as_path, parse_json, read_lines
+from jaxspec.core.checks import shown
+from jaxspec.decoding.request import PromptLike, encode_prompt, prompt_list
 from jaxspec.extras import needs_extra
 from jaxspec.measure.prompts import FIELDS, as_prompt, field_in
 
@@ -92,7 +93,8 @@ def read_rows(path: str | Path, field: str | None = None, chat: bool = False) ->
         [(1, 'Two and two'), (2, [5, 6])]
     """
     lines_of_ids: dict[str | int, int] = {}
-    lines = _dataset(str(path)) if str(path).startswith(DATASET) else read_lines(Path(path))
+    is_split = str(path).startswith(DATASET)
+    lines = _dataset(str(path)) if is_split else read_lines(as_path("path", path))
     rows = [
         _with_own_id(_read_line(number, line, field, chat), lines_of_ids)
         for number, line in lines
@@ -197,8 +199,7 @@ def _encode(
     if row.error is not None:
         return EncodedRow(row.line, row.id, empty, row.error)
     try:
-        ids = encode_prompt(model, row.prompt)
-        check_ids(model, ids, "the prompt", spare)
+        ids = encode_prompt(model, row.prompt, "the prompt", spare)
         check(ids)
     except ValueError as error:
         return EncodedRow(row.line, row.id, empty, str(error))
@@ -276,7 +277,7 @@ def _with_own_id(row: Row, lines_of_ids: dict[str | int, int]) -> Row:
     first = lines_of_ids.setdefault(row.id, row.line)
     if first == row.line:
         return row
-    return row._replace(prompt=None, error=f"id {row.id!r} is line {first}'s already.")
+    return row._replace(prompt=None, error=f"id {shown(row.id)} is line {first}'s already.")
 
 
 def _prompt_in(value: Any, field: str | None) -> Any:

@@ -3,7 +3,8 @@
 import contextlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -128,10 +129,12 @@ def _check_complete(parts: Sequence[_Part]) -> None:
     num, counts = parts[0].shard.num, Counter(part.shard.index for part in parts)
     doubled = [index for index, count in sorted(counts.items()) if count > 1]
     if doubled:
-        raise OutputError(f"{_listed(doubled, num)} given more than once; give each once.")
-    missing = sorted({*range(1, num + 1)} - {*counts})
-    if missing:
-        raise OutputError(f"{_listed(missing, num)} missing; give the outputs of all shards.")
+        listed = _listed(doubled, len(doubled), num)
+        raise OutputError(f"{listed} given more than once; give each once.")
+    if len(counts) < num:  # however large that number
+        missing = (index for index in range(1, num + 1) if index not in counts)
+        listed = _listed(missing, num - len(counts), num)
+        raise OutputError(f"{listed} missing; give the outputs of all shards.")
 
 
 def _check_finished(part: _Part) -> None:
@@ -155,8 +158,8 @@ def _check_finished(part: _Part) -> None:
         )
 
 
-def _listed(indices: Sequence[int], num: int) -> str:
-    """Names shards as the subject of a sentence."""
-    some = ", ".join(f"{index}/{num}" for index in indices[:8])
-    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
-    return f"shard {some} is" if len(indices) == 1 else f"shards {some}{more} are"
+def _listed(indices: Iterable[int], count: int, num: int) -> str:
+    """Names `count` shards as the subject of a sentence."""
+    some = ", ".join(f"{index}/{num}" for index in islice(indices, 8))
+    more = f" and {count - 8} more" if count > 8 else ""
+    return f"shard {some} is" if count == 1 else f"shards {some}{more} are"

@@ -17,7 +17,7 @@ from jaxspec.checkpoint.entries import (
 )
 from jaxspec.checkpoint.families import FAMILIES, plainest_family
 from jaxspec.checkpoint.files import CheckpointError, given
-from jaxspec.core.checks import Count
+from jaxspec.core.checks import Count, shown
 from jaxspec.models.config import ModelConfig
 
 # Fields that are entries of config.json.
@@ -119,7 +119,7 @@ def model_type(raw: Json) -> str:
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
             f"model_type must be one of {', '.join(sorted(FAMILIES))}; config.json has "
-            f"{name!r:.80}."
+            f"{shown(name)}."
         )
     return name
 

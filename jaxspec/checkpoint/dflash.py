@@ -28,7 +28,7 @@ from jaxspec.checkpoint.heads import check_target, load_head_params, network_of,
 from jaxspec.checkpoint.hub import Model, find_head
 from jaxspec.checkpoint.names import dflash_rules
 from jaxspec.checkpoint.safetensors import find_tensors
-from jaxspec.core.checks import Count, Natural
+from jaxspec.core.checks import Count, Natural, shown
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.dflash import (
     Convolution,
@@ -286,7 +286,7 @@ def _check_dialect(folder: Path, raw: Mapping[str, Any], config: ModelConfig) ->
         if raw.get("enable_confidence_head"):
             neutral["confidence_head_with_markov"] = (None, False)
     unsupported = [
-        f"{name} {raw[name]!r:.80}"
+        f"{name} {shown(raw[name])}"
         for name, values in neutral.items()
         if raw.get(name) not in values
     ]

@@ -16,7 +16,7 @@ from jaxspec.checkpoint.entries import (
     sliding_fields,
 )
 from jaxspec.checkpoint.files import CheckpointError
-from jaxspec.core.checks import Count, Natural, Positive, one_of
+from jaxspec.core.checks import Count, Natural, Positive, one_of, shown
 from jaxspec.models.config import Diffusion, Experts, LongRopeScaling, ModelConfig, Rope
 
 
@@ -382,7 +382,7 @@ def _llada_fields(text: Json) -> dict[str, Any]:
         if not any(type(given) is type(value) and given == value for value in values):
             raise CheckpointError(
                 f"{key} must be {values[0]!r} in a LLaDA that this library can read; config.json "
-                f"has {given!r:.80}."
+                f"has {shown(given)}."
             )
     return {
         # The table's rows, of which the tokenizer need not use all.

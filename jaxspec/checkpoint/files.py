@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from jaxspec.core.checks import FileName, Requirement, checked
+from jaxspec.core.checks import FileName, Requirement, checked, shown
 
 _STAGING = ".saving-"
 _ORIGINALS = ".originals"
@@ -86,7 +86,7 @@ def as_path(name: str, value: Any) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:  # `~name` of nobody
-        raise CheckpointError(f"{name} must be a path, got {text!r}: {error}") from None
+        raise CheckpointError(f"{name} must be a path, got {shown(text)}: {error}") from None
 
 
 def listed(problems: Sequence[str], most: int = 10) -> str:

@@ -36,7 +36,7 @@ from jaxspec.checkpoint.huggingface import FILES, load_network, write_network
 from jaxspec.checkpoint.orbax import load_orbax, write_orbax
 from jaxspec.checkpoint.params import UnreadLeaf
 from jaxspec.checkpoint.tokenizer import Tokenizer, load_tokenizer
-from jaxspec.core.checks import Count, checked, from_up_to, meant
+from jaxspec.core.checks import Count, checked, from_up_to, meant, shown
 from jaxspec.core.masks import causal
 from jaxspec.core.protocol import check_members, check_sizes
 from jaxspec.core.types import LanguageModel, PyTree
@@ -205,7 +205,7 @@ class Model:
         """
         repo_id = given("repo_id", repo_id, str)
         if not _HUB_ID.fullmatch(repo_id):
-            raise CheckpointError(f"repo_id must be owner/name, got {repo_id!r:.80}.")
+            raise CheckpointError(f"repo_id must be owner/name, got {shown(repo_id)}.")
         private = given("private", private, bool | None)
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
@@ -609,7 +609,7 @@ def _check_revision(source: str | Path, folder: Path, revision: str | None) -> N
     revision = given("revision", revision, str | None)
     if revision is not None and (folder.exists() or str(source) in shipped_folders()):
         raise CheckpointError(
-            f"revision: got {revision!r:.80}, but {source} lies on this machine, where it has no "
+            f"revision: got {shown(revision)}, but {source} lies on this machine, where it has no "
             "revisions; leave it out, or give the owner/name of a repository on the Hub."
         )
 
@@ -654,7 +654,7 @@ def _download(
         shipped = list(shipped)
         asked = meant(str(hub_id), shipped)
         raise CheckpointError(
-            f"There is no folder {str(hub_id)!r:.80}, nor a shipped {kind} of that name (shipped: "
+            f"There is no folder {shown(str(hub_id))}, nor a shipped {kind} of that name (shipped: "
             f"{', '.join(shipped) or 'none'}){asked or '.'} {kind.capitalize()}s on the Hugging "
             "Face Hub are called owner/name."
         )

@@ -36,6 +36,7 @@ from jaxspec.checkpoint.safetensors import (
     float_dtype,
     write_safetensors,
 )
+from jaxspec.core.checks import shown
 from jaxspec.models.storage import STORAGES, stored_as, widened
 from jaxspec.models.transformer import Network, param_shapes
 from jaxspec.sharding import check_divides, shares_of_memory
@@ -61,7 +62,7 @@ def as_dtype(dtype: Any) -> np.dtype:
     except (TypeError, ValueError):
         name = str(dtype)
     if name not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r:.80}.")
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {shown(dtype)}.")
     return DTYPES[name]
 
 
@@ -175,7 +176,7 @@ def dtype_of_matrices(weights: str | None, dtype: np.dtype) -> np.dtype:
         return dtype
     if weights not in STORAGES:
         known = ", ".join((*STORAGES, FILES))
-        raise ValueError(f"weights must be one of {known}, got {weights!r:.80}.")
+        raise ValueError(f"weights must be one of {known}, got {shown(weights)}.")
     read = DTYPES.get(weights, dtype)
     if read.itemsize > dtype.itemsize:
         raise ValueError(f"weights={weights!r} is wider than dtype={dtype.name!r}: use that dtype.")

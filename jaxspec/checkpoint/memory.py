@@ -2,19 +2,24 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.checkpoint.params import leaves_by_path
+from jaxspec.core.checks import Count, at_least, checks_arguments
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.storage import is_matrix
 from jaxspec.models.transformer import param_shapes
 
 SHORT_TEXT = 1024
 """Tokens of a text that there must be room for: with less, loading is of no use."""
+
+# No text is as long, but a question may be asked about one.
+_Tokens = Annotated[int, at_least(0)]
+_Texts = Annotated[int, at_least(1)]
 
 _BYTES_LOGIT = 4
 _BYTES_SORTED = 64  # of each token of a corpus: ranks, their order, and copies of both
@@ -41,11 +46,12 @@ class MemoryEstimate(NamedTuple):
         return self.weights + max(self.cache, self.transient)
 
 
+@checks_arguments
 def estimate_memory(
     config: ModelConfig,
     dtype: np.dtype,
-    capacity: int = 0,
-    batch_size: int = 1,
+    capacity: _Tokens = 0,
+    batch_size: _Texts = 1,
     matrices: np.dtype | None = None,
 ) -> MemoryEstimate:
     """Estimates the memory that the weights and the caches of a network take.
@@ -56,6 +62,9 @@ def estimate_memory(
         capacity: tokens that each row's cache holds.
         batch_size: texts decoded at once.
         matrices: dtype of those that `jaxspec.models.storage` calls matrices; `None`: `dtype`.
+
+    Raises:
+        ValueError: an argument is of another type, or below 0.
 
     Example:
         >>> config = ModelConfig(
@@ -130,13 +139,14 @@ def check_network_fits(
     )
 
 
+@checks_arguments
 def check_cache_fits(
     config: ModelConfig,
     dtype: np.dtype,
-    capacity: int,
-    batch_size: int,
-    shares: int = 1,
-    scored: int = 0,
+    capacity: _Tokens,
+    batch_size: _Texts,
+    shares: Count = 1,
+    scored: _Tokens = 0,
 ) -> None:
     """Refuses, before decoding with a network that is already loaded, caches that cannot fit.
 
@@ -150,6 +160,7 @@ def check_cache_fits(
 
     Raises:
         CheckpointError: the caches are larger than the memory that is available; with figures.
+        ValueError: an argument is of another type, or below 0.
 
     Example:
         >>> config = ModelConfig(

@@ -17,6 +17,7 @@ import jinja2.sandbox
 import jinja2.utils
 
 _LONGEST = 1 << 26  # characters of a result
+_SAID = 300  # characters of a template's own message
 
 
 @functools.lru_cache(maxsize=32)
@@ -144,6 +145,6 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     except _TooLong as error:
         return {"error": str(error), "refused": True, "line": error.lineno}
     except jinja2.TemplateError as error:
-        return {"error": str(error), "refused": True, "line": _line_of(error)}
+        return {"error": str(error)[:_SAID], "refused": True, "line": _line_of(error)}
     except Exception as error:
-        return {"error": repr(error), "refused": False, "line": _line_of(error)}
+        return {"error": repr(error)[:_SAID], "refused": False, "line": _line_of(error)}

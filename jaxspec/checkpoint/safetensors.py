@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxspec.checkpoint.files import MOST_JSON, CheckpointError, listed, read_json
+from jaxspec.core.checks import shown
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -243,11 +244,11 @@ def _parse_entry(path: Path, entry: Any, data_start: int) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     bits = _OTHER_BITS | {name: 8 * known.itemsize for name, known in FLOATS.items()}
     if not isinstance(dtype, str) or dtype not in bits:
-        raise ValueError(f"unknown dtype {dtype!r:.80}")
+        raise ValueError(f"unknown dtype {shown(dtype)}")
     if not _natural_numbers(shape) or len(shape) > _MAX_AXES or max(shape, default=0) > _MAX_SIZE:
-        raise ValueError(f"shape must be a list of sizes, got {shape!r:.80}")
+        raise ValueError(f"shape must be a list of sizes, got {shown(shape)}")
     if not _natural_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"data_offsets must be [begin, end], got {offsets!r:.80}")
+        raise ValueError(f"data_offsets must be [begin, end], got {shown(offsets)}")
     num_bytes = offsets[1] - offsets[0]
     if math.prod(shape) * bits[dtype] != 8 * num_bytes:
         raise ValueError(f"{num_bytes} bytes do not hold {dtype} of shape {shape}")

@@ -22,6 +22,7 @@ from jaxspec.checkpoint.files import (
     write_json,
 )
 from jaxspec.checkpoint.templates import TemplateFailure, render
+from jaxspec.core.checks import Natural, checked, shown
 
 if TYPE_CHECKING:
     import tokenizers
@@ -30,7 +31,7 @@ REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a whole cha
 Message = Mapping[str, Any]
 
 _MOST_BYTES = 1 << 26  # the largest published ones have 35 MB
-_MOST_IDS = 1 << 20  # tables have an entry for each id; published vocabularies have 300,000
+MOST_IDS = 1 << 20  # tables have an entry for each id; published vocabularies have 300,000
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,16 +101,21 @@ class Tokenizer:
                 a rendered chat, which carries its own.
 
         Raises:
-            ValueError: half of a surrogate pair is in the text, which no tokenizer reads.
+            ValueError: it is no text, or half of a surrogate pair is in it, which no tokenizer
+                reads.
             CheckpointError: the tokenizer has no id for a part of the text.
         """
-        check_unicode(text, "text")
+        check_unicode(checked("text", text, str), "text")
         with failing("The model's tokenizer.json cannot encode this text"):
             return self.backend.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of ids. Ids outside the vocabulary have no text."""
-        ids = [int(token_id) for token_id in ids]
+        """Returns the text of ids. Ids outside the vocabulary have no text.
+
+        Raises:
+            ValueError: `ids` is no sequence of whole numbers from 0.
+        """
+        ids = checked("ids", ids, Sequence[Natural])
         with failing("The model's tokenizer.json cannot decode these ids"):
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -171,7 +177,7 @@ class Tokenizer:
         """
         if template is None:
             template = "tool_use" if tools and "tool_use" in self.templates else "default"
-        source = self._template(template)
+        source = self._template(given("template", template, str))
         _check_messages(messages)
         variables = _plain_json(
             {
@@ -225,7 +231,7 @@ class Tokenizer:
             )
         if name not in self.templates:
             raise CheckpointError(
-                f"template must be one of {sorted(self.templates)}, got {name!r}."
+                f"template must be one of {sorted(self.templates)}, got {shown(name)}."
             )
         return self.templates[name]
 
@@ -266,7 +272,8 @@ class Detokenizer:
         return piece
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special_tokens)
+        backend = self._tokenizer.backend
+        return backend.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
 @functools.lru_cache(maxsize=16)
@@ -349,9 +356,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     tokenizer = Tokenizer(backend, settings, templates)
     # The number of ids takes no time, the largest of them some.
     for size in (backend.get_vocab_size, lambda: tokenizer.vocab_size):
-        if size() > _MOST_IDS:
+        if size() > MOST_IDS:
             raise CheckpointError(
-                f"{path} has ids up to {size() - 1}, and they must be below {_MOST_IDS}."
+                f"{path} has ids up to {size() - 1}, and they must be below {MOST_IDS}."
             )
     return tokenizer
 
@@ -377,7 +384,7 @@ def _read_templates(folder: Path, in_settings: Any, place: Path) -> dict[str, st
             # `write` makes a file of each.
             if not is_file_name(name):
                 raise CheckpointError(
-                    f"{where}[{i}]: name must be the name of a file, got {name!r:.80}."
+                    f"{where}[{i}]: name must be the name of a file, got {shown(name)}."
                 )
             templates[name] = text
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
@@ -400,7 +407,7 @@ def _check_messages(messages: Any) -> None:
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(
-                f'messages[{index}] must be a dictionary with a "role", got {message!r}.'
+                f'messages[{index}] must be a dictionary with a "role", got {shown(message)}.'
             )
 
 

@@ -29,6 +29,7 @@ from jaxspec.commands.options import (
     write_figures,
 )
 from jaxspec.commands.parser import BY_FLAG, add_place
+from jaxspec.core.checks import shown
 from jaxspec.measure.compare import describe
 from jaxspec.measure.prompts import FIELDS
 
@@ -265,7 +266,7 @@ def _count(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be auto or a number from 1, got {text!r}.")
+        raise argparse.ArgumentTypeError(f"must be auto or a number from 1, got {shown(text)}.")
     return int(text)
 
 

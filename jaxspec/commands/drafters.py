@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.commands.options import DRAFTERS, settings_of
-from jaxspec.core.checks import meant
+from jaxspec.core.checks import meant, shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.name not in DRAFTERS:
         there = meant(args.name, DRAFTERS) or f"; there are {', '.join(DRAFTERS)}."
-        raise ValueError(f"no drafter is called {args.name!r}{there}")
+        raise ValueError(f"no drafter is called {shown(args.name)}{there}")
     kind = DRAFTERS[args.name]
     console = Console(highlight=False)
     console.print(_summary(kind.method))

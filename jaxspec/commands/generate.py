@@ -198,10 +198,13 @@ def _prompt(args: argparse.Namespace) -> str | None:
         return read_text(args.file)
     if args.prompt != "-":
         return args.prompt
-    text = sys.stdin.read(MOST_TEXT + 1)
+    return _bounded(sys.stdin.read(MOST_TEXT + 1), "standard input")
+
+
+def _bounded(text: str, what: str) -> str:
     if len(text) > MOST_TEXT:
         raise ValueError(
-            f"PROMPT: standard input is longer than {MOST_TEXT} characters, the most that is read."
+            f"PROMPT: {what} is longer than {MOST_TEXT} characters, the most that is read."
         )
     return text
 
@@ -401,9 +404,14 @@ def chat(session: AnySession, system: str | None, first: str | None) -> int:
 def _read_turn() -> str | None:
     """Reads the next non-empty line; `None` at the end of the input."""
     while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return None
+        if sys.stdin.isatty():
+            try:
+                line = input("> ")
+            except EOFError:
+                return None
+        else:
+            line = _bounded(sys.stdin.readline(MOST_TEXT + 1), "a line of standard input")
+            if not line:
+                return None
         if line.strip():
-            return line
+            return line.removesuffix("\n")

@@ -18,7 +18,7 @@ from jaxspec.checkpoint.huggingface import DTYPES
 from jaxspec.checkpoint.tokenizer import covers
 from jaxspec.commands.flags import add_flags, given, help_texts
 from jaxspec.commands.parser import add_place
-from jaxspec.core.checks import meant
+from jaxspec.core.checks import meant, shown
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import (
     PUBLISHED_SKIPS,
@@ -153,7 +153,7 @@ def sizes(text: str) -> tuple[int, ...]:
     """
     numbers = tuple(int(part) for part in text.split(","))
     if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"sizes count from 1, got {text!r}.")
+        raise argparse.ArgumentTypeError(f"sizes count from 1, got {shown(text)}.")
     return numbers
 
 

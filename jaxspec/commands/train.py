@@ -15,6 +15,7 @@ from rich.console import Console
 from jaxspec.checkpoint.files import read_json
 from jaxspec.commands.flags import add_flags, flag_of, given
 from jaxspec.commands.interrupts import telling
+from jaxspec.core.checks import shown
 from jaxspec.models import ModelConfig
 from jaxspec.training.report import as_command
 from jaxspec.training.settings import (
@@ -214,6 +215,6 @@ def _pairs(flag: str, entries: Sequence[str]) -> list[tuple[str, str]]:
     for entry in entries:
         name, equals, text = entry.partition("=")
         if not (name and equals and text):
-            raise ValueError(f"{flag} must be NAME=..., got {entry!r}.")
+            raise ValueError(f"{flag} must be NAME=..., got {shown(entry)}.")
         pairs.append((name, text))
     return pairs

@@ -182,18 +182,18 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         plain = checked(name, value, bare)
         for rule in rules:
             if plain is not None and not rule.holds(plain):
-                raise ValueError(f"{name} must be {rule.said}, got {_shown(plain)}.")
+                raise ValueError(f"{name} must be {rule.said}, got {shown(plain)}.")
         return plain
     if typing.get_origin(hint) in (Union, types.UnionType):
         return _of_any(name, value, typing.get_args(hint))
     kind = _Kind.of(hint)
     found = kind.read(value)
     if found is _WRONG:
-        raise ValueError(f"{name} must be {kind.said}, got {_shown(value)}.")
+        raise ValueError(f"{name} must be {kind.said}, got {shown(value)}.")
     if kind.entry is not None:
         key, entry = kind.entry
         return {
-            checked(f"{name}: each key", a, key): checked(f"{name}[{a!r}]", b, entry)
+            checked(f"{name}: each key", a, key): checked(f"{name}[{shown(a)}]", b, entry)
             for a, b in found.items()
         }
     if kind.parts is None:
@@ -257,6 +257,23 @@ def meant(word: str, known: Iterable[str], show: Callable[[str], str] = str) -> 
     return f"; did you mean {show(close[0])}?" if close else ""
 
 
+def shown(value: Any) -> str:
+    """Returns a value as messages quote it, in 80 characters at most, however large it is.
+
+    Example:
+        >>> shown("abc"), len(shown("a" * 1000)), len(shown([0] * 1000))
+        ("'abc'", 80, 80)
+    """
+    if type(value) in (str, bytes, list, tuple):
+        value = value[:_MOST_SHOWN]  # the quotes or brackets around them are cut
+    try:
+        text = repr(_scalar(value))
+    except (ValueError, RecursionError):  # more digits than Python writes, or too many levels
+        return f"{type(value).__name__} too long to show"
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+_MOST_SHOWN = 80
 _FEW = 64
 
 
@@ -286,7 +303,7 @@ def _of_any(name: str, value: Any, hints: tuple[Any, ...]) -> Any:
     if refusal is not None:
         raise refusal
     said = " or ".join(_Kind.of(_bare(hint)).said for hint in kinds)
-    raise ValueError(f"{name} must be {said}, got {_shown(value)}.")
+    raise ValueError(f"{name} must be {said}, got {shown(value)}.")
 
 
 _WRONG = object()
@@ -415,14 +432,6 @@ def _rules(hint: Any) -> list[Requirement]:
     if typing.get_origin(hint) is not Annotated:
         return []
     return [rule for rule in typing.get_args(hint)[1:] if isinstance(rule, Requirement)]
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = repr(_scalar(value))
-    except (ValueError, RecursionError):  # more digits than Python writes, or too many levels
-        return f"{type(value).__name__} too long to show"
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @cache

@@ -180,13 +180,28 @@ def decode_stream(
 def bytes_of_row(params: Params, prompts: Prompt, drafter: Drafter, plan: DecodePlan) -> int:
     """Returns the bytes that one row holds while it is decoded, found by tracing.
 
-    They are the caches, the text, what the drafter keeps, and the logits of one pass.
+    They are the caches, the text, what the drafter keeps, and of one pass the logits, the mask of
+    the nodes, and what `nodes_picked` says.
     """
     first = jax.tree.map(lambda leaf: leaf[:1], prompts)
     plan = dataclasses.replace(plan, num_samples=1)
     leaves = jax.tree.leaves(_largest_states.eval_shape(params, first, drafter=drafter, plan=plan))
-    logits = max(drafter.widths) * params.target.vocab_size
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) + 4 * logits
+    nodes = max(drafter.widths)
+    scores = nodes * (params.target.vocab_size + nodes)
+    place = jax.tree.leaves(jax.eval_shape(lambda: params.target.empty_cache(1).layers))
+    picked = nodes_picked(drafter) * sum(leaf.size * leaf.dtype.itemsize for leaf in place)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) + 4 * scores + picked
+
+
+def nodes_picked(drafter: Drafter) -> int:
+    """Returns the places of a cache that are held while the accepted path is picked.
+
+    On CPUs the products of `core.cache.select_nodes` are held: each node once for each level. A
+    step of one node picks nothing.
+    """
+    nodes, depth = drafter.tree_shape
+    on_cpu = jax.default_backend() == "cpu"
+    return nodes * (depth + 1) if on_cpu and depth else 0
 
 
 def shape_of_info(

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxspec.core.checks import shown
 from jaxspec.core.types import Hidden, KVCache, LayerKV, PyTree
 
 _MEMBERS = {
@@ -51,7 +52,7 @@ def check_members(network: Any) -> None:
         member = getattr(network, name)
         is_size = isinstance(member, int | np.integer) and member > 0
         if not (is_size if name in _SIZES else callable(member)):
-            raise ValueError(f"network: `{name}` of {kind} must be {meaning}; got {member!r:.80}.")
+            raise ValueError(f"network: `{name}` of {kind} must be {meaning}; got {shown(member)}.")
     leaves = jax.tree.leaves(network)
     if any(leaf is network for leaf in leaves):
         raise ValueError(

@@ -19,6 +19,7 @@ from jaxspec.core.checks import (
     at_most,
     at_most_entries,
     checks_arguments,
+    shown,
 )
 from jaxspec.core.types import Tree
 
@@ -53,18 +54,20 @@ def normalize_paths(paths: Paths) -> tuple[Path, ...]:
     known = Counter(map(tuple, paths))
     for path, times in known.items():
         if times > 1:
-            raise ValueError(f"paths: {list(path)!r:.80} is listed twice; list each node once.")
+            raise ValueError(f"paths: {shown(list(path))} is listed twice; list each node once.")
     for path in sorted(known, key=lambda path: (len(path), path)):
         if not path:
             raise ValueError("paths: [] is the root, which every tree has; leave it out.")
         if min(path) < 0:
-            raise ValueError(f"paths: {list(path)!r:.80} has a negative rank; ranks count from 0.")
+            raise ValueError(f"paths: {shown(list(path))} has a negative rank; ranks count from 0.")
         *parent, rank = path
         if parent and tuple(parent) not in known:
-            raise ValueError(f"paths: {list(path)!r:.80} needs its parent {parent!r:.80}; add it.")
+            raise ValueError(
+                f"paths: {shown(list(path))} needs its parent {shown(parent)}; add it."
+            )
         if rank and (*parent, rank - 1) not in known:
             raise ValueError(
-                f"paths: {list(path)!r:.80} takes rank {rank} of {parent or 'the root'!s:.80}, "
+                f"paths: {shown(list(path))} takes rank {rank} of {parent or 'the root'!s:.80}, "
                 f"but rank {rank - 1} is not in the tree; ranks must have no gap."
             )
     return tuple(sorted(known, key=lambda path: (len(path), path)))

@@ -17,11 +17,11 @@ from jaxspec.checkpoint.memory import check_cache_fits
 from jaxspec.core.checks import (
     Checked,
     Count,
-    Natural,
     above_up_to,
     between,
     checked,
     one_of,
+    shown,
 )
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import Params, Stop
@@ -29,6 +29,7 @@ from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import (
     PromptLike,
     Scale,
+    TokenIds,
     check_call,
     config_of,
     encode_prompts,
@@ -78,7 +79,8 @@ class DenoiseConfig(Checked):
         max_new_tokens: masks after each prompt.
         block_length: positions that are filled in before the next block begins; must divide
             `max_new_tokens`. `None` takes the network's own, or 32, or all if that is less.
-        steps: decisions in all, spread evenly over the blocks; `None` for one per token.
+        steps: decisions in all, spread evenly over the blocks; `None` for one per token. Steps that
+            would decide nothing, since there are more than tokens, are not taken.
         schedule: "even" spreads the masks of a block over its steps. "linear" follows time as Dream
             does, and fills in all that is left at the last step of a block.
         eps: end of time in the "linear" schedule, which runs from 1 down to it.
@@ -118,7 +120,7 @@ class DenoiseConfig(Checked):
     temperature: Scale | Sequence[Scale] = 0.0
     guidance: Scale = 0.0
     cache: Annotated[str, one_of(*CACHES)] | None = None
-    stop_token_ids: Sequence[Natural] | None = None
+    stop_token_ids: TokenIds | None = None
     allow_mask_token: bool = False
 
     def __post_init__(self):
@@ -535,7 +537,7 @@ def plan_denoising(
         )
     check_call(config, DenoiseConfig, seed)
     if not isinstance(speculation, SelfSpeculation):
-        raise ValueError(f"speculation must be a SelfSpeculation, got {speculation!r:.80}.")
+        raise ValueError(f"speculation must be a SelfSpeculation, got {shown(speculation)}.")
     block = _block_length(diffusion.block, config)
     num_blocks = config.max_new_tokens // block
     if speculation.num_drafts >= config.max_new_tokens:
@@ -631,7 +633,7 @@ def denoise_prompts(
     bucket = prompt_bucket_of(max(map(len, encoded)))
     return DenoisePrompt(
         **prompt_arrays(encoded, bucket, seed, stop_ids_of(model, config)),
-        pace=_pace(config, _steps_per_block(config, num_blocks), rows),
+        pace=_pace(config, _steps_per_block(config, num_blocks), rows, plan.rules),
         temperature=drawn,
         guidance=guidance,
     )
@@ -699,11 +701,16 @@ def _window(rules: Rules, cache: str, config: DenoiseConfig, steps: int, num_dra
     return min(rules.block * (1 - (-num_drafts * per_draft // rules.block)), whole)
 
 
-def _pace(config: DenoiseConfig, steps: int, rows: int) -> Pace:
+def _pace(config: DenoiseConfig, steps: int, rows: int, rules: Rules) -> Pace:
     of_rows: Any = np.full  # NumPy's arrays, which jit takes for JAX's
     if config.threshold is not None:
         return ThresholdPace(of_rows(rows, np.log(config.threshold), np.float32))
     if config.schedule == "linear":
-        shares: Any = np.tile(linear_shares(steps, config.eps), (rows, 1))
-        return LinearPace(shares)
-    return EvenPace(of_rows(rows, steps, np.int32))
+        most = config.max_new_tokens if rules.allow_mask_token else rules.block
+        shares = linear_shares(steps, config.eps, most)
+        if steps > most and rules.opens_with_first:
+            shares = np.append(np.float32(0), shares)  # the first step, which fills in one
+        of_each: Any = np.tile(shares, (rows, 1))
+        return LinearPace(of_each)
+    # Each step fills in one at least, as long as there are masks.
+    return EvenPace(of_rows(rows, min(steps, rules.block), np.int32))

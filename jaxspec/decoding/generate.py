@@ -26,7 +26,6 @@ from jaxspec.decoding.request import (
     Request,
     bucket_of,
     check_causal,
-    check_ids,
     config_and_drafter,
     encode_prompt,
     prepare,
@@ -340,8 +339,7 @@ def likelihoods(model: "Model", tokens: str | Sequence[int]) -> tuple[np.ndarray
 def _padded(model: "Model", tokens: str | Sequence[int]) -> tuple[int, np.ndarray]:
     """Returns the number of a text's tokens, and their ids with padding at the end."""
     check_causal(model)
-    ids = encode_prompt(model, tokens, "tokens")
-    check_ids(model, ids, "tokens", spare=0)
+    ids = encode_prompt(model, tokens, "tokens", spare=0)
     # Texts of similar lengths share a program: padding at the end changes nothing before it.
     padded = np.zeros(bucket_of(len(ids)), np.int32)
     padded[: len(ids)] = ids

@@ -13,6 +13,7 @@ import numpy as np
 from jaxspec.bounded import Bounded, Ended
 from jaxspec.checkpoint.files import parse_json
 from jaxspec.checkpoint.tokenizer import check_unicode
+from jaxspec.core.checks import shown
 from jaxspec.core.grammar import (
     NEVER,
     Grammar,
@@ -87,9 +88,9 @@ def languages_of(choices: Any, regex: Any, json_schema: Any) -> list[Language] |
         is_one = setting == "choices" and all(isinstance(each, str) for each in value)
     each = [value] if is_one else value
     if not isinstance(each, list) or not each:
-        raise ValueError(f"{setting}: got {value!r:.80}; {_MEANINGS[setting]}.")
+        raise ValueError(f"{setting}: got {shown(value)}; {_MEANINGS[setting]}.")
     if setting == "choices" and any(isinstance(one, str) or not _is_many(one) for one in each):
-        raise ValueError(f"choices: got {value!r:.80}; {_MEANINGS[setting]}, none empty.")
+        raise ValueError(f"choices: got {shown(value)}; {_MEANINGS[setting]}, none empty.")
     languages = [Language(setting, read(one)) for one in each]
     if setting == "choices":
         length = sum(sum(map(len, language.texts)) for language in {*languages})
@@ -131,7 +132,7 @@ _MEANINGS = {
 def _choices(value: Any) -> tuple[str, ...]:
     value = _listed("choices", value)
     if not value or not all(isinstance(text, str) and text for text in value):
-        raise ValueError(f"choices: got {value!r:.80}; {_MEANINGS['choices']}, none empty.")
+        raise ValueError(f"choices: got {shown(value)}; {_MEANINGS['choices']}, none empty.")
     for text in value:
         check_unicode(text, "choices: a text")
     return tuple(value)
@@ -139,17 +140,17 @@ def _choices(value: Any) -> tuple[str, ...]:
 
 def _regex(value: Any) -> tuple[str, ...]:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"regex: got {value!r:.80}; {_MEANINGS['regex']}.")
+        raise ValueError(f"regex: got {shown(value)}; {_MEANINGS['regex']}.")
     check_unicode(value, "regex")
     if len(value) > _LONGEST_REGEX:
         raise ValueError(
             f"regex: it has {len(value)} characters, and at most {_LONGEST_REGEX} are possible "
-            f"(in {value!r:.80})."
+            f"(in {shown(value)})."
         )
     if (parts := size_of_pattern(value).parts) > _MOST_PARTS:
         raise ValueError(
             f"regex: it has {parts} parts, if its repetitions are written out, and at most "
-            f"{_MOST_PARTS} are possible; repeat less (in {value!r:.80})."
+            f"{_MOST_PARTS} are possible; repeat less (in {shown(value)})."
         )
     return (value,)
 
@@ -266,12 +267,12 @@ def _machine(language: Language) -> ByteMachine:
     except Ended:
         raise ValueError(
             f"{language.setting}: compiling it takes more than {_PROCESS.bounds}; repeat less, or "
-            f"leave fewer ways to read a text (in {text!r:.80})."
+            f"leave fewer ways to read a text (in {shown(text)})."
         ) from None
     if "error" in answer:
         hint = next((hint for sign, hint in _HINTS.items() if sign in answer["error"]), "")
         reason = answer["error"].partition("\n")[0].rstrip(". ")
-        raise ValueError(f"{language.setting}: {reason} (in {text!r:.80}).{hint}")
+        raise ValueError(f"{language.setting}: {reason} (in {shown(text)}).{hint}")
     table = np.frombuffer(base64.b64decode(answer["table"]), np.int32).reshape(-1, 256)
     return ByteMachine(table, np.isin(np.arange(len(table)), answer["ends"]))
 

@@ -26,7 +26,7 @@ from jaxspec import native
 from jaxspec.checkpoint.files import read_json, write_json
 from jaxspec.compilation import cache_folder
 from jaxspec.core.cache import pad_caches
-from jaxspec.core.checks import Checked, Positive, at_least
+from jaxspec.core.checks import Checked, Positive, at_least, shown
 from jaxspec.core.decode import speculative_step
 from jaxspec.core.grammar import Grammar
 from jaxspec.core.loop import run, unfinished
@@ -196,7 +196,8 @@ def profile_asked(
     loaded = loaded_drafter(drafter)
     if not isinstance(drafting, DraftingProfile) and drafting not in get_args(DraftingMode):
         raise ValueError(
-            f"drafting must be 'always', 'auto', 'never' or a DraftingProfile, got {drafting!r}."
+            "drafting must be 'always', 'auto', 'never' or a DraftingProfile, got "
+            f"{shown(drafting)}."
         )
     if drafting in ("always", "never") or loaded.drafter == NoDraft():
         return None

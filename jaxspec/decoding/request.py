@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
 
@@ -17,7 +17,7 @@ import numpy as np
 from jaxspec.checkpoint.files import CheckpointError
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.checkpoint.memory import SHORT_TEXT, check_texts_fit, check_trace_fits
-from jaxspec.checkpoint.tokenizer import check_unicode, covers
+from jaxspec.checkpoint.tokenizer import MOST_IDS, check_unicode, covers
 from jaxspec.core.checks import (
     LARGEST,
     MAY_BE_INFINITE,
@@ -27,10 +27,12 @@ from jaxspec.core.checks import (
     above_up_to,
     at_least,
     at_most,
+    at_most_entries,
     between,
     checked,
     from_up_to,
     meant,
+    shown,
 )
 from jaxspec.core.decode import Prompt
 from jaxspec.core.grammar import Grammar
@@ -39,6 +41,7 @@ from jaxspec.core.loop import (
     bytes_of_row,
     decode,
     decode_stream,
+    nodes_picked,
     plan_decoding,
     round_up,
     shape_of_info,
@@ -62,6 +65,8 @@ MOST_PROMPTS = 1_000_000
 MOST_SAMPLES = 4096
 """Continuations of one prompt, which are decoded at once."""
 _BYTES_OF_RECORD = 2048  # of a step of one row on the host, without its laws
+_CHARACTERS = 8
+"""Of each token of the text that is looked at first: tokens of most texts have fewer."""
 _FEW_ROWS, _ROW_MULTIPLE, _STOP_ID_MULTIPLE = (1, 2, 6), 8, 4
 
 _WHOLE = int | np.integer
@@ -83,6 +88,9 @@ class Vocabulary(Protocol):
 
     @property
     def tokenizer(self) -> "Tokenizer | None": ...
+
+    @property
+    def max_positions(self) -> int: ...
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]: ...
@@ -124,6 +132,7 @@ Bias = Annotated[
 ]
 
 
+TokenIds = Annotated[Sequence[Natural], at_most_entries(MOST_IDS)]
 StopString = Annotated[str, Requirement("a text that is not empty", bool)]
 
 
@@ -187,10 +196,10 @@ class GenerationConfig(Checked):
     top_p: TopP | Sequence[TopP] = 1.0
     min_p: MinP | Sequence[MinP] = 0.0
     logit_bias: Mapping[Natural, Bias] | None = None
-    allowed_token_ids: Sequence[Natural] | None = None
-    banned_token_ids: Sequence[Natural] = ()
+    allowed_token_ids: TokenIds | None = None
+    banned_token_ids: TokenIds = ()
     tokenizer_ids_only: bool = False
-    stop_token_ids: Sequence[Natural] | None = None
+    stop_token_ids: TokenIds | None = None
     stop: StopString | Sequence[StopString] = ()
     num_samples: Annotated[int, at_least(1), at_most(MOST_SAMPLES)] = 1
     logprobs: bool = False
@@ -403,7 +412,7 @@ def prepare(
     params = Params(model.network, loaded.params)
     capacity = plan.capacities[-1]
     # A network that was loaded leaves room for a short text: `check_network_fits`.
-    if count * config.num_samples * capacity > SHORT_TEXT:
+    if count * config.num_samples * (capacity + nodes_picked(loaded.drafter)) > SHORT_TEXT:
         each = bytes_of_row(params, requested, loaded.drafter, plan)
         shares = shares_of_memory(mesh, rows=True)
         try:
@@ -439,6 +448,7 @@ def check_request(
     check_call(config, GenerationConfig, seed)
     check_causal(model)
     check_vocabulary(model, loaded)
+    check_depth(model, loaded)
     check_taps(model, loaded)
     if isinstance(loaded.drafter, ChecksFit):
         loaded.drafter.check_fit(Params(model.network, loaded.params))
@@ -525,6 +535,21 @@ def check_causal(model: "Model") -> None:
         raise ValueError(
             f"model: {model.name} is a diffusion language model and does not continue text token "
             "by token; use `denoise`."
+        )
+
+
+def check_depth(model: "Model", loaded: LoadedDrafter) -> None:
+    """Refuses a drafter whose drafts are longer than any text of the target.
+
+    Raises:
+        ValueError: with both lengths.
+    """
+    depth = loaded.drafter.tree_shape[1]
+    if depth > model.max_positions:
+        raise ValueError(
+            f"drafter: {type(loaded.drafter).__name__} drafts up to {depth} tokens at once, and "
+            f"the context of {model.name} holds {model.max_positions}: draft fewer, such as "
+            "num_speculative_tokens=8."
         )
 
 
@@ -647,54 +672,97 @@ def prompt_list(prompts) -> list[PromptLike]:
     """
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, jax.Array):
-        prompts = np.asarray(prompts)
+    if isinstance(prompts, jax.Array | np.ndarray):
+        prompts = np.asarray(prompts)[()]  # one without axes becomes a number
     if hasattr(prompts, "columns") or hasattr(prompts, "column_names"):
         raise ValueError(
             f"prompts: got a whole table ({type(prompts).__name__}); give the column that holds "
             "the prompts, such as table['prompt']."
         )
     if isinstance(prompts, Iterable) and not isinstance(prompts, bytes | Mapping | Set):
-        is_counted = isinstance(prompts, np.ndarray | list | tuple)
-        prompts = prompts if is_counted else list(islice(prompts, MOST_PROMPTS + 1))
-    if not isinstance(prompts, list | tuple | np.ndarray):
-        raise ValueError(f"prompts must be a prompt or a list of them, got {prompts!r:.80}.")
+        if not isinstance(prompts, np.ndarray | Sequence):
+            prompts = list(islice(prompts, MOST_PROMPTS + 1))
+            _check_number(prompts)
+    else:
+        raise ValueError(f"prompts must be a prompt or a list of them, got {shown(prompts)}.")
     if len(prompts) == 0:
         raise ValueError("prompts: got none; give at least one, of one token or more.")
     if isinstance(prompts[0], Mapping | _WHOLE):
         return [list(prompts) if isinstance(prompts, tuple) else prompts]
+    _check_number(prompts)
+    return list(prompts)
+
+
+def _check_number(prompts: Sized) -> None:
     if len(prompts) > MOST_PROMPTS:
         raise ValueError(
             f"prompts: got more than {MOST_PROMPTS}; give fewer at once, or put them into a file "
             "for `jaxspec batch`."
         )
-    return list(prompts)
 
 
-def encode_prompt(model: Vocabulary, prompt: Any, name: str = "prompt") -> list[int]:
+def encode_prompt(
+    model: Vocabulary, prompt: Any, name: str = "prompt", spare: int | None = None
+) -> list[int]:
     """Returns the token ids of text, chat messages or ids; messages call them `name`.
+
+    Args:
+        model: whose ids.
+        prompt: the text, the messages or the ids.
+        name: of the prompt.
+        spare: positions of the model's context that must be left: the ids are checked as by
+            `check_ids`, and what is far too long is refused before all of it is read. `None`: they
+            are not checked.
 
     Raises:
         ValueError: it is something else, or the model has no tokenizer or template for it.
     """
     if hasattr(prompt, "__array__"):
-        prompt = np.asarray(prompt).tolist()
+        array = np.asarray(prompt)
+        if spare is not None and array.ndim:
+            _check_length(model, len(array), name, spare)
+        prompt = array.tolist()
+    is_chat = isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping)
+    if is_chat or isinstance(prompt, str):
+        ids = _encoded(model, prompt, name, spare)
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
+        if spare is not None:
+            _check_length(model, len(prompt), name, spare)
+        plain = {*map(type, prompt)} == {int}
+        ids = list(prompt if plain else checked(name, prompt, Sequence[int]))
+    else:
+        raise ValueError(
+            f"{name} must be text, chat messages or a list of whole token ids, got {shown(prompt)}."
+        )
+    if spare is not None:
+        check_ids(model, ids, name, spare)
+    return ids
+
+
+def _encoded(model: Vocabulary, prompt: Any, name: str, spare: int | None) -> list[int]:
+    """Returns the ids of a text or of chat messages; see `encode_prompt`."""
+    is_text = isinstance(prompt, str)
+    tokenizer = _tokenizer_of(model, name, "text" if is_text else "chat messages")
     try:
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
-            return _tokenizer_of(model, "chat messages").encode_chat(prompt)
-        if isinstance(prompt, str):
-            # A tokenizer would turn an empty text into a prompt of bos alone.
-            return _tokenizer_of(model, "text").encode(prompt) if prompt else []
+        text = prompt if is_text else tokenizer.render_chat(prompt)
+        # Tokens of a text of any length take time and memory; some of them show that it is too
+        # long. Where a text is cut its last tokens may differ, hence twice the context.
+        most = None if spare is None else 2 * model.max_positions
+        size = _CHARACTERS * (most or 0)
+        while most is not None and size < len(text):
+            count = len(tokenizer.encode(text[:size], special_tokens=False))
+            if count > most:
+                raise ValueError(
+                    f"its {len(text)} characters are too many: the first {size} of them are "
+                    f"{count} tokens, and the context of {model.name} holds "
+                    f"{model.max_positions}. Shorten it."
+                )
+            size *= 8
+        # A tokenizer would turn an empty text into a prompt of bos alone; a chat has its own.
+        return tokenizer.encode(text, special_tokens=is_text) if text else []
     except ValueError as error:
         kind = CheckpointError if isinstance(error, CheckpointError) else ValueError
         raise kind(f"{name}: {error}") from None
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise ValueError(
-            f"{name} must be text, chat messages or a list of whole token ids, got {prompt!r:.80}."
-        )
-    if {*map(type, prompt)} == {int}:
-        return list(prompt)
-    return list(checked(name, prompt, Sequence[int]))
 
 
 def encode_prompts(model: "Model", prompts: Any, spare: int = 1) -> list[list[int]]:
@@ -703,12 +771,10 @@ def encode_prompts(model: "Model", prompts: Any, spare: int = 1) -> list[list[in
     Raises:
         ValueError: one of them cannot be decoded from.
     """
-    encoded = []
-    for index, prompt in enumerate(prompt_list(prompts)):
-        name = f"prompts[{index}]"
-        encoded.append(encode_prompt(model, prompt, name))
-        check_ids(model, encoded[-1], name, spare)
-    return encoded
+    return [
+        encode_prompt(model, prompt, f"prompts[{index}]", spare)
+        for index, prompt in enumerate(prompt_list(prompts))
+    ]
 
 
 def stop_ids_of(model: "Model", config: Any) -> Sequence[int]:
@@ -716,31 +782,38 @@ def stop_ids_of(model: "Model", config: Any) -> Sequence[int]:
     return model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
 
 
-def _tokenizer_of(model: Vocabulary, given: str) -> "Tokenizer":
+def _tokenizer_of(model: Vocabulary, name: str, given: str) -> "Tokenizer":
     if model.tokenizer is None:
-        raise ValueError(f"{model.name} has no tokenizer, so it takes token ids; got {given}.")
+        raise ValueError(
+            f"{name}: {model.name} has no tokenizer, so it takes token ids; got {given}."
+        )
     return model.tokenizer
 
 
-def check_ids(model: "Model", ids: Sequence[int], name: str, spare: int = 1) -> None:
+def check_ids(model: Vocabulary, ids: Sequence[int], name: str, spare: int = 1) -> None:
     """Refuses ids that do not fit; `spare` positions of the context must be left.
 
     Raises:
         ValueError: there are none or too many, or one is outside of the vocabulary.
     """
-    vocab, context = model.vocab_size, model.max_positions
+    vocab = model.vocab_size
     if not ids:
         raise ValueError(f"{name} is empty; give at least one token.")
-    if len(ids) + spare > context:
-        places = "one place" if spare == 1 else f"{spare} places"
-        left = f", and {places} must be left to decode into" if spare else ""
-        raise ValueError(
-            f"{name} has {len(ids)} tokens; the context of {model.name} holds {context}{left}. "
-            f"Shorten it{', or decode less' * (spare > 1)}."
-        )
+    _check_length(model, len(ids), name, spare)
     wrong = [token for token in ids if not 0 <= token < vocab]
     if wrong:
         raise ValueError(f"{name} has ids outside 0..{vocab - 1}: {wrong[:5]}.")
+
+
+def _check_length(model: Vocabulary, count: int, name: str, spare: int) -> None:
+    context = model.max_positions
+    if count + spare > context:
+        places = "one place" if spare == 1 else f"{spare} places"
+        left = f", and {places} must be left to decode into" if spare else ""
+        raise ValueError(
+            f"{name} has {count} tokens; the context of {model.name} holds {context}{left}. "
+            f"Shorten it{', or decode less' * (spare > 1)}."
+        )
 
 
 def one_per_prompt(name: str, values: Any, num_prompts: int, dtype: type) -> np.ndarray:

@@ -291,22 +291,30 @@ class ThresholdPace(NamedTuple):
         return (order == 0) | (scores >= self.log_threshold)
 
 
-def linear_shares(steps: int, eps: float) -> np.ndarray:
+def linear_shares(steps: int, eps: float, most: int) -> np.ndarray:
     """Returns the `shares` of a `LinearPace`, in float32 from both ends as `torch.linspace` does.
 
+    Of more steps than there are masks, those that fill in nothing are left out.
+
+    Args:
+        steps: of a block.
+        eps: end of time.
+        most: masks that a step may find.
+
     Example:
-        >>> linear_shares(4, 0.001).tolist()[-1]
-        1.0
+        >>> linear_shares(4, 0.001, most=4).tolist()[-1], len(linear_shares(10**9, 0.001, most=4))
+        (1.0, 1)
     """
     one, end = np.float32(1), np.float32(eps)
     width = (end - one) / np.float32(steps)
-    index = np.arange(steps + 1)
+    # The earlier steps fill in less than one of `most`.
+    index = np.arange(max(0, steps - 2 * most), steps + 1)
     forward = one + width * index.astype(np.float32)
     backward = end - width * (steps - index).astype(np.float32)
     times = np.where(index < (steps + 1) // 2, forward, backward).astype(np.float32)
     shares = one - times[1:] / times[:-1]
     shares[-1] = 1.0
-    return shares
+    return shares if steps <= most else shares[np.float32(most) * shares >= 1]
 
 
 def _may_be_filled(rules: Rules, canvas: Canvas, prediction: Prediction) -> Bool[Array, " window"]:

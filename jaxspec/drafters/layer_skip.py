@@ -7,6 +7,7 @@ by a threshold that follows the acceptance rate.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -15,13 +16,24 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxspec.core.cache import empty_layer
-from jaxspec.core.checks import Checked, Nodes, Share, one_of
+from jaxspec.core.checks import (
+    Checked,
+    Nodes,
+    Share,
+    at_most_entries,
+    checked,
+    one_of,
+    shown,
+)
 from jaxspec.core.proposal import bank
 from jaxspec.core.types import Context, Hidden, Params, Proposal
 from jaxspec.drafters.growth import DraftLaw, grow_chain
 from jaxspec.drafters.loaded import LoadedDrafter
 from jaxspec.drafters.skip_sets import skip_settings
 from jaxspec.models import Network, Skips
+from jaxspec.models.config import MOST_LAYERS
+
+_Entries = Annotated[Sequence[Any], at_most_entries(MOST_LAYERS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +158,7 @@ class LayerSkip(Checked):
             entries = [entry for part in self.skip for entry in part]
             if not all(entry in (0, 1) for entry in entries):
                 raise ValueError(
-                    f"skip must hold True or False for each sub-layer, got {self.skip}."
+                    f"skip must hold True or False for each sub-layer, got {shown(entries)}."
                 )
             if len(self.skip.attention) != len(self.skip.mlp):
                 raise ValueError(
@@ -291,3 +303,5 @@ def _check_kind(skip: object) -> None:
             "skip must be a `Skips`, as `skips_of` and `skips_of_bits` return, got "
             f"{type(skip).__name__}."
         )
+    for name, entries in zip(Skips._fields, skip, strict=True):
+        checked(f"skip.{name}", entries, _Entries)

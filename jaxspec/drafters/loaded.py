@@ -3,6 +3,7 @@
 import textwrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxspec.core.checks import shown
 from jaxspec.core.types import Drafter, LanguageModel, PyTree
 from jaxspec.drafters.plain import NoDraft
 from jaxspec.models.summary import summary_html, summary_line, weight_facts
@@ -82,7 +83,7 @@ def loaded_drafter(drafter: Any) -> LoadedDrafter:
             f"drafter: got only the weights, {kind}; give {makes}."
             if makes
             else "drafter must be one such as PromptLookup(), DraftModel.of(model) or "
-            f"Eagle.of(head), got {drafter!r:.80}."
+            f"Eagle.of(head), got {shown(drafter)}."
         )
     for name in ("taps", "tree_shape", "widths", "init"):
         if not hasattr(drafter, name):

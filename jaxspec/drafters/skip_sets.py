@@ -9,29 +9,34 @@ from jaxtyping import Int
 
 from jaxspec.checkpoint import shipped_folders
 from jaxspec.checkpoint.files import read_json
+from jaxspec.core.checks import checked, shown
 from jaxspec.models import Skips
+from jaxspec.models.config import Layers
 
 
 def skips_of(num_layers: int, attention: Iterable[int], mlp: Iterable[int]) -> Skips:
     """Returns the set for `LayerSkip` that skips the attention and the MLP of given layers.
 
     Raises:
-        ValueError: an index does not name a layer, or is given twice.
+        ValueError: an index does not name a layer, or is given twice, or there are too many layers.
 
     Example:
         >>> skips_of(3, attention=[0, 2], mlp=[])
         Skips(attention=(True, False, True), mlp=(False, False, False))
     """
-    parts = {"attention": list(attention), "mlp": list(mlp)}
+    num_layers = checked("num_layers", num_layers, Layers)
+    parts = {"attention": attention, "mlp": mlp}
+    skip = {name: [False] * num_layers for name in parts}
     for name, layers in parts.items():
-        for layer in layers:
+        for layer in checked(name, layers, Iterable):
             if type(layer) is not int or not 0 <= layer < num_layers:
                 raise ValueError(
-                    f"{name} must name layers in 0..{num_layers - 1} to skip, got {layer!r}."
+                    f"{name} must name layers in 0..{num_layers - 1} to skip, got {shown(layer)}."
                 )
-            if layers.count(layer) > 1:
+            if skip[name][layer]:
                 raise ValueError(f"{name} names layer {layer} twice.")
-    return Skips(*(tuple(layer in part for layer in range(num_layers)) for part in parts.values()))
+            skip[name][layer] = True
+    return Skips(*map(tuple, skip.values()))
 
 
 def skips_of_bits(bits: Sequence[int] | Int[np.ndarray, " entries"], num_layers: int) -> Skips:
@@ -161,6 +166,6 @@ def skip_settings(source: str | Path) -> dict[str, Any]:
     if not (isinstance(length, int) and isinstance(threshold, int | float)):
         raise ValueError(
             f"{path}: num_speculative_tokens must be a whole number and threshold a number, got "
-            f"{length!r} and {threshold!r}."
+            f"{shown(length)} and {shown(threshold)}."
         )
     return {"skip": skip, "num_speculative_tokens": length, "threshold": threshold}

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.hub import check_is_model
+from jaxspec.core.checks import Count, checked
 from jaxspec.core.decode import Prompt
 from jaxspec.core.masks import causal
 from jaxspec.core.penalties import penalize
@@ -206,10 +207,10 @@ def compare(
     asked: Any = config
     asked = config_of(asked, settings, kind)
     check_call(asked, kind, seed)
-    prompts = prompt_list(prompts)
+    prompts, repeats = prompt_list(prompts), checked("repeats", repeats, Count)
     runner_of: Any = DenoiseRunner if model.is_diffusion else JaxRunner
     baseline = runner_of.baseline
-    categories = _check_arguments(prompts, drafters, asked, repeats, categories, baseline)
+    categories = _check_arguments(prompts, drafters, asked, categories, baseline)
     names = [baseline, *drafters]
     runner = runner_of(model, {baseline: None, **drafters}, asked)
     machine = this_machine()
@@ -300,7 +301,6 @@ def _check_arguments(
     prompts: Sequence[PromptLike],
     drafters: Mapping[str, Any],
     config: Any,
-    repeats: int,
     categories: Sequence[str | None] | None,
     baseline: str,
 ) -> Sequence[str | None]:
@@ -314,8 +314,6 @@ def _check_arguments(
             f"drafters: {baseline!r} names {baseline} decoding, which is always measured; rename "
             "yours."
         )
-    if repeats < 1:
-        raise ValueError(f"repeats must be at least 1, got {repeats}.")
     if getattr(config, "num_samples", 1) != 1:
         raise ValueError(
             f"config: num_samples must be 1 to compare, got {config.num_samples}; "

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxspec.checkpoint.files import parse_json, read_lines
-from jaxspec.core.checks import checked
+from jaxspec.checkpoint.files import as_path, parse_json, read_lines
+from jaxspec.core.checks import Count, checked
 from jaxspec.decoding.request import PromptLike
 
 FIELDS = ("prompt", "question", "text", "turns", "messages", "tokens")
@@ -54,8 +54,7 @@ def read_prompts(
         ...     read_prompts(path)
         [PromptRow(prompt='How many?', category=None)]
     """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1, got {limit}.")
+    limit = checked("limit", limit, Count | None)
     rows = [_as_row(entry, field, where) for where, entry in read_entries(path)]
     if not rows:
         raise ValueError(f"{path} holds no prompts.")
@@ -71,7 +70,7 @@ def read_entries(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         ValueError: for a line that is not a JSON object, or as `read_lines`.
         OSError: if the file cannot be opened.
     """
-    for number, line in read_lines(Path(path)):
+    for number, line in read_lines(as_path("path", path)):
         if line.strip():
             where = f"{path}:{number}"
             yield where, _as_entry(line, where)

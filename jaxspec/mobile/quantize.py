@@ -51,7 +51,9 @@ def check_quantization(name: str, on_gpu: bool = False) -> None:
         >>> check_quantization("int4-calibrated", on_gpu=True)  # may be taken: nothing is said
     """
     if name not in QUANTIZATIONS:
-        raise ValueError(f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {name!r}.")
+        raise ValueError(
+            f"quantization must be one of {', '.join(QUANTIZATIONS)}, got {shown(name)}."
+        )
     weights = QUANTIZATIONS[name]
     if on_gpu and weights is not None and not weights.on_gpu:
         raise ValueError(

@@ -178,6 +178,11 @@ class MobileModel:
         return self.manifest.stop_token_ids
 
     @property
+    def max_positions(self) -> int:
+        """Longest text, in tokens."""
+        return self.manifest.capacity
+
+    @property
     def generation_defaults(self) -> Mapping[str, Any]:
         """Entries of the model's `generation_config.json`."""
         return self.manifest.generation_defaults

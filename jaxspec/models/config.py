@@ -23,7 +23,8 @@ from jaxspec.core.checks import (
 LAYER_TYPES = ("full", "sliding", "unrotated")
 ACTIVATIONS = ("silu", "gelu_tanh")
 
-Layers = Annotated[int, at_least(1), at_most(4096)]
+MOST_LAYERS = 4096
+Layers = Annotated[int, at_least(1), at_most(MOST_LAYERS)]
 # Positions are 32-bit integers, and no text is longer.
 Growth = Annotated[float, at_least(1), below(2**31)]
 Fraction = Annotated[float, above_up_to(0, 1)]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jaxspec.core.checks import shown
 from jaxspec.core.types import PyTree
 
 Holder = TypeVar("Holder")
@@ -58,7 +59,7 @@ def stored_as(params: PyTree, storage: str) -> PyTree:
         [2.0, 6.0]
     """
     if storage not in STORAGES:
-        raise ValueError(f"weights must be one of {', '.join(STORAGES)}, got {storage!r}.")
+        raise ValueError(f"weights must be one of {', '.join(STORAGES)}, got {shown(storage)}.")
 
     def store(path: tuple[str, ...], matrix: Array) -> dict[str, Array]:
         if storage != "int8":

@@ -22,6 +22,7 @@ from jaxspec.core.checks import (
     at_least,
     from_up_to,
     one_of,
+    shown,
     within,
 )
 from jaxspec.core.tree import EAGLE_PATHS, normalize_paths
@@ -593,7 +594,7 @@ def _read(kind: Any, value: Any, name: str) -> Any:
             return None
         if not isinstance(value, Mapping) or len(value) != 1 or not named.keys() >= value.keys():
             raise ValueError(
-                f"{name} must hold one of {sorted(named)} with its settings, got {value!r:.80}."
+                f"{name} must hold one of {sorted(named)} with its settings, got {shown(value)}."
             )
         [(chosen, value)] = value.items()
         return _read(named[chosen], value, f"{name}.{chosen}")
@@ -606,7 +607,7 @@ def _read(kind: Any, value: Any, name: str) -> Any:
     (kind,) = kinds
     called = name or kind.__name__
     if many or not isinstance(value, Mapping):
-        raise ValueError(f"{called} must be {many}settings by their names, got {value!r:.80}.")
+        raise ValueError(f"{called} must be {many}settings by their names, got {shown(value)}.")
     known = get_type_hints(kind)
     names = sorted(entry.name for entry in fields(kind))
     if unknown := sorted(value.keys() - set(names)):

@@ -29,6 +29,7 @@ from jaxspec.core.checks import (
     Share,
     above_up_to,
     checks_arguments,
+    shown,
 )
 from jaxspec.core.tree import EAGLE_PATHS, Path, Paths, tree_from_parents
 from jaxspec.core.types import PyTree, Tree
@@ -114,12 +115,12 @@ class ExitCounts(Checked):
         if not sum(self.drafted) or not sum(self.accepted):
             raise ValueError(
                 f"drafted and accepted must count the same steps, at least one; got "
-                f"{self.drafted!r:.80} and {self.accepted!r:.80}."
+                f"{shown(self.drafted)} and {shown(self.accepted)}."
             )
         if self.passes and sum(self.passes) != sum(self.drafted):
             raise ValueError(
                 f"passes must count the {sum(self.drafted)} steps of drafted, got "
-                f"{self.passes!r:.80}; leave it out if it was not counted."
+                f"{shown(self.passes)}; leave it out if it was not counted."
             )
 
     def shares(self, longest: int) -> Float[np.ndarray, " depths"]:
@@ -179,14 +180,14 @@ class AcceptanceTable(Checked):
             if sum(row) > 1 + 1e-9:
                 raise ValueError(
                     f"rates: chances below a parent at depth {depth} must add up to at most 1, got "
-                    f"{row!r:.80}."
+                    f"{shown(row)}."
                 )
         for parent, ranks in self.counts.items():
             pairs = itertools.zip_longest(ranks.accepted, ranks.offered, fillvalue=-1)
             if not all(0 <= hits <= tries for hits, tries in pairs):
                 raise ValueError(
-                    f"counts of {list(parent)!r:.80}: each rank must be offered at least as often "
-                    f"as accepted, got {ranks.offered!r:.80} and {ranks.accepted!r:.80}."
+                    f"counts of {shown(list(parent))}: each rank must be offered at least as often "
+                    f"as accepted, got {shown(ranks.offered)} and {shown(ranks.accepted)}."
                 )
 
     @classmethod

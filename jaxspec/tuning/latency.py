@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxspec.core.checks import Checked, Count, Natural, NotNegative, Positive, checks_arguments
+from jaxspec.core.checks import (
+    Checked,
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    checks_arguments,
+    shown,
+)
 from jaxspec.tuning.files import read_entry, records, shipped_names, write_entry
 
 _SHIPPED = FilePath(__file__).resolve().parent / "profiles"
@@ -283,12 +291,12 @@ def profile_from_dict(entry: dict[str, Any], where: str) -> LatencyProfile:
     unknown = sorted(set(entry) - known)
     if unknown:
         raise ValueError(
-            f"profile {where}: unknown field {unknown[0]!r:.80}; known: {sorted(known)}."
+            f"profile {where}: unknown field {shown(unknown[0])}; known: {sorted(known)}."
         )
     if entry.get("target_keyed_on") != KEYED_ON:
         raise ValueError(
             f"profile {where}: target_keyed_on must be {KEYED_ON!r}, the root included, got "
-            f"{entry.get('target_keyed_on')!r:.80}; n draft nodes are verified by a pass of n + 1."
+            f"{shown(entry.get('target_keyed_on'))}; n draft nodes are verified by a pass of n + 1."
         )
     lacking = [field for field in ("target", "draft") if field not in entry]
     if lacking:
@@ -326,10 +334,10 @@ def _ordered(field: str, timings: Sequence[Timing], fewest: int) -> tuple[Timing
     sizes = [timing.size for timing in ordered]
     what, _ = _SIZES[field]
     if len(set(sizes)) != len(sizes):
-        raise ValueError(f"{field} lists a size twice, got {sizes!r:.80} {what}.")
+        raise ValueError(f"{field} lists a size twice, got {shown(sizes)} {what}.")
     if len(sizes) < fewest or (sizes and sizes[0] != 1):
         raise ValueError(
-            f"{field} needs the time of 1 and at least {fewest} sizes, got {sizes!r:.80} {what}; "
+            f"{field} needs the time of 1 and at least {fewest} sizes, got {shown(sizes)} {what}; "
             "measure them."
         )
     return ordered

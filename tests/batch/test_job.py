@@ -256,6 +256,24 @@ def test_rows_of_one_line_are_refused(model):
         run(model, rows, Collector(), GREEDY)
 
 
+def test_arguments_of_another_type_are_named(model):
+    rows, output = rows_of(["a"]), Collector()
+    calls = [
+        (lambda: batch.decode("demo", ["a"]), r"model must be a Model, got str; .*load\('demo'\)"),
+        (lambda: batch.run("demo", rows, output), "model must be a Model, got str"),
+        (lambda: batch.run(model, 5, output), "rows must be of type Sequence, got 5"),
+        (lambda: batch.run(model, ["a"], output), r"rows must be rows of read_rows.*got one 'a'"),
+        (lambda: batch.run(model, rows, "out"), "output must be a Writer or a Collector.*'out'"),
+        (
+            lambda: batch.run(model, rows, output, settings=0),
+            "settings must be a JobSettings, got 0",
+        ),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def test_an_id_names_the_randomness_and_not_the_line(model):
     prompts = ["same prompt"] * 3
     rows = [Row(i + 1, row_id, p) for i, (row_id, p) in enumerate(zip("aba", prompts, strict=True))]

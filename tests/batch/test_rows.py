@@ -69,6 +69,8 @@ def test_what_is_no_file_of_prompts_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no prompts"):
         read_rows(write(tmp_path / "empty.jsonl", b"\n\n"))
     whole = gzip.compress(b'"text"\n' * 1000)
+    with pytest.raises(ValueError, match="path must be a text or a path, got 5"):
+        read_rows(5)
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes(whole[:-9])
     with pytest.raises(ValueError, match="cut off"):

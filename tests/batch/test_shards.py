@@ -146,6 +146,14 @@ def test_missing_and_doubled_shards_are_named(parts, tmp_path):
     refused("2-of-3.jsonl.progress is missing", out, parts)
 
 
+def test_a_billion_shards_are_not_counted_one_by_one(tmp_path):
+    part, header = tmp_path / "a.jsonl", {"num_rows": 1, "num_samples": 1, "shard": "3/999999999"}
+    with writer_module.Writer(part, header):
+        pass
+    message = "shards 1/9{9}, 2/9{9}, 4/9{9}, .* and 999999990 more are missing"
+    refused(message, tmp_path / "out.jsonl", [part])
+
+
 def test_an_output_that_is_there_is_left_alone(parts, tmp_path):
     (tmp_path / "out.jsonl").write_text("mine")
     refused("out.jsonl is there already; give another name", tmp_path / "out.jsonl", parts)

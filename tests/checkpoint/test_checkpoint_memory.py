@@ -97,6 +97,22 @@ def test_what_cannot_fit_is_refused_with_figures(monkeypatch, saved_folder):
     check_cache_fits(CONFIG, wide, capacity=10**9, batch_size=1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity": "x"}, "capacity must be a whole number, got 'x'"),
+        ({"capacity": -100}, "capacity must be at least 0, got -100"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"config": 5}, "config must be of type ModelConfig, got 5"),
+    ],
+)
+def test_what_is_no_size_is_named(arguments, message):
+    asked = {"config": CONFIG, "dtype": np.dtype(np.float32), "capacity": 1}
+    for call in (estimate_memory, check_cache_fits):
+        with pytest.raises(ValueError, match=message):
+            call(**{**asked, "batch_size": 1, **arguments})
+
+
 def test_memory_is_asked_for_where_arrays_go():
     available = memory.available_memory()
     assert available is None or available > 1e6

@@ -169,6 +169,30 @@ def test_a_refusal_is_passed_on(tokenizer):
         with_template(tokenizer, template).render_chat(CHAT)
 
 
+@pytest.mark.parametrize("call", ["raise_exception", "[].index"])
+def test_a_long_refusal_is_cut(byte_level_tokenizer, call):
+    wordy = with_template(byte_level_tokenizer, "{{ " + call + "('no' * 10 ** 7) }}")
+    with pytest.raises(CheckpointError) as raised:
+        wordy.render_chat(CHAT)
+    assert len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda it: it.encode(None), "text must be a text, got None"),
+        (lambda it: it.decode([-1]), r"ids\[0\] must be at least 0, got -1"),
+        (lambda it: it.decode([1 << 40]), r"ids\[0\] must be below 2147483648"),
+        (lambda it: it.decode(5), "ids must be a sequence, got 5"),
+        (lambda it: it.render_chat(CHAT, template=[1]), r"template must be a text, got \[1\]"),
+        (lambda it: it.render_chat([5 * "x"]), r"messages\[0\] must be a dictionary"),
+    ],
+)
+def test_what_is_of_another_type_is_named(byte_level_tokenizer, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(with_template(byte_level_tokenizer, "x"))
+
+
 GREEDY_TEMPLATES = {
     "turns": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "power": "{{ 10 ** (10 ** 10) }}",

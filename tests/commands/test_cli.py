@@ -412,6 +412,8 @@ class TestGenerate:
         monkeypatch.setattr("jaxspec.commands.generate.MOST_TEXT", 10)
         monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 11))
         assert "longer than 10 characters" in fails(capsys, "generate", folder, "-")
+        monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 11))
+        assert "longer than 10 characters" in fails(capsys, "generate", folder, "--chat")
 
     def test_a_program_that_fails_is_an_error_in_one_line(self, capsys, monkeypatch, folder):
         def fail(*arguments):

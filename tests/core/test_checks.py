@@ -28,6 +28,7 @@ from jaxspec.core.checks import (
     checked,
     checks_arguments,
     one_of,
+    shown,
 )
 from tests.shapes import made_unchecked
 
@@ -39,6 +40,11 @@ class Splitting(typing.Protocol):
 
 NOT_NUMBERS = (True, "1", b"1", None, [1], (1,), {}, print, 1 + 2j)
 NOT_WHOLE = (*NOT_NUMBERS, 1.5, math.nan, math.inf, -math.inf, np.float32(0.5))
+
+
+def test_a_quoted_value_is_short():
+    for value in ("a" * 10**8, [0] * 10**7, b"\n" * 10**8, 10**5000, {1: "b" * 99}):
+        assert len(shown(value)) <= 80
 
 
 @pytest.mark.parametrize("value", [3, 3.0, np.int8(3), np.float64(3), np.array(3)])

@@ -102,7 +102,7 @@ def test_the_order_of_paths_does_not_matter(paths):
             "paths must be of at most 4096 entries, got 20001",
         ),
         ([[0] * 10**6], r"paths\[0\] must be of at most 4096 entries, got 1000000"),
-        ([[0] * 4096], r"^paths: \[0, 0[0, ]{,80} needs its parent \[0, 0[0, ]{,80}; add it\.$"),
+        ([[0] * 4096], r"^paths: \[0, 0[0, ]{,80}\.\.\. needs its parent \[0, [0, ]{,80}\.\.\.;"),
         ([[i] for i in range(4095)] + [[4094]], r"paths: \[4094\] is listed twice"),
         ("abc", "paths must be a sequence, got 'abc'"),
         (None, "paths must be a sequence, got None"),

@@ -73,6 +73,23 @@ def test_settings_that_do_not_fit(network, prompt, values, message):
         denoise(tiny_model(**network), prompt, DenoiseConfig(**values))
 
 
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("schedule", ["even", "linear"])
+def test_steps_that_decide_nothing_are_not_taken(schedule, shift):
+    """There are more of them than a machine could take."""
+    config = DenoiseConfig(
+        **SHORT,
+        steps=3 * 10**8,
+        schedule=schedule,
+        cache="dual" if shift else None,
+        allow_mask_token=not shift,
+        stop_token_ids=(),
+    )
+    row = denoise(tiny_model(shift=shift), [1], config)[0]
+    assert len(row.tokens) == 12
+    assert row.num_calls <= 12
+
+
 @pytest.mark.parametrize("seed", [-1, 2**31, True, 0.5])
 def test_a_seed_must_fit_the_generator(seed):
     with pytest.raises(ValueError, match=r"^seed must be "):

@@ -118,6 +118,11 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
     assert [row.prompt_index for row in rows] == [0, 1]
 
 
+DEEP: dict = {}
+for _ in range(5000):
+    DEEP = {"a": DEEP}
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "message"),
     [
@@ -125,6 +130,19 @@ def test_prompts_may_be_text_ids_arrays_chats_and_lists_of_them(model, tokenizer
         ([[]], {}, r"prompts\[0\] is empty"),
         ("", {}, r"prompts\[0\] is empty"),
         ([[1, 2], [1] * CONTEXT], {}, rf"prompts\[1\] has {CONTEXT} tokens"),
+        ([range(3 * 10**8)], {}, r"prompts\[0\] has 300000000 tokens"),
+        (range(3 * 10**8), {}, r"prompts\[0\] has 300000000 tokens"),
+        (iter(range(10**7)), {}, "prompts: got more than 1000000"),
+        ("ab cd " * 10**6, {}, r"prompts\[0\]: its 6000000 characters are too many: the first"),
+        (
+            [{"role": "user", "content": "ab cd " * 10**6}],
+            {},
+            r"prompts\[0\]: its 60\d+ characters are too many: the first",
+        ),
+        ([[DEEP]], {}, r"messages\[0\] must be a .* got dict too long to show"),
+        (np.array(5), {}, "prompts must be a prompt or a list of them, got .*5"),
+        (DEEP, {}, "prompts must be a prompt or a list of them, got dict too long to show"),
+        ([1], {"banned_token_ids": range(10**9)}, "banned_token_ids must be of at most .* entries"),
         ([1, 272], {}, r"outside 0\.\.271: \[272\]"),
         ([-1], {}, r"outside 0\.\.271"),
         ([1], {"temperature": -0.1}, r"temperature must be in \[0, 3e\+38\), got -0.1"),
@@ -298,6 +316,12 @@ def test_config_and_drafter_may_stand_in_each_others_place(model):
     assert len(first.trace.tokens) == drafter.tree_shape[0]
     with pytest.raises(ValueError, match="config must be a GenerationConfig, got PromptLookup"):
         generate(model, [1], drafter, drafter)
+
+
+def test_drafts_deeper_than_the_context_are_refused(model):
+    most = PromptLookup(CONTEXT + 1)
+    with pytest.raises(ValueError, match=rf"drafts up to {CONTEXT + 1} tokens .* holds {CONTEXT}"):
+        generate(model, [1], drafter=most)
 
 
 def test_what_makes_a_drafter_is_said(model):
@@ -766,6 +790,18 @@ def test_what_a_call_would_hold_is_foretold(model, monkeypatch):
     with pytest.raises(CheckpointError, match=r"1 texts of 16 tokens need"):
         score(model, [1, 2, 3])
     assert decode._cache_size() == programs
+
+
+def test_what_drafts_would_hold_is_foretold(model, monkeypatch):
+    """The accepted path is picked from the keys and values of all nodes, which XLA holds."""
+    config = GenerationConfig(max_new_tokens=8)
+    request = prepare(model, [[1]], config, PromptLookup(CONTEXT), 0)
+    foretold = bytes_of_row(request.params, request.prompts, request.drafter, request.plan)
+    held = request.peak_bytes() - sum(leaf.nbytes for leaf in jax.tree.leaves(request.params))
+    assert 0.6 * held < foretold < 1.5 * held
+    monkeypatch.setattr(memory, "available_memory", lambda: foretold // 2)
+    with pytest.raises(CheckpointError, match=r"1 texts of .* tokens need"):
+        prepare(model, [[1]], config, PromptLookup(CONTEXT), 0)
 
 
 def test_what_a_trace_would_hold_is_foretold(model, monkeypatch):

@@ -89,7 +89,7 @@ def test_masks_are_spread_over_the_steps(steps, counts):
 
 def test_time_that_runs_linearly():
     """floor(masks * (1 - s/t)), where 16 equal steps to a thousandth give 0 first: 0.999."""
-    shares = linear_shares(16, 1e-3)
+    shares = linear_shares(16, 1e-3, most=16)
     assert shares.dtype == np.float32
     assert np.floor(np.float32(16) * shares[0]) == 0
     assert shares[-1] == 1.0
@@ -97,6 +97,22 @@ def test_time_that_runs_linearly():
     after = decide(canvas(*[MASK] * 8), prediction([4] * 8, [-1.0] * 8), pace)
     assert text(after) == [4, *[MASK] * 7]
     assert text(decide(after, prediction([5] * 8, [-1.0] * 8), pace)) == [4, 5, 5, 5, *[MASK] * 4]
+
+
+@pytest.mark.parametrize("eps", [1e-3, 0.5])
+@pytest.mark.parametrize("steps", [4, 5, 7, 64, 3000])
+def test_of_more_steps_than_masks_those_that_fill_in_nothing_are_left_out(steps, eps):
+    def fills(shares, masks):
+        for share in shares:
+            count = int(np.floor(np.float32(masks) * share))
+            masks -= count
+            yield count
+
+    every, left = linear_shares(steps, eps, most=steps), linear_shares(steps, eps, most=4)
+    assert len(every) == steps
+    assert len(left) <= 4
+    for masks in range(1, 5):
+        assert [*filter(None, fills(left, masks))] == [*filter(None, fills(every, masks))]
 
 
 def test_a_threshold_fills_in_what_is_sure_and_one_at_least():

@@ -348,6 +348,7 @@ def acceptance_rates(
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1, got 0"),
         ({"threshold": 1.2}, r"threshold must be in \[0, 1\], got 1.2"),
         ({"skip": Skips((0.5,), (1,))}, "skip must hold True or False"),
+        ({"skip": Skips((), (True,) * 5000)}, "skip.mlp must be of at most 4096 entries"),
         (
             {"skip": Skips((True,), (True, False))},
             "as many attention as MLP sub-layers, got 1 and 2",
@@ -365,6 +366,12 @@ def test_settings_out_of_range_are_refused(settings, message):
 def test_a_bare_vector_is_refused(make):
     with pytest.raises(Exception, match="skip"):  # where types are checked, by that
         make([0, 1, 1, 0])
+
+
+@pytest.mark.parametrize("make", [LayerSkip, LayerSkip.of])
+def test_parts_that_are_no_sequences_are_refused(make):
+    with pytest.raises(Exception, match="attention"):  # where types are checked, by that
+        make(Skips(1, 2))
 
 
 def make(adaptive=None, **settings):

@@ -101,11 +101,18 @@ def test_an_unknown_name_is_refused():
         ([4], [], r"attention must name layers in 0..3 to skip, got 4"),
         ([], [-1], r"mlp must name layers in 0..3 to skip, got -1"),
         ([2, 2], [], "attention names layer 2 twice"),
+        (range(10**9), [], "attention must name layers in 0..3 to skip, got 4"),
     ],
 )
 def test_indices_out_of_place_are_refused(attention, mlp, message):
     with pytest.raises(ValueError, match=message):
         skips_of(4, attention, mlp)
+
+
+@pytest.mark.parametrize("num_layers", [10**7, 0])
+def test_a_depth_that_no_model_has_is_refused(num_layers):
+    with pytest.raises(ValueError, match="num_layers must be"):
+        skips_of(num_layers, [], [])
 
 
 def test_indices_and_sets_are_two_ways_to_say_the_same():

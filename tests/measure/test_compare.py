@@ -179,6 +179,7 @@ class TestDivergence:
         ({"drafters": [WrongRoot()]}, "drafters: give a dictionary of drafters by name.*got list"),
         ({"model": "demo"}, "model must be a Model, got str"),
         ({"repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"repeats": "3"}, "repeats must be a whole number, got '3'"),
         ({"categories": ["a"]}, "categories: got 1 for 2 prompts"),
         ({"config": GenerationConfig(num_samples=2)}, "num_samples must be 1"),
         ({"config": GenerationConfig(temperature=[0.0, 1.0])}, "temperature must be one value"),

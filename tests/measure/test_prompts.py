@@ -115,3 +115,5 @@ def test_an_empty_file_and_a_bad_limit_are_refused(tmp_path):
         read_prompts(write(tmp_path, ""))
     with pytest.raises(ValueError, match="limit must be at least 1, got 0"):
         read_prompts(write(tmp_path, {"prompt": "p"}), limit=0)
+    with pytest.raises(ValueError, match="path must be a text or a path, got 5"):
+        read_prompts(5)
