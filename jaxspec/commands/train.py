@@ -80,8 +80,8 @@ class TrainVerb(Generic[Settings]):
         add_source_arguments(parser)
         common = {field.name for field in dataclasses.fields(RunSettings)}
         others = {field.name for field in dataclasses.fields(self.settings)} - common
-        shown = {"own_text": {"default": self.own_text}}
-        add_flags(parser.add_argument_group("run"), self.settings, common, options=shown)
+        own = {"own_text": {"default": self.own_text}}
+        add_flags(parser.add_argument_group("run"), self.settings, common, options=own)
         add_flags(parser.add_argument_group("training"), self.settings, others)
         if "model" in others:
             model = parser.add_argument_group("model")
@@ -201,7 +201,7 @@ def _as_number(text: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(
-            f"--weight must be NAME=NUMBER, got {text!r:.80} for the number."
+            f"--weight must be NAME=NUMBER, got {shown(text)} for the number."
         ) from None
 
 

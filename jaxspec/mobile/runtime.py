@@ -377,7 +377,7 @@ class MobileModel:
             )
         check_token_ids(self.manifest, prompt)
 
-    def _described(self, signature: str) -> dict[str, dict[str, Any]]:
+    def _described(self, signature: str) -> Mapping[str, Mapping[str, Any]]:
         if signature not in self.manifest.signatures:
             raise ValueError(
                 f"signature: this file has {', '.join(self.manifest.signatures)}, not {signature}."

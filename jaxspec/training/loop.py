@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxspec.checkpoint import CheckpointError
 from jaxspec.checkpoint.files import naming, parse_json, read_text
-from jaxspec.core.checks import Natural, NotNegative, Requirement, checked
+from jaxspec.core.checks import Natural, NotNegative, Requirement, checked, shown
 from jaxspec.core.types import PyTree
 from jaxspec.models import NARROW
 from jaxspec.progress import error_console
@@ -148,7 +148,7 @@ def _record_in(line: str) -> dict[str, Any]:
     """
     record = parse_json(line)
     if not isinstance(record, dict):
-        raise ValueError(f"it must be an object, got {record!r:.80}")
+        raise ValueError(f"it must be an object, got {shown(record)}")
     needed = ("step", "seconds", *(("tokens_per_second",) if "loss" in record else ()))
     if missing := [name for name in needed if name not in record]:
         raise ValueError(f"it lacks {', '.join(missing)}")

@@ -22,7 +22,7 @@ from jaxspec.checkpoint.files import (
     with_line_feeds,
 )
 from jaxspec.checkpoint.tokenizer import check_unicode
-from jaxspec.core.checks import Checked, FileName, Natural, at_least, from_up_to, within
+from jaxspec.core.checks import Checked, FileName, Natural, at_least, from_up_to, shown, within
 from jaxspec.training.tokenizer import RESERVED
 
 DATA_FOLDER = Path("data/train")
@@ -162,13 +162,13 @@ def _template_parts(template: str) -> list[list[tuple[str, str]]]:
             parts = list(string.Formatter().parse(piece))
         except ValueError as error:
             raise ValueError(
-                f"template: {error} in {piece!r:.80}; a brace of the text is written twice."
+                f"template: {error} in {shown(piece)}; a brace of the text is written twice."
             ) from None
         for _, name, layout, conversion in parts:
             if name == "" or layout or conversion:
                 raise ValueError(
                     f"template must name fields by {{name}} alone, without a layout (:) or a "
-                    f"conversion (!), got {piece!r:.80}."
+                    f"conversion (!), got {shown(piece)}."
                 )
         pieces.append([(text, name or "") for text, name, _, _ in parts])
     return pieces
