@@ -187,7 +187,7 @@ class MobileModel:
         """Entries of the model's `generation_config.json`."""
         return self.manifest.generation_defaults
 
-    def inputs(self, signature: str) -> dict[str, dict[str, Any]]:
+    def inputs(self, signature: str) -> Mapping[str, Any]:
         """Returns shape and dtype of each input of a signature."""
         return self._described(signature)["inputs"]
 
