@@ -25,7 +25,7 @@ class Caller(Protocol):
         """Settings of the file."""
         ...
 
-    def inputs(self, signature: str) -> dict[str, dict[str, Any]]:
+    def inputs(self, signature: str) -> Mapping[str, Any]:
         """Returns shape and dtype of each input of a signature."""
         ...
 
