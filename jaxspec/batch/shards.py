@@ -1,7 +1,6 @@
 """Joins the outputs of a job's shards into one file, in the order of the input."""
 
 import contextlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,8 @@ from jaxspec.batch.writer import (
     record_in,
     write_whole,
 )
+from jaxspec.checkpoint.files import parse_json
+from jaxspec.core.checks import Natural, checked
 
 
 class _Part(NamedTuple):
@@ -128,10 +129,13 @@ def _check_complete(parts: Sequence[_Part]) -> None:
     num, counts = parts[0].shard.num, Counter(part.shard.index for part in parts)
     doubled = [index for index, count in sorted(counts.items()) if count > 1]
     if doubled:
-        raise OutputError(f"{_listed(doubled, num)} given more than once; give each once.")
-    missing = sorted({*range(1, num + 1)} - {*counts})
-    if missing:
-        raise OutputError(f"{_listed(missing, num)} missing; give the outputs of all shards.")
+        said = _listed(doubled, len(doubled), num)
+        raise OutputError(f"{said} given more than once; give each once.")
+    if len(counts) < num:
+        # There may be a thousand million shards.
+        missing = [index for index in range(1, len(counts) + 9) if index not in counts]
+        said = _listed(missing, num - len(counts), num)
+        raise OutputError(f"{said} missing; give the outputs of all shards.")
 
 
 def _check_finished(part: _Part) -> None:
@@ -139,13 +143,18 @@ def _check_finished(part: _Part) -> None:
 
     A row has either all of its samples or one record that says why there are none.
     """
-    num_rows = len(part.shard.rows_of(range(part.header["num_rows"])))
+    try:
+        in_all, whole = (
+            checked(name, part.header.get(name), Natural) for name in ("num_rows", "num_samples")
+        )
+    except ValueError as error:
+        raise OutputError(f"{progress_path(part.path)} is not of a job: {error}") from None
+    num_rows = len(part.shard.rows_of(range(in_all)))
     samples: dict[int, list[Span]] = defaultdict(list)
     for span in part.spans:
         samples[span.key[0]].append(span)
-    whole = part.header["num_samples"]
     finished = sum(
-        len(spans) == whole or "error" in json.loads(record_in(part.file, spans[0]))
+        len(spans) == whole or _says_why(record_in(part.file, spans[0]))
         for spans in samples.values()
     )
     if finished < num_rows:
@@ -155,8 +164,17 @@ def _check_finished(part: _Part) -> None:
         )
 
 
-def _listed(indices: Sequence[int], num: int) -> str:
-    """Names shards as the subject of a sentence."""
+def _says_why(record: bytes) -> bool:
+    """Returns whether a record says why its row has no samples."""
+    try:
+        value = parse_json(record)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "error" in value
+
+
+def _listed(indices: Sequence[int], count: int, num: int) -> str:
+    """Names `count` shards, of which the first are given, as the subject of a sentence."""
     some = ", ".join(f"{index}/{num}" for index in indices[:8])
-    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
-    return f"shard {some} is" if len(indices) == 1 else f"shards {some}{more} are"
+    more = f" and {count - 8} more" if count > 8 else ""
+    return f"shard {some} is" if count == 1 else f"shards {some}{more} are"
