@@ -204,9 +204,9 @@ class SearchTrace:
         records = self._history.records
         known = about
         if records:
-            if not all(isinstance(record, dict) and "step" in record for record in records) or not (
-                {"about", "measured"} <= records[0].keys()
-            ):
+            if not all(
+                isinstance(record, dict) and type(record.get("step")) is int for record in records
+            ) or not ({"about", "measured"} <= records[0].keys()):
                 raise ValueError(
                     f"{path} is not a trace of `jaxspec tune skips`; name another folder, or "
                     "move it away."

@@ -49,6 +49,7 @@ from jaxspec.checkpoint import (
     save_dflash,
     save_eagle,
 )
+from jaxspec.checkpoint.folder import read_folder
 from jaxspec.checkpoint.safetensors import find_tensors
 from jaxspec.checkpoint.trees import load_threshold, load_tree
 from jaxspec.core.tree import chain, tree_from_parents
@@ -516,7 +517,7 @@ CASES: dict[str, Case] = {
     "config of Llama": Case(CONFIG, config_from_json, named=("raw", "config")),
     "config of Gemma 3": Case(GEMMA, config_from_json, named=("raw", "config")),
     "tokenizer_config.json": Case(
-        TOKENIZER, chat_in, "tokenizer_config.json", named=("chat template",)
+        TOKENIZER, chat_in, "tokenizer_config.json", named=("chat template", "template")
     ),
     "tokenizer.json": Case(SMALL_TOKENIZER, coded_by, "tokenizer.json"),
     "chat template": Case(
@@ -566,6 +567,7 @@ CASES: dict[str, Case] = {
         as_lines,
         found=(
             [{**TRACE[0], "about": 5}],
+            [{**TRACE[0], "step": []}],
             [TRACE[0], {"step": 1}],
             [TRACE[0], {**TRACE[1], "attention": 1}],
             [TRACE[0], {**TRACE[1], "score": {}}],
@@ -591,7 +593,7 @@ CASES: dict[str, Case] = {
             read,
             "out.jsonl.progress",
             as_progress,
-            named=("out.jsonl",),
+            named=("out.jsonl", "shards"),
             found=(
                 ["<deep>"],
                 [5],
@@ -611,6 +613,7 @@ CASES: dict[str, Case] = {
             lambda path, read=read: read(path.parent, TARGET),
             "config.json",
             beside=partial(head_saved, kind),
+            named=("dialect",),
         )
         for kind, read in (
             ("EAGLE", load_eagle),
@@ -619,10 +622,13 @@ CASES: dict[str, Case] = {
             ("DSpark", load_dflash),
         )
     },
-    **{
-        name: Case(None, lambda path: load(path.parent), name, beside=model_saved)
-        for name in ("config.json", "generation_config.json")
-    },
+    "config.json": Case(None, lambda path: load(path.parent), "config.json", beside=model_saved),
+    "generation_config.json": Case(
+        None,
+        lambda path: read_folder(path.parent).stop_token_ids(None, TARGET.vocab_size),
+        "generation_config.json",
+        beside=model_saved,
+    ),
     "GenerationConfig": Case(
         {**defaults_of(GenerationConfig), "stop": ["end"], "logit_bias": None},
         made(GenerationConfig),
