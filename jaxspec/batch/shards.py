@@ -133,7 +133,8 @@ def _check_complete(parts: Sequence[_Part]) -> None:
         raise OutputError(f"{said} given more than once; give each once.")
     if len(counts) < num:
         # There may be a thousand million shards.
-        missing = [index for index in range(1, len(counts) + 9) if index not in counts]
+        first = range(1, min(num, len(counts) + 8) + 1)
+        missing = [index for index in first if index not in counts]
         said = _listed(missing, num - len(counts), num)
         raise OutputError(f"{said} missing; give the outputs of all shards.")
 

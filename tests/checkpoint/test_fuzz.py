@@ -121,32 +121,34 @@ VALUES = st.recursive(
 )
 
 
-def places_in(value: Any, path: tuple = ()) -> list[tuple]:
-    """Paths to every part of a JSON value, itself left out."""
+def keys_of(value: Any) -> list:
+    """Keys of an object, indices of a list; nothing of something else."""
     if isinstance(value, dict):
-        parts = list(value.items())
-    elif isinstance(value, list):
-        parts = list(enumerate(value))
-    else:
-        parts = []
-    return [
-        place for key, part in parts for place in ((*path, key), *places_in(part, (*path, key)))
-    ]
+        return list(value)
+    return list(range(len(value))) if isinstance(value, list) else []
+
+
+def names_in(value: Any) -> tuple[str, ...]:
+    """Names of all fields of a JSON value."""
+    inner = [name for key in keys_of(value) for name in names_in(value[key])]
+    return (*(value if isinstance(value, dict) else ()), *inner)
+
+
+# Hypothesis itself would draw the first places most, and the same changes again and again.
+EVENLY = st.randoms(use_true_random=True)
 
 
 @st.composite
 def changed(draw, valid: Any) -> Any:
     """A copy of a JSON value that differs in up to three places."""
-    value = json.loads(json.dumps(valid))
-    for _ in range(draw(st.integers(1, 3))):
-        places = places_in(value)
-        if not places or draw(st.integers(0, 19)) == 19:
+    value, drawn = json.loads(json.dumps(valid)), draw(EVENLY)
+    for _ in range(drawn.choice([1, 1, 2, 3])):
+        if not keys_of(value) or drawn.random() < 0.03:
             return draw(VALUES)
-        *path, last = draw(st.sampled_from(places))
-        whole = value
-        for key in path:
-            whole = whole[key]
-        kind = draw(st.sampled_from(["other", "other", "gone", "more"]))
+        whole, last = value, drawn.choice(keys_of(value))
+        while (inner := keys_of(whole[last])) and drawn.random() < 0.6:
+            whole, last = whole[last], drawn.choice(inner)
+        kind = drawn.choice(["other", "other", "gone", "more"])
         if kind == "gone":
             del whole[last]
         elif kind == "more" and isinstance(whole, list):
@@ -160,12 +162,12 @@ def changed(draw, valid: Any) -> Any:
 
 @st.composite
 def damaged(draw, whole: bytes) -> bytes:
-    """A copy of a file's bytes, cut off or with other bytes in it."""
-    data = bytearray(whole[: draw(st.integers(0, len(whole)))] if draw(st.booleans()) else whole)
-    for _ in range(draw(st.integers(0, 4))):
+    """A copy of a file's bytes, cut off or with other bytes in it, NUL among them."""
+    drawn = draw(EVENLY)
+    data = bytearray(whole[: drawn.randint(0, len(whole))] if drawn.random() < 0.5 else whole)
+    for _ in range(drawn.randint(0, 4)):
         if data:
-            place = draw(st.integers(0, len(data) - 1))
-            data[place] = draw(st.just(0) | st.integers(0, 255))
+            data[drawn.randrange(len(data))] = drawn.choice([0, drawn.randrange(256)])
     return bytes(data)
 
 
@@ -443,10 +445,6 @@ class Case(NamedTuple):
         return self.read(path)
 
 
-def keys_in(value: Any) -> tuple[str, ...]:
-    return tuple({place[-1] for place in places_in(value) if isinstance(place[-1], str)})
-
-
 SMALL_TOKENIZER = {
     "version": "1.0",
     "added_tokens": [
@@ -533,7 +531,7 @@ CASES: dict[str, Case] = {
     ),
     "row": Case(ROW, read_rows, "rows.jsonl"),
     "prompts": Case(ROW, read_prompts, "rows.jsonl"),
-    "prompt": Case([ROW, [ROW], "text", [1, 2]], prompt_list, named=("prompt",)),
+    "prompt": Case([ROW, [ROW], "text", [1, 2]], prompt_list, named=("prompt", "prompts")),
     "profile": Case(DEVICE, load_profile, "profile.json"),
     "acceptance": Case(TABLE, load_acceptance, "acceptance.json"),
     "paths": Case([[0], [1], [0, 0]], Eagle, named=("paths",)),
@@ -576,7 +574,9 @@ CASES: dict[str, Case] = {
     "times of a page": Case(WEB, read_web_profile, "times.json"),
     "phone file": Case(json.loads(MANIFEST.to_json()), manifest_in, "model.tflite", as_phone_file),
     **{
-        f"settings of train {verb}": Case(plain, asked(verb), "settings.json", named=keys_in(plain))
+        f"settings of train {verb}": Case(
+            plain, asked(verb), "settings.json", named=names_in(plain)
+        )
         for verb, plain in TRAININGS.items()
     },
     "run.json": Case(None, claimed, "run.json", beside=claimed),
@@ -692,10 +692,10 @@ def folder(tmp_path, byte_level_tokenizer):
 def tried(folder: Path, case: Case, examples: int, same: bool = True) -> None:
     made_unchecked((*SETTINGS, GenerationConfig))
     valid = case.prepared(folder)
-    named = (*case.named, *([Path(case.file).name] if case.file else keys_in(valid)))
+    named = (*case.named, *([Path(case.file).name] if case.file else names_in(valid)))
     values = changed(valid)
     if case.file:
-        values = values | values | damaged(case.text(valid))
+        values = values | values | values | damaged(case.text(valid))
 
     @settings(
         max_examples=examples,
