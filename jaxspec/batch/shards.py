@@ -2,7 +2,8 @@
 
 import contextlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -129,14 +130,12 @@ def _check_complete(parts: Sequence[_Part]) -> None:
     num, counts = parts[0].shard.num, Counter(part.shard.index for part in parts)
     doubled = [index for index, count in sorted(counts.items()) if count > 1]
     if doubled:
-        said = _listed(doubled, len(doubled), num)
-        raise OutputError(f"{said} given more than once; give each once.")
-    if len(counts) < num:
-        # There may be a thousand million shards.
-        first = range(1, min(num, len(counts) + 8) + 1)
-        missing = [index for index in first if index not in counts]
-        said = _listed(missing, num - len(counts), num)
-        raise OutputError(f"{said} missing; give the outputs of all shards.")
+        listed = _listed(doubled, len(doubled), num)
+        raise OutputError(f"{listed} given more than once; give each once.")
+    if len(counts) < num:  # however large that number
+        missing = (index for index in range(1, num + 1) if index not in counts)
+        listed = _listed(missing, num - len(counts), num)
+        raise OutputError(f"{listed} missing; give the outputs of all shards.")
 
 
 def _check_finished(part: _Part) -> None:
@@ -174,8 +173,8 @@ def _says_why(record: bytes) -> bool:
     return isinstance(value, dict) and "error" in value
 
 
-def _listed(indices: Sequence[int], count: int, num: int) -> str:
-    """Names `count` shards, of which the first are given, as the subject of a sentence."""
-    some = ", ".join(f"{index}/{num}" for index in indices[:8])
+def _listed(indices: Iterable[int], count: int, num: int) -> str:
+    """Names `count` shards as the subject of a sentence."""
+    some = ", ".join(f"{index}/{num}" for index in islice(indices, 8))
     more = f" and {count - 8} more" if count > 8 else ""
     return f"shard {some} is" if count == 1 else f"shards {some}{more} are"

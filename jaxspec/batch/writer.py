@@ -152,11 +152,10 @@ def _said(path: Path, number: int, line: bytes, start: int = 0) -> Any:
         value = parse_json(line[9:])
     except ValueError:
         value = None
-    of_entry = isinstance(value, list) and len(value) == 4
     if number == 1:
         good = isinstance(value, dict)
     else:
-        good = of_entry and all(type(part) is int for part in value) and value[0] >= start
+        good = isinstance(value, list) and list(map(type, value)) == 4 * [int] and value[0] >= start
     if not good:
         raise OutputError(
             f"{progress_path(path)}:{number} is not what a job writes there: give another name."
