@@ -579,10 +579,10 @@ CASES: dict[str, Case] = {
         )
         for verb, plain in TRAININGS.items()
     },
-    "run.json": Case(None, claimed, "run.json", beside=claimed),
+    "run.json": Case(None, claimed, "run.json", beside=claimed, named=("state folder",)),
     "plan.json": Case(None, planned, "plan.json", beside=planned),
     "history": Case(
-        [{"step": step, "seconds": 0.5 * step, "loss": 2.0} for step in (1, 2)],
+        [{"step": step, "seconds": 0.5, "loss": 2.0, "tokens_per_second": 9.0} for step in (1, 2)],
         figures_in,
         "history.jsonl",
         as_lines,
