@@ -102,18 +102,17 @@ WRITTEN = {
     '"<large>"': "1e999",
 }
 """What stands in a file for values that Python would not write."""
-SCALARS = st.one_of(
-    st.sampled_from([name.strip('"') for name in WRITTEN]),
-    st.none(),
-    st.booleans(),
+SCALARS = [
+    st.none() | st.booleans(),
     st.integers(-3, 3),
     st.sampled_from([2**31 - 1, 2**31, 2**63, -(2**63), 10**30, 1e300, 0.5, -0.0]),
     st.floats(),
     st.text(max_size=8),
     st.sampled_from(["silu", "llama3", "yarn", "default", "float32", "first", "/dev/zero", "demo"]),
-)
+    st.sampled_from([name.strip('"') for name in WRITTEN]),
+]
 VALUES = st.recursive(
-    SCALARS,
+    st.one_of(SCALARS),
     lambda parts: (
         st.lists(parts, max_size=4) | st.dictionaries(st.text(max_size=6), parts, max_size=3)
     ),
@@ -141,10 +140,10 @@ EVENLY = st.randoms(use_true_random=True)
 @st.composite
 def changed(draw, valid: Any) -> Any:
     """A copy of a JSON value that differs in up to three places."""
-    value, drawn = json.loads(json.dumps(valid)), draw(EVENLY)
+    value, drawn, kinds = json.loads(json.dumps(valid)), draw(EVENLY), [*SCALARS, VALUES]
     for _ in range(drawn.choice([1, 1, 2, 3])):
         if not keys_of(value) or drawn.random() < 0.03:
-            return draw(VALUES)
+            return draw(drawn.choice(kinds))
         whole, last = value, drawn.choice(keys_of(value))
         while (inner := keys_of(whole[last])) and drawn.random() < 0.6:
             whole, last = whole[last], drawn.choice(inner)
@@ -152,11 +151,11 @@ def changed(draw, valid: Any) -> Any:
         if kind == "gone":
             del whole[last]
         elif kind == "more" and isinstance(whole, list):
-            whole.insert(last, draw(VALUES))
+            whole.insert(last, draw(drawn.choice(kinds)))
         elif kind == "more":
-            whole[draw(st.text(max_size=6))] = draw(VALUES)
+            whole[draw(st.text(max_size=6))] = draw(drawn.choice(kinds))
         else:
-            whole[last] = draw(VALUES)
+            whole[last] = draw(drawn.choice(kinds))
     return value
 
 
