@@ -108,7 +108,10 @@ def _open(path: Path, stack: contextlib.ExitStack) -> _Part:
     if contents is None or not isinstance(shard, str):
         raise OutputError(f"{progress} is damaged or not of jaxspec batch; decode the shard again.")
     header = {name: value for name, value in contents.header.items() if name != "shard"}
-    return _Part(path, file, parse_shard(shard), header, contents.spans)
+    try:
+        return _Part(path, file, parse_shard(shard), header, contents.spans)
+    except ValueError as error:
+        raise OutputError(f"{progress}: {error}") from None
 
 
 def _check_one_job(parts: Sequence[_Part]) -> None:

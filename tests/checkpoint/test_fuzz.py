@@ -612,7 +612,7 @@ CASES: dict[str, Case] = {
             lambda path, read=read: read(path.parent, TARGET),
             "config.json",
             beside=partial(head_saved, kind),
-            named=("dialect",),
+            named=("dialect", "mask_token_id", "block_size", "target_layer_ids"),
         )
         for kind, read in (
             ("EAGLE", load_eagle),
