@@ -1,7 +1,6 @@
 """Joins the outputs of a job's shards into one file, in the order of the input."""
 
 import contextlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
@@ -18,6 +17,8 @@ from jaxspec.batch.writer import (
     record_in,
     write_whole,
 )
+from jaxspec.checkpoint.files import parse_json
+from jaxspec.core.checks import Natural, checked
 
 
 class _Part(NamedTuple):
@@ -107,7 +108,10 @@ def _open(path: Path, stack: contextlib.ExitStack) -> _Part:
     if contents is None or not isinstance(shard, str):
         raise OutputError(f"{progress} is damaged or not of jaxspec batch; decode the shard again.")
     header = {name: value for name, value in contents.header.items() if name != "shard"}
-    return _Part(path, file, parse_shard(shard), header, contents.spans)
+    try:
+        return _Part(path, file, parse_shard(shard), header, contents.spans)
+    except ValueError as error:
+        raise OutputError(f"{progress}: {error}") from None
 
 
 def _check_one_job(parts: Sequence[_Part]) -> None:
@@ -142,13 +146,18 @@ def _check_finished(part: _Part) -> None:
 
     A row has either all of its samples or one record that says why there are none.
     """
-    num_rows = len(part.shard.rows_of(range(part.header["num_rows"])))
+    try:
+        in_all, whole = (
+            checked(name, part.header.get(name), Natural) for name in ("num_rows", "num_samples")
+        )
+    except ValueError as error:
+        raise OutputError(f"{progress_path(part.path)} is not of a job: {error}") from None
+    num_rows = len(part.shard.rows_of(range(in_all)))
     samples: dict[int, list[Span]] = defaultdict(list)
     for span in part.spans:
         samples[span.key[0]].append(span)
-    whole = part.header["num_samples"]
     finished = sum(
-        len(spans) == whole or "error" in json.loads(record_in(part.file, spans[0]))
+        len(spans) == whole or _says_why(record_in(part.file, spans[0]))
         for spans in samples.values()
     )
     if finished < num_rows:
@@ -156,6 +165,15 @@ def _check_finished(part: _Part) -> None:
             f"{part.path} is not finished: {finished} of the {num_rows} rows of shard {part.shard} "
             "are there; give its command again with --resume."
         )
+
+
+def _says_why(record: bytes) -> bool:
+    """Returns whether a record says why its row has no samples."""
+    try:
+        value = parse_json(record)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and "error" in value
 
 
 def _listed(indices: Iterable[int], count: int, num: int) -> str:

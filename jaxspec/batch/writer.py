@@ -13,10 +13,12 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from jaxspec.batch.header import header_differences
+from jaxspec.checkpoint.files import MOST_JSON, parse_json
 
 Key = tuple[int, int]
 """Line of the input and number of the sample: what a record answers."""
@@ -113,17 +115,18 @@ def read_contents(path: Path, out: BinaryIO, progress: BinaryIO) -> OutputConten
         `None` if the progress file does not begin with a whole header.
 
     Raises:
-        OutputError: a record is not the one that was written.
+        OutputError: a record is not the one that was written, or the progress file is no job's.
     """
-    lines = iter(progress)
-    header = next(lines, b"")
-    if not _is_whole(header):
+    lines = iter(partial(progress.readline, MOST_JSON), b"")
+    first = next(lines, b"")
+    if not _is_whole(first):
         return None
-    entries, start, progress_end, size = [], 0, len(header), _size_of(out)
-    for line in lines:
+    header = _said(path, 1, first)
+    entries, start, progress_end, size = [], 0, len(first), _size_of(out)
+    for number, line in enumerate(lines, start=2):
         if not _is_whole(line):
             break
-        end, checksum, *key = json.loads(line[9:])
+        end, checksum, *key = _said(path, number, line, start)
         if end > size:  # the disk kept the entry and not its record
             break
         entries.append(_Entry((key[0], key[1]), end - start, checksum))
@@ -136,7 +139,28 @@ def read_contents(path: Path, out: BinaryIO, progress: BinaryIO) -> OutputConten
                 f"{path} was changed after it was written: record {wrong} is not the one that was "
                 "written. Give another name."
             )
-    return OutputContents(json.loads(header[9:]), spans, progress_end)
+    return OutputContents(header, spans, progress_end)
+
+
+def _said(path: Path, number: int, line: bytes, start: int = 0) -> Any:
+    """Returns what a whole line of a progress file says: first the header, then entries.
+
+    Raises:
+        OutputError: something else under the right checksum, or a record that ends before `start`.
+    """
+    try:
+        value = parse_json(line[9:])
+    except ValueError:
+        value = None
+    if number == 1:
+        good = isinstance(value, dict)
+    else:
+        good = isinstance(value, list) and list(map(type, value)) == 4 * [int] and value[0] >= start
+    if not good:
+        raise OutputError(
+            f"{progress_path(path)}:{number} is not what a job writes there: give another name."
+        )
+    return value
 
 
 class _Entry(NamedTuple):
@@ -332,7 +356,8 @@ class Writer:
 
     def _begin(self, header: Mapping[str, Any]) -> None:
         """Reads what an earlier process left, or writes the header."""
-        entry, begun = _entry(header), self._progress.read()
+        entry = _entry(header)
+        begun = self._progress.read(len(entry) + 1)
         self._progress.seek(0)
         contents = read_contents(self.path, self._out, self._progress)
         if contents is not None:

@@ -271,6 +271,10 @@ def _taps(raw: Mapping[str, Any], num_layers: int, num_features: int) -> tuple[i
     """Layers whose inputs are read: the layers behind those whose outputs the file names."""
     for name, behind in (("aux_hidden_state_layer_ids", 0), ("target_layer_ids", 1)):
         layers = read(raw, name, tuple[int, ...], None)
+        if layers == ():
+            raise CheckpointError(
+                f"config.json: {name} must name at least one layer of the target, got none."
+            )
         if layers is not None:
             return tuple(layer + behind for layer in layers)
     # Published heads have as many features as layers where they name none.

@@ -9,7 +9,7 @@ from jaxtyping import Int
 
 from jaxspec.checkpoint import shipped_folders
 from jaxspec.checkpoint.files import read_json
-from jaxspec.core.checks import checked, shown
+from jaxspec.core.checks import Natural, Nodes, Share, checked, shown
 from jaxspec.models import Skips
 from jaxspec.models.config import Layers
 
@@ -139,6 +139,15 @@ def _listed(ranges: str) -> list[int]:
     return [layer for first, *last in ends for layer in range(first, max([first, *last]) + 1)]
 
 
+_OF_SEARCH: dict[str, Any] = {
+    "num_layers": Layers,
+    "attention": tuple[Natural, ...],
+    "mlp": tuple[Natural, ...],
+    "num_speculative_tokens": Nodes,
+    "threshold": Share,
+}
+
+
 def skip_settings(source: str | Path) -> dict[str, Any]:
     """Reads the settings of `LayerSkip` that `jaxspec tune skips` found.
 
@@ -155,17 +164,13 @@ def skip_settings(source: str | Path) -> dict[str, Any]:
     if path.is_dir():
         path = path / "skips.json"
     found = read_json(path)
-    needed = {"num_layers", "attention", "mlp", "num_speculative_tokens", "threshold"}
-    if missing := sorted(needed - found.keys()):
+    if missing := sorted(_OF_SEARCH.keys() - found.keys()):
         raise ValueError(f"{path} is no result of `jaxspec tune skips`: it has no {missing[0]!r}.")
     try:
-        skip = skips_of(found["num_layers"], found["attention"], found["mlp"])
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
-    length, threshold = found["num_speculative_tokens"], found["threshold"]
-    if not (isinstance(length, int) and isinstance(threshold, int | float)):
-        raise ValueError(
-            f"{path}: num_speculative_tokens must be a whole number and threshold a number, got "
-            f"{shown(length)} and {shown(threshold)}."
+        layers, *parts, length, threshold = (
+            checked(name, found[name], hint) for name, hint in _OF_SEARCH.items()
         )
+        skip = skips_of(layers, *parts)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return {"skip": skip, "num_speculative_tokens": length, "threshold": threshold}

@@ -99,10 +99,34 @@ def make_evaluation(
     return evaluate
 
 
+def run_record(line: str) -> dict[str, Any]:
+    """Returns the record of a line: of a step's figures, or of a validation's.
+
+    Raises:
+        ValueError: saying what is wrong.
+    """
+    record = parse_json(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"it must be an object, got {shown(record)}")
+    needed = ("step", "seconds", *(("tokens_per_second",) if "loss" in record else ()))
+    if missing := [name for name in needed if name not in record]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return {name: checked(name, value, _HINTS.get(name, _Figure)) for name, value in record.items()}
+
+
 class History:
     """A run's figures, one line of JSON each, in a file that outlives the run."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, record_in: Callable[[str], dict[str, Any]] = run_record):
+        """Reads what the file holds, if there is one.
+
+        Args:
+            path: the file.
+            record_in: reads a line, or raises a `ValueError` that says what is wrong with it.
+
+        Raises:
+            CheckpointError: a line is no such record.
+        """
         self.path = path
         self.records: list[dict[str, Any]] = []
         *lines, last = read_text(path).split("\n") if path.exists() else [""]
@@ -112,7 +136,7 @@ class History:
             lines.append(last)
         for number, line in enumerate(lines, start=1):
             try:
-                self.records.append(_record_in(line))
+                self.records.append(record_in(line))
             except ValueError as error:
                 raise CheckpointError(
                     f"{path}:{number} is no record of a run ({error}): the file is damaged; begin "
@@ -138,21 +162,6 @@ class History:
         with naming(self.path):
             draft.write_text("".join(json.dumps(record) + "\n" for record in self.records))
             draft.replace(self.path)
-
-
-def _record_in(line: str) -> dict[str, Any]:
-    """Returns the record of a line: of a step's figures, or of a validation's.
-
-    Raises:
-        ValueError: saying what is wrong.
-    """
-    record = parse_json(line)
-    if not isinstance(record, dict):
-        raise ValueError(f"it must be an object, got {shown(record)}")
-    needed = ("step", "seconds", *(("tokens_per_second",) if "loss" in record else ()))
-    if missing := [name for name in needed if name not in record]:
-        raise ValueError(f"it lacks {', '.join(missing)}")
-    return {name: checked(name, value, _HINTS.get(name, _Figure)) for name, value in record.items()}
 
 
 def make_train_step(

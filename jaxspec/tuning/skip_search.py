@@ -12,12 +12,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import jax
 import numpy as np
 
-from jaxspec.checkpoint.files import CheckpointError, replacing_files, write_json
+from jaxspec.checkpoint.files import CheckpointError, parse_json, replacing_files, write_json
+from jaxspec.core.checks import Natural, checked
 from jaxspec.drafters.skip_sets import skipped_layers, skips_of
 from jaxspec.extras import needs_extra
 from jaxspec.models import Network, Skips
@@ -196,21 +197,31 @@ class SearchTrace:
             ValueError: the file is a trace of another model or of other settings.
         """
         try:
-            self._history = History(path)
+            self._history = History(path, parse_json)
         except CheckpointError as error:
             raise ValueError(f"{path} is not a trace of `jaxspec tune skips`: {error}") from None
         about = json.loads(json.dumps({"num_layers": num_layers, **about}))
         records = self._history.records
         known = about
         if records:
-            if not all(isinstance(record, dict) and "step" in record for record in records) or not (
-                {"about", "measured"} <= records[0].keys()
-            ):
+            if not all(
+                isinstance(record, dict) and type(record.get("step")) is int for record in records
+            ) or not ({"about", "measured"} <= records[0].keys()):
                 raise ValueError(
                     f"{path} is not a trace of `jaxspec tune skips`; name another folder, or "
                     "move it away."
                 )
-            known = records[0]["about"]
+            number = 1
+            try:
+                known = checked("about", records[0]["about"], Mapping[str, Any])
+                for record in records[1:]:
+                    number += 1
+                    _evaluation_of(record, num_layers)
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}:{number} is not of `jaxspec tune skips`: {error} Name another folder, "
+                    "or move it away."
+                ) from None
         different = sorted(
             name for name in known.keys() | about.keys() if known.get(name) != about.get(name)
         )
@@ -230,10 +241,7 @@ class SearchTrace:
     def evaluations(self, name: str) -> list[Evaluation]:
         """Evaluations of the search of that name, in order."""
         return [
-            Evaluation(
-                skips_of(self.num_layers, record["attention"], record["mlp"]),
-                SkipScore(**record["score"]),
-            )
+            _evaluation_of(record, self.num_layers)
             for record in self._history.records[1:]
             if record["search"] == name
         ]
@@ -254,6 +262,23 @@ class SearchTrace:
             **skipped_layers(evaluation.skip),
             score=evaluation.score._asdict(),
         )
+
+
+def _evaluation_of(record: Mapping[str, Any], num_layers: int) -> Evaluation:
+    """Reads a line of a trace that `SearchTrace.add` wrote.
+
+    Raises:
+        ValueError: naming the entry that is missing or wrong.
+    """
+    checked("search", record.get("search"), str)
+    checked("seconds", record.get("seconds", 0.0), float)
+    attention, mlp = (checked(n, record.get(n), tuple[Natural, ...]) for n in ("attention", "mlp"))
+    stated = checked("score", record.get("score"), Mapping[str, Any])
+    score = {
+        name: checked(f"score.{name}", stated.get(name), hint)
+        for name, hint in get_type_hints(SkipScore).items()
+    }
+    return Evaluation(skips_of(num_layers, attention, mlp), SkipScore(**score))
 
 
 def search(

@@ -226,6 +226,10 @@ def test_changed_and_foreign_outputs_are_refused(parts, tmp_path):
     with Writer(foreign, {"seed": 0}) as writer:
         writer.append([{"line": 1, "sample": 0}])
     refused("foreign.jsonl.progress is damaged or not of jaxspec batch", out, [foreign, *parts])
+    header = {"shard": "one of two"}
+    with Writer(tmp_path / "no_shard.jsonl", header) as writer:
+        writer.append([{"line": 1, "sample": 0}])
+    refused(r"no_shard.jsonl.progress: shard must be I/N", out, [tmp_path / "no_shard.jsonl"])
     writer_module.progress_path(foreign).write_bytes(b"no header")
     refused("foreign.jsonl.progress is damaged or not of jaxspec batch", out, [foreign, *parts])
 

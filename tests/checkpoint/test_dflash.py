@@ -449,6 +449,7 @@ def changed(config: dict, own: dict | None = None, **values) -> dict:
         (changed(DSPARK, num_hidden_layers=4000), "there are 4000 layers, .* of 2 at most"),
         (changed(DFLASH, transformer_layer_config=5), "_layer_config must be a mapping, got 5"),
         (changed(DFLASH, own={"target_layer_ids": 5}), "target_layer_ids must be a sequence"),
+        (changed(DFLASH, own={"target_layer_ids": []}), "target_layer_ids must name at least one"),
         (changed(DFLASH, own={"output_multiplier": 0.2}), r"sets output_multiplier 0\.2"),
         (changed(DFLASH, own={"projector_type": "domino"}), "sets projector_type 'domino'"),
         (changed(DFLASH, own={"shift_label": True}), "sets shift_label True"),
