@@ -1,7 +1,7 @@
 """Drafts for the host's loops: by functions of a file, by prompt lookup, by a second file."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
