@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int8, UInt8
 
+from jaxspec.core.checks import shown
+
 
 class WeightFormat(NamedTuple):
     """Format of stored weights.
