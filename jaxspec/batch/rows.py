@@ -187,8 +187,12 @@ def digest_of(rows: Sequence[Row]) -> str:
     """Returns a checksum of lines, ids, prompts and errors, in their order."""
     digest = hashlib.sha256()
     for row in rows:
-        prompt = row.prompt.tolist() if isinstance(row.prompt, np.ndarray) else row.prompt
-        digest.update(json.dumps([row.line, row.id, prompt, row.error]).encode())
+        try:
+            prompt = json.dumps(row.prompt, default=lambda value: np.asarray(value).tolist())
+        except Exception:  # of what is no prompt, which its record says
+            prompt = json.dumps(type(row.prompt).__name__)
+        line, row_id, error = map(json.dumps, (row.line, row.id, row.error))
+        digest.update(f"[{line}, {row_id}, {prompt}, {error}]".encode())
     return digest.hexdigest()
 
 
@@ -203,6 +207,8 @@ def _encode(
         check(ids)
     except ValueError as error:
         return EncodedRow(row.line, row.id, empty, str(error))
+    except Exception as error:  # of a caller's object, whose code is not ours
+        return EncodedRow(row.line, row.id, empty, f"the prompt cannot be read: {shown(error)}.")
     return EncodedRow(row.line, row.id, np.asarray(ids, np.int32))
 
 

@@ -31,6 +31,7 @@ REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a whole cha
 Message = Mapping[str, Any]
 
 _MOST_BYTES = 1 << 26  # the largest published ones have 35 MB
+MOST_TEXT_BYTES = 1 << 22  # libraries take up to 400 bytes and 2 microseconds for each
 MOST_IDS = 1 << 20  # tables have an entry for each id; published vocabularies have 300,000
 
 
@@ -96,16 +97,21 @@ class Tokenizer:
         """Returns the ids of a text.
 
         Args:
-            text: any string.
+            text: any string of up to `MOST_TEXT_BYTES` bytes in UTF-8.
             special_tokens: add what the tokenizer puts around a text, usually bos. Turn it off for
                 a rendered chat, which carries its own.
 
         Raises:
-            ValueError: it is no text, or half of a surrogate pair is in it, which no tokenizer
-                reads.
+            ValueError: it is no text or too long, or half of a surrogate pair is in it, which no
+                tokenizer reads.
             CheckpointError: the tokenizer has no id for a part of the text.
         """
-        check_unicode(checked("text", text, str), "text")
+        size = check_unicode(checked("text", text, str), "text")
+        if size > MOST_TEXT_BYTES:
+            raise ValueError(
+                f"text must have at most {MOST_TEXT_BYTES} bytes in UTF-8, got {size}; give it in "
+                "parts."
+            )
         with failing("The model's tokenizer.json cannot encode this text"):
             return self.backend.encode(text, add_special_tokens=special_tokens).ids
 
@@ -203,7 +209,12 @@ class Tokenizer:
             ) from None
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Returns the ids of a rendered conversation; options as for `render_chat`."""
+        """Returns the ids of a rendered conversation; options as for `render_chat`.
+
+        Raises:
+            CheckpointError: as for `render_chat` and `encode`.
+            ValueError: as for both of them.
+        """
         return self.encode(self.render_chat(messages, **options), special_tokens=False)
 
     def write(self, folder: Path) -> None:
@@ -287,14 +298,16 @@ def covers(theirs: Tokenizer, ours: Tokenizer) -> bool:
     return target.items() <= drafter.items() and min(added, default=len(target)) >= len(target)
 
 
-def check_unicode(text: str, name: str) -> None:
-    """Refuses half a surrogate pair: what undecodable bytes and broken JSON escapes become.
+def check_unicode(text: str, name: str) -> int:
+    """Returns the number of a text's bytes in UTF-8.
+
+    Half a surrogate pair is refused: what undecodable bytes and broken JSON escapes become.
 
     Raises:
         ValueError: saying where it is.
     """
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError as error:
         raise ValueError(
             f"{name} is not valid Unicode: {text[error.start]!r} at character {error.start} is "

@@ -92,7 +92,7 @@ def at_most_entries(most: int) -> Requirement:
     """Returns the rule of sequences and mappings of up to `most` entries."""
     return Requirement(
         f"of at most {most} entries",
-        lambda value: len(value) <= most,
+        lambda value: _length(value) <= most,
         is_interval=False,
         of_size=True,
     )
@@ -105,6 +105,8 @@ Whole = Annotated[int, at_least(-(2**31)), below(2**31)]
 MOST_NODES = 4096
 """Largest tree, the root not counted: its masks have an entry for each pair of nodes."""
 Nodes = Annotated[int, at_least(1), at_most(MOST_NODES)]
+MOST_ENTRIES = 1 << 24
+"""Longest sequence or mapping of a setting that has no smaller limit of its own."""
 LARGEST = 3e38
 """Numbers of 32 bits go little further."""
 Positive = Annotated[float, above(0), below(LARGEST)]
@@ -178,7 +180,7 @@ def checked(name: str, value: Any, hint: Any) -> Any:
         for rule in rules:
             found: Any = _Kind.of(bare).read(value) if rule.of_size else _WRONG
             if found is not _WRONG and not rule.holds(found):
-                raise ValueError(f"{name} must be {rule.said}, got {len(found)}.")
+                raise ValueError(f"{name} must be {rule.said}, got {_length(found)}.")
         plain = checked(name, value, bare)
         for rule in rules:
             if plain is not None and not rule.holds(plain):
@@ -190,17 +192,27 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     found = kind.read(value)
     if found is _WRONG:
         raise ValueError(f"{name} must be {kind.said}, got {shown(value)}.")
+    if kind.parts is None and kind.entry is None:
+        return found
+    count = _size(found)
+    if count > MOST_ENTRIES:
+        raise ValueError(f"{name} must be of at most {MOST_ENTRIES} entries, got {count}.")
     if kind.entry is not None:
         key, entry = kind.entry
+        if count > _FEW:
+            keys, values = _plain_numbers(found, key), _plain_numbers(found.values(), entry)
+            if keys is not None and values is not None:
+                return dict(zip(keys, values, strict=True))
         return {
             checked(f"{name}: each key", a, key): checked(f"{name}[{shown(a)}]", b, entry)
             for a, b in found.items()
         }
-    if kind.parts is None:
-        return found
-    if len(found) > _FEW and _are_plain(found, kind.parts(0)):
-        return tuple(found)
-    return tuple(checked(f"{name}[{i}]", part, kind.parts(i)) for i, part in enumerate(found))
+    assert kind.parts is not None
+    entries = found.tolist() if isinstance(found, np.ndarray) else found
+    plain = _plain_numbers(entries, kind.parts(0)) if len(entries) > _FEW else None
+    if plain is not None:
+        return tuple(plain)
+    return tuple(checked(f"{name}[{i}]", part, kind.parts(i)) for i, part in enumerate(entries))
 
 
 _Arguments = ParamSpec("_Arguments")
@@ -270,22 +282,37 @@ def shown(value: Any) -> str:
         text = repr(_scalar(value))
     except (ValueError, RecursionError):  # more digits than Python writes, or too many levels
         return f"{type(value).__name__} too long to show"
+    except Exception:  # of code that is not ours
+        return f"{type(value).__name__} that cannot be shown"
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
 _MOST_SHOWN = 80
 _FEW = 64
+_WHOLE = (int, np.integer)
+_REAL = (*_WHOLE, float, np.floating)
 
 
-def _are_plain(found: Sequence[Any], hint: Any) -> bool:
-    """Says whether many entries are plain numbers under the rules of `hint`, by their extremes."""
-    kind = _bare(hint)
-    if kind not in (int, float) or set(map(type, found)) != {kind}:
-        return False
-    if kind is float and not all(map(math.isfinite, found)):
-        return False
-    ends = min(found), max(found)
-    return all(rule.is_interval and all(map(rule.holds, ends)) for rule in _rules(hint))
+def _plain_numbers(entries: Iterable[Any], hint: Any) -> list[Any] | None:
+    """Returns many entries as plain numbers, or `None` unless all are under the rules of `hint`.
+
+    The rules are applied to the extremes alone. `None` may also mean that this cannot decide.
+    """
+    kind, rules = _bare(hint), _rules(hint)
+    types_taken = {int: _WHOLE, float: _REAL, MAY_BE_INFINITE: _REAL}.get(kind)
+    given = set(map(type, entries))
+    if types_taken is None or bool in given or not all(issubclass(t, types_taken) for t in given):
+        return None
+    try:
+        plain = list(map(int if kind is int else float, entries))
+    except OverflowError:  # a whole number that no float holds
+        return None
+    if kind is float and not all(map(math.isfinite, plain)):
+        return None
+    if kind == MAY_BE_INFINITE and any(map(math.isnan, plain)):
+        return None
+    ends = min(plain), max(plain)
+    return plain if all(r.is_interval and all(map(r.holds, ends)) for r in rules) else None
 
 
 def _of_any(name: str, value: Any, hints: tuple[Any, ...]) -> Any:
@@ -355,9 +382,31 @@ def _instance(kind: type) -> Callable[[Any], Any]:
     return lambda value: value if isinstance(value, kind) else _WRONG
 
 
+def _length(value: Any) -> int:
+    """Returns the number of entries, of longer ranges than `len` counts the most that it does."""
+    try:
+        return len(value)
+    except OverflowError:
+        return sys.maxsize
+
+
+def _size(value: Any) -> int:
+    """Returns the number of entries, of an array along all axes."""
+    return value.size if isinstance(value, np.ndarray) else _length(value)
+
+
 def _scalar(value: Any) -> Any:
     """Returns what an array without axes holds."""
-    return np.asarray(value).item() if hasattr(value, "__array__") and not np.ndim(value) else value
+    array = _array(value)
+    return value if array is None or array.ndim else array.item()
+
+
+def _array(value: Any) -> np.ndarray | None:
+    """Returns what can be read as an array as one."""
+    try:
+        return np.asarray(value) if hasattr(value, "__array__") else None
+    except Exception:  # of code that is not ours
+        return None
 
 
 def _real(value: Any) -> Any:
@@ -399,13 +448,13 @@ def _flag(value: Any) -> Any:
 
 
 def _entries(value: Any, count: int | None = None) -> Any:
-    if hasattr(value, "__array__") and np.ndim(value):
-        value = np.asarray(value).tolist()
-    fits = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    if fits and len(value) > _FEW and isinstance(value[0], np.number):
-        # Entries of one type are turned into plain numbers at once.
-        value = np.asarray(value).tolist() if len(set(map(type, value))) == 1 else value
-    return value if fits and count in (None, len(value)) else _WRONG
+    """Returns a sequence, or an array with axes, before its entries are looked at, or `_WRONG`."""
+    array = _array(value)
+    if array is not None and array.ndim:
+        value = array
+    elif not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return _WRONG
+    return value if count in (None, _length(value)) else _WRONG
 
 
 _KINDS: dict[Any, _Kind] = {

@@ -195,7 +195,7 @@ class GenerationConfig(Checked):
     top_k: Natural | Sequence[Natural] = 0
     top_p: TopP | Sequence[TopP] = 1.0
     min_p: MinP | Sequence[MinP] = 0.0
-    logit_bias: Mapping[Natural, Bias] | None = None
+    logit_bias: Annotated[Mapping[Natural, Bias], at_most_entries(MOST_IDS)] | None = None
     allowed_token_ids: TokenIds | None = None
     banned_token_ids: TokenIds = ()
     tokenizer_ids_only: bool = False

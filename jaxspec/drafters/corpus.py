@@ -1,6 +1,6 @@
 """Texts to look tokens up in, as arrays that a compiled program searches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxspec.checkpoint.memory import check_corpus_fits
+from jaxspec.checkpoint.tokenizer import MOST_TEXT_BYTES
 from jaxspec.core.checks import checked
 
 if TYPE_CHECKING:
@@ -199,11 +200,31 @@ def encoded_texts(texts: Any, model: "Model") -> list[np.ndarray]:
     return encoded
 
 
+def _parts(text: str) -> Iterator[tuple[int, str]]:
+    """Yields a text in parts that a tokenizer takes, with their starts, cut behind line ends.
+
+    A long line is cut anywhere. The tokens at a cut may be others than those of the whole text,
+    which decides drafts alone.
+    """
+    start, size = 0, MOST_TEXT_BYTES // 4  # a character has up to 4 bytes
+    while len(text) - start > size:
+        end = text.rfind("\n", start, start + size) + 1 or start + size
+        yield start, text[start:end]
+        start = end
+    yield start, text[start:]
+
+
 def _encoded(text: Any, name: str, model: "Model") -> np.ndarray:
     if isinstance(text, str):
         if model.tokenizer is None:
             raise ValueError(f"{name}: {model.name} has no tokenizer; give token ids.")
-        text = model.tokenizer.encode(text)
+        encode = model.tokenizer.encode
+        text = np.concatenate(
+            [
+                np.asarray(encode(part, special_tokens=start == 0), np.int32)
+                for start, part in _parts(text)
+            ]
+        )
     try:
         ids = np.asarray(text)
     except ValueError:  # lists of several lengths

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from jaxspec.checkpoint import shipped_folders
 from jaxspec.checkpoint.files import read_json
-from jaxspec.core.checks import Natural, Nodes, Share, checked, shown
+from jaxspec.core.checks import Natural, Nodes, Share, at_most_entries, checked, shown
 from jaxspec.models import Skips
-from jaxspec.models.config import Layers
+from jaxspec.models.config import MOST_LAYERS, Layers
+
+_Bits = Annotated[Sequence[Any], at_most_entries(2 * MOST_LAYERS)]
 
 
 def skips_of(num_layers: int, attention: Iterable[int], mlp: Iterable[int]) -> Skips:
@@ -47,20 +49,22 @@ def skips_of_bits(bits: Sequence[int] | Int[np.ndarray, " entries"], num_layers:
         num_layers: of the model.
 
     Raises:
-        ValueError: the number of entries is another, or an entry is neither 0 nor 1.
+        ValueError: an argument is something else, the number of entries is another, or an entry is
+            neither 0 nor 1.
 
     Example:
         >>> skips_of_bits([0, 1, 0], 3) == skips_of_bits([0, 1, 0, 0, 1, 0], 3)
         True
     """
-    entries = list(bits)
+    num_layers = checked("num_layers", num_layers, Layers)
+    entries = checked("bits", bits, _Bits)
     if len(entries) not in (num_layers, 2 * num_layers):
         raise ValueError(
             f"bits must have {2 * num_layers} entries for the sub-layers of {num_layers} layers, "
             f"or {num_layers} for the layers, got {len(entries)}."
         )
     if not all(entry in (0, 1) for entry in entries):
-        raise ValueError(f"bits must hold 0 or 1 for each, got {entries}.")
+        raise ValueError(f"bits must hold 0 or 1 for each, got {shown(list(entries))}.")
     plain = tuple(bool(entry) for entry in entries)
     return Skips(plain[:num_layers], plain[-num_layers:])
 

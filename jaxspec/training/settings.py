@@ -30,6 +30,7 @@ from jaxspec.models import ModelConfig, Rope
 from jaxspec.training.sources import SPLITS, Source, Split, Weight
 
 OPTIMIZERS = ("adamw", "muon")
+_MOST_TOKENS = 1 << 24  # of an update; the activations of smaller ones exceed most memories
 OWN_TEXT = "own-text"
 """Name of the source that the teacher or the target writes, in figures and recipes."""
 TARGET = "target"
@@ -139,7 +140,7 @@ class RunSettings(Checked):
         minutes: minutes of updates, timed once at the beginning; compiling, saving and validation
             come on top.
         sequence_length: tokens of a sequence.
-        rows_per_batch: sequences of one update.
+        rows_per_batch: sequences of one update, of up to 2**24 tokens in all.
         optimizer: how weights move.
         dtype: dtype of the operands of products; "auto": the faster one, timed once at the
             beginning.
@@ -174,6 +175,13 @@ class RunSettings(Checked):
             raise ValueError(f"sources must have different names; given twice: {repeated}.")
         if self.own_text and OWN_TEXT in names:
             raise ValueError(f"The name {OWN_TEXT!r} is taken by own_text: rename that source.")
+        tokens = self.rows_per_batch * self.sequence_length
+        if tokens > _MOST_TOKENS:
+            raise ValueError(
+                f"rows_per_batch (--rows) and sequence_length must make an update of at most "
+                f"{_MOST_TOKENS:,} tokens, got {self.rows_per_batch} * {self.sequence_length} = "
+                f"{tokens:,}; lower one of them."
+            )
         if (self.num_steps is None) == (self.minutes is None):
             raise ValueError(
                 "Give either num_steps or minutes, and None for the other; got "

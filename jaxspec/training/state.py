@@ -60,6 +60,8 @@ class StateKeeper:
         try:
             self._manager = ocp.CheckpointManager(self.folder, options=options)
         except ValueError as error:  # Orbax's, of what it says of each state
+            if _is_of_the_machine(error):
+                raise
             raise _unreadable(self.folder, error) from error
 
     @property
@@ -94,6 +96,8 @@ class StateKeeper:
 
         Raises:
             CheckpointError: the newest state is damaged.
+            MemoryError: there is too little memory for it.
+            OSError: it may not be read, or the disk fails.
         """
         step = self.latest_step
         if step is None:
@@ -102,12 +106,23 @@ class StateKeeper:
         try:
             restored: Any = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
         except Exception as error:  # Orbax and its storage raise many kinds for damaged files
+            if _is_of_the_machine(error):
+                raise
             raise _unreadable(self.folder / str(step), error) from error
         return restored
 
     def close(self) -> None:
         """Ends the use of the folder."""
         self._manager.close()
+
+
+def _is_of_the_machine(error: Exception) -> bool:
+    """Says whether memory, permissions or a disk are at fault, and the files may be whole."""
+    if isinstance(error, OSError):
+        return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+    # The storage says it in words.
+    said = any(word in str(error) for word in ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED"))
+    return said or isinstance(error, MemoryError | jax.errors.JaxRuntimeError)
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from jaxspec.checkpoint.tokenizer import MOST_IDS
 from jaxspec.checkpoint.tokenizer import Tokenizer as Loaded
 
 BOS = "<|bos|>"
@@ -50,7 +51,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
             the texts hold no further pair to merge.
 
     Raises:
-        ValueError: `vocab_size` is below the number of reserved ids and bytes.
+        ValueError: `vocab_size` is below the number of reserved ids and bytes, or above
+            `MOST_IDS`, the most that is loaded.
 
     >>> train_tokenizer(["one and one"], 300).get_vocab_size() <= 300
     True
@@ -61,6 +63,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
             f"vocab_size must be at least {smallest} ({len(RESERVED)} reserved ids and "
             f"{len(BYTE_ALPHABET)} bytes), got {vocab_size}."
         )
+    if vocab_size > MOST_IDS:
+        raise ValueError(f"vocab_size must be at most {MOST_IDS}, got {vocab_size}.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]

@@ -98,8 +98,22 @@ def test_ids_name_randomness_by_numbers_of_31_bits():
     assert all(0 <= number_of(str(i)) < 1 << 31 for i in range(100))
 
 
+class Hostile:
+    """Its own code fails wherever it is asked."""
+
+    def __array__(self, *args, **kwargs):
+        raise KeyError("array")
+
+    def __repr__(self):
+        raise AttributeError("repr")
+
+
 def test_what_a_model_cannot_read_is_an_error_of_its_row(model):
-    rows = encode_rows(model, rows_of(["ab", [5, 9999], "x" * 3000]))
+    given = rows_of(["ab", [5, 9999], "x" * 3000, Hostile(), [1, Hostile()]])
+    assert digest_of(given) == digest_of(given)
+    rows = encode_rows(model, given)
+    assert rows[3].error == "the prompt cannot be read: KeyError('array')."
+    assert "[1] must be a whole number, got Hostile that cannot be shown" in rows[4].error
     assert rows[0].tokens.tolist() == model.tokenizer.encode("ab")
     assert "ids outside" in rows[1].error
     assert "the context of tiny holds 2048" in rows[2].error

@@ -181,6 +181,7 @@ def test_a_long_refusal_is_cut(byte_level_tokenizer, call):
     ("call", "message"),
     [
         (lambda it: it.encode(None), "text must be a text, got None"),
+        (lambda it: it.encode("a" * 10**8), "at most 4194304 bytes in UTF-8, got 100000000; give"),
         (lambda it: it.decode([-1]), r"ids\[0\] must be at least 0, got -1"),
         (lambda it: it.decode([1 << 40]), r"ids\[0\] must be below 2147483648"),
         (lambda it: it.decode(5), "ids must be a sequence, got 5"),

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import math
 import pkgutil
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,19 @@ class Splitting(typing.Protocol):
 
 NOT_NUMBERS = (True, "1", b"1", None, [1], (1,), {}, print, 1 + 2j)
 NOT_WHOLE = (*NOT_NUMBERS, 1.5, math.nan, math.inf, -math.inf, np.float32(0.5))
+
+
+class Hostile:
+    """Its own code fails wherever it is asked."""
+
+    def __array__(self, *args, **kwargs):
+        raise KeyError("array")
+
+    def __repr__(self):
+        raise AttributeError("repr")
+
+
+LONG = "x must be of at most 16777216 entries, got 1000000000."
 
 
 def test_a_quoted_value_is_short():
@@ -122,6 +136,28 @@ def deep_list(levels):
         (PositiveOrInfinite, -math.inf, "x must be above 0, got -inf."),
         (PositiveOrInfinite, math.nan, "x must be a number, got nan."),
         (Splitting, "every", "x must be of type Splitting, got 'every'."),
+        (tuple[int, ...], range(10**9), LONG),
+        (Count | Sequence[Count], range(10**9), LONG),
+        (tuple[tuple[int, ...], ...], [range(10**9)], LONG.replace("x", "x[0]", 1)),
+        (tuple[Any, ...], np.broadcast_to(np.int8(0), (2, 5 * 10**8)), LONG),
+        (tuple[int, ...], range(10**30), LONG.replace("1000000000", str(sys.maxsize))),
+        (
+            Annotated[Sequence[int], at_most_entries(2)],
+            np.broadcast_to(np.int8(0), 10**9),
+            "x must be of at most 2 entries, got 1000000000.",
+        ),
+        (
+            Annotated[Mapping[int, float], at_most_entries(2)],
+            dict.fromkeys(range(3), "a"),
+            "x must be of at most 2 entries, got 3.",
+        ),
+        (
+            Mapping[Natural, float],
+            {**dict.fromkeys(range(65), 1), 65: "a"},
+            "x[65] must be a finite number, got 'a'.",
+        ),
+        (tuple[int, ...], Hostile(), "x must be a sequence, got Hostile that cannot be shown."),
+        (Share, Hostile(), "x must be a finite number, got Hostile that cannot be shown."),
         (int, "y" * 200, f"x must be a whole number, got '{'y' * 76}...."),
     ],
 )
@@ -147,6 +183,8 @@ def test_what_breaks_a_rule_is_said(hint, value, said):
         (tuple[int | None, ...], [1] * 65 + [None], (*[1] * 65, None)),
         (Sequence[int], list(np.arange(65)), tuple(range(65))),
         (tuple[Share, ...], [0.5] * 65, (0.5,) * 65),
+        (tuple[Share, ...], [*[1] * 65, np.float32(0.5)], (*[1.0] * 65, 0.5)),
+        (Mapping[int, Share], {np.int8(i): 1 for i in range(65)}, dict.fromkeys(range(65), 1.0)),
         (PositiveOrInfinite, np.float32(np.inf), math.inf),
         (PositiveOrInfinite, 3, 3.0),
         (FileName, Path("a"), "a"),

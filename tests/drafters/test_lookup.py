@@ -263,6 +263,20 @@ def test_texts_of_a_user_are_encoded_with_the_targets_tokenizer(model):
     assert loaded.drafter == SuffixLookup(max_ngram=3)
 
 
+def test_a_text_of_any_length_is_encoded_in_parts(model, monkeypatch):
+    text = "one two\nthree four five six\n" + "x" * 30 + "\nend"
+    whole = encoded_texts(text, model)[0].tolist()
+    read, encode = [], type(model.tokenizer).encode
+    monkeypatch.setattr(
+        type(model.tokenizer), "encode", lambda it, s, **k: read.append(s) or encode(it, s, **k)
+    )
+    monkeypatch.setattr(corpus, "MOST_TEXT_BYTES", 80)
+    found = encoded_texts(text, model)[0].tolist()
+    assert read == ["one two\n", "three four five six\n", "x" * 20, "x" * 10 + "\nend"]
+    assert found[0] == whole[0]
+    assert model.tokenizer.decode(found) == model.tokenizer.decode(whole)
+
+
 VOCABULARY = 24
 SPELLER = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")))
 

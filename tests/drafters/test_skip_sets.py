@@ -1,5 +1,6 @@
 """Sets of sub-layers by index, the published ones, and those in files."""
 
+import inspect
 import json
 
 import jax
@@ -159,3 +160,9 @@ def test_a_vector_names_sub_layers_or_layers():
         skips_of_bits([1, 0, 0], 2)
     with pytest.raises(ValueError, match=r"0 or 1 for each, got \[2, 0\]"):
         skips_of_bits([2, 0], 2)
+    with pytest.raises(ValueError, match="bits must be of at most 8192 entries, got 1000000000"):
+        skips_of_bits(np.broadcast_to(0, 10**9), 2)
+    with pytest.raises(ValueError, match="bits must be a sequence, got None"):
+        inspect.unwrap(skips_of_bits)(None, 2)
+    with pytest.raises(ValueError, match="num_layers must be a whole number, got None"):
+        inspect.unwrap(skips_of_bits)([0], None)

@@ -221,9 +221,12 @@ def test_training_a_tokenizer_twice_gives_the_same():
     assert train_tokenizer(TEXTS * 2, 300).to_str() == train_tokenizer(TEXTS * 2, 300).to_str()
 
 
-def test_a_vocabulary_too_small_is_refused():
-    with pytest.raises(ValueError, match="vocab_size must be at least 272"):
-        train_tokenizer(TEXTS, 100)
+@pytest.mark.parametrize(
+    ("size", "said"), [(100, "at least 272"), (10**9, "at most 1048576, got 1000000000")]
+)
+def test_a_vocabulary_too_small_or_too_large_is_refused(size, said):
+    with pytest.raises(ValueError, match=f"vocab_size must be {said}"):
+        train_tokenizer(TEXTS, size)
 
 
 def test_a_field_of_a_template_may_have_any_name(tmp_path):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
@@ -302,6 +303,29 @@ def test_a_damaged_state_is_named(damage, tmp_path):
     damage(folder / "3")
     with pytest.raises(CheckpointError, match=r"states.* cannot be read .* delete its folder"):
         StateKeeper(folder).restore(state)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        PermissionError("no"),
+        OSError(5, "Input/output error"),
+        ValueError("RESOURCE_EXHAUSTED: no room"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED"),
+    ],
+    ids=repr,
+)
+def test_a_state_is_not_called_damaged_where_the_machine_is_at_fault(error, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise error
+
+    state, keeper = begin(ADAMW), StateKeeper(tmp_path / "states")
+    keeper.save(state)
+    monkeypatch.setattr(ocp.CheckpointManager, "restore", fail)
+    with pytest.raises(type(error)) as raised:
+        keeper.restore(state)
+    assert raised.value is error
 
 
 def test_a_file_is_no_folder_of_states(tmp_path):

@@ -434,6 +434,7 @@ def test_settings_survive_json(tiny_settings):
         ({"minutes": 1.0}, "either num_steps or minutes"),
         ({"num_steps": 0}, "num_steps must be at least 1"),
         ({"sequence_length": 65}, "at most max_positions"),
+        ({"rows_per_batch": 2**31 - 1}, r"update of at most 16,777,216 tokens, got 2147483647 \*"),
         ({"layer_drop": 1.0}, r"layer_drop must be in \[0, 1\)"),
         ({"early_exit": -0.1}, r"early_exit must be in \[0, 1\)"),
         ({"dtype": "float8"}, "dtype must be"),
