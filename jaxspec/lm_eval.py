@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxspec.batch.job import decode
 from jaxspec.batch.settings import JobSettings
+from jaxspec.core.checks import Natural, checked
 from jaxspec.decoding.generate import likelihoods
 from jaxspec.decoding.request import check_causal
-from jaxspec.drafters import DrafterLike
+from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.extras import needs_extra
 from jaxspec.progress import progress_bar
 
@@ -49,7 +50,8 @@ def as_lm(
 
     Raises:
         MissingExtra: `lm_eval` is not installed.
-        ValueError: the model has no tokenizer, or is a diffusion language model.
+        ValueError: the model has no tokenizer, or is a diffusion language model, or an argument has
+            a wrong type.
 
     Example:
         >>> import jaxspec
@@ -60,6 +62,9 @@ def as_lm(
         ...     return lm_eval.simple_evaluate(lm, tasks=["gsm8k"], limit=20)
     """
     check_causal(model)
+    loaded_drafter(drafter)
+    job = checked("job", job, JobSettings | None)
+    seed, progress = checked("seed", seed, Natural), checked("progress", progress, bool)
     tokenizer = model.tokenizer
     if tokenizer is None:
         raise ValueError(f"model: {model.name} has no tokenizer, which the harness needs.")

@@ -110,10 +110,14 @@ def parse_mesh(text: str) -> Mesh:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = part.strip().partition("=")
-        if axis not in (DATA, MODEL) or axis in sizes or not size.isdecimal():
+        if axis not in (DATA, MODEL) or axis in sizes or not _is_size(size):
             raise ValueError(f"mesh must be like data=2,model=4, got {shown(text)}.")
         sizes[axis] = int(size)
     return make_mesh(sizes.get(DATA, 1), sizes.get(MODEL, 1))
+
+
+def _is_size(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10  # Python reads no numbers of thousands of digits
 
 
 def check_divides(config: ModelConfig, mesh: Mesh) -> None:

@@ -186,6 +186,19 @@ class TestAnswers:
         )
         assert lm.generate_until([Request("abc", sampled)]) == expected.texts
 
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"drafter": "x"}, "^drafter"),
+            ({"job": 5}, "^job must be of type JobSettings, got 5"),
+            ({"seed": "x"}, "^seed must be a whole number, got 'x'"),
+            ({"progress": "no"}, "^progress must be True or False, got 'no'"),
+        ],
+    )
+    def test_wrong_arguments_are_refused_before_the_first_task(self, model, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            as_lm(model, **arguments)
+
     def test_a_context_that_leaves_no_room_is_cut(self, model):
         text = "abc " * model.max_positions
         room = model.max_positions - 8

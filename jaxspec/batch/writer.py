@@ -158,7 +158,8 @@ def _said(path: Path, number: int, line: bytes, start: int = 0) -> Any:
         good = isinstance(value, list) and list(map(type, value)) == 4 * [int] and value[0] >= start
     if not good:
         raise OutputError(
-            f"{progress_path(path)}:{number} is not what a job writes there: give another name."
+            f"{progress_path(path)}:{number}: no job writes such a line. Give another name for the "
+            f"output than {path.name}."
         )
     return value
 

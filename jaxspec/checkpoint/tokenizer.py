@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from jaxspec.checkpoint.files import (
     write_json,
 )
 from jaxspec.checkpoint.templates import TemplateFailure, render
-from jaxspec.core.checks import Natural, checked, shown
+from jaxspec.core.checks import Natural, checked, checks_arguments, shown
 
 if TYPE_CHECKING:
     import tokenizers
@@ -89,6 +89,7 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
+    @checks_arguments
     def token_id(self, token: str) -> int | None:
         """Returns the id of a token, spelled as in the vocabulary, or `None`."""
         return self.backend.token_to_id(token)
@@ -112,6 +113,7 @@ class Tokenizer:
                 f"text must have at most {MOST_TEXT_BYTES} bytes in UTF-8, got {size}; give it in "
                 "parts."
             )
+        special_tokens = checked("special_tokens", special_tokens, bool)
         with failing("The model's tokenizer.json cannot encode this text"):
             return self.backend.encode(text, add_special_tokens=special_tokens).ids
 
@@ -122,6 +124,7 @@ class Tokenizer:
             ValueError: `ids` is no sequence of whole numbers from 0.
         """
         ids = checked("ids", ids, Sequence[Natural])
+        skip_special_tokens = checked("skip_special_tokens", skip_special_tokens, bool)
         with failing("The model's tokenizer.json cannot decode these ids"):
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -179,8 +182,12 @@ class Tokenizer:
 
         Raises:
             CheckpointError: there is no such template, or it fails on or refuses the messages.
-            ValueError: `messages` is not a list of dictionaries of plain JSON values with a role.
+            ValueError: `messages` is not a list of dictionaries of plain JSON values with a role,
+                or another argument has a wrong type.
         """
+        add_generation_prompt = checked("add_generation_prompt", add_generation_prompt, bool)
+        tools = checked("tools", tools, Sequence[Mapping[str, Any]] | None)
+        documents = checked("documents", documents, Sequence[Mapping[str, Any]] | None)
         if template is None:
             template = "tool_use" if tools and "tool_use" in self.templates else "default"
         source = self._template(given("template", template, str))
@@ -217,8 +224,13 @@ class Tokenizer:
         """
         return self.encode(self.render_chat(messages, **options), special_tokens=False)
 
-    def write(self, folder: Path) -> None:
-        """Writes `tokenizer.json`, `tokenizer_config.json` and the templates."""
+    def write(self, folder: str | Path) -> None:
+        """Writes `tokenizer.json`, `tokenizer_config.json` and the templates.
+
+        Raises:
+            CheckpointError: `folder` can be no path.
+        """
+        folder = as_path("folder", folder)
         (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=False), encoding="utf-8")
         # Readers of the original layout look for a class here; this one means "use tokenizer.json".
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
@@ -256,16 +268,20 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens = checked("skip_special_tokens", skip_special_tokens, bool)
         # Only a window is decoded again: `_context` ids that were whole text before the last piece
         # (some decoders treat the first token of a text differently), then the later ones.
         self._window: list[int] = []
         self._context = 0
         self._num_shown = 0
 
-    def push(self, ids: Iterable[int]) -> str:
-        """Adds ids; returns the text that they complete."""
-        self._window.extend(int(token_id) for token_id in ids)
+    def push(self, ids: Sequence[int]) -> str:
+        """Adds ids; returns the text that they complete.
+
+        Raises:
+            ValueError: `ids` is no sequence of whole numbers from 0.
+        """
+        self._window.extend(checked("ids", ids, Sequence[Natural]))
         text = self._decode(self._window)
         whole = text.rstrip(REPLACEMENT)
         piece = whole[self._num_shown :]

@@ -6,7 +6,7 @@ That of a chain that ends early also has its threshold.
 from collections.abc import Mapping
 from pathlib import Path as FilePath
 
-from jaxspec.checkpoint.files import MOST_JSON, CheckpointError, parse_json, read_bytes
+from jaxspec.checkpoint.files import MOST_JSON, CheckpointError, as_path, parse_json, read_bytes
 from jaxspec.core.checks import Share, checked, checks_arguments
 from jaxspec.core.tree import EAGLE_PATHS, Path, normalize_paths
 
@@ -35,7 +35,7 @@ def load_tree(source: str | FilePath) -> tuple[Path, ...]:
     """
     if str(source) in PUBLISHED_TREES:
         return PUBLISHED_TREES[str(source)]
-    paths = read_paths(FilePath(source))
+    paths = read_paths(as_path("source", source))
     if not paths:
         raise ValueError(
             f"tree {source}: has no node, because its search found that plain decoding is faster; "
@@ -61,7 +61,7 @@ def load_threshold(source: str | FilePath) -> float:
     """
     if str(source) in PUBLISHED_TREES:
         return 0.0
-    return _read(FilePath(source))[1]
+    return _read(as_path("source", source))[1]
 
 
 def read_paths(file: FilePath) -> tuple[Path, ...]:

@@ -265,8 +265,11 @@ def _check_paths(source: str, out: Path, figures: str | None) -> None:
 def _count(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be auto or a number from 1, got {shown(text)}.")
+    # Python reads no numbers of thousands of digits.
+    if not text.isdecimal() or len(text) > 9 or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be auto or a number from 1 to 999999999, got {shown(text)}."
+        )
     return int(text)
 
 

@@ -112,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--chat: cannot be combined with --json, --html or --num-samples.")
     if args.html is not None:
         check_writable(args.html, "--html")
+        if args.html.exists() and not args.html.is_file():
+            raise ValueError(f"--html {args.html}: is a device or a pipe; give a file.")
         config = dataclasses.replace(config, warped_logprobs=True)  # for the nodes of the page
     if args.system is not None and not args.chat:
         raise ValueError("--system: needs --chat.")

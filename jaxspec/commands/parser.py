@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-from jaxspec.core.checks import meant
+from jaxspec.core.checks import meant, shown
 
 BY_FLAG = " by flag"
 """End of the name of a value that the flag of a place gives."""
@@ -75,7 +75,7 @@ def settle(parser: argparse.ArgumentParser, args: argparse.Namespace, rest: Sequ
     end = rest.index("--") if "--" in rest else len(rest)
     if unknown := [word for word in rest[:end] if word.startswith("-") and word != "-"]:
         parser.error(
-            "; ".join(f"unknown flag {word}{_flag_meant(parser, word)}" for word in unknown[:2])
+            "; ".join(f"unknown flag {word:.80}{_flag_meant(parser, word)}" for word in unknown[:2])
         )
     places: Sequence[Place] = getattr(args, "places", ())
     flags = {
@@ -153,6 +153,14 @@ class Parser(argparse.ArgumentParser):
             subsequent_indent=" " * len(begin),
             break_on_hyphens=False,
         ).removeprefix(begin)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        """Reads a value; errors quote the beginning of a long one."""
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            error.message = error.message.replace(repr(arg_string), shown(arg_string))
+            raise
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuses what is none of the choices, and names the closest one."""

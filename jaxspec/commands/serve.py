@@ -2,6 +2,7 @@
 
 import argparse
 import ipaddress
+import re
 import sys
 from pathlib import Path
 
@@ -30,10 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serves until interrupted."""
-    if args.key is not None and args.certificate is None:
-        raise ValueError("--key: needs --certificate FILE.")
     host = "0.0.0.0" if args.lan else "127.0.0.1"
-    server = page_server(args.folder, host, args.port, args.certificate, args.key)
+    try:
+        server = page_server(args.folder, host, args.port, args.certificate, args.key)
+    except ValueError as error:
+        raise ValueError(re.sub(r"^(?=(port|certificate|key)\b)", "--", str(error))) from None
     with server:
         scheme = "https" if args.certificate else "http"
         name = lan_address() if args.lan else "127.0.0.1"

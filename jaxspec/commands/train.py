@@ -21,6 +21,7 @@ from jaxspec.training.report import as_command
 from jaxspec.training.settings import (
     OptimizerSettings,
     RunSettings,
+    check_names,
     default_state_folder,
     required,
     settings_from_json,
@@ -97,6 +98,8 @@ class TrainVerb(Generic[Settings]):
             ValueError: naming the flag or the field that is wrong.
         """
         plain: dict[str, Any] = {} if args.config is None else dict(read_json(args.config))
+        # Before the default text is looked for.
+        check_names(self.settings, plain, f"--config {args.config}: {self.settings.__name__}")
         if not (args.data_folder or args.data or plain.get("sources")):
             args = argparse.Namespace(**{**vars(args), "data_folder": DATA_FOLDER})
         sources = sources_from_arguments(args)
@@ -191,7 +194,9 @@ def sources_from_arguments(args: argparse.Namespace) -> tuple[Source, ...]:
     for flag, field, read in readers:
         for name, text in _pairs(flag, getattr(args, field)):
             if name not in named:
-                raise ValueError(f"{flag} {name}: there is no such source; got {sorted(named)}.")
+                raise ValueError(
+                    f"{flag} {name:.80}: there is no such source; got {shown(sorted(named))}."
+                )
             named[name] = dataclasses.replace(named[name], **{field: read(text)})
     return tuple(named.values())
 

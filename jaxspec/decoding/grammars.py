@@ -35,7 +35,7 @@ _MOST_TEXTS, _MOST_BYTES, _MOST_NODES = 1 << 18, 1 << 22, 1 << 18  # of choices,
 _MOST_PARTS, _LONGEST_REGEX = 10_000, 1 << 16
 # Larger ones are compiled in a process of their own, as they may take very long.
 _FEW_PARTS, _FEW_CHOICES = 500, 14
-_PROCESS = Bounded(patterns.__file__, seconds=10, memory=1 << 30)
+_PROCESS = Bounded(patterns.__file__, seconds=5, memory=1 << 30)  # machines that fit take 2
 
 
 class Language(NamedTuple):

@@ -127,8 +127,10 @@ def published_skips(name: str, num_layers: int | None = None) -> Skips:
         >>> [sum(part) for part in published_skips("llama-2-13b")]
         [24, 10]
     """
-    if name not in _PUBLISHED:
-        raise ValueError(f"skips: no published set {name!r}; there are {', '.join(_PUBLISHED)}.")
+    if checked("name", name, str) not in _PUBLISHED:
+        raise ValueError(
+            f"skips: no published set {shown(name)}; there are {', '.join(_PUBLISHED)}."
+        )
     depth, attention, mlp = _PUBLISHED[name]
     if num_layers not in (None, depth):
         raise ValueError(

@@ -4,6 +4,7 @@ It is for development: it serves one folder to a few visitors, and knows no log,
 and no user.
 """
 
+import errno
 import functools
 import io
 import socket
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import unquote, urlsplit
 
-from jaxspec.checkpoint.files import open_file
-from jaxspec.core.checks import FileName, checked, within
+from jaxspec.checkpoint.files import as_path, open_file
+from jaxspec.core.checks import checked, shown, within
 from jaxspec.mobile.web import PROFILE_FILE
 
 POLICY = (
@@ -184,12 +185,15 @@ def page_server(
         key: of the certificate; `None`: in the same file.
 
     Raises:
-        ValueError: the folder holds no exported page, the port is none or is not free, or the
-            certificate cannot be read, or its key asks for a password.
+        ValueError: the folder holds no exported page, the host is none of this machine, the port is
+            none or is not free, the certificate cannot be read, its key asks for a password, or a
+            key is given without a certificate. The message names the argument first.
     """
-    folder, host = Path(checked("folder", folder, FileName)), checked("host", host, str)
-    certificate = checked("certificate", certificate, FileName | None)
-    key = checked("key", key, FileName | None)
+    folder, host = as_path("folder", folder), checked("host", host, str)
+    certificate = None if certificate is None else as_path("certificate", certificate)
+    key = None if key is None else as_path("key", key)
+    if key is not None and certificate is None:
+        raise ValueError(f"key: needs its certificate; give both, got {shown(str(key))} alone.")
     port = checked("port", port, Annotated[int, within(0, (1 << 16) - 1)])
     if not (folder / PROFILE_FILE).is_file() or not (folder / "index.html").is_file():
         raise ValueError(
@@ -199,21 +203,28 @@ def page_server(
     handler = functools.partial(_Handler, directory=str(folder))
     try:
         server = _Server((host, port), handler)
-    except OSError as error:
+    except (TypeError, ValueError, socket.gaierror):  # of the name, before any address
         raise ValueError(
-            f"--port: {host}:{port} cannot be opened ({error.strerror}); take another, or 0 for "
-            "any."
+            f"host must be an IPv4 address or a name of this machine, got {shown(host)}."
+        ) from None
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(
+                f"host must be an address of this machine, or 0.0.0.0 for all; got {shown(host)}."
+            ) from None
+        raise ValueError(
+            f"port: {host}:{port} cannot be opened ({error.strerror}); take another, or 0 for any."
         ) from None
     if certificate is not None:
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             for path in (certificate, key):
                 if path is not None:
-                    open_file(Path(path)).close()
+                    open_file(path).close()
             context.load_cert_chain(certificate, key, password=_no_password)
         except (OSError, ValueError) as error:
             server.server_close()
-            raise ValueError(f"--certificate {certificate}: cannot be used ({error}).") from None
+            raise ValueError(f"certificate {certificate}: cannot be used ({error}).") from None
         # The handshake runs in the visitor's own thread, so that a slow one does not stop others.
         server.socket = context.wrap_socket(
             server.socket, server_side=True, do_handshake_on_connect=False

@@ -172,7 +172,7 @@ class RunSettings(Checked):
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise ValueError(f"sources must have different names; given twice: {repeated}.")
+            raise ValueError(f"sources must have different names; given twice: {shown(repeated)}.")
         if self.own_text and OWN_TEXT in names:
             raise ValueError(f"The name {OWN_TEXT!r} is taken by own_text: rename that source.")
         tokens = self.rows_per_batch * self.sequence_length
@@ -332,7 +332,7 @@ class DraftingSettings(MatchingSettings):
         ours = {DECODING, *self.models_read, *self.files_read}
         taken = ours & {source.name for source in self.sources}
         if taken:
-            raise ValueError(f"The names {sorted(taken)} are taken: rename these sources.")
+            raise ValueError(f"The names {shown(sorted(taken))} are taken: rename these sources.")
 
 
 @dataclass(frozen=True)
@@ -568,6 +568,22 @@ def settings_from_json(
     return _read(kind, plain, "")
 
 
+def check_names(kind: Any, plain: Mapping[str, Any], called: str) -> None:
+    """Refuses names that are no fields of a dataclass.
+
+    Args:
+        kind: the dataclass.
+        plain: values by their names.
+        called: the noun for messages.
+
+    Raises:
+        ValueError: naming them, and the fields.
+    """
+    names = sorted(entry.name for entry in fields(kind))
+    if unknown := sorted(plain.keys() - set(names)):
+        raise ValueError(f"{called} has no settings {shown(unknown)}; it has {names}.")
+
+
 def required(kind: Any) -> tuple[str, ...]:
     """Returns the names of the fields of a dataclass that have no default.
 
@@ -606,7 +622,7 @@ def _read(kind: Any, value: Any, name: str) -> Any:
             )
         [(chosen, value)] = value.items()
         return _read(named[chosen], value, f"{name}.{chosen}")
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and (not kinds or get_origin(kind) is tuple):
         part = get_args(kind)[0] if get_origin(kind) is tuple else Any
         return tuple(_read(part, entry, f"{name}[{i}]") for i, entry in enumerate(value))
     if not kinds or value is None:
@@ -617,14 +633,12 @@ def _read(kind: Any, value: Any, name: str) -> Any:
     if many or not isinstance(value, Mapping):
         raise ValueError(f"{called} must be {many}settings by their names, got {shown(value)}.")
     known = get_type_hints(kind)
-    names = sorted(entry.name for entry in fields(kind))
-    if unknown := sorted(value.keys() - set(names)):
-        raise ValueError(f"{called} has no settings {unknown}; it has {names}.")
+    check_names(kind, value, called)
     before = f"{name}." if name else ""
     # The model's have defaults: those of `SMALL`.
     for absent in required(kind) if kind is not ModelConfig else ():
         if absent not in value:
-            raise ValueError(f"{before}{absent} is missing: every {kind.__name__} has one.")
+            raise ValueError(f"{before}{absent} is missing: give it, for it has no default.")
     values = {key: _read(known[key], entry, before + key) for key, entry in value.items()}
     try:
         if kind is not ModelConfig:

@@ -206,7 +206,7 @@ class Source(Checked):
             super().__post_init__()
             _template_parts(self.template)
         except ValueError as error:
-            raise ValueError(f"source {self.name!r}: {error}") from None
+            raise ValueError(f"source {shown(self.name)}: {error}") from None
 
 
 GSM8K = Source(
@@ -304,7 +304,7 @@ def source_files(source: Source) -> list[Path]:
     if root.exists() and not root.is_dir():
         return [root]
     if not root.exists():
-        raise DataError(f"Source {source.name!r}: {source.path} is not there.")
+        raise DataError(f"Source {shown(source.name)}: {shown(source.path)} is not there.")
     if source.path.startswith(PACKAGES):
         found = (path for package in _packages(source) for path in _python_files(package))
     else:
@@ -313,7 +313,7 @@ def source_files(source: Source) -> list[Path]:
         path for path in found if not set(source.exclude) & set(path.relative_to(root).parts[:-1])
     ]
     if not files:
-        raise DataError(f"Source {source.name!r}: no .py files in {source.path}.")
+        raise DataError(f"Source {shown(source.name)}: no .py files in {shown(source.path)}.")
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -328,11 +328,11 @@ def read_source(source: Source) -> Divided:
         try:
             documents.extend(_read_file(path, source))
         except CheckpointError as error:
-            raise DataError(f"Source {source.name!r}: {error}") from None
+            raise DataError(f"Source {shown(source.name)}: {error}") from None
     parts = source.split.divide(documents)
     if not parts.train:
         raise DataError(
-            f"Source {source.name!r}: none of the {len(documents)} documents in {source.path} "
+            f"Source {shown(source.name)}: none of the {len(documents)} documents in {source.path} "
             f"is left for training by {source.split}."
         )
     return parts
@@ -381,10 +381,16 @@ def _source_root(source: Source) -> Path:
 def _packages(source: Source) -> list[importlib.metadata.Distribution]:
     names = source.path.removeprefix(PACKAGES).split(",")
     found = {package.name.lower(): package for package in importlib.metadata.distributions()}
+    if "" in names:
+        raise DataError(
+            f"Source {shown(source.name)}: path must name installed packages with commas between "
+            f"them, such as {PACKAGES}numpy,jax; got {shown(source.path)}."
+        )
     missing = [name for name in names if name.lower() not in found]
     if missing:
         raise DataError(
-            f"Source {source.name!r}: these packages are not installed: {', '.join(missing)}."
+            f"Source {shown(source.name)}: these packages are not installed: "
+            f"{', '.join(missing):.200}; install them, or leave them out."
         )
     return [found[name.lower()] for name in names]
 
@@ -405,7 +411,7 @@ def _read_file(path: Path, source: Source) -> list[Document]:
     if kind == ".py":
         return [Document((_python_text(path),), {}, f"{path}:1")]
     raise DataError(
-        f"Source {source.name!r}: {path} must end in .jsonl, .txt (or either with .gz) or .py."
+        f"Source {shown(source.name)}: {path} must end in .jsonl, .txt (or either with .gz) or .py."
     )
 
 
@@ -437,7 +443,7 @@ def _row_reader(source: Source) -> Callable[[bytes, str], Document]:
         missing = sorted(fields - row.keys())
         if missing:
             raise DataError(
-                f"{place}: the template of source {source.name!r} needs {missing}, "
+                f"{place}: the template of source {shown(source.name)} needs {missing}, "
                 f"but the row has {sorted(row)}."
             )
         texts = {name: _field_text(row[name]) for name in fields}

@@ -453,6 +453,9 @@ def count_acceptance(steps: Iterable["TraceStep"]) -> dict[Path, RankCounts]:
     A child counts as accepted when it lies on the path that verification kept, before any stop
     cuts that path. This holds for greedy and for sampled children.
 
+    Raises:
+        ValueError: `steps` are no steps of a trace.
+
     Example:
         >>> from jaxspec import TraceStep
         >>> from jaxspec.tuning import count_acceptance
@@ -464,6 +467,8 @@ def count_acceptance(steps: Iterable["TraceStep"]) -> dict[Path, RankCounts]:
         >>> count_acceptance([step])
         {(): RankCounts(offered=(1, 1), accepted=(0, 1))}
     """
+    if not isinstance(steps, Iterable):
+        raise ValueError(f"steps must be the steps of a trace, got {shown(steps)}.")
     known: dict[bytes, tuple[Path, ...]] = {}
     tries: dict[Path, dict[int, list[int]]] = {}
     for step in steps:
@@ -566,12 +571,18 @@ def identity_of(params: PyTree) -> str:
     The name does not depend on the type in which weights are loaded, if they were stored in
     bfloat16.
 
+    Raises:
+        ValueError: `params` is `None`, or holds anything but arrays.
+
     Example:
         >>> identity_of({"w": np.ones(3)}) == identity_of({"w": np.ones(3, np.float16)})
         True
     """
     digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if params is None or not all(hasattr(leaf, "ravel") for _, leaf in leaves):
+        raise ValueError(f"params must be a pytree of arrays, got {shown(params)}.")
+    for path, leaf in leaves:
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape}\n".encode())
         digest.update(np.asarray(leaf.ravel()[:_NUMBERS_HASHED], np.float32).tobytes())
     return digest.hexdigest()[:16]

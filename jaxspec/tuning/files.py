@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jaxspec.checkpoint.files import read_json, replacing_files, write_json
+from jaxspec.checkpoint.files import as_path, read_json, replacing_files, write_json
 from jaxspec.core.checks import checked
 
 _Record = TypeVar("_Record", bound=Any)
@@ -26,10 +26,11 @@ def read_entry(kind: str, source: str | Path, folder: Path) -> dict[str, Any]:
         folder: where the shipped files are.
 
     Raises:
-        ValueError: there is no such file, and no shipped one of that name.
+        ValueError: there is no such file, and no shipped one of that name, or `source` can be no
+            path.
     """
     names = shipped_names(folder)
-    path = folder / f"{source}.json" if str(source) in names else Path(source)
+    path = folder / f"{source}.json" if str(source) in names else as_path("source", source)
     if not os.path.exists(path):
         noun = kind.split()[-1]
         raise ValueError(

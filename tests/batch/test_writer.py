@@ -2,6 +2,7 @@
 
 import errno
 import json
+import zlib
 
 import pytest
 
@@ -105,6 +106,14 @@ def test_a_file_that_only_has_the_name_of_progress_is_left_alone(path, foreign):
         Writer(path, HEADER, resume=True)
     after = {file.name: file.read_bytes() for file in path.parent.iterdir()}
     assert after == {**before, path.name: b""}
+
+
+def test_a_line_that_no_job_writes_is_refused(path):
+    Writer(path, HEADER).close()
+    progress = path.with_name(path.name + ".progress")
+    line = b"[1]"
+    progress.write_bytes(progress.read_bytes() + f"{zlib.crc32(line):08x} ".encode() + line + b"\n")
+    refused(path, rf"progress:2: no job writes .* another name for the output than {path.name}\.$")
 
 
 def test_one_process_at_a_time(path):

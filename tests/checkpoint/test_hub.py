@@ -283,6 +283,9 @@ def test_heads_are_checked_where_they_are_loaded_and_saved(tmp_path, tiny_networ
         save_dflash(None, tmp_path)
     with pytest.raises(CheckpointError, match="repo_id must be a text, got None"):
         Model(tiny_network).push_to_hub(None)
+    for name in ("../x", "x/..", "x", "a/b/c", "é/x", "-a/x", "a--b/x", "a/x.git"):
+        with pytest.raises(CheckpointError, match=f"^repo_id must be owner/name, got '{name}'"):
+            Model(tiny_network).push_to_hub(name)
     assert not list(tmp_path.iterdir())
 
 

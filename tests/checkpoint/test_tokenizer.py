@@ -304,6 +304,35 @@ def test_messages_that_are_not_plain_json_are_an_error(tokenizer):
         with_template(tokenizer, "x").render_chat([{"role": "user", "content": object()}])
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda given: given.encode("x", special_tokens="no"), "special_tokens must be True or"),
+        (lambda given: given.decode([5], skip_special_tokens="no"), "skip_special_tokens must be"),
+        (lambda given: given.detokenizer("no"), "skip_special_tokens must be True or False"),
+        (lambda given: given.detokenizer().push([-1]), r"ids\[0\] must be at least 0, got -1"),
+        (lambda given: given.detokenizer().push([2**40]), r"ids\[0\] must be below"),
+        (lambda given: given.detokenizer().push(None), "ids must be a sequence, got None"),
+        (lambda given: given.detokenizer().push("a"), "ids must be a sequence, got 'a'"),
+        (lambda given: given.token_id(5), "token must be a text, got 5"),
+        (lambda given: given.write(None), "folder must be a text or a path, got None"),
+        (lambda given: given.render_chat(CHAT, tools="abc"), "tools must be a sequence, got 'abc'"),
+        (
+            lambda given: given.render_chat(CHAT, add_generation_prompt="abc"),
+            "add_generation_prompt must be True or False, got 'abc'",
+        ),
+    ],
+)
+def test_arguments_of_another_type_are_refused_by_name(byte_level_tokenizer, call, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(with_template(byte_level_tokenizer, "x"))
+
+
+def test_a_folder_may_be_a_text(byte_level_tokenizer, tmp_path):
+    byte_level_tokenizer.write(str(tmp_path))
+    assert load_tokenizer(tmp_path).encode("x") == byte_level_tokenizer.encode("x")
+
+
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
         load_tokenizer(tmp_path)

@@ -52,6 +52,9 @@ MISTAKES = {
     "generate demo hi --device cpu": "unknown flag --device\n",
     "train lm --out x --max-length 9": "unknown flag --max-length\n",
     "generate demo hi --temperature warm": "--temperature: invalid float value: 'warm'",
+    f"generate demo hi --max-new-tokens {'9' * 5000}": f"invalid int value: '{'9' * 76}...\n",
+    "batch a b -m demo --batch-size ²": "must be auto or a number from 1 to 999999999, got '²'",
+    "generate demo hi --html /dev/null": "--html /dev/null: is a device or a pipe; give a file.",
     "generate demo hi --drafter": "--drafter: expected one argument",
     "generate demo hi --draft-model demo-draft": "--drafter draft-model:model=demo-draft",
     "generate demo hi --head demo-eagle": "--drafter eagle:head=...",
@@ -80,6 +83,7 @@ MISTAKES = {
     "generate demo hi --drafter eagle": "eagle:head=FOLDER",
     "drafters eagle3": "did you mean eagle?",
     # models
+    "generate ../nowhere hi": "There is no folder '../nowhere', nor a shipped model",
     "generate demmo hi": "did you mean demo?",
     "generate demo_draft hi": "did you mean demo-draft?",
     "generate demo-eagle hi": "--drafter eagle:head=demo-eagle",
@@ -88,7 +92,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("line", MISTAKES)
+@pytest.mark.parametrize("line", MISTAKES, ids=lambda line: line[:60])
 def test_a_mistake_is_answered_with_what_to_type(capsys, monkeypatch, line):
     if "demo" not in shipped_models():
         pytest.skip("needs the shipped models, which are not here")

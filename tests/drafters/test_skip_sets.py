@@ -94,6 +94,8 @@ def test_a_published_set_is_refused_at_another_depth(name):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="no published set 'llama-2-7b'; there are llama-2-13b,"):
         published_skips("llama-2-7b")
+    with pytest.raises(ValueError, match=r"no published set 'a{76}\.\.\.; there are"):
+        published_skips("a" * 10**7)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,17 @@ def test_all_large_weights_of_every_family_are_in_the_table(name):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "data", "data=two", "rows=2", "data=2;model=4", "data=-1", "data=1,data=2"]
+    "text",
+    [
+        "",
+        "data",
+        "data=two",
+        "rows=2",
+        "data=2;model=4",
+        "data=-1",
+        "data=1,data=2",
+        "data=" + "9" * 5000,
+    ],
 )
 def test_a_mesh_that_cannot_be_read_is_refused(text):
     with pytest.raises(ValueError, match="mesh must be like data=2,model=4, got"):

@@ -161,6 +161,20 @@ def test_bad_archives_are_named(tmp_path, name, content, what):
     assert what in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "path", "message"),
+    [
+        ("n" * 10**6, "nowhere.txt", r"^Source 'n+\.\.\.: 'nowhere.txt' is not there"),
+        ("bad", "no/" * 1000, r"^Source 'bad': 'no/[no/]+\.\.\. is not there"),
+        ("bad", "packages:", "path must name installed packages .* got 'packages:'"),
+        ("bad", "packages:nowhere", "not installed: nowhere; install them"),
+    ],
+)
+def test_a_source_that_is_not_there_is_named_in_short(name, path, message):
+    with pytest.raises(DataError, match=message):
+        read_source(Source(name, path))
+
+
 def test_devices_and_pipes_are_refused(tmp_path):
     """They have no end, or wait for a writer."""
     (tmp_path / "a.jsonl").symlink_to("/dev/zero")

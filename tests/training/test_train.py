@@ -461,6 +461,8 @@ def test_unknown_settings_are_named(tiny_settings):
         ({"sources": [{"name": "x"}]}, r"sources\[0\]\.path is missing"),
         ({"sources": {"name": "x"}}, "sources must be a list of settings"),
         ({"model": 5}, "model must be settings by their names, got 5"),
+        ({"model": []}, r"model must be settings by their names, got \[\]"),
+        ({"optimizer": []}, r"optimizer must be settings by their names, got \[\]"),
         ({"model": {"diffusion": {}}}, r"model\.diffusion\.mask_token_id is missing"),
         ({"model": {"rope": {"scaling": {"YarnScaling": {}}}}}, r"YarnScaling\.factor is missing"),
         ({"model": {"layer_types": 5}}, "model: layer_types must be a sequence"),
@@ -472,6 +474,16 @@ def test_fields_of_a_file_of_settings_are_named(changes, message, tmp_path):
     path.write_text(json.dumps({"sources": [{"name": "x", "path": "x"}], **changes}))
     with pytest.raises(ValueError, match=rf"settings\.json, or a flag: .*{message}"):
         parsed("--config", str(path), "--steps", "3", "--layers", "2")
+
+
+def test_unknown_settings_are_named_before_the_default_text_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"x" * 100_000: 1}))
+    with pytest.raises(
+        ValueError, match=r"settings\.json: \w+ has no settings \['x+\.\.\.; it has"
+    ):
+        parsed("--config", str(path))
 
 
 def parsed(*arguments):

@@ -237,6 +237,20 @@ def test_a_table_of_another_head_is_refused():
         AcceptanceTable(RATES).check_head(head)
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (count_acceptance, "steps must be the steps of a trace, got 5"),
+        (identity_of, "params must be a pytree of arrays, got 5"),
+    ],
+)
+def test_what_has_no_acceptance_or_identity_is_named(function, message):
+    with pytest.raises(ValueError, match=message):
+        function(5)
+    with pytest.raises(ValueError, match="got None"):
+        function(None)
+
+
 def test_the_shipped_table_is_inferred_and_gives_the_published_tau():
     assert shipped_tables() == [INFERRED]
     table = load_acceptance(INFERRED)

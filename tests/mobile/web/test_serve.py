@@ -229,8 +229,8 @@ def test_another_machine_is_told_what_it_will_lack(folder, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--port", "70000"], "port must be in [0, 65535], got 70000"),
-        (["--key", "key.pem"], "--key: needs --certificate"),
+        (["--port", "70000"], "--port must be in [0, 65535], got 70000"),
+        (["--key", "key.pem"], "--key: needs its certificate"),
         (["--certificate", "none.pem", "--port", "0"], "--certificate none.pem: cannot be used"),
     ],
 )
@@ -263,6 +263,23 @@ def test_a_port_in_use_is_refused(folder):
         pytest.raises(ValueError, match="cannot be opened"),
     ):
         page_server(folder, port=server.server_address[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"host": "a\0"}, r"host must be .*, got 'a\\x00'"),
+        ({"host": "\ud800"}, r"host must be .*, got '\\ud800'"),
+        ({"host": "::1"}, "host must be an IPv4 address .*, got '::1'"),
+        ({"host": "192.0.2.1"}, "host must be an address of this machine"),
+        ({"key": "x"}, "key: needs its certificate; give both, got 'x' alone"),
+        ({"certificate": "none.pem"}, "certificate none.pem: cannot be used"),
+        ({"folder": "a\0"}, r"folder must be a path: .* got 'a\\x00'"),
+    ],
+)
+def test_wrong_arguments_are_named(folder, arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        page_server(**{"folder": folder, "port": 0, **arguments})
 
 
 @pytest.mark.parametrize("port", [1.5, "x", None, True, -1])
