@@ -123,7 +123,7 @@ def test_streams_and_jobs_obey(model):
     batch.run(model, batch.rows_of(PROMPTS), output, config)
     records = sorted(output.records, key=lambda record: record["line"])
     assert [record["text"] for record in records] == expected.texts
-    with pytest.raises(ValueError, match="choices: got 2 values for 1 prompt"):
+    with pytest.raises(ValueError, match="choices must be one for the whole job, got 2"):
         batch.run(model, batch.rows_of(PROMPTS), output, settings(choices=[["a"], ["b"]]))
 
 
