@@ -18,14 +18,14 @@ from jaxspec.batch.fitting import Fit, fit_batch, parts_of
 from jaxspec.batch.guard import Chunk, Guard
 from jaxspec.batch.plan import Group, group_rows, most_rows, read_in
 from jaxspec.batch.report import Counters, JobReport, job_bar
-from jaxspec.batch.rows import EncodedRow, Row, rows_of, with_fields_of
+from jaxspec.batch.rows import EncodedRow, Row, checked_id, rows_of, with_fields_of
 from jaxspec.batch.settings import AnyConfig, AnyDrafter, JobSettings
 from jaxspec.batch.slots import ChunkInfo, Item, SlotPrograms, bytes_in_one_memory, has_guard
 from jaxspec.batch.texts import text_programs
 from jaxspec.batch.writer import Collector, Output
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.compilation import CompileClock
-from jaxspec.core.checks import checked, shown
+from jaxspec.core.checks import Natural, checked, shown
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import Stop
 from jaxspec.decoding.denoise import DenoiseConfig
@@ -40,6 +40,8 @@ LONGEST_CHUNK = 32
 """Steps after which the host looks, if no row stops before."""
 _REFILL_SHARE = 16
 """A chunk ends when one slot in 16 is free."""
+_OF_ROWS = {"line": Natural, "error": str | None, "source": bytes | None}
+"""Fields of a row besides its prompt and its id."""
 _LEAD = 16
 """Tokens of its prompt that lead a finished row's output, where a drafter reads it."""
 
@@ -90,9 +92,10 @@ def run(
         >>> sorted((record["line"], len(record["tokens"])) for record in output.records)
         [(1, 8), (2, 8)]
     """
-    settings = JobSettings() if settings is None else settings
-    if not isinstance(settings, JobSettings):
-        raise ValueError(f"settings must be a JobSettings, got {shown(settings)}.")
+    settings = _settings_of("settings", settings)
+    for name, function in (("should_stop", should_stop), ("progress", progress)):
+        if not (function is None or callable(function)):
+            raise ValueError(f"{name} must be a function or None, got {shown(function)}.")
     if not (hasattr(output, "done") and hasattr(output, "append")):
         raise ValueError(
             "output must be a Writer or a Collector, such as batch.Writer(path, header), got "
@@ -166,6 +169,7 @@ def decode(
     given: Any = config
     method: Any = drafter
     check_is_model(model)
+    job = _settings_of("job", job)
     if model.is_diffusion:
         given = config_of(given, settings, DenoiseConfig)
     else:
@@ -173,6 +177,13 @@ def decode(
     with job_bar(progress) as show:
         run(model, rows_of(prompts), output, given, method, seed, job, progress=show)
     return sorted(output.records, key=itemgetter("line", "sample"))
+
+
+def _settings_of(name: str, settings: JobSettings | None) -> JobSettings:
+    settings = JobSettings() if settings is None else settings
+    if not isinstance(settings, JobSettings):
+        raise ValueError(f"{name} must be a JobSettings, got {shown(settings)}.")
+    return settings
 
 
 def check_job(
@@ -205,6 +216,12 @@ def check_job(
             raise ValueError(
                 f"rows must be rows of read_rows(path) or rows_of(prompts), got one {shown(row)}."
             )
+        try:
+            checked_id(row.id)
+            for name, hint in _OF_ROWS.items():
+                checked(name, getattr(row, name), hint)
+        except ValueError as error:
+            raise ValueError(f"rows: of {shown(row)} the {error}") from None
     programs_for = canvas_programs if model.is_diffusion else text_programs
     programs = programs_for(model, config, drafter, seed)
     if settings.drafting == "never" and programs.drafts:

@@ -129,7 +129,7 @@ def with_fields_of(source: bytes | None, record: Mapping[str, Any]) -> dict[str,
     if source is None:
         return dict(record)
     try:
-        value = parse_json(source.decode("utf-8"))
+        value = _parsed(source.decode("utf-8"))
     except ValueError:  # the record says so
         return dict(record)
     fields = value if isinstance(value, dict) else {"prompt": value}
@@ -184,7 +184,11 @@ def encode_rows(
 
 
 def digest_of(rows: Sequence[Row]) -> str:
-    """Returns a checksum of lines, ids, prompts and errors, in their order."""
+    """Returns a checksum of lines, ids, prompts and errors, in their order.
+
+    Raises:
+        ValueError: a row holds something else than texts, ids and messages.
+    """
     digest = hashlib.sha256()
     for row in rows:
         try:
@@ -272,9 +276,17 @@ def _saved_split(found: Any, config: Sequence[str], split: str) -> Any:
 
 def _parsed(text: str) -> Any:
     try:
-        return parse_json(text)
+        value = parse_json(text)
     except ValueError as error:
         raise ValueError(f"not valid JSON ({error}).") from None
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError(
+            "it holds NaN, an infinity or a number past 1.7e308, which no record can hold; give "
+            "null or a text in its place."
+        ) from None
+    return value
 
 
 def _with_own_id(row: Row, lines_of_ids: dict[str | int, int]) -> Row:

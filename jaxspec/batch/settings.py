@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import numpy as np
 
 from jaxspec.batch.guard import GuardSettings
-from jaxspec.core.checks import Checked, Count, at_least, shown
+from jaxspec.core.checks import Checked, Count, at_least, checked, shown
 from jaxspec.decoding.denoise import DenoiseConfig
 from jaxspec.decoding.profile import DraftingMode
 from jaxspec.decoding.request import GenerationConfig
@@ -106,7 +106,7 @@ def parse_shard(text: str) -> Shard:
         ...
         ValueError: shard must be I/N with I from 1 to N, such as 3/8, got 3/2.
     """
-    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    found = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", checked("shard", text, str))
     if found is None:
         raise ValueError(f"shard must be I/N with I from 1 to N, such as 3/8, got {shown(text)}.")
     return Shard(int(found[1]), int(found[2]))

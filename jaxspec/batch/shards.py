@@ -17,8 +17,8 @@ from jaxspec.batch.writer import (
     record_in,
     write_whole,
 )
-from jaxspec.checkpoint.files import parse_json
-from jaxspec.core.checks import Natural, checked
+from jaxspec.checkpoint.files import as_path, parse_json
+from jaxspec.core.checks import Natural, checked, shown
 
 
 class _Part(NamedTuple):
@@ -67,15 +67,18 @@ def merge(out: str | Path, parts: Sequence[str | Path]) -> int:
         >>> merge(folder / "out.jsonl", [folder / "2.jsonl", folder / "1.jsonl"])
         2
     """
-    out = Path(out)
-    if not parts:
+    out = as_path("out", out)
+    if isinstance(parts, str) or not isinstance(parts, Sequence):
+        raise OutputError(f"parts: give a list of outputs, got {shown(parts)}.")
+    paths = [as_path(f"parts[{index}]", part) for index, part in enumerate(parts)]
+    if not paths:
         raise OutputError("parts: give the outputs of all shards, got none.")
     if out.exists():
         raise OutputError(f"{out} is there already; give another name.")
     if not out.parent.is_dir():
         raise OutputError(f"{out}: the output must be a file in a folder that exists.")
     with contextlib.ExitStack() as stack:
-        opened = [_open(Path(path), stack) for path in parts]
+        opened = [_open(path, stack) for path in paths]
         _check_one_job(opened)
         _check_complete(opened)
         for part in opened:

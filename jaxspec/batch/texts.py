@@ -52,6 +52,7 @@ from jaxspec.core.types import (
     Warp,
 )
 from jaxspec.decoding.denoise import DenoiseConfig
+from jaxspec.decoding.grammars import languages_of
 from jaxspec.decoding.request import (
     PENALTIES,
     GenerationConfig,
@@ -450,7 +451,10 @@ class TextPrograms(SlotPrograms):
             for name in ("logprobs", "warped_logprobs"):
                 values = getattr(host, name)
                 if values is not None:
-                    record[name] = [float(f"{value:.7g}") for value in values]
+                    # JSON has no infinity.
+                    record[name] = [
+                        float(f"{value:.7g}") if np.isfinite(value) else None for value in values
+                    ]
             records.append(record)
         return records
 
@@ -473,6 +477,12 @@ def text_programs(
     for field in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", *PENALTIES):
         if np.ndim(getattr(config, field)):
             raise ValueError(f"{field} must be one number for the whole job, got several.")
+    languages = languages_of(config.choices, config.regex, config.json_schema) or ()
+    if len(languages) > 1:
+        raise ValueError(
+            f"{languages[0].setting} must be one for the whole job, got {len(languages)}, one for "
+            "each prompt; give `generate` these prompts, or a job for each."
+        )
     config = with_rules_of(model, config)
     return TextPrograms(
         model=model,

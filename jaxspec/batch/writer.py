@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from jaxspec.batch.header import header_differences
-from jaxspec.checkpoint.files import MOST_JSON, parse_json
+from jaxspec.checkpoint.files import MOST_JSON, as_path, parse_json
+from jaxspec.core.checks import checked, shown
 
 Key = tuple[int, int]
 """Line of the input and number of the sample: what a record answers."""
@@ -65,9 +66,14 @@ class Collector:
         self.done: set[Key] = set()
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """See `Output`."""
+        """See `Output`.
+
+        Raises:
+            OutputError: a record says not which row it answers.
+        """
+        done = {_key(record) for record in checked("records", records, Sequence)}
         self.records += records
-        self.done |= {_key(record) for record in records}
+        self.done |= done
 
 
 class Span(NamedTuple):
@@ -210,7 +216,12 @@ class Writer:
     """
 
     def __init__(self, path: str | Path, header: Mapping[str, Any], resume: bool = False):
-        self.path = Path(path)
+        self.path = as_path("path", path)
+        checked("header", header, Mapping)
+        try:
+            plain = json.loads(json.dumps(header, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise OutputError(f"header must be plain JSON, as of job_header: {error}.") from None
         self.progress_path = progress_path(self.path)
         self.done: set[Key] = set()
         there = [p for p in (self.path, self.progress_path) if p.exists()]
@@ -234,7 +245,7 @@ class Writer:
             self._progress = self._open(self.progress_path, new)
             self._lock()
             self._out = self._open(self.path)
-            self._begin(json.loads(json.dumps(header)))
+            self._begin(plain)
         except BaseException:
             self._abandon()
             raise
@@ -259,16 +270,17 @@ class Writer:
         """See `Output`.
 
         Raises:
-            OutputError: the records could not be written; those before them are safe.
+            OutputError: the records could not be written, or one is none that JSON can hold; those
+                before them are safe.
         """
-        if not records:
+        if not checked("records", records, Sequence):
             return
         lines, entries, end = [], [], self._end
         for record in records:
-            line = _line_of(record)
+            key, line = _key(record), _line_of(record)
             end += len(line)
             lines.append(line)
-            entries.append(_entry([end, zlib.crc32(line), *_key(record)]))
+            entries.append(_entry([end, zlib.crc32(line), *key]))
         try:
             # The record first: an entry vouches for a record that is in the output.
             _write(self._out, b"".join(lines))
@@ -418,9 +430,14 @@ def record_in(file: BinaryIO, span: Span) -> bytes:
 
 def _line_of(record: Mapping[str, Any]) -> bytes:
     try:
-        return json.dumps(record, ensure_ascii=False).encode("utf-8") + b"\n"
+        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode("utf-8") + b"\n"
     except UnicodeEncodeError:  # half a character, which JSON can hold and UTF-8 cannot
         return json.dumps(record).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OutputError(
+            f"records: that of line {record['line']}, sample {record['sample']} is none that JSON "
+            f"can hold ({error}); give plain values and finite numbers."
+        ) from None
 
 
 def _size_of(file: BinaryIO) -> int:
@@ -445,7 +462,19 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _key(record: Mapping[str, Any]) -> Key:
-    return record["line"], record["sample"]
+    """Returns what a record answers.
+
+    Raises:
+        OutputError: it does not say so.
+    """
+    known = isinstance(record, Mapping)
+    line, sample = (record.get(name) if known else None for name in ("line", "sample"))
+    if not (isinstance(line, int) and isinstance(sample, int)):
+        raise OutputError(
+            "records: each must be a dictionary with the whole numbers `line` and `sample`, got "
+            f"{shown(record)}."
+        )
+    return line, sample
 
 
 def _cannot_write(path: Path, error: OSError) -> OutputError:

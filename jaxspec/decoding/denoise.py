@@ -22,6 +22,7 @@ from jaxspec.core.checks import (
     checked,
     one_of,
     shown,
+    within,
 )
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import Params, Stop
@@ -31,6 +32,7 @@ from jaxspec.decoding.request import (
     Scale,
     TokenIds,
     check_call,
+    check_in_vocabulary,
     config_of,
     encode_prompts,
     one_per_prompt,
@@ -91,7 +93,7 @@ class DenoiseConfig(Checked):
             those that it masks again), "random", or Dream's "entropy", "topk_margin" and
             "maskgit_plus".
         temperature: 0 (the default) takes the likeliest tokens. One, or one for each prompt.
-        guidance: scale of classifier-free guidance; 0 for none. It costs a second pass.
+        guidance: scale of classifier-free guidance, up to 1e4; 0 for none. It costs a second pass.
         cache: kind of cache between passes: "none" (exact), "blocks" (exact, for networks that are
             causal over blocks), "prefix" or "dual" (APPROXIMATE, for the others). `None` takes the
             exact one that does least.
@@ -118,7 +120,7 @@ class DenoiseConfig(Checked):
     threshold: Annotated[float, above_up_to(0, 1)] | None = None
     order: Annotated[str, one_of(*ORDERS)] = "low_confidence"
     temperature: Scale | Sequence[Scale] = 0.0
-    guidance: Scale = 0.0
+    guidance: Annotated[float, within(0, 1e4)] = 0.0
     cache: Annotated[str, one_of(*CACHES)] | None = None
     stop_token_ids: TokenIds | None = None
     allow_mask_token: bool = False
@@ -536,6 +538,7 @@ def plan_denoising(
             "diffusion language model."
         )
     check_call(config, DenoiseConfig, seed)
+    check_in_vocabulary(model, config.stop_token_ids or (), "stop_token_ids")
     if not isinstance(speculation, SelfSpeculation):
         raise ValueError(f"speculation must be a SelfSpeculation, got {shown(speculation)}.")
     block = _block_length(diffusion.block, config)

@@ -24,7 +24,7 @@ from jaxspec.core.grammar import (
 )
 from jaxspec.decoding import patterns
 from jaxspec.decoding.patterns import MOST_STATES, size_of_pattern
-from jaxspec.decoding.schemas import size_of_schema
+from jaxspec.decoding.schemas import size_of_schema, with_whole_lengths
 from jaxspec.extras import needs_extra
 
 if TYPE_CHECKING:
@@ -114,11 +114,12 @@ def _listed(setting: str, values: Iterable[Any]) -> list[Any]:
     return found
 
 
+_NO_TEXT = "a part of it matches no text"
 _ANCHORS = " Leave out ^ and $: the whole output has to match."
 # What to do, by a part of what the compiler of regular expressions and schemas says.
 _HINTS = {
     "anchored": _ANCHORS,
-    "vocabulary": _ANCHORS,
+    _NO_TEXT: " It may be an empty class, or ^ or $ in the midst; the whole output has to match.",
     "NFA": " Check its brackets, ranges and escapes; the syntax is that of Rust's `regex`, without "
     "look-around.",
 }
@@ -158,19 +159,17 @@ def _regex(value: Any) -> tuple[str, ...]:
 def _schema(value: Any) -> tuple[str, ...]:
     value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
     got = f"json_schema: got {reprlib.repr(value)}"  # which does not follow it to any depth
-    wrong = ValueError(f"{got}; {_MEANINGS['json_schema']}.")
     try:
         text = value if isinstance(value, str) else json.dumps(value)
-        schema = parse_json(text)
+        parse_json(text)  # refuses what is not
+        schema = json.loads(text, object_hook=with_whole_lengths)
+        text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{got} ({error}); {_MEANINGS['json_schema']}.") from None
     if not isinstance(schema, dict):
-        raise wrong
+        raise ValueError(f"{got}; {_MEANINGS['json_schema']}.")
     check_unicode(text, "json_schema")
-    try:
-        size_of_schema(schema)  # refuses what would not be obeyed
-    except (TypeError, AttributeError):  # a keyword is of another type
-        raise wrong from None
+    size_of_schema(schema)  # refuses what would not be obeyed
     return (text,)
 
 
@@ -252,16 +251,17 @@ def _machine(language: Language) -> ByteMachine:
     (text,) = language.texts
     with needs_extra(language.setting, "grammar"):
         import outlines_core  # noqa: F401
-    depth = None
+    depth, own = None, {}
     if language.setting == "regex":
         parts, choices = size_of_pattern(text)
         is_large = parts > _FEW_PARTS or choices > _FEW_CHOICES
     else:
         size = size_of_schema(json.loads(text))
-        is_large = size.parts > _FEW_PARTS or size.has_patterns
+        own = size.patterns
+        is_large = size.parts > _FEW_PARTS or bool(own)
         # Past its depth, the compiler leaves parts of a schema out.
         depth = max(_LEAST_DEPTH, size.depth)
-    question = {"text": text, "depth": depth}
+    question = {"text": text, "depth": depth, "patterns": own}
     try:
         answer = _PROCESS.ask(question) if is_large else patterns.answer(question)
     except Ended:
@@ -270,8 +270,10 @@ def _machine(language: Language) -> ByteMachine:
             f"leave fewer ways to read a text (in {shown(text)})."
         ) from None
     if "error" in answer:
-        hint = next((hint for sign, hint in _HINTS.items() if sign in answer["error"]), "")
         reason = answer["error"].partition("\n")[0].rstrip(". ")
+        if "vocabulary" in reason:  # which holds every byte
+            reason = _NO_TEXT
+        hint = next((hint for sign, hint in _HINTS.items() if sign in reason), "")
         raise ValueError(f"{language.setting}: {reason} (in {shown(text)}).{hint}")
     table = np.frombuffer(base64.b64decode(answer["table"]), np.int32).reshape(-1, 256)
     return ByteMachine(table, np.isin(np.arange(len(table)), answer["ends"]))

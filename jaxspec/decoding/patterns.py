@@ -151,11 +151,22 @@ def pattern_of_schema(schema: str, depth: int) -> str:
     return compiler.json_schema.build_regex_from_schema(schema, None, depth)
 
 
+def _check_syntax(place: str, pattern: str) -> None:
+    """Refuses a pattern of a schema that alone is none; the compiler puts it between others."""
+    try:
+        machine_of_pattern(pattern)
+    except Exception as error:
+        if "NFA" in f"{error}":
+            raise ValueError(f"{place}: {error}") from None
+
+
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the machine of a pattern, or of a schema, or the reason why there is none."""
     try:
         pattern = question["text"]
         if question["depth"] is not None:
+            for place, own in question["patterns"].items():
+                _check_syntax(place, own)
             pattern = pattern_of_schema(pattern, question["depth"])
         table, ends = machine_of_pattern(pattern)
     except Exception as error:

@@ -119,7 +119,7 @@ PENALTIES = {
 
 # Numbers that compiled programs compute with: finite in float32 too.
 Scale = Annotated[float, from_up_to(0, LARGEST)]
-TopP = Annotated[float, above_up_to(0, 1)]
+TopP = Annotated[float, above_up_to(0, 1), at_least(1.2e-38)]  # less is 0 in float32
 MinP = Annotated[float, from_up_to(0, 1)]
 Penalty = Annotated[float, between(-1e30, 1e30)]
 Factor = Annotated[float, between(1e-30, 1e30)]
@@ -238,6 +238,7 @@ def config_of(config: Config | None, settings: Mapping[str, Any], kind: type[Con
 
     Raises:
         TypeError: a keyword is no field of `kind`.
+        ValueError: fields are given for a config of another kind.
 
     Example:
         >>> config_of(GenerationConfig(top_k=5), {"temperature": 0.5}, GenerationConfig).top_k
@@ -252,7 +253,10 @@ def config_of(config: Config | None, settings: Mapping[str, Any], kind: type[Con
             )
     if config is None:
         return kind(**settings)
-    return dataclasses.replace(config, **settings) if settings else config
+    if not settings:
+        return config
+    _check_kind(config, kind)
+    return dataclasses.replace(config, **settings)
 
 
 def config_and_drafter(
@@ -478,9 +482,13 @@ def check_call(config: Any, kind: type, seed: Any) -> None:
     Raises:
         ValueError: naming the argument.
     """
+    _check_kind(config, kind)
+    checked("seed", seed, Natural)
+
+
+def _check_kind(config: Any, kind: type) -> None:
     if not isinstance(config, kind):
         raise ValueError(f"config must be a {kind.__name__}, got {type(config).__name__}.")
-    checked("seed", seed, Natural)
 
 
 def prompt_arrays(
@@ -796,13 +804,21 @@ def check_ids(model: Vocabulary, ids: Sequence[int], name: str, spare: int = 1) 
     Raises:
         ValueError: there are none or too many, or one is outside of the vocabulary.
     """
-    vocab = model.vocab_size
     if not ids:
         raise ValueError(f"{name} is empty; give at least one token.")
     _check_length(model, len(ids), name, spare)
-    wrong = [token for token in ids if not 0 <= token < vocab]
+    check_in_vocabulary(model, ids, name)
+
+
+def check_in_vocabulary(model: Vocabulary, ids: Sequence[int], name: str) -> None:
+    """Refuses ids that the model does not have.
+
+    Raises:
+        ValueError: naming some of them.
+    """
+    wrong = [token for token in ids if not 0 <= token < model.vocab_size]
     if wrong:
-        raise ValueError(f"{name} has ids outside 0..{vocab - 1}: {wrong[:5]}.")
+        raise ValueError(f"{name} has ids outside 0..{model.vocab_size - 1}: {wrong[:5]}.")
 
 
 def _check_length(model: Vocabulary, count: int, name: str, spare: int) -> None:
@@ -927,9 +943,7 @@ def _bias(model: Vocabulary, config: GenerationConfig) -> np.ndarray | None:
         "stop_token_ids": tuple(config.stop_token_ids or ()),
     }
     for name, ids in named.items():
-        wrong = [token for token in ids if not 0 <= token < vocab]
-        if wrong:
-            raise ValueError(f"{name} has ids outside 0..{vocab - 1}: {wrong[:5]}.")
+        check_in_vocabulary(model, ids, name)
     if config.allowed_token_ids is not None:
         if not named["allowed_token_ids"]:
             raise ValueError("allowed_token_ids is empty: nothing could be emitted; use None.")

@@ -5,10 +5,12 @@ others next to it. The rest it leaves out in silence, and so it does with refere
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from jaxspec.core.checks import Natural, Requirement, checked
 from jaxspec.decoding.patterns import size_of_pattern
 
 Schema = Mapping[str, Any]
@@ -27,6 +29,19 @@ _READ: dict[str, tuple[str, ...]] = {
         *("items", "minItems", "maxItems", "additionalProperties"),
         *("minLength", "maxLength", "pattern", "format"),
     ),
+}
+# Values of those that the compiler would read as something else, or as nothing.
+_Listed = Annotated[Sequence[Any], Requirement("a list with an entry at least", bool)]
+_Type = Literal["string", "number", "integer", "boolean", "array", "object", "null"]
+_LENGTHS = ("minLength", "maxLength", "minItems", "maxItems")
+_VALUES: dict[str, Any] = {
+    **dict.fromkeys(_LENGTHS, Natural),
+    **dict.fromkeys(("pattern", "format", "$ref"), str),
+    **dict.fromkeys(("items", "additionalProperties"), bool | dict),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems", "enum"), _Listed),
+    "properties": dict,
+    "required": Sequence[str],
+    "type": _Type | Annotated[Sequence[_Type], Requirement("a list with an entry at least", bool)],
 }
 # All others that a text can break (JSON Schema 2020-12, and two of draft 7).
 _UNREAD = (
@@ -49,12 +64,12 @@ class SchemaSize(NamedTuple):
         depth: the most references that lead from one to the next; 0 without any.
         parts: characters and classes of its regular expression, if references, repetitions and
             optional properties are written out.
-        has_patterns: it holds regular expressions of its own.
+        patterns: its own regular expressions, by their places.
     """
 
     depth: int
     parts: int
-    has_patterns: bool
+    patterns: Mapping[str, str]
 
 
 def size_of_schema(schema: Schema) -> SchemaSize:
@@ -77,6 +92,7 @@ def size_of_schema(schema: Schema) -> SchemaSize:
         ValueError: json_schema: minimum at # cannot be held to; leave it out, or list ...
     """
     known: dict[str, SchemaSize | None] = {}
+    patterns: dict[str, str] = {}
 
     def referred(reference: str) -> SchemaSize:
         if reference not in known:
@@ -93,11 +109,14 @@ def size_of_schema(schema: Schema) -> SchemaSize:
 
     def measured(part: Any, place: str) -> SchemaSize:
         if not isinstance(part, Mapping):
-            return SchemaSize(0, 0, False)
+            return SchemaSize(0, 0, patterns)
+        _check_values(part, place)
         _check_keywords(part, place)
+        if "pattern" in part:
+            patterns[f"pattern at {place}"] = part["pattern"]
         within = [measured(each, f"{place}/{name}") for name, each in _parts(part)]
         if "$ref" in part:
-            within.append(referred(str(part["$ref"])))
+            within.append(referred(part["$ref"]))
         parts = _copies(part) * (_own_parts(part) + sum(size.parts for size in within))
         if parts > _MOST_PARTS:
             raise ValueError(
@@ -105,11 +124,8 @@ def size_of_schema(schema: Schema) -> SchemaSize:
                 f"properties are written out, and at most {_MOST_PARTS} are possible; make "
                 "maxLength and maxItems smaller, or more properties required."
             )
-        return SchemaSize(
-            max((size.depth for size in within), default=0),
-            parts,
-            "pattern" in part or any(size.has_patterns for size in within),
-        )
+        depth = max((size.depth for size in within), default=0)
+        return SchemaSize(depth, parts, patterns)
 
     try:
         return measured(schema, "#")
@@ -121,8 +137,7 @@ def size_of_schema(schema: Schema) -> SchemaSize:
 
 def _copies(schema: Schema) -> int:
     """Returns how often the expression of a schema holds those of the schemas within it."""
-    bounds = (schema.get(name) for name in ("minLength", "maxLength", "minItems", "maxItems"))
-    counts = [int(bound) for bound in bounds if isinstance(bound, int | float)]
+    counts = [int(schema[name]) for name in _LENGTHS if name in schema]
     # Any of the optional properties may be the first.
     optional = 0 if schema.get("required") else len(schema.get("properties", ()))
     return max(1, optional, *counts)
@@ -131,7 +146,7 @@ def _copies(schema: Schema) -> int:
 def _own_parts(schema: Schema) -> int:
     """Returns the parts of a schema itself."""
     if "pattern" in schema:
-        return size_of_pattern(str(schema["pattern"])).parts
+        return size_of_pattern(schema["pattern"]).parts
     if any(name in schema for name in ("enum", "const", "properties")):
         listed = (schema.get(name) for name in ("enum", "const"))
         return len(_quoted([*listed, *schema.get("properties", ())]))
@@ -170,6 +185,29 @@ def _referred(schema: Schema, reference: str) -> Any:
 _quoted = partial(json.dumps, ensure_ascii=False)
 
 
+def with_whole_lengths(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns one part of a schema whose lengths are integers: 3.0 is one, but for the compiler."""
+    return {
+        name: int(value)
+        if name in _LENGTHS and isinstance(value, float) and value.is_integer()
+        else value
+        for name, value in schema.items()
+    }
+
+
+def _check_values(schema: Schema, place: str) -> None:
+    """Refuses values of one part's keywords that JSON Schema does not know."""
+    for name, hint in _VALUES.items():
+        if name in schema:
+            checked(f"json_schema: {name} at {place}", schema[name], hint)
+    for least, most in (_LENGTHS[:2], _LENGTHS[2:]):
+        if schema.get(least, 0) > schema.get(most, math.inf):
+            raise ValueError(
+                f"json_schema: {least} at {place} must be at most its {most}, {schema[most]}, got "
+                f"{schema[least]}."
+            )
+
+
 def _check_keywords(schema: Schema, place: str) -> None:
     """Refuses keywords of one part that would not be obeyed."""
     form = next((name for name in _READ if name in schema), "type")
@@ -187,6 +225,11 @@ def _check_keywords(schema: Schema, place: str) -> None:
         # Names are not escaped.
         names = schema["properties"]
         unread += [f"the name {name!r}" for name in names if f'"{name}"' != _quoted(name)]
+    elif form == "prefixItems":
+        # The compiler writes each of them, and no more.
+        count = len(schema["prefixItems"])
+        unread += ["minItems"] if schema.get("minItems", 0) > count else []
+        unread += ["maxItems"] if schema.get("maxItems", count) < count else []
     elif form == "allOf" and len(schema["allOf"]) > 1:
         unread.append("allOf")
     if unread:

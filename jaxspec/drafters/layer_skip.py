@@ -156,7 +156,7 @@ class LayerSkip(Checked):
         super().__post_init__()
         if self.skip is not None:
             entries = [entry for part in self.skip for entry in part]
-            if not all(entry in (0, 1) for entry in entries):
+            if not all(np.ndim(entry) == 0 and entry in (0, 1) for entry in entries):
                 raise ValueError(
                     f"skip must hold True or False for each sub-layer, got {shown(entries)}."
                 )

@@ -1,9 +1,12 @@
 """A drafter together with the weights it drafts with, and whether they belong to a target."""
 
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxspec.core.checks import shown
+import jax
+
+from jaxspec.core.checks import Count, Natural, checked, shown
 from jaxspec.core.types import Drafter, LanguageModel, PyTree
 from jaxspec.drafters.plain import NoDraft
 from jaxspec.models.summary import summary_html, summary_line, weight_facts
@@ -52,6 +55,7 @@ _MAKERS = {
     "Eagle3Head": "Eagle.of(head) or Eagle2.of(head)",
     "DFlashHead": "DFlash.of(head)",
 }
+_SIZES = {"taps": Sequence[Natural], "tree_shape": tuple[Count, Natural], "widths": Sequence[Count]}
 DrafterLike = Drafter | LoadedDrafter
 """Drafters that public functions accept: a method without weights, or one with its weights."""
 
@@ -70,9 +74,22 @@ def loaded_drafter(drafter: Any) -> LoadedDrafter:
         LoadedDrafter(drafter: NoDraft(), weights: none)
     """
     if isinstance(drafter, LoadedDrafter):
+        _check_method(drafter.drafter)
+        for leaf in jax.tree.leaves(drafter.params):
+            if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise ValueError(
+                    "drafter: its weights, LoadedDrafter.params, must be a pytree of arrays, or () "
+                    f"for none; got {shown(leaf)}."
+                )
         return drafter
     if drafter is None:
         return LoadedDrafter(NoDraft(), ())
+    _check_method(drafter)
+    return LoadedDrafter(drafter, ())
+
+
+def _check_method(drafter: Any) -> None:
+    """Refuses what has not the members of a `Drafter`, or sizes that no draft has."""
     if isinstance(drafter, type):
         name = drafter.__name__
         raise ValueError(f"drafter: got the class {name}; give an instance, such as {name}().")
@@ -85,11 +102,20 @@ def loaded_drafter(drafter: Any) -> LoadedDrafter:
             else "drafter must be one such as PromptLookup(), DraftModel.of(model) or "
             f"Eagle.of(head), got {shown(drafter)}."
         )
+    kind = type(drafter).__name__
     for name in ("taps", "tree_shape", "widths", "init"):
         if not hasattr(drafter, name):
-            kind = type(drafter).__name__
             raise ValueError(f"drafter: {kind} has no `{name}`; see jaxspec.core.types.Drafter.")
-    return LoadedDrafter(drafter, ())
+    found = {
+        name: checked(f"drafter: {name} of {kind}", getattr(drafter, name), hint)
+        for name, hint in _SIZES.items()
+    }
+    widths, (num_nodes, _) = found["widths"], found["tree_shape"]
+    if list(widths) != sorted({*widths}) or widths[-1:] != (num_nodes,):
+        raise ValueError(
+            f"drafter: widths of {kind} must ascend to the {num_nodes} nodes of its tree_shape, "
+            f"got {shown(widths)}."
+        )
 
 
 class OtherTargetError(ValueError):

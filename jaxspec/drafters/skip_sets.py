@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxspec.checkpoint import shipped_folders
-from jaxspec.checkpoint.files import read_json
+from jaxspec.checkpoint.files import as_path, read_json
 from jaxspec.core.checks import Natural, Nodes, Share, at_most_entries, checked, shown
 from jaxspec.models import Skips
 from jaxspec.models.config import MOST_LAYERS, Layers
@@ -164,7 +164,7 @@ def skip_settings(source: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: `source` does not exist, or is not a result of `jaxspec tune skips`.
     """
-    path = Path(source)
+    path = as_path("source", source)
     if not path.exists() and str(source) in shipped_folders():
         path = shipped_folders()[str(source)]
     if path.is_dir():

@@ -309,6 +309,7 @@ def _check_arguments(
             "drafters: give a dictionary of drafters by name, such as {'lookup': PromptLookup()}; "
             f"got {type(drafters).__name__}."
         )
+    checked("drafters", drafters, Mapping[str, Any])
     if baseline in drafters:
         raise ValueError(
             f"drafters: {baseline!r} names {baseline} decoding, which is always measured; rename "
@@ -326,11 +327,12 @@ def _check_arguments(
         raise ValueError("config: max_new_tokens must be at least 1 to compare, got 0.")
     if categories is None:
         return [None] * len(prompts)
-    if len(categories) != len(prompts):
+    of_each = checked("categories", categories, Sequence[str | None])
+    if len(of_each) != len(prompts):
         raise ValueError(
-            f"categories: got {len(categories)} for {len(prompts)} prompts; give one for each."
+            f"categories: got {len(of_each)} for {len(prompts)} prompts; give one for each."
         )
-    return categories
+    return of_each
 
 
 def _requests(

@@ -321,7 +321,8 @@ def read_source(source: Source) -> Divided:
     """Reads a source and holds out its validation part. Line ends become single line feeds.
 
     Raises:
-        DataError: naming the file and line that cannot be read, or a source left empty.
+        DataError: naming the file and line that cannot be read, or a source of which no text is
+            left to learn from, or is held out.
     """
     documents: list[Document] = []
     for path in source_files(source):
@@ -330,11 +331,15 @@ def read_source(source: Source) -> Divided:
         except CheckpointError as error:
             raise DataError(f"Source {shown(source.name)}: {error}") from None
     parts = source.split.divide(documents)
-    if not parts.train:
-        raise DataError(
-            f"Source {shown(source.name)}: none of the {len(documents)} documents in {source.path} "
-            f"is left for training by {source.split}."
-        )
+    uses = {"left for training": parts.train, "held out": parts.validation}
+    if source.split in (LastRows(0), LastCharacters(0)):
+        del uses["held out"]
+    for use, kept in uses.items():
+        if not any(document_texts(kept)):
+            raise DataError(
+                f"Source {shown(source.name)}: no text of the {len(documents)} documents in "
+                f"{source.path} is {use} by {source.split}; give more text."
+            )
     return parts
 
 

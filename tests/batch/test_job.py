@@ -268,6 +268,18 @@ def test_arguments_of_another_type_are_named(model):
             lambda: batch.run(model, rows, output, settings=0),
             "settings must be a JobSettings, got 0",
         ),
+        (lambda: batch.decode(model, ["a"], job={}), "job must be a JobSettings, got {}"),
+        (
+            lambda: batch.decode(model, ["a", "b"], choices=[["a"], ["b"]]),
+            "choices must be one for the whole job, got 2",
+        ),
+        (lambda: batch.run(model, rows, output, should_stop=5), "should_stop must be a function"),
+        (lambda: batch.run(model, rows, output, progress=5), "progress must be a function"),
+        (
+            lambda: batch.run(model, [Row("x", 0, "a")], output),
+            "rows: of Row.* the line must be a whole number, got 'x'",
+        ),
+        (lambda: batch.run(model, [Row(1, None, "a")], output), "rows: of Row.* the id must be"),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxspec.batch import read_rows, rows_of
-from jaxspec.batch.rows import digest_of, encode_rows, number_of
+from jaxspec.batch.rows import digest_of, encode_rows, number_of, with_fields_of
 
 
 def write(path, *lines) -> str:
@@ -48,6 +48,8 @@ BAD = {
     b"[1, true]": "must be a text",
     b'{"tokens": [1.5]}': "must be a text",
     b'{"tokens": [1, [2]]}': "must be a text",
+    b'{"prompt": "p", "score": 1e400}': "an infinity or a number past 1.7e308",
+    b'{"prompt": "p", "score": NaN}': "it holds NaN",
     b'{"other": 1}': "has no field 'prompt'",
     b'{"prompt": "p", "id": -1}': "id must be",
     b'{"prompt": "p", "id": 1.5}': "id must be",
@@ -62,6 +64,8 @@ def test_a_bad_line_is_an_error_with_its_number(tmp_path, line):
     first, bad, last = read_rows(path)
     assert (bad.line, bad.prompt) == (3, None)
     assert BAD[line] in bad.error
+    record = {"line": 3, "error": bad.error}
+    json.dumps(with_fields_of(bad.source, record), allow_nan=False)
     assert (first.prompt, last.prompt, last.line) == ("good", "good too", 4)
 
 
@@ -121,7 +125,8 @@ def test_what_a_model_cannot_read_is_an_error_of_its_row(model):
 
 def test_a_digest_sees_every_part_of_every_row():
     rows = rows_of(["a", [1, 2]])
-    assert digest_of(rows) == digest_of(rows_of(["a", np.array([1, 2])]))
+    for same in (np.array([1, 2]), [np.int64(1), np.int64(2)]):
+        assert digest_of(rows) == digest_of(rows_of(["a", same]))
     for other in (
         rows[::-1],
         rows[:1],

@@ -118,6 +118,18 @@ def test_shards_that_are_none_are_refused(text, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == [source]
 
 
+def test_arguments_of_another_type_are_named(tmp_path):
+    calls = [
+        (lambda: parse_shard(None), "shard must be a text, got None"),
+        (lambda: merge(None, []), "out must be a text or a path, got None"),
+        (lambda: merge(tmp_path / "a", [None]), r"parts\[0\] must be a text or a path, got None"),
+        (lambda: merge(tmp_path / "a", "bc"), "parts: give a list of outputs, got 'bc'"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
 def refused(match: str, out: Path, parts: list[Path]) -> None:
     before = {path: path.read_bytes() for path in out.parent.iterdir() if path.is_file()}
     with pytest.raises(OutputError, match=match) as raised:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import zlib
 
 import pytest
@@ -96,6 +97,26 @@ def test_what_is_not_this_jobs_is_refused_and_left_alone(path):
     data = path.read_bytes()
     path.write_bytes(data.replace(b"\\u00e9", b"\\u00e8").replace("é".encode(), "è".encode(), 1))
     refused(path, "changed after it was written: record 1")
+
+
+@pytest.mark.parametrize(
+    ("name", "header", "records", "message"),
+    [
+        (None, HEADER, [], "path must be a text or a path, got None"),
+        ("a\0", HEADER, [], "path must be a path: not empty, without NUL"),
+        ("a", 5, [], "header must be of type Mapping, got 5"),
+        ("a", {"a": object()}, [], "header must be plain JSON"),
+        ("a", HEADER, None, "records must be of type Sequence, got None"),
+        ("a", HEADER, [None], "records: each must be a dictionary .*, got None"),
+        ("a", HEADER, [{}], "records: each must be a dictionary .*, got {}"),
+        ("a", HEADER, [{**record(1), "x": math.inf}], "records: that of line 1, sample 0 is none"),
+    ],
+)
+def test_what_is_no_output_and_no_record_is_refused(name, header, records, message, tmp_path):
+    path = tmp_path / name if name == "a" else name
+    with pytest.raises(ValueError, match=message), Writer(path, header) as writer:
+        writer.append(records)
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("foreign", [b'"a prompt"\n', b"no end of line"])

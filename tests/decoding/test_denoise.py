@@ -21,7 +21,7 @@ from tests.diffusion.networks import BLOCK, MASK, tiny_model
         ({"threshold": 0.9, "steps": 4}, "threshold: decides how many steps"),
         ({"threshold": 0.9, "order": "entropy"}, "threshold: is a probability.*got 'entropy'"),
         ({"temperature": -1.0}, r"temperature must be in \[0, 3e\+38\), got -1.0"),
-        ({"guidance": -0.5}, r"guidance must be in \[0, 3e\+38\), got -0.5"),
+        ({"guidance": -0.5}, r"guidance must be in \[0, 10000.0\], got -0.5"),
         ({"temperature": "hot"}, "temperature must be a finite number or a sequence, got 'hot'"),
         ({"temperature": float("inf")}, "temperature must be a finite number.*got inf"),
         ({"guidance": (1.0, 2.0)}, r"guidance must be a finite number, got \(1.0, 2.0\)"),
@@ -66,6 +66,8 @@ SHORT = {"max_new_tokens": 12, "block_length": BLOCK}
         ({}, [1], {**SHORT, "temperature": (0.5, 1.0)}, "temperature: got 2 values for 1 prompts"),
         ({}, [1], {**SHORT, "temperature": [[0.5]]}, r"temperature\[0\] must be a finite number"),
         ({}, [1], {**SHORT, "temperature": ()}, "temperature: got 0 values for 1 prompts"),
+        ({}, [1], {**SHORT, "stop_token_ids": [10**6]}, "stop_token_ids has ids outside"),
+        ({}, [1], {**SHORT, "guidance": 1e38}, r"guidance must be in \[0, 10000.0\], got 1e\+38"),
     ],
 )
 def test_settings_that_do_not_fit(network, prompt, values, message):

@@ -7,6 +7,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -149,6 +150,7 @@ for _ in range(5000):
         ([1], {"temperature": [1.0, 1.0]}, "temperature: got 2 values for 1 prompts"),
         ([1], {"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
         ([1], {"top_p": 1.1}, r"top_p must be in \(0, 1\]"),
+        ([1], {"top_p": 1e-45}, "top_p must be at least 1.2e-38, got 1e-45"),
         ([1], {"top_k": 273}, "top_k must be at most the vocabulary, 272"),
         ([1], {"top_k": -1}, "top_k must be at least 0"),
         ([1], {"min_p": 1.0}, r"min_p must be in \[0, 1\)"),
@@ -640,10 +642,23 @@ def test_one_logit_that_is_no_number_is_seen_in_a_large_vocabulary(token):
         assert (row.finish_reason, len(row.tokens)) == ("not_finite", 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Shaped(NoDraft):
+    """A drafter of any sizes."""
+
+    tree_shape: Any
+    widths: Any
+
+
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
         ("lookup", "drafter must be one such as PromptLookup"),
+        (LoadedDrafter(None, None), "drafter must be one such as PromptLookup"),
+        (LoadedDrafter(PromptLookup(), "x"), "LoadedDrafter.params, must be a pytree of arrays"),
+        (Shaped("a", (1,)), "drafter: tree_shape of Shaped must be 2 entries, got 'a'"),
+        (Shaped((-1, -1), ()), r"drafter: tree_shape of Shaped\[0\] must be at least 1, got -1"),
+        (Shaped((2, 1), ()), "drafter: widths of Shaped must ascend to the 2 nodes"),
         (DraftModel(), "DraftModel needs a model's weights"),
         (Eagle(), "an EAGLE drafter needs a head"),
         (Eagle2(), "an EAGLE drafter needs a head"),

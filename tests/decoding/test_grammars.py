@@ -123,7 +123,7 @@ def test_streams_and_jobs_obey(model):
     batch.run(model, batch.rows_of(PROMPTS), output, config)
     records = sorted(output.records, key=lambda record: record["line"])
     assert [record["text"] for record in records] == expected.texts
-    with pytest.raises(ValueError, match="choices: got 2 values for 1 prompt"):
+    with pytest.raises(ValueError, match="choices must be one for the whole job, got 2"):
         batch.run(model, batch.rows_of(PROMPTS), output, settings(choices=[["a"], ["b"]]))
 
 
@@ -215,6 +215,8 @@ def test_schemas_are_read_as_people_have_them():
     forms = [SCHEMA, json.dumps(SCHEMA), Person, [SCHEMA, SCHEMA]]
     found = [languages_of(None, None, form) for form in forms]
     assert found[0] == found[1] == found[2]
+    (whole,) = languages_of(None, None, {"type": "string", "maxLength": 3.0})
+    assert whole.texts == ('{"type": "string", "maxLength": 3}',)
     assert found[3] == found[0] * 2
 
 
@@ -289,7 +291,12 @@ def test_what_is_no_grammar_is_refused(wrong, message):
         ({"regex": "a(b"}, "regex: .*in 'a\\(b'"),
         ({"regex": "(?=a)a"}, "regex: "),
         ({"regex": "^a"}, "regex: .*Leave out \\^ and \\$"),
+        ({"regex": "[^\\s\\S]"}, "regex: a part of it matches no text"),
         ({"json_schema": {"type": "array", "items": True}}, "json_schema: [^\n]*$"),
+        (
+            {"json_schema": {"properties": {"a": {"type": "string", "pattern": "a)|(b"}}}},
+            "json_schema: pattern at #/properties/a: .* Check its brackets",
+        ),
     ],
 )
 def test_what_the_compiler_refuses_is_named(model, wrong, message):
@@ -376,7 +383,21 @@ def test_a_schema_is_read_to_the_end_of_its_references(model):
         ({"properties": {"a": {}}, "required": ["a", "z"]}, "required .z. at # "),
         ({"properties": {'"': {}}}, "the name '\"' at # "),
         ({"allOf": [{"type": "string"}, {"maxLength": 3}]}, "allOf at # "),
-        ({"properties": {}, "required": 3}, "give a JSON schema as a dictionary"),
+        ({"properties": {}, "required": 3}, "required at # must be a sequence, got 3"),
+        ({"properties": {"a": {}}, "required": "a"}, "required at # must be a sequence"),
+        ({"prefixItems": [{}] * 3, **ARRAY, "maxItems": 1}, "maxItems at # cannot"),
+        ({"prefixItems": [{}] * 3, "minItems": 4}, "minItems at # cannot"),
+        ({"type": "string", "maxLength": -1}, "maxLength at # must be at least 0, got -1"),
+        ({"type": "string", "maxLength": True}, "maxLength at # must be a whole number"),
+        ({"items": {"maxItems": 2.5}, **ARRAY}, "maxItems at #/items must be a whole number"),
+        ({"minItems": 3, "maxItems": 1, **ARRAY}, "minItems at # must be at most its maxItems, 1"),
+        ({"type": "string", "pattern": 5}, "pattern at # must be a text, got 5"),
+        ({"type": "object", "additionalProperties": "no"}, "additionalProperties at # must be"),
+        ({"enum": []}, "enum at # must be a list with an entry"),
+        ({"anyOf": []}, "anyOf at # must be a list with an entry"),
+        ({"type": []}, "type at # must be a list with an entry"),
+        ({"type": "text"}, "type at # must be .*'text'"),
+        ({"$ref": 5}, "[$]ref at # must be a text"),
     ],
 )
 def test_a_schema_that_would_not_be_obeyed_is_refused(schema, message):

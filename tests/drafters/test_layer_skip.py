@@ -348,6 +348,7 @@ def acceptance_rates(
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be at least 1, got 0"),
         ({"threshold": 1.2}, r"threshold must be in \[0, 1\], got 1.2"),
         ({"skip": Skips((0.5,), (1,))}, "skip must hold True or False"),
+        ({"skip": Skips(np.zeros((2, 2)), np.zeros((2, 2)))}, "skip must hold True or False"),
         ({"skip": Skips((), (True,) * 5000)}, "skip.mlp must be of at most 4096 entries"),
         (
             {"skip": Skips((True,), (True, False))},

@@ -118,6 +118,11 @@ def test_a_depth_that_no_model_has_is_refused(num_layers):
         skips_of(num_layers, [], [])
 
 
+def test_a_search_that_is_no_path_is_refused():
+    with pytest.raises(ValueError, match="source must be a path: not empty, without NUL"):
+        LayerSkip.read("a\0")
+
+
 def test_indices_and_sets_are_two_ways_to_say_the_same():
     skip = skips_of(4, [3, 0], [])  # all attention may be skipped as well
     assert skip == Skips((True, False, False, True), (False,) * 4)
