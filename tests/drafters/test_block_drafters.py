@@ -304,7 +304,9 @@ def test_drafters_that_cannot_draft_are_refused(model, target):
     refused(Deer(3), (), "needs a diffusion model")
     refused(DraftModel(3), diffuser(target, 4), "DraftModel needs a causal model")
     refused(Deer(3), diffuser(network(VOCAB + 1), 4), "vocabulary")
-    refused(Deer(600), diffuser(target, 4), "512 positions")
+    refused(
+        Deer(600), diffuser(target, 4), "up to 600 tokens at once, and the context of .* holds 512"
+    )
     refused(Deer(3, cache="blocks"), diffuser(target, None), "sees both")
     refused(Deer(3, cache="prefix"), diffuser(target, 4), "causal over blocks")
     refused(Deer(3, sep_token_id=VOCAB), diffuser(target, 4), "sep_token_id")

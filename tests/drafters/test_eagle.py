@@ -99,7 +99,7 @@ def test_recorded_dynamic_trees(golden, request, file, heads):  # noqa: F811
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda head: Eagle.of(head, chain(513)), "513 levels deep, but the head has 512 posit"),
+        (lambda head: Eagle.of(head, chain(513)), "up to 513 tokens at once, and the context"),
         (lambda head: Eagle.of(head, siblings(65)), "takes rank 64, but the head drafts from 64"),
         (lambda head: Eagle2.of(head, beam=65), "takes rank 64, but the head drafts from 64"),
     ],
