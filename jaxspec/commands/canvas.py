@@ -197,7 +197,7 @@ def litert_canvas_session(args: argparse.Namespace, model: "MobileModel") -> Can
         return draw_canvas(tokenizer, diffusion["mask_token_id"], step)
 
     def fill_in(prompt: PromptLike, console: Console) -> CanvasResult:
-        ids = encode_prompt(model, prompt, spare=0)
+        ids = encode_prompt(model, prompt)
         stream = fill_in_stream(model, ids, count, args.stop_token_ids, args.num_drafts)
         filled = _watch(stream, draw, console, "reading the prompt ...")
         tokens = filled.tokens.tolist()

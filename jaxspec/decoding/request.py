@@ -556,8 +556,8 @@ def check_depth(model: "Model", loaded: LoadedDrafter) -> None:
     if depth > model.max_positions:
         raise ValueError(
             f"drafter: {type(loaded.drafter).__name__} drafts up to {depth} tokens at once, and "
-            f"the context of {model.name} holds {model.max_positions}: draft fewer, such as "
-            "num_speculative_tokens=8."
+            f"the context of {model.name} holds {model.max_positions}; give it fewer to draft, by "
+            "num_speculative_tokens, block or the tree."
         )
 
 

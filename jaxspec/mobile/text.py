@@ -79,7 +79,7 @@ def stream_text(
                 f"{name}: files for LiteRT apply no penalties, got {getattr(config, name)}; pass "
                 f"GenerationConfig({name}={rule.neutral:g}) to decode without."
             )
-    ids = encode_prompt(model, prompt, spare=0)
+    ids = encode_prompt(model, prompt)
     warp: Any = jax.tree.map(lambda values: values[0], warps_of(model, config, of_one_row, 1))
     stops = model.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
     budget = int(of_one_row("max_new_tokens", np.int32)[0])

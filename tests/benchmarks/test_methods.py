@@ -330,7 +330,9 @@ class TestBlocks:
         other = dataclasses.replace(model, tokenizer=None, network=larger)
         assert if_it_drafts_for(other, drafter._replace(tokenizer=None)) is None
         too_long = drafter._replace(drafter=jaxspec.Deer(4096))
-        with pytest.raises(ValueError, match="block must be at most"):
+        with pytest.raises(
+            ValueError, match="up to 4096 tokens at once, and the context of tiny holds 2048"
+        ):
             if_it_drafts_for(model, too_long)
 
     def test_a_draft_model_with_another_tokenizer_drafts_what_both_have(self, model, monkeypatch):
