@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -184,11 +185,7 @@ def encode_rows(
 
 
 def digest_of(rows: Sequence[Row]) -> str:
-    """Returns a checksum of lines, ids, prompts and errors, in their order.
-
-    Raises:
-        ValueError: a row holds something else than texts, ids and messages.
-    """
+    """Returns a checksum of lines, ids, prompts and errors, in their order."""
     digest = hashlib.sha256()
     for row in rows:
         try:
@@ -274,13 +271,18 @@ def _saved_split(found: Any, config: Sequence[str], split: str) -> Any:
     return there[split]
 
 
+# Only such texts can hold a number that JSON does not.
+_MAY_BE_INFINITE = re.compile("NaN|Infinity|[0-9][eE]|[0-9]{300}")
+
+
 def _parsed(text: str) -> Any:
     try:
         value = parse_json(text)
     except ValueError as error:
         raise ValueError(f"not valid JSON ({error}).") from None
     try:
-        json.dumps(value, allow_nan=False)
+        if _MAY_BE_INFINITE.search(text):
+            json.dumps(value, allow_nan=False)
     except ValueError:
         raise ValueError(
             "it holds NaN, an infinity or a number past 1.7e308, which no record can hold; give "
