@@ -322,7 +322,7 @@ def read_source(source: Source) -> Divided:
 
     Raises:
         DataError: naming the file and line that cannot be read, or a source of which no text is
-            left to learn from, or is held out.
+            left to learn from.
     """
     documents: list[Document] = []
     for path in source_files(source):
@@ -331,15 +331,11 @@ def read_source(source: Source) -> Divided:
         except CheckpointError as error:
             raise DataError(f"Source {shown(source.name)}: {error}") from None
     parts = source.split.divide(documents)
-    uses = {"left for training": parts.train, "held out": parts.validation}
-    if source.split in (LastRows(0), LastCharacters(0)):
-        del uses["held out"]
-    for use, kept in uses.items():
-        if not any(document_texts(kept)):
-            raise DataError(
-                f"Source {shown(source.name)}: no text of the {len(documents)} documents in "
-                f"{source.path} is {use} by {source.split}; give more text."
-            )
+    if not any(document_texts(parts.train)):
+        raise DataError(
+            f"Source {shown(source.name)}: no text of the {len(documents)} documents in "
+            f"{source.path} is left for training by {source.split}; give more text."
+        )
     return parts
 
 
