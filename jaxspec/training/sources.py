@@ -304,7 +304,7 @@ def source_files(source: Source) -> list[Path]:
     if root.exists() and not root.is_dir():
         return [root]
     if not root.exists():
-        raise DataError(f"Source {shown(source.name)}: {source.path:.4096} is not there.")
+        raise DataError(f"Source {shown(source.name)}: {source.path:.400} is not there.")
     if source.path.startswith(PACKAGES):
         found = (path for package in _packages(source) for path in _python_files(package))
     else:
@@ -313,7 +313,7 @@ def source_files(source: Source) -> list[Path]:
         path for path in found if not set(source.exclude) & set(path.relative_to(root).parts[:-1])
     ]
     if not files:
-        raise DataError(f"Source {shown(source.name)}: no .py files in {source.path:.4096}.")
+        raise DataError(f"Source {shown(source.name)}: no .py files in {source.path:.400}.")
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 

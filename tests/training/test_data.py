@@ -164,8 +164,8 @@ def test_bad_archives_are_named(tmp_path, name, content, what):
 @pytest.mark.parametrize(
     ("name", "path", "message"),
     [
-        ("n" * 10**6, "nowhere.txt", r"^Source 'n+\.\.\.: 'nowhere.txt' is not there"),
-        ("bad", "no/" * 1000, r"^Source 'bad': 'no/[no/]+\.\.\. is not there"),
+        ("n" * 10**6, "nowhere.txt", r"^Source 'n+\.\.\.: nowhere.txt is not there"),
+        ("bad", "no/" * 1000, r"^Source 'bad': no/[no/]{300,400} is not there"),
         ("bad", "packages:", "path must name installed packages .* got 'packages:'"),
         ("bad", "packages:nowhere", "not installed: nowhere; install them"),
     ],
