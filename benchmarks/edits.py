@@ -1,4 +1,4 @@
-"""`python -m benchmarks.edits`: makes `edits.jsonl`, functions of the standard library to edit.
+"""`python -m benchmarks.edits`: makes `edits.jsonl.gz`, functions of the standard library to edit.
 
 Each of the 40 rows asks for a small edit of one function and holds the edited function, which this
 module makes: a target that does what it is asked writes it. So drafters that copy can be measured
@@ -10,6 +10,7 @@ Software Foundation; All Rights Reserved, under the PSF License Agreement
 """
 
 import ast
+import gzip
 import json
 import re
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-EDITS = Path(__file__).with_name("edits.jsonl")
+EDITS = Path(__file__).with_name("edits.jsonl.gz")
 """The set; it is part of the repository."""
 MODULES = (
     *("argparse", "ast", "base64", "calendar", "code", "colorsys", "copy", "dataclasses"),
@@ -151,7 +152,8 @@ def main() -> None:
             f"{EDITS.name} is made by Python 3.11 from {NUM_ROWS} modules; this is {version}, and "
             f"{len(made)} modules have a fit function."
         )
-    EDITS.write_text("".join(f"{json.dumps(row)}\n" for row in made), encoding="utf-8")
+    lines = "".join(f"{json.dumps(row)}\n" for row in made)
+    EDITS.write_bytes(gzip.compress(lines.encode(), mtime=0))
     print(f"{len(made)} rows in {EDITS}")
 
 
