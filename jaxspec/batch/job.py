@@ -25,7 +25,7 @@ from jaxspec.batch.texts import text_programs
 from jaxspec.batch.writer import Collector, Output
 from jaxspec.checkpoint.hub import check_is_model
 from jaxspec.compilation import CompileClock
-from jaxspec.core.checks import Natural, checked, shown
+from jaxspec.core.checks import checked, shown
 from jaxspec.core.loop import round_up
 from jaxspec.core.types import Stop
 from jaxspec.decoding.denoise import DenoiseConfig
@@ -40,7 +40,7 @@ LONGEST_CHUNK = 32
 """Steps after which the host looks, if no row stops before."""
 _REFILL_SHARE = 16
 """A chunk ends when one slot in 16 is free."""
-_OF_ROWS = {"line": Natural, "error": str | None, "source": bytes | None}
+_OF_ROWS = {"line": int, "error": str | None, "source": bytes | None}
 """Fields of a row besides its prompt and its id."""
 _LEAD = 16
 """Tokens of its prompt that lead a finished row's output, where a drafter reads it."""
@@ -186,6 +186,13 @@ def _settings_of(name: str, settings: JobSettings | None) -> JobSettings:
     return settings
 
 
+def _check_field(row: Row, check: Callable[..., Any], *arguments: Any) -> None:
+    try:
+        check(*arguments)
+    except ValueError as error:
+        raise ValueError(f"rows: of {shown(row)} the {error}") from None
+
+
 def check_job(
     model: "Model",
     rows: Sequence[Row],
@@ -211,17 +218,18 @@ def check_job(
     """
     check_is_model(model)
     _ = model.known_network  # refuses one of your own
+    # Their types decide, so one row of each kind is looked at: a job may have millions.
+    kinds: dict[Any, Any] = {}
     for row in checked("rows", rows, Sequence):
         if not isinstance(row, Row):
             raise ValueError(
                 f"rows must be rows of read_rows(path) or rows_of(prompts), got one {shown(row)}."
             )
-        try:
-            checked_id(row.id)
-            for name, hint in _OF_ROWS.items():
-                checked(name, getattr(row, name), hint)
-        except ValueError as error:
-            raise ValueError(f"rows: of {shown(row)} the {error}") from None
+        kinds[type(row.line), type(row.error), type(row.source)] = row
+        _check_field(row, checked_id, row.id)
+    for row in kinds.values():
+        for name, hint in _OF_ROWS.items():
+            _check_field(row, checked, name, getattr(row, name), hint)
     programs_for = canvas_programs if model.is_diffusion else text_programs
     programs = programs_for(model, config, drafter, seed)
     if settings.drafting == "never" and programs.drafts:

@@ -188,12 +188,13 @@ def digest_of(rows: Sequence[Row]) -> str:
     """Returns a checksum of lines, ids, prompts and errors, in their order."""
     digest = hashlib.sha256()
     for row in rows:
+        parts = [row.line, row.id, row.prompt, row.error]
         try:
-            prompt = json.dumps(row.prompt, default=lambda value: np.asarray(value).tolist())
+            text = json.dumps(parts, default=lambda value: np.asarray(value).tolist())
         except Exception:  # of what is no prompt, which its record says
-            prompt = json.dumps(type(row.prompt).__name__)
-        line, row_id, error = map(json.dumps, (row.line, row.id, row.error))
-        digest.update(f"[{line}, {row_id}, {prompt}, {error}]".encode())
+            parts[2] = type(row.prompt).__name__
+            text = json.dumps(parts)
+        digest.update(text.encode())
     return digest.hexdigest()
 
 

@@ -115,7 +115,7 @@ class TrainVerb(Generic[Settings]):
         plain |= flags
         for section, settings in (("model", ModelConfig), ("optimizer", OptimizerSettings)):
             inner, of_file = given(args, settings, section), plain.get(section, {})
-            # What is no section is refused with the rest of the file.
+            # A value that is no section is refused with the rest of the file.
             if inner and isinstance(of_file, Mapping):
                 plain[section] = {**of_file, **inner}
         if self.own_text and plain.get("answers") is None:

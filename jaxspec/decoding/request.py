@@ -66,7 +66,7 @@ MOST_SAMPLES = 4096
 """Continuations of one prompt, which are decoded at once."""
 _BYTES_OF_RECORD = 2048  # of a step of one row on the host, without its laws
 _CHARACTERS = 8
-"""Of each token of the text that is looked at first: tokens of most texts have fewer."""
+"""Characters for each token of the part of a text that is encoded first; most tokens have fewer."""
 _FEW_ROWS, _ROW_MULTIPLE, _STOP_ID_MULTIPLE = (1, 2, 6), 8, 4
 
 _WHOLE = int | np.integer

@@ -36,7 +36,7 @@ Validation = dict[str, dict[str, float]]
 """Figures by source, then by metric."""
 
 
-# What a record holds; a figure of a held-out text need not be finite.
+# Types of a record's entries; a figure of a held-out text need not be finite.
 _Figure = Annotated[Any, Requirement("a number", lambda value: isinstance(value, int | float))]
 _HINTS: Mapping[str, Any] = {
     "step": Natural,

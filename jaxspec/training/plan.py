@@ -101,7 +101,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
     """Returns what `make_plan` kept; older plans hold less."""
     try:
         known = read_json(path)
-        # What was measured together is there together.
+        # Entries that were measured together are there together.
         for name, hint, beside in (
             ("dtype", Dtype, "dtype"),
             ("seconds_per_step", Positive, "dtype"),

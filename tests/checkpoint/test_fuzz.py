@@ -101,7 +101,7 @@ WRITTEN = {
     '"<long>"': "9" * 5000,
     '"<large>"': "1e999",
 }
-"""What stands in a file for values that Python would not write."""
+"""Texts of a file, in place of values that Python would not write."""
 SCALARS = [
     st.none() | st.booleans(),
     st.integers(-3, 3),
