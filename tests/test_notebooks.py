@@ -13,7 +13,8 @@ from jaxspec.checkpoint import shipped_folders
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 SHIPPED = (
-    *("demo", "demo-block-diffusion", "demo-deer", "demo-draft", "demo-eagle", "demo-skips"),
+    *("demo", "demo-block-diffusion", "demo-deer", "demo-draft", "demo-eagle", "demo-eagle3"),
+    "demo-skips",
 )
 NEEDS = {"04_to_the_phone": ("litert_converter", "mobile")}
 

@@ -100,7 +100,7 @@ _TRAININGS = {
     + " --start-from {folder}/stage-1-suffix --stage 2 --longest 32 --cuts all --steps 900",
     _HEAD: "train eagle --target {folder}/target --data forms={folder}/align.jsonl "
     f"--own-text 2000 --rows 8 --steps 600 {_COMMON}",
-    _FILLING: "train masked --data forms={folder}/train.jsonl --start-from {start} --block 8 "
+    _FILLING: "train masked --data forms={folder}/train.jsonl --start-from {start} --block 4 "
     f"--rows 8 --steps 900 {_COMMON}",
 }
 """Commands by the folder that each makes, in their order."""
@@ -342,9 +342,13 @@ class _Made(NamedTuple):
             methods, files = {}, {}
             with TemporaryDirectory() as folder:
                 for n in _FILE_CHAINS:
-                    name, drafter = f"DEER, chain of {n}", Deer.of(self.aligned, block=n)
-                    files[name] = open_file(folder, name, self.target, drafter, shapes)
-                    methods[name] = FileMethod(name, n, steps=True)
+                    drafters = {
+                        f"EAGLE-1, chain of {n}": Eagle.of(self.head, _chain(n)),
+                        f"DEER, chain of {n}": Deer.of(self.aligned, block=n),
+                    }
+                    for name, drafter in drafters.items():
+                        files[name] = open_file(folder, name, self.target, drafter, shapes)
+                        methods[name] = FileMethod(name, n, steps=True)
                 found[weights] = methods, decode_files(files, methods, ids, _FILE_TOKENS)
         return found
 
