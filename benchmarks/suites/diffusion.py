@@ -152,9 +152,9 @@ class Texts(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _loaded(name: str) -> Model:
+def _loaded(name: str, dtype: str | None) -> Model:
     """Returns a model; the last one is kept, as it may be large."""
-    return load(name)
+    return load(name, dtype)
 
 
 def settings_of(run: SuiteRun, *settings: Setting) -> list[Setting]:
@@ -166,7 +166,7 @@ def settings_of(run: SuiteRun, *settings: Setting) -> list[Setting]:
     asked = run.settings.get("model")
     if asked is None:
         return [*settings]
-    diffusion = _loaded(asked).config.diffusion
+    diffusion = _loaded(asked, run.settings.get("dtype")).config.diffusion
     if diffusion is None:
         raise ValueError(f"--model: {asked} is causal; give a diffusion language model.")
     kind = BOTH_SIDES if diffusion.block is None else BLOCKS
@@ -175,7 +175,7 @@ def settings_of(run: SuiteRun, *settings: Setting) -> list[Setting]:
 
 def _load(run: SuiteRun, setting: Setting) -> tuple[Model, list[SuitePrompt]]:
     """Loads a setting's model, and prompts; both models have one tokenizer and context."""
-    model = _loaded(setting.model)
+    model = _loaded(setting.model, run.settings.get("dtype"))
     return model, run.prompts(model, _ROOM)
 
 
@@ -648,7 +648,7 @@ def _share_of_first_passes(setting: Setting, model: Model, prompt: str) -> float
 
 
 _NEEDS = (BLOCKS, BOTH_SIDES, JUDGE)
-_TAKES = {"model": None}
+_TAKES = {"model": None, "dtype": None}
 DIFFUSION_SUITES: Mapping[str, Suite] = {
     "diffusion": Suite(
         title="Diffusion language models: calls saved by drafting",

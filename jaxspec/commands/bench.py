@@ -109,6 +109,11 @@ def run(args: argparse.Namespace) -> int:
         ]
     specs = [spec for spec in args.drafter or [drafter_spec("lookup")] if spec is not None]
     model = load_model(args, mesh_asked(args))
+    if args.task is not None and model.tokenizer is None:
+        raise ValueError(
+            f"--task: {args.model} has no tokenizer, so its answers cannot be read; put the "
+            "model's tokenizer.json into its folder."
+        )
     check_kind(args, "diffusion" if model.is_diffusion else "causal")
     drafters: Any
     if model.is_diffusion:

@@ -1,14 +1,17 @@
 """Tasks: known answers, and programs that do what nobody asked for."""
 
+import dataclasses
 import json
 import time
 from decimal import Decimal
 
 import pytest
 
+import jaxspec
 from jaxspec.cli import main
 from jaxspec.measure.judge import passes
 from jaxspec.measure.tasks import TASKS, answer_of, read_task
+from tests.measure.models import tiny_model
 
 GSM8K = {"question": "How many?", "answer": "2 * 600 = 1,200\n#### 1,200"}
 MBPP = {
@@ -136,3 +139,11 @@ def test_the_command_judges_every_method(tmp_path, capsys):
     assert set(answers["right"]) == {"plain", "lookup"}
     assert answers["changed"] == {"plain": 0, "lookup": 0}
     assert main([*arguments, "--field", "question"]) == 2
+
+
+def test_a_task_needs_a_tokenizer(tmp_path, capsys):
+    path = tmp_path / "file.jsonl"
+    path.write_text(json.dumps(GSM8K))
+    jaxspec.save(dataclasses.replace(tiny_model(), tokenizer=None), tmp_path / "mute")
+    assert main(["bench", str(tmp_path / "mute"), str(path), "--task", "gsm8k"]) == 2
+    assert "has no tokenizer, so its answers cannot be read" in capsys.readouterr().err
