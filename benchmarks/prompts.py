@@ -92,7 +92,7 @@ def first_that_fit(
     if model.tokenizer is None:
         raise ValueError(
             f"{model.name} has no tokenizer to read the prompts with; put the model's "
-            "tokenizer.json into its folder."
+            "tokenizer.json into its folder, or give `jaxspec bench` a file of token ids."
         )
     longest = model.config.max_positions - room
     fitting = (each for each in prompts if len(model.tokenizer.encode(each.text)) <= longest)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxspec.checkpoint import Model
 from jaxspec.commands import EXIT_DIFFERENT
-from jaxspec.commands.canvas import add_diffusion_arguments, check_kind
+from jaxspec.commands.canvas import add_diffusion_arguments, check_kind, costs_text
 from jaxspec.commands.flags import given
 from jaxspec.commands.methods import EVERY_METHOD
 from jaxspec.commands.options import (
@@ -151,6 +151,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(tables)
     if answers is not None:
         console.print(answers_table(answers))
+    costs = getattr(drafters.get(_AS_MANY_AS_PAY), "costs", ())
+    if len(costs) > 1:
+        console.print(costs_text(costs))
     of_steps = {name: each.as_dict() for name, each in steps.items()}
     for name, entry in of_steps.items():
         shape = loaded_drafter(drafters.get(name)).drafter.tree_shape
@@ -179,6 +182,7 @@ def _drafters(
 
 
 _MOST_DRAFTS = 5
+_AS_MANY_AS_PAY = "as many as pay"
 
 
 def _ways_to_draft(
@@ -194,7 +198,7 @@ def _ways_to_draft(
         for count in range(1, most.num_drafts + 1)
     }
     costs = measure_costs(model, [prompts[len(prompts) // 2]], config, most)
-    ways["as many as pay"] = dataclasses.replace(most, costs=costs)
+    ways[_AS_MANY_AS_PAY] = dataclasses.replace(most, costs=costs)
     return ways
 
 

@@ -86,6 +86,22 @@ def canvas_settings(args: argparse.Namespace) -> tuple[DenoiseConfig, SelfSpecul
     return DenoiseConfig(**given(args, DenoiseConfig)), SelfSpeculation(**drafting)
 
 
+def costs_text(costs: Sequence[float]) -> str:
+    """Returns a line that says what drafts cost.
+
+    Args:
+        costs: of passes with 0, 1, ... drafts, at least two.
+
+    Example:
+        >>> costs_text([2.0, 3.0, 4.0])
+        'a pass with 1 to 2 drafts takes 1.5, 2.0 times as long as one without'
+    """
+    most = len(costs) - 1
+    drafts = "1 draft" if most == 1 else f"1 to {most} drafts"
+    times = ", ".join(f"{cost / costs[0]:.1f}" for cost in costs[1:])
+    return f"a pass with {drafts} takes {times} times as long as one without"
+
+
 class CanvasResult(NamedTuple):
     """A finished canvas.
 

@@ -62,7 +62,10 @@ def test_generate_fills_in(capsys, model, folder):
 def test_bench_compares_numbers_of_drafts(capsys, folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (PROMPT, "abc")))
-    figures = shown(capsys, "bench", folder, str(prompts), *SHORT, "--repeats", "1")
+    assert main(["bench", folder, str(prompts), *SHORT, "--repeats", "1", "--json"]) == 0
+    out, err = capsys.readouterr()
+    figures = json.loads(out)
+    assert re.search(r"a pass with 1 to 5 drafts takes (\d+\.\d, ){4}\d+\.\d times as long", err)
     names = [f"{count} draft{'s' * (count > 1)}" for count in range(1, 6)]
     stepwise, *drafted, adaptive = figures["rows"]
     assert [row["name"] for row in drafted] == names
