@@ -13,7 +13,12 @@ from rich.console import Console
 
 from jaxspec.checkpoint import Model
 from jaxspec.commands import EXIT_DIFFERENT
-from jaxspec.commands.canvas import add_diffusion_arguments, check_kind, costs_text
+from jaxspec.commands.canvas import (
+    MOST_DRAFTS,
+    add_diffusion_arguments,
+    check_kind,
+    costs_text,
+)
 from jaxspec.commands.flags import given
 from jaxspec.commands.methods import EVERY_METHOD
 from jaxspec.commands.options import (
@@ -181,7 +186,6 @@ def _drafters(
     return drafters
 
 
-_MOST_DRAFTS = 5
 _AS_MANY_AS_PAY = "as many as pay"
 
 
@@ -192,7 +196,7 @@ def _ways_to_draft(
     asked = given(args, SelfSpeculation)
     if "num_drafts" in asked:
         return {_drafts(asked["num_drafts"]): SelfSpeculation(**asked)}
-    most = SelfSpeculation(min(_MOST_DRAFTS, config.max_new_tokens - 1), **asked)
+    most = SelfSpeculation(min(MOST_DRAFTS, config.max_new_tokens - 1), **asked)
     ways = {
         _drafts(count): dataclasses.replace(most, num_drafts=count)
         for count in range(1, most.num_drafts + 1)
