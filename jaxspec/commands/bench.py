@@ -18,6 +18,7 @@ from jaxspec.commands.canvas import (
     add_diffusion_arguments,
     check_kind,
     costs_text,
+    drafting_asked,
 )
 from jaxspec.commands.flags import given
 from jaxspec.commands.methods import EVERY_METHOD
@@ -193,7 +194,7 @@ def _ways_to_draft(
     args: argparse.Namespace, model: Model, prompts: Sequence[PromptLike], config: DenoiseConfig
 ) -> dict[str, SelfSpeculation]:
     """Returns self-speculation as the arguments say; without a number of drafts, several ways."""
-    asked = given(args, SelfSpeculation)
+    asked = drafting_asked(args)
     if "num_drafts" in asked:
         return {_drafts(asked["num_drafts"]): SelfSpeculation(**asked)}
     most = SelfSpeculation(min(MOST_DRAFTS, config.max_new_tokens - 1), **asked)

@@ -78,6 +78,11 @@ def check_kind(args: argparse.Namespace, kind: str, read: Sequence[str] = ()) ->
     refuse_unused(args, unread, why.format(args.model))
 
 
+def drafting_asked(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings of drafting that the flags give; `--limit` is none of them."""
+    return {name: getattr(args, name) for name in _DRAFTING if getattr(args, name) is not None}
+
+
 def canvas_settings(
     args: argparse.Namespace, num_drafts: int = 0
 ) -> tuple[DenoiseConfig, SelfSpeculation]:
@@ -92,7 +97,7 @@ def canvas_settings(
     """
     config = DenoiseConfig(**given(args, DenoiseConfig))
     most = min(num_drafts, config.max_new_tokens - 1)
-    drafting = {"num_drafts": most, **given(args, SelfSpeculation)}
+    drafting = {"num_drafts": most, **drafting_asked(args)}
     if not drafting["num_drafts"]:
         refuse_unused(args, _DRAFTING[1:], "needs --drafts N.")
     return config, SelfSpeculation(**drafting)
@@ -175,7 +180,7 @@ def canvas_session(args: argparse.Namespace, model: Model) -> CanvasSession:
         refuse_unused(args, ("drafting",), "needs --drafts N.")
     if args.drafting == "never":
         speculation = SelfSpeculation(0)
-    drafting = {**given(args, SelfSpeculation), "num_drafts": speculation.num_drafts}
+    drafting = {**drafting_asked(args), "num_drafts": speculation.num_drafts}
     drafter = f"{speculation.num_drafts} of the model's next decisions"
     announce(args, model=args.model, drafter=drafter, config=config, seed=args.seed)
 
