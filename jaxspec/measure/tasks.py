@@ -172,7 +172,7 @@ class Answers(NamedTuple):
         task: its name.
         num_questions: that were decoded.
         right: answers that are right, by method.
-        changed: answers that are judged otherwise than plain decoding's, by method.
+        changed: answers that are judged otherwise than those of the first method, by method.
     """
 
     task: str
@@ -189,11 +189,19 @@ def judged(name: str, questions: Sequence[Question], texts: Sequence[str]) -> li
 
 
 def answers_of(comparison: Comparison, name: str, questions: Sequence[Question]) -> Answers:
-    """Judges what every method of a comparison wrote; prompt i was made of question i."""
+    """Judges what every method of a comparison wrote; prompt i was made of question i.
+
+    Raises:
+        ValueError: an output has no text.
+    """
     asked = [questions[index] for index in comparison.prompt_indices]
     verdicts: dict[str, list[bool]] = {}
     for row in comparison.rows:
-        texts = [getattr(sample.rows[0], "text", None) or "" for sample in row.samples]
+        texts = [getattr(sample.rows[0], "text", None) for sample in row.samples]
+        if None in texts:
+            raise ValueError(
+                "comparison: outputs have no text to judge; the model needs a tokenizer."
+            )
         verdicts[row.name] = judged(name, asked, texts)
     plain = verdicts[comparison.plain.name]
     return Answers(
@@ -211,7 +219,8 @@ def answers_table(answers: Answers) -> Table:
     """Returns a table for people."""
     table = Table(title=f"Answers to {answers.task}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("method", overflow="fold")
-    for column in ("right", "share", "judged otherwise than plain"):
+    baseline = next(iter(answers.right))
+    for column in ("right", "share", f"judged otherwise than {baseline}"):
         table.add_column(column, justify="right")
     for method, right in answers.right.items():
         share = f"{right / answers.num_questions:.1%}"
