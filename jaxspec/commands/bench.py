@@ -54,10 +54,10 @@ from jaxspec.measure.tasks import TASKS, Question, answers_of, answers_table, re
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec bench`."""
     parser.description = (
-        "Decodes every prompt plainly and with each drafter, in turns, and prints a table. "
-        "Exits with 1 if a greedy output differs from plain decoding's by more than a tie. A "
-        "diffusion language model decodes stepwise, with 1 to 5 decisions drafted (or --drafts), "
-        "and with as many as pay on this machine."
+        "Decodes every prompt plainly and with each drafter, in turns, and prints a table. Exits "
+        "with 1 if an output differs by more than a tie: a greedy one, any of a diffusion model. "
+        "Such a model decodes stepwise, with 1 to 5 decisions drafted (or --drafts), and with as "
+        "many as pay on this machine."
     )
     add_model_arguments(parser)
     add_prompts_argument(parser)
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures the drafters over the prompts.
 
     Returns:
-        0; 1 if greedy outputs differ.
+        0; 1 if outputs differ that must be equal.
     """
     path = args.prompts
     config: Any = generation_config(args)

@@ -30,6 +30,8 @@ class DenoiseRunner:
         methods: drafting by name; `None` decodes stepwise.
         config: settings of decoding.
         baseline: name of stepwise decoding.
+        repeats_texts: True: methods without loss must give equal texts, sampled ones too, as noise
+            depends on the seed and the position alone.
 
     Example:
         >>> import jaxspec
@@ -40,6 +42,7 @@ class DenoiseRunner:
     """
 
     baseline = STEPWISE
+    repeats_texts = True
 
     def __init__(
         self, model: Model, methods: Mapping[str, SelfSpeculation | None], config: DenoiseConfig
