@@ -22,7 +22,7 @@ from jaxspec.decoding.denoise import DenoiseConfig, Denoised, measure_costs
 from jaxspec.decoding.generate import score
 from jaxspec.decoding.metrics import repeated_ngrams
 from jaxspec.diffusion import SelfSpeculation
-from jaxspec.measure.denoising import DenoiseRunner
+from jaxspec.measure.denoising import DenoiseRunner, equal_in_one_shape
 from jaxspec.measure.figures import LOW_REPETITION, STEPWISE, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.timing import decode_in_turns, release_programs
@@ -228,11 +228,9 @@ def with_one_shape(
     different = [prompt for prompt, one, other in pairs if one != other]
     if not different:
         return texts
-    fixed = dataclasses.replace(speculation, deterministic=True, costs=None)
-    again = decode(setting, model, different, fixed, texts.name)
-    theirs = decode(setting, model, different, fixed.stepwise, STEPWISE)
-    again = again._replace(stepwise=theirs.sample)
-    return texts._replace(still_different=len(different) - again.num_same)
+    release_programs()
+    equal = equal_in_one_shape(model, different, setting.config, speculation)
+    return texts._replace(still_different=equal.count(False))
 
 
 def _chains() -> dict[str, SelfSpeculation]:
