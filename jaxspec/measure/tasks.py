@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxspec.core.checks import Requirement, checked
 from jaxspec.measure.comparison import Comparison
-from jaxspec.measure.judge import passes
+from jaxspec.measure.judge import check_limits, passes
 from jaxspec.measure.prompts import read_entries
 from jaxspec.native import num_cores
 
@@ -32,11 +32,13 @@ class JudgedTask(NamedTuple):
         fields: what an entry must have, each as `jaxspec.core.checks` annotates it.
         prompt: of an entry, in the shape that the task's paper or its data give.
         is_right: judges the text that a model wrote for an entry.
+        runs_programs: judging runs what the model wrote.
     """
 
     fields: Mapping[str, Any]
     prompt: Callable[[Entry], str]
     is_right: Callable[[Entry, str], bool]
+    runs_programs: bool = True
 
 
 class Question(NamedTuple):
@@ -115,6 +117,7 @@ TASKS: Mapping[str, JudgedTask] = {
         {"question": _Text, "answer": _Answer},
         lambda entry: entry["question"] + "\n",
         _is_right_number,
+        runs_programs=False,
     ),
     "mbpp": JudgedTask(
         {"text": _Text, "test_list": _Tests, "test_setup_code": _Setup},
@@ -141,12 +144,15 @@ def read_task(
         shuffle_seed: shuffle before cutting to `limit`; `None` keeps the file's order.
 
     Raises:
-        ValueError: the file is empty, or an entry has no field of the task, or another type there.
+        ValueError: the file is empty, or an entry has no field of the task, or another type there;
+            or the system does not limit the processes that the task needs.
         OSError: it cannot be opened.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}.")
     task, questions = TASKS[name], []
+    if task.runs_programs:
+        check_limits()
     for where, entry in read_entries(path):
         missing = [
             field

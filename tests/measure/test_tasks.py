@@ -103,6 +103,15 @@ def test_nothing_is_left_behind(tmp_path):
     assert passes("import math, random, itertools, collections, re, heapq\nassert True")
 
 
+def test_a_system_without_limits_is_refused_before_anything_is_decoded(tmp_path, monkeypatch):
+    monkeypatch.delattr("os.killpg")
+    path = tmp_path / "file.jsonl"
+    path.write_text(json.dumps(MBPP | GSM8K))
+    with pytest.raises(ValueError, match="this system does not offer; judge them on Linux"):
+        read_task("mbpp", path)
+    assert read_task("gsm8k", path)
+
+
 def test_a_file_of_another_task_is_refused(tmp_path):
     path = tmp_path / "file.jsonl"
     path.write_text(json.dumps(MBPP))
