@@ -237,24 +237,29 @@ def _chains() -> dict[str, SelfSpeculation]:
     return {f"N = {count}": SelfSpeculation(count) for count in range(1, _MOST_DRAFTS + 1)}
 
 
+def _ways(setting: Setting) -> dict[str, SelfSpeculation]:
+    """Returns the ways to draft of which calls are counted."""
+    if setting.config.max_new_tokens == _LONG:
+        return {f"N = {_DRAFTS}": SelfSpeculation(_DRAFTS)}
+    looked_up = {f"N = {_DRAFTS}, looked up": SelfSpeculation(_DRAFTS, lookup=True)}
+    return _chains() | (looked_up if setting.num_prompts is None else {})
+
+
 def _measure_calls(run: SuiteRun) -> Page:
     sections, samples, figures, right = [_columns()], {}, {}, True
-    looked_up = {f"N = {_DRAFTS}, looked up": SelfSpeculation(_DRAFTS, lookup=True)}
-    with run.steps(34) as advance:
-        long_ones = [
-            each.having(max_new_tokens=_LONG)._replace(num_prompts=9)
-            for each in (_BLOCK_CAUSAL, _DUAL)
-        ]
-        every_setting = (_BLOCK_CAUSAL, _DUAL, _DUAL_32, _UNCACHED, *long_ones)
-        for setting in settings_of(run, *every_setting):
+    long_ones = [
+        each.having(max_new_tokens=_LONG)._replace(num_prompts=9) for each in (_BLOCK_CAUSAL, _DUAL)
+    ]
+    settings = settings_of(run, _BLOCK_CAUSAL, _DUAL, _DUAL_32, _UNCACHED, *long_ones)
+    parts = sum(1 + len(_ways(each)) + (each.num_prompts is None) for each in settings)
+    with run.steps(parts) as advance:
+        for setting in settings:
             count = setting.num_prompts
             model, prompts = _load(run, setting)
-            whole, long = count is None, setting.config.max_new_tokens == _LONG
+            whole = count is None
             chosen = prompts if count is None else _spread(prompts, count)
             texts = [prompt.text for prompt in chosen]
-            ways = {f"N = {_DRAFTS}": SelfSpeculation(_DRAFTS)} if long else _chains()
-            ways |= looked_up if whole else {}
-            stepwise, found = next_to_stepwise(setting, model, texts, ways, advance)
+            stepwise, found = next_to_stepwise(setting, model, texts, _ways(setting), advance)
             repeated = [_repetition(row) for row in stepwise.rows]
             low = [place for place, share in enumerate(repeated) if share < LOW_REPETITION]
             maths = [place for place, each in enumerate(chosen) if each.category == _MATHS]
@@ -397,8 +402,10 @@ def _measure_variants(run: SuiteRun) -> Page:
     figures, right, maths = {}, True, []
     lossless = {name: way for name, way in _VARIANTS.items() if way.lossy_top_k is None}
     sections = []
-    with run.steps(2 * (1 + len(_VARIANTS) + 2 * len(_THRESHOLDS)) + 12) as advance:
-        for setting in settings_of(run, _BLOCK_CAUSAL, _DUAL):
+    settings = settings_of(run, _BLOCK_CAUSAL, _DUAL)
+    # Each is decoded with 0 to 3 examples too, and in two ways in bfloat16.
+    with run.steps(len(settings) * (7 + len(_VARIANTS) + 2 * len(_THRESHOLDS))) as advance:
+        for setting in settings:
             model, prompts = _load(run, setting)
             maths = _maths(prompts)
             stepwise, drafted = next_to_stepwise(setting, model, maths, lossless, advance)
@@ -525,15 +532,14 @@ def _measure_times(run: SuiteRun) -> Page:
         "XLA's memory analysis of the program, weights included."
     )
     sections, figures, right = [Section(text=[text])], {}, True
-    with run.steps(12) as advance:
-        uncached = _UNCACHED.having(max_new_tokens=32)
-        for setting in settings_of(run, _BLOCK_CAUSAL, _DUAL, uncached):
-            batches = (1, 4) if setting.name == uncached.name else (1, 2, 4, 8, 16)
+    settings = settings_of(run, _BLOCK_CAUSAL, _DUAL, _UNCACHED.having(max_new_tokens=32))
+    with run.steps(sum(len(_batches(each)) for each in settings)) as advance:
+        for setting in settings:
             repeats = 5 if setting.name == _BLOCK_CAUSAL.name else 3
             model, prompts = _load(run, setting)
             maths, rows = _maths(prompts), []
             # No more than there are: a batch that is called 16 must have 16 prompts.
-            for batch in sorted({min(batch, len(maths)) for batch in batches}):
+            for batch in sorted({min(batch, len(maths)) for batch in _batches(setting)}):
                 advance(f"{setting.name}, {batch} prompts")
                 release_programs()
                 timed = _time_batch(setting, model, maths[:batch], repeats)
@@ -555,6 +561,10 @@ def _measure_times(run: SuiteRun) -> Page:
                 sections.append(Section(text=[text]))
     sections.append(Section(text=[f"{this_machine()}."]))
     return Page(sections, figures, right)
+
+
+def _batches(setting: Setting) -> tuple[int, ...]:
+    return (1, 4) if setting.name == _UNCACHED.name else (1, 2, 4, 8, 16)
 
 
 class Timed(NamedTuple):

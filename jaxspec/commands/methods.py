@@ -92,7 +92,7 @@ def with_draft_model(name: str, **settings: Any) -> Callable[[Model], LoadedDraf
 
 
 def with_deer(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | None]:
-    """Builds a shipped diffusion model that drafts for every target with its tokenizer."""
+    """Builds a shipped diffusion model that drafts for the target that it was aligned with."""
 
     def method(target: Model) -> LoadedDrafter | None:
         if name not in shipped_models():
@@ -139,7 +139,7 @@ def measure_block_costs(target: Model, chain: LoadedDrafter) -> AdaptiveBlock:
 
 
 def if_it_drafts_for(target: Model, drafter: LoadedDrafter) -> LoadedDrafter | None:
-    """Returns the drafter, or `None` if its vocabulary is not the target's."""
+    """Returns the drafter, or `None` if it is for another target or another vocabulary."""
     try:
         prepare(target, [0], GenerationConfig(max_new_tokens=1), drafter, 0)
     except OtherTargetError:
