@@ -85,8 +85,15 @@ def first_that_fit(
     """Returns the first `count` prompts that leave `room` tokens of the context, or all there are.
 
     Longer prompts are passed over.
+
+    Raises:
+        ValueError: the model has no tokenizer.
     """
-    assert model.tokenizer is not None, f"{model.name} ships without a tokenizer"
+    if model.tokenizer is None:
+        raise ValueError(
+            f"{model.name} has no tokenizer to read the prompts with; put the model's "
+            "tokenizer.json into its folder, or give `jaxspec bench` a file of token ids."
+        )
     longest = model.config.max_positions - room
     fitting = (each for each in prompts if len(model.tokenizer.encode(each.text)) <= longest)
     return [prompt for prompt, _ in zip(fitting, range(count), strict=False)]

@@ -5,6 +5,7 @@ at once.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import json
 import os
@@ -124,6 +125,19 @@ class Bounded:
         return notes
 
 
+def bound_memory(memory: int) -> None:
+    """Lets this process take so many bytes more than it has, and leave no core file."""
+    import resource
+
+    used = 0
+    if os.path.exists("/proc/self/statm"):
+        with open("/proc/self/statm", encoding="ascii") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+    for limit, most in ((resource.RLIMIT_AS, used + memory), (resource.RLIMIT_CORE, 0)):
+        with contextlib.suppress(ValueError, OSError):  # it has less already, or no such limit
+            resource.setrlimit(limit, (most, most))
+
+
 def _limiter(seconds: int, memory: int) -> Callable[[], None]:
     """Returns what gives the next answer its time; memory is limited once."""
     try:
@@ -131,15 +145,9 @@ def _limiter(seconds: int, memory: int) -> Callable[[], None]:
     except ImportError:  # not a system of that kind: the other process watches the clock
         return lambda: None
 
-    used = 0
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm", encoding="ascii") as file:
-            used = int(file.read().split()[0]) * resource.getpagesize()
     # The signal of the time's end: writes where the program was, then ends the process.
     faulthandler.register(signal.SIGXCPU, all_threads=False, chain=True)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + memory, most))
+    bound_memory(memory)
 
     def limit() -> None:
         spent = resource.getrusage(resource.RUSAGE_SELF)

@@ -52,7 +52,7 @@ COMMANDS = (
     _command(
         "train deer",
         "align a drafter of blocks",
-        "--target demo --start-from demo-deer --out my-deer",
+        f"{_TEXT} --target demo --start-from demo-block-diffusion --out my-deer",
     ),
     _command("train dflash", "train a DFlash head", f"{_TEXT} --target demo --out my-head"),
     _command("tune skips", "search layers to skip in drafting", "demo --out my-skips"),

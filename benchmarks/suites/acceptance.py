@@ -36,7 +36,7 @@ from jaxspec.commands.methods import (
 )
 from jaxspec.core import decode
 from jaxspec.core.cache import empty_layer
-from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.core.tree import EAGLE_PATHS, chain_paths
 from jaxspec.core.types import Hidden, KVCache, Proposal, Verdict
 from jaxspec.core.verify import verify_chain, verify_deterministic, verify_tree
 from jaxspec.decoding.generate import generate
@@ -444,7 +444,7 @@ def _measure_acceptance(run: SuiteRun) -> Page:
     model, suite = load(MADE_FOR), run.suite
     draft, deer = DraftModel.of(load(DRAFT)), load(DEER)
     heads = {name: load_eagle(name, model.network) for name in (EAGLE_HEAD, EAGLE3_HEAD)}
-    chain = [(0,) * depth for depth in range(1, 5)]
+    chain = chain_paths(4)
     sampled = {
         "draft model, chain of 4": DraftModel.of(load(DRAFT), 4),
         "draft model, chain of 8": DraftModel.of(load(DRAFT), 8),

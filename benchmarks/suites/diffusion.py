@@ -22,7 +22,7 @@ from jaxspec.decoding.denoise import DenoiseConfig, Denoised, measure_costs
 from jaxspec.decoding.generate import score
 from jaxspec.decoding.metrics import repeated_ngrams
 from jaxspec.diffusion import SelfSpeculation
-from jaxspec.measure.denoising import DenoiseRunner
+from jaxspec.measure.denoising import DenoiseRunner, equal_in_one_shape
 from jaxspec.measure.figures import LOW_REPETITION, STEPWISE, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.timing import decode_in_turns, release_programs
@@ -152,9 +152,9 @@ class Texts(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _loaded(name: str) -> Model:
+def _loaded(name: str, dtype: str | None) -> Model:
     """Returns a model; the last one is kept, as it may be large."""
-    return load(name)
+    return load(name, dtype)
 
 
 def settings_of(run: SuiteRun, *settings: Setting) -> list[Setting]:
@@ -166,7 +166,7 @@ def settings_of(run: SuiteRun, *settings: Setting) -> list[Setting]:
     asked = run.settings.get("model")
     if asked is None:
         return [*settings]
-    diffusion = _loaded(asked).config.diffusion
+    diffusion = _loaded(asked, run.settings.get("dtype")).config.diffusion
     if diffusion is None:
         raise ValueError(f"--model: {asked} is causal; give a diffusion language model.")
     kind = BOTH_SIDES if diffusion.block is None else BLOCKS
@@ -175,7 +175,7 @@ def settings_of(run: SuiteRun, *settings: Setting) -> list[Setting]:
 
 def _load(run: SuiteRun, setting: Setting) -> tuple[Model, list[SuitePrompt]]:
     """Loads a setting's model, and prompts; both models have one tokenizer and context."""
-    model = _loaded(setting.model)
+    model = _loaded(setting.model, run.settings.get("dtype"))
     return model, run.prompts(model, _ROOM)
 
 
@@ -228,35 +228,38 @@ def with_one_shape(
     different = [prompt for prompt, one, other in pairs if one != other]
     if not different:
         return texts
-    fixed = dataclasses.replace(speculation, deterministic=True, costs=None)
-    again = decode(setting, model, different, fixed, texts.name)
-    theirs = decode(setting, model, different, fixed.stepwise, STEPWISE)
-    again = again._replace(stepwise=theirs.sample)
-    return texts._replace(still_different=len(different) - again.num_same)
+    release_programs()
+    equal = equal_in_one_shape(model, different, setting.config, speculation)
+    return texts._replace(still_different=equal.count(False))
 
 
 def _chains() -> dict[str, SelfSpeculation]:
     return {f"N = {count}": SelfSpeculation(count) for count in range(1, _MOST_DRAFTS + 1)}
 
 
+def _ways(setting: Setting) -> dict[str, SelfSpeculation]:
+    """Returns the ways to draft of which calls are counted."""
+    if setting.config.max_new_tokens == _LONG:
+        return {f"N = {_DRAFTS}": SelfSpeculation(_DRAFTS)}
+    looked_up = {f"N = {_DRAFTS}, looked up": SelfSpeculation(_DRAFTS, lookup=True)}
+    return _chains() | (looked_up if setting.num_prompts is None else {})
+
+
 def _measure_calls(run: SuiteRun) -> Page:
     sections, samples, figures, right = [_columns()], {}, {}, True
-    looked_up = {f"N = {_DRAFTS}, looked up": SelfSpeculation(_DRAFTS, lookup=True)}
-    with run.steps(34) as advance:
-        long_ones = [
-            each.having(max_new_tokens=_LONG)._replace(num_prompts=9)
-            for each in (_BLOCK_CAUSAL, _DUAL)
-        ]
-        every_setting = (_BLOCK_CAUSAL, _DUAL, _DUAL_32, _UNCACHED, *long_ones)
-        for setting in settings_of(run, *every_setting):
+    long_ones = [
+        each.having(max_new_tokens=_LONG)._replace(num_prompts=9) for each in (_BLOCK_CAUSAL, _DUAL)
+    ]
+    settings = settings_of(run, _BLOCK_CAUSAL, _DUAL, _DUAL_32, _UNCACHED, *long_ones)
+    parts = sum(1 + len(_ways(each)) + (each.num_prompts is None) for each in settings)
+    with run.steps(parts) as advance:
+        for setting in settings:
             count = setting.num_prompts
             model, prompts = _load(run, setting)
-            whole, long = count is None, setting.config.max_new_tokens == _LONG
+            whole = count is None
             chosen = prompts if count is None else _spread(prompts, count)
             texts = [prompt.text for prompt in chosen]
-            ways = {f"N = {_DRAFTS}": SelfSpeculation(_DRAFTS)} if long else _chains()
-            ways |= looked_up if whole else {}
-            stepwise, found = next_to_stepwise(setting, model, texts, ways, advance)
+            stepwise, found = next_to_stepwise(setting, model, texts, _ways(setting), advance)
             repeated = [_repetition(row) for row in stepwise.rows]
             low = [place for place, share in enumerate(repeated) if share < LOW_REPETITION]
             maths = [place for place, each in enumerate(chosen) if each.category == _MATHS]
@@ -399,8 +402,10 @@ def _measure_variants(run: SuiteRun) -> Page:
     figures, right, maths = {}, True, []
     lossless = {name: way for name, way in _VARIANTS.items() if way.lossy_top_k is None}
     sections = []
-    with run.steps(2 * (1 + len(_VARIANTS) + 2 * len(_THRESHOLDS)) + 12) as advance:
-        for setting in settings_of(run, _BLOCK_CAUSAL, _DUAL):
+    settings = settings_of(run, _BLOCK_CAUSAL, _DUAL)
+    # Each is decoded with 0 to 3 examples too, and in two ways in bfloat16.
+    with run.steps(len(settings) * (7 + len(_VARIANTS) + 2 * len(_THRESHOLDS))) as advance:
+        for setting in settings:
             model, prompts = _load(run, setting)
             maths = _maths(prompts)
             stepwise, drafted = next_to_stepwise(setting, model, maths, lossless, advance)
@@ -527,15 +532,14 @@ def _measure_times(run: SuiteRun) -> Page:
         "XLA's memory analysis of the program, weights included."
     )
     sections, figures, right = [Section(text=[text])], {}, True
-    with run.steps(12) as advance:
-        uncached = _UNCACHED.having(max_new_tokens=32)
-        for setting in settings_of(run, _BLOCK_CAUSAL, _DUAL, uncached):
-            batches = (1, 4) if setting.name == uncached.name else (1, 2, 4, 8, 16)
+    settings = settings_of(run, _BLOCK_CAUSAL, _DUAL, _UNCACHED.having(max_new_tokens=32))
+    with run.steps(sum(len(_batches(each)) for each in settings)) as advance:
+        for setting in settings:
             repeats = 5 if setting.name == _BLOCK_CAUSAL.name else 3
             model, prompts = _load(run, setting)
             maths, rows = _maths(prompts), []
             # No more than there are: a batch that is called 16 must have 16 prompts.
-            for batch in sorted({min(batch, len(maths)) for batch in batches}):
+            for batch in sorted({min(batch, len(maths)) for batch in _batches(setting)}):
                 advance(f"{setting.name}, {batch} prompts")
                 release_programs()
                 timed = _time_batch(setting, model, maths[:batch], repeats)
@@ -557,6 +561,10 @@ def _measure_times(run: SuiteRun) -> Page:
                 sections.append(Section(text=[text]))
     sections.append(Section(text=[f"{this_machine()}."]))
     return Page(sections, figures, right)
+
+
+def _batches(setting: Setting) -> tuple[int, ...]:
+    return (1, 4) if setting.name == _UNCACHED.name else (1, 2, 4, 8, 16)
 
 
 class Timed(NamedTuple):
@@ -648,7 +656,7 @@ def _share_of_first_passes(setting: Setting, model: Model, prompt: str) -> float
 
 
 _NEEDS = (BLOCKS, BOTH_SIDES, JUDGE)
-_TAKES = {"model": None}
+_TAKES = {"model": None, "dtype": None}
 DIFFUSION_SUITES: Mapping[str, Suite] = {
     "diffusion": Suite(
         title="Diffusion language models: calls saved by drafting",

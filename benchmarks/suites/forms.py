@@ -34,7 +34,7 @@ from benchmarks.suites.litert import (
 from jaxspec.checkpoint import Model, load, load_eagle, shipped_folders
 from jaxspec.checkpoint.files import replacing_files
 from jaxspec.commands.methods import DEER, DRAFT, EAGLE3_HEAD, EAGLE_HEAD, MADE_FOR
-from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.core.tree import EAGLE_PATHS, chain_paths
 from jaxspec.core.types import PyTree
 from jaxspec.decoding.denoise import DenoiseConfig, measure_costs
 from jaxspec.decoding.generate import generate
@@ -274,10 +274,6 @@ def count_right(model: Model, row: ComparisonRow, tested: Sequence[Form]) -> int
     return sum(text == form.answer for text, form in zip(texts, tested, strict=True))
 
 
-def _chain(length: int) -> tuple[tuple[int, ...], ...]:
-    return tuple((0,) * depth for depth in range(1, length + 1))
-
-
 class _Made(NamedTuple):
     """The models that the suite trained."""
 
@@ -304,7 +300,9 @@ class _Made(NamedTuple):
 
     def methods(self) -> dict[str, DrafterLike]:
         """Returns the drafters that are compared on the forms."""
-        eagle = {f"EAGLE-1, chain of {n}": Eagle.of(self.head, _chain(n)) for n in (4, *_CHAINS)}
+        eagle = {
+            f"EAGLE-1, chain of {n}": Eagle.of(self.head, chain_paths(n)) for n in (4, *_CHAINS)
+        }
         return {
             "prompt lookup": PromptLookup(),
             "suffix lookup": SuffixLookup(),
@@ -321,8 +319,8 @@ class _Made(NamedTuple):
         config, found = GenerationConfig(max_new_tokens=_NEW_TOKENS), {}
         # A target with other layers is another one by its digest.
         drafters: dict[str, DrafterLike] = {
-            "EAGLE-1, chain of 4": Eagle.of(self.head, _chain(4), any_target=True),
-            "EAGLE-1, chain of 16": Eagle.of(self.head, _chain(16), any_target=True),
+            "EAGLE-1, chain of 4": Eagle.of(self.head, chain_paths(4), any_target=True),
+            "EAGLE-1, chain of 16": Eagle.of(self.head, chain_paths(16), any_target=True),
             "DEER, chain of 16": Deer.of(self.aligned, block=16, any_target=True),
         }
         for times in _TIMES_AS_DEEP:
@@ -364,7 +362,7 @@ def _measure(run: SuiteRun) -> Page:
     folder, new_tokens = Path(run.settings["folder"]), run.suite.max_new_tokens
     tested = [*forms("test", _NUM_TESTED)]
     prompts = [form.prompt for form in tested]
-    with run.steps(len(_TRAININGS) + 8) as advance:
+    with run.steps(len(_TRAININGS) + 7) as advance:
         train_missing(folder, advance)
         made, demo = _Made.read(folder), load(MADE_FOR)
         config = GenerationConfig(max_new_tokens=_NEW_TOKENS)
@@ -384,7 +382,7 @@ def _measure(run: SuiteRun) -> Page:
         found = decode_greedily(made.target, drafters, prompts, _NEW_TOKENS)
         stages = [as_stage(name, result) for name, result in found.items()]
         advance("depths")
-        long = _chain(_LONGEST)
+        long = chain_paths(_LONGEST)
         in_forms = {
             "DEER": Deer.of(made.aligned, block=_LONGEST),
             "EAGLE-1": Eagle.of(made.head, long),

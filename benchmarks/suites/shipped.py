@@ -9,17 +9,14 @@ from benchmarks.prompts import EAGLE_GSM8K, GSM8K, HUMANEVAL, PROMPT_SETS, SPEC_
 from jaxspec.checkpoint import Model
 from jaxspec.commands.methods import (
     DEER,
-    DFLASH,
     DRAFT,
     EAGLE3_HEAD,
     EAGLE_HEAD,
     EVERY_METHOD,
     MADE_FOR,
-    adaptive_deer,
     searched_set,
     searched_tree,
     with_deer,
-    with_dflash,
     with_draft_model,
     with_head,
 )
@@ -29,9 +26,7 @@ from jaxspec.drafters import AdaptiveExit, Eagle, Eagle2, LayerSkip, LoadedDraft
 from jaxspec.models import Eagle3Head, EagleHead
 from jaxspec.tuning import draft_batches
 
-# Each node has a law of its own where the head knows the token before.
-_TREE_OF_8 = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
-_BLOCKS = (4, 8, 16, 32)
+_BLOCKS = (4, 16, 32)  # besides the 8 of `EVERY_METHOD`
 
 
 def adaptive_exit(**settings: Any) -> Callable[[Model], LayerSkip | None]:
@@ -139,39 +134,22 @@ SHIPPED_SUITES: Mapping[str, Suite] = {
             **{f"beta2 = {kept:g}": adaptive_exit(threshold_memory=kept) for kept in (0.0, 0.5)},
         },
     ),
-    # Chains against trees of one draft pass each, with as many tokens to verify.
-    "blocks": Suite(
-        title="Drafting whole blocks: DEER and DFlash",
-        about="DEER's chains and trees of 4 to 32 tokens and DFlash, also in batches",
-        measure=measure_suite_methods,
-        prompt_sets=PROMPT_SETS,
-        prompts_per_set=5,
-        repeats=3,
-        models=(MADE_FOR,),
-        methods={
-            "EAGLE-1, searched tree": searched_tree(EAGLE_HEAD),
-            **{f"DEER, chain of {k}": with_deer(DEER, block=k) for k in _BLOCKS},
-            **{f"DEER, tree of {k}": with_deer(DEER, block=k, num_nodes=k) for k in _BLOCKS},
-            "DEER, adaptive chain": adaptive_deer(DEER, block=16),
-            "DFlash, chain": with_dflash(DFLASH),
-            "DFlash, tree of 8": with_dflash(DFLASH, paths=_TREE_OF_8),
-        },
-        temperatures={"greedy": 0.0, "temperature 0.6": 0.6, "temperature 1": 1.0},
-        batches=(1, 2, 6, 8, 16),
-        batch_methods=("EAGLE-1, searched tree", "DEER, chain of 8", "DEER, tree of 8"),
-    ),
-    # The same as `jaxspec bench --drafter all`, in full.
+    # The same as `jaxspec bench --drafter all`, in full, and blocks of other sizes.
     "methods": Suite(
         title="Every method that comes with the package",
-        about="every method that comes with the package, also in batches",
+        about="every method that comes with the package, and DEER's blocks of 4 to 32",
         measure=measure_suite_methods,
         prompt_sets=PROMPT_SETS,
         prompts_per_set=5,
-        repeats=3,
+        repeats=1,
         models=(MADE_FOR,),
-        methods=EVERY_METHOD,
+        methods={
+            **EVERY_METHOD,
+            **{f"DEER, chain of {k}": with_deer(DEER, block=k) for k in _BLOCKS},
+            **{f"DEER, tree of {k}": with_deer(DEER, block=k, num_nodes=k) for k in _BLOCKS},
+        },
         temperatures={"greedy": 0.0, "temperature 0.6": 0.6, "temperature 1": 1.0},
-        batches=(1, 2, 6, 8, 16),
+        batches=(1, 4, 16),
         batch_methods=tuple(EVERY_METHOD),
     ),
 }

@@ -13,7 +13,13 @@ from rich.console import Console
 
 from jaxspec.checkpoint import Model
 from jaxspec.commands import EXIT_DIFFERENT
-from jaxspec.commands.canvas import add_diffusion_arguments, check_kind
+from jaxspec.commands.canvas import (
+    MOST_DRAFTS,
+    add_diffusion_arguments,
+    check_kind,
+    costs_text,
+    drafting_asked,
+)
 from jaxspec.commands.flags import given
 from jaxspec.commands.methods import EVERY_METHOD
 from jaxspec.commands.options import (
@@ -48,10 +54,10 @@ from jaxspec.measure.tasks import TASKS, Question, answers_of, answers_table, re
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags of `jaxspec bench`."""
     parser.description = (
-        "Decodes every prompt plainly and with each drafter, in turns, and prints a table. "
-        "Exits with 1 if a greedy output differs from plain decoding's by more than a tie. A "
-        "diffusion language model decodes stepwise, with 1 to 5 decisions drafted (or --drafts), "
-        "and with as many as pay on this machine."
+        "Decodes every prompt plainly and with each drafter, in turns, and prints a table. Exits "
+        "with 1 if an output differs by more than a tie: a greedy one, any of a diffusion model. "
+        "Such a model decodes stepwise, with 1 to 5 decisions drafted (or --drafts), and with as "
+        "many as pay on this machine."
     )
     add_model_arguments(parser)
     add_prompts_argument(parser)
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures the drafters over the prompts.
 
     Returns:
-        0; 1 if greedy outputs differ.
+        0; 1 if outputs differ that must be equal.
     """
     path = args.prompts
     config: Any = generation_config(args)
@@ -109,6 +115,11 @@ def run(args: argparse.Namespace) -> int:
         ]
     specs = [spec for spec in args.drafter or [drafter_spec("lookup")] if spec is not None]
     model = load_model(args, mesh_asked(args))
+    if args.task is not None and model.tokenizer is None:
+        raise ValueError(
+            f"--task: {args.model} has no tokenizer, so its answers cannot be read; put the "
+            "model's tokenizer.json into its folder."
+        )
     check_kind(args, "diffusion" if model.is_diffusion else "causal")
     drafters: Any
     if model.is_diffusion:
@@ -146,6 +157,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(tables)
     if answers is not None:
         console.print(answers_table(answers))
+    costs = getattr(drafters.get(_AS_MANY_AS_PAY), "costs", ())
+    if len(costs) > 1:
+        console.print(costs_text(costs))
     of_steps = {name: each.as_dict() for name, each in steps.items()}
     for name, entry in of_steps.items():
         shape = loaded_drafter(drafters.get(name)).drafter.tree_shape
@@ -173,23 +187,23 @@ def _drafters(
     return drafters
 
 
-_MOST_DRAFTS = 5
+_AS_MANY_AS_PAY = "as many as pay"
 
 
 def _ways_to_draft(
     args: argparse.Namespace, model: Model, prompts: Sequence[PromptLike], config: DenoiseConfig
 ) -> dict[str, SelfSpeculation]:
     """Returns self-speculation as the arguments say; without a number of drafts, several ways."""
-    asked = given(args, SelfSpeculation)
+    asked = drafting_asked(args)
     if "num_drafts" in asked:
         return {_drafts(asked["num_drafts"]): SelfSpeculation(**asked)}
-    most = SelfSpeculation(min(_MOST_DRAFTS, config.max_new_tokens - 1), **asked)
+    most = SelfSpeculation(min(MOST_DRAFTS, config.max_new_tokens - 1), **asked)
     ways = {
         _drafts(count): dataclasses.replace(most, num_drafts=count)
         for count in range(1, most.num_drafts + 1)
     }
     costs = measure_costs(model, [prompts[len(prompts) // 2]], config, most)
-    ways["as many as pay"] = dataclasses.replace(most, costs=costs)
+    ways[_AS_MANY_AS_PAY] = dataclasses.replace(most, costs=costs)
     return ways
 
 

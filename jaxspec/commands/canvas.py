@@ -18,6 +18,7 @@ from jaxspec.commands.interrupts import go_on
 from jaxspec.commands.live import DRAFTED_STYLE, VISIBLE_ESCAPE, Shown, waiting
 from jaxspec.commands.options import announce, refuse_unused
 from jaxspec.decoding.denoise import DenoiseConfig, DenoiseStep, denoise_stream
+from jaxspec.decoding.profile import with_costs
 from jaxspec.decoding.request import GenerationConfig, PromptLike, encode_prompt
 from jaxspec.diffusion import SelfSpeculation
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from jaxspec.mobile import MobileModel
 
 COMPILING = "compiling, once for this kind of request ..."
+MEASURING_COSTS = "measuring what drafts cost, once for this machine, model and settings ..."
+MOST_DRAFTS = 5
+"""Drafts where nobody says how many."""
 _MASK = "░"
 _MASK_STYLE = "dim"
 _Step = TypeVar("_Step")
@@ -74,16 +78,45 @@ def check_kind(args: argparse.Namespace, kind: str, read: Sequence[str] = ()) ->
     refuse_unused(args, unread, why.format(args.model))
 
 
-def canvas_settings(args: argparse.Namespace) -> tuple[DenoiseConfig, SelfSpeculation]:
+def drafting_asked(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the settings of drafting that the flags give; `--limit` is none of them."""
+    return {name: getattr(args, name) for name in _DRAFTING if getattr(args, name) is not None}
+
+
+def canvas_settings(
+    args: argparse.Namespace, num_drafts: int = 0
+) -> tuple[DenoiseConfig, SelfSpeculation]:
     """Returns the settings of filling in, and of drafting, that the flags give.
+
+    Args:
+        args: the arguments.
+        num_drafts: drafts without `--drafts`, where the text has as many tokens.
 
     Raises:
         ValueError: a setting is out of range, or has no meaning without `--drafts`.
     """
-    drafting = {"num_drafts": 0, **given(args, SelfSpeculation)}
+    config = DenoiseConfig(**given(args, DenoiseConfig))
+    most = min(num_drafts, config.max_new_tokens - 1)
+    drafting = {"num_drafts": most, **drafting_asked(args)}
     if not drafting["num_drafts"]:
         refuse_unused(args, _DRAFTING[1:], "needs --drafts N.")
-    return DenoiseConfig(**given(args, DenoiseConfig)), SelfSpeculation(**drafting)
+    return config, SelfSpeculation(**drafting)
+
+
+def costs_text(costs: Sequence[float]) -> str:
+    """Returns a line that says what drafts cost.
+
+    Args:
+        costs: of passes with 0, 1, ... drafts, at least two.
+
+    Example:
+        >>> costs_text([2.0, 3.0, 4.0])
+        'a pass with 1 to 2 drafts takes 1.5, 2.0 times as long as one without'
+    """
+    most = len(costs) - 1
+    drafts = "1 draft" if most == 1 else f"1 to {most} drafts"
+    times = ", ".join(f"{cost / costs[0]:.1f}" for cost in costs[1:])
+    return f"a pass with {drafts} takes {times} times as long as one without"
 
 
 class CanvasResult(NamedTuple):
@@ -137,12 +170,17 @@ def canvas_session(args: argparse.Namespace, model: Model) -> CanvasSession:
     Raises:
         ValueError: a flag is not for these models, or a setting is out of range.
     """
-    check_kind(args, "diffusion")
+    check_kind(args, "diffusion", read=("drafting",))
     diffusion = model.config.diffusion
     assert diffusion is not None, "told apart before"
 
-    config, speculation = canvas_settings(args)
-    drafting = {"num_drafts": speculation.num_drafts, **given(args, SelfSpeculation)}
+    auto = args.drafting == "auto"
+    config, speculation = canvas_settings(args, MOST_DRAFTS if auto else 0)
+    if not speculation.num_drafts:
+        refuse_unused(args, ("drafting",), "needs --drafts N.")
+    if args.drafting == "never":
+        speculation = SelfSpeculation(0)
+    drafting = {**drafting_asked(args), "num_drafts": speculation.num_drafts}
     drafter = f"{speculation.num_drafts} of the model's next decisions"
     announce(args, model=args.model, drafter=drafter, config=config, seed=args.seed)
 
@@ -152,14 +190,21 @@ def canvas_session(args: argparse.Namespace, model: Model) -> CanvasSession:
         return draw_canvas(model.tokenizer, diffusion.mask_token_id, step)
 
     def fill_in(prompt: PromptLike, console: Console) -> CanvasResult:
-        stream = denoise_stream(model, [prompt], config, speculation, args.seed)
+        ways, chosen = speculation, drafting
+        if auto:
+            with waiting(MEASURING_COSTS):
+                ways = with_costs(model, prompt, config, speculation)
+            assert ways.costs is not None, "just measured"
+            print(costs_text(ways.costs), file=sys.stderr)
+            chosen = {**drafting, "costs": ways.costs}
+        stream = denoise_stream(model, [prompt], config, ways, args.seed)
         (row,) = _watch(stream, draw, console, COMPILING)
         rate = row.acceptance_rate
         drafted = "" if rate is None else f", {rate:.0%} of drafts kept"
         values = {
             "model": model.name,
             "config": dataclasses.asdict(config),
-            "drafting": drafting,
+            "drafting": chosen,
             "seed": args.seed,
             "prompt_tokens": row.prompt_tokens,
             **{field.name: getattr(row, field.name) for field in dataclasses.fields(row)},

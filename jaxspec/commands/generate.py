@@ -15,6 +15,7 @@ from jaxspec.checkpoint import Model
 from jaxspec.checkpoint.files import MOST_TEXT, read_text
 from jaxspec.commands.canvas import (
     COMPILING,
+    MOST_DRAFTS,
     CanvasSession,
     add_diffusion_arguments,
     canvas_session,
@@ -98,7 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafting",
         choices=get_args(DraftingMode),
         help="auto: draft where that is measured to be faster, once for this machine, model and "
-        "drafter (default: always)",
+        f"drafter; with a diffusion model, as many of {MOST_DRAFTS} or --drafts as pay (default: "
+        "always)",
     )
     add_mesh_argument(parser)
     add_mobile_arguments(parser)

@@ -7,7 +7,6 @@ from jaxspec.checkpoint import (
     CheckpointError,
     Model,
     load,
-    load_dflash,
     load_eagle,
     shipped_folders,
     shipped_heads,
@@ -18,7 +17,6 @@ from jaxspec.decoding.request import GenerationConfig, prepare
 from jaxspec.drafters import (
     AdaptiveBlock,
     Deer,
-    DFlash,
     DrafterLike,
     DraftModel,
     Eagle,
@@ -36,7 +34,7 @@ from jaxspec.measure.step import measure_drafter
 from jaxspec.models import Eagle3Head, EagleHead
 
 EAGLE_HEAD, EAGLE3_HEAD, SKIPS = "demo-eagle", "demo-eagle3", "demo-skips"
-DRAFT, DEER, DFLASH = "demo-draft", "demo-deer", "demo-dflash"
+DRAFT, DEER = "demo-draft", "demo-deer"
 MADE_FOR = "demo"
 """The target of the shipped heads and sets."""
 
@@ -94,7 +92,7 @@ def with_draft_model(name: str, **settings: Any) -> Callable[[Model], LoadedDraf
 
 
 def with_deer(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | None]:
-    """Builds a shipped diffusion model that drafts for every target with its tokenizer."""
+    """Builds a shipped diffusion model that drafts for the target that it was aligned with."""
 
     def method(target: Model) -> LoadedDrafter | None:
         if name not in shipped_models():
@@ -141,23 +139,12 @@ def measure_block_costs(target: Model, chain: LoadedDrafter) -> AdaptiveBlock:
 
 
 def if_it_drafts_for(target: Model, drafter: LoadedDrafter) -> LoadedDrafter | None:
-    """Returns the drafter, or `None` if its vocabulary is not the target's."""
+    """Returns the drafter, or `None` if it is for another target or another vocabulary."""
     try:
         prepare(target, [0], GenerationConfig(max_new_tokens=1), drafter, 0)
     except OtherTargetError:
         return None
     return drafter
-
-
-def with_dflash(name: str, **settings: Any) -> Callable[[Model], LoadedDrafter | None]:
-    """Builds a shipped head that drafts blocks from the target's hidden states."""
-
-    def method(target: Model) -> LoadedDrafter | None:
-        if target.name != MADE_FOR or name not in shipped_heads("dflash"):
-            return None
-        return DFlash.of(load_dflash(name, target.network), **settings)
-
-    return method
 
 
 EVERY_METHOD: Mapping[str, Callable[[Model], DrafterLike | None]] = {
@@ -173,6 +160,5 @@ EVERY_METHOD: Mapping[str, Callable[[Model], DrafterLike | None]] = {
     "DEER, chain of 8": with_deer(DEER, block=8),
     "DEER, tree of 8": with_deer(DEER, block=8, num_nodes=8),
     "DEER, adaptive chain": adaptive_deer(DEER, block=8),
-    "DFlash, chain": with_dflash(DFLASH),
 }
 """Methods of `jaxspec bench --drafter all`; each returns `None` for a target it does not fit."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from jaxspec.checkpoint import Model, load, load_dflash, load_eagle, shipped_heads
+from jaxspec.checkpoint import Model, load, load_dflash, load_eagle, shipped_folders, shipped_heads
 from jaxspec.checkpoint.files import MOST_JSON, read_text
 from jaxspec.checkpoint.huggingface import DTYPES
 from jaxspec.checkpoint.tokenizer import covers
@@ -37,10 +37,11 @@ from jaxspec.drafters import (
     Union,
     published_skips,
 )
+from jaxspec.drafters.block import BlockSettings
 from jaxspec.measure.prompts import read_prompts
 from jaxspec.models.storage import STORAGES
 from jaxspec.sharding import parse_mesh, shard_like
-from jaxspec.tuning import load_threshold, load_tree
+from jaxspec.tuning import load_profile, load_threshold, load_tree
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -450,33 +451,42 @@ def _deer(args: argparse.Namespace, settings: dict[str, Any], _: Model) -> Loade
         "deer:model=MODEL, a diffusion model with the target's tokenizer (for the shipped demo: "
         "deer:model=demo-deer)"
     )
-    given = _block_settings(settings)
+    given = _block_settings(settings, settings.get("model"))
     return Deer.of(_loaded(args, given, "deer", needs), **given)
 
 
 def _dflash(_: argparse.Namespace, settings: dict[str, Any], model: Model) -> LoadedDrafter:
     shipped = ", ".join(shipped_heads("dflash")) or "there is none"
     needs = f"dflash:head=FOLDER, of a DFlash head, or the name of a shipped one: {shipped}"
-    given = _block_settings(settings)
+    given = _block_settings(settings, settings.get("head"))
     head = load_dflash(_taken(given, "head", "dflash", needs), model.network)
     return DFlash.of(head, **given)
 
 
-def _block_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the settings of a drafter of blocks, except the place of its weights.
+def _block_settings(settings: Mapping[str, Any], source: str | None) -> dict[str, Any]:
+    """Reads the settings of a drafter of blocks, except the place of its weights, `source`.
+
+    Costs that are not given are those of the profile beside the weights, if there is one.
 
     Raises:
-        ValueError: costs are given without `adaptive=1`.
+        ValueError: costs are given without `adaptive=1`, or the profile cannot be read.
     """
     given = dict(settings)
     if "tree" in given:
         given["paths"] = load_tree(given.pop("tree"))
     costs = {name: given.pop(name) for name in _COSTS if name in given}
     if given.pop("adaptive", False):
+        if source and (path := _folder(source) / "profile.json").is_file():
+            block = given.get("block", BlockSettings.block)
+            costs = load_profile(path).block_costs(block) | costs
         given["adaptive"] = AdaptiveBlock(**costs)
     elif costs:
         raise ValueError(f"--drafter: {', '.join(costs)}: needs adaptive=1.")
     return given
+
+
+def _folder(source: str) -> Path:
+    return shipped_folders().get(source, Path(source))
 
 
 def _yes_or_no(text: str) -> bool:

@@ -259,7 +259,8 @@ def _figures(step: RecordedStep) -> str:
     counts = step.counts
     if not counts.num_tokens:
         return "no tokens"
+    tau = f"tau {counts.tau:.2f}" if step.canvas is None else f"{counts.tau:.2f} per pass"
     return (
-        f"{counts.num_tokens / step.seconds:.0f} tokens/s, tau {counts.tau:.2f}, "
+        f"{counts.num_tokens / step.seconds:.0f} tokens/s, {tau}, "
         f"{counts.num_from_draft / counts.num_tokens:.0%} drafts"
     )

@@ -168,6 +168,11 @@ def show_profile(profile: LatencyProfile) -> None:
     if profile.first_draft:
         title = "first draft pass of a step: levels of the tree"
         console.print(_table(title, profile.first_draft))
+    if profile.one_pass:
+        block = int(min(profile.max_levels, profile.max_tokens - 1))
+        costs = ",".join(f"{name}={cost:g}" for name, cost in profile.block_costs(block).items())
+        console.print(f"blocks of {block} with adaptive=1: {costs}")
+        return
     slowest = max(timing.seconds for timing in profile.draft if timing.size <= 4)
     console.print(
         f"of draft passes of up to 4 nodes, the slowest takes "

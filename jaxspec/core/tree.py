@@ -154,6 +154,16 @@ def chain(num_nodes: Annotated[int, at_least(0), at_most(MOST_NODES)]) -> Tree:
     return tree_from_parents(range(-1, num_nodes))
 
 
+def chain_paths(num_nodes: int) -> tuple[Path, ...]:
+    """Returns the rank paths of a chain; see `tree_from_paths`.
+
+    Example:
+        >>> chain_paths(3)
+        ((0,), (0, 0), (0, 0, 0))
+    """
+    return tuple((0,) * depth for depth in range(1, num_nodes + 1))
+
+
 def eagle_tree() -> Tree:
     """Builds EAGLE-1's static tree (Li et al. 2024): 25 nodes, depth 5, widths 4-8-8-3-2.
 

@@ -3,7 +3,7 @@
 The compiled loop of `generate` measures nothing. A profile has the times of a plain step and of a
 drafted one, and the tokens that a drafted step emits. It is kept for the machine, the model, the
 drafter and the settings that it was measured with. (A job of `jaxspec.batch` runs long enough to
-measure itself: see its guard.)
+measure itself: see its guard.) Costs of a diffusion model's passes are kept in the same way.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -32,17 +32,20 @@ from jaxspec.core.grammar import Grammar
 from jaxspec.core.loop import run, unfinished
 from jaxspec.core.stopping import StopAutomaton
 from jaxspec.core.types import DecodeState, Drafter, Params, PyTree
+from jaxspec.decoding.denoise import DenoiseConfig, measure_costs
 from jaxspec.decoding.request import (
     PENALTIES,
     GenerationConfig,
     PromptLike,
     Request,
     encode_prompt,
+    encode_prompts,
     prepare,
     prompt_list,
     with_rules_of,
 )
-from jaxspec.drafters import DrafterLike, LoadedDrafter, NoDraft, loaded_drafter
+from jaxspec.diffusion import SelfSpeculation
+from jaxspec.drafters import DrafterLike, NoDraft, loaded_drafter
 from jaxspec.extras import installed_version
 from jaxspec.sharding import mesh_of, on_mesh_of
 
@@ -67,6 +70,7 @@ NUM_TOKENS = 64
 _MOST_ROUNDS = 5
 _ENOUGH_SECONDS = 5.0
 """No further round of timed runs begins after so long."""
+_Kept = TypeVar("_Kept", "DraftingProfile", SelfSpeculation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,22 +211,60 @@ def profile_asked(
         _settings_measured(with_rules_of(model, config)),
         1 << num_rows.bit_length() - 1,
     )
-    key = _key(model, loaded, settings, rows)
+    return _measured_once(
+        _key(model, loaded.drafter, loaded.params, str(settings), rows),
+        DraftingProfile,
+        lambda: drafting_profile(model, loaded, _built_in(model), settings, rows),
+    )
+
+
+def with_costs(
+    model: "Model", prompt: PromptLike, config: DenoiseConfig, speculation: SelfSpeculation
+) -> SelfSpeculation:
+    """Returns settings of a diffusion model with which as many decisions are drafted as pay here.
+
+    What passes cost is measured with the prompt if it is not known yet for one of this length, up
+    to the next power of two. It is kept as profiles are.
+
+    Args:
+        model: a diffusion language model.
+        prompt: see `denoise`.
+        config: settings of the call.
+        speculation: the most decisions to draft; `costs` are replaced.
+
+    Raises:
+        ValueError: as `denoise` does.
+    """
+    speculation = dataclasses.replace(speculation, costs=None)
+    (ids,) = encode_prompts(model, [prompt], config.max_new_tokens)
+    settings = f"{config}, up to {1 << (len(ids) - 1).bit_length()} tokens"
+
+    def measure() -> SelfSpeculation:
+        first, *others = measure_costs(model, [ids], config, speculation)
+        # Rounded, as they are part of the program: it may be compiled already.
+        costs = (1.0, *(float(f"{cost / first:.2g}") for cost in others))
+        return dataclasses.replace(speculation, costs=costs)
+
+    return _measured_once(_key(model, speculation, (), settings, 1), SelfSpeculation, measure)
+
+
+def _measured_once(key: dict[str, str], kind: type[_Kept], measure: Callable[[], _Kept]) -> _Kept:
+    """Returns what is known for a key; measures it if nothing is."""
     name = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:24]
     if name not in _known:
         folder = cache_folder()
         path = None if folder is None else folder / "drafting" / f"{name}.json"
-        profile = None if path is None else _read(path, key)
-        if profile is None:
-            profile = drafting_profile(model, loaded, _built_in(model), settings, rows)
+        found = None if path is None else _read(path, key, kind)
+        if found is None:
+            found = measure()
             if path is not None:
-                _write(path, key, profile)
-        _known[name] = profile
+                _write(path, key, found)
+        _known[name] = found
     return _known[name]
 
 
-_known: dict[str, DraftingProfile] = {}
-"""Profiles of this process."""
+_known: dict[str, Any] = {}
+"""Profiles and costs of this process."""
 
 
 def _built_in(model: "Model") -> list[PromptLike]:
@@ -311,7 +353,7 @@ def _settings_measured(config: GenerationConfig) -> GenerationConfig:
 
 
 def _key(
-    model: "Model", loaded: LoadedDrafter, settings: GenerationConfig, rows: int
+    model: "Model", drafter: Any, draft_weights: PyTree, settings: str, rows: int
 ) -> dict[str, str]:
     """Describes all that a profile depends on."""
     device, mesh = jax.local_devices()[0], mesh_of(model.params)
@@ -326,9 +368,9 @@ def _key(
         "mesh": "none" if mesh is None else str(dict(mesh.shape)),
         "model": f"{model.name}, {model.dtype}, {settings_of_model}",
         "weights": _fingerprint(model.params),
-        "drafter": repr(loaded.drafter),
-        "draft_weights": _fingerprint(loaded.params),
-        "settings": str(settings),
+        "drafter": repr(drafter),
+        "draft_weights": _fingerprint(draft_weights),
+        "settings": settings,
         "rows": str(rows),
     }
 
@@ -346,16 +388,16 @@ def _fingerprint(weights: PyTree) -> str:
     return found.hexdigest()[:24]
 
 
-def _read(path: Path, key: dict[str, str]) -> DraftingProfile | None:
+def _read(path: Path, key: dict[str, str], kind: type[_Kept]) -> _Kept | None:
     """Reads a profile; `None` if there is none for this key, or the file is damaged."""
     try:
         entry = read_json(path)
-        return DraftingProfile(**entry["profile"]) if entry["key"] == key else None
+        return kind(**entry["profile"]) if entry["key"] == key else None
     except (ValueError, TypeError, KeyError):
         return None
 
 
-def _write(path: Path, key: dict[str, str], profile: DraftingProfile) -> None:
+def _write(path: Path, key: dict[str, str], profile: DraftingProfile | SelfSpeculation) -> None:
     """Writes a profile whole or not at all; a disk that cannot be written to is no error."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -63,9 +63,9 @@ class AdaptiveBlock(Checked):
     A row whose best length is 0 drafts the next best one from time to time, to check whether 0 is
     still best, unless no draft could pay. If no row of a batch drafts, the draft pass is left out.
 
-    Costs depend on machine and models: give those that `jaxspec tune profile` measures. The default
-    `token_cost` is that of `demo` in the profile that ships with `demo-eagle` (two CPU cores); the
-    default `draft_cost` is that of a drafter much smaller than the target.
+    Costs depend on machine and models: give those that `jaxspec tune profile` prints. The defaults
+    are for a drafter much smaller than the target. `--drafter` takes the costs of `profile.json` in
+    the drafter's folder, if it is there.
 
     Attributes:
         memory: weight of the past in each rate.

@@ -112,6 +112,11 @@ class JaxRunner:
         del method, seed
         return find_divergence(self.model, request, index, expected, row)
 
+    @property
+    def repeats_texts(self) -> bool:
+        """True if methods without loss must give equal texts: greedy ones."""
+        return not np.any(self.config.temperature)
+
     def is_lossless(self, method: str) -> bool:
         """Returns True: every drafter's greedy output must be plain decoding's."""
         del method
@@ -182,7 +187,7 @@ def compare(
             `SelfSpeculation`.
         config: settings of decoding, `num_samples` 1 and one value of each for all prompts. Greedy
             outputs are checked against plain decoding's; see `Comparison.outputs_agree`. For a
-            diffusion model, a `DenoiseConfig`.
+            diffusion model, a `DenoiseConfig`; sampled texts are checked too.
         repeats: timed runs of each prompt and method.
         seed: seed of sampling; prompt i has `seed + i`.
         categories: each prompt's category, for figures by category.
@@ -255,12 +260,11 @@ def compare(
         weight_bytes = num_bytes(model.params)
         bandwidth = read_bandwidth(weight_bytes)
 
-    greedy = not np.any(asked.temperature)
     plain = samples[baseline]
     subsets = subsets_of(plain, [categories[index] for index in kept])
 
     def row(name: str) -> ComparisonRow:
-        places = zip(kept, plain, samples[name], strict=True) if greedy else ()
+        places = zip(kept, plain, samples[name], strict=True) if runner.repeats_texts else ()
         found = (
             runner.divergence(
                 index, name, requests[index], seed + index, expected.rows[0], sample.rows[0]
@@ -273,7 +277,7 @@ def compare(
             name=name,
             settings=runner.describe(name),
             **figures_of_subsets(samples[name], plain, subsets)._asdict(),
-            num_identical=len(kept) - len(divergences) if greedy else None,
+            num_identical=len(kept) - len(divergences) if runner.repeats_texts else None,
             divergences=divergences,
             lossless=runner.is_lossless(name),
             first_token_seconds=first_token[name],

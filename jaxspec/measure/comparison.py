@@ -70,8 +70,8 @@ class ComparisonRow:
         low_repetition: figures over the prompts whose PLAIN output repeats less than
             `LOW_REPETITION` of its 4-grams; `None` if there are none.
         by_category: figures over the prompts of each category.
-        num_identical: outputs equal to plain decoding's; `None` when sampling.
-        divergences: places where the other outputs leave plain decoding's (greedy only).
+        num_identical: outputs equal to plain decoding's; `None` when a causal model samples.
+        divergences: places where the other outputs leave plain decoding's, if they are compared.
         lossless: the output must be plain decoding's.
         first_token_seconds: time from the call of `stream` to its first token, compiled; median
             over repeats of one prompt of median length. `None` for a diffusion model.
@@ -162,7 +162,7 @@ class Comparison:
 
     @property
     def outputs_agree(self) -> bool:
-        """True if every greedy output equals plain decoding's, ties aside."""
+        """True if every output that is compared equals plain decoding's, ties aside."""
         return not any(self.differences.values())
 
     @property

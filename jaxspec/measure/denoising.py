@@ -22,6 +22,25 @@ from jaxspec.measure.comparison import Divergence
 from jaxspec.measure.figures import STEPWISE, Sample
 
 
+def equal_in_one_shape(
+    model: Model,
+    prompts: Sequence[PromptLike],
+    config: DenoiseConfig,
+    speculation: SelfSpeculation,
+    seed: int = 0,
+) -> list[bool]:
+    """Says of each prompt whether drafting gives the stepwise text, both in passes of one shape.
+
+    Where places or tokens are as close as rounding, passes of other shapes may decide otherwise.
+    """
+    fixed = dataclasses.replace(speculation, deterministic=True, costs=None)
+    ours, theirs = (denoise(model, prompts, config, each, seed) for each in (fixed, fixed.stepwise))
+    return [
+        one.tokens.tolist() == other.tokens.tolist()
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+
+
 class DenoiseRunner:
     """Fills in prompts, or batches of them, as `denoise` does.
 
@@ -30,6 +49,8 @@ class DenoiseRunner:
         methods: drafting by name; `None` decodes stepwise.
         config: settings of decoding.
         baseline: name of stepwise decoding.
+        repeats_texts: True: methods without loss must give equal texts, sampled ones too, as noise
+            depends on the seed and the position alone.
 
     Example:
         >>> import jaxspec
@@ -40,6 +61,7 @@ class DenoiseRunner:
     """
 
     baseline = STEPWISE
+    repeats_texts = True
 
     def __init__(
         self, model: Model, methods: Mapping[str, SelfSpeculation | None], config: DenoiseConfig
@@ -89,11 +111,7 @@ class DenoiseRunner:
         expected: Denoised,
         row: Denoised,
     ) -> Divergence | None:
-        """Returns where a text leaves stepwise decoding's; `None` if they are equal.
-
-        Where places or tokens are as close as rounding, passes of other shapes may decide
-        otherwise. So both are decoded again, in passes of one shape.
-        """
+        """Returns where a text leaves stepwise decoding's; `None` if they are equal."""
         del request
         theirs, ours = (each.tokens.tolist() for each in (expected, row))
         speculation = self.methods[method]
@@ -102,12 +120,9 @@ class DenoiseRunner:
         common = min(len(ours), len(theirs))
         place = next((i for i in range(common) if ours[i] != theirs[i]), common)
         tokens = [each[place] if place < len(each) else None for each in (theirs, ours)]
-        fixed = dataclasses.replace(speculation, deterministic=True, costs=None)
-        again = [
-            denoise(self.model, [row.prompt_tokens], self.config, each, seed)[0].tokens.tolist()
-            for each in (fixed, fixed.stepwise)
-        ]
-        return Divergence(index, place, *tokens, gap=None, in_one_shape=again[0] == again[1])
+        prompts = [row.prompt_tokens]
+        (equal,) = equal_in_one_shape(self.model, prompts, self.config, speculation, seed)
+        return Divergence(index, place, *tokens, gap=None, in_one_shape=equal)
 
     def with_logprob(self, sample: Sample) -> Sample:
         """Returns the sample: texts of these models have no probability that a pass gives."""

@@ -6,7 +6,9 @@ accidents, not an attacker: run what you have reason to distrust on a machine th
 """
 
 import contextlib
+import importlib.util
 import os
+import runpy
 import secrets
 import signal
 import subprocess
@@ -22,13 +24,30 @@ MOST_MEMORY = 1 << 30
 _GRACE = 10.0  # for Python to start on a busy machine
 
 
+def check_limits() -> None:
+    """Refuses a system that does not limit processes, such as Windows.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if not hasattr(os, "killpg") or importlib.util.find_spec("resource") is None:
+        raise ValueError(
+            "task: programs that a model wrote run in processes of little time and memory, which "
+            "this system does not offer; judge them on Linux or macOS."
+        )
+
+
 def passes(program: str, seconds: float = SECONDS) -> bool:
     """Returns True if a program runs to its end in time, and did nothing that is not allowed.
+
+    Raises:
+        ValueError: see `check_limits`.
 
     Example:
         >>> passes("assert 1 + 1 == 2"), passes("assert 1 + 1 == 3")
         (True, False)
     """
+    check_limits()
     # Printed at the end: a program that leaves early has not passed, whatever its exit status.
     word = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as folder:
@@ -80,16 +99,9 @@ def _run(word: str, seconds: float) -> None:
     import threading
 
     out, source = os.dup(1), sys.stdin.buffer.read()
-    statm = Path("/proc/self/statm")
-    used = int(statm.read_text().split()[0]) if statm.exists() else 0
-    space = MOST_MEMORY + used * resource.getpagesize()
-    limits = {
-        resource.RLIMIT_AS: space,
-        resource.RLIMIT_CPU: int(seconds) + 1,
-        resource.RLIMIT_FSIZE: 1 << 20,
-        resource.RLIMIT_CORE: 0,
-    }
-    for limit, most in limits.items():
+    # This process sees no package, so a file of it is run.
+    runpy.run_path(str(Path(__file__).parents[1] / "bounded.py"))["bound_memory"](MOST_MEMORY)
+    for limit, most in ((resource.RLIMIT_CPU, int(seconds) + 1), (resource.RLIMIT_FSIZE, 1 << 20)):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (most, most))
     timer = threading.Timer(seconds, os._exit, [4])

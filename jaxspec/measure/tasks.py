@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxspec.core.checks import Requirement, checked
 from jaxspec.measure.comparison import Comparison
-from jaxspec.measure.judge import passes
+from jaxspec.measure.judge import check_limits, passes
 from jaxspec.measure.prompts import read_entries
 from jaxspec.native import num_cores
 
@@ -32,11 +32,13 @@ class JudgedTask(NamedTuple):
         fields: what an entry must have, each as `jaxspec.core.checks` annotates it.
         prompt: of an entry, in the shape that the task's paper or its data give.
         is_right: judges the text that a model wrote for an entry.
+        runs_programs: judging runs what the model wrote.
     """
 
     fields: Mapping[str, Any]
     prompt: Callable[[Entry], str]
     is_right: Callable[[Entry, str], bool]
+    runs_programs: bool = True
 
 
 class Question(NamedTuple):
@@ -115,6 +117,7 @@ TASKS: Mapping[str, JudgedTask] = {
         {"question": _Text, "answer": _Answer},
         lambda entry: entry["question"] + "\n",
         _is_right_number,
+        runs_programs=False,
     ),
     "mbpp": JudgedTask(
         {"text": _Text, "test_list": _Tests, "test_setup_code": _Setup},
@@ -141,12 +144,15 @@ def read_task(
         shuffle_seed: shuffle before cutting to `limit`; `None` keeps the file's order.
 
     Raises:
-        ValueError: the file is empty, or an entry has no field of the task, or another type there.
+        ValueError: the file is empty, or an entry has no field of the task, or another type there;
+            or the system does not limit the processes that the task needs.
         OSError: it cannot be opened.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}.")
     task, questions = TASKS[name], []
+    if task.runs_programs:
+        check_limits()
     for where, entry in read_entries(path):
         missing = [
             field
@@ -172,7 +178,7 @@ class Answers(NamedTuple):
         task: its name.
         num_questions: that were decoded.
         right: answers that are right, by method.
-        changed: answers that are judged otherwise than plain decoding's, by method.
+        changed: answers that are judged otherwise than those of the first method, by method.
     """
 
     task: str
@@ -189,11 +195,19 @@ def judged(name: str, questions: Sequence[Question], texts: Sequence[str]) -> li
 
 
 def answers_of(comparison: Comparison, name: str, questions: Sequence[Question]) -> Answers:
-    """Judges what every method of a comparison wrote; prompt i was made of question i."""
+    """Judges what every method of a comparison wrote; prompt i was made of question i.
+
+    Raises:
+        ValueError: an output has no text.
+    """
     asked = [questions[index] for index in comparison.prompt_indices]
     verdicts: dict[str, list[bool]] = {}
     for row in comparison.rows:
-        texts = [getattr(sample.rows[0], "text", None) or "" for sample in row.samples]
+        texts = [getattr(sample.rows[0], "text", None) for sample in row.samples]
+        if None in texts:
+            raise ValueError(
+                "comparison: outputs have no text to judge; the model needs a tokenizer."
+            )
         verdicts[row.name] = judged(name, asked, texts)
     plain = verdicts[comparison.plain.name]
     return Answers(
@@ -211,7 +225,8 @@ def answers_table(answers: Answers) -> Table:
     """Returns a table for people."""
     table = Table(title=f"Answers to {answers.task}", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("method", overflow="fold")
-    for column in ("right", "share", "judged otherwise than plain"):
+    baseline = next(iter(answers.right))
+    for column in ("right", "share", f"judged otherwise than {baseline}"):
         table.add_column(column, justify="right")
     for method, right in answers.right.items():
         share = f"{right / answers.num_questions:.1%}"

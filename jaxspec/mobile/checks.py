@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxspec.core.loop import round_up
+from jaxspec.core.tree import chain_paths
 from jaxspec.core.types import Proposal, Warp
 from jaxspec.measure.comparison import Divergence
 from jaxspec.mobile.drafts import (
@@ -184,7 +185,7 @@ class _KnownDraft:
 
     def __init__(self, texts: Sequence[Sequence[int]], nodes: int):
         self._texts, self.nodes = texts, nodes
-        self._offered = static_proposal([(0,) * depth for depth in range(1, nodes)])
+        self._offered = static_proposal(chain_paths(nodes - 1))
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:
         del recent

@@ -7,6 +7,7 @@ from typing import Annotated, Any, NamedTuple
 from jaxspec.checkpoint import Model
 from jaxspec.core.checks import Checked, Count, at_least, at_most
 from jaxspec.core.tree import Path as RankPath
+from jaxspec.core.tree import chain_paths
 from jaxspec.decoding.denoise import DEFAULT_BLOCK, block_asked
 from jaxspec.drafters import (
     Deer,
@@ -238,10 +239,6 @@ def _diffusion_signatures(canvases: Canvases, config: ExportConfig) -> Mapping[s
     return prefill | denoise_signatures(canvases, drafts)
 
 
-def _chained(length: int) -> tuple[RankPath, ...]:
-    return tuple((0,) * depth for depth in range(1, length + 1))
-
-
 def _signatures(
     target: Target,
     loaded: LoadedDrafter,
@@ -260,18 +257,18 @@ def _signatures(
             step, paths = EagleStep(trees[0], loaded.params, levels), drafter.paths
         case DFlash():
             step = DFlashStep(drafter, loaded.params)
-            paths = drafter.paths or _chained(step.levels - 1)
+            paths = drafter.paths or chain_paths(step.levels - 1)
         case LayerSkip():
             step = LayerSkipStep(drafter)
-            paths = _chained(step.levels - 1)
+            paths = chain_paths(step.levels - 1)
         case DraftModel():
             step = DraftModelStep(drafter, loaded.params)
-            paths = drafter.paths or _chained(step.levels - 1)
+            paths = drafter.paths or chain_paths(step.levels - 1)
         case TokenRecycling():
             step, paths = RecyclingStep(drafter), drafter.paths
         case PromptLookup():
             step = LookupStep(drafter, stop_token_ids)
-            paths = _chained(step.levels - 1)
+            paths = chain_paths(step.levels - 1)
             if config.bundle == "cpu":
                 verify.add(step.levels)
         case Deer():

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.core.proposal import tree_proposal
-from jaxspec.core.tree import chain, traced_tree, tree_from_paths
+from jaxspec.core.tree import chain, chain_paths, traced_tree, tree_from_paths
 from jaxspec.core.types import Context, KVCache, Params, Proposal, Recent, Warp
 from jaxspec.drafters import AdaptiveExit, PromptLookup
 from jaxspec.drafters.block import Acceptance, AdaptiveBlock, BlockSettings, Choices
@@ -170,8 +170,8 @@ class ModelDraft:
                 f"num_speculative_tokens must be at least 1, got {num_speculative_tokens}."
             )
         self.nodes = num_speculative_tokens + 1
-        chained = tuple((0,) * depth for depth in range(1, num_speculative_tokens + 1))
-        self._draft, self._offered = draft, static_proposal(chained)
+        offered = static_proposal(chain_paths(num_speculative_tokens))
+        self._draft, self._offered = draft, offered
         self._cached: list[int] = []
 
     def __call__(self, text: Sequence[int], recent: int) -> Proposal:

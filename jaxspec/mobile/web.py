@@ -21,7 +21,7 @@ import numpy as np
 from jaxspec.checkpoint import CheckpointError, Model, Tokenizer
 from jaxspec.checkpoint.files import replacing_files, write_json
 from jaxspec.core.tree import Path as RankPath
-from jaxspec.core.tree import normalize_paths
+from jaxspec.core.tree import chain_paths, normalize_paths
 from jaxspec.decoding.inspector import TREE_VIEW
 from jaxspec.drafters import Eagle, LoadedDrafter
 from jaxspec.mobile.calibration import Calibration
@@ -118,7 +118,7 @@ def choose_trees(
     if profile is not None:
         reach = min(25, profile.max_tokens - 1)
         wanted.append(search_tree(acceptance, profile, max_nodes=reach).best_draft.paths)
-    wanted.append([(0,) * level for level in range(1, min(_CHAIN_DEPTH, depth) + 1)])
+    wanted.append(chain_paths(min(_CHAIN_DEPTH, depth)))
     for size in _TREE_SIZES:
         wanted.append(likeliest_paths(acceptance, Limits(size, depth, size, branch, size)))
     distinct = list(dict.fromkeys(normalize_paths(list(paths)) for paths in wanted))

@@ -214,6 +214,21 @@ class LatencyProfile(Checked):
         """
         return _interpolate(self.name, "draft", self.draft, nodes)
 
+    def block_costs(self, block: int) -> dict[str, float]:
+        """Costs of drafting a block, as `AdaptiveBlock` names them, by the sizes nearest to it.
+
+        Example:
+            >>> from jaxspec.tuning import LatencyProfile, Timing
+            >>> target, draft = (Timing(1, 0.010), Timing(9, 0.018)), (Timing(1, 0.005),)
+            >>> LatencyProfile("here", target, draft).block_costs(8)
+            {'draft_cost': 0.5, 'token_cost': 0.1}
+        """
+        one, tokens = self.target[0].seconds, min(1 + block, self.max_tokens)
+        further = max(0.0, float(self.target_seconds(tokens)) - one) / (tokens - 1)
+        drafting = self.first_draft_seconds(int(min(block, self.max_levels)))
+        costs = {"draft_cost": drafting / one, "token_cost": further / one}
+        return {name: float(f"{cost:.2g}") for name, cost in costs.items()}
+
     def normalised(self) -> Float[np.ndarray, " sizes"]:
         """Times of the target passes, divided by the time of one token."""
         return np.asarray([timing.seconds for timing in self.target]) / self.target[0].seconds

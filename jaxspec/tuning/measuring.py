@@ -10,7 +10,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from jaxspec.checkpoint import Model
 from jaxspec.core.checks import Count, Natural, Nodes, Share, above_up_to, checks_arguments
-from jaxspec.core.tree import Paths, normalize_paths
+from jaxspec.core.tree import Paths, chain_paths, normalize_paths
 from jaxspec.core.types import Context, Drafter, Hidden, Params, Proposal, PyTree
 from jaxspec.decoding.generate import generate
 from jaxspec.decoding.request import (
@@ -175,8 +175,7 @@ def chain_at_threshold(
         >>> jaxspec.generate(model, "1, 2,", chain, max_new_tokens=8).metrics.num_tokens
         8
     """
-    chain = tuple((0,) * depth for depth in range(1, length + 1))
-    probing = _CountsExits(with_tree(drafter, chain, threshold=1.0).drafter)
+    probing = _CountsExits(with_tree(drafter, chain_paths(length), threshold=1.0).drafter)
     return LoadedDrafter(probing, (drafter.params, jnp.float32(threshold)))
 
 

@@ -21,7 +21,7 @@ from jaxspec.core.checks import (
     checks_arguments,
 )
 from jaxspec.core.proposal import tree_proposal
-from jaxspec.core.tree import Path, tree_from_parents
+from jaxspec.core.tree import Path, chain_paths, tree_from_parents
 from jaxspec.core.types import Params, PyTree, Tree
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.drafters.block import BlockSettings
@@ -184,8 +184,8 @@ def measure_profile(
     for count in sorted({1, *levels}):
         advance(f"first draft pass of {count} levels")
         # For a drafter of blocks it reads as many tokens as its own tree may have emitted.
-        chain_of = tuple((0,) * depth for depth in range(1, count + 1))
-        firsts[str(count)] = drafting(chain_of if one_pass else _draft_probe(1)[0], count)
+        paths = chain_paths(count) if one_pass else _draft_probe(1)[0]
+        firsts[str(count)] = drafting(paths, count)
     advance("timing target passes")
     target = _timings("target", time_in_turns(targets, repeats), num_steps)
     advance("timing draft passes")

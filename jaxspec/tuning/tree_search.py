@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from jaxspec.core.checks import Count, Nodes, Share, checks_arguments
 from jaxspec.core.proposal import bank
-from jaxspec.core.tree import Path, Paths, tree_from_paths
+from jaxspec.core.tree import Path, Paths, chain_paths, tree_from_paths
 from jaxspec.core.types import Tree
 from jaxspec.tuning.acceptance import AcceptanceTable, ExitCounts, rank_paths
 from jaxspec.tuning.files import write_entry
@@ -214,7 +214,7 @@ def early_exits(
     acceptance: AcceptanceTable, profile: LatencyProfile, max_nodes: int
 ) -> list[Candidate]:
     """Predicts the chains that end early, of each threshold and greatest length, fastest first."""
-    chain = tuple((0,) * depth for depth in range(1, max_nodes + 1))
+    chain = chain_paths(max_nodes)
     found = [
         _predict(chain[:length], acceptance, profile, counts.threshold)
         for counts in acceptance.exits

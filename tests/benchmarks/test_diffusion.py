@@ -31,7 +31,7 @@ from tests.measure.models import filling_model, tiny_model
 CONFIG = DenoiseConfig(8, 4, stop_token_ids=())
 
 
-def load(name: str) -> Model:
+def load(name: str, dtype: str | None = None) -> Model:
     """In place of the shipped ones."""
     if name == JUDGE:
         return tiny_model()
@@ -85,6 +85,16 @@ def test_a_model_that_is_asked_for_is_measured_where_it_fits(monkeypatch):
     assert asked("other") == [("dual", "other")]
     with pytest.raises(ValueError, match="--model: demo is causal; give a diffusion"):
         asked(JUDGE)
+
+
+def test_weights_have_the_type_asked_for(monkeypatch, data_folder):
+    loaded = []
+    monkeypatch.setattr(diffusion, "load", lambda *asked: loaded.append(asked) or load(BLOCKS))
+    settings = {"model": "other", "dtype": "bfloat16"}
+    run = SuiteRun(DIFFUSION_SUITES["diffusion"], data_folder, 1, 1, settings)
+    diffusion._loaded.cache_clear()
+    diffusion._load(run, Setting("blocks", "other", CONFIG))
+    assert loaded == [("other", "bfloat16")]
 
 
 def test_texts_are_no_headings_of_the_page():

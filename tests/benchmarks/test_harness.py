@@ -1,5 +1,6 @@
 """The harness: turns, subsets, differences, prompts, and what a suite may be asked."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -119,7 +120,7 @@ def test_suites_are_well_formed(name, data_folder, model, shipped):
     assert set(suite.batch_methods) <= set(suite.methods)
     assert bool(suite.methods) == bool(suite.models)
     other = type(model)(model.network, model.tokenizer, "another")
-    if suite.methods is not SUITES["methods"].methods and name != "blocks":
+    if name != "methods":
         for make in suite.methods.values():
             make(other)
 
@@ -209,6 +210,9 @@ class TestPrompts:
         assert len(ONE) == len(TWO)
         assert first_that_fit(prompts, model, room=exactly, count=9) == prompts[1:]
         assert first_that_fit(prompts, model, room=exactly + 1, count=9) == []
+        mute = dataclasses.replace(model, tokenizer=None)
+        with pytest.raises(ValueError, match=r"no tokenizer .* put the model's tokenizer\.json"):
+            first_that_fit(prompts, mute, room=8, count=1)
 
     def test_categories_choose_rows_and_lists_have_entries(self, tmp_path):
         rows = [{"category": c, "turns": [f"{c}?", "And?"]} for c in ("qa", "rag", "qa")]

@@ -278,7 +278,7 @@ class TestBatches:
 
 
 class TestBlocks:
-    """The suite of block drafters, with the target's own weights as a diffusion model."""
+    """Block drafters of the suite `methods`, with the target's own weights as a diffusion model."""
 
     @pytest.fixture(scope="class")
     def blocks(self, model, checkpoints, data_folder, tmp_path_factory):
@@ -288,20 +288,20 @@ class TestBlocks:
         network = Network(model.params, model.config.replace(diffusion=diffusion))
         jaxspec.save(dataclasses.replace(model, network=network), root / "demo-deer")
         suite = small(
-            "blocks",
-            methods=("DEER, chain of 4", "DEER, tree of 4", "DFlash, chain"),
+            "methods",
+            methods=("DEER, chain of 4", "DEER, tree of 4", "EAGLE-3, searched tree"),
             temperatures={"greedy": 0.0},
             batches=(1, 2),
             batch_methods=("DEER, chain of 4",),
         )
         with pytest.MonkeyPatch.context() as monkeypatch:
-            return run(monkeypatch, root, "blocks", suite, data_folder)
+            return run(monkeypatch, root, "methods", suite, data_folder)
 
     def test_chains_and_trees_give_the_text_of_plain_decoding(self, blocks):
         assert blocks.agree
         assert blocks.figures["missing"] == []
         (target,) = blocks.figures["targets"].values()
-        assert target.left_out == ("DFlash, chain",)
+        assert target.left_out == ("EAGLE-3, searched tree",)
 
     def test_batches_are_measured(self, blocks):
         figures = blocks.as_dict()["targets"]["demo"]["settings"]["greedy"]["batches"]

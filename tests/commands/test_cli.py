@@ -30,6 +30,7 @@ from jaxspec.measure import step
 from jaxspec.measure.step import StepTimes
 from jaxspec.models import Diffusion, EagleHead, ModelConfig, init_eagle_params
 from jaxspec.training.loop import DivergedError
+from jaxspec.tuning import LatencyProfile, Timing, save_profile
 from tests.checkpoint.networks import random_network
 from tests.foreign import like_llama2
 from tests.measure.models import WrongRoot, filling_model, tiny_model
@@ -251,6 +252,13 @@ class TestDrafters:
         assert made.params.config.diffusion == Diffusion(23, True, 4)
         made = make("adaptive=1,draft_cost=0.5,token_cost=0")
         assert made.drafter.adaptive == AdaptiveBlock(draft_cost=0.5, token_cost=0.0)
+        target, draft = (Timing(1, 2.0), Timing(9, 5.0)), (Timing(1, 1.0), Timing(8, 1.5))
+        save_profile(LatencyProfile("x", target, draft, draft), tmp_path / "profile.json")
+        for block in ("", ",block=16"):  # as the largest that was timed
+            measured = AdaptiveBlock(draft_cost=0.75, token_cost=0.19)  # 3 / 8 / 2, two digits
+            assert make(f"adaptive=1{block}").drafter.adaptive == measured
+        made = make("adaptive=1,token_cost=0").drafter
+        assert made.adaptive == AdaptiveBlock(draft_cost=0.75, token_cost=0.0)
         assert make("steps=2,temperature=0").drafter == jaxspec.Deer(8, steps=2, temperature=0.0)
 
     @pytest.mark.parametrize(

@@ -96,6 +96,9 @@ def test_a_canvas_is_recorded_as_it_fills(drafts):
     masks = [step.canvas.plain.count("░") for step in recorded.steps]
     assert masks == sorted(masks, reverse=True)
     assert masks[-1] == 0
+    shown = Console(file=io.StringIO(), width=80, height=24)
+    shown.print(Race([recorded], recorded.seconds, 1.0))
+    assert f"{last.tau:.2f} per pass, {last.num_from_draft / 8:.0%} drafts" in shown.file.getvalue()
 
 
 def test_accepted_draft_tokens_are_coloured_and_no_others():

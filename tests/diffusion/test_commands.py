@@ -13,6 +13,7 @@ import jaxspec
 from jaxspec import DenoiseConfig, SelfSpeculation, denoise
 from jaxspec.cli import main
 from jaxspec.commands.canvas import draw_canvas
+from jaxspec.decoding import profile as profiles
 from jaxspec.decoding.denoise import DenoiseStep
 from tests.measure.models import filling_model, tiny_model
 
@@ -62,7 +63,11 @@ def test_generate_fills_in(capsys, model, folder):
 def test_bench_compares_numbers_of_drafts(capsys, folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (PROMPT, "abc")))
-    figures = shown(capsys, "bench", folder, str(prompts), *SHORT, "--repeats", "1")
+    argv = ["bench", folder, str(prompts), *SHORT, "--repeats", "1", "--limit", "2", "--json"]
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    figures = json.loads(out)
+    assert re.search(r"a pass with 1 to 5 drafts takes (\d+\.\d, ){4}\d+\.\d times as long", err)
     names = [f"{count} draft{'s' * (count > 1)}" for count in range(1, 6)]
     stepwise, *drafted, adaptive = figures["rows"]
     assert [row["name"] for row in drafted] == names
@@ -79,6 +84,39 @@ def test_bench_compares_numbers_of_drafts(capsys, folder, tmp_path):
     assert lossy["outputs_agree"]
     assert not lossy["rows"][1]["lossless"]
     assert "--drafter" in fails(capsys, "bench", folder, str(prompts), "--drafter", "lookup")
+
+
+def test_auto_drafts_as_many_as_pay(capsys, monkeypatch, tmp_path, model, folder):
+    """Costs are measured once: also for another process, and for prompts of similar length."""
+    monkeypatch.setattr(profiles, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(profiles, "_known", {})
+    measured, step = [], {5: 0.1, 2: 9.0}
+
+    def measure(_model, prompts, _config, speculation):
+        measured.append((len(prompts[0]), speculation))
+        most = speculation.num_drafts
+        return tuple(2 + 2 * step[most] * count for count in range(most + 1))
+
+    monkeypatch.setattr(profiles, "measure_costs", measure)
+    argv = ["generate", folder, PROMPT, *SHORT, "--drafting", "auto"]
+    assert main([*argv, "--json"]) == 0
+    out, err = capsys.readouterr()
+    found, (expected,) = json.loads(out), denoise(model, PROMPT, CONFIG)
+    assert found["tokens"] == expected.tokens.tolist()
+    assert found["num_calls"] < found["num_canvases"]
+    assert found["drafting"] == {"num_drafts": 5, "costs": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]}
+    assert "1 to 5 drafts takes 1.1, 1.2, 1.3, 1.4, 1.5 times as long as one without\n" in err
+    profiles._known.clear()
+    assert shown(capsys, *argv) == found
+    shown(capsys, *["generate", folder, PROMPT[:-1], *SHORT, "--drafting", "auto"])
+    assert measured == [(len(PROMPT), SelfSpeculation(5))]
+    dear = shown(capsys, *argv, "--drafts", "2", "--lookup")
+    assert dear["num_calls"] == dear["num_canvases"] == expected.num_calls
+    assert measured[1:] == [(len(PROMPT), SelfSpeculation(2, lookup=True))]
+    never = shown(capsys, *argv[:-1], "never", "--drafts", "2")
+    assert never["drafting"] == {"num_drafts": 0}
+    assert never["num_calls"] == expected.num_calls
+    assert "--drafting: needs --drafts N" in fails(capsys, *argv[:-1], "always")
 
 
 def test_the_canvas_shows_decided_drafted_and_masked_places(model):

@@ -12,22 +12,18 @@ from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import Model, load_eagle
 from jaxspec.core.loop import DecodePlan, decode, decode_stream
 from jaxspec.core.masks import causal
-from jaxspec.core.tree import EAGLE_PATHS, tree_from_parents
+from jaxspec.core.tree import EAGLE_PATHS, chain_paths, tree_from_parents
 from jaxspec.core.types import Params
 from jaxspec.drafters import Eagle, Eagle2
 from tests.laws.test_drafters import free_request
 from tests.models.test_eagle import first, golden, third  # noqa: F401  (fixtures)
 
 
-def chain(length: int) -> tuple[tuple[int, ...], ...]:
-    return tuple((0,) * depth for depth in range(1, length + 1))
-
-
 def siblings(count: int) -> tuple[tuple[int, ...], ...]:
     return tuple((rank,) for rank in range(count))
 
 
-CHAIN5 = chain(5)
+CHAIN5 = chain_paths(5)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,10 @@ def test_recorded_dynamic_trees(golden, request, file, heads):  # noqa: F811
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda head: Eagle.of(head, chain(513)), "up to 513 tokens at once, and the context"),
+        (
+            lambda head: Eagle.of(head, chain_paths(513)),
+            "up to 513 tokens at once, and the context",
+        ),
         (lambda head: Eagle.of(head, siblings(65)), "takes rank 64, but the head drafts from 64"),
         (lambda head: Eagle2.of(head, beam=65), "takes rank 64, but the head drafts from 64"),
     ],

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks.prompts import PROMPT_SETS, first_that_fit, read_prompt_set
 from jaxspec import GenerationConfig, generate, load
-from jaxspec.checkpoint import load_dflash, shipped_heads, shipped_models
-from jaxspec.commands.methods import DEER, DFLASH, MADE_FOR
-from jaxspec.drafters import Deer, DFlash
+from jaxspec.checkpoint import shipped_models
+from jaxspec.commands.methods import DEER, MADE_FOR
+from jaxspec.drafters import Deer
 from jaxspec.measure.compare import find_divergence, prepare
 
 pytestmark = pytest.mark.slow
@@ -63,12 +63,6 @@ def test_every_block_size_gives_the_text_of_plain_decoding(
 ):
     drafter = deer(block, num_nodes=num_nodes)
     assert_same(target, prompts, plain, drafter)
-
-
-def test_a_dflash_head_gives_the_text_of_plain_decoding(target, prompts, plain):
-    if DFLASH not in shipped_heads("dflash"):
-        pytest.skip(f"needs checkpoints/{DFLASH}, which is not here")
-    assert_same(target, prompts, plain, DFlash.of(load_dflash(DFLASH, target.network)))
 
 
 def test_a_batch_of_eight_decodes_as_each_alone(target, prompts):

@@ -221,6 +221,15 @@ def test_drafts_of_a_diffusion_model_are_compared_with_stepwise_decoding():
     assert json.dumps(found.as_dict())
 
 
+def test_sampled_texts_of_a_diffusion_model_are_compared():
+    model, config = filling_model("filling", None), DenoiseConfig(8, 4, temperature=1.0)
+    drafters = {"two": SelfSpeculation(2), "relaxed": SelfSpeculation(2, lossy_top_k=5)}
+    found = jaxspec.compare(model, [[1, 2, 3]], drafters, config, repeats=1, progress=False)
+    assert found["two"].num_identical == 1
+    assert found["relaxed"].num_identical == 0
+    assert found.outputs_agree
+
+
 def test_a_text_that_is_not_stepwise_decodings_is_a_difference(monkeypatch):
     """Unless passes of one shape, in which rounding is alike, give equal texts."""
     model, config = filling_model("filling", None), DenoiseConfig(8, 4)

@@ -1,14 +1,21 @@
 """Tasks: known answers, and programs that do what nobody asked for."""
 
+import dataclasses
 import json
 import time
 from decimal import Decimal
+from types import SimpleNamespace
 
 import pytest
 
+import jaxspec
+from jaxspec import DenoiseConfig, denoise
 from jaxspec.cli import main
+from jaxspec.decoding.metrics import Counts
+from jaxspec.measure.figures import DecodedText, Sample
 from jaxspec.measure.judge import passes
-from jaxspec.measure.tasks import TASKS, answer_of, read_task
+from jaxspec.measure.tasks import TASKS, Question, answer_of, answers_of, read_task
+from tests.measure.models import filling_model, tiny_model
 
 GSM8K = {"question": "How many?", "answer": "2 * 600 = 1,200\n#### 1,200"}
 MBPP = {
@@ -96,6 +103,15 @@ def test_nothing_is_left_behind(tmp_path):
     assert passes("import math, random, itertools, collections, re, heapq\nassert True")
 
 
+def test_a_system_without_limits_is_refused_before_anything_is_decoded(tmp_path, monkeypatch):
+    monkeypatch.delattr("os.killpg")
+    path = tmp_path / "file.jsonl"
+    path.write_text(json.dumps(MBPP | GSM8K))
+    with pytest.raises(ValueError, match="this system does not offer; judge them on Linux"):
+        read_task("mbpp", path)
+    assert read_task("gsm8k", path)
+
+
 def test_a_file_of_another_task_is_refused(tmp_path):
     path = tmp_path / "file.jsonl"
     path.write_text(json.dumps(MBPP))
@@ -136,3 +152,37 @@ def test_the_command_judges_every_method(tmp_path, capsys):
     assert set(answers["right"]) == {"plain", "lookup"}
     assert answers["changed"] == {"plain": 0, "lookup": 0}
     assert main([*arguments, "--field", "question"]) == 2
+
+
+def test_drafts_of_a_diffusion_model_change_no_answer(tmp_path, monkeypatch, capsys):
+    """What it writes stepwise is made the right answer."""
+    path, figures = tmp_path / "file.jsonl", tmp_path / "figures.json"
+    path.write_text(json.dumps(GSM8K))
+    model, config = filling_model("filling", 4), DenoiseConfig(max_new_tokens=8)
+    (row,) = denoise(model, read_task("gsm8k", path)[0].prompt, config)
+    task = TASKS["gsm8k"]._replace(is_right=lambda _, text: text == row.text)
+    monkeypatch.setattr("jaxspec.measure.tasks.TASKS", {"gsm8k": task})
+    jaxspec.save(model, tmp_path / "model")
+    argv = ["bench", str(tmp_path / "model"), str(path), "--task", "gsm8k", "--drafts", "2"]
+    argv += ["--max-new-tokens", "8", "--repeats", "1", "--json", str(figures)]
+    assert main(argv) == 0
+    assert "judged otherwise than stepwise" in " ".join(capsys.readouterr().out.split())
+    answers = json.loads(figures.read_text())["answers"]
+    assert answers["right"] == {"stepwise": 1, "2 drafts": 1}
+    assert answers["changed"] == {"stepwise": 0, "2 drafts": 0}
+
+
+def test_an_output_without_text_has_no_answer():
+    sample = Sample((DecodedText([1], [2]),), 1.0, Counts())
+    row = SimpleNamespace(name="plain", samples=(sample,))
+    comparison = SimpleNamespace(rows=[row], plain=row, prompt_indices=(0,))
+    with pytest.raises(ValueError, match="outputs have no text to judge"):
+        answers_of(comparison, "gsm8k", [Question("How many?", GSM8K)])
+
+
+def test_a_task_needs_a_tokenizer(tmp_path, capsys):
+    path = tmp_path / "file.jsonl"
+    path.write_text(json.dumps(GSM8K))
+    jaxspec.save(dataclasses.replace(tiny_model(), tokenizer=None), tmp_path / "mute")
+    assert main(["bench", str(tmp_path / "mute"), str(path), "--task", "gsm8k"]) == 2
+    assert "has no tokenizer, so its answers cannot be read" in capsys.readouterr().err

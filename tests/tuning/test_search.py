@@ -20,7 +20,7 @@ from benchmarks.tree_searches import (
     sequoia_table,
 )
 from jaxspec import chain, eagle_tree, search_tree, tree_from_paths
-from jaxspec.core.tree import EAGLE_PATHS
+from jaxspec.core.tree import EAGLE_PATHS, chain_paths
 from jaxspec.tuning import (
     AcceptanceTable,
     ExitCounts,
@@ -111,7 +111,7 @@ def test_a_drafter_of_blocks_pays_for_one_draft_pass(seed):
         best[len(paths)] = max(best.get(len(paths), 0.0), speed)
     assert {each.nodes: each.tokens_per_second for each in found.by_budget} == pytest.approx(best)
     assert found.best.tokens_per_second == pytest.approx(max(best.values()))
-    deep = tree_from_paths([(0,) * depth for depth in range(1, 5)])
+    deep = chain(4)
     expected = profile.first_draft_seconds(4) + float(profile.target_seconds(5))
     assert cost(deep, profile, 2.0) == pytest.approx(expected / 2)
     assert profile_from_dict(profile.as_dict(), "here") == profile
@@ -167,7 +167,7 @@ def test_the_sums_of_the_paper():
     """9.13 and 19.43 tokens/s for tau 4.06 and 3.22 (bonus included) on the published budgets."""
     assert 1 / cost(eagle_tree(), PHONE, 4.06) == pytest.approx(9.13, abs=0.005)
     # Six nodes in five levels. Which tree the paper used is not known; its cost does not say.
-    six = tree_from_paths([(0,), (1,), *((0,) * depth for depth in range(2, 6))])
+    six = tree_from_paths([(1,), *chain_paths(5)])
     assert 1 / cost(six, PHONE, 3.22) == pytest.approx(19.43, abs=0.005)
     for run in PHONE.published:
         reported = run.tau / (run.draft_seconds + run.target_seconds)
@@ -219,10 +219,6 @@ def test_not_speculating_wins_where_drafts_are_useless():
     assert found.best_draft.tokens_per_second < 11.49
 
 
-def chains(length: int) -> tuple[tuple[int, ...], ...]:
-    return tuple((0,) * depth for depth in range(1, length + 1))
-
-
 # Of ten steps at 0.5, four drafted one token, three two and three three; one at 0.1 drafted fewer.
 # There, two of those with one token and one of those with two took a pass that gave no token.
 EXITS = (
@@ -243,17 +239,17 @@ def test_a_chain_that_ends_early_costs_what_it_drafts():
         (Timing(1, 0.1),),
         (Timing(1, 0.2), Timing(3, 0.4)),
     )
-    found = predict(chains(3), ENDING, profile, 0.5)
+    found = predict(chain_paths(3), ENDING, profile, 0.5)
     assert found.tau == pytest.approx(1 + 0.8 + 0.5 + 0.3)
     drafting = 0.4 + 0.4 * 0.1 + 0.4 * 0.2
     assert found.step_seconds == pytest.approx(drafting + 0.4 * 2 + 0.3 * 4 + 0.3 * 4)
-    shorter = predict(chains(2), ENDING, profile, 0.5)
+    shorter = predict(chain_paths(2), ENDING, profile, 0.5)
     assert shorter.tau == pytest.approx(1 + 0.8 + 0.5)
     assert shorter.step_seconds == pytest.approx(0.3 + 0.8 * 0.1 + 0.4 * 2 + 0.6 * 3)
-    uncounted = predict(chains(3), ENDING, profile, 0.1)
+    uncounted = predict(chain_paths(3), ENDING, profile, 0.1)
     assert uncounted.step_seconds == pytest.approx(0.4 + 0.1 * 2 + 0.9 * (0.2 + 4))
     with pytest.raises(ValueError, match=r"no counts for threshold 0.3, only for \[0.1, 0.5\]"):
-        predict(chains(2), ENDING, profile, 0.3)
+        predict(chain_paths(2), ENDING, profile, 0.3)
 
 
 def test_chains_that_end_early_are_ranked_if_asked_for(tmp_path):

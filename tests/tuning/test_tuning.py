@@ -11,6 +11,7 @@ import jaxspec
 from jaxspec import Deer, DraftModel, GenerationConfig, PromptLookup
 from jaxspec.cli import main
 from jaxspec.commands import tune_tree
+from jaxspec.commands.tune_profile import show_profile
 from jaxspec.core import loop
 from jaxspec.core.tree import tree_from_paths
 from jaxspec.decoding.request import prepare
@@ -146,7 +147,7 @@ def test_what_cannot_be_measured_is_refused_by_name(model, drafter, measure, arg
         measure(**{"model": model, "drafter": drafter, **arguments})
 
 
-def test_a_profile_of_a_drafter_of_blocks_is_of_one_pass(model, timed):
+def test_a_profile_of_a_drafter_of_blocks_is_of_one_pass(model, timed, capsys):
     """No pass by the number of nodes, and no deeper trees than its blocks."""
     timed.update({"1": 0.8, "3": 1.0, "first 1": 0.2, "first 2": 0.22})
     drafter = Deer.of(filling_model("filling", 4), 2)
@@ -157,6 +158,8 @@ def test_a_profile_of_a_drafter_of_blocks_is_of_one_pass(model, timed):
     assert profile.draft_seconds((1,)) == pytest.approx(0.1)
     assert profile.draft_seconds((1, 3)) == pytest.approx(0.11)
     assert cost(tree_from_paths([(0,), (0, 0)]), profile, 2.0) == pytest.approx((0.11 + 0.5) / 2)
+    show_profile(profile)
+    assert "blocks of 2 with adaptive=1: draft_cost=0.27,token_cost=0.12" in capsys.readouterr().out
 
 
 def test_acceptance_of_a_perfect_drafter(model, drafter):
