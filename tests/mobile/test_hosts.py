@@ -399,5 +399,6 @@ def test_the_app_compiles_and_its_tokenizer_is_the_library_s(recorded_folder, tm
             capture_output=True,
             check=True,
         )
-        ids = list(map(json.loads, done.stdout.splitlines()))
-        assert ids == [tokenizer.encode(text) for text in texts]
+        ids, grown = zip(*map(json.loads, done.stdout.splitlines()), strict=True)
+        assert list(ids) == [tokenizer.encode(text) for text in texts]
+        assert [bytes(text).decode() for text in grown] == list(map(tokenizer.decode, ids))

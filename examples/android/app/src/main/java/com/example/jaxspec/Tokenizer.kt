@@ -69,11 +69,8 @@ class Tokenizer(file: File) {
         return ids.toIntArray()
     }
 
-    /** Text of ids; incomplete characters at its end are left out. */
-    fun decode(ids: IntArray): String {
-        val all = ids.flatMap { (bytes[it] ?: ByteArray(0)).toList() }.toByteArray()
-        return String(all, Charsets.UTF_8).trimEnd('\uFFFD')
-    }
+    /** Bytes that an id adds to a text; none for special tokens. A character may take several ids. */
+    fun bytes(id: Int): ByteArray = bytes[id] ?: ByteArray(0)
 
     private fun demand(covered: Boolean, what: String) =
         require(covered) { "tokenizer.json: $what is not covered by this reader." }
@@ -276,5 +273,29 @@ class Tokenizer(file: File) {
             parts.removeAt(place + 1)
         }
         ids.addAll(parts)
+    }
+}
+
+/** The text of ids that arrive one by one: characters, as soon as they are whole. */
+class GrowingText(private val tokenizer: Tokenizer) {
+    private var held = ByteArray(0)
+
+    fun push(id: Int): String {
+        held += tokenizer.bytes(id)
+        val whole = whole()
+        val text = String(held, 0, whole, Charsets.UTF_8)
+        held = held.copyOfRange(whole, held.size)
+        return text
+    }
+
+    /** Bytes before a last character that lacks some of its own. */
+    private fun whole(): Int {
+        for (back in 1..minOf(3, held.size)) {
+            val first = held[held.size - back].toInt() and 255
+            if (first in 0x80..0xBF) continue // inside a character
+            val length = if (first < 0xC0 || first > 0xF4) 1 else if (first < 0xE0) 2 else if (first < 0xF0) 3 else 4
+            return if (length > back) held.size - back else held.size
+        }
+        return held.size
     }
 }
