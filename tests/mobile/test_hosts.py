@@ -310,7 +310,8 @@ def test_what_it_does_not_cover_is_refused(ids_in_cpp, recorded_folder, tmp_path
 
 
 @pytest.mark.slow
-def test_the_script_for_a_phone(tmp_path):
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_the_script_for_a_phone(tmp_path, backend):
     """With an adb of ours: what it pushes is there, and the tool takes 1 ms and 2 ms a call."""
     if shutil.which("sh") is None:
         pytest.skip("needs a POSIX shell")
@@ -321,6 +322,7 @@ def test_the_script_for_a_phone(tmp_path):
     (tmp_path / "held-out.jsonl").write_text(rows)
     programs = {
         "adb": 'echo "$*" >>calls.txt; case "$*" in *getprop*) echo "Pixel 99";; '
+        '"shell df"*) echo "/dev/data 200000 0 100000 1% /data";; '
         'push*) shift; while [ $# -gt 1 ]; do test -f "$1"; shift; done;; '
         '*signature_to_run_for=step*) echo "Inference (avg): 2.0 ms";; '
         '*signature_to_run_for*) echo "Inference (avg): 1.0 ms";; esac',
@@ -339,7 +341,7 @@ def test_the_script_for_a_phone(tmp_path):
         **{"HOST": "benchmark_model", "LITERT": "benchmark_model"},
     }
     done = subprocess.run(
-        [ROOT / "examples" / "phone.sh", "model", "head", "held-out.jsonl", "out", "cpu", "2"],
+        [ROOT / "examples" / "phone.sh", "model", "head", "held-out.jsonl", "out", backend, "2"],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
@@ -347,7 +349,7 @@ def test_the_script_for_a_phone(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    searched, timed = done.stdout.split("Pixel 99, cpu, 2 threads, float32;")
+    searched, timed = done.stdout.split(f"Pixel 99, {backend}, 2 threads, float32;")
     words = ("budget", "drafting", "verification", "tokens/s")
     predicted = searched[searched.index("budgets exclude the root") :]
     assert all(word in predicted for word in (*words, "plain decoding", "the fastest"))
@@ -359,10 +361,13 @@ def test_the_script_for_a_phone(tmp_path):
     for row in table[1:]:
         assert float(row[4]) == pytest.approx(1000 * float(row[3]) / 2, rel=0.01)
     assert len(header.strip("|").split("|")) == len(table[0])
-    assert "draft" in read_manifest(tmp_path / "out" / "eagle" / "model.tflite").signatures  # cpu
+    signatures = read_manifest(tmp_path / "out" / "eagle" / "model.tflite").signatures
+    assert ("draft" in signatures) == (backend == "cpu")
     calls = (tmp_path / "calls.txt").read_text()
     assert "push out/eagle/model.tflite /data/local/tmp/jaxspec/eagle.tflite" in calls
     assert "searched.tflite --threads 2" in calls
+    assert ("--require_full_delegation" in calls) == (backend == "gpu")
+    assert calls.endswith("shell rm -rf /data/local/tmp/jaxspec\n")
 
 
 # ---- the app for Android -----------------------------------------------------------------------
