@@ -198,6 +198,7 @@ def test_mistakes_are_one_line(host, tmp_path):
     by_threshold = host(skips, "--by", "step_exit", prompts=["what"])
     assert "ends no drafts early; take step instead of step_exit." in by_threshold
     assert "--gpu int8 is not known" in fails("--gpu", "int8")
+    assert "the vocabulary lacks" in host(path, "--", prompts=["--\u00fc"])
     assert "usage: jaxspec-host" in host(path, prompts=[])
     assert "takes 1 to 63 tokens, got 64" in host(path, prompts=["a" * 64])
     assert "the vocabulary lacks" in host(path, prompts=["\u00fc"])
@@ -205,6 +206,8 @@ def test_mistakes_are_one_line(host, tmp_path):
     assert "answers with status" in host(tmp_path / "no.tflite", prompts=["what"])
     (tmp_path / "tokenizer.json").write_text('{"model": ')
     assert "tokenizer.json: damaged JSON, at byte 10" in fails()
+    (tmp_path / "tokenizer.json").write_text('{"model": "\\ud800"}')
+    assert "half a surrogate pair" in fails()
 
 
 # ---- the tokenizer alone ------------------------------------------------------------------------
