@@ -469,11 +469,9 @@ def _measure_skips(run: SuiteRun) -> Page:
     }
     methods |= {f"{label}: step": FileMethod(label, steps=True) for label in others}
     text = (
-        f"Drafters that need no head. In rows of {SKIPS} the target drafts for itself without "
-        "these layers: `step` drafts the full length; `step_exit` makes as many passes, but ends "
-        "drafts by the adaptive threshold (Draft & Verify); with `draft_1` the host ends them by "
-        f"the same rule and saves the passes behind. The other drafters are {DRAFT}, tokens "
-        "recycled, and earlier copies in the text."
+        f"Drafters without a head. Without the layers of {SKIPS}, the target drafts for itself: "
+        "`step` drafts the full length; `step_exit` makes as many passes, but ends drafts by the "
+        "adaptive threshold (Draft & Verify); with `draft_1` the host does so and saves passes."
     )
     return _measure_drafters(
         run, drafters | others, methods, SKIP_QUANTIZATIONS, text, check_gpu_ops=False
@@ -482,25 +480,24 @@ def _measure_skips(run: SuiteRun) -> Page:
 
 def _measure_blocks(run: SuiteRun) -> Page:
     diffusion = load(DEER)
-    steps: dict[str, DrafterLike] = {"EAGLE-1, searched tree, step": shipped_head(load(MADE_FOR))}
+    name = "EAGLE-1, searched tree, step"
+    drafters: dict[str, DrafterLike] = {name: shipped_head(load(MADE_FOR))}
     for k in BLOCK_SIZES:
-        steps[f"DEER, chain of {k}, step"] = Deer.of(diffusion, k)
+        drafters[f"DEER, chain of {k}, step"] = Deer.of(diffusion, k)
     if (tree := shipped_models()[DEER] / TREE_FILE).is_file():
         paths = load_tree(tree)
-        steps["DEER, searched tree, step"] = Deer.of(diffusion, max(map(len, paths)), paths)
-    windows: dict[str, DrafterLike] = {
-        f"DEER, tree of {k}": Deer.of(diffusion, k, num_nodes=k) for k in BLOCK_SIZES
-    }
-    windows["DEER, chain of 4"] = Deer.of(diffusion, 4)
-    methods = {label: FileMethod(label, steps=True) for label in steps}
-    methods |= {label: FileMethod(label, draft=WindowDraft) for label in windows}
+        drafters["DEER, searched tree, step"] = Deer.of(diffusion, max(map(len, paths)), paths)
+    methods = {name: FileMethod(name, steps=True) for name in drafters}
+    for k in BLOCK_SIZES:
+        drafters[f"DEER, tree of {k}"] = Deer.of(diffusion, k, num_nodes=k)
+    drafters["DEER, chain of 4"] = Deer.of(diffusion, 4)
+    methods = {name: FileMethod(name, draft=WindowDraft) for name in drafters} | methods
     text = (
         f"{DEER} drafts a block in one call of `draft_block_N`, with the smallest N that holds the "
         "tokens emitted last and the block, whatever the draft's depth. Chains and the searched "
         "tree are verified in the same call (step); where there is no step in the name, `verify_N` "
         "and `commit_N` follow, and trees are made anew for every round."
     )
-    drafters = steps | windows
     return _measure_drafters(run, drafters, methods, BLOCK_QUANTIZATIONS, text, check_gpu_ops=True)
 
 

@@ -156,21 +156,12 @@ def test_drafting_without_a_head(small, data_folder, monkeypatch):
     for plain, *drafted in results.values():
         assert plain.overall.mean_acceptance_length == plain.overall.speedup == 1
         assert all(row.overall.mean_acceptance_length >= 1 for row in drafted)
-    by_host = "demo-skips, 2 drafted: draft_1, verify, commit"
-    assert [tuple(row[:2]) for row in page.sections[1].rows] == [
-        ("plain", "0"),
-        ("demo-skips, 1 drafted: step", "1"),
-        ("demo-skips, 2 drafted: step", "2"),
-        ("demo-skips, 2 drafted: step_exit", "2"),
-        (by_host, "2"),
-        ("demo-draft: step", "3"),
-        ("token recycling: step", "5"),
-        ("prompt lookup: step", "4"),
-    ]
+    nodes = [row[1] for row in page.sections[1].rows]
+    assert nodes == ["0", "1", "2", "2", "2", "3", "5", "4"]
     taus = {row.name: row.overall.mean_acceptance_length for row in results["float32"]}
-    # The host's rule is that of the graph, and an exact copy of the target is always right.
-    assert taus[by_host] == taus["demo-skips, 2 drafted: step_exit"]
-    assert taus["demo-draft: step"] > 2
+    exits = [f"demo-skips, 2 drafted: {by}" for by in ("step_exit", "draft_1, verify, commit")]
+    assert taus[exits[0]] == taus[exits[1]]  # the host's rule is that of the graph
+    assert taus["demo-draft: step"] > 2  # an exact copy of the target
 
 
 @pytest.mark.slow

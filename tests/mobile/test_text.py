@@ -214,14 +214,12 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(capsys, folders, tmp_p
     monkeypatch.setattr(export_tuned, "export_kit", lambda *_: None)
     monkeypatch.setattr(export_tuned, "measure_here", lambda *_, **__: phone)
     monkeypatch.setattr(export_tuned, "export", fail)
-    save_acceptance(AcceptanceTable(((0.8, 0.1),)), tmp_path / "table.json")
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "tree.json").write_text("old")
-    argv = ["export", "tuned", str(folders / "model"), str(out), "--capacity", "128"]
+    save_acceptance(AcceptanceTable(((0.8, 0.1),)), tmp_path / "tree.json")
+    argv = ["export", "tuned", str(folders / "model"), str(tmp_path), "--capacity", "128"]
     argv += ["--drafter", f"eagle:head={folders / 'head'}"]
-    assert "no room" in fails(capsys, *argv, "--acceptance", str(tmp_path / "table.json"))
-    assert [path.read_text() for path in out.iterdir()] == ["old"]
+    before = (tmp_path / "tree.json").read_text()
+    assert "no room" in fails(capsys, *argv, "--acceptance", str(tmp_path / "tree.json"))
+    assert [path.read_text() for path in tmp_path.iterdir()] == [before]
 
 
 @pytest.mark.slow

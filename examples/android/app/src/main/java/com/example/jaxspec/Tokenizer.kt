@@ -282,20 +282,9 @@ class GrowingText(private val tokenizer: Tokenizer) {
 
     fun push(id: Int): String {
         held += tokenizer.bytes(id)
-        val whole = whole()
-        val text = String(held, 0, whole, Charsets.UTF_8)
-        held = held.copyOfRange(whole, held.size)
+        val text = String(held, Charsets.UTF_8)
+        if (text.endsWith('\uFFFD')) return "" // the last one lacks some of its bytes
+        held = ByteArray(0)
         return text
-    }
-
-    /** Bytes before a last character that lacks some of its own. */
-    private fun whole(): Int {
-        for (back in 1..minOf(3, held.size)) {
-            val first = held[held.size - back].toInt() and 255
-            if (first in 0x80..0xBF) continue // inside a character
-            val length = if (first < 0xC0 || first > 0xF4) 1 else if (first < 0xE0) 2 else if (first < 0xF0) 3 else 4
-            return if (length > back) held.size - back else held.size
-        }
-        return held.size
     }
 }
