@@ -10,6 +10,7 @@ import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,16 @@ from jaxspec.decoding.metrics import Counts
 from jaxspec.measure.figures import DecodedText, Sample
 from jaxspec.mobile.drafts import Caller, Draft
 from jaxspec.mobile.filling import fill_in
-from jaxspec.mobile.loops import HostAcceptance, Loop, LoopOf, Plain, Round, Verified, whole_steps
+from jaxspec.mobile.loops import (
+    HostAcceptance,
+    Loop,
+    LoopOf,
+    Plain,
+    Round,
+    Steps,
+    Verified,
+    whole_steps,
+)
 from jaxspec.mobile.runtime import MobileModel
 
 TRANSFORMERS = "transformers, plain"
@@ -180,12 +190,14 @@ class FileMethod(NamedTuple):
         nodes: draft tokens of a round, the root EXCLUDED.
         draft: makes what drafts for the file; `None` if the file decides by itself.
         steps: rounds are whole steps of the file; otherwise, without `draft`, token by token.
+        signature: of these steps; `None`: `step`, or `step_block_N`.
     """
 
     file: str
     nodes: int = 0
     draft: Callable[[Caller], Draft] | None = None
     steps: bool = False
+    signature: str | None = None
 
 
 class LitertRunner:
@@ -236,6 +248,8 @@ class _Watch:
                 draft = _TimedDraft(method.draft(model), self)
                 return _TimedLoop(Verified(model, draft, acceptance), self)
             inner = whole_steps if method.steps else Plain
+            if method.signature is not None:
+                inner = partial(Steps, signature=method.signature)
             return _TimedLoop(inner(model, acceptance), self)
 
         return loop

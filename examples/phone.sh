@@ -6,7 +6,7 @@
 # Usage: BENCHMARK=path/to/benchmark_model ./phone.sh MODEL HEAD HELD-OUT.jsonl OUT [cpu|gpu] [threads]
 # BENCHMARK is LiteRT's tool for Android. QUANTIZE (int4) and CAPACITY (1024) may be set, too.
 # HOST and LITERT, if set, name examples/cpp compiled by the NDK and libLiteRt.so of LiteRT's AAR: then the
-# phone also answers a question.
+# phone's CPU also answers a question.
 set -eu
 if [ $# -lt 4 ]; then
   sed -n 's/^# \{0,1\}//; 2,9p' "$0" >&2
@@ -19,12 +19,27 @@ folder=/data/local/tmp/jaxspec
 tool=$folder/$(basename "$BENCHMARK")
 whole=
 if [ "$backend" = gpu ]; then whole="--use_gpu=true --use_cpu=false --require_full_delegation=true"; fi
+for program in adb jaxspec python; do
+  command -v "$program" >/dev/null || { echo "phone.sh: $program is not on the PATH." >&2; exit 2; }
+done
 mkdir -p "$out"
+trap 'adb shell rm -rf "$folder" || true' EXIT
+
+check_room() { # files that are about to be pushed
+  needed=$(du -k "$@" | awk '{ sum += $1 } END { print sum }')
+  free=$(adb shell df -k /data/local/tmp | awk 'END { print $4 }')
+  if [ "$free" -lt "$needed" ]; then
+    echo "phone.sh: the phone has $free kB left, and $* need $needed kB." >&2
+    exit 1
+  fi
+}
 
 echo "1. export the kit" >&2
 jaxspec export kit "$model" "$out/kit" --drafter "eagle:head=$head" --quantize "$quantize" --capacity "$capacity" >&2
 echo "2. push it to the phone and time it" >&2
-BENCHMARK=$BENCHMARK "$out/kit/measure.sh" "$backend" "$threads" >"$out/kit.txt"
+check_room "$out/kit/model.tflite" "$BENCHMARK"
+BENCHMARK=$BENCHMARK "$out/kit/measure.sh" "$backend" "$threads" >"$out/kit.txt" || { tail -n 20 "$out/kit.txt" >&2; exit 1; }
+adb shell rm "$folder/model.tflite"
 echo "3. read the times" >&2
 jaxspec tune profile --import "$out/kit.txt" --out "$out/phone.json" >&2
 echo "4. search the tree" >&2
@@ -38,26 +53,30 @@ for name in eagle searched; do
 done
 
 echo "6. push both and time their functions" >&2
-for name in eagle searched; do
-  adb push "$out/$name/model.tflite" "$folder/$name.tflite" >&2
-  for signature in decode step; do
-    # Integers at random are no places in a text.
-    ranges=$(python - "$out/$name/model.tflite" "$signature" <<'PYTHON'
+# Integers at random are no places in a text. Both files have inputs of the same names.
+ranges=$(python - "$out/eagle/manifest.json" <<'PYTHON'
 import sys
-from jaxspec.mobile import read_manifest
+from pathlib import Path
+from jaxspec.mobile.manifest import Manifest
 from jaxspec.mobile.profile import valid_integers
-integers = valid_integers(read_manifest(sys.argv[1]), sys.argv[2])
-print(":".join(f"{name},{value},{value}" for name, value in integers.items()))
+manifest = Manifest.from_json(Path(sys.argv[1]).read_text())
+for signature in ("decode", "step"):
+    integers = valid_integers(manifest, signature)
+    print(signature, ":".join(f"{name},{value},{value}" for name, value in integers.items()))
 PYTHON
 )
+for name in eagle searched; do
+  check_room "$out/$name/model.tflite"
+  adb push "$out/$name/model.tflite" "$folder/$name.tflite" >&2
+  for signature in decode step; do
     adb shell "$tool" "--graph=$folder/$name.tflite" "--signature_to_run_for=$signature" \
-      "--input_layer_value_range=$ranges" "--num_threads=$threads" $whole --num_runs=50 --warmup_runs=5 \
+      "--input_layer_value_range=$(echo "$ranges" | sed -n "s/^$signature //p")" "--num_threads=$threads" $whole --num_runs=50 --warmup_runs=5 \
       >"$out/$name-$signature.txt" 2>&1 || { cat "$out/$name-$signature.txt" >&2; exit 1; }
   done
 done
 
 if [ -n "${HOST:-}" ]; then
-  echo "7. answer on the phone" >&2
+  echo "7. answer a question on the phone's CPU" >&2
   adb push "$HOST" "${LITERT:?must name libLiteRt.so for the phone}" "$out/searched/tokenizer.json" "$folder" >&2
   adb shell "chmod +x $folder/$(basename "$HOST") && LD_LIBRARY_PATH=$folder $folder/$(basename "$HOST") $folder/searched.tflite --threads $threads 'Emma reads 20 pages a day. How many pages does she read in 5 days?'" >&2
 fi
@@ -65,7 +84,7 @@ fi
 python - "$out" <<'PYTHON'
 import sys
 from pathlib import Path
-from jaxspec.mobile import read_manifest
+from jaxspec.mobile.manifest import Manifest
 from jaxspec.mobile.profile import seconds_in
 from jaxspec.tuning import load_acceptance, load_profile
 
@@ -77,7 +96,8 @@ for name, method in (("searched", "plain"), ("eagle", "EAGLE's tree"), ("searche
     found = seconds_in((out / f"{name}-{signature}.txt").read_text(errors="replace"))
     if found is None:
         sys.exit(f"phone.sh: {name}-{signature}.txt has no time: the tool failed there.")
-    paths = read_manifest(out / name / "model.tflite").paths if signature == "step" else ()
+    manifest = Manifest.from_json((out / name / "manifest.json").read_text())
+    paths = manifest.paths if signature == "step" else ()
     tau = acceptance.tau(paths) if paths else 1.0
     rows.append((method, len(paths), 1000 * found[0], tau, tau / found[0]))
 print(f"{device.device}, {device.quantization}; nodes leave the root out; tau includes the bonus token\n")

@@ -1,6 +1,6 @@
 """Suites that decode with files for LiteRT: the same tokens, speed, diffusion models."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,19 +22,29 @@ from jaxspec.checkpoint import (
     shipped_models,
 )
 from jaxspec.checkpoint.trees import TREE_FILE
-from jaxspec.commands.methods import DEER, EAGLE_HEAD, MADE_FOR, SKIPS
+from jaxspec.commands.methods import DEER, DRAFT, EAGLE_HEAD, MADE_FOR, SKIPS
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
 from jaxspec.decoding.denoise import DenoiseConfig, denoise
 from jaxspec.decoding.metrics import Counts
 from jaxspec.decoding.request import encode_prompt
-from jaxspec.drafters import Deer, Eagle, LayerSkip, LoadedDrafter
+from jaxspec.drafters import (
+    AdaptiveExit,
+    Deer,
+    DrafterLike,
+    DraftModel,
+    Eagle,
+    LayerSkip,
+    LoadedDrafter,
+    PromptLookup,
+    TokenRecycling,
+)
 from jaxspec.measure.comparison import speedup_text
 from jaxspec.measure.figures import LOW_REPETITION, PLAIN, Sample
 from jaxspec.measure.machine import this_machine
 from jaxspec.measure.prompts import read_prompts
 from jaxspec.mobile.contents import ExportConfig
-from jaxspec.mobile.drafts import Caller, DynamicDraft, TreeDraft, WindowDraft
+from jaxspec.mobile.drafts import DynamicDraft, ExitDraft, TreeDraft, WindowDraft
 from jaxspec.mobile.export import MODEL_FILE, export
 from jaxspec.mobile.profile import export_kit, measure_here, time_signatures
 from jaxspec.mobile.quantize import check_quantization
@@ -83,7 +93,7 @@ def page_of(sections: Sequence[Section], figures: Mapping[str, Any], agree: bool
 
 
 def open_file(
-    folder: str | Path, name: str, model: Model, drafter: LoadedDrafter | None, shapes: ExportConfig
+    folder: str | Path, name: str, model: Model, drafter: DrafterLike | None, shapes: ExportConfig
 ) -> MobileModel:
     """Exports a model and opens the file, with one thread."""
     export(model, Path(folder) / name, drafter, shapes)
@@ -319,7 +329,7 @@ def speed_page(asked: Asked, advance: Advance = lambda _: None) -> Page:
     thread and one file per tree, in turns, with real acceptance.
     """
     machine = this_machine()
-    results, ratios, sections = {}, {}, []
+    results, ratios, over_eagle, sections = {}, {}, {}, []
     for name, searched in asked.trees.items():
         shapes = ExportConfig(capacity=asked.capacity, quantization=name, check_gpu_ops=False)
         with TemporaryDirectory() as folder:
@@ -337,6 +347,12 @@ def speed_page(asked: Asked, advance: Advance = lambda _: None) -> Page:
             f"{tree}: step / (draft + verify + commit) = {ratio:.2f}."
             for tree, ratio in ratios[name].items()
         ]
+        speeds = {row.name: row.overall.tokens_per_second for row in results[name]}
+        over_eagle[name] = speeds[f"{SEARCHED}: step"] / speeds[f"{EAGLE_TREE}: step"]
+        notes.append(
+            f"Tokens per second by `step`, {SEARCHED} over EAGLE's {len(EAGLE_PATHS)} nodes: "
+            f"{over_eagle[name]:.2f}."
+        )
         sections.append(methods_section(name, results[name], methods, notes))
     about = [
         f"{asked.model.name}, {len(asked.prompts)} prompts, {asked.max_new_tokens} new tokens, "
@@ -346,7 +362,13 @@ def speed_page(asked: Asked, advance: Advance = lambda _: None) -> Page:
         "`commit_N` together, medians of calls in turns, is below each table.",
     ]
     last = Section(text=[_published()], notes=asked.notes)
-    figures = {"results": results, "step_ratios": ratios, "trees": asked.trees, "machine": machine}
+    figures = {
+        "results": results,
+        "step_ratios": ratios,
+        "over_eagle": over_eagle,
+        "trees": asked.trees,
+        "machine": machine,
+    }
     return Page([Section(text=about), *sections, last], figures)
 
 
@@ -386,31 +408,35 @@ def _published() -> str:
 
 SKIP_QUANTIZATIONS = ("float32", "int8", "int4")
 DRAFTED = (2, 3, 4, 5)
+ENDED_EARLY = (3, 5, 8)
+"""Longest drafts of those that end early."""
 BLOCK_QUANTIZATIONS = ("float32", "int8")
 BLOCK_SIZES = (4, 8, 16, 32)
-_Entry = tuple[Any, Callable[[Caller], Any] | None]
 
 
 def _measure_drafters(
     run: SuiteRun,
-    drafters: Mapping[str, _Entry],
+    drafters: Mapping[str, DrafterLike],
+    methods: Mapping[str, FileMethod],
     quantizations: Sequence[str],
     text: str,
     check_gpu_ops: bool,
 ) -> Page:
-    """Decodes with a file for each drafter; its entry says what drafts, or `None` for steps."""
+    """Decodes by methods on a file for each drafter; their numbers of nodes are set here."""
     model, ids = target(run)
+    nodes = {
+        label: getattr(each, "drafter", each).tree_shape[0] - 1 for label, each in drafters.items()
+    }
+    methods = {name: each._replace(nodes=nodes[each.file]) for name, each in methods.items()}
     results, sections = {}, []
     with run.steps(len(quantizations) * (1 + len(drafters))) as advance:
         for name in quantizations:
             shapes = ExportConfig(capacity=CAPACITY, quantization=name, check_gpu_ops=check_gpu_ops)
-            methods, files = {}, {}
+            files = {}
             with TemporaryDirectory() as folder:
-                for label, (drafter, draft) in drafters.items():
+                for label, drafter in drafters.items():
                     advance(f"{name}: exporting {label}")
                     files[label] = open_file(folder, label, model, drafter, shapes)
-                    shape = getattr(drafter, "drafter", drafter).tree_shape
-                    methods[label] = FileMethod(label, shape[0] - 1, draft, steps=draft is None)
                 advance(f"{name}: decoding in turns")
                 results[name] = decode_files(files, methods, ids, NEW_TOKENS)
             sections.append(methods_section(name, results[name], methods))
@@ -424,41 +450,55 @@ def _measure_drafters(
 
 
 def _measure_skips(run: SuiteRun) -> Page:
-    drafters: dict[str, _Entry] = {
-        f"{SKIPS}, {count} drafted: step": (
-            LayerSkip.read(SKIPS, num_speculative_tokens=count),
-            None,
+    drafters: dict[str, DrafterLike] = {}
+    methods = {}
+    for count in sorted({*DRAFTED, *ENDED_EARLY}):
+        label = f"{SKIPS}, {count} drafted"
+        drafters[label] = LayerSkip.read(
+            SKIPS, num_speculative_tokens=count, adaptive=AdaptiveExit()
         )
-        for count in DRAFTED
+        if count in DRAFTED:
+            methods[f"{label}: step"] = FileMethod(label, steps=True)
+        if count in ENDED_EARLY:
+            methods[f"{label}: step_exit"] = FileMethod(label, signature="step_exit")
+            methods[f"{label}: draft_1, verify, commit"] = FileMethod(label, draft=ExitDraft)
+    others: dict[str, DrafterLike] = {
+        DRAFT: DraftModel.of(load(DRAFT), 3),
+        "token recycling": TokenRecycling(),
+        "prompt lookup": PromptLookup(4),
     }
+    methods |= {f"{label}: step": FileMethod(label, steps=True) for label in others}
     text = (
-        f"The target drafts for itself with the layers of {SKIPS} left out. Drafts are always of "
-        "full length: a graph does not end them early."
+        f"Drafters without a head. Without the layers of {SKIPS}, the target drafts for itself: "
+        "`step` drafts the full length; `step_exit` makes as many passes, but ends drafts by the "
+        "adaptive threshold (Draft & Verify); with `draft_1` the host does so and saves passes."
     )
-    return _measure_drafters(run, drafters, SKIP_QUANTIZATIONS, text, check_gpu_ops=False)
+    return _measure_drafters(
+        run, drafters | others, methods, SKIP_QUANTIZATIONS, text, check_gpu_ops=False
+    )
 
 
 def _measure_blocks(run: SuiteRun) -> Page:
     diffusion = load(DEER)
-    drafters: dict[str, _Entry] = {
-        "EAGLE-1, searched tree, step": (shipped_head(load(MADE_FOR)), None)
-    }
+    name = "EAGLE-1, searched tree, step"
+    drafters: dict[str, DrafterLike] = {name: shipped_head(load(MADE_FOR))}
     for k in BLOCK_SIZES:
-        drafters[f"DEER, chain of {k}, step"] = (Deer.of(diffusion, k), None)
+        drafters[f"DEER, chain of {k}, step"] = Deer.of(diffusion, k)
     if (tree := shipped_models()[DEER] / TREE_FILE).is_file():
         paths = load_tree(tree)
-        searched = Deer.of(diffusion, max(map(len, paths)), paths)
-        drafters["DEER, searched tree, step"] = (searched, None)
+        drafters["DEER, searched tree, step"] = Deer.of(diffusion, max(map(len, paths)), paths)
+    methods = {name: FileMethod(name, steps=True) for name in drafters}
     for k in BLOCK_SIZES:
-        drafters[f"DEER, tree of {k}"] = (Deer.of(diffusion, k, num_nodes=k), WindowDraft)
-    drafters["DEER, chain of 4"] = (Deer.of(diffusion, 4), WindowDraft)
+        drafters[f"DEER, tree of {k}"] = Deer.of(diffusion, k, num_nodes=k)
+    drafters["DEER, chain of 4"] = Deer.of(diffusion, 4)
+    methods = {name: FileMethod(name, draft=WindowDraft) for name in drafters} | methods
     text = (
         f"{DEER} drafts a block in one call of `draft_block_N`, with the smallest N that holds the "
         "tokens emitted last and the block, whatever the draft's depth. Chains and the searched "
         "tree are verified in the same call (step); where there is no step in the name, `verify_N` "
         "and `commit_N` follow, and trees are made anew for every round."
     )
-    return _measure_drafters(run, drafters, BLOCK_QUANTIZATIONS, text, check_gpu_ops=True)
+    return _measure_drafters(run, drafters, methods, BLOCK_QUANTIZATIONS, text, check_gpu_ops=True)
 
 
 # litert-diffusion -------------------------------------------------------------------------------
@@ -577,12 +617,12 @@ LITERT_DECODING: Mapping[str, Suite] = {
         },
     ),
     "litert-skips": Suite(
-        title="Drafting with the target's own layers on LiteRT",
-        about="layer skipping on LiteRT, by draft length and quantization",
+        title="Drafting without a head on LiteRT",
+        about="layer skipping, a draft model, recycling and lookup on LiteRT",
         measure=_measure_skips,
         prompt_sets=PROMPT_SETS,
         prompts_per_set=20,
-        needs=(*NEEDS, SKIPS),
+        needs=(*NEEDS, SKIPS, DRAFT),
     ),
     "litert-blocks": Suite(
         title="Drafting whole blocks on LiteRT",

@@ -22,11 +22,19 @@ from benchmarks.suites.litert import (
     shipped_head,
     target,
 )
-from jaxspec.checkpoint import load, shipped_models
-from jaxspec.commands.methods import DEER, EAGLE_HEAD, MADE_FOR
+from jaxspec.checkpoint import load, shipped_folders
+from jaxspec.commands.methods import DEER, DRAFT, EAGLE_HEAD, MADE_FOR, SKIPS
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.core.tree import Path as RankPath
-from jaxspec.drafters import Deer, Eagle
+from jaxspec.drafters import (
+    AdaptiveExit,
+    Deer,
+    DrafterLike,
+    DraftModel,
+    Eagle,
+    LayerSkip,
+    TokenRecycling,
+)
 from jaxspec.measure.figures import PLAIN
 from jaxspec.measure.timing import time_in_turns
 from jaxspec.mobile.contents import BUNDLES, ExportConfig
@@ -296,6 +304,7 @@ _GPU_TIMEOUT = 7200.0
 _FORCED = 8
 """Tokens of known text that a GPU reads in one pass."""
 GPU_TOKENS = 16
+_RECYCLING = "token recycling"
 _GPU_FILES = (
     (EAGLE_HEAD, "gpu", "float32"),
     (EAGLE_HEAD, "gpu", "int8"),
@@ -303,15 +312,26 @@ _GPU_FILES = (
     (EAGLE_HEAD, "cpu", "float32"),
     (DEER, "gpu", "float32"),
     (DEER, "gpu", "int8"),
+    (SKIPS, "cpu", "float32"),
+    *((SKIPS, "gpu", name) for name in ("int8", "int4")),
+    *((DRAFT, "gpu", name) for name in ("float32", "int8", "int4")),
+    *((_RECYCLING, "gpu", name) for name in ("float32", "int8", "int4")),
 )
 """Drafters, bundles and weights."""
 
 
 def _measure_gpu(run: SuiteRun) -> Page:
     model, ids = target(run)
-    drafters = {EAGLE_HEAD: shipped_head(model)}
-    if DEER in shipped_models():
+    drafters: dict[str, DrafterLike] = {
+        EAGLE_HEAD: shipped_head(model),
+        _RECYCLING: TokenRecycling(),
+    }
+    if DEER in shipped_folders():
         drafters[DEER] = Deer.of(load(DEER), _FORCED, num_nodes=_FORCED)
+    if SKIPS in shipped_folders():
+        drafters[SKIPS] = LayerSkip.read(SKIPS, adaptive=AdaptiveExit())
+    if DRAFT in shipped_folders():
+        drafters[DRAFT] = DraftModel.of(load(DRAFT), 3)
     rows, notes, alike = [], [], True
     with run.steps(len(_GPU_FILES)) as advance:
         for label, bundle, name in _GPU_FILES:
@@ -355,9 +375,10 @@ def _measure_gpu(run: SuiteRun) -> Page:
         *("texts that are the same", "tokens per round, bonus INCLUDED"),
     ]
     about = (
-        f"{model.name} with {EAGLE_HEAD} over its searched tree, and with {DEER} and trees of "
-        f"{_FORCED} nodes in blocks of {_FORCED}; capacity {CAPACITY}, on LiteRT's GPU accelerator "
-        f"in float32: 4 prompts, {GPU_TOKENS} new tokens."
+        f"{model.name} with {EAGLE_HEAD} over its searched tree; with {DEER} and trees of "
+        f"{_FORCED} nodes in blocks of {_FORCED}; with the layers of {SKIPS} left out and the "
+        f"adaptive exit; with chains of 3 by {DRAFT}; and with tokens recycled. Capacity "
+        f"{CAPACITY}, on LiteRT's GPU accelerator in float32: 4 prompts, {GPU_TOKENS} new tokens."
     )
     table = Section(text=[about], columns=columns, rows=rows, notes=notes)
     return page_of([table], {"rows": rows, "notes": notes}, alike)

@@ -2,7 +2,7 @@
 // grows. Greedy, one text at a time, as `jaxspec generate --runtime litert`.
 //
 //   jaxspec-host MODEL.tflite [--by NAME] [--tokens N] [--threads N] [--gpu fp32|fp16] [--ids]
-//                PROMPT...
+//                [--] PROMPT...
 
 #include <array>
 #include <chrono>
@@ -66,8 +66,7 @@ class Buffer {
                                                           &buffer_),
           tensor.name);
     check(LiteRtGetTensorBufferPackedSize(buffer_, &bytes_), tensor.name);
-    fill(nullptr,
-         0);  // LiteRT does not clear it: rows that no call has written would stay as they are
+    fill(nullptr, 0);  // LiteRT does not clear it
   }
   Buffer(const Buffer&) = delete;
   ~Buffer() { LiteRtDestroyTensorBuffer(buffer_); }
@@ -406,9 +405,14 @@ int whole_number(const std::string& flag, const std::string& value) {
 
 Options read_options(int count, char** words) {
   Options options;
+  bool only_words = false;  // behind "--"
   for (int at = 1; at < count; at++) {
     const std::string word = words[at];
-    if (word == "--ids") {
+    if (only_words) {
+      options.prompts.push_back(word);
+    } else if (word == "--") {
+      only_words = true;
+    } else if (word == "--ids") {
       options.ids = true;
     } else if (word.rfind("--", 0) == 0) {
       if (at + 1 == count) throw Error(word + " needs a value.");
@@ -432,7 +436,7 @@ Options read_options(int count, char** words) {
   if (options.prompts.empty())
     throw Error(
         "usage: jaxspec-host MODEL.tflite [--by NAME] [--tokens N] [--threads N] [--gpu fp32|fp16] "
-        "[--ids] PROMPT...");
+        "[--ids] [--] PROMPT...");
   return options;
 }
 
@@ -486,7 +490,7 @@ int run(int count, char** words) {
 int main(int count, char** words) {
   try {
     return run(count, words);
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     std::fprintf(stderr, "jaxspec-host: error: %s\n", error.what());
     return 2;
   }

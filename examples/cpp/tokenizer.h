@@ -158,8 +158,11 @@ class JsonReader {
         text += "\"\\/\b\f\n\r\t"[simple];
       } else if (kind == 'u') {
         uint32_t code = four_digits();
-        if (code >= 0xD800 && code < 0xDC00 && take("\\u"))
-          code = 0x10000 + (code - 0xD800) * 0x400 + four_digits() - 0xDC00;
+        if (code >= 0xD800 && code < 0xE000) {
+          const uint32_t second = code < 0xDC00 && take("\\u") ? four_digits() : 0;
+          if (second < 0xDC00 || second > 0xDFFF) fail("half a surrogate pair");
+          code = 0x10000 + (code - 0xD800) * 0x400 + second - 0xDC00;
+        }
         append_utf8(text, code);
       } else {
         fail("an unknown escape");
@@ -337,11 +340,9 @@ class Tokenizer {
       const std::string pattern = step.at("pattern", Json::Object).word("Regex");
       const std::string start = R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N})";
       const std::string end = R"(| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
-      if (pattern == start + "{1,3}" + end)
-        splits_.push_back({Split::Words, 3, true});
-      else
-        demand(pattern == start + end, "the pattern " + pattern),
-            splits_.push_back({Split::Words, 1, true});
+      const bool three = pattern == start + "{1,3}" + end;
+      demand(three || pattern == start + end, "the pattern " + pattern);
+      splits_.push_back({Split::Words, three ? 3 : 1, true});
     } else {
       demand(false, "pre_tokenizer " + type);
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jaxspec.checkpoint import Model
+from jaxspec.checkpoint.files import replacing_files
 from jaxspec.commands.export_options import (
     add_acceptance_arguments,
     add_export_arguments,
@@ -52,18 +53,25 @@ def run(args: argparse.Namespace) -> int:
     # A search looks as deep as the tree of its kit, and no deeper.
     drafter = head_asked(args, model, EAGLE_PATHS)
     announce_export(args, drafter, config)
-    drafter, calibration = _tuned(args, model, drafter, config)
-    start = time.perf_counter()
-    manifest = export(model, args.out, drafter, config, calibration)
+    with replacing_files(args.out) as staging:
+        drafter, calibration = _tuned(args, model, drafter, config, staging)
+        start = time.perf_counter()
+        manifest = export(model, staging, drafter, config, calibration)
     print_written(args.out / MODEL_FILE, start)
     print(f"signatures: {', '.join(manifest.signatures)}")
     return 0
 
 
 def _tuned(
-    args: argparse.Namespace, model: Model, drafter: LoadedDrafter, config: ExportConfig
+    args: argparse.Namespace,
+    model: Model,
+    drafter: LoadedDrafter,
+    config: ExportConfig,
+    folder: Path,
 ) -> tuple[LoadedDrafter | None, Calibration | None]:
     """Returns the head over the fastest tree on this machine, and the kit's calibration.
+
+    Profile and tree are written into the folder.
 
     The head is `None` if no tree pays, the calibration if the quantization asks for none.
     """
@@ -73,11 +81,11 @@ def _tuned(
         if acceptance.head:  # published tables name no head
             acceptance.check_head(drafter.params)
     prompts = [] if args.prompts is None else held_out(args)
-    with TemporaryDirectory() as folder, progress_bar(3) as advance:
+    with TemporaryDirectory() as kit, progress_bar(3) as advance:
         advance("writing a latency kit")
         calibration = calibrated(in_one_dtype(model)[0], config)
-        export_kit(model, folder, drafter, config, calibration)
-        profile = measure_here(Path(folder) / MODEL_FILE, args.threads or 1, advance=advance)
+        export_kit(model, kit, drafter, config, calibration)
+        profile = measure_here(Path(kit) / MODEL_FILE, args.threads or 1, advance=advance)
         advance("counting accepted drafts")
         if acceptance is None:
             acceptance = measure_acceptance(model, drafter, prompts)
@@ -88,9 +96,8 @@ def _tuned(
         f"tree: {best.nodes} nodes (root excluded), tau {best.tau:.2f} (bonus included), "
         f"{best.tokens_per_second / plain.tokens_per_second:.2f} x plain, expected"
     )
-    args.out.mkdir(parents=True, exist_ok=True)
-    save_profile(profile, args.out / "profile.json")
-    save_tree(best, args.out / "tree.json", profile=profile.name, acceptance=acceptance.source)
+    save_profile(profile, folder / "profile.json")
+    save_tree(best, folder / "tree.json", profile=profile.name, acceptance=acceptance.source)
     if not best.paths:
         print("Do not speculate here: no tree is worth its time. Exporting plain decoding.")
         return None, calibration

@@ -18,7 +18,7 @@ from jaxspec.commands.export_options import (
     head_asked,
     held_out,
 )
-from jaxspec.commands.options import add_drafter_argument, load_model
+from jaxspec.commands.options import add_drafter_argument, load_model, note_other_model
 from jaxspec.drafters import LoadedDrafter
 from jaxspec.mobile.web import HEAP_LIMIT, PREFILL, choose_trees, export_web
 from jaxspec.progress import progress_bar
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     drafter = head_asked(args, model)
     announce_export(args, drafter, config)
     profile = None if args.profile is None else load_profile(args.profile)
+    note_other_model(profile, model)
     tree = args.drafter.settings.get("tree")
     given = None if tree is None else load_tree(tree)
     start = time.perf_counter()

@@ -41,7 +41,7 @@ from jaxspec.drafters.block import BlockSettings
 from jaxspec.measure.prompts import read_prompts
 from jaxspec.models.storage import STORAGES
 from jaxspec.sharding import parse_mesh, shard_like
-from jaxspec.tuning import load_profile, load_threshold, load_tree
+from jaxspec.tuning import LatencyProfile, load_profile, load_threshold, load_tree
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -96,6 +96,16 @@ def add_loading_arguments(parser: argparse.ArgumentParser) -> None:
 def load_model(args: argparse.Namespace, mesh: Mesh | None = None) -> Model:
     """Loads the target, as `add_loading_arguments` asks."""
     return load(args.model, args.dtype, args.max_positions, mesh, args.weights)
+
+
+def note_other_model(profile: LatencyProfile | None, model: Model) -> None:
+    """Says so where the times of a profile are those of another model."""
+    if profile is not None and profile.model not in ("", model.name):
+        print(
+            f"NOTE: --profile: its times are those of {profile.model} (weights: "
+            f"{profile.quantization}), and the search is for {model.name}.",
+            file=sys.stderr,
+        )
 
 
 def add_mesh_argument(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.checkpoint import Model
-from jaxspec.commands.options import add_model_arguments, announce, load_model
+from jaxspec.commands.options import (
+    add_model_arguments,
+    announce,
+    load_model,
+    note_other_model,
+)
 from jaxspec.decoding.request import GenerationConfig
 from jaxspec.drafters import LayerSkip
 from jaxspec.extras import MissingExtra, needs_extra
@@ -134,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
         # A profile that does not fit is refused before anything is read or decoded.
         layers, depth = model.config.num_layers, args.num_speculative_tokens
         skip_costs.costs_in(profile, layers, depth)
+    note_other_model(profile, model)
     # The second half is for the check at the end.
     rows = _held_out_rows(model, args, 2 * args.rows)
     rows, fresh = rows[::2], [row[: args.prompt_tokens] for row in rows[1::2]]

@@ -23,6 +23,7 @@ from jaxspec.commands.options import (
     announce,
     load_model,
     loaded_drafter_asked,
+    note_other_model,
 )
 from jaxspec.core.tree import EAGLE_PATHS, Path
 from jaxspec.core.types import Drafter
@@ -139,12 +140,8 @@ def run(args: argparse.Namespace) -> int:
     setting = None if args.model is None else _setting(args)
     if setting is not None and acceptance is not None:
         acceptance.check_head(setting.drafter.params)
-    if setting is not None and profile.model not in ("", setting.model.name):
-        print(
-            f"NOTE: --profile: its times are those of {profile.model}, and the tree is for "
-            f"{setting.model.name}.",
-            file=sys.stderr,
-        )
+    if setting is not None:
+        note_other_model(profile, setting.model)
     if acceptance is None:
         assert setting is not None, "asked for above"
         acceptance = _measure_acceptance(args, setting, profile)

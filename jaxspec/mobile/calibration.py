@@ -43,7 +43,7 @@ _PROMPT = 48  # the most tokens of a given prompt
 _DAMPING = 0.01  # share of the mean square of inputs that is added to all
 _MOST_MOMENTS = 1 << 30  # bytes of the moments that are counted together; a product's may be more
 _COLUMNS = 64  # that are rounded before the rest of a matrix is moved
-_EMBEDDINGS = "/embed/"  # in the name of the table of tokens
+EMBEDDINGS = "/embed/"  # in the name of the table of tokens
 _SHRUNK = np.linspace(0.5, 1.0, 26)  # shares of the scale that holds the largest weight
 
 
@@ -155,7 +155,7 @@ def _kept(
         table: the output head, if it is the table of tokens.
     """
     products = sum(sizes.values()) + (leaves[table].size if table is not None else 0)
-    tables = sum(leaf.size for name, leaf in leaves.items() if _EMBEDDINGS in name)
+    tables = sum(leaf.size for name, leaf in leaves.items() if EMBEDDINGS in name)
     room = MOST_EXTRA * (products / 2 + tables)
     kept = set() if table is None else {table}
     for name in sorted(changed, key=lambda name: changed[name] / sizes[name], reverse=True):
@@ -277,7 +277,7 @@ def _name(path: Any) -> str:
 def _name_of_table(network: Network) -> str | None:
     """Returns the name of the output head if it is the table of tokens."""
     names = [_name(path) for path, _ in _leaves(network)]
-    return next((n for n in names if _EMBEDDINGS in n), None) if network.config.tied_head else None
+    return next((n for n in names if EMBEDDINGS in n), None) if network.config.tied_head else None
 
 
 def _with_weight(network: Network, name: str, values: np.ndarray) -> Network:

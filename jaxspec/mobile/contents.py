@@ -193,8 +193,8 @@ def check_model(config: ModelConfig, capacity: int) -> None:
         )
     if config.experts is not None:
         raise ValueError(
-            "model: mixtures of experts cannot be exported: the weights that a token reads are not "
-            "fixed, as a file's operations are."
+            "model: mixtures of experts cannot be exported: each token chooses its experts, and a "
+            "file cannot choose weights while it runs."
         )
 
 

@@ -94,8 +94,8 @@ def export_kit(
         sizes = dataclasses.replace(sizes, levels=NODES)
     else:
         sizes = dataclasses.replace(sizes, partial=min(DRAFTED, config.capacity // 2))
-    manifest = export(model, folder, drafter, sizes, calibration)
     with replacing_files(Path(folder)) as staging:
+        manifest = export(model, staging, drafter, sizes, calibration)
         script = staging / SCRIPT_FILE
         script.write_text(kit_script(manifest), encoding="utf-8")
         script.chmod(0o755)

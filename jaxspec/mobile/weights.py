@@ -15,14 +15,13 @@ import numpy as np
 
 from jaxspec.core.loop import round_up
 from jaxspec.extras import needs_extra
-from jaxspec.mobile.calibration import Calibration, Rounded
+from jaxspec.mobile.calibration import EMBEDDINGS, Calibration, Rounded
 from jaxspec.mobile.quantize import QUANTIZATIONS, WeightFormat, quantize_rows
 from jaxspec.progress import progress_bar
 
 PREFIX = "weight:"
 """Prefix of inputs that stand for weights; the index of the leaf follows."""
 _TABLE = WeightFormat(8, 0, on_gpu=True)  # of tokens, in all quantizations
-_EMBEDDINGS = "/embed/"  # in the name of the table of tokens
 _ALIGNMENT = 16  # bytes, of what buffers in the flatbuffer hold
 _BEHIND = 64  # bytes, the same of the weights behind it
 _ROWS = 1024  # of a weight that are rounded at a time; even, as two weights may share a byte
@@ -278,7 +277,7 @@ class TfliteFile:
             op.inputs = [rows, self._tensor(graph, view, None, tensors)]
         elif maker is not None and self._name(maker) == "ONE_HOT" and not options.adjY:
             # Only rows of embeddings may share one scale each: an expert's row is a whole matrix.
-            is_embedding = _EMBEDDINGS in self._leaves[view.weight].name
+            is_embedding = EMBEDDINGS in self._leaves[view.weight].name
             form = _TABLE if self._format is not None and is_embedding else None
             op.inputs = [int(maker.inputs[0]), self._tensor(graph, view, form, tensors)]
             op.opcodeIndex = self._code("EMBEDDING_LOOKUP")

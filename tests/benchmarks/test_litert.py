@@ -66,6 +66,7 @@ def test_speed_of_the_shipped_model(small, data_folder, tmp_path, capsys):
     figures = json.loads(capsys.readouterr().out)
     assert set(figures["results"]) == set(figures["trees"]) == {"int8"}
     assert set(figures["step_ratios"]["int8"]) == {"EAGLE's tree", "searched tree"}
+    assert figures["over_eagle"]["int8"] > 0
     assert (tmp_path / "litert-speed.md").is_file()
 
 
@@ -145,8 +146,9 @@ def test_diffusion_models(small, data_folder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_drafting_with_skipped_layers(small, data_folder, monkeypatch):
+def test_drafting_without_a_head(small, data_folder, monkeypatch):
     monkeypatch.setattr(litert, "DRAFTED", (1, 2))
+    monkeypatch.setattr(litert, "ENDED_EARLY", (2,))
     page = run("litert-skips", data_folder)
     assert page.agree
     results = page.figures["results"]
@@ -155,7 +157,11 @@ def test_drafting_with_skipped_layers(small, data_folder, monkeypatch):
         assert plain.overall.mean_acceptance_length == plain.overall.speedup == 1
         assert all(row.overall.mean_acceptance_length >= 1 for row in drafted)
     nodes = [row[1] for row in page.sections[1].rows]
-    assert nodes == ["0", "1", "2"]
+    assert nodes == ["0", "1", "2", "2", "2", "3", "5", "4"]
+    taus = {row.name: row.overall.mean_acceptance_length for row in results["float32"]}
+    exits = [f"demo-skips, 2 drafted: {by}" for by in ("step_exit", "draft_1, verify, commit")]
+    assert taus[exits[0]] == taus[exits[1]]  # the host's rule is that of the graph
+    assert taus["demo-draft: step"] > 2  # an exact copy of the target
 
 
 @pytest.mark.slow

@@ -86,16 +86,20 @@ def test_tokens_recycled_run_whole_and_right(tmp_path):
 
 @needs_gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("bundle", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("bundle", "quantization"),
+    [("cpu", "float32"), ("gpu", "float32"), ("gpu", "int8"), ("gpu", "int4")],
+)
 @pytest.mark.parametrize("name", ["draft model", "lookup", "dflash"])
-def test_other_steps_run_whole_and_right(tmp_path, name, bundle):
+def test_other_steps_run_whole_and_right(tmp_path, name, bundle, quantization):
     model, _ = successor_model()
     drafters = {
         "draft model": lambda: DraftModel.of(half_of(model), paths=PATHS),
         "lookup": lambda: PromptLookup(3),
         "dflash": lambda: DFlash.of(dflash_head(model.network, seed=8), paths=PATHS),
     }
-    export(model, tmp_path, drafters[name](), replace(SHAPES, bundle=bundle))
+    shapes = replace(SHAPES, bundle=bundle, quantization=quantization)
+    export(model, tmp_path, drafters[name](), shapes)
     prompts = [PROMPTS[0], [5, 6, 7, 8, 9] * 2]
     checked = check_gpu(tmp_path / "model.tflite", prompts, timeout=3000)
     assert checked.problems == ()

@@ -198,6 +198,7 @@ def test_mistakes_are_one_line(host, tmp_path):
     by_threshold = host(skips, "--by", "step_exit", prompts=["what"])
     assert "ends no drafts early; take step instead of step_exit." in by_threshold
     assert "--gpu int8 is not known" in fails("--gpu", "int8")
+    assert "the vocabulary lacks" in host(path, "--", prompts=["--\u00fc"])
     assert "usage: jaxspec-host" in host(path, prompts=[])
     assert "takes 1 to 63 tokens, got 64" in host(path, prompts=["a" * 64])
     assert "the vocabulary lacks" in host(path, prompts=["\u00fc"])
@@ -205,6 +206,8 @@ def test_mistakes_are_one_line(host, tmp_path):
     assert "answers with status" in host(tmp_path / "no.tflite", prompts=["what"])
     (tmp_path / "tokenizer.json").write_text('{"model": ')
     assert "tokenizer.json: damaged JSON, at byte 10" in fails()
+    (tmp_path / "tokenizer.json").write_text('{"model": "\\ud800"}')
+    assert "half a surrogate pair" in fails()
 
 
 # ---- the tokenizer alone ------------------------------------------------------------------------
@@ -310,7 +313,8 @@ def test_what_it_does_not_cover_is_refused(ids_in_cpp, recorded_folder, tmp_path
 
 
 @pytest.mark.slow
-def test_the_script_for_a_phone(tmp_path):
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_the_script_for_a_phone(tmp_path, backend):
     """With an adb of ours: what it pushes is there, and the tool takes 1 ms and 2 ms a call."""
     if shutil.which("sh") is None:
         pytest.skip("needs a POSIX shell")
@@ -321,6 +325,7 @@ def test_the_script_for_a_phone(tmp_path):
     (tmp_path / "held-out.jsonl").write_text(rows)
     programs = {
         "adb": 'echo "$*" >>calls.txt; case "$*" in *getprop*) echo "Pixel 99";; '
+        '"shell df"*) echo "/dev/data 200000 0 100000 1% /data";; '
         'push*) shift; while [ $# -gt 1 ]; do test -f "$1"; shift; done;; '
         '*signature_to_run_for=step*) echo "Inference (avg): 2.0 ms";; '
         '*signature_to_run_for*) echo "Inference (avg): 1.0 ms";; esac',
@@ -339,7 +344,7 @@ def test_the_script_for_a_phone(tmp_path):
         **{"HOST": "benchmark_model", "LITERT": "benchmark_model"},
     }
     done = subprocess.run(
-        [ROOT / "examples" / "phone.sh", "model", "head", "held-out.jsonl", "out", "cpu", "2"],
+        [ROOT / "examples" / "phone.sh", "model", "head", "held-out.jsonl", "out", backend, "2"],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
@@ -347,7 +352,7 @@ def test_the_script_for_a_phone(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    searched, timed = done.stdout.split("Pixel 99, cpu, 2 threads, float32;")
+    searched, timed = done.stdout.split(f"Pixel 99, {backend}, 2 threads, float32;")
     words = ("budget", "drafting", "verification", "tokens/s")
     predicted = searched[searched.index("budgets exclude the root") :]
     assert all(word in predicted for word in (*words, "plain decoding", "the fastest"))
@@ -359,10 +364,13 @@ def test_the_script_for_a_phone(tmp_path):
     for row in table[1:]:
         assert float(row[4]) == pytest.approx(1000 * float(row[3]) / 2, rel=0.01)
     assert len(header.strip("|").split("|")) == len(table[0])
-    assert "draft" in read_manifest(tmp_path / "out" / "eagle" / "model.tflite").signatures  # cpu
+    signatures = read_manifest(tmp_path / "out" / "eagle" / "model.tflite").signatures
+    assert ("draft" in signatures) == (backend == "cpu")
     calls = (tmp_path / "calls.txt").read_text()
     assert "push out/eagle/model.tflite /data/local/tmp/jaxspec/eagle.tflite" in calls
     assert "searched.tflite --threads 2" in calls
+    assert ("--require_full_delegation" in calls) == (backend == "gpu")
+    assert calls.endswith("shell rm -rf /data/local/tmp/jaxspec\n")
 
 
 # ---- the app for Android -----------------------------------------------------------------------
@@ -399,5 +407,6 @@ def test_the_app_compiles_and_its_tokenizer_is_the_library_s(recorded_folder, tm
             capture_output=True,
             check=True,
         )
-        ids = list(map(json.loads, done.stdout.splitlines()))
-        assert ids == [tokenizer.encode(text) for text in texts]
+        ids, grown = zip(*map(json.loads, done.stdout.splitlines()), strict=True)
+        assert list(ids) == [tokenizer.encode(text) for text in texts]
+        assert [bytes(text).decode() for text in grown] == list(map(tokenizer.decode, ids))

@@ -59,6 +59,18 @@ def kit(tmp_path_factory):
     return folder, manifest
 
 
+def test_an_interrupted_kit_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profile_module, "kit_script", interrupted)
+    monkeypatch.setattr(profile_module, "TOKENS", (1, 4))
+    (tmp_path / "measure.sh").write_text("old")
+    with pytest.raises(KeyboardInterrupt):
+        export_kit(successor_model()[0], tmp_path, LoadedDrafter(NoDraft(), ()), SHAPES)
+    assert [path.name for path in tmp_path.iterdir()] == ["measure.sh"]
+
+
 def test_every_pass_and_its_commit_are_timed(kit):
     assert timed_signatures(kit[1]) == (
         *(

@@ -13,14 +13,14 @@ import jaxspec
 from jaxspec import GenerationConfig, generate
 from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import main
-from jaxspec.commands import export_options, export_report
+from jaxspec.commands import export_options, export_report, export_tuned
 from jaxspec.commands.options import drafter_spec
 from jaxspec.core.stopping import stop_automaton
 from jaxspec.core.tree import EAGLE_PATHS
 from jaxspec.drafters import DraftModel, Eagle, LoadedDrafter
 from jaxspec.models import EagleHead, init_eagle_params
 from jaxspec.models.transformer import param_shapes
-from jaxspec.tuning import AcceptanceTable, save_acceptance
+from jaxspec.tuning import AcceptanceTable, load_profile, save_acceptance
 from tests.mobile.models import LLAMA_7B, successor_model
 
 pytest.importorskip("litert_converter", reason="needs the extra mobile: '.[mobile]'")
@@ -204,6 +204,22 @@ def test_acceptance_of_another_head_is_refused_before_anything_is_timed(capsys, 
     argv += ["--acceptance", str(tmp_path / "table.json")]
     assert "belongs to the head x, not to" in fails(capsys, *argv)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_fails_leaves_the_folder_as_it_was(capsys, folders, tmp_path, monkeypatch):
+    def fail(*_):
+        raise ValueError("no room")
+
+    phone = load_profile("galaxy-s25-adreno830-vicuna7b-q4")
+    monkeypatch.setattr(export_tuned, "export_kit", lambda *_: None)
+    monkeypatch.setattr(export_tuned, "measure_here", lambda *_, **__: phone)
+    monkeypatch.setattr(export_tuned, "export", fail)
+    save_acceptance(AcceptanceTable(((0.8, 0.1),)), tmp_path / "tree.json")
+    argv = ["export", "tuned", str(folders / "model"), str(tmp_path), "--capacity", "128"]
+    argv += ["--drafter", f"eagle:head={folders / 'head'}"]
+    before = (tmp_path / "tree.json").read_text()
+    assert "no room" in fails(capsys, *argv, "--acceptance", str(tmp_path / "tree.json"))
+    assert [path.read_text() for path in tmp_path.iterdir()] == [before]
 
 
 @pytest.mark.slow

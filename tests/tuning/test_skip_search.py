@@ -459,12 +459,15 @@ def test_the_command_searches_for_the_device_of_a_profile(command, tmp_path, cap
     layers = tiny_model().config.num_layers
     target = tuple(Timing(size, 0.010 + 0.001 * size) for size in (1, 4))
     partial = PartialPasses(layers, whole=0.010, no_attention=0.006, no_mlp=0.005, nothing=0.001)
-    profile = LatencyProfile("a phone", target, draft=(), partial=partial)
+    made = {"model": "another", "quantization": "int4"}
+    profile = LatencyProfile("a phone", target, draft=(), partial=partial, **made)
     path, out = tmp_path / "phone.json", tmp_path / "out"
     save_profile(profile, path)
     assert load_profile(path) == profile
     assert command("--evaluations", "3", "--profile", str(path)) == 0
-    assert "x plain decoding (predicted for the profile's device)" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "x plain decoding (predicted for the profile's device)" in captured.out
+    assert "its times are those of another (weights: int4)" in captured.err
     assert runs == [1, 1]
     result = json.loads((out / "skips.json").read_text())
     assert result["machine"] == "a phone"

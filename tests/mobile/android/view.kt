@@ -7,6 +7,7 @@ open class View(context: Context) {
     val resources: android.content.res.Resources get() = TODO()
     var isEnabled: Boolean = true
     var isScrollbarFadingEnabled: Boolean = true
+    var fitsSystemWindows: Boolean = false
     open fun onMeasure(widthMeasureSpec: Int, heightMeasureSpec: Int): Unit = TODO()
     open fun onDraw(canvas: Canvas): Unit = TODO()
     fun setMeasuredDimension(width: Int, height: Int): Unit = TODO()

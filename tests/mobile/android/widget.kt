@@ -9,7 +9,11 @@ open class TextView(context: Context) : View(context) {
     var textSize: Float = 0f
 }
 
-class Button(context: Context) : TextView(context)
+open class Button(context: Context) : TextView(context)
+
+class CheckBox(context: Context) : Button(context) {
+    var isChecked: Boolean = false
+}
 
 class EditText(context: Context) : View(context) { // its text is of another type than a TextView's
     val text: CharSequence get() = TODO()

@@ -7,6 +7,7 @@ import android.text.Spanned
 import android.text.style.BackgroundColorSpan
 import android.view.ViewGroup.LayoutParams
 import android.widget.Button
+import android.widget.CheckBox
 import android.widget.EditText
 import android.widget.HorizontalScrollView
 import android.widget.LinearLayout
@@ -27,9 +28,12 @@ class MainActivity : Activity() {
     private lateinit var measured: TextView
     private lateinit var tree: TreeView
     private lateinit var send: Button
+    private lateinit var stop: Button
+    private lateinit var gpu: CheckBox
     private var decoder: Decoder? = null
     private var tokenizer: Tokenizer? = null
     private var choice = PLAIN
+    @Volatile private var stopped = false
 
     override fun onCreate(savedInstanceState: Bundle?) {
         super.onCreate(savedInstanceState)
@@ -42,9 +46,20 @@ class MainActivity : Activity() {
             text = "Send"
             isEnabled = false
             setOnClickListener {
-                isEnabled = false
                 val asked = prompt.text.toString()
-                worker.execute { guarded { answer(asked) } }
+                start { answer(asked) }
+            }
+        }
+        stop = Button(this).apply {
+            text = "Stop"
+            isEnabled = false
+            setOnClickListener { stopped = true }
+        }
+        gpu = CheckBox(this).apply {
+            text = "GPU"
+            setOnClickListener {
+                val asked = isChecked
+                start { open(asked) }
             }
         }
         val column = LinearLayout(this).apply {
@@ -55,31 +70,39 @@ class MainActivity : Activity() {
             isScrollbarFadingEnabled = false
             addView(tree)
         }
-        for (view in listOf(prompt, send, shown, speed, scrolled, measured)) {
+        for (view in listOf(gpu, prompt, send, stop, shown, speed, scrolled, measured)) {
             column.addView(view, LinearLayout.LayoutParams(LayoutParams.MATCH_PARENT, LayoutParams.WRAP_CONTENT))
         }
-        setContentView(ScrollView(this).apply { addView(column) })
-        worker.execute { guarded { open() } }
+        setContentView(ScrollView(this).apply {
+            fitsSystemWindows = true // from Android 15 on, a screen lies below the bars otherwise
+            addView(column)
+        })
+        start { open(false) }
     }
 
     override fun onDestroy() {
+        stopped = true
         worker.execute { decoder?.close() }
         worker.shutdown()
         super.onDestroy()
     }
 
-    private fun open() {
+    /** Opens the model, anew if there is one, and measures what is fastest. */
+    private fun open(gpu: Boolean) {
+        decoder?.close()
+        decoder = null
+        choice = PLAIN
         val folder = File(getExternalFilesDir(null), "model")
         require(File(folder, "model.tflite").isFile) {
             "There is no model: adb push FOLDER/. $folder, with a FOLDER of jaxspec export web."
         }
         say("Opening the model.")
         val made = Tokenizer(File(folder, "tokenizer.json"))
-        val opened = Decoder(folder, gpu = false, threads = 2)
+        tokenizer = made
+        val opened = Decoder(folder, gpu, threads = 2)
+        decoder = opened
         say("Measuring this phone: plain decoding and each tree, in turns.")
         val speeds = measure(opened, made.encode("one, two, three, one, two,", true))
-        tokenizer = made
-        decoder = opened
         choice = speeds.entries.maxByOrNull { it.value }!!.key
         val lines = speeds.entries.joinToString("\n") { (name, value) ->
             "${if (name == choice) "\u2192" else " "} $name: %.1f tokens/s expected".format(value)
@@ -87,7 +110,6 @@ class MainActivity : Activity() {
         runOnUiThread {
             measured.text = lines
             shown.text = ""
-            send.isEnabled = true
         }
     }
 
@@ -96,39 +118,48 @@ class MainActivity : Activity() {
         val tokenizer = tokenizer!!
         val chat = decoder.chat
         val prompt = if (chat == null) tokenizer.encode(asked, true) else tokenizer.encode(chat.first + asked + chat.second, false)
-        val text = ArrayList<Pair<Int, Boolean>>() // ids, and whether they were drafted
-        text.add(Pair(decoder.begin(prompt), false))
-        var ended = text[0].first in decoder.stops
+        runOnUiThread {
+            shown.text = ""
+            stop.isEnabled = true
+        }
+        val text = ArrayList<Pair<String, Boolean>>() // of each token, and whether it was drafted
+        val growing = GrowingText(tokenizer)
+        var ended = false
+        fun add(tokens: IntArray, accepted: Int) {
+            for ((place, token) in tokens.withIndex()) {
+                if (ended) break
+                text.add(Pair(growing.push(token), place < accepted))
+                ended = token in decoder.stops || text.size == MOST
+            }
+            show(text)
+        }
+        add(intArrayOf(decoder.begin(prompt)), 0)
         var calls = 0
         val begin = System.nanoTime()
-        while (!ended && text.size < MOST && decoder.fits(PLAIN)) {
+        while (!ended && !stopped && decoder.fits(PLAIN)) {
             val round = decoder.advance(if (decoder.fits(choice)) choice else PLAIN)
             calls++
-            for ((place, token) in round.tokens.withIndex()) {
-                if (ended || text.size == MOST) break
-                text.add(Pair(token, place < round.accepted))
-                ended = token in decoder.stops
-            }
+            add(round.tokens, round.accepted)
             val seconds = (System.nanoTime() - begin) / 1e9
-            show(text.toList(), round, (text.size - 1) / seconds, (text.size - 1).toDouble() / calls)
+            report(round, (text.size - 1) / seconds, (text.size - 1).toDouble() / calls)
         }
-        runOnUiThread { send.isEnabled = true }
     }
 
-    private fun show(text: List<Pair<Int, Boolean>>, round: Round, perSecond: Double, perCall: Double) {
-        val tokenizer = tokenizer!!
+    private fun show(text: List<Pair<String, Boolean>>) {
         val words = SpannableStringBuilder()
-        for (index in text.indices) {
-            val (id, drafted) = text[index]
+        for ((piece, drafted) in text) {
             val start = words.length
-            words.append(tokenizer.decode(intArrayOf(id)))
+            words.append(piece)
             if (drafted) words.setSpan(BackgroundColorSpan(0x330B5CAD), start, words.length, Spanned.SPAN_EXCLUSIVE_EXCLUSIVE)
         }
+        runOnUiThread { shown.text = words }
+    }
+
+    private fun report(round: Round, perSecond: Double, perCall: Double) {
         val parents = decoder!!.trees.firstOrNull { it.signature == round.choice }?.parents ?: IntArray(0)
-        val names = round.drafted.map { tokenizer.decode(intArrayOf(it)) }
+        val names = round.drafted.map { String(tokenizer!!.bytes(it), Charsets.UTF_8) }
         val path = acceptedPath(parents, round.drafted, round.tokens)
         runOnUiThread {
-            shown.text = words
             speed.text = "%.1f tokens/s, %.2f tokens a call".format(perSecond, perCall)
             tree.show(parents, names, path)
         }
@@ -147,12 +178,23 @@ class MainActivity : Activity() {
 
     private fun say(text: String) = runOnUiThread { shown.text = text }
 
-    private fun guarded(work: () -> Unit) {
-        try {
-            work()
-        } catch (error: Exception) {
-            say("${error.message}")
-            runOnUiThread { send.isEnabled = decoder != null }
+    /** Runs work on the worker's thread; meanwhile nothing else can be asked for. */
+    private fun start(work: () -> Unit) {
+        stopped = false
+        send.isEnabled = false
+        gpu.isEnabled = false
+        worker.execute {
+            try {
+                work()
+            } catch (error: Throwable) { // also an OutOfMemoryError, which a large tokenizer may end in
+                say(error.message ?: "$error")
+            }
+            val opened = decoder != null
+            runOnUiThread {
+                send.isEnabled = opened
+                stop.isEnabled = false
+                gpu.isEnabled = true
+            }
         }
     }
 

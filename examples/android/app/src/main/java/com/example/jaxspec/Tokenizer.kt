@@ -69,11 +69,8 @@ class Tokenizer(file: File) {
         return ids.toIntArray()
     }
 
-    /** Text of ids; incomplete characters at its end are left out. */
-    fun decode(ids: IntArray): String {
-        val all = ids.flatMap { (bytes[it] ?: ByteArray(0)).toList() }.toByteArray()
-        return String(all, Charsets.UTF_8).trimEnd('\uFFFD')
-    }
+    /** Bytes that an id adds to a text; none for special tokens. A character may take several ids. */
+    fun bytes(id: Int): ByteArray = bytes[id] ?: ByteArray(0)
 
     private fun demand(covered: Boolean, what: String) =
         require(covered) { "tokenizer.json: $what is not covered by this reader." }
@@ -276,5 +273,18 @@ class Tokenizer(file: File) {
             parts.removeAt(place + 1)
         }
         ids.addAll(parts)
+    }
+}
+
+/** The text of ids that arrive one by one: characters, as soon as they are whole. */
+class GrowingText(private val tokenizer: Tokenizer) {
+    private var held = ByteArray(0)
+
+    fun push(id: Int): String {
+        held += tokenizer.bytes(id)
+        val text = String(held, Charsets.UTF_8)
+        if (text.endsWith('\uFFFD')) return "" // the last one lacks some of its bytes
+        held = ByteArray(0)
+        return text
     }
 }
