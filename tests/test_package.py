@@ -294,7 +294,7 @@ STAND_INS = {
     "document",
     [
         *("README.md", "docs/index.md", "docs/first_steps.md", "docs/write_a_drafter.md"),
-        *("docs/bring_your_own_model.md", "docs/bring_a_drafter.md"),
+        *("docs/bring_your_own_model.md", "docs/bring_a_drafter.md", "docs/evaluation_sets.md"),
     ],
 )
 def test_python_in_documents_runs(document, monkeypatch, tmp_path):
