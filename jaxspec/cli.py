@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt as interruption:
         if not isinstance(interruption, Told):
-            say_interrupted()
+            say_interrupted(interruption)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)
