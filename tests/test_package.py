@@ -345,8 +345,26 @@ HINTING = (".py", ".md", ".ipynb", ".sh", ".js", ".html")
 
 def test_the_reference_lists_every_public_name():
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
-    listed = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
-    assert not set(jaxspec.__all__) - listed
+    listed = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
+    shown = {name for each in listed for name in names_in(each)}
+    assert not set(jaxspec.__all__) - shown
+    promised = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+    for name in set(re.findall(r"`(jaxspec(?:\.[a-z]\w*)+)`", promised)):
+        assert any(each == name or each.startswith(f"{name}.") for each in listed), name
+        missing = set(getattr(pkgutil.resolve_name(name), "__all__", ())) - shown
+        assert not missing, f"docs/api lacks {sorted(missing)} of {name}"
+
+
+def names_in(full_name: str) -> set[str]:
+    """Returns what a page shows of a module, or the name of something else."""
+    module = pkgutil.resolve_name(full_name)
+    if not inspect.ismodule(module):
+        return {full_name.rpartition(".")[2]}
+    nodes = ast.parse(inspect.getsource(module)).body
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    assigned = (node.targets[0] for node in nodes if isinstance(node, ast.Assign))
+    defined |= {target.id for target in assigned if isinstance(target, ast.Name)}
+    return set(getattr(module, "__all__", defined))
 
 
 def test_files_that_the_architecture_names_are_there():
