@@ -39,7 +39,7 @@ def _command(words: str, summary: str, example: str = "") -> Command:
     return Command(tuple(words.split()), summary, module, example)
 
 
-_EAGLE, _TEXT = "--drafter eagle:head=demo-eagle", "--data notes=notes.txt"
+_EAGLE, _TEXT = "--drafter eagle:head=demo-eagle", "--data stdlib=stdlib"
 COMMANDS = (
     _command("demo", "decode built-in prompts plain and speculatively"),
     _command("generate", "continue a prompt, or chat", f'demo "Two and two is" {_EAGLE}'),
@@ -55,7 +55,11 @@ COMMANDS = (
         f"{_TEXT} --target demo --start-from demo-block-diffusion --out my-deer",
     ),
     _command("train dflash", "train a DFlash head", f"{_TEXT} --target demo --out my-head"),
-    _command("tune skips", "search layers to skip in drafting", "demo --out my-skips"),
+    _command(
+        "tune skips",
+        "search layers to skip in drafting",
+        f"demo {_TEXT} --rows 8 --out my-skips",
+    ),
     _command("tune profile", "time passes on a device", f"demo {_EAGLE} --out profile.json"),
     _command(
         "tune tree",
@@ -122,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt as interruption:
         if not isinstance(interruption, Told):
-            say_interrupted()
+            say_interrupted(interruption)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         nowhere = os.open(os.devnull, os.O_WRONLY)

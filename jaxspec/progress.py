@@ -10,6 +10,20 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _SECONDS_A_LINE = 60
+_running: dict[object, str] = {}
+"""How far each bar is, the outermost first."""
+
+
+def how_far() -> str:
+    """Returns how far the outermost bar is; "" where there is none.
+
+    Example:
+        >>> with progress_bar(2, shown=False) as advance:
+        ...     advance("the first part")
+        ...     how_far()
+        '0 of 2 done, now the first part'
+    """
+    return next(iter(_running.values()), "")
 
 
 def error_console() -> "Console":
@@ -25,7 +39,7 @@ def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[..., None]
     """Yields `advance(doing)`: call it before each of `total` parts, saying what it is.
 
     Or `advance(doing, done, total)`, where several parts may be done at once. Goes to standard
-    error: a bar on a terminal, elsewhere a line a minute at most.
+    error: a bar on a terminal, elsewhere a line a minute at most. An interruption gets a note.
     """
     from rich.progress import (
         BarColumn,
@@ -45,15 +59,24 @@ def progress_bar(total: int, shown: bool = True) -> Iterator[Callable[..., None]
         disable=not (shown and on_terminal),
         transient=True,
     ) as bar:
-        task = bar.add_task("", total=total)
+        task, key = bar.add_task("", total=total), object()
         done, said = -1, time.monotonic()
 
         def advance(doing: str, completed: int | None = None, of: int = total) -> None:
             nonlocal done, said
             done = done + 1 if completed is None else completed
             bar.update(task, completed=done, total=of, description=doing)
+            _running[key] = f"{done} of {of} done, now {doing}"
             if shown and not on_terminal and time.monotonic() - said >= _SECONDS_A_LINE:
-                print(f"{done} of {of} done, now {doing}", file=sys.stderr, flush=True)
+                print(_running[key], file=sys.stderr, flush=True)
                 said = time.monotonic()
 
-        yield advance
+        _running[key] = ""
+        try:
+            yield advance
+        except KeyboardInterrupt as interruption:
+            if _running[key]:
+                interruption.add_note(_running[key])
+            raise
+        finally:
+            del _running[key]

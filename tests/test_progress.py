@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from jaxspec import progress
 from jaxspec.progress import error_console, progress_bar
 
@@ -22,6 +24,21 @@ def test_nothing_is_said_unless_it_is_to_be_shown(capsys, monkeypatch):
     with progress_bar(1, shown=False) as advance:
         advance("a")
     assert capsys.readouterr().err == ""
+
+
+def test_an_interruption_says_how_far_the_outermost_bar_was():
+    def interrupted():
+        with progress_bar(3) as advance, progress_bar(9) as inner:
+            advance("a")
+            inner("b")
+            advance("c")
+            assert progress.how_far() == "1 of 3 done, now c"
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as interruption:
+        interrupted()
+    assert interruption.value.__notes__ == ["0 of 9 done, now b", "1 of 3 done, now c"]
+    assert progress.how_far() == ""
 
 
 def test_notebooks_get_plain_lines(capsys, monkeypatch, recwarn):

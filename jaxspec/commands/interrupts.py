@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from jaxspec.progress import how_far
 from jaxspec.start import EXIT_INTERRUPTED, end_at_once
 
 GRACE = 1.0
@@ -46,9 +47,12 @@ def go_on() -> None:
     _unwinding.clear()
 
 
-def say_interrupted() -> None:
-    """Prints that the command was interrupted, and what it has done."""
-    print("interrupted", *(done() for done in _told), sep=": ", file=sys.stderr, flush=True)
+def say_interrupted(interruption: KeyboardInterrupt | None = None) -> None:
+    """Prints that the command was interrupted, and what it has done, or how far its bar was."""
+    told = [done() for done in _told]
+    # The exception has ended the bars that it passed. The outermost one was the last to note.
+    noted = getattr(interruption, "__notes__", ())[-1:] or (how_far(),)
+    print("interrupted", *filter(None, told or noted), sep=": ", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

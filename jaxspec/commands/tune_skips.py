@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.checkpoint import Model
+from jaxspec.commands.interrupts import telling
 from jaxspec.commands.options import (
     add_model_arguments,
     announce,
@@ -153,42 +154,44 @@ def run(args: argparse.Namespace) -> int:
         methods=", ".join(methods),
     )
     trace = _open_trace(args, model, rows, profile)
-    costs = skip_costs.costs_from(trace.measured["costs"])
-    depth, thresholds = args.num_speculative_tokens, _thresholds(args)
-    if args.objective == "measured":
-        objective = MeasuredSeconds(model, prompts, args.new_tokens, depth, thresholds[0])
-    else:
-        window = _window(model, args, rows)
-        objective = ExpectedSeconds(model.network, window, costs, depth, thresholds)
-    histories = _search_all(args, methods, objective, trace)
-    best = skip_search.best_of([each for history in histories.values() for each in history])
-    _report(histories, best, costs)
-    length, threshold = best.score.num_speculative_tokens, best.score.threshold
-    drafter = LayerSkip(best.skip, length, threshold, adaptive=None)
-    facts = {
-        "plain_seconds_per_token": costs.passes[1],
-        "found_by": [name for name, history in histories.items() if best in history],
-        "evaluations": {name: len(history) for name, history in histories.items()},
-        "best_seconds_per_token": {
-            name: skip_search.best_of(history).seconds for name, history in histories.items()
-        },
-        "model": skip_search.network_fingerprint(model.network),
-        "objective": args.objective,
-        "machine": profile.name if profile else str(Machine(**trace.measured["machine"])),
-        "text": text,
-        "search_seconds": {name: trace.seconds(name) for name in histories},
-        "measured": _measure(
-            model,
-            drafter,
-            {"these": prompts, "other": fresh},
-            args.new_tokens,
-            costs if profile else None,
-        ),
-    }
-    skip_search.write_result(args.out, best, facts)
-    seconds = {name: [each.seconds for each in found] for name, found in histories.items()}
-    with contextlib.suppress(MissingExtra):
-        plot(args.out / "search.png", draw_searches, seconds, size=(7, 4))
+    path = args.out / "trace.jsonl"
+    with telling(lambda: f"the same command continues from the evaluations in {path}"):
+        costs = skip_costs.costs_from(trace.measured["costs"])
+        depth, thresholds = args.num_speculative_tokens, _thresholds(args)
+        if args.objective == "measured":
+            objective = MeasuredSeconds(model, prompts, args.new_tokens, depth, thresholds[0])
+        else:
+            window = _window(model, args, rows)
+            objective = ExpectedSeconds(model.network, window, costs, depth, thresholds)
+        histories = _search_all(args, methods, objective, trace)
+        best = skip_search.best_of([each for history in histories.values() for each in history])
+        _report(histories, best, costs)
+        length, threshold = best.score.num_speculative_tokens, best.score.threshold
+        drafter = LayerSkip(best.skip, length, threshold, adaptive=None)
+        facts = {
+            "plain_seconds_per_token": costs.passes[1],
+            "found_by": [name for name, history in histories.items() if best in history],
+            "evaluations": {name: len(history) for name, history in histories.items()},
+            "best_seconds_per_token": {
+                name: skip_search.best_of(history).seconds for name, history in histories.items()
+            },
+            "model": skip_search.network_fingerprint(model.network),
+            "objective": args.objective,
+            "machine": profile.name if profile else str(Machine(**trace.measured["machine"])),
+            "text": text,
+            "search_seconds": {name: trace.seconds(name) for name in histories},
+            "measured": _measure(
+                model,
+                drafter,
+                {"these": prompts, "other": fresh},
+                args.new_tokens,
+                costs if profile else None,
+            ),
+        }
+        skip_search.write_result(args.out, best, facts)
+        seconds = {name: [each.seconds for each in found] for name, found in histories.items()}
+        with contextlib.suppress(MissingExtra):
+            plot(args.out / "search.png", draw_searches, seconds, size=(7, 4))
     print(f"wrote {args.out / 'skips.json'}", file=sys.stderr)
     return 0
 

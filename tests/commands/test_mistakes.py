@@ -1,7 +1,9 @@
 """Wrong commands: each is answered in six lines at most, with what to type instead."""
 
 import math
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -118,10 +120,32 @@ def test_every_help_page_has_an_example_that_is_a_command_line(capsys, monkeypat
         with pytest.raises(SystemExit):
             main([*words, "--help"])
         assert "Example: jaxspec " in capsys.readouterr().out
-    argv = [*command.words, *shlex.split(command.example)]
+    assert callable(parsed([*command.words, *shlex.split(command.example)]).run)
+
+
+def parsed(argv):
     args, rest = build_parser(argv).parse_known_args(argv)
     parsing.settle(args.parser, args, rest)
-    assert callable(args.run)
+    return args
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def commands_in(page):
+    """Returns the command lines of the blocks of a page, without their first word."""
+    blocks = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text("utf-8"), re.M | re.S)
+    lines = "\n".join(block for language, block in blocks if language in ("", "sh"))
+    return re.findall(r"(?:^|\s)jaxspec (.*?)(?= && |$)", lines.replace("\\\n", " "), re.M)
+
+
+PAGES = [page for name in ("*.md", "docs/**/*.md", "examples/**/*.md") for page in ROOT.glob(name)]
+
+
+@pytest.mark.parametrize("page", [*filter(commands_in, PAGES)], ids=lambda page: page.name)
+def test_the_command_lines_of_documents_are_read(page):
+    for line in commands_in(page):
+        parsed(shlex.split(line, comments=True))
 
 
 @pytest.mark.parametrize(

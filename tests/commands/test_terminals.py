@@ -17,6 +17,7 @@ from jaxspec import cli
 from jaxspec.checkpoint import shipped_models
 from jaxspec.cli import main
 from jaxspec.commands import info
+from jaxspec.progress import progress_bar
 
 # Work in C that no signal reaches and that lets other threads run, as compiling does.
 BUSY = f"""
@@ -54,6 +55,18 @@ def check_ends_in_time(program, lines):
 
 def test_ctrl_c_ends_what_python_cannot_stop_and_says_what_is_done():
     check_ends_in_time(BUSY, ["begun"])
+
+
+def test_ctrl_c_says_how_far_a_bar_was(capsys, monkeypatch):
+    def run(args):
+        with progress_bar(3) as advance:
+            advance("a")
+            advance("b")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "run", run)
+    assert main(["info"]) == 130
+    assert capsys.readouterr().err == "interrupted: 1 of 3 done, now b\n"
 
 
 # Python drops what is raised while an object is deleted, or in a callback of the collector.

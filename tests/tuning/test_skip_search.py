@@ -446,6 +446,23 @@ def test_a_search_on_a_full_disk_says_so_and_goes_on_later(command, tmp_path, ca
     assert after == searched()
 
 
+def test_ctrl_c_says_that_the_same_command_goes_on(command, tmp_path, capsys, monkeypatch):
+    kept, left = History.add, iter(range(4))
+
+    def add(history, **record):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return kept(history, **record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(History, "add", add)
+        assert command("--evaluations", "4") == 130
+    said = f"interrupted: the same command continues from the evaluations in {tmp_path}/out/trace"
+    assert said in capsys.readouterr().err
+    assert len((tmp_path / "out" / "trace.jsonl").read_text().splitlines()) == 4
+    assert command("--evaluations", "4") == 0
+
+
 def test_the_command_searches_for_the_device_of_a_profile(command, tmp_path, capsys, monkeypatch):
     """With its times; nothing is measured here but what drafts are accepted."""
     monkeypatch.setattr(skip_costs, "measure_skip_costs", None)
