@@ -38,6 +38,7 @@ from jaxspec.drafters import (
     LoadedDrafter,
     PromptLookup,
     TokenRecycling,
+    loaded_drafter,
 )
 from jaxspec.measure.comparison import speedup_text
 from jaxspec.measure.figures import LOW_REPETITION, PLAIN, Sample
@@ -424,10 +425,8 @@ def _measure_drafters(
 ) -> Page:
     """Decodes by methods on a file for each drafter; their numbers of nodes are set here."""
     model, ids = target(run)
-    nodes = {
-        label: getattr(each, "drafter", each).tree_shape[0] - 1 for label, each in drafters.items()
-    }
-    methods = {name: each._replace(nodes=nodes[each.file]) for name, each in methods.items()}
+    trees = {name: loaded_drafter(each).drafter.tree_shape for name, each in drafters.items()}
+    methods = {name: each._replace(nodes=trees[each.file][0] - 1) for name, each in methods.items()}
     results, sections = {}, []
     with run.steps(len(quantizations) * (1 + len(drafters))) as advance:
         for name in quantizations:
