@@ -341,7 +341,7 @@ class _Made(NamedTuple):
             with TemporaryDirectory() as folder:
                 for n in _FILE_CHAINS:
                     drafters = {
-                        f"EAGLE-1, chain of {n}": Eagle.of(self.head, _chain(n)),
+                        f"EAGLE-1, chain of {n}": Eagle.of(self.head, chain_paths(n)),
                         f"DEER, chain of {n}": Deer.of(self.aligned, block=n),
                     }
                     for name, drafter in drafters.items():
