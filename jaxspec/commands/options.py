@@ -484,7 +484,7 @@ def _block_settings(settings: Mapping[str, Any], source: str | None) -> dict[str
     given = dict(settings)
     if "tree" in given:
         given["paths"] = load_tree(given.pop("tree"))
-    costs = {name: given.pop(name) for name in _COSTS if name in given}
+    costs: dict[str, Any] = {name: given.pop(name) for name in _COSTS if name in given}
     if given.pop("adaptive", False):
         if source and (path := _folder(source) / "profile.json").is_file():
             block = given.get("block", BlockSettings.block)

@@ -203,7 +203,7 @@ def answers_of(comparison: Comparison, name: str, questions: Sequence[Question])
     asked = [questions[index] for index in comparison.prompt_indices]
     verdicts: dict[str, list[bool]] = {}
     for row in comparison.rows:
-        texts = [getattr(sample.rows[0], "text", None) for sample in row.samples]
+        texts: list[Any] = [getattr(sample.rows[0], "text", None) for sample in row.samples]
         if None in texts:
             raise ValueError(
                 "comparison: outputs have no text to judge; the model needs a tokenizer."
