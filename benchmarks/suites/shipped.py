@@ -149,7 +149,7 @@ SHIPPED_SUITES: Mapping[str, Suite] = {
             **{f"DEER, tree of {k}": with_deer(DEER, block=k, num_nodes=k) for k in _BLOCKS},
         },
         temperatures={"greedy": 0.0, "temperature 0.6": 0.6, "temperature 1": 1.0},
-        batches=(1, 4, 16),
+        batches=(1, 6, 16),
         batch_methods=tuple(EVERY_METHOD),
     ),
 }
