@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 _SECONDS_A_LINE = 60
 _running: dict[object, str] = {}
-"""How far each bar is, the outermost first."""
+"""Progress of each bar, the outermost first."""
 
 
 def how_far() -> str:

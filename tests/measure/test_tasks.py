@@ -155,7 +155,7 @@ def test_the_command_judges_every_method(tmp_path, capsys):
 
 
 def test_drafts_of_a_diffusion_model_change_no_answer(tmp_path, monkeypatch, capsys):
-    """What it writes stepwise is made the right answer."""
+    """The text that it writes stepwise is made the right answer."""
     path, figures = tmp_path / "file.jsonl", tmp_path / "figures.json"
     path.write_text(json.dumps(GSM8K))
     model, config = filling_model("filling", 4), DenoiseConfig(max_new_tokens=8)
