@@ -59,7 +59,7 @@ def fill_in(
         ...     model = MobileModel(f"{folder}/model.tflite")
         >>> prompt = model.tokenizer.encode("A farmer has 12 apples")
         >>> model.tokenizer.decode(fill_in(model, prompt, max_new_tokens=16).tokens)
-        '.  The farmer has 10 apples and 10 apples.'
+        ' and 10 oranges. He sold 10 oranges to his market'
     """
     stream = fill_in_stream(model, prompt, max_new_tokens, stop_token_ids, num_drafts)
     while True:
@@ -93,7 +93,7 @@ def fill_in_stream(
         >>> prompt = model.tokenizer.encode("A farmer has 12 apples")
         >>> texts = [model.tokenizer.decode(tokens) for tokens in fill_in_stream(model, prompt, 16)]
         >>> texts[2], texts[-1]
-        ('.  The far', '.  The farmer has 10 apples and 10 apples.')
+        (' and 1', ' and 10 oranges. He sold 10 oranges to his market')
     """
     text = _Text(model, prompt, max_new_tokens, stop_token_ids)
     rounds = _round_name(model, num_drafts)
