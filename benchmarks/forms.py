@@ -1,8 +1,8 @@
 """Forms and the JSON records that they make, drawn by a seed.
 
 Every token of an answer follows from its form: keys and brackets are fixed for each kind of form,
-values are copied. So a draft can be right however long it is, and the length of what is accepted
-tells how well a drafter drafts, not how uncertain the text is. Nothing here is from elsewhere.
+values are copied. So a model that has learned the forms can foresee an answer of any length. Drafts
+are judged by the target's own text, which may copy a value wrongly. Nothing here is from elsewhere.
 """
 
 import json

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness import Advance, Suite, SuiteRun, measure_methods
+from benchmarks.harness import Advance, Suite, SuiteRun
 from benchmarks.page import Page, Section
 from benchmarks.prompts import GSM8K, PROMPT_SETS, SuitePrompt, read_prompt_set
 from jaxspec.checkpoint import Model, load
@@ -22,6 +22,8 @@ from jaxspec.decoding.denoise import DenoiseConfig, Denoised, measure_costs
 from jaxspec.decoding.generate import score
 from jaxspec.decoding.metrics import repeated_ngrams
 from jaxspec.diffusion import SelfSpeculation
+from jaxspec.measure.compare import compare
+from jaxspec.measure.comparison import Comparison, outputs_text, speedup_text
 from jaxspec.measure.denoising import DenoiseRunner, equal_in_one_shape
 from jaxspec.measure.figures import LOW_REPETITION, STEPWISE, Sample
 from jaxspec.measure.machine import this_machine
@@ -36,6 +38,7 @@ _DRAFTS = 4
 _SAMPLES = 5
 _ROOM = 320  # tokens that every prompt leaves of the context
 _MATHS = GSM8K.category
+_AS_MANY = "as many as pay"
 
 
 class Setting(NamedTuple):
@@ -263,27 +266,32 @@ def _measure_calls(run: SuiteRun) -> Page:
             repeated = [_repetition(row) for row in stepwise.rows]
             low = [place for place, share in enumerate(repeated) if share < LOW_REPETITION]
             maths = [place for place, each in enumerate(chosen) if each.category == _MATHS]
-            speeds = {}
-            if whole:
-                advance(f"{setting.name}, times")
-                speeds = _speeds(setting, model, _maths(prompts)[0])
             subsets = (maths if whole else None, low)
             title = f"{setting.name}, {setting.config.max_new_tokens} tokens"
             every = (stepwise, *found)
             note = f"Low repetition: {len(low)} of {len(chosen)} prompts. "
             note += f"Repeated 4-grams: {np.mean(repeated):.0%}. {_refresh_bound(setting)}"
+            if whole:
+                places = found[_MOST_DRAFTS - 1].sample.counts.acceptance_per_position
+                note += f" N = {_MOST_DRAFTS} kept its drafts at places 1, 2, ... in "
+                note += f"{', '.join(f'{share:.0%}' for share in places)} of its passes."
             sections.append(
                 Section(
                     f"{title}, {len(chosen)} prompts",
                     columns=[
                         *("decoding", "same texts", "calls", "calls saved", "at most"),
-                        *(f"saved, {_MATHS}", "saved, low repetition", "accepted", "tokens/s"),
-                        "c_b / c_1",
+                        *(f"saved, {_MATHS}", "saved, low repetition", "accepted"),
                     ],
-                    rows=[_calls_row(each, subsets, speeds) for each in every],
+                    rows=[_calls_row(each, subsets) for each in every],
                 )
             )
             sections.append(Section(text=[note.strip()]))
+            times = None
+            if whole:
+                advance(f"{setting.name}, times")
+                times, costs = _compare_times(setting, model, texts)
+                right &= times.outputs_agree
+                sections.append(_section_of_times(title, times, costs))
             right &= all(each.still_different == 0 for each in found)
             if setting.config.cache != "dual":
                 pairs = list(zip(texts, stepwise.rows, strict=True))
@@ -294,10 +302,11 @@ def _measure_calls(run: SuiteRun) -> Page:
                     "calls_saved_maths": None if subsets[0] is None else each.saved(maths),
                     "calls_saved_low_repetition": each.saved(low) if low else None,
                     "repeated_ngrams": float(np.mean([_repetition(row) for row in each.rows])),
-                    "speed": speeds.get(each.name),
                 }
                 for each in every
             ]
+            if times is not None:
+                figures[f"{title}, times"] = times.as_dict()
     machine = Section(text=[f"{this_machine()}."])
     return Page([*sections, *samples.values(), machine], {"settings": figures}, right)
 
@@ -310,9 +319,10 @@ def _columns() -> Section:
         "at most": "N / (N + 1): the largest share of the calls that N drafts can save.",
         "accepted": "share of drafted decisions that were kept; the decision that each pass adds "
         "without a draft EXCLUDED.",
-        "tokens/s": f"of the first {_MATHS} prompt by itself, compiling left out.",
-        "c_b / c_1": "time of a pass with N drafts over that of a stepwise pass, one prompt. Calls "
-        "saved pay where they outweigh it.",
+        "c_b / c_1": "time of a pass with N drafts over that of a stepwise pass, of one prompt. "
+        "Calls saved pay where they outweigh it.",
+        _AS_MANY: f"0 to {_MOST_DRAFTS} drafts by these costs and the acceptance so far; measuring "
+        "the costs is not counted.",
         "low repetition": "prompts whose stepwise text repeats less than "
         f"{LOW_REPETITION:.0%} of its 4-grams.",
     }
@@ -340,16 +350,39 @@ def _repetition(row: Denoised) -> float:
     return repeated_ngrams([row.tokens.tolist()])
 
 
-def _speeds(setting: Setting, model: Model, prompt: str) -> dict[str, tuple[float, float]]:
-    """Returns tokens a second of one prompt, and a pass's time over a stepwise one, by way."""
-    ways = {STEPWISE: SelfSpeculation(0), **_chains()}
-    costs = measure_costs(model, prompt, setting.config, SelfSpeculation(_MOST_DRAFTS))
-    runner = DenoiseRunner(model, ways, setting.config)
-    found = measure_methods(runner, list(ways), {0: [prompt]}, 3)
-    return {
-        name: (found[name].overall.tokens_per_second, costs[way.num_drafts] / costs[0])
-        for name, way in ways.items()
-    }
+def _compare_times(
+    setting: Setting, model: Model, prompts: Sequence[str]
+) -> tuple[Comparison, tuple[float, ...]]:
+    """Times all numbers of drafts, one prompt at a time; returns the costs of passes, too."""
+    most = SelfSpeculation(_MOST_DRAFTS)
+    seconds = measure_costs(model, _median(prompts), setting.config, most)
+    ways = {**_chains(), _AS_MANY: dataclasses.replace(most, costs=seconds)}
+    costs = tuple(cost / seconds[0] for cost in seconds)
+    return compare(model, prompts, ways, setting.config, progress=False), costs
+
+
+def _median(prompts: Sequence[str]) -> str:
+    return sorted(prompts, key=len)[len(prompts) // 2]
+
+
+def _section_of_times(title: str, times: Comparison, costs: Sequence[float]) -> Section:
+    calls = times.plain.overall.num_verify_steps
+    return Section(
+        f"{title}, one prompt at a time",
+        [f"{len(times.prompt_indices)} prompts, median of {times.repeats} runs, in turns."],
+        ["decoding", "same texts", "calls saved", "tokens/s", "over stepwise [95 %]", "c_b / c_1"],
+        [
+            [
+                row.name,
+                outputs_text(row.divergences, len(row.samples)),
+                f"{1 - row.overall.num_verify_steps / calls:.1%}",
+                f"{row.overall.tokens_per_second:.0f}",
+                speedup_text(row.overall),
+                f"{costs[index]:.2f}" if index < len(costs) else "",
+            ]
+            for index, row in enumerate(times.rows)
+        ],
+    )
 
 
 def _refresh_bound(setting: Setting) -> str:
@@ -365,11 +398,7 @@ def _refresh_bound(setting: Setting) -> str:
     )
 
 
-def _calls_row(
-    texts: Texts,
-    subsets: tuple[Sequence[int] | None, Sequence[int]],
-    speeds: Mapping[str, tuple[float, float]],
-) -> list[str]:
+def _calls_row(texts: Texts, subsets: tuple[Sequence[int] | None, Sequence[int]]) -> list[str]:
     maths, low = subsets
     cells = [texts.name, texts.same_texts, str(texts.num_calls), *[""] * 5]
     if texts.stepwise is not None:
@@ -380,8 +409,7 @@ def _calls_row(
             f"{texts.saved(low):.1%}" if low else "no prompt",
             f"{texts.acceptance:.0%}",
         ]
-    speed = speeds.get(texts.name)
-    return [*cells, *(("", "") if speed is None else (f"{speed[0]:.0f}", f"{speed[1]:.2f}"))]
+    return cells
 
 
 _VARIANTS = {
@@ -526,7 +554,7 @@ def _measure_half(run: SuiteRun, advance: Advance) -> tuple[Section, list[dict[s
 def _measure_times(run: SuiteRun) -> Page:
     text = (
         f"The first prompts of {_MATHS}, in batches; seconds are medians, compiling left out, "
-        "measured in turns. **As pays**: drafts 0 to "
+        f"measured in turns. **{_AS_MANY.capitalize()}**: drafts 0 to "
         f"{_MOST_DRAFTS} decisions by measured costs and the acceptance so far; measuring the "
         "costs is not counted. **Accepted**: share of drafted decisions that were kept. **Peak**: "
         "XLA's memory analysis of the program, weights included."
@@ -628,7 +656,7 @@ def _time_batch(
     seconds = measure_costs(model, prompts, setting.config, drafting)
     costs = tuple(cost / seconds[0] for cost in seconds)
     ways = {STEPWISE: SelfSpeculation(0), **_chains()}
-    ways["as pays"] = dataclasses.replace(drafting, costs=costs)
+    ways[_AS_MANY] = dataclasses.replace(drafting, costs=costs)
     runner = DenoiseRunner(model, ways, setting.config)
     for name in ways:
         runner.decode(name, prompts, 0)

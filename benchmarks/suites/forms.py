@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -63,12 +64,16 @@ from jaxspec.measure.figures import PLAIN, speedup_interval
 from jaxspec.measure.timing import release_programs
 from jaxspec.mobile.contents import ExportConfig
 from jaxspec.models import Eagle3Head, EagleHead, Network
+from jaxspec.tuning.plots import check_plots
 
 _LEARNED = {"train": 16000, "align": 4000}
 """Forms that the target learns, and those that its drafters' texts begin with."""
 _NUM_TESTED = 64
 _NEW_TOKENS = 160
 _LONGEST = 32
+_HIDDEN = 48
+"""Tokens of the longest draft, and most that are hidden in training: a draft of 32 shows up to 39
+masks, as it may begin anywhere in a block of 8."""
 _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32)
 _START = "demo-block-diffusion"
 _TARGET, _HEAD, _FILLING = "target", "eagle", "diffusion"
@@ -95,9 +100,10 @@ _TRAININGS = {
     f"--learning-rate 0.02 --adam-learning-rate 0.004 {_COMMON}",
     "stage-1-scattered": _ALIGN + " --start-from {start} --stage 1 --steps 300",
     "stage-1-suffix": _ALIGN
-    + " --start-from {start} --stage 1 --hide suffix --longest 32 --steps 300",
+    + f" --start-from {{start}} --stage 1 --hide suffix --longest {_HIDDEN} --steps 300",
     "stage-2": _ALIGN
-    + " --start-from {folder}/stage-1-suffix --stage 2 --longest 32 --cuts all --steps 900",
+    + f" --start-from {{folder}}/stage-1-suffix --stage 2 --longest {_HIDDEN} --cuts all "
+    "--steps 1200",
     _HEAD: "train eagle --target {folder}/target --data forms={folder}/align.jsonl "
     f"--own-text 2000 --rows 8 --steps 600 {_COMMON}",
     _FILLING: "train masked --data forms={folder}/train.jsonl --start-from {start} --block 4 "
@@ -109,7 +115,8 @@ _CHAINS = (8, 16, 24, 32)
 _TIMES_AS_DEEP = (1, 2, 4, 8)
 """Factors of the number of layers; see `deepened`."""
 _FILLS_AS_DEEP = (4, 16, 32)
-"""The same for the diffusion model."""
+_PICTURED = 16
+"""The same for the diffusion model, and the one whose speed and right records are drawn."""
 _NUM_TIMED = 16
 """Forms that deeper models are timed on."""
 _FILE_WEIGHTS = ("float32", "int8")
@@ -121,6 +128,7 @@ _CAPACITY = 256
 _DRAFTS = (1, 2, 3, 4)
 _LOSSY = (1, 2, 4)
 """Drafts of the diffusion model, and k of its relaxed verification."""
+PLOT = "forms-lossy.svg"
 
 
 class Stage(NamedTuple):
@@ -167,14 +175,17 @@ def train_missing(folder: Path, advance: Advance) -> None:
         for split, number in _LEARNED.items():
             rows = [json.dumps(form._asdict()) for form in forms(split, number)]
             (staging / f"{split}.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    shown = shown_trainings()
+    shown, start = shown_trainings(), load(_START).digest
     for name, words in trainings(folder).items():
         made_by = folder / name / _COMMAND_FILE
+        # The shipped model may be another one than it was.
+        origin = f"\n{_START}: {start}" if "{start}" in _TRAININGS[name] else ""
         if made_by.exists():
-            if made_by.read_text() != shown[name]:
+            if made_by.read_text() != shown[name] + origin:
                 raise ValueError(
-                    f"folder: {folder / name} was made by another command than the suite's: remove "
-                    "it and the folders behind it, or name another folder."
+                    f"folder: {folder / name} was made by another command than the suite's, or "
+                    f"from another {_START}: remove it and the folders behind it, or name another "
+                    "folder."
                 )
             continue
         advance(f"training {name}")
@@ -182,7 +193,7 @@ def train_missing(folder: Path, advance: Advance) -> None:
         ended = subprocess.run([sys.executable, "-m", "jaxspec", *words, *states], check=False)
         if ended.returncode:
             raise ValueError(f"The training of {folder / name} failed; its message is above.")
-        made_by.write_text(shown[name])
+        made_by.write_text(shown[name] + origin)
 
 
 def deepened(model: Model, times: int) -> Model:
@@ -315,7 +326,7 @@ class _Made(NamedTuple):
         }
 
     def measure_deeper(self, prompts: Sequence[str], progress: bool) -> dict[int, Comparison]:
-        """Compares methods on targets of several depths, by their number of layers."""
+        """Compares methods on targets of several depths, by their factors."""
         config, found = GenerationConfig(max_new_tokens=_NEW_TOKENS), {}
         # A target with other layers is another one by its digest.
         drafters: dict[str, DrafterLike] = {
@@ -325,9 +336,7 @@ class _Made(NamedTuple):
         }
         for times in _TIMES_AS_DEEP:
             target = deepened(self.target, times)
-            found[target.config.num_layers] = compare(
-                target, prompts, drafters, config, repeats=1, progress=progress
-            )
+            found[times] = compare(target, prompts, drafters, config, repeats=1, progress=progress)
         return found
 
     def measure_files(
@@ -351,11 +360,17 @@ class _Made(NamedTuple):
         return found
 
     def fill_deeper(self, tested: Sequence[Form], progress: bool) -> dict[int, Comparison]:
-        """Compares ways to decode with diffusion models of several depths, by their layers."""
-        models = [deepened(self.filling, times) for times in _FILLS_AS_DEEP]
-        return {
-            model.config.num_layers: measure_filling(model, tested, 1, progress) for model in models
-        }
+        """Compares ways to decode with diffusion models of several depths, by their factors.
+
+        The one that is drawn decodes all forms, and with lossy drafts, too.
+        """
+        found = {}
+        for times in _FILLS_AS_DEEP:
+            model = deepened(self.filling, times)
+            drawn = times == _PICTURED
+            chosen, lossy = (tested, _LOSSY) if drawn else (tested[:_NUM_TIMED], ())
+            found[times] = measure_filling(model, chosen, 1, progress, lossy)
+        return found
 
 
 def _measure(run: SuiteRun) -> Page:
@@ -376,7 +391,7 @@ def _measure(run: SuiteRun) -> Page:
         advance("a diffusion model by itself")
         filled = measure_filling(made.filling, tested, lossy=_LOSSY, **given)
         advance("larger diffusion models")
-        filled_deeper = made.fill_deeper(tested[:_NUM_TIMED], run.progress)
+        filled_deeper = made.fill_deeper(tested, run.progress)
         advance("stages")
         drafters = {name: Deer.of(each, block=16) for name, each in made.stages.items()}
         found = decode_greedily(made.target, drafters, prompts, _NEW_TOKENS)
@@ -406,6 +421,8 @@ def _measure(run: SuiteRun) -> Page:
     }
     right = {row.name: count_right(made.filling, row, tested) for row in filled.rows}
     right["target"] = count_right(made.target, compared.plain, tested)
+    drawn = filled_deeper[_PICTURED]
+    right_of_drawn = {row.name: count_right(made.filling, row, tested) for row in drawn.rows}
     sections = [
         _section_of_methods(compared, right["target"]),
         _section_of_deeper(
@@ -416,31 +433,44 @@ def _measure(run: SuiteRun) -> Page:
         *_sections_of_files(in_files),
         _section_of_stages(stages),
         _section_of_depths(accepted),
-        _section_of_lengths(accepted["forms"]),
-        _section_of_filling(filled, right),
+        _section_of_lengths(accepted),
+        _section_of_filling(
+            "A diffusion model by itself",
+            "It learned the same forms, and fills in the records of the same tests: stepwise, and "
+            f"with drafts of its own. One at a time, median of {filled.repeats}. {filled.machine}.",
+            filled,
+            right,
+        ),
         _section_of_deeper(
             "Larger diffusion models",
             f"The same diffusion model with more layers{_ABOUT_DEEPENED} Every text is stepwise "
             "decoding's.",
             filled_deeper,
         ),
+        _section_of_filling(
+            f"A diffusion model of {drawn.weight_bytes / 1e6:.0f} MB",
+            f"The one with {_PICTURED} times as many layers, with lossy drafts, too. One run.",
+            drawn,
+            right_of_drawn,
+        ),
         _section_of_trainings(),
     ]
     figures = {
         "methods": compared.as_dict(),
-        "deeper": {str(layers): each.as_dict() for layers, each in deeper.items()},
+        "deeper": {str(times): each.as_dict() for times, each in deeper.items()},
         "litert": {weights: rows for weights, (_, rows) in in_files.items()},
         "stages": stages,
         "depths": accepted,
         "diffusion": filled.as_dict(),
-        "deeper diffusion": {str(n): each.as_dict() for n, each in filled_deeper.items()},
+        "deeper diffusion": {str(times): each.as_dict() for times, each in filled_deeper.items()},
         "right": right,
+        "right, deeper": right_of_drawn,
     }
     every = (compared, filled, *deeper.values(), *filled_deeper.values())
     agree = all(each.outputs_agree for each in every)
     # Quantized weights may turn near ties, as `litert-tokens` lists them.
     agree &= not any(row.divergences for row in in_files["float32"][1])
-    return Page(sections, figures, agree)
+    return Page(sections, figures, agree, {PLOT: partial(plot_lossy, drawn, right_of_drawn)})
 
 
 def _section_of_methods(compared: Comparison, right: int) -> Section:
@@ -452,10 +482,9 @@ def _section_of_methods(compared: Comparison, right: int) -> Section:
             f"copied values. {len(compared.prompt_indices)} forms that nothing was trained on, "
             f"greedy, one at a time, up to {_NEW_TOKENS} new tokens, median of {compared.repeats}. "
             f"The target's own records are right in {right} of them. {compared.machine}.",
-            "DEER's drafter was trained on hidden ends of up to 32 tokens and shows up to 39 masks "
-            "in a chain of 32. It began as a model of general text and had 1,200 updates, the "
-            "EAGLE head began with random weights and had 600. Both learned from the same texts "
-            "of the target, of which many begin within a form.",
+            "DEER's drafter began as a model of general text and had 1,500 updates. The EAGLE head "
+            "began with random weights and had 600. Both learned from the same texts of the "
+            "target, of which many begin within a form.",
         ],
         ["method", "outputs", "tau", "longest", "tokens/s", "over plain [95 %]", "repeated"],
         [
@@ -487,25 +516,26 @@ _ABOUT_DEEPENED = (
 
 
 def _section_of_deeper(title: str, about: str, deeper: Mapping[int, Comparison]) -> Section:
-    def cells(layers: int, compared: Comparison) -> list[str]:
+    def cells(times: int, compared: Comparison) -> list[str]:
         plain, *drafted = compared.rows
         return [
-            f"{layers}",
+            f"{times}",
             f"{compared.weight_bytes / 1e6:.0f} MB",
+            f"{len(compared.prompt_indices)}",
             f"{plain.overall.tokens_per_second:.0f}",
-            *(speedup_text(row.overall) for row in drafted),
+            *(speedup_text(row.overall) for row in drafted if row.lossless),
         ]
 
     (first, *_) = deeper.values()
     plain, *drafted = first.rows
     return Section(
         title,
+        [f"{about} One run; speed-ups over {plain.name} decoding by the same model [95 %]."],
         [
-            f"{about} {len(first.prompt_indices)} of the forms, one run each; speed-ups over "
-            f"{plain.name} decoding by the same model [95 %]."
+            *("times the layers", "weights", "forms", f"{plain.name}, tokens/s"),
+            *(row.name for row in drafted),
         ],
-        ["layers", "weights", f"{plain.name}, tokens/s", *(row.name for row in drafted)],
-        [cells(layers, compared) for layers, compared in deeper.items()],
+        [cells(times, compared) for times, compared in deeper.items()],
     )
 
 
@@ -539,7 +569,7 @@ def _section_of_stages(stages: Sequence[Stage]) -> Section:
         [
             "The same forms, chains of 16. Stage I hides a random share of an answer's tokens "
             '("scattered"), or all of its end ("suffix"). Stage II begins with the second and '
-            "hides ends of 1 to 32 tokens. Updates: 300 in stage I, 900 in stage II."
+            f"hides ends of 1 to {_HIDDEN} tokens. Updates: 300 in stage I, 1,200 in stage II."
         ],
         ["drafter", "tau [95 %]", "longest", "1st accepted", "4th", "8th", "16th"],
         [cells(stage) for stage in stages],
@@ -581,33 +611,56 @@ def _section_of_depths(depths: Mapping[str, Mapping[str, Metrics]]) -> Section:
     )
 
 
-def _section_of_lengths(depths: Mapping[str, Metrics]) -> Section:
+def _section_of_lengths(depths: Mapping[str, Mapping[str, Metrics]]) -> Section:
     edges = [0, 1, 4, 8, 16, 24, _LONGEST]
     parts = [(low, high - 1) for low, high in itertools.pairwise(edges)]
     parts.append((_LONGEST, _LONGEST))
 
-    def cells(name: str, metrics: Metrics) -> list[str]:
+    def cells(prompts: str, name: str, metrics: Metrics) -> list[str]:
         steps = np.asarray(metrics.accepted)
         shares = [steps[low : high + 1].sum() / steps.sum() for low, high in parts]
-        return [name, *(f"{share:.0%}" for share in shares)]
+        return [prompts, name, *(f"{share:.0%}" for share in shares)]
 
     return Section(
         "Accepted lengths",
-        [f"Shares of the steps that accepted so many of {_LONGEST} drafted tokens, in the forms."],
-        ["drafter", *(f"{low}" if low == high else f"{low}-{high}" for low, high in parts)],
-        [cells(name, metrics) for name, metrics in depths.items()],
+        [f"Shares of the steps that accepted so many of {_LONGEST} drafted tokens."],
+        [
+            *("prompts", "drafter"),
+            *(f"{low}" if low == high else f"{low}-{high}" for low, high in parts),
+        ],
+        [
+            cells(prompts, name, metrics)
+            for prompts, found in depths.items()
+            for name, metrics in found.items()
+        ],
     )
 
 
-def _section_of_filling(compared: Comparison, right: Mapping[str, int]) -> Section:
+def plot_lossy(compared: Comparison, right: Mapping[str, int], path: Path) -> None:
+    """Draws the share of right records of every way to decode by its speed."""
+    check_plots()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # Text stays text: the file is smaller.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": PLOT}):
+        figure = Figure(figsize=(6, 3.5), layout="constrained")
+        axes = figure.subplots()
+        for row in compared.rows:
+            share = right[row.name] / len(row.samples)
+            axes.plot(row.overall.speedup, share, "o" if row.lossless else "x", label=row.name)
+        axes.set(xlabel="times as fast as stepwise decoding", ylabel="share of records right")
+        axes.legend(fontsize="small")
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _section_of_filling(
+    title: str, about: str, compared: Comparison, right: Mapping[str, int]
+) -> Section:
     stepwise = compared.plain.overall.num_verify_steps
     return Section(
-        "A diffusion model by itself",
-        [
-            "It learned the same forms, and fills in the records of the same tests: stepwise, and "
-            f"with drafts of its own. One at a time, median of {compared.repeats}. "
-            f"{compared.machine}."
-        ],
+        title,
+        [about],
         [
             *("decoding", "texts", "calls saved", "accepted", "tokens/s", "over stepwise [95 %]"),
             "records right",

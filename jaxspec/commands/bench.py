@@ -4,6 +4,7 @@ For a diffusion model: self-speculation against stepwise decoding.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -41,7 +42,7 @@ from jaxspec.commands.options import (
     write_figures,
 )
 from jaxspec.decoding.denoise import DenoiseConfig, measure_costs
-from jaxspec.decoding.request import PromptLike
+from jaxspec.decoding.request import PromptLike, encode_prompt
 from jaxspec.diffusion import SelfSpeculation
 from jaxspec.drafters import DrafterLike, loaded_drafter
 from jaxspec.measure.compare import compare, describe
@@ -195,6 +196,8 @@ def _ways_to_draft(
 ) -> dict[str, SelfSpeculation]:
     """Returns self-speculation as the arguments say; without a number of drafts, several ways."""
     asked = drafting_asked(args)
+    if asked.get("num_drafts") == 0:
+        raise ValueError("--drafts: must be at least 1: drafts are compared with none; got 0.")
     if "num_drafts" in asked:
         return {_drafts(asked["num_drafts"]): SelfSpeculation(**asked)}
     most = SelfSpeculation(min(MOST_DRAFTS, config.max_new_tokens - 1), **asked)
@@ -202,9 +205,20 @@ def _ways_to_draft(
         _drafts(count): dataclasses.replace(most, num_drafts=count)
         for count in range(1, most.num_drafts + 1)
     }
-    costs = measure_costs(model, [prompts[len(prompts) // 2]], config, most)
+    costs = measure_costs(model, [_typical(model, prompts, config)], config, most)
     ways[_AS_MANY_AS_PAY] = dataclasses.replace(most, costs=costs)
     return ways
+
+
+def _typical(model: Model, prompts: Sequence[PromptLike], config: DenoiseConfig) -> PromptLike:
+    """Returns the prompt of median length of those that fit; the first one if none does."""
+    lengths = {}
+    for index, prompt in enumerate(prompts):
+        # A prompt that does not fit is listed as a failure once it is decoded.
+        with contextlib.suppress(ValueError):
+            lengths[index] = len(encode_prompt(model, prompt, spare=config.max_new_tokens))
+    fitting = sorted(lengths, key=lengths.__getitem__)
+    return prompts[fitting[len(fitting) // 2] if fitting else 0]
 
 
 def _drafts(count: int) -> str:

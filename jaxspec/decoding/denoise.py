@@ -7,6 +7,7 @@ stepwise decoding is the same program with no drafts.
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import jax
@@ -151,7 +152,8 @@ class Denoised:
         finish_reason: "stop_token", "length", or "not_finite" (the network gave no usable logits).
         num_calls: passes that the row took part in; the pass that reads the whole blocks of the
             prompt is not counted.
-        num_canvases: canvases that those passes read; equal to `num_calls` without speculation.
+        num_canvases: canvases with text or drafts in those passes; equal to `num_calls` without
+            speculation. A pass with N drafts computes N + 1, also where fewer could be drafted.
         drafted: entry i: passes that checked i drafted decisions.
         accepted: entry i: passes that confirmed i of them.
     """
@@ -333,14 +335,14 @@ def measure_costs(
     The result is for `dataclasses.replace(speculation, costs=...)`. The first blocks of the prompts
     are decoded, and the time of all passes is divided by their number: with some caches a pass
     reads one block, two blocks or the whole canvas, and how often depends on what is drafted. The
-    fastest of `repeats` runs counts; compiling is done before them.
+    median of the runs counts; compiling is done before them.
 
     Args:
         model: see `denoise`.
         prompts: prompts in the number and of the lengths that will be decoded together.
         config: see `denoise`.
         speculation: `costs` and `limit` are ignored; `None` takes the default.
-        repeats: runs of each number of drafts.
+        repeats: least runs of each number of drafts; quick ones are repeated for half a second.
 
     Raises:
         ValueError: as `denoise` does, or `repeats` is not at least 1.
@@ -354,13 +356,18 @@ def measure_costs(
         drafted = dataclasses.replace(speculation, num_drafts=count, costs=None, limit=None)
         request = prepare_denoising(model, prompts, config, drafted, 0)
         plan = dataclasses.replace(request.plan, window=window)
-        most = max(1, _MEASURED_BLOCKS * plan.block // (count + 1))
+        most = max(1, max(_MEASURED_BLOCKS * plan.block, _MEASURED_TOKENS) // (count + 1))
         runs.append(dataclasses.replace(request, plan=plan).timed(most))
-    seconds = [[run() for run in runs] for _ in range(1 + repeats)]
-    return tuple(min(column) for column in zip(*seconds[1:], strict=True))
+    for run in runs:
+        run()  # compiles
+    seconds, end = [], time.perf_counter() + _MEASURED_SECONDS
+    while len(seconds) < repeats or time.perf_counter() < end:
+        seconds.append([run() for run in runs])
+    return tuple(map(median, zip(*seconds, strict=True)))
 
 
-_MEASURED_BLOCKS = 4
+_MEASURED_BLOCKS, _MEASURED_TOKENS, _MEASURED_SECONDS = 4, 64, 0.5
+"""Least blocks, tokens and seconds that costs are measured over: short runs differ much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -580,7 +587,7 @@ def plan_denoising(
         canvas_size=0,
         max_new=config.max_new_tokens,
         window=_window(rules, cache, config, steps, speculation.num_drafts),
-        node_counts=speculation.node_counts,
+        num_nodes=len(speculation.tree.parents),
         one_shape=speculation.deterministic,
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool
 
 from jaxspec.core.types import LanguageModel, PyTree, Stop, Tree
 from jaxspec.diffusion.passes import (
@@ -56,11 +56,7 @@ def _pass_over_canvases(
     def read(row: CanvasSettings, canvas: Canvas) -> Prediction:
         return read_canvas(network, plan, row, canvas)[0]
 
-    def branch(count: int, states: DenoiseState, drafts: CanvasDrafts) -> Prediction:
-        return _of_nodes(read, count, plan, states.row, drafts)
-
-    branches = [partial(branch, count) for count in plan.node_counts]
-    return _switch(_needed(plan, drafts.valid), branches, states, drafts)
+    return _of_nodes(read, plan, states.row, drafts)
 
 
 def take_part(plan: DenoisePlan, states: DenoiseState) -> Bool[Array, " rows"]:
@@ -82,33 +78,23 @@ def _pass_over_rest(
     """Makes the short pass for rows within a block; without any, the pass that opens blocks."""
     takes_part = take_part(plan, states)
 
-    def opening(
-        count: int, states: DenoiseState, drafts: CanvasDrafts
-    ) -> tuple[PyTree, Prediction]:
-        count = count if plan.opens_with_drafts else 1
+    def opening(states: DenoiseState, drafts: CanvasDrafts) -> tuple[PyTree, Prediction]:
+        count = plan.num_nodes if plan.opens_with_drafts else 1
         canvases = jax.tree.map(lambda leaf: leaf[:, :count], drafts.canvases)
         fresh, layers = jax.vmap(partial(open_block, network, plan))(states.row, canvases)
         kept = choose_rows(takes_part, layers, states.kept)
         return kept, with_nodes(fresh, plan.num_nodes)
 
-    def within(count: int, states: DenoiseState, drafts: CanvasDrafts) -> tuple[PyTree, Prediction]:
+    def within(states: DenoiseState, drafts: CanvasDrafts) -> tuple[PyTree, Prediction]:
         def read(held: tuple[CanvasSettings, PyTree, Prediction], canvas: Canvas) -> Prediction:
             row, kept, last = held
             return read_rest(network, plan, row, canvas, kept, last)
 
         rows = states.row, states.kept, states.prediction
-        return states.kept, _of_nodes(read, count, plan, rows, drafts)
-
-    def chosen(
-        branch: Callable, states: DenoiseState, drafts: CanvasDrafts
-    ) -> tuple[PyTree, Prediction]:
-        branches = [partial(branch, count) for count in plan.node_counts]
-        needed = _needed(plan, drafts.valid & takes_part[:, None])
-        return _switch(needed, branches, states, drafts)
+        return states.kept, _of_nodes(read, plan, rows, drafts)
 
     is_within = jnp.any(takes_part & (states.canvas.step > 0))
-    ways = partial(chosen, within), partial(chosen, opening)
-    return jax.lax.cond(is_within, *ways, states, drafts)
+    return jax.lax.cond(is_within, within, opening, states, drafts)
 
 
 def _pass_over_blocks(
@@ -120,7 +106,7 @@ def _pass_over_blocks(
 ) -> tuple[Prediction, Finished]:
     """Reads each canvas's first block that is not cached, and the next one if it is needed."""
     wanted = jax.vmap(partial(_blocks_wanted, plan, tree))(states, drafts)
-    widths = _block_counts(tree, plan.node_counts)
+    widths = _block_counts(tree, plan.num_nodes)
     if plan.one_shape:
         widths = widths[-1:]
 
@@ -134,7 +120,9 @@ def _pass_over_blocks(
 
     most = jnp.max(jnp.sum(jnp.stack(wanted), axis=(0, 2)))
     index = jnp.sum(most > jnp.asarray(widths[:-1], jnp.int32), dtype=jnp.int32)
-    return _switch(index, [partial(branch, width) for width in widths], states, drafts, wanted)
+    # Not under `vmap`, where every branch would be computed.
+    branches = [partial(branch, width) for width in widths]
+    return jax.lax.switch(index, branches, states, drafts, wanted)
 
 
 def _blocks_wanted(
@@ -160,13 +148,9 @@ def _blocks_wanted(
     return reads & ~shares, is_past | runs_on
 
 
-def _block_counts(tree: Tree, node_counts: tuple[int, ...]) -> tuple[int, ...]:
+def _block_counts(tree: Tree, nodes: int) -> tuple[int, int]:
     """Returns the blocks per row and pass worth compiling: one per canvas, two at path ends."""
-    counts = set()
-    for nodes in node_counts:
-        num_leaves = nodes - len(set(tree.parents[1:nodes].tolist()))
-        counts |= {nodes, nodes + num_leaves}
-    return tuple(sorted(counts))
+    return nodes, 2 * nodes - len(set(tree.parents[1:nodes].tolist()))
 
 
 def _listed(
@@ -199,27 +183,10 @@ def _listed(
     )
 
 
-def _needed(plan: DenoisePlan, valid: Bool[Array, "rows nodes"]) -> Int[Array, ""]:
-    """Returns the index of the smallest node count that holds every row's valid nodes."""
-    most = jnp.max(jnp.where(valid, jnp.arange(1, valid.shape[1] + 1), 0))
-    return jnp.sum(most > jnp.asarray(plan.node_counts[:-1], jnp.int32), dtype=jnp.int32)
-
-
-def _switch(index: Int[Array, ""], branches: list[Callable], *operands: Any) -> Any:
-    # Not under `vmap`, where every branch would be computed.
-    if len(branches) == 1:
-        return branches[0](*operands)
-    return jax.lax.switch(index, branches, *operands)
-
-
-def _of_nodes(
-    read: Callable, count: int, plan: DenoisePlan, rows: Any, drafts: CanvasDrafts
-) -> Any:
-    """Reads the first `count` canvases of every row; the others get zeros: nothing is known."""
-    canvases = jax.tree.map(lambda leaf: leaf[:, :count], drafts.canvases)
-    found = jax.vmap(jax.vmap(read, in_axes=(None, 0)))(rows, canvases)
-
-    return with_nodes(found, plan.num_nodes)
+def _of_nodes(read: Callable, plan: DenoisePlan, rows: Any, drafts: CanvasDrafts) -> Any:
+    """Reads the canvases of every row."""
+    canvases = jax.tree.map(lambda leaf: leaf[:, : plan.num_nodes], drafts.canvases)
+    return jax.vmap(jax.vmap(read, in_axes=(None, 0)))(rows, canvases)
 
 
 def with_nodes(found: Any, num_nodes: int) -> Any:

@@ -44,7 +44,7 @@ class DenoisePlan:
         canvas_size: positions of every canvas; see `sized`.
         max_new: positions to fill in per row, except those that complete a last block.
         window: positions of a prediction; a block and the next one where drafts go on there.
-        node_counts: canvases per row and pass worth compiling, ascending.
+        num_nodes: canvases per row and pass.
         one_shape: with `"blocks"`, every pass reads as many blocks as any may need; see also
             `opens_with_drafts`.
     """
@@ -56,18 +56,13 @@ class DenoisePlan:
     canvas_size: int
     max_new: int
     window: int
-    node_counts: tuple[int, ...] = (1,)
+    num_nodes: int = 1
     one_shape: bool = False
 
     @property
     def block(self) -> int:
         """Positions per block."""
         return self.rules.block
-
-    @property
-    def num_nodes(self) -> int:
-        """Most canvases per row and pass."""
-        return self.node_counts[-1]
 
     @property
     def opens_with_drafts(self) -> bool:

@@ -30,7 +30,7 @@ from jaxspec.core.cache import append
 from jaxspec.core.decode import named_key
 from jaxspec.core.loop import placed, run
 from jaxspec.core.sampling import at_least_float32
-from jaxspec.core.types import LanguageModel, Params, PyTree, Stop
+from jaxspec.core.types import LanguageModel, Params, PyTree, StepFn, Stop
 from jaxspec.diffusion.canvases import choose_rows, pass_over_rows, take_part, widen, with_nodes
 from jaxspec.diffusion.passes import CanvasSettings, DenoisePlan, Finished, read_prompt
 from jaxspec.diffusion.speculation import (
@@ -41,7 +41,7 @@ from jaxspec.diffusion.speculation import (
     DenoiseStats,
     SelfSpeculation,
     adapts,
-    num_worth_drafting,
+    worth_drafting,
 )
 from jaxspec.diffusion.unmask import (
     Canvas,
@@ -90,6 +90,9 @@ class DenoiseInfo(NamedTuple):
     canvases: Int[Array, "nodes positions"]
     num_drafted: Int[Array, ""]
     num_accepted: Int[Array, ""]
+
+
+Round = StepFn[DenoiseState, DenoiseInfo]
 
 
 def begin(
@@ -216,19 +219,41 @@ def denoise_step(
     With the `"prefix"` and `"dual"` caches, rows that open a block and rows within one need
     different passes: the former wait for the latter.
     """
+    rounds = _rounds(plan, speculation)
+    if len(rounds) == 1:
+        return rounds[0](params, states)
+    return jax.lax.switch(worth_drafting(plan, speculation, states), rounds, params, states)
+
+
+def _rounds(plan: DenoisePlan, speculation: SelfSpeculation) -> list[Round]:
+    """Returns a round for each entry of `draft_counts`, with no more canvases than it needs."""
     if not adapts(speculation):
-        return _round(plan, speculation, params, states)
-    rounds = partial(_round, plan, speculation), partial(round_without_drafts, plan, speculation)
-    return jax.lax.cond(num_worth_drafting(plan, speculation, states) > 0, *rounds, params, states)
+        return [partial(_round, plan, speculation)]
+    with_drafts = [partial(_round_of, n, plan, speculation) for n in speculation.draft_counts[1:]]
+    return [partial(round_without_drafts, plan, speculation), *with_drafts]
 
 
 def _round(
     plan: DenoisePlan, speculation: SelfSpeculation, params: Params, states: DenoiseState
 ) -> tuple[DenoiseState, DenoiseInfo]:
-    limit = num_worth_drafting(plan, speculation, states)
-    drafts = jax.vmap(partial(draft, plan, speculation, limit))(states)
+    (limit,) = speculation.draft_counts
+    drafts = jax.vmap(partial(draft, plan, speculation, jnp.int32(limit)))(states)
     found = pass_over_rows(params.target, plan, speculation.tree, states, drafts)
     return _accept_rows(plan, speculation, states, drafts, *found)
+
+
+def _round_of(
+    num_drafts: int,
+    plan: DenoisePlan,
+    speculation: SelfSpeculation,
+    params: Params,
+    states: DenoiseState,
+) -> tuple[DenoiseState, DenoiseInfo]:
+    """Runs a round of a batch in which every row drafts `num_drafts` decisions at most."""
+    fewer = dataclasses.replace(speculation, num_drafts=num_drafts, limit=None, costs=None)
+    narrow = dataclasses.replace(plan, num_nodes=len(fewer.tree.parents))
+    states, info = _round(narrow, fewer, params, states)
+    return states, info._replace(canvases=with_nodes(info.canvases, plan.num_nodes))
 
 
 def round_without_drafts(
@@ -239,9 +264,9 @@ def round_without_drafts(
     The first draft is made nevertheless, to be checked: drafting may pay again.
     """
     first = dataclasses.replace(speculation, num_drafts=1, limit=None, costs=None)
-    nodes, every = len(first.tree.parents), len(speculation.tree.parents)
+    nodes = len(first.tree.parents)
     drafts = jax.vmap(partial(draft, plan, first, jnp.int32(0)))(states)
-    alone = dataclasses.replace(plan, node_counts=(1,))
+    alone = dataclasses.replace(plan, num_nodes=1)
     if plan.cache == "none" and not plan.rules.allow_mask_token:
         # Positions past the block serve drafts alone, and are half of the unembedding.
         alone = dataclasses.replace(alone, window=plan.block)
@@ -249,7 +274,7 @@ def round_without_drafts(
     predictions = jax.tree.map(partial(widen, axis=2, size=plan.window), predictions)
     predictions, blocks = with_nodes((predictions, blocks), nodes)
     states, info = _accept_rows(plan, first, states, drafts, kept, predictions, blocks)
-    return states, info._replace(canvases=with_nodes(info.canvases, every))
+    return states, info._replace(canvases=with_nodes(info.canvases, plan.num_nodes))
 
 
 def _accept_rows(
@@ -295,12 +320,11 @@ def _accept(
     node = jnp.argmax(jnp.where(stands, depths, -1))
     num_accepted = depths[node]
     num_drafted = jnp.max(jnp.where(drafts.valid, depths, 0))
-    # The first draft can be checked even if it was not read.
+    # The first draft can be checked even if it was not read. A draft that was asked for and could
+    # not be made counts as rejected: it saves no pass either.
     first = drafts.possible & (depths == 1)
-    looked_at = jnp.where(
-        num_drafted > 0, jnp.minimum(num_accepted + 1, num_drafted), jnp.any(first)
-    )
-    right = jnp.where(num_drafted > 0, num_accepted, jnp.any(agrees & first))
+    looked_at = jnp.minimum(num_accepted + 1, jnp.maximum(drafts.limit, 1))
+    right = jnp.where(drafts.limit > 0, num_accepted, jnp.any(agrees & first))
     canvas, prediction, block = jax.tree.map(
         lambda leaf: leaf[node], (decided, predictions, blocks)
     )
@@ -376,26 +400,25 @@ def denoise_rows(
     step = partial(denoise_step, plan=plan, speculation=speculation)
     states = begin_rows(params, prompts, plan=plan, speculation=speculation)
     if adapts(speculation):
-        # Rounds without drafts have a separate loop: XLA moves work that is the same in all rounds
-        # out of a loop, as in stepwise decoding, but not out of a conditional.
-        step = partial(_rounds_up_to_drafts, plan, speculation)
+        step = partial(_loops, plan, speculation)
     return outcome_of(run(step, params, states, unfinished))
 
 
-def _rounds_up_to_drafts(
+def _loops(
     plan: DenoisePlan, speculation: SelfSpeculation, params: Params, states: DenoiseState
 ) -> tuple[DenoiseState, tuple[()]]:
-    """Runs rounds without drafts as long as no row drafts, then one with drafts."""
+    """Runs rounds with each number of drafts, in a loop of its own, as long as it pays best.
 
-    def alone(states: DenoiseState) -> Bool[Array, ""]:
-        return unfinished(states) & (num_worth_drafting(plan, speculation, states) == 0)
+    XLA moves work that is the same in all rounds out of a loop, but not out of a conditional, which
+    copies the cache, too.
+    """
 
-    def with_drafts(states: DenoiseState) -> DenoiseState:
-        return _round(plan, speculation, params, states)[0]
+    def pays_best(index: int, states: DenoiseState) -> Bool[Array, ""]:
+        return unfinished(states) & (worth_drafting(plan, speculation, states) == index)
 
-    without = partial(round_without_drafts, plan, speculation)
-    states = run(without, params, states, alone)
-    return jax.lax.cond(unfinished(states), with_drafts, lambda states: states, states), ()
+    for index, step in enumerate(_rounds(plan, speculation)):
+        states = run(step, params, states, partial(pays_best, index))
+    return states, ()
 
 
 def unfinished(states: DenoiseState) -> Bool[Array, ""]:

@@ -29,12 +29,13 @@ class SelfSpeculation(Checked):
             one, in place of the token that the last pass predicts.
         costs: cost of a pass with 0, 1, ..., `num_drafts` drafts, in any unit, as
             `jaxspec.decoding.denoise.measure_costs` measures it. A batch then drafts the number of
-            decisions that pays best, given how often drafts of its rows were kept before; that may
-            be 0. `None` drafts as many as possible.
+            decisions, of `draft_counts`, that pays best, given how often drafts of its rows were
+            kept before; that may be 0. `None` drafts as many as possible.
         deterministic: every pass of a kind (those that open a block are one) has one shape,
             whatever is drafted, so that the choice of kernels does not depend on drafts.
             `stepwise` then gives the stepwise decoding of that shape.
-        limit: most decisions to draft, up to `num_drafts`; `None` for all.
+        limit: most decisions to draft, up to `num_drafts`; `None` for all. Without `costs`, passes
+            stay as wide as for `num_drafts`.
         lossy_top_k: LOSSY: keep a draft if its tokens are among the k likeliest at its positions,
             whatever positions stepwise decoding would fill in (the paper's relaxed verification).
             The text differs. `None` is the lossless rule.
@@ -97,16 +98,13 @@ class SelfSpeculation(Checked):
         return _complete_tree(self.branch, self.num_drafts)
 
     @property
-    def node_counts(self) -> tuple[int, ...]:
-        """Canvases per row and pass worth compiling."""
+    def draft_counts(self) -> tuple[int, ...]:
+        """Numbers of drafts to choose from: the most; with `costs` 0, 1, 3, 7, ... and the most."""
+        most = self.num_drafts if self.limit is None else self.limit
         if self.costs is None:
-            return (len(self.tree.parents),)
-        if self.branch > 1:
-            return tuple(int(n) for n in np.cumsum(np.bincount(self.tree.depths)))
-        counts = [1]
-        while counts[-1] < self.num_drafts + 1:
-            counts.append(min(2 * counts[-1], self.num_drafts + 1))
-        return tuple(counts)
+            return (most,)
+        fewer = itertools.takewhile(lambda n: n < most, (2**i - 1 for i in itertools.count()))
+        return (*fewer, most)
 
 
 _MOST_LEAVES = 256
@@ -166,7 +164,7 @@ class CanvasDrafts(NamedTuple):
         canvases: one per node.
         possible: False for nodes that could not be drafted.
         valid: True for nodes that are read.
-        limit: number of decisions worth drafting.
+        limit: most decisions that are drafted.
     """
 
     canvases: Canvas
@@ -180,30 +178,30 @@ def adapts(speculation: SelfSpeculation) -> bool:
     return speculation.costs is not None and speculation.num_drafts > 0
 
 
-def num_worth_drafting(
+def worth_drafting(
     plan: DenoisePlan, speculation: SelfSpeculation, states: DenoiseState
 ) -> Int[Array, ""]:
-    """Returns the number of drafts that costs least until the end of a batch.
+    """Returns the index of the entry of `draft_counts` that costs least until the end of a batch.
 
     It assumes that drafts are kept as often as before. There is one number for a batch: a pass is
     as wide as its widest row, and the end is that of the slowest row: the end of the text, or of
     the block if rows open blocks together.
     """
-    most = speculation.num_drafts if speculation.limit is None else speculation.limit
-    if speculation.costs is None:
-        return jnp.int32(most)
-    kept = jnp.cumprod(
-        jnp.repeat((states.hits / states.trials)[:, None], speculation.num_drafts, axis=1), axis=1
-    )
-    decided = 1.0 + jnp.pad(jnp.cumsum(kept, axis=1), ((0, 0), (1, 0)))
+    assert speculation.costs is not None, "without costs there is no choice"
+    counts = np.asarray(speculation.draft_counts)
     canvas, positions = states.canvas, jnp.arange(plan.canvas_size)
     ends = canvas.start + plan.block if plan.reopens else states.row.end
     masks = (canvas.tokens == plan.rules.mask_token_id) & (positions[None] < ends[:, None])
     left = jnp.where(canvas.stop == Stop.RUNNING, jnp.sum(masks, axis=1), 0)
+    # A decision fills in one position at least, so no draft goes past the last mask.
+    reaches = jnp.arange(1, speculation.num_drafts + 1)[None] < left[:, None]
+    rate = (states.hits / states.trials)[:, None]
+    kept = jnp.cumprod(jnp.where(reaches, rate, 0.0), axis=1)
+    decided = 1.0 + jnp.pad(jnp.cumsum(kept, axis=1), ((0, 0), (1, 0)))
     passes = jnp.max(left[:, None] / decided, axis=0)
+    costs = jnp.asarray(speculation.costs, jnp.float32)
     # `argmin` takes the first: no drafts, where it makes no difference.
-    best = jnp.argmin(passes * jnp.asarray(speculation.costs, jnp.float32))
-    return jnp.minimum(best, most).astype(jnp.int32)
+    return jnp.argmin((passes * costs)[counts]).astype(jnp.int32)
 
 
 FORGETTING = 0.95

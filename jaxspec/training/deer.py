@@ -87,7 +87,9 @@ class Continuation(Checked):
 
     A separator stands at the cut. "scattered", as a diffusion model learns: a share t ~ U(0, 1) of
     the places is hidden, each weighing 1/t; the sum is divided by the answer's length. "suffix", as
-    a drafter is used: the last `longest` places are hidden, all of them, and weigh the same.
+    a drafter is used: the last `longest` places are hidden, all of them, and weigh the same. With a
+    network that is causal over blocks up to a block's places less one are left out, at random: cuts
+    are the ends of blocks, and a draft begins anywhere in one.
 
     Attributes:
         config: shape of the drafter; `config.diffusion` says what its places see.
@@ -135,7 +137,9 @@ class Continuation(Checked):
             draw = mask_number if self.steady else mask_share
             masked, counted = draw(mask_key, left, segments), left
         else:
-            number = jnp.full(len(tokens), float(self.longest))
+            block = self.config.masking.block or 1
+            shown = jnp.floor(drawn_per_group(mask_key, segments) * block)
+            number = jnp.maximum(self.longest - shown, 1.0)
             masked = tail_weights(left, _count_from(segments, left), number, alpha=1.0)
             counted = masked.hidden
         scale = jnp.maximum(_count(segments, counted), 1.0)

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,6 +100,10 @@ def test_only_missing_models_are_trained(tmp_path, monkeypatch):
     (tmp_path / "eagle" / "command.txt").write_text("jaxspec train eagle --steps 1")
     with pytest.raises(ValueError, match=r"folder: .*eagle was made by another command"):
         suite.train_missing(tmp_path, lambda name: None)
+    start = SimpleNamespace(digest="of other weights")
+    monkeypatch.setattr(suite, "load", lambda name: start)
+    with pytest.raises(ValueError, match=r"folder: .*scattered .*or from another demo-block-diff"):
+        suite.train_missing(tmp_path, lambda name: None)
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -132,6 +137,7 @@ def test_the_suite_is_measured(model, head, data_folder, monkeypatch):
         "_CHAINS": (4,),
         "_TIMES_AS_DEEP": (1, 2),
         "_FILLS_AS_DEEP": (1, 2),
+        "_PICTURED": 2,
         "_DRAFTS": (1, 2),
         "_NUM_TIMED": 1,
         "_FILE_WEIGHTS": ("float32", "int8"),
@@ -144,7 +150,7 @@ def test_the_suite_is_measured(model, head, data_folder, monkeypatch):
     page = measure("forms", asked, data_folder, 1, 1, progress=False, folder="FORMS")
     assert page.agree
     sizes = [len(section.rows) for section in page.sections]
-    assert sizes == [9, 2, 2, 2, 4, 6, 2, 7, 2, 0]
+    assert sizes == [9, 2, 2, 2, 4, 6, 6, 7, 2, 7, 0]
     json.dumps(page.as_dict(), allow_nan=False)
 
 
@@ -169,9 +175,9 @@ def test_the_page_counts_depths_and_lengths():
     assert by_depth["1"] == "0.75"
     assert by_depth["8"] == "1.00"
     assert by_depth["12"] == "1.00"
-    lengths = suite._section_of_lengths(found)
-    assert lengths.columns[1:] == ["0", "1-3", "4-7", "8-15", "16-23", "24-31", "32"]
-    assert lengths.rows == [["DEER", "25%", "0%", "0%", "25%", "0%", "0%", "50%"]]
+    lengths = suite._section_of_lengths({"forms": found})
+    assert lengths.columns[2:] == ["0", "1-3", "4-7", "8-15", "16-23", "24-31", "32"]
+    assert lengths.rows == [["forms", "DEER", "25%", "0%", "0%", "25%", "0%", "0%", "50%"]]
     (stage,) = suite._section_of_stages([suite.Stage("stage II", found["DEER"], (18.0, 20.0))]).rows
     assert stage[:3] == ["stage II", "19.00 [18.00, 20.00]", "32"]
     assert stage[3:] == ["0.75", "0.75", "0.75", "0.50"]

@@ -18,7 +18,7 @@ from jaxspec.diffusion.self_speculative import (
     outcome_of,
     step_stream,
 )
-from jaxspec.diffusion.speculation import num_worth_drafting
+from jaxspec.diffusion.speculation import worth_drafting
 from jaxspec.diffusion.unmask import Canvas, Prediction, Rules, look_up
 from jaxspec.models import Network
 from tests.diffusion.networks import BLOCK, MASK, tiny_model
@@ -120,6 +120,7 @@ DRAFTS = {
     "looked up": SelfSpeculation(3, lookup=True),
     "looked up, two successors": SelfSpeculation(2, branch=2, lookup=True),
     "as pays": SelfSpeculation(2, branch=2, costs=(1.0, 1.1, 1.2)),
+    "as pays, a chain": SelfSpeculation(4, costs=(1.0, 1.05, 1.1, 1.15, 1.2)),
 }
 
 
@@ -351,12 +352,15 @@ def test_the_slowest_row_says_what_pays():
         given = states._replace(
             canvas=canvas, hits=jnp.asarray(rates), trials=jnp.ones(2, jnp.float32)
         )
-        return int(num_worth_drafting(plan, request.speculation, given))
+        return int(worth_drafting(plan, request.speculation, given))
 
     assert number((0.9, 0.9), (9, 9)) == 1
     assert number((0.1, 0.9), (9, 9)) == 0
     assert number((0.1, 0.9), (3, 9)) == 1
     assert number((0.1, 0.9), (9, 9), (False, True)) == 1
+    # The last mask leaves nothing to draft, whatever it costs.
+    assert number((0.9, 0.9), (1, 1)) == 0
+    assert number((0.9, 0.9), (1, 9)) == 1
 
 
 def test_rows_open_their_blocks_together():
@@ -464,7 +468,10 @@ def test_costs_are_measured_for_every_number_of_drafts():
     one = SelfSpeculation(1)
     costs = measure_costs(tiny_model(), PROMPTS, PLAIN, one, repeats=1)
     assert len(costs) == 2
-    assert SelfSpeculation(1, costs).node_counts == (1, 2)
+    assert SelfSpeculation(1, costs).draft_counts == (0, 1)
+    assert SelfSpeculation(9, (1.0,) * 10).draft_counts == (0, 1, 3, 7, 9)
+    assert SelfSpeculation(9, (1.0,) * 10, limit=3).draft_counts == (0, 1, 3)
+    assert SelfSpeculation(9, limit=3).draft_counts == (3,)
     assert hash(SelfSpeculation(1, list(costs))) == hash(SelfSpeculation(1, costs))
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
         measure_costs(tiny_model(), PROMPTS, PLAIN, repeats=0)

@@ -174,19 +174,21 @@ def test_an_answer_is_cut_and_the_cut_is_marked(separator):
     assert len(lengths) > 5
 
 
-@pytest.mark.parametrize("block", [None, 4])
-def test_a_suffix_is_hidden_whole_and_all_of_it_weighs_the_same(block):
-    objective = Continuation(drafter(False, block).config, hide="suffix", longest=5)
+@pytest.mark.parametrize(("block", "longest", "most"), [(None, 5, {5}), (4, 8, {5, 6, 7, 8})])
+def test_a_suffix_is_hidden_whole_and_all_of_it_weighs_the_same(block, longest, most):
+    """With blocks it may begin at every place of one, as a draft does."""
+    objective = Continuation(drafter(False, block).config, hide="suffix", longest=longest)
     sizes = set()
-    for seed in range(20):
+    for seed in range(30):
         cut = objective.cut(one_row(), jax.random.key(seed))
         left = np.flatnonzero(np.asarray(cut.left))
         hidden = np.flatnonzero(np.asarray(cut.masked.hidden))
-        assert hidden.tolist() == left[-5:].tolist()
+        assert hidden.tolist() == left[-len(hidden) :].tolist()
         np.testing.assert_array_equal(np.asarray(cut.masked.weights)[hidden], 1)
         np.testing.assert_array_equal(np.asarray(cut.scale)[hidden], len(hidden))
-        sizes.add(len(hidden))
-    assert 5 in sizes
+        if len(left) > longest:
+            sizes.add(len(hidden))
+    assert sizes == most
 
 
 def test_a_drafter_of_blocks_is_cut_at_their_ends():
