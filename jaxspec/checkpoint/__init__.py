@@ -4,6 +4,7 @@ from jaxspec.checkpoint.config import config_from_json, config_to_json
 from jaxspec.checkpoint.dflash import load_dflash, save_dflash
 from jaxspec.checkpoint.eagle import eagle3_taps, load_eagle, save_eagle
 from jaxspec.checkpoint.files import CheckpointError, recover_files
+from jaxspec.checkpoint.folder import shipped_folders
 from jaxspec.checkpoint.hub import (
     Model,
     find_head,
@@ -11,7 +12,6 @@ from jaxspec.checkpoint.hub import (
     load,
     save,
     save_orbax,
-    shipped_folders,
     shipped_heads,
     shipped_models,
 )

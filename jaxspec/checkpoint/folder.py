@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from jaxspec.checkpoint.files import given, read_json
-from jaxspec.core.checks import from_up_to
+from jaxspec.checkpoint.files import CheckpointError, given, read_json
+from jaxspec.core.checks import from_up_to, shown
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -19,6 +19,9 @@ Kind = Literal["model", "eagle", "dflash"]
 _OF_DFLASH = ("dflash_config", "target_layer_ids", "aux_hidden_state_layer_ids")
 # Settings that no model has; a head in the speculators format nests those of its layer.
 _OF_EAGLE = ("bias", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size")
+SHARED_TOKENIZER = "shared_tokenizer"
+"""Entry of config.json: the shipped model whose tokenizer this one has."""
+_PACKAGE = Path(__file__).resolve().parent.parent
 _BOOKKEEPING = ("_from_model_config", "transformers_version")
 
 
@@ -32,7 +35,8 @@ class Folder(NamedTuple):
         config: the contents of config.json; empty without that file.
         generation_defaults: generation_config.json without bookkeeping; empty without that file.
         is_orbax: the weights are Orbax's.
-        has_tokenizer: there is a tokenizer.json.
+        tokenizer: folder of its tokenizer.json: this one, or that of a shipped model; `None`: it
+            has none.
     """
 
     path: Path
@@ -40,7 +44,7 @@ class Folder(NamedTuple):
     config: Mapping[str, Any]
     generation_defaults: Mapping[str, Any]
     is_orbax: bool
-    has_tokenizer: bool
+    tokenizer: Path | None
 
     def stop_token_ids(self, of_tokenizer: int | None, vocab_size: int | None) -> tuple[int, ...]:
         """Returns the ids that end a text.
@@ -85,8 +89,38 @@ def read_folder(path: Path) -> Folder:
         config=config,
         generation_defaults={k: v for k, v in defaults.items() if k not in _BOOKKEEPING},
         is_orbax=is_orbax,
-        has_tokenizer=(path / TOKENIZER).is_file(),
+        tokenizer=_tokenizer_of(path, config),
     )
+
+
+def _tokenizer_of(path: Path, config: Mapping[str, Any]) -> Path | None:
+    name = config.get(SHARED_TOKENIZER)
+    if (path / TOKENIZER).is_file() or name is None:
+        return path if (path / TOKENIZER).is_file() else None
+    shared = shipped_folders().get(given(f"{path / CONFIG}: {SHARED_TOKENIZER}", name, str))
+    if shared is None or not (shared / TOKENIZER).is_file():
+        raise CheckpointError(
+            f"{path / CONFIG}: {SHARED_TOKENIZER} must name a shipped model with a tokenizer, got "
+            f"{shown(name)}: install the version of jaxspec that the model came with, or put its "
+            f"{TOKENIZER} into the folder."
+        )
+    return shared
+
+
+def shipped_folders() -> dict[str, Path]:
+    """Returns the folders of all that was trained or searched and comes with the package.
+
+    Example:
+        >>> from jaxspec.checkpoint import shipped_folders
+        >>> (shipped_folders()["demo-skips"] / "skips.json").is_file()
+        True
+    """
+    # Next to the package in the repository, inside it when installed.
+    found = {}
+    for root in (_PACKAGE.parent / "checkpoints", _PACKAGE / "checkpoints"):
+        if root.is_dir():
+            found |= {path.name: path for path in sorted(root.iterdir()) if path.is_dir()}
+    return found
 
 
 def _kind(config: Mapping[str, Any]) -> Kind:

@@ -31,6 +31,7 @@ from jaxspec.checkpoint.folder import (
     Folder,
     Kind,
     read_folder,
+    shipped_folders,
 )
 from jaxspec.checkpoint.huggingface import FILES, load_network, write_network
 from jaxspec.checkpoint.orbax import load_orbax, write_orbax
@@ -74,7 +75,6 @@ _REPLACED = (
 _HUB_ID = re.compile(
     r"(?!.*(?:--|\.\.|\.git$))\w(?:[\w.-]{0,94}\w)?/\w(?:[\w.-]{0,94}\w)?", re.ASCII
 )
-_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, eq=False)
@@ -435,7 +435,7 @@ def load(
         )
     if check:
         _check_finite(network, path_or_hub_id)
-    tokenizer = load_tokenizer(folder.path) if folder.has_tokenizer else None
+    tokenizer = load_tokenizer(folder.path) if folder.tokenizer else None
     return Model(
         network,
         tokenizer,
@@ -539,22 +539,6 @@ def shipped_heads(kind: Literal["eagle", "dflash"] = "eagle") -> dict[str, Path]
 def _shipped(kind: Kind) -> dict[str, Path]:
     folders = shipped_folders().items()
     return {name: path for name, path in folders if read_folder(path).kind == kind}
-
-
-def shipped_folders() -> dict[str, Path]:
-    """Returns the folders of all that was trained or searched and comes with the package.
-
-    Example:
-        >>> from jaxspec.checkpoint import shipped_folders
-        >>> (shipped_folders()["demo-skips"] / "skips.json").is_file()
-        True
-    """
-    # Next to the package in the repository, inside it when installed.
-    found = {}
-    for root in (_PACKAGE.parent / "checkpoints", _PACKAGE / "checkpoints"):
-        if root.is_dir():
-            found |= {path.name: path for path in sorted(root.iterdir()) if path.is_dir()}
-    return found
 
 
 def find_model(source: str | Path) -> Path:

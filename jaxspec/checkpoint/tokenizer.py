@@ -21,6 +21,7 @@ from jaxspec.checkpoint.files import (
     read_text,
     write_json,
 )
+from jaxspec.checkpoint.folder import TOKENIZER, read_folder
 from jaxspec.checkpoint.templates import TemplateFailure, render
 from jaxspec.core.checks import Natural, checked, checks_arguments, shown
 
@@ -359,6 +360,9 @@ def read_backend(path: Path) -> "tokenizers.Tokenizer":
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Reads `tokenizer.json`, and the settings and chat templates next to it, if any.
 
+    The drafters and diffusion models that ship share the tokenizer of `demo`, as their config.json
+    says.
+
     Raises:
         CheckpointError: there is no `tokenizer.json`, a file is too large or cannot be understood,
             or `folder` can be no path.
@@ -369,13 +373,14 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         5
     """
     folder = as_path("folder", folder)
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    found = read_folder(folder).tokenizer
+    if found is None:
         raise CheckpointError(
             f"{folder} has no tokenizer.json, so text cannot be encoded: pass token ids, or put "
             "the model's tokenizer.json there. A tokenizer.model is converted by transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)."
         )
+    folder, path = found, found / TOKENIZER
     backend = read_backend(path)
     # Both are left over from training in some files, and would silently change prompts.
     backend.no_truncation()

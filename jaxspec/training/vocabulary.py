@@ -116,7 +116,7 @@ class TrainingVocabulary:
         path = find_model(folder)
         model = read_folder(path)
         loaded = load_tokenizer(tokenizer or path)
-        if tokenizer is not None and model.has_tokenizer:
+        if tokenizer is not None and model.tokenizer is not None:
             own = load_tokenizer(path)
             if not (covers(loaded, own) or covers(own, loaded)):
                 raise ValueError(

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from jaxspec.checkpoint import CheckpointError, Tokenizer, load_tokenizer, templates
+from jaxspec.checkpoint import (
+    CheckpointError,
+    Tokenizer,
+    load_tokenizer,
+    shipped_models,
+    templates,
+)
 from jaxspec.checkpoint.tokenizer import failing
 
 KINDS = ("byte_level_tokenizer", "sentence_piece_tokenizer")
@@ -103,6 +109,24 @@ def test_a_written_tokenizer_is_read_back(tokenizer, tmp_path):
     assert again.special_tokens == tokenizer.special_tokens
     assert again.templates == templates
     assert again.render_chat(CHAT, template="rag", documents=[{}, {}]) == "2"
+
+
+def test_a_model_may_share_the_tokenizer_of_one_that_ships(byte_level_tokenizer, tmp_path):
+    if "demo" not in shipped_models():
+        pytest.skip("needs checkpoints/demo, which is not here")
+    (tmp_path / "config.json").write_text('{"shared_tokenizer": "demo"}')
+    text = "Two and two"
+    shared = load_tokenizer(shipped_models()["demo"])
+    assert load_tokenizer(tmp_path).encode(text) == shared.encode(text)
+    byte_level_tokenizer.write(tmp_path)
+    assert load_tokenizer(tmp_path).encode(text) == byte_level_tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("name", ["../demo", "demo-skips", "no-such-model", 3])
+def test_a_shared_tokenizer_is_that_of_a_shipped_model(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"shared_tokenizer": name}))
+    with pytest.raises(CheckpointError, match=r"config.json: shared_tokenizer must .*, got "):
+        load_tokenizer(tmp_path)
 
 
 def test_truncation_and_padding_in_the_file_are_not_applied(byte_level_tokenizer, tmp_path):
