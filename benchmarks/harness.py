@@ -1,6 +1,7 @@
 """The harness: suites as data, methods measured in turns by any runtime, a page for each."""
 
 import dataclasses
+import datetime
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -172,7 +173,8 @@ def measure(
         words.append(f"--repeats {run.repeats}")
     words += [f"--{key.replace('_', '-')} {_word(value)}" for key, value in given.items()]
     page = suite.measure(run)
-    return page._replace(title=suite.title, command=" ".join(words))
+    today = datetime.date.today().isoformat()
+    return page._replace(title=suite.title, command=" ".join(words), date=today)
 
 
 def _taken(suite: Suite) -> list[str]:

@@ -13,7 +13,6 @@ from jaxspec.checkpoint.files import replacing_files
 
 RESULTS = Path(__file__).resolve().parent / "results"
 """Folder of the recorded pages, one for each suite."""
-MADE_BY = "Made by this command, never by hand:\n"
 
 
 class Section(NamedTuple):
@@ -54,6 +53,7 @@ class Page(NamedTuple):
         plots: functions that draw a picture into a file, by the file's name.
         title: heading of the page.
         command: the command line that measures this again.
+        date: day of the measurement, as 2026-01-31.
     """
 
     sections: Sequence[Section]
@@ -62,17 +62,20 @@ class Page(NamedTuple):
     plots: Mapping[str, Callable[[Path], None]] = {}
     title: str = ""
     command: str = ""
+    date: str = ""
 
     def as_markdown(self) -> str:
-        """Returns the page in Markdown; nothing in it depends on the day or on folders."""
-        heading = f"# {self.title}\n\n{MADE_BY}\n    {self.command}"
+        """Returns the page in Markdown; nothing in it depends on folders."""
+        day = f" on {self.date}" if self.date else ""
+        made = f"Made by this command{day}, never by hand:\n\n    {self.command}"
+        heading = f"# {self.title}\n\n{made}"
         parts = filter(None, (section.as_markdown() for section in self.sections))
         return "\n\n".join([heading, *parts]) + "\n"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all figures, ready for JSON."""
-        opening = {"title": self.title, "command": self.command, "outputs_agree": self.agree}
-        return {**opening, **as_dict(self.figures)}
+        opening = {"title": self.title, "command": self.command, "date": self.date}
+        return {**opening, "outputs_agree": self.agree, **as_dict(self.figures)}
 
 
 def as_dict(value: Any) -> Any:

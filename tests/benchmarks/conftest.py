@@ -9,7 +9,7 @@ import pytest
 
 import jaxspec
 from benchmarks.suites import SUITES
-from jaxspec.checkpoint import hub, save_eagle
+from jaxspec.checkpoint import save_eagle
 from jaxspec.measure.step import StepTimes
 from jaxspec.models import EagleHead, init_eagle_params
 from jaxspec.tuning import calibrated_table, save_acceptance
@@ -74,5 +74,5 @@ def checkpoints(model, head, tmp_path_factory) -> Path:
 @pytest.fixture
 def shipped(checkpoints, monkeypatch) -> Path:
     """Has the tiny models in place of the shipped ones."""
-    monkeypatch.setattr(hub, "_PACKAGE", checkpoints.parent / "jaxspec")
+    monkeypatch.setattr("jaxspec.checkpoint.folder._PACKAGE", checkpoints.parent / "jaxspec")
     return checkpoints

@@ -19,7 +19,6 @@ from benchmarks.prompts import (
     read_prompt_set,
 )
 from benchmarks.suites import SUITES
-from jaxspec.checkpoint import hub
 from jaxspec.decoding.metrics import Counts
 from jaxspec.measure.comparison import Divergence
 from jaxspec.measure.figures import DecodedText, Sample
@@ -167,7 +166,7 @@ class TestAsked:
             measure("some", suite, data_folder, **{key: 0})
 
     def test_missing_models_are_named(self, tmp_path, monkeypatch, data_folder):
-        monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
+        monkeypatch.setattr("jaxspec.checkpoint.folder._PACKAGE", tmp_path / "jaxspec")
         with pytest.raises(ValueError, match="demo-eagle"):
             measure("some", self.suite(needs=("demo-eagle",)))
         with pytest.raises(ValueError, match="demo, absent"):

@@ -236,9 +236,8 @@ def test_a_random_model_has_the_size_it_says():
 
 
 def test_models_that_are_missing_are_named(tmp_path, monkeypatch, data_folder):
-    from jaxspec.checkpoint import hub
 
-    monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
+    monkeypatch.setattr("jaxspec.checkpoint.folder._PACKAGE", tmp_path / "jaxspec")
     with pytest.raises(ValueError, match="demo, demo-eagle"):
         measure("litert-tokens", SUITES["litert-tokens"], data_folder)
     suite = dataclasses.replace(SUITES["litert-skips"], needs=("demo-skips",))

@@ -15,7 +15,6 @@ from benchmarks.methods import Assisted, batch_indices, measure_batches, num_par
 from benchmarks.runners import ASSISTED, TRANSFORMERS
 from benchmarks.suites import SUITES
 from benchmarks.suites.shipped import dynamic_tree
-from jaxspec.checkpoint import hub
 from jaxspec.commands import methods as made
 from jaxspec.commands.methods import if_it_drafts_for, measure_block_costs
 from jaxspec.core.tree import EAGLE_PATHS
@@ -50,7 +49,7 @@ def run(monkeypatch, root, name, suite, data_folder, prompts_per_set=1):
     """Measures without `transformers`; steps are not really timed."""
     monkeypatch.setattr(step, "measure_drafter", lambda *_, **__: TIMES)
     monkeypatch.setattr(methods, "measure_tree_building", lambda *_, **__: 0.001)
-    monkeypatch.setattr(hub, "_PACKAGE", root.parent / "jaxspec")
+    monkeypatch.setattr("jaxspec.checkpoint.folder._PACKAGE", root.parent / "jaxspec")
     monkeypatch.setattr(methods, "why_not_here", lambda: "torch is at home")
     return measure(name, suite, data_folder, prompts_per_set, 1, progress=False)
 
@@ -197,7 +196,7 @@ def test_transformers_are_compared_with_our_outputs(checkpoints, data_folder, mo
     pytest.importorskip("transformers", reason="needs the extra `parity`")
     why_not_here = methods.why_not_here
     suite = small("shipped", methods=(), temperatures={"greedy": 0.0})
-    monkeypatch.setattr(hub, "_PACKAGE", checkpoints.parent / "jaxspec")
+    monkeypatch.setattr("jaxspec.checkpoint.folder._PACKAGE", checkpoints.parent / "jaxspec")
     monkeypatch.setattr(step, "measure_drafter", lambda *_, **__: TIMES)
     assert why_not_here() is None
     page = measure("shipped", suite, data_folder, 1, 1, progress=False)

@@ -36,6 +36,12 @@ def test_only_the_page_has_a_heading_of_the_first_level():
     assert headings == ["# Figures", "## A table", "## Empty"]
 
 
+def test_a_page_names_its_day():
+    dated = PAGE._replace(date="2026-01-31")
+    assert "Made by this command on 2026-01-31, never by hand:\n\n    python" in dated.as_markdown()
+    assert dated.as_dict()["date"] == "2026-01-31"
+
+
 def test_pages_and_figures_are_written_and_others_stay(tmp_path, capsys):
     (tmp_path / "other.md").write_text("as it was")
     publish(PAGE, "some", tmp_path, str(tmp_path / "figures.json"))

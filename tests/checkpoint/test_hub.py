@@ -471,7 +471,7 @@ def test_a_file_of_litert_says_what_decodes_it(tmp_path, place):
 @pytest.mark.parametrize("place", ["checkpoints", "jaxspec/checkpoints"])
 def test_shipped_models_are_found_by_name(place, tmp_path, monkeypatch, tiny_network):
     """In the repository they lie next to the package, in an installed one inside it."""
-    monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
+    monkeypatch.setattr("jaxspec.checkpoint.folder._PACKAGE", tmp_path / "jaxspec")
     save(Model(tiny_network), tmp_path / place / "tiny")
     (tmp_path / place / "notes").mkdir()
     config = tiny_network.config.replace(

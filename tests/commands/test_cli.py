@@ -18,7 +18,7 @@ import pytest
 
 import jaxspec
 from jaxspec import GenerationConfig, commands, generate, native
-from jaxspec.checkpoint import hub, save_eagle
+from jaxspec.checkpoint import save_eagle
 from jaxspec.cli import COMMANDS, build_parser, main
 from jaxspec.commands import demo, info, options
 from jaxspec.commands import methods as shipped
@@ -581,7 +581,7 @@ class TestBench:
     def test_all_are_the_methods_that_are_here(
         self, capsys, monkeypatch, folder, prompts, tmp_path
     ):
-        monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
+        monkeypatch.setattr("jaxspec.checkpoint.folder._PACKAGE", tmp_path / "jaxspec")
         jaxspec.save(filling_model("filling", 4), tmp_path / "checkpoints" / "demo-deer")
         kept = ("prompt lookup", "draft model", "EAGLE-1, searched tree", "DEER, tree of 8")
         methods = {name: shipped.EVERY_METHOD[name] for name in kept}
@@ -635,7 +635,9 @@ class TestDemo:
     @pytest.fixture(autouse=True)
     def short_prompts(self, monkeypatch, tmp_path):
         monkeypatch.setattr(demo, "PROMPTS", ("one, two, one", "abc, abc, abc"))
-        monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")  # nothing is shipped
+        monkeypatch.setattr(
+            "jaxspec.checkpoint.folder._PACKAGE", tmp_path / "jaxspec"
+        )  # nothing is shipped
 
     def test_it_shows_every_method_without_a_terminal(self, capsys, folder, head):
         (head / "tree.json").write_text("[[0], [1]]")

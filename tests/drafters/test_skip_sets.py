@@ -155,7 +155,7 @@ def test_a_set_that_comes_with_the_package_is_read_by_name(tmp_path, monkeypatch
     folder.mkdir(parents=True)
     found = {"num_layers": 2, "attention": [0], "mlp": [], "threshold": 0.4}
     (folder / "skips.json").write_text(json.dumps({**found, "num_speculative_tokens": 3}))
-    monkeypatch.setattr(hub, "_PACKAGE", tmp_path / "jaxspec")
+    monkeypatch.setattr("jaxspec.checkpoint.folder._PACKAGE", tmp_path / "jaxspec")
     assert LayerSkip.read("tiny-skips").skip == skips_of(2, [0], [])
     assert "tiny-skips" not in hub.shipped_models()
 
