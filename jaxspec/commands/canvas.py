@@ -99,7 +99,7 @@ def canvas_settings(
     most = min(num_drafts, config.max_new_tokens - 1)
     drafting = {"num_drafts": most, **drafting_asked(args)}
     if not drafting["num_drafts"]:
-        refuse_unused(args, _DRAFTING[1:], "needs --drafts N.")
+        refuse_unused(args, (*_DRAFTING[1:], "drafting"), "needs --drafts N.")
     return config, SelfSpeculation(**drafting)
 
 
@@ -176,8 +176,6 @@ def canvas_session(args: argparse.Namespace, model: Model) -> CanvasSession:
 
     auto = args.drafting == "auto"
     config, speculation = canvas_settings(args, MOST_DRAFTS if auto else 0)
-    if not speculation.num_drafts:
-        refuse_unused(args, ("drafting",), "needs --drafts N.")
     if args.drafting == "never":
         speculation = SelfSpeculation(0)
     drafting = {**drafting_asked(args), "num_drafts": speculation.num_drafts}

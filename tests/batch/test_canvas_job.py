@@ -156,6 +156,7 @@ def test_the_command_decodes_a_file_and_refuses_what_has_no_meaning(capsys, tmp_
         ("--num-samples", "2"): "--num-samples: not for diffusion language models",
         ("--logprobs",): "--logprobs: not for diffusion language models",
         ("--branch", "2"): "--branch: needs --drafts N",
+        ("--drafting", "always"): "--drafting: needs --drafts N",
         ("--expected-speedup", "2"): "guard.expected (--expected-speedup) needs a guard",
     }.items():
         assert main([*argv, *flags]) == 2

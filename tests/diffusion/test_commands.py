@@ -60,6 +60,16 @@ def test_generate_fills_in(capsys, model, folder):
     assert shown(capsys, "generate", folder, PROMPT, *SHORT, *lossy)["tokens"] == [*relaxed.tokens]
 
 
+def test_bench_measures_costs_on_a_prompt_that_fits(capsys, folder, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    texts = ("abc", "abc " * 4000, PROMPT)
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    assert main(["bench", folder, str(prompts), *SHORT, "--repeats", "1", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [failure["prompt_index"] for failure in figures["failures"]] == [1]
+    assert figures["rows"][-1]["name"] == "as many as pay"
+
+
 def test_bench_compares_numbers_of_drafts(capsys, folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (PROMPT, "abc")))
@@ -84,6 +94,8 @@ def test_bench_compares_numbers_of_drafts(capsys, folder, tmp_path):
     assert lossy["outputs_agree"]
     assert not lossy["rows"][1]["lossless"]
     assert "--drafter" in fails(capsys, "bench", folder, str(prompts), "--drafter", "lookup")
+    none = fails(capsys, "bench", folder, str(prompts), *SHORT, "--drafts", "0")
+    assert "--drafts: must be at least 1" in none
 
 
 def test_auto_drafts_as_many_as_pay(capsys, monkeypatch, tmp_path, model, folder):
