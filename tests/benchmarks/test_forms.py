@@ -150,7 +150,7 @@ def test_the_suite_is_measured(model, head, data_folder, monkeypatch):
     page = measure("forms", asked, data_folder, 1, 1, progress=False, folder="FORMS")
     assert page.agree
     sizes = [len(section.rows) for section in page.sections]
-    assert sizes == [9, 2, 2, 2, 4, 6, 6, 7, 2, 7, 0]
+    assert sizes == [9, 2, 3, 3, 4, 6, 6, 7, 2, 7, 0]
     json.dumps(page.as_dict(), allow_nan=False)
 
 
