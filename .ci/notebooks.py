@@ -1,6 +1,6 @@
 """Runs notebooks and stores their outputs, made small: `python .ci/notebooks.py [NOTEBOOK ...]`.
 
-Pictures are stored with few colours. Progress, warnings and places of this machine are left out.
+Pictures are stored with few colours. Progress and warnings are left out.
 """
 
 import base64

@@ -409,8 +409,7 @@ def _loops(
 ) -> tuple[DenoiseState, tuple[()]]:
     """Runs rounds with each number of drafts, in a loop of its own, as long as it pays best.
 
-    XLA moves work that is the same in all rounds out of a loop, but not out of a conditional, which
-    copies the cache, too.
+    XLA moves work that is the same in all rounds out of a loop, but not out of a conditional.
     """
 
     def pays_best(index: int, states: DenoiseState) -> Bool[Array, ""]:
